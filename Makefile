@@ -1,0 +1,57 @@
+PYTHON ?= python3
+VENV ?= .venv
+NOTEBOOKS ?=
+DEVICE ?= cuda:0
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.gdpa-kernels-installed
+FBTRITON := fbtriton==3.7.4
+EXECUTE := $(BIN)/python notebooks/execute.py
+PYTEST := $(BIN)/python -m pytest -q -n 2
+MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
+
+.PHONY: book test measure compare lint clean
+
+# The rendered book: replay every notebook from the records, build, check the built site.
+book: $(READY)
+	$(EXECUTE) --mode replay
+	rm -rf book/_build book/extra/data
+	mkdir -p book/extra/data book/assets/mathjax
+	cp -R data/claims.yml data/published data/records data/systems book/extra/data/
+	cp "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(MATHJAX)" \
+	  book/assets/mathjax/
+	$(BIN)/jupyter-book build book --config "$(CURDIR)/_config.yml" --toc "$(CURDIR)/_toc.yml" \
+	  --path-output book -W -n --keep-going --all --quiet
+	$(PYTEST) tests/site
+	@echo "The book is in book/_build/html/index.html"
+
+# The test suite, on the CPU.
+test: $(READY)
+	$(PYTEST)
+
+# Measure on this machine's GPU and append records: make measure NOTEBOOKS="04 05" DEVICE=cuda:0
+measure: $(READY)
+	$(EXECUTE) --mode measure --notebooks "$(NOTEBOOKS)" --device $(DEVICE)
+
+# Measure without keeping records, and show this machine's GPU beside the recorded ones.
+compare: $(READY)
+	$(EXECUTE) --mode compare --notebooks "$(NOTEBOOKS)" --device $(DEVICE)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf .venv book/_build book/executed book/extra/data book/extra/figures book/assets/mathjax
+
+# Installed once, and again when a pin changes. With a CUDA build of torch, pip also installs triton,
+# whose files are those of fbtriton; the last line puts fbtriton's back if they were overwritten.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[book,test,dev]'
+	@$(BIN)/python -c 'import triton; raise SystemExit(not triton.__version__.endswith("+fb"))' || \
+	  { echo "triton has overwritten fbtriton: installing $(FBTRITON) again"; \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	      --force-reinstall --no-deps $(FBTRITON); }
+	@touch $@

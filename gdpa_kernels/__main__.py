@@ -1,0 +1,72 @@
+"""Command line: `python -m gdpa_kernels doctor` and `python -m gdpa_kernels results`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+import warnings
+from collections.abc import Sequence
+
+from gdpa_kernels import doctor
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    options = _parser().parse_args(arguments)
+    return _doctor(options) if options.command == "doctor" else _results(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m gdpa_kernels")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor_ = commands.add_parser(
+        "doctor",
+        help="say what this machine can run and how to repair it",
+        epilog="Exit status: 1 if something needs repair or a record is refused.",
+    )
+    results_ = commands.add_parser(
+        "results",
+        help="print what the records say",
+        epilog="Exit status: 1 if nothing matches or a record is refused (named on stderr).",
+    )
+    for command in (doctor_, results_):
+        command.add_argument("--data-dir", help="folder of systems/ and records/")
+    results_.add_argument("--format", choices=("csv", "markdown"), default="csv")
+    results_.add_argument("--system", metavar="S", help="systems whose id contains S, e.g. h200")
+    results_.add_argument("--workload", metavar="W", help="a workload, or a pattern: 'gdpa-self-*'")
+    results_.add_argument("--figure", metavar="F", help="a figure, or a pattern: '*-fwd-*'")
+    results_.add_argument("--all", action="store_true", help="every row, not only the newest")
+    return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    found = doctor.findings(options.data_dir)
+    sys.stdout.write(doctor.report(found))
+    broken = any(f.repair is not None or (f.group == "data" and not f.ok) for f in found)
+    return 1 if broken else 0
+
+
+def _results(options: argparse.Namespace) -> int:
+    from gdpa_kernels import record, results
+
+    data_dir = options.data_dir or record.DATA_DIR
+    _, refused = record.load_all(data_dir)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", results.RefusedRecordWarning)
+        table = results.table(
+            data_dir, system=options.system, workload=options.workload, latest=not options.all
+        )
+    if options.figure is not None:
+        table = table[[fnmatch.fnmatchcase(f, options.figure) for f in table["figure"]]]
+    convert = results.to_csv if options.format == "csv" else results.to_markdown
+    sys.stdout.write(convert(table))
+    for error in refused:
+        sys.stderr.write(f"refused {error}\n")
+    if table.empty:
+        sys.stderr.write("no result matches\n")
+    return 1 if refused or table.empty else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

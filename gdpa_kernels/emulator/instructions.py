@@ -1,0 +1,133 @@
+"""Inline PTX: a table of known instructions, each with the error its documentation allows.
+
+An approximate instruction is emulated by the exact value rounded to fewer bits, as few as make the
+error come close to the bound of the PTX ISA (9.1, sections 9.7.3 and 9.7.4) without exceeding it.
+A kernel that needs more accuracy than the device promises then fails its tests here.
+
+| instruction | documented maximum error   | fraction bits kept |
+|-------------|----------------------------|--------------------|
+| tanh.f32    | 2^-11 relative             | 10                 |
+| ex2.f32     | 2 ulp                      | 21                 |
+| rcp.f32     | 1 ulp                      | 22                 |
+| sqrt.f32    | 2^-23 relative             | 22                 |
+| rsqrt.f32   | 2^-22.9 relative           | 22                 |
+| lg2.f32     | 2^-22 absolute or relative | 21                 |
+| tanh.f16    | 2^-10.987 absolute         | 9                  |
+| tanh.bf16   | 2^-8 absolute              | 6                  |
+| ex2.f16     | 2^-9.9 relative            | 9                  |
+| ex2.bf16    | 2^-7 relative              | 6                  |
+
+Rounding to b fraction bits has a relative error of at most 2^-(b + 1). `.ftz` flushes subnormal
+inputs and results to zero. fma, add, sub, mul, min and max round once. `x2` forms work on pairs.
+"""
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from .errors import Unsupported
+
+
+def round_fraction(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """fp32 or fp64 rounded to nearest even with `bits` fraction bits; infinities, NaN unchanged."""
+    single = x.dtype == torch.float32
+    drop = (23 if single else 52) - bits
+    pattern = x.contiguous().view(torch.int32 if single else torch.int64)
+    rounded = (pattern + (1 << drop - 1) - 1 + (pattern >> drop & 1)) & -(1 << drop)
+    return torch.where(x.isfinite(), rounded.view(x.dtype), x)
+
+
+def _flush(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.abs() < 2.0**-126, torch.zeros_like(x).copysign(x), x)
+
+
+def _approximate(exact: Callable, bits: int, flush: bool) -> Callable:
+    def evaluate(x: torch.Tensor) -> torch.Tensor:
+        value = exact((_flush(x) if flush else x).to(torch.float64))
+        value = round_fraction(value, bits).to(x.dtype)
+        return _flush(value) if flush else value
+
+    return evaluate
+
+
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c for fp32 and shorter: rounded to fp64, then to the type.
+
+    The product is exact in fp64; the double rounding differs from one rounding in rare ties.
+    """
+    return (a.to(torch.float64) * b.to(torch.float64) + c.to(torch.float64)).to(a.dtype)
+
+
+_F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+_APPROXIMATE = (
+    ("tanh.approx.f32", _F32, torch.tanh, 10),
+    ("tanh.approx.f16", _F16, torch.tanh, 9),
+    ("tanh.approx.bf16", _BF16, torch.tanh, 6),
+    ("ex2.approx.f16", _F16, torch.exp2, 9),
+    ("ex2.approx.ftz.bf16", _BF16, torch.exp2, 6),
+    *((f"ex2.approx{ftz}.f32", _F32, torch.exp2, 21) for ftz in ("", ".ftz")),
+    *((f"rcp.approx{ftz}.f32", _F32, torch.reciprocal, 22) for ftz in ("", ".ftz")),
+    *((f"sqrt.approx{ftz}.f32", _F32, torch.sqrt, 22) for ftz in ("", ".ftz")),
+    *((f"rsqrt.approx{ftz}.f32", _F32, torch.rsqrt, 22) for ftz in ("", ".ftz")),
+    *((f"lg2.approx{ftz}.f32", _F32, torch.log2, 21) for ftz in ("", ".ftz")),
+)
+# Mnemonic, without x2 -> element type and function of lanes.
+INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
+    **{
+        name: (dtype, _approximate(exact, bits, ".ftz" in name))
+        for name, dtype, exact, bits in _APPROXIMATE
+    },
+    "fma.rn.f32": (_F32, fused_multiply_add),
+    **{f"add{rounding}.f32": (_F32, torch.add) for rounding in ("", ".rn")},
+    **{f"sub{rounding}.f32": (_F32, torch.sub) for rounding in ("", ".rn")},
+    **{f"mul{rounding}.f32": (_F32, torch.mul) for rounding in ("", ".rn")},
+    "min.f32": (_F32, torch.fmin),
+    "max.f32": (_F32, torch.fmax),
+}
+
+# A register: one lane for a 32-bit value, two for a pair; a value per run of the assembly in each.
+Register = tuple[torch.Tensor, ...]
+
+
+def execute(asm: str, inputs: list[Register], num_outputs: int) -> list[Register]:
+    """Run the assembly; its operands $0, $1, ... are the outputs followed by the inputs.
+
+    `mov` joins and splits pairs: `mov.b64 r, {a, b}` and `mov.b64 {a, b}, r`.
+    Raises Unsupported for anything else that is not in INSTRUCTIONS.
+    """
+    registers = {f"${num_outputs + i}": register for i, register in enumerate(inputs)}
+    body = re.sub(r"//.*", "", asm).strip()
+    body = body[1:-1] if body.startswith("{") and body.endswith("}") else body
+    for statement in filter(None, map(str.strip, body.split(";"))):
+        mnemonic, _, arguments = statement.partition(" ")
+        if mnemonic == ".reg":
+            continue
+        try:
+            target, *sources = (names.split(",") for names in _operands(arguments))
+            values = [sum((registers[name] for name in names), ()) for names in sources]
+            if mnemonic in ("mov.b32", "mov.b64"):
+                (result,) = values
+            else:
+                dtype, function = INSTRUCTIONS[mnemonic.removesuffix("x2")]
+                lanes = 2 if mnemonic.endswith("x2") else 1
+                if any(len(value) != lanes or value[0].dtype != dtype for value in values):
+                    raise ValueError("operands of another type")
+                result = tuple(function(*lane) for lane in zip(*values, strict=True))
+            share, rest = divmod(len(result), len(target))
+            if rest:
+                raise ValueError("results do not fill the registers")
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unsupported(f"inline assembly {statement!r}") from error
+        for i, name in enumerate(target):
+            registers[name] = result[i * share : (i + 1) * share]
+    missing = [f"${i}" for i in range(num_outputs) if f"${i}" not in registers]
+    if missing:
+        raise Unsupported(f"inline assembly that does not write {missing}")
+    return [registers[f"${i}"] for i in range(num_outputs)]
+
+
+def _operands(arguments: str) -> list[str]:
+    """`{a, b}, r` -> ["a,b", "r"]."""
+    found = re.findall(r"\{[^}]*\}|[^,]+", re.sub(r"\s", "", arguments))
+    return [operand.strip("{}") for operand in found]

@@ -1,0 +1,352 @@
+"""Lowering: a `@triton.jit` function becomes a Python function that computes on tiles.
+
+The source is parsed again, changed a little, and compiled under its own file name and line numbers.
+Triton is Python with other semantics in a few places; those are the changes:
+
+- An assignment turns constants into values (`x = 0` is an int32 scalar from then on) unless it is
+  annotated `tl.constexpr`. Parameters are left alone: a callee sees the constants of its caller.
+- The variable of a `range` or `tl.range` loop is a value, that of `tl.static_range` a constant.
+- `and`, `or`, `not` on values are element-wise and evaluate everything.
+- Lists are tuples. `a if c else b` is a value if `c` is one. `assert` is a device assertion.
+
+Global names are resolved anew for each launch: Triton's modules become the emulator's namespaces,
+Triton functions are lowered on demand, constants are unwrapped. What Triton forbids in a kernel (a
+global that is no constexpr, `try`, `break`, assignment to elements, ...) is refused here too.
+"""
+
+import ast
+import dis
+import inspect
+import operator
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import jit
+from triton.runtime.jit import JITFunction
+
+from .errors import MARK, DeviceAssertion, InvalidKernel, Unsupported
+from .tile import Tile, cast, logical, promote_integers, scalar, to_tile
+
+# Newer than some supported Tritons; isinstance(x, ()) is False.
+ConstexprFunction = getattr(jit, "ConstexprFunction", ())
+
+_PLAIN = (
+    *(ast.Expr, ast.Return, ast.If, ast.While, ast.Pass, ast.Name, ast.Constant, ast.Tuple),
+    *(ast.BinOp, ast.UnaryOp, ast.Call, ast.keyword, ast.Starred, ast.Subscript, ast.Slice),
+    *(ast.Attribute, ast.JoinedStr, ast.FormattedValue, ast.operator, ast.unaryop, ast.cmpop),
+    *(ast.boolop, ast.expr_context, ast.arguments, ast.arg),
+)
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Makes the changes listed above, by calls to the functions in HELPERS."""
+
+    def __init__(self, file: str):
+        self.file = file
+
+    def refuse(self, node: ast.AST, what: str) -> None:
+        raise Unsupported(what, (self.file, getattr(node, "lineno", 0)))
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        if not isinstance(node, _PLAIN) or (isinstance(node, ast.While) and node.orelse):
+            self.refuse(node, f"Python syntax {type(node).__name__}")
+        return super().generic_visit(node)
+
+    @staticmethod
+    def call(helper: str, node: ast.AST, *arguments: ast.expr) -> ast.expr:
+        function = ast.Name(id=helper, ctx=ast.Load())
+        return ast.copy_location(ast.Call(func=function, args=list(arguments), keywords=[]), node)
+
+    def later(self, expression: ast.expr) -> ast.Lambda:
+        """The visited expression as a function, for helpers that choose what to evaluate."""
+        none = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        return ast.copy_location(ast.Lambda(args=none, body=self.visit(expression)), expression)
+
+    def function(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.decorator_list, node.returns = [], None
+        for argument in ast.walk(node.args):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None
+        return super().generic_visit(node)
+
+    def assign(self, node: ast.stmt, target: ast.expr, value: ast.expr, helper: str) -> ast.Assign:
+        names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+        if not all(isinstance(name, ast.Name) for name in names):
+            self.refuse(node, "assignment to something that is not a name")
+        value = self.call(helper, value, self.visit(value))
+        return ast.copy_location(ast.Assign(targets=[target], value=value), node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        if len(node.targets) != 1:
+            self.refuse(node, "assignment to several targets")
+        return self.assign(node, node.targets[0], node.value, "__assign__")
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
+        old = ast.copy_location(ast.Name(id=getattr(node.target, "id", ""), ctx=ast.Load()), node)
+        value = ast.copy_location(ast.BinOp(left=old, op=node.op, right=node.value), node)
+        return self.assign(node, node.target, value, "__assign__")
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.Assign:
+        if node.value is None:
+            self.refuse(node, "annotation without a value")
+        constant = ast.unparse(node.annotation).split(".")[-1] == "constexpr"
+        return self.assign(
+            node, node.target, node.value, "__constant__" if constant else "__assign__"
+        )
+
+    def visit_For(self, node: ast.For) -> ast.For:
+        if node.orelse or not isinstance(node.target, ast.Name):
+            self.refuse(node, "for ... else, or a loop target that is not a name")
+        node.iter = self.call("__loop__", node.iter, self.visit(node.iter))
+        node.body = [self.visit(statement) for statement in node.body]
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        helper = "__and__" if isinstance(node.op, ast.And) else "__or__"
+        return self.call(helper, node, *(self.later(value) for value in node.values))
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        if isinstance(node.op, ast.Not):
+            return self.call("__not__", node, self.visit(node.operand))
+        return self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        branches = (self.later(branch) for branch in (node.body, node.orelse))
+        return self.call("__choose__", node, self.visit(node.test), *branches)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        if len(node.ops) != 1 or isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            self.refuse(node, "a chain of comparisons, or `in`")
+        return super().generic_visit(node)
+
+    def visit_List(self, node: ast.List) -> ast.expr:
+        return self.visit(ast.copy_location(ast.Tuple(elts=node.elts, ctx=ast.Load()), node))
+
+    def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
+        for generator in node.generators:
+            generator.iter = self.visit(generator.iter)
+            generator.ifs = [self.visit(condition) for condition in generator.ifs]
+        items = ast.GeneratorExp(elt=self.visit(node.elt), generators=node.generators)
+        return self.call("__tuple__", node, ast.copy_location(items, node))
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Expr:
+        arguments = [self.visit(part) for part in (node.test, node.msg) if part is not None]
+        return ast.copy_location(ast.Expr(self.call("__assert__", node, *arguments)), node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if node.attr == "value":
+            return self.call("__value__", node, self.visit(node.value))
+        return self.generic_visit(node)
+
+
+_COMPILED: dict[int, tuple[JITFunction, types.CodeType, set[str], set[str]]] = {}
+
+
+def _compiled(function: JITFunction) -> tuple[types.CodeType, set[str], set[str]]:
+    """Code that defines the rewritten function; the globals of its body, and of its defaults.
+
+    Compiled once per function. The function is kept, so that its id stays its own.
+    """
+    if id(function) not in _COMPILED:
+        lines, first = inspect.getsourcelines(function.fn)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+        ast.increment_lineno(tree, first - 1)
+        file, name = function.fn.__code__.co_filename, function.fn.__name__
+        tree.body = [_Rewriter(file).function(tree.body[0])]
+        code = compile(ast.fix_missing_locations(tree), file, "exec")
+        constants = (c for c in code.co_consts if isinstance(c, types.CodeType))
+        inner = _global_names(next(c for c in constants if c.co_name == name))
+        _COMPILED[id(function)] = (function, code, inner, _global_names(code) - inner)
+    return _COMPILED[id(function)][1:]
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    nested = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return names.union(*map(_global_names, nested))
+
+
+class _Module:
+    """A module of the user's as a kernel sees it: its attributes are converted like globals."""
+
+    def __init__(self, lowering: "Lowering", module: types.ModuleType):
+        self._lowering, self._module = lowering, module
+
+    def __getattr__(self, name: str) -> Any:
+        return self._lowering.convert(getattr(self._module, name))
+
+
+class Lowering:
+    """Turns the Python objects a kernel refers to into the emulator's, for one launch.
+
+    modules: name of a Triton module -> what stands for it.
+    names: what `range`, `min`, ... mean in a kernel; there are no other builtins.
+    """
+
+    def __init__(self, modules: Mapping[str, Any], names: Mapping[str, Any]):
+        self._modules, self._names = modules, names
+        self._functions: dict[int, Callable] = {}
+
+    def convert(self, value: Any) -> Any:
+        """A global, an argument or an attribute, as the kernel sees it."""
+        if isinstance(value, tl.constexpr):
+            return self.convert(value.value)
+        if isinstance(value, JITFunction):
+            return self.function(value)
+        if isinstance(value, ConstexprFunction):
+            return _constexpr_function(value)
+        if isinstance(value, types.ModuleType):
+            return self._modules.get(value.__name__) or _Module(self, value)
+        if isinstance(value, (tuple, list, tl.tuple)):
+            return map_tuple(self.convert, value)
+        module = getattr(value, "__module__", None)
+        if callable(value) and module in self._modules:
+            return getattr(self._modules[module], value.__name__)
+        return value
+
+    def function(self, function: JITFunction) -> Callable:
+        """The lowered function; it is defined when first called, so cycles are harmless."""
+        if id(function) not in self._functions:
+            defined: list[Callable] = []
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if not defined:
+                    defined.append(self._define(function))
+                return defined[0](*args, **kwargs)
+
+            self._functions[id(function)] = call
+        return self._functions[id(function)]
+
+    def _define(self, function: JITFunction) -> Callable:
+        code, inner, outer = _compiled(function)
+        raw = function.fn
+        cells = zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True)
+        scope = {**raw.__globals__, **{name: cell.cell_contents for name, cell in cells}}
+        namespace = {MARK: True, "__builtins__": dict(self._names), **HELPERS}
+        for name in (inner | outer) & scope.keys():
+            value = namespace[name] = self.convert(scope[name])
+            plain = isinstance(value, (bool, int, float, str, types.FunctionType))
+            if plain and value is scope[name] and name in inner:
+                at = (raw.__code__.co_filename, raw.__code__.co_firstlineno)
+                raise InvalidKernel(f"global {name} must be a constexpr or jitted, got {value}", at)
+        exec(code, namespace)
+        return namespace[raw.__name__]
+
+
+def map_tuple(function: Callable, values: Any) -> tuple[Any, ...]:
+    """`function` of each item; a named tuple stays one, a list becomes a tuple."""
+    items = [function(value) for value in values]
+    return type(values)(*items) if hasattr(values, "_fields") else tuple(items)
+
+
+def _constexpr_function(function: Any) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, Tile) for value in (*args, *kwargs.values())):
+            raise InvalidKernel(f"{function.__name__} needs constants, got runtime values")
+        result = function.fn(*args, **kwargs)
+        return tuple(result) if isinstance(result, list) else result
+
+    return call
+
+
+def static_int(value: Any) -> int:
+    """A compile-time integer."""
+    if not isinstance(value, int):
+        raise InvalidKernel(f"a constant integer is needed here, got {value!r}")
+    return value
+
+
+class Range:
+    """`range` or `tl.range`; scheduling hints have no effect on the result."""
+
+    def __init__(self, start: Any, end: Any = None, step: Any = None, **hints: Any):
+        self.bounds = (0, start) if end is None else (start, end)
+        self.step = 1 if step is None else step
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(*(static_int(bound) for bound in (*self.bounds, self.step))))
+
+    def values(self) -> Iterator[Tile]:
+        """The loop variable: a scalar of the integer type that start, end and step share."""
+        start, end, step = (to_tile(bound) for bound in (*self.bounds, self.step))
+        for bound in (start, end, step):
+            if not bound.dtype.is_int() or bound.shape:
+                raise InvalidKernel(f"bounds of a range must be integer scalars, got {bound!r}")
+        dtype = promote_integers(promote_integers(start.dtype, end.dtype), step.dtype)
+        start, end, step = (int(cast(bound, dtype)) for bound in (start, end, step))
+        if step <= 0 and isinstance(self.step, Tile):
+            raise Unsupported(f"a range with a runtime step of {step}")
+        for value in range(start, end, step):
+            yield scalar(value, dtype)
+
+
+class StaticRange(Range):
+    """`tl.static_range`: unrolled, over constants."""
+
+
+def _loop(iterable: Any) -> Iterator[Any]:
+    if not isinstance(iterable, Range):
+        raise Unsupported(f"a for loop over {type(iterable).__name__} instead of a range")
+    return iter(iterable) if isinstance(iterable, StaticRange) else iterable.values()
+
+
+def _assign(value: Any) -> Any:
+    if isinstance(value, (bool, int, float)):
+        return to_tile(value)
+    return map_tuple(_assign, value) if isinstance(value, tuple) else value
+
+
+def constant(value: Any) -> Any:
+    """A compile-time constant, as it is."""
+    if isinstance(value, Tile):
+        raise InvalidKernel(f"a tl.constexpr needs a constant, got {value!r}")
+    return value
+
+
+def _connective(stop: bool, op: Callable) -> Callable:
+    """`and` or `or`: a constant equal to `stop` decides; values are combined element-wise."""
+
+    def evaluate(*operands: Callable) -> Any:
+        result = value = None
+        for operand in operands:
+            value = operand()
+            if isinstance(value, Tile):
+                result = value if result is None else logical(op, result, value)
+            elif bool(value) is stop:
+                return value
+        return value if result is None else result
+
+    return evaluate
+
+
+def _choose(condition: Any, first: Callable, second: Callable) -> Any:
+    chosen = first() if condition else second()
+    return _assign(chosen) if isinstance(condition, Tile) else chosen
+
+
+def check(condition: Any, message: str = "") -> None:
+    """A device assertion: every element must hold."""
+    holds = condition.data.all() if isinstance(condition, Tile) else condition
+    if not bool(holds):
+        raise DeviceAssertion(f"assertion must hold, got a false element: {message}")
+
+
+HELPERS: dict[str, Callable] = {
+    "__assign__": _assign,
+    "__constant__": constant,
+    "__loop__": _loop,
+    "__and__": _connective(False, operator.and_),
+    "__or__": _connective(True, operator.or_),
+    "__not__": lambda x: logical(operator.invert, x) if isinstance(x, Tile) else not x,
+    "__choose__": _choose,
+    "__tuple__": tuple,
+    "__assert__": check,
+    "__value__": lambda x: getattr(x, "value", x),
+}

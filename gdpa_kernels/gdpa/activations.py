@@ -1,0 +1,127 @@
+"""The activations as Triton functions: what stands where softmax would be.
+
+`activate(s, scale, NAME, APPROX)` returns `activation(scale * s)` for a tile of raw scores `s` in
+fp32. The scale is folded into the activation's constants, so that it costs nothing per element.
+
+`APPROX` chooses the arithmetic of the smooth activations. True: one `tanh.approx.f32` per element,
+whose relative error is at most 2**-11 (PTX ISA, "tanh"); half a unit in the last place of bf16 is
+2**-9, so the rounding of the probabilities hides it. False: `exp` and a division, for fp32 inputs.
+
+| name           | fp32 and MUFU instructions, APPROX | error against the exact function      |
+|----------------|------------------------------------|---------------------------------------|
+| `identity`     | 1                                  | rounding only                         |
+| `relu`         | 2                                  | rounding only                         |
+| `relu_squared` | 3                                  | rounding only                         |
+| `leaky_relu`   | 3                                  | rounding only                         |
+| `hardswish`    | 5                                  | rounding only                         |
+| `silu`         | 2 + 1 MUFU                         | 2**-11 abs(x / 2), all x              |
+| `gelu_tanh`    | 5 + 1 MUFU                         | 2**-11 abs(x / 2), all x              |
+| `gelu`         | about 26                           | 1e-6 abs(x), all x                    |
+| `gelu_taylor6` | 7                                  | 1.2e-3 for abs(x) <= 1; none beyond   |
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh_approx(x):
+    """tanh in one MUFU instruction; relative error at most 2**-11."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def relu(x):
+    """max(x, 0); a NaN of the sequence's own stays visible."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gelu_tanh(s, scale, APPROX: tl.constexpr):
+    """0.5 x (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3) and x = scale s."""
+    linear = 0.7978845608028654 * scale
+    cubic = 0.7978845608028654 * 0.044715 * scale * scale * scale
+    u = s * (linear + cubic * (s * s))
+    if APPROX:
+        half = s * (0.5 * scale)
+        y = half + half * tanh_approx(u)
+    else:
+        y = s * scale / (1.0 + tl.exp(-2.0 * u))
+    return y
+
+
+@triton.jit
+def silu(s, scale, APPROX: tl.constexpr):
+    """x / (1 + exp(-x)), as h (1 + tanh(h)) with h = x / 2: one MUFU instead of two."""
+    if APPROX:
+        half = s * (0.5 * scale)
+        y = half + half * tanh_approx(half)
+    else:
+        x = s * scale
+        y = x / (1.0 + tl.exp(-x))
+    return y
+
+
+@triton.jit
+def gelu_taylor6(x):
+    """The Maclaurin polynomial of erf-GELU to degree 6; not GELU for abs(x) above about 1.2."""
+    square = x * x
+    tail = square * (0.3989422804 + square * (-0.0664903801 + square * 0.0099735570))
+    return 0.5 * x + tail
+
+
+@triton.jit
+def activate(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
+    """activation(scale * s), element by element, in fp32."""
+    if NAME == "gelu_tanh":
+        y = gelu_tanh(s, scale, APPROX)
+    elif NAME == "silu":
+        y = silu(s, scale, APPROX)
+    else:
+        x = s * scale
+        if NAME == "identity":
+            y = x
+        elif NAME == "relu":
+            y = relu(x)
+        elif NAME == "relu_squared":
+            y = relu(x) * relu(x)
+        elif NAME == "leaky_relu":
+            y = tl.where(x < 0, 0.01 * x, x)
+        elif NAME == "gelu":
+            y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        elif NAME == "hardswish":
+            y = x * tl.minimum(relu(x + 3.0), 6.0, propagate_nan=tl.PropagateNan.ALL) * (1.0 / 6.0)
+        else:
+            tl.static_assert(NAME == "gelu_taylor6", "unknown activation")
+            y = gelu_taylor6(x)
+    return y
+
+
+@triton.constexpr_function
+def count(names):
+    """How many names a comma-separated list holds."""
+    return len(names.split(","))
+
+
+@triton.constexpr_function
+def pick(names, index):
+    """The name at `index` of a comma-separated list."""
+    return names.split(",")[index]
+
+
+@triton.jit
+def activate_per_head(s, scale, head, ACTIVATION: tl.constexpr, APPROX: tl.constexpr):
+    """activation(scale * s) of this head; ACTIVATION is one name, or one per head, comma-separated.
+
+    With one per head the program takes one uniform branch per tile.
+    """
+    if count(ACTIVATION) == 1:
+        y = activate(s, scale, ACTIVATION, APPROX)
+    else:
+        y = s
+        for index in tl.static_range(count(ACTIVATION)):
+            if head == index:
+                y = activate(s, scale, pick(ACTIVATION, index), APPROX)
+    return y

@@ -1,0 +1,148 @@
+"""The definition of GDPA in PyTorch: the mathematics, one sequence after another.
+
+For each sequence and head, with queries Q [len_q, head_dim] and keys and
+values K, V [len_k, head_dim]:
+
+    S = scale Q K^T,   P = activation(S) where the pair counts and 0 elsewhere,
+    O = output_scale P V.
+
+Every step is done in the dtype of the arguments: fp64 tensors make this the oracle, bf16 tensors
+make it the honest low-precision baseline that the error budget of `testing` is computed from. No
+kernel imports this.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An element-wise activation and its derivative, on tensors of any shape and floating dtype."""
+
+    name: str
+    function: Callable[[torch.Tensor], torch.Tensor]
+    derivative: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _gelu_derivative(x: torch.Tensor) -> torch.Tensor:
+    cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    return cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh_derivative(x: torch.Tensor) -> torch.Tensor:
+    root = math.sqrt(2 / math.pi)
+    t = torch.tanh(root * (x + 0.044715 * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x)
+
+
+def _silu_derivative(x: torch.Tensor) -> torch.Tensor:
+    sigmoid = torch.sigmoid(x)
+    return sigmoid * (1 + x * (1 - sigmoid))
+
+
+def _hardswish_derivative(x: torch.Tensor) -> torch.Tensor:
+    inner = torch.where(x > 3, torch.ones_like(x), x / 3 + 0.5)
+    return torch.where(x < -3, torch.zeros_like(x), inner)
+
+
+_TAYLOR = (
+    1 / math.sqrt(2 * math.pi),
+    -1 / (6 * math.sqrt(2 * math.pi)),
+    1 / (40 * math.sqrt(2 * math.pi)),
+)
+
+
+def _gelu_taylor6(x: torch.Tensor) -> torch.Tensor:
+    c2, c4, c6 = _TAYLOR
+    return 0.5 * x + x * x * (c2 + x * x * (c4 + x * x * c6))
+
+
+def _gelu_taylor6_derivative(x: torch.Tensor) -> torch.Tensor:
+    c2, c4, c6 = _TAYLOR
+    return 0.5 + x * (2 * c2 + x * x * (4 * c4 + x * x * 6 * c6))
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    activation.name: activation
+    for activation in (
+        Activation("identity", lambda x: x, torch.ones_like),
+        Activation("relu", F.relu, lambda x: (x > 0).to(x.dtype)),
+        Activation("relu_squared", lambda x: F.relu(x).square(), lambda x: 2 * F.relu(x)),
+        Activation(
+            "leaky_relu",
+            lambda x: F.leaky_relu(x, 0.01),
+            lambda x: torch.where(x >= 0, 1.0, 0.01).to(x.dtype),
+        ),
+        Activation("gelu", F.gelu, _gelu_derivative),
+        Activation("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh_derivative),
+        Activation("silu", F.silu, _silu_derivative),
+        Activation("hardswish", F.hardswish, _hardswish_derivative),
+        Activation("gelu_taylor6", _gelu_taylor6, _gelu_taylor6_derivative),
+    )
+}
+
+
+def visible(
+    len_q: int, len_k: int, *, causal: bool, window: int | None, device: torch.device | None = None
+) -> torch.Tensor:
+    """Which pairs count, bool [len_q, len_k]; positions start with their sequence.
+
+    causal keeps keys at or before the query's position, window those at most `window` positions
+    away.
+    """
+    distance = (
+        torch.arange(len_q, device=device)[:, None] - torch.arange(len_k, device=device)[None]
+    )
+    keep = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        keep &= distance >= 0
+    if window is not None:
+        keep &= distance.abs() <= window
+    return keep
+
+
+def activate_heads(scores: torch.Tensor, activation: tuple[str, ...]) -> torch.Tensor:
+    """Apply one activation, or one per head, to scores whose head dimension is the third from
+    last."""
+    if len(activation) == 1:
+        return ACTIVATIONS[activation[0]].function(scores)
+    heads = [ACTIVATIONS[name].function(scores.select(-3, i)) for i, name in enumerate(activation)]
+    return torch.stack(heads, dim=-3)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated."""
+    group = q.shape[1] // k.shape[1]
+    ends_k = cu_seqlens_k.tolist()
+    ends_q = cu_seqlens_q.tolist() if cu_seqlens_q is not None else None
+    outputs = []
+    for batch in range(len(ends_k) - 1):
+        rows = slice(None) if ends_q is None else slice(ends_q[batch], ends_q[batch + 1])
+        keys = slice(ends_k[batch], ends_k[batch + 1])
+        q_b = q[rows].transpose(0, 1)
+        k_b = k[keys].transpose(0, 1).repeat_interleave(group, dim=0)
+        v_b = v[keys].transpose(0, 1).repeat_interleave(group, dim=0)
+        p = activate_heads(q_b @ k_b.transpose(1, 2) * scale, activation)
+        if causal or window is not None:
+            keep = visible(p.shape[1], p.shape[2], causal=causal, window=window, device=p.device)
+            p = p.masked_fill(~keep, 0)
+        outputs.append((p @ v_b * output_scale).transpose(0, 1))
+    return torch.cat(outputs) if outputs else q.new_empty(0, *q.shape[1:])

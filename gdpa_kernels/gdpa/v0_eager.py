@@ -1,0 +1,111 @@
+"""v0: what one would write first in PyTorch.
+
+Predecessor: none. Pad the jagged batch to [batch, heads, max_seqlen, head_dim], multiply, activate,
+multiply, unpad. Three library calls do the arithmetic, each as fast as the library can make it.
+
+Why it cannot be fast: the scores go through memory. For each of the batch * heads * max_seqlen_q *
+max_seqlen_k scores the first product writes 2 bytes, the activation reads and writes them, the mask
+and the second product read them: at least 8 bytes a score against 4 * head_dim FLOPs. At head_dim
+128 that is 64 FLOP per byte where an H200 needs about 180 to keep its tensor cores busy; and
+half-full batches pay for padding.
+
+Roles and barriers: none; the library's kernels run one after another.
+Needs: any device PyTorch has, memory for the padded scores three times.
+"""
+
+import torch
+import torch.nn.functional as F
+
+ACTIVATIONS = {
+    "identity": lambda x: x,
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "leaky_relu": F.leaky_relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "gelu_taylor6": lambda x: (
+        0.5 * x + x * x * (0.3989422804 + x * x * (-0.0664903801 + x * x * 0.0099735570))
+    ),
+}
+
+
+def pad(packed: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int) -> torch.Tensor:
+    """[total, heads, dim] -> [batch, heads, max_seqlen, dim], zeros beyond each sequence's end."""
+    starts, lengths = cu_seqlens[:-1, None], cu_seqlens.diff()[:, None]
+    position = torch.arange(max_seqlen, device=packed.device)
+    exists = position < lengths
+    if packed.shape[0] == 0:
+        return packed.new_zeros(lengths.shape[0], packed.shape[1], max_seqlen, packed.shape[2])
+    rows = (starts + position).clamp(max=packed.shape[0] - 1)
+    return packed[rows].masked_fill(~exists[..., None, None], 0).transpose(1, 2)
+
+
+def unpad(padded: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
+    """[batch, heads, max_seqlen, dim] -> [total, heads, dim], without waiting for the device."""
+    row = torch.arange(total, device=padded.device, dtype=cu_seqlens.dtype)
+    batch = torch.searchsorted(cu_seqlens[1:], row, right=True)
+    return padded[batch, :, row - cu_seqlens[batch]]
+
+
+def padded_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """output_scale * activation(scale q k^T) v on padded [batch, heads, length, dim] tensors."""
+    s = q @ k.transpose(-1, -2) * scale
+    if len(activation) == 1:
+        p = ACTIVATIONS[activation[0]](s)
+    else:
+        p = torch.stack([ACTIVATIONS[name](s[:, i]) for i, name in enumerate(activation)], dim=1)
+    rows, keys = (torch.arange(length, device=q.device) for length in p.shape[-2:])
+    if causal:
+        p = p.masked_fill(rows[:, None] < keys, 0)
+    if window is not None:
+        p = p.masked_fill((rows[:, None] - keys).abs() > window, 0)
+    return p @ v * output_scale
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated."""
+    batch = cu_seqlens_k.numel() - 1
+    group = q.shape[1] // k.shape[1]
+    if cu_seqlens_q is None:
+        q_padded = q.transpose(0, 1).expand(batch, -1, -1, -1)
+    else:
+        q_padded = pad(q, cu_seqlens_q, max_seqlen_q)
+    out = padded_attention(
+        q_padded,
+        pad(k, cu_seqlens_k, max_seqlen_k).repeat_interleave(group, dim=1),
+        pad(v, cu_seqlens_k, max_seqlen_k).repeat_interleave(group, dim=1),
+        activation=activation,
+        scale=scale,
+        output_scale=output_scale,
+        causal=causal,
+        window=window,
+    )
+    if cu_seqlens_q is None:
+        return out.transpose(1, 2).reshape(-1, *q.shape[1:])
+    return unpad(out, cu_seqlens_q, q.shape[0])

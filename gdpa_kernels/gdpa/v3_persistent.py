@@ -1,0 +1,167 @@
+"""v3: as many programs as fit on the device, over a list of tiles.
+
+Changes from v2_tma: the grid no longer covers (sequence, head, block of max_seqlen_q). A schedule
+lists the tiles that exist, in an order of our choice; program p takes the entries p, p + P, p + 2
+P, ...
+
+Why it should help: on a half-full batch nearly half of v2's programs find nothing to do, and with
+real length laws the heaviest tile may be started last. A list has no empty tiles and can start with
+the longest.
+Why it may not: an empty program of v2 costs one load and one comparison, the hardware hands the
+next program to the first free slot, and a loop over tiles drains the copy pipeline at every tile,
+as a launch does.
+
+| role      | warps     | registers | work                                                         |
+|-----------|-----------|-----------|--------------------------------------------------------------|
+| all warps | num_warps | up to 255 | as v2, for one tile after another                            |
+
+| barrier           | arrivals    | filled by -> drained by                                   |
+|-------------------|-------------|-----------------------------------------------------------|
+| one per stage     | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> product |
+
+The schedule is an argument: its cost is measured apart from the kernel's. The same options as v1.
+Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 256, contiguous rows aligned to 16
+bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels import schedule as schedules
+from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.ragged import load_rows, ragged_descriptor, store_rows
+from gdpa_kernels.launch import launch, multiprocessors
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: v2's, the programs that share an SM, and the order of the tiles."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    programs_per_sm: int = 2
+    order: str = "longest_first"
+
+
+def default_config(head_dim: int, dtype: torch.dtype, max_seqlen_k: int) -> Config:
+    """The fastest of the swept constants at head_dim 128; smaller tiles where registers run out."""
+    if head_dim > 128:
+        return Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+    if max_seqlen_k <= 512:
+        return Config(BLOCK_N=32, num_warps=8, num_stages=4)
+    return Config()
+
+
+def make_schedule(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    config: Config,
+) -> schedules.DeviceSchedule:
+    """The list of tiles for these sequences, made on their device without waiting for it."""
+    batch = cu_seqlens_k.numel() - 1
+    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
+    return schedules.build_on_device(
+        config.order,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        batch=batch,
+        max_tiles=schedules.max_tiles(rows, batch, max_seqlen_q, config.BLOCK_M),
+        max_seqlen_q=max_seqlen_q,
+        num_heads=q.shape[1],
+        block_m=config.BLOCK_M,
+        block_n=config.BLOCK_N,
+        num_programs=multiprocessors(q.device) * config.programs_per_sm,
+        fastest="block",
+    )
+
+
+@triton.jit
+def persistent_kernel(
+    q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr,
+    max_seqlen_q, scale, output_scale,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for every listed tile of this program.
+
+    cu_seqlens_q_ptr None: one q for all sequences.
+    """
+    num_tiles = tl.load(num_tiles_ptr)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        first_row = tl.load(tile_block_ptr + tile) * BLOCK_M
+        head = tl.load(tile_head_ptr + tile)
+        batch = tl.load(tile_batch_ptr + tile)
+
+        start_k = tl.load(cu_seqlens_k_ptr + batch)
+        len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
+        if cu_seqlens_q_ptr is None:
+            start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
+        else:
+            start_q = tl.load(cu_seqlens_q_ptr + batch)
+            len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
+            start_out = start_q
+
+        q = load_rows(q_desc, start_q, len_q, head, first_row)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+        for first_key in tl.range(start, end, BLOCK_N):
+            k = load_rows(k_desc, start_k, len_k, head // GROUP, first_key)
+            s = tl.dot(q, k.T)
+            p = activate_per_head(s, scale, head, ACTIVATION, True)
+            p = mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
+            v = load_rows(v_desc, start_k, len_k, head // GROUP, first_key)
+            acc = tl.dot(p.to(v.dtype), v, acc)
+
+        store_rows(out_desc, start_out, len_q, head, first_row, (acc * output_scale).to(q.dtype))
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+    config: Config | None = None,
+    schedule: schedules.DeviceSchedule | None = None,
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated.
+
+    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    """
+    _, num_heads, head_dim = q.shape
+    batch = cu_seqlens_k.numel() - 1
+    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
+    out = q.new_empty(rows, num_heads, head_dim)
+    config = config or default_config(head_dim, q.dtype, max_seqlen_k)
+    schedule = schedule or make_schedule(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, config)
+    programs = min(multiprocessors(q.device) * config.programs_per_sm, schedule.max_tiles)
+    out_desc = ragged_descriptor(out, config.BLOCK_M)
+    launch(
+        persistent_kernel, (programs,), q.device,
+        ragged_descriptor(q, config.BLOCK_M), ragged_descriptor(k, config.BLOCK_N),
+        ragged_descriptor(v, config.BLOCK_N), out_desc, cu_seqlens_q, cu_seqlens_k,
+        schedule.tile_batch, schedule.tile_head, schedule.tile_block, schedule.num_tiles,
+        max_seqlen_q, scale, output_scale,
+        GROUP=num_heads // k.shape[1],
+        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window,
+        BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1],
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out

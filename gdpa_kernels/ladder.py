@@ -1,0 +1,208 @@
+"""The rungs of the ladder as data: order, idea, predecessor, needs; and the diffs between them.
+
+The number of a rung is its file, its `impl`, its chapter and its row in every table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+PACKAGE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Requires:
+    """What an implementation needs of the device and of the call."""
+
+    capability: tuple[int, int] | None = None
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    head_dim_multiple: int = 1
+    head_dim_max: int = 256
+    aligned: bool = False
+
+    def of_device(self, device: torch.device) -> str | None:
+        """Why `device` cannot run it, or None. The CPU counts inside `emulator.enabled()`."""
+        if self.capability is None:
+            return None
+        name = "sm_{}{}".format(*self.capability)
+        if device.type == "cpu":
+            from gdpa_kernels import emulator  # needs triton, which the doctor must survive without
+
+            if emulator.is_enabled():
+                return None
+            return (
+                f"needs tensors on a CUDA device of {name} or newer, got tensors on the CPU "
+                "(inside `gdpa_kernels.emulator.enabled()` the kernel runs on the CPU)"
+            )
+        if device.type != "cuda":
+            return f"needs a CUDA device of {name} or newer, got {device}"
+        got = torch.cuda.get_device_capability(device)
+        if got < self.capability:
+            return f"needs {name} or newer, got {'sm_{}{}'.format(*got)}"
+        return None
+
+    def of_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+        """Why it cannot take these tensors `[total, num_heads, head_dim]`, or None."""
+        dtype = str(q.dtype).removeprefix("torch.")
+        if dtype not in self.dtypes:
+            return f"needs dtype {' or '.join(self.dtypes)}, got {dtype}"
+        head_dim = q.shape[-1]
+        if head_dim > self.head_dim_max or head_dim % self.head_dim_multiple:
+            return (
+                f"needs a head_dim of at most {self.head_dim_max} that is a multiple of "
+                f"{self.head_dim_multiple}, got {head_dim}"
+            )
+        for name, tensor in {"q": q, "k": k, "v": v}.items():
+            if not self.aligned or tensor.numel() == 0:
+                continue
+            units = 16 // tensor.element_size()
+            if tensor.stride(2) != 1 or any(stride % units for stride in tensor.stride()[:2]):
+                return (
+                    f"needs {name} with contiguous rows whose strides are multiples of 16 bytes, "
+                    f"got strides {tensor.stride()}"
+                )
+            if tensor.data_ptr() % 16:
+                return f"needs {name} at an address that is a multiple of 16 bytes"
+        return None
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One implementation on the ladder."""
+
+    impl: str
+    title: str
+    idea: str
+    predecessor: str | None
+    requires: Requires
+
+    @property
+    def path(self) -> Path:
+        """Its source file."""
+        return PACKAGE / "gdpa" / f"{self.impl}.py"
+
+    def module(self) -> ModuleType:
+        """Its module, imported when first asked for."""
+        return importlib.import_module(f"gdpa_kernels.gdpa.{self.impl}")
+
+
+_ALL_DTYPES = ("bfloat16", "float16", "float32")
+_TMA = Requires(capability=(9, 0), head_dim_multiple=8, aligned=True)
+
+REFERENCE = Rung(
+    "reference",
+    "the definition",
+    "One sequence after another, in the dtype of its arguments.",
+    None,
+    Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
+)
+
+RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "v0_eager",
+        "eager PyTorch",
+        "Pad the batch; two matrix products around an activation.",
+        None,
+        Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
+    ),
+    Rung(
+        "v1_tiled",
+        "one fused kernel",
+        "Scores stay in registers; the batch stays jagged.",
+        "v0_eager",
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES),
+    ),
+    Rung(
+        "v2_tma",
+        "copies by TMA",
+        "The copy engine addresses and clips.",
+        "v1_tiled",
+        _TMA,
+    ),
+    Rung(
+        "v3_persistent",
+        "a list of tiles",
+        "Resident programs walk a schedule of real tiles.",
+        "v2_tma",
+        _TMA,
+    ),
+)
+
+
+def impls() -> list[str]:
+    """The names accepted as `impl=` besides "auto"."""
+    return [REFERENCE.impl, *(rung.impl for rung in RUNGS)]
+
+
+def rung(impl: str) -> Rung:
+    """The rung of that name. Raises ValueError naming the ones there are."""
+    for candidate in (REFERENCE, *RUNGS):
+        if candidate.impl == impl:
+            return candidate
+    raise ValueError(f"impl must be 'auto' or one of {', '.join(impls())}, got {impl!r}")
+
+
+class Availability(NamedTuple):
+    """Whether this machine can run an implementation, and why or why not."""
+
+    ok: bool
+    reason: str
+
+
+def availability(impl: str, device: torch.device | str | None = None) -> Availability:
+    """Whether `impl` runs on `device`: by default the first GPU, or the CPU where there is none."""
+    if device is None:
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    requires = rung(impl).requires
+    problem = requires.of_device(device)
+    if problem is not None:
+        return Availability(False, problem)
+    if requires.capability is not None:
+        try:
+            rung(impl).module()
+        except Exception as error:
+            return Availability(False, f"importing it failed: {type(error).__name__}: {error}")
+    where = "in the emulator" if requires.capability and device.type == "cpu" else f"on {device}"
+    return Availability(True, f"runs {where}")
+
+
+def diff(impl: str, context: int = 2) -> str:
+    """What changed from the predecessor's file to this rung's, as a unified diff."""
+    current = rung(impl)
+    if current.predecessor is None:
+        raise ValueError(f"impl must have a predecessor to differ from, got {impl!r}")
+    before = rung(current.predecessor)
+    return "".join(
+        difflib.unified_diff(
+            before.path.read_text().splitlines(keepends=True),
+            current.path.read_text().splitlines(keepends=True),
+            fromfile=f"gdpa/{before.path.name}",
+            tofile=f"gdpa/{current.path.name}",
+            n=context,
+        )
+    )
+
+
+def changed_lines(impl: str) -> int:
+    """Lines of code added plus removed against the predecessor, docstrings and blank lines
+    aside."""
+    current = rung(impl)
+    if current.predecessor is None:
+        return 0
+    before, after = (_code_lines(r.path) for r in (rung(current.predecessor), current))
+    changes = difflib.ndiff(before, after)
+    return sum(line[:2] in ("+ ", "- ") for line in changes)
+
+
+def _code_lines(path: Path) -> list[str]:
+    """The lines of a module after its opening docstring, blank ones dropped."""
+    body = path.read_text().split('"""', 2)[2]
+    return [line for line in body.splitlines() if line.strip()]

@@ -1,0 +1,199 @@
+"""Execute notebooks with papermill: notebooks/NN_name.py -> book/executed/NN_name.ipynb.
+
+    python notebooks/execute.py --mode replay
+    python notebooks/execute.py --mode measure --notebooks "04 05" --device cuda:0
+
+A notebook that fails leaves its output in book/executed/failed/ and none in book/executed/, so the
+book never shows it. Ids of cells are deterministic and timestamps are dropped: two runs that
+compute the same write the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import sys
+import tempfile
+import textwrap
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import jupytext
+import nbformat
+import papermill
+import yaml
+from papermill.exceptions import PapermillExecutionError
+from traitlets.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "notebooks"
+EXECUTED = ROOT / "book" / "executed"
+FIGURES = ROOT / "book" / "extra" / "figures"
+WORKERS = {"replay": 2, "measure": 1, "compare": 1}
+OPTIONS = {"name", "caption", "alt"}
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+
+
+class NotebookError(ValueError):
+    """A notebook that cannot be executed as it is written."""
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    """The notebook in `path` (py:percent), its `# |` lines turned into metadata."""
+    notebook = jupytext.read(path, fmt="py:percent")
+    notebook.metadata["kernelspec"] = dict(KERNEL)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            take_options(cell, path)
+    return notebook
+
+
+def take_options(cell: nbformat.NotebookNode, path: Path) -> None:
+    """Make a captioned figure of a cell that begins with `# |` lines: YAML, name, caption, alt."""
+    lines = cell.source.splitlines()
+    count = next((i for i, line in enumerate(lines) if not line.startswith("# |")), len(lines))
+    if count == 0:
+        return
+    options = yaml.safe_load("\n".join(line[3:] for line in lines[:count]))
+    if not isinstance(options, dict) or set(options) != OPTIONS:
+        raise NotebookError(f"{path.name}: # | lines must set {sorted(OPTIONS)}, got {options!r}")
+    name, caption, alt = (" ".join(str(options[o]).split()) for o in ("name", "caption", "alt"))
+    cell.metadata["mystnb"] = {"figure": {"name": name, "caption": caption}, "image": {"alt": alt}}
+    cell.source = "\n".join(lines[count:])
+
+
+def declared_parameters(notebook: nbformat.NotebookNode, path: Path) -> set[str]:
+    """Names assigned in the one cell tagged `parameters`."""
+    cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    if len(cells) != 1:
+        raise NotebookError(f"{path.name}: must have one parameters cell, got {len(cells)}")
+    body = ast.parse(cells[0].source).body
+    targets = [target for s in body if isinstance(s, ast.Assign) for target in s.targets]
+    targets += [s.target for s in body if isinstance(s, ast.AnnAssign)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def select(mode: str, prefixes: list[str]) -> list[Path]:
+    """The notebooks whose names start with one of `prefixes`; without any, those of `mode`.
+
+    For replay all of them; for measure and compare those whose header says `measures: true`.
+    """
+    paths = sorted(SOURCES.glob("[0-9][0-9]_*.py"))
+    unknown = [prefix for prefix in prefixes if not any(p.name.startswith(prefix) for p in paths)]
+    if unknown or not paths:
+        raise NotebookError(
+            f"--notebooks must be prefixes of {', '.join(p.stem for p in paths) or 'a notebook'}, "
+            f"got {' '.join(unknown) or 'no notebook at all'}"
+        )
+    if prefixes:
+        return [path for path in paths if path.name.startswith(tuple(prefixes))]
+    if mode == "replay":
+        return paths
+    return [path for path in paths if read(path).metadata.get("measures") is True]
+
+
+def finish(notebook: nbformat.NotebookNode, path: Path, parameters: dict[str, str]) -> None:
+    """Drop what differs from run to run; keep where the notebook comes from."""
+    for index, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{index:03d}"
+        for name in ("papermill", "execution"):
+            cell.metadata.pop(name, None)
+        tags = cell.metadata.get("tags", [])
+        if {"parameters", "injected-parameters"} & set(tags):
+            cell.metadata["tags"] = sorted({*tags, "remove-cell"})
+    notebook.metadata.pop("papermill")
+    notebook.metadata["provenance"] = {"notebook": f"notebooks/{path.name}", **parameters}
+
+
+def execute(path: Path, parameters: dict[str, str]) -> tuple[str, float, str]:
+    """Run one notebook; its name, the seconds it took, and what went wrong ("" if nothing did)."""
+    start = time.perf_counter()
+    target = EXECUTED / f"{path.stem}.ipynb"
+    failed = EXECUTED / "failed" / target.name
+    for old in (target, failed):
+        old.parent.mkdir(parents=True, exist_ok=True)
+        old.unlink(missing_ok=True)
+    problem = ""
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder) / "source.ipynb", Path(folder) / "output.ipynb"
+        sockets = {
+            "transport": "ipc",
+            "ip": f"{folder}/kernel",
+        }  # TCP ports of two kernels can clash
+        try:
+            notebook = read(path)
+            if missing := sorted(set(parameters) - declared_parameters(notebook, path)):
+                raise NotebookError(
+                    f"{path.name}: the parameters cell must assign {', '.join(parameters)}, "
+                    f"got no {', '.join(missing)}"
+                )
+            nbformat.write(notebook, source)
+            papermill.execute_notebook(
+                source,
+                output,
+                parameters=parameters,
+                cwd=ROOT,
+                progress_bar=False,
+                config=Config({"KernelManager": sockets}),
+            )
+            notebook = nbformat.read(output, as_version=4)
+            finish(notebook, path, parameters)
+            nbformat.write(notebook, target)
+        except PapermillExecutionError as error:
+            problem = f"cell {error.cell_index}: {error.ename}: {error.evalue}\n{error.source}"
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem and output.exists():
+            failed.write_bytes(output.read_bytes())
+    return path.stem, time.perf_counter() - start, problem
+
+
+def use_this_interpreter(folder: Path, mode: str) -> None:
+    """Make `python3` mean sys.executable with the repository on its path, whatever is installed."""
+    kernel = folder / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+    if mode == "replay":
+        environment["OMP_NUM_THREADS"] = "1"
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "env": environment, **KERNEL}
+    (kernel / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
+    os.environ["JUPYTER_PATH"] = str(folder)
+    os.environ["IPYTHONDIR"] = str(folder / "ipython")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mode", choices=sorted(WORKERS), default="replay")
+    parser.add_argument("--notebooks", default="", help='prefixes, such as "04 05"')
+    parser.add_argument("--device", help="default: cpu for replay, otherwise cuda:0")
+    parser.add_argument("--data-dir", default="data", help="relative to the repository")
+    options = parser.parse_args()
+    device = options.device or ("cpu" if options.mode == "replay" else "cuda:0")
+    parameters = {"mode": options.mode, "device": device, "data_dir": options.data_dir}
+    try:
+        paths = select(options.mode, options.notebooks.split())
+    except NotebookError as error:
+        parser.error(str(error))
+    if paths == select("replay", []):
+        for old in (*EXECUTED.glob("*.ipynb"), *FIGURES.glob("*.csv")):
+            old.unlink()
+    failures = 0
+    with tempfile.TemporaryDirectory() as folder:
+        use_this_interpreter(Path(folder), options.mode)
+        with ProcessPoolExecutor(WORKERS[options.mode]) as pool:
+            runs = [pool.submit(execute, path, parameters) for path in paths]
+            for run in as_completed(runs):
+                name, seconds, problem = run.result()
+                failures += bool(problem)
+                print(f"{name:<24} {seconds:7.1f} s  {'failed' if problem else 'ok'}", flush=True)
+                if problem:
+                    print(textwrap.indent(problem, "    "), flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Inline PTX: exactness of the table, and the size of the documented errors."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.emulator import Unsupported, run
+from gdpa_kernels.emulator.instructions import INSTRUCTIONS, round_fraction
+
+
+def relative_error(name, x):
+    exact = {
+        "tanh": torch.tanh,
+        "ex2": torch.exp2,
+        "rcp": torch.reciprocal,
+        "sqrt": torch.sqrt,
+        "rsqrt": torch.rsqrt,
+        "lg2": torch.log2,
+    }[name.split(".")[0]](x.double())
+    return ((INSTRUCTIONS[name][1](x).double() - exact) / exact).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    "name, bound",
+    (
+        ("tanh.approx.f32", 2.0**-11),
+        ("ex2.approx.f32", 2.0**-22),
+        ("ex2.approx.ftz.f32", 2.0**-22),
+        ("rcp.approx.ftz.f32", 2.0**-23),
+        ("sqrt.approx.ftz.f32", 2.0**-23),
+        ("rsqrt.approx.ftz.f32", 2.0**-22.9),
+        ("lg2.approx.ftz.f32", 2.0**-22),
+    ),
+)
+def test_error_reaches_but_does_not_exceed_the_documented_bound(name, bound):
+    x = torch.linspace(0.01, 8, 100_003)
+    assert 0.8 * bound < relative_error(name, x) <= bound
+
+
+@pytest.mark.parametrize(
+    "name, dtype, relative, absolute",
+    (
+        ("tanh.approx.f16", torch.float16, 1.0, 2.0**-10.987),
+        ("tanh.approx.bf16", torch.bfloat16, 1.0, 2.0**-8),
+        ("ex2.approx.f16", torch.float16, 2.0**-9.9, 1e9),
+        ("ex2.approx.ftz.bf16", torch.bfloat16, 2.0**-7, 1e9),
+    ),
+)
+def test_16_bit_forms(name, dtype, relative, absolute):
+    x = torch.linspace(-4, 4, 10_001).to(dtype)
+    exact = (torch.tanh if "tanh" in name else torch.exp2)(x.double())
+    error = (INSTRUCTIONS[name][1](x).double() - exact).abs()
+    assert (error <= absolute).all() and (error <= relative * exact.abs().clamp(min=2**-9)).all()
+    assert INSTRUCTIONS[name][1](x).dtype == dtype
+
+
+def test_corner_cases():
+    x = torch.tensor([torch.inf, -torch.inf, 0.0, -0.0, torch.nan])
+    y = INSTRUCTIONS["tanh.approx.f32"][1](x)
+    assert y[:4].tolist() == [1.0, -1.0, 0.0, 0.0] and y[4].isnan()
+    assert y[3].signbit()
+    flushed = INSTRUCTIONS["ex2.approx.ftz.f32"][1](torch.tensor([-130.0, -125.0]))
+    assert flushed.tolist() == [0.0, 2.0**-125]
+    assert INSTRUCTIONS["ex2.approx.f32"][1](torch.tensor([-130.0])) == 2.0**-130
+
+
+def test_round_fraction_rounds_to_nearest_even():
+    x = torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-11 + 2.0**-23])
+    assert round_fraction(x, 10).tolist() == [1.0, 1 + 2.0**-9, 1 + 2.0**-10]
+
+
+@triton.jit
+def tanh_kernel(x_ptr, out_ptr, N: tl.constexpr, ASM: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    y = tl.inline_asm_elementwise(ASM, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    tl.store(out_ptr + tl.arange(0, N), y)
+
+
+def test_one_instruction():
+    x = torch.randn(1024)
+    out = torch.zeros(1024)
+    run(tanh_kernel, (1,), x, out, N=1024, ASM="tanh.approx.f32 $0, $1;")
+    error = ((out.double() - x.double().tanh()) / x.double().tanh()).abs().max()
+    assert 2.0**-12 < error <= 2.0**-11
+
+
+@pytest.mark.parametrize(
+    "asm",
+    (
+        "cos.approx.f32 $0, $1;",
+        "tanh.approx.f32 $0, $2;",
+        "tanh.approx.bf16 $0, $1;",
+        "fma.rn.f32 $0, $1;",
+        "mov.b32 tmp, $1;",
+    ),
+)
+def test_unknown_assembly_is_unsupported(asm):
+    with pytest.raises(Unsupported, match="inline assembly") as caught:
+        run(tanh_kernel, (1,), torch.ones(16), torch.ones(16), N=16, ASM=asm)
+    assert caught.value.file == __file__
+
+
+@triton.jit
+def pairs_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
+    a, b = tl.load(a_ptr + tl.arange(0, N)), tl.load(b_ptr + tl.arange(0, N))
+    y = tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b64 ra, rb, rc;  // two values each
+            mov.b64 ra, { $2, $3 };
+            mov.b64 rb, { $4, $5 };
+            fma.rn.f32x2 rc, ra, rb, rb;
+            mov.b64 { $0, $1 }, rc;
+        }
+        """,
+        "=r,=r,r,r,r,r",
+        [a, b],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+    tl.store(out_ptr + tl.arange(0, N), y)
+
+
+def test_packed_pairs():
+    a, b, out = torch.randn(64), torch.randn(64), torch.zeros(64)
+    run(pairs_kernel, (1,), a, b, out, N=64)
+    torch.testing.assert_close(out, (a.double() * b + b).float(), rtol=0, atol=0)
+
+
+@triton.jit
+def half_pairs_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    y = tl.inline_asm_elementwise(
+        "tanh.approx.bf16x2 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
+    tl.store(out_ptr + tl.arange(0, N), y)
+
+
+def test_packed_16_bit():
+    x, out = torch.randn(64).bfloat16(), torch.zeros(64).bfloat16()
+    run(half_pairs_kernel, (1,), x, out, N=64)
+    assert ((out.float() - x.float().tanh()).abs() <= 2.0**-8).all()

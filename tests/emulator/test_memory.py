@@ -1,0 +1,315 @@
+"""Pointers, bounds, undefined lanes, races, atomics, and tensor descriptors."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools import ragged_tma
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gdpa_kernels.emulator import (
+    DescriptorError,
+    InvalidKernel,
+    OutOfBounds,
+    Race,
+    Unsupported,
+    run,
+)
+
+
+@triton.jit
+def copy_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr, MASKED: tl.constexpr, OTHER: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets, mask=mask if MASKED else None, other=OTHER)
+    tl.store(out_ptr + offsets, x)
+
+
+DTYPES = (
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16),
+    *(torch.uint32, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_copied_bit_by_bit(dtype):
+    bits = torch.randint(0, 2, (16,)) if dtype == torch.bool else torch.arange(-8, 8)
+    x, out = bits.to(dtype), torch.zeros(16, dtype=dtype)
+    report = run(copy_kernel, (2,), x, out, 16, BLOCK=8, MASKED=False, OTHER=None)
+    assert torch.equal(out.view(torch.uint8), x.view(torch.uint8))
+    assert report.bytes_loaded == report.bytes_stored == 16 * dtype.itemsize
+
+
+def test_masked_lanes_read_other_or_are_undefined():
+    x = torch.arange(5.0)
+    for other, expected in ((None, torch.nan), (-1.0, -1.0)):
+        out = torch.zeros(8)
+        run(copy_kernel, (1,), x, out, 5, BLOCK=8, MASKED=True, OTHER=other)
+        torch.testing.assert_close(out[:5], x)
+        torch.testing.assert_close(out[5:], torch.full((3,), expected), equal_nan=True)
+    out = torch.zeros(8, dtype=torch.int32)
+    run(copy_kernel, (1,), torch.arange(5).int(), out, 5, BLOCK=8, MASKED=True, OTHER=None)
+    assert out[5:].tolist() == [0x5A5A5A5A] * 3
+
+
+def test_out_of_bounds_names_argument_element_bounds_and_line():
+    with pytest.raises(OutOfBounds, match=r"load of x_ptr .* \[0, 5\), got element 7") as caught:
+        run(copy_kernel, (1,), torch.ones(5), torch.ones(8), 5, BLOCK=8, MASKED=False, OTHER=None)
+    assert caught.value.file == __file__
+    with pytest.raises(OutOfBounds, match=r"store of out_ptr .*program \(1, 0, 0\)"):
+        run(copy_kernel, (2,), torch.ones(8), torch.ones(4), 8, BLOCK=4, MASKED=False, OTHER=None)
+
+
+@triton.jit
+def rows_kernel(x_ptr, out_ptr, row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SHIFT):
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    x = tl.load(x_ptr + rows[:, None] * row_stride + columns[None, :] + SHIFT)
+    tl.store(out_ptr + rows[:, None] * COLUMNS + columns[None, :], x)
+
+
+def test_strided_view():
+    packed = torch.arange(4 * 24.0).view(4, 3, 8)
+    _, k, v = packed.unbind(1)
+    out = torch.zeros(4, 8)
+    run(rows_kernel, (1,), k, out, k.stride(0), ROWS=4, COLUMNS=8, SHIFT=0)
+    assert torch.equal(out, k)
+    for view, shift in ((v, 1), (k, -1), (k, 1)):
+        with pytest.raises(OutOfBounds, match="x_ptr"):
+            run(rows_kernel, (1,), view, out, view.stride(0), ROWS=4, COLUMNS=8, SHIFT=shift)
+
+
+@triton.jit
+def pointer_cast_kernel(x_ptr, out_ptr):
+    bits = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + tl.arange(0, 4))
+    tl.store(out_ptr + tl.arange(0, 4), bits)
+
+
+def test_pointer_cast():
+    x, out = torch.randn(8).bfloat16(), torch.zeros(4, dtype=torch.int32)
+    run(pointer_cast_kernel, (1,), x, out)
+    assert torch.equal(out, x.view(torch.int32))
+
+
+@triton.jit
+def overlap_kernel(out_ptr, STEP: tl.constexpr):
+    pid = tl.program_id(0)
+    tl.store(out_ptr + pid * STEP + tl.arange(0, 8), pid)
+
+
+def test_race_between_programs():
+    out = torch.zeros(64, dtype=torch.int32)
+    assert run(overlap_kernel, (4,), out, STEP=8).checks["race"] == 4
+    with pytest.raises(Race, match="out_ptr") as caught:
+        run(overlap_kernel, (4,), out, STEP=7)
+    assert caught.value.programs == ((0, 0, 0), (1, 0, 0))
+    assert caught.value.other == (caught.value.file, caught.value.line)
+    run(overlap_kernel, (4,), out, STEP=7, races=False)
+
+
+@triton.jit
+def two_views_kernel(a_ptr, b_ptr):
+    if tl.program_id(0) == 0:
+        tl.store(a_ptr, 1)
+    else:
+        tl.store(b_ptr + 1, 1)
+
+
+def test_race_through_views_of_another_type():
+    storage = torch.zeros(8, dtype=torch.int32)
+    with pytest.raises(Race, match="b_ptr"):
+        run(two_views_kernel, (2,), storage, storage.view(torch.int16))
+    run(two_views_kernel, (2,), storage[1:], storage.view(torch.int16))
+
+
+@triton.jit
+def atomics_kernel(counts_ptr, best_ptr, lock_ptr, old_ptr, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    old = tl.atomic_add(counts_ptr + lanes % 4, 1)
+    tl.atomic_max(best_ptr + lanes * 0, lanes * 1.0, mask=lanes < 5)
+    tl.atomic_cas(lock_ptr, 0, tl.program_id(0) + 1)
+    tl.store(old_ptr + lanes, old)
+
+
+def test_atomics_take_turns():
+    counts, best = torch.zeros(4, dtype=torch.int32), torch.zeros(1)
+    lock, old = torch.zeros(1, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    run(atomics_kernel, (3,), counts, best, lock, old, BLOCK=8, races=False)
+    assert counts.tolist() == [6] * 4
+    assert old.tolist() == [4] * 4 + [5] * 4
+    assert best[0] == 4 and lock[0] == 1
+
+
+@triton.jit
+def box_kernel(in_desc, out_desc, row, column, SHIFT: tl.constexpr):
+    x = in_desc.load([row, column])
+    out_desc.store([row + SHIFT, column], x)
+
+
+@pytest.mark.parametrize("row, column", ((0, 0), (4, 8), (-3, 0), (0, -8), (8, 0), (100, 0)))
+def test_boxes_are_clipped(row, column):
+    x = torch.randn(10, 24)
+    out = torch.full((10, 24), 7.0)
+    descs = [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, out)]
+    run(box_kernel, (1,), *descs, row, column, SHIFT=1)
+    box = torch.zeros(8, 16)
+    expected = torch.full((10, 24), 7.0)
+    for i in range(8):
+        for j in range(16):
+            if 0 <= row + i < 10 and 0 <= column + j < 24:
+                box[i, j] = x[row + i, column + j]
+    for i in range(8):
+        for j in range(16):
+            if 0 <= row + 1 + i < 10 and 0 <= column + j < 24:
+                expected[row + 1 + i, column + j] = box[i, j]
+    assert torch.equal(out, expected)
+
+
+def test_nan_padding():
+    x, out = torch.ones(4, 16), torch.zeros(8, 16)
+    source = TensorDescriptor.from_tensor(x, [8, 16], padding="nan")
+    run(box_kernel, (1,), source, TensorDescriptor.from_tensor(out, [8, 16]), 0, 0, SHIFT=0)
+    assert out[:4].eq(1).all() and out[4:].isnan().all()
+
+
+@triton.jit
+def device_desc_kernel(
+    x_ptr, out_ptr, rows, columns, stride, ROWS: tl.constexpr, KIND: tl.constexpr
+):
+    desc = tl.make_tensor_descriptor(x_ptr, [rows, columns], [stride, 1], [ROWS, 16])
+    out = tl.make_tensor_descriptor(out_ptr, [rows, columns], [columns, 1], desc.block_shape)
+    x = tl.load_tensor_descriptor(desc, [tl.program_id(0) * ROWS, 0])
+    if KIND == "store":
+        out.store([tl.program_id(0) * ROWS, 0], x)
+    else:
+        out.atomic_add([0, 0], x)
+        tl.store_tensor_descriptor(out, [0, 0], x, store_reduce="max")
+
+
+def test_descriptor_made_on_the_device():
+    x = torch.randn(11, 32).half()[:, :16]
+    out = torch.zeros(11, 16).half()
+    run(device_desc_kernel, (3,), x, out, 11, 16, 32, ROWS=4, KIND="store")
+    assert torch.equal(out, x)
+
+
+def test_descriptor_reductions():
+    x, out = torch.randn(4, 16).half(), torch.full((4, 16), 0.5).half()
+    run(device_desc_kernel, (1,), x, out, 4, 16, 16, ROWS=4, KIND="reduce")
+    assert torch.equal(out, torch.maximum(x + 0.5, x))
+    with pytest.raises(InvalidKernel, match="no reduction 'max' of fp32"):
+        run(device_desc_kernel, (1,), x.float(), out.float(), 4, 16, 16, ROWS=4, KIND="reduce")
+
+
+@triton.jit
+def box5_kernel(desc, out_desc, at):
+    x = desc.load(at)
+    out_desc.store((0, 0, 0, 0, 0), x)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_boxes_of_rank_five_match_padding(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shape = torch.randint(1, 5, (5,), generator=generator) * torch.tensor([1, 1, 1, 1, 4])
+    at = torch.randint(-3, 5, (5,), generator=generator).tolist()
+    x = torch.randn(*shape, generator=generator).transpose(0, 2).contiguous().transpose(0, 2)
+    box = (2, 1, 4, 2, 8)
+    out = torch.zeros(box)
+    padded = torch.nn.functional.pad(x, (8, 16) * 5)
+    window = padded[tuple(slice(8 + a, 8 + a + b) for a, b in zip(at, box, strict=True))]
+    source = TensorDescriptor(x, x.shape, x.stride(), list(box))
+    run(box5_kernel, (1,), source, TensorDescriptor.from_tensor(out, list(box)), tuple(at))
+    assert torch.equal(out, window)
+
+
+@triton.jit
+def mismatch_kernel(desc):
+    desc.store([0, 0], desc.load([0, 0]).to(tl.float16))
+
+
+def test_stored_value_must_have_the_type_of_the_descriptor():
+    desc = TensorDescriptor.from_tensor(torch.ones(4, 16), [4, 16])
+    with pytest.raises(InvalidKernel, match=r"must be fp32\[4, 16\] as the descriptor, got fp16"):
+        run(mismatch_kernel, (1,), desc)
+
+
+def test_race_between_boxes():
+    x = torch.ones(8, 16)
+    descs = [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, x.clone())]
+    with pytest.raises(Race, match="out_desc"):
+        run(box_kernel, (2,), *descs, 0, 0, SHIFT=0)
+
+
+@pytest.mark.parametrize(
+    "shape, stride, message",
+    (
+        ((4, 16), 17, "multiples of 16"),
+        ((0, 16), 16, "sizes in"),
+        ((4, 16), 2**38, "below 2"),
+    ),
+)
+def test_descriptor_rules(shape, stride, message):
+    with pytest.raises(DescriptorError, match=message):
+        run(
+            device_desc_kernel, (1,), torch.ones(64), torch.ones(64), *shape, stride,
+            ROWS=4, KIND="store",
+        )  # fmt: skip
+
+
+def test_descriptor_base_must_be_aligned():
+    with pytest.raises(DescriptorError, match="aligned to 16 bytes, got 4 bytes off"):
+        x = torch.ones(65)[1:]
+        run(device_desc_kernel, (1,), x, x, 4, 16, 16, ROWS=4, KIND="store")
+
+
+def test_descriptor_larger_than_its_tensor():
+    with pytest.raises(OutOfBounds, match="descriptor load of x_ptr"):
+        x = torch.ones(32)
+        run(device_desc_kernel, (1,), x, torch.ones(64), 4, 16, 16, ROWS=4, KIND="store")
+
+
+@triton.jit
+def coordinate_kernel(desc, big):
+    desc.load([big, 0])
+
+
+def test_coordinates_are_int32():
+    desc = TensorDescriptor.from_tensor(torch.ones(4, 16), [4, 16])
+    with pytest.raises(InvalidKernel, match="int32 scalars"):
+        run(coordinate_kernel, (1,), desc, 2**31)
+
+
+@triton.jit
+def gather_kernel(desc, big):
+    desc.gather(tl.arange(0, 8), 0)
+
+
+def test_unknown_descriptor_operation():
+    desc = TensorDescriptor.from_tensor(torch.ones(4, 16), [4, 16])
+    with pytest.raises(Unsupported, match="tensor_descriptor.gather"):
+        run(gather_kernel, (1,), desc, 0)
+
+
+@triton.jit
+def ragged_kernel(in_desc, out_desc, cu_ptr, ROWS: tl.constexpr, ADD: tl.constexpr):
+    start = tl.load(cu_ptr + tl.program_id(0))
+    length = tl.load(cu_ptr + tl.program_id(0) + 1) - start
+    for row in range(0, length, ROWS):
+        x = ragged_tma.load_ragged(in_desc, start, length, [row, 0])
+        if ADD:
+            ragged_tma.atomic_add_ragged(out_desc, start, length, [row, 0], x)
+        else:
+            ragged_tma.store_ragged(out_desc, start, length, [row, 0], x + 1)
+
+
+@pytest.mark.parametrize("add", (False, True))
+def test_ragged_descriptors_wrap_and_clip_at_each_sequence(add):
+    lengths = [5, 0, 1, 8, 13]
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    x = torch.randn(40, 16).bfloat16()
+    out = torch.full((40, 16), 3.0).bfloat16()
+    x[27:] = torch.nan
+    descs = [ragged_tma.create_ragged_descriptor(t, [8, 16]) for t in (x, out)]
+    run(ragged_kernel, (5,), *descs, cu, ROWS=8, ADD=add)
+    assert torch.equal(out[:27], x[:27] + (3 if add else 1))
+    assert (out[27:] == 3).all()

@@ -1,0 +1,305 @@
+"""Lowering: where Triton differs from Python, what it forbids, and the lines errors point to."""
+
+import inspect
+import math
+from collections import namedtuple
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.emulator import DeviceAssertion, InvalidKernel, Unsupported, run
+
+SIZE = tl.constexpr(4)
+NOT_A_CONSTANT = 4
+Pair = namedtuple("Pair", ("first", "second"))
+
+
+def line(kernel, text):
+    """The line of the test file that holds `text` inside `kernel`."""
+    lines, first = inspect.getsourcelines(kernel.fn)
+    return first + next(i for i, source in enumerate(lines) if text in source)
+
+
+def ints(n=16, dtype=torch.int32):
+    return torch.zeros(n, dtype=dtype)
+
+
+@triton.jit
+def assignment_kernel(x_ptr, out_ptr):
+    x = tl.load(x_ptr)
+    variable = 0.1
+    constant: tl.constexpr = 0.1
+    tl.static_assert((x * variable).dtype == tl.float32)
+    tl.static_assert((x * constant).dtype == tl.bfloat16)
+    count = 2147483647
+    count += 1
+    tl.store(out_ptr, count)
+
+
+def test_assignment_makes_values_of_constants():
+    out = ints()
+    run(assignment_kernel, (1,), torch.ones(1, dtype=torch.bfloat16), out)
+    assert out[0] == -(2**31)
+
+
+@triton.jit
+def control_kernel(n, out_ptr):
+    pid = tl.program_id(0)
+    if pid >= n:
+        return
+    total = 0
+    for i in range(pid, n):
+        total += i
+    while total > 10:
+        total -= 10
+    big = total if total > 5 else -1
+    tl.store(out_ptr + pid, big)
+
+
+def test_control_flow():
+    out = torch.full((8,), 99, dtype=torch.int32)
+    run(control_kernel, (8,), 6, out)
+    totals = [sum(range(p, 6)) for p in range(6)]
+    totals = [(t - 1) % 10 + 1 if t > 10 else t for t in totals]
+    assert out.tolist() == [t if t > 5 else -1 for t in totals] + [99, 99]
+
+
+@triton.jit
+def product(x, FACTORS: tl.constexpr, STEP: tl.constexpr = 1):
+    for i in tl.static_range(0, len(FACTORS), STEP):
+        x = x * FACTORS[i]
+    return x, STEP
+
+
+@triton.jit
+def tuple_kernel(out_ptr, FACTORS: tl.constexpr, OPERATION: tl.constexpr):
+    first, step = OPERATION(tl.program_id(0) + 1, FACTORS)
+    second, _ = OPERATION(first, FACTORS[1:], STEP=2)
+    tl.static_assert(OPERATION(first, ())[1] == 1 and step.dtype == tl.int32)
+    shape: tl.constexpr = [SIZE] + [1] * 0
+    tl.static_assert(len(shape) == 1)
+    sizes = [i * 2 for i in range(3)]
+    tl.store(out_ptr + tl.arange(0, shape[0]), second + sizes[2])
+
+
+def test_constexpr_tuples_and_helpers():
+    out = ints()
+    run(tuple_kernel, (1,), out, FACTORS=(2, 3, 5), OPERATION=product)
+    assert out[:5].tolist() == [30 * 3 + 4] * 4 + [0]
+
+
+@triton.jit
+def logic_kernel(flags_ptr, out_ptr, PRESENT: tl.constexpr):
+    flag = tl.load(flags_ptr) != 0
+    lanes = tl.arange(0, 4)
+    both = (lanes > 0) and (lanes < 3)
+    tl.store(out_ptr + lanes, both.to(tl.int32))
+    if flag and not PRESENT or False:
+        tl.store(out_ptr + 4, 1)
+    tl.store(out_ptr + 5, max(min(lanes.sum(), 3), 1))
+    tl.store(out_ptr + 6, min(7, 5))
+
+
+def test_and_or_not_are_elementwise():
+    out = ints()
+    run(logic_kernel, (1,), ints() + 1, out, PRESENT=False)
+    assert out[:7].tolist() == [0, 1, 1, 0, 1, 3, 5]
+    out = ints()
+    run(logic_kernel, (1,), ints() + 1, out, PRESENT=True)
+    assert out[4] == 0
+
+
+@triton.jit
+def eager_kernel(x_ptr, n, out_ptr):
+    if n > 100 and tl.load(x_ptr + 100) > 0:
+        tl.store(out_ptr, 1)
+
+
+def test_and_evaluates_both_sides():
+    with pytest.raises(Exception, match="load of x_ptr"):
+        run(eager_kernel, (1,), ints(4), 4, ints(4))
+
+
+@triton.jit
+def scalar_kernel(one, small, large, ratio, nothing, pair, out_ptr):
+    tl.static_assert(one == 1)
+    tl.static_assert(nothing is None)
+    tl.static_assert(small.dtype == tl.int32)
+    tl.static_assert(large.dtype == tl.int64)
+    tl.static_assert(ratio.dtype == tl.float32)
+    tl.store(out_ptr, pair.first + pair[1] + small)
+    tl.store(out_ptr + one, small * small)
+
+
+def test_scalar_arguments():
+    out = ints(4, torch.int64)
+    run(scalar_kernel, (1,), 1, 65536, 2**31, 0.5, None, Pair(3, 4), out)
+    assert out[:2].tolist() == [65543, 0]
+
+
+@triton.jit
+def annotated_kernel(n: tl.int64, out_ptr):
+    tl.static_assert(n.dtype == tl.int64)
+    tl.store(out_ptr, n * n)
+
+
+def test_annotated_scalar_argument():
+    out = ints(1, torch.int64)
+    run(annotated_kernel, (1,), 2**20, out)
+    assert out[0] == 2**40
+
+
+@triton.jit
+def wide_range_kernel(end, out_ptr):
+    for i in range(end - 1, end):
+        tl.static_assert(i.dtype == tl.int64)
+        tl.store(out_ptr, i)
+
+
+def test_range_has_the_type_of_its_bounds():
+    out = ints(1, torch.int64)
+    run(wide_range_kernel, (1,), 2**40, out)
+    assert out[0] == 2**40 - 1
+
+
+@triton.jit
+def module_kernel(out_ptr):
+    tl.store(out_ptr, math.pi)
+
+
+def test_modules_are_seen_from_kernels():
+    out = torch.zeros(1)
+    run(module_kernel, (1,), out)
+    assert out[0] == torch.tensor(math.pi)
+
+
+@triton.constexpr_function
+def twice(n):
+    return 2 * n
+
+
+def make_closure(offset):
+    @triton.jit
+    def kernel(out_ptr, N: tl.constexpr):
+        tl.store(out_ptr + tl.arange(0, twice(N)), offset)
+
+    return kernel
+
+
+def test_closures_and_constexpr_functions():
+    out = ints(8)
+    run(make_closure(tl.constexpr(7)), (1,), out, N=2)
+    assert out.tolist() == [7] * 4 + [0] * 4
+
+
+@triton.jit
+def assertion_kernel(x_ptr):
+    x = tl.load(x_ptr)
+    assert x > 0, "x is positive"
+
+
+def test_assert_is_checked():
+    run(assertion_kernel, (1,), torch.ones(1))
+    with pytest.raises(DeviceAssertion, match="x is positive") as caught:
+        run(assertion_kernel, (1,), torch.zeros(1))
+    assert caught.value.line == line(assertion_kernel, "assert x > 0")
+
+
+@triton.jit
+def break_kernel(out_ptr):
+    for i in range(4):
+        if i == 2:
+            break
+
+
+@triton.jit
+def chain_kernel(out_ptr):
+    x = tl.program_id(0)
+    if 0 < x < 2:
+        tl.store(out_ptr, 1)
+
+
+@triton.jit
+def element_kernel(out_ptr):
+    x = tl.zeros([4], tl.int32)
+    x[0] = 1
+
+
+@triton.jit
+def unknown_kernel(out_ptr):
+    x = tl.zeros([4], tl.int32)
+    y = tl.histogram(x, 4)
+    tl.store(out_ptr + y, y)
+
+
+@triton.jit
+def loop_kernel(out_ptr):
+    for x in tl.zeros([4], tl.int32):
+        tl.store(out_ptr, x)
+
+
+@pytest.mark.parametrize(
+    "kernel, text, message",
+    (
+        (break_kernel, "    break", "Python syntax Break"),
+        (chain_kernel, "0 < x < 2", "chain of comparisons"),
+        (element_kernel, "x[0] = 1", "not a name"),
+        (unknown_kernel, "tl.histogram", "tl.histogram"),
+        (loop_kernel, "for x in", "for loop over Tile"),
+    ),
+)
+def test_unsupported_names_the_operation_and_the_line(kernel, text, message):
+    with pytest.raises(Unsupported, match=message) as caught:
+        run(kernel, (1,), ints())
+    assert caught.value.file == __file__
+    assert caught.value.line == line(kernel, text)
+
+
+@triton.jit
+def global_kernel(out_ptr):
+    tl.store(out_ptr, NOT_A_CONSTANT)
+
+
+def plain_function(x):
+    return x + 1
+
+
+@triton.jit
+def plain_function_kernel(out_ptr):
+    tl.store(out_ptr, plain_function(1))
+
+
+@triton.jit
+def builtin_kernel(out_ptr):
+    tl.store(out_ptr, abs(-1))  # noqa: F821
+
+
+@triton.jit
+def runtime_shape_kernel(out_ptr, n):
+    tl.store(out_ptr + tl.arange(0, n), n)
+
+
+@triton.jit
+def odd_shape_kernel(out_ptr):
+    tl.store(out_ptr + tl.arange(0, 3), 0)
+
+
+@pytest.mark.parametrize(
+    "kernel, message",
+    (
+        (global_kernel, "global NOT_A_CONSTANT must be a constexpr"),
+        (plain_function_kernel, "global plain_function must be a constexpr or jitted"),
+        (builtin_kernel, "name 'abs' is not defined"),
+        (odd_shape_kernel, "constant powers of two"),
+    ),
+)
+def test_what_triton_refuses_is_refused(kernel, message):
+    with pytest.raises(InvalidKernel, match=message):
+        run(kernel, (1,), ints())
+
+
+def test_shapes_must_be_constant():
+    with pytest.raises(InvalidKernel, match="constant integer"):
+        run(runtime_shape_kernel, (1,), ints(), 4)

@@ -1,0 +1,85 @@
+"""The batches every implementation is tested on, each with its reason, and the tensors for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from gdpa_kernels.inputs import cu_seqlens
+
+
+@dataclass(frozen=True)
+class Case:
+    """A jagged batch and the options of the call."""
+
+    name: str
+    seqlens_q: tuple[int, ...]
+    seqlens_k: tuple[int, ...] | None = None
+    num_heads: int = 2
+    num_heads_k: int = 2
+    head_dim: int = 64
+    shared_q: bool = False
+    packed: bool = False
+    options: dict = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def arguments(self, dtype: torch.dtype, seed: int = 0) -> dict:
+        """Keyword arguments for `gdpa`; q, k, v from N(0, 1)."""
+        seqlens_k = self.seqlens_q if self.seqlens_k is None else self.seqlens_k
+        make = torch.Generator().manual_seed(seed)
+
+        def draw(rows: int, heads: int) -> torch.Tensor:
+            return torch.randn(rows, heads, self.head_dim, generator=make).to(dtype)
+
+        if self.packed:
+            qkv = draw(sum(self.seqlens_q), self.num_heads + 2 * self.num_heads_k)
+            q, k, v = qkv.split([self.num_heads, self.num_heads_k, self.num_heads_k], dim=1)
+        else:
+            q = draw(max(self.seqlens_q) if self.shared_q else sum(self.seqlens_q), self.num_heads)
+            k, v = (draw(sum(seqlens_k), self.num_heads_k) for _ in range(2))
+        return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "cu_seqlens_q": None if self.shared_q else cu_seqlens(self.seqlens_q, "cpu"),
+            "cu_seqlens_k": cu_seqlens(seqlens_k, "cpu"),
+            "max_seqlen_q": max(self.seqlens_q, default=0),
+            "max_seqlen_k": max(seqlens_k, default=0),
+            **self.options,
+        }
+
+
+CASES = [
+    Case("tile_edges", seqlens_q=(127, 128, 129, 1, 31, 33)),
+    Case("key_edges", seqlens_q=(5, 7, 9, 11), seqlens_k=(31, 32, 33, 65)),
+    Case("empty_sequences", seqlens_q=(0, 17, 0, 40), seqlens_k=(20, 0, 0, 33)),
+    Case("one_token", seqlens_q=(1,), seqlens_k=(1,)),
+    Case("empty_batch", seqlens_q=(), seqlens_k=()),
+    Case("no_tokens", seqlens_q=(0, 0), seqlens_k=(0, 0)),
+    Case("no_keys_at_all", seqlens_q=(3, 4), seqlens_k=(0, 0)),
+    Case("packed_qkv", seqlens_q=(40, 3, 70), packed=True),
+    Case("shared_q", seqlens_q=(36, 36, 36), seqlens_k=(50, 0, 129), shared_q=True),
+    Case("grouped_heads", seqlens_q=(30, 80), num_heads=4, num_heads_k=2),
+    Case("one_kv_head", seqlens_q=(30, 80), num_heads=3, num_heads_k=1),
+    Case("causal", seqlens_q=(150, 64, 3), options={"causal": True}),
+    Case("causal_cross", seqlens_q=(150, 3), seqlens_k=(40, 90), options={"causal": True}),
+    Case("window", seqlens_q=(200, 70), options={"window": 19}),
+    Case("window_zero", seqlens_q=(40, 3), options={"window": 0}),
+    Case("causal_window", seqlens_q=(200, 9), options={"causal": True, "window": 40}),
+    Case("scales", seqlens_q=(50, 60), options={"scale": 0.5, "output_scale": 1 / 60}),
+    Case("negative_scale", seqlens_q=(50,), options={"scale": -0.3, "output_scale": -2.0}),
+    Case(
+        "per_head",
+        seqlens_q=(60, 20),
+        num_heads=4,
+        num_heads_k=4,
+        options={"activation": ("gelu", "silu", "relu", "gelu_tanh")},
+    ),
+    Case("head_dim_128", seqlens_q=(140, 5), head_dim=128),
+    Case("head_dim_16", seqlens_q=(40, 5), head_dim=16),
+    Case("head_dim_96", seqlens_q=(40, 5), head_dim=96),
+    Case("head_dim_256", seqlens_q=(70, 5), head_dim=256),
+]

@@ -1,0 +1,160 @@
+"""Every implementation against the definition, on the CPU: kernels run in the emulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdpa_kernels import emulator, gdpa, ladder
+from gdpa_kernels.gdpa import reference, v3_persistent
+from gdpa_kernels.testing import assert_close
+from tests.gdpa.cases import CASES, Case
+
+IMPLS = [rung.impl for rung in ladder.RUNGS]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def supports(impl: str, case: Case, dtype: torch.dtype) -> bool:
+    tensors = (case.arguments(dtype)[name] for name in ("q", "k", "v"))
+    return ladder.rung(impl).requires.of_call(*tensors) is None
+
+
+def call(impl: str, arguments: dict) -> torch.Tensor:
+    with emulator.enabled():
+        return gdpa(**arguments, impl=impl)
+
+
+def check(impl: str, case: Case, dtype: torch.dtype, seed: int = 0) -> None:
+    """Hold `impl` to its error budget; a small output is drawn several times over."""
+    actual, expected, baseline = [], [], []
+    while sum(out.numel() for out in actual) < 8192 and len(actual) < 16:
+        arguments = case.arguments(dtype, seed=seed + len(actual))
+        exact = {
+            name: value.double() if name in ("q", "k", "v") else value
+            for name, value in arguments.items()
+        }
+        actual.append(call(impl, arguments))
+        expected.append(gdpa(**exact, impl="reference"))
+        baseline.append(gdpa(**arguments, impl="reference"))
+    assert_close(
+        name="out",
+        actual=torch.cat(actual),
+        expected=torch.cat(expected),
+        baseline=torch.cat(baseline),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_matches_the_definition(impl, case, dtype):
+    if not supports(impl, case, dtype):
+        with emulator.enabled(), pytest.raises(NotImplementedError, match=f"{impl}.* needs .* got"):
+            gdpa(**case.arguments(dtype), impl=impl)
+        return
+    check(impl, case, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_every_activation(impl, activation, dtype):
+    case = Case("activation", seqlens_q=(33, 0, 70), options={"activation": activation})
+    if supports(impl, case, dtype):
+        check(impl, case, dtype)
+
+
+@pytest.mark.parametrize("scale", (1e-6, 30.0, 1e4))
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu", "hardswish"))
+@pytest.mark.parametrize("impl", IMPLS)
+def test_any_logits(impl, activation, scale):
+    """Saturated and vanishing logits: finite, and right."""
+    case = Case("logits", (40, 9), options={"activation": activation, "scale": scale})
+    check(impl, case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[7]], ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_neighbours_do_not_leak(impl, case):
+    """Other sequences hold NaN, infinities, large values: this one's result is bitwise equal."""
+    arguments = case.arguments(torch.bfloat16)
+    before = call(impl, arguments)
+    ends_q = arguments["cu_seqlens_q"].tolist()
+    ends_k = arguments["cu_seqlens_k"].tolist()
+    for kept in range(len(ends_q) - 1):
+        rows, keys = slice(ends_q[kept], ends_q[kept + 1]), slice(ends_k[kept], ends_k[kept + 1])
+        for poison in (float("nan"), float("inf"), -3e38):
+            poisoned = dict(arguments)
+            for name, own in {"q": rows, "k": keys, "v": keys}.items():
+                tensor = arguments[name].clone()
+                tensor[: own.start] = poison
+                tensor[own.stop :] = poison
+                poisoned[name] = tensor
+            assert torch.equal(call(impl, poisoned)[rows], before[rows])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_own_nan_stays_visible(impl):
+    """A NaN of the sequence's own is not hidden, whatever the activation does to it."""
+    for activation in reference.ACTIVATIONS:
+        arguments = Case("nan", (6, 5)).arguments(torch.bfloat16)
+        arguments["q"][2, 0, 3] = float("nan")
+        out = call(impl, {**arguments, "activation": activation})
+        assert out[2, 0].isnan().all()
+        assert not out[2, 1].isnan().any() and not out[6:].isnan().any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_output_is_written_once_and_whole(impl, monkeypatch):
+    """Memory is full of NaN before the call, and every element is finite after it."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda self, *shape: empty(self, *shape).fill_(float("nan"))
+    )
+    out = call(impl, CASES[0].arguments(torch.bfloat16))
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("order", ("padded", "valid", "zigzag", "longest_first"))
+@pytest.mark.parametrize("programs_per_sm", (1, 5))
+def test_any_schedule_gives_the_same_result(order, programs_per_sm):
+    arguments = Case("schedule", (130, 0, 5, 200), (40, 3, 0, 70)).arguments(torch.bfloat16)
+    plain = call("v2_tma", arguments)
+    config = v3_persistent.Config(BLOCK_N=32, programs_per_sm=programs_per_sm, order=order)
+    with emulator.enabled():
+        out = v3_persistent.forward(
+            **arguments, activation=("gelu_tanh",), scale=64**-0.5, output_scale=1.0, causal=False,
+            window=None, config=config,
+        )  # fmt: skip
+    assert torch.equal(out, plain)
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+@pytest.mark.parametrize("impl", IMPLS)
+def test_random_batches_and_options(impl, data):
+    lengths = st.lists(st.integers(0, 140), min_size=1, max_size=4)
+    seqlens_q = data.draw(lengths)
+    same = data.draw(st.booleans())
+    seqlens_k = seqlens_q if same else [data.draw(st.integers(0, 140)) for _ in seqlens_q]
+    group, heads_k = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]))
+    case = Case(
+        "random",
+        tuple(seqlens_q),
+        tuple(seqlens_k),
+        num_heads=group * heads_k,
+        num_heads_k=heads_k,
+        head_dim=data.draw(st.sampled_from([16, 24, 32, 64, 80])),
+        packed=same and data.draw(st.booleans()),
+        options={
+            "activation": data.draw(st.sampled_from(sorted(reference.ACTIVATIONS))),
+            "causal": data.draw(st.booleans()),
+            "window": data.draw(st.none() | st.integers(0, 150)),
+            "output_scale": data.draw(st.sampled_from([1.0, 1 / 128])),
+        },
+    )
+    dtype = data.draw(st.sampled_from(DTYPES))
+    if supports(impl, case, dtype):
+        check(impl, case, dtype, seed=data.draw(st.integers(0, 2**16)))

@@ -1,0 +1,96 @@
+"""The definition, against numbers worked out by hand and against derivatives taken numerically."""
+
+import math
+
+import pytest
+import torch
+
+from gdpa_kernels import gdpa
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.inputs import cu_seqlens
+
+
+def test_two_tokens_by_hand():
+    # q = [1, 0], k = [[2, 0], [-3, 0]], v = [[1, 10], [100, 1000]], scale 0.5:
+    # scores 1 and -1.5, relu 1 and 0, so the output is the first value row, times output_scale 3.
+    q = torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
+    k = torch.tensor([[[2.0, 0.0]], [[-3.0, 0.0]]], dtype=torch.float64)
+    v = torch.tensor([[[1.0, 10.0]], [[100.0, 1000.0]]], dtype=torch.float64)
+    out = gdpa(
+        q, k, v, cu_seqlens([1], "cpu"), cu_seqlens([2], "cpu"), 1, 2,
+        activation="relu", scale=0.5, output_scale=3.0, impl="reference",
+    )  # fmt: skip
+    assert out.tolist() == [[[3.0, 30.0]]]
+
+
+def test_identity_is_linear_attention():
+    # With the identity, (Q K^T) V = Q (K^T V): the d x d matrix of InterFormer's PFFN.
+    q, k, v = (torch.randn(20, 1, 8, dtype=torch.float64) for _ in range(3))
+    ends = cu_seqlens([20], "cpu")
+    out = gdpa(q, k, v, ends, ends, 20, 20, activation="identity", scale=1.0, impl="reference")
+    torch.testing.assert_close(out[:, 0], q[:, 0] @ (k[:, 0].T @ v[:, 0]))
+
+
+def test_default_scale_is_one_over_root_head_dim():
+    q, k, v = (torch.randn(9, 2, 16, dtype=torch.float64) for _ in range(3))
+    ends = cu_seqlens([4, 5], "cpu")
+    explicit = gdpa(q, k, v, ends, ends, 5, 5, scale=0.25, impl="reference")
+    assert torch.equal(gdpa(q, k, v, ends, ends, 5, 5, impl="reference"), explicit)
+
+
+VALUES = {
+    "identity": [-2.0, 0.0, 1.5],
+    "relu": [0.0, 0.0, 1.5],
+    "relu_squared": [0.0, 0.0, 2.25],
+    "leaky_relu": [-0.02, 0.0, 1.5],
+    "gelu": [
+        -2 * 0.5 * math.erfc(math.sqrt(2)),
+        0.0,
+        1.5 * (1 - 0.5 * math.erfc(1.5 / math.sqrt(2))),
+    ],
+    "gelu_tanh": [
+        x * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        for x in (-2.0, 0.0, 1.5)
+    ],
+    "silu": [-2 / (1 + math.e**2), 0.0, 1.5 / (1 + math.exp(-1.5))],
+    "hardswish": [-2 / 6, 0.0, 1.5 * 4.5 / 6],
+    "gelu_taylor6": [
+        0.5 * x + (x**2 - x**4 / 6 + x**6 / 40) / math.sqrt(2 * math.pi) for x in (-2.0, 0.0, 1.5)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+def test_activation_values(name):
+    x = torch.tensor([-2.0, 0.0, 1.5], dtype=torch.float64)
+    expected = torch.tensor(VALUES[name], dtype=torch.float64)
+    torch.testing.assert_close(reference.ACTIVATIONS[name].function(x), expected)
+
+
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+def test_derivative_is_the_slope(name):
+    x = torch.linspace(-5, 5, 400, dtype=torch.float64)  # misses the kinks at -3, 0 and 3
+    function, derivative = (
+        reference.ACTIVATIONS[name].function,
+        reference.ACTIVATIONS[name].derivative,
+    )
+    step = 1e-6
+    slope = (function(x + step) - function(x - step)) / (2 * step)
+    torch.testing.assert_close(derivative(x), slope, atol=2e-7, rtol=2e-7)
+
+
+def test_every_activation_is_zero_at_zero():
+    # The kernels rely on it: keys beyond a sequence's end read as zero and must add nothing.
+    for activation in reference.ACTIVATIONS.values():
+        assert activation.function(torch.zeros(1)).item() == 0.0
+
+
+def test_masked_pairs_contribute_exactly_zero():
+    # GELU'(0) = 0.5 and act(0) = 0: a mask must act after the activation, on any activation.
+    keep = reference.visible(4, 6, causal=True, window=2)
+    assert keep.int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [0, 1, 1, 1, 0, 0],
+    ]

@@ -1,0 +1,93 @@
+"""The built pages in a browser, from the disk: wide and narrow, light and dark."""
+
+import shutil
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+KNOWN_ERRORS = ("Identifier 'THEBE_JS_URL' has already been declared",)
+SIZES = {"desktop": {"width": 1280, "height": 900}, "phone": {"width": 390, "height": 844}}
+SCHEMES = ("light", "dark")
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the PATH")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """A browser tab that keeps what went wrong (`errors`) and what it asked for (`requests`)."""
+    context = browser.new_context(viewport=SIZES["desktop"], color_scheme="light")
+    tab = context.new_page()
+    tab.errors, tab.requests = [], []
+    tab.on("pageerror", lambda error: tab.errors.append(error.message))
+    tab.on("console", lambda m: tab.errors.append(m.text) if m.type == "error" else None)
+    tab.on("request", lambda request: tab.requests.append(request.url))
+    yield tab
+    context.close()
+
+
+def open_page(tab, path: Path) -> None:
+    tab.goto(path.as_uri(), wait_until="load")
+    tab.evaluate("async () => { await window.MathJax?.startup?.promise; }")
+
+
+def test_page_renders(site, page_name, tab, request):
+    open_page(tab, site / page_name)
+    folder = request.config.getoption("--screenshots")
+    for (size, viewport), scheme in product(SIZES.items(), SCHEMES):
+        tab.set_viewport_size(viewport)
+        tab.emulate_media(color_scheme=scheme)
+        tab.wait_for_function(f"document.documentElement.dataset.theme === '{scheme}'")
+        too_wide = f"{size}: the page scrolls sideways"
+        assert tab.evaluate("document.documentElement.scrollWidth") <= viewport["width"], too_wide
+        if folder:
+            name = f"{page_name.removesuffix('.html').replace('/', '-')}-{size}-{scheme}.png"
+            tab.screenshot(path=Path(folder) / name, full_page=True)
+
+    broken = "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
+    assert tab.evaluate(broken) == []
+    plain = "[...document.querySelectorAll('article .math')]"
+    plain += ".filter(m => !m.querySelector('mjx-container')).map(m => m.textContent)"
+    assert tab.evaluate(plain) == [], "formulas are not typeset"
+    assert tab.locator("mjx-merror, [data-mjx-error]").count() == 0
+    assert [error for error in tab.errors if error not in KNOWN_ERRORS] == []
+    assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_menu_opens_on_a_phone(site, tab):
+    tab.set_viewport_size(SIZES["phone"])
+    open_page(tab, site / "index.html")
+    chapter = tab.locator(".sidebar-primary-item a.reference.internal").last
+    buttons = [button for button in tab.locator(".primary-toggle").all() if button.is_visible()]
+    assert len(buttons) == 1
+    assert not chapter.is_visible()
+    buttons[0].click()
+    playwright.expect(chapter).to_be_visible()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_search_field(site, tab, size):
+    tab.set_viewport_size(SIZES[size])
+    open_page(tab, site / "index.html")
+    fields = tab.locator("input[type=search], .search-button-field, .search-button__button")
+    assert sum(field.is_visible() for field in fields.all()) == 1

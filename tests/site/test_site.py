@@ -1,0 +1,152 @@
+"""The built pages: complete, self-contained, described, and every figure with its origin."""
+
+import re
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from bs4 import BeautifulSoup, Tag
+
+from gdpa_kernels import page, record
+
+GENERATED = {"genindex.html", "search.html"}
+ORIGIN = "figure, p.provenance"
+LOADED = {
+    "script": "src",
+    "link": "href",
+    "img": "src",
+    "source": "src",
+    "iframe": "src",
+    "object": "data",
+    "embed": "src",
+    "video": "src",
+    "audio": "src",
+}
+FETCHED_RELATIONS = {"stylesheet", "preload", "modulepreload", "icon", "shortcut", "manifest"}
+UNRENDERED = re.compile(r"\{(glue|numref|eq|ref|cite|doc)\b[^}]*\}|\[\[|undefined reference")
+
+
+@cache
+def soup(path: Path) -> BeautifulSoup:
+    return BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
+
+
+def article(path: Path) -> Tag:
+    found = soup(path).select_one("article")
+    assert found is not None, f"{path.name} has no article"
+    return found
+
+
+def target(source: Path, url: str) -> Path:
+    """The file that a relative `url` on page `source` means."""
+    path = unquote(urlsplit(url).path)
+    return (source.parent / path).resolve() if path else source
+
+
+def loaded(path: Path) -> list[str]:
+    """What a browser fetches to render the page."""
+    urls = []
+    for name, attribute in LOADED.items():
+        for tag in soup(path).find_all(name):
+            if name == "link" and not FETCHED_RELATIONS & set(tag.get("rel", [])):
+                continue
+            if tag.get(attribute):
+                urls.append(tag[attribute])
+    return urls
+
+
+def test_every_chapter_is_a_page_and_every_page_a_chapter(site, toc):
+    built = {str(path.relative_to(site)) for path in site.rglob("*.html")}
+    static = {name for name in built if name.startswith("_static/")}
+    assert built - static - GENERATED == set(toc)
+
+
+def test_nothing_is_loaded_from_another_site(site, page_name):
+    urls = loaded(site / page_name)
+    assert [
+        url for url in urls if urlsplit(url).scheme not in ("", "data") or url[:2] == "//"
+    ] == []
+    missing = [
+        u for u in urls if not urlsplit(u).scheme and not target(site / page_name, u).exists()
+    ]
+    assert missing == []
+
+
+def test_no_stylesheet_loads_from_another_site(site):
+    remote = re.compile(r"""(?:url\(|@import)\s*["']?(?:https?:)?//""")
+    sheets = list(site.rglob("*.css"))
+    assert sheets
+    assert [s.name for s in sheets if remote.search(s.read_text(encoding="utf-8"))] == []
+
+
+def test_every_image_is_described(site, page_name):
+    for image in article(site / page_name).find_all("img"):
+        alt = image.get("alt", "")
+        assert len(alt.split()) >= 3, f"alt text of {image['src']} must be a sentence, got {alt!r}"
+        assert Path(alt).suffix not in (".svg", ".png", ".jpg"), f"alt text is a file name: {alt}"
+
+
+def test_every_internal_link_resolves(site, page_name):
+    source = site / page_name
+    broken = []
+    for link in soup(source).find_all("a", href=True):
+        url = urlsplit(link["href"])
+        if url.scheme or url.netloc or link["href"] == "#":
+            continue
+        file = target(source, link["href"])
+        if not file.is_file():
+            broken.append(link["href"])
+        elif url.fragment and file.suffix == ".html":
+            anchor = unquote(url.fragment)
+            if not soup(file).find(lambda tag, a=anchor: a in (tag.get("id"), tag.get("name"))):
+                broken.append(link["href"])
+    assert broken == []
+
+
+def test_every_figure_says_where_its_values_come_from(site, page_name):
+    source = site / page_name
+    marks = article(source).select(ORIGIN)
+    for figure, origin in pairwise([*marks, None]):
+        if figure.name != "figure":
+            continue
+        name = figure.get("id") or figure.get_text(" ", strip=True)[:60]
+        assert origin is not None and origin.name == "p", f"figure {name} has no provenance line"
+        assert origin.get("data-kind") in page.KINDS, f"figure {name}: kind must be {page.KINDS}"
+        if origin["data-kind"] == "measured":
+            links = [target(source, a["href"]) for a in origin.find_all("a", href=True)]
+            files = [link for link in links if link.parent.name == "records"]
+            assert files, f"figure {name} is measured and links no record"
+            for file in files:
+                record.load(file)
+
+
+def test_every_figure_has_a_number_and_a_caption(site, page_name):
+    for figure in article(site / page_name).find_all("figure"):
+        assert figure.select_one("figcaption .caption-number"), f"no number: {figure.get('id')}"
+        assert figure.select_one("figcaption .caption-text"), f"no caption: {figure.get('id')}"
+
+
+def test_no_role_is_left_unrendered(site, page_name):
+    text = BeautifulSoup(str(article(site / page_name)), "html.parser")
+    for tag in text.find_all(["pre", "code"]):
+        tag.decompose()
+    assert UNRENDERED.findall(text.get_text()) == []
+
+
+def test_no_parameters_cell_and_no_error_is_shown(site, page_name):
+    hidden = ".tag_parameters, .tag_injected-parameters, .output.traceback, .output.stderr"
+    assert article(site / page_name).select(hidden) == []
+
+
+def test_one_search_field_and_one_menu_button(site, page_name):
+    assert len(soup(site / page_name).select(".primary-toggle")) == 1
+    assert len(soup(site / page_name).select(".sidebar-primary-item .search-button-field")) <= 1
+
+
+@pytest.mark.parametrize("folder", ["records", "systems", "published"])
+def test_the_data_is_part_of_the_site(site, folder):
+    ours = {path.name: path.read_bytes() for path in (record.DATA_DIR / folder).iterdir()}
+    theirs = {path.name: path.read_bytes() for path in (site / "data" / folder).iterdir()}
+    assert ours == theirs

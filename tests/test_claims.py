@@ -1,0 +1,479 @@
+"""claims.yml, its ledger, and the published values behind it."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from gdpa_kernels import claims
+from gdpa_kernels.claims import ClaimError, load, published_figures, published_value
+from gdpa_kernels.workload import FIGURES, WORKLOADS
+
+ROOT = Path(__file__).resolve().parents[1]
+CLAIMS = load()
+BY_ID = {claim.id: claim for claim in CLAIMS}
+
+
+def results_row(**changes):
+    row = {
+        "figure": "gdpa-self-fwd-full",
+        "workload": "gdpa-self-full-1024",
+        "direction": "forward",
+        "impl": "v1_tiled",
+        "math": "activation",
+        "scope": "kernel",
+        "variant": "",
+        "system": "nvidia-h200-00000000",
+        "gpu": "NVIDIA H200",
+        "date": "2026-01-01",
+        "record": "record-a",
+        "time_us_p20": 5900.0,
+        "time_us_p50": 6000.0,
+        "time_us_p80": 6100.0,
+        "tflops": 400.0,
+        "gbytes_per_s": 800.0,
+        "percent_of_roofline": 50.0,
+        "correct": True,
+        "failure": None,
+        "stale": False,
+        "samples": 30,
+    }
+    assert set(changes) <= set(row)
+    return {**row, **changes}
+
+
+def results_table(*rows):
+    return pd.DataFrame([results_row(**row) for row in rows])
+
+
+# v1 at 6000 us, v3 at 4800 us; fa4 at 5400 us on one workload and 9000 us on the other.
+SYNTHETIC = [
+    {},
+    {"impl": "v2_tma", "time_us_p50": 5000.0, "tflops": 480.0},
+    {"impl": "v3_persistent", "time_us_p50": 4800.0, "tflops": 500.0, "record": "record-b"},
+    {"impl": "fa4", "math": "softmax", "time_us_p50": 5400.0, "tflops": 444.0},
+    {
+        "figure": "gdpa-cross-fwd-full",
+        "workload": "gdpa-cross-full-512",
+        "impl": "v3_persistent",
+        "time_us_p50": 1000.0,
+        "tflops": 309.0,
+    },
+    {
+        "figure": "gdpa-cross-fwd-full",
+        "workload": "gdpa-cross-full-512",
+        "impl": "fa4",
+        "math": "softmax",
+        "time_us_p50": 2250.0,
+        "tflops": 137.0,
+    },
+]
+
+
+def ledger(results):
+    return claims.ledger(results, claims=CLAIMS)
+
+
+def entry_of(table, claim_id):
+    return table.set_index("id").loc[claim_id]
+
+
+def data_with(tmp_path, *entries):
+    content = {"schema_version": 1, "claims": list(entries)}
+    (tmp_path / "claims.yml").write_text(yaml.safe_dump(content))
+    return tmp_path
+
+
+def valid_entry(**changes):
+    entry = {
+        "id": "some-claim",
+        "operator": "gdpa",
+        "claim": "It is fast.",
+        "value": 2.0,
+        "unit": "x",
+        "source": {"bib": "xu2026gdpa", "where": "abstract"},
+        "hardware": "NVIDIA B200, 750 W",
+        "kind": "speedup",
+        "how_to_check": "make measure NOTEBOOKS=10",
+        "figure": None,
+        "ours": None,
+        "tolerance": 0.1,
+        "status": "open",
+        "note": None,
+    }
+    return {**entry, **changes}
+
+
+# The file
+
+
+def test_every_claim_names_its_hardware_its_source_and_a_way_to_check():
+    assert len(CLAIMS) > 80
+    for claim in CLAIMS:
+        assert claim.hardware.strip()
+        assert claim.sources
+        assert claim.how_to_check.startswith(("make ", "missing: "))
+
+
+def test_ids_are_unique():
+    assert len(BY_ID) == len(CLAIMS)
+
+
+def test_every_cited_key_is_in_the_bibliography():
+    text = (ROOT / "book" / "references.bib").read_text(encoding="utf-8")
+    keys = re.findall(r"^@\w+\{([^,\s]+),$", text, flags=re.MULTILINE)
+    assert len(keys) == len(set(keys))
+    assert {source.bib for claim in CLAIMS for source in claim.sources} <= set(keys)
+
+
+def test_figures_and_selected_workloads_exist():
+    for claim in CLAIMS:
+        assert claim.figure is None or claim.figure in FIGURES
+        if claim.ours is not None:
+            assert set(claim.ours.figure) <= set(FIGURES)
+            for pattern in claim.ours.workload:
+                assert any(claims.fnmatchcase(name, pattern) for name in WORKLOADS)
+
+
+def test_only_forward_gdpa_claims_are_answered_by_the_records_for_now():
+    answered = [claim for claim in CLAIMS if claim.ours is not None]
+    assert {claim.operator for claim in answered} == {"gdpa"}
+    assert all("-fwd-" in figure for claim in answered for figure in claim.ours.figure)
+    for figure in ("gdpa-self-fwd-full", "gdpa-self-fwd-half", "gdpa-cross-fwd-full"):
+        for suffix in ("over-triton", "over-fmha", "over-fa4", "rate"):
+            assert BY_ID[f"{figure}-{suffix}"].ours is not None
+
+
+def test_every_plotted_speedup_has_a_claim():
+    for figure in FIGURES:
+        for suffix in ("over-triton", "over-fmha", "over-fa4", "rate"):
+            assert BY_ID[f"{figure}-{suffix}"].data is not None
+
+
+@pytest.mark.parametrize("claim", [c for c in CLAIMS if c.data], ids=lambda claim: claim.id)
+def test_values_agree_with_the_published_csv(claim):
+    value, error = published_value(claim)
+    last_digit = 10.0 ** -len(str(claim.value).partition(".")[2])
+    assert claim.value == pytest.approx(value, abs=max(error, 0.5001 * last_digit))
+    if claim.id.startswith(("gdpa-self-", "gdpa-cross-")):
+        assert claim.value == pytest.approx(value, abs=0.005)
+
+
+def test_published_values_by_hand():
+    peak = published_value(BY_ID["gdpa-forward-peak"])
+    assert peak == (1146.1, pytest.approx(6.0))
+    cross = published_value(BY_ID["gdpa-cross-fwd-full-over-fa4"])
+    assert cross == (
+        pytest.approx(813.7 / 172.2),
+        pytest.approx(813.7 / 172.2 * (5 / 813.7 + 5 / 172.2)),
+    )
+    assert published_value(BY_ID["block-fused-rotary"]) == (pytest.approx(6.436 / 1.819), 0.0)
+
+
+def test_published_value_needs_data():
+    with pytest.raises(ValueError, match="gdpa-training-throughput"):
+        published_value(BY_ID["gdpa-training-throughput"])
+
+
+# Arithmetic that the notes of refuted claims rest on
+
+
+def test_register_budgets_exceed_the_register_file():
+    forward = 32 * (3 * 48 + 4 * 120 + 8 * 200)
+    backward = 32 * (4 * 48 + 8 * 120 + 8 * 200)
+    assert forward == BY_ID["block-forward-registers"].value > 65_536
+    assert backward == BY_ID["block-backward-registers"].value > 65_536
+
+
+def test_log_sum_exp_is_a_small_share_of_the_backward_bytes():
+    tokens, heads, head_dim = 1152 * 1400, 4, 128
+    log_sum_exp = tokens * heads * 4
+    gradients_and_inputs = 7 * tokens * heads * head_dim * 2
+    assert log_sum_exp == pytest.approx(25.8e6, rel=0.01)
+    assert log_sum_exp / gradients_and_inputs == pytest.approx(0.0022, abs=1e-4)
+
+
+def test_block_diagonal_structure_is_emptier_than_claimed():
+    empty = 1 - 64 / 1400
+    assert empty == pytest.approx(0.954, abs=1e-3)
+
+
+def taylor_gelu_error(limit):
+    x = np.linspace(-limit, limit, 20_001)
+    gelu = 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    c2 = 1 / math.sqrt(2 * math.pi)
+    square = x * x
+    polynomial = 0.5 * x + square * (c2 + square * (-c2 / 6 + square * c2 / 40))
+    return np.abs(polynomial - gelu).max()
+
+
+def test_taylor_gelu_is_not_gelu_on_the_inputs_of_the_published_benchmark():
+    assert taylor_gelu_error(1.0) == pytest.approx(1.1e-3, rel=0.05)
+    assert taylor_gelu_error(1.18) < 4e-3
+    assert taylor_gelu_error(2.0) == pytest.approx(0.22, rel=0.05)
+    assert taylor_gelu_error(math.sqrt(128)) == pytest.approx(2e4, rel=0.05)
+
+
+def test_half_full_charts_do_not_count_jagged_self_attention():
+    lengths = np.arange(1, 1025)
+    assert (lengths * 1024).mean() == pytest.approx(1024**2 / 2, rel=0.01)
+    assert (lengths**2).mean() == pytest.approx(1024**2 / 3, rel=0.01)
+
+
+def test_fa4_series_of_the_cross_backward_chart_repeats_the_forward_chart():
+    table = published_figures()
+    bars = table[table["kernel"] == "cutedsl_fa4"].set_index(["figure", "length"])
+    bars = bars[["tflops", "tflops_error"]]
+    backward, forward = bars.loc["gdpa-cross-bwd-full"], bars.loc["gdpa-cross-fwd-full"]
+    reading_error = backward["tflops_error"] + forward["tflops_error"]
+    assert ((backward["tflops"] - forward["tflops"]).abs() <= reading_error).all()
+    same_workload = bars.loc[("gdpa-self-bwd-full", 256), "tflops"]
+    assert backward.loc[256, "tflops"] - same_workload > 30
+
+
+# The ledger
+
+
+def test_ratios_by_hand():
+    table = ledger(results_table(*SYNTHETIC))
+    over_triton = entry_of(table, "gdpa-self-fwd-full-over-triton")
+    assert over_triton["ours"] == pytest.approx(6000 / 4800)
+    assert over_triton["ratio"] == pytest.approx(1.25 / 2.08)
+    assert over_triton["ours_impl"] == "v3_persistent"
+    assert over_triton["ours_baseline"] == "v1_tiled"
+    assert over_triton["ours_record"] == "record-b, record-a"
+    over_fa4 = entry_of(table, "gdpa-self-fwd-full-over-fa4")
+    assert over_fa4["ours"] == pytest.approx(5400 / 4800)
+    short_keys = entry_of(table, "gdpa-forward-over-fa4")
+    assert short_keys["ours"] == pytest.approx(2.25)
+    assert short_keys["ratio"] == pytest.approx(2.25 / 3.5)
+    peak = entry_of(table, "gdpa-forward-peak")
+    assert (peak["ours"], peak["ours_workload"]) == (500.0, "gdpa-self-full-1024")
+    assert peak["ratio"] == pytest.approx(500 / 1145)
+    measured = set(table.loc[table["status"] == "measured", "id"])
+    assert {"gdpa-forward-over-triton", "gdpa-forward-peak"} <= measured
+
+
+def test_a_published_value_is_never_ours():
+    table = ledger(results_table(*SYNTHETIC))
+    assert (table["hardware"].str.strip() != "").all()
+    answered = table[table["ours"].notna()]
+    assert set(answered["ours_gpu"]) == {"NVIDIA H200"}
+    assert answered["hardware"].str.startswith("NVIDIA B200").all()
+    assert (answered["ours_record"] != "").all()
+    assert answered["within_tolerance"].isna().all()
+
+
+def test_without_records_nothing_is_measured():
+    empty = results_table({}).iloc[:0]
+    table = claims.ledger(empty)
+    assert list(table["id"]) == [claim.id for claim in CLAIMS]
+    assert table["ours"].isna().all() and table["ratio"].isna().all()
+    assert "measured" not in set(table["status"])
+    assert dict(zip(table["id"], table["published"].notna(), strict=True)) == {
+        claim.id: claim.value is not None for claim in CLAIMS
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"correct": False},
+        {"correct": None},
+        {"correct": float("nan")},
+        {"failure": "out of memory"},
+        {"time_us_p50": float("nan"), "tflops": float("nan")},
+        {"scope": "op"},
+        {"variant": "padded"},
+        {"figure": "gdpa-self-bwd-full", "direction": "backward"},
+        {"figure": None},
+        {"workload": "gdpa-self-half-jagged-1024", "figure": "gdpa-self-fwd-half"},
+    ],
+    ids=str,
+)
+def test_rows_that_do_not_answer_never_count(change):
+    fast = {"impl": "v3_persistent", "time_us_p50": 1.0, "tflops": 9999.0, **change}
+    table = ledger(results_table({}, fast))
+    assert entry_of(table, "gdpa-forward-peak")["ours"] == 400.0
+    for claim_id in ("gdpa-forward-over-triton", "gdpa-self-fwd-half-rate"):
+        row = entry_of(table, claim_id)
+        assert row["status"] == "open" and math.isnan(row["ours"]) and math.isnan(row["ratio"])
+
+
+def test_an_incorrect_baseline_never_counts():
+    slow = {"impl": "fa4", "time_us_p50": 99999.0, "correct": False}
+    row = entry_of(ledger(results_table({}, slow)), "gdpa-self-fwd-full-over-fa4")
+    assert row["status"] == "open"
+
+
+def test_the_baseline_is_never_its_own_competitor():
+    row = entry_of(ledger(results_table({})), "gdpa-forward-over-triton")
+    assert row["status"] == "open"
+
+
+def test_claims_without_a_selector_keep_their_status():
+    table = ledger(results_table(*SYNTHETIC)).set_index("id")
+    for claim in CLAIMS:
+        if claim.ours is None:
+            assert table.loc[claim.id, "status"] == claim.status
+            assert math.isnan(table.loc[claim.id, "ours"])
+
+
+def test_ratios_never_mix_systems():
+    other = {"system": "nvidia-a100-11111111", "gpu": "NVIDIA A100", "record": "record-c"}
+    rows = [{}, {"impl": "v3_persistent", "time_us_p50": 100.0, **other}]
+    row = entry_of(ledger(results_table(*rows)), "gdpa-forward-over-triton")
+    assert row["status"] == "open"
+
+
+def test_the_system_with_the_highest_value_answers():
+    other = {"system": "nvidia-a100-11111111", "gpu": "NVIDIA A100", "tflops": 150.0}
+    table = results_table(other, {})
+    peak = entry_of(ledger(table), "gdpa-forward-peak")
+    assert (peak["ours"], peak["ours_gpu"]) == (400.0, "NVIDIA H200")
+    only_a100 = table[table["gpu"] == "NVIDIA A100"]
+    peak = entry_of(ledger(only_a100), "gdpa-forward-peak")
+    assert (peak["ours"], peak["ours_system"]) == (150.0, "nvidia-a100-11111111")
+
+
+@pytest.mark.parametrize(("tflops", "within"), [(1145.0, True), (1100.0, True), (900.0, False)])
+def test_tolerance_applies_on_the_published_hardware_only(tflops, within):
+    table = ledger(results_table({"gpu": "NVIDIA B200", "tflops": tflops}))
+    assert entry_of(table, "gdpa-forward-peak")["within_tolerance"] is within
+
+
+def test_stale_rows_are_marked():
+    table = ledger(results_table({"stale": True}))
+    assert entry_of(table, "gdpa-forward-peak")["stale"]
+    assert not entry_of(ledger(results_table({})), "gdpa-forward-peak")["stale"]
+
+
+def test_ledger_refuses_a_table_without_the_columns_it_needs():
+    with pytest.raises(ValueError, match="columns of results.table.*tflops"):
+        ledger(results_table({}).drop(columns="tflops"))
+
+
+# Errors of the file
+
+
+def test_a_valid_entry_loads(tmp_path):
+    (claim,) = load(data_with(tmp_path, valid_entry()))
+    assert (claim.value, claim.note) == (2.0, "")
+    assert str(claim.sources[0]) == "xu2026gdpa: abstract"
+
+
+SELECTOR = {"kind": "max_ratio", "figure": "gdpa-self-fwd-full", "impl": "v*", "baseline": "fa4"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"id": "Some_Claim"}, "id must be kebab-case, got 'Some_Claim'"),
+        ({"operator": "conv"}, "operator must be one of .*, got 'conv'"),
+        ({"hardware": " "}, "hardware must be a sentence, got ' '"),
+        ({"kind": "guess"}, "kind must be one of"),
+        ({"status": "done"}, "status must be one of"),
+        ({"status": "measured"}, "status must be derived from ours"),
+        ({"value": None}, "value must be a number for kind speedup, got None"),
+        ({"value": "fast"}, "value must be positive or null, got 'fast'"),
+        ({"value": float("nan")}, "value must be positive or null"),
+        ({"unit": None}, "unit must be text beside a value, got None"),
+        ({"tolerance": 5}, "tolerance must be a fraction"),
+        ({"source": {"bib": "xu2026gdpa"}}, "source must be complete: add \\['where'\\]"),
+        ({"source": []}, "source must be a mapping of bib and where"),
+        ({"colour": "red"}, "claim must be made of the fields .*, got \\['colour'\\]"),
+        ({"ours": {**SELECTOR, "kind": "mean"}}, "ours.kind must be one of"),
+        ({"ours": {**SELECTOR, "impl": []}}, "ours.impl must be a glob or a list of globs"),
+        (
+            {"ours": {k: v for k, v in SELECTOR.items() if k != "baseline"}},
+            "given a baseline for max_ratio",
+        ),
+        ({"ours": {**SELECTOR, "kind": "best_rate"}}, "ours.baseline must be absent"),
+        ({"ours": SELECTOR, "status": "not_comparable"}, "status must be open or measured"),
+        ({"data": {"file": "x.csv", "where": {}, "column": "a", "reduce": "max"}}, "data.file"),
+    ],
+    ids=str,
+)
+def test_errors_name_claim_field_and_value(tmp_path, changes, message):
+    with pytest.raises(ClaimError, match=message) as caught:
+        load(data_with(tmp_path, valid_entry(id="first-claim"), valid_entry(**changes)))
+    assert "claims.yml: claim 2 (" in str(caught.value)
+
+
+def test_a_missing_field_is_named(tmp_path):
+    entry = valid_entry()
+    del entry["hardware"]
+    with pytest.raises(ClaimError, match=r"claim 1 \(some-claim\).*add \['hardware'\]"):
+        load(data_with(tmp_path, entry))
+
+
+def test_duplicate_ids_are_refused(tmp_path):
+    with pytest.raises(ClaimError, match="id must be unique, got 'some-claim'"):
+        load(data_with(tmp_path, valid_entry(), valid_entry()))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "claims: 3", "claims: [}", "\x00"])
+def test_a_damaged_file_is_refused(tmp_path, text):
+    (tmp_path / "claims.yml").write_text(text)
+    with pytest.raises(ClaimError, match="claims.yml: must be"):
+        load(tmp_path)
+
+
+def test_other_schema_versions_and_missing_files_are_refused(tmp_path):
+    with pytest.raises(ClaimError, match="must be a readable YAML file"):
+        load(tmp_path)
+    (tmp_path / "claims.yml").write_text("schema_version: 2\nclaims: []")
+    with pytest.raises(ClaimError, match="schema_version must be 1, got 2"):
+        load(tmp_path)
+
+
+# Published figures
+
+
+def test_published_figures():
+    table = published_figures()
+    assert len(table) == 6 * 4 * 4
+    assert set(table["figure"]) == set(FIGURES)
+    assert set(table["hardware"]) == {"NVIDIA B200"}
+    for figure, group in table.groupby("figure"):
+        assert set(group["workload"]) <= set(FIGURES[figure])
+        assert len(group) == 16
+    suspect = table[table["suspect"]]
+    assert set(suspect["figure"]) == {"gdpa-cross-bwd-full"}
+    assert set(suspect["kernel"]) == {"cutedsl_fa4"} and len(suspect) == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [("tflops_error", "error", "columns must be"), (",218.2,", ",-1,", "tflops must hold")],
+)
+def test_published_figures_refuse_damage(tmp_path, old, new, message):
+    (tmp_path / "published").mkdir()
+    text = (ROOT / "data" / "published" / "gdpa_figures.csv").read_text()
+    (tmp_path / "published" / "gdpa_figures.csv").write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=f"gdpa_figures.csv: {message}"):
+        published_figures(tmp_path)
+
+
+# Licence and citation
+
+
+def test_citation_file():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= set(citation)
+    assert citation["authors"] == [{"name": "The gdpa-kernels authors"}]
+    assert citation["license"] == "Apache-2.0"
+
+
+def test_licence_and_notice():
+    licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Version 2.0, January 2004" in licence and "END OF TERMS AND CONDITIONS" in licence
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    for work in ("FlashAttention", "Triton", "TLX", "ads_model_kernel_library", "attention-gym"):
+        assert work in notice
+    assert "No source code of the works below is copied" in notice
