@@ -18,7 +18,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import jupytext
@@ -42,8 +42,10 @@ class NotebookError(ValueError):
 
 
 def read(path: Path) -> nbformat.NotebookNode:
-    """The notebook in `path` (py:percent), its `# |` lines turned into metadata."""
+    """The notebook in `path` (py:percent), its header and `# |` lines turned into metadata."""
     notebook = jupytext.read(path, fmt="py:percent")
+    if notebook.cells and notebook.cells[0].cell_type == "raw":
+        notebook.metadata.update(yaml.safe_load(notebook.cells.pop(0).source.strip("-\n")))
     notebook.metadata["kernelspec"] = dict(KERNEL)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -184,7 +186,7 @@ def main() -> int:
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         use_this_interpreter(Path(folder), options.mode)
-        with ProcessPoolExecutor(WORKERS[options.mode]) as pool:
+        with ThreadPoolExecutor(WORKERS[options.mode]) as pool:
             runs = [pool.submit(execute, path, parameters) for path in paths]
             for run in as_completed(runs):
                 name, seconds, problem = run.result()

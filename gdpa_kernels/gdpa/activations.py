@@ -20,8 +20,11 @@ whose relative error is at most 2**-11 (PTX ISA, "tanh"); half a unit in the las
 | `gelu_taylor6` | 7                                  | 1.2e-3 for abs(x) <= 1; none beyond   |
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from gdpa_kernels.launch import launch
 
 
 @triton.jit
@@ -124,4 +127,29 @@ def activate_per_head(s, scale, head, ACTIVATION: tl.constexpr, APPROX: tl.const
         for index in tl.static_range(count(ACTIVATION)):
             if head == index:
                 y = activate(s, scale, pick(ACTIVATION, index), APPROX)
+    return y
+
+
+@triton.jit
+def activate_kernel(
+    x_ptr, y_ptr, scale, count, NAME: tl.constexpr, APPROX: tl.constexpr, BLOCK: tl.constexpr
+):
+    """y = activation(scale * x) on `count` fp32 elements."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < count, other=0.0)
+    tl.store(y_ptr + offsets, activate(x, scale, NAME, APPROX), mask=offsets < count)
+
+
+def evaluate(
+    x: torch.Tensor, name: str, *, scale: float = 1.0, approx: bool = True
+) -> torch.Tensor:
+    """activation(scale * x) of a contiguous fp32 tensor, as the kernels compute it.
+
+    `approx` chooses the arithmetic of bf16 and fp16 calls (True) or of fp32 calls (False).
+    """
+    y = torch.empty_like(x)
+    launch(
+        activate_kernel, (triton.cdiv(x.numel(), 1024),), x.device, x, y, scale, x.numel(),
+        NAME=name, APPROX=approx, BLOCK=1024,
+    )  # fmt: skip
     return y

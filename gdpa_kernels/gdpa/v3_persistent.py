@@ -39,14 +39,22 @@ from gdpa_kernels.launch import launch, multiprocessors
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v2's, the programs that share an SM, and the order of the tiles."""
+    """Launch constants: v2's, the order of the tiles, and the number of programs.
+
+    `num_programs` 0 means `programs_per_sm` on every SM.
+    """
 
     BLOCK_M: int = 128
     BLOCK_N: int = 64
     num_warps: int = 4
     num_stages: int = 2
     programs_per_sm: int = 2
+    num_programs: int = 0
     order: str = "longest_first"
+
+    def programs(self, device: torch.device) -> int:
+        """How many programs are launched on `device`, unless there are fewer tiles."""
+        return self.num_programs or multiprocessors(device) * self.programs_per_sm
 
 
 def default_config(head_dim: int, dtype: torch.dtype, max_seqlen_k: int) -> Config:
@@ -78,7 +86,7 @@ def make_schedule(
         num_heads=q.shape[1],
         block_m=config.BLOCK_M,
         block_n=config.BLOCK_N,
-        num_programs=multiprocessors(q.device) * config.programs_per_sm,
+        num_programs=config.programs(q.device),
         fastest="block",
     )
 
@@ -151,7 +159,7 @@ def forward(
     out = q.new_empty(rows, num_heads, head_dim)
     config = config or default_config(head_dim, q.dtype, max_seqlen_k)
     schedule = schedule or make_schedule(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, config)
-    programs = min(multiprocessors(q.device) * config.programs_per_sm, schedule.max_tiles)
+    programs = min(config.programs(q.device), schedule.max_tiles)
     out_desc = ragged_descriptor(out, config.BLOCK_M)
     launch(
         persistent_kernel, (programs,), q.device,

@@ -1,0 +1,141 @@
+"""notebooks/execute.py: what it accepts, what it leaves behind, and that runs repeat exactly."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+HEADER = """# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# measures: true
+# ---
+
+# %% [markdown]
+# # A page
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+"""
+FIGURE = """# %% tags=["remove-input"]
+# | name: fig-a
+# | caption: >
+# |   One: two,
+# |   three.
+# | alt: A line that rises.
+value = 1
+"""
+
+
+@pytest.fixture
+def runner(tmp_path, monkeypatch):
+    """The module, with its folders in `tmp_path` and what it sets in the environment undone."""
+    spec = importlib.util.spec_from_file_location("execute", ROOT / "notebooks" / "execute.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, folder in (("SOURCES", "notebooks"), ("EXECUTED", "executed"), ("FIGURES", "csv")):
+        monkeypatch.setattr(module, name, tmp_path / folder)
+        (tmp_path / folder).mkdir()
+    for name in ("JUPYTER_PATH", "IPYTHONDIR"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    return module
+
+
+def write(runner, name: str, text: str) -> Path:
+    path = runner.SOURCES / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_options_become_a_captioned_figure(runner):
+    notebook = runner.read(write(runner, "01_a.py", HEADER + FIGURE))
+    cell = notebook.cells[-1]
+    assert cell.metadata["mystnb"] == {
+        "figure": {"name": "fig-a", "caption": "One: two, three."},
+        "image": {"alt": "A line that rises."},
+    }
+    assert cell.source == "value = 1"
+    assert cell.metadata["tags"] == ["remove-input"]
+
+
+@pytest.mark.parametrize("line", ["# | name: fig-a", "# | label: fig-a", "# | only words"])
+def test_incomplete_options_are_refused(runner, line):
+    path = write(runner, "01_a.py", f"{HEADER}# %%\n{line}\nvalue = 1\n")
+    with pytest.raises(runner.NotebookError, match=r"01_a\.py: # \| lines must set"):
+        runner.read(path)
+
+
+def test_parameters_are_the_names_assigned_in_their_cell(runner):
+    path = write(runner, "01_a.py", HEADER.replace('mode = "replay"', 'mode: str = "replay"'))
+    found = runner.declared_parameters(runner.read(path), path)
+    assert found == {"mode", "device", "data_dir"}
+    path = write(runner, "02_b.py", "# %%\nvalue = 1\n")
+    with pytest.raises(runner.NotebookError, match="one parameters cell, got 0"):
+        runner.declared_parameters(runner.read(path), path)
+
+
+def test_measuring_selects_the_notebooks_that_measure(runner):
+    measuring = write(runner, "02_b.py", HEADER)
+    other = write(runner, "01_a.py", HEADER.replace("# measures: true\n", ""))
+    assert runner.select("replay", []) == [other, measuring]
+    assert runner.select("measure", []) == [measuring]
+    assert [cell.cell_type for cell in runner.read(measuring).cells] == ["markdown", "code"]
+    assert runner.select("measure", ["01"]) == [other]
+    with pytest.raises(runner.NotebookError, match="prefixes of 01_a, 02_b, got 07"):
+        runner.select("replay", ["01", "07"])
+
+
+def run(runner, monkeypatch, capfd, *arguments: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["execute.py", *arguments])
+    return runner.main(), capfd.readouterr().out
+
+
+def test_two_runs_write_the_same_bytes_and_keep_the_origin(runner, monkeypatch, capfd):
+    text = HEADER + '# %%\nimport sys\nprint(mode, device, sys.executable)\n{1: "a"}\n'
+    write(runner, "01_a.py", text)
+    (runner.EXECUTED / "09_removed.ipynb").write_text("{}")
+    (runner.FIGURES / "removed.csv").write_text("")
+    status, out = run(runner, monkeypatch, capfd)
+    assert status == 0
+    assert out.split()[0] == "01_a"
+    assert out.split()[-1] == "ok"
+    first = (runner.EXECUTED / "01_a.ipynb").read_bytes()
+    assert run(runner, monkeypatch, capfd)[0] == 0
+    assert (runner.EXECUTED / "01_a.ipynb").read_bytes() == first
+    assert [path.name for path in runner.EXECUTED.glob("*.ipynb")] == ["01_a.ipynb"]
+    assert list(runner.FIGURES.iterdir()) == []
+
+    notebook = nbformat.reads(first.decode(), as_version=4)
+    assert notebook.metadata["provenance"] == {
+        "notebook": "notebooks/01_a.py",
+        "mode": "replay",
+        "device": "cpu",
+        "data_dir": "data",
+    }
+    printed = notebook.cells[-1].outputs[0].text
+    assert printed.split() == ["replay", "cpu", sys.executable]
+    shown = [c for c in notebook.cells if c.cell_type == "code"]
+    assert ["remove-cell" in c.metadata.get("tags", []) for c in shown] == [True, True, False]
+    assert json.loads(first)["cells"][0]["id"] == "cell-000"
+
+
+def test_a_failed_notebook_leaves_no_page(runner, monkeypatch, capfd):
+    write(runner, "01_a.py", HEADER + "# %%\nprint(undefined_name)\n")
+    write(runner, "02_b.py", HEADER.replace("device =", "devices ="))
+    for name in ("01_a", "02_b"):
+        (runner.EXECUTED / f"{name}.ipynb").write_text("{}")
+    status, out = run(runner, monkeypatch, capfd, "--notebooks", "01 02")
+    assert status == 1
+    assert "cell 3: NameError: name 'undefined_name' is not defined" in out
+    assert "02_b.py: the parameters cell must assign mode, device, data_dir, got no device" in out
+    assert list(runner.EXECUTED.glob("*.ipynb")) == []
+    assert [p.name for p in (runner.EXECUTED / "failed").iterdir()] == ["01_a.ipynb"]

@@ -1,0 +1,77 @@
+"""The three lists of versions agree: pyproject.toml decides, the others repeat."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = ("3.10.13", "3.11.0", "3.11.7", "3.12.1", "3.13.0", "3.14.0")
+
+
+def pins(lines: list[str], python: str) -> dict[str, str]:
+    """Name -> "==version" of the requirements that hold for `python` on Linux."""
+    environment = {
+        "python_version": ".".join(python.split(".")[:2]),
+        "python_full_version": python,
+        "sys_platform": "linux",
+        "platform_machine": "x86_64",
+        "implementation_name": "cpython",
+    }
+    found = {}
+    for requirement in map(Requirement, lines):
+        if requirement.marker is None or requirement.marker.evaluate(environment):
+            name = canonicalize_name(requirement.name)
+            assert name not in found, f"{name} is pinned twice for Python {python}"
+            found[name] = str(requirement.specifier)
+    return found
+
+
+def declared() -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    return [*project["dependencies"], *(line for extra in extras for line in extra)]
+
+
+def constrained() -> list[str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("line", [*declared(), *constrained()])
+def test_every_version_is_exact(line):
+    requirement = Requirement(line)
+    assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(requirement.specifier)), line
+    assert requirement.url is None
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_constraints_repeat_pyproject(python):
+    ours, all_of_them = pins(declared(), python), pins(constrained(), python)
+    assert {name: all_of_them.get(name) for name in ours} == ours
+
+
+def test_environment_repeats_pyproject():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    conda = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
+    python = next(entry.removeprefix("python=") for entry in conda if entry.startswith("python="))
+    (pip,) = (entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
+    assert pip[0] == "--constraint=constraints.txt"
+    assert pins(pip[1:], f"{python}.9") == pins(declared(), f"{python}.9")
+
+
+@pytest.mark.parametrize("path", ["Makefile", "book/reproduce.md", "gdpa_kernels/doctor.py"])
+def test_the_repair_command_installs_the_pinned_fbtriton(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    written = re.findall(r"fbtriton(==[0-9.]*[0-9])", text)
+    assert set(written) <= {pins(declared(), "3.11.7")["fbtriton"]}
+    assert written or path.endswith(".py")
