@@ -15,10 +15,10 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 # The rendered book: replay every notebook from the records, build, check the built site.
 book: $(READY)
 	$(EXECUTE) --mode replay
-	rm -rf book/_build book/extra/data
-	mkdir -p book/extra/data book/assets/mathjax
-	cp -R data/claims.yml data/published data/records data/systems book/extra/data/
-	cp "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(MATHJAX)" \
+	@rm -rf book/_build book/extra/data
+	@mkdir -p book/extra/data book/assets/mathjax
+	@cp -R data/claims.yml data/published data/records data/systems book/extra/data/
+	@cp "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(MATHJAX)" \
 	  book/assets/mathjax/
 	$(BIN)/jupyter-book build book --config "$(CURDIR)/_config.yml" --toc "$(CURDIR)/_toc.yml" \
 	  --path-output book -W -n --keep-going --all --quiet
@@ -41,12 +41,15 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# What was built. The environment stays; rm -rf .venv removes it.
 clean:
-	rm -rf .venv book/_build book/executed book/extra/data book/extra/figures book/assets/mathjax
+	rm -rf book/_build book/executed book/extra/data book/extra/figures book/assets/mathjax
 
 # Installed once, and again when a pin changes. With a CUDA build of torch, pip also installs triton,
 # whose files are those of fbtriton; the last line puts fbtriton's back if they were overwritten.
 $(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; raise SystemExit(sys.version_info < (3, 10))' || \
+	  { echo "PYTHON must be Python 3.10 or newer, got $$($(PYTHON) --version)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[book,test,dev]'

@@ -157,7 +157,8 @@ def use_this_interpreter(folder: Path, mode: str) -> None:
     """Make `python3` mean sys.executable with the repository on its path, whatever is installed."""
     kernel = folder / "kernels" / "python3"
     kernel.mkdir(parents=True)
-    environment = {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
     if mode == "replay":
         environment["OMP_NUM_THREADS"] = "1"
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]

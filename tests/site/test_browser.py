@@ -8,7 +8,7 @@ import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
