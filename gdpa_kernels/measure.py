@@ -246,6 +246,18 @@ class Session:
         self.workloads[workload.name] = workload
         self.rows += rows
 
+    def tabulate(
+        self, name: str, columns: Sequence[str], samples: Mapping[tuple, Sequence[float]]
+    ) -> None:
+        """Keep samples that belong to no workload: a table with one row for each of them.
+
+        `samples` maps values of `columns` to microseconds.
+        """
+        self.tables[name] = record.Table(
+            (*columns, "sample", "time_us"),
+            tuple((*key, i, t) for key, times in samples.items() for i, t in enumerate(times)),
+        )
+
     def write(self, data_dir: str | Path) -> Path:
         """Write the record, and the system's file if it is new; the record's path."""
         stem = Path(self.notebook).stem

@@ -17,28 +17,22 @@ if mode == "measure":
 
     import torch
 
-    from gdpa_kernels import measure, record, timing
+    from gdpa_kernels import measure, timing
 
     session = measure.Session("notebooks/04_roofline.py", device)
-    products, flops = {}, {}
+    products = {}
     for size in (1024, 2048, 4096, 8192, 16384):
         shape = {"size": (size, size), "device": session.device, "dtype": torch.bfloat16}
         for values, make in {"random": torch.randn, "zeros": torch.zeros}.items():
-            a, b = make(**shape), make(**shape)
-            products[values, size] = functools.partial(torch.mm, a, b)
-        flops[size] = 2 * size**3
+            key = (values, size, 2 * size**3)
+            products[key] = functools.partial(torch.mm, make(**shape), make(**shape))
     samples = timing.sample_kernels(products, session.device, session.protocol)
-    session.tables["matmul"] = record.Table(
-        ("values", "size", "flops", "samples_us"),
-        [(values, size, flops[size], times) for (values, size), times in samples.items()],
-    )
+    session.tabulate("matmul", ("values", "size", "flops"), samples)
     copies = {}
     for megabytes in (4, 16, 64, 256, 1024, 4096):
         source = torch.randn(megabytes * 2**19, device=session.device, dtype=torch.bfloat16)
-        copies[megabytes] = functools.partial(torch.empty_like(source).copy_, source)
+        key = (megabytes, megabytes * 2**21)
+        copies[key] = functools.partial(torch.empty_like(source).copy_, source)
     samples = timing.sample_kernels(copies, session.device, session.protocol)
-    session.tables["copy"] = record.Table(
-        ("megabytes", "bytes", "samples_us"),
-        [(size, size * 2**21, times) for size, times in samples.items()],
-    )
+    session.tabulate("copy", ("megabytes", "bytes"), samples)
     print(session.write(data_dir))

@@ -18,7 +18,7 @@ if mode == "measure":
 
     import torch
 
-    from gdpa_kernels import measure, record, timing
+    from gdpa_kernels import measure, timing
     from gdpa_kernels.gdpa import v2_tma
     from gdpa_kernels.inputs import make_inputs
     from gdpa_kernels.workload import workload
@@ -35,7 +35,7 @@ if mode == "measure":
             arguments |= {name: torch.zeros_like(arguments[name]) for name in "qkv"}
         return lambda: v2_tma.forward(**arguments)
 
-    rows = []
+    samples = {}
     for name in ("gdpa-self-full-256", "gdpa-self-full-1024"):
         work = workload(name)
         small = replace(work, batch=32)
@@ -55,7 +55,7 @@ if mode == "measure":
         ):
             times = timing.sample_kernels({"x": function}, session.device, how)["x"]
             flops = (small if "batch 32" in what else work).flops("forward")
-            rows.append((name, what, flops, times))
+            samples[name, what, flops] = times
         function = call(work)
         torch.cuda.synchronize()
         times = []
@@ -64,8 +64,6 @@ if mode == "measure":
             function()
             times.append((time.perf_counter() - begin) * 1e6)
         torch.cuda.synchronize()
-        rows.append((name, "host clock, no synchronisation", work.flops("forward"), times))
-    session.tables["protocols"] = record.Table(
-        ("workload", "protocol", "flops", "samples_us"), rows
-    )
+        samples[name, "host clock, no synchronisation", work.flops("forward")] = times
+    session.tabulate("protocols", ("workload", "protocol", "flops"), samples)
     print(session.write(data_dir))
