@@ -17,7 +17,7 @@ if mode == "measure":
     from dataclasses import replace
 
     from gdpa_kernels import measure, record, timing
-    from gdpa_kernels.gdpa import v3_persistent
+    from gdpa_kernels.gdpa import v2_tma, v3_persistent
     from gdpa_kernels.inputs import make_inputs
     from gdpa_kernels.schedule import ORDERS
     from gdpa_kernels.workload import workload
@@ -47,7 +47,10 @@ if mode == "measure":
             ("v3_persistent", "padded, 131 programs", {"config": fewer}),
             ("v3_persistent", "padded, 132 programs", {"config": full}),
         ]
-        session.measure(work, ["v2_tma", *variants])
+        same = {
+            "config": v2_tma.Config(base.BLOCK_M, base.BLOCK_N, base.num_warps, base.num_stages)
+        }
+        session.measure(work, [("v2_tma", "hardware", same), *variants])
         inputs = make_inputs(work, device=session.device)
         makers = {
             order: functools.partial(

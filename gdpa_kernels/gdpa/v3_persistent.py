@@ -121,6 +121,7 @@ def persistent_kernel(
         q = load_rows(q_desc, start_q, len_q, head, first_row)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+        end = tl.where(first_row < len_q, end, start)  # an empty tile of order "padded"
         for first_key in tl.range(start, end, BLOCK_N):
             k = load_rows(k_desc, start_k, len_k, head // GROUP, first_key)
             s = tl.dot(q, k.T)
