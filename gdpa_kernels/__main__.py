@@ -1,4 +1,4 @@
-"""Command line: `python -m gdpa_kernels doctor` and `python -m gdpa_kernels results`."""
+"""Command line: `python -m gdpa_kernels doctor`, `... results` and `... readme`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gdpa_kernels import doctor
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     options = _parser().parse_args(arguments)
-    return _doctor(options) if options.command == "doctor" else _results(options)
+    return {"doctor": _doctor, "results": _results, "readme": _readme}[options.command](options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print what the records say",
         epilog="Exit status: 1 if nothing matches or a record is refused (named on stderr).",
     )
+    commands.add_parser("readme", help="rewrite the results in README.md from the records")
     for command in (doctor_, results_):
         command.add_argument("--data-dir", help="folder of systems/ and records/")
     results_.add_argument("--format", choices=("csv", "markdown"), default="csv")
@@ -45,6 +46,13 @@ def _doctor(options: argparse.Namespace) -> int:
     sys.stdout.write(doctor.report(found))
     broken = any(f.repair is not None or (f.group == "data" and not f.ok) for f in found)
     return 1 if broken else 0
+
+
+def _readme(options: argparse.Namespace) -> int:
+    from gdpa_kernels import readme
+
+    sys.stdout.write("README.md rewritten\n" if readme.update() else "README.md was up to date\n")
+    return 0
 
 
 def _results(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import torch
 from gdpa_kernels import ladder
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 
+IMPLS = tuple(ladder.impls())
 AUTO_ORDER = ("v2_tma", "v1_tiled", "v0_eager")
 
 
@@ -61,8 +62,10 @@ def gdpa(
 
     Source: the operator of Kunlun (arXiv 2602.10016); see the chapter "What is GDPA".
     """
-    names = _check_activation(activation, q)
     _check_tensors(q, k, v)
+    names = _check_activation(activation, q)
+    if impl != "auto" and impl not in IMPLS:
+        raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLS)}, got {impl!r}")
     _check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, validate)
     for name, value in {"scale": scale, "output_scale": output_scale}.items():
         if value is not None and not isinstance(value, int | float):
@@ -74,7 +77,7 @@ def gdpa(
     return torch.ops.gdpa_kernels.gdpa_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ",".join(names),
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(output_scale),
-        bool(causal), window, resolve(impl, q, k, v),
+        bool(causal), window, impl,
     )  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def _gdpa_forward(
     impl: str,
 ) -> torch.Tensor:
     return (
-        ladder.rung(impl)
+        ladder.rung(resolve(impl, q, k, v))
         .module()
         .forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,

@@ -8,6 +8,8 @@ import torch
 
 from gdpa_kernels.inputs import cu_seqlens
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -27,12 +29,12 @@ class Case:
         return self.name
 
     def arguments(self, dtype: torch.dtype, seed: int = 0) -> dict:
-        """Keyword arguments for `gdpa`; q, k, v from N(0, 1)."""
+        """Keyword arguments for `gdpa` on DEVICE; q, k, v from N(0, 1)."""
         seqlens_k = self.seqlens_q if self.seqlens_k is None else self.seqlens_k
         make = torch.Generator().manual_seed(seed)
 
         def draw(rows: int, heads: int) -> torch.Tensor:
-            return torch.randn(rows, heads, self.head_dim, generator=make).to(dtype)
+            return torch.randn(rows, heads, self.head_dim, generator=make).to(DEVICE, dtype)
 
         if self.packed:
             qkv = draw(sum(self.seqlens_q), self.num_heads + 2 * self.num_heads_k)
@@ -44,8 +46,8 @@ class Case:
             "q": q,
             "k": k,
             "v": v,
-            "cu_seqlens_q": None if self.shared_q else cu_seqlens(self.seqlens_q, "cpu"),
-            "cu_seqlens_k": cu_seqlens(seqlens_k, "cpu"),
+            "cu_seqlens_q": None if self.shared_q else cu_seqlens(self.seqlens_q, DEVICE),
+            "cu_seqlens_k": cu_seqlens(seqlens_k, DEVICE),
             "max_seqlen_q": max(self.seqlens_q, default=0),
             "max_seqlen_k": max(seqlens_k, default=0),
             **self.options,

@@ -1,6 +1,8 @@
-"""Every implementation against the definition, on the CPU: kernels run in the emulator."""
+"""Every implementation against the definition: on the GPU if there is one, else in the emulator."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
@@ -10,10 +12,15 @@ from hypothesis import strategies as st
 from gdpa_kernels import emulator, gdpa, ladder
 from gdpa_kernels.gdpa import reference, v3_persistent
 from gdpa_kernels.testing import assert_close
-from tests.gdpa.cases import CASES, Case
+from tests.gdpa.cases import CASES, DEVICE, Case
 
 IMPLS = [rung.impl for rung in ladder.RUNGS]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def kernels_run():
+    """The context in which kernels run on DEVICE."""
+    return emulator.enabled() if DEVICE == "cpu" else contextlib.nullcontext()
 
 
 def supports(impl: str, case: Case, dtype: torch.dtype) -> bool:
@@ -22,7 +29,7 @@ def supports(impl: str, case: Case, dtype: torch.dtype) -> bool:
 
 
 def call(impl: str, arguments: dict) -> torch.Tensor:
-    with emulator.enabled():
+    with kernels_run():
         return gdpa(**arguments, impl=impl)
 
 
@@ -51,7 +58,7 @@ def check(impl: str, case: Case, dtype: torch.dtype, seed: int = 0) -> None:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_matches_the_definition(impl, case, dtype):
     if not supports(impl, case, dtype):
-        with emulator.enabled(), pytest.raises(NotImplementedError, match=f"{impl}.* needs .* got"):
+        with kernels_run(), pytest.raises(NotImplementedError, match=f"{impl}.* needs .* got"):
             gdpa(**case.arguments(dtype), impl=impl)
         return
     check(impl, case, dtype)
@@ -123,7 +130,7 @@ def test_any_schedule_gives_the_same_result(order, programs_per_sm):
     arguments = Case("schedule", (130, 0, 5, 200), (40, 3, 0, 70)).arguments(torch.bfloat16)
     plain = call("v2_tma", arguments)
     config = v3_persistent.Config(BLOCK_N=32, programs_per_sm=programs_per_sm, order=order)
-    with emulator.enabled():
+    with kernels_run():
         out = v3_persistent.forward(
             **arguments, activation=("gelu_tanh",), scale=64**-0.5, output_scale=1.0, causal=False,
             window=None, config=config,

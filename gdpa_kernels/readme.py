@@ -1,0 +1,77 @@
+"""The first screen of README.md, written from the records: the ladder as a table and as a figure.
+
+`python -m gdpa_kernels readme` rewrites both; a test holds them equal to the records.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pandas as pd
+
+from gdpa_kernels import baselines, figures, ladder, record, results, system
+
+WORKLOAD = "gdpa-self-full-1024"
+SYSTEM = "h200"
+FIGURE = Path("book/assets/ladder.svg")
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+
+def ladder_block(data_dir: Path = record.DATA_DIR) -> str:
+    """The Markdown between the markers: a table of rungs and baselines, and its record."""
+    table = _rows(data_dir)
+    lines = [
+        "| `impl` | idea | changed lines | time | TFLOP/s | % of roofline |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for rung in ladder.RUNGS:
+        row = results.one(table, impl=rung.impl)
+        changed = str(ladder.changed_lines(rung.impl)) if rung.predecessor else ""
+        lines.append(_line(f"`{rung.impl}`", rung.idea, changed, row))
+    peers = table[table["impl"].isin(baselines.BASELINES) & table["time_us_p50"].notna()]
+    for _, row in peers.sort_values("time_us_p50", ascending=False).iterrows():
+        peer = baselines.BASELINES[row["impl"]]
+        lines.append(_line(f"`{peer.impl}`", f"{peer.title}; computes {peer.math}", "", row))
+    row = results.one(table, impl=ladder.RUNGS[0].impl)
+    machine = system.load(data_dir / "systems" / f"{row['system']}.json")
+    lines += [
+        "",
+        f"Measured on one {machine.gpu}, {row['date'][:10]}: `{WORKLOAD}`, batch 1152, 4 heads, "
+        f"head_dim 128, bf16, forward. Record: "
+        f"[`{row['record']}`](data/records/{row['record']}.json).",
+    ]
+    return "\n".join(lines)
+
+
+def update(root: Path = record.ROOT) -> bool:
+    """Rewrite the block in README.md and the figure; whether anything changed."""
+    readme = root / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    new = re.sub(
+        f"(?<={re.escape(BEGIN)}\n).*(?={re.escape(END)})",
+        lambda _: ladder_block(root / "data") + "\n",
+        old,
+        flags=re.DOTALL,
+    )
+    readme.write_text(new, encoding="utf-8")
+    rungs = [rung.impl for rung in ladder.RUNGS]
+    drawn = figures.figure_ladder(_rows(root / "data"), WORKLOAD, rungs, None).to_svg()
+    path = root / FIGURE
+    changed = new != old or not path.exists() or path.read_text(encoding="utf-8") != drawn
+    path.write_text(drawn, encoding="utf-8")
+    return changed
+
+
+def _rows(data_dir: Path) -> pd.DataFrame:
+    table = results.table(data_dir, system=SYSTEM, workload=WORKLOAD)
+    keep = (table["scope"] == "kernel") & (table["variant"] == "")
+    keep &= (table["direction"] == "forward") & (table["figure"] == "gdpa-self-fwd-full")
+    return table[keep]
+
+
+def _line(impl: str, idea: str, changed: str, row: pd.Series) -> str:
+    return (
+        f"| {impl} | {idea.rstrip('.')} | {changed} | {row['time_us_p50'] / 1e3:.2f} ms | "
+        f"{row['tflops']:.0f} | {row['percent_of_roofline']:.0f} |"
+    )
