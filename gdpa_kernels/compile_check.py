@@ -1,0 +1,134 @@
+"""Compile a rung for a GPU that is not here, and read what the compiler made of it.
+
+Registers and spills come from ptxas, instructions from the disassembly; both ship with Triton. A
+kernel that spills or whose wgmma are serialised is slow on every machine, and shows so on a CPU
+within seconds.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gdpa_kernels import ladder
+
+KERNELS = {
+    "v1_tiled": "tiled_kernel",
+    "v2_tma": "tma_kernel",
+    "v3_persistent": "persistent_kernel",
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel became: per-thread registers, bytes spilled, bytes of shared memory.
+
+    `serialised`: ptxas reported that wgmma instructions wait for each other.
+    `instructions`: how often each SASS mnemonic occurs, e.g. HGMMA, UTMALDG, LDGSTS, MUFU.
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    serialised: bool
+    instructions: Mapping[str, int]
+
+
+@cache
+def compile_rung(
+    impl: str,
+    *,
+    capability: int = 90,
+    head_dim: int = 128,
+    dtype: str = "bf16",
+    activation: str = "gelu_tanh",
+    causal: bool = False,
+    window: int | None = None,
+    config: object | None = None,
+    max_seqlen_k: int = 1024,
+) -> Compiled:
+    """Compile the kernel of rung `impl` for sm_<capability> as its launcher would.
+
+    `dtype` is Triton's name: bf16, fp16 or fp32. Raises ValueError for a rung without a kernel.
+    """
+    if impl not in KERNELS:
+        raise ValueError(f"impl must be one of {', '.join(KERNELS)}, got {impl!r}")
+    module = ladder.rung(impl).module()
+    kernel = getattr(module, KERNELS[impl])
+    full = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    config = config or module.default_config(head_dim, full, max_seqlen_k)
+    launch = asdict(config)
+    width = max(16, triton.next_power_of_2(head_dim))
+    strides = (4 * head_dim, head_dim, 1)
+    constants = {
+        "NUM_HEADS": 4, "GROUP": 1, "HEAD_DIM": head_dim, "ACTIVATION": activation,
+        "CAUSAL": causal, "WINDOW": window, "BLOCK_D": width,
+        "BLOCK_M": launch["BLOCK_M"], "BLOCK_N": launch["BLOCK_N"],
+        **{f"{name}_STRIDES": strides for name in ("Q", "K", "V", "OUT")},
+    }  # fmt: skip
+    signature, values, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(index,)] = "constexpr", constants[name]
+            continue
+        signature[name] = _type(name, dtype, launch, width)
+        if signature[name].startswith("*"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": launch["num_warps"], "num_stages": launch["num_stages"]},
+    )
+    return _read(compiled, capability)
+
+
+def _type(name: str, dtype: str, launch: Mapping[str, int], width: int) -> str:
+    """The type of a kernel argument, by the naming rules of the rungs."""
+    if name.endswith("_desc"):
+        rows = launch["BLOCK_M"] if name in ("q_desc", "out_desc") else launch["BLOCK_N"]
+        return f"tensordesc<{dtype}[1, 1, 1, {rows}, {width}]>"
+    if name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr"):
+        return f"*{dtype}"
+    if name.endswith("_ptr"):
+        return "*i32"
+    return "fp32" if name.endswith("scale") else "i32"
+
+
+def _read(compiled, capability: int) -> Compiled:
+    tools = triton.knobs.nvidia
+    assembler = tools.ptxas_blackwell if capability >= 100 else tools.ptxas
+    target = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder) / "kernel.cubin", Path(folder) / "kernel.ptx"
+        cubin.write_bytes(compiled.asm["cubin"])
+        ptx.write_text(compiled.asm["ptx"])
+        report = _run(assembler.path, f"-arch={target}", "-v", str(ptx), "-o", "/dev/null")
+        sass = _run(tools.nvdisasm.path, "-c", str(cubin))
+    used = re.search(r"Used (\d+) registers", report)
+    if used is None:
+        raise RuntimeError(f"ptxas must report registers, got {report[:300]!r}")
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    mnemonics = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)", sass, re.M)
+    return Compiled(
+        registers=int(used.group(1)),
+        spill_bytes=int(spilled.group(1)) if spilled else 0,
+        shared_bytes=compiled.metadata.shared,
+        serialised="serialized" in report,
+        instructions=Counter(mnemonics),
+    )
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr

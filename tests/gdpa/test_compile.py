@@ -1,0 +1,42 @@
+"""What the compiler makes of each rung: the instructions that make it what it is, and no spills."""
+
+import pytest
+
+from gdpa_kernels import compile_check
+
+
+@pytest.mark.parametrize("max_seqlen_k", (256, 1024))
+@pytest.mark.parametrize("impl", compile_check.KERNELS)
+def test_hopper_code_of_the_measured_shape(impl, max_seqlen_k):
+    made = compile_check.compile_rung(impl, max_seqlen_k=max_seqlen_k)
+    assert made.instructions["HGMMA"] > 0 and made.instructions["MUFU"] > 0
+    assert made.spill_bytes == 0 and not made.serialised
+    assert made.shared_bytes <= 227 * 1024 // 2 - 1024, "two programs share an SM"
+    by_tma = impl != "v1_tiled"
+    assert (made.instructions["UTMALDG"] > 0) == by_tma
+    assert (made.instructions["UTMASTG"] > 0) == by_tma
+    assert (made.instructions["LDGSTS"] > 0) != by_tma
+
+
+@pytest.mark.parametrize("head_dim", (64, 256))
+@pytest.mark.parametrize("impl", compile_check.KERNELS)
+def test_other_head_dims_do_not_spill(impl, head_dim):
+    made = compile_check.compile_rung(impl, head_dim=head_dim, dtype="fp16")
+    assert made.instructions["HGMMA"] > 0 and made.spill_bytes == 0 and not made.serialised
+
+
+@pytest.mark.parametrize("impl", ("v2_tma", "v3_persistent"))
+def test_blackwell_code(impl):
+    made = compile_check.compile_rung(impl, capability=100)
+    assert made.instructions["UTCHMMA"] > 0 and made.instructions["UTMALDG"] > 0
+
+
+def test_ampere_code_of_the_general_rung():
+    made = compile_check.compile_rung("v1_tiled", capability=80)
+    assert made.instructions["HMMA"] > 0 and made.instructions["LDGSTS"] > 0
+    assert made.instructions["HGMMA"] == 0
+
+
+def test_a_rung_without_a_kernel_is_refused():
+    with pytest.raises(ValueError, match="impl must be one of v1_tiled, .*, got 'v0_eager'"):
+        compile_check.compile_rung("v0_eager")
