@@ -62,8 +62,7 @@ def softmax_reference(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _scale(inputs: Inputs) -> float:
-    scale = inputs.workload.scale
-    return inputs.q.shape[-1] ** -0.5 if scale is None else scale
+    return inputs.rung_arguments()["scale"]
 
 
 def _needs_cuda() -> str | None:
@@ -91,15 +90,11 @@ def _needs_module(module: str, package: str) -> Callable[[], str | None]:
 
 def _torch_compile(inputs: Inputs) -> Callable[[], torch.Tensor]:
     """v0_eager with its arithmetic compiled; padding and unpadding stay eager."""
-    activation = inputs.workload.activation
+    arguments = inputs.rung_arguments()
+    options = ("activation", "scale", "output_scale", "causal", "window")
     compiled = torch.compile(
         functools.partial(
-            v0_eager.padded_attention,
-            activation=(activation,) if isinstance(activation, str) else tuple(activation),
-            scale=_scale(inputs),
-            output_scale=inputs.workload.output_scale,
-            causal=inputs.workload.causal,
-            window=inputs.workload.window,
+            v0_eager.padded_attention, **{option: arguments[option] for option in options}
         ),
         dynamic=False,
         options={"compile_threads": 1},

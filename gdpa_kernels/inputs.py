@@ -47,6 +47,14 @@ class Inputs:
             "window": self.workload.window,
         }
 
+    def rung_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of a rung's `forward`: activations as a tuple, the scale resolved."""
+        name, scale = self.workload.activation, self.workload.scale
+        return self.arguments() | {
+            "activation": (name,) if isinstance(name, str) else tuple(name),
+            "scale": self.q.shape[-1] ** -0.5 if scale is None else scale,
+        }
+
 
 def make_inputs(
     workload: Workload,

@@ -44,11 +44,7 @@ def candidate(impl: str, inputs: Inputs, *, variant: str = "", **options: object
             raise baselines.Unsupported(available.reason)
         return Candidate(impl, baseline.math, baseline.prepare(inputs), {}, variant)
     module = ladder.rung(impl).module()
-    arguments = inputs.arguments()
-    name = arguments.pop("activation")
-    arguments["activation"] = (name,) if isinstance(name, str) else tuple(name)
-    if arguments["scale"] is None:
-        arguments["scale"] = inputs.q.shape[-1] ** -0.5
+    arguments = inputs.rung_arguments()
     config = options.get("config")
     if hasattr(module, "default_config") and config is None:
         config = module.default_config(inputs.q.shape[-1], inputs.q.dtype, inputs.max_seqlen_k)
@@ -85,13 +81,8 @@ class Oracle:
     def _compute(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
         if kind == "softmax":
             return baselines.softmax_reference(self._inputs, dtype)
-        arguments = self._inputs.arguments()
-        for name in ("q", "k", "v"):
-            arguments[name] = arguments[name].to(dtype)
-        name = arguments.pop("activation")
-        arguments["activation"] = (name,) if isinstance(name, str) else tuple(name)
-        if arguments["scale"] is None:
-            arguments["scale"] = self._inputs.q.shape[-1] ** -0.5
+        arguments = self._inputs.rung_arguments()
+        arguments |= {name: arguments[name].to(dtype) for name in ("q", "k", "v")}
         return reference.forward(**arguments)
 
 

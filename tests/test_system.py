@@ -172,6 +172,7 @@ def test_throttle_reasons(mask, reasons):
         ("999999", False, 1),
         ("999998\n999999", True, 1),
     ],
+    ids=("none", "own and another", "own, translated", "another", "two"),
 )
 def test_other_processes(gpu, smi, monkeypatch, pids, initialized, others):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)

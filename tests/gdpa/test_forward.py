@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gdpa_kernels import emulator, gdpa, ladder
 from gdpa_kernels.gdpa import reference, v3_persistent
+from gdpa_kernels.inputs import cu_seqlens
 from gdpa_kernels.testing import assert_close
 from tests.gdpa.cases import CASES, DEVICE, Case
 
@@ -165,3 +166,27 @@ def test_random_batches_and_options(impl, data):
     dtype = data.draw(st.sampled_from(DTYPES))
     if supports(impl, case, dtype):
         check(impl, case, dtype, seed=data.draw(st.integers(0, 2**16)))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device and 20 GB")
+@pytest.mark.parametrize("long", ("queries", "keys"))
+@pytest.mark.parametrize("impl", IMPLS[1:])
+def test_offsets_beyond_32_bits(impl, long):
+    """A first sequence so long that the second one starts beyond 2**31 elements."""
+    tokens = 2**31 // 256 + 1000
+    seqlens_q, seqlens_k = ((tokens, 5), (8, 300)) if long == "queries" else ((1, 5), (tokens, 300))
+    case = Case("far", seqlens_q, seqlens_k, head_dim=128)
+    last = Case("last", (5,), (300,), head_dim=128).arguments(torch.bfloat16)
+    arguments = Case("near", (1, 5), (8, 300), head_dim=128).arguments(torch.bfloat16)
+    for name, rows in {"q": case.seqlens_q, "k": case.seqlens_k, "v": case.seqlens_k}.items():
+        tensor = torch.zeros(sum(rows), 2, 128, dtype=torch.bfloat16, device=DEVICE)
+        tensor[rows[0] :] = last[name]
+        arguments[name] = tensor
+    arguments |= {
+        "cu_seqlens_q": cu_seqlens(seqlens_q, DEVICE),
+        "cu_seqlens_k": cu_seqlens(seqlens_k, DEVICE),
+        "max_seqlen_q": max(seqlens_q),
+        "max_seqlen_k": max(seqlens_k),
+    }
+    last["max_seqlen_k"] = arguments["max_seqlen_k"]  # the same tile shapes
+    assert torch.equal(call(impl, arguments)[-5:], call(impl, last))
