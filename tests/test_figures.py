@@ -294,12 +294,23 @@ def test_glue_refuses_what_the_text_could_not_print():
         figures.glue_text("best", "")
 
 
-def test_glue_gives_plain_python_values(monkeypatch):
-    given = {}
-    import myst_nb
+def test_glue_displays_what_myst_nb_would(monkeypatch):
+    import IPython.display
+    from myst_nb.ext import glue as library
 
-    monkeypatch.setattr(myst_nb, "glue", lambda key, value, display: given.update({key: value}))
+    shown = []
+
+    def keep(data, raw, metadata):
+        shown.append((data, raw, metadata))
+
+    monkeypatch.setattr(IPython.display, "display", keep)
+    monkeypatch.setattr(library, "ipy_display", keep)
+    formatter = IPython.core.formatters.DisplayFormatter()
+    monkeypatch.setattr(
+        IPython.core.formatters, "format_display_data", lambda value: formatter.format(value)
+    )
     figures.glue_number("speedup", np.float32(1.5))
     figures.glue_text("best", "fa2")
-    assert given == {"speedup": 1.5, "best": "fa2"}
-    assert type(given["speedup"]) is float
+    library.glue("speedup", 1.5, display=False)
+    library.glue("best", "fa2", display=False)
+    assert shown[:2] == shown[2:]
