@@ -41,12 +41,13 @@ data_dir = "data"
 # uniform from 1 to that length; in the *cross* figure queries have that length and keys and
 # values 256. The published script keeps K and V dense at the full length in the half figure too:
 # we measure that (`dense`), and the batch the title promises, with K/V lengths equal to Q lengths
-# (`jagged`). {doc}`03_workloads` counts their FLOPs and bytes, {doc}`05_measuring` describes the
-# protocol.
+# (`jagged`). {doc}`Chapter 3 <03_workloads>` counts their FLOPs and bytes, {doc}`chapter 5
+# <05_measuring>` describes the protocol.
 #
 # Inputs are drawn from N(0, 1) as published; the scale is 1/sqrt(head_dim) instead of 1, so that
 # GELU sees logits of standard deviation 1 and not 11, where it is a straight line on one side and
-# zero on the other ({doc}`02_activations`). {doc}`05_measuring` shows what the choice does to time.
+# zero on the other ({doc}`chapter 2 <02_activations>`). {doc}`Chapter 5 <05_measuring>` shows
+# what the choice does to time.
 #
 # This cell measures; it runs with `make measure NOTEBOOKS=10`, on a GPU.
 
@@ -84,6 +85,11 @@ over_fa2 = times["fa2_varlen"] / best
 over_cudnn = (times["cudnn"] / best).dropna()
 wrong = kernels[kernels["time_us_p50"].notna() & ~kernels["correct"].fillna(False).astype(bool)]
 assert wrong.empty, f"timed without a passed check: {wrong['impl'].tolist()}"
+jagged = kernels[kernels["workload"].str.contains("half")].drop_duplicates(["workload", "impl"])
+jagged = jagged.pivot(index="workload", columns="impl", values="time_us_p50")
+assert (jagged[["fa2_varlen", "cudnn_varlen"]].min(axis=1) > jagged[RUNGS].min(axis=1)).all(), (
+    "the text says that on jagged batches the installed peers are slower"
+)
 assert (over_fa2 > 1).all(), "the text says that the best rung is ahead of FlashAttention-2"
 assert (over_cudnn < 1).all(), "the text says that no rung is ahead of cuDNN on dense batches"
 
@@ -304,7 +310,7 @@ figures.show_table(
 # The median difference is {glue:text}`overhead_v1_tiled:.0f` µs for v1,
 # {glue:text}`overhead_v2_tma:.0f` µs for v2 and {glue:text}`overhead_v3_persistent:.0f` µs for v3,
 # whose schedule takes some forty small device operations. At 256 tokens v3's call costs more than
-# twice its kernel. {doc}`09_v3_persistent` takes that apart.
+# twice its kernel. {doc}`Chapter 9 <09_v3_persistent>` takes that apart.
 #
 # ## Other machines
 #
@@ -369,7 +375,7 @@ draw_comparison() if mode == "compare" else draw_others()
 #
 # The bars of the CuTeDSL kernel and of Triton. Here it is the quotient of two rows of the table
 # under {numref}`fig-self-fwd-full`. The denominators differ: the published Triton kernel was not
-# tuned for that length. {doc}`11_claims` computes the quotient for every claim.
+# tuned for that length. {doc}`Chapter 11 <11_claims>` computes the quotient for every claim.
 # :::
 #
 # :::{exercise} Bytes at 256

@@ -4,8 +4,8 @@
 fp32. The scale is folded into the activation's constants, so that it costs nothing per element.
 
 `APPROX` chooses the arithmetic of the smooth activations. True: one `tanh.approx.f32` per element,
-whose relative error is at most 2**-11 (PTX ISA, "tanh"); half a unit in the last place of bf16 is
-2**-9, so the rounding of the probabilities hides it. False: `exp` and a division, for fp32 inputs.
+whose relative error is at most 2**-11 (PTX ISA, "tanh"). The rounding of the probabilities to bf16
+that follows is an error of up to 2**-9 to 2**-8 of each. False: `exp` and a division, for fp32.
 
 | name           | fp32 and MUFU instructions, APPROX | error against the exact function      |
 |----------------|------------------------------------|---------------------------------------|

@@ -1,0 +1,38 @@
+"""The sources of the chapters: what the build would let pass in silence."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from gdpa_kernels import record
+
+PAGES = sorted((record.ROOT / "notebooks").glob("[0-9][0-9]_*.py"))
+PAGES += sorted((record.ROOT / "book").glob("*.md"))
+ROLE = re.compile(r"\{glue:text\}`([^`]*)`")
+
+
+def test_there_are_chapters():
+    assert len(PAGES) >= 11
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_glued_numbers_have_formats_that_format(page):
+    for quoted in ROLE.findall(page.read_text(encoding="utf-8")):
+        key = quoted.split("::")[-1]
+        name, _, spec = key.partition(":")
+        assert re.fullmatch(r"[\w.-]+", name), quoted
+        if spec:
+            assert re.fullmatch(r"[\d.,]*[fdegs%]", spec), quoted
+            assert spec[-1] in "ds" or format(1.0, spec)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_exercises_have_answers(page):
+    text = page.read_text(encoding="utf-8")
+    labels = re.findall(r":label: (ex-[\w-]+)", text)
+    answers = re.findall(r"\{solution\} (ex-[\w-]+)", text)
+    assert sorted(labels) == sorted(answers)
+    if page.name[:2] in ("06", "07", "08", "09"):
+        assert len(labels) >= 3
