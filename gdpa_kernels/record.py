@@ -346,17 +346,10 @@ def load(path: str | Path, *, data_dir: str | Path | None = None) -> Record:
     """Read one record; with `data_dir`, its system must be there. RecordError if it is refused."""
     path = Path(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
-    except json.JSONDecodeError as error:
-        raise RecordError(path, f"not JSON, or cut short: {error}") from error
+        seen = path.stat()
+        record = _parse(path, seen.st_mtime_ns, seen.st_size)
     except OSError as error:
         raise RecordError(path, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise RecordError(path, str(error)) from error
-    try:
-        record = Record.from_dict(data)
-    except ValueError as error:
-        raise RecordError(path, str(error)) from error
     reason = None
     if record.id != path.stem:
         reason = f"id must be the file name {path.stem!r}, got {record.id!r}"
@@ -367,6 +360,18 @@ def load(path: str | Path, *, data_dir: str | Path | None = None) -> Record:
     if reason is not None:
         raise RecordError(path, reason)
     return record
+
+
+@cache
+def _parse(path: Path, changed: int, size: int) -> Record:
+    """The record in `path`, read once for each state of the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+        return Record.from_dict(data)
+    except json.JSONDecodeError as error:
+        raise RecordError(path, f"not JSON, or cut short: {error}") from error
+    except ValueError as error:
+        raise RecordError(path, str(error)) from error
 
 
 def load_all(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:

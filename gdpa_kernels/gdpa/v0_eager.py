@@ -10,7 +10,7 @@ and the second product read them: at least 8 bytes a score against 4 * head_dim 
 half-full batches pay for padding.
 
 Roles and barriers: none; the library's kernels run one after another.
-Needs: any device PyTorch has, memory for the padded scores three times.
+Needs: any device PyTorch has, memory for the padded scores twice.
 """
 
 import torch

@@ -11,14 +11,15 @@ blocks of keys simply add up.
 
 | role      | warps     | registers | work                                                       |
 |-----------|-----------|-----------|------------------------------------------------------------|
-| all warps | num_warps | up to 128 | addresses, cp.async of K and V, both products, the store   |
+| all warps | num_warps | 127       | addresses, cp.async of K and V, both products, the store   |
 
 | barrier         | arrivals  | filled by -> drained by                                        |
 |-----------------|-----------|----------------------------------------------------------------|
 | cp.async groups | all warps | K and V, num_stages - 1 blocks ahead -> both products          |
 
-Two programs fit on an SM, four warp groups in all: while one evaluates its activation another keeps
-the tensor cores busy. That is the only overlap here, and the hardware arranges it.
+At the default shape two programs fit on an SM, four warp groups in all: while one evaluates its
+activation another keeps the tensor cores busy. That is the only overlap here, and the hardware
+arranges it.
 
 This is the general rung: every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and fp32, any
 strides.
