@@ -12,7 +12,7 @@
 # :::{admonition} Overview
 # - Nothing is timed that is not right. What "right" means is computed from the data, not chosen.
 # - A kernel that competes with seven copies of itself differs from them by at most
-#   {glue:text}`noise_floor:.1f` %. The same kernel in two records of the same machine differs by up
+#   {glue:text}`noise_floor:.1f` %. The same kernel in two records of the same system differs by up
 #   to {glue:text}`between_worst:.0f` %. Only rows of one record are compared.
 # - A wrong protocol errs in both directions: by a factor of {glue:text}`protocol_worst:.0f` up, by
 #   a factor of {glue:text}`protocol_lowest:.1f` down.
@@ -45,7 +45,7 @@ data_dir = "data"
 
 # %% [markdown]
 # This cell runs with `make measure NOTEBOOKS=05`: eight replicates of one rung on two workloads,
-# then the same rung under eight wrong protocols and ours.
+# then the same rung under our protocol and seven wrong ones.
 
 # %% tags=["hide-input"]
 if mode in ("measure", "compare"):
@@ -373,7 +373,7 @@ figures.provenance(replicates, csv="measuring-aa")
 # ## What a wrong protocol would have claimed
 #
 # {numref}`fig-measuring-protocols` times the same rung in nine ways and reports the rate that each
-# would have printed. One after another, not in turns: that is the tenth mistake, and it means that
+# would have printed. One after another, not in turns: that is one more mistake, and it means that
 # a few percent at 1024 may be drift.
 
 # %% tags=["remove-cell"]
@@ -415,7 +415,7 @@ assert small_bytes < MACHINE.l2_bytes < large_bytes
 assert relative.loc[f"{BARE}, batch 32", short] < 0.5
 assert percent.loc[BARE, long] < -2 and percent.loc[f"{BARE}, batch 32", long] > 2
 launch = median_us.loc[HOST, short] + median_us.loc["ours, batch 32", short]
-assert abs(median_us.loc[f"{BARE}, batch 32", short] / launch - 1) < 0.1, "the text adds them up"
+assert abs(median_us.loc[f"{BARE}, batch 32", short] / launch - 1) < 0.25, "the text adds them up"
 
 figures.glue_number("protocol_worst", relative.max().max())
 figures.glue_number("protocol_lowest", 1 / relative.min().min())
@@ -439,9 +439,9 @@ figures.glue_number("bare_long_32", percent.loc[f"{BARE}, batch 32", long])
 # %% tags=["remove-input"]
 # | name: fig-measuring-protocols
 # | caption: >
-# |   Apparent rate of v2_tma under nine protocols, relative to ours at the same batch
-# |   (logarithmic). Bars from p20 to p80. Dashed: the matmul ceiling. A point to the right of it
-# |   claims more than the machine can do.
+# |   Apparent rate of v2_tma under our protocol, at two batch sizes, and under seven wrong ones,
+# |   relative to ours at the same batch (logarithmic). Bars from p20 to p80. Dashed: the matmul
+# |   ceiling. A point to the right of it claims more than the machine can do.
 # | alt: >
 # |   Two charts with a row for each protocol. Most points lie within a few percent of one. Without
 # |   lead and warm-up the small batch of length 256 falls to a fifth. The host clock without
@@ -505,10 +505,10 @@ figures.provenance([RECORD.id], csv="measuring-protocols")
 # *No lead* is the same mistake in reverse. At batch 32 and length 256 the kernel takes
 # {glue:text}`ours_short_32_us:.0f` µs, less than its launch. The first event fires at once, the
 # host is still preparing the call, and {glue:text}`bare_short_32_us:.0f` µs are measured: the
-# launch plus the kernel. Short kernels look alike under such a protocol, good or bad.
+# launch and the kernel, about. Short kernels look alike under such a protocol, good or bad.
 #
-# *No flush* does nothing to the published batch ({glue:text}`warm_short:.1f` % at 256), which is
-# much larger than any cache. At batch 32 and length 256 all tensors together are
+# *No flush* does next to nothing to the published batch ({glue:text}`warm_short:.1f` % at 256),
+# which is much larger than any cache. At batch 32 and length 256 all tensors together are
 # {glue:text}`small_mib:.0f` MiB, they stay in L2, and the kernel gains
 # {glue:text}`warm_short_32:.0f` %; at 1024 they no longer fit, and it gains
 # {glue:text}`warm_long_32:.0f` %.
@@ -559,11 +559,13 @@ fastest = repeated.groupby(key)["time_us_p50"].transform("min")
 repeated["slower"] = 100 * (repeated["time_us_p50"] / fastest - 1)
 worst = repeated.groupby(key)["slower"].max()
 example = repeated[(repeated["workload"] == long) & (repeated["impl"] == "v2_tma")]
+usual = example.loc[example["notebook"] == "10", "config"].iloc[0]
+example = example[example["config"] == usual]
 calm = worst[fastest.groupby([repeated[k] for k in key]).first() < 2000]
 
 assert worst.max() > 10 * noise_floor, "the text: between runs is far above the noise floor"
 assert worst.idxmax()[:2] == (long, "v2_tma"), "the text names the worst pair"
-assert calm.max() < 1.5, "the text: below 2 ms records agree"
+assert calm.max() < worst.max() / 2, "the text: short kernels repeat better"
 
 limits = [results.ceilings(run) for run in runs]
 matmuls = [limit.tflops for limit in limits]
@@ -574,12 +576,9 @@ extremes_range = 100 * max(
     abs(extreme[0].tflops / extreme[1].tflops - 1),
     *(abs(a[1] / b[1] - 1) for a, b in zip(extreme[0].copies, extreme[1].copies, strict=True)),
 )
-kuairand = repeated[repeated["workload"] == "gdpa-self-kuairand1k-4096"]
-assert extremes_range < noise_floor, "the text: the ceilings of the two records agree"
-assert extremes.iloc[-1] == RECORD.id, "the text: the record of this chapter is the slowest"
-assert extremes.iloc[0] == FIGURES_RECORD.id, "the text compares it with that of chapter 10"
-assert set(kuairand["notebook"]) == {"09"} and kuairand["slower"].max() < 2 * noise_floor
-assert repeated.loc[repeated["time_us_p50"].idxmax(), "workload"] == "gdpa-self-kuairand1k-4096"
+assert extremes_range < worst.max() / 2, "the text: the ceilings differ less"
+assert "-05-" in extremes.iloc[-1], "the text: a record of this chapter is the slowest"
+assert "-10-" in extremes.iloc[0], "the text compares it with one of chapter 10"
 
 figures.glue_number("between_worst", worst.max())
 figures.glue_number("between_factor", worst.max() / noise_floor)
@@ -588,7 +587,6 @@ figures.glue_number("between_calm", calm.max())
 figures.glue_number("ceiling_matmul_range", 100 * (max(matmuls) / min(matmuls) - 1))
 figures.glue_number("ceiling_copy_range", 100 * (max(copies) / min(copies) - 1))
 figures.glue_number("extremes_range", extremes_range)
-figures.glue_number("kuairand_range", kuairand["slower"].max())
 figures.glue_number("power_limit", MACHINE.power_limit_w)
 
 # %% tags=["remove-input"]
@@ -597,8 +595,8 @@ figures.glue_number("power_limit", MACHINE.power_limit_w)
 # |   The same kernel in several records of one machine: median time relative to the fastest of its
 # |   records. Workloads from short to long. Numbers: the notebook whose record it is.
 # | alt: >
-# |   One row of dots for each workload. Rows of short kernels stay within one percent. In the rows
-# |   of full self-attention at 1024 dots reach eight and ten percent, those of chapters 05 and 07.
+# |   One row of dots for each workload. Rows of short kernels stay within a few percent. In the
+# |   rows of full self-attention at 1024 dots reach about ten percent, those of chapters 05 and 07.
 groups = repeated.groupby(["workload", "impl"], as_index=False)["time_us_p50"].min()
 groups = groups.sort_values("time_us_p50", ignore_index=True)
 with figures.style():
@@ -639,16 +637,14 @@ figures.provenance(sorted(set(repeated["record"])), csv="measuring-runs")
 # Kernels shorter than 2 ms repeat within {glue:text}`between_calm:.1f` %. Full self-attention at
 # 1024 does not: v2 differs by {glue:text}`between_worst:.0f` % between
 # {glue:text}`between_records:.0f` records, {glue:text}`between_factor:.0f` times the noise floor.
-# The ceilings of the slowest and the fastest of those records agree within
+# The ceilings of the slowest and the fastest of those records differ by at most
 # {glue:text}`extremes_range:.1f` %. No error bar inside a record shows the difference, because all
 # samples of a record share their circumstances.
 #
-# Which circumstances? The slowest record is the one of this chapter, where the kernel competed with
-# copies of itself only. In the record of {doc}`10_figures` it took turns with kernels that mostly
-# wait for memory. The longest kernel of all, gdpa-self-kuairand1k-4096, met the same rivals in both
-# of its records, and repeats within {glue:text}`kuairand_range:.1f` %. A long kernel that keeps the
-# tensor cores busy meets the power limit of {glue:text}`power_limit:.0f` W, and how much clock is
-# left depends on what ran just before. The
+# Which circumstances? The slowest record is one of this chapter, where the kernel competed with
+# copies of itself only. In the records of {doc}`10_figures` it took turns with kernels that mostly
+# wait for memory. A long kernel that keeps the tensor cores busy meets the power limit of
+# {glue:text}`power_limit:.0f` W, and how much clock is left depends on what ran just before. The
 # states that the records hold, read once after the last sample, fit that explanation without
 # proving it (measured, the records of {numref}`fig-measuring-runs`):
 
@@ -707,7 +703,8 @@ pairs = pd.DataFrame(
 )  # fmt: skip
 moving = pairs[pairs["times differ by (%)"] > 2]
 assert len(moving) >= 2, "the text compares ratios where times move"
-assert (moving["ratios differ by (%)"] < moving["times differ by (%)"]).all()
+middle, most = (moving[pairs.columns[[2, 5]]].agg(how) for how in ("median", "max"))
+assert (middle.iloc[1] < middle.iloc[0]) and (most.iloc[1] < most.iloc[0]), "the text: ratios hold"
 figures.glue_number("ratio_worst", pairs["ratios differ by (%)"].max())
 figures.glue_number("ratio_times_worst", pairs["times differ by (%)"].max())
 

@@ -178,11 +178,11 @@ figures.show_table(numbers(shown("gdpa-self-fwd-full")))
 # the roofline; from 512 on the roofline is that of the tensor cores, and the best rung climbs to
 # {glue:text}`share_self-full_2048:.0f` % of it at 2,048.
 #
-# cuDNN, which computes softmax on a dense batch with warps specialised by hand, reaches
-# {glue:text}`cudnn_self_2048:.0f` TFLOP/s. It does more arithmetic per score than GELU needs. The
-# difference is what the compiler of a plain Triton kernel leaves lying: the same warps wait for
-# copies, start products and evaluate activations, one after another. Closing that gap is the
-# business of the rungs that follow.
+# cuDNN, which computes softmax on a dense batch, reaches {glue:text}`cudnn_self_2048:.0f` TFLOP/s,
+# with more arithmetic per score than GELU needs. Its source is closed; open kernels of its class
+# give copies, products and the rest to different warps {cite}`shah2024flashattention3`. In a plain
+# Triton kernel the same warps wait for copies, start products and evaluate activations, one after
+# another. Closing that gap is the business of the rungs that follow.
 #
 # ## Self-attention, half full
 #
@@ -407,7 +407,7 @@ draw_comparison() if mode == "compare" else draw_others()
 #
 # ## Takeaways
 #
-# 1. On dense batches the ladder is at two thirds of the roofline; hand-specialised softmax is at
+# 1. On dense batches the ladder is at two thirds of the roofline; the best softmax kernel is at
 #    four fifths. The missing part is overlap, not arithmetic.
 # 2. On jagged batches the peers one can install are slower than plain Triton written for the
 #    layout.
