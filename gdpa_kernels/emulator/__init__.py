@@ -1,46 +1,62 @@
-"""Runs unmodified `@triton.jit` kernels on CPU torch tensors, and checks what they do.
+"""Runs unmodified `@triton.jit` kernels, TLX included, on CPU tensors, and checks what they do.
 
     report = run(kernel, (programs,), x, y, n, BLOCK=128)
 
-Arithmetic is done in the real dtypes with Triton's promotion rules, one program after another.
-Accesses out of bounds, write races between programs, broken descriptors and the use of undefined
-lanes are found. An operation the emulator does not know raises `Unsupported`; it never guesses.
-Time, registers and layouts are not modelled.
+Arithmetic is done in the real dtypes with Triton's promotion rules. Warp-specialized kernels run as
+they are written: every task is a role of its own, with barriers, asynchronous copies and tensor
+cores between them. Races, deadlocks, misused barriers, reads of what nobody wrote, accesses out of
+bounds and broken descriptors are found; `errors` lists the findings. An operation the emulator does
+not know raises `Unsupported`; it never guesses. Registers, layouts and real time are not modelled.
 
-`rewrite` turns the kernel's source into Python on tiles; `tile` is the arithmetic; `memory` is
-pointers, descriptors, bounds and races; `language` the operations; `instructions` inline PTX;
-`launch` the state of a launch; `errors` the findings. Needs torch and triton, and no GPU.
+`rewrite` turns the kernel's source into Python on tiles; `tile` is the arithmetic; `language` and
+`tlx` the operations; `instructions` inline PTX; `memory` global memory, `buffers` shared and tensor
+memory; `clocks` what happens before what; `barriers`, `tasks` and `scheduler` who runs when;
+`timeline` the trace; `launch` the state of a launch. Needs torch, triton and greenlet, and no GPU.
 """
 
 import contextlib
 import contextvars
 import inspect
-import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import triton.language as tl
+from triton.backends.nvidia.compiler import CUDAOptions
+from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .barriers import ClusterBarrier
 from .errors import (
+    BarrierMisuse,
+    Deadlock,
     DescriptorError,
     DeviceAssertion,
     EmulatorError,
     InvalidKernel,
     OutOfBounds,
     Race,
+    ResourceLimit,
+    UninitializedRead,
     Unsupported,
     location_of,
 )
 from .language import MODULES, NAMES
-from .launch import CURRENT, Launch, Report
+from .launch import CURRENT, Cluster, Cta, Launch, Report
 from .memory import Descriptor, Memory
 from .rewrite import Lowering, map_tuple
+from .scheduler import Role, Scheduler
+from .tasks import Region
 from .tile import scalar
+from .timeline import Timeline
+from .tlx import MODULES as TLX_MODULES
+from .tracing import Tracer
 
 __all__ = [
+    "BarrierMisuse",
+    "Deadlock",
     "DescriptorError",
     "DeviceAssertion",
     "EmulatorError",
@@ -48,19 +64,21 @@ __all__ = [
     "OutOfBounds",
     "Race",
     "Report",
+    "ResourceLimit",
+    "Timeline",
+    "UninitializedRead",
     "Unsupported",
     "current_arch",
     "enabled",
+    "intercept",
     "is_enabled",
     "run",
 ]
 
 ARCHITECTURES = ("sm_90", "sm_100")
 
-# Options of a launch that do not change its results.
-_OPTIONS = frozenset(
-    ("num_warps", "num_stages", "num_ctas", "maxnreg", "debug", "enable_fp_fusion", "launch_pdl")
-)
+# Launch options, as opposed to arguments of the kernel; most do not change its results.
+_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__)
 
 _ENABLED: contextvars.ContextVar[str | None] = contextvars.ContextVar("emulator", default=None)
 
@@ -94,46 +112,94 @@ def current_arch() -> str:
     return arch
 
 
+@contextlib.contextmanager
+def intercept(arch: str = "sm_90", **options: Any) -> Iterator[list[Report]]:
+    """Within this context every `kernel[grid](...)` runs in the emulator; yields their reports.
+
+    For host code that launches kernels itself, given CPU tensors. `options` are those of `run`.
+    """
+    _check_arch(arch)
+    reports: list[Report] = []
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Report:
+        reports.append(run(self, grid, *args, arch=arch, **options, **kwargs))
+        return reports[-1]
+
+    kinds = [kind for kind in (JITFunction, Autotuner, Heuristics) if "run" in vars(kind)]
+    before = [kind.run for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.run = launch
+        yield reports
+    finally:
+        for kind, method in zip(kinds, before, strict=True):
+            kind.run = method
+
+
 def run(
     kernel: Any,
     grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
     *args: Any,
     arch: str = "sm_90",
+    schedule: str | int = "modelled",
+    trace: bool = False,
     races: bool = True,
+    uninitialized: str = "error",
+    config: Any = None,
+    reachable: Sequence[torch.Tensor] = (),
     **kwargs: Any,
 ) -> Report:
-    """Execute every program of `grid`, x fastest, and return what they did.
+    """Execute every CTA of `grid`, cluster by cluster, x fastest, and return what they did.
 
-    kernel: a `@triton.jit` function, also one under `@triton.autotune` (its first configuration is
-    taken) or `@triton.heuristics`. grid: one to three sizes, or a function of the bound arguments.
-    args, kwargs: the kernel's own, tensors on the CPU; `num_warps`, `num_stages`, ... are ignored.
-    races: whether plain stores of two programs to one element raise `Race`.
+    kernel: a `@triton.jit` function, also one under `@triton.autotune` (`config`, or its first
+    configuration, is taken) or `@triton.heuristics`. grid: one to three sizes, or a function of the
+    bound arguments. args, kwargs: the kernel's own, tensors on the CPU; of the launch options,
+    `num_warps` and `ctas_per_cga` count. schedule: "modelled", or an integer that seeds random
+    interleavings. trace: keep a timeline. races: whether unordered accesses raise `Race`.
+    uninitialized: "error", or "allow" to let reads of unwritten shared memory yield NaN. reachable:
+    tensors that the kernel finds through addresses in memory instead of arguments.
 
     Raises subclasses of EmulatorError, which carry the kernel's file and line.
     """
     _check_arch(arch)
-    kernel, kwargs = _undecorated(kernel, args, kwargs)
+    if schedule != "modelled" and not isinstance(schedule, int):
+        raise ValueError(f'schedule must be "modelled" or a seed, got {schedule!r}')
+    if uninitialized not in ("error", "allow"):
+        raise ValueError(f'uninitialized must be "error" or "allow", got {uninitialized!r}')
+    kernel, kwargs = _undecorated(kernel, args, kwargs, config)
     signature = inspect.signature(kernel.fn)
     options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys() - signature.parameters}
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    sizes = tuple(grid({**bound.arguments, **options}) if callable(grid) else grid)
-    if not 1 <= len(sizes) <= 3 or min(sizes) < 0:
-        raise ValueError(f"grid must have one to three sizes, got {sizes}")
-    sizes += (1,) * (3 - len(sizes))
+    sizes = _three(grid({**bound.arguments, **options}) if callable(grid) else grid, "grid", 0)
+    shape = _three(options.get("ctas_per_cga") or (1,), "ctas_per_cga", 1)
+    if any(size % ctas for size, ctas in zip(sizes, shape, strict=True)):
+        raise ValueError(f"grid must be divisible by ctas_per_cga {shape}, got {sizes}")
 
-    launch = Launch(arch, sizes, Report(arch), races, Lowering(MODULES, NAMES))
-    launch.memory = Memory(launch)
-    token = CURRENT.set(launch)
+    report = Report(arch)
+    lowering = Lowering({**MODULES, **TLX_MODULES}, {**NAMES, "__tasks__": Region})
+    launch = Launch(
+        arch, sizes, shape, options.get("num_warps") or 4, report, races, uninitialized, lowering
+    )
+    launch.memory = Memory(launch, reachable)
+    tracer = Tracer(kernel.fn.__code__.co_filename) if trace else None
+    report.timeline = tracer.timeline if tracer else None
+    seed = None if schedule == "modelled" else schedule
+    numbers = {"roles": 0, "operations": 0}
+    token, threads = CURRENT.set(launch), torch.get_num_threads()
     try:
+        # A tile is too small for more than one thread to pay.
+        torch.set_num_threads(1)
         with torch.no_grad():
-            body = launch.lowering.function(kernel)
+            body = lowering.function(kernel)
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
-            for z, y, x in itertools.product(*(range(size) for size in reversed(sizes))):
-                launch.program = (x, y, z)
-                body(**values)
-                launch.report.programs += 1
-    except EmulatorError:
+            launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))
+            while launch.clusters:
+                number = launch.clusters.popleft()
+                launch.scheduler = Scheduler(seed, numbers, tracer)
+                _run_cluster(launch, number, lambda: body(**values))
+    except EmulatorError as error:
+        error.report = report
         raise
     except Exception as error:
         at = location_of(error)
@@ -143,18 +209,48 @@ def run(
         raise InvalidKernel(message, at) from error
     finally:
         CURRENT.reset(token)
-    return launch.report
+        torch.set_num_threads(threads)
+    return report
 
 
-def _undecorated(kernel: Any, args: Any, kwargs: dict[str, Any]) -> tuple[JITFunction, dict]:
+def _three(sizes: Any, name: str, least: int) -> tuple[int, int, int]:
+    sizes = tuple(sizes)
+    if not 1 <= len(sizes) <= 3 or min(sizes) < least:
+        raise ValueError(f"{name} must have one to three sizes, got {sizes}")
+    return sizes + (1,) * (3 - len(sizes))
+
+
+def _run_cluster(launch: Launch, number: int, body: Callable[[], None]) -> None:
+    """Run the CTAs of one cluster to the end."""
+    scheduler, count = launch.scheduler, math.prod(launch.cluster_shape)
+    cluster = Cluster(scheduler, ClusterBarrier(scheduler, count))
+    launch.memory.start_cluster()
+    for rank in range(count):
+        program = launch.place(number, rank)
+        x, y, z = program
+        linear = x + launch.grid[0] * (y + launch.grid[1] * z)
+        cta = Cta(launch, cluster, linear, rank, program)
+        cluster.ctas.append(cta)
+        scheduler.start(Role(scheduler, cta, "default", launch.num_warps, body))
+    scheduler.run()
+    for cta in cluster.ctas:
+        for allocation in cta.allocations:
+            for barrier in getattr(allocation, "barriers", ()):
+                barrier.finish()
+    launch.report.programs += count
+
+
+def _undecorated(
+    kernel: Any, args: Any, kwargs: dict[str, Any], chosen: Any
+) -> tuple[JITFunction, dict]:
     """The Triton function below autotune and heuristics, and the arguments with theirs."""
     while not isinstance(kernel, JITFunction):
         named = {**dict(zip(getattr(kernel, "arg_names", ()), args, strict=False)), **kwargs}
         if hasattr(kernel, "configs"):
-            config = kernel.configs[0]
-            kwargs = {**kwargs, **config.kwargs}
+            config = chosen or kernel.configs[0]
+            kwargs = {**kwargs, **config.all_kwargs()}
             if config.pre_hook is not None:
-                config.pre_hook({**named, **config.kwargs})
+                config.pre_hook({**named, **config.all_kwargs()})
         elif hasattr(kernel, "values"):
             kwargs = {**kwargs, **{name: rule(named) for name, rule in kernel.values.items()}}
         else:

@@ -9,7 +9,9 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import triton
 
@@ -41,11 +43,22 @@ def location_of(error: BaseException) -> Location:
 
 
 class EmulatorError(Exception):
-    """Base of all findings. `file` and `line` point into the kernel; line 0: before it started."""
+    """Base of all findings. `file` and `line` point into the kernel; line 0: before it started.
+
+    role: the role that failed, with its CTA; empty outside of roles. report: what the launch had
+    done by then, with its timeline if it was traced.
+    """
+
+    report: Any = None
 
     def __init__(self, message: str, at: Location | None = None):
         self.file, self.line = at or location()
-        super().__init__(f"{self.file}:{self.line}: {message}" if self.line else message)
+        self.role = ""
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}: " if self.line else ""
+        return f"{place}{f'[{self.role}] ' if self.role else ''}{self.args[0]}"
 
 
 class Unsupported(EmulatorError):
@@ -69,11 +82,73 @@ class DeviceAssertion(EmulatorError):
 
 
 class Race(EmulatorError):
-    """Two programs write the same element with plain stores; the result depends on timing.
+    """Two accesses to the same memory, one of them a write, that nothing orders.
 
-    `other` is the location of the earlier store, `programs` the two program ids, earlier first.
+    buffer: the memory. other: file and line of the earlier access. programs: for global memory,
+    the program ids of both, earlier first.
     """
 
-    def __init__(self, message: str, other: Location, programs: tuple[tuple[int, ...], ...]):
-        self.other, self.programs = other, programs
+    def __init__(
+        self,
+        message: str,
+        other: Location,
+        programs: tuple[tuple[int, ...], ...] = (),
+        buffer: str = "",
+        at: Location | None = None,
+    ):
+        self.other, self.programs, self.buffer = other, programs, buffer
+        super().__init__(message, at)
+
+
+class UninitializedRead(EmulatorError):
+    """A buffer is read where nothing has been written. `buffer` names it."""
+
+    def __init__(self, message: str, buffer: str):
+        self.buffer = buffer
         super().__init__(message)
+
+
+class BarrierMisuse(EmulatorError):
+    """A barrier gets more arrivals or other bytes than it waits for, or runs ahead of a waiter.
+
+    `barrier` names it.
+    """
+
+    def __init__(self, message: str, barrier: str, at: Location | None = None):
+        self.barrier = barrier
+        super().__init__(message, at)
+
+
+class ResourceLimit(EmulatorError):
+    """More shared or tensor memory, named barriers or registers than the hardware has."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Where a role waits. phase, arrivals, bytes: of the barrier, what is missing in it."""
+
+    role: str
+    at: Location
+    barrier: str
+    phase: int
+    arrivals: int
+    bytes: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        missing = f"{self.arrivals} arrivals"
+        if self.bytes:
+            missing += f" and {self.bytes} bytes"
+        note = f"; {self.note}" if self.note else ""
+        return (
+            f"{self.role} at {self.at[0]}:{self.at[1]} waits for phase {self.phase} of "
+            f"{self.barrier}, which misses {missing}{note}"
+        )
+
+
+class Deadlock(EmulatorError):
+    """No role can continue. `waits` says of each where it waits and for what."""
+
+    def __init__(self, waits: list[Wait]):
+        self.waits = waits
+        super().__init__("deadlock:\n" + "\n".join(f"  {wait}" for wait in waits), waits[0].at)

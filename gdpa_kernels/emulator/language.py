@@ -9,10 +9,12 @@ fp32 division are off by up to two. Multiplications and additions are not fused.
 """
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 import triton.language as tl
+from triton.language.extra.cuda import inline_ptx_lib
 
 from . import tile
 from .errors import InvalidKernel, Unsupported
@@ -23,6 +25,8 @@ from .rewrite import ConstexprFunction, JITFunction, Range, StaticRange, check, 
 from .tile import Tile, cast, check_shape, held, maximum, minimum, operands, scalar, to_tile, where
 
 OPERATIONS: dict[str, Any] = {}
+
+_PYTHON_BUILTINS = ("triton.language.extra.cuda.inline_ptx_lib",)
 
 
 class Namespace:
@@ -39,6 +43,11 @@ class Namespace:
             return current().lowering.convert(real)
         if isinstance(real, tl.dtype):
             return real
+        if getattr(real, "__module__", "") in _PYTHON_BUILTINS:
+            # A builtin that is Python on other builtins: the same code on ours.
+            inner = real.__wrapped__
+            names = {"core": LANGUAGE, "__builtins__": __builtins__}
+            return FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__)
         raise Unsupported(f"{self._name}.{operation}")
 
 
@@ -332,8 +341,9 @@ def fma(x: Any, y: Any, z: Any) -> Tile:
 
 @_operation
 def inline_asm_elementwise(
-    asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int
-) -> Any:
+    asm: str, constraints: str, args: Any, dtype: Any, is_pure: bool, pack: int,
+    _semantic: Any = None,
+) -> Any:  # fmt: skip
     """Inline PTX through the table in `instructions`, on `pack` elements at a time.
 
     Values shorter than 32 bits share a register. Which elements form a pack is unspecified on the
@@ -341,7 +351,8 @@ def inline_asm_elementwise(
     """
     tiles = [to_tile(value) for value in args]
     shape = torch.broadcast_shapes(*(t.data.shape for t in tiles))
-    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    several = isinstance(dtype, (tuple, list))
+    dtypes = dtype if several else (dtype,)
 
     def lanes(element: tl.dtype) -> int:
         return min(pack, max(1, 32 // element.primitive_bitwidth))
@@ -360,7 +371,17 @@ def inline_asm_elementwise(
         if len(columns) != pack or columns[0].dtype != held(element):
             raise InvalidKernel(f"inline assembly must return {pack} values of {element}")
         results.append(Tile(torch.stack(columns, -1).reshape(shape), element))
-    return tuple(results) if isinstance(dtype, tuple) else results[0]
+    return tuple(results) if several else results[0]
+
+
+@_operation
+def map_elementwise(scalar_fn: Callable, *args: Any, pack: int = 1) -> Any:
+    """The scalar function on whole tiles at once; one that branches on an element is refused."""
+    tiles = [to_tile(value) for value in args]
+    shape = torch.broadcast_shapes(*(t.data.shape for t in tiles))
+    if pack != 1:
+        raise Unsupported(f"tl.map_elementwise with pack={pack}")
+    return scalar_fn(*(t.like(t.data.expand(shape)) for t in tiles))
 
 
 def _items(value: Any) -> tuple[Tile, ...]:
@@ -501,13 +522,20 @@ _DEVICE_LIBRARY = (
 )
 
 LANGUAGE = Namespace("tl", OPERATIONS, tl, tl.core)
+LANGUAGE.__dict__["math"] = LANGUAGE
 LIBDEVICE = Namespace(
     "libdevice",
-    {name: _float_function(f"libdevice.{name}", getattr(torch, name)) for name in _DEVICE_LIBRARY},
+    {
+        **{n: _float_function(f"libdevice.{n}", getattr(torch, n)) for n in _DEVICE_LIBRARY},
+        "fast_dividef": fdiv,
+    },
 )
 
 # Triton's modules -> what a kernel sees in their place.
+PTX_LIBRARY = Namespace("inline_ptx_lib", {}, inline_ptx_lib)
+
 MODULES: dict[str, Any] = {
+    **dict.fromkeys(_PYTHON_BUILTINS, PTX_LIBRARY),
     **{f"triton.language{part}": LANGUAGE for part in ("", ".core", ".math", ".standard")},
     **{f"triton.language.extra.{part}libdevice": LIBDEVICE for part in ("", "cuda.")},
 }

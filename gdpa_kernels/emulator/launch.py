@@ -1,22 +1,31 @@
-"""The state of one kernel launch: architecture, grid, running program, memory, and the report."""
+"""The state of one kernel launch: architecture, grid, CTAs, memory, and the report."""
 
 import contextvars
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import EmulatorError
+from .errors import EmulatorError, ResourceLimit
+from .timeline import Timeline
+
+SHARED_BYTES = 232448
+TENSOR_COLUMNS = 512
+REGISTERS = 65536
 
 
 def _no_checks() -> dict[str, int]:
-    return {"bounds": 0, "race": 0, "descriptor": 0}
+    return {"bounds": 0, "race": 0, "descriptor": 0, "shared": 0, "barrier": 0}
 
 
 @dataclass
 class Report:
     """What one launch did.
 
-    bytes_loaded and bytes_stored count active lanes and unclipped elements of boxes; atomics count
-    as both. checks counts the accesses examined, by kind.
+    programs: CTAs executed (with cluster launch control fewer than the grid has). bytes_loaded,
+    bytes_stored: of global memory; active lanes, unclipped elements of boxes, atomics as both.
+    shared_bytes, tensor_columns, barriers: the most that one CTA allocated. warps: of each role of
+    a CTA, default first. checks: accesses examined, by kind. uninitialized: reads of unwritten
+    shared or tensor memory that were let pass. timeline: with `trace=True`.
     """
 
     arch: str
@@ -24,20 +33,128 @@ class Report:
     bytes_loaded: int = 0
     bytes_stored: int = 0
     dots: int = 0
+    shared_bytes: int = 0
+    tensor_columns: int = 0
+    barriers: int = 0
+    warps: dict[str, int] = field(default_factory=dict)
     checks: dict[str, int] = field(default_factory=_no_checks)
+    uninitialized: int = 0
+    timeline: Timeline | None = None
+
+
+@dataclass(eq=False)
+class Cluster:
+    """CTAs that run together. `scheduler` runs their roles, `barrier` is their common barrier."""
+
+    scheduler: Any
+    barrier: Any
+    ctas: list["Cta"] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Cta:
+    """A CTA: its place in the grid and in its cluster, its memory, and its barriers.
+
+    allocations: storages and barriers in the order of allocation, so that a peer's counterpart is
+    the one with the same number. engines: when TMA and tensor core are free again, modelled.
+    """
+
+    launch: "Launch"
+    cluster: Cluster
+    number: int
+    rank: int
+    program: tuple[int, int, int]
+    shared_bytes: int = 0
+    tensor_columns: int = 0
+    allocations: list[Any] = field(default_factory=list)
+    waiting: list[tuple[int, Any]] = field(default_factory=list)
+    named_barriers: dict[int, Any] = field(default_factory=dict)
+    engines: dict[str, float] = field(default_factory=lambda: {"TMA": 0.0, "tensor core": 0.0})
+
+    def reserve(self, tensor: bool, num_bytes: int) -> None:
+        """Count an allocation: bytes of shared memory, or of a row of tensor memory."""
+        report = self.launch.report
+        if tensor:
+            self.tensor_columns += num_bytes // 4
+            report.tensor_columns = max(report.tensor_columns, self.tensor_columns)
+            if self.tensor_columns > TENSOR_COLUMNS:
+                raise ResourceLimit(
+                    f"tensor memory has {TENSOR_COLUMNS} columns, got {self.tensor_columns}"
+                )
+            return
+        self.shared_bytes += num_bytes
+        report.shared_bytes = max(report.shared_bytes, self.shared_bytes)
+        if self.shared_bytes > SHARED_BYTES:
+            raise ResourceLimit(
+                f"shared memory has {SHARED_BYTES} bytes per CTA, got {self.shared_bytes}"
+            )
+
+    def allocate(self, what: Any) -> None:
+        """Number an allocation, and wake peers that wait for it."""
+        self.allocations.append(what)
+        count = len(self.allocations)
+        scheduler = self.cluster.scheduler
+        for number, role in [w for w in self.waiting if w[0] < count]:
+            self.waiting.remove((number, role))
+            scheduler.wake(role, scheduler.role.time)
+
+    def peer(self, rank: int) -> "Cta":
+        if not 0 <= rank < len(self.cluster.ctas):
+            raise EmulatorError(
+                f"CTA rank must be in [0, {len(self.cluster.ctas)}), the cluster, got {rank}"
+            )
+        return self.cluster.ctas[rank]
 
 
 @dataclass
 class Launch:
-    """One launch; `program` is the id of the program that runs now."""
+    """One launch.
+
+    clusters: numbers of those that have not started, and may be cancelled. loops: turns of while
+    loops that each role has made.
+    """
 
     arch: str
     grid: tuple[int, int, int]
+    cluster_shape: tuple[int, int, int]
+    num_warps: int
     report: Report
     races: bool
+    uninitialized: str
     lowering: Any
     memory: Any = None
-    program: tuple[int, int, int] = (0, 0, 0)
+    scheduler: Any = None
+    clusters: deque = field(default_factory=deque)
+    loops: dict[Any, int] = field(default_factory=dict)
+
+    def steal(self) -> tuple[int, int, int] | None:
+        """Cancel a cluster that has not started; the program id of its first CTA, or None.
+
+        One cluster is always left to start by itself, as on a device with two of them resident.
+        """
+        if len(self.clusters) < 2:
+            return None
+        return self.place(self.clusters.popleft(), 0)
+
+    def place(self, cluster: int, rank: int) -> tuple[int, int, int]:
+        """Program id of a CTA: clusters, and CTAs in them, count x fastest."""
+        program, step = [], 1
+        for size, shape in zip(self.grid, self.cluster_shape, strict=True):
+            across = size // shape
+            program.append(cluster % across * shape + rank // step % shape)
+            cluster //= across
+            step *= shape
+        return tuple(program)
+
+    @property
+    def role(self) -> Any:
+        """The role that runs now."""
+        return self.scheduler.role
+
+    @property
+    def program(self) -> tuple[int, int, int]:
+        """The program id of the CTA that runs now."""
+        return self.scheduler.role.cta.program if self.scheduler else (0, 0, 0)
 
 
 CURRENT: contextvars.ContextVar[Launch] = contextvars.ContextVar("emulator_launch")

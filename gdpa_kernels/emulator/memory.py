@@ -9,9 +9,11 @@ the first and the last element that this tensor (view) reaches. Masked-off lanes
 Undefined values: a masked-off lane of a load without `other` reads NaN, or a large recognisable
 integer, so that a kernel that uses it is noticed.
 
-Races: programs run one after another here, and in any order on a device. A shadow of each storage
-that is stored to keeps the last writer; a plain store to an element that another program stored to
-is a `Race`. Reads and atomics are not judged.
+Races: two plain accesses to an element, one of them a store, are a `Race` unless one happens before
+the other (see `clocks`). A shadow of each storage keeps, per element, the last store, the last load
+of this cluster of CTAs and the last load of an earlier one. Atomics on one address order what comes
+before the one with what comes after the other; they, and the reductions of TMA, are not judged. A
+store that changes no bit is let pass: programs may well compute one result twice.
 
 TMA: the hardware compares each index with the shape, then computes the address as
 `base + sum(index * stride)` in 64-bit bytes that wrap. Both happen in this order here, so huge
@@ -20,23 +22,17 @@ box; it is accessed as a strided view.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import triton.language as tl
 
-from .errors import (
-    DescriptorError,
-    InvalidKernel,
-    Location,
-    OutOfBounds,
-    Race,
-    Unsupported,
-    location,
-)
+from .clocks import Access, Clock
+from .errors import DescriptorError, InvalidKernel, OutOfBounds, Race, Unsupported
 from .launch import Launch
+from .scheduler import Operation, Role
 from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, scalar, to_raw, to_tile
 
 
@@ -53,20 +49,19 @@ def _undefined(dtype: tl.dtype) -> torch.Tensor:
 
 @dataclass
 class _Shadow:
-    """The last plain store to each granule of a storage, as a number in `Memory._accesses`.
+    """Who touched each granule of a storage last, as numbers in `Memory._accesses`; 0: nobody.
 
     The granule is the smallest element of the tensors that share the storage, in bytes.
     """
 
     num_bytes: int
     granule: int
-    _writers: torch.Tensor | None = None
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def writers(self) -> torch.Tensor:
-        if self._writers is None:
-            self._writers = torch.zeros(-(-self.num_bytes // self.granule), dtype=torch.int32)
-        return self._writers
+    def table(self, name: str) -> torch.Tensor:
+        if name not in self.tables:
+            self.tables[name] = torch.zeros(-(-self.num_bytes // self.granule), dtype=torch.int32)
+        return self.tables[name]
 
 
 @dataclass(eq=False)
@@ -107,12 +102,16 @@ class Region:
 class Memory:
     """All global memory of one launch."""
 
-    def __init__(self, launch: Launch):
+    def __init__(self, launch: Launch, reachable: Sequence[torch.Tensor] = ()):
         self._launch, self._report = launch, launch.report
         self._shadows: dict[tuple[int, int], _Shadow] = {}
-        self._accesses: list[tuple[tuple[int, int, int], Location]] = []
-        self._program: tuple[int, int, int] | None = None
-        self._first_access = 0
+        self._accesses: list[tuple[Access, tuple[int, int, int]]] = []
+        self._first_of_cluster = 1
+        self._atomics: dict[tuple[int, int], Clock] = {}
+        self._reachable = tuple(reachable)
+
+    def start_cluster(self) -> None:
+        self._first_of_cluster = len(self._accesses) + 1
 
     def pointer(self, name: str, tensor: torch.Tensor) -> Tile:
         """A scalar pointer to the first element of a tensor argument."""
@@ -134,34 +133,87 @@ class Memory:
         region = Region(self, name, dtype, flat, low, high, shadow)
         return Tile(torch.tensor(low), tl.pointer_type(dtype), region)
 
+    def at_address(self, address: int, dtype: tl.dtype) -> Tile:
+        """The pointer that an integer names, into an argument or a reachable tensor."""
+        for tensor in self._reachable:
+            first = tensor.data_ptr()
+            pointer = self.pointer("memory", tensor)
+            region = pointer.base
+            extent = (region.high - region.low) * region.itemsize
+            if first <= address < first + extent:
+                pointer = cast(pointer, dtype)
+                step = torch.tensor((address - first) // pointer.base.itemsize)
+                return pointer.like(pointer.data + step)
+        raise OutOfBounds(
+            f"address {address:#x} must lie in a tensor of `reachable`, got none that holds it"
+        )
+
     def _out_of_bounds(self, region: Region, what: str, element: int) -> None:
         raise OutOfBounds(
             f"{what} of {region.name} must stay in elements [0, {region.high - region.low}), "
             f"got element {element - region.low} in program {self._launch.program}"
         )
 
-    def _judge(self, region: Region, writers: torch.Tensor) -> int:
-        """Raise Race if another program wrote these granules; return the number of this access.
+    def _judge(
+        self,
+        region: Region,
+        actor: Role | Operation | None,
+        get: Callable,
+        put: Callable,
+        changed: torch.Tensor | None = None,
+    ) -> None:
+        """Raise Race if nothing orders this access with earlier ones; remember it.
 
-        Programs run one at a time, so those of the running one are the last on the list.
+        `get(table)` are the granules concerned, `put(table, values)` sets them. changed: for a
+        store, which of its elements get other bits.
         """
-        program = self._launch.program
-        if self._program != program:
-            self._program, self._first_access = program, len(self._accesses) + 1
+        if not self._launch.races or (changed is not None and not changed.numel()):
+            return
         self._report.checks["race"] += 1
-        foreign = (writers > 0) & (writers < self._first_access)
-        if bool(foreign.any()):
-            earlier, (file, line) = self._accesses[int(writers[foreign][0]) - 1]
+        actor = actor or self._launch.role
+        write = changed is not None
+        shadow, access = region.shadow, actor.access(write, 0)
+        if not self._accesses or self._accesses[-1][0] != access:
+            self._accesses.append((access, self._launch.program))
+        for name in ("stores", "loads", "earlier loads") if write else ("stores",):
+            if name in shadow.tables:
+                numbers = get(shadow.table(name))
+                if write:
+                    numbers = numbers.reshape(changed.numel(), -1)[changed.reshape(-1)]
+                self._check_order(region, numbers, actor.clock, access)
+        number = len(self._accesses)
+        if write:
+            put(shadow.table("stores"), number)
+            return
+        loads = get(shadow.table("loads"))
+        earlier = (loads > 0) & (loads < self._first_of_cluster)
+        if bool(earlier.any()):
+            before = shadow.table("earlier loads")
+            put(before, torch.where(earlier, loads, get(before)))
+        put(shadow.table("loads"), number)
+
+    def _check_order(
+        self, region: Region, numbers: torch.Tensor, clock: Clock, access: Access
+    ) -> None:
+        if not bool(numbers.any()):
+            return
+        for number in numbers.unique().tolist():
+            if number == 0 or clock.knows(self._accesses[number - 1][0]):
+                continue
+            old, before = self._accesses[number - 1]
+            program, (file, line) = self._launch.program, old.at
+            if before == program:
+                first, second = f"{access.who} ", f"{old.who} "
+            else:
+                first, second = f"program {program} ", f"program {before} "
+            did = {True: "stores to", False: "loads"}, {True: "stored to", False: "loaded"}
             raise Race(
-                f"program {program} stores to an element of {region.name} that program {earlier} "
-                f"stored to at {file}:{line}",
+                f"{first}{did[0][access.write]} an element of {region.name} that {second}"
+                f"{did[1][old.write]} at {file}:{line}; nothing orders the two",
                 (file, line),
-                (earlier, program),
+                (before, program),
+                region.name,
             )
-        access = (program, location())
-        if not self._accesses or self._accesses[-1] != access:
-            self._accesses.append(access)
-        return len(self._accesses)
 
     def _lanes(
         self, what: str, pointer: Tile, mask: Any
@@ -184,9 +236,33 @@ class Memory:
                     self._out_of_bounds(region, what, element)
         return region, index, active
 
-    def load(self, pointer: Tile, mask: Any = None, other: Any = None) -> Tile:
-        """Gather; inactive lanes read `other`, or an undefined value."""
+    def _judge_lanes(
+        self,
+        region: Region,
+        index: torch.Tensor,
+        actor: Operation | None,
+        stored: torch.Tensor | None = None,
+    ) -> None:
+        changed = None if stored is None else region.flat[index] != stored
+        if region.granules > 1:
+            index = (index[:, None] * region.granules + torch.arange(region.granules)).reshape(-1)
+
+        def put(table: torch.Tensor, values: Any) -> None:
+            table[index] = values
+
+        self._judge(region, actor, lambda t: t[index], put, changed)
+
+    def load(
+        self,
+        pointer: Tile,
+        mask: Any = None,
+        other: Any = None,
+        by: Operation | None = None,
+    ) -> Tile:
+        """Gather; inactive lanes read `other`, or an undefined value. by: not the role itself."""
         region, index, active = self._lanes("load", pointer, mask)
+        used = index.reshape(-1) if active is None else index[active]
+        self._judge_lanes(region, used, by)
         if active is None:
             raw = region.flat.index_select(0, index.reshape(-1)).reshape(index.shape)
             count = index.numel()
@@ -194,14 +270,15 @@ class Memory:
             default = _undefined(region.dtype)
             if other is not None:
                 default = to_raw(cast(other, region.dtype).data, region.dtype)
-            used = index[active]
             raw = default.expand(index.shape).clone()
             raw[active] = region.flat.index_select(0, used)
             count = used.numel()
         self._report.bytes_loaded += count * region.itemsize
         return Tile(from_raw(raw, region.dtype), region.dtype)
 
-    def store(self, pointer: Tile, value: Any, mask: Any = None) -> None:
+    def store(
+        self, pointer: Tile, value: Any, mask: Any = None, by: Operation | None = None
+    ) -> None:
         """Scatter of the active lanes; the value is converted to the element type."""
         region, index, active = self._lanes("store", pointer, mask)
         value = cast(value, region.dtype)
@@ -210,12 +287,7 @@ class Memory:
         raw = to_raw(value.data, region.dtype).expand(index.shape)
         chosen = ... if active is None else active
         index, raw = index[chosen].reshape(-1), raw[chosen].reshape(-1)
-        if self._launch.races:
-            parts, granules = region.granules, index
-            if parts > 1:
-                granules = (index[:, None] * parts + torch.arange(parts)).reshape(-1)
-            writers = region.shadow.writers
-            writers[granules] = self._judge(region, writers[granules])
+        self._judge_lanes(region, index, by, raw)
         region.flat[index] = raw
         self._report.bytes_stored += index.numel() * region.itemsize
 
@@ -229,6 +301,11 @@ class Memory:
         data = [cast(v, dtype).data.expand(index.shape)[chosen].reshape(-1) for v in values]
         where = index[chosen].reshape(-1)
         count = where.numel()
+        if not index.shape and count:
+            role, key = self._launch.role, (id(region.shadow), int(where) * region.itemsize)
+            shared = self._atomics.setdefault(key, Clock())
+            role.clock.join(shared)
+            shared.join(role.release())
         before = torch.empty(count, dtype=region.flat.dtype)
         unique = where.unique().numel() == count
         for turn in [slice(None)] if unique else [slice(i, i + 1) for i in range(count)]:
@@ -268,17 +345,39 @@ class Memory:
                 self._out_of_bounds(region, what, element)
         return _Window(tuple(inside), first, sizes, strides)
 
-    def load_box(self, desc: "Descriptor", coordinates: Any) -> Tile:
+    def _judge_box(
+        self,
+        window: "_Window",
+        region: Region,
+        actor: Operation | None,
+        stored: torch.Tensor | None = None,
+    ) -> None:
+        def put(table: torch.Tensor, values: Any) -> None:
+            window.of(table, region.granules).copy_(torch.as_tensor(values))
+
+        def get(table: torch.Tensor) -> torch.Tensor:
+            return window.of(table, region.granules)
+
+        changed = None if stored is None else window.of(region.flat) != stored
+        self._judge(region, actor, get, put, changed)
+
+    def load_box(self, desc: "Descriptor", coordinates: Any, by: Operation | None = None) -> Tile:
         """The box at `coordinates`; elements outside the shape read the padding."""
         window, region = self._window(desc, coordinates, "descriptor load"), desc.region
         raw = desc.padding.expand(desc.block_shape).clone()
         if window is not None:
+            self._judge_box(window, region, by)
             raw[window.inside] = window.of(region.flat)
             self._report.bytes_loaded += math.prod(window.sizes) * region.itemsize
         return Tile(from_raw(raw, region.dtype), region.dtype)
 
     def store_box(
-        self, desc: "Descriptor", coordinates: Any, value: Tile, update: Callable | None = None
+        self,
+        desc: "Descriptor",
+        coordinates: Any,
+        value: Tile,
+        update: Callable | None = None,
+        by: Operation | None = None,
     ) -> None:
         """Write the box, or `update(old, value)`; elements outside the shape are dropped."""
         region, dtype = desc.region, desc.dtype
@@ -293,9 +392,8 @@ class Memory:
         if update is not None:
             data = update(from_raw(target, dtype), data)
             self._report.bytes_loaded += num_bytes
-        elif self._launch.races:
-            writers = window.of(region.shadow.writers, region.granules)
-            writers.fill_(self._judge(region, writers))
+        else:
+            self._judge_box(window, region, by, to_raw(data, dtype))
         target.copy_(to_raw(data, dtype))
         self._report.bytes_stored += num_bytes
 
@@ -385,7 +483,9 @@ class Descriptor:
     def load(self, offsets: Any, latency: int | None = None) -> Tile:
         return self.region.memory.load_box(self, offsets)
 
-    def store(self, offsets: Any, value: Tile, store_reduce: str = "") -> None:
+    def store(
+        self, offsets: Any, value: Tile, store_reduce: str = "", by: Operation | None = None
+    ) -> None:
         """Store, or with store_reduce combine with what is there, each element atomically."""
         update = None
         if store_reduce:
@@ -395,7 +495,7 @@ class Descriptor:
             if store_reduce not in _REDUCTIONS or not reduced:
                 raise InvalidKernel(f"TMA has no reduction {store_reduce!r} of {self.dtype}")
             update = _REDUCTIONS[store_reduce]
-        self.region.memory.store_box(self, offsets, value, update)
+        self.region.memory.store_box(self, offsets, value, update, by)
 
     def __getattr__(self, name: str) -> Callable:
         # atomic_add, atomic_min, ... are the reductions under another name.

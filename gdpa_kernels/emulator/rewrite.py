@@ -8,6 +8,9 @@ Triton is Python with other semantics in a few places; those are the changes:
 - The variable of a `range` or `tl.range` loop is a value, that of `tl.static_range` a constant.
 - `and`, `or`, `not` on values are element-wise and evaluate everything.
 - Lists are tuples. `a if c else b` is a value if `c` is one. `assert` is a device assertion.
+- The body of `with tlx.async_task(...)` becomes a function of the names it uses; each replica is
+  called with the values they have when the task is reached, so every task has its own copies. They
+  run when the surrounding `with tlx.async_tasks()` ends, and their assignments stay theirs.
 
 Global names are resolved anew for each launch: Triton's modules become the emulator's namespaces,
 Triton functions are lowered on demand, constants are unwrapped. What Triton forbids in a kernel (a
@@ -28,10 +31,13 @@ from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
 from .errors import MARK, DeviceAssertion, InvalidKernel, Unsupported
+from .launch import current
 from .tile import Tile, cast, logical, promote_integers, scalar, to_tile
 
 # Newer than some supported Tritons; isinstance(x, ()) is False.
 ConstexprFunction = getattr(jit, "ConstexprFunction", ())
+
+MAX_TURNS = 100_000
 
 _PLAIN = (
     *(ast.Expr, ast.Return, ast.If, ast.While, ast.Pass, ast.Name, ast.Constant, ast.Tuple),
@@ -45,13 +51,13 @@ class _Rewriter(ast.NodeTransformer):
     """Makes the changes listed above, by calls to the functions in HELPERS."""
 
     def __init__(self, file: str):
-        self.file = file
+        self.file, self.local, self.regions = file, set(), 0
 
     def refuse(self, node: ast.AST, what: str) -> None:
         raise Unsupported(what, (self.file, getattr(node, "lineno", 0)))
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        if not isinstance(node, _PLAIN) or (isinstance(node, ast.While) and node.orelse):
+        if not isinstance(node, _PLAIN):
             self.refuse(node, f"Python syntax {type(node).__name__}")
         return super().generic_visit(node)
 
@@ -67,16 +73,56 @@ class _Rewriter(ast.NodeTransformer):
 
     def function(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.decorator_list, node.returns = [], None
-        for argument in ast.walk(node.args):
-            if isinstance(argument, ast.arg):
-                argument.annotation = None
+        for part in ast.walk(node):
+            if isinstance(part, ast.arg):
+                part.annotation = None
+                self.local.add(part.arg)
+            elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                self.local.add(part.id)
         return super().generic_visit(node)
+
+    def visit_With(self, node: ast.With) -> list[ast.stmt]:
+        call = node.items[0].context_expr
+        kind = ast.unparse(getattr(call, "func", call)).split(".")[-1]
+        if len(node.items) > 1 or kind not in ("async_tasks", "async_task"):
+            self.refuse(node, f"with {ast.unparse(call)}")
+        if kind == "async_tasks":
+            self.regions += 1
+        region = f"__region_{self.regions}__"
+        body = self.block(node.body)
+        if kind == "async_tasks":
+            start = f"{region} = __tasks__()"
+            return [*self.code(node, start), *body, *self.code(node, f"{region}.run()")]
+        used = {n.id for s in node.body for n in ast.walk(s) if isinstance(n, ast.Name)}
+        captured = ", ".join(f"{name}=None" for name in sorted(used & self.local))
+        name = f"__{_role_name(node)}__"
+        (define,) = self.code(node, f"def {name}({captured}): pass")
+        define.body = body
+        (add,) = self.code(node, f"{region}.add({name}, __locals__())")
+        add.value.args += [self.visit(argument) for argument in call.args]
+        add.value.keywords = [self.visit(keyword) for keyword in call.keywords]
+        return [define, add]
+
+    def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        visited = [self.visit(statement) for statement in statements]
+        return [s for part in visited for s in (part if isinstance(part, list) else [part])]
+
+    @staticmethod
+    def code(node: ast.AST, source: str) -> list[ast.stmt]:
+        """Statements from source, placed at the line of `node`."""
+        statements = ast.parse(source).body
+        for statement in statements:
+            for part in ast.walk(statement):
+                ast.copy_location(part, node)
+        return statements
 
     def assign(self, node: ast.stmt, target: ast.expr, value: ast.expr, helper: str) -> ast.Assign:
         names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
         if not all(isinstance(name, ast.Name) for name in names):
             self.refuse(node, "assignment to something that is not a name")
         value = self.call(helper, value, self.visit(value))
+        if isinstance(target, ast.Name):
+            value.args.append(ast.copy_location(ast.Constant(target.id), node))
         return ast.copy_location(ast.Assign(targets=[target], value=value), node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
@@ -101,7 +147,14 @@ class _Rewriter(ast.NodeTransformer):
         if node.orelse or not isinstance(node.target, ast.Name):
             self.refuse(node, "for ... else, or a loop target that is not a name")
         node.iter = self.call("__loop__", node.iter, self.visit(node.iter))
-        node.body = [self.visit(statement) for statement in node.body]
+        node.body = self.block(node.body)
+        return node
+
+    def visit_While(self, node: ast.While) -> ast.While:
+        node.test = self.call("__again__", node.test, self.visit(node.test))
+        node.body = self.block(node.body)
+        if node.orelse:
+            self.refuse(node, "while ... else")
         return node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
@@ -140,6 +193,15 @@ class _Rewriter(ast.NodeTransformer):
         if node.attr == "value":
             return self.call("__value__", node, self.visit(node.value))
         return self.generic_visit(node)
+
+
+def _role_name(node: ast.With) -> str:
+    """The name of the function that is all of the task's body, or "task"."""
+    if len(node.body) == 1 and isinstance(node.body[0], ast.Expr):
+        called = getattr(node.body[0].value, "func", None)
+        if isinstance(called, ast.Name):
+            return called.id.strip("_")
+    return "task"
 
 
 _COMPILED: dict[int, tuple[JITFunction, types.CodeType, set[str], set[str]]] = {}
@@ -297,13 +359,28 @@ def _loop(iterable: Any) -> Iterator[Any]:
     return iter(iterable) if isinstance(iterable, StaticRange) else iterable.values()
 
 
-def _assign(value: Any) -> Any:
+def _again(condition: Any) -> bool:
+    """The condition of a while loop; a role that spins lets the others run."""
+    launch = current()
+    launch.scheduler.checkpoint(1.0)
+    launch.loops[launch.role] = turns = launch.loops.get(launch.role, 0) + 1
+    if turns > MAX_TURNS:
+        raise Unsupported(
+            f"more than {MAX_TURNS} turns of while loops in one role; does it wait for a CTA that "
+            "has not started? CTAs run one after another here, clusters apart"
+        )
+    return bool(condition)
+
+
+def _assign(value: Any, name: str = "") -> Any:
     if isinstance(value, (bool, int, float)):
         return to_tile(value)
+    if hasattr(type(value), "call_it"):
+        value.call_it(name)
     return map_tuple(_assign, value) if isinstance(value, tuple) else value
 
 
-def constant(value: Any) -> Any:
+def constant(value: Any, name: str = "") -> Any:
     """A compile-time constant, as it is."""
     if isinstance(value, Tile):
         raise InvalidKernel(f"a tl.constexpr needs a constant, got {value!r}")
@@ -349,4 +426,6 @@ HELPERS: dict[str, Callable] = {
     "__tuple__": tuple,
     "__assert__": check,
     "__value__": lambda x: getattr(x, "value", x),
+    "__locals__": locals,
+    "__again__": _again,
 }

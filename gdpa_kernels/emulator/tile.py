@@ -20,6 +20,7 @@ import torch
 import triton.language as tl
 
 from .errors import InvalidKernel, Unsupported
+from .launch import current
 
 _INTEGERS = {f"int{width}": getattr(torch, f"int{width}") for width in (8, 16, 32, 64)}
 _UNSIGNED = {"uint8": 8, "uint16": 16, "uint32": 32}
@@ -126,6 +127,10 @@ def promote_integers(a: tl.dtype, b: tl.dtype) -> tl.dtype:
     return a if a.int_bitwidth > b.int_bitwidth else b
 
 
+# Elements computed since a role was last charged for them.
+WORK = [0]
+
+
 class Tile:
     """A value: `data` (torch, rank 0 for scalars), `dtype` (Triton's), and for pointers `base`.
 
@@ -137,6 +142,8 @@ class Tile:
 
     def __init__(self, data: torch.Tensor, dtype: tl.dtype, base: Any = None):
         self.data, self.dtype, self.base = data, dtype, base
+        if data.ndim:
+            WORK[0] += data.numel()
 
     def like(self, data: torch.Tensor) -> "Tile":
         """The same kind of value with other data."""
@@ -208,6 +215,8 @@ def cast(value: Any, dtype: tl.dtype) -> Tile:
     if source.is_ptr() and dtype.is_ptr():
         region, offsets = tile.base.reinterpret(dtype.element_ty, data)
         return Tile(offsets, dtype, region)
+    if dtype.is_ptr() and source.name == "int64":
+        return current().memory.at_address(int(tile), dtype)
     if source.is_ptr() or dtype.is_ptr():
         raise Unsupported(f"cast of {source} to {dtype}")
     if source.name == dtype.name:
@@ -329,6 +338,16 @@ def _bitwise(op: Callable, a: Any, b: Any) -> Tile:
     return Tile(_wrap(op(x, y), dtype), dtype)
 
 
+def _shift_left(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    # By the width or more nothing is left, as the device's shl has it.
+    width = 8 * x.itemsize
+    return torch.where(y < width, x << y.clamp(0, width - 1), 0)
+
+
+def _shift_right(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x >> y.clamp(0, 8 * x.itemsize - 1)
+
+
 def invert(a: Tile) -> Tile:
     if not a.dtype.is_int():
         raise InvalidKernel(f"operand of ~ must be an integer, got {a!r}")
@@ -393,8 +412,8 @@ _BINARY = {
     "and": lambda a, b: _bitwise(torch.bitwise_and, a, b),
     "or": lambda a, b: _bitwise(torch.bitwise_or, a, b),
     "xor": lambda a, b: _bitwise(torch.bitwise_xor, a, b),
-    "lshift": lambda a, b: _bitwise(torch.bitwise_left_shift, a, b),
-    "rshift": lambda a, b: _bitwise(torch.bitwise_right_shift, a, b),
+    "lshift": lambda a, b: _bitwise(_shift_left, a, b),
+    "rshift": lambda a, b: _bitwise(_shift_right, a, b),
 }
 for _name, _function in _BINARY.items():
     setattr(Tile, f"__{_name}__", lambda self, other, f=_function: f(self, other))

@@ -233,11 +233,22 @@ def test_stored_value_must_have_the_type_of_the_descriptor():
         run(mismatch_kernel, (1,), desc)
 
 
+@triton.jit
+def same_box_kernel(x_desc, out_desc):
+    out_desc.store([0, 0], x_desc.load([8 * tl.program_id(0), 0]))
+
+
 def test_race_between_boxes():
-    x = torch.ones(8, 16)
-    descs = [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, x.clone())]
+    x = torch.arange(16 * 16.0).reshape(16, 16)
+    descs = [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, torch.zeros(8, 16))]
     with pytest.raises(Race, match="out_desc"):
-        run(box_kernel, (2,), *descs, 0, 0, SHIFT=0)
+        run(same_box_kernel, (2,), *descs)
+
+
+def test_two_programs_may_store_the_same_bits():
+    x = torch.arange(8 * 16.0).reshape(8, 16)
+    descs = [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, torch.zeros(8, 16))]
+    run(box_kernel, (2,), *descs, 0, 0, SHIFT=0)
 
 
 @pytest.mark.parametrize(

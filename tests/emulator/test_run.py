@@ -74,7 +74,9 @@ def test_report():
     assert report.dots == 2 * 4 * 2
     assert report.bytes_stored == tile_bytes
     assert report.bytes_loaded == tile_bytes + 2 * 2 * tile_bytes
-    assert report.checks == {"bounds": 2 * (2 + 4 * 2), "race": 2, "descriptor": 0}
+    accesses = 2 * (2 + 4 * 2)
+    expected = {"bounds": accesses, "race": accesses, "descriptor": 0, "shared": 0, "barrier": 0}
+    assert report.checks == expected
 
 
 def test_one_head_of_512_takes_less_than_half_a_second():

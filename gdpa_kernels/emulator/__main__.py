@@ -1,0 +1,96 @@
+"""Runs the kernels of a Python file in the emulator: python -m gdpa_kernels.emulator --help"""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from . import ARCHITECTURES, EmulatorError, Report, intercept
+
+
+def load(target: str) -> Callable[[], object]:
+    """The function FUNCTION of `FILE.py:FUNCTION`; ValueError if there is none."""
+    path, _, name = target.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise ValueError(f"target must be FILE.py:FUNCTION, got {target!r}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{path} must define a function {name!r}, got none")
+    return getattr(module, name)
+
+
+def summary(report: Report) -> str:
+    """One launch in a few lines."""
+    lines = [
+        f"{report.programs} CTAs on {report.arch}: {report.dots} matrix products, "
+        f"{report.bytes_loaded} bytes loaded, {report.bytes_stored} stored"
+    ]
+    if report.warps:
+        roles = ", ".join(f"{role} {warps}" for role, warps in report.warps.items())
+        lines.append(
+            f"  warps: {roles}; shared memory {report.shared_bytes} bytes, tensor memory "
+            f"{report.tensor_columns} columns, {report.barriers} mbarriers"
+        )
+    checks = ", ".join(f"{kind} {count}" for kind, count in report.checks.items() if count)
+    lines.append(f"  checked: {checks}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 0 if nothing was found, 1 with a finding, 2 for a bad command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gdpa_kernels.emulator",
+        description="Call FUNCTION() of FILE.py; every kernel it launches on CPU tensors, as "
+        "kernel[grid](...), runs in the emulator, under the modelled schedule and random ones.",
+    )
+    parser.add_argument("target", metavar="FILE.py:FUNCTION", help="a function without arguments")
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")
+    parser.add_argument(
+        "--schedules", type=int, default=4, metavar="N", help="random schedules to try (default 4)"
+    )
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
+    parser.add_argument("--svg", metavar="FILE", help="draw the first CTA of the first launch")
+    parser.add_argument(
+        "--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        function = load(options.target)
+    except ValueError as error:
+        parser.error(str(error))
+
+    wanted = bool(options.trace or options.svg)
+    uninitialized = "allow" if options.allow_uninitialized else "error"
+    for schedule in ("modelled", *range(options.schedules)):
+        first = schedule == "modelled"
+        try:
+            with intercept(
+                options.arch,
+                schedule=schedule,
+                trace=wanted and first,
+                uninitialized=uninitialized,
+            ) as reports:
+                function()
+        except EmulatorError as error:
+            print(f"{type(error).__name__} (schedule {schedule}): {error}", file=sys.stderr)
+            return 1
+        if not reports:
+            print(f"{options.target} launched no kernel", file=sys.stderr)
+            return 1
+        if first:
+            print("\n".join(map(summary, reports)))
+            if options.trace:
+                reports[0].timeline.save_chrome_trace(options.trace)
+            if options.svg:
+                Path(options.svg).write_text(reports[0].timeline.svg(), encoding="utf-8")
+    print(f"nothing found under the modelled and {options.schedules} random schedules")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""Shared and tensor memory: allocations, views, aliases, and what they may hold.
+
+A `Storage` is the bytes of one allocation. Shared memory is a row of bytes in the logical order of
+the buffer (swizzles permute it within the allocation and are not modelled). Tensor memory is 128
+lanes of 32-bit columns; a buffer of 64 rows has its columns to itself here. Aliases are buffers on
+one storage: `reuse=` of another buffer, or an alias specification, which is laid out by its overlap
+definition when the first of its buffers is used.
+
+Contents start as NaN. Every access is recorded in the storage's `Shadow`: reads of bytes that
+nobody wrote are `UninitializedRead`, unordered accesses are `Race`. Tensor memory is recorded by
+byte of a row, for all lanes at once.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from .clocks import Shadow
+from .errors import InvalidKernel, OutOfBounds, Race, UninitializedRead
+from .launch import current
+from .scheduler import Operation, Role
+from .tile import RAW, from_raw, to_raw
+
+LANES = 128
+_ALIGNMENT = 128
+
+
+@dataclass(eq=False)
+class Storage:
+    """Bytes of shared memory, or 128 lanes of `num_bytes` bytes of tensor memory."""
+
+    cta: Any
+    tensor: bool
+    num_bytes: int = 0
+    shadow: Shadow = field(default_factory=Shadow)
+    masks: dict[Any, int] = field(default_factory=dict)
+    _data: torch.Tensor | None = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        if self._data is None:
+            shape = (LANES, self.num_bytes) if self.tensor else (self.num_bytes,)
+            self._data = torch.full(shape, 0xFF, dtype=torch.uint8)
+        return self._data
+
+    def reserve(self, num_bytes: int) -> None:
+        """Grow to at least `num_bytes`; the hardware's limit is checked for the CTA."""
+        if num_bytes > self.num_bytes:
+            self.cta.reserve(self.tensor, num_bytes - self.num_bytes)
+            self.num_bytes, self._data = num_bytes, None
+
+
+@dataclass(eq=False)
+class AliasSpec:
+    """`tlx.storage_alias_spec`: one storage that several allocations share as equals."""
+
+    storage: Storage
+    limit: int | None
+    defined: bool = False
+
+    def set_buffer_overlap(self, group: "ReuseGroup") -> None:
+        """Place the buffers of the group: shared ones at one offset, distinct ones side by side.
+
+        Sizes are bytes in shared memory and columns in tensor memory. Consecutive buffers of an
+        allocation are `unit` apart, a multiple of their own size; with group sizes, buffer i lies
+        at slot `unit / size * i + i % group_size`.
+        """
+        if self.defined:
+            raise InvalidKernel("a storage_alias_spec takes one set_buffer_overlap, got two")
+        self.defined = True
+        alignment = 1 if self.storage.tensor else _ALIGNMENT
+        total = _round_up(group.size(alignment), alignment)
+        group.place(0, total, 1, alignment)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass
+class ReuseGroup:
+    """`tlx.reuse_group`: a tree of buffers that share memory, or must not."""
+
+    members: tuple[Any, ...]
+    distinct: bool
+    group_size: int
+
+    def size(self, alignment: int) -> int:
+        if not self.distinct:
+            return max(_size(m, alignment) for m in self.members) * self.group_size
+        total = 0
+        for member in self.members:
+            total = _round_up(total, _step(member, alignment)) + _size(member, alignment)
+        return total
+
+    def place(self, offset: int, unit: int, group_size: int, alignment: int) -> None:
+        for member in self.members:
+            if not self.distinct:
+                _place(
+                    member, offset, unit // self.group_size, group_size * self.group_size, alignment
+                )
+                continue
+            offset = _round_up(offset, _step(member, alignment))
+            _place(member, offset, unit, group_size, alignment)
+            offset += _size(member, alignment)
+
+
+def _size(member: Any, alignment: int) -> int:
+    return member.size(alignment) if isinstance(member, ReuseGroup) else member.units
+
+
+def _step(member: Any, alignment: int) -> int:
+    """The multiple at which a member of a distinct group starts."""
+    if alignment > 1:
+        return alignment
+    if isinstance(member, ReuseGroup):
+        return max(_step(m, alignment) for m in member.members)
+    return member.units
+
+
+def _place(member: Any, offset: int, unit: int, group_size: int, alignment: int) -> None:
+    if isinstance(member, ReuseGroup):
+        member.place(offset, unit, group_size, alignment)
+        return
+    if offset % member.units or unit % member.units:
+        raise InvalidKernel(
+            f"{member.name} of {member.units} units must lie at a multiple of its size, got offset "
+            f"{offset} and distance {unit}"
+        )
+    member.placement.update(
+        scale=unit // member.units, first=offset // member.units, group=group_size
+    )
+    member.fit()
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A view of shared or tensor memory: `num` buffers of one shape, or a single one (num 0).
+
+    offset and strides count elements of dtype within the storage (for tensor memory, a lane is
+    `num_bytes` long). placement: where buffer i of the allocation lies, shared by its views.
+    paired: 64 rows of tensor memory in a pair of CTAs, whose right half of columns lies in lanes 64
+    to 127.
+    """
+
+    storage: Storage
+    dtype: tl.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    num: int
+    name: str
+    spec: AliasSpec | None = None
+    paired: bool = False
+    placement: dict[str, int] = field(default_factory=lambda: {"scale": 1, "first": 0, "group": 1})
+
+    @property
+    def itemsize(self) -> int:
+        return max(1, self.dtype.primitive_bitwidth // 8)
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one buffer to the next, when they are packed."""
+        if self.storage.tensor:
+            return self.units * 4 // self.itemsize
+        return math.prod(self.shape)
+
+    @property
+    def units(self) -> int:
+        """The size of one buffer: bytes of shared memory, columns of tensor memory."""
+        if self.storage.tensor:
+            return -(-self.shape[1] * self.itemsize // (8 if self.paired else 4))
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def type(self) -> "Buffer":
+        return self
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} of CTA {self.storage.cta.number}"
+
+    def call_it(self, name: str) -> None:
+        """Name an allocation after the variable it is first assigned to."""
+        self.name = name if self.name == "buffer" else self.name
+
+    def fit(self) -> None:
+        """Make the storage large enough for all buffers of this allocation."""
+        slots = [self._slot(i) for i in range(max(1, self.num))]
+        unit = 4 if self.storage.tensor else 1
+        end = self.offset * self.itemsize + (max(slots) + 1) * self.units * unit
+        if self.spec is not None and self.spec.limit is not None:
+            rows = LANES if self.storage.tensor else 1
+            if end * rows > self.spec.limit:
+                raise InvalidKernel(
+                    f"{self.name} must fit the {self.spec.limit} bytes of its storage_alias_spec, "
+                    f"got {end * rows}"
+                )
+        self.storage.reserve(end)
+
+    def _slot(self, index: int) -> int:
+        place = self.placement
+        return place["scale"] * index + place["first"] + index % place["group"]
+
+    def __getitem__(self, index: Any) -> "Buffer":
+        """`tlx.local_view`: buffer `index`; of a single buffer, the part at `index`."""
+        number = int(index)
+        if self.num == 0:
+            if len(self.shape) == 1:
+                return self.window((number,), (1,))
+            rest = (0,) * (len(self.shape) - 1)
+            part = self.window((number, *rest), (1, *self.shape[1:]))
+            return replace(part, shape=part.shape[1:], strides=part.strides[1:])
+        if not 0 <= number < self.num:
+            raise OutOfBounds(f"{self.label} has {self.num} buffers, got index {number}")
+        offset = self.offset + self._slot(number) * self.pitch
+        return replace(self, offset=offset, num=0, name=f"{self.name}[{number}]")
+
+    def single(self) -> "Buffer":
+        """One buffer: itself, or the only one of an allocation."""
+        if self.num > 1:
+            raise InvalidKernel(f"{self.name} is {self.num} buffers; index it")
+        return self[0] if self.num else self
+
+    def window(self, start: tuple[int, ...], shape: tuple[int, ...]) -> "Buffer":
+        """`tlx.local_slice`: a box of the buffer."""
+        one = self.single()
+        for at, size, extent in zip(start, shape, one.shape, strict=True):
+            if at < 0 or at + size > extent:
+                raise OutOfBounds(f"slice {start} + {shape} leaves {self.label} {list(one.shape)}")
+        move = sum(at * step for at, step in zip(start, one.strides, strict=True))
+        return replace(one, offset=one.offset + move, shape=tuple(shape))
+
+    def permute(self, dims: tuple[int, ...]) -> "Buffer":
+        shape = tuple(self.shape[d] for d in dims)
+        return replace(self, shape=shape, strides=tuple(self.strides[d] for d in dims))
+
+    def reinterpret(self, dtype: tl.dtype, shape: tuple[int, ...] | None) -> "Buffer":
+        """Other elements on the same bytes."""
+        one = self.single()
+        item = max(1, dtype.primitive_bitwidth // 8)
+        shape = one.shape if shape is None else tuple(shape)
+        if one.storage.tensor:
+            if math.prod(shape[1:]) * item > math.prod(one.shape[1:]) * one.itemsize:
+                raise InvalidKernel(f"{self.name} is too small for {dtype}{list(shape)}")
+            strides = (0, 1)
+        else:
+            if math.prod(shape) * item > one.num_bytes or one.strides != _packed(one.shape):
+                raise InvalidKernel(f"{self.name} cannot be seen as {dtype}{list(shape)}")
+            strides = _packed(shape)
+        offset = one.offset * one.itemsize // item
+        return replace(one, dtype=dtype, shape=shape, strides=strides, offset=offset)
+
+    def _view(self) -> torch.Tensor:
+        flat = self.storage.data.view(RAW[self.dtype.name])
+        if not self.storage.tensor:
+            return flat.as_strided(self.shape, self.strides, self.offset)
+        (rows, columns), lane = self.shape, flat.shape[1]
+        if self.paired:
+            shape, strides = (rows, 2, columns // 2), (lane, 64 * lane, 1)
+            return flat.as_strided(shape, strides, self.offset)
+        return flat.as_strided(self.shape, (lane, 1), self.offset)
+
+    @property
+    def mask(self) -> int:
+        """The bytes of the view, as bits; of tensor memory, the bytes of a row."""
+        key = (self.offset, self.shape, self.strides, self.itemsize)
+        masks = self.storage.masks
+        if key not in masks:
+            pairs = zip(self.shape, self.strides, strict=True)
+            dims = sorted(pairs, key=lambda pair: pair[1])
+            if self.storage.tensor:
+                dims = [(self.shape[1] // (2 if self.paired else 1), 1)]
+            bits, extent = (1 << self.itemsize) - 1, 1
+            for size, stride in dims:
+                step = stride * self.itemsize
+                if stride == extent:
+                    bits = _repeat(bits, step, size)
+                else:
+                    bits = sum(bits << step * i for i in range(size))
+                extent = stride * size
+            masks[key] = bits << self.offset * self.itemsize
+        return masks[key]
+
+    def access(self, actor: Role | Operation, write: bool) -> None:
+        """Record an access at the actor's present; raises Race and UninitializedRead."""
+        launch, shadow, mask = current(), self.storage.shadow, self.mask
+        launch.report.checks["shared"] += 1
+        if not write and mask & ~shadow.written:
+            if launch.uninitialized == "error":
+                raise UninitializedRead(
+                    f"{self.label} is read before it has been written", self.name
+                )
+            launch.report.uninitialized += 1
+        access = actor.access(write, mask)
+        if not launch.races:
+            shadow.written |= mask if write else 0
+            return
+        other = shadow.record(access, actor.clock)
+        if other is not None:
+            verb = {True: "writes", False: "reads"}
+            raise Race(
+                f"{access.who} {verb[write]} {self.label}, which {other.who} "
+                f"{verb[other.write]} at {other.at[0]}:{other.at[1]}; nothing orders the two",
+                other.at,
+                buffer=self.name,
+            )
+
+    def read(self) -> torch.Tensor:
+        """The contents, as a tile holds them. Recording the access is the caller's business."""
+        return from_raw(self._view().clone(), self.dtype).reshape(self.shape)
+
+    def write(self, data: torch.Tensor) -> None:
+        view = self._view()
+        view.copy_(to_raw(data, self.dtype).reshape(view.shape))
+
+    def on(self, storage: Storage) -> "Buffer":
+        """The same view of another storage."""
+        return replace(self, storage=storage)
+
+
+def _repeat(bits: int, step: int, times: int) -> int:
+    """`bits` side by side, `step` apart, by doubling."""
+    result, count = 0, 0
+    block, size = bits, 1
+    while times:
+        if times & 1:
+            result |= block << count * step
+            count += size
+        times >>= 1
+        block |= block << size * step
+        size *= 2
+    return result
+
+
+def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

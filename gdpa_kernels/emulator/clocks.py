@@ -1,0 +1,101 @@
+"""Happens-before: what every role knows, and which bytes of a storage it may touch.
+
+Two accesses to the same bytes, one of them a write, race unless one happens before the other:
+unless a chain of program order and synchronisation (arrive -> wait, fork -> join, issue ->
+completion) leads from the first to the second. Whether such a chain exists does not depend on the
+order in which the emulator happened to run the roles, so a race is found under any schedule.
+
+A `Clock` is the set of accesses that happen before the present moment of its owner. A role numbers
+its own accesses by *epochs*: the epoch grows at every release (arrive, fork, issue), so "everything
+role r did up to epoch e" is one number per role. An asynchronous operation (a TMA copy, an MMA) is
+not ordered with the role that issued it until somebody waits for it; each is one bit, and the set
+of those known is one Python integer. Joining two clocks is a maximum and an `or`.
+
+A `Shadow` keeps, per storage, the accesses that may still race with a later one. Bytes are a bit
+mask in one Python integer: overlap is `&`, and an access is forgotten byte by byte once a later one
+stands for it.
+"""
+
+from dataclasses import dataclass, replace
+
+from .errors import Location
+
+
+class Clock:
+    """What happens before: epochs of roles, and bits of asynchronous operations."""
+
+    __slots__ = ("epochs", "operations")
+
+    def __init__(self, epochs: dict[int, int] | None = None, operations: int = 0):
+        self.epochs = {} if epochs is None else epochs
+        self.operations = operations
+
+    def copy(self) -> "Clock":
+        return Clock(dict(self.epochs), self.operations)
+
+    def join(self, other: "Clock") -> None:
+        """Learn everything the other knows."""
+        self.operations |= other.operations
+        mine = self.epochs
+        for role, epoch in other.epochs.items():
+            if mine.get(role, 0) < epoch:
+                mine[role] = epoch
+
+    def knows(self, access: "Access") -> bool:
+        """Whether the access happens before this clock's moment."""
+        if access.operation:
+            return bool(self.operations & access.operation)
+        return self.epochs.get(access.role, 0) >= access.epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One read or write of the bytes in `mask`, by a role or by an operation it issued.
+
+    role, epoch: index of the role and its epoch then. operation: the bit of the asynchronous
+    operation, 0 if the role itself touched the bytes. who: for messages.
+    """
+
+    role: int
+    epoch: int
+    operation: int
+    write: bool
+    mask: int
+    at: Location
+    who: str
+
+
+class Shadow:
+    """The accesses to one storage that a later access may race with."""
+
+    __slots__ = ("accesses", "written")
+
+    def __init__(self) -> None:
+        self.accesses: list[Access] = []
+        self.written = 0
+
+    def record(self, new: Access, clock: Clock) -> Access | None:
+        """Add an access made at `clock`; return an earlier one that races with it, or None.
+
+        Bytes of an earlier access are dropped when the new one stands for it: if it happens before
+        the new one, and the new one is a write or both are reads, then whatever is ordered after
+        the new one is ordered after it too.
+        """
+        kept = []
+        for old in self.accesses:
+            common = old.mask & new.mask
+            if common:
+                known = clock.knows(old)
+                if not known and (old.write or new.write):
+                    return old
+                if known and (new.write or not old.write):
+                    rest = old.mask ^ common
+                    if rest:
+                        kept.append(replace(old, mask=rest))
+                    continue
+            kept.append(old)
+        kept.append(new)
+        self.accesses = kept
+        if new.write:
+            self.written |= new.mask
+        return None

@@ -1,0 +1,206 @@
+"""Roles, and the order in which they run.
+
+A `Role` is one instruction stream of a CTA: the kernel itself, or an `async_task` of it. Roles are
+greenlets: exactly one runs, until it reaches an operation that another role can notice. There the
+scheduler chooses who continues. Asynchronous hardware (copies, tensor cores) is a queue of events.
+
+`schedule="modelled"`: the role or event with the smallest modelled time goes first. An integer
+seeds random choices instead: every interleaving that the barriers permit can occur.
+
+Modelled time is in cycles and serves the timeline only. A role pays one cycle for 32 results per
+warp, up to 128, since an SM issues four warp instructions a cycle; shared memory moves 128 bytes a
+cycle. COPY_LATENCY is what a TMA copy takes on an idle machine, to the nearest hundred cycles.
+"""
+
+import contextvars
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from greenlet import greenlet
+
+from .clocks import Access, Clock
+from .errors import Deadlock, EmulatorError, Location, Wait, location
+from .tile import WORK
+
+COPY_LATENCY = 600
+COPY_BYTES_PER_CYCLE = 64
+SHARED_BYTES_PER_CYCLE = 128
+MMA_FLOPS_PER_CYCLE = {"sm_90": 4096, "sm_100": 8192}
+
+
+class Role:
+    """An instruction stream: its clock, its modelled time, and what it has in flight.
+
+    dots, stores, copies: asynchronous operations that the role waits for by their order (wgmma,
+    TMA stores, cp.async groups), oldest first. mma: the tcgen05 operations to be committed.
+    dots_issued: the bits of all its matrix products; they execute in order.
+    """
+
+    def __init__(self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable):
+        self.scheduler, self.cta, self.name, self.warps = scheduler, cta, name, warps
+        self.index = scheduler.number_role()
+        self.epoch = 1
+        self.clock = Clock({self.index: 1})
+        self.time = 0.0
+        self.replica: int | None = None
+        self.waiting: Callable[[], Wait] | None = None
+        self.dots: list[Operation] = []
+        self.stores: list[Operation] = []
+        self.copies: list[list[Operation]] = [[]]
+        self.mma: list[Operation] = []
+        self.dots_issued = 0
+        self.greenlet = greenlet(lambda: self._run(body))
+        self.greenlet.gr_context = contextvars.copy_context()
+
+    @property
+    def label(self) -> str:
+        """The role as messages name it."""
+        return f"{self.name} of CTA {self.cta.number}"
+
+    def _run(self, body: Callable) -> None:
+        try:
+            body()
+            self.charge()
+        except EmulatorError as error:
+            error.role = error.role or self.label
+            raise
+
+    def charge(self, cycles: float = 0.0) -> None:
+        """Advance time by the tile arithmetic done since the last call, and by `cycles`."""
+        work = WORK[0] / (32 * min(self.warps, 4))
+        WORK[0] = 0
+        if work:
+            self.scheduler.trace("compute", "", self, self.time, self.time + work)
+        self.time += work + cycles
+
+    def release(self) -> Clock:
+        """The clock to hand over; what the role does from now on is not in it."""
+        clock = self.clock.copy()
+        self.epoch += 1
+        self.clock.epochs[self.index] = self.epoch
+        return clock
+
+    def access(self, write: bool, mask: int, at: Location | None = None) -> Access:
+        return Access(self.index, self.epoch, 0, write, mask, at or location(), self.label)
+
+
+@dataclass(eq=False)
+class Operation:
+    """An asynchronous operation: its bit, and the clock of whoever learns that it completed."""
+
+    role: Role
+    kind: str
+    bit: int
+    clock: Clock
+    at: Location
+    end: float = 0.0
+
+    def access(self, write: bool, mask: int) -> Access:
+        who = f"{self.kind} issued by {self.role.label}"
+        return Access(self.role.index, self.role.epoch, self.bit, write, mask, self.at, who)
+
+
+@dataclass
+class Scheduler:
+    """Runs the roles of one cluster of CTAs to the end.
+
+    numbers: counters for roles and operations, shared by all clusters of a launch.
+    tracer: called with the fields of a timeline event, or None.
+    """
+
+    seed: int | None
+    numbers: dict[str, int]
+    tracer: Callable[..., None] | None = None
+    ready: list[Role] = field(default_factory=list)
+    blocked: list[Role] = field(default_factory=list)
+    queues: dict[Any, deque] = field(default_factory=dict)
+    role: Role | None = None
+
+    def __post_init__(self) -> None:
+        self._random = None if self.seed is None else random.Random(self.seed)
+
+    def number_role(self) -> int:
+        self.numbers["roles"] += 1
+        return self.numbers["roles"]
+
+    def trace(self, kind: str, name: str, lane: Any, start: float, end: float, **more: Any) -> None:
+        if self.tracer is not None:
+            self.tracer(kind, name, lane, start, end, **more)
+
+    def issue(self, kind: str, after: int = 0) -> Operation:
+        """A new asynchronous operation of the running role; `after`: earlier ones it follows."""
+        role = self.role
+        bit = 1 << self.numbers["operations"]
+        self.numbers["operations"] += 1
+        clock = role.release()
+        clock.operations |= bit | after
+        return Operation(role, kind, bit, clock, location())
+
+    def at(self, time: float, action: Callable[[], None], queue: Any = None) -> None:
+        """Perform `action` at a modelled time; those of one queue are performed in order."""
+        self.queues.setdefault(queue if queue is not None else object(), deque()).append(
+            (time, action)
+        )
+
+    def start(self, role: Role) -> None:
+        self.ready.append(role)
+
+    def run(self) -> None:
+        """Run until every role has ended; raises Deadlock if none can continue."""
+        while self.ready or self.queues:
+            chosen = self._choose()
+            if isinstance(chosen, Role):
+                self.ready.remove(chosen)
+                self.role = chosen
+                chosen.greenlet.parent = greenlet.getcurrent()
+                chosen.greenlet.switch()
+                self.role = None
+            else:
+                queue = self.queues[chosen]
+                _, action = queue.popleft()
+                if not queue:
+                    del self.queues[chosen]
+                action()
+        if self.blocked:
+            raise Deadlock([role.waiting() for role in self.blocked if role.waiting])
+
+    def _choose(self) -> Any:
+        if self._random is not None:
+            return self._random.choice([*self.ready, *self.queues])
+        role = min(self.ready, key=lambda r: r.time, default=None)
+        if self.queues:
+            queue = min(self.queues, key=lambda q: self.queues[q][0][0])
+            if role is None or self.queues[queue][0][0] <= role.time:
+                return queue
+        return role
+
+    def checkpoint(self, cycles: float = 0.0) -> Role:
+        """Before an operation that others can notice: let whoever comes first go first."""
+        role = self.role
+        role.charge()
+        if self.ready or self.queues:
+            early = self._random is not None or any(r.time < role.time for r in self.ready)
+            if early or any(queue[0][0] <= role.time for queue in self.queues.values()):
+                self.ready.append(role)
+                role.greenlet.parent.switch()
+        role.charge(cycles)
+        return role
+
+    def block(self, waiting: Callable[[], Wait] | None) -> None:
+        """Suspend the running role until somebody wakes it; `waiting` says what for.
+
+        None: it waits for other roles to end, and is not to blame in a deadlock.
+        """
+        role = self.role
+        role.waiting = waiting
+        self.blocked.append(role)
+        role.greenlet.parent.switch()
+
+    def wake(self, role: Role, time: float) -> None:
+        self.blocked.remove(role)
+        role.waiting = None
+        role.time = max(role.time, time)
+        self.ready.append(role)

@@ -1,0 +1,88 @@
+"""`with tlx.async_tasks()`: the tasks of a region become roles that run concurrently."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .errors import InvalidKernel, ResourceLimit
+from .launch import REGISTERS, current
+from .scheduler import Role
+
+MAX_WARPS = 32
+# What the compiler leaves at least to the default task, per thread.
+MIN_REGISTERS = 24
+
+
+class Region:
+    """The tasks of one `async_tasks`: added one by one, then run together to the end.
+
+    The task "default" runs on the kernel's own warps and registers; replicas beyond its first, and
+    the other tasks, have their own.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[Callable, dict[str, Any], dict[str, Any]]] = []
+
+    def add(self, function: Callable, names: dict[str, Any], *args: Any, **options: Any) -> None:
+        """A task: `function` will be called with those of `names` that it takes."""
+        taken = function.__code__.co_varnames[: function.__code__.co_argcount]
+        values = {name: names[name] for name in taken if name in names}
+        default = bool(args) and args[0] == "default"
+        if args and not default:
+            raise InvalidKernel(f'async_task takes "default" or num_warps=, got {args[0]!r}')
+        if not default and not options.get("num_warps"):
+            raise InvalidKernel("async_task needs num_warps, or to be the default")
+        registers = options.get("registers", options.get("num_regs"))
+        if registers is not None and registers % 8:
+            raise InvalidKernel(f"registers of a task must be a multiple of 8, got {registers}")
+        self.tasks.append((function, values, {**options, "default": default, "regs": registers}))
+
+    def run(self) -> None:
+        """Fork the roles, wait for all of them, and learn what they did."""
+        launch = current()
+        main, scheduler = launch.role, launch.scheduler
+        if sum(options["default"] for _, _, options in self.tasks) != 1:
+            raise InvalidKernel("async_tasks needs exactly one default task")
+        main.charge()
+        running: list[Role] = []
+        start = main.release()
+
+        def role_of(name: str, warps: int, replica: int, function: Callable, values: dict) -> None:
+            def body() -> None:
+                function(**values)
+                role.charge()
+                running.remove(role)
+                main.clock.join(role.release())
+                main.time = max(main.time, role.time)
+                if not running:
+                    scheduler.wake(main, main.time)
+
+            role = Role(scheduler, main.cta, name, warps, body)
+            role.clock.join(start)
+            role.time, role.replica = main.time, replica
+            running.append(role)
+            scheduler.start(role)
+
+        taken, registers = launch.num_warps, MIN_REGISTERS * 32 * launch.num_warps
+        unnamed = 0
+        for function, values, options in self.tasks:
+            name = function.__name__.strip("_")
+            if name == "task":
+                name = "default" if options["default"] else f"task{unnamed}"
+                unnamed += not options["default"]
+            warps = launch.num_warps if options["default"] else options["num_warps"]
+            replicas = options.get("replicate", 1)
+            for replica in range(replicas):
+                label = f"{name}[{replica}]" if replicas > 1 else name
+                launch.report.warps[label] = warps
+                role_of(label, warps, replica, function, values)
+            own = replicas - options["default"]
+            taken += own * warps
+            registers += own * warps * 32 * (options["regs"] or 0)
+        if taken > MAX_WARPS:
+            raise ResourceLimit(f"a CTA has at most {MAX_WARPS} warps, got {taken}")
+        if registers > REGISTERS:
+            raise ResourceLimit(
+                f"an SM has {REGISTERS} registers; the tasks ask for {registers}, with "
+                f"{MIN_REGISTERS} per thread for the default task"
+            )
+        scheduler.block(None)

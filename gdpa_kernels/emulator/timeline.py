@@ -1,0 +1,293 @@
+"""What happened when in an emulated launch: a trace, a figure of it, and a page to step through.
+
+Times are modelled cycles, not measured ones. Needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from .drawing import box_at, draw, placed
+
+ENGINES = ("TMA", "tensor core")
+"""Lanes that are no role, drawn below the roles in this order."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something a role or an engine did; `Timeline.events` are in order of occurrence."""
+
+    cta: int
+    lane: str
+    kind: str  # one of KINDS
+    name: str
+    start: float
+    end: float
+    line: int  # of Timeline.file
+    target: str = ""  # barrier or buffer: "k_full[1]", "k[1]"
+    phase: int = -1  # waited for or arrived in; its parity is phase & 1
+    pending: int = 0  # arrivals that `phase` still lacks after the event: 0 if it is complete
+    bytes: int = 0  # that `phase` still expects after the event; of a copy or store: bytes moved
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """An arrival that completed a phase of a barrier, and a wait that it released."""
+
+    cta: int
+    barrier: str
+    phase: int
+    source: str  # lane of the arrival: a role or an engine
+    left: float  # its time
+    target: str  # lane of the wait
+    right: float  # when the wait ended
+
+
+@dataclass
+class Timeline:
+    """The trace of one launch. `file` holds the kernel."""
+
+    file: str
+    events: list[Event] = field(default_factory=list)
+    arrows: list[Arrow] = field(default_factory=list)
+
+    def lanes(self, cta: int = 0) -> list[str]:
+        """Roles in order of appearance, then the engines that did something."""
+        found = dict.fromkeys(event.lane for event in self.events if event.cta == cta)
+        roles = [lane for lane in found if lane not in ENGINES]
+        return roles + [lane for lane in ENGINES if lane in found]
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The trace for chrome://tracing or Perfetto, one cycle shown as one microsecond.
+
+        A CTA is a process, a lane a thread; what overlaps in a lane goes to further threads, since
+        the boxes of one thread must nest.
+        """
+        out: list[dict[str, Any]] = []
+        for cta in sorted({event.cta for event in self.events}):
+            out.append(_metadata("process_name", cta, 0, name=f"CTA {cta}"))
+            threads: dict[tuple[str, int], int] = {}
+            slices = []
+            for lane in self.lanes(cta):
+                boxes = placed([e] for e in self.events if (e.cta, e.lane) == (cta, lane))
+                for row in range(1 + max(box.row for box in boxes)):
+                    tid = threads[lane, row] = len(threads) + 1
+                    name = lane if row == 0 else f"{lane} ({row + 1})"
+                    out.append(_metadata("thread_name", cta, tid, name=name))
+                    out.append(_metadata("thread_sort_index", cta, tid, sort_index=tid))
+                slices += boxes
+            for box in slices:
+                (event,) = box.events
+                args = {name: getattr(event, name) for name in ("line", "target", "phase")}
+                args |= {"pending": event.pending, "bytes": event.bytes}
+                ids = {"pid": cta, "tid": threads[event.lane, box.row]}
+                span = {"ts": event.start, "dur": event.end - event.start}
+                out.append(
+                    {"ph": "X", "name": event.name, "cat": event.kind, **ids, **span, "args": args}
+                )
+            for arrow in (arrow for arrow in self.arrows if arrow.cta == cta):
+                shared = {"name": arrow.barrier, "cat": "barrier", "pid": cta, "id": len(out)}
+                shared["args"] = {"phase": arrow.phase}
+                for ph, lane, time in (
+                    ("s", arrow.source, arrow.left),
+                    ("f", arrow.target, arrow.right),
+                ):
+                    box = box_at(slices, lane, time)
+                    if box is not None:  # a flow binds to the slice around it, its end excluded
+                        time = min(time, max(box.start, box.end - 1e-3))
+                    tid = threads.get((lane, box.row if box else 0), 0)
+                    bind = {"bp": "e"} if ph == "f" else {}
+                    out.append({"ph": ph, **shared, "tid": tid, "ts": time, **bind})
+        return {"traceEvents": out, "otherData": {"clock": "modelled cycles", "file": self.file}}
+
+    def save_chrome_trace(self, path: str | Path) -> Path:
+        """Write `chrome_trace` as JSON; returns the path."""
+        path = Path(path)
+        path.write_text(json.dumps(self.chrome_trace()) + "\n", encoding="utf-8")
+        return path
+
+    def svg(
+        self,
+        cta: int = 0,
+        *,
+        start: float | None = None,
+        end: float | None = None,
+        title: str | None = None,
+        width: float = 720,
+    ) -> str:
+        """One CTA as a figure: a row per role, then TMA and tensor core, and barrier arrows.
+
+        start, end: cycles to show, everything by default. width: in pixels, of the whole figure.
+        The same text for the same timeline; readable on white and on black. ValueError if the CTA
+        did nothing between start and end.
+        """
+        events = [event for event in self.events if event.cta == cta]
+        left = min((e.start for e in events), default=0.0) if start is None else start
+        right = max((e.end for e in events), default=0.0) if end is None else end
+        arrows = [a for a in self.arrows if a.cta == cta and left <= a.left <= a.right <= right]
+        shown = [e for e in events if e.end >= left and e.start <= right]
+        if not shown or right <= left:
+            raise ValueError(f"CTA {cta} must do something in [{left}, {right}], got no event")
+        return draw(
+            shown,
+            arrows,
+            self.lanes(cta),
+            cta=cta,
+            left=left,
+            right=right,
+            title=title,
+            width=width,
+        )
+
+
+def _metadata(name: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def barrier_states(
+    events: list[Event], arrows: list[Arrow]
+) -> dict[str, list[tuple[float, int, int, int]]]:
+    """Barrier -> its changes: (time, current phase, arrivals it lacks, bytes it lacks)."""
+    changes = [(e.end, i, e) for i, e in enumerate(events) if e.kind == "arrive"]
+    changes += [(a.left, len(events), a) for a in arrows]
+    used = [event for event in events if event.kind in ("wait", "arrive") and event.target]
+    count = dict.fromkeys((event.target for event in used), 1)
+    count |= {arrow.barrier: 1 for arrow in arrows if arrow.barrier not in count}
+    for event in used:
+        if event.kind == "arrive" and event.lane != "TMA":  # TMA brings bytes, no arrival
+            count[event.target] = max(count[event.target], event.pending + 1)
+    states = {name: [(float("-inf"), 0, count[name], 0)] for name in count}
+    for time, _, change in sorted(changes, key=lambda c: c[:2]):
+        if isinstance(change, Arrow):
+            name, phase, complete = change.barrier, change.phase, True
+            pending = missing = 0
+        else:
+            name, phase, pending, missing = (
+                change.target, change.phase, change.pending, change.bytes,
+            )  # fmt: skip
+            complete = pending == missing == 0
+        if phase >= states[name][-1][1]:
+            after = (phase + 1, count[name], 0) if complete else (phase, pending, missing)
+            states[name].append((time, *after))
+    return states
+
+
+def buffer_states(
+    events: list[Event], barriers: dict[str, list[tuple[float, int, int, int]]]
+) -> dict[str, list[tuple[float, str, str]]]:
+    """Buffer -> its changes: (time, state, lanes at work), from what reads and fills it.
+
+    A phase of barrier `k_empty[1]` that completes releases buffer `k[1]`.
+    """
+    uses: dict[str, list[Event]] = {}
+    for event in events:
+        if event.kind in ("copy", "write", "read", "store", "mma") and event.target:
+            uses.setdefault(event.target, []).append(event)
+    states = {}
+    for name, users in uses.items():
+        history = barriers.get(re.sub(r"(\[|$)", r"_empty\1", name, count=1), [])
+        released = [b[0] for a, b in pairwise(history) if b[1] > a[1]]
+        times = {t for e in users for t in (e.start, e.end)} | set(released)
+        states[name] = [(float("-inf"), "empty", "")]
+        for now in sorted(times):
+            state = _buffer_state(users, released, bool(history), now)
+            if state != states[name][-1][1:]:
+                states[name].append((now, *state))
+    return states
+
+
+def _buffer_state(
+    users: list[Event], released: list[float], guarded: bool, now: float
+) -> tuple[str, str]:
+    """State of one buffer at a time, and the lanes that cause it."""
+    fills = [e for e in users if e.kind in ("copy", "write") and e.start <= now]
+    reads = [e for e in users if e.kind not in ("copy", "write") and e.start <= now]
+    active = [e for e in fills + reads if now < e.end or e.start == now == e.end]
+    lanes = " and ".join(dict.fromkeys(event.lane for event in active))
+    if not fills:
+        return ("being read", lanes) if active else ("empty", "")
+    fill = max(fills, key=lambda e: e.start)
+    clash = [e.lane for e in reads if e.start < fill.end and fill.start < e.end]
+    if clash:
+        return "overwritten while read", f"{fill.lane} over {clash[-1]}"
+    before = [e.end for e in fills if e.end <= fill.start and e is not fill]
+    if guarded and before and not any(max(before) <= t <= fill.start for t in released):
+        return "overwritten before its release", fill.lane
+    if fill in active:
+        return "filling", lanes
+    if active:
+        return "being read", lanes
+    return ("released", "") if any(fill.end <= t <= now for t in released) else ("full", "")
+
+
+def _excerpt(source: str, events: list[Event]) -> tuple[int, list[str]]:
+    """The part of a file from the function that holds the first line used to the last line used."""
+    lines = source.splitlines()
+    used = [event.line for event in events if 0 < event.line <= len(lines)]
+    first, last = min(used, default=1), max(used, default=len(lines))
+    while first > 1 and not re.match(r"(async )?def ", lines[first - 1]):
+        first -= 1
+    while first > 1 and lines[first - 2].strip():  # its decorators
+        first -= 1
+    while last < len(lines) and re.match(r"\s|$", lines[last]):
+        last += 1
+    return first, "\n".join(lines[first - 1 : last]).rstrip().splitlines()
+
+
+def _variant(timeline: Timeline, source: str, outcome: str, cta: int) -> dict[str, Any]:
+    """What the page embeds of one variant."""
+    events = [event for event in timeline.events if event.cta == cta]
+    arrows = [arrow for arrow in timeline.arrows if arrow.cta == cta]
+    barriers = barrier_states(events, arrows)
+    start, end = min(e.start for e in events), max(e.end for e in events)
+    long = sorted(e.end - e.start for e in events if e.end > e.start) or [1.0]
+    width = 54 * (end - start) / long[len(long) // 3]
+    first, lines = _excerpt(source, events)
+    return {
+        "lanes": timeline.lanes(cta),
+        "events": [asdict(event) for event in events],
+        "times": sorted({t for event in events for t in (event.start, event.end)}),
+        "barriers": _finite(barriers),
+        "buffers": _finite(buffer_states(events, barriers)),
+        "svg": timeline.svg(cta, width=round(min(max(width, 700), 5000))),
+        "first": first,
+        "lines": lines,
+        "outcome": outcome,
+    }
+
+
+def _finite(states: dict[str, list[tuple]]) -> dict[str, list[list]]:
+    """States for JSON, which has no infinity: null is before everything."""
+    return {name: [[None, *list_[0][1:]], *map(list, list_[1:])] for name, list_ in states.items()}
+
+
+def interactive(
+    timelines: dict[str, Timeline],
+    sources: dict[str, str],
+    *,
+    title: str,
+    outcomes: dict[str, str],
+    cta: int = 0,
+) -> str:
+    """A self-contained HTML page that steps through one CTA of each variant.
+
+    timelines: variant -> its trace, in the order of the buttons. sources: variant -> the text of
+    the whole file `Timeline.file`. outcomes: variant -> what is shown after its last step.
+    ValueError if the three do not name the same variants.
+    """
+    if not timelines or not timelines.keys() == sources.keys() == outcomes.keys():
+        got = [list(names) for names in (timelines, sources, outcomes)]
+        raise ValueError(f"timelines, sources and outcomes must name the same variants, got {got}")
+    data = {
+        name: _variant(timeline, sources[name], outcomes[name], cta)
+        for name, timeline in timelines.items()
+    }
+    parts = {"TITLE": html.escape(title), "DATA": json.dumps(data).replace("<", "\\u003c")}
+    template = Path(__file__).with_name("pipeline.html").read_text(encoding="utf-8")
+    return re.sub("__(TITLE|DATA)__", lambda found: parts[found[1]], template)

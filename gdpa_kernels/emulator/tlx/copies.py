@@ -1,0 +1,195 @@
+"""Asynchronous copies: TMA, bulk copies, cp.async, and those between the CTAs of a cluster."""
+
+import math
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from ..barriers import MBarrier
+from ..buffers import Buffer
+from ..errors import InvalidKernel
+from ..launch import current
+from ..memory import Descriptor
+from ..rewrite import static_int
+from ..scheduler import COPY_BYTES_PER_CYCLE, COPY_LATENCY, Operation, Role
+from ..tile import Tile, scalar
+from .sync import in_cta, remote, single
+from .table import holds, op, point
+from .views import cycles_of, stored, touch
+
+
+def engine(role: Role, name: str, cycles: float) -> tuple[float, float]:
+    """Occupy an engine of the role's CTA; when the work starts and ends."""
+    start = max(role.time, role.cta.engines[name])
+    role.cta.engines[name] = start + cycles
+    return start, start + cycles
+
+
+def copy(role: Role, kind: str, buffer: Buffer, num_bytes: int) -> tuple[Operation, float]:
+    operation = role.scheduler.issue("copy")
+    start, end = engine(role, "TMA", num_bytes / COPY_BYTES_PER_CYCLE)
+    operation.end = end + COPY_LATENCY
+    role.scheduler.trace(
+        kind,
+        buffer.name,
+        "TMA",
+        start,
+        operation.end,
+        cta=role.cta.number,
+        target=buffer.name,
+        bytes=num_bytes,
+    )
+    return operation, operation.end
+
+
+def arrives_with(
+    role: Role, operation: Operation, barrier: MBarrier, num_bytes: int, end: float
+) -> None:
+    role.scheduler.at(
+        end, lambda: barrier.deliver(num_bytes, operation.clock, end, "TMA", operation.at)
+    )
+
+
+@op
+def async_descriptor_load(
+    desc: Descriptor, result: Buffer, offsets: Any, barrier: Any, pred: Any = None,
+    cache_modifier: str = "", eviction_policy: str = "", multicast_targets: Any = (),
+    two_ctas: bool = False,
+) -> None:  # fmt: skip
+    role = point()
+    result, barrier = result.single(), single(barrier)
+    if not holds(pred):
+        return
+    num_bytes = math.prod(desc.block_shape) * result.itemsize
+    if num_bytes != result.num_bytes or desc.dtype.name != result.dtype.name:
+        expected = f"{desc.dtype}{list(desc.block_shape)}"
+        raise InvalidKernel(f"{result.name} must be {expected} as the descriptor")
+    targets = [int(rank) for rank in multicast_targets] or [role.cta.rank]
+    operation, end = copy(role, "copy", result, num_bytes)
+    box = current().memory.load_box(desc, offsets, operation)
+    for rank in targets:
+        target = remote(result, rank)
+        target.access(operation, write=True)
+        target.write(box.data)
+        signalled = role.cta.rank & ~1 if two_ctas else rank
+        arrives_with(role, operation, in_cta(barrier, signalled), num_bytes, end)
+
+
+@op
+def async_descriptor_store(
+    desc: Descriptor, source: Buffer, offsets: Any, eviction_policy: str = "",
+    store_reduce: str = "",
+) -> None:  # fmt: skip
+    role, source = point(), source.single()
+    operation, _ = copy(role, "store", source, source.num_bytes)
+    source.access(operation, write=False)
+    box = Tile(source.read().reshape(desc.block_shape), source.dtype)
+    desc.store(offsets, box, store_reduce, operation)
+    role.stores.append(operation)
+
+
+@op
+def async_store(dst_global_ptr: Tile, src_smem: Buffer, size: Any) -> None:
+    """`size` bytes of shared memory to consecutive global addresses."""
+    role, source = point(), src_smem.single()
+    count, rest = divmod(int(size), source.itemsize)
+    if rest or count > math.prod(source.shape) or int(size) % 16:
+        raise InvalidKernel(f"async_store moves multiples of 16 bytes of the buffer, got {size!r}")
+    operation, _ = copy(role, "store", source, int(size))
+    source.access(operation, write=False)
+    data = source.read().reshape(-1)[:count]
+    steps = Tile(torch.arange(count, dtype=torch.int32), tl.int32)
+    current().memory.store(dst_global_ptr + steps, Tile(data, source.dtype), None, operation)
+    role.stores.append(operation)
+
+
+@op
+def async_descriptor_store_wait(pendings: int) -> None:
+    role = point()
+    drain(role, role.stores, static_int(pendings), "wait store")
+
+
+def drain(role: Role, queue: list[Operation], pendings: int, name: str) -> None:
+    """Wait until at most `pendings` operations of the queue are in flight."""
+    start = role.time
+    while len(queue) > pendings:
+        operation = queue.pop(0)
+        role.clock.operations |= operation.bit
+        role.time = max(role.time, operation.end)
+    if role.time > start:
+        role.scheduler.trace("wait", name, role, start, role.time)
+
+
+@op
+def async_load(
+    src: Tile, result: Buffer, mask: Any = None, other: Any = None, cache_modifier: str = "",
+    eviction_policy: str = "", is_volatile: bool = False, bulk: bool = False,
+    bulk_size: Any = None, barrier: Any = None,
+) -> None:  # fmt: skip
+    """cp.async: awaited by groups; with `bulk`, cp.async.bulk: awaited on a barrier."""
+    role, result = point(), result.single()
+    memory = current().memory
+    if bulk:
+        num_bytes = result.num_bytes if bulk_size is None else int(bulk_size)
+        operation, end = copy(role, "copy", result, num_bytes)
+        count = num_bytes // result.itemsize
+        steps = Tile(torch.arange(count, dtype=torch.int32), tl.int32)
+        part = result.window((0,), (count,))
+        part.access(operation, write=True)
+        part.write(memory.load(src + steps, by=operation).data)
+        arrives_with(role, operation, single(barrier), num_bytes, end)
+        return
+    operation, _ = copy(role, "copy", result, result.num_bytes)
+    zero = scalar(0.0 if result.dtype.is_floating() else 0, result.dtype)
+    value = memory.load(src, mask, zero if mask is not None and other is None else other, operation)
+    result.access(operation, write=True)
+    result.write(value.data)
+    role.copies[-1].append(operation)
+
+
+@op
+def async_load_commit_group(tokens: Any = ()) -> None:
+    point().copies.append([])
+
+
+@op
+def async_load_wait_group(pendings: int, tokens: Any = ()) -> None:
+    role = point()
+    done = max(0, len(role.copies) - 1 - static_int(pendings))
+    for group in role.copies[:done]:
+        drain(role, group, 0, "wait copies")
+    del role.copies[:done]
+
+
+@op
+def remote_shmem_store(dst: Buffer, src: Tile, remote_cta_rank: Any) -> None:
+    target = remote(dst.single(), int(remote_cta_rank))
+    data = stored(target, src, "remote_shmem_store")
+    role = touch("write", "remote store", target, cycles_of(target))
+    target.access(role, write=True)
+    target.write(data)
+
+
+@op
+def async_remote_shmem_store(dst: Buffer, src: Tile, remote_cta_rank: Any, barrier: Any) -> None:
+    """Registers to a peer's shared memory; the bytes are counted on the peer's barrier."""
+    role, rank = point(), int(remote_cta_rank)
+    target = remote(dst.single(), rank)
+    data = stored(target, src, "async_remote_shmem_store")
+    operation, end = copy(role, "copy", target, target.num_bytes)
+    target.access(operation, write=True)
+    target.write(data)
+    arrives_with(role, operation, in_cta(single(barrier), rank), target.num_bytes, end)
+
+
+@op
+def async_remote_shmem_copy(dst: Buffer, src: Buffer, remote_cta_rank: Any, barrier: Any) -> None:
+    """Shared memory to a peer's; the bytes are counted on the peer's barrier."""
+    role, rank, source = point(), int(remote_cta_rank), src.single()
+    target = remote(dst.single(), rank)
+    operation, end = copy(role, "copy", target, target.num_bytes)
+    source.access(operation, write=False)
+    target.access(operation, write=True)
+    target.write(source.read().reshape(target.shape))
+    arrives_with(role, operation, in_cta(single(barrier), rank), target.num_bytes, end)

@@ -1,0 +1,165 @@
+"""Buffers: allocation, views, and the way from registers and back."""
+
+import math
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.language.extra import tlx
+
+from ..buffers import LANES, AliasSpec, Buffer, ReuseGroup, Storage
+from ..errors import InvalidKernel, Unsupported
+from ..launch import current
+from ..rewrite import static_int
+from ..scheduler import SHARED_BYTES_PER_CYCLE, Role
+from ..tile import Tile, to_tile
+from .table import OPERATIONS, blackwell_only, op, point
+
+
+@op
+def local_alloc(
+    shape: Any, dtype: tl.dtype, num: int, storage: Any = tlx.storage_kind.smem,
+    reuse: Any = None, layout: Any = None,
+) -> Buffer:  # fmt: skip
+    tensor = storage == tlx.storage_kind.tmem
+    if tensor:
+        blackwell_only("local_alloc in tensor memory")
+    sizes = tuple(static_int(size) for size in shape)
+    role = point()
+    if reuse is None:
+        where, offset, spec = Storage(role.cta, tensor), 0, None
+    elif isinstance(reuse, AliasSpec):
+        where, offset, spec = reuse.storage, 0, reuse
+    else:
+        item = max(1, dtype.primitive_bitwidth // 8)
+        where, spec = reuse.storage, reuse.spec
+        offset = reuse.offset * reuse.itemsize // item
+    if where.tensor != tensor:
+        raise InvalidKernel(f"reuse must be in {storage}, got another kind of memory")
+    if tensor and (len(sizes) != 2 or sizes[0] not in (64, LANES)):
+        raise Unsupported(f"tensor memory of shape {list(sizes)}")
+    strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+    paired = tensor and sizes[0] == 64 and len(role.cta.cluster.ctas) > 1
+    buffer = Buffer(where, dtype, sizes, strides, offset, static_int(num), "buffer", spec, paired)
+    buffer.fit()
+    if reuse is None:
+        role.cta.allocate(where)
+    return buffer
+
+
+@op
+def storage_alias_spec(
+    storage: Any = tlx.storage_kind.smem, buffer_size_bytes: int | None = None
+) -> AliasSpec:
+    role = point()
+    spec = AliasSpec(Storage(role.cta, storage == tlx.storage_kind.tmem), buffer_size_bytes)
+    role.cta.allocate(spec.storage)
+    return spec
+
+
+@op
+def reuse_group(*members: Any, group_type: Any = None, group_size: int = 1) -> ReuseGroup:
+    return ReuseGroup(members, group_type == tlx.reuse_group_type.distinct, group_size)
+
+
+@op
+def local_view(buffers: Any, index: Any) -> Any:
+    return buffers[index]
+
+
+@op
+def local_slice(buffer: Buffer, offset: Any, shape: Any) -> Buffer:
+    start = tuple(int(at) for at in offset)
+    if buffer.storage.tensor and (start[0] or shape[0] != buffer.shape[0]):
+        raise InvalidKernel("a slice of tensor memory takes all rows")
+    return buffer.window(start, tuple(static_int(size) for size in shape))
+
+
+@op
+def subslice(buffer: Buffer, offset: int, size: int) -> Buffer:
+    if not buffer.storage.tensor:
+        raise InvalidKernel("tlx.subslice takes tensor memory, got shared memory")
+    rows = buffer.single().shape[0]
+    return buffer.window((0, static_int(offset)), (rows, static_int(size)))
+
+
+@op
+def local_trans(buffer: Buffer, dims: Any = (1, 0)) -> Buffer:
+    return buffer.single().permute(tuple(static_int(dim) for dim in dims))
+
+
+@op
+def local_reshape(buffer: Buffer, shape: Any) -> Buffer:
+    if buffer.storage.tensor:
+        raise InvalidKernel("tlx.local_reshape takes shared memory, got tensor memory")
+    sizes = tuple(static_int(size) for size in shape)
+    if math.prod(sizes) != math.prod(buffer.single().shape):
+        raise InvalidKernel(f"tlx.local_reshape must keep the size of {buffer.name}, got {sizes}")
+    return buffer.reinterpret(buffer.dtype, sizes)
+
+
+@op
+def local_reinterpret(buffer: Buffer, dtype: tl.dtype, shape: Any = None) -> Buffer:
+    return buffer.reinterpret(dtype, shape)
+
+
+# Registers to buffers and back.
+
+
+def cycles_of(buffer: Buffer) -> float:
+    return buffer.num_bytes / SHARED_BYTES_PER_CYCLE
+
+
+def touch(kind: str, name: str, buffer: Buffer, cycles: float) -> Role:
+    role = point()
+    start = role.time
+    role.charge(cycles)
+    current().scheduler.trace(
+        kind, f"{name} {buffer.name}", role, start, role.time, target=buffer.name
+    )
+    return role
+
+
+@op
+def local_load(
+    buffer: Buffer, token: Any = None, layout: Any = None, relaxed: bool = False
+) -> Tile:
+    buffer = buffer.single()
+    role = touch("read", "local_load", buffer, cycles_of(buffer))
+    buffer.access(role, write=False)
+    return Tile(buffer.read(), buffer.dtype)
+
+
+def stored(buffer: Buffer, value: Any, name: str) -> torch.Tensor:
+    value = to_tile(value)
+    if value.dtype.name != buffer.dtype.name or math.prod(value.shape) != math.prod(buffer.shape):
+        expected = f"{buffer.dtype}{list(buffer.shape)}"
+        raise InvalidKernel(f"{name} into {buffer.name} takes {expected}, got {value!r}")
+    return value.data
+
+
+@op
+def local_store(buffer: Buffer, value: Any) -> None:
+    buffer = buffer.single()
+    data = stored(buffer, value, "local_store")
+    role = touch("write", "local_store", buffer, cycles_of(buffer))
+    buffer.access(role, write=True)
+    buffer.write(data)
+
+
+@op
+def local_gather(buffer: Buffer, indices: Any, axis: int, token: Any = None) -> Tile:
+    source = local_load(buffer)
+    index = local_load(indices) if isinstance(indices, Buffer) else indices
+    return source.like(source.data.gather(axis, index.data.to(torch.int64)))
+
+
+@op
+def local_scatter(buffer: Buffer, value: Tile, indices: Any, axis: int, token: Any = None) -> None:
+    index = local_load(indices) if isinstance(indices, Buffer) else indices
+    old = local_load(buffer)
+    new = old.data.scatter(axis, index.data.to(torch.int64), value.data)
+    local_store(buffer, old.like(new))
+
+
+OPERATIONS.update(storage_kind=tlx.storage_kind, reuse_group_type=tlx.reuse_group_type)

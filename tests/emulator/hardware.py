@@ -1,0 +1,137 @@
+"""The emulator against a GPU: the same kernels on the same inputs, compared element by element.
+
+What may differ: the order of fp32 sums inside a matrix product, and approximate instructions. So
+outputs must agree within one rounding of the output's dtype, beside the rounding of fp32 sums.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gdpa_kernels import emulator, gdpa, ladder
+from gdpa_kernels.inputs import cu_seqlens
+
+from .tutorials import hopper
+from .tutorials.cases import Case, Prepared
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One output of one kernel on both: elements, those that differ, and the largest distance.
+
+    roundings: the distance in units of one rounding of the output, the spacing of its dtype at the
+    larger of the two values; values below 1/256 of the output's largest count as that large, since
+    the sums that made them were rounded at the size of their terms.
+    """
+
+    kernel: str
+    output: str
+    dtype: str
+    elements: int
+    different: int
+    roundings: float
+
+
+def compare(kernel: str, output: str, here: torch.Tensor, there: torch.Tensor) -> Agreement:
+    """`here` from the emulator, `there` from the GPU; NaN must be where NaN is."""
+    a, b = here.double().flatten(), there.double().flatten()
+    if not torch.equal(a.isnan(), b.isnan()):
+        raise AssertionError(f"{kernel}, {output}: NaN in different places")
+    a, b = a[~a.isnan()], b[~b.isnan()]
+    size = torch.maximum(a.abs(), b.abs())
+    size = size.clamp_min(float(size.max()) / 256 if size.numel() else 1.0)
+    spacing = torch.finfo(here.dtype).eps * 2.0 ** size.log2().floor()
+    distance = (a - b).abs() / spacing
+    dtype = str(here.dtype).removeprefix("torch.")
+    worst = float(distance.max()) if distance.numel() else 0.0
+    return Agreement(kernel, output, dtype, a.numel(), int((a != b).sum()), worst)
+
+
+class _Moved:
+    """CPU tensors and descriptors as copies on a device; those on one storage stay together."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.storages = device, {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, TensorDescriptor):
+            return TensorDescriptor(
+                self(value.base), value.shape, value.strides, value.block_shape, value.padding
+            )
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        key = storage.data_ptr()
+        if key not in self.storages:
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.storages[key] = flat.to(self.device)
+        moved = self.storages[key].view(value.dtype)
+        return moved.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def _launch(prepared: Prepared, device: torch.device) -> list[tuple[str, torch.Tensor]]:
+    """Run on the device; the tensors among the arguments by name, on the CPU again."""
+    kernel, kwargs = prepared.kernel, dict(prepared.kwargs)
+    names = kernel.arg_names
+    moved = _Moved(device)
+    args = [moved(value) for value in prepared.args]
+    if hasattr(kernel, "configs"):
+        config = kernel.configs[0]
+        kwargs |= config.all_kwargs()
+        if config.pre_hook is not None:
+            config.pre_hook({**dict(zip(names, args, strict=False)), **kwargs})
+        kernel = kernel.fn
+    kernel[prepared.grid](*args, **kwargs)
+    torch.cuda.synchronize(device)
+    found = [
+        (name, getattr(value, "base", value)) for name, value in zip(names, args, strict=False)
+    ]
+    return [(name, value.cpu()) for name, value in found if isinstance(value, torch.Tensor)]
+
+
+def compare_case(case: Case, device: torch.device) -> Iterator[Agreement]:
+    """One tutorial kernel: every floating-point argument that it changes."""
+    before, here, there = case.build(), case.build(), case.build()
+    emulator.run(here.kernel, here.grid, *here.args, arch=case.arch, **here.kwargs)
+    here.check()
+    on_device = dict(_launch(there, device))
+    for name, old, new in zip(here.kernel.arg_names, before.args, here.args, strict=False):
+        old, new = getattr(old, "base", old), getattr(new, "base", new)
+        changed = isinstance(old, torch.Tensor) and not torch.equal(old, new)
+        if changed and new.dtype.is_floating_point:
+            yield compare(case.name, name, new, on_device[name])
+
+
+def compare_rung(impl: str, dtype: torch.dtype, device: torch.device) -> Iterator[Agreement]:
+    """One rung on a jagged batch: grouped heads, an empty sequence, tails of every kind."""
+    lengths_q, lengths_k = (130, 0, 1, 77, 257), (64, 31, 200, 0, 129)
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(lengths: tuple[int, ...], heads: int) -> torch.Tensor:
+        return torch.randn(sum(lengths), heads, 64, generator=generator).to(dtype)
+
+    q, k, v = tokens(lengths_q, 4), tokens(lengths_k, 2), tokens(lengths_k, 2)
+    ends = [cu_seqlens(list(lengths)) for lengths in (lengths_q, lengths_k)]
+    for activation in ("gelu_tanh", "silu", "relu"):
+        options = {"activation": activation, "output_scale": 0.125, "impl": impl}
+        sizes = (max(lengths_q), max(lengths_k))
+        with emulator.enabled():
+            here = gdpa(q, k, v, *ends, *sizes, **options)
+        moved = [x.to(device) for x in (q, k, v, *ends)]
+        there = gdpa(*moved, *sizes, **options).cpu()
+        yield compare(f"{impl}, {activation}", "out", here, there)
+
+
+def everything(device: torch.device | str) -> list[Agreement]:
+    """All Hopper tutorials, and all rungs that are kernels, in bf16 and fp16."""
+    device = torch.device(device)
+    found = [a for case in hopper.CASES if case.arch == "sm_90" for a in compare_case(case, device)]
+    for rung in ladder.RUNGS:
+        if rung.impl == "v0_eager":
+            continue
+        for dtype in (torch.bfloat16, torch.float16):
+            found += compare_rung(rung.impl, dtype, device)
+    return found
