@@ -147,6 +147,7 @@ def run(
     uninitialized: str = "error",
     config: Any = None,
     reachable: Sequence[torch.Tensor] = (),
+    max_steps: int | None = None,
     **kwargs: Any,
 ) -> Report:
     """Execute every CTA of `grid`, cluster by cluster, x fastest, and return what they did.
@@ -157,7 +158,8 @@ def run(
     `num_warps` and `ctas_per_cga` count. schedule: "modelled", or an integer that seeds random
     interleavings. trace: keep a timeline. races: whether unordered accesses raise `Race`.
     uninitialized: "error", or "allow" to let reads of unwritten shared memory yield NaN. reachable:
-    tensors that the kernel finds through addresses in memory instead of arguments.
+    tensors that the kernel finds through addresses in memory instead of arguments. max_steps: how
+    many operations that other roles can notice the kernel may take, None for any number.
 
     Raises subclasses of EmulatorError, which carry the kernel's file and line.
     """
@@ -185,7 +187,7 @@ def run(
     tracer = Tracer(kernel.fn.__code__.co_filename) if trace else None
     report.timeline = tracer.timeline if tracer else None
     seed = None if schedule == "modelled" else schedule
-    numbers = {"roles": 0, "operations": 0}
+    numbers = {"roles": 0, "operations": 0, "steps": 0}
     token, threads = CURRENT.set(launch), torch.get_num_threads()
     try:
         # A tile is too small for more than one thread to pay.
@@ -196,7 +198,7 @@ def run(
             launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))
             while launch.clusters:
                 number = launch.clusters.popleft()
-                launch.scheduler = Scheduler(seed, numbers, tracer)
+                launch.scheduler = Scheduler(seed, numbers, tracer, max_steps)
                 _run_cluster(launch, number, lambda: body(**values))
     except EmulatorError as error:
         error.report = report

@@ -6,17 +6,18 @@ the last completed one. So a fresh barrier lets a wait for parity 1 pass, which 
 finds its buffers empty, and a barrier that completes two phases while somebody waits for the first
 has been missed.
 
-Three mistakes are reported as `BarrierMisuse` even when this run gets away with them: an arrival
-that the phase does not expect; a phase that receives other bytes than it was told; and a phase that
-can complete although a role that waited for the previous one is not known to have noticed (on a
-device that role may come late, find the wrong parity and sleep for ever).
+Four mistakes are reported as `BarrierMisuse` even when this run gets away with them: an arrival
+that the phase does not expect; one that is not known to come after the end of the previous phase,
+and may be one too many for that; a phase that receives other bytes than it was told; and a phase
+that can complete although a role that waited for the previous one is not known to have noticed (on
+a device that role may come late, find the wrong parity and sleep for ever).
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from .clocks import Clock
-from .errors import BarrierMisuse, Location, ResourceLimit, Wait, location
+from .errors import BarrierMisuse, InvalidKernel, Location, ResourceLimit, Wait, location
 from .scheduler import Role, Scheduler
 
 NUM_NAMED_BARRIERS = 16
@@ -44,6 +45,8 @@ class MBarrier:
     waiters: list[tuple[Role, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if not 1 <= self.count < 2**20:
+            raise InvalidKernel(f"arrive_count must be in [1, 2**20), got {self.count}")
         self.pending = self.count
 
     @property
@@ -71,6 +74,12 @@ class MBarrier:
 
     def arrive(self, count: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
         """`count` arrivals of somebody whose clock is `clock`."""
+        if self.phase and not clock.includes(self.released):
+            raise self.misuse(
+                f"an arrival in phase {self.phase} is not ordered after the end of phase "
+                f"{self.phase - 1}, and may come too early",
+                at,
+            )
         if count > self.pending:
             raise self.misuse(
                 f"{count} arrivals in phase {self.phase}, which expects {self.pending} more of "
@@ -79,6 +88,7 @@ class MBarrier:
             )
         self.pending -= count
         self.clock.join(clock)
+        self._check_bytes(at)
         self._trace("arrive", lane, time, time, at)
         self._complete(time, lane, at)
 
@@ -91,12 +101,16 @@ class MBarrier:
         """Bytes of a copy have been written."""
         self.missing_bytes -= num_bytes
         self.clock.join(clock)
+        self._check_bytes(at)
+        self._trace("arrive", lane, time, time, at)
+        self._complete(time, lane, at)
+
+    def _check_bytes(self, at: Location) -> None:
+        # While arrivals are missing, bytes may come before they are announced.
         if self.pending == 0 and self.missing_bytes < 0:
             raise self.misuse(
                 f"phase {self.phase} receives {-self.missing_bytes} bytes more than expected", at
             )
-        self._trace("arrive", lane, time, time, at)
-        self._complete(time, lane, at)
 
     def _complete(self, time: float, lane: Any, at: Location) -> None:
         if self.pending or self.missing_bytes:
@@ -180,6 +194,8 @@ class NamedBarrier:
     def arrive(self, role: Role, threads: int, wait: bool) -> None:
         """Count the role's threads in; with `wait`, suspend it until all have come."""
         own, start = 32 * role.warps, role.time
+        if threads < 32 or threads % 32:
+            raise InvalidKernel(f"a named barrier takes a multiple of 32 threads, got {threads}")
         self.threads = self.threads or threads
         if threads != self.threads:
             self._misuse(f"waits for {self.threads} threads, but {role.label} says {threads}")
@@ -191,16 +207,15 @@ class NamedBarrier:
             self._misuse(f"{self.arrived} threads arrive, {self.threads} are expected")
         self.clock.join(role.release())
         generation = self.generation
+        if wait:
+            self.waiters.append(role)
         if self.arrived == self.threads:
             self._complete(role)
         elif wait:
             at = location()
-            self.waiters.append(role)
             self.scheduler.block(
                 lambda: Wait(role.label, at, self.label, generation, self.threads - self.arrived, 0)
             )
-        if wait:
-            role.clock.join(self.clock)
         kind = "wait" if wait else "arrive"
         missing = self.threads - self.arrived if self.generation == generation else 0
         self.scheduler.trace(
@@ -219,6 +234,9 @@ class NamedBarrier:
 
     def _complete(self, last: Role) -> None:
         for role in self.waiters:
+            role.clock.join(self.clock)
+            if role is last:
+                continue
             self.scheduler.wake(role, last.time)
             self.scheduler.trace(
                 "arrow", self.name, last, last.time, role.time, waiter=role, phase=self.generation
@@ -252,12 +270,7 @@ class ClusterBarrier:
     def wait(self, role: Role) -> None:
         self.clock.join(role.release())
         self.arrived += 1
-        if self.arrived == self.size:
-            for other in self.waiters:
-                self.scheduler.wake(other, role.time)
-            self.arrived, self.waiters = 0, []
-            self.generation += 1
-        else:
+        if self.arrived < self.size:
             at, generation = location(), self.generation
             self.waiters.append(role)
             self.scheduler.block(
@@ -265,4 +278,10 @@ class ClusterBarrier:
                     role.label, at, "cluster barrier", generation, self.size - self.arrived, 0
                 )
             )
+            return
+        for other in self.waiters:
+            other.clock.join(self.clock)
+            self.scheduler.wake(other, role.time)
         role.clock.join(self.clock)
+        self.arrived, self.waiters = 0, []
+        self.generation += 1

@@ -72,7 +72,7 @@ class AliasSpec:
             raise InvalidKernel("a storage_alias_spec takes one set_buffer_overlap, got two")
         self.defined = True
         alignment = 1 if self.storage.tensor else _ALIGNMENT
-        total = _round_up(group.size(alignment), alignment)
+        total = _round_up(group.size(alignment), _step(group, alignment))
         group.place(0, total, 1, alignment)
 
 
@@ -113,7 +113,7 @@ def _size(member: Any, alignment: int) -> int:
 
 
 def _step(member: Any, alignment: int) -> int:
-    """The multiple at which a member of a distinct group starts."""
+    """The multiple at which a member of a distinct group starts: in tensor memory, of its size."""
     if alignment > 1:
         return alignment
     if isinstance(member, ReuseGroup):

@@ -41,6 +41,13 @@ class Clock:
             if mine.get(role, 0) < epoch:
                 mine[role] = epoch
 
+    def includes(self, other: "Clock") -> bool:
+        """Whether everything the other knows happens before this clock's moment."""
+        mine = self.epochs
+        return not other.operations & ~self.operations and all(
+            mine.get(role, 0) >= epoch for role, epoch in other.epochs.items()
+        )
+
     def knows(self, access: "Access") -> bool:
         """Whether the access happens before this clock's moment."""
         if access.operation:

@@ -53,7 +53,8 @@ _STYLE = """
 .gdpa-timeline .gutter { fill: none }
 .gdpa-timeline .grid { stroke: #787878; stroke-opacity: .22; stroke-width: .7 }
 .gdpa-timeline .band { fill: #787878; fill-opacity: .09 }
-.gdpa-timeline .arrow { fill: none; stroke: #787878; stroke-width: 1.2 }
+.gdpa-timeline .arrow { fill: none; stroke: #787878; stroke-width: 1.2;
+  stroke-opacity: .85 }
 .gdpa-timeline .head { fill: #787878 }
 html .gdpa-timeline text, html .gdpa-timeline .wait .label { fill: currentColor }
 html .gdpa-timeline .label { fill: #fff }
@@ -93,19 +94,27 @@ def merged(events: Iterable[Event], gap: float) -> list[list[Event]]:
 
 
 def placed(groups: Iterable[list[Event]]) -> list[Box]:
-    """Boxes of one lane, each in the first row that is free when it starts."""
+    """Boxes of one lane by start, each in the first row that is free then.
+
+    What takes no time shares the row of the box at whose end, or else in which, it happens.
+    """
     free: list[float] = []
-    boxes = sorted(map(Box, groups), key=lambda box: box.start)
-    for box in boxes:
-        box.row = next((r for r, at in enumerate(free) if at <= box.start), len(free))
+    boxes = sorted(map(Box, groups), key=lambda box: (box.start, -box.end))
+    lasting = [box for box in boxes if box.end > box.start]
+    for box in lasting:
+        box.row = next((row for row, at in enumerate(free) if at <= box.start), len(free))
         free[box.row : box.row + 1] = [box.end]
+    for box in boxes:
+        if box.end == box.start:
+            around = box_at(lasting, box.lane, box.start)
+            box.row = around.row if around else 0
     return boxes
 
 
 def box_at(boxes: Iterable[Box], lane: str, time: float) -> Box | None:
-    """The box of a lane that ends at `time`, or else the one that contains it."""
+    """The box of a lane that ends at `time`, or else the one around it that ends first."""
     found = [box for box in boxes if box.lane == lane and box.start <= time <= box.end]
-    return min(found, key=lambda box: (box.end - time, box.start - time), default=None)
+    return min(found, key=lambda box: box.end, default=None)
 
 
 def _number(value: float) -> str:
@@ -120,7 +129,7 @@ def _pattern(kind: str) -> str:
     """The fill of a kind: its colour, and a hatch for readers who do not tell colours apart."""
     ground, ink, strength = f'<rect width="8" height="8" fill="{COLOURS[kind]}"/>', "#fff", 0.3
     if kind == "wait":
-        ground, ink, strength = "", COLOURS[kind], 0.5
+        ground, ink, strength = "", COLOURS[kind], 0.38
     fill = ink if kind == "mma" else "none"
     return (
         f'<pattern id="gdpa-{kind}" width="8" height="8" patternUnits="userSpaceOnUse">{ground}'
@@ -139,15 +148,15 @@ def _shape(kind: str, x: float, y: float, width: float, height: float) -> str:
         )
     fill = f"url(#gdpa-{kind})" if kind in _HATCHES else COLOURS[kind]
     return (
-        f'<rect x="{x + 0.4:.1f}" y="{y + 1:.1f}" width="{max(width - 0.8, 1):.1f}" '
+        f'<rect x="{x + 0.8:.1f}" y="{y + 1:.1f}" width="{max(width - 1.6, 0.4):.1f}" '
         f'height="{height - 2:.1f}" rx="2" fill="{fill}" stroke="{COLOURS[kind]}"/>'
     )
 
 
 def _draw_box(box: Box, left: float, right: float, top: float) -> str:
     """A box with its tooltip, and the longest of its names that fits."""
-    names = list(dict.fromkeys(event.name for event in box.events))
-    candidates = [", ".join(names), names[0], box.events[0].target]
+    names = [name for name in dict.fromkeys(event.name for event in box.events) if name]
+    candidates = [", ".join(names), *names[:1], box.events[0].target]
     fits = (name for name in candidates if name and _CHAR * len(name) + 8 <= right - left)
     label = next(fits, "")
     if label:
@@ -159,7 +168,8 @@ def _draw_box(box: Box, left: float, right: float, top: float) -> str:
     where = f"line {lines[0]}" if len(lines) == 1 else f"lines {lines[0]} to {lines[-1]}"
     cycles = f"cycles {_number(box.start)} to {_number(box.end)}"
     return (
-        f'<g class="{box.kind}"><title>{_text(candidates[0])}: {cycles}, {where}</title>'
+        f'<g class="{box.kind}">'
+        f"<title>{_text(candidates[0] or KINDS[box.kind])}: {cycles}, {where}</title>"
         f"{_shape(box.kind, left, top, right - left, _ROW)}{label}</g>"
     )
 
@@ -187,6 +197,27 @@ def _ticks(left: float, right: float, scale: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(64 / scale))
     step = next(power * n for n in (1, 2, 5, 10) if power * n * scale >= 64)
     return [n * step for n in range(math.ceil(left / step), math.floor(right / step) + 1)]
+
+
+def _legend(kinds: list[str], arrows: bool, y: float, width: float) -> tuple[list[str], float]:
+    """Swatches and words in lines of `width`, the first at y, and the y of the last."""
+    entries, at = [], 0.0
+    for kind, word in [(kind, KINDS[kind]) for kind in kinds] + [("", _ARROW)] * arrows:
+        advance = 40 + _CHAR * len(word)
+        if at and at + advance > width:
+            at, y = 0.0, y + 21
+        if kind == "arrive":
+            swatch = _shape(kind, at + 9, y - 7, 0, 9)
+        elif kind:
+            swatch = _shape(kind, at, y - 11, 18, 13)
+        else:
+            swatch = (
+                f'<path class="arrow" d="M{at:.1f} {y - 4:g}h14"/>'
+                f'<path class="head" d="M{at + 19:.1f} {y - 4:g}l-7-3.4v6.8z"/>'
+            )
+        entries.append(f'{swatch}<text x="{at + 25:.1f}" y="{y:g}">{_text(word)}</text>')
+        at += advance
+    return entries, y
 
 
 def draw(
@@ -231,7 +262,7 @@ def draw(
         grid.append(
             f'<text x="{at:.1f}" y="{bottom + 13:g}" text-anchor="{anchor}">{time:g}</text>'
         )
-    grid.append(f'<text x="{gutter}" y="{bottom + 30:g}">cycles (modelled)</text>')
+    words.append(f'<text x="{gutter}" y="{bottom + 30:g}">cycles (modelled)</text>')
 
     for box in boxes:
         a, b = x(box.start), x(box.end)
@@ -245,19 +276,7 @@ def draw(
         curves.append(_draw_arrow(arrow, x(arrow.left), x(arrow.right), *ends))
 
     kinds = [kind for kind in KINDS if any(box.kind == kind for box in boxes)]
-    y, at, legend = bottom + 52, 0.0, []
-    for kind, word in [(kind, KINDS[kind]) for kind in kinds] + [("", _ARROW)] * bool(arrows):
-        advance = 40 + _CHAR * len(word)
-        if at and at + advance > min(width, 720):
-            at, y = 0.0, y + 21
-        swatch = f'<path class="arrow" d="M{at:g} {y - 4:g}h14"/>'
-        swatch += f'<path class="head" d="M{at + 19:g} {y - 4:g}l-7-3.4v6.8z"/>'
-        if kind:
-            swatch = _shape(kind, at + (9 if kind == "arrive" else 0), y - 11, 18, 13)
-            if kind == "arrive":
-                swatch = _shape(kind, at + 9, y - 7, 0, 9)
-        legend.append(f'{swatch}<text x="{at + 25:g}" y="{y:g}">{_text(word)}</text>')
-        at += advance
+    legend, y = _legend(kinds, bool(arrows), bottom + 52, width if width <= 720 else 350)
     count = Counter(box.kind for box in boxes)
     told = ", ".join(f"{count[kind]} {KINDS[kind]}" for kind in kinds)
     described = (
@@ -274,7 +293,7 @@ def draw(
         f"<title>{_text(title or f'Timeline of CTA {cta}')}</title><desc>{_text(described)}</desc>",
         f"<style>{_STYLE}</style><defs>{patterns}</defs>{heading}",
         *bands, *grid, *shapes, *curves,
-        f'<g class="names"><rect class="gutter" width="{gutter - 4}" height="{bottom:g}"/>',
-        *words, "</g>", *legend, "</svg>\n",
+        f'<g class="names"><rect class="gutter" width="{gutter - 4}" height="{bottom + 20:g}"/>',
+        *words, *legend, "</g></svg>\n",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -214,7 +214,7 @@ def _atomic(name: str, update: Callable) -> None:
     ) -> Tile:
         if tile.is_pointer(pointer) and pointer.dtype.element_ty.primitive_bitwidth < 16:
             raise InvalidKernel(f"tl.atomic_{name} needs 16 bits or more, got {pointer!r}")
-        return current().memory.atomic(pointer, update, [val], mask)
+        return current().memory.atomic(pointer, update, [val], mask, sem)
 
     OPERATIONS[f"atomic_{name}"] = atomic
 
@@ -229,7 +229,7 @@ def atomic_cas(pointer: Tile, cmp: Any, val: Any, sem: Any = None, scope: Any = 
     def swap(old: torch.Tensor, expected: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return torch.where(old == expected, new, old)
 
-    return current().memory.atomic(pointer, swap, [cmp, val])
+    return current().memory.atomic(pointer, swap, [cmp, val], None, sem)
 
 
 @_operation

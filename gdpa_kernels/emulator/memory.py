@@ -291,10 +291,18 @@ class Memory:
         region.flat[index] = raw
         self._report.bytes_stored += index.numel() * region.itemsize
 
-    def atomic(self, pointer: Tile, update: Callable, values: list[Any], mask: Any = None) -> Tile:
+    def atomic(
+        self,
+        pointer: Tile,
+        update: Callable,
+        values: list[Any],
+        mask: Any = None,
+        sem: str | None = None,
+    ) -> Tile:
         """Read-modify-write with `update(old, *values)` on torch data; returns the old values.
 
-        Lanes that name the same element take their turns.
+        Lanes that name the same element take their turns. sem: as in Triton, None is "acq_rel";
+        only a scalar atomic orders other accesses.
         """
         region, index, active = self._lanes("atomic", pointer, mask)
         dtype, chosen = region.dtype, ... if active is None else active
@@ -304,8 +312,10 @@ class Memory:
         if not index.shape and count:
             role, key = self._launch.role, (id(region.shadow), int(where) * region.itemsize)
             shared = self._atomics.setdefault(key, Clock())
-            role.clock.join(shared)
-            shared.join(role.release())
+            if sem in (None, "acquire", "acq_rel"):
+                role.clock.join(shared)
+            if sem in (None, "release", "acq_rel"):
+                shared.join(role.release())
         before = torch.empty(count, dtype=region.flat.dtype)
         unique = where.unique().numel() == count
         for turn in [slice(None)] if unique else [slice(i, i + 1) for i in range(count)]:

@@ -114,6 +114,8 @@ class _Rewriter(ast.NodeTransformer):
         for statement in statements:
             for part in ast.walk(statement):
                 ast.copy_location(part, node)
+                if hasattr(part, "end_lineno"):
+                    part.end_lineno = node.lineno
         return statements
 
     def assign(self, node: ast.stmt, target: ast.expr, value: ast.expr, helper: str) -> ast.Assign:
@@ -121,8 +123,8 @@ class _Rewriter(ast.NodeTransformer):
         if not all(isinstance(name, ast.Name) for name in names):
             self.refuse(node, "assignment to something that is not a name")
         value = self.call(helper, value, self.visit(value))
-        if isinstance(target, ast.Name):
-            value.args.append(ast.copy_location(ast.Constant(target.id), node))
+        called = target.id if isinstance(target, ast.Name) else tuple(name.id for name in names)
+        value.args.append(ast.copy_location(ast.Constant(called), node))
         return ast.copy_location(ast.Assign(targets=[target], value=value), node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
@@ -372,15 +374,18 @@ def _again(condition: Any) -> bool:
     return bool(condition)
 
 
-def _assign(value: Any, name: str = "") -> Any:
+def _assign(value: Any, called: str | tuple[str, ...] = "") -> Any:
+    """A value as a variable holds it; `called` is the name, or the names, it is assigned to."""
     if isinstance(value, (bool, int, float)):
         return to_tile(value)
-    if hasattr(type(value), "call_it"):
-        value.call_it(name)
+    if isinstance(called, tuple) and isinstance(value, tuple) and len(called) == len(value):
+        return tuple(map(_assign, value, called))
+    if isinstance(called, str) and called and hasattr(type(value), "call_it"):
+        value.call_it(called)
     return map_tuple(_assign, value) if isinstance(value, tuple) else value
 
 
-def constant(value: Any, name: str = "") -> Any:
+def constant(value: Any, called: Any = None) -> Any:
     """A compile-time constant, as it is."""
     if isinstance(value, Tile):
         raise InvalidKernel(f"a tl.constexpr needs a constant, got {value!r}")

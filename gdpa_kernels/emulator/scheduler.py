@@ -107,13 +107,14 @@ class Operation:
 class Scheduler:
     """Runs the roles of one cluster of CTAs to the end.
 
-    numbers: counters for roles and operations, shared by all clusters of a launch.
+    numbers: counters of roles, operations and steps, shared by all clusters of a launch.
     tracer: called with the fields of a timeline event, or None.
     """
 
     seed: int | None
     numbers: dict[str, int]
     tracer: Callable[..., None] | None = None
+    max_steps: int | None = None
     ready: list[Role] = field(default_factory=list)
     blocked: list[Role] = field(default_factory=list)
     queues: dict[Any, deque] = field(default_factory=dict)
@@ -181,6 +182,9 @@ class Scheduler:
         """Before an operation that others can notice: let whoever comes first go first."""
         role = self.role
         role.charge()
+        self.numbers["steps"] += 1
+        if self.max_steps is not None and self.numbers["steps"] > self.max_steps:
+            raise EmulatorError(f"the kernel must end within max_steps={self.max_steps} steps")
         if self.ready or self.queues:
             early = self._random is not None or any(r.time < role.time for r in self.ready)
             if early or any(queue[0][0] <= role.time for queue in self.queues.values()):

@@ -32,6 +32,10 @@ class Region:
         if not default and not options.get("num_warps"):
             raise InvalidKernel("async_task needs num_warps, or to be the default")
         registers = options.get("registers", options.get("num_regs"))
+        if default and registers is not None:
+            raise InvalidKernel(
+                "the default task takes no registers; it gets what the others leave"
+            )
         if registers is not None and registers % 8:
             raise InvalidKernel(f"registers of a task must be a multiple of 8, got {registers}")
         self.tasks.append((function, values, {**options, "default": default, "regs": registers}))

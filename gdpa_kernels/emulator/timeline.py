@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -104,7 +106,10 @@ class Timeline:
                     tid = threads.get((lane, box.row if box else 0), 0)
                     bind = {"bp": "e"} if ph == "f" else {}
                     out.append({"ph": ph, **shared, "tid": tid, "ts": time, **bind})
-        return {"traceEvents": out, "otherData": {"clock": "modelled cycles", "file": self.file}}
+        return {
+            "traceEvents": out,
+            "otherData": {"clock": "modelled cycles", "file": Path(self.file).name},
+        }
 
     def save_chrome_trace(self, path: str | Path) -> Path:
         """Write `chrome_trace` as JSON; returns the path."""
@@ -146,60 +151,63 @@ class Timeline:
         )
 
 
-def _metadata(name: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
-def barrier_states(
-    events: list[Event], arrows: list[Arrow]
-) -> dict[str, list[tuple[float, int, int, int]]]:
-    """Barrier -> its changes: (time, current phase, arrivals it lacks, bytes it lacks)."""
-    changes = [(e.end, i, e) for i, e in enumerate(events) if e.kind == "arrive"]
-    changes += [(a.left, len(events), a) for a in arrows]
+def barrier_states(events: list[Event]) -> dict[str, list[tuple[float, int, int, int]]]:
+    """Barrier -> its changes by time: (time, current phase, arrivals and bytes that it lacks)."""
     used = [event for event in events if event.kind in ("wait", "arrive") and event.target]
-    count = dict.fromkeys((event.target for event in used), 1)
-    count |= {arrow.barrier: 1 for arrow in arrows if arrow.barrier not in count}
-    for event in used:
-        if event.kind == "arrive" and event.lane != "TMA":  # TMA brings bytes, no arrival
+    arrivals = [event for event in used if event.kind == "arrive"]
+    count = dict.fromkeys(_by_name(event.target for event in used), 1)
+    for event in arrivals:
+        if event.lane != "TMA":  # which brings bytes, and is no arrival
             count[event.target] = max(count[event.target], event.pending + 1)
-    states = {name: [(float("-inf"), 0, count[name], 0)] for name in count}
-    for time, _, change in sorted(changes, key=lambda c: c[:2]):
-        if isinstance(change, Arrow):
-            name, phase, complete = change.barrier, change.phase, True
-            pending = missing = 0
-        else:
-            name, phase, pending, missing = (
-                change.target, change.phase, change.pending, change.bytes,
-            )  # fmt: skip
-            complete = pending == missing == 0
-        if phase >= states[name][-1][1]:
-            after = (phase + 1, count[name], 0) if complete else (phase, pending, missing)
-            states[name].append((time, *after))
+    states = {name: [(-math.inf, 0, count[name], 0)] for name in count}
+    for event in sorted(arrivals, key=lambda e: e.end):
+        after = (event.phase, event.pending, event.bytes)
+        if event.pending == event.bytes == 0:
+            after = (event.phase + 1, count[event.target], 0)
+        states[event.target].append((event.end, *after))
     return states
 
 
 def buffer_states(
     events: list[Event], barriers: dict[str, list[tuple[float, int, int, int]]]
 ) -> dict[str, list[tuple[float, str, str]]]:
-    """Buffer -> its changes: (time, state, lanes at work), from what reads and fills it.
+    """Buffer -> its changes by time: (time, state, lanes that cause it).
 
-    A phase of barrier `k_empty[1]` that completes releases buffer `k[1]`.
+    `barriers`: from `barrier_states`. A phase of barrier `k_empty[1]` that completes releases
+    buffer `k[1]`; a buffer without such a barrier stays full.
     """
     uses: dict[str, list[Event]] = {}
     for event in events:
-        if event.kind in ("copy", "write", "read", "store", "mma") and event.target:
-            uses.setdefault(event.target, []).append(event)
+        if event.kind in ("copy", "write", "read", "store", "mma"):
+            for name in event.target.split(" @ "):  # the operands of a product
+                if name and name != "registers":
+                    uses.setdefault(name, []).append(event)
     states = {}
-    for name, users in uses.items():
+    for name in _by_name(uses):
         history = barriers.get(re.sub(r"(\[|$)", r"_empty\1", name, count=1), [])
         released = [b[0] for a, b in pairwise(history) if b[1] > a[1]]
-        times = {t for e in users for t in (e.start, e.end)} | set(released)
-        states[name] = [(float("-inf"), "empty", "")]
+        times = {t for e in uses[name] for t in (e.start, e.end)} | set(released)
+        states[name] = [(-math.inf, "empty", "")]
         for now in sorted(times):
-            state = _buffer_state(users, released, bool(history), now)
+            state = _buffer_state(uses[name], released, bool(history), now)
             if state != states[name][-1][1:]:
                 states[name].append((now, *state))
     return states
+
+
+def _by_name(names: Iterable[str]) -> list[str]:
+    """Each name once, k[0], k[1], ... together, in order of the first of them."""
+    groups: dict[str, dict[str, None]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"\d+", "", name), {})[name] = None
+    number = {
+        n: [int(d) for d in re.findall(r"\d+", n)] for group in groups.values() for n in group
+    }
+    return [name for group in groups.values() for name in sorted(group, key=number.get)]
 
 
 def _buffer_state(
@@ -243,11 +251,10 @@ def _excerpt(source: str, events: list[Event]) -> tuple[int, list[str]]:
 def _variant(timeline: Timeline, source: str, outcome: str, cta: int) -> dict[str, Any]:
     """What the page embeds of one variant."""
     events = [event for event in timeline.events if event.cta == cta]
-    arrows = [arrow for arrow in timeline.arrows if arrow.cta == cta]
-    barriers = barrier_states(events, arrows)
+    barriers = barrier_states(events)
     start, end = min(e.start for e in events), max(e.end for e in events)
     long = sorted(e.end - e.start for e in events if e.end > e.start) or [1.0]
-    width = 54 * (end - start) / long[len(long) // 3]
+    width = 40 * (end - start) / long[len(long) // 2]
     first, lines = _excerpt(source, events)
     return {
         "lanes": timeline.lanes(cta),
@@ -255,7 +262,7 @@ def _variant(timeline: Timeline, source: str, outcome: str, cta: int) -> dict[st
         "times": sorted({t for event in events for t in (event.start, event.end)}),
         "barriers": _finite(barriers),
         "buffers": _finite(buffer_states(events, barriers)),
-        "svg": timeline.svg(cta, width=round(min(max(width, 700), 5000))),
+        "svg": timeline.svg(cta, width=round(min(max(width, 1160), 5000))),
         "first": first,
         "lines": lines,
         "outcome": outcome,

@@ -23,8 +23,8 @@ class Agreement:
     """One output of one kernel on both: elements, those that differ, and the largest distance.
 
     roundings: the distance in units of one rounding of the output, the spacing of its dtype at the
-    larger of the two values; values below 1/256 of the output's largest count as that large, since
-    the sums that made them were rounded at the size of their terms.
+    larger of the two values; values below 1/16 of the output's largest count as that large, since
+    the terms of their sums were rounded at a size like that.
     """
 
     kernel: str
@@ -42,7 +42,7 @@ def compare(kernel: str, output: str, here: torch.Tensor, there: torch.Tensor) -
         raise AssertionError(f"{kernel}, {output}: NaN in different places")
     a, b = a[~a.isnan()], b[~b.isnan()]
     size = torch.maximum(a.abs(), b.abs())
-    size = size.clamp_min(float(size.max()) / 256 if size.numel() else 1.0)
+    size = size.clamp_min(float(size.max()) / 16 if size.numel() else 1.0)
     spacing = torch.finfo(here.dtype).eps * 2.0 ** size.log2().floor()
     distance = (a - b).abs() / spacing
     dtype = str(here.dtype).removeprefix("torch.")
@@ -114,7 +114,7 @@ def compare_rung(impl: str, dtype: torch.dtype, device: torch.device) -> Iterato
         return torch.randn(sum(lengths), heads, 64, generator=generator).to(dtype)
 
     q, k, v = tokens(lengths_q, 4), tokens(lengths_k, 2), tokens(lengths_k, 2)
-    ends = [cu_seqlens(list(lengths)) for lengths in (lengths_q, lengths_k)]
+    ends = [cu_seqlens(list(lengths), "cpu") for lengths in (lengths_q, lengths_k)]
     for activation in ("gelu_tanh", "silu", "relu"):
         options = {"activation": activation, "output_scale": 0.125, "impl": impl}
         sizes = (max(lengths_q), max(lengths_k))

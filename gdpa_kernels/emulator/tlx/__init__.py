@@ -6,7 +6,8 @@ found although it would have got the right bytes.
 
 - A TMA copy completes on its mbarrier. A TMA store, and a wgmma, complete when the issuing role
   waits for the group; `async_descriptor_store_wait` waits for the reads of shared memory only
-  (`cp.async.bulk.wait_group.read`), so global memory is not known to have been written.
+  (`cp.async.bulk.wait_group.read`); that global memory has been written is not known before the
+  kernel ends. A multicast is one operation per target.
 - The result of a wgmma is a `Pending` tile; using it before `async_dot_wait` is an error. Each
   `async_dot` is a group of its own, and groups complete in order.
 - tcgen05 operations of a CTA execute in order. A commit, or a barrier in `mBarriers`, arrives when

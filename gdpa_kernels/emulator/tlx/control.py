@@ -56,7 +56,8 @@ def clc_producer(
     context: LaunchControl, p_producer: Any = None, multi_ctas: bool = False, k: Any = 0
 ) -> None:
     rank = current().role.cta.rank
-    barrier_wait(context.empty[k], p_producer, not multi_ctas or rank == 0)
+    if rank == 0 or not multi_ctas:
+        barrier_wait(context.empty[k], p_producer)
     barrier_expect_bytes(context.full[k], 16)
     if rank == 0 or not multi_ctas:
         _clc_issue(context.responses[k], context.full[k])
@@ -67,8 +68,9 @@ def _clc_issue(response: Buffer, barrier: MBarrier) -> None:
     role, launch = point(), current()
     program = launch.steal()
     answer = torch.tensor([*program, 1] if program else [-1, -1, -1, 0], dtype=torch.int32)
-    operation, end = copy(role, "copy", response, 16)
+    first, end = copy(role, "copy", response, 16)
     for rank in range(len(role.cta.cluster.ctas)):
+        operation = first if rank == role.cta.rank else role.scheduler.issue("copy")
         target = remote(response, rank)
         target.access(operation, write=True)
         target.write(answer)

@@ -66,9 +66,11 @@ def async_descriptor_load(
         expected = f"{desc.dtype}{list(desc.block_shape)}"
         raise InvalidKernel(f"{result.name} must be {expected} as the descriptor")
     targets = [int(rank) for rank in multicast_targets] or [role.cta.rank]
-    operation, end = copy(role, "copy", result, num_bytes)
-    box = current().memory.load_box(desc, offsets, operation)
+    first, end = copy(role, "copy", result, num_bytes)
+    box = current().memory.load_box(desc, offsets, first)
     for rank in targets:
+        # To know of the copy in one CTA is not to know of it in another.
+        operation = first if rank == targets[0] else role.scheduler.issue("copy")
         target = remote(result, rank)
         target.access(operation, write=True)
         target.write(box.data)
@@ -85,7 +87,7 @@ def async_descriptor_store(
     operation, _ = copy(role, "store", source, source.num_bytes)
     source.access(operation, write=False)
     box = Tile(source.read().reshape(desc.block_shape), source.dtype)
-    desc.store(offsets, box, store_reduce, operation)
+    desc.store(offsets, box, store_reduce, role.scheduler.issue("store"))
     role.stores.append(operation)
 
 
@@ -100,7 +102,8 @@ def async_store(dst_global_ptr: Tile, src_smem: Buffer, size: Any) -> None:
     source.access(operation, write=False)
     data = source.read().reshape(-1)[:count]
     steps = Tile(torch.arange(count, dtype=torch.int32), tl.int32)
-    current().memory.store(dst_global_ptr + steps, Tile(data, source.dtype), None, operation)
+    landing = role.scheduler.issue("store")
+    current().memory.store(dst_global_ptr + steps, Tile(data, source.dtype), None, landing)
     role.stores.append(operation)
 
 

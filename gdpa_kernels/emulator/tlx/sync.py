@@ -19,13 +19,13 @@ class Barriers:
     """`tlx.alloc_barriers`: an array of mbarriers."""
 
     def __init__(self, cta: Any, number: int, count: int, threads: bool):
-        self.cta, self.name = cta, ""
+        self.cta, self.name = cta, "barriers"
         scheduler = cta.cluster.scheduler
         self.barriers = [MBarrier(scheduler, cta, "barrier", count, threads) for _ in range(number)]
 
     def call_it(self, name: str) -> None:
         """Name the barriers after the variable they are first assigned to."""
-        if self.name:
+        if self.name != "barriers":
             return
         self.name = name
         for i, barrier in enumerate(self.barriers):

@@ -23,6 +23,8 @@ def point() -> Role:
 
 def holds(pred: Any) -> bool:
     """Whether an operation with this predicate is performed."""
+    if isinstance(pred, bool):
+        raise InvalidKernel(f"pred must be a runtime value, got the constant {pred}")
     return pred is None or bool(pred)
 
 

@@ -1,0 +1,50 @@
+"""What the tests of TLX kernels share: schedules, and where in a kernel a finding must lie."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from gdpa_kernels.emulator import EmulatorError, run
+
+# The modelled schedule, and seeds of random ones.
+SCHEDULES = ("modelled", *range(11))
+
+
+def place(kernel: Any, text: str) -> tuple[str, int]:
+    """File and number of the only line of `kernel` that contains `text`."""
+    lines, first = inspect.getsourcelines(kernel.fn)
+    (number,) = (first + i for i, line in enumerate(lines) if text in line)
+    return kernel.fn.__code__.co_filename, number
+
+
+def everywhere(
+    kernel: Any,
+    grid: Sequence[int],
+    arguments: Callable[[], Sequence[Any]] = tuple,
+    check: Callable[..., None] = lambda *arguments: None,
+    **options: Any,
+) -> None:
+    """Run under every schedule, each time on fresh arguments, and `check` these afterwards."""
+    for schedule in SCHEDULES:
+        values = arguments()
+        run(kernel, grid, *values, schedule=schedule, **options)
+        check(*values)
+
+
+def found(
+    error: type[EmulatorError] | tuple[type[EmulatorError], ...],
+    kernel: Any,
+    grid: Sequence[int],
+    arguments: Callable[[], Sequence[Any]] = tuple,
+    match: str | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Run under every schedule; each must raise `error`. Returns the errors, the modelled first."""
+    errors = []
+    for schedule in SCHEDULES:
+        with pytest.raises(error, match=match) as caught:
+            run(kernel, grid, *arguments(), schedule=schedule, **options)
+        errors.append(caught.value)
+    return errors

@@ -1,0 +1,657 @@
+"""mbarriers, warp barriers, named barriers and the cluster barrier, rightly used and misused."""
+
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gdpa_kernels.emulator import (
+    BarrierMisuse,
+    Deadlock,
+    EmulatorError,
+    InvalidKernel,
+    OutOfBounds,
+    Race,
+    ResourceLimit,
+    run,
+)
+from tests.emulator.checking import everywhere, found, place
+
+
+def arrivals(report, barrier, kind="arrive"):
+    """(lane, phase, pending arrivals, missing bytes) of the events of a barrier, in their order."""
+    events = (e for e in report.timeline.events if e.kind == kind and e.target == barrier)
+    return [(e.lane, e.phase, e.pending, e.bytes) for e in events]
+
+
+@triton.jit
+def pipeline_kernel(out_ptr, n, STAGES: tl.constexpr, BLOCK: tl.constexpr):
+    ring = tlx.local_alloc((BLOCK,), tl.int32, STAGES)
+    full = tlx.alloc_barriers(STAGES)
+    empty = tlx.alloc_barriers(STAGES)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            for i in range(n):
+                stage, phase = i % STAGES, i // STAGES & 1
+                tlx.barrier_wait(empty[stage], phase ^ 1)
+                tlx.local_store(ring[stage], i * 10 + tl.arange(0, BLOCK))
+                tlx.barrier_arrive(full[stage])
+        with tlx.async_task(num_warps=4):
+            for i in range(n):
+                stage, phase = i % STAGES, i // STAGES & 1
+                tlx.barrier_wait(full[stage], phase)
+                x = tlx.local_load(ring[stage])
+                tlx.barrier_arrive(empty[stage])
+                tl.store(out_ptr + i * BLOCK + tl.arange(0, BLOCK), x)
+
+
+@pytest.mark.parametrize("stages", (1, 2, 3))
+@pytest.mark.parametrize("n", (0, 1, 7))
+def test_pipeline(n, stages):
+    def check(out, _):
+        expected = torch.arange(n)[:, None] * 10 + torch.arange(16)
+        assert torch.equal(out[: n * 16].view(n, 16), expected.int())
+        assert (out[n * 16 :] == -1).all()
+
+    everywhere(
+        pipeline_kernel,
+        (2,),
+        lambda: (torch.full((n * 16 + 1,), -1, dtype=torch.int32), n),
+        check,
+        STAGES=stages,
+        BLOCK=16,
+    )
+
+
+def test_pipeline_in_the_trace():
+    report = run(
+        pipeline_kernel, (1,), torch.zeros(80, dtype=torch.int32), 5,
+        STAGES=2, BLOCK=16, trace=True,
+    )  # fmt: skip
+    assert arrivals(report, "full[0]") == [("default", phase, 0, 0) for phase in (0, 1, 2)]
+    assert arrivals(report, "full[1]") == [("default", phase, 0, 0) for phase in (0, 1)]
+    assert [event[:2] for event in arrivals(report, "full[0]", "wait")] == [
+        ("task0", phase) for phase in (0, 1, 2)
+    ]
+    # The first wait of the producer passes before anything has arrived.
+    assert [event[:2] for event in arrivals(report, "empty[0]", "wait")] == [
+        ("default", phase) for phase in (-1, 0, 1)
+    ]
+    arrows = [
+        (a.source, a.phase, a.target) for a in report.timeline.arrows if a.barrier[:4] == "full"
+    ]
+    assert set(arrows) <= {("default", phase, "task0") for phase in (0, 1, 2)} and arrows
+    assert all(a.left <= a.right for a in report.timeline.arrows)
+    assert report.barriers == 4 and report.checks["barrier"] == 10
+
+
+@triton.jit
+def fresh_kernel(PHASE: tl.constexpr, ARRIVALS: tl.constexpr):
+    bar = tlx.alloc_barriers(1)
+    for _ in tl.static_range(ARRIVALS):
+        tlx.barrier_arrive(bar)
+    tlx.barrier_wait(bar, PHASE)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_wait_passes_if_the_last_completed_phase_has_its_parity(number):
+    # Phase -1 counts as completed: a fresh barrier lets parity 1 pass.
+    parity = (number - 1) % 2
+    run(fresh_kernel, (1,), PHASE=parity, ARRIVALS=number)
+    for error in found(Deadlock, fresh_kernel, (1,), PHASE=1 - parity, ARRIVALS=number):
+        (wait,) = error.waits
+        assert (wait.phase, wait.arrivals, wait.bytes) == (number, 1, 0)
+
+
+def test_deadlock_says_where_who_and_what():
+    error = found(Deadlock, fresh_kernel, (1,), PHASE=0, ARRIVALS=0)[0]
+    (wait,) = error.waits
+    at = place(fresh_kernel, "barrier_wait")
+    assert (wait.role, wait.at, wait.barrier) == ("default of CTA 0", at, "bar of CTA 0")
+    assert (error.file, error.line) == at and wait.note == ""
+    assert f"default of CTA 0 at {at[0]}:{at[1]} waits for phase 0 of bar of CTA 0" in str(error)
+    assert "misses 1 arrivals" in str(error)
+
+
+def test_deadlock_of_a_phase_that_is_long_over():
+    (wait,) = found(Deadlock, fresh_kernel, (1,), PHASE=0, ARRIVALS=2)[0].waits
+    assert wait.note == "phase 0 of that parity is over, and 1 too"
+
+
+@triton.jit
+def phase_kernel(phase):
+    bar = tlx.alloc_barriers(1)
+    tlx.barrier_wait(bar, phase)
+
+
+def test_a_phase_is_a_parity():
+    run(phase_kernel, (1,), True)
+    for phase in (2, -1):
+        (error, *_) = found(BarrierMisuse, phase_kernel, (1,), lambda phase=phase: (phase,))
+        assert error.barrier == "bar" and f"takes phase 0 or 1, got {phase}" in str(error)
+        assert (error.file, error.line) == place(phase_kernel, "barrier_wait")
+
+
+@triton.jit
+def count_kernel(COUNT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    bar = tlx.alloc_barriers(1, arrive_count=COUNT)
+    tlx.barrier_arrive(bar, FIRST)
+    tlx.barrier_arrive(bar, SECOND)  # second
+    tlx.barrier_wait(bar, 0)
+
+
+def test_counts():
+    report = run(count_kernel, (1,), COUNT=3, FIRST=1, SECOND=2, trace=True)
+    assert arrivals(report, "bar") == [("default", 0, 2, 0), ("default", 0, 0, 0)]
+    assert arrivals(report, "bar", "wait") == [("default", 0, 0, 0)]
+
+
+def test_an_arrival_too_few():
+    for error in found(Deadlock, count_kernel, (1,), COUNT=4, FIRST=1, SECOND=2):
+        assert [(wait.phase, wait.arrivals) for wait in error.waits] == [(0, 1)]
+
+
+def test_an_arrival_too_many():
+    for error in found(BarrierMisuse, count_kernel, (1,), COUNT=3, FIRST=2, SECOND=2):
+        assert (error.file, error.line) == place(count_kernel, "# second")
+        assert (error.barrier, error.role) == ("bar", "default of CTA 0")
+        assert "2 arrivals in phase 0, which expects 1 more of 3" in str(error)
+
+
+@triton.jit
+def crowd_kernel(COUNT: tl.constexpr, REPLICAS: tl.constexpr):
+    bar = tlx.alloc_barriers(1, arrive_count=COUNT)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.barrier_wait(bar, 0)
+        with tlx.async_task(num_warps=1, replicate=REPLICAS):
+            tlx.barrier_arrive(bar)
+
+
+def test_arrivals_of_several_roles():
+    everywhere(crowd_kernel, (1,), COUNT=3, REPLICAS=3)
+    for error in found(Deadlock, crowd_kernel, (1,), COUNT=3, REPLICAS=2):
+        assert [(w.role, w.phase, w.arrivals) for w in error.waits] == [("default of CTA 0", 0, 1)]
+
+
+def test_an_arrival_that_may_count_in_either_of_two_phases():
+    for error in found(BarrierMisuse, crowd_kernel, (1,), COUNT=1, REPLICAS=2):
+        assert (error.file, error.line) == place(crowd_kernel, "barrier_arrive")
+        assert error.barrier == "bar"
+
+
+@triton.jit
+def missed_kernel(ORDERED: tl.constexpr):
+    bar = tlx.alloc_barriers(1)
+    seen = tlx.alloc_barriers(1)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.barrier_arrive(bar)
+            if ORDERED:
+                tlx.barrier_wait(seen, 0)
+            tlx.barrier_arrive(bar)  # second
+        with tlx.async_task(num_warps=4):
+            tlx.barrier_wait(bar, 0)
+            tlx.barrier_arrive(seen)
+            if ORDERED:
+                tlx.barrier_wait(bar, 1)
+
+
+def test_a_missed_phase():
+    everywhere(missed_kernel, (1,), ORDERED=True)
+    errors = found((BarrierMisuse, Deadlock), missed_kernel, (1,), ORDERED=False)
+    # Early, the waiter has been overtaken; late, it sleeps.
+    assert {type(error) for error in errors} == {BarrierMisuse, Deadlock}
+    for error in errors:
+        if isinstance(error, BarrierMisuse):
+            assert (error.file, error.line) == place(missed_kernel, "# second")
+            assert "phase 1 can complete before task0 of CTA 0" in str(error)
+            assert "a missed phase" in str(error)
+        else:
+            (wait,) = error.waits
+            assert wait.role == "task0 of CTA 0" and wait.note.startswith("phase 0")
+
+
+# Bytes.
+
+
+@triton.jit
+def bytes_kernel(desc, out_desc, BYTES: tl.constexpr, LATE: tl.constexpr, WAIT: tl.constexpr):
+    buffer = tlx.local_alloc((8, 16), tl.float32, 1)
+    bar = tlx.alloc_barriers(1)
+    if LATE:
+        tlx.async_descriptor_load(desc, buffer[0], [0, 0], bar)
+        for _ in tl.static_range(4):
+            tlx.barrier_wait(bar, 1)  # passes at once; the copy may land meanwhile
+        tlx.barrier_expect_bytes(bar, BYTES)
+    else:
+        tlx.barrier_expect_bytes(bar, BYTES)
+        tlx.async_descriptor_load(desc, buffer[0], [0, 0], bar)
+    if WAIT:
+        tlx.barrier_wait(bar, 0)
+        out_desc.store([0, 0], tlx.local_load(buffer[0]))
+
+
+def boxes():
+    x = torch.arange(128.0).view(8, 16)
+    return [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, torch.zeros(8, 16))]
+
+
+def same(desc, out_desc):
+    assert torch.equal(desc.base, out_desc.base)
+
+
+@pytest.mark.parametrize("late", (False, True))
+def test_bytes(late):
+    everywhere(bytes_kernel, (1,), boxes, same, BYTES=512, LATE=late, WAIT=True)
+
+
+def test_bytes_in_the_trace():
+    report = run(bytes_kernel, (1,), *boxes(), BYTES=512, LATE=False, WAIT=True, trace=True)
+    (expect, deliver) = arrivals(report, "bar")
+    assert expect == ("default", 0, 0, 512)
+    assert deliver[0] == "TMA" and deliver[3] == 0
+    (copy,) = (e for e in report.timeline.events if e.kind == "copy")
+    assert copy.bytes == 512 and copy.target == "buffer[0]"
+    assert report.bytes_loaded == report.bytes_stored == 512
+
+
+@pytest.mark.parametrize("late", (False, True))
+def test_too_few_bytes_expected(late):
+    for error in found(BarrierMisuse, bytes_kernel, (1,), boxes, BYTES=496, LATE=late, WAIT=True):
+        assert error.barrier == "bar"
+        assert "phase 0 receives 16 bytes more than expected" in str(error)
+
+
+@pytest.mark.parametrize("late", (False, True))
+def test_too_many_bytes_expected(late):
+    for error in found(Deadlock, bytes_kernel, (1,), boxes, BYTES=528, LATE=late, WAIT=True):
+        (wait,) = error.waits
+        assert (wait.barrier, wait.phase, wait.arrivals, wait.bytes) == ("bar of CTA 0", 0, 0, 16)
+        assert "misses 0 arrivals and 16 bytes" in str(error)
+
+
+@pytest.mark.parametrize("late", (False, True))
+@pytest.mark.parametrize(
+    "count, what", ((528, "still expecting 16"), (496, "16 bytes more|excess 16"))
+)
+def test_wrong_bytes_that_nobody_waits_for(count, what, late):
+    for error in found(
+        BarrierMisuse, bytes_kernel, (1,), boxes, match=what, BYTES=count, LATE=late, WAIT=False
+    ):
+        assert error.barrier == "bar"
+
+
+@triton.jit
+def early_bytes_kernel(desc, out_desc):
+    buffer = tlx.local_alloc((8, 16), tl.float32, 1)
+    bar = tlx.alloc_barriers(1)
+    other = tlx.local_alloc((8, 16), tl.float32, 1)
+    landed = tlx.alloc_barriers(1)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.async_descriptor_load(desc, buffer[0], [0, 0], bar)
+            tlx.barrier_expect_bytes(landed, 512)
+            tlx.async_descriptor_load(desc, other[0], [0, 0], landed)
+        with tlx.async_task(num_warps=4):
+            tlx.barrier_wait(landed, 0)
+            tlx.barrier_expect_bytes(bar, 512)
+            tlx.barrier_wait(bar, 0)
+            out_desc.store([0, 0], tlx.local_load(buffer[0]))
+
+
+def test_bytes_may_come_before_they_are_expected():
+    everywhere(early_bytes_kernel, (1,), boxes, same)
+    report = run(early_bytes_kernel, (1,), *boxes(), trace=True)
+    assert [event[3] for event in arrivals(report, "bar")] == [-512, 0]
+
+
+@triton.jit
+def two_copies_kernel(desc, out_desc, EACH: tl.constexpr):
+    buffers = tlx.local_alloc((8, 16), tl.float32, 2)
+    bar = tlx.alloc_barriers(1, arrive_count=2 if EACH else 1)
+    for i in tl.static_range(2):
+        if EACH:
+            tlx.barrier_expect_bytes(bar, 512)
+        elif i == 0:
+            tlx.barrier_expect_bytes(bar, 1024)
+        tlx.async_descriptor_load(desc, buffers[i], [0, 0], bar)
+    tlx.barrier_wait(bar, 0)
+    out_desc.store([0, 0], tlx.local_load(buffers[0]) + tlx.local_load(buffers[1]))
+
+
+@pytest.mark.parametrize("each", (False, True))
+def test_two_copies_on_one_barrier(each):
+    def check(desc, out_desc):
+        assert torch.equal(out_desc.base, 2 * desc.base)
+
+    everywhere(two_copies_kernel, (1,), boxes, check, EACH=each)
+
+
+# Warp barriers: every thread arrives.
+
+
+@triton.jit
+def warps_kernel(WARPS: tl.constexpr, ARRIVALS: tl.constexpr, OWN: tl.constexpr):
+    bar = tlx.alloc_warp_barrier(num_barriers=2, num_warps=WARPS, num_arrivals=ARRIVALS)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.barrier_wait(bar[1], 0)
+        with tlx.async_task(num_warps=OWN, replicate=2):
+            tlx.barrier_arrive(bar[1])
+
+
+def test_warp_barriers():
+    everywhere(warps_kernel, (1,), WARPS=4, ARRIVALS=2, OWN=4)
+    everywhere(warps_kernel, (1,), WARPS=8, ARRIVALS=1, OWN=4)
+    report = run(warps_kernel, (1,), WARPS=4, ARRIVALS=2, OWN=4, trace=True)
+    assert [event[2] for event in arrivals(report, "bar[1]")][0] == 128
+
+
+def test_a_warp_barrier_counts_the_threads_of_the_role():
+    for error in found(Deadlock, warps_kernel, (1,), WARPS=4, ARRIVALS=2, OWN=1):
+        (wait,) = error.waits
+        assert (wait.barrier, wait.arrivals) == ("bar[1] of CTA 0", 256 - 64)
+    for error in found(BarrierMisuse, warps_kernel, (1,), WARPS=2, ARRIVALS=1, OWN=4):
+        assert error.barrier == "bar[1]"
+        assert "128 arrivals in phase 0, which expects 64 more of 64" in str(error)
+
+
+# Predicates, indices, other CTAs.
+
+
+@triton.jit
+def predicate_kernel(yes, WHAT: tl.constexpr):
+    bar = tlx.alloc_barriers(1)
+    if WHAT == "wait":
+        tlx.barrier_wait(bar, 0, pred=yes != 0)
+    if WHAT == "arrive":
+        tlx.barrier_arrive(bar, pred=yes != 0)
+        tlx.barrier_wait(bar, 0)
+    if WHAT == "expect":
+        tlx.barrier_expect_bytes(bar, 16, pred=yes != 0)
+
+
+def test_predicates():
+    run(predicate_kernel, (1,), 0, WHAT="wait")
+    run(predicate_kernel, (1,), 2, WHAT="arrive")
+    run(predicate_kernel, (1,), 0, WHAT="expect")
+    with pytest.raises(Deadlock):
+        run(predicate_kernel, (1,), 2, WHAT="wait")
+    with pytest.raises(Deadlock):
+        run(predicate_kernel, (1,), 0, WHAT="arrive")
+    with pytest.raises(BarrierMisuse, match="still expecting 16 bytes"):
+        run(predicate_kernel, (1,), 2, WHAT="expect")
+
+
+@triton.jit
+def index_kernel(i, WHOLE: tl.constexpr):
+    bars = tlx.alloc_barriers(3)
+    if WHOLE:
+        tlx.barrier_arrive(bars)
+    else:
+        tlx.barrier_arrive(tlx.local_view(bars, i))
+
+
+def test_indices():
+    run(index_kernel, (1,), 2, WHOLE=False)
+    for i in (3, -1):
+        with pytest.raises(OutOfBounds, match=f"bars has 3 barriers, got index {i}"):
+            run(index_kernel, (1,), i, WHOLE=False)
+    with pytest.raises(InvalidKernel, match="bars is 3 barriers; index it"):
+        run(index_kernel, (1,), 0, WHOLE=True)
+
+
+@triton.jit
+def remote_kernel(out_ptr, PEERS: tl.constexpr, COUNT: tl.constexpr):
+    bar = tlx.alloc_barriers(1, arrive_count=COUNT)
+    rank = tlx.cluster_cta_rank()
+    for peer in tl.static_range(PEERS):
+        tlx.barrier_arrive(bar, 1, remote_cta_rank=peer, pred=rank != peer)
+    tlx.barrier_wait(bar, 0)
+    tl.store(out_ptr + tl.program_id(0), rank)
+
+
+def test_remote_arrivals():
+    def check(out, *_):
+        assert out.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+
+    everywhere(
+        remote_kernel, (8,), lambda: (torch.full((8,), -1, dtype=torch.int32),), check,
+        PEERS=4, COUNT=3, ctas_per_cga=(4, 1, 1),
+    )  # fmt: skip
+
+
+def test_remote_arrivals_that_miss():
+    for error in found(
+        Deadlock, remote_kernel, (2,), lambda: (torch.zeros(2),),
+        PEERS=2, COUNT=2, ctas_per_cga=(2, 1, 1),
+    ):  # fmt: skip
+        assert {(w.role, w.barrier, w.arrivals) for w in error.waits} == {
+            (f"default of CTA {i}", f"bar of CTA {i}", 1) for i in (0, 1)
+        }
+
+
+def test_an_arrival_outside_of_the_cluster():
+    with pytest.raises(EmulatorError, match=r"CTA rank must be in \[0, 2\)"):
+        run(remote_kernel, (2,), torch.zeros(2), PEERS=3, COUNT=1, ctas_per_cga=(2, 1, 1))
+
+
+@triton.jit
+def remote_wait_kernel():
+    bar = tlx.alloc_barriers(1)
+    tlx.barrier_wait(tlx.remote_view(bar, 1 - tlx.cluster_cta_rank()), 1)
+
+
+def test_a_wait_is_for_a_barrier_of_the_own_cta():
+    with pytest.raises(InvalidKernel, match="own CTA"):
+        run(remote_wait_kernel, (2,), ctas_per_cga=(2, 1, 1))
+
+
+@triton.jit
+def remote_excess_kernel():
+    bar = tlx.alloc_barriers(1, arrive_count=2)
+    tlx.cluster_barrier()
+    if tlx.cluster_cta_rank() == 1:
+        tlx.barrier_arrive(bar, 3, remote_cta_rank=0)
+
+
+def test_a_remote_arrival_too_many():
+    for error in found(BarrierMisuse, remote_excess_kernel, (2,), ctas_per_cga=(2, 1, 1)):
+        assert (error.file, error.line) == place(remote_excess_kernel, "barrier_arrive")
+        assert error.role == "default of CTA 1" and "bar of CTA 0" in str(error)
+
+
+# Named barriers.
+
+
+@triton.jit
+def turns_kernel(out_ptr, n, ORDERED: tl.constexpr):
+    cell = tlx.local_alloc((32,), tl.int32, 1)
+    tlx.local_store(cell[0], tl.zeros((32,), tl.int32))
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            for _ in range(n):
+                x = tlx.local_load(cell[0])
+                tlx.local_store(cell[0], x * 2 + 1)
+                tlx.named_barrier_arrive(9, 256)
+                if ORDERED:
+                    tlx.named_barrier_wait(10, 256)
+        with tlx.async_task(num_warps=4):
+            for _ in range(n):
+                if ORDERED:
+                    tlx.named_barrier_wait(9, 256)
+                x = tlx.local_load(cell[0])
+                tlx.local_store(cell[0], x * 3)
+                tlx.named_barrier_arrive(10, 256)
+            tl.store(out_ptr + tl.arange(0, 32), tlx.local_load(cell[0]))
+
+
+def test_named_barriers_take_turns():
+    def check(out, n):
+        expected = 0
+        for _ in range(n):
+            expected = (expected * 2 + 1) * 3
+        assert out.tolist() == [expected] * 32
+
+    everywhere(
+        turns_kernel, (2,), lambda: (torch.zeros(32, dtype=torch.int32), 5), check, ORDERED=True
+    )
+
+
+def test_without_turns_the_cell_races():
+    def arguments():
+        return torch.zeros(32, dtype=torch.int32), 1
+
+    for error in found(Race, turns_kernel, (1,), arguments, ORDERED=False):
+        assert error.buffer == "cell[0]"
+
+
+@triton.jit
+def named_kernel(FIRST: tl.constexpr, SECOND: tl.constexpr, NUMBER: tl.constexpr):
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.named_barrier_wait(NUMBER, FIRST)
+        with tlx.async_task(num_warps=1):
+            tlx.named_barrier_arrive(NUMBER, SECOND)
+
+
+def test_named_barriers_count_threads():
+    everywhere(named_kernel, (1,), FIRST=160, SECOND=160, NUMBER=0)
+    everywhere(named_kernel, (1,), FIRST=288, SECOND=288, NUMBER=15, num_warps=8)
+    for error in found(Deadlock, named_kernel, (1,), FIRST=256, SECOND=256, NUMBER=3):
+        (wait,) = error.waits
+        assert (wait.role, wait.at) == ("default of CTA 0", place(named_kernel, "barrier_wait"))
+        assert (wait.barrier, wait.phase, wait.arrivals) == ("named barrier 3 of CTA 0", 0, 96)
+
+
+def test_named_barriers_with_two_counts():
+    for error in found(BarrierMisuse, named_kernel, (1,), FIRST=160, SECOND=192, NUMBER=3):
+        assert error.barrier == "named barrier 3"
+        assert re.search("waits for (160|192) threads, but .* says (192|160)", str(error))
+
+
+def test_named_barriers_count_whole_warps():
+    for error in found(InvalidKernel, named_kernel, (1,), FIRST=144, SECOND=144, NUMBER=3):
+        assert "a multiple of 32 threads, got 144" in str(error)
+
+
+@pytest.mark.parametrize("number", (16, -1))
+def test_there_are_16_named_barriers(number):
+    for error in found(ResourceLimit, named_kernel, (1,), FIRST=160, SECOND=160, NUMBER=number):
+        assert f"named barriers are 0 to 15, got {number}" in str(error)
+
+
+@triton.jit
+def alone_kernel(THREADS: tl.constexpr, TIMES: tl.constexpr):
+    for _ in tl.static_range(TIMES):
+        tlx.named_barrier_wait(10, THREADS)
+    tlx.named_barrier_arrive(11, 2 * THREADS)
+
+
+def test_a_role_alone_and_an_incomplete_barrier_at_the_end():
+    run(alone_kernel, (1,), THREADS=256, TIMES=3, num_warps=8)
+    with pytest.raises(Deadlock):
+        run(alone_kernel, (1,), THREADS=256, TIMES=1, num_warps=4)
+    with pytest.raises(BarrierMisuse, match="128 threads arrive, 64 are expected"):
+        run(alone_kernel, (1,), THREADS=64, TIMES=1, num_warps=4)
+
+
+@triton.jit
+def twice_kernel():
+    tlx.named_barrier_arrive(4, 256)
+    tlx.named_barrier_arrive(4, 256)  # again
+
+
+def test_a_role_arrives_twice_at_a_named_barrier():
+    with pytest.raises(BarrierMisuse, match="arrives twice before 256 threads") as caught:
+        run(twice_kernel, (1,))
+    assert (caught.value.file, caught.value.line) == place(twice_kernel, "# again")
+
+
+@triton.jit
+def named_reuse_kernel(ORDERED: tl.constexpr):
+    cell = tlx.local_alloc((32,), tl.int32, 1)
+    tlx.local_store(cell[0], tl.zeros((32,), tl.int32))
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.named_barrier_wait(9, 256)
+            tlx.local_load(cell[0])
+            if ORDERED:
+                tlx.named_barrier_arrive(10, 256)
+            tlx.named_barrier_wait(9, 256)
+        with tlx.async_task(num_warps=4):
+            tlx.named_barrier_arrive(9, 256)
+            if ORDERED:
+                tlx.named_barrier_wait(10, 256)
+            tlx.local_store(cell[0], tl.full((32,), 1, tl.int32))
+            tlx.named_barrier_arrive(9, 256)
+
+
+def test_a_named_barrier_passes_on_only_what_came_before_it():
+    everywhere(named_reuse_kernel, (1,), ORDERED=True)
+    errors = found((Race, BarrierMisuse), named_reuse_kernel, (1,), ORDERED=False)
+    for error in errors:
+        if isinstance(error, Race):
+            assert error.buffer == "cell[0]"
+        else:
+            assert "task0 of CTA 0 arrives twice" in str(error)
+    assert {type(error) for error in errors} == {Race, BarrierMisuse}
+
+
+# The barrier of a cluster.
+
+
+@triton.jit
+def cluster_kernel(out_ptr, TIMES: tl.constexpr, LAZY: tl.constexpr):
+    cell = tlx.local_alloc((16,), tl.int32, 1)
+    rank = tlx.cluster_cta_rank()
+    for i in tl.static_range(TIMES):
+        value = tl.full((16,), i * 10, tl.int32) + rank
+        tlx.remote_shmem_store(cell[0], value, 1 - rank)
+        if i != LAZY:
+            tlx.cluster_barrier()
+        x = tlx.local_load(cell[0])
+        tlx.cluster_barrier()
+        tl.store(out_ptr + (tl.program_id(0) * TIMES + i) * 16 + tl.arange(0, 16), x)
+
+
+def cluster_out():
+    return (torch.full((2, 3, 16), -1, dtype=torch.int32),)
+
+
+def test_cluster_barrier():
+    def check(out):
+        assert out[:, :, 0].tolist() == [[1, 11, 21], [0, 10, 20]]
+        assert (out == out[:, :, :1]).all()
+
+    everywhere(cluster_kernel, (2,), cluster_out, check, TIMES=3, LAZY=-1, ctas_per_cga=(2, 1, 1))
+
+
+def test_a_missing_cluster_barrier_is_a_race():
+    for error in found(
+        Race, cluster_kernel, (2,), cluster_out, TIMES=3, LAZY=1, ctas_per_cga=(2, 1, 1)
+    ):
+        assert error.buffer == "cell[0]"
+        at = {place(cluster_kernel, "remote_shmem_store"), place(cluster_kernel, "local_load")}
+        assert {error.other, (error.file, error.line)} == at
+
+
+@triton.jit
+def lonely_cluster_kernel():
+    if tlx.cluster_cta_rank() == 0:
+        tlx.cluster_barrier()
+
+
+def test_a_cluster_barrier_that_one_cta_leaves_out():
+    for error in found(Deadlock, lonely_cluster_kernel, (4,), ctas_per_cga=(4, 1, 1)):
+        (wait,) = error.waits
+        assert (wait.role, wait.barrier, wait.arrivals) == (
+            "default of CTA 0",
+            "cluster barrier",
+            3,
+        )

@@ -1,0 +1,499 @@
+"""Random pipelines, right or with one fault, judged by the emulator and by a search of all orders.
+
+A pipeline is a list of steps per role: producers fill parts of a ring of buffers, by stores or by
+copies, an optional forwarder moves them to a second ring, and consumers read them. It is written to
+a file as a kernel. The search (`explore`) walks every interleaving of the steps with its own small
+model of barriers, and needs no clocks: accesses race if in some state both come next.
+"""
+
+import importlib.util
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gdpa_kernels.emulator import (
+    BarrierMisuse,
+    Deadlock,
+    EmulatorError,
+    Race,
+    UninitializedRead,
+    run,
+)
+
+PART_BYTES = 16
+MOST_STATES = 6000
+SCHEDULES = ("modelled", 0, 1, 2, 3)
+
+
+class Step(NamedTuple):
+    """One operation of a role.
+
+    wait: parity `number`. arrive: one arrival. expect: an arrival that announces `number` bytes.
+    copy: the asynchronous write of part `part` of buffer `place`, awaited on `barrier`. write: the
+    same by the role itself. read: all parts of `place`, for item `item`. forward: writes to `place`
+    what was read last. `place` is (ring, stage), `barrier` is (name, stage).
+    """
+
+    kind: str
+    barrier: tuple[str, int] | None = None
+    number: int = 0
+    place: tuple[str, int] | None = None
+    part: int = 0
+    item: int = 0
+
+
+@dataclass
+class Pipeline:
+    """counts: name of an array of barriers -> arrivals per phase. roles: their steps."""
+
+    stages: int
+    parts: int
+    items: int
+    consumers: int
+    rings: tuple[str, ...]
+    counts: dict[str, int]
+    roles: list[list[Step]] = field(default_factory=list)
+
+
+def build(
+    stages: int, copies: tuple[bool, ...], forward: bool, consumers: int, items: int
+) -> Pipeline:
+    """A right pipeline; `copies` says of each producer whether it copies or stores."""
+    parts = len(copies)
+    counts = {"full": parts, "empty": 1 if forward else consumers}
+    last, filled, emptied = "ring", "full", "empty"
+    if forward:
+        counts |= {"ready": 1, "free": consumers}
+        last, filled, emptied = "second", "ready", "free"
+    rings = ("ring", "second") if forward else ("ring",)
+    pipeline = Pipeline(stages, parts, items, consumers, rings, counts)
+    turns = [(i, i % stages, i // stages % 2) for i in range(items)]
+    for part, copy in enumerate(copies):
+        steps = []
+        for i, stage, phase in turns:
+            steps.append(Step("wait", ("empty", stage), 1 - phase))
+            if copy:
+                steps.append(Step("expect", ("full", stage), PART_BYTES))
+                steps.append(Step("copy", ("full", stage), 0, ("ring", stage), part, i))
+            else:
+                steps.append(Step("write", None, 0, ("ring", stage), part, i))
+                steps.append(Step("arrive", ("full", stage)))
+        pipeline.roles.append(steps)
+    if forward:
+        steps = []
+        for i, stage, phase in turns:
+            steps.append(Step("wait", ("full", stage), phase))
+            steps.append(Step("read", None, 0, ("ring", stage), 0, -1))
+            steps.append(Step("arrive", ("empty", stage)))
+            steps.append(Step("wait", ("free", stage), 1 - phase))
+            steps.append(Step("forward", None, 0, ("second", stage), 0, i))
+            steps.append(Step("arrive", ("ready", stage)))
+        pipeline.roles.append(steps)
+    for consumer in range(consumers):
+        steps = []
+        for i, stage, phase in turns:
+            steps.append(Step("wait", (filled, stage), phase))
+            steps.append(Step("read", None, 0, (last, stage), 0, consumer * items + i))
+            steps.append(Step("arrive", (emptied, stage)))
+        pipeline.roles.append(steps)
+    return pipeline
+
+
+FAULTS = ("no wait", "no arrival", "parity", "count", "bytes", "early release", "stage")
+
+
+def break_it(pipeline: Pipeline, fault: str, number: int) -> bool:
+    """Apply one fault at a place that `number` chooses; False if there is none of the kind."""
+    steps = [(role, i) for role in pipeline.roles for i in range(len(role))]
+
+    def at(*kinds: str) -> tuple[list[Step], int] | None:
+        places = [(role, i) for role, i in steps if role[i].kind in kinds]
+        return places[number % len(places)] if places else None
+
+    if fault == "count":
+        name = sorted(pipeline.counts)[number % len(pipeline.counts)]
+        pipeline.counts[name] += 1 if number % 3 or pipeline.counts[name] == 1 else -1
+        return True
+    if fault == "no wait":
+        role, i = at("wait")
+        del role[i]
+        return True
+    if fault == "no arrival":
+        role, i = at("arrive", "expect")
+        del role[i]
+        return True
+    if fault == "parity":
+        role, i = at("wait")
+        role[i] = role[i]._replace(number=1 - role[i].number)
+        return True
+    if fault == "bytes":
+        found = at("expect")
+        if found is None:
+            return False
+        role, i = found
+        role[i] = role[i]._replace(number=(0, 8, 32)[number % 3])
+        return True
+    if fault == "early release":
+        reads = [(r, i) for r, i in steps if r[i].kind == "read" and r[i + 1].kind == "arrive"]
+        role, i = reads[number % len(reads)]
+        role[i], role[i + 1] = role[i + 1], role[i]
+        return True
+    if pipeline.stages == 1:
+        return False
+    role, i = at("copy", "write", "read", "forward")
+    ring, stage = role[i].place
+    role[i] = role[i]._replace(place=(ring, (stage + 1) % pipeline.stages))
+    return True
+
+
+# The search.
+
+
+class State(NamedTuple):
+    """at: the next step of each role. barriers: (phases, pending arrivals, missing bytes) of each.
+    flying: steps of copies under way. cells: the item in each part of each buffer, None at first.
+    held: what each role read last.
+    """
+
+    at: tuple[int, ...]
+    barriers: tuple[tuple[int, int, int], ...]
+    flying: tuple[Step, ...]
+    cells: tuple[Any, ...]
+    held: tuple[Any, ...]
+
+
+class Search:
+    """Every order of the steps of a pipeline; `findings` are the errors that some order meets."""
+
+    def __init__(self, pipeline: Pipeline):
+        self.pipeline = pipeline
+        names = [(n, s) for n in pipeline.counts for s in range(pipeline.stages)]
+        self.numbers = {name: i for i, name in enumerate(names)}
+        self.counts = [pipeline.counts[name] for name, _ in names]
+        places = itertools.product(pipeline.rings, range(pipeline.stages), range(pipeline.parts))
+        self.cells = {cell: i for i, cell in enumerate(places)}
+        self.findings: set[type[EmulatorError]] = set()
+        self.outputs: dict[int, set[Any]] = {}
+        self.phases: dict[tuple[int, int], int] = {}
+
+    def explore(self) -> bool:
+        """False if there are too many states."""
+        roles = len(self.pipeline.roles)
+        first = State(
+            (0,) * roles, tuple((0, count, 0) for count in self.counts), (),
+            (None,) * len(self.cells), (None,) * roles,
+        )  # fmt: skip
+        seen, todo = {first}, [first]
+        while todo:
+            state = todo.pop()
+            self._races(state)
+            following = [s for s in self._following(state) if s is not None]
+            for new in following:
+                if new not in seen:
+                    seen.add(new)
+                    todo.append(new)
+            if len(seen) > MOST_STATES:
+                return False
+        return True
+
+    def _steps(self, state: State) -> Iterator[tuple[int, Step]]:
+        for role, (steps, at) in enumerate(zip(self.pipeline.roles, state.at, strict=True)):
+            if at < len(steps):
+                yield role, steps[at]
+
+    def _touched(self, step: Step) -> range | tuple[int, ...]:
+        first = self.cells[(*step.place, 0)]
+        if step.kind in ("read", "forward"):
+            return range(first, first + self.pipeline.parts)
+        return (first + step.part,)
+
+    def _races(self, state: State) -> None:
+        kinds = ("read", "write", "forward")
+        accesses = [s for _, s in self._steps(state) if s.kind in kinds] + list(state.flying)
+        for one, other in itertools.combinations(accesses, 2):
+            both_read = one.kind == other.kind == "read"
+            if not both_read and set(self._touched(one)) & set(self._touched(other)):
+                self.findings.add(Race)
+
+    def _passes(self, state: State, step: Step) -> bool:
+        return state.barriers[self.numbers[step.barrier]][0] % 2 != step.number
+
+    def _signal(self, state: State, step: Step, arrivals: int, num_bytes: int) -> State | None:
+        """Arrivals, and bytes that are announced (or have come, negative), on a barrier."""
+        number = self.numbers[step.barrier]
+        phase, pending, missing = state.barriers[number]
+        pending, missing = pending - arrivals, missing + num_bytes
+        if pending < 0 or (pending == 0 and missing < 0):
+            self.findings.add(BarrierMisuse)
+            return None
+        if pending == missing == 0:
+            # Whoever could have passed a wait, and cannot any more, has been overtaken.
+            for _, waiting in self._steps(state):
+                mine = waiting.kind == "wait" and waiting.barrier == step.barrier
+                if mine and self._passes(state, waiting):
+                    self.findings.add(BarrierMisuse)
+            phase, pending = phase + 1, self.counts[number]
+        barriers = list(state.barriers)
+        barriers[number] = (phase, pending, missing)
+        return state._replace(barriers=tuple(barriers))
+
+    def _following(self, state: State) -> Iterator[State | None]:
+        moved = False
+        for i, copy in enumerate(state.flying):
+            moved = True
+            new = self._signal(state, copy, 0, -PART_BYTES)
+            if new is not None:
+                flying = state.flying[:i] + state.flying[i + 1 :]
+                yield self._fill(new._replace(flying=flying), copy, copy.item)
+        for role, step in self._steps(state):
+            if step.kind == "wait" and not self._passes(state, step):
+                continue
+            moved = True
+            new = self._perform(state, role, step)
+            if new is not None:
+                yield new._replace(at=tuple(n + (i == role) for i, n in enumerate(new.at)))
+        if not moved:
+            if any(True for _ in self._steps(state)):
+                self.findings.add(Deadlock)
+            elif any(missing for _, _, missing in state.barriers):
+                self.findings.add(BarrierMisuse)
+
+    def _fill(self, state: State, step: Step, value: Any) -> State:
+        cells = list(state.cells)
+        for i, cell in enumerate(self._touched(step)):
+            cells[cell] = value[i] if isinstance(value, tuple) else (value, step.part)
+        return state._replace(cells=tuple(cells))
+
+    def _perform(self, state: State, role: int, step: Step) -> State | None:
+        if step.kind in ("arrive", "expect"):
+            # An arrival that counts in one phase or in another, by chance, is a mistake.
+            phase = state.barriers[self.numbers[step.barrier]][0]
+            if self.phases.setdefault((role, state.at[role]), phase) != phase:
+                self.findings.add(BarrierMisuse)
+            return self._signal(state, step, 1, step.number)
+        if step.kind == "copy":
+            return state._replace(flying=tuple(sorted((*state.flying, step))))
+        if step.kind == "write":
+            return self._fill(state, step, step.item)
+        if step.kind == "forward":
+            return self._fill(state, step, state.held[role])
+        if step.kind == "read":
+            value = tuple(state.cells[cell] for cell in self._touched(step))
+            if None in value:
+                self.findings.add(UninitializedRead)
+                return None
+            if step.item >= 0:
+                self.outputs.setdefault(step.item, set()).add(value)
+                return state
+            held = tuple(value if i == role else old for i, old in enumerate(state.held))
+            return state._replace(held=held)
+        return state
+
+
+# The kernel.
+
+HEADER = """
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+
+@triton.jit
+def kernel(x_desc, out_ptr):
+    lanes = tl.arange(0, {parts})[:, None] * 4 + tl.arange(0, 4)[None, :]
+"""
+
+
+def source(pipeline: Pipeline) -> str:
+    """The pipeline as a kernel: x holds the parts of the items, out takes what is read."""
+    lines = [HEADER.format(parts=pipeline.parts)]
+    shape = f"({pipeline.parts}, 4), tl.float32, {pipeline.stages}"
+    lines += [f"    {ring} = tlx.local_alloc({shape})" for ring in pipeline.rings]
+    for name, count in pipeline.counts.items():
+        lines.append(f"    {name} = tlx.alloc_barriers({pipeline.stages}, arrive_count={count})")
+    lines.append("    with tlx.async_tasks():")
+    for number, steps in enumerate(pipeline.roles):
+        task = "num_warps=1" if number else '"default"'
+        lines.append(f"        with tlx.async_task({task}):")
+        lines += [f"            {_statement(pipeline, step)}" for step in steps] or ["pass"]
+    return "\n".join(lines) + "\n"
+
+
+def _statement(pipeline: Pipeline, step: Step) -> str:
+    barrier = "{}[{}]".format(*step.barrier) if step.barrier else ""
+    buffer = "{}[{}]".format(*step.place) if step.place else ""
+    part = f"tlx.local_slice({buffer}, [{step.part}, 0], [1, 4])"
+    row = step.item * pipeline.parts + step.part
+    if step.kind == "wait":
+        return f"tlx.barrier_wait({barrier}, {step.number})"
+    if step.kind == "arrive":
+        return f"tlx.barrier_arrive({barrier})"
+    if step.kind == "expect":
+        return f"tlx.barrier_expect_bytes({barrier}, {step.number})"
+    if step.kind == "copy":
+        return f"tlx.async_descriptor_load(x_desc, {part}, [{row}, 0], {barrier})"
+    if step.kind == "write":
+        return f"tlx.local_store({part}, tl.full((1, 4), {row + 1}, tl.float32))"
+    if step.kind == "forward":
+        return f"tlx.local_store({buffer}, value)"
+    if step.item < 0:
+        return f"value = tlx.local_load({buffer})"
+    place = step.item * pipeline.parts * 4
+    return f"tl.store(out_ptr + {place} + lanes, tlx.local_load({buffer}))"
+
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pipelines")
+
+
+def emulate(pipeline: Pipeline, folder: Any) -> list[torch.Tensor | EmulatorError]:
+    """The output, or the error, under each schedule."""
+    name = f"pipeline{next(NUMBERS)}"
+    path = folder / f"{name}.py"
+    path.write_text(source(pipeline), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows = pipeline.items * pipeline.parts
+    x = torch.arange(1.0, rows + 1)[:, None].repeat(1, 4)
+    results = []
+    for schedule in SCHEDULES:
+        out = torch.full((pipeline.consumers * pipeline.items, pipeline.parts, 4), -1.0)
+        desc = TensorDescriptor.from_tensor(x, [1, 4])
+        try:
+            run(module.kernel, (1,), desc, out, schedule=schedule)
+            results.append(out)
+        except EmulatorError as error:
+            assert error.file == str(path) or not error.line
+            results.append(error)
+    return results
+
+
+def expected(pipeline: Pipeline, outputs: dict[int, set[Any]]) -> torch.Tensor:
+    """What the search says is read; only for pipelines in which it found nothing."""
+    out = torch.full((pipeline.consumers * pipeline.items, pipeline.parts, 4), -1.0)
+    for item, values in outputs.items():
+        (value,) = values
+        for part, (source_item, source_part) in enumerate(value):
+            out[item, part] = source_item * pipeline.parts + source_part + 1
+    return out
+
+
+@st.composite
+def pipelines(draw) -> Pipeline:
+    stages = draw(st.integers(1, 3))
+    copies = tuple(draw(st.lists(st.booleans(), min_size=1, max_size=2)))
+    # Mostly enough items to use every stage again.
+    items = max(1, stages + draw(st.integers(-1, 3)))
+    return build(stages, copies, draw(st.booleans()), draw(st.integers(1, 3)), items)
+
+
+SETTINGS = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much],
+}
+
+
+@settings(max_examples=40, **SETTINGS)
+@given(pipelines())
+def test_right_pipelines_are_accepted(folder, pipeline):
+    out = torch.arange(1.0, pipeline.items * pipeline.parts + 1)
+    out = out.view(pipeline.items, pipeline.parts, 1).expand(-1, -1, 4)
+    for result in emulate(pipeline, folder):
+        assert isinstance(result, torch.Tensor), result
+        assert torch.equal(result, out.repeat(pipeline.consumers, 1, 1))
+
+
+@settings(max_examples=25, **SETTINGS)
+@given(pipelines())
+def test_the_search_finds_nothing_in_right_pipelines(pipeline):
+    search = Search(pipeline)
+    assume(search.explore())
+    assert not search.findings
+    wanted = [i for _ in range(pipeline.consumers) for i in range(pipeline.items)]
+    for number, item in enumerate(wanted):
+        assert search.outputs[number] == {tuple((item, p) for p in range(pipeline.parts))}
+
+
+def judge(pipeline: Pipeline, folder: Any) -> set[type[EmulatorError]] | None:
+    """Compare the verdicts of the emulator with the findings of a search, which are returned.
+
+    None: there are too many orders to search.
+    """
+    search = Search(pipeline)
+    if not search.explore():
+        return None
+    names = sorted(kind.__name__ for kind in search.findings)
+    for schedule, result in zip(SCHEDULES, emulate(pipeline, folder), strict=True):
+        context = f"schedule {schedule}, findings {names}: {result}\n{source(pipeline)}"
+        if search.findings:
+            assert type(result) in search.findings, context
+        else:
+            assert isinstance(result, torch.Tensor), context
+            assert torch.equal(result, expected(pipeline, search.outputs)), context
+    return search.findings
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_unless_it_is_harmless(folder, fault):
+    verdicts = []
+
+    @settings(max_examples=25, **SETTINGS)
+    @given(pipelines(), st.integers(0, 1000))
+    def check(pipeline, number):
+        assume(break_it(pipeline, fault, number))
+        findings = judge(pipeline, folder)
+        assume(findings is not None)
+        verdicts.append(findings)
+
+    check()
+    # Many of the faults are real ones.
+    assert sum(map(bool, verdicts)) > len(verdicts) // 10
+
+
+# For each kind of fault the smallest pipeline that shows it, and what must be found.
+@pytest.mark.parametrize(
+    "fault, number, kinds",
+    (
+        ("no wait", 0, set()),
+        ("no wait", 1, {Race, BarrierMisuse, Deadlock}),
+        ("no arrival", 0, {Deadlock}),
+        ("early release", 0, {Race}),
+        ("parity", 0, {Deadlock}),
+        ("count", 1, {Deadlock}),
+        ("bytes", 1, {BarrierMisuse}),
+        ("bytes", 2, {Deadlock}),
+    ),
+)
+def test_known_faults(folder, fault, number, kinds):
+    copies = (fault == "bytes",)
+    pipeline = build(1, copies, False, 1, 2)
+    assert break_it(pipeline, fault, number)
+    assert judge(pipeline, folder) == kinds
+
+
+def test_random_choices_reach_every_fault():
+    generator = random.Random(0)
+    done = set()
+    for fault in FAULTS:
+        for _ in range(20):
+            copies = tuple(generator.choice((False, True)) for _ in range(2))
+            pipeline = build(2, copies, generator.choice((False, True)), 2, 3)
+            before = source(pipeline)
+            if break_it(pipeline, fault, generator.randrange(1000)):
+                assert source(pipeline) != before
+                done.add(fault)
+    assert done == set(FAULTS)

@@ -1,0 +1,295 @@
+"""Nearly every mistake in the synchronisation of a kernel is found; the others are harmless.
+
+For every kernel all mutants (see `mutants`) of the lines that its launches execute are run. Those
+that nothing notices must be the ones listed in HARMLESS, each with the reason why the kernel still
+computes the same, without a race. `pytest -s` prints how many of each kind were found, and how.
+"""
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gdpa_kernels import emulator
+
+from . import handover
+from .mutants import KINDS, Mutant, enumerate_mutants, executed_lines, import_file, judge
+from .tutorials import cases, hopper
+from .tutorials.cases import Case, run_case
+
+SMALLEST_SHARE = 0.95
+# More than any of the launches takes.
+MAX_STEPS = 50_000
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kernel under mutation: its file and name, and the launches that execute it."""
+
+    path: Path
+    kernel: str
+    launches: tuple[Case, ...]
+
+
+def _import(path: Path) -> ModuleType:
+    with mock.patch.dict(sys.modules):
+        return cases.load.__wrapped__(str(path))
+
+
+def _launch(case: Case, module: ModuleType, schedule: str | int) -> None:
+    """Run a case of the tutorials with `module` in place of the tutorial's own."""
+    with mock.patch.object(hopper, "load", lambda file: module):
+        run_case(case, schedule, max_steps=MAX_STEPS)
+
+
+def _case(name: str, build, *args, **kwargs) -> Case:
+    return Case(name, "sm_90", partial(build, *args, **kwargs))
+
+
+def _listed(*names: str) -> tuple[Case, ...]:
+    return tuple(case for case in hopper.CASES if case.name in names)
+
+
+def _attention(file: str, kernel: str, *launches: Case) -> Subject:
+    return Subject(cases.FOLDER / f"{file}.py", kernel, launches)
+
+
+PERSISTENT = partial(
+    hopper.attention, f"{hopper.LOOPING[0]}.py", hopper.LOOPING[1],
+    head_dim=64, dtype=torch.float16, sms=1,
+)  # fmt: skip
+WIDE = hopper.PERSISTENT | {"BLOCK_N": 128}
+PINGPONG = partial(hopper.gemm_persistent, f"{hopper.ALTERNATING}.py", BM=64)
+GEMM = cases.FOLDER / "hopper_gemm_ws.py"
+
+SUBJECTS = {
+    "attention": _attention(*hopper.WS, *_listed("hopper_fa_ws two groups, fp16")),
+    "attention, pipelined": _attention(
+        *hopper.PIPELINED,
+        *_listed(
+            "hopper_fa_ws_pipelined two groups, fp16", "hopper_fa_ws_pipelined three buffers, fp16"
+        ),
+    ),
+    "attention, ping-pong": _attention(
+        *hopper.PINGPONG, *_listed("hopper_fa_ws_pipelined_pingpong fp16")
+    ),
+    # With as many blocks of keys as buffers, the first K of a tile has no older V to be ordered by;
+    # with an odd number, tiles start in different buffers.
+    "attention, ping-pong, persistent": _attention(
+        *hopper.LOOPING,
+        _case("two blocks of keys", PERSISTENT, WIDE, heads=2, rows=256),
+        _case("three blocks", PERSISTENT, WIDE | {"NUM_BUFFERS_Q": 2}, heads=1, rows=384),
+    ),
+    "GEMM, pipelined": Subject(
+        cases.FOLDER / "hopper_gemm_pipelined.py",
+        "matmul_kernel_pipelined_hopper",
+        _listed("hopper_gemm_pipelined"),
+    ),
+    "GEMM, skinny": Subject(GEMM, "_skinny_matmul_kernel", _listed("hopper_gemm_ws skinny")),
+    "GEMM, skinny, TMA": Subject(GEMM, "_skinny_tma_kernel", _listed("hopper_gemm_ws skinny TMA")),
+    "GEMM, specialized": Subject(
+        GEMM,
+        "matmul_kernel_tlx_ws",
+        _listed(
+            "hopper_gemm_ws",
+            "hopper_gemm_ws A transposed",
+            "hopper_gemm_ws 2 CTAs, ragged, B transposed",
+        ),
+    ),
+    "GEMM, cooperative": Subject(
+        cases.FOLDER / f"{hopper.COOPERATIVE}.py",
+        "matmul_kernel_tlx_ws_persistent",
+        _listed(hopper.COOPERATIVE),
+    ),
+    # 11 tiles on 2 SMs: the consumers of one have three tiles each, those of the other three and
+    # two, so that neither kind of imbalance goes unnoticed.
+    "GEMM, ping-pong": Subject(
+        cases.FOLDER / f"{hopper.ALTERNATING}.py",
+        "matmul_kernel_tlx_ws_persistent",
+        (
+            _case("mbarriers", PINGPONG, 704, 64, 264, sms=2, USE_NAMED_BARRIER=False),
+            _case("named barriers", PINGPONG, 200, 128, 264, sms=1, USE_NAMED_BARRIER=True),
+        ),
+    ),
+}
+
+_IMPLIED_BY_V = (
+    "With n buffers, K[j] is overwritten by K[j + n]. Before it loads that, the producer waits for "
+    "V[j - 1], to be replaced by V[j + n - 1], and a consumer releases V[j - 1] in the step that "
+    "multiplies by K[j], after async_dot_wait(0): that product is complete by then."
+)
+_LAST_V = "It is the release of the last V: the producer has loaded everything, and nobody waits."
+_SAME_BYTES = (
+    "The two loads of Q swap the expectations, which come from the same role and are equal: each "
+    "barrier still gets one expectation and the bytes of one load, and has a single phase."
+)
+_ORDERED_BY_PINGPONG = (
+    "A consumer learns of the other's half of Q instead of its own; but before its first product "
+    "it passes a named barrier that the other reaches after waiting for its half."
+)
+_NOTHING_IN_FLIGHT = (
+    "Only the product P @ V is in flight here, since the one with K has been waited for: at most "
+    "one remains in flight without waiting."
+)
+_IMPLIED_BY_B = (
+    "Each consumer releases B of a stage after its half of A, and the producer has just waited for "
+    "B to be released by both."
+)
+
+# Kernel -> mutants that nothing notices -> why they are harmless.
+HARMLESS = {
+    "attention, pipelined": {
+        "193: barrier_arrive(k_empty, 1) before qk = async_dot_wait(1, qk) of line 190": (
+            _IMPLIED_BY_V
+        ),
+        "229: drop barrier_arrive(v_empty, 1)": _LAST_V,
+        "229: barrier_arrive(v_empty, 1) before acc = async_dot_wait(0, acc) of line 226": _LAST_V,
+    },
+    "attention, ping-pong": {
+        "76: q_fulls[cid] -> next": _SAME_BYTES,
+        "78: q_fulls[cid] -> next": _ORDERED_BY_PINGPONG,
+        "116: q_fulls[cid] -> next": _ORDERED_BY_PINGPONG,
+        "206: barrier_arrive(k_empties[k_buf_id], 1) before qk = async_dot_wait(1, qk) of line "
+        "204": _IMPLIED_BY_V,
+        "238: drop barrier_arrive(v_empties[v_buf_id], 1)": _LAST_V,
+        "238: barrier_arrive(v_empties[v_buf_id], 1) before acc = async_dot_wait(0, acc) of line "
+        "236": _LAST_V,
+    },
+    "attention, ping-pong, persistent": {
+        "295: barrier_arrive(k_empties[k_bufIdx], 1) before qk = async_dot_wait(1, qk) of line "
+        "293": _IMPLIED_BY_V,
+        "325: drop async_dot_wait(1, acc)": _NOTHING_IN_FLIGHT,
+        "325: async_dot_wait(acc): pendings=2": _NOTHING_IN_FLIGHT,
+        "326: barrier_arrive(q_empties[q_bufIdx + cid * NUM_BUFFERS_Q], 1) before acc = "
+        "async_dot_wait(1, acc) of line 325": _NOTHING_IN_FLIGHT,
+    },
+    "GEMM, specialized": {
+        "584: local_view(cta_bars, buf) -> next": (
+            "Both arrivals and the wait use this view, in both CTAs: the barriers trade places."
+        ),
+        "623: drop barrier_wait(bar=empty_a_2nd, phase=p ^ 1)": _IMPLIED_BY_B,
+    },
+    "GEMM, cooperative": {
+        "141: drop barrier_wait(bar=empty_a_2nd, phase=p)": _IMPLIED_BY_B,
+    },
+}
+
+
+@cache
+def _executed(name: str) -> tuple[list[tuple[Mutant, list[partial]]], list[Mutant]]:
+    """The mutants with the launches that execute the changed line, and those without any."""
+    subject = SUBJECTS[name]
+    module = _import(subject.path)
+    launches = [partial(_launch, case) for case in subject.launches]
+    lines = [
+        executed_lines(subject.path, partial(launch, module, "modelled")) for launch in launches
+    ]
+    tested, others = [], []
+    for mutant in enumerate_mutants(subject.path, subject.kernel):
+        first, last = mutant.lines
+        used = [
+            launch
+            for launch, executed in zip(launches, lines, strict=True)
+            if not executed.isdisjoint(range(first, last + 1))
+        ]
+        if used:
+            tested.append((mutant, used))
+        else:
+            others.append(mutant)
+    return tested, others
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_what_is_not_found_is_harmless(name):
+    tested, others = _executed(name)
+    errors: Counter[str] = Counter()
+    total, found = Counter(mutant.kind for mutant, _ in tested), Counter()
+    survivors = []
+    for mutant, launches in tested:
+        verdict = judge(mutant, _import, launches)
+        errors[verdict.error] += 1
+        if verdict.error:
+            found[mutant.kind] += 1
+        else:
+            survivors.append(mutant.description)
+    shares = ", ".join(f"{kind} {found[kind]}/{total[kind]}" for kind in KINDS if total[kind])
+    by = ", ".join(f"{error} {count}" for error, count in errors.most_common() if error)
+    print(f"\n{name}: {found.total()} of {len(tested)} found: {shares}; by {by}")
+    for mutant in others:
+        print(f"  not executed: {mutant.description}")
+    assert sorted(survivors) == sorted(HARMLESS.get(name, {}))
+
+
+def test_nearly_all_are_found():
+    """Which are not is tested above; so it remains to count."""
+    assert HARMLESS.keys() <= SUBJECTS.keys()
+    tested = {name: len(_executed(name)[0]) for name in SUBJECTS}
+    lost = {name: len(HARMLESS.get(name, {})) for name in SUBJECTS}
+    for name in SUBJECTS:
+        print(f"{name:34}{tested[name] - lost[name]:4} of {tested[name]:4}")
+    total = sum(tested.values())
+    share = 1 - sum(lost.values()) / total
+    print(f"{'all':34}{total - sum(lost.values()):4} of {total:4}, {share:.1%}")
+    assert share >= SMALLEST_SHARE
+
+
+HANDOVER = """\
+11: alloc_barriers: arrive_count=2
+12: alloc_barriers: arrive_count=2
+16: drop barrier_wait(empty[i % 2], (i // 2 + 1) % 2)
+16: barrier_wait(empty[i % 2]): phase=(i // 2 + 1) % 2 ^ 1
+16: empty[i % 2] -> next
+20: drop barrier_expect_bytes(full[i % 2], 4 * SIZE)
+20: barrier_expect_bytes(full[i % 2]): size=4 * SIZE * 2
+20: barrier_expect_bytes(full[i % 2]): size=4 * SIZE // 2
+20: full[i % 2] -> next
+21: tiles[i % 2] -> next
+21: full[i % 2] -> next
+23: drop barrier_arrive(full[i % 2])
+23: barrier_arrive(full[i % 2]): arrive_count=2
+23: full[i % 2] -> next
+26: drop barrier_wait(full[i % 2], i // 2 % 2)
+26: barrier_wait(full[i % 2]): phase=i // 2 % 2 ^ 1
+26: full[i % 2] -> next
+27: tiles[i % 2] -> next
+28: drop barrier_arrive(empty[i % 2])
+28: barrier_arrive(empty[i % 2]): arrive_count=2
+28: barrier_arrive(empty[i % 2]) before tile = local_load(tiles[i % 2]) of line 27
+28: empty[i % 2] -> next
+"""
+
+
+def test_an_ordinary_file():
+    mutants = enumerate_mutants(Path(handover.__file__), "handover_kernel")
+    assert [mutant.description for mutant in mutants] == HANDOVER.splitlines()
+    path = mutants[0].path
+    lines = executed_lines(path, partial(_hand_over, handover))
+    for mutant in mutants:
+        assert mutant.source.count("\n") == path.read_text().count("\n")
+        assert (mutant.lines[0] in lines) == (mutant.lines[0] != 23)
+        if mutant.lines[0] in lines:
+            assert judge(mutant, import_file, [_hand_over]).error, mutant.description
+
+
+def _hand_over(module: ModuleType, schedule: str | int = "modelled") -> None:
+    source, out = torch.arange(512.0), torch.zeros(512)
+    desc = TensorDescriptor(source, [512], [1], [64])
+    emulator.run(
+        module.handover_kernel,
+        (1,),
+        desc,
+        out,
+        64,
+        8,
+        False,
+        schedule=schedule,
+        max_steps=MAX_STEPS,
+    )
+    assert torch.equal(out, source)

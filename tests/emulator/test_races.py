@@ -1,0 +1,861 @@
+"""Races: the clocks against a search of the graph, and kernels that lack one synchronisation."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gdpa_kernels.emulator import InvalidKernel, Race, run
+from gdpa_kernels.emulator.clocks import Clock, Shadow
+from gdpa_kernels.emulator.scheduler import Role, Scheduler
+from tests.emulator.checking import everywhere, found, place
+
+# Clocks against reachability.
+
+
+class Trace:
+    """A random execution, kept twice: in clocks, and as a graph whose paths are searched.
+
+    The nodes of the graph are the steps of roles, and the asynchronous operations. `before[n]` are
+    the nodes from which a path leads to n, as bits.
+    """
+
+    BARRIERS = 2
+
+    def __init__(self):
+        self.scheduler = Scheduler(None, {"roles": 0, "operations": 0})
+        self.cta = SimpleNamespace(number=0)
+        self.before: list[int] = []
+        self.roles, self.last = [], {}
+        self.barriers = [(Clock(), []) for _ in range(self.BARRIERS)]
+        self.operations, self.queues, self.nodes = [], {}, {}
+        self.accesses = []
+        self.shadow = Shadow()
+        self._add_role(self._node())
+
+    def _node(self, *after: int) -> int:
+        self.before.append(0)
+        for node in after:
+            self.before[-1] |= self.before[node] | 1 << node
+        return len(self.before) - 1
+
+    def _add_role(self, node: int) -> Role:
+        role = Role(self.scheduler, self.cta, f"role {len(self.last)}", 4, lambda: None)
+        self.roles.append(role)
+        self.last[role], self.queues[role] = node, []
+        return role
+
+    def _step(self, role: Role, *after: int) -> int:
+        self.last[role] = self._node(self.last[role], *after)
+        return self.last[role]
+
+    def fork(self, parent: Role) -> None:
+        child = self._add_role(self._step(parent))
+        child.clock.join(parent.release())
+
+    def join(self, role: Role, child: Role) -> None:
+        self.roles.remove(child)
+        role.clock.join(child.release())
+        self._step(role, self.last[child])
+
+    def arrive(self, role: Role, number: int) -> None:
+        clock, nodes = self.barriers[number]
+        clock.join(role.release())
+        nodes.append(self._step(role))
+
+    def wait(self, role: Role, number: int) -> None:
+        clock, nodes = self.barriers[number]
+        role.clock.join(clock)
+        self._step(role, *nodes)
+
+    def access(self, role: Role, write: bool, mask: int) -> bool:
+        access = role.access(write, mask, ("trace", len(self.accesses)))
+        return self._judge(access, role.clock, self._step(role))
+
+    def issue(self, role: Role, write: bool, mask: int, ordered: bool) -> bool:
+        """An asynchronous access; `ordered`: after the role's earlier ordered ones."""
+        self.scheduler.role = role
+        operation = self.scheduler.issue("copy", role.dots_issued if ordered else 0)
+        after = [self.nodes[o.bit] for o in self.operations if o.bit & role.dots_issued & -ordered]
+        node = self.nodes[operation.bit] = self._node(self._step(role), *after)
+        if ordered:
+            role.dots_issued |= operation.bit
+        else:
+            self.queues[role].append(operation)
+        self.operations.append(operation)
+        operation.at = ("trace", len(self.accesses))
+        return self._judge(operation.access(write, mask), operation.clock, node)
+
+    def complete(self, operation, number: int) -> None:
+        clock, nodes = self.barriers[number]
+        clock.join(operation.clock)
+        nodes.append(self.nodes[operation.bit])
+
+    def drain(self, role: Role) -> None:
+        """The role waits for the oldest of its unordered operations."""
+        operation = self.queues[role].pop(0)
+        role.clock.operations |= operation.bit
+        self._step(role, self.nodes[operation.bit])
+
+    def _judge(self, access, clock: Clock, node: int) -> bool:
+        """Both verdicts must agree; whether there is a race."""
+        racing = {
+            number
+            for number, (mask, write, other) in enumerate(self.accesses)
+            if mask & access.mask and (write or access.write) and not self.before[node] >> other & 1
+        }
+        result = self.shadow.record(access, clock)
+        if result is None:
+            self.accesses.append((access.mask, access.write, node))
+        # An access that races is not remembered, and the trace goes on without it.
+        assert (result is not None) == bool(racing)
+        assert result is None or result.at[1] in racing
+        return bool(racing)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ("fork", "join", "complete", "drain", "issue", "ordered")
+            + ("arrive", "wait", "read", "write") * 2
+        ),
+        st.integers(0, 11),
+        st.integers(1, 15),
+        st.booleans(),
+    ),
+    min_size=10,
+    max_size=40,
+)
+
+
+@settings(max_examples=800, deadline=None)
+@given(STEPS)
+def test_clocks_find_exactly_the_accesses_without_a_path(steps):
+    trace = Trace()
+    for _ in range(2):
+        trace.fork(trace.roles[0])
+    for kind, number, mask, write in steps:
+        role = trace.roles[number % len(trace.roles)]
+        barrier = mask % trace.BARRIERS
+        if kind == "fork" and len(trace.last) < 5:
+            trace.fork(role)
+        elif kind == "join" and role is not trace.roles[0]:
+            trace.join(trace.roles[0], role)
+        elif kind == "arrive":
+            trace.arrive(role, barrier)
+        elif kind == "wait":
+            trace.wait(role, barrier)
+        elif kind in ("read", "write"):
+            trace.access(role, kind == "write", mask)
+        elif kind in ("issue", "ordered"):
+            trace.issue(role, write, mask, kind == "ordered")
+        elif kind == "complete" and trace.operations:
+            trace.complete(trace.operations[number % len(trace.operations)], barrier)
+        elif kind == "drain" and trace.queues[role]:
+            trace.drain(role)
+
+
+def test_a_write_stands_for_what_came_before_it_byte_by_byte():
+    trace = Trace()
+    (main,) = trace.roles
+    trace.fork(main)
+    other = trace.roles[1]
+    assert not trace.access(main, True, 0b1111)
+    assert not trace.access(main, True, 0b0110)
+    masks = {access.at[1]: access.mask for access in trace.shadow.accesses}
+    assert masks == {0: 0b1001, 1: 0b0110}
+    assert trace.shadow.written == 0b1111
+    assert not trace.access(other, False, 0b10000)
+    assert trace.access(other, False, 0b0001)
+
+
+# Kernels. Each is right, or lacks what FAULT says.
+
+
+def check_race(kernel, grid, arguments=tuple, *, buffer, places, roles=(), **options):
+    """The kernel races under every schedule, between the lines that contain `places`."""
+    buffers = {buffer} if isinstance(buffer, str) else set(buffer)
+    expected = [place(kernel, text) for text in places]
+    for error in found(Race, kernel, grid, arguments, **options):
+        at = (error.file, error.line)
+        assert error.buffer in buffers
+        assert sorted((at, error.other)) == sorted(expected)
+        if roles:
+            # The role is that of the later access.
+            assert error.role == roles[expected.index(at)]
+            assert str(error).startswith(f"{at[0]}:{at[1]}: [{error.role}] ")
+        assert f"at {error.other[0]}:{error.other[1]}; nothing orders the two" in str(error)
+        with_none = {**options, "races": False, "uninitialized": "allow"}
+        run(kernel, grid, *arguments(), **with_none)
+
+
+def ints(*shape):
+    return lambda: (torch.full(shape, -1, dtype=torch.int32),)
+
+
+@triton.jit
+def handover_kernel(out_ptr, FAULT: tl.constexpr):
+    cell = tlx.local_alloc((16,), tl.int32, 2)
+    full, empty = tlx.alloc_barriers(1), tlx.alloc_barriers(1)
+    tlx.local_store(cell[1], tl.zeros((16,), tl.int32))
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.local_store(cell[1], tl.arange(0, 16))  # first
+            tlx.barrier_arrive(full)
+            tlx.barrier_wait(empty, 0)
+            tlx.local_store(cell[1], tl.arange(0, 16) + 100)  # second
+            tlx.barrier_arrive(full)
+        with tlx.async_task(num_warps=4):
+            tlx.barrier_wait(full, 0)
+            if FAULT == "early release":
+                tlx.barrier_arrive(empty)
+            x = tlx.local_load(cell[1])  # early
+            if FAULT != "early release":
+                tlx.barrier_arrive(empty)
+            tl.store(out_ptr + tl.arange(0, 16), x)
+            if FAULT != "no wait":
+                tlx.barrier_wait(full, 1)
+            x = tlx.local_load(cell[1])  # late
+            tl.store(out_ptr + 16 + tl.arange(0, 16), x)
+
+
+def test_handover():
+    def check(out):
+        assert torch.equal(out, torch.stack([torch.arange(16), torch.arange(100, 116)]).int())
+
+    everywhere(handover_kernel, (1,), ints(2, 16), check, FAULT="none")
+
+
+@pytest.mark.parametrize("fault, read", (("no wait", "# late"), ("early release", "# early")))
+def test_handover_races(fault, read):
+    check_race(
+        handover_kernel, (1,), ints(2, 16), FAULT=fault, buffer="cell[1]",
+        places=("# second", read), roles=("default of CTA 0", "task0 of CTA 0"),
+    )  # fmt: skip
+
+
+@triton.jit
+def replicas_kernel(out_ptr, APART: tl.constexpr):
+    cell = tlx.local_alloc((16,), tl.int32, 2)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            pass
+        with tlx.async_task(num_warps=4, replicate=2):
+            replica = tlx.async_task_replica_id()
+            tlx.local_store(cell[replica * APART], tl.full((16,), replica, tl.int32))
+    x = tlx.local_load(cell[0])
+    tl.store(out_ptr + tl.arange(0, 16), x)
+
+
+def test_replicas():
+    def check(out):
+        assert out.eq(0).all()
+
+    everywhere(replicas_kernel, (1,), ints(16), check, APART=1)
+    for error in found(Race, replicas_kernel, (1,), ints(16), APART=0):
+        at = place(replicas_kernel, "local_store")
+        assert (error.file, error.line) == error.other == at
+        assert error.role in ("task0[0] of CTA 0", "task0[1] of CTA 0")
+        assert f"which task0[{'10'[int(error.role[6])]}] of CTA 0 writes" in str(error)
+
+
+@triton.jit
+def bytes_kernel(out_ptr, FIRST: tl.constexpr, SECOND: tl.constexpr, WRITE: tl.constexpr):
+    cell = tlx.local_alloc((64,), tl.int8, 1)
+    tlx.local_store(cell[0], tl.zeros((64,), tl.int8))
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            mine = tlx.local_slice(cell[0], [FIRST], [16])
+            tlx.local_store(mine, tl.full((16,), 1, tl.int8))  # mine
+        with tlx.async_task(num_warps=4):
+            theirs = tlx.local_slice(cell[0], [SECOND], [16])
+            if WRITE:
+                tlx.local_store(theirs, tl.full((16,), 2, tl.int8))  # write
+            else:
+                tlx.local_load(theirs)  # read
+    tl.store(out_ptr + tl.arange(0, 64), tlx.local_load(cell[0]))
+
+
+@pytest.mark.parametrize("write", (False, True))
+@pytest.mark.parametrize("first, second", ((16, 32), (16, 0), (17, 1), (17, 33)))
+def test_neighbouring_bytes_do_not_race(first, second, write):
+    def check(out):
+        expected = torch.zeros(64, dtype=torch.int32)
+        expected[first : first + 16] = 1
+        expected[second : second + 16] = 2 if write else 0
+        assert torch.equal(out, expected)
+
+    everywhere(bytes_kernel, (1,), ints(64), check, FIRST=first, SECOND=second, WRITE=write)
+
+
+@pytest.mark.parametrize("write", (False, True))
+@pytest.mark.parametrize("first, second", ((16, 31), (17, 2), (5, 5)))
+def test_one_common_byte_races(first, second, write):
+    check_race(
+        bytes_kernel, (1,), ints(64), FIRST=first, SECOND=second, WRITE=write, buffer="cell[0]",
+        places=("# mine", "# write" if write else "# read"),
+        roles=("default of CTA 0", "task0 of CTA 0"),
+    )  # fmt: skip
+
+
+@triton.jit
+def windows_kernel(ROW: tl.constexpr, COLUMN: tl.constexpr, TENSOR: tl.constexpr):
+    if TENSOR:
+        cell = tlx.local_alloc((128, 32), tl.float32, 1, tlx.storage_kind.tmem)
+    else:
+        cell = tlx.local_alloc((128, 32), tl.float32, 1)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            mine = tlx.local_slice(cell[0], [0, 8], [128, 8])
+            tlx.local_store(mine, tl.zeros((128, 8), tl.float32))  # mine
+        with tlx.async_task(num_warps=4):
+            theirs = tlx.local_slice(cell[0], [ROW, COLUMN], [128 - ROW, 8])
+            tlx.local_store(theirs, tl.zeros((128 - ROW, 8), tl.float32))  # theirs
+
+
+@pytest.mark.parametrize("tensor", (False, True))
+def test_windows_race_where_they_overlap(tensor):
+    options = {"ROW": 0, "TENSOR": tensor, "arch": "sm_100"}
+    for column in (0, 16):
+        everywhere(windows_kernel, (1,), COLUMN=column, **options)
+    for column in (1, 8, 15):
+        check_race(
+            windows_kernel, (1,), COLUMN=column, buffer="cell[0]", places=("# mine", "# theirs"),
+            **options,
+        )  # fmt: skip
+    if not tensor:
+        check_race(
+            windows_kernel, (1,), COLUMN=15, buffer="cell[0]", places=("# mine", "# theirs"),
+            **{**options, "ROW": 64},
+        )  # fmt: skip
+
+
+@triton.jit
+def alias_kernel(ALIAS: tl.constexpr, TENSOR: tl.constexpr, PART: tl.constexpr):
+    where: tl.constexpr = tlx.storage_kind.tmem if TENSOR else tlx.storage_kind.smem
+    qk = tlx.local_alloc((128, 32), tl.float32, 1, where)
+    if ALIAS:
+        p = tlx.local_alloc((128, 32), tl.float16, 2, where, reuse=qk)
+    else:
+        p = tlx.local_alloc((128, 32), tl.float16, 2, where)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            half = tlx.local_slice(qk[0], [0, 0], [128, 16]) if TENSOR else qk[0]
+            tlx.local_store(half, tl.zeros(half.shape, tl.float32))  # qk
+        with tlx.async_task(num_warps=4):
+            tlx.local_store(p[PART], tl.zeros((128, 32), tl.float16))  # p
+
+
+@pytest.mark.parametrize("tensor", (False, True))
+def test_aliases_race(tensor):
+    options = {"TENSOR": tensor, "arch": "sm_100"}
+    everywhere(alias_kernel, (1,), ALIAS=False, PART=0, **options)
+    check_race(
+        alias_kernel, (1,), ALIAS=True, PART=0, buffer=("qk[0]", "p[0]"), places=("# qk", "# p"),
+        roles=("default of CTA 0", "task0 of CTA 0"), **options,
+    )  # fmt: skip
+    if tensor:
+        # p[1] is the right half of the columns of qk, of which the other role takes the left.
+        everywhere(alias_kernel, (1,), ALIAS=True, PART=1, **options)
+
+
+# Asynchronous copies.
+
+
+def boxes(number=2, rows=8):
+    def make():
+        tensors = [torch.arange(rows * 16.0).view(rows, 16) + 1000 * i for i in range(number)]
+        return [TensorDescriptor.from_tensor(t, [8, 16]) for t in tensors]
+
+    return make
+
+
+@triton.jit
+def load_kernel(desc, out_desc, FAULT: tl.constexpr):
+    tile = tlx.local_alloc((8, 16), tl.float32, 1)
+    full, empty = tlx.alloc_barriers(1), tlx.alloc_barriers(1)
+    tlx.local_store(tile[0], tl.zeros((8, 16), tl.float32))
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            for i in tl.static_range(2):
+                tlx.barrier_wait(empty, 1 - i)
+                tlx.barrier_expect_bytes(full, 512)
+                tlx.async_descriptor_load(desc, tile[0], [i * 8, 0], full)
+        with tlx.async_task(num_warps=4):
+            for i in tl.static_range(2):
+                if i == 0 or FAULT != "no full":
+                    tlx.barrier_wait(full, i)
+                out_desc.store([i * 8, 0], tlx.local_load(tile[0]))  # read
+                if i == 0:
+                    tlx.barrier_arrive(empty)
+
+
+def test_a_copy_is_awaited_on_its_barrier():
+    def check(desc, out_desc):
+        assert torch.equal(desc.base, out_desc.base)
+
+    everywhere(load_kernel, (1,), boxes(rows=16), check, FAULT="none")
+    check_race(
+        load_kernel, (1,), boxes(rows=16), FAULT="no full", buffer="tile[0]",
+        places=("async_descriptor_load", "# read"),
+        roles=("default of CTA 0", "task0 of CTA 0"),
+    )  # fmt: skip
+
+
+@triton.jit
+def overwrite_kernel(desc, out_desc, FAULT: tl.constexpr):
+    tile = tlx.local_alloc((8, 16), tl.float32, 1)
+    full, empty = tlx.alloc_barriers(1), tlx.alloc_barriers(1)
+    tlx.barrier_expect_bytes(full, 512)
+    tlx.async_descriptor_load(desc, tile[0], [0, 0], full)  # first
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            if FAULT != "no empty":
+                tlx.barrier_wait(empty, 0)
+            tlx.barrier_wait(full, 0)
+            tlx.local_store(tile[0], tl.zeros((8, 16), tl.float32))  # write
+        with tlx.async_task(num_warps=4):
+            tlx.barrier_wait(full, 0)
+            out_desc.store([0, 0], tlx.local_load(tile[0]))  # read
+            tlx.barrier_arrive(empty)
+
+
+def test_a_buffer_is_not_refilled_before_it_has_been_read():
+    everywhere(overwrite_kernel, (1,), boxes(), FAULT="none")
+    check_race(
+        overwrite_kernel, (1,), boxes(), FAULT="no empty", buffer="tile[0]",
+        places=("# write", "# read"), roles=("default of CTA 0", "task0 of CTA 0"),
+    )  # fmt: skip
+
+
+@triton.jit
+def own_copy_kernel(desc, out_desc, FAULT: tl.constexpr):
+    tile = tlx.local_alloc((8, 16), tl.float32, 1)
+    full = tlx.alloc_barriers(1)
+    tlx.barrier_expect_bytes(full, 512)
+    tlx.async_descriptor_load(desc, tile[0], [0, 0], full)
+    if FAULT == "none":
+        tlx.barrier_wait(full, 0)
+    if FAULT == "write":
+        tlx.local_store(tile[0], tl.zeros((8, 16), tl.float32))  # write
+    else:
+        out_desc.store([0, 0], tlx.local_load(tile[0]))  # read
+
+
+def test_a_role_races_with_its_own_copy():
+    everywhere(own_copy_kernel, (1,), boxes(), FAULT="none")
+    for fault in ("read", "write"):
+        check_race(
+            own_copy_kernel, (1,), boxes(), FAULT=fault, buffer="tile[0]",
+            places=("async_descriptor_load", f"# {fault}"),
+        )  # fmt: skip
+        error = found(Race, own_copy_kernel, (1,), boxes(), FAULT=fault)[0]
+        assert error.other == place(own_copy_kernel, "async_descriptor_load")
+        assert "which copy issued by default of CTA 0 writes" in str(error)
+
+
+@triton.jit
+def store_kernel(out_desc, PENDING: tl.constexpr, STAGES: tl.constexpr):
+    tile = tlx.local_alloc((8, 16), tl.float32, STAGES)
+    for i in tl.static_range(4):
+        tlx.async_descriptor_store_wait(PENDING)
+        tlx.local_store(tile[i % STAGES], tl.full((8, 16), i, tl.float32))
+        tlx.async_descriptor_store(out_desc, tile[i % STAGES], [i * 8, 0])
+
+
+@pytest.mark.parametrize("stages", (1, 2, 3))
+def test_the_source_of_a_store_is_kept_until_it_has_been_read(stages):
+    def check(out_desc):
+        assert torch.equal(
+            out_desc.base, torch.arange(4.0).repeat_interleave(8)[:, None].expand(32, 16)
+        )
+
+    arguments = boxes(1, 32)
+    everywhere(store_kernel, (1,), arguments, check, PENDING=stages - 1, STAGES=stages)
+    check_race(
+        store_kernel, (1,), arguments, PENDING=stages, STAGES=stages, buffer="tile[0]",
+        places=("local_store", "tlx.async_descriptor_store("),
+    )  # fmt: skip
+
+
+@triton.jit
+def written_kernel(out_desc, back_ptr, HOW: tl.constexpr):
+    tile = tlx.local_alloc((8, 16), tl.float32, 2)
+    full = tlx.alloc_barriers(1)
+    tlx.local_store(tile[0], tl.full((8, 16), 7, tl.float32))
+    tlx.async_descriptor_store(out_desc, tile[0], [0, 0])
+    if HOW != "no wait":
+        tlx.async_descriptor_store_wait(0)
+    if HOW == "copy":
+        tlx.barrier_expect_bytes(full, 512)
+        tlx.async_descriptor_load(out_desc, tile[1], [0, 0], full)  # copy
+        tlx.barrier_wait(full, 0)
+    if HOW == "load":
+        place = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        tl.load(back_ptr + place)  # load
+
+
+@pytest.mark.parametrize("how", ("copy", "load"))
+def test_a_wait_for_a_store_says_nothing_about_global_memory(how):
+    def arguments():
+        (desc,) = boxes(1)()
+        return desc, desc.base
+
+    everywhere(written_kernel, (1,), arguments, HOW="none")
+    check_race(
+        written_kernel, (1,), arguments, HOW=how, buffer=("out_desc", "back_ptr"),
+        places=("tlx.async_descriptor_store(", f"# {how}"),
+    )  # fmt: skip
+
+
+@triton.jit
+def groups_kernel(x_ptr, out_ptr, PENDING: tl.constexpr):
+    tile = tlx.local_alloc((32,), tl.int32, 3)
+    lanes = tl.arange(0, 32)
+    for i in tl.static_range(3):
+        token = tlx.async_load(x_ptr + i * 32 + lanes, tile[i])
+        tlx.async_load_commit_group([token])
+    for i in tl.static_range(3):
+        tlx.async_load_wait_group(2 - i + PENDING)
+        tl.store(out_ptr + i * 32 + lanes, tlx.local_load(tile[i]))
+
+
+def test_groups_of_copies():
+    def arguments():
+        return torch.arange(96, dtype=torch.int32), torch.zeros(96, dtype=torch.int32)
+
+    def check(x, out):
+        assert torch.equal(x, out)
+
+    everywhere(groups_kernel, (1,), arguments, check, PENDING=0)
+    check_race(
+        groups_kernel, (1,), arguments, PENDING=1, buffer="tile[0]",
+        places=("tlx.async_load(", "local_load"),
+    )  # fmt: skip
+
+
+# Tensor cores.
+
+
+def matrices(m=64, n=32, k=32):
+    def make():
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(*s, generator=generator).half() for s in ((m, k), (k, n)))
+        return a, b, torch.zeros(m, n)
+
+    return make
+
+
+@triton.jit
+def fill(buffer, ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tlx.local_store(buffer, tl.load(ptr + place))
+
+
+@triton.jit
+def wgmma_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
+    a = tlx.local_alloc((64, 32), tl.float16, 1)
+    b = tlx.local_alloc((32, 32), tl.float16, 2)
+    fill(a[0], a_ptr, 64, 32)
+    fill(b[0], b_ptr, 32, 32)
+    fill(b[1], b_ptr, 32, 32)
+    first = tlx.async_dot(a[0], b[0])  # first
+    acc = tlx.async_dot(a[0], b[1], first)  # second
+    if FAULT == "a":
+        acc = tlx.async_dot_wait(1, acc)
+        tlx.local_store(a[0], tl.zeros((64, 32), tl.float16))  # a
+    if FAULT == "b1":
+        acc = tlx.async_dot_wait(1, acc)
+        tlx.local_store(b[1], tl.zeros((32, 32), tl.float16))  # b1
+    if FAULT == "b0":
+        tlx.local_store(b[0], tl.zeros((32, 32), tl.float16))  # b0
+    acc = tlx.async_dot_wait(1, acc)
+    tlx.local_store(b[0], tl.zeros((32, 32), tl.float16))
+    acc = tlx.async_dot_wait(0, acc)
+    tlx.local_store(a[0], tl.zeros((64, 32), tl.float16))
+    tlx.local_store(b[1], tl.zeros((32, 32), tl.float16))
+    tl.store(out_ptr + tl.arange(0, 64)[:, None] * 32 + tl.arange(0, 32)[None, :], acc)
+
+
+def test_operands_of_wgmma():
+    def check(a, b, out):
+        torch.testing.assert_close(out, 2 * (a.float() @ b.float()))
+
+    everywhere(wgmma_kernel, (1,), matrices(), check, FAULT="none")
+
+
+@pytest.mark.parametrize("fault, dot", (("a", "second"), ("b1", "second"), ("b0", "first")))
+def test_operands_of_wgmma_overwritten_early(fault, dot):
+    check_race(
+        wgmma_kernel, (1,), matrices(), FAULT=fault, buffer=f"{fault[0]}[{fault[1:] or 0}]",
+        places=(f"# {dot}", f"# {fault}"),
+    )  # fmt: skip
+    error = found(Race, wgmma_kernel, (1,), matrices(), FAULT=fault)[0]
+    assert error.other == place(wgmma_kernel, f"# {dot}")
+    assert "which async_dot issued by default of CTA 0 reads" in str(error)
+
+
+@triton.jit
+def tcgen05_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
+    a = tlx.local_alloc((128, 32), tl.float16, 1)
+    b = tlx.local_alloc((32, 32), tl.float16, 1)
+    acc = tlx.local_alloc((128, 32), tl.float32, 1, tlx.storage_kind.tmem)
+    done = tlx.alloc_barriers(1)
+    fill(a[0], a_ptr, 128, 32)
+    fill(b[0], b_ptr, 32, 32)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.async_dot(a[0], b[0], acc[0], use_acc=False, force_async=True)
+            tlx.async_dot(a[0], b[0], acc[0], mBarriers=[done])  # second
+            if FAULT == "operand":
+                tlx.local_store(b[0], tl.zeros((32, 32), tl.float16))  # operand
+            tlx.barrier_wait(done, 0)
+            tlx.local_store(b[0], tl.zeros((32, 32), tl.float16))
+        with tlx.async_task(num_warps=4):
+            if FAULT != "acc":
+                tlx.barrier_wait(done, 0)
+            x = tlx.local_load(acc[0])
+            tl.store(out_ptr + tl.arange(0, 128)[:, None] * 32 + tl.arange(0, 32)[None, :], x)
+
+
+def test_accumulators_in_tensor_memory():
+    def check(a, b, out):
+        torch.testing.assert_close(out, 2 * (a.float() @ b.float()))
+
+    everywhere(tcgen05_kernel, (1,), matrices(128), check, FAULT="none", arch="sm_100")
+
+
+def test_operands_of_tcgen05_overwritten_early():
+    for error in found(Race, tcgen05_kernel, (1,), matrices(128), FAULT="operand", arch="sm_100"):
+        assert error.buffer == "b[0]"
+        assert (error.file, error.line) == place(tcgen05_kernel, "# operand")
+        assert error.other[1] in (
+            place(tcgen05_kernel, "force_async")[1],
+            place(tcgen05_kernel, "# second")[1],
+        )
+
+
+def test_an_accumulator_read_early():
+    for error in found(
+        Race, tcgen05_kernel, (1,), matrices(128), FAULT="acc", arch="sm_100",
+        uninitialized="allow",
+    ):  # fmt: skip
+        assert error.buffer == "acc[0]"
+        lines = {error.other[1], error.line}
+        assert place(tcgen05_kernel, "x = tlx.local_load")[1] in lines
+        assert lines & {
+            place(tcgen05_kernel, "force_async")[1],
+            place(tcgen05_kernel, "# second")[1],
+        }
+
+
+@triton.jit
+def two_issuers_kernel(a_ptr, b_ptr, out_ptr, ORDERED: tl.constexpr):
+    a = tlx.local_alloc((128, 32), tl.float16, 1)
+    b = tlx.local_alloc((32, 32), tl.float16, 1)
+    acc = tlx.local_alloc((128, 32), tl.float32, 1, tlx.storage_kind.tmem)
+    done, all_done = tlx.alloc_barriers(1), tlx.alloc_barriers(1)
+    fill(a[0], a_ptr, 128, 32)
+    fill(b[0], b_ptr, 32, 32)
+    tlx.local_store(acc[0], tl.zeros((128, 32), tl.float32))
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.async_dot(a[0], b[0], acc[0], mBarriers=[done])  # first
+        with tlx.async_task(num_warps=1):
+            if ORDERED:
+                tlx.barrier_wait(done, 0)
+            tlx.async_dot(a[0], b[0], acc[0], mBarriers=[all_done])  # second
+            tlx.barrier_wait(all_done, 0)
+
+
+def test_two_roles_that_issue_into_one_accumulator():
+    everywhere(two_issuers_kernel, (1,), matrices(128), ORDERED=True, arch="sm_100")
+    check_race(
+        two_issuers_kernel, (1,), matrices(128), ORDERED=False, arch="sm_100", buffer="acc[0]",
+        places=("# first", "# second"), roles=("default of CTA 0", "task0 of CTA 0"),
+    )  # fmt: skip
+
+
+# Clusters.
+
+
+@triton.jit
+def exchange_kernel(out_ptr, FAULT: tl.constexpr):
+    cell = tlx.local_alloc((16,), tl.int32, 1)
+    full = tlx.alloc_barriers(1)
+    rank = tlx.cluster_cta_rank()
+    tlx.local_store(cell[0], tl.zeros((16,), tl.int32))  # clear
+    if FAULT != "no cluster barrier":
+        tlx.cluster_barrier()
+    tlx.barrier_expect_bytes(full, 64)
+    value = tl.full((16,), 5, tl.int32) + rank
+    tlx.async_remote_shmem_store(dst=cell[0], src=value, remote_cta_rank=1 - rank, barrier=full)
+    if FAULT != "no wait":
+        tlx.barrier_wait(full, 0)
+    x = tlx.local_load(cell[0])  # read
+    tl.store(out_ptr + tl.program_id(0) * 16 + tl.arange(0, 16), x)
+
+
+def test_distributed_shared_memory():
+    def check(out):
+        assert out[:, 0].tolist() == [6, 5, 6, 5] and out.eq(out[:, :1]).all()
+
+    options = {"ctas_per_cga": (2, 1, 1)}
+    everywhere(exchange_kernel, (4,), ints(4, 16), check, FAULT="none", **options)
+    check_race(
+        exchange_kernel, (2,), ints(4, 16), FAULT="no wait", buffer="cell[0]",
+        places=("async_remote_shmem_store", "# read"), **options,
+    )  # fmt: skip
+    check_race(
+        exchange_kernel, (2,), ints(4, 16), FAULT="no cluster barrier", buffer="cell[0]",
+        places=("async_remote_shmem_store", "# clear"), **options,
+    )  # fmt: skip
+
+
+@triton.jit
+def relay_kernel(desc, out_desc, OWN: tl.constexpr):
+    """Each half is multicast; CTA 1 may wait for its own bytes, or be told by CTA 0."""
+    tile = tlx.local_alloc((8, 16), tl.float32, 1)
+    full, told = tlx.alloc_barriers(1), tlx.alloc_barriers(1)
+    rank = tlx.cluster_cta_rank()
+    tlx.local_store(tile[0], tl.zeros((8, 16), tl.float32))
+    tlx.barrier_expect_bytes(full, 512)
+    tlx.cluster_barrier()
+    if rank == 0:
+        tlx.async_descriptor_load(desc, tile[0], [0, 0], full, multicast_targets=[0, 1])
+        tlx.barrier_wait(full, 0)
+        tlx.barrier_arrive(told, 1, remote_cta_rank=1)
+    else:
+        if OWN:
+            tlx.barrier_wait(full, 0)
+        else:
+            tlx.barrier_wait(told, 0)
+        out_desc.store([0, 0], tlx.local_load(tile[0]))  # read
+
+
+def test_a_multicast_is_awaited_in_each_cta():
+    def check(desc, out_desc):
+        assert torch.equal(desc.base, out_desc.base)
+
+    options = {"ctas_per_cga": (2, 1, 1)}
+    everywhere(relay_kernel, (2,), boxes(), check, OWN=True, **options)
+    # The bytes that CTA 0 has waited for are those in CTA 0.
+    check_race(
+        relay_kernel, (2,), boxes(), OWN=False, buffer="tile[0]",
+        places=("async_descriptor_load", "# read"), **options,
+    )  # fmt: skip
+
+
+# Global memory.
+
+
+@triton.jit
+def global_roles_kernel(x_ptr, out_ptr, ORDERED: tl.constexpr):
+    full = tlx.alloc_barriers(1)
+    lanes = tl.arange(0, 16)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tl.store(x_ptr + lanes, lanes)
+            tlx.barrier_arrive(full)
+        with tlx.async_task(num_warps=4):
+            if ORDERED:
+                tlx.barrier_wait(full, 0)
+            x = tl.load(x_ptr + lanes)
+            tl.store(out_ptr + lanes, x)
+
+
+def test_global_memory_between_roles():
+    def arguments():
+        return ints(16)() + ints(16)()
+
+    def check(x, out):
+        assert out.tolist() == list(range(16))
+
+    everywhere(global_roles_kernel, (1,), arguments, check, ORDERED=True)
+    for error in found(Race, global_roles_kernel, (1,), arguments, ORDERED=False):
+        assert error.buffer == "x_ptr" and error.programs == ((0, 0, 0), (0, 0, 0))
+        at = {place(global_roles_kernel, "store(x_ptr"), place(global_roles_kernel, "load(x_ptr")}
+        assert {error.other, (error.file, error.line)} == at
+        assert error.role in ("default of CTA 0", "task0 of CTA 0")
+
+
+@triton.jit
+def global_ctas_kernel(x_ptr, out_ptr, ORDERED: tl.constexpr):
+    bar = tlx.alloc_barriers(1)
+    lanes = tl.arange(0, 16)
+    if tlx.cluster_cta_rank() == 1:
+        tl.store(x_ptr + lanes, lanes)
+        tlx.barrier_arrive(bar, 1, remote_cta_rank=0)
+    else:
+        if ORDERED:
+            tlx.barrier_wait(bar, 0)
+        tl.store(out_ptr + lanes, tl.load(x_ptr + lanes))
+
+
+def test_global_memory_between_the_ctas_of_a_cluster():
+    def arguments():
+        return ints(16)() + ints(16)()
+
+    def check(x, out):
+        assert out.tolist() == list(range(16))
+
+    options = {"ctas_per_cga": (2, 1, 1)}
+    everywhere(global_ctas_kernel, (2,), arguments, check, ORDERED=True, **options)
+    for error in found(Race, global_ctas_kernel, (2,), arguments, ORDERED=False, **options):
+        assert error.buffer == "x_ptr"
+        assert sorted(error.programs) == [(0, 0, 0), (1, 0, 0)]
+
+
+@triton.jit
+def last_kernel(part_ptr, count_ptr, out_ptr, n, FAULT: tl.constexpr, SEM: tl.constexpr):
+    """Every program leaves a part; the one that counts last adds them up."""
+    pid = tl.program_id(0)
+    if FAULT == "early":
+        old = tl.atomic_add(count_ptr, 1)
+        tl.store(part_ptr + pid, pid + 1)
+    else:
+        tl.store(part_ptr + pid, pid + 1)
+        old = tl.atomic_add(count_ptr + (pid if FAULT == "apart" else 0), 1, sem=SEM)
+    if old == n - 1 or (FAULT == "apart" and pid == n - 1):
+        total = 0
+        for i in range(n):
+            total += tl.load(part_ptr + i)  # load
+        tl.store(out_ptr, total)
+
+
+def counters():
+    part, count, out = (torch.zeros(n, dtype=torch.int32) for n in (4, 4, 1))
+    return part, count, out, 4
+
+
+@pytest.mark.parametrize("cluster", (1, 4))
+def test_atomics_order_what_surrounds_them(cluster):
+    def check(part, count, out, n):
+        assert out.item() == 10
+
+    options = {"ctas_per_cga": (cluster, 1, 1)}
+    everywhere(last_kernel, (4,), counters, check, FAULT="none", SEM="acq_rel", **options)
+    for fault in ("early", "apart"):
+        for error in found(Race, last_kernel, (4,), counters, FAULT=fault, SEM=None, **options):
+            assert error.buffer == "part_ptr" and error.programs[0] != error.programs[1]
+            lines = {error.line, error.other[1]}
+            assert place(last_kernel, "# load")[1] in lines
+
+
+@pytest.mark.parametrize("semantics", ("relaxed", "acquire", "release"))
+def test_only_acquire_and_release_order(semantics):
+    for error in found(Race, last_kernel, (4,), counters, FAULT="none", SEM=semantics):
+        assert error.buffer == "part_ptr"
+        assert (error.file, error.line) == place(last_kernel, "# load")
+
+
+def test_a_race_is_an_error_with_a_report():
+    error = found(Race, handover_kernel, (1,), ints(2, 16), FAULT="no wait", trace=True)[0]
+    assert error.report.timeline.events and error.report.programs == 0
+    assert not issubclass(Race, InvalidKernel)
