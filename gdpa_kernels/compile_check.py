@@ -27,6 +27,9 @@ KERNELS = {
     "v1_tiled": "tiled_kernel",
     "v2_tma": "tma_kernel",
     "v3_persistent": "persistent_kernel",
+    "v4_warp_specialized": "specialized_kernel",
+    "v5_pingpong": "pipelined_kernel",
+    "v6_short_kv": "stream_kernel",
 }
 
 
@@ -69,12 +72,17 @@ def compile_rung(
     full = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     config = config or module.default_config(head_dim, full, max_seqlen_k)
     launch = asdict(config)
-    width = max(16, triton.next_power_of_2(head_dim))
+    specialized = impl in ("v4_warp_specialized", "v5_pingpong", "v6_short_kv")
+    width = max(32 if specialized else 16, triton.next_power_of_2(head_dim))
+    launch.setdefault("BLOCK_M", 64)  # the rows of a math role
+    launch.setdefault("num_warps", 4)
     strides = (4 * head_dim, head_dim, 1)
     constants = {
         "NUM_HEADS": 4, "GROUP": 1, "HEAD_DIM": head_dim, "ACTIVATION": activation,
         "CAUSAL": causal, "WINDOW": window, "BLOCK_D": width,
-        "BLOCK_M": launch["BLOCK_M"], "BLOCK_N": launch["BLOCK_N"],
+        "FOLDED": dtype == "bf16",
+        **{name: launch[name] for name in ("BLOCK_M", "BLOCK_N")},
+        **{name.upper(): value for name, value in launch.items() if name.islower()},
         **{f"{name}_STRIDES": strides for name in ("Q", "K", "V", "OUT")},
     }  # fmt: skip
     signature, values, attributes = {}, {}, {}

@@ -95,6 +95,7 @@ class Rung:
 
 _ALL_DTYPES = ("bfloat16", "float16", "float32")
 _TMA = Requires(capability=(9, 0), head_dim_multiple=8, aligned=True)
+_TLX = Requires(capability=(9, 0), head_dim_multiple=8, head_dim_max=128, aligned=True)
 
 REFERENCE = Rung(
     "reference",
@@ -132,6 +133,27 @@ RUNGS: tuple[Rung, ...] = (
         "Resident programs walk a schedule of real tiles.",
         "v2_tma",
         _TMA,
+    ),
+    Rung(
+        "v4_warp_specialized",
+        "roles for warps",
+        "One role copies, two roles compute, barriers between them.",
+        "v2_tma",
+        _TLX,
+    ),
+    Rung(
+        "v5_pingpong",
+        "products beside activations",
+        "The next block's scores are issued before this block's P V.",
+        "v4_warp_specialized",
+        _TLX,
+    ),
+    Rung(
+        "v6_short_kv",
+        "one stream of tiles",
+        "The pipeline runs on from tile to tile; short K and V stay.",
+        "v5_pingpong",
+        _TLX,
     ),
 )
 

@@ -41,6 +41,15 @@ def summary(report: Report) -> str:
     return "\n".join(lines)
 
 
+def _draw(report: Report, trace: str | None, svg: str | None) -> None:
+    """Write what was asked for of a launch, which may have ended with a finding."""
+    if trace:
+        report.timeline.save_chrome_trace(trace)
+    if svg and report.timeline.events:
+        cta = min(event.cta for event in report.timeline.events)
+        Path(svg).write_text(report.timeline.svg(cta), encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0 if nothing was found, 1 with a finding, 2 for a bad command line."""
     parser = argparse.ArgumentParser(
@@ -77,6 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
             ) as reports:
                 function()
         except EmulatorError as error:
+            if error.report is not None and error.report.timeline:
+                _draw(error.report, options.trace, options.svg)
             print(f"{type(error).__name__} (schedule {schedule}): {error}", file=sys.stderr)
             return 1
         if not reports:
@@ -84,10 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         if first:
             print("\n".join(map(summary, reports)))
-            if options.trace:
-                reports[0].timeline.save_chrome_trace(options.trace)
-            if options.svg:
-                Path(options.svg).write_text(reports[0].timeline.svg(), encoding="utf-8")
+            if wanted:
+                _draw(reports[0], options.trace, options.svg)
     print(f"nothing found under the modelled and {options.schedules} random schedules")
     return 0
 

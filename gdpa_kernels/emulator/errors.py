@@ -137,8 +137,10 @@ class Wait:
 
     def __str__(self) -> str:
         missing = f"{self.arrivals} arrivals"
-        if self.bytes:
+        if self.bytes > 0:
             missing += f" and {self.bytes} bytes"
+        if self.bytes < 0:
+            missing += f", and got {-self.bytes} bytes that nobody announced"
         note = f"; {self.note}" if self.note else ""
         return (
             f"{self.role} at {self.at[0]}:{self.at[1]} waits for phase {self.phase} of "

@@ -24,11 +24,15 @@ BOUND = tl.constexpr(2**30)
 ANY = 2**31 - 2**16
 
 
-def ragged_descriptor(tensor: torch.Tensor, block_rows: int) -> TensorDescriptor:
+def ragged_descriptor(
+    tensor: torch.Tensor, block_rows: int, min_width: int = 16
+) -> TensorDescriptor:
     """Descriptor of boxes of `block_rows` rows of one head of a `[total, num_heads, head_dim]`
     tensor.
 
-    `tensor.stride(2)` must be 1, the other strides and the address multiples of 16 bytes.
+    A box is as wide as the next power of two, and at least `min_width`; columns beyond head_dim
+    read as zero. `tensor.stride(2)` must be 1, the other strides and the address multiples of 16
+    bytes.
     """
     rows, num_heads, head_dim = tensor.shape
     if rows == 0:
@@ -36,7 +40,7 @@ def ragged_descriptor(tensor: torch.Tensor, block_rows: int) -> TensorDescriptor
             1, num_heads, head_dim
         )  # nothing is read, but TMA wants an address
     row_stride, head_stride, _ = tensor.stride()
-    width = max(16, triton.next_power_of_2(head_dim))
+    width = max(min_width, triton.next_power_of_2(head_dim))
     return TensorDescriptor(
         tensor,
         shape=[ANY, ANY, num_heads, BOUND.value, head_dim],

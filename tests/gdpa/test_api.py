@@ -201,11 +201,12 @@ def test_backward_is_refused_clearly():
 def test_ladder_lists_every_rung_file_and_its_predecessor():
     files = sorted(path.stem for path in (ladder.PACKAGE / "gdpa").glob("v[0-9]*_*.py"))
     assert files == [rung.impl for rung in ladder.RUNGS]
-    assert [rung.predecessor for rung in ladder.RUNGS] == [None, *files[:-1]]
-    for rung in ladder.RUNGS[1:]:
+    assert ladder.RUNGS[0].predecessor is None
+    for index, rung in enumerate(ladder.RUNGS[1:], 1):
+        assert rung.predecessor in files[:index]
         assert f"Changes from {rung.predecessor}" in rung.path.read_text()
         assert ladder.diff(rung.impl).startswith(f"--- gdpa/{rung.predecessor}.py\n")
-        assert 0 < ladder.changed_lines(rung.impl) < 200
+        assert 0 < ladder.changed_lines(rung.impl) < 350
 
 
 def test_no_rung_imports_another_and_no_kernel_imports_the_definition():

@@ -1,19 +1,35 @@
 """The table of TLX operations, and what they all do first."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import InvalidKernel
 from ..launch import current
 from ..scheduler import Role
+from ..tile import WORK
 
 OPERATIONS: dict[str, Any] = {}
 
 
 def op(function: Callable) -> Callable:
-    """Make the function what stands for the TLX operation of its name."""
-    OPERATIONS[function.__name__] = function
-    return function
+    """Make the function what stands for the TLX operation of its name.
+
+    The tiles that the emulator makes to carry it out are no arithmetic of the role: what the
+    operation costs it says itself.
+    """
+
+    @functools.wraps(function)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        launch = current()
+        work, steps = WORK[0], launch.scheduler.numbers["steps"]
+        result = function(*args, **kwargs)
+        charged = launch.scheduler.numbers["steps"] > steps
+        WORK[0] = 0 if charged else work
+        return result
+
+    OPERATIONS[function.__name__] = apply
+    return apply
 
 
 def point() -> Role:

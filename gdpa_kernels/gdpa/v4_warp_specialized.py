@@ -1,0 +1,190 @@
+"""v4: one role copies, two roles compute.
+
+Changes from v2_tma: the program is split into tasks. A load role asks the copy engine for K and V
+as soon as a buffer is free; two math roles own 64 of the tile's 128 rows each. Barriers that we
+declare carry full and empty buffers between them, and the math roles take the registers that the
+load role does not need.
+
+Why it should help: in v2 the warps that compute also issue copies and wait for them, and all warps
+stand in one line: while the activation runs, the tensor core rests. Two math roles that run freely
+can overlap: one multiplies while the other evaluates the activation.
+Why it may not: inside a role the two products and the activation still follow each other, and a
+program now fills an SM, so nothing covers its beginning and its end.
+
+| role    | warps | registers | work                                                |
+|---------|-------|-----------|-----------------------------------------------------|
+| load    | 4     | what is left | Q once, then K and V of one block after another  |
+| math[0] | 4     | 240       | rows 0..63: S = Q K^T, P = activation(S), O += P V  |
+| math[1] | 4     | 240       | rows 64..127, the same                              |
+
+| barrier          | arrivals          | filled by -> drained by                     |
+|------------------|-------------------|---------------------------------------------|
+| q_full[role]     | 1 and bytes       | TMA load of 64 rows of Q -> one math role   |
+| k_full, v_full   | 1 and bytes       | TMA load of a block -> both math roles      |
+| k_empty, v_empty | all 256 threads   | the product that read it -> the load role   |
+
+The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
+contiguous rows aligned to 16 bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.ragged import ragged_descriptor, store_rows
+from gdpa_kernels.gdpa.tiles import fetch_rows, sequence
+from gdpa_kernels.launch import launch
+
+MATH_ROLES = tl.constexpr(2)
+ROWS = tl.constexpr(64)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: keys of a block, K/V blocks in flight, registers of a math thread."""
+
+    BLOCK_N: int = 128
+    num_stages: int = 2
+    registers: int = 240
+
+
+def default_config(head_dim: int, dtype: torch.dtype, max_seqlen_k: int) -> Config:
+    """Two blocks of 128 keys fill the shared memory of an SM at head_dim 128."""
+    return Config()
+
+
+@triton.jit
+def load(
+    q_desc, k_desc, v_desc, q, k, v, q_full, k_full, k_empty, v_full, v_empty,
+    start_q, len_q, start_k, len_k, head, GROUP: tl.constexpr, first_row, start, blocks,
+    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The load role: every buffer is filled as soon as both math roles have drained it."""
+    for role in tl.static_range(MATH_ROLES):
+        fetch_rows(q_desc, q[role], q_full[role], start_q, len_q, head, first_row + role * ROWS)
+    for block in tl.range(0, blocks):
+        first_key = start + block * BLOCK_N
+        stage = block % NUM_STAGES
+        phase = (block // NUM_STAGES) & 1
+        tlx.barrier_wait(k_empty[stage], phase ^ 1)
+        fetch_rows(k_desc, k[stage], k_full[stage], start_k, len_k, head // GROUP, first_key)
+        tlx.barrier_wait(v_empty[stage], phase ^ 1)
+        fetch_rows(v_desc, v[stage], v_full[stage], start_k, len_k, head // GROUP, first_key)
+
+
+@triton.jit
+def math(
+    role: tl.constexpr, out_desc, q, k, v, q_full, k_full, k_empty, v_full, v_empty,
+    start_out, len_q, head, first_row, start, blocks, scale, output_scale,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A math role: 64 rows of the tile against all its keys."""
+    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    first_row += role * ROWS
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    tlx.barrier_wait(q_full[role], 0)
+    for block in tl.range(0, blocks):
+        stage = block % NUM_STAGES
+        phase = (block // NUM_STAGES) & 1
+        tlx.barrier_wait(k_full[stage], phase)
+        s = tlx.async_dot(q[role], tlx.local_trans(k[stage]))
+        s = tlx.async_dot_wait(0, s)
+        tlx.barrier_arrive(k_empty[stage])
+        p = activate_per_head(s, scale, head, ACTIVATION, True)
+        p = mask_probabilities(p, first_row, start + block * BLOCK_N, CAUSAL, WINDOW).to(DTYPE)
+        tlx.barrier_wait(v_full[stage], phase)
+        acc = tlx.async_dot(p, v[stage], acc)
+        acc = tlx.async_dot_wait(0, acc)
+        tlx.barrier_arrive(v_empty[stage])
+    store_rows(out_desc, start_out, len_q, head, first_row, (acc * output_scale).to(DTYPE))
+
+
+@triton.jit
+def specialized_kernel(
+    q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    max_seqlen_q, scale, output_scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for 128 rows of one (sequence, head)."""
+    BLOCK_M: tl.constexpr = MATH_ROLES * ROWS
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    first_row = pid % blocks * BLOCK_M
+    head = pid // blocks % NUM_HEADS
+    start_q, start_out, len_q, start_k, len_k = sequence(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, pid // blocks // NUM_HEADS, max_seqlen_q
+    )
+    start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    blocks = tl.where(first_row < len_q, tl.cdiv(end - start, BLOCK_N), 0)  # 0: a tile without rows
+
+    q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES)
+    k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    q_full = tlx.alloc_barriers(MATH_ROLES)
+    k_full = tlx.alloc_barriers(NUM_STAGES)
+    v_full = tlx.alloc_barriers(NUM_STAGES)
+    k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+    v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                q_desc, k_desc, v_desc, q, k, v, q_full, k_full, k_empty, v_full, v_empty,
+                start_q, len_q, start_k, len_k, head, GROUP, first_row, start, blocks,
+                BLOCK_N, NUM_STAGES,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), out_desc, q, k, v,
+                q_full, k_full, k_empty, v_full, v_empty,
+                start_out, len_q, head, first_row, start, blocks, scale, output_scale,
+                ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES,
+            )  # fmt: skip
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated."""
+    _, num_heads, head_dim = q.shape
+    batch = cu_seqlens_k.numel() - 1
+    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
+    out = q.new_empty(rows, num_heads, head_dim)
+    config = config or default_config(head_dim, q.dtype, max_seqlen_k)
+    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
+    launch(
+        specialized_kernel,
+        (triton.cdiv(max_seqlen_q, MATH_ROLES.value * ROWS.value) * num_heads * batch,), q.device,
+        ragged_descriptor(q, ROWS.value, min_width=32),
+        ragged_descriptor(k, config.BLOCK_N, min_width=32),
+        ragged_descriptor(v, config.BLOCK_N, min_width=32), out_desc, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, scale, output_scale,
+        NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1],
+        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
+        REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,362 @@
+"""v6: the pipeline never drains.
+
+Changes from v5_pingpong: resident programs walk a list of work, as in v3, and the loops over tiles
+and blocks become one stream: the first scores of the next tile are issued before the last P V of
+this one, and O leaves through a buffer of its own while the next tile runs. Where the keys of a
+sequence fit in the buffers (`resident`), an entry of the list is a whole (sequence, head): K and V
+are fetched once and stay while its tiles of Q stream by. In bf16 the factor scale / 2 of GELU and
+SiLU is left out of P and put into the output: one instruction less per score.
+
+Why it should help: at the beginning and the end of a tile v5 has nothing to overlap with, about one
+block's time of a tile that has two. With 256 keys every tile of 128 rows fetches 128 KiB of K and V
+to produce 32 KiB of output; at 600 TFLOP/s that is 6 TB/s from the L2 cache, more than it has.
+Why it may not: the list costs time to make (v3), and two tiles of Q and the output take 96 KiB of
+shared memory.
+
+| role    | warps | registers | work                                                       |
+|---------|-------|-----------|------------------------------------------------------------|
+| load    | 4     | what is left | Q, K, V of one tile after another, ahead of the math roles |
+| math[0] | 4     | 240       | as v5, rows 0..63 of one tile after another                 |
+| math[1] | 4     | 240       | rows 64..127, the same                                     |
+
+| barrier          | arrivals          | filled by -> drained by                        |
+|------------------|-------------------|------------------------------------------------|
+| q_full[role, 2]  | 1 and bytes       | TMA load of 64 rows of Q -> one math role      |
+| q_empty[role, 2] | 128 threads       | the last scores of its tile -> the load role   |
+| k_full, v_full   | 1 and bytes       | TMA load of a block -> both math roles         |
+| k_empty, v_empty | all 256 threads   | its product; resident: its last -> load role   |
+
+The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
+contiguous rows aligned to 16 bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels import schedule as schedules
+from gdpa_kernels.gdpa.activations import activate_folded, fold
+from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.ragged import ragged_descriptor
+from gdpa_kernels.gdpa.tile_list import tile_list
+from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows, sequence
+from gdpa_kernels.launch import launch, multiprocessors
+
+MATH_ROLES = tl.constexpr(2)
+ROWS = tl.constexpr(64)
+TILE = tl.constexpr(128)
+Q_SLOTS = tl.constexpr(2)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: v5's without turns, and whether K and V stay."""
+
+    BLOCK_N: int = 128
+    num_stages: int = 2
+    registers: int = 240
+    resident: bool = False
+
+    def rows_per_item(self, max_seqlen_q: int) -> int:
+        """Query rows that an entry of the list stands for."""
+        return triton.cdiv(max(max_seqlen_q, 1), TILE.value) * TILE.value if self.resident else 128
+
+
+def default_config(head_dim: int, dtype: torch.dtype, max_seqlen_k: int) -> Config:
+    """K and V stay where all keys of a sequence fit in the buffers."""
+    config = Config()
+    return Config(resident=max_seqlen_k <= config.BLOCK_N * config.num_stages)
+
+
+def make_schedule(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    config: Config,
+) -> schedules.DeviceSchedule:
+    """The list of work for these sequences, made on their device without waiting for it."""
+    batch = cu_seqlens_k.numel() - 1
+    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
+    per_item = config.rows_per_item(max_seqlen_q)
+    return tile_list(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        batch=batch,
+        max_tiles=schedules.max_tiles(rows, batch, max_seqlen_q, per_item),
+        max_seqlen_q=max_seqlen_q,
+        num_heads=q.shape[1],
+        block_m=per_item,
+        block_n=config.BLOCK_N,
+        num_programs=multiprocessors(q.device),
+    )
+
+
+@triton.jit
+def tile_of(
+    item, step, tile_batch_ptr, tile_head_ptr, tile_block_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    max_seqlen_q, rows_per_item, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RESIDENT: tl.constexpr,
+):  # fmt: skip
+    """Tile `step` of entry `item`: where its sequence lies, its head, first row, first key, blocks
+    of keys, and the number of tiles of the entry."""
+    head = tl.load(tile_head_ptr + item)
+    first = tl.load(tile_block_ptr + item) * rows_per_item
+    start_q, start_out, len_q, start_k, len_k = sequence(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, tl.load(tile_batch_ptr + item), max_seqlen_q
+    )
+    steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
+    row = first + step * TILE
+    start, end = 0, len_k
+    if not RESIDENT:
+        start, end = key_range(row, len_k, TILE, BLOCK_N, CAUSAL, WINDOW)
+    # At least one block, so that every product has its place; without keys it is zero or masked.
+    blocks = tl.maximum(tl.cdiv(end - start, BLOCK_N), 1)
+    return start_q, start_out, len_q, start_k, len_k, head, row, start, blocks, steps
+
+
+@triton.jit
+def load(
+    q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, RESIDENT: tl.constexpr,
+):  # fmt: skip
+    """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    item = tl.program_id(0)
+    num_items = tl.load(num_tiles_ptr)
+    step, tile, kv = 0, 0, 0
+    while item < num_items:
+        start_q, _, len_q, start_k, len_k, head, row, start, blocks, steps = tile_of(
+            item, step, tile_batch_ptr, tile_head_ptr, tile_block_ptr, cu_seqlens_q_ptr,
+            cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, BLOCK_N, CAUSAL, WINDOW, RESIDENT,
+        )  # fmt: skip
+        fetch_q(q_desc, q, q_full, q_empty, tile, start_q, len_q, head, row)
+        if RESIDENT:
+            blocks = tl.where(step == 0, blocks, 0)
+        for block in tl.range(0, blocks):
+            stage = (kv + block) % NUM_STAGES
+            free = (((kv + block) // NUM_STAGES) & 1) ^ 1
+            first_key = start + block * BLOCK_N
+            tlx.barrier_wait(k_empty[stage], free)
+            fetch_rows(k_desc, k[stage], k_full[stage], start_k, len_k, head // GROUP, first_key)
+            tlx.barrier_wait(v_empty[stage], free)
+            fetch_rows(v_desc, v[stage], v_full[stage], start_k, len_k, head // GROUP, first_key)
+        kv += blocks
+        tile += 1
+        step += 1
+        if step == steps:
+            step = 0
+            item += tl.num_programs(0)
+    # Beside the last product run the scores of a tile that nobody wants.
+    if tile > 0:
+        fetch_q(q_desc, q, q_full, q_empty, tile, 0, 0, 0, 0)
+        tlx.barrier_wait(k_empty[kv % NUM_STAGES], ((kv // NUM_STAGES) & 1) ^ 1)
+        fetch_rows(k_desc, k[kv % NUM_STAGES], k_full[kv % NUM_STAGES], 0, 0, 0, 0)
+
+
+@triton.jit
+def fetch_q(q_desc, q, q_full, q_empty, tile, start, length, head, row):
+    """The rows of the tile-th tile for both math roles."""
+    slot = tile % Q_SLOTS
+    for role in tl.static_range(MATH_ROLES):
+        mine = role * Q_SLOTS + slot
+        tlx.barrier_wait(q_empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
+        fetch_rows(q_desc, q[mine], q_full[mine], start, length, head, row + role * ROWS)
+
+
+@triton.jit
+def release(empty, last, RESIDENT: tl.constexpr):
+    """Give a buffer of K or V back; where they stay, only after the last tile of the entry."""
+    if RESIDENT:
+        tlx.barrier_arrive(empty, pred=last)
+    else:
+        tlx.barrier_arrive(empty)
+
+
+@triton.jit
+def probabilities(
+    s, scale, head, first_row, first_key,
+    ACTIVATION: tl.constexpr, FOLDED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """activation(scale * s), up to the folded factor, with masked pairs zero."""
+    p = activate_folded(s, scale, head, ACTIVATION, FOLDED)
+    return mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
+
+
+@triton.jit
+def math(
+    role: tl.constexpr, out_desc, q, k, v, out, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, scale, output_scale,
+    ACTIVATION: tl.constexpr, FOLDED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    RESIDENT: tl.constexpr,
+):  # fmt: skip
+    """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    item = tl.program_id(0)
+    num_items = tl.load(num_tiles_ptr)
+    step, tile, kv = 0, 0, 0
+    if item < num_items:
+        _, start_out, len_q, _, _, head, row, start, blocks, steps = tile_of(
+            item, step, tile_batch_ptr, tile_head_ptr, tile_block_ptr, cu_seqlens_q_ptr,
+            cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, BLOCK_N, CAUSAL, WINDOW, RESIDENT,
+        )  # fmt: skip
+        tlx.barrier_wait(q_full[role * Q_SLOTS], 0)
+        tlx.barrier_wait(k_full[0], 0)
+        s = tlx.async_dot(q[role * Q_SLOTS], tlx.local_trans(k[0]))
+        s = tlx.async_dot_wait(0, s)
+        release(k_empty[0], steps == 1, RESIDENT)
+        p = probabilities(
+            s, scale, head, row + role * ROWS, start, ACTIVATION, FOLDED, CAUSAL, WINDOW
+        )
+        while item < num_items:
+            last = step + 1 == steps
+            next_item = tl.where(last, item + tl.num_programs(0), item)
+            next_step = tl.where(last, 0, step + 1)
+            _, next_out, next_len, _, _, next_head, next_row, next_start, next_blocks, next_steps = tile_of(  # noqa: E501
+                tl.minimum(next_item, num_items - 1), next_step, tile_batch_ptr, tile_head_ptr,
+                tile_block_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, max_seqlen_q, rows_per_item,
+                BLOCK_N, CAUSAL, WINDOW, RESIDENT,
+            )  # fmt: skip
+            mine = role * Q_SLOTS + tile % Q_SLOTS
+            acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+            for block in tl.range(1, blocks):
+                stage = (kv + block) % NUM_STAGES
+                before = (kv + block - 1) % NUM_STAGES
+                tlx.barrier_wait(k_full[stage], ((kv + block) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v_full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                p = p.to(DTYPE)
+                s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
+                acc = tlx.async_dot(p, v[before], acc)
+                s = tlx.async_dot_wait(1, s)
+                release(k_empty[stage], last, RESIDENT)
+                p = probabilities(
+                    s, scale, head, row + role * ROWS, start + block * BLOCK_N,
+                    ACTIVATION, FOLDED, CAUSAL, WINDOW,
+                )  # fmt: skip
+                acc = tlx.async_dot_wait(0, acc)
+                release(v_empty[before], last, RESIDENT)
+            tlx.barrier_arrive(q_empty[mine])
+
+            # The first scores of the next tile beside the last product of this one.
+            tile += 1
+            mine = role * Q_SLOTS + tile % Q_SLOTS
+            before = (kv + blocks - 1) % NUM_STAGES
+            v_phase = ((kv + blocks - 1) // NUM_STAGES) & 1
+            if RESIDENT:
+                kv += tl.where(last, blocks, 0)
+            else:
+                kv += blocks
+            stage = kv % NUM_STAGES
+            tlx.barrier_wait(q_full[mine], (tile // Q_SLOTS) & 1)
+            tlx.barrier_wait(k_full[stage], (kv // NUM_STAGES) & 1)
+            tlx.barrier_wait(v_full[before], v_phase)
+            p = p.to(DTYPE)
+            s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
+            acc = tlx.async_dot(p, v[before], acc)
+            s = tlx.async_dot_wait(1, s)
+            release(k_empty[stage], next_step + 1 == next_steps, RESIDENT)
+            p = probabilities(
+                s, scale, next_head, next_row + role * ROWS, next_start,
+                ACTIVATION, FOLDED, CAUSAL, WINDOW,
+            )  # fmt: skip
+            acc = tlx.async_dot_wait(0, acc)
+            release(v_empty[before], last, RESIDENT)
+            tlx.async_descriptor_store_wait(0)
+            rows = (acc * output_scale).to(DTYPE)
+            put_rows(out_desc, out[role], start_out, len_q, head, row + role * ROWS, rows)
+            start_out, len_q, head, row = next_out, next_len, next_head, next_row
+            start, blocks, steps = next_start, next_blocks, next_steps
+            item, step = next_item, next_step
+        tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def stream_kernel(
+    q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr,
+    max_seqlen_q, rows_per_item, scale, output_scale, GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr, FOLDED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr, RESIDENT: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
+    k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES)
+    q_full = tlx.alloc_barriers(MATH_ROLES * Q_SLOTS)
+    q_empty = tlx.alloc_warp_barrier(MATH_ROLES * Q_SLOTS, 4)
+    k_full = tlx.alloc_barriers(NUM_STAGES)
+    v_full = tlx.alloc_barriers(NUM_STAGES)
+    k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+    v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr, cu_seqlens_q_ptr,
+                cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, GROUP, CAUSAL, WINDOW,
+                BLOCK_N, NUM_STAGES, RESIDENT,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), out_desc, q, k, v, out,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr, cu_seqlens_q_ptr,
+                cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, scale, output_scale,
+                ACTIVATION, FOLDED, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
+            )  # fmt: skip
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+    config: Config | None = None,
+    schedule: schedules.DeviceSchedule | None = None,
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated.
+
+    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    """
+    _, num_heads, head_dim = q.shape
+    batch = cu_seqlens_k.numel() - 1
+    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
+    out = q.new_empty(rows, num_heads, head_dim)
+    config = config or default_config(head_dim, q.dtype, max_seqlen_k)
+    schedule = schedule or make_schedule(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, config)
+    programs = min(multiprocessors(q.device), schedule.max_tiles)
+    folded = q.dtype == torch.bfloat16
+    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
+    launch(
+        stream_kernel, (programs,), q.device,
+        ragged_descriptor(q, ROWS.value, min_width=32),
+        ragged_descriptor(k, config.BLOCK_N, min_width=32),
+        ragged_descriptor(v, config.BLOCK_N, min_width=32), out_desc, cu_seqlens_q, cu_seqlens_k,
+        schedule.tile_batch, schedule.tile_head, schedule.tile_block, schedule.num_tiles,
+        max_seqlen_q, config.rows_per_item(max_seqlen_q), scale,
+        output_scale * fold(activation, scale, folded),
+        GROUP=num_heads // k.shape[1], ACTIVATION=",".join(activation), FOLDED=folded,
+        CAUSAL=causal, WINDOW=window,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
+        REGISTERS=config.registers, RESIDENT=config.resident, num_warps=4,
+    )  # fmt: skip
+    return out
