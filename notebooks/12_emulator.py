@@ -684,9 +684,9 @@ figures.source(
 #
 # Right results in the emulator would mean little if a GPU gave other ones. `make measure
 # NOTEBOOKS=12` launches the Hopper tutorials, and the rungs of this book in bf16 and fp16, on both
-# and compares every output element by element. The unit is one rounding of the output: the distance
-# between two neighbouring numbers of its dtype at that size. (Elements below a sixteenth of the
-# largest count as that large, because the terms of their sums were.)
+# and compares every output element by element. The unit is one rounding of the output's largest
+# value: the distance between two neighbouring numbers of its dtype there. Smaller elements are sums
+# of terms of that size, and their errors are too.
 
 # %% tags=["remove-cell"]
 SYSTEM = "h200"

@@ -4,6 +4,7 @@ What may differ: the order of fp32 sums inside a matrix product, and approximate
 outputs must agree within one rounding of the output's dtype, beside the rounding of fp32 sums.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +23,8 @@ from .tutorials.cases import Case, Prepared
 class Agreement:
     """One output of one kernel on both: elements, those that differ, and the largest distance.
 
-    roundings: the distance in units of one rounding of the output, the spacing of its dtype at the
-    larger of the two values; values below 1/16 of the output's largest count as that large, since
-    the terms of their sums were rounded at a size like that.
+    roundings: the distance in units of one rounding of the output's largest value: the spacing of
+    its dtype there. Smaller elements are sums of terms of that size, and so are their errors.
     """
 
     kernel: str
@@ -41,9 +41,8 @@ def compare(kernel: str, output: str, here: torch.Tensor, there: torch.Tensor) -
     if not torch.equal(a.isnan(), b.isnan()):
         raise AssertionError(f"{kernel}, {output}: NaN in different places")
     a, b = a[~a.isnan()], b[~b.isnan()]
-    size = torch.maximum(a.abs(), b.abs())
-    size = size.clamp_min(float(size.max()) / 16 if size.numel() else 1.0)
-    spacing = torch.finfo(here.dtype).eps * 2.0 ** size.log2().floor()
+    largest = float(torch.maximum(a.abs(), b.abs()).max()) if a.numel() else 1.0
+    spacing = torch.finfo(here.dtype).eps * 2.0 ** math.floor(math.log2(largest))
     distance = (a - b).abs() / spacing
     dtype = str(here.dtype).removeprefix("torch.")
     worst = float(distance.max()) if distance.numel() else 0.0
