@@ -19,9 +19,13 @@ PACKAGE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Requires:
-    """What an implementation needs of the device and of the call."""
+    """What an implementation needs of the device and of the call.
+
+    capability: the least compute capability; with only_major, no later major version will do.
+    """
 
     capability: tuple[int, int] | None = None
+    only_major: bool = False
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     head_dim_multiple: int = 1
     head_dim_max: int = 256
@@ -32,20 +36,23 @@ class Requires:
         if self.capability is None:
             return None
         name = "sm_{}{}".format(*self.capability)
+        newer = "" if self.only_major else " or newer"
         if device.type == "cpu":
             from gdpa_kernels import emulator  # needs triton, which the doctor must survive without
 
             if emulator.is_enabled():
-                return None
+                arch = emulator.current_arch()
+                wrong = self.only_major and arch != name
+                return f"needs {name}, got an emulated {arch}" if wrong else None
             return (
-                f"needs tensors on a CUDA device of {name} or newer, got tensors on the CPU "
+                f"needs tensors on a CUDA device of {name}{newer}, got tensors on the CPU "
                 "(inside `gdpa_kernels.emulator.enabled()` the kernel runs on the CPU)"
             )
         if device.type != "cuda":
-            return f"needs a CUDA device of {name} or newer, got {device}"
+            return f"needs a CUDA device of {name}{newer}, got {device}"
         got = torch.cuda.get_device_capability(device)
-        if got < self.capability:
-            return f"needs {name} or newer, got {'sm_{}{}'.format(*got)}"
+        if got < self.capability or (self.only_major and got[0] != self.capability[0]):
+            return f"needs {name}{newer}, got {'sm_{}{}'.format(*got)}"
         return None
 
     def of_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -95,7 +102,9 @@ class Rung:
 
 _ALL_DTYPES = ("bfloat16", "float16", "float32")
 _TMA = Requires(capability=(9, 0), head_dim_multiple=8, aligned=True)
-_TLX = Requires(capability=(9, 0), head_dim_multiple=8, head_dim_max=128, aligned=True)
+_WGMMA = Requires(
+    capability=(9, 0), only_major=True, head_dim_multiple=8, head_dim_max=128, aligned=True
+)
 
 REFERENCE = Rung(
     "reference",
@@ -139,21 +148,21 @@ RUNGS: tuple[Rung, ...] = (
         "roles for warps",
         "One role copies, two roles compute, barriers between them.",
         "v2_tma",
-        _TLX,
+        _WGMMA,
     ),
     Rung(
         "v5_pingpong",
         "products beside activations",
         "The next block's scores are issued before this block's P V.",
         "v4_warp_specialized",
-        _TLX,
+        _WGMMA,
     ),
     Rung(
         "v6_short_kv",
         "one stream of tiles",
         "The pipeline runs on from tile to tile; short K and V stay.",
         "v5_pingpong",
-        _TLX,
+        _WGMMA,
     ),
 )
 

@@ -10,7 +10,7 @@ from gdpa_kernels import ladder
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 
 IMPLS = tuple(ladder.impls())
-AUTO_ORDER = ("v2_tma", "v1_tiled", "v0_eager")
+AUTO_ORDER = ("v6_short_kv", "v2_tma", "v1_tiled", "v0_eager")
 
 
 def gdpa(
@@ -94,7 +94,8 @@ def resolve(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str
         return impl
     for candidate in AUTO_ORDER:
         requires = ladder.rung(candidate).requires
-        if requires.of_device(q.device) is None and requires.of_call(q, k, v) is None:
+        available = ladder.availability(candidate, q.device).ok
+        if available and requires.of_call(q, k, v) is None:
             return candidate
     raise NotImplementedError(
         "impl 'auto' needs dtype bfloat16, float16, float32 or float64, "

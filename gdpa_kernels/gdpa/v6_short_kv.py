@@ -66,9 +66,12 @@ class Config:
 
 
 def default_config(head_dim: int, dtype: torch.dtype, max_seqlen_k: int) -> Config:
-    """K and V stay where all keys of a sequence fit in the buffers."""
-    config = Config()
-    return Config(resident=max_seqlen_k <= config.BLOCK_N * config.num_stages)
+    """K and V stay where all keys of a sequence fit in the buffers. Beyond that, short sequences
+    take blocks of 64 keys, which waste less at their ends, and long ones blocks of 128, which cost
+    less bandwidth of shared memory."""
+    if max_seqlen_k <= 256:
+        return Config(resident=True)
+    return Config(BLOCK_N=64, num_stages=4) if max_seqlen_k <= 512 else Config()
 
 
 def make_schedule(
@@ -218,11 +221,12 @@ def math(
             last = step + 1 == steps
             next_item = tl.where(last, item + tl.num_programs(0), item)
             next_step = tl.where(last, 0, step + 1)
-            _, next_out, next_len, _, _, next_head, next_row, next_start, next_blocks, next_steps = tile_of(  # noqa: E501
+            following = tile_of(
                 tl.minimum(next_item, num_items - 1), next_step, tile_batch_ptr, tile_head_ptr,
                 tile_block_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, max_seqlen_q, rows_per_item,
                 BLOCK_N, CAUSAL, WINDOW, RESIDENT,
             )  # fmt: skip
+            next_head, next_row, next_start = following[5], following[6], following[7]
             mine = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
@@ -260,7 +264,7 @@ def math(
             s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
             acc = tlx.async_dot(p, v[before], acc)
             s = tlx.async_dot_wait(1, s)
-            release(k_empty[stage], next_step + 1 == next_steps, RESIDENT)
+            release(k_empty[stage], next_step + 1 == following[9], RESIDENT)
             p = probabilities(
                 s, scale, next_head, next_row + role * ROWS, next_start,
                 ACTIVATION, FOLDED, CAUSAL, WINDOW,
@@ -270,8 +274,8 @@ def math(
             tlx.async_descriptor_store_wait(0)
             rows = (acc * output_scale).to(DTYPE)
             put_rows(out_desc, out[role], start_out, len_q, head, row + role * ROWS, rows)
-            start_out, len_q, head, row = next_out, next_len, next_head, next_row
-            start, blocks, steps = next_start, next_blocks, next_steps
+            start_out, len_q, head, row = following[1], following[2], next_head, next_row
+            start, blocks, steps = next_start, following[8], following[9]
             item, step = next_item, next_step
         tlx.async_descriptor_store_wait(0)
 

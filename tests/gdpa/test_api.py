@@ -145,7 +145,9 @@ def test_auto_prefers_the_first_kernel_that_supports_the_call():
     odd = {name: torch.randn(9, 4, 20).bfloat16() for name in "qkv"}
     single = {name: torch.randn(9, 4, 16) for name in "qkv"}
     with emulator.enabled():
-        assert api.resolve("auto", **half) == "v2_tma"
+        assert api.resolve("auto", **half) == "v6_short_kv"
+        wide = {name: torch.randn(9, 4, 136).bfloat16() for name in "qkv"}
+        assert api.resolve("auto", **wide) == "v2_tma"
         assert api.resolve("auto", **odd) == "v1_tiled"
         assert api.resolve("auto", **single) == "v1_tiled"
         with pytest.raises(NotImplementedError, match="v2_tma' needs dtype bfloat16 or float16"):
@@ -155,6 +157,14 @@ def test_auto_prefers_the_first_kernel_that_supports_the_call():
         flipped = half | {"k": torch.randn(16, 4, 9).bfloat16().permute(2, 1, 0)}
         with pytest.raises(NotImplementedError, match="needs k with contiguous rows"):
             api.resolve("v2_tma", **flipped)
+        with pytest.raises(
+            NotImplementedError, match="v6_short_kv' needs a head_dim of at most 128"
+        ):
+            api.resolve("v6_short_kv", **wide)
+    with emulator.enabled(arch="sm_100"):
+        assert api.resolve("auto", **half) == "v2_tma"
+        with pytest.raises(NotImplementedError, match="needs sm_90, got an emulated sm_100"):
+            api.resolve("v6_short_kv", **half)
 
 
 def test_any_strides_reach_the_general_kernel():
