@@ -457,8 +457,9 @@ figures.show_table(overview.round({"TFLOP/s": 0, "% of roofline": 0, "v0 / v1": 
 # |   (modelled), and the time of v1 in the same unit (dots, measured).
 # | alt: >
 # |   Sixteen horizontal bars of equal length, divided into three parts. Memory shrinks and the
-# |   tensor cores grow with length. The dots lie between 0.8 and 1.1 of the bars' length, the first
-# |   of the dense ones lowest, and two of the jagged ones and one dense beyond the end.
+# |   tensor cores grow with length. The dots lie between 0.8 and 1.1 of the bars' length, those of
+# |   dense batches of 256 tokens lowest; the jagged ones and the longest dense one lie at the end
+# |   or beyond it.
 with figures.style():
     figure, axis = figures.subplots(width=7.6, height=5.6)
     looks = (

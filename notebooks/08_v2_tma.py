@@ -672,16 +672,15 @@ figures.glue_number(
 )
 
 # %% [markdown]
-# v2 takes {glue:text}`v2_self_us:,.0f` µs on gdpa-self-full-1024,
-# {glue:text}`v2_self_percent:.0f` % of the roofline. cuDNN reaches
-# {glue:text}`v2_cudnn_percent:.0f` %, and it computes a softmax besides. On all
-# {glue:text}`v2_dense:.0f` dense workloads it is ahead, {glue:text}`v2_behind_min:.2f` to
-# {glue:text}`v2_behind_max:.2f` times as fast as v2. Its source is closed; open kernels of its
-# class, such as FlashAttention-3, give different warps different jobs
-# {cite}`shah2024flashattention3`. That is the gap that warp specialisation has to close in later
-# chapters. On the {glue:text}`v2_jagged:.0f` jagged workloads this cuDNN kernel cannot run, and v2
-# is {glue:text}`v2_ahead_min:.2f` to {glue:text}`v2_ahead_max:.2f` times as fast as the best peer
-# that can.
+# v2 takes {glue:text}`v2_self_us:,.0f` µs on gdpa-self-full-1024, {glue:text}`v2_self_percent:.0f`
+# % of the roofline. cuDNN reaches {glue:text}`v2_cudnn_percent:.0f` %, and it computes a softmax
+# besides. On all {glue:text}`v2_dense:.0f` dense workloads it is ahead,
+# {glue:text}`v2_behind_min:.2f` to {glue:text}`v2_behind_max:.2f` times as fast as v2. Its source
+# is closed; open kernels of its class, such as FlashAttention-3, give different warps different
+# jobs {cite}`shah2024flashattention3`. That is the gap that the later rungs have to close, from
+# `v4_warp_specialized` on ({doc}`10_figures`). On the {glue:text}`v2_jagged:.0f` jagged workloads
+# this cuDNN kernel cannot run, and v2 is {glue:text}`v2_ahead_min:.2f` to
+# {glue:text}`v2_ahead_max:.2f` times as fast as the best peer that can.
 #
 # ## Limits of this rung
 #

@@ -757,7 +757,8 @@ figures.glue_number("v3_gone_max", max(gone))
 # balance: it still does one thing after another, within a tile and between two tiles. A persistent
 # kernel becomes worth its list when the first loads of the next tile can run during the last
 # product of this one, and that needs warps that do nothing but load. Its list, its loop and its
-# schedule are what such a kernel starts from.
+# schedule are what such a kernel starts from: `v6_short_kv`, described at the top of
+# `gdpa_kernels/gdpa/v6_short_kv.py` and measured in {doc}`10_figures`.
 #
 # ## Exercises
 #

@@ -188,12 +188,18 @@ shares = kernels.set_index(["workload", "impl"])["percent_of_roofline"]
 rate_claim = results.one(ledger, id="gdpa-forward-peak")
 triton_claim = results.one(ledger, id="gdpa-forward-over-triton")
 dense_claim = results.one(ledger, id="gdpa-self-fwd-full-over-fmha")
+cross_claim = results.one(ledger, id="gdpa-cross-fwd-full-over-fmha")
+over_dense = (times["cudnn"] / best).dropna()
 
 assert half_claim["ours"] == over_ragged.max() and half_claim["ours_workload"] == half[0]
-assert over_ragged.is_monotonic_decreasing and over_ragged.iloc[-1] < 1.3
+assert over_ragged.is_monotonic_decreasing and over_ragged.iloc[-1] < 1.5
 assert shares[half[0], "cudnn_varlen"] < 20, "the text: the ragged cuDNN is far below its roofline"
-assert dense_claim["ours"] < 1, "the text: dense cuDNN is ahead of every rung"
-assert triton_claim["ours"] < 1.3, "the text: later rungs gain little over v1"
+assert dense_claim["ours_workload"].endswith("-256"), "the text: most at 256 tokens"
+assert (over_dense > 0.94).all() and dense_claim["ours"] > 1.02 and cross_claim["ours"] > 1.02
+assert max(dense_claim["ratio"], cross_claim["ratio"]) < 0.8, "the text: smaller than published"
+of_ratios = measured[(measured["kind"] == "speedup") & (measured["id"] != half_claim["id"])]
+assert (of_ratios["ratio"] < 1).all(), "the text: one ratio is larger than published"
+assert (measured["ours_impl"] == "v6_short_kv").all(), "the text: v6 answers every claim"
 over_triton = measured[measured["id"].str.contains("over-triton")]
 assert (over_triton["ratio"] < 1).all(), "the text: every gain over Triton is smaller here"
 
@@ -210,6 +216,9 @@ figures.glue_number("triton_ours", triton_claim["ours"])
 figures.glue_number("triton_published", triton_claim["published"])
 figures.glue_number("dense_ours", dense_claim["ours"])
 figures.glue_number("dense_published", dense_claim["published"])
+figures.glue_number("cross_ours", cross_claim["ours"])
+figures.glue_number("cross_published", cross_claim["published"])
+figures.glue_number("dense_least", over_dense.min())
 
 # %% [markdown]
 # Three remarks before anybody quotes a line of this table.
@@ -220,10 +229,14 @@ figures.glue_number("dense_published", dense_claim["published"])
 # not published.
 #
 # **The gain over Triton is smaller here**, {glue:text}`triton_ours:.2f` against
-# {glue:text}`triton_published:.1f`, and both ends of the ratio differ. `v1_tiled` is tuned, and the
-# best rung so far has no warp specialisation, the main idea of the published kernel. The same holds
-# against FMHA: on dense batches cuDNN is ahead of every rung (the ratio is
-# {glue:text}`dense_ours:.2f`, where {glue:text}`dense_published:.2f` was published).
+# {glue:text}`triton_published:.1f`, and both ends of the ratio differ. The best rung,
+# `v6_short_kv`, which answers every claim of this table, has the ideas of the published kernel:
+# roles for warps, products beside activations, overlap across tiles. But `v1_tiled` is tuned, and a
+# Hopper SM has other proportions than a Blackwell SM. The same holds against FMHA. On dense batches
+# the best rung is level with cuDNN or ahead of it, at its best by {glue:text}`dense_ours:.2f` on
+# full self-attention, at 256 tokens, and by {glue:text}`cross_ours:.2f` on cross-attention, where
+# {glue:text}`dense_published:.2f` and {glue:text}`cross_published:.2f` were published; at its worst
+# the ratio is {glue:text}`dense_least:.2f`.
 #
 # **The one large ratio is a weak baseline.** In the half-filled chart ours is
 # {glue:text}`half_ours:.1f`, above the published {glue:text}`half_published:.2f`. A maximum finds
