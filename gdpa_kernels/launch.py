@@ -25,7 +25,8 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
     from gdpa_kernels import emulator
 
     if emulator.is_enabled():
-        emulator.run(kernel, grid, *args, arch=emulator.current_arch(), **options)
+        how = emulator.current_options()
+        emulator.run(kernel, grid, *args, arch=emulator.current_arch(), **how, **options)
     else:
         raise RuntimeError(
             f"{kernel.__name__} needs tensors on a CUDA device, got tensors on {device}; to "

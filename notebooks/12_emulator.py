@@ -658,8 +658,8 @@ glue("share", 100 * found_all / total)
 assert found_all / total >= test_mutants.SMALLEST_SHARE
 
 # %% [markdown]
-# All {glue:text}`em_small:.0f` are found. The tests do the same with the Hopper tutorials (found /
-# made, by kind):
+# All {glue:text}`em_small:.0f` are found. The tests do the same with the Hopper tutorials and with
+# the rungs of this book that have barriers (found / made, by kind):
 
 # %% tags=["remove-input"]
 figures.show_table(counted)
@@ -673,12 +673,13 @@ figures.source(
 
 # %% [markdown]
 # {glue:text}`em_found:.0f` of {glue:text}`em_mutants:.0f`, {glue:text}`em_share:.1f` %. The
-# {glue:text}`em_lost:.0f` others are no misses: the test lists each with the reason why the kernel
-# is still right. The last release of a buffer that nobody fills again is one; a wait that another
-# wait implies is another. A mutant that begins to be found, or to be missed, fails the test. So the
-# second prediction holds for these kernels. Writing the mutants also found a mistake that the
-# emulator missed at first: an arrival that is counted in the right phase only because a copy was
-# quick. It has a check of its own now.
+# {glue:text}`em_lost:.0f` others are listed in the test, each with the reason why the kernel is
+# still right. The last release of a buffer that nobody fills again is one; a wait that another wait
+# implies is another. One reason is a limit of the model: the wait for the last TMA store keeps the
+# shared memory alive that the store reads, and the end of a CTA is not modelled. A mutant that
+# begins to be found, or to be missed, fails the test. So the second prediction holds for these
+# kernels. Writing the mutants also found a mistake that the emulator missed at first: an arrival
+# that is counted in the right phase only because a copy was quick. It has a check of its own now.
 #
 # ## Evidence 3: the same launches on a GPU
 #

@@ -69,6 +69,7 @@ __all__ = [
     "UninitializedRead",
     "Unsupported",
     "current_arch",
+    "current_options",
     "enabled",
     "intercept",
     "is_enabled",
@@ -80,7 +81,9 @@ ARCHITECTURES = ("sm_90", "sm_100")
 # Launch options, as opposed to arguments of the kernel; most do not change its results.
 _OPTIONS = frozenset(CUDAOptions.__dataclass_fields__)
 
-_ENABLED: contextvars.ContextVar[str | None] = contextvars.ContextVar("emulator", default=None)
+_ENABLED: contextvars.ContextVar[tuple[str, dict[str, Any]] | None] = contextvars.ContextVar(
+    "emulator", default=None
+)
 
 
 def _check_arch(arch: str) -> None:
@@ -89,10 +92,10 @@ def _check_arch(arch: str) -> None:
 
 
 @contextlib.contextmanager
-def enabled(arch: str = "sm_90") -> Iterator[None]:
-    """Within this context, launchers that are given CPU tensors call `run`."""
+def enabled(arch: str = "sm_90", **options: Any) -> Iterator[None]:
+    """Within this context, launchers that are given CPU tensors call `run`, with these options."""
     _check_arch(arch)
-    token = _ENABLED.set(arch)
+    token = _ENABLED.set((arch, options))
     try:
         yield
     finally:
@@ -106,10 +109,19 @@ def is_enabled() -> bool:
 
 def current_arch() -> str:
     """The architecture of the open `enabled` context; RuntimeError without one."""
-    arch = _ENABLED.get()
-    if arch is None:
+    return _opened()[0]
+
+
+def current_options() -> dict[str, Any]:
+    """The options of `run` that the open `enabled` context was given; RuntimeError without one."""
+    return _opened()[1]
+
+
+def _opened() -> tuple[str, dict[str, Any]]:
+    opened = _ENABLED.get()
+    if opened is None:
         raise RuntimeError("emulator.enabled() must be open, got no open context")
-    return arch
+    return opened
 
 
 @contextlib.contextmanager

@@ -17,7 +17,9 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels import emulator
+from gdpa_kernels import emulator, ladder
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.inputs import cu_seqlens
 
 from . import handover
 from .mutants import KINDS, Mutant, enumerate_mutants, executed_lines, import_file, judge
@@ -35,7 +37,7 @@ class Subject:
 
     path: Path
     kernel: str
-    launches: tuple[Case, ...]
+    launches: "tuple[Case | RungLaunch, ...]"
 
 
 def _import(path: Path) -> ModuleType:
@@ -43,8 +45,38 @@ def _import(path: Path) -> ModuleType:
         return cases.load.__wrapped__(str(path))
 
 
-def _launch(case: Case, module: ModuleType, schedule: str | int) -> None:
-    """Run a case of the tutorials with `module` in place of the tutorial's own."""
+@dataclass(frozen=True)
+class RungLaunch:
+    """One call of a rung of ours on a jagged batch, with these constants of its Config."""
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    config: tuple[tuple[str, int], ...]
+
+    def run(self, module: ModuleType, schedule: str | int) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def tokens(lengths: tuple[int, ...]) -> torch.Tensor:
+            return torch.randn(sum(lengths), 2, 32, generator=generator).bfloat16()
+
+        q, k, v = tokens(self.lengths_q), tokens(self.lengths_k), tokens(self.lengths_k)
+        ends = [cu_seqlens(list(n), "cpu") for n in (self.lengths_q, self.lengths_k)]
+        sizes = max(self.lengths_q), max(self.lengths_k)
+        options = {"activation": ("relu",), "scale": 32**-0.5, "output_scale": 1.0}
+        options |= {"causal": False, "window": None}
+        with emulator.enabled(schedule=schedule, max_steps=MAX_STEPS):
+            config = module.Config(**dict(self.config))
+            out = module.forward(q, k, v, *ends, *sizes, config=config, **options)
+        exact = reference.forward(q.double(), k.double(), v.double(), *ends, *sizes, **options)
+        same = reference.forward(q, k, v, *ends, *sizes, **options)
+        cases.assert_near("out", out, exact, same)
+
+
+def _launch(case: Case | RungLaunch, module: ModuleType, schedule: str | int) -> None:
+    """Run a rung, or a case of the tutorials with `module` in place of the tutorial's own."""
+    if isinstance(case, RungLaunch):
+        case.run(module, schedule)
+        return
     with mock.patch.object(hopper, "load", lambda file: module):
         run_case(case, schedule, max_steps=MAX_STEPS)
 
@@ -61,6 +93,16 @@ def _attention(file: str, kernel: str, *launches: Case) -> Subject:
     return Subject(cases.FOLDER / f"{file}.py", kernel, launches)
 
 
+def _rung(impl: str, kernel: str, *launches: RungLaunch) -> Subject:
+    return Subject(ladder.rung(impl).path, kernel, launches)
+
+
+def _blocks(stages: int, **config: int) -> tuple[tuple[str, int], ...]:
+    return tuple({"BLOCK_N": 64, "num_stages": stages, **config}.items())
+
+
+LONG = ((200, 0, 130), (300, 17, 200))
+SHORT = ((200, 0, 130, 300), (250, 17, 200, 256))
 PERSISTENT = partial(
     hopper.attention, f"{hopper.LOOPING[0]}.py", hopper.LOOPING[1],
     head_dim=64, dtype=torch.float16, sms=1,
@@ -118,6 +160,18 @@ SUBJECTS = {
             _case("named barriers", PINGPONG, 200, 128, 264, sms=1, USE_NAMED_BARRIER=True),
         ),
     ),
+    "v4_warp_specialized": _rung(
+        "v4_warp_specialized", "specialized_kernel", RungLaunch(*LONG, _blocks(2))
+    ),
+    "v5_pingpong": _rung(
+        "v5_pingpong", "pipelined_kernel", RungLaunch(*LONG, _blocks(2, turns=True))
+    ),
+    "v6_short_kv": _rung(
+        "v6_short_kv",
+        "stream_kernel",
+        RungLaunch(*LONG, _blocks(2)),
+        RungLaunch(*SHORT, _blocks(4, resident=True)),
+    ),
 }
 
 _IMPLIED_BY_V = (
@@ -141,6 +195,12 @@ _NOTHING_IN_FLIGHT = (
 _IMPLIED_BY_B = (
     "Each consumer releases B of a stage after its half of A, and the producer has just waited for "
     "B to be released by both."
+)
+
+_OWN_BUFFERS = "Each role always takes the other's buffer for its output: they trade places."
+_LAST_STORE = (
+    "After it nothing writes the buffer. Whether a CTA may end while a store still reads its "
+    "shared memory is not modelled; the wait stays."
 )
 
 # Kernel -> mutants that nothing notices -> why they are harmless.
@@ -178,6 +238,16 @@ HARMLESS = {
     },
     "GEMM, cooperative": {
         "141: drop barrier_wait(bar=empty_a_2nd, phase=p)": _IMPLIED_BY_B,
+    },
+    "v5_pingpong": {
+        "131: barrier_arrive(k_empty[stage]) before s = async_dot_wait(1, s) of line 130": (
+            _IMPLIED_BY_V
+        ),
+    },
+    "v6_short_kv": {
+        "276: out[role] -> next": _OWN_BUFFERS,
+        "280: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "280: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
 }
 
