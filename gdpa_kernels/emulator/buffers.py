@@ -48,9 +48,12 @@ class Storage:
 
     def reserve(self, num_bytes: int) -> None:
         """Grow to at least `num_bytes`; the hardware's limit is checked for the CTA."""
-        if num_bytes > self.num_bytes:
-            self.cta.reserve(self.tensor, num_bytes - self.num_bytes)
-            self.num_bytes, self._data = num_bytes, None
+        if num_bytes <= self.num_bytes:
+            return
+        self.cta.reserve(self.tensor, num_bytes - self.num_bytes)
+        before, self._data, self.num_bytes = self._data, None, num_bytes
+        if before is not None:
+            self.data[..., : before.shape[-1]] = before
 
 
 @dataclass(eq=False)
@@ -130,10 +133,23 @@ def _place(member: Any, offset: int, unit: int, group_size: int, alignment: int)
             f"{member.name} of {member.units} units must lie at a multiple of its size, got offset "
             f"{offset} and distance {unit}"
         )
-    member.placement.update(
-        scale=unit // member.units, first=offset // member.units, group=group_size
-    )
+    placement = member.placement
+    placement.scale, placement.first = unit // member.units, offset // member.units
+    placement.group = group_size
     member.fit()
+
+
+@dataclass
+class Placement:
+    """Where the buffers of an allocation lie, in units of their size: buffer i at slot
+    `scale * i + first + i % group`."""
+
+    scale: int = 1
+    first: int = 0
+    group: int = 1
+
+    def slot(self, index: int) -> int:
+        return self.scale * index + self.first + index % self.group
 
 
 @dataclass(eq=False)
@@ -141,7 +157,7 @@ class Buffer:
     """A view of shared or tensor memory: `num` buffers of one shape, or a single one (num 0).
 
     offset and strides count elements of dtype within the storage (for tensor memory, a lane is
-    `num_bytes` long). placement: where buffer i of the allocation lies, shared by its views.
+    `num_bytes` long). placement: that of the allocation, shared by its views.
     paired: 64 rows of tensor memory in a pair of CTAs, whose right half of columns lies in lanes 64
     to 127.
     """
@@ -155,7 +171,7 @@ class Buffer:
     name: str
     spec: AliasSpec | None = None
     paired: bool = False
-    placement: dict[str, int] = field(default_factory=lambda: {"scale": 1, "first": 0, "group": 1})
+    placement: Placement = field(default_factory=Placement)
 
     @property
     def itemsize(self) -> int:
@@ -193,7 +209,7 @@ class Buffer:
 
     def fit(self) -> None:
         """Make the storage large enough for all buffers of this allocation."""
-        slots = [self._slot(i) for i in range(max(1, self.num))]
+        slots = [self.placement.slot(i) for i in range(max(1, self.num))]
         unit = 4 if self.storage.tensor else 1
         end = self.offset * self.itemsize + (max(slots) + 1) * self.units * unit
         if self.spec is not None and self.spec.limit is not None:
@@ -204,10 +220,6 @@ class Buffer:
                     f"got {end * rows}"
                 )
         self.storage.reserve(end)
-
-    def _slot(self, index: int) -> int:
-        place = self.placement
-        return place["scale"] * index + place["first"] + index % place["group"]
 
     def __getitem__(self, index: Any) -> "Buffer":
         """`tlx.local_view`: buffer `index`; of a single buffer, the part at `index`."""
@@ -220,7 +232,7 @@ class Buffer:
             return replace(part, shape=part.shape[1:], strides=part.strides[1:])
         if not 0 <= number < self.num:
             raise OutOfBounds(f"{self.label} has {self.num} buffers, got index {number}")
-        offset = self.offset + self._slot(number) * self.pitch
+        offset = self.offset + self.placement.slot(number) * self.pitch
         return replace(self, offset=offset, num=0, name=f"{self.name}[{number}]")
 
     def single(self) -> "Buffer":

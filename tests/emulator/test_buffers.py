@@ -13,6 +13,7 @@ from gdpa_kernels.emulator import (
     UninitializedRead,
     run,
 )
+from gdpa_kernels.emulator.buffers import Storage
 from tests.emulator.checking import place
 
 
@@ -664,3 +665,16 @@ def left_over_kernel():
     if tl.program_id(0) == 0:
         tlx.local_store(cell[0], tl.arange(0, 16))
     tlx.local_load(cell[0])
+
+
+@pytest.mark.parametrize("tensor", (False, True))
+def test_a_storage_that_grows_keeps_what_was_written(tensor):
+    class Cta:
+        def reserve(self, tensor, num_bytes):
+            pass
+
+    storage = Storage(Cta(), tensor)
+    storage.reserve(4)
+    storage.data.fill_(7)
+    storage.reserve(8)
+    assert (storage.data[..., :4] == 7).all() and (storage.data[..., 4:] == 0xFF).all()
