@@ -1,6 +1,10 @@
 """The unmodified kernels of the installed fbtriton run, are right, and raise no false alarm."""
 
+import time
+from functools import partial
+
 import pytest
+import torch
 
 from gdpa_kernels import emulator
 
@@ -24,3 +28,28 @@ def test_faults_of_the_tutorials_are_found(case, errors):
     with pytest.raises(emulator.EmulatorError) as caught:
         run_case(case)
     assert type(caught.value).__name__ in errors
+
+
+@pytest.mark.parametrize(
+    "arch, build, seconds",
+    (
+        (
+            "sm_90",
+            partial(
+                hopper.attention, f"{hopper.PIPELINED[0]}.py", hopper.PIPELINED[1], None,
+                heads=1, rows=512, head_dim=128, dtype=torch.bfloat16,
+            ),
+            0.5,
+        ),
+        ("sm_100", partial(blackwell.backward, 1, 512, causal=False, config=0), 1.0),
+    ),
+    ids=("forward", "backward"),
+)  # fmt: skip
+def test_one_head_of_512_rows_is_quick(arch, build, seconds):
+    times = []
+    for _ in range(4):
+        launch = build()
+        start = time.perf_counter()
+        emulator.run(launch.kernel, launch.grid, *launch.args, arch=arch, **launch.kwargs)
+        times.append(time.perf_counter() - start)
+    assert min(times) < seconds
