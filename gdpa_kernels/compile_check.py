@@ -72,7 +72,7 @@ def compile_rung(
     full = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     config = config or module.default_config(head_dim, full, max_seqlen_k)
     launch = asdict(config)
-    specialized = impl in ("v4_warp_specialized", "v5_pingpong", "v6_short_kv")
+    specialized = ladder.rung(impl).requires.only_major  # its products are at least 32 wide
     width = max(32 if specialized else 16, triton.next_power_of_2(head_dim))
     launch.setdefault("BLOCK_M", 64)  # the rows of a math role
     launch.setdefault("num_warps", 4)

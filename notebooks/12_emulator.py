@@ -13,8 +13,9 @@
 # - A kernel becomes Python on tiles, its roles become greenlets, and "happens before" becomes
 #   arithmetic on integers. A race is found even when the result is right.
 # - {glue:text}`em_kernels:.0f` kernels that come with fbtriton run unmodified, the Blackwell ones
-#   included. Of {glue:text}`em_mutants:.0f` mistakes put into their synchronisation
-#   {glue:text}`em_found:.0f` are found; the other {glue:text}`em_lost:.0f` are harmless.
+#   included. Of {glue:text}`em_mutants:.0f` mistakes put into the synchronisation of the Hopper
+#   ones and of our rungs {glue:text}`em_found:.0f` are found; each of the other
+#   {glue:text}`em_lost:.0f` is listed with its reason.
 # - On the H200 all {glue:text}`em_outputs:.0f` outputs that we compared agree within one rounding.
 #   What no emulator of this kind can tell is how long a kernel takes.
 # :::
@@ -668,7 +669,7 @@ figures.show_table(counted)
 figures.source(
     "emulated",
     "counted from tests/emulator/test_mutants.py, which runs every mutant and fails if one that it "
-    "does not list as harmless is missed",
+    "does not list with a reason is missed",
 )
 
 # %% [markdown]
@@ -678,8 +679,9 @@ figures.source(
 # implies is another. One reason is a limit of the model: the wait for the last TMA store keeps the
 # shared memory alive that the store reads, and the end of a CTA is not modelled. A mutant that
 # begins to be found, or to be missed, fails the test. So the second prediction holds for these
-# kernels. Writing the mutants also found a mistake that the emulator missed at first: an arrival
-# that is counted in the right phase only because a copy was quick. It has a check of its own now.
+# kernels but for that wait, which is not proved harmless. Writing the mutants also found a mistake
+# that the emulator missed at first: an arrival that is counted in the right phase only because a
+# copy was quick. It has a check of its own now.
 #
 # ## Evidence 3: the same launches on a GPU
 #

@@ -1,8 +1,9 @@
-"""Nearly every mistake in the synchronisation of a kernel is found; the others are harmless.
+"""Nearly every mistake in the synchronisation of a kernel is found; the others have a reason.
 
 For every kernel all mutants (see `mutants`) of the lines that its launches execute are run. Those
 that nothing notices must be the ones listed in HARMLESS, each with the reason why the kernel still
-computes the same, without a race. `pytest -s` prints how many of each kind were found, and how.
+computes the same, without a race; or, for the wait for a last TMA store, what is not modelled.
+`pytest -s` prints how many of each kind were found, and how.
 """
 
 import sys

@@ -2,9 +2,9 @@
 
 import pytest
 
-from gdpa_kernels import compile_check
+from gdpa_kernels import compile_check, ladder
 
-SPECIALIZED = ("v4_warp_specialized", "v5_pingpong", "v6_short_kv")
+SPECIALIZED = [rung.impl for rung in ladder.RUNGS if rung.requires.only_major]
 
 
 @pytest.mark.parametrize("max_seqlen_k", (256, 1024))
