@@ -1,4 +1,4 @@
-"""Command line: `python -m gdpa_kernels doctor`, `... results` and `... readme`."""
+"""Command line: `python -m gdpa_kernels doctor`, `... results`, `... choices` and `... readme`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from gdpa_kernels import doctor
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     options = _parser().parse_args(arguments)
-    return {"doctor": _doctor, "results": _results, "readme": _readme}[options.command](options)
+    commands = {"doctor": _doctor, "results": _results, "choices": _choices, "readme": _readme}
+    return commands[options.command](options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print what the records say",
         epilog="Exit status: 1 if nothing matches or a record is refused (named on stderr).",
     )
+    commands.add_parser("choices", help="rewrite what impl='auto' tries first from the records")
     commands.add_parser("readme", help="rewrite the results in README.md from the records")
     for command in (doctor_, results_):
         command.add_argument("--data-dir", help="folder of systems/ and records/")
@@ -46,6 +48,17 @@ def _doctor(options: argparse.Namespace) -> int:
     sys.stdout.write(doctor.report(found))
     broken = any(f.repair is not None or (f.group == "data" and not f.ok) for f in found)
     return 1 if broken else 0
+
+
+def _choices(options: argparse.Namespace) -> int:
+    from gdpa_kernels import record
+    from gdpa_kernels.gdpa import choices
+
+    text = choices.render(choices.from_records(record.DATA_DIR))
+    changed = not choices.PATH.exists() or choices.PATH.read_text() != text
+    choices.PATH.write_text(text)
+    sys.stdout.write("choices.csv rewritten\n" if changed else "choices.csv was up to date\n")
+    return 0
 
 
 def _readme(options: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gdpa_kernels import ladder
+from gdpa_kernels.gdpa.activations import foldable
 
 KERNELS = {
     "v1_tiled": "tiled_kernel",
@@ -29,7 +30,11 @@ KERNELS = {
     "v3_persistent": "persistent_kernel",
     "v4_warp_specialized": "specialized_kernel",
     "v5_pingpong": "pipelined_kernel",
-    "v6_short_kv": "stream_kernel",
+    "v6a_persistent": "persistent_pipeline_kernel",
+    "v6b_stream": "stream_kernel",
+    "v6_short_kv": "short_kv_kernel",
+    "v7_packed": "packed_kernel",
+    "v8_own_waits": "own_waits_kernel",
 }
 
 
@@ -70,7 +75,8 @@ def compile_rung(
     module = ladder.rung(impl).module()
     kernel = getattr(module, KERNELS[impl])
     full = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    config = config or module.default_config(head_dim, full, max_seqlen_k)
+    masked = causal or window is not None
+    config = config or ladder.rung(impl).config(head_dim, full, max_seqlen_k, masked=masked)
     launch = asdict(config)
     specialized = ladder.rung(impl).requires.only_major  # its products are at least 32 wide
     width = max(32 if specialized else 16, triton.next_power_of_2(head_dim))
@@ -80,7 +86,7 @@ def compile_rung(
     constants = {
         "NUM_HEADS": 4, "GROUP": 1, "HEAD_DIM": head_dim, "ACTIVATION": activation,
         "CAUSAL": causal, "WINDOW": window, "BLOCK_D": width,
-        "FOLDED": dtype == "bf16",
+        "PAIRS": foldable(tuple(activation.split(",")), full),
         **{name: launch[name] for name in ("BLOCK_M", "BLOCK_N")},
         **{name.upper(): value for name, value in launch.items() if name.islower()},
         **{f"{name}_STRIDES": strides for name in ("Q", "K", "V", "OUT")},

@@ -6,7 +6,10 @@ The number of a rung is its file, its `impl`, its chapter and its row in every t
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
+import inspect
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +18,32 @@ from typing import NamedTuple
 import torch
 
 PACKAGE = Path(__file__).parent
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def capability(device: torch.device) -> int | None:
+    """The major compute capability of a device, or of the one emulated; None without a GPU."""
+    if device.type == "cuda":
+        return _capability(torch.cuda.current_device() if device.index is None else device.index)[0]
+    emulator = sys.modules.get("gdpa_kernels.emulator")  # not imported: not enabled
+    if device.type == "cpu" and emulator is not None and emulator.is_enabled():
+        return int(emulator.current_arch().removeprefix("sm_")) // 10
+    return None
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _module(impl: str) -> ModuleType:
+    """The module of an implementation; an import that failed is tried again."""
+    return importlib.import_module(f"gdpa_kernels.gdpa.{impl}")
 
 
 @dataclass(frozen=True)
@@ -35,8 +64,15 @@ class Requires:
         """Why `device` cannot run it, or None. The CPU counts inside `emulator.enabled()`."""
         if self.capability is None:
             return None
+        got = None
+        if device.type == "cuda":
+            got = _capability(torch.cuda.current_device() if device.index is None else device.index)
+            if got >= self.capability and not (self.only_major and got[0] != self.capability[0]):
+                return None
         name = "sm_{}{}".format(*self.capability)
         newer = "" if self.only_major else " or newer"
+        if got is not None:
+            return f"needs {name}{newer}, got {'sm_{}{}'.format(*got)}"
         if device.type == "cpu":
             from gdpa_kernels import emulator  # needs triton, which the doctor must survive without
 
@@ -48,16 +84,11 @@ class Requires:
                 f"needs tensors on a CUDA device of {name}{newer}, got tensors on the CPU "
                 "(inside `gdpa_kernels.emulator.enabled()` the kernel runs on the CPU)"
             )
-        if device.type != "cuda":
-            return f"needs a CUDA device of {name}{newer}, got {device}"
-        got = torch.cuda.get_device_capability(device)
-        if got < self.capability or (self.only_major and got[0] != self.capability[0]):
-            return f"needs {name}{newer}, got {'sm_{}{}'.format(*got)}"
-        return None
+        return f"needs a CUDA device of {name}{newer}, got {device}"
 
     def of_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         """Why it cannot take these tensors `[total, num_heads, head_dim]`, or None."""
-        dtype = str(q.dtype).removeprefix("torch.")
+        dtype = _dtype_name(q.dtype)
         if dtype not in self.dtypes:
             return f"needs dtype {' or '.join(self.dtypes)}, got {dtype}"
         head_dim = q.shape[-1]
@@ -66,11 +97,14 @@ class Requires:
                 f"needs a head_dim of at most {self.head_dim_max} that is a multiple of "
                 f"{self.head_dim_multiple}, got {head_dim}"
             )
-        for name, tensor in {"q": q, "k": k, "v": v}.items():
-            if not self.aligned or tensor.numel() == 0:
+        if not self.aligned:
+            return None
+        units = 16 // q.element_size()
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.numel() == 0:
                 continue
-            units = 16 // tensor.element_size()
-            if tensor.stride(2) != 1 or any(stride % units for stride in tensor.stride()[:2]):
+            row_stride, head_stride, stride = tensor.stride()
+            if stride != 1 or row_stride % units or head_stride % units:
                 return (
                     f"needs {name} with contiguous rows whose strides are multiples of 16 bytes, "
                     f"got strides {tensor.stride()}"
@@ -97,7 +131,23 @@ class Rung:
 
     def module(self) -> ModuleType:
         """Its module, imported when first asked for."""
-        return importlib.import_module(f"gdpa_kernels.gdpa.{self.impl}")
+        return _module(self.impl)
+
+    def config(
+        self,
+        head_dim: int,
+        dtype: torch.dtype,
+        max_seqlen_k: int,
+        mean_seqlen_k: float | None = None,
+        masked: bool = False,
+    ) -> object:
+        """Its launch constants for a call; the last two only count where its choice depends on
+        them."""
+        default = self.module().default_config
+        told = {"mean_seqlen_k": mean_seqlen_k, "masked": masked}
+        known = inspect.signature(default).parameters
+        options = {name: value for name, value in told.items() if name in known}
+        return default(head_dim, dtype, max_seqlen_k, **options)
 
 
 _ALL_DTYPES = ("bfloat16", "float16", "float32")
@@ -158,13 +208,44 @@ RUNGS: tuple[Rung, ...] = (
         _WGMMA,
     ),
     Rung(
-        "v6_short_kv",
-        "one stream of tiles",
-        "The pipeline runs on from tile to tile; short K and V stay.",
+        "v6a_persistent",
+        "resident programs",
+        "Programs walk a list; copies run ahead, stores run behind.",
         "v5_pingpong",
         _WGMMA,
     ),
+    Rung(
+        "v6b_stream",
+        "one stream of tiles",
+        "The next tile's first scores are issued before this one's last P V.",
+        "v6a_persistent",
+        _WGMMA,
+    ),
+    Rung(
+        "v6_short_kv",
+        "short K and V stay",
+        "K and V that fit are fetched once; Q streams by.",
+        "v6b_stream",
+        _WGMMA,
+    ),
+    Rung(
+        "v7_packed",
+        "two scores in one instruction",
+        "GELU and SiLU in pairs of bf16; their factor moves to the output.",
+        "v6_short_kv",
+        _WGMMA,
+    ),
+    Rung(
+        "v8_own_waits",
+        "waits as written",
+        "The compiler adds no wait of its own to the loop.",
+        "v7_packed",
+        _WGMMA,
+    ),
 )
+
+
+_BY_IMPL = {rung.impl: rung for rung in (REFERENCE, *RUNGS)}
 
 
 def impls() -> list[str]:
@@ -174,9 +255,9 @@ def impls() -> list[str]:
 
 def rung(impl: str) -> Rung:
     """The rung of that name. Raises ValueError naming the ones there are."""
-    for candidate in (REFERENCE, *RUNGS):
-        if candidate.impl == impl:
-            return candidate
+    found = _BY_IMPL.get(impl)
+    if found is not None:
+        return found
     raise ValueError(f"impl must be 'auto' or one of {', '.join(impls())}, got {impl!r}")
 
 

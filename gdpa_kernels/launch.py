@@ -5,9 +5,29 @@ in the emulator, but only inside `with emulator.enabled(...)`; otherwise this ra
 back silently.
 """
 
+import functools
+
 import torch
 
+from gdpa_kernels.relaunch import relaunch, remember
+
 EMULATED_MULTIPROCESSORS = 3
+
+# PyTorch's C functions, where its build has them (one for CUDA): the public ones run Python first.
+_device = getattr(torch._C, "_cuda_getDevice", None)
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_device() -> int:
+    """`torch.cuda.current_device()`; there must be a tensor on a GPU."""
+    return torch.cuda.current_device() if _device is None else _device()
+
+
+def current_stream(device: int) -> int:
+    """The handle of the stream that is current on a device."""
+    if _stream is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _stream(device)
 
 
 def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options) -> None:
@@ -19,8 +39,13 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
     if 0 in grid:
         return
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[grid](*args, **options)
+        current, index = current_device(), device.index
+        if index is None or index == current:
+            if not relaunch(kernel, grid, current, args, options):
+                remember(kernel, current, args, options, kernel[grid](*args, **options))
+        else:
+            with torch.cuda.device(device):
+                launch(kernel, grid, device, *args, **options)
         return
     from gdpa_kernels import emulator
 
@@ -36,6 +61,12 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
 
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of `device`; on the CPU a few, so that emulated programs share tiles."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return EMULATED_MULTIPROCESSORS
+    if device.type != "cuda":
+        return EMULATED_MULTIPROCESSORS
+    index = device.index
+    return _multiprocessors(torch.cuda.current_device() if index is None else index)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -47,8 +47,14 @@ def candidate(impl: str, inputs: Inputs, *, variant: str = "", **options: object
     arguments = inputs.rung_arguments()
     config = options.get("config")
     if hasattr(module, "default_config") and config is None:
-        config = module.default_config(inputs.q.shape[-1], inputs.q.dtype, inputs.max_seqlen_k)
-        options["config"] = config
+        workload = inputs.workload
+        config = options["config"] = ladder.rung(impl).config(
+            workload.head_dim,
+            inputs.q.dtype,
+            inputs.max_seqlen_k,
+            inputs.k.shape[0] / max(inputs.cu_seqlens_k.numel() - 1, 1),
+            workload.causal or workload.window is not None,
+        )
     if hasattr(module, "make_schedule") and "schedule" not in options:
         options["schedule"] = module.make_schedule(
             inputs.q, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, config

@@ -18,7 +18,8 @@ A kernel that needs more accuracy than the device promises then fails its tests 
 | ex2.bf16    | 2^-7 relative              | 6                  |
 
 Rounding to b fraction bits has a relative error of at most 2^-(b + 1). `.ftz` flushes subnormal
-inputs and results to zero. fma, add, sub, mul, min and max round once. `x2` forms work on pairs.
+inputs and results to zero. fma, add, sub, mul, min and max round once; `.sat` then clamps to
+0 .. 1 and makes NaN zero. `x2` forms work on pairs.
 """
 
 import re
@@ -59,6 +60,11 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tor
     return (a.to(torch.float64) * b.to(torch.float64) + c.to(torch.float64)).to(a.dtype)
 
 
+def saturate(x: torch.Tensor) -> torch.Tensor:
+    """Clamped to 0 .. 1; NaN becomes +0, as the `.sat` modifier has it."""
+    return x.nan_to_num(0.0).clamp(0, 1) + 0.0
+
+
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _APPROXIMATE = (
     ("tanh.approx.f32", _F32, torch.tanh, 10),
@@ -79,12 +85,18 @@ INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
         for name, dtype, exact, bits in _APPROXIMATE
     },
     "fma.rn.f32": (_F32, fused_multiply_add),
+    "fma.rn.sat.f32": (_F32, lambda a, b, c: saturate(fused_multiply_add(a, b, c))),
     **{f"add{rounding}.f32": (_F32, torch.add) for rounding in ("", ".rn")},
     **{f"sub{rounding}.f32": (_F32, torch.sub) for rounding in ("", ".rn")},
     **{f"mul{rounding}.f32": (_F32, torch.mul) for rounding in ("", ".rn")},
+    "mul.rn.bf16": (_BF16, torch.mul),
+    "fma.rn.bf16": (_BF16, fused_multiply_add),
     "min.f32": (_F32, torch.fmin),
     "max.f32": (_F32, torch.fmax),
 }
+
+# d = {low half: b, high half: a}, each rounded to nearest.
+PACKING = {"cvt.rn.bf16x2.f32": _BF16, "cvt.rn.f16x2.f32": _F16}
 
 # A register: one lane for a 32-bit value, two for a pair; a value per run of the assembly in each.
 Register = tuple[torch.Tensor, ...]
@@ -108,6 +120,11 @@ def execute(asm: str, inputs: list[Register], num_outputs: int) -> list[Register
             values = [sum((registers[name] for name in names), ()) for names in sources]
             if mnemonic in ("mov.b32", "mov.b64"):
                 (result,) = values
+            elif mnemonic in PACKING:
+                ((high,), (low,)) = values
+                if high.dtype != _F32 or low.dtype != _F32:
+                    raise ValueError("operands of another type")
+                result = (low.to(PACKING[mnemonic]), high.to(PACKING[mnemonic]))
             else:
                 dtype, function = INSTRUCTIONS[mnemonic.removesuffix("x2")]
                 lanes = 2 if mnemonic.endswith("x2") else 1

@@ -1,22 +1,19 @@
-"""v6: the pipeline never drains.
+"""v6: short K and V stay.
 
-Changes from v5_pingpong: resident programs walk a list of work, as in v3, and the loops over tiles
-and blocks become one stream: the first scores of the next tile are issued before the last P V of
-this one, and O leaves through a buffer of its own while the next tile runs. Where the keys of a
-sequence fit in the buffers (`resident`), an entry of the list is a whole (sequence, head): K and V
-are fetched once and stay while its tiles of Q stream by. In bf16 the factor scale / 2 of GELU and
-SiLU is left out of P and put into the output: one instruction less per score.
+Changes from v6b_stream: where the keys of a sequence fit in the buffers (`resident`), an entry of
+the list is a whole (sequence, head): K and V are fetched once and stay while its tiles of Q stream
+by.
 
-Why it should help: at the beginning and the end of a tile v5 has nothing to overlap with, about one
-block's time of a tile that has two. With 256 keys every tile of 128 rows fetches 128 KiB of K and V
-to produce 32 KiB of output; at 600 TFLOP/s that is 6 TB/s from the L2 cache, more than it has.
-Why it may not: the list costs time to make (v3), and two tiles of Q and the output take 96 KiB of
-shared memory.
+Why it should help: with 256 keys every tile of 128 rows of v6b fetches 128 KiB of K and V to
+produce 32 KiB of output; at 600 TFLOP/s that is 5 TB/s from the L2 cache, about all it has, and
+energy that the products cannot have on a chip at its power limit.
+Why it may not: whole heads are coarser than tiles, and balance worse; an entry's first tile still
+waits for its K and V.
 
 | role    | warps | registers | work                                                       |
 |---------|-------|-----------|------------------------------------------------------------|
-| load    | 4     | what is left | Q, K, V of one tile after another, ahead of the math roles |
-| math[0] | 4     | 240       | as v5, rows 0..63 of one tile after another                 |
+| load    | 4     | what is left | resident: K and V of an entry, then its tiles of Q      |
+| math[0] | 4     | 240       | as v6b, rows 0..63 of one tile after another                |
 | math[1] | 4     | 240       | rows 64..127, the same                                     |
 
 | barrier          | arrivals          | filled by -> drained by                        |
@@ -31,18 +28,18 @@ contiguous rows aligned to 16 bytes.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels import schedule as schedules
-from gdpa_kernels.gdpa.activations import activate_folded, fold
+from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
 from gdpa_kernels.gdpa.ragged import ragged_descriptor
-from gdpa_kernels.gdpa.tile_list import tile_list
-from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows, sequence
+from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
 from gdpa_kernels.launch import launch, multiprocessors
 
 MATH_ROLES = tl.constexpr(2)
@@ -53,7 +50,7 @@ Q_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v5's without turns, and whether K and V stay."""
+    """Launch constants: v6b's, and whether K and V stay."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -62,16 +59,18 @@ class Config:
 
     def rows_per_item(self, max_seqlen_q: int) -> int:
         """Query rows that an entry of the list stands for."""
-        return triton.cdiv(max(max_seqlen_q, 1), TILE.value) * TILE.value if self.resident else 128
+        return max(-(-max_seqlen_q // 128), 1) * 128 if self.resident else 128
 
 
-def default_config(head_dim: int, dtype: torch.dtype, max_seqlen_k: int) -> Config:
-    """K and V stay where all keys of a sequence fit in the buffers. Beyond that, short sequences
-    take blocks of 64 keys, which waste less at their ends, and long ones blocks of 128, which cost
-    less bandwidth of shared memory."""
+@lru_cache
+def default_config(
+    head_dim: int, dtype: torch.dtype, max_seqlen_k: int, mean_seqlen_k: float | None = None
+) -> Config:
+    """K and V stay where all keys of a sequence fit in the buffers; beyond that as v6b."""
     if max_seqlen_k <= 256:
         return Config(resident=True)
-    return Config(BLOCK_N=64, num_stages=4) if max_seqlen_k <= 512 else Config()
+    typical = max_seqlen_k if mean_seqlen_k is None else mean_seqlen_k
+    return Config(BLOCK_N=64, num_stages=4) if typical <= 640 else Config()
 
 
 def make_schedule(
@@ -80,80 +79,63 @@ def make_schedule(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     config: Config,
-) -> schedules.DeviceSchedule:
+) -> WorkList:
     """The list of work for these sequences, made on their device without waiting for it."""
-    batch = cu_seqlens_k.numel() - 1
-    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
-    per_item = config.rows_per_item(max_seqlen_q)
-    return tile_list(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        batch=batch,
-        max_tiles=schedules.max_tiles(rows, batch, max_seqlen_q, per_item),
-        max_seqlen_q=max_seqlen_q,
-        num_heads=q.shape[1],
-        block_m=per_item,
-        block_n=config.BLOCK_N,
-        num_programs=multiprocessors(q.device),
-    )
+    rows = config.rows_per_item(max_seqlen_q)
+    return work_list_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, rows, config.BLOCK_N)
 
 
 @triton.jit
 def tile_of(
-    item, step, tile_batch_ptr, tile_head_ptr, tile_block_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    max_seqlen_q, rows_per_item, BLOCK_N: tl.constexpr,
+    len_q, len_k, first, step, rows_per_item, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
-    """Tile `step` of entry `item`: where its sequence lies, its head, first row, first key, blocks
-    of keys, and the number of tiles of the entry."""
-    head = tl.load(tile_head_ptr + item)
-    first = tl.load(tile_block_ptr + item) * rows_per_item
-    start_q, start_out, len_q, start_k, len_k = sequence(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, tl.load(tile_batch_ptr + item), max_seqlen_q
-    )
+    """Tile `step` of an entry: (first row, first key, blocks of keys, tiles of the entry).
+
+    At least one block, so that every product has its place; without keys it is zero or masked.
+    """
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
     row = first + step * TILE
     start, end = 0, len_k
     if not RESIDENT:
         start, end = key_range(row, len_k, TILE, BLOCK_N, CAUSAL, WINDOW)
-    # At least one block, so that every product has its place; without keys it is zero or masked.
-    blocks = tl.maximum(tl.cdiv(end - start, BLOCK_N), 1)
-    return start_q, start_out, len_q, start_k, len_k, head, row, start, blocks, steps
+    return row, start, tl.maximum(tl.cdiv(end - start, BLOCK_N), 1), steps
 
 
 @triton.jit
 def load(
     q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr, cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, RESIDENT: tl.constexpr,
+    list_ptr, rows_per_item, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
     item = tl.program_id(0)
-    num_items = tl.load(num_tiles_ptr)
-    step, tile, kv = 0, 0, 0
-    while item < num_items:
-        start_q, _, len_q, start_k, len_k, head, row, start, blocks, steps = tile_of(
-            item, step, tile_batch_ptr, tile_head_ptr, tile_block_ptr, cu_seqlens_q_ptr,
-            cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, BLOCK_N, CAUSAL, WINDOW, RESIDENT,
-        )  # fmt: skip
-        fetch_q(q_desc, q, q_full, q_empty, tile, start_q, len_q, head, row)
-        if RESIDENT:
-            blocks = tl.where(step == 0, blocks, 0)
-        for block in tl.range(0, blocks):
-            stage = (kv + block) % NUM_STAGES
-            free = (((kv + block) // NUM_STAGES) & 1) ^ 1
-            first_key = start + block * BLOCK_N
-            tlx.barrier_wait(k_empty[stage], free)
-            fetch_rows(k_desc, k[stage], k_full[stage], start_k, len_k, head // GROUP, first_key)
-            tlx.barrier_wait(v_empty[stage], free)
-            fetch_rows(v_desc, v[stage], v_full[stage], start_k, len_k, head // GROUP, first_key)
-        kv += blocks
-        tile += 1
-        step += 1
-        if step == steps:
-            step = 0
+    num_items = count_items(list_ptr)
+    tile, kv = 0, 0
+    if item < num_items:
+        start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
+        while item < num_items:
             item += tl.num_programs(0)
+            following = entry(list_ptr, tl.minimum(item, num_items - 1))
+            steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
+            for step in tl.range(0, steps):
+                row, start, blocks, _ = tile_of(
+                    len_q, len_k, first, step, rows_per_item, BLOCK_N, CAUSAL, WINDOW, RESIDENT
+                )
+                fetch_q(q_desc, q, q_full, q_empty, tile, start_q, len_q, head, row)
+                if RESIDENT:
+                    blocks = tl.where(step == 0, blocks, 0)
+                for block in tl.range(0, blocks):
+                    stage = (kv + block) % NUM_STAGES
+                    free = (((kv + block) // NUM_STAGES) & 1) ^ 1
+                    key = start + block * BLOCK_N
+                    tlx.barrier_wait(k_empty[stage], free)
+                    fetch_rows(k_desc, k[stage], k_full[stage], start_k, len_k, head // GROUP, key)
+                    tlx.barrier_wait(v_empty[stage], free)
+                    fetch_rows(v_desc, v[stage], v_full[stage], start_k, len_k, head // GROUP, key)
+                kv += blocks
+                tile += 1
+            start_q, _, len_q, start_k, len_k, head, first = following
     # Beside the last product run the scores of a tile that nobody wants.
     if tile > 0:
         fetch_q(q_desc, q, q_full, q_empty, tile, 0, 0, 0, 0)
@@ -183,50 +165,47 @@ def release(empty, last, RESIDENT: tl.constexpr):
 @triton.jit
 def probabilities(
     s, scale, head, first_row, first_key,
-    ACTIVATION: tl.constexpr, FOLDED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """activation(scale * s), up to the folded factor, with masked pairs zero."""
-    p = activate_folded(s, scale, head, ACTIVATION, FOLDED)
+    """activation(scale * s) with masked pairs zero."""
+    p = activate_per_head(s, scale, head, ACTIVATION, True)
     return mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
 
 
 @triton.jit
 def math(
     role: tl.constexpr, out_desc, q, k, v, out, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr, cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, scale, output_scale,
-    ACTIVATION: tl.constexpr, FOLDED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    list_ptr, rows_per_item, scale, output_scale,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
     RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
-    num_items = tl.load(num_tiles_ptr)
+    num_items = count_items(list_ptr)
     step, tile, kv = 0, 0, 0
     if item < num_items:
-        _, start_out, len_q, _, _, head, row, start, blocks, steps = tile_of(
-            item, step, tile_batch_ptr, tile_head_ptr, tile_block_ptr, cu_seqlens_q_ptr,
-            cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, BLOCK_N, CAUSAL, WINDOW, RESIDENT,
-        )  # fmt: skip
+        _, start_out, len_q, _, len_k, head, first = entry(list_ptr, item)
+        row, start, blocks, steps = tile_of(
+            len_q, len_k, first, step, rows_per_item, BLOCK_N, CAUSAL, WINDOW, RESIDENT
+        )
+        row += role * ROWS
         tlx.barrier_wait(q_full[role * Q_SLOTS], 0)
         tlx.barrier_wait(k_full[0], 0)
         s = tlx.async_dot(q[role * Q_SLOTS], tlx.local_trans(k[0]))
         s = tlx.async_dot_wait(0, s)
         release(k_empty[0], steps == 1, RESIDENT)
-        p = probabilities(
-            s, scale, head, row + role * ROWS, start, ACTIVATION, FOLDED, CAUSAL, WINDOW
-        )
+        p = probabilities(s, scale, head, row, start, ACTIVATION, CAUSAL, WINDOW)
         while item < num_items:
             last = step + 1 == steps
-            next_item = tl.where(last, item + tl.num_programs(0), item)
-            next_step = tl.where(last, 0, step + 1)
-            following = tile_of(
-                tl.minimum(next_item, num_items - 1), next_step, tile_batch_ptr, tile_head_ptr,
-                tile_block_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, max_seqlen_q, rows_per_item,
-                BLOCK_N, CAUSAL, WINDOW, RESIDENT,
-            )  # fmt: skip
-            next_head, next_row, next_start = following[5], following[6], following[7]
+            if RESIDENT:
+                item += tl.where(last, tl.num_programs(0), 0)
+                step = tl.where(last, 0, step + 1)
+            else:
+                item += tl.num_programs(0)
+            # Loaded now and used after the blocks: memory answers meanwhile.
+            following = entry(list_ptr, tl.minimum(item, num_items - 1))
             mine = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
@@ -239,23 +218,26 @@ def math(
                 acc = tlx.async_dot(p, v[before], acc)
                 s = tlx.async_dot_wait(1, s)
                 release(k_empty[stage], last, RESIDENT)
-                p = probabilities(
-                    s, scale, head, row + role * ROWS, start + block * BLOCK_N,
-                    ACTIVATION, FOLDED, CAUSAL, WINDOW,
-                )  # fmt: skip
+                key = start + block * BLOCK_N
+                p = probabilities(s, scale, head, row, key, ACTIVATION, CAUSAL, WINDOW)
                 acc = tlx.async_dot_wait(0, acc)
                 release(v_empty[before], last, RESIDENT)
             tlx.barrier_arrive(q_empty[mine])
 
             # The first scores of the next tile beside the last product of this one.
+            _, next_out, next_len_q, _, len_k, next_head, first = following
+            next_row, start, next_blocks, steps = tile_of(
+                next_len_q, len_k, first, step, rows_per_item, BLOCK_N, CAUSAL, WINDOW, RESIDENT
+            )
+            next_row += role * ROWS
             tile += 1
-            mine = role * Q_SLOTS + tile % Q_SLOTS
             before = (kv + blocks - 1) % NUM_STAGES
             v_phase = ((kv + blocks - 1) // NUM_STAGES) & 1
             if RESIDENT:
                 kv += tl.where(last, blocks, 0)
             else:
                 kv += blocks
+            mine = role * Q_SLOTS + tile % Q_SLOTS
             stage = kv % NUM_STAGES
             tlx.barrier_wait(q_full[mine], (tile // Q_SLOTS) & 1)
             tlx.barrier_wait(k_full[stage], (kv // NUM_STAGES) & 1)
@@ -264,28 +246,23 @@ def math(
             s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
             acc = tlx.async_dot(p, v[before], acc)
             s = tlx.async_dot_wait(1, s)
-            release(k_empty[stage], next_step + 1 == following[9], RESIDENT)
-            p = probabilities(
-                s, scale, next_head, next_row + role * ROWS, next_start,
-                ACTIVATION, FOLDED, CAUSAL, WINDOW,
-            )  # fmt: skip
+            release(k_empty[stage], step + 1 == steps, RESIDENT)
+            p = probabilities(s, scale, next_head, next_row, start, ACTIVATION, CAUSAL, WINDOW)
             acc = tlx.async_dot_wait(0, acc)
             release(v_empty[before], last, RESIDENT)
             tlx.async_descriptor_store_wait(0)
             rows = (acc * output_scale).to(DTYPE)
-            put_rows(out_desc, out[role], start_out, len_q, head, row + role * ROWS, rows)
-            start_out, len_q, head, row = following[1], following[2], next_head, next_row
-            start, blocks, steps = next_start, following[8], following[9]
-            item, step = next_item, next_step
+            put_rows(out_desc, out[role], start_out, len_q, head, row, rows)
+            start_out, len_q, head, row, blocks = (
+                next_out, next_len_q, next_head, next_row, next_blocks
+            )  # fmt: skip
         tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit
-def stream_kernel(
-    q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr,
-    max_seqlen_q, rows_per_item, scale, output_scale, GROUP: tl.constexpr,
-    ACTIVATION: tl.constexpr, FOLDED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+def short_kv_kernel(
+    q_desc, k_desc, v_desc, out_desc, list_ptr, rows_per_item, scale, output_scale,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
     REGISTERS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
@@ -306,17 +283,14 @@ def stream_kernel(
         with tlx.async_task("default"):
             load(
                 q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr, cu_seqlens_q_ptr,
-                cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, GROUP, CAUSAL, WINDOW,
-                BLOCK_N, NUM_STAGES, RESIDENT,
+                list_ptr, rows_per_item, GROUP, CAUSAL, WINDOW, BLOCK_N, NUM_STAGES, RESIDENT,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
                 tlx.async_task_replica_id(), out_desc, q, k, v, out,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr, cu_seqlens_q_ptr,
-                cu_seqlens_k_ptr, max_seqlen_q, rows_per_item, scale, output_scale,
-                ACTIVATION, FOLDED, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
+                list_ptr, rows_per_item, scale, output_scale,
+                ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
             )  # fmt: skip
 
 
@@ -335,30 +309,28 @@ def forward(
     causal: bool,
     window: int | None,
     config: Config | None = None,
-    schedule: schedules.DeviceSchedule | None = None,
+    schedule: WorkList | None = None,
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated.
 
     `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
     """
-    _, num_heads, head_dim = q.shape
+    total, num_heads, head_dim = q.shape
+    total_k, num_heads_k, _ = k.shape
     batch = cu_seqlens_k.numel() - 1
-    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
+    rows = total if cu_seqlens_q is not None else batch * total
     out = q.new_empty(rows, num_heads, head_dim)
-    config = config or default_config(head_dim, q.dtype, max_seqlen_k)
+    config = config or default_config(head_dim, q.dtype, max_seqlen_k, total_k / (batch or 1))
     schedule = schedule or make_schedule(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, config)
-    programs = min(multiprocessors(q.device), schedule.max_tiles)
-    folded = q.dtype == torch.bfloat16
+    programs = min(multiprocessors(q.device), schedule.max_items)
     out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     launch(
-        stream_kernel, (programs,), q.device,
+        short_kv_kernel, (programs,), q.device,
         ragged_descriptor(q, ROWS.value, min_width=32),
         ragged_descriptor(k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(v, config.BLOCK_N, min_width=32), out_desc, cu_seqlens_q, cu_seqlens_k,
-        schedule.tile_batch, schedule.tile_head, schedule.tile_block, schedule.num_tiles,
-        max_seqlen_q, config.rows_per_item(max_seqlen_q), scale,
-        output_scale * fold(activation, scale, folded),
-        GROUP=num_heads // k.shape[1], ACTIVATION=",".join(activation), FOLDED=folded,
+        ragged_descriptor(v, config.BLOCK_N, min_width=32), out_desc,
+        schedule.entries, config.rows_per_item(max_seqlen_q), scale, output_scale,
+        GROUP=num_heads // num_heads_k, ACTIVATION=",".join(activation),
         CAUSAL=causal, WINDOW=window,
         BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, RESIDENT=config.resident, num_warps=4,

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.emulator import Unsupported, run
+from gdpa_kernels.emulator import Unsupported, instructions, run
 from gdpa_kernels.emulator.instructions import INSTRUCTIONS, round_fraction
 
 
@@ -63,6 +63,13 @@ def test_corner_cases():
     flushed = INSTRUCTIONS["ex2.approx.ftz.f32"][1](torch.tensor([-130.0, -125.0]))
     assert flushed.tolist() == [0.0, 2.0**-125]
     assert INSTRUCTIONS["ex2.approx.f32"][1](torch.tensor([-130.0])) == 2.0**-130
+
+
+def test_sat_clamps_after_rounding_and_makes_nan_zero():
+    a = torch.tensor([0.25, 3.0, -3.0, torch.nan, torch.inf, -torch.inf, -0.5])
+    one, half = torch.ones(7), torch.full((7,), 0.5)
+    y = INSTRUCTIONS["fma.rn.sat.f32"][1](a, one, half)
+    assert y.tolist() == [0.75, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0] and not y.signbit().any()
 
 
 def test_round_fraction_rounds_to_nearest_even():
@@ -142,3 +149,16 @@ def test_packed_16_bit():
     x, out = torch.randn(64).bfloat16(), torch.zeros(64).bfloat16()
     run(half_pairs_kernel, (1,), x, out, N=64)
     assert ((out.float() - x.float().tanh()).abs() <= 2.0**-8).all()
+
+
+def test_two_numbers_become_a_pair_and_are_multiplied_as_one():
+    """The first source of cvt is the high half, the second the low one; bf16 rounds once."""
+    high, low = torch.tensor([1.0 + 2.0**-9]), torch.tensor([-3.0])
+    asm = "{ .reg .b32 p; cvt.rn.bf16x2.f32 p, $1, $2; fma.rn.bf16x2 $0, p, p, p; }"
+    ((first, second),) = instructions.execute(asm, [(high,), (low,)], 1)
+    assert first.dtype == second.dtype == torch.bfloat16
+    assert (float(first), float(second)) == (6.0, 2.0)
+    ((first, second),) = instructions.execute(
+        "mul.rn.bf16x2 $0, $1, $1;", [(torch.tensor([1.0625]).bfloat16(),) * 2], 1
+    )
+    assert float(first) == float(second) == 1.125  # 1.12890625 lies half way; to even

@@ -167,9 +167,19 @@ SUBJECTS = {
     "v5_pingpong": _rung(
         "v5_pingpong", "pipelined_kernel", RungLaunch(*LONG, _blocks(2, turns=True))
     ),
+    "v6a_persistent": _rung(
+        "v6a_persistent", "persistent_pipeline_kernel", RungLaunch(*LONG, _blocks(2))
+    ),
+    "v6b_stream": _rung("v6b_stream", "stream_kernel", RungLaunch(*LONG, _blocks(2))),
     "v6_short_kv": _rung(
         "v6_short_kv",
-        "stream_kernel",
+        "short_kv_kernel",
+        RungLaunch(*LONG, _blocks(2)),
+        RungLaunch(*SHORT, _blocks(4, resident=True)),
+    ),
+    "v8_own_waits": _rung(
+        "v8_own_waits",
+        "own_waits_kernel",
         RungLaunch(*LONG, _blocks(2)),
         RungLaunch(*SHORT, _blocks(4, resident=True)),
     ),

@@ -1,0 +1,135 @@
+"""The definition of block attention in PyTorch: the mathematics, all blocks at once.
+
+A sequence is cut into blocks of `block_size` consecutive tokens from its start; the last one may be
+shorter. For each block and head, with Q, K, V [rows, head_dim], rotated first if asked for:
+
+    S = scale Q K^T,   P = softmax of each row of S,   O = P V.
+
+The gradients of dO need nothing but Q, K and V:
+
+    dV = P^T dO,   dP = dO V^T,   dS = P * (dP - rowsum(P * dP)),
+    dQ = scale dS K,   dK = scale dS^T Q,
+
+turned back by the transpose of the rotation. Every step is done in the dtype of the arguments: fp64
+tensors make this the oracle, bf16 tensors make it the honest low-precision baseline that the error
+budget of `testing` is computed from. No kernel imports this.
+"""
+
+import torch
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+def rotate(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    """Turn the pairs (x[..., 2i], x[..., 2i + 1]) of x `[total, num_heads, head_dim]`.
+
+    sin, cos `[total, head_dim // 2]`: y[2i] = cos x[2i] - sin x[2i + 1] and y[2i + 1] = cos x[2i +
+    1] + sin x[2i]. Nothing is assumed of them. Rounded once, to the dtype of x.
+    """
+    even, odd = x[..., 0::2], x[..., 1::2]
+    sin, cos = sin[:, None], cos[:, None]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def rotate_transposed(g: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    """The transpose of `rotate`, which carries gradients back; its inverse only where sin^2 + cos^2
+    = 1."""
+    return rotate(g, -sin, cos)
+
+
+def tokens_of_blocks(cu_seqlens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The tokens of every block, int64 `[num_blocks, block_size]`; -1 beyond a block's end."""
+    device, lengths = cu_seqlens.device, cu_seqlens.diff().long()
+    blocks = (lengths + block_size - 1) // block_size
+    ends = cu_seqlens[1:].long().repeat_interleave(blocks)
+    first = (
+        torch.arange(int(blocks.sum()), device=device)
+        - (blocks.cumsum(0) - blocks)[
+            torch.arange(len(blocks), device=device).repeat_interleave(blocks)
+        ]
+    )
+    starts = cu_seqlens[:-1].long().repeat_interleave(blocks) + first * block_size
+    tokens = starts[:, None] + torch.arange(block_size, device=device)
+    return tokens.masked_fill(tokens >= ends[:, None], -1)
+
+
+def _gather(x: torch.Tensor, tokens: torch.Tensor, group: int = 1) -> torch.Tensor:
+    """x `[total, num_heads, head_dim]` by blocks, `[num_blocks, num_heads * group, block_size,
+    head_dim]`; zero beyond a block's end."""
+    blocks = x[tokens.clamp(min=0)] if len(x) else x.new_zeros(*tokens.shape, *x.shape[1:])
+    blocks = torch.where((tokens >= 0)[..., None, None], blocks, 0)
+    return blocks.transpose(1, 2).repeat_interleave(group, dim=1)
+
+
+def _scatter(blocks: torch.Tensor, tokens: torch.Tensor, total: int) -> torch.Tensor:
+    """The inverse of `_gather` for group 1: `[total, num_heads, head_dim]`."""
+    rows = blocks.transpose(1, 2)[tokens >= 0]
+    assert len(rows) == total, f"cu_seqlens must end at {total}, got {len(rows)}"
+    return rows.contiguous()
+
+
+def _probabilities(
+    q: torch.Tensor, k: torch.Tensor, tokens: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """softmax(scale Q K^T) over the keys that exist; 0 for the others."""
+    scores = q @ k.transpose(-1, -2) * scale
+    return scores.masked_fill((tokens < 0)[:, None, None], -torch.inf).softmax(-1)
+
+
+def _rotated(q, k, v, rotary: Rotary | None, rotate_v: bool):
+    if rotary is None:
+        return q, k, v
+    return rotate(q, *rotary), rotate(k, *rotary), rotate(v, *rotary) if rotate_v else v
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    rotary: Rotary | None = None,
+    rotate_v: bool = False,
+) -> torch.Tensor:
+    """The output, `[total, num_heads_q, head_dim]`; arguments as `block_attention`, validated."""
+    tokens = tokens_of_blocks(cu_seqlens, block_size)
+    group = q.shape[1] // k.shape[1]
+    q, k, v = _rotated(q, k, v, rotary, rotate_v)
+    q_b, k_b, v_b = _gather(q, tokens), _gather(k, tokens, group), _gather(v, tokens, group)
+    return _scatter(_probabilities(q_b, k_b, tokens, scale) @ v_b, tokens, q.shape[0])
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    rotary: Rotary | None = None,
+    rotate_v: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k, v; dk and dv are sums over the query heads of a group."""
+    tokens = tokens_of_blocks(cu_seqlens, block_size)
+    total, num_heads_k, head_dim = k.shape
+    group = q.shape[1] // num_heads_k
+    q, k, v = _rotated(q, k, v, rotary, rotate_v)
+    q_b, k_b, v_b = _gather(q, tokens), _gather(k, tokens, group), _gather(v, tokens, group)
+    grad_b = _gather(grad_out, tokens)
+    p = _probabilities(q_b, k_b, tokens, scale)
+    dp = grad_b @ v_b.transpose(-1, -2)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+    dq = _scatter(ds @ k_b, tokens, total)
+    dk, dv = (
+        _scatter(x.unflatten(1, (num_heads_k, group)).sum(2), tokens, total)
+        for x in (ds.transpose(-1, -2) @ q_b, p.transpose(-1, -2) @ grad_b)
+    )
+    if rotary is not None:
+        dq, dk = rotate_transposed(dq, *rotary), rotate_transposed(dk, *rotary)
+        dv = rotate_transposed(dv, *rotary) if rotate_v else dv
+    return dq, dk, dv

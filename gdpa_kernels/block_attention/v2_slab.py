@@ -1,0 +1,280 @@
+"""v2: a program walks over the heads of a block, and over blocks; TMA does the addressing.
+
+Changes from v1_one_tile: programs take `blocks_per_program` slabs of `heads_per_program` heads of a
+block, one (block, head) after another, and ask for the next tiles while they work on these. Tiles
+come and go by TMA, clipped at the end of the block (see gdpa/ragged.py).
+
+Why it should help: the heads of a token lie side by side, so a slab [64, num_heads * head_dim] is
+contiguous memory, and its rows of sin and cos come from memory once: the other heads find them in
+cache. A program of v1 has loads in flight only until its products start; here they are in flight
+all the time. TMA needs no pointers and no masks: the registers go to the tiles.
+
+| role      | warps     | registers | work                                                       |
+|-----------|-----------|-----------|------------------------------------------------------------|
+| all warps | num_warps | up to 255 | products and softmax; thread 0 issues TMA loads and stores |
+
+| barrier       | arrivals    | filled by -> drained by                                         |
+|---------------|-------------|-----------------------------------------------------------------|
+| one per stage | 1 and bytes | TMA loads of a head's tiles, num_stages - 1 steps ahead -> work |
+
+The compiler makes the barriers. Every option of v1 but other block sizes and head_dims.
+Needs: sm_90, bf16 or fp16, block_size 64, head_dim 64 or 128, contiguous rows of q, k and v whose
+addresses and strides are multiples of 16 bytes. A grad_out that TMA cannot read is copied first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.block_attention.block_list import (
+    BlockList,
+    block_entry,
+    block_list_of,
+    count_blocks,
+)
+from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
+from gdpa_kernels.block_attention.tiles import softmax_parts
+from gdpa_kernels.gdpa.ragged import load_rows, ragged_descriptor, store_rows
+from gdpa_kernels.launch import launch, multiprocessors
+
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants.
+
+    heads_per_program: how many heads of a block follow each other in a program, a divisor of their
+    number; 0 means all. slabs_per_program: how many such slabs a program takes; 0 means that
+    `programs_per_sm` programs on every SM share them all. num_stages: heads whose tiles are in
+    shared memory at a time.
+    """
+
+    heads_per_program: int = 0
+    slabs_per_program: int = 0
+    programs_per_sm: int = 2
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def programs(self, slabs: int, device: torch.device) -> int:
+        """How many programs share at most `slabs` slabs on `device`."""
+        if self.slabs_per_program:
+            return triton.cdiv(slabs, self.slabs_per_program)
+        return min(slabs, multiprocessors(device) * self.programs_per_sm)
+
+
+def default_config(direction: str, head_dim: int, *, rotary: bool = False) -> Config:
+    """As many programs as shared memory holds with two stages; more warps where registers run
+    out."""
+    if head_dim == 64:
+        return Config(programs_per_sm=3 if direction == "forward" else 2)
+    crowded = direction == "backward" and rotary
+    shared = direction == "forward" and not rotary
+    return Config(programs_per_sm=2 if shared else 1, num_warps=8 if crowded else 4)
+
+
+def requires(block_size: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """What this rung needs and does not get of a call, or None."""
+    if block_size != BLOCK:
+        return f"needs block_size {BLOCK}, got {block_size}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] not in (64, 128):
+        return f"needs a head_dim of 64 or 128, got {q.shape[-1]}"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not _readable(tensor):
+            return (
+                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
+                f"bytes, got strides {tensor.stride()}"
+            )
+    return None
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether TMA can read `tensor` `[total, num_heads, head_dim]`."""
+    row_stride, head_stride, stride = tensor.stride()
+    units = 16 // tensor.element_size()
+    aligned = row_stride % units == 0 and head_stride % units == 0 and tensor.data_ptr() % 16 == 0
+    return tensor.numel() == 0 or (stride == 1 and row_stride > 0 and head_stride > 0 and aligned)
+
+
+@triton.jit
+def count_steps(blocks_ptr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
+    """How many (block, head) this program works on: HEADS of each of its slabs."""
+    slabs = count_blocks(blocks_ptr) * (NUM_HEADS // HEADS)
+    return tl.cdiv(slabs - tl.program_id(0), tl.num_programs(0)) * HEADS
+
+
+@triton.jit
+def place(blocks_ptr, step, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
+    """(first_row, rows, head) of a step; slabs p, p + P, p + 2 P, ... belong to program p of P."""
+    slab = tl.program_id(0) + step // HEADS * tl.num_programs(0)
+    SLABS: tl.constexpr = NUM_HEADS // HEADS
+    first_row, rows = block_entry(blocks_ptr, slab // SLABS)
+    return first_row, rows, slab % SLABS * HEADS + step % HEADS
+
+
+@triton.jit
+def turn(x, sin, cos, ROTATE: tl.constexpr):
+    """x rotated if ROTATE, and rounded to its own dtype again."""
+    return rotate(x.to(tl.float32), sin, cos).to(x.dtype) if ROTATE else x
+
+
+@triton.jit
+def turn_back(gradient, sin, cos, ROTATE: tl.constexpr):
+    """A gradient, fp32, taken back through the rotation if ROTATE."""
+    return rotate_transposed(gradient, sin, cos) if ROTATE else gradient
+
+
+@triton.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, sin_ptr, cos_ptr, blocks_ptr, scale,
+    TURN_STRIDES: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """softmax(scale Q K^T) V for the slabs of this program."""
+    for step in tl.range(0, count_steps(blocks_ptr, NUM_HEADS, HEADS), num_stages=STAGES):
+        first_row, rows, head = place(blocks_ptr, step, NUM_HEADS, HEADS)
+        q = load_rows(q_desc, first_row, rows, head, 0)
+        k = load_rows(k_desc, first_row, rows, head // GROUP, 0)
+        v = load_rows(v_desc, first_row, rows, head // GROUP, 0)
+        sin, cos = None, None
+        if ROTATE:
+            sin, cos = load_turns(
+                sin_ptr, cos_ptr, first_row, rows, 0, BLOCK, TURN_STRIDES, HEAD_DIM, HEAD_DIM
+            )
+        s = tl.dot(turn(q, sin, cos, ROTATE), turn(k, sin, cos, ROTATE).T)
+        p, total = softmax_parts(s, scale, rows)
+        out = tl.dot(p.to(v.dtype), turn(v, sin, cos, ROTATE_V)) / total[:, None]
+        store_rows(out_desc, first_row, rows, head, 0, out.to(v.dtype))
+
+
+@triton.jit
+def backward_kernel(
+    grad_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, sin_ptr, cos_ptr, blocks_ptr,
+    scale,
+    TURN_STRIDES: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and dv for the slabs of this program; NUM_HEADS and HEADS count query heads."""
+    dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    for step in tl.range(0, count_steps(blocks_ptr, NUM_HEADS, HEADS), num_stages=STAGES):
+        first_row, rows, head = place(blocks_ptr, step, NUM_HEADS, HEADS)
+        q = load_rows(q_desc, first_row, rows, head, 0)
+        k = load_rows(k_desc, first_row, rows, head // GROUP, 0)
+        grad = load_rows(grad_desc, first_row, rows, head, 0)
+        v = load_rows(v_desc, first_row, rows, head // GROUP, 0)
+        sin, cos = None, None
+        if ROTATE:
+            sin, cos = load_turns(
+                sin_ptr, cos_ptr, first_row, rows, 0, BLOCK, TURN_STRIDES, HEAD_DIM, HEAD_DIM
+            )
+        q, k = turn(q, sin, cos, ROTATE), turn(k, sin, cos, ROTATE)
+        v = turn(v, sin, cos, ROTATE_V)
+
+        p, total = softmax_parts(tl.dot(q, k.T), scale, rows)
+        p = p / total[:, None]
+        dp = tl.dot(grad, v.T)
+        ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
+        if GROUP == 1:
+            dv = tl.dot(tl.trans(p.to(grad.dtype)), grad)
+            dv = turn_back(dv, sin, cos, ROTATE_V)
+            store_rows(dv_desc, first_row, rows, head, 0, dv.to(v.dtype))
+        else:
+            dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv)
+        dq = turn_back(tl.dot(ds, k), sin, cos, ROTATE)
+        store_rows(dq_desc, first_row, rows, head, 0, dq.to(q.dtype))
+        if GROUP == 1:
+            dk = turn_back(tl.dot(tl.trans(ds), q), sin, cos, ROTATE)
+            store_rows(dk_desc, first_row, rows, head, 0, dk.to(k.dtype))
+        else:
+            dk = tl.dot(tl.trans(ds), q, dk)
+            if head % GROUP == GROUP - 1:
+                dv = turn_back(dv, sin, cos, ROTATE_V)
+                store_rows(dv_desc, first_row, rows, head // GROUP, 0, dv.to(v.dtype))
+                dk = turn_back(dk, sin, cos, ROTATE)
+                store_rows(dk_desc, first_row, rows, head // GROUP, 0, dk.to(k.dtype))
+                dk = tl.zeros_like(dk)
+                dv = tl.zeros_like(dv)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotate_v: bool = False,
+    config: Config | None = None,
+    schedule: BlockList | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
+    nothing.
+
+    Arguments as `block_attention`, already validated, also by `requires`. `schedule` is
+    `block_list_of`'s for the same sequences; None asks for it here.
+    """
+    total, num_heads, head_dim = q.shape
+    out = q.new_empty(q.shape)
+    config = config or default_config("forward", head_dim, rotary=rotary is not None)
+    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    heads = config.heads_per_program or num_heads
+    sin, cos = rotary or (None, None)
+    launch(
+        forward_kernel,
+        (config.programs(schedule.max_blocks * (num_heads // heads), q.device),), q.device,
+        *(ragged_descriptor(x, block_size) for x in (q, k, v, out)),
+        sin, cos, schedule.entries, scale,
+        TURN_STRIDES=turn_strides(rotary), NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1],
+        HEADS=heads, ROTATE=rotary is not None, ROTATE_V=rotary is not None and rotate_v,
+        BLOCK=block_size, HEAD_DIM=head_dim, STAGES=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out, ()
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    saved: tuple[torch.Tensor, ...] = (),
+    *,
+    block_size: int,
+    scale: float,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotate_v: bool = False,
+    config: Config | None = None,
+    schedule: BlockList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k, v and contiguous; the same options as `forward`.
+
+    heads_per_program must keep the query heads of a key head together.
+    """
+    total, num_heads, head_dim = q.shape
+    grad_out = grad_out if _readable(grad_out) else grad_out.contiguous()
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    config = config or default_config("backward", head_dim, rotary=rotary is not None)
+    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    heads = config.heads_per_program or num_heads
+    sin, cos = rotary or (None, None)
+    launch(
+        backward_kernel,
+        (config.programs(schedule.max_blocks * (num_heads // heads), q.device),), q.device,
+        *(ragged_descriptor(x, block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
+        sin, cos, schedule.entries, scale,
+        TURN_STRIDES=turn_strides(rotary), NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1],
+        HEADS=heads, ROTATE=rotary is not None, ROTATE_V=rotary is not None and rotate_v,
+        BLOCK=block_size, HEAD_DIM=head_dim, STAGES=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,283 @@
+"""v6b: one stream of products from tile to tile.
+
+Changes from v6a_persistent: the loops over tiles and blocks become one. The first scores of the
+next tile are issued before the last P V of this one, so a math role always has a product beside its
+activation, at the boundary of two tiles too. After the last tile the role computes the scores of a
+tile that nobody wants; the load role supplies zeros for it.
+
+Why it should help: v6a waits twice per tile with empty hands, for the first scores and for the last
+P V: about one block's time, of a tile that has two or four. The shorter the keys, the more.
+Why it may not: the other math role may have filled the gap already.
+
+Roles and barriers: as v6a_persistent.
+
+The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
+contiguous rows aligned to 16 bytes.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.ragged import ragged_descriptor
+from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
+from gdpa_kernels.launch import launch, multiprocessors
+
+MATH_ROLES = tl.constexpr(2)
+ROWS = tl.constexpr(64)
+TILE = tl.constexpr(128)
+Q_SLOTS = tl.constexpr(2)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: v6a's."""
+
+    BLOCK_N: int = 128
+    num_stages: int = 2
+    registers: int = 240
+
+
+@lru_cache
+def default_config(
+    head_dim: int, dtype: torch.dtype, max_seqlen_k: int, mean_seqlen_k: float | None = None
+) -> Config:
+    """Short sequences take blocks of 64 keys, which waste less at their ends, and long ones blocks
+    of 128, which cost less bandwidth of shared memory."""
+    typical = max_seqlen_k if mean_seqlen_k is None else mean_seqlen_k
+    return Config(BLOCK_N=64, num_stages=4) if typical <= 640 else Config()
+
+
+def make_schedule(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    config: Config,
+) -> WorkList:
+    """The list of work for these sequences, made on their device without waiting for it."""
+    rows = TILE.value
+    return work_list_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, rows, config.BLOCK_N)
+
+
+@triton.jit
+def blocks_of(row, len_k, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """(first key, blocks of keys) of the tile at `row`.
+
+    At least one block, so that every product has its place; without keys it is zero or masked.
+    """
+    start, end = key_range(row, len_k, TILE, BLOCK_N, CAUSAL, WINDOW)
+    return start, tl.maximum(tl.cdiv(end - start, BLOCK_N), 1)
+
+
+@triton.jit
+def load(
+    q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    list_ptr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    item = tl.program_id(0)
+    num_items = count_items(list_ptr)
+    tile, kv = 0, 0
+    if item < num_items:
+        start_q, _, len_q, start_k, len_k, head, row = entry(list_ptr, item)
+        while item < num_items:
+            item += tl.num_programs(0)
+            following = entry(list_ptr, tl.minimum(item, num_items - 1))
+            start, blocks = blocks_of(row, len_k, BLOCK_N, CAUSAL, WINDOW)
+            fetch_q(q_desc, q, q_full, q_empty, tile, start_q, len_q, head, row)
+            for block in tl.range(0, blocks):
+                stage = (kv + block) % NUM_STAGES
+                free = (((kv + block) // NUM_STAGES) & 1) ^ 1
+                key = start + block * BLOCK_N
+                tlx.barrier_wait(k_empty[stage], free)
+                fetch_rows(k_desc, k[stage], k_full[stage], start_k, len_k, head // GROUP, key)
+                tlx.barrier_wait(v_empty[stage], free)
+                fetch_rows(v_desc, v[stage], v_full[stage], start_k, len_k, head // GROUP, key)
+            kv += blocks
+            tile += 1
+            start_q, _, len_q, start_k, len_k, head, row = following
+    # Beside the last product run the scores of a tile that nobody wants.
+    if tile > 0:
+        fetch_q(q_desc, q, q_full, q_empty, tile, 0, 0, 0, 0)
+        tlx.barrier_wait(k_empty[kv % NUM_STAGES], ((kv // NUM_STAGES) & 1) ^ 1)
+        fetch_rows(k_desc, k[kv % NUM_STAGES], k_full[kv % NUM_STAGES], 0, 0, 0, 0)
+
+
+@triton.jit
+def fetch_q(q_desc, q, q_full, q_empty, tile, start, length, head, row):
+    """The rows of the tile-th tile for both math roles."""
+    slot = tile % Q_SLOTS
+    for role in tl.static_range(MATH_ROLES):
+        mine = role * Q_SLOTS + slot
+        tlx.barrier_wait(q_empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
+        fetch_rows(q_desc, q[mine], q_full[mine], start, length, head, row + role * ROWS)
+
+
+@triton.jit
+def probabilities(
+    s, scale, head, first_row, first_key,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """activation(scale * s) with masked pairs zero."""
+    p = activate_per_head(s, scale, head, ACTIVATION, True)
+    return mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
+
+
+@triton.jit
+def math(
+    role: tl.constexpr, out_desc, q, k, v, out, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    list_ptr, scale, output_scale,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    item = tl.program_id(0)
+    num_items = count_items(list_ptr)
+    tile, kv = 0, 0
+    if item < num_items:
+        _, start_out, len_q, _, len_k, head, row = entry(list_ptr, item)
+        start, blocks = blocks_of(row, len_k, BLOCK_N, CAUSAL, WINDOW)
+        row += role * ROWS
+        tlx.barrier_wait(q_full[role * Q_SLOTS], 0)
+        tlx.barrier_wait(k_full[0], 0)
+        s = tlx.async_dot(q[role * Q_SLOTS], tlx.local_trans(k[0]))
+        s = tlx.async_dot_wait(0, s)
+        tlx.barrier_arrive(k_empty[0])
+        p = probabilities(s, scale, head, row, start, ACTIVATION, CAUSAL, WINDOW)
+        while item < num_items:
+            item += tl.num_programs(0)
+            # Loaded now and used after the blocks: memory answers meanwhile.
+            following = entry(list_ptr, tl.minimum(item, num_items - 1))
+            mine = role * Q_SLOTS + tile % Q_SLOTS
+            acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+            for block in tl.range(1, blocks):
+                stage = (kv + block) % NUM_STAGES
+                before = (kv + block - 1) % NUM_STAGES
+                tlx.barrier_wait(k_full[stage], ((kv + block) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v_full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                p = p.to(DTYPE)
+                s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
+                acc = tlx.async_dot(p, v[before], acc)
+                s = tlx.async_dot_wait(1, s)
+                tlx.barrier_arrive(k_empty[stage])
+                key = start + block * BLOCK_N
+                p = probabilities(s, scale, head, row, key, ACTIVATION, CAUSAL, WINDOW)
+                acc = tlx.async_dot_wait(0, acc)
+                tlx.barrier_arrive(v_empty[before])
+            tlx.barrier_arrive(q_empty[mine])
+
+            # The first scores of the next tile beside the last product of this one.
+            _, next_out, next_len_q, _, len_k, next_head, next_row = following
+            start, next_blocks = blocks_of(next_row, len_k, BLOCK_N, CAUSAL, WINDOW)
+            next_row += role * ROWS
+            tile += 1
+            kv += blocks
+            mine = role * Q_SLOTS + tile % Q_SLOTS
+            stage = kv % NUM_STAGES
+            before = (kv - 1) % NUM_STAGES
+            tlx.barrier_wait(q_full[mine], (tile // Q_SLOTS) & 1)
+            tlx.barrier_wait(k_full[stage], (kv // NUM_STAGES) & 1)
+            tlx.barrier_wait(v_full[before], ((kv - 1) // NUM_STAGES) & 1)
+            p = p.to(DTYPE)
+            s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
+            acc = tlx.async_dot(p, v[before], acc)
+            s = tlx.async_dot_wait(1, s)
+            tlx.barrier_arrive(k_empty[stage])
+            p = probabilities(s, scale, next_head, next_row, start, ACTIVATION, CAUSAL, WINDOW)
+            acc = tlx.async_dot_wait(0, acc)
+            tlx.barrier_arrive(v_empty[before])
+            tlx.async_descriptor_store_wait(0)
+            rows = (acc * output_scale).to(DTYPE)
+            put_rows(out_desc, out[role], start_out, len_q, head, row, rows)
+            start_out, len_q, head, row, blocks = (
+                next_out, next_len_q, next_head, next_row, next_blocks
+            )  # fmt: skip
+        tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def stream_kernel(
+    q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for the listed tiles of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
+    k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES)
+    q_full = tlx.alloc_barriers(MATH_ROLES * Q_SLOTS)
+    q_empty = tlx.alloc_warp_barrier(MATH_ROLES * Q_SLOTS, 4)
+    k_full = tlx.alloc_barriers(NUM_STAGES)
+    v_full = tlx.alloc_barriers(NUM_STAGES)
+    k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+    v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                list_ptr, GROUP, CAUSAL, WINDOW, BLOCK_N, NUM_STAGES,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), out_desc, q, k, v, out,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, list_ptr, scale, output_scale,
+                ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES,
+            )  # fmt: skip
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+    config: Config | None = None,
+    schedule: WorkList | None = None,
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated.
+
+    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    """
+    total, num_heads, head_dim = q.shape
+    total_k, num_heads_k, _ = k.shape
+    batch = cu_seqlens_k.numel() - 1
+    rows = total if cu_seqlens_q is not None else batch * total
+    out = q.new_empty(rows, num_heads, head_dim)
+    config = config or default_config(head_dim, q.dtype, max_seqlen_k, total_k / (batch or 1))
+    schedule = schedule or make_schedule(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, config)
+    programs = min(multiprocessors(q.device), schedule.max_items)
+    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
+    launch(
+        stream_kernel, (programs,), q.device,
+        ragged_descriptor(q, ROWS.value, min_width=32),
+        ragged_descriptor(k, config.BLOCK_N, min_width=32),
+        ragged_descriptor(v, config.BLOCK_N, min_width=32), out_desc,
+        schedule.entries, scale, output_scale,
+        GROUP=num_heads // num_heads_k, ACTIVATION=",".join(activation),
+        CAUSAL=causal, WINDOW=window,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
+        REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip
+    return out

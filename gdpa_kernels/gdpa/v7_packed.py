@@ -1,0 +1,374 @@
+"""v7: two scores in one instruction.
+
+Changes from v6_short_kv: GELU and SiLU of bf16 inputs are computed in bf16, two scores at a time,
+and without the factor scale / 2, which goes into the output. A score costs 3 instructions and one
+tanh where v6 spends 5.5 and one tanh. The last of them, p = x + x t, waits until no product is in
+flight, where v6 converts P; until then a role carries x and t, as many registers as P in fp32.
+Up to head_dim 64 a program has four math roles.
+
+Why it should help: at the power limit an instruction costs energy that the tensor cores then lack.
+In the same kernel v6_short_kv, identity, relu, relu_squared and silu show about 3 % of the speed
+for every fp32 instruction per score, and more for a tanh: v7 should gain 4 to 8 %.
+Why it may not: sm_90 has no packed tanh, a pair takes two; and the result is less accurate, about
+as PyTorch's in bf16, which rounds the scores in the same way. Other activations and fp16 are
+computed as in v6.
+
+Roles and barriers: as v6_short_kv; with four math roles 112 registers each, and 512 threads where
+it says 256.
+
+The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
+contiguous rows aligned to 16 bytes.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.gdpa.activations import (
+    activate_per_head,
+    foldable,
+    multiply_add_pairs,
+    tanh_of_pairs,
+)
+from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.ragged import ragged_descriptor
+from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
+from gdpa_kernels.launch import launch, multiprocessors
+
+ROWS = tl.constexpr(64)
+Q_SLOTS = tl.constexpr(2)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: v6's, and the number of math roles; a tile has 64 rows for each."""
+
+    BLOCK_N: int = 128
+    num_stages: int = 2
+    registers: int = 240
+    resident: bool = False
+    math_roles: int = 2
+
+    def rows_per_item(self, max_seqlen_q: int) -> int:
+        """Query rows that an entry of the list stands for."""
+        tile = self.math_roles * 64
+        return max(-(-max_seqlen_q // tile), 1) * tile if self.resident else tile
+
+
+@lru_cache
+def default_config(
+    head_dim: int,
+    dtype: torch.dtype,
+    max_seqlen_k: int,
+    mean_seqlen_k: float | None = None,
+    masked: bool = False,
+) -> Config:
+    """As v6. Up to head_dim 64 the registers suffice for four math roles, which hide more of each
+    other's waiting. A mask takes registers too: blocks of 64 keys, of which it also skips more."""
+    if masked:
+        return Config(BLOCK_N=64, num_stages=4)
+    if head_dim <= 64:
+        return Config(BLOCK_N=64, num_stages=4, registers=112, math_roles=4)
+    if max_seqlen_k <= 256:
+        return Config(resident=True)
+    typical = max_seqlen_k if mean_seqlen_k is None else mean_seqlen_k
+    return Config(BLOCK_N=64, num_stages=4) if typical <= 640 else Config()
+
+
+def make_schedule(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    config: Config,
+) -> WorkList:
+    """The list of work for these sequences, made on their device without waiting for it."""
+    rows = config.rows_per_item(max_seqlen_q)
+    return work_list_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, rows, config.BLOCK_N)
+
+
+@triton.jit
+def tile_of(
+    len_q, len_k, first, step, rows_per_item, MATH_ROLES: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RESIDENT: tl.constexpr,
+):  # fmt: skip
+    """Tile `step` of an entry: (first row, first key, blocks of keys, tiles of the entry).
+
+    At least one block, so that every product has its place; without keys it is zero or masked.
+    """
+    TILE: tl.constexpr = MATH_ROLES * ROWS
+    steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
+    row = first + step * TILE
+    start, end = 0, len_k
+    if not RESIDENT:
+        start, end = key_range(row, len_k, TILE, BLOCK_N, CAUSAL, WINDOW)
+    return row, start, tl.maximum(tl.cdiv(end - start, BLOCK_N), 1), steps
+
+
+@triton.jit
+def load(
+    q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    list_ptr, rows_per_item, MATH_ROLES: tl.constexpr, GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr, RESIDENT: tl.constexpr,
+):  # fmt: skip
+    """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    item = tl.program_id(0)
+    num_items = count_items(list_ptr)
+    tile, kv = 0, 0
+    if item < num_items:
+        start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
+        while item < num_items:
+            item += tl.num_programs(0)
+            following = entry(list_ptr, tl.minimum(item, num_items - 1))
+            steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), MATH_ROLES * ROWS)
+            for step in tl.range(0, steps):
+                row, start, blocks, _ = tile_of(
+                    len_q, len_k, first, step, rows_per_item,
+                    MATH_ROLES, BLOCK_N, CAUSAL, WINDOW, RESIDENT,
+                )  # fmt: skip
+                fetch_q(q_desc, q, q_full, q_empty, tile, start_q, len_q, head, row, MATH_ROLES)
+                if RESIDENT:
+                    blocks = tl.where(step == 0, blocks, 0)
+                for block in tl.range(0, blocks):
+                    stage = (kv + block) % NUM_STAGES
+                    free = (((kv + block) // NUM_STAGES) & 1) ^ 1
+                    key = start + block * BLOCK_N
+                    tlx.barrier_wait(k_empty[stage], free)
+                    fetch_rows(k_desc, k[stage], k_full[stage], start_k, len_k, head // GROUP, key)
+                    tlx.barrier_wait(v_empty[stage], free)
+                    fetch_rows(v_desc, v[stage], v_full[stage], start_k, len_k, head // GROUP, key)
+                kv += blocks
+                tile += 1
+            start_q, _, len_q, start_k, len_k, head, first = following
+    # Beside the last product run the scores of a tile that nobody wants.
+    if tile > 0:
+        fetch_q(q_desc, q, q_full, q_empty, tile, 0, 0, 0, 0, MATH_ROLES)
+        tlx.barrier_wait(k_empty[kv % NUM_STAGES], ((kv // NUM_STAGES) & 1) ^ 1)
+        fetch_rows(k_desc, k[kv % NUM_STAGES], k_full[kv % NUM_STAGES], 0, 0, 0, 0)
+
+
+@triton.jit
+def fetch_q(
+    q_desc, q, q_full, q_empty, tile, start, length, head, row, MATH_ROLES: tl.constexpr
+):  # fmt: skip
+    """The rows of the tile-th tile for all math roles."""
+    slot = tile % Q_SLOTS
+    for role in tl.static_range(MATH_ROLES):
+        mine = role * Q_SLOTS + slot
+        tlx.barrier_wait(q_empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
+        fetch_rows(q_desc, q[mine], q_full[mine], start, length, head, row + role * ROWS)
+
+
+@triton.jit
+def release(empty, last, RESIDENT: tl.constexpr):
+    """Give a buffer of K or V back; where they stay, only after the last tile of the entry."""
+    if RESIDENT:
+        tlx.barrier_arrive(empty, pred=last)
+    else:
+        tlx.barrier_arrive(empty)
+
+
+@triton.jit
+def begin(
+    s, scale, head, first_row, first_key,
+    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """(x, t) of which `finish` makes activation(scale * s), with masked pairs zero.
+
+    GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
+    """
+    if PAIRS:
+        s = mask_probabilities(s, first_row, first_key, CAUSAL, WINDOW)
+        x, t = tanh_of_pairs(s, scale, ACTIVATION)
+    else:
+        x, t = activate_per_head(s, scale, head, ACTIVATION, True), 0
+        x = mask_probabilities(x, first_row, first_key, CAUSAL, WINDOW)
+    return x, t
+
+
+@triton.jit
+def finish(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
+    """The probabilities, in registers that a product reads: only when none is in flight."""
+    return multiply_add_pairs(x, t, x) if PAIRS else x.to(DTYPE)
+
+
+@triton.jit
+def math(
+    role: tl.constexpr, out_desc, q, k, v, out, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    list_ptr, rows_per_item, scale, output_scale,
+    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    MATH_ROLES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr, RESIDENT: tl.constexpr,
+):  # fmt: skip
+    """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    item = tl.program_id(0)
+    num_items = count_items(list_ptr)
+    step, tile, kv = 0, 0, 0
+    if item < num_items:
+        _, start_out, len_q, _, len_k, head, first = entry(list_ptr, item)
+        row, start, blocks, steps = tile_of(
+            len_q, len_k, first, step, rows_per_item,
+            MATH_ROLES, BLOCK_N, CAUSAL, WINDOW, RESIDENT,
+        )  # fmt: skip
+        row += role * ROWS
+        tlx.barrier_wait(q_full[role * Q_SLOTS], 0)
+        tlx.barrier_wait(k_full[0], 0)
+        s = tlx.async_dot(q[role * Q_SLOTS], tlx.local_trans(k[0]))
+        s = tlx.async_dot_wait(0, s)
+        release(k_empty[0], steps == 1, RESIDENT)
+        x, t = begin(s, scale, head, row, start, ACTIVATION, PAIRS, CAUSAL, WINDOW)
+        while item < num_items:
+            last = step + 1 == steps
+            if RESIDENT:
+                item += tl.where(last, tl.num_programs(0), 0)
+                step = tl.where(last, 0, step + 1)
+            else:
+                item += tl.num_programs(0)
+            # Loaded now and used after the blocks: memory answers meanwhile.
+            following = entry(list_ptr, tl.minimum(item, num_items - 1))
+            mine = role * Q_SLOTS + tile % Q_SLOTS
+            acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+            for block in tl.range(1, blocks):
+                stage = (kv + block) % NUM_STAGES
+                before = (kv + block - 1) % NUM_STAGES
+                tlx.barrier_wait(k_full[stage], ((kv + block) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v_full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                p = finish(x, t, DTYPE, PAIRS)
+                s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
+                acc = tlx.async_dot(p, v[before], acc)
+                s = tlx.async_dot_wait(1, s)
+                release(k_empty[stage], last, RESIDENT)
+                key = start + block * BLOCK_N
+                x, t = begin(s, scale, head, row, key, ACTIVATION, PAIRS, CAUSAL, WINDOW)
+                acc = tlx.async_dot_wait(0, acc)
+                release(v_empty[before], last, RESIDENT)
+            tlx.barrier_arrive(q_empty[mine])
+
+            # The first scores of the next tile beside the last product of this one.
+            _, next_out, next_len_q, _, len_k, next_head, first = following
+            next_row, start, next_blocks, steps = tile_of(
+                next_len_q, len_k, first, step, rows_per_item,
+                MATH_ROLES, BLOCK_N, CAUSAL, WINDOW, RESIDENT,
+            )  # fmt: skip
+            next_row += role * ROWS
+            tile += 1
+            before = (kv + blocks - 1) % NUM_STAGES
+            v_phase = ((kv + blocks - 1) // NUM_STAGES) & 1
+            if RESIDENT:
+                kv += tl.where(last, blocks, 0)
+            else:
+                kv += blocks
+            mine = role * Q_SLOTS + tile % Q_SLOTS
+            stage = kv % NUM_STAGES
+            tlx.barrier_wait(q_full[mine], (tile // Q_SLOTS) & 1)
+            tlx.barrier_wait(k_full[stage], (kv // NUM_STAGES) & 1)
+            tlx.barrier_wait(v_full[before], v_phase)
+            p = finish(x, t, DTYPE, PAIRS)
+            s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
+            acc = tlx.async_dot(p, v[before], acc)
+            s = tlx.async_dot_wait(1, s)
+            release(k_empty[stage], step + 1 == steps, RESIDENT)
+            x, t = begin(s, scale, next_head, next_row, start, ACTIVATION, PAIRS, CAUSAL, WINDOW)
+            acc = tlx.async_dot_wait(0, acc)
+            release(v_empty[before], last, RESIDENT)
+            tlx.async_descriptor_store_wait(0)
+            rows = (acc * output_scale).to(DTYPE)
+            put_rows(out_desc, out[role], start_out, len_q, head, row, rows)
+            start_out, len_q, head, row, blocks = (
+                next_out, next_len_q, next_head, next_row, next_blocks
+            )  # fmt: skip
+        tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def packed_kernel(
+    q_desc, k_desc, v_desc, out_desc, list_ptr, rows_per_item, scale, output_scale,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr, RESIDENT: tl.constexpr, MATH_ROLES: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
+    k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES)
+    q_full = tlx.alloc_barriers(MATH_ROLES * Q_SLOTS)
+    q_empty = tlx.alloc_warp_barrier(MATH_ROLES * Q_SLOTS, 4)
+    k_full = tlx.alloc_barriers(NUM_STAGES)
+    v_full = tlx.alloc_barriers(NUM_STAGES)
+    k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+    v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                list_ptr, rows_per_item, MATH_ROLES, GROUP, CAUSAL, WINDOW, BLOCK_N, NUM_STAGES,
+                RESIDENT,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), out_desc, q, k, v, out,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                list_ptr, rows_per_item, scale, output_scale,
+                ACTIVATION, PAIRS, CAUSAL, WINDOW, MATH_ROLES, BLOCK_N, BLOCK_D, NUM_STAGES,
+                RESIDENT,
+            )  # fmt: skip
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+    config: Config | None = None,
+    schedule: WorkList | None = None,
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated.
+
+    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    """
+    total, num_heads, head_dim = q.shape
+    total_k, num_heads_k, _ = k.shape
+    batch = cu_seqlens_k.numel() - 1
+    rows = total if cu_seqlens_q is not None else batch * total
+    out = q.new_empty(rows, num_heads, head_dim)
+    masked = causal or window is not None
+    config = config or default_config(
+        head_dim, q.dtype, max_seqlen_k, total_k / (batch or 1), masked
+    )
+    schedule = schedule or make_schedule(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, config)
+    pairs = foldable(activation, q.dtype)
+    programs = min(multiprocessors(q.device), schedule.max_items)
+    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
+    launch(
+        packed_kernel, (programs,), q.device,
+        ragged_descriptor(q, ROWS.value, min_width=32),
+        ragged_descriptor(k, config.BLOCK_N, min_width=32),
+        ragged_descriptor(v, config.BLOCK_N, min_width=32), out_desc,
+        schedule.entries, config.rows_per_item(max_seqlen_q), scale,
+        output_scale * scale / 2 if pairs else output_scale,
+        GROUP=num_heads // num_heads_k, ACTIVATION=",".join(activation), PAIRS=pairs,
+        CAUSAL=causal, WINDOW=window,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
+        REGISTERS=config.registers, RESIDENT=config.resident,
+        MATH_ROLES=config.math_roles, num_warps=4,
+    )  # fmt: skip
+    return out

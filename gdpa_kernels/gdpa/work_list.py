@@ -1,0 +1,230 @@
+"""The list of work of `schedule.py`, order "zigzag": made by one small kernel, read by the rungs.
+
+`schedule.build_on_device` takes about thirty PyTorch operations; here each program ranks a few
+sequences against all others, which is batch ** 2 comparisons in all, and writes their entries.
+
+The list is int32 `[1 + max_items, 8]`. The first row holds the number of entries. An entry holds
+all that a role must know of its tile, so that one trip to memory finds it:
+start_q, start_out, len_q, start_k, len_k (rows of the packed tensors), head, first_row, 0.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.launch import current_device, current_stream, launch, multiprocessors
+from gdpa_kernels.schedule import max_tiles as tiles_of_a_head
+
+WIDTH = tl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """A list on a device: `entries` as above, rows beyond the count undefined; `max_items` is the
+    host's upper bound on the count."""
+
+    entries: torch.Tensor
+    max_items: int
+
+
+@triton.jit
+def count_items(list_ptr):
+    """How many entries the list has."""
+    return tl.load(list_ptr)
+
+
+@triton.jit
+def entry(list_ptr, item):
+    """(start_q, start_out, len_q, start_k, len_k, head, first_row) of an entry."""
+    at = list_ptr + (item + 1).to(tl.int64) * WIDTH
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
+        tl.load(at + 5), tl.load(at + 6),
+    )  # fmt: skip
+
+
+@triton.jit
+def sequences(cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q):
+    """(start_q, start_out, rows, start_k, keys) of the sequences at `index`; none beyond the batch.
+
+    cu_seqlens_q_ptr None: one q for all sequences.
+    """
+    inside = index < batch
+    start_k = tl.load(cu_seqlens_k_ptr + index, mask=inside, other=0)
+    keys = tl.load(cu_seqlens_k_ptr + index + 1, mask=inside, other=0) - start_k
+    if cu_seqlens_q_ptr is None:
+        rows = tl.where(inside, max_seqlen_q, 0)
+        start_q = tl.zeros_like(start_k)
+        start_out = index * max_seqlen_q
+    else:
+        start_q = tl.load(cu_seqlens_q_ptr + index, mask=inside, other=0)
+        rows = tl.load(cu_seqlens_q_ptr + index + 1, mask=inside, other=0) - start_q
+        rows = tl.minimum(tl.maximum(rows, 0), max_seqlen_q)
+        start_out = start_q
+    return start_q, start_out, rows, start_k, keys
+
+
+@triton.jit
+def work_list_kernel(
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, list_ptr,
+    batch, max_seqlen_q, rows_per_item, max_entries, num_programs,
+    NUM_HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Entries of OWN sequences, at their places in the list.
+
+    Before a sequence come those with more key blocks, and those with as many and a smaller number.
+    """
+    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    start_q, start_out, rows, start_k, keys = sequences(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, mine, batch, max_seqlen_q
+    )
+    tiles = tl.cdiv(rows, rows_per_item)
+    cost = tl.cdiv(keys, BLOCK_N)
+    before = tl.zeros([OWN], tl.int32)
+    total = 0
+    for first in tl.range(0, batch, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        _, _, their_rows, _, their_keys = sequences(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q
+        )
+        their_tiles = tl.cdiv(their_rows, rows_per_item)
+        their_cost = tl.cdiv(their_keys, BLOCK_N)
+        total += tl.sum(their_tiles)
+        more = their_cost[None, :] > cost[:, None]
+        equal = (their_cost[None, :] == cost[:, None]) & (others[None, :] < mine[:, None])
+        before += tl.sum(tl.where(more | equal, their_tiles[None, :], 0), 1)
+    count = total * NUM_HEADS
+    if tl.program_id(0) == 0:
+        tl.store(list_ptr, count)
+
+    for first in tl.range(0, max_entries, ENTRIES):
+        local = first + tl.arange(0, ENTRIES)[None, :]
+        position = before[:, None] * NUM_HEADS + local
+        row = position // num_programs
+        row_start = row * num_programs
+        mirrored = row_start + tl.minimum(row_start + num_programs, count) - 1 - position
+        place = tl.where(row % 2 == 1, mirrored, position)
+        own = tl.maximum(tiles, 1)[:, None]
+        valid = local < (tiles * NUM_HEADS)[:, None]
+        at = list_ptr + (place + 1).to(tl.int64) * WIDTH
+        tl.store(at, tl.broadcast_to(start_q[:, None], at.shape), mask=valid)
+        tl.store(at + 1, tl.broadcast_to(start_out[:, None], at.shape), mask=valid)
+        tl.store(at + 2, tl.broadcast_to(rows[:, None], at.shape), mask=valid)
+        tl.store(at + 3, tl.broadcast_to(start_k[:, None], at.shape), mask=valid)
+        tl.store(at + 4, tl.broadcast_to(keys[:, None], at.shape), mask=valid)
+        tl.store(at + 5, local // own, mask=valid)
+        tl.store(at + 6, local % own * rows_per_item, mask=valid)
+
+
+def work_list(
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    max_tiles: int,
+    max_seqlen_q: int,
+    num_heads: int,
+    rows_per_item: int,
+    block_n: int,
+    num_programs: int,
+) -> WorkList:
+    """As `schedule.build_on_device("zigzag", ..., fastest="block")`, without waiting for the
+    device.
+
+    `max_tiles` bounds the entries of one head (`schedule.max_tiles` with block_m=rows_per_item).
+    """
+    device, batch, capacity = cu_seqlens_k.device, cu_seqlens_k.numel() - 1, max_tiles * num_heads
+    if capacity == 0:
+        return WorkList(cu_seqlens_k.new_zeros(1, WIDTH.value), 0)
+    entries = torch.empty(1 + capacity, WIDTH.value, dtype=torch.int32, device=device)
+    own = 8
+    launch(
+        work_list_kernel, (triton.cdiv(batch, own),), device,
+        cu_seqlens_q, cu_seqlens_k, entries, batch, max_seqlen_q, rows_per_item,
+        triton.cdiv(max_seqlen_q, rows_per_item) * num_heads, num_programs,
+        NUM_HEADS=num_heads, BLOCK_N=block_n, OWN=own, OTHERS=1024, ENTRIES=32, num_warps=8,
+    )  # fmt: skip
+    return WorkList(entries, capacity)
+
+
+_REMEMBERED = 64
+_remembered: dict[tuple, tuple] = {}  # cu_seqlens_k, cu_seqlens_q (weak), stamp, list, memory
+
+
+def work_list_of(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    rows_per_item: int,
+    block_n: int,
+) -> WorkList:
+    """The list for q `[total_q or max_seqlen_q, num_heads, head_dim]`, for the programs of its
+    device.
+
+    The layers of a model share their offsets: a list made from the same tensors, unmodified, on the
+    same stream is used again. "Unmodified" is what PyTorch counts (`Tensor._version`); a CUDA graph
+    makes its own list, on each replay.
+    """
+    total, num_heads, _ = q.shape
+    key = None
+    if q.is_cuda and not _must_be_new(index := q.device.index):
+        key = (
+            id(cu_seqlens_q), id(cu_seqlens_k), current_stream(index), index,
+            total, num_heads, max_seqlen_q, rows_per_item, block_n,
+        )  # fmt: skip
+        known = _remembered.get(key)
+        if (
+            known is not None
+            and known[0]() is cu_seqlens_k
+            and (cu_seqlens_q is None or known[1]() is cu_seqlens_q)
+            and known[2] == _stamp(cu_seqlens_q, cu_seqlens_k)
+        ):
+            return known[3]
+        # What was made in inference mode does not count its modifications.
+        if any(t is not None and t.is_inference() for t in (cu_seqlens_q, cu_seqlens_k)):
+            key = None
+    # Before the list is made: what modifies them meanwhile must not go unnoticed.
+    stamp = None if key is None else _stamp(cu_seqlens_q, cu_seqlens_k)
+    batch = cu_seqlens_k.numel() - 1
+    rows = total if cu_seqlens_q is not None else batch * total
+    made = work_list(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_tiles=tiles_of_a_head(rows, batch, max_seqlen_q, rows_per_item),
+        max_seqlen_q=max_seqlen_q,
+        num_heads=num_heads,
+        rows_per_item=rows_per_item,
+        block_n=block_n,
+        num_programs=multiprocessors(q.device),
+    )
+    if key is not None:
+        while len(_remembered) >= _REMEMBERED:
+            _remembered.pop(next(iter(_remembered)), None)
+
+        def forget(_):
+            _remembered.pop(key, None)
+
+        ref_q, memory = None, [cu_seqlens_k.untyped_storage()]  # an address in use is not reused
+        if cu_seqlens_q is not None:
+            ref_q = weakref.ref(cu_seqlens_q, forget)
+            memory.append(cu_seqlens_q.untyped_storage())
+        _remembered[key] = weakref.ref(cu_seqlens_k, forget), ref_q, stamp, made, memory
+    return made
+
+
+def _stamp(cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor) -> tuple:
+    """Another one once a tensor was modified, resized or given other memory."""
+    of_k = cu_seqlens_k._version, cu_seqlens_k.data_ptr(), cu_seqlens_k.numel()
+    if cu_seqlens_q is None:
+        return of_k
+    return of_k, cu_seqlens_q._version, cu_seqlens_q.data_ptr(), cu_seqlens_q.numel()
+
+
+def _must_be_new(device: int) -> bool:
+    """Whether nothing may be remembered: inside a graph's capture, of which PyTorch tells only on
+    the current device."""
+    return device != current_device() or torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,151 @@
+"""The batches every rung is tested on, each with its reason, and the tensors for them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import dataclass
+
+import torch
+
+from gdpa_kernels import emulator
+from gdpa_kernels.block_attention import reference
+from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.testing import assert_close
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RUNGS = {
+    name: importlib.import_module(f"gdpa_kernels.block_attention.{name}")
+    for name in ("v0_flash", "v1_one_tile", "v2_slab")
+}
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def kernels_run():
+    """The context in which kernels run on DEVICE."""
+    return emulator.enabled() if DEVICE == "cpu" else contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A jagged batch, the shape of its tensors and the options of the call."""
+
+    name: str
+    seqlens: tuple[int, ...]
+    num_heads: int = 2
+    num_heads_k: int = 2
+    head_dim: int = 64
+    block_size: int = 64
+    packed: bool = False
+    rotary: bool = False
+    rotate_v: bool = False
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def tensors(self, dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:
+        """grad_out, q, k, v from N(0, 1), and cu_seqlens, on DEVICE."""
+        total, make = sum(self.seqlens), torch.Generator().manual_seed(seed)
+
+        def draw(heads: int) -> torch.Tensor:
+            return torch.randn(total, heads, self.head_dim, generator=make).to(DEVICE, dtype)
+
+        if self.packed:
+            qkv = draw(self.num_heads + 2 * self.num_heads_k)
+            q, k, v = qkv.split([self.num_heads, self.num_heads_k, self.num_heads_k], dim=1)
+        else:
+            q, k, v = draw(self.num_heads), draw(self.num_heads_k), draw(self.num_heads_k)
+        ends = cu_seqlens(list(self.seqlens), DEVICE)
+        return {"grad_out": draw(self.num_heads), "q": q, "k": k, "v": v, "cu_seqlens": ends}
+
+    def options(self, seed: int = 0) -> dict:
+        """block_size, scale, rotary, rotate_v; sin and cos from N(0, 1), so no rotation at all."""
+        rotary, make = None, torch.Generator().manual_seed(seed + 1)
+        if self.rotary:
+            shape = (sum(self.seqlens), self.head_dim // 2)
+            rotary = tuple(torch.randn(shape, generator=make).to(DEVICE) for _ in range(2))
+        return {
+            "block_size": self.block_size,
+            "scale": self.head_dim**-0.5 if self.scale is None else self.scale,
+            "rotary": rotary,
+            "rotate_v": self.rotate_v,
+        }
+
+
+def supports(rung: str, case: Case, dtype: torch.dtype) -> bool:
+    """Whether a rung takes the case."""
+    if rung != "v2_slab":
+        return rung != "v0_flash" or dtype != torch.float32
+    tensors = case.tensors(dtype)
+    call = (case.block_size, tensors["q"], tensors["k"], tensors["v"])
+    return RUNGS[rung].requires(*call) is None
+
+
+def results(module, tensors: dict, options: dict, **more) -> tuple[torch.Tensor, ...]:
+    """(out, dq, dk, dv) of a rung."""
+    grad_out, *others = tensors.values()
+    with kernels_run():
+        out, saved = module.forward(*others, **options, **more)
+        return out, *module.backward(grad_out, *others, saved, **options, **more)
+
+
+def defined(tensors: dict, options: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """(out, dq, dk, dv) of the definition, computed in `dtype`."""
+    grad_out, *others, ends = (
+        t if name == "cu_seqlens" else t.to(dtype) for name, t in tensors.items()
+    )
+    if dtype == torch.float64 and options["rotary"] is not None:
+        options = options | {"rotary": tuple(t.double() for t in options["rotary"])}
+    out = reference.forward(*others, ends, **options)
+    return out, *reference.backward(grad_out, *others, ends, **options)
+
+
+def check(
+    module, case: Case, dtype: torch.dtype, seed: int = 0, change=lambda tensors: tensors, **more
+) -> None:
+    """Hold output and gradients to the error budget; small ones are drawn several times over.
+
+    change: what is done to the tensors first.
+    """
+    found: list[list[tuple]] = []
+    while sum(len(f[0][0].flatten()) for f in found) < 2048 and len(found) < 8:
+        tensors = change(case.tensors(dtype, seed + len(found)))
+        options = case.options(seed + len(found))
+        actual = results(module, tensors, options, **more)
+        exact = defined(tensors, options, torch.float64)
+        found.append(list(zip(actual, exact, defined(tensors, options, dtype), strict=True)))
+    for i, name in enumerate(NAMES):
+        actual, exact, baseline = (torch.cat([f[i][j] for f in found]) for j in range(3))
+        assert_close(name=name, actual=actual, expected=exact, baseline=baseline)
+
+
+EDGES = (0, 1, 63, 64, 65)
+CASES = [
+    Case("edges", (*EDGES, 0)),
+    Case("empty_batch", ()),
+    Case("no_tokens", (0, 0, 0)),
+    Case("one_and_two_tokens", (1, 2, 1)),
+    Case("many_blocks", (200, 3, 129)),
+    Case("packed_qkv", (40, 3, 70), num_heads=4, packed=True),
+    Case("grouped_heads", (30, 80), num_heads=4),
+    Case("one_kv_head", (30, 66), num_heads=3, num_heads_k=1, rotary=True, rotate_v=True),
+    Case("negative_scale", (50, 20), scale=-0.7),
+    Case("rotary", EDGES, rotary=True),
+    Case("rotary_v", (65, 3), rotary=True, rotate_v=True, head_dim=128),
+    Case("head_dim_128", (65, 0, 64), head_dim=128),
+    Case("head_dim_16", (65, 40), head_dim=16),
+    Case("head_dim_48_rotary", (65, 40), head_dim=48, rotary=True),
+    Case("head_dim_160", (65, 40), head_dim=160, num_heads=2, num_heads_k=1, rotary=True),
+    Case("head_dim_256", (65,), head_dim=256, num_heads=1, num_heads_k=1),
+    *(
+        Case(
+            f"block_{size}_head_dim_{head_dim}",
+            (size - 1, size, size + 1, 0, 1),
+            block_size=size,
+            head_dim=head_dim,
+        )
+        for size in (16, 32, 128)
+        for head_dim in (16, 48, 64, 128)
+    ),
+]

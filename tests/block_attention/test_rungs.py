@@ -1,0 +1,288 @@
+"""Every rung against the definition: on the GPU if there is one, else in the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gdpa_kernels.block_attention import eliminations, v1_one_tile, v2_slab
+from tests.block_attention.cases import (
+    CASES,
+    DEVICE,
+    NAMES,
+    RUNGS,
+    Case,
+    check,
+    kernels_run,
+    results,
+    supports,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_matches_the_definition(rung, case, dtype):
+    if not supports(rung, case, dtype):
+        pytest.skip("not one of its needs")
+    check(RUNGS[rung], case, dtype)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"block_size": 32}, "needs block_size 64, got 32"),
+        ({"head_dim": 96}, "needs a head_dim of 64 or 128, got 96"),
+        ({"dtype": torch.float32}, "needs dtype bfloat16 or float16, got float32"),
+    ],
+)
+def test_v2_says_what_it_needs(change, text):
+    block_size, head_dim = change.get("block_size", 64), change.get("head_dim", 64)
+    q = torch.zeros(3, 2, head_dim, dtype=change.get("dtype", torch.bfloat16))
+    assert v2_slab.requires(block_size, q, q, q) == text
+
+
+def test_v2_says_which_tensor_it_cannot_read():
+    q = torch.zeros(3, 2, 64, dtype=torch.bfloat16)
+    shifted = torch.zeros(3, 2, 72, dtype=torch.bfloat16)[..., 1:65]
+    crossed = torch.zeros(3, 64, 2, dtype=torch.bfloat16).transpose(1, 2)
+    assert v2_slab.requires(64, q, q, q) is None
+    assert v2_slab.requires(64, q, shifted, q).startswith("needs k with contiguous rows")
+    assert v2_slab.requires(64, q, q, crossed).startswith("needs v with contiguous rows")
+
+
+def strided(tensors):
+    """q, k, v and grad_out of other strides: wider rows, heads before tokens, columns reversed."""
+    q, k, v, grad = (tensors[name] for name in ("q", "k", "v", "grad_out"))
+    wide = q.new_zeros(q.shape[0], q.shape[1] + 1, q.shape[2] + 8)
+    wide[:, 1:, 8:] = q
+    tensors = dict(tensors)
+    tensors["q"] = wide[:, 1:, 8:]
+    tensors["k"] = k.transpose(0, 1).contiguous().transpose(0, 1)
+    tensors["v"] = torch.stack((v, v.flip(0)), 1)[:, 0]
+    tensors["grad_out"] = grad.transpose(1, 2).contiguous().transpose(1, 2)
+    return tensors
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_strided_arguments(rung):
+    check(RUNGS[rung], Case("strided", (65, 0, 40), rotary=True), torch.bfloat16, change=strided)
+
+
+@pytest.mark.parametrize("rung", ("v0_flash", "v1_one_tile"))
+def test_strides_between_columns(rung):
+    def change(tensors):
+        q, k = tensors["q"], tensors["k"]
+        spread = torch.stack((k, k), -1).flatten(-2)[..., ::2]
+        return tensors | {"q": q.transpose(0, 2).contiguous().transpose(0, 2), "k": spread}
+
+    check(RUNGS[rung], Case("strided", (65, 0, 40)), torch.bfloat16, change=change)
+
+
+@pytest.mark.parametrize("kind", ("sum", "mean_of_heads", "one_row"))
+@pytest.mark.parametrize("rung", RUNGS)
+def test_expanded_gradients(rung, kind):
+    """`out.sum().backward()` gives strides (0, 0, 0); others repeat a head or a row."""
+
+    def change(tensors):
+        grad = tensors["grad_out"]
+        part = {"sum": grad[:1, :1, :1], "mean_of_heads": grad[:, :1], "one_row": grad[:1]}[kind]
+        return tensors | {"grad_out": part.expand_as(grad)}
+
+    check(RUNGS[rung], Case("expanded", (65, 0, 40)), torch.bfloat16, change=change)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_strided_sin_and_cos(rung):
+    """Halves of one tensor, as positions are often stored, in the dtype of q."""
+    case = Case("halves", (65, 3), rotary=True)
+    tensors, options = case.tensors(torch.bfloat16), case.options()
+    plain = tuple(t.bfloat16() for t in options["rotary"])
+    halves = torch.cat(plain, 1).split(32, dim=1)
+    expected = results(RUNGS[rung], tensors, options | {"rotary": plain})
+    for name, a, b in zip(
+        NAMES, results(RUNGS[rung], tensors, options | {"rotary": halves}), expected, strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("rotary", (False, True))
+@pytest.mark.parametrize("rung", RUNGS)
+def test_neighbours_do_not_leak(rung, rotary):
+    """Other blocks hold NaN, infinities, large values: this one's results are bitwise equal."""
+    case = Case("neighbours", (5, 70, 64, 3), num_heads=2, num_heads_k=1, rotary=rotary)
+    tensors, options = case.tensors(torch.bfloat16), case.options()
+    before = results(RUNGS[rung], tensors, options)
+    for own in (slice(0, 5), slice(5, 69), slice(69, 75), slice(139, 142)):
+        for poison in (float("nan"), float("inf"), -3e38):
+
+            def poisoned(tensor, own=own, poison=poison):
+                changed = torch.full_like(tensor, poison)
+                changed[own] = tensor[own]
+                return changed
+
+            changed = {
+                name: tensor if name == "cu_seqlens" else poisoned(tensor)
+                for name, tensor in tensors.items()
+            }
+            turns = tuple(map(poisoned, options["rotary"])) if rotary else None
+            after = results(RUNGS[rung], changed, options | {"rotary": turns})
+            for name, a, b in zip(NAMES, after, before, strict=True):
+                assert torch.equal(a[own], b[own]), name
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "grad_out"))
+@pytest.mark.parametrize("rung", RUNGS)
+def test_own_nan_stays_visible(rung, name):
+    """A NaN of the block's own reaches what depends on it, and nothing else."""
+    case = Case("nan", (6, 70))
+    tensors = case.tensors(torch.bfloat16)
+    tensors[name][2, 0, 3] = float("nan")
+    out, dq, dk, dv = results(RUNGS[rung], tensors, case.options())
+    reached = {
+        "q": (out[2, 0], dq[2, 0], dk[:6, 0], dv[:6, 0]),
+        "k": (out[:6, 0], dq[:6, 0], dk[:6, 0], dv[:6, 0]),
+        "v": (out[:6, 0, 3], dq[:6, 0], dk[:6, 0]),
+        "grad_out": (dq[2, 0], dk[:6, 0], dv[:6, 0, 3]),
+    }[name]
+    assert all(part.isnan().all() for part in reached)
+    for result in (out, dq, dk, dv):
+        assert result[6:].isfinite().all() and result[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_one_token(rung):
+    """P is 1 whatever the score: out is v, dv is grad_out, dq and dk vanish. One tile gets an exact
+    zero; v0 subtracts two sums of the same products in different orders."""
+    case = Case("one", (1,))
+    tensors = case.tensors(torch.bfloat16)
+    out, dq, dk, dv = results(RUNGS[rung], tensors, case.options())
+    assert torch.equal(out, tensors["v"]) and torch.equal(dv, tensors["grad_out"])
+    limit = 1e-4 if rung == "v0_flash" else 0
+    assert dq.abs().max() <= limit and dk.abs().max() <= limit
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_results_are_written_whole(rung, monkeypatch):
+    """Memory is full of NaN before the call, and every element is finite after it."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor,
+        "new_empty",
+        lambda self, *shape, **options: empty(self, *shape, **options).fill_(float("nan")),
+    )
+    case = CASES[0]
+    for name, result in zip(
+        NAMES, results(RUNGS[rung], case.tensors(torch.bfloat16), case.options()), strict=True
+    ):
+        assert result.isfinite().all(), name
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_deterministic(rung):
+    case = Case("twice", (65, 130), num_heads=4, num_heads_k=2, rotary=True, rotate_v=True)
+    tensors, options = case.tensors(torch.float16), case.options()
+    first, second = (results(RUNGS[rung], tensors, options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("rung", ("v1_one_tile", "v2_slab"))
+def test_backward_needs_nothing_of_forward(rung):
+    case = Case("saved", (65, 3))
+    tensors = case.tensors(torch.bfloat16)
+    _, *others = tensors.values()
+    with kernels_run():
+        assert RUNGS[rung].forward(*others, **case.options())[1] == ()
+
+
+V1_CONFIGS = (
+    {"heads_inner": True, "WIDTH": 64},
+    {"WIDTH": 32, "heads_inner": True},
+    {"WIDTH": 16, "num_warps": 8},
+)
+
+
+@pytest.mark.parametrize("config", V1_CONFIGS, ids=str)
+def test_any_v1_config(config):
+    case = Case("config", (130, 0, 5), num_heads=4, num_heads_k=2, head_dim=48, rotary=True)
+    check(v1_one_tile, case, torch.bfloat16, config=v1_one_tile.Config(**config))
+
+
+V2_CONFIGS = (
+    {"heads_per_program": 2, "programs_per_sm": 1},
+    {"heads_per_program": 4, "slabs_per_program": 1},
+    {"slabs_per_program": 3, "num_stages": 3},
+    {"heads_per_program": 2, "slabs_per_program": 100, "num_stages": 1},
+)
+
+
+@pytest.mark.parametrize("config", V2_CONFIGS, ids=str)
+def test_any_v2_config_gives_the_same_result(config):
+    case = Case("config", (130, 0, 5, 200), num_heads=4, num_heads_k=2, rotary=True)
+    tensors, options = case.tensors(torch.bfloat16), case.options()
+    plain = results(v2_slab, tensors, options)
+    other = results(v2_slab, tensors, options, config=v2_slab.Config(**config))
+    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+SWITCHES = [field.name for field in dataclasses.fields(eliminations.Config)][:-1]
+
+
+@pytest.mark.parametrize("on", [(), *((name,) for name in SWITCHES), tuple(SWITCHES)], ids=str)
+def test_eliminations(on):
+    case = Case("eliminations", (65, 0, 64, 7), head_dim=64)
+    tensors, options = case.tensors(torch.bfloat16), case.options()
+    del options["rotary"], options["rotate_v"]
+    config = eliminations.Config(**dict.fromkeys(on, True))
+    actual = results(eliminations, tensors, options, config=config)
+    plain = results(v1_one_tile, tensors, case.options())
+    for name, a, b in zip(NAMES, actual, plain, strict=True):
+        if not on:
+            assert torch.equal(a, b), name
+        torch.testing.assert_close(a.float(), b.float(), atol=0.02, rtol=0.02)
+
+
+@settings(deadline=None, max_examples=10)
+@given(data=st.data())
+@pytest.mark.parametrize("rung", RUNGS)
+def test_random_batches_and_options(rung, data):
+    group, heads_k = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1)]))
+    fast = rung == "v2_slab"
+    rotary = data.draw(st.booleans())
+    case = Case(
+        "random",
+        tuple(data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=4))),
+        num_heads=group * heads_k,
+        num_heads_k=heads_k,
+        head_dim=64 if fast else data.draw(st.sampled_from([16, 32, 48, 64])),
+        block_size=64 if fast else data.draw(st.sampled_from([16, 32, 64, 128])),
+        packed=data.draw(st.booleans()),
+        rotary=rotary,
+        rotate_v=rotary and data.draw(st.booleans()),
+    )
+    assume(max(case.seqlens) != 1)  # see test_one_token
+    dtype = data.draw(st.sampled_from(DTYPES if rung == "v1_one_tile" else DTYPES[:2]))
+    check(RUNGS[rung], case, dtype, seed=data.draw(st.integers(0, 2**16)))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device and 20 GB")
+@pytest.mark.parametrize("rung", RUNGS)
+def test_offsets_beyond_32_bits(rung):
+    """A first sequence so long that the second one starts beyond 2**31 elements."""
+    tokens = 2**31 // 256 + 1000
+    last = Case("last", (5,), head_dim=128)
+    tensors = last.tensors(torch.bfloat16)
+    expected = results(RUNGS[rung], tensors, last.options())
+    far = {"cu_seqlens": torch.tensor([0, tokens, tokens + 5], dtype=torch.int32, device=DEVICE)}
+    for name in ("grad_out", "q", "k", "v"):
+        far[name] = torch.zeros(tokens + 5, 2, 128, dtype=torch.bfloat16, device=DEVICE)
+        far[name][tokens:] = tensors[name]
+    far = {name: far[name] for name in tensors}
+    for name, a, b in zip(NAMES, results(RUNGS[rung], far, last.options()), expected, strict=True):
+        assert torch.equal(a[tokens:], b), name
