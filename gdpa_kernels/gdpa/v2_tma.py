@@ -114,14 +114,14 @@ def forward(
     config: Config | None = None,
 ) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated."""
-    total, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     batch = cu_seqlens_k.numel() - 1
-    rows = total if cu_seqlens_q is not None else batch * total
+    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
     out = q.new_empty(rows, num_heads, head_dim)
     config = config or default_config(head_dim, q.dtype, max_seqlen_k)
     out_desc = ragged_descriptor(out, config.BLOCK_M)
     launch(
-        tma_kernel, (-(-max_seqlen_q // config.BLOCK_M) * num_heads * batch,), q.device,
+        tma_kernel, (triton.cdiv(max_seqlen_q, config.BLOCK_M) * num_heads * batch,), q.device,
         ragged_descriptor(q, config.BLOCK_M), ragged_descriptor(k, config.BLOCK_N),
         ragged_descriptor(v, config.BLOCK_N), out_desc, cu_seqlens_q, cu_seqlens_k,
         max_seqlen_q, scale, output_scale,

@@ -140,12 +140,12 @@ def work_list(
     if capacity == 0:
         return WorkList(cu_seqlens_k.new_zeros(1, WIDTH.value), 0)
     entries = torch.empty(1 + capacity, WIDTH.value, dtype=torch.int32, device=device)
-    own = 8
+    own = 4
     launch(
         work_list_kernel, (triton.cdiv(batch, own),), device,
         cu_seqlens_q, cu_seqlens_k, entries, batch, max_seqlen_q, rows_per_item,
         triton.cdiv(max_seqlen_q, rows_per_item) * num_heads, num_programs,
-        NUM_HEADS=num_heads, BLOCK_N=block_n, OWN=own, OTHERS=1024, ENTRIES=32, num_warps=8,
+        NUM_HEADS=num_heads, BLOCK_N=block_n, OWN=own, OTHERS=2048, ENTRIES=16, num_warps=4,
     )  # fmt: skip
     return WorkList(entries, capacity)
 
