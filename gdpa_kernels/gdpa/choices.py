@@ -88,8 +88,8 @@ def render(choices: Iterable[Choice]) -> str:
 
 
 def from_records(data_dir: str | Path) -> tuple[Choice, ...]:
-    """The table that the records make: of each shape, the newest record that compared
-    implementations on it; several workloads of one shape count together."""
+    """The table that the records make: of each shape, the record that compared most implementations
+    on it, the newest of several; workloads of one shape count together."""
     import pandas as pd
 
     from gdpa_kernels import ladder, record, results, system
@@ -124,7 +124,11 @@ def from_records(data_dir: str | Path) -> tuple[Choice, ...]:
             )
     choices = []
     for shape in sorted(found):
-        run = max(found[shape])
-        times = pd.concat(found[shape][run], axis=1).dropna().sum(axis=1)
+        totals = {
+            run: pd.concat(columns, axis=1).dropna().sum(axis=1)
+            for run, columns in found[shape].items()
+        }
+        run = max(totals, key=lambda run: (len(totals[run]), run))
+        times = totals[run]
         choices.append(Choice(*shape, tuple(times.sort_values().index), run))
     return tuple(choices)

@@ -104,6 +104,7 @@ def _blocks(stages: int, **config: int) -> tuple[tuple[str, int], ...]:
 
 LONG = ((200, 0, 130), (300, 17, 200))
 SHORT = ((200, 0, 130, 300), (250, 17, 200, 256))
+SINGLE = ((300, 0, 130, 200), (60, 17, 64, 50))  # one block of keys: Q is what orders the roles
 PERSISTENT = partial(
     hopper.attention, f"{hopper.LOOPING[0]}.py", hopper.LOOPING[1],
     head_dim=64, dtype=torch.float16, sms=1,
@@ -168,9 +169,17 @@ SUBJECTS = {
         "v5_pingpong", "pipelined_kernel", RungLaunch(*LONG, _blocks(2, turns=True))
     ),
     "v6a_persistent": _rung(
-        "v6a_persistent", "persistent_pipeline_kernel", RungLaunch(*LONG, _blocks(2))
+        "v6a_persistent",
+        "persistent_pipeline_kernel",
+        RungLaunch(*LONG, _blocks(2)),
+        RungLaunch(*SINGLE, _blocks(2)),
     ),
-    "v6b_stream": _rung("v6b_stream", "stream_kernel", RungLaunch(*LONG, _blocks(2))),
+    "v6b_stream": _rung(
+        "v6b_stream",
+        "stream_kernel",
+        RungLaunch(*LONG, _blocks(2)),
+        RungLaunch(*SINGLE, _blocks(2)),
+    ),
     "v6_short_kv": _rung(
         "v6_short_kv",
         "short_kv_kernel",
@@ -255,10 +264,37 @@ HARMLESS = {
             _IMPLIED_BY_V
         ),
     },
+    "v6a_persistent": {
+        "183: barrier_arrive(k_empty[stage]) before s = async_dot_wait(1, s) of line 182": (
+            _IMPLIED_BY_V
+        ),
+        "198: out[role] -> next": _OWN_BUFFERS,
+        "200: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "200: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+    },
+    "v6b_stream": {
+        "111: drop barrier_wait(k_empty[kv % NUM_STAGES], kv // NUM_STAGES & 1 ^ 1)": (
+            _IMPLIED_BY_V
+        ),
+        "172: barrier_arrive(k_empty[stage]) before s = async_dot_wait(1, s) of line 171": (
+            _IMPLIED_BY_V
+        ),
+        "195: barrier_arrive(k_empty[stage]) before s = async_dot_wait(1, s) of line 194": (
+            _IMPLIED_BY_V
+        ),
+        "201: out[role] -> next": _OWN_BUFFERS,
+        "205: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "205: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+    },
     "v6_short_kv": {
-        "276: out[role] -> next": _OWN_BUFFERS,
-        "280: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "280: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "255: out[role] -> next": _OWN_BUFFERS,
+        "259: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "259: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+    },
+    "v8_own_waits": {
+        "278: out[role] -> next": _OWN_BUFFERS,
+        "282: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "282: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
 }
 
