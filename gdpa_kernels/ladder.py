@@ -41,9 +41,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _module(impl: str) -> ModuleType:
+def _module(impl: str, operator: str = "gdpa") -> ModuleType:
     """The module of an implementation; an import that failed is tried again."""
-    return importlib.import_module(f"gdpa_kernels.gdpa.{impl}")
+    return importlib.import_module(f"gdpa_kernels.{operator}.{impl}")
 
 
 @dataclass(frozen=True)
@@ -116,22 +116,23 @@ class Requires:
 
 @dataclass(frozen=True)
 class Rung:
-    """One implementation on the ladder."""
+    """One implementation on the ladder of its operator."""
 
     impl: str
     title: str
     idea: str
     predecessor: str | None
     requires: Requires
+    operator: str = "gdpa"
 
     @property
     def path(self) -> Path:
         """Its source file."""
-        return PACKAGE / "gdpa" / f"{self.impl}.py"
+        return PACKAGE / self.operator / f"{self.impl}.py"
 
     def module(self) -> ModuleType:
         """Its module, imported when first asked for."""
-        return _module(self.impl)
+        return _module(self.impl, self.operator)
 
     def config(
         self,
@@ -245,20 +246,58 @@ RUNGS: tuple[Rung, ...] = (
 )
 
 
-_BY_IMPL = {rung.impl: rung for rung in (REFERENCE, *RUNGS)}
+BLOCK_REFERENCE = Rung(
+    "reference",
+    "the definition",
+    "Whole blocks at once, in the dtype of its arguments.",
+    None,
+    Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
+    operator="block_attention",
+)
+
+BLOCK_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "v0_flash",
+        "FlashAttention-2 on this mask",
+        "Key loop, online softmax, log-sum-exp, delta, two backward kernels.",
+        None,
+        Requires(capability=(8, 0), head_dim_multiple=16),
+        operator="block_attention",
+    ),
+    Rung(
+        "v1_one_tile",
+        "a block is one tile",
+        "Nothing is left to carry from tile to tile, nor to save for backward.",
+        "v0_flash",
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, head_dim_multiple=16),
+        operator="block_attention",
+    ),
+    Rung(
+        "v2_slab",
+        "all heads of a block",
+        "Programs walk slabs of memory; the copy engine addresses and clips.",
+        "v1_one_tile",
+        Requires(capability=(9, 0), head_dim_multiple=8, head_dim_max=128, aligned=True),
+        operator="block_attention",
+    ),
+)
+
+LADDERS = {"gdpa": (REFERENCE, *RUNGS), "block_attention": (BLOCK_REFERENCE, *BLOCK_RUNGS)}
+_BY_IMPL = {(rung.operator, rung.impl): rung for rungs in LADDERS.values() for rung in rungs}
 
 
-def impls() -> list[str]:
-    """The names accepted as `impl=` besides "auto"."""
-    return [REFERENCE.impl, *(rung.impl for rung in RUNGS)]
+def impls(operator: str = "gdpa") -> list[str]:
+    """The names that an operator accepts as `impl=` besides "auto"."""
+    return [rung.impl for rung in LADDERS[operator]]
 
 
-def rung(impl: str) -> Rung:
+def rung(impl: str, operator: str = "gdpa") -> Rung:
     """The rung of that name. Raises ValueError naming the ones there are."""
-    found = _BY_IMPL.get(impl)
+    found = _BY_IMPL.get((operator, impl))
     if found is not None:
         return found
-    raise ValueError(f"impl must be 'auto' or one of {', '.join(impls())}, got {impl!r}")
+    known = ", ".join(impls(operator))
+    raise ValueError(f"impl must be 'auto' or one of {known}, got {impl!r}")
 
 
 class Availability(NamedTuple):
@@ -268,48 +307,52 @@ class Availability(NamedTuple):
     reason: str
 
 
-def availability(impl: str, device: torch.device | str | None = None) -> Availability:
+def availability(
+    impl: str, device: torch.device | str | None = None, operator: str = "gdpa"
+) -> Availability:
     """Whether `impl` runs on `device`: by default the first GPU, or the CPU where there is none."""
     if device is None:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    requires = rung(impl).requires
+    requires = rung(impl, operator).requires
     problem = requires.of_device(device)
     if problem is not None:
         return Availability(False, problem)
     if requires.capability is not None:
         try:
-            rung(impl).module()
+            rung(impl, operator).module()
         except Exception as error:
             return Availability(False, f"importing it failed: {type(error).__name__}: {error}")
     where = "in the emulator" if requires.capability and device.type == "cpu" else f"on {device}"
     return Availability(True, f"runs {where}")
 
 
-def diff(impl: str, context: int = 2) -> str:
+def diff(impl: str, context: int = 2, operator: str = "gdpa") -> str:
     """What changed from the predecessor's file to this rung's, as a unified diff."""
-    current = rung(impl)
+    current = rung(impl, operator)
     if current.predecessor is None:
         raise ValueError(f"impl must have a predecessor to differ from, got {impl!r}")
-    before = rung(current.predecessor)
+    before = rung(current.predecessor, operator)
     return "".join(
         difflib.unified_diff(
             before.path.read_text().splitlines(keepends=True),
             current.path.read_text().splitlines(keepends=True),
-            fromfile=f"gdpa/{before.path.name}",
-            tofile=f"gdpa/{current.path.name}",
+            fromfile=f"{operator}/{before.path.name}",
+            tofile=f"{operator}/{current.path.name}",
             n=context,
         )
     )
 
 
-def changed_lines(impl: str) -> int:
+def changed_lines(impl: str, operator: str = "gdpa") -> int:
     """Lines of code added plus removed against the predecessor, docstrings and blank lines
     aside."""
-    current = rung(impl)
+    current = rung(impl, operator)
     if current.predecessor is None:
         return 0
-    before, after = (_code_lines(r.path) for r in (rung(current.predecessor), current))
+    before, after = (
+        _code_lines(path) for path in (rung(current.predecessor, operator).path, current.path)
+    )
     changes = difflib.ndiff(before, after)
     return sum(line[:2] in ("+ ", "- ") for line in changes)
 

@@ -742,43 +742,6 @@ figures.provenance([recorded.id], data_dir=Path(data_dir))
 # other: the tensor core adds in an order, and with an accumulator, that nobody documents, and the
 # special functions of the GPU are approximations. The third prediction holds, on Hopper.
 #
-# ## Evidence 4: the hardware's own tools
-#
-# NVIDIA's compute-sanitizer watches a kernel on the GPU: *memcheck* its addresses, *synccheck* its
-# barriers, *racecheck* its shared memory. The same command runs all three on small ragged launches
-# of every rung that is a kernel, and on `empty_tasks`, a kernel of two tasks that do nothing.
-
-# %% tags=["remove-cell"]
-tools = results.notebook_table(recorded, "sanitizer")
-assert list(tools.columns) == ["impl", "tool", "errors", "warnings", "elsewhere"]
-counts = tools.pivot(index="impl", columns="tool", values=["errors", "elsewhere"])
-order = list(dict.fromkeys(tools["impl"]))
-said = pd.DataFrame(
-    {
-        "kernel": order,
-        "memcheck": [int(counts["errors", "memcheck"][impl]) for impl in order],
-        "synccheck": [int(counts["errors", "synccheck"][impl]) for impl in order],
-        "racecheck": [int(counts["errors", "racecheck"][impl]) for impl in order],
-        "racecheck, in the body": [int(counts["elsewhere", "racecheck"][impl]) for impl in order],
-    }
-)
-assert (said[["memcheck", "synccheck", "racecheck, in the body"]] == 0).all(axis=None)
-specialized = said[said["kernel"].str.match(r"v[4-9]|empty")]
-assert (specialized["racecheck"] > 0).all(), "the text: all of them, the empty one included"
-assert (said.drop(specialized.index)["racecheck"] == 0).all()
-
-# %% tags=["remove-input"]
-figures.show_table(said)
-
-# %% [markdown]
-# No bad address and no misused barrier. Racecheck finds nothing in the body of any kernel, and in
-# every kernel with tasks one pair of accesses per launch at the line of its `def`, in the one whose
-# tasks are empty too. In the machine code the pair is a store and a load of one byte per warp that
-# says which task the warp takes next: the compiler adds both, and orders them by hardware barriers
-# that the warps of the two sides reach at different instructions. The tool has no notion of tasks;
-# the emulator has nothing else, but cannot see what the compiler adds. Each covers the other's
-# blind spot.
-#
 # ## The surprise: what it found without being asked
 #
 # These kernels are shipped as examples of how to do it. We ran them to test the emulator, and for a
