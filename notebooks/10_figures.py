@@ -535,14 +535,14 @@ figures.show_table(
 # small device operations, and its call costs more than twice its kernel on full batches of 256
 # tokens; {doc}`chapter 9 <09_v3_persistent>` takes that apart. The whole call of v8 is
 # {glue:text}`call_least:.2f` to {glue:text}`call_most:.2f` times as fast as v2's. Where sequences
-# have at most 256 tokens, {glue:text}`part_least:.0f` to {glue:text}`part_most:.0f` % of it is not the
-# kernel. On full self-attention of 2,048 tokens the kernels themselves scatter by more than the
+# have at most 256 tokens, {glue:text}`part_least:.0f` to {glue:text}`part_most:.0f` % of it is not
+# the kernel. On full self-attention of 2,048 tokens the kernels themselves scatter by more than the
 # difference, which may even come out negative.
 #
 # `impl="auto"` takes its order from the record of this chapter: for each shape measured,
 # `python -m gdpa_kernels choices` writes the rungs that passed their check into
-# `gdpa_kernels/gdpa/choices.csv`, by their time. A call gets the order of the nearest shape, and the
-# first rung in it that supports the call.
+# `gdpa_kernels/gdpa/choices.csv`, by their time. A call gets the order of the nearest shape, and
+# the first rung in it that supports the call.
 #
 # ## Other machines
 #
