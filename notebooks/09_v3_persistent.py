@@ -756,9 +756,10 @@ figures.glue_number("v3_gone_max", max(gone))
 # v3 stays on the ladder although it does not pay on the published workloads. What it lacks is not
 # balance: it still does one thing after another, within a tile and between two tiles. A persistent
 # kernel becomes worth its list when the first loads of the next tile can run during the last
-# product of this one, and that needs warps that do nothing but load. Its list, its loop and its
-# schedule are what such a kernel starts from: `v6_short_kv`, described at the top of
-# `gdpa_kernels/gdpa/v6_short_kv.py` and measured in {doc}`10_figures`.
+# product of this one, and that needs warps that do nothing but load. {doc}`13_v4_warp_specialized`
+# makes them, {doc}`14_v5_pingpong` orders their products, and {doc}`15_v6_short_kv` takes up the
+# list, the loop and the schedule of this chapter; the last rung of that line is in
+# {doc}`18_v8_own_waits`.
 #
 # ## Exercises
 #

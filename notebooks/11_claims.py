@@ -81,7 +81,11 @@ for status in STATUSES:
 # kernel; ours is `v1_tiled`, a fused Triton kernel without TMA, persistence and warp
 # specialisation. The published baseline CUTLASS FMHA is a kernel for Blackwell; ours is cuDNN, the
 # dense one where the batch is dense and the ragged one where it is not. Both compute softmax.
-# FlashAttention-4 was not installed on our machine, so the claims against it are open.
+#
+# FlashAttention-4 is itself: the package flash-attn-4, pre-release 4.0.0b36, which one installs
+# before `make measure`. But it has a kernel for Blackwell, which the publication timed on a B200,
+# and another path for Hopper, which is what our record holds. It computes softmax too and is
+# compared on time alone.
 
 # %% tags=["remove-input"]
 summary = ledger.groupby(["operator", "status"]).size().unstack(fill_value=0)
@@ -173,77 +177,132 @@ figures.provenance(used)
 
 # %% tags=["remove-cell"]
 assert (measured["ours_gpu"] != "").all() and not measured["hardware"].str.contains("H200").any()
-absent = rows[rows["impl"] == "fa4"]
-assert absent["failure"].str.contains("not installed").all(), "the text: FA4 was not installed"
 kernels = rows[(rows["scope"] == "kernel") & (rows["variant"] == "") & rows["correct"].eq(True)]
 kernels = kernels.drop_duplicates(["workload", "impl"])
 times = kernels.pivot(index="workload", columns="impl", values="time_us_p50")
+assert "fa4" in times, (
+    "the text compares with FlashAttention-4, and the newest record has no time of it: "
+    "`pip install flash-attn-4==4.0.0b36`, then `make measure NOTEBOOKS=10`"
+)
 rungs = [name for name in times.columns if re.match(r"v[1-9]", name)]
 best = times[rungs].min(axis=1)
 half = [n for n in FIGURES["gdpa-self-fwd-half"] if "dense" in n]
 over_ragged = (times["cudnn_varlen"] / best)[half]
 over_flash = (times["fa2_varlen"] / best)[half]
+over_peers = (times[["fa2_varlen", "fa4", "cudnn_varlen"]].min(axis=1) / best)[half]
 half_claim = results.one(ledger, id="gdpa-self-fwd-half-over-fmha")
 shares = kernels.set_index(["workload", "impl"])["percent_of_roofline"]
 rate_claim = results.one(ledger, id="gdpa-forward-peak")
 triton_claim = results.one(ledger, id="gdpa-forward-over-triton")
 dense_claim = results.one(ledger, id="gdpa-self-fwd-full-over-fmha")
 cross_claim = results.one(ledger, id="gdpa-cross-fwd-full-over-fmha")
+short_claim = results.one(ledger, id="gdpa-forward-over-fa4")
+busy_claim = results.one(ledger, id="gdpa-tensor-core-utilisation")
 over_dense = (times["cudnn"] / best).dropna()
+published_names = [
+    n for figure in ("self-fwd-full", "self-fwd-half", "cross-fwd-full")
+    for n in FIGURES[f"gdpa-{figure}"] if "jagged" not in n
+]  # fmt: skip
+over_v1 = (times["v1_tiled"] / times[[name for name in rungs if name != "v1_tiled"]].min(axis=1))[
+    published_names
+]
+cross = [n for n in published_names if "cross" in n]
+over_fa4 = (times["fa4"] / best)[published_names]
+over_fa2 = (times["fa2_varlen"] / best)[published_names]
+bound = [n for n in published_names if n.endswith("-2048")]  # their ceiling is the tensor cores'
+busiest = shares[rate_claim["ours_workload"], rate_claim["ours_impl"]]
 
 assert half_claim["ours"] == over_ragged.max() and half_claim["ours_workload"] == half[0]
-assert over_ragged.is_monotonic_decreasing and over_ragged.iloc[-1] < 1.5
+assert over_ragged.iloc[0] == over_ragged.max() and over_ragged.iloc[-1] < 2
 assert shares[half[0], "cudnn_varlen"] < 20, "the text: the ragged cuDNN is far below its roofline"
-assert dense_claim["ours_workload"].endswith("-256"), "the text: most at 256 tokens"
-assert (over_dense > 0.94).all() and dense_claim["ours"] > 1.02 and cross_claim["ours"] > 1.02
-assert max(dense_claim["ratio"], cross_claim["ratio"]) < 0.8, "the text: smaller than published"
+assert (over_dense > 1).all(), "the text: ahead of the dense cuDNN"
+assert max(dense_claim["ratio"], cross_claim["ratio"]) < 0.9, "the text: smaller than published"
 of_ratios = measured[(measured["kind"] == "speedup") & (measured["id"] != half_claim["id"])]
 assert (of_ratios["ratio"] < 1).all(), "the text: one ratio is larger than published"
-assert (measured["ours_impl"] == "v6_short_kv").all(), "the text: v6 answers every claim"
+answering = sorted(set(measured["ours_impl"]), reverse=True)
+assert answering[0] == "v8_own_waits" and set(answering) <= set(rungs[rungs.index("v6_short_kv") :])
 over_triton = measured[measured["id"].str.contains("over-triton")]
 assert (over_triton["ratio"] < 1).all(), "the text: every gain over Triton is smaller here"
+assert rate_claim["ours_workload"] in bound and busiest < 97, "the text: below 97 %"
+assert short_claim["status"] == "measured" and short_claim["ours_workload"] in cross
+assert (times["fa4"] > 1.1 * times["fa2_varlen"])[cross].all(), "the text: FA4 slower than FA2"
+assert (times["fa4"] > 1.02 * times["cudnn"])[over_dense.index].all(), "the text: cuDNN is stronger"
+long_half = times.loc[half[-2:]]
+assert (long_half["fa4"] < 0.95 * long_half[["fa2_varlen", "cudnn_varlen"]].min(axis=1)).all(), (
+    "the text: on half-full batches from 1,024 on FA4 is the fastest peer"
+)
 
 figures.glue_number("half_ours", half_claim["ours"])
 figures.glue_number("half_published", half_claim["published"])
 figures.glue_number("half_longest", over_ragged.iloc[-1])
-figures.glue_number("half_flash_low", over_flash.min())
-figures.glue_number("half_flash_high", over_flash.max())
+figures.glue_number("half_peers_low", over_peers.min())
+figures.glue_number("half_peers_high", over_peers.max())
 figures.glue_number("ragged_share", shares[half[0], "cudnn_varlen"])
 figures.glue_number("peak_ours", rate_claim["ours"])
 figures.glue_number("peak_published", rate_claim["published"])
-figures.glue_number("peak_share", shares[rate_claim["ours_workload"], rate_claim["ours_impl"]])
+figures.glue_number("peak_share", busiest)
+figures.glue_number("busy_published", busy_claim["published"])
+figures.glue_number("triton_least", over_v1.min())
+figures.glue_text("answering", " and ".join(answering))
+figures.glue_number("fa4_short_ours", short_claim["ours"])
+figures.glue_number("fa4_short_published", short_claim["published"])
+for name, ratios in (("fa4_cross", over_fa4[cross]), ("fa4_all", over_fa4)):
+    figures.glue_number(f"{name}_least", ratios.min())
+    figures.glue_number(f"{name}_most", ratios.max())
+figures.glue_number("fa2_cross_least", over_fa2[cross].min())
+figures.glue_number("fa2_cross_most", over_fa2[cross].max())
+figures.glue_number("cudnn_cross_least", over_dense[cross].min())
+figures.glue_number("cudnn_cross_most", over_dense[cross].max())
 figures.glue_number("triton_ours", triton_claim["ours"])
 figures.glue_number("triton_published", triton_claim["published"])
 figures.glue_number("dense_ours", dense_claim["ours"])
 figures.glue_number("dense_published", dense_claim["published"])
 figures.glue_number("cross_ours", cross_claim["ours"])
 figures.glue_number("cross_published", cross_claim["published"])
+figures.glue_number("dense_workload", int(dense_claim["ours_workload"].rsplit("-", 1)[1]))
 figures.glue_number("dense_least", over_dense.min())
 
 # %% [markdown]
-# Three remarks before anybody quotes a line of this table.
+# Five remarks before anybody quotes a line of this table.
 #
 # **Rates do not travel.** {glue:text}`peak_published:.0f` TFLOP/s on one machine and
 # {glue:text}`peak_ours:.0f` on another compare two machines. What we can say is that ours is
 # {glue:text}`peak_share:.0f` % of the measured roofline of this one; the ceiling of the other was
-# not published.
+# not published. The published {glue:text}`busy_published:.0f` % of busy tensor cores may be such a
+# share, or a share of cycles; without a definition the two percentages cannot be compared, and that
+# claim stays below, among those that are not comparable.
 #
-# **The gain over Triton is smaller here**, {glue:text}`triton_ours:.2f` against
-# {glue:text}`triton_published:.1f`, and both ends of the ratio differ. The best rung,
-# `v6_short_kv`, which answers every claim of this table, has the ideas of the published kernel:
-# roles for warps, products beside activations, overlap across tiles. But `v1_tiled` is tuned, and a
-# Hopper SM has other proportions than a Blackwell SM. The same holds against FMHA. On dense batches
-# the best rung is level with cuDNN or ahead of it, at its best by {glue:text}`dense_ours:.2f` on
-# full self-attention, at 256 tokens, and by {glue:text}`cross_ours:.2f` on cross-attention, where
-# {glue:text}`dense_published:.2f` and {glue:text}`cross_published:.2f` were published; at its worst
-# the ratio is {glue:text}`dense_least:.2f`.
+# **The gain over Triton is smaller here**, at most {glue:text}`triton_ours:.2f` against
+# {glue:text}`triton_published:.1f`, at least {glue:text}`triton_least:.2f` on the published
+# workloads, and both ends of the ratio differ. What answers this table, {glue:text}`answering`, has
+# the ideas of the published kernel: roles for warps, products beside activations, overlap across
+# tiles. But `v1_tiled` is tuned, and a Hopper SM
+# has other proportions than a Blackwell SM.
+#
+# **The same holds against FMHA.** On dense batches the best rung is ahead of cuDNN, by
+# {glue:text}`dense_ours:.2f` at most on full self-attention, at {glue:text}`dense_workload:.0f`
+# tokens, and by {glue:text}`cross_ours:.2f` on cross-attention, where
+# {glue:text}`dense_published:.2f` and {glue:text}`cross_published:.2f` were published; the least
+# ratio is {glue:text}`dense_least:.2f`.
+#
+# **FlashAttention-4 is not the strong peer on this machine.** On 256 keys ours is up to
+# {glue:text}`fa4_short_ours:.2f` times as fast, where {glue:text}`fa4_short_published:.1f` was
+# published ({glue:text}`fa4_cross_least:.2f` to {glue:text}`fa4_cross_most:.2f` over the four
+# lengths, {glue:text}`fa4_all_least:.2f` to {glue:text}`fa4_all_most:.2f` over all published
+# workloads). Neither number checks the other: the published one was measured on a B200, with
+# another kernel under the same name. On the same cross-attention FlashAttention-2 is faster than
+# this pre-release on Hopper, and ours is {glue:text}`fa2_cross_least:.2f` to
+# {glue:text}`fa2_cross_most:.2f` times as fast as it. cuDNN is faster still, as it is on every
+# dense batch, and there the quotient is {glue:text}`cudnn_cross_least:.2f` to
+# {glue:text}`cudnn_cross_most:.2f`: that is the comparison to quote. Only on half-full batches from
+# 1,024 tokens on is FlashAttention-4 the fastest of the peers that take them.
 #
 # **The one large ratio is a weak baseline.** In the half-filled chart ours is
 # {glue:text}`half_ours:.1f`, above the published {glue:text}`half_published:.2f`. A maximum finds
 # the weakest rival: at length 256 the ragged cuDNN reaches {glue:text}`ragged_share:.0f` % of its
-# roofline. At 2048 the same ratio is {glue:text}`half_longest:.2f`. Against FlashAttention-2 it is
-# {glue:text}`half_flash_low:.2f` to {glue:text}`half_flash_high:.2f` at all four lengths. Those are
-# the numbers to remember.
+# roofline. At 2048 the same ratio is {glue:text}`half_longest:.2f`. Against the best of the three
+# peers at each length it is {glue:text}`half_peers_low:.2f` to {glue:text}`half_peers_high:.2f`.
+# Those are the numbers to remember.
 
 # %% tags=["remove-input"]
 shown = pd.DataFrame(
@@ -252,6 +311,7 @@ shown = pd.DataFrame(
         "best rung (µs)": best[half].to_numpy(),
         "cuDNN ragged / best rung": over_ragged.to_numpy(),
         "FlashAttention-2 / best rung": over_flash.to_numpy(),
+        "FlashAttention-4 / best rung": over_fa4[half].to_numpy(),
     }
 )
 shown["workload"] = shown["workload"].map(TIGHT.format)

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from gdpa_kernels import claims
+from gdpa_kernels import claims, ladder
+from gdpa_kernels import results as real_results
 from gdpa_kernels.claims import ClaimError, load, published_figures, published_value
 from gdpa_kernels.workload import FIGURES, WORKLOADS
 
@@ -146,6 +147,14 @@ def test_only_forward_gdpa_claims_are_answered_by_the_records_for_now():
     for figure in ("gdpa-self-fwd-full", "gdpa-self-fwd-half", "gdpa-cross-fwd-full"):
         for suffix in ("over-triton", "over-fmha", "over-fa4", "rate"):
             assert BY_ID[f"{figure}-{suffix}"].ours is not None
+
+
+def test_selectors_reach_every_rung():
+    fused = {rung.impl for rung in ladder.RUNGS} - {"v0_eager"}
+    for claim in CLAIMS:
+        if claim.ours is not None:
+            found = {n for n in fused if any(claims.fnmatchcase(n, p) for p in claim.ours.impl)}
+            assert found == (fused - {"v1_tiled"} if "v1_tiled" in claim.ours.baseline else fused)
 
 
 def test_every_plotted_speedup_has_a_claim():
@@ -321,6 +330,15 @@ def test_claims_without_a_selector_keep_their_status():
         if claim.ours is None:
             assert table.loc[claim.id, "status"] == claim.status
             assert math.isnan(table.loc[claim.id, "ours"])
+
+
+def test_the_records_of_the_repository_answer_every_selector():
+    table = claims.ledger(real_results.table(ROOT / "data", system="h200"), claims=CLAIMS)
+    answered = table[table["id"].isin([claim.id for claim in CLAIMS if claim.ours is not None])]
+    assert set(answered["status"]) == {"measured"}
+    over_fa4 = answered[answered["id"].str.endswith("-over-fa4")]
+    assert len(over_fa4) == 4 and set(over_fa4["ours_baseline"]) == {"fa4"}
+    assert not over_fa4["hardware"].str.contains("H200").any()
 
 
 def test_ratios_never_mix_systems():
