@@ -27,6 +27,7 @@ RUNG_COLOURS = (
     "#c0609a",
     "#b8860b",
     "#0072b2",
+    "#5b8a00",
 )
 """Colour of rung v0, v1, ...: hues of Okabe and Ito, at least 3:1 on white and on black."""
 
