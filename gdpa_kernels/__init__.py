@@ -1,6 +1,8 @@
 """Attention kernels of recommendation models, and what measures them; importing touches no GPU."""
 
+from gdpa_kernels.block_attention.api import block_attention
+from gdpa_kernels.block_attention.modules import BlockAttention
 from gdpa_kernels.gdpa.api import gdpa
 
-__all__ = ["gdpa"]
+__all__ = ["BlockAttention", "block_attention", "gdpa"]
 __version__ = "0.1.0"

@@ -214,7 +214,7 @@ def forward(
     schedule: BlockList | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v: the
-    output, the log-sum-exp fp32 `[num_heads_q, total]`, and with rotary q, k and v rotated.
+    output, the log-sum-exp fp32 `[num_heads_q, total]`, and what was rotated of q, k and v.
 
     Arguments as `block_attention`, already validated. `schedule` is `block_list_of`'s for the same
     sequences; None asks for it here.
@@ -222,10 +222,9 @@ def forward(
     total, num_heads, head_dim = q.shape
     rotated = ()
     if rotary is not None:
-        turned_v = v if rotate_v else None
-        q, k, turned_v = rotate_tensors(q, k, turned_v, rotary)
+        q, k, turned_v = rotate_tensors(q, k, v if rotate_v else None, rotary)
+        rotated = (q, k, turned_v) if rotate_v else (q, k)
         v = turned_v if rotate_v else v
-        rotated = (q, k, v)
     out = q.new_empty(q.shape)
     lse = q.new_empty(num_heads, total, dtype=torch.float32)
     config = config or default_config(head_dim, block_size)
@@ -241,6 +240,15 @@ def forward(
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out, (out, lse, *rotated)
+
+
+def empty_saved(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: bool, rotate_v: bool
+) -> tuple[torch.Tensor, ...]:
+    """What `forward` saves after the output: the shapes and dtypes, without values."""
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    rotated = (q, k, v) if rotary and rotate_v else (q, k) if rotary else ()
+    return lse, *(tensor.new_empty(tensor.shape) for tensor in rotated)
 
 
 def backward(
@@ -261,7 +269,8 @@ def backward(
     """(dq, dk, dv), shaped as q, k, v and contiguous; the same options as `forward`."""
     out, lse = saved[:2]
     if rotary is not None:
-        q, k, v = saved[2:]
+        q, k, *turned_v = saved[2:]
+        v = turned_v[0] if rotate_v else v
     total, num_heads, head_dim = q.shape
     num_heads_k = k.shape[1]
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
