@@ -36,3 +36,12 @@ def test_exercises_have_answers(page):
     assert sorted(labels) == sorted(answers)
     if page.name[:2] in ("06", "07", "08", "09", "12", "13", "14", "15", "18"):
         assert len(labels) >= 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_of_text_is_taken_for_a_comment(page):
+    """MyST drops a line of prose that begins with a per cent sign, without a word."""
+    cells = re.split(r"^# %%", page.read_text(encoding="utf-8"), flags=re.M)
+    prose = [cell for cell in cells if cell.startswith(" [markdown]")]
+    lines = [line for cell in prose for line in cell.splitlines()[1:]]
+    assert [line for line in lines if re.match(r"#\s*%", line)] == []
