@@ -673,8 +673,9 @@ figures.glue_number(
 
 # %% [markdown]
 # v2 takes {glue:text}`v2_self_us:,.0f` µs on gdpa-self-full-1024,
-# {glue:text}`v2_self_percent:.0f` % of the roofline. cuDNN reaches {glue:text}`v2_cudnn_percent:.0f` %, and it computes a softmax
-# besides. On all {glue:text}`v2_dense:.0f` dense workloads it is ahead,
+# {glue:text}`v2_self_percent:.0f` % of the roofline. cuDNN reaches
+# {glue:text}`v2_cudnn_percent:.0f` %, and it computes a softmax besides. On all
+# {glue:text}`v2_dense:.0f` dense workloads it is ahead,
 # {glue:text}`v2_behind_min:.2f` to {glue:text}`v2_behind_max:.2f` times as fast as v2. Its source
 # is closed; open kernels of its class, such as FlashAttention-3, give different warps different
 # jobs {cite}`shah2024flashattention3`. That is the gap that the later rungs have to close, from

@@ -223,8 +223,9 @@ figures.source("modelled", "coefficients of activation_sequences.py evaluated in
 # ({glue:text}`aa_poly13:.1f` × 10⁻⁵). The published polynomial has the same terms as the one of
 # degree 5. Merely clamped, which costs nothing, it would have been valid everywhere, within
 # {glue:text}`aa_clamped_percent:.0f` % of $|x|$; fitted, within
-# {glue:text}`aa_poly5_percent:.1f` %. And `gelu.tanh3` is nearer to GELU than GELU's usual tanh form: {glue:text}`aa_tanh3:.1f` ×
-# 10⁻⁴ against {glue:text}`aa_usual_cubic:.1f` × 10⁻⁴ of $|x|$, before any instruction rounds.
+# {glue:text}`aa_poly5_percent:.1f` %. And `gelu.tanh3` is nearer to GELU than GELU's usual tanh
+# form: {glue:text}`aa_tanh3:.1f` × 10⁻⁴ against
+# {glue:text}`aa_usual_cubic:.1f` × 10⁻⁴ of $|x|$, before any instruction rounds.
 #
 # ## What the compiler makes of them
 #
