@@ -1,0 +1,452 @@
+"""`block_attention`: check the arguments, choose the implementation, call it through operators of
+PyTorch.
+
+Forward and backward are one operator each, made as gdpa's is (gdpa/api.py): profilers, modes,
+`torch.compile` and `torch.func` see them. A pass that none of them can see, forward or backward,
+goes straight to the rung.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+from gdpa_kernels import ladder
+from gdpa_kernels.gdpa import api as gdpa_api
+
+OPERATOR = "block_attention"
+IMPLS = tuple(ladder.impls(OPERATOR))
+BLOCK_SIZES = (16, 32, 64, 128)
+
+# The order of "auto": the ladder's rungs from the last to the first that saves nothing for
+# backward. It is the order by design, until a table of measured times decides as for gdpa.
+ORDER = ("v2_slab", "v1_one_tile", "reference")
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+def block_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    block_size: int = 64,
+    scale: float | None = None,
+    rotary: Rotary | None = None,
+    rotate_v: bool = False,
+    impl: str = "auto",
+    validate: bool = True,
+) -> torch.Tensor:
+    """Softmax attention inside blocks of consecutive tokens, on a jagged batch; differentiable.
+
+    A sequence is cut into blocks of `block_size` tokens from its start; the last one may be
+    shorter. For each block and head, O = softmax(scale Q K^T) V.
+
+    The gradients of q, k and v need only q, k, v, cu_seqlens, sin and cos, which are all that is
+    kept (impl "v0_flash" also keeps its output, its log-sum-exp and what it rotated). They are
+    deterministic, and have no gradient of their own.
+
+    Under autocast q, k and v are cast to its dtype, fp64 excepted, as for PyTorch's
+    scaled_dot_product_attention; sin and cos stay as they are.
+
+    Args:
+        q: `[total_tokens, num_heads_q, head_dim]`, of any strides.
+        k, v: `[total_tokens, num_heads_k, head_dim]`; num_heads_q must be a multiple of
+            num_heads_k. Query head h uses key head h // (num_heads_q // num_heads_k).
+        cu_seqlens: int32 `[batch + 1]` on q's device: sequence i holds the tokens cu_seqlens[i] up
+            to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary, and so is batch 0.
+        block_size: 16, 32, 64 or 128 tokens.
+        scale: multiplies Q K^T before the softmax; None means head_dim ** -0.5.
+        rotary: (sin, cos), each `[total_tokens, head_dim // 2]`, floating point: the pair (x[2i],
+            x[2i + 1]) of q and k becomes (cos x[2i] - sin x[2i + 1], cos x[2i + 1] + sin x[2i]),
+            rounded to their dtype. Gradients take the transpose; sin^2 + cos^2 = 1 is not assumed.
+            sin and cos get no gradient.
+        rotate_v: rotate v too.
+        impl: a rung's name, "reference", or "auto": the first of v2_slab, v1_one_tile and reference
+            that supports the call. That order is by design, not yet by measurement.
+        validate: check the values of cu_seqlens, which waits for the device once per tensor (the
+            result is remembered until the tensor is modified). False trusts the caller.
+
+    Returns:
+        `[total_tokens, num_heads_q, head_dim]`, in q's dtype, rounded once from fp32.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+        NotImplementedError: an explicit impl does not support the call: what it needs, what it got.
+        RuntimeError: a second derivative, or a forward-mode derivative, is asked for.
+
+    Source: the block attention of the published TLX kernels; see the chapter "What is block
+    attention".
+    """
+    compiling = torch.compiler.is_compiling()
+    _check_types(q, k, v, rotary)
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        q, k, v = _autocast(q, k, v)
+    options = block_size, rotate_v, impl
+    facts = None if compiling else _facts(q, k, v, rotary, *options)
+    rung = None if facts is None else _resolved.get(facts)
+    if rung is None:
+        _check_tensors(q, k, v)
+        _check_options(q, rotary, *options)
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, float | int)):
+        raise TypeError(f"scale must be a float, got {type(scale).__name__}")
+    if compiling or not gdpa_api._is_checked(cu_seqlens, q, q.shape[0]):
+        _check_lengths(q, cu_seqlens, validate and not compiling)
+    if rung is None and facts is not None:
+        if len(_resolved) >= _MOST:
+            _resolved.clear()
+        rung = _resolved[facts] = ladder.rung(resolve(impl, q, k, v, block_size), OPERATOR)
+    sin, cos = (None, None) if rotary is None else rotary
+    if sin is not None and torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
+        name = "sin" if sin.requires_grad else "cos"
+        raise ValueError(
+            f"rotary must not require gradients, which it does not get; got a {name} that does: "
+            f"use {name}.detach()"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    rotate_v = bool(rotate_v)
+    differentiated = compiling or _differentiated(q, k, v, sin, cos)
+    arguments = q, k, v, cu_seqlens, sin, cos, block_size, scale, rotate_v, impl
+    if rung is not None:
+        if differentiated:
+            return _Direct.apply(*arguments, rung)
+        return _rung_forward(rung, *arguments[:-1])[0]
+    if differentiated:
+        return _FORWARD(*arguments)[0]
+    # What the autograd kernel does when nothing is differentiated, without its 10 us of Python.
+    with torch._C._AutoDispatchBelowAutograd():
+        return _FORWARD(*arguments)[0]
+
+
+def resolve(
+    impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int = 64
+) -> str:
+    """The implementation that runs: "auto" resolved, an explicit one checked.
+
+    Raises NotImplementedError if an explicit impl does not support the device or the call.
+    """
+    if impl != "auto":
+        problem = ladder.rung(impl, OPERATOR).requires.of_device(q.device)
+        problem = problem or _problem(impl, q, k, v, block_size)
+        if problem is not None:
+            raise NotImplementedError(f"impl {impl!r} {problem}")
+        return impl
+    for candidate in ORDER:
+        if (
+            ladder.availability(candidate, q.device, OPERATOR).ok
+            and _problem(candidate, q, k, v, block_size) is None
+        ):
+            return candidate
+    raise NotImplementedError(
+        "impl 'auto' needs dtype bfloat16, float16, float32 or float64, "
+        f"got {q.dtype} on {q.device}"
+    )
+
+
+def _problem(impl: str, q, k, v, block_size: int) -> str | None:
+    """Why an implementation cannot take these arguments, or None."""
+    rung = ladder.rung(impl, OPERATOR)
+    problem = rung.requires.of_call(q, k, v)
+    if problem is None:
+        own = getattr(rung.module(), "requires", None)  # what `ladder.Requires` cannot say
+        problem = None if own is None else own(block_size, q, k, v)
+    return problem
+
+
+_MOST = 1024  # entries of `_resolved`; a full one is emptied
+_resolved: dict[tuple, ladder.Rung] = {}
+
+
+def _facts(q, k, v, rotary, block_size, rotate_v, impl) -> tuple | None:
+    """All that the checks of tensors and options and the choice of the rung depend on.
+
+    None where they depend on more (tensors that are not on a GPU: the emulator), or where somebody
+    may see the call of the operator (see gdpa/api.py).
+    """
+    turns = rotary or ()
+    if (
+        not gdpa_api.KNOWN
+        or not q.is_cuda
+        or any(type(tensor) not in gdpa_api._PLAIN for tensor in (q, k, v, *turns))
+        or type(impl) is not str or type(block_size) is not int or type(rotate_v) is not bool
+        or gdpa_api._len_torch_dispatch_stack() or gdpa_api._len_torch_function_stack()
+        or gdpa_api.peek_interpreter_stack() is not None
+        or gdpa_api._get_tracing_state() is not None
+        or gdpa_api._profiler_enabled() or gdpa_api.get_eval_frame_callback() is not None
+    ):  # fmt: skip
+        return None
+    try:
+        return (
+            impl, block_size, rotate_v,
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.shape, k.shape, v.shape,
+            q.stride(), k.stride(), v.stride(),
+            q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
+            *((turn.dtype, turn.device, turn.shape) for turn in turns),
+        )  # fmt: skip
+    except RuntimeError:  # a tensor without strides or memory
+        return None
+
+
+def _autocast(q, k, v):
+    """q, k and v as autocast has them: fp64 excepted, in its dtype."""
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple(
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in (q, k, v)
+    )
+
+
+def _differentiated(*tensors: torch.Tensor | None) -> bool:
+    """Whether a derivative may be wanted: by autograd, or by a transform of torch.func.
+
+    Raises RuntimeError for a forward-mode derivative, which PyTorch would drop without a word.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
+    ):
+        raise RuntimeError(
+            "block_attention has no forward-mode derivative; use the primal of its arguments"
+        )
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _rung_forward(
+    rung: ladder.Rung, q, k, v, cu_seqlens, sin, cos, block_size, scale, rotate_v
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(out, saved) of a rung: saved is empty, or the output and then tensors of the rung's own."""
+    rotary = None if sin is None else (sin, cos)
+    options = {"block_size": block_size, "scale": scale, "rotary": rotary, "rotate_v": rotate_v}
+    with torch._C._DisableAutocast():  # the definition is made of operators that it would change
+        result = rung.module().forward(q, k, v, cu_seqlens, **options)
+    return (result, ()) if rung.impl == "reference" else result
+
+
+def _rung_backward(
+    rung: ladder.Rung, grad_out, q, k, v, cu_seqlens, sin, cos, saved, block_size, scale, rotate_v
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of a rung that saved `saved`."""
+    rotary = None if sin is None else (sin, cos)
+    options = {"block_size": block_size, "scale": scale, "rotary": rotary, "rotate_v": rotate_v}
+    arguments = (grad_out, q, k, v, cu_seqlens)
+    if rung.impl != "reference":
+        arguments = (*arguments, tuple(saved))
+    with torch._C._DisableAutocast():
+        return rung.module().backward(*arguments, **options)
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    sin: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    block_size: int,
+    scale: float,
+    rotate_v: bool,
+    impl: str,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    rung = ladder.rung(resolve(impl, q, k, v, block_size), OPERATOR)
+    out, saved = _rung_forward(rung, q, k, v, cu_seqlens, sin, cos, block_size, scale, rotate_v)
+    return out, list(saved[1:])
+
+
+def _fake_forward(q, k, v, cu_seqlens, sin, cos, block_size, scale, rotate_v, impl):
+    saved = ()
+    if impl != "auto":  # which chooses only what saves nothing
+        module = ladder.rung(impl, OPERATOR).module()
+        if hasattr(module, "empty_saved"):
+            saved = module.empty_saved(q, k, v, sin is not None, rotate_v)
+    return q.new_empty(q.shape), list(saved)
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    sin: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    saved: list[torch.Tensor],
+    block_size: int,
+    scale: float,
+    rotate_v: bool,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rung = ladder.rung(resolve(impl, q, k, v, block_size), OPERATOR)
+    return _rung_backward(
+        rung, grad_out, q, k, v, cu_seqlens, sin, cos, saved, block_size, scale, rotate_v
+    )
+
+
+def _fake_backward(
+    grad_out, q, k, v, cu_seqlens, sin, cos, saved, block_size, scale, rotate_v, impl
+):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.mark_non_differentiable(*output[1])
+    _keep(ctx, inputs, output)
+
+
+def _keep(ctx, inputs, output) -> None:
+    """Save what backward needs; inputs and `output` are the operator's."""
+    q, k, v, cu_seqlens, sin, cos, *ctx.options = inputs
+    out, own = output
+    saved = (out, *own) if own else ()
+    ctx.save_for_backward(q, k, v, cu_seqlens, sin, cos, *saved)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, grad_out, *_) -> tuple:
+    """The gradients of the operator's ten arguments: None for what needs none."""
+    if grad_out is None:
+        return (None,) * 10
+    q, k, v, cu_seqlens, sin, cos, *saved = ctx.saved_tensors
+    arguments = grad_out, q, k, v, cu_seqlens, sin, cos, saved
+    rung = None
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled():  # not to be seen, nor
+        block_size, _, rotate_v, impl = ctx.options  # differentiated again
+        rotary = None if sin is None else (sin, cos)
+        facts = _facts(q, k, v, rotary, block_size, rotate_v, impl)
+        if facts is not None and type(grad_out) is torch.Tensor:
+            rung = _resolved.get(facts)
+    if rung is None:
+        gradients = _BACKWARD(*arguments, *ctx.options)
+    else:
+        gradients = _rung_backward(rung, *arguments, *ctx.options[:-1])
+    needed = zip(gradients, ctx.needs_input_grad, strict=False)
+    return (*(gradient if need else None for gradient, need in needed), *(None,) * 7)
+
+
+class _Direct(torch.autograd.Function):
+    """The operator's derivative around a rung that is known, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        *arguments, rung = inputs
+        out, saved = _rung_forward(rung, *arguments[:-1])
+        _keep(ctx, arguments, (out, saved[1:]))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return *_gradients(ctx, grad_out), None
+
+
+def _no_second_derivative(ctx, *_):
+    raise RuntimeError(
+        "block_attention has no second derivative; its gradients cannot be differentiated again"
+    )
+
+
+_LIBRARY = torch.library.Library("gdpa_kernels", "FRAGMENT")  # the operators live as long as this
+
+
+def _define(name: str, schema: str, implementation, fake, backward, setup_context=None):
+    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    # A compiled program that calls it must not have Dynamo look into the implementation.
+    _LIBRARY.impl(name, torch._disable_dynamo(implementation), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gdpa_kernels::{name}", fake, lib=_LIBRARY)
+    torch.library.register_autograd(
+        f"gdpa_kernels::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+    )
+    return getattr(torch.ops.gdpa_kernels, name).default
+
+
+_FORWARD = _define(
+    "block_attention_forward",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, int block_size, "
+    "float scale, bool rotate_v, str impl) -> (Tensor, Tensor[])",
+    _forward,
+    _fake_forward,
+    _gradients,
+    _setup,
+)
+_BACKWARD = _define(
+    "block_attention_backward",
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, "
+    "Tensor[] saved, int block_size, float scale, bool rotate_v, str impl) "
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+    _no_second_derivative,
+)
+
+
+def _check_types(q, k, v, rotary) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if rotary is None:
+        return
+    if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+        got = (
+            f"{len(rotary)} of them" if isinstance(rotary, tuple | list) else type(rotary).__name__
+        )
+        raise TypeError(f"rotary must be None or a pair (sin, cos) of tensors, got {got}")
+    for name, tensor in zip(("sin", "cos"), rotary, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} of rotary must be a tensor, got {type(tensor).__name__}")
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    gdpa_api._check_tensors(q, k, v)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
+
+
+def _check_options(q: torch.Tensor, rotary, block_size, rotate_v, impl) -> None:
+    whole = isinstance(block_size, int) and not isinstance(block_size, bool)
+    if not whole or block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
+        )
+    if impl != "auto" and impl not in IMPLS:
+        raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLS)}, got {impl!r}")
+    if rotary is None:
+        if rotate_v:
+            raise ValueError(f"rotate_v must be False without rotary, got {rotate_v!r}")
+        return
+    total, _, head_dim = q.shape
+    if head_dim % 2:
+        raise ValueError(f"q must have an even head_dim to be rotated, got {head_dim}")
+    for name, tensor in zip(("sin", "cos"), rotary, strict=True):
+        if tensor.shape != (total, head_dim // 2):
+            raise ValueError(
+                f"{name} of rotary must have shape [total_tokens, head_dim // 2] = "
+                f"{[total, head_dim // 2]}, got {list(tensor.shape)}"
+            )
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(
+                f"{name} of rotary must have a floating-point dtype, got {tensor.dtype}"
+            )
+        if tensor.device != q.device:
+            raise ValueError(
+                f"{name} of rotary must be on q's device {q.device}, got {tensor.device}"
+            )
+
+
+def _check_lengths(q: torch.Tensor, cu_seqlens, validate: bool) -> None:
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
+    if (
+        cu_seqlens.dtype != torch.int32
+        or cu_seqlens.dim() != 1
+        or cu_seqlens.numel() < 1
+        or cu_seqlens.device != q.device
+        or not cu_seqlens.is_contiguous()
+    ):
+        raise ValueError(
+            f"cu_seqlens must be a contiguous int32 tensor of shape [batch + 1] on {q.device}, "
+            f"got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)} on {cu_seqlens.device}"
+        )
+    if validate:
+        gdpa_api._check_values("cu_seqlens", cu_seqlens, q, q.shape[0])

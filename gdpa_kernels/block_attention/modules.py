@@ -1,0 +1,161 @@
+"""`BlockAttention`: block attention as a layer, with its projections."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention
+
+Jagged = tuple[torch.Tensor, torch.Tensor]
+
+
+class BlockAttention(nn.Module):
+    """Self-attention inside blocks of consecutive tokens of each sequence of a jagged batch.
+
+    One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
+    heads: y = W_out block_attention(W_qkv x). Under autocast it follows its linear layers.
+
+    Args:
+        embed_dim: features of a token.
+        num_heads: query heads; must divide embed_dim. head_dim is embed_dim // num_heads.
+        num_kv_heads: key and value heads; must divide num_heads. None means num_heads.
+        block_size: 16, 32, 64 or 128 tokens.
+        rotary: the base of a rotary embedding of q and k, or None for none. Pair i of a head turns
+            by position * base ** (-2 i / head_dim) radians; positions start at 0 with each
+            sequence, and do not start again with each block.
+        rotate_v: rotate v too.
+        bias: whether the two projections have one.
+        impl: as `block_attention`.
+        validate: check the values of the offsets; as `block_attention`.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: an argument is wrong: its name, what is expected, what was received.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        block_size: int = 64,
+        *,
+        rotary: float | None = None,
+        rotate_v: bool = False,
+        bias: bool = True,
+        impl: str = "auto",
+        validate: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"num_heads must be a positive divisor of embed_dim {embed_dim}, got {num_heads}"
+            )
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must be a positive divisor of num_heads {num_heads}, "
+                f"got {num_kv_heads}"
+            )
+        if block_size not in BLOCK_SIZES:
+            raise ValueError(
+                f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
+            )
+        if rotary is not None and (isinstance(rotary, bool) or not rotary > 0):
+            raise ValueError(f"rotary must be None or a base above 0, got {rotary!r}")
+        if rotate_v and rotary is None:
+            raise ValueError("rotate_v must be False without rotary, got True")
+        head_dim = embed_dim // num_heads
+        if rotary is not None and head_dim % 2:
+            raise ValueError(
+                f"embed_dim // num_heads must be even for a rotary embedding, got {head_dim}"
+            )
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.embed_dim, self.block_size = embed_dim, block_size
+        self.rotary, self.rotate_v = rotary, rotate_v
+        self.impl, self.validate = impl, validate
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        self.qkv = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * head_dim, **made)
+        self.out = nn.Linear(embed_dim, embed_dim, **made)
+
+    def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
+        """The layer's output, of the kind and shape of x.
+
+        x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]`), or a nested tensor
+        `[batch, jagged, embed_dim]` of layout torch.jagged. int32 offsets are used as they are;
+        others, a nested tensor's among them, are converted at each call.
+        """
+        if isinstance(x, torch.Tensor):
+            values, offsets = self._parts(x)
+            y = self._attend(values, offsets)
+            return torch.nested.nested_tensor_from_jagged(y, offsets)
+        if not isinstance(x, tuple | list) or len(x) != 2:
+            raise TypeError(
+                "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
+                f"got {type(x).__name__}"
+            )
+        values, offsets = x
+        return self._attend(values, offsets), offsets
+
+    def _parts(self, x: torch.Tensor) -> Jagged:
+        """values and offsets of a nested tensor."""
+        if not x.is_nested or x.layout != torch.jagged:
+            raise TypeError(
+                "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
+                f"got a tensor of layout {x.layout}" + (", nested" if x.is_nested else "")
+            )
+        if x.dim() != 3 or x._ragged_idx != 1 or x.lengths() is not None:
+            raise ValueError(
+                "x must be a nested tensor [batch, jagged, embed_dim] without holes between its "
+                f"sequences, got {x.dim()} dimensions, of which {x._ragged_idx} is jagged, "
+                + ("with holes" if x.lengths() is not None else "without holes")
+            )
+        return x.values(), x.offsets()
+
+    def _attend(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        for name, tensor in (("values", values), ("offsets", offsets)):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if values.dim() != 2 or values.shape[1] != self.embed_dim:
+            raise ValueError(
+                f"values must have shape [total_tokens, {self.embed_dim}], got {list(values.shape)}"
+            )
+        if offsets.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
+        if offsets.dim() != 1 or offsets.numel() < 1 or offsets.device != values.device:
+            raise ValueError(
+                f"offsets must have shape [batch + 1] on {values.device}, "
+                f"got {list(offsets.shape)} on {offsets.device}"
+            )
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        qkv = self.qkv(values).unflatten(1, (sum(heads), self.head_dim))
+        q, k, v = qkv.split(heads, dim=1)
+        out = block_attention(
+            q, k, v, offsets.to(torch.int32),
+            block_size=self.block_size, rotary=self._turns(values, offsets),
+            rotate_v=self.rotate_v, impl=self.impl, validate=self.validate,
+        )  # fmt: skip
+        return self.out(out.flatten(1))
+
+    def _turns(self, values: torch.Tensor, offsets: torch.Tensor) -> Jagged | None:
+        """(sin, cos) of every token, fp32 `[total_tokens, head_dim // 2]`; waits for no device."""
+        if self.rotary is None:
+            return None
+        total, device = values.shape[0], values.device
+        tokens = torch.arange(total, device=device)
+        # The last sequence that starts at or before a token holds it; empty ones start there too.
+        own = torch.searchsorted(offsets[1:].contiguous(), tokens, right=True)
+        positions = tokens - offsets[own]
+        pairs = torch.arange(self.head_dim // 2, device=device)
+        frequencies = self.rotary ** (-2.0 * pairs / self.head_dim)
+        angles = positions[:, None] * frequencies
+        return angles.sin(), angles.cos()
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"block_size={self.block_size}, rotary={self.rotary}"
+        )

@@ -1,0 +1,623 @@
+"""The front door: arguments, errors, the choice of implementation, gradients, torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gdpa_kernels import block_attention, emulator, ladder
+from gdpa_kernels.block_attention import api, reference
+from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.testing import assert_close
+from tests.block_attention.cases import NAMES, Case, defined
+
+RUNGS = ("v0_flash", "v1_one_tile", "v2_slab")
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def arguments(dtype=torch.float64, **changes) -> dict:
+    """Two sequences of 4 and 17 tokens around an empty one; blocks of 16; grouped heads."""
+    return {
+        "q": draw(21, 4, 16, dtype=dtype),
+        "k": draw(21, 2, 16, dtype=dtype, seed=1),
+        "v": draw(21, 2, 16, dtype=dtype, seed=2),
+        "cu_seqlens": cu_seqlens([4, 0, 17], "cpu"),
+        "block_size": 16,
+    } | changes
+
+
+def turns(total: int = 21, pairs: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    return draw(total, pairs, seed=3), draw(total, pairs, seed=4)
+
+
+def required(call: dict, names: str = "qkv") -> dict:
+    """The same call, of leaves that require gradients."""
+    return call | {name: call[name].detach().clone().requires_grad_() for name in names}
+
+
+def ends(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+WRONG = {
+    "not a tensor": ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
+    "rank": ({"k": draw(21, 16)}, ValueError, r"k must have shape \[total, .*got \[21, 16\]"),
+    "dtype differs": ({"v": draw(21, 2, 16).half()}, TypeError, "v must have q's dtype"),
+    "integers": (
+        {name: torch.ones(21, 2, 16, dtype=torch.int32) for name in "qkv"},
+        TypeError,
+        "q must have a floating-point dtype, got torch.int32",
+    ),
+    "device differs": (
+        {"k": torch.empty(21, 2, 16, dtype=torch.float64, device="meta")},
+        ValueError,
+        "k must be on q's device cpu, got meta",
+    ),
+    "head_dim differs": ({"k": draw(21, 2, 8)}, ValueError, "k must have q's head_dim 16"),
+    "v differs from k": ({"v": draw(21, 4, 16)}, ValueError, "v must have k's shape"),
+    "other tokens": (
+        {"k": draw(20, 2, 16), "v": draw(20, 2, 16)},
+        ValueError,
+        "k must have q's 21 tokens, got 20",
+    ),
+    "heads do not divide": (
+        {"k": draw(21, 3, 16), "v": draw(21, 3, 16)},
+        ValueError,
+        "q must have a multiple of k's 3 heads, got 4 heads",
+    ),
+    "block_size": (
+        {"block_size": 48},
+        ValueError,
+        "block_size must be one of 16, 32, 64, 128, got 48",
+    ),
+    "block_size of 16.0": ({"block_size": 16.0}, ValueError, "block_size must .* got 16.0"),
+    "block_size of True": ({"block_size": True}, ValueError, "block_size must .* got True"),
+    "unknown impl": (
+        {"impl": "v9"},
+        ValueError,
+        "impl must be 'auto' or one of reference, v0_flash, .*, got 'v9'",
+    ),
+    "scale": ({"scale": "1"}, TypeError, "scale must be a float, got str"),
+    "rotary is no pair": (
+        {"rotary": draw(21, 8)},
+        TypeError,
+        r"rotary must be None or a pair \(sin, cos\) of tensors, got Tensor",
+    ),
+    "rotary of three": ({"rotary": (draw(21, 8),) * 3}, TypeError, "rotary .* got 3 of them"),
+    "rotary of numbers": (
+        {"rotary": (draw(21, 8), 1.0)},
+        TypeError,
+        "cos of rotary must be a tensor, got float",
+    ),
+    "rotary's shape": (
+        {"rotary": (draw(21, 8), draw(21, 16))},
+        ValueError,
+        r"cos of rotary must have shape .* = \[21, 8\], got \[21, 16\]",
+    ),
+    "rotary's dtype": (
+        {"rotary": (torch.ones(21, 8, dtype=torch.int32), draw(21, 8))},
+        TypeError,
+        "sin of rotary must have a floating-point dtype, got torch.int32",
+    ),
+    "rotary's device": (
+        {"rotary": (torch.empty(21, 8, device="meta"), draw(21, 8))},
+        ValueError,
+        "sin of rotary must be on q's device cpu, got meta",
+    ),
+    "rotary wants a gradient": (
+        {"rotary": (draw(21, 8), draw(21, 8).requires_grad_())},
+        ValueError,
+        r"rotary must not require gradients.*got a cos that does: use cos.detach\(\)",
+    ),
+    "odd head_dim": (
+        {name: draw(21, 2, 15) for name in "qkv"} | {"rotary": (draw(21, 7), draw(21, 7))},
+        ValueError,
+        "q must have an even head_dim to be rotated, got 15",
+    ),
+    "rotate_v alone": (
+        {"rotate_v": True},
+        ValueError,
+        "rotate_v must be False without rotary, got True",
+    ),
+    "no lengths": ({"cu_seqlens": [0, 21]}, TypeError, "cu_seqlens must be a tensor, got list"),
+    "int64 lengths": (
+        {"cu_seqlens": torch.tensor([0, 4, 4, 21])},
+        ValueError,
+        "cu_seqlens must be a contiguous int32 tensor .*got torch.int64 of shape .4.",
+    ),
+    "strided lengths": (
+        {"cu_seqlens": ends(0, 0, 4, 4, 4, 4, 21, 21)[::2]},
+        ValueError,
+        "cu_seqlens must be a contiguous int32",
+    ),
+    "not from zero": ({"cu_seqlens": ends(1, 4, 21)}, ValueError, "run from 0 to the 21 rows"),
+    "out of range": ({"cu_seqlens": ends(0, 4, 22)}, ValueError, "got 0 to 22"),
+    "decreasing": (
+        {"cu_seqlens": ends(0, 6, 4, 21)},
+        ValueError,
+        "cu_seqlens must not decrease, got 6 followed by 4 at index 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_say_what_is_wrong(case):
+    changes, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        block_attention(**arguments(**changes))
+
+
+def test_lengths_are_trusted_when_told_to_and_checked_again_once_modified():
+    wrong = arguments(cu_seqlens=ends(0, 6, 4, 21))
+    with pytest.raises(ValueError, match="cu_seqlens must not decrease"):
+        block_attention(**wrong)
+    on_meta = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in wrong.items()}
+    assert block_attention(**on_meta, validate=False).shape == (21, 4, 16)
+    call = arguments()
+    block_attention(**call)
+    call["cu_seqlens"][1] = 7
+    with pytest.raises(ValueError, match="cu_seqlens must not decrease"):
+        block_attention(**call)
+
+
+def test_auto_is_the_first_that_supports_the_call():
+    def of(size=64, dim=64, dtype=torch.bfloat16, impl="auto", change=lambda q: q):
+        q = torch.zeros(9, 2, dim, dtype=dtype)
+        return api.resolve(impl, q, change(q), q, size)
+
+    assert of() == "reference"  # on a CPU
+    with emulator.enabled():
+        assert of() == of(dim=128) == of(dtype=torch.float16) == "v2_slab"
+        assert of(size=32) == of(dim=96) == of(dtype=torch.float32) == "v1_one_tile"
+        assert of(change=lambda q: torch.cat([q, q], 1)[:, 2:]) == "v2_slab"
+        assert of(change=lambda q: torch.zeros(9, 64, 2).bfloat16().mT) == "v1_one_tile"
+        assert of(dim=40) == of(dtype=torch.float64) == "reference"
+        with pytest.raises(NotImplementedError, match="'v2_slab' needs block_size 64, got 32"):
+            of(size=32, impl="v2_slab")
+        with pytest.raises(NotImplementedError, match="'v1_one_tile' needs .*multiple of 16, got"):
+            of(dim=40, impl="v1_one_tile")
+    with pytest.raises(NotImplementedError, match="'auto' needs dtype bfloat16"):
+        of(dtype=torch.float8_e5m2)
+    for impl in RUNGS:
+        with pytest.raises(NotImplementedError, match=f"'{impl}' needs .*CUDA.*got .*CPU"):
+            block_attention(**arguments(torch.bfloat16), impl=impl)
+
+
+def test_auto_chooses_only_what_saves_nothing():
+    assert api.ORDER[-1] == "reference" and set(api.ORDER) <= set(api.IMPLS)
+    for impl in api.ORDER:
+        assert not hasattr(ladder.rung(impl, "block_attention").module(), "empty_saved")
+
+
+# -- Gradients ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotary, rotate_v", [(False, False), (True, False), (True, True)])
+def test_gradients_in_double_precision(rotary, rotate_v):
+    call = arguments(cu_seqlens=ends(0, 4, 4, 21))
+    options = {"rotary": turns() if rotary else None, "rotate_v": rotate_v}
+    leaves = [call.pop(name)[..., :4].contiguous().requires_grad_() for name in "qkv"]
+    if rotary:
+        options["rotary"] = tuple(t[:, :2] for t in options["rotary"])
+    lengths = call.pop("cu_seqlens")
+
+    def attend(q, k, v):
+        return block_attention(q, k, v, lengths, **call, **options, impl="reference")
+
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
+
+
+CASES = [
+    Case("packed_grouped", (65, 0, 9), num_heads=4, packed=True, rotary=True, rotate_v=True),
+    Case("grouped_rotary_of_q_and_k", (65, 0, 9), num_heads=4, rotary=True),
+    Case("plain", (3, 66)),
+]
+
+
+def through_autograd(case: Case, tensors: dict, impl: str) -> tuple[torch.Tensor, ...]:
+    """(out, dq, dk, dv) by `backward()`. Packed tensors are slices of one leaf."""
+    options = case.options()
+    if case.packed:
+        leaf = torch.cat([tensors[name] for name in "qkv"], 1).requires_grad_()
+        heads = [case.num_heads, case.num_heads_k, case.num_heads_k]
+        q, k, v = leaf.split(heads, 1)
+    else:
+        q, k, v = (tensors[name].clone().requires_grad_() for name in "qkv")
+    with emulator.enabled():
+        out = block_attention(q, k, v, tensors["cu_seqlens"], **options, impl=impl)
+        out.backward(tensors["grad_out"])
+    gradients = leaf.grad.split(heads, 1) if case.packed else (q.grad, k.grad, v.grad)
+    return out.detach(), *gradients
+
+
+@pytest.mark.parametrize("impl", RUNGS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_keep_the_error_budget(case, impl):
+    tensors = case.tensors(torch.bfloat16)
+    actual = through_autograd(case, tensors, impl)
+    exact = defined(tensors, case.options(), torch.float64)
+    baseline = defined(tensors, case.options(), torch.bfloat16)
+    for name, *results in zip(NAMES, actual, exact, baseline, strict=True):
+        assert_close(
+            name=name, **dict(zip(("actual", "expected", "baseline"), results, strict=True))
+        )
+
+
+@pytest.mark.parametrize("impl", ("reference", *RUNGS))
+def test_expanded_and_strided_gradients(impl):
+    call = required(arguments(torch.bfloat16, block_size=64, impl=impl))
+    if impl == "v2_slab":
+        call |= {name: draw(21, 2, 64, dtype=torch.bfloat16).requires_grad_() for name in "qkv"}
+    leaves = [call[name] for name in "qkv"]
+    with emulator.enabled():
+        out = block_attention(**call)
+        for strided in (
+            torch.ones_like(out)[:1, :1, :1].expand_as(out),
+            draw(*out.shape[::-1], dtype=torch.bfloat16).permute(2, 1, 0),
+        ):
+            one, other = (
+                torch.autograd.grad(out, leaves, grad, retain_graph=True)
+                for grad in (strided, strided.contiguous())
+            )
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        out.sum().backward()
+    assert all(leaf.grad.abs().sum() > 0 for leaf in leaves[2:])
+
+
+@pytest.mark.parametrize("names", ["q", "k", "v", "qk", "qv", "kv"])
+def test_only_what_needs_a_gradient_gets_one(names):
+    everything = required(arguments())
+    block_attention(**everything).square().sum().backward()
+    call = required(arguments(), names)
+    block_attention(**call).square().sum().backward()
+    for name in "qkv":
+        if name in names:
+            assert torch.equal(call[name].grad, everything[name].grad)
+        else:
+            assert call[name].grad is None
+    out = block_attention(**everything)
+    assert torch.autograd.grad(out, everything["k"], torch.ones_like(out))[0].shape == (21, 2, 16)
+
+
+@pytest.mark.parametrize("impl", ("reference", "v0_flash", "v1_one_tile"))
+def test_a_second_derivative_is_refused(impl):
+    dtype = torch.float64 if impl == "reference" else torch.bfloat16
+    call = required(arguments(dtype, impl=impl))
+    with emulator.enabled():
+        out = block_attention(**call)
+        weight = torch.ones_like(out).requires_grad_()
+        (dq,) = torch.autograd.grad(out, call["q"], weight, create_graph=True)
+        for to in (call["q"], call["v"], weight):
+            with pytest.raises(RuntimeError, match="block_attention has no second derivative"):
+                torch.autograd.grad(dq.sum(), to, retain_graph=True)
+
+
+@pytest.mark.parametrize("rotary, rotate_v", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("impl", ("reference", *RUNGS))
+def test_what_is_saved(impl, rotary, rotate_v):
+    """q, k, v, cu_seqlens, sin and cos themselves, and of v0_flash what it computed besides."""
+    dtype, dim = torch.bfloat16, 64
+    leaves = [draw(9, heads, dim, dtype=dtype).requires_grad_() for heads in (2, 1, 1)]
+    lengths, pair = ends(0, 9), turns(9, dim // 2) if rotary else None
+    saved = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with emulator.enabled(), keep:
+        out = block_attention(*leaves, lengths, rotary=pair, rotate_v=rotate_v, impl=impl)
+    given = [*leaves, lengths, *(pair or ())]
+    assert [t.data_ptr() for t in saved[: len(given)]] == [t.data_ptr() for t in given]
+    own = saved[len(given) :]
+    if impl != "v0_flash":
+        assert own == []
+        return
+    rotated = leaves[: 3 if rotate_v else 2] if rotary else []
+    assert own[0].data_ptr() == out.data_ptr()
+    assert own[1].dtype == torch.float32 and own[1].shape == (2, 9)
+    assert [t.shape for t in own[2:]] == [t.shape for t in rotated]
+
+
+def test_lengths_modified_before_backward_are_noticed():
+    call = required(arguments())
+    out = block_attention(**call)
+    call["cu_seqlens"][1] = 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_backward_gets_the_very_tensor_of_lengths(monkeypatch):
+    """So that the list of blocks which forward made is found again."""
+    call, seen = required(arguments()), []
+    backward = reference.backward
+    monkeypatch.setattr(
+        reference, "backward", lambda *a, **options: seen.append(a[4]) or backward(*a, **options)
+    )
+    block_attention(**call).sum().backward()
+    assert len(seen) == 1 and seen[0] is call["cu_seqlens"]
+
+
+@pytest.mark.parametrize("impl", ("reference", *RUNGS))
+@pytest.mark.parametrize("lengths", ([], [0, 0], [1]))
+def test_hardly_any_tokens(impl, lengths):
+    total = sum(lengths)
+    leaves = [draw(total, 2, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    with emulator.enabled():
+        out = block_attention(*leaves, cu_seqlens(lengths, "cpu"), impl=impl)
+        out.sum().backward()
+    assert torch.equal(out, leaves[2])
+    assert [leaf.grad.shape for leaf in leaves] == [(total, 2, 64)] * 3
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+def test_autocast_casts_as_pytorchs_attention_does(dtype):
+    call = required(arguments(dtype, rotary=turns()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = block_attention(**call)
+        like = torch.nn.functional.scaled_dot_product_attention(*(call[n][:, :2] for n in "qkv"))
+        out.sum().backward()  # an unusual place for it
+    assert out.dtype == like.dtype == (torch.float64 if dtype == torch.float64 else torch.bfloat16)
+    cast = required({n: t.detach().to(out.dtype) if n in "qkv" else t for n, t in call.items()})
+    plain = block_attention(**cast)
+    plain.sum().backward()
+    assert torch.equal(out, plain)
+    for name in "qkv":
+        assert call[name].grad.dtype == dtype
+        assert torch.equal(call[name].grad, cast[name].grad.to(dtype))
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_autocast_does_not_reach_into_an_implementation(monkeypatch, direction):
+    function, products = getattr(reference, direction), []
+
+    def watched(*args, **options):
+        products.append(torch.ones(2, 2) @ torch.ones(2, 2))
+        return function(*args, **options)
+
+    monkeypatch.setattr(reference, direction, watched)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        block_attention(**required(arguments(torch.float32))).sum().backward()
+    assert [product.dtype for product in products] == [torch.float32]
+
+
+def test_a_derivative_is_never_dropped():
+    call = arguments()
+
+    def loss(q):
+        return block_attention(**call | {"q": q}).sum()
+
+    with pytest.raises(RuntimeError):
+        torch.func.grad(loss)(call["q"])
+    with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+        torch.func.jvp(loss, (call["q"],), (call["q"],))
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match="has no forward-mode derivative"),
+    ):
+        loss(forward_ad.make_dual(call["q"], call["q"].clone()))
+    with torch.no_grad():
+        assert not block_attention(**required(call)).requires_grad
+        moving = tuple(t.requires_grad_() for t in turns())
+        assert not block_attention(**call, rotary=moving).requires_grad
+
+
+# -- The operators -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotary", (False, True))
+def test_opcheck(rotary):
+    call = required(arguments())
+    pair = turns() if rotary else (None, None)
+    inputs = [call[n] for n in ("q", "k", "v", "cu_seqlens")]
+    options = (16, 0.25, rotary, "reference")
+    torch.library.opcheck(api._FORWARD, (*inputs, *pair, *options))
+    plain = [t.detach() for t in inputs]
+    torch.library.opcheck(api._BACKWARD, (draw(21, 4, 16), *plain, *pair, [], *options))
+
+
+@pytest.mark.parametrize("rotary, rotate_v", [(False, False), (True, False), (True, True)])
+def test_opcheck_of_what_v0_saves(rotary, rotate_v):
+    call = arguments(torch.bfloat16)
+    inputs = [call[n] for n in ("q", "k", "v", "cu_seqlens")]
+    pair, options = turns() if rotary else (None, None), (16, 0.25, rotate_v, "v0_flash")
+    tests = ("test_schema", "test_faketensor")
+    with emulator.enabled():
+        torch.library.opcheck(api._FORWARD, (*inputs, *pair, *options), test_utils=tests)
+        out, own = api._FORWARD(*inputs, *pair, *options)
+        saved = [out, *own]
+        torch.library.opcheck(
+            api._BACKWARD, (out.clone(), *inputs, *pair, saved, *options), test_utils=tests
+        )
+
+
+@pytest.mark.parametrize("impl, rotary", [("auto", True), ("reference", False)])
+def test_torch_compile_sees_one_graph_forward_and_backward(impl, rotary):
+    call = arguments(rotary=turns() if rotary else None, impl=impl)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda **kw: block_attention(**kw) * 2, fullgraph=True, backend="aot_eager"
+    )
+    ours, expected = required(call), required(call)
+    out = compiled(**ours)
+    out.sum().backward()
+    (block_attention(**expected) * 2).sum().backward()
+    assert torch.equal(out, block_attention(**call) * 2)
+    for name in "qkv":
+        assert torch.equal(ours[name].grad, expected[name].grad)
+
+
+@pytest.mark.parametrize("impl", ("v0_flash", "v1_one_tile"))
+def test_torch_compile_of_a_kernel(impl):
+    call = arguments(torch.bfloat16, rotary=turns(), impl=impl)
+    torch._dynamo.reset()
+    compiled = torch.compile(block_attention, fullgraph=True, backend="aot_eager")
+    ours, expected = required(call), required(call)
+    with emulator.enabled():
+        compiled(**ours).sum().backward()
+        block_attention(**expected).sum().backward()
+    for name in "qkv":
+        assert torch.equal(ours[name].grad, expected[name].grad)
+
+
+def test_torch_compile_under_autocast():
+    call = arguments(torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(block_attention, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(**call), block_attention(**call))
+
+
+def test_another_batch_is_not_another_program():
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(block_attention, fullgraph=True, backend=counter, dynamic=True)
+    for lengths in ([4, 0, 17], [5, 9], [3, 2, 1, 30]):
+        total = sum(lengths)
+        q, k, v = (draw(total, 2, 16) for _ in range(3))
+        compiled(q, k, v, cu_seqlens(lengths, "cpu"), block_size=16)
+    assert counter.frame_count == 1
+
+
+def test_a_fake_call_has_a_shape_and_no_values():
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        call = {
+            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in required(arguments()).items()
+        }
+        out = block_attention(**call)
+        assert out.shape == (21, 4, 16)
+        out.sum().backward()
+        assert call["k"].grad.shape == (21, 2, 16)
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", (False, True))
+def test_modes_see_the_operators(grad):
+    call = required(arguments()) if grad else arguments()
+    with Seen() as seen:
+        out = block_attention(**call)
+        if grad:
+            out.sum().backward()
+    ours = [name for name in seen.names if name.startswith("gdpa_kernels::")]
+    both = ["gdpa_kernels::block_attention_forward", "gdpa_kernels::block_attention_backward"]
+    assert ours == both[: 1 + grad]
+
+
+# -- The way past the dispatcher ---------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """CPU tensors are taken for tensors on a GPU, the definition for all there is; the list of what
+    was called: an operator, or a function of the rung."""
+    ways = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(api, "_resolved", {})
+
+    def watched(name, function):
+        def call(*args, **options):
+            ways.append(name)
+            return function(*args, **options)
+
+        return call
+
+    for name in ("forward", "backward"):
+        function, operator = getattr(reference, name), getattr(api, f"_{name.upper()}")
+        monkeypatch.setattr(reference, name, watched(f"rung {name}", function))
+        operator = torch.compiler.disable(watched(f"operator {name}", operator))
+        monkeypatch.setattr(api, f"_{name.upper()}", operator)
+    return ways
+
+
+def test_a_call_that_nobody_can_see_goes_straight_to_the_rung(on_a_gpu):
+    call = arguments(rotary=turns())
+    expected = required(call)
+    with Seen():
+        out = block_attention(**expected)
+        out.backward(torch.ones_like(out))
+    both = ["rung forward", "rung backward"]
+    assert on_a_gpu == ["operator forward", both[0], "operator backward", both[1]]
+    on_a_gpu.clear()
+    for _ in range(2):
+        ours = required(call)
+        again = block_attention(**ours)
+        assert torch.equal(again, out)
+        again.sum().backward()
+        for name in "qkv":
+            assert torch.equal(ours[name].grad, expected[name].grad)
+    assert on_a_gpu == both * 2
+    assert not block_attention(**call).requires_grad
+    assert len(api._resolved) == 1
+    again = block_attention(**required(call))
+    on_a_gpu.clear()
+    with Seen():
+        again.sum().backward()
+    assert on_a_gpu == ["operator backward", both[1]]
+
+
+def test_the_short_way_refuses_a_second_derivative_too(on_a_gpu):
+    call = required(arguments())
+    out = block_attention(**call)
+    (dq,) = torch.autograd.grad(out.sum(), call["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="block_attention has no second derivative"):
+        dq.sum().backward()
+    assert on_a_gpu == ["rung forward", "operator backward", "rung backward"]
+
+
+def test_the_short_way_knows_autocast(on_a_gpu):
+    call = required(arguments(torch.float32))
+    block_attention(**call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = block_attention(**call)
+    expected = block_attention(**{n: t.bfloat16() if n in "qkv" else t for n, t in call.items()})
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
+    assert on_a_gpu == ["rung forward"] * 3
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_say_so_after_a_right_call(on_a_gpu, case):
+    changes, error, message = WRONG[case]
+    block_attention(**arguments())
+    block_attention(**arguments(rotary=turns()))
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            block_attention(**arguments(**changes))
+
+
+def test_what_was_resolved_is_forgotten_in_time(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(api, "_MOST", 4)
+    for total in range(1, 10):
+        q = draw(total, 2, 16)
+        block_attention(q, q, q, ends(0, total))
+        assert len(api._resolved) <= 4
+
+
+def test_the_choice_is_made_again_for_another_block_size(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(ladder.Requires, "of_device", lambda self, device: None)
+    took = []
+    for impl in ("v1_one_tile", "v2_slab"):
+        monkeypatch.setattr(
+            ladder.rung(impl, "block_attention").module(),
+            "forward",
+            lambda q, *a, impl=impl, **o: took.append(impl) or (q.clone(), ()),
+        )
+    q = torch.zeros(9, 2, 64, dtype=torch.bfloat16)
+    for size in (64, 32, 64, 32):
+        block_attention(q, q, q, ends(0, 9), block_size=size)
+    assert took == ["v2_slab", "v1_one_tile"] * 2
