@@ -280,6 +280,14 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         Requires(capability=(9, 0), head_dim_multiple=8, head_dim_max=128, aligned=True),
         operator="block_attention",
     ),
+    Rung(
+        "v3_warp_specialized",
+        "roles for warps",
+        "One role copies, math roles compute; results leave through dead input slots.",
+        "v2_slab",
+        _WGMMA,
+        operator="block_attention",
+    ),
 )
 
 LADDERS = {"gdpa": (REFERENCE, *RUNGS), "block_attention": (BLOCK_REFERENCE, *BLOCK_RUNGS)}

@@ -1,0 +1,391 @@
+"""v3: one role copies, two or three compute, and results leave through the slots they came by.
+
+Changes from v2_slab: warps have roles. The load role fetches all tiles of a (block, head) into one
+of `num_stages` slots; math roles of four warps take the slots in turn. A math role writes each
+result over the tile that nothing needs any more and starts its store, and gives the slot back when
+the store has read it: one item later, so that nobody waits for that.
+
+Why it should help, in bytes: they are v2's, 4 tensors forward and 7 backward, with 32 and 46 FLOP
+for each byte, and an H200 could do 184. Specialization saves none; it keeps more of them under way.
+To fill 4.3 TB/s takes 26 to 33 KB in flight on each SM. Four slots of 48 KB forward, or three of 64
+backward, are asked for without a pause, while products, softmax and stores of two or three items
+overlap. Predicted, before any measurement: forward within 5 % of v2, which keeps the loads of two
+programs in flight; backward at head_dim 64 within 5 % too; backward at head_dim 128, where v2 has
+one program on an SM and nothing but loads beside its softmax, 5 to 15 % less time.
+
+| role       | warps | registers  | work                                                          |
+|------------|-------|------------|---------------------------------------------------------------|
+| load       | 4     | 32         | one thread issues the TMA loads of a slot                     |
+| math (2-3) | 4     | 240 or 160 | every second (third) item: products, softmax, stores by TMA   |
+
+| barrier       | arrivals            | filled by -> drained by                                |
+|---------------|---------------------|--------------------------------------------------------|
+| full[stage]   | 1 and bytes         | TMA loads of all tiles of an item -> its math role     |
+| empty[stage]  | 128 threads, 1 each | math role, its stores have read the slot -> load role  |
+
+Where results wait: O in the slot of Q, which S was the last to read. dV in that of V, dead since
+dP; dQ in that of grad_out, dead since dV; dK in that of K, dead since dQ. P is a register operand
+forward. Backward, P and dS are read transposed, so they pass through 8 KB of shared memory each.
+
+Grouped heads: the query heads of a key head are items of one role, which sums their dK and dV in
+registers; then dQ waits in the slot of V, and dV in that of the last grad_out.
+
+Needs: sm_90, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16, contiguous rows of q, k and v
+whose addresses and strides are multiples of 16 bytes, no rotary. A grad_out that TMA cannot read is
+copied first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.block_attention.block_list import (
+    BlockList,
+    block_entry,
+    block_list_of,
+    count_blocks,
+)
+from gdpa_kernels.block_attention.tiles import softmax_parts
+from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor
+from gdpa_kernels.gdpa.tiles import put_rows
+from gdpa_kernels.launch import launch, multiprocessors
+
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants. num_stages: slots, more than there are math roles (each keeps its last slot
+    until its next item has come). registers: of a thread of a math role."""
+
+    math_roles: int = 2
+    num_stages: int = 4
+    registers: int = 240
+
+    def __post_init__(self):
+        if self.num_stages <= self.math_roles:
+            raise ValueError(
+                f"num_stages must be more than math_roles, {self.math_roles}, got {self.num_stages}"
+            )
+
+
+def default_config(direction: str, head_dim: int) -> Config:
+    """As many slots as shared memory holds. Not measured yet."""
+    if head_dim == 64:
+        return Config(math_roles=3, num_stages=9 if direction == "forward" else 5, registers=160)
+    return Config(num_stages=4 if direction == "forward" else 3)
+
+
+def requires(
+    block_size: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> str | None:
+    """What this rung needs and does not get of a call, or None."""
+    if rotary is not None:
+        return "needs rotary None, got (sin, cos)"
+    if block_size != BLOCK:
+        return f"needs block_size {BLOCK}, got {block_size}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] not in (64, 128):
+        return f"needs a head_dim of 64 or 128, got {q.shape[-1]}"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not _readable(tensor):
+            return (
+                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
+                f"bytes, got strides {tensor.stride()}"
+            )
+    return None
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether TMA can read `tensor` `[total, num_heads, head_dim]`."""
+    row_stride, head_stride, stride = tensor.stride()
+    units = 16 // tensor.element_size()
+    aligned = row_stride % units == 0 and head_stride % units == 0 and tensor.data_ptr() % 16 == 0
+    return tensor.numel() == 0 or (stride == 1 and row_stride > 0 and head_stride > 0 and aligned)
+
+
+@triton.jit
+def count_units(blocks_ptr, NUM_HEADS: tl.constexpr):
+    """How many (block, head) this program works on: all heads of blocks p, p + P, p + 2 P, ..."""
+    return tl.cdiv(count_blocks(blocks_ptr) - tl.program_id(0), tl.num_programs(0)) * NUM_HEADS
+
+
+@triton.jit
+def place(blocks_ptr, unit, NUM_HEADS: tl.constexpr):
+    """(first_row, rows, head) of one of this program's (block, head)."""
+    block = tl.program_id(0) + unit // NUM_HEADS * tl.num_programs(0)
+    first_row, rows = block_entry(blocks_ptr, block)
+    return first_row, rows, unit % NUM_HEADS
+
+
+@triton.jit
+def unit_of(item, units, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr):
+    """(unit, member) of the item-th load. MATH_ROLES units with GROUP members each are dealt out at
+    a time, a member of every unit after the other; at the end there may be fewer units."""
+    if GROUP == 1:
+        return item, 0
+    first = item // (MATH_ROLES * GROUP) * MATH_ROLES
+    present = tl.minimum(units - first, MATH_ROLES)
+    local = item - first * GROUP
+    return first + local % present, local // present
+
+
+@triton.jit
+def fetch(desc, buffer, full, first_row, rows, head):
+    """Start the copy of a block of one head; rows from `rows` on become zero."""
+    at = [BOUND, first_row + rows, head, BOUND - rows, 0]
+    tlx.async_descriptor_load(desc, buffer, at, full)
+
+
+@triton.jit
+def load(
+    grad_desc, q_desc, k_desc, v_desc, grad, q, k, v, full, empty, blocks_ptr,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr,
+    MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The load role: slot after slot. grad_desc None: forward.
+
+    A key head has GROUP query heads. A unit is MEMBERS of them: one forward, all backward.
+    """
+    TILES: tl.constexpr = 3 if grad_desc is None else 4
+    BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
+    HEADS: tl.constexpr = NUM_HEADS_K * GROUP // MEMBERS
+    units = count_units(blocks_ptr, HEADS)
+    for item in tl.range(0, units * MEMBERS):
+        unit, member = unit_of(item, units, MEMBERS, MATH_ROLES)
+        first_row, rows, head = place(blocks_ptr, unit, HEADS)
+        head = head * MEMBERS + member
+        stage = item % NUM_STAGES
+        tlx.barrier_wait(empty[stage], ((item // NUM_STAGES) & 1) ^ 1)
+        tlx.barrier_expect_bytes(full[stage], TILES * BYTES)
+        fetch(q_desc, q[stage], full[stage], first_row, rows, head)
+        fetch(k_desc, k[stage], full[stage], first_row, rows, head // GROUP)
+        fetch(v_desc, v[stage], full[stage], first_row, rows, head // GROUP)
+        if grad_desc is not None:
+            fetch(grad_desc, grad[stage], full[stage], first_row, rows, head)
+
+
+@triton.jit
+def release(empty, stage):
+    """Give the slot of the item before back, once its stores have read it; -1: there is none.
+
+    The wait is for all warps of the role together: behind it, none reads what products before it
+    read.
+    """
+    tlx.async_descriptor_store_wait(0)
+    tlx.barrier_arrive(empty[tl.maximum(stage, 0)], pred=stage >= 0)
+
+
+@triton.jit
+def math_forward(
+    role: tl.constexpr, out_desc, q, k, v, full, empty, blocks_ptr, scale,
+    NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A math role: items role, role + MATH_ROLES, ..."""
+    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    before = -1
+    for item in tl.range(role, count_units(blocks_ptr, NUM_HEADS), MATH_ROLES, num_stages=0):
+        first_row, rows, head = place(blocks_ptr, item, NUM_HEADS)
+        stage = item % NUM_STAGES
+        tlx.barrier_wait(full[stage], (item // NUM_STAGES) & 1)
+        s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
+        s = tlx.async_dot_wait(0, s)
+        release(empty, before)
+        p, total = softmax_parts(s, scale, rows)
+        out = tlx.async_dot(p.to(DTYPE), v[stage])
+        out = tlx.async_dot_wait(0, out)
+        out = out * (1 / total)[:, None]
+        put_rows(out_desc, q[stage], first_row, rows, head, 0, out.to(DTYPE))
+        before = stage
+    release(empty, before)
+
+
+@triton.jit
+def math_backward(
+    role: tl.constexpr, dq_desc, dk_desc, dv_desc, grad, q, k, v, p_tile, ds_tile, full, empty,
+    blocks_ptr, scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A math role: units role, role + MATH_ROLES, ..., each GROUP items in the order of the load
+    role."""
+    DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
+    BLOCK: tl.constexpr = dq_desc.block_shape[3]
+    HEAD_DIM: tl.constexpr = dq_desc.block_shape[4]
+    units = count_units(blocks_ptr, NUM_HEADS_K)
+    before = -1
+    for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
+        first_row, rows, head = place(blocks_ptr, unit, NUM_HEADS_K)
+        first = unit - role
+        present = tl.minimum(units - first, MATH_ROLES)
+        dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+        dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+        for member in tl.range(0, GROUP, num_stages=0):
+            item = first * GROUP + member * present + role
+            stage = item % NUM_STAGES
+            tlx.barrier_wait(full[stage], (item // NUM_STAGES) & 1)
+            s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
+            dp = tlx.async_dot(grad[stage], tlx.local_trans(v[stage]))
+            release(empty, before)
+            s = tlx.async_dot_wait(1, s)
+            p, total = softmax_parts(s, scale, rows)
+            p = p * (1 / total)[:, None]
+            tlx.local_store(p_tile, p.to(DTYPE))
+            dp = tlx.async_dot_wait(0, dp)
+            ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
+            tlx.local_store(ds_tile, ds.to(DTYPE))
+            tlx.fence("async_shared")
+            dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
+            dq = tlx.async_dot(ds_tile, k[stage])
+            dv = tlx.async_dot_wait(1, dv)
+            if GROUP == 1:
+                put_rows(dv_desc, v[stage], first_row, rows, head, 0, dv.to(DTYPE))
+            dk = tlx.async_dot(tlx.local_trans(ds_tile), q[stage], dk)
+            dq = tlx.async_dot_wait(1, dq)
+            dead = v[stage] if GROUP > 1 else grad[stage]
+            put_rows(dq_desc, dead, first_row, rows, head * GROUP + member, 0, dq.to(DTYPE))
+            dk = tlx.async_dot_wait(0, dk)
+            before = stage
+        if GROUP > 1:
+            put_rows(dv_desc, grad[before], first_row, rows, head, 0, dv.to(DTYPE))
+        put_rows(dk_desc, k[before], first_row, rows, head, 0, dk.to(DTYPE))
+    release(empty, before)
+
+
+@triton.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, blocks_ptr, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """softmax(scale Q K^T) V for the blocks of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    full = tlx.alloc_barriers(NUM_STAGES)
+    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                None, q_desc, k_desc, v_desc, None, q, k, v, full, empty, blocks_ptr,
+                NUM_HEADS // GROUP, GROUP, 1, MATH_ROLES, NUM_STAGES,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math_forward(
+                tlx.async_task_replica_id(), out_desc, q, k, v, full, empty, blocks_ptr, scale,
+                NUM_HEADS, MATH_ROLES, NUM_STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def backward_kernel(
+    grad_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, blocks_ptr, scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and dv for the blocks of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    grad = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
+    ds = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
+    full = tlx.alloc_barriers(NUM_STAGES)
+    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                grad_desc, q_desc, k_desc, v_desc, grad, q, k, v, full, empty, blocks_ptr,
+                NUM_HEADS_K, GROUP, GROUP, MATH_ROLES, NUM_STAGES,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            role: tl.constexpr = tlx.async_task_replica_id()
+            math_backward(
+                role, dq_desc, dk_desc, dv_desc, grad, q, k, v, p[role], ds[role], full, empty,
+                blocks_ptr, scale,
+                NUM_HEADS_K, GROUP, MATH_ROLES, NUM_STAGES,
+            )  # fmt: skip
+
+
+def _refuse_rotary(rotary: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    if rotary is not None:
+        raise NotImplementedError("impl 'v3_warp_specialized' needs rotary None, got (sin, cos)")
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    rotary: None = None,
+    rotate_v: bool = False,
+    config: Config | None = None,
+    schedule: BlockList | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
+    nothing.
+
+    Arguments as `block_attention`, already validated, also by `requires`. `schedule` is
+    `block_list_of`'s for the same sequences; None asks for it here.
+    """
+    _refuse_rotary(rotary)
+    total, num_heads, head_dim = q.shape
+    out = q.new_empty(q.shape)
+    config = config or default_config("forward", head_dim)
+    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    launch(
+        forward_kernel, (min(multiprocessors(q.device), schedule.max_blocks),), q.device,
+        *(ragged_descriptor(x, block_size) for x in (q, k, v, out)), schedule.entries, scale,
+        NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], BLOCK=block_size, HEAD_DIM=head_dim,
+        MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages, REGISTERS=config.registers,
+        num_warps=4,
+    )  # fmt: skip
+    return out, ()
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    saved: tuple[torch.Tensor, ...] = (),
+    *,
+    block_size: int,
+    scale: float,
+    rotary: None = None,
+    rotate_v: bool = False,
+    config: Config | None = None,
+    schedule: BlockList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k, v and contiguous; the same options as `forward`."""
+    _refuse_rotary(rotary)
+    total, num_heads_k, head_dim = k.shape
+    grad_out = grad_out if _readable(grad_out) else grad_out.contiguous()
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    config = config or default_config("backward", head_dim)
+    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    launch(
+        backward_kernel, (min(multiprocessors(q.device), schedule.max_blocks),), q.device,
+        *(ragged_descriptor(x, block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
+        schedule.entries, scale,
+        NUM_HEADS_K=num_heads_k, GROUP=q.shape[1] // num_heads_k, BLOCK=block_size,
+        HEAD_DIM=head_dim, MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
+        REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip
+    return dq, dk, dv
