@@ -615,7 +615,7 @@ def test_a_known_call_runs_little_python(on_the_driver, monkeypatch):
     monkeypatch.setattr(api, "_resolved", {})
     call()
     assert on_the_driver.slow == 1 and len(api._resolved) == 1
-    assert calls_of(call) <= 50  # 41 when written, as on a GPU
+    assert calls_of(call) <= 70  # 61 when written, as on a GPU; 20 of them in a triton.cdiv of v2
     store = functools.partial(launching.launch, store_kernel, (1,), CUDA)
     args, options = CALLS["plain"]
     store(*args, **options)
