@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.gdpa import v0_eager
-from gdpa_kernels.inputs import Inputs
+from gdpa_kernels.inputs import BlockInputs, Inputs
 
 
 class Availability(NamedTuple):
@@ -185,3 +185,215 @@ BASELINES: dict[str, Baseline] = {
         ),
     )
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BlockBaseline:
+    """A peer of block attention: softmax inside blocks, forward or backward.
+
+    `prepare(inputs, direction, **options)` does what its layout needs, untimed, and returns the
+    call to be timed; backward that is autograd's, of a forward pass that was made before.
+    `metadata`, where there is any, makes on the device what the call needs to know of the blocks.
+    """
+
+    impl: str
+    title: str
+    needs: Callable[[], str | None]
+    prepare: Callable[..., Callable[[], object]]
+    metadata: Callable[[BlockInputs], torch.Tensor] | None = None
+
+    def availability(self) -> Availability:
+        """Whether this machine has what the peer needs."""
+        problem = self.needs()
+        return Availability(problem is None, problem or "runs on cuda:0")
+
+
+def differentiate(
+    function: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    inputs: BlockInputs,
+    direction: str,
+) -> Callable[[], object]:
+    """`function` of q, k and v without gradients; or its backward, by autograd, alone."""
+    if direction == "forward":
+
+        def call() -> torch.Tensor:
+            with torch.no_grad():
+                return function(inputs.q, inputs.k, inputs.v)
+
+        return call
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
+    out = function(*leaves)
+    return lambda: torch.autograd.grad(out, leaves, inputs.grad_out, retain_graph=True)
+
+
+def block_offsets(inputs: BlockInputs) -> torch.Tensor:
+    """Every block as a sequence of its own: int32 `[blocks + 1]`, made on the device.
+
+    The host knows the number of blocks from the workload, so nothing waits for the device.
+    """
+    ends, size, count = inputs.cu_seqlens, inputs.workload.block_size, inputs.workload.blocks
+    blocks = (ends.diff() + (size - 1)) // size
+    before = blocks.cumsum(0) - blocks
+    start = (ends[:-1] - before * size).repeat_interleave(blocks, output_size=count)
+    start += torch.arange(0, count * size, size, device=ends.device)
+    return torch.cat((start, ends[-1:])).int()
+
+
+def _refuse_rotary(inputs: BlockInputs) -> None:
+    if inputs.rotary is not None:
+        raise Unsupported("needs a workload without rotary")
+
+
+def _per_block(attention: Callable[..., torch.Tensor]) -> Callable[..., Callable[[], object]]:
+    """A ragged attention with one sequence per block.
+
+    `attention(q, k, v, offsets, longest, scale, direction)`.
+    """
+
+    def prepare(inputs: BlockInputs, direction: str) -> Callable[[], object]:
+        _refuse_rotary(inputs)
+        offsets, longest = block_offsets(inputs), inputs.workload.block_size
+        scale = inputs.rung_arguments()["scale"]
+        return differentiate(
+            lambda q, k, v: attention(q, k, v, offsets, longest, scale, direction),
+            inputs,
+            direction,
+        )
+
+    return prepare
+
+
+def _fa2_blocks(q, k, v, offsets, longest, scale, direction) -> torch.Tensor:
+    from torch.nn.attention import varlen
+
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    return varlen.varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, **grouped)
+
+
+def _cudnn_blocks(q, k, v, offsets, longest, scale, direction) -> torch.Tensor:
+    return torch.ops.aten._cudnn_attention_forward(
+        q, k, v, None, offsets, offsets, longest, longest, direction == "backward", 0.0, False,
+        False, scale=scale,
+    )[0]  # fmt: skip
+
+
+def _fa3_blocks(q, k, v, offsets, longest, scale, direction) -> torch.Tensor:
+    function = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+    out = function(q, k, v, offsets, offsets, longest, longest, softmax_scale=scale)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _compiled_blocks(inputs: BlockInputs, direction: str) -> Callable[[], object]:
+    """Blocks padded to [blocks, block_size], PyTorch's attention with a mask of the keys, compiled;
+    the tokens of the blocks are looked up before."""
+    from gdpa_kernels.block_attention import reference
+
+    workload, scale = inputs.workload, inputs.rung_arguments()["scale"]
+    tokens = reference.tokens_of_blocks(inputs.cu_seqlens, workload.block_size)
+    exists = tokens >= 0
+    mask = exists[:, None, None, :].expand(-1, 1, workload.block_size, -1)
+    gather, scatter = tokens.clamp(min=0).flatten(), exists.flatten().nonzero()[:, 0]
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if inputs.rotary is not None:
+            q, k = (reference.rotate(x, *inputs.rotary) for x in (q, k))
+            v = reference.rotate(v, *inputs.rotary) if workload.rotate_v else v
+        q, k, v = (
+            x.index_select(0, gather).unflatten(0, tokens.shape).transpose(1, 2) for x in (q, k, v)
+        )
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
+
+    compiled = torch.compile(function, dynamic=False, options={"compile_threads": 1})
+    # Timed more than once, backward must not overwrite what forward kept for it.
+    with torch._functorch.config.patch(donated_buffer=False):
+        return differentiate(compiled, inputs, direction)
+
+
+def _needs_turns(inputs: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    if inputs.rotary is None:
+        raise Unsupported("needs a workload with rotary")
+    return inputs.rotary
+
+
+def _eager_rotary(
+    inputs: BlockInputs, direction: str, attention: str = "auto"
+) -> Callable[[], object]:
+    """Rotary in PyTorch, operation by operation and differentiated by autograd, around our
+    attention without it; `attention` is its `impl`."""
+    from gdpa_kernels.block_attention import reference
+    from gdpa_kernels.block_attention.api import block_attention
+
+    turns, rotate_v = _needs_turns(inputs), inputs.workload.rotate_v
+    arguments = inputs.arguments() | {"rotary": None, "rotate_v": False, "impl": attention}
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k = reference.rotate(q, *turns), reference.rotate(k, *turns)
+        v = reference.rotate(v, *turns) if rotate_v else v
+        return block_attention(**arguments | {"q": q, "k": k, "v": v})
+
+    return differentiate(function, inputs, direction)
+
+
+def _rotary_kernel(
+    inputs: BlockInputs, direction: str, attention: str = "auto"
+) -> Callable[[], object]:
+    """Our rotary kernel, which moves every byte once, and our attention without rotary; `attention`
+    is its `impl`."""
+    from gdpa_kernels.block_attention.api import block_attention
+    from gdpa_kernels.block_attention.rotary import rotary
+
+    turns, rotate_v = _needs_turns(inputs), inputs.workload.rotate_v
+    arguments = inputs.arguments() | {"rotary": None, "rotate_v": False, "impl": attention}
+
+    def turned(q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, turned_v = rotary(q, k, v if rotate_v else None, turns, **options)
+        return q, k, turned_v if rotate_v else v
+
+    if direction == "forward":
+
+        def forward() -> torch.Tensor:
+            q, k, v = turned(inputs.q, inputs.k, inputs.v)
+            return block_attention(**arguments | {"q": q, "k": k, "v": v})
+
+        return forward
+    leaves = [x.requires_grad_() for x in turned(inputs.q, inputs.k, inputs.v.detach())]
+    out = block_attention(**arguments | dict(zip("qkv", leaves, strict=True)))
+
+    def backward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        gradients = torch.autograd.grad(out, leaves, inputs.grad_out, retain_graph=True)
+        return turned(*gradients, transposed=True, in_place=True)
+
+    return backward
+
+
+BLOCK_BASELINES: dict[str, BlockBaseline] = {
+    baseline.impl: baseline
+    for baseline in (
+        BlockBaseline(
+            "fa2_varlen", "FlashAttention-2 (torch), a sequence per block", _needs_varlen,
+            _per_block(_fa2_blocks), block_offsets,
+        ),
+        BlockBaseline(
+            "cudnn_varlen", "cuDNN, ragged, a sequence per block", _needs_cuda,
+            _per_block(_cudnn_blocks), block_offsets,
+        ),
+        BlockBaseline(
+            "fa3", "FlashAttention-3, a sequence per block",
+            _needs_module("flash_attn_interface", "flash-attn-3"),
+            _per_block(_fa3_blocks), block_offsets,
+        ),
+        BlockBaseline(
+            "torch_compile", "torch.compile, padded blocks", _needs_cuda, _compiled_blocks
+        ),
+        BlockBaseline(
+            "eager_rotary", "eager rotary, then our attention", _needs_cuda, _eager_rotary
+        ),
+        BlockBaseline(
+            "rotary_kernel", "our rotary kernel, then our attention", _needs_cuda, _rotary_kernel
+        ),
+    )
+}  # fmt: skip
+"""Peers of block attention. The first three know no rotary, the last two are about it."""

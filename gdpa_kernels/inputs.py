@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -56,14 +57,52 @@ class Inputs:
         }
 
 
+@dataclass(frozen=True)
+class BlockInputs:
+    """Tensors of one workload of block attention on one device, in the workload's dtype.
+
+    q and grad_out [total, num_heads_q, head_dim], k and v [total, num_heads_k, head_dim];
+    cu_seqlens int32 [batch + 1]; rotary (sin, cos), each [total, head_dim // 2], or None.
+    """
+
+    workload: Workload
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens: torch.Tensor
+    grad_out: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `block_attention`; `impl` is left out."""
+        return {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "cu_seqlens": self.cu_seqlens,
+            "block_size": self.workload.block_size,
+            "scale": self.workload.scale,
+            "rotary": self.rotary,
+            "rotate_v": self.workload.rotate_v,
+        }
+
+    def rung_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of a rung's `forward`: the scale resolved."""
+        scale = self.workload.scale
+        return self.arguments() | {"scale": self.q.shape[-1] ** -0.5 if scale is None else scale}
+
+
 def make_inputs(
     workload: Workload,
     *,
     device: torch.device | str,
     seed: int | None = None,
     packed: bool = False,
-) -> Inputs:
+) -> Inputs | BlockInputs:
     """Make the tensors of `workload` on `device`: q, then k, then v from N(0, 1).
+
+    Of block attention also the gradient of the output from N(0, 1), and with rotary the sines and
+    cosines of angles uniform on a full turn, drawn in this order.
 
     `seed` (default: the workload's) seeds the values only; lengths follow the workload's own seed.
     Values are drawn on the device, so they repeat for a seed on one kind of device and one PyTorch
@@ -98,6 +137,14 @@ def make_inputs(
         q = draw(workload.rows_q, heads_q)
         k = draw(workload.total_k, heads_k)
         v = draw(workload.total_k, heads_k)
+    if workload.operator == "block_attention":
+        grad_out, rotary = draw(workload.total_q, heads_q), None
+        if workload.rotary:
+            shape = (workload.total_q, workload.head_dim // 2)
+            angle = torch.rand(shape, generator=generator, device=device).mul_(2 * math.pi)
+            rotary = (angle.sin().to(dtype), angle.cos().to(dtype))
+        offsets = cu_seqlens(workload.seqlens_q, device)
+        return BlockInputs(workload, q, k, v, offsets, grad_out, rotary)
     return Inputs(
         workload=workload,
         q=q,

@@ -7,102 +7,71 @@ raises, gives a row with the reason and no samples.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from gdpa_kernels import baselines, ladder, record, system, testing, timing
-from gdpa_kernels.gdpa import reference
-from gdpa_kernels.inputs import Inputs, make_inputs
+from gdpa_kernels import operators, record, system, testing, timing
+from gdpa_kernels.inputs import BlockInputs, Inputs, make_inputs
+from gdpa_kernels.operators import Candidate
 from gdpa_kernels.workload import Workload
 
 
-@dataclass
-class Candidate:
-    """One implementation ready to run on one workload: the call to be timed, and its constants."""
-
-    impl: str
-    math: str
-    call: Callable[[], torch.Tensor]
-    config: Mapping[str, object] = field(default_factory=dict)
-    variant: str = ""
-
-
-def candidate(impl: str, inputs: Inputs, *, variant: str = "", **options: object) -> Candidate:
+def candidate(
+    impl: str,
+    inputs: Inputs | BlockInputs,
+    *,
+    direction: str = "forward",
+    variant: str = "",
+    **options: object,
+) -> Candidate:
     """A rung or a baseline on `inputs`; `options` go to the rung, e.g. `config` or `schedule`.
 
-    A rung's schedule is made here, outside what is timed; its cost is a measurement of its own.
-    Raises whatever the baseline or rung raises when it cannot take the workload.
+    A rung's schedule is made here, outside what is timed, and so is what its backward needs of its
+    forward; their cost is a measurement of its own. Raises whatever the baseline or rung raises
+    when it cannot take the workload.
     """
-    if impl in baselines.BASELINES:
-        baseline = baselines.BASELINES[impl]
-        available = baseline.availability()
-        if not available.ok:
-            raise baselines.Unsupported(available.reason)
-        return Candidate(impl, baseline.math, baseline.prepare(inputs), {}, variant)
-    module = ladder.rung(impl).module()
-    arguments = inputs.rung_arguments()
-    config = options.get("config")
-    if hasattr(module, "default_config") and config is None:
-        workload = inputs.workload
-        config = options["config"] = ladder.rung(impl).config(
-            workload.head_dim,
-            inputs.q.dtype,
-            inputs.max_seqlen_k,
-            inputs.k.shape[0] / max(inputs.cu_seqlens_k.numel() - 1, 1),
-            workload.causal or workload.window is not None,
-        )
-    if hasattr(module, "make_schedule") and "schedule" not in options:
-        options["schedule"] = module.make_schedule(
-            inputs.q, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, config
-        )
-    return Candidate(
-        impl,
-        "activation",
-        lambda: module.forward(**arguments, **options),
-        asdict(config) if config is not None else {},
-        variant,
-    )
+    return operators.of(inputs, direction).candidate(impl, variant, **options)
 
 
-class Oracle:
-    """The fp64 result and the PyTorch result in the inputs' dtype, per kind of mathematics."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self._inputs = inputs
-        self._results: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def check(self, kind: str, out: torch.Tensor) -> testing.Comparison:
-        """Compare `out` with the mathematics `kind`, "activation" or "softmax"."""
-        if kind not in self._results:
-            self._results[kind] = tuple(
-                self._compute(kind, dtype) for dtype in (torch.float64, self._inputs.q.dtype)
-            )
-        expected, baseline = self._results[kind]
-        return testing.compare(name="out", actual=out, expected=expected, baseline=baseline)
-
-    def _compute(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        if kind == "softmax":
-            return baselines.softmax_reference(self._inputs, dtype)
-        arguments = self._inputs.rung_arguments()
-        arguments |= {name: arguments[name].to(dtype) for name in ("q", "k", "v")}
-        return reference.forward(**arguments)
-
-
-def run_once(ready: Candidate) -> tuple[torch.Tensor, int]:
-    """One call on memory full of NaN: its output, and the most device memory it had allocated."""
-    out = ready.call()
-    poison = torch.full_like(out, float("nan"))
-    del out, poison  # the next allocation of this size finds NaN, not an earlier right answer
+def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], int]:
+    """One call on memory full of NaN: its result, and the most device memory it had allocated."""
+    result = ready.call()
+    with torch.no_grad():
+        for tensor in _tensors(result):
+            tensor.fill_(float("nan"))  # no earlier right answer for what is allocated next
+    poison = [torch.full_like(tensor, float("nan")) for tensor in _tensors(result)]
+    del result, poison
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = ready.call()
+    result = ready.call()
     torch.cuda.synchronize()
-    return out, torch.cuda.max_memory_allocated() - before
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+def _tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _error(comparisons: Sequence[testing.Comparison]) -> record.Error:
+    """The comparison that comes closest to its budget, or exceeds it most, for all of them."""
+
+    def share(comparison: testing.Comparison) -> tuple[bool, float]:
+        share = comparison.max_abs / max(comparison.max_abs_budget, sys.float_info.min)
+        return not comparison.passed, share if math.isfinite(share) else math.inf
+
+    worst = max(comparisons, key=share)
+    return record.Error(
+        max_abs=worst.to_dict()["max_abs"],
+        budget=worst.max_abs_budget,
+        passed=all(comparison.passed for comparison in comparisons),
+        elements=sum(comparison.elements for comparison in comparisons),
+    )
 
 
 def measure(
@@ -110,86 +79,87 @@ def measure(
     impls: Sequence[str | tuple[str, str, Mapping[str, object]]],
     *,
     device: torch.device,
+    direction: str = "forward",
     protocol: timing.Protocol = timing.DEFAULT,
     scopes: Sequence[str] = ("kernel",),
     log: Callable[[str], None] = print,
 ) -> list[record.Row]:
-    """Check and time `impls` on `workload`, forward; one row for each impl and scope.
+    """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
 
-    An entry of `impls` is a name, or (name, variant, options of the rung).
+    An entry of `impls` is a name, or (name, variant, options of the rung). Scopes: "kernel", all
+    kernels of the pass; "op", the public call of a rung, or autograd's backward of it; "schedule",
+    what makes the lists and offsets that the kernels were given. The error of a backward row is
+    that of the gradient closest to its budget.
     """
     inputs = make_inputs(workload, device=device)
-    oracle = Oracle(inputs)
+    operator = operators.of(inputs, direction)
     ready: list[tuple[Candidate, record.Error, int]] = []
     rows: list[record.Row] = []
     for entry in impls:
         impl, variant, options = (entry, "", {}) if isinstance(entry, str) else entry
-        common = {"impl": impl, "variant": variant, "scope": "kernel", "math": _math(impl)}
+        common = {"impl": impl, "variant": variant, "scope": "kernel", "math": operator.math(impl)}
         try:
-            made = candidate(impl, inputs, variant=variant, **options)
-            out, peak = run_once(made)
-            comparison = oracle.check(made.math, out)
-            del out
+            made = candidate(impl, inputs, direction=direction, variant=variant, **options)
+            result, peak = run_once(made)
+            comparisons = operator.check(made.math, _tensors(result))
+            del result
         except Exception as error:
-            text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-            rows.append(record.Row.of(workload, "forward", **common, failure=text))
+            lines = str(error).strip().splitlines() or [""]
+            text = f"{type(error).__name__}: {lines[0][:300]}"
+            rows.append(record.Row.of(workload, direction, **common, failure=text))
             log(f"  {impl}{' ' + variant if variant else ''}: {text}")
             _free()
             continue
-        error = record.Error(
-            max_abs=comparison.to_dict()["max_abs"],
-            budget=comparison.max_abs_budget,
-            passed=comparison.passed,
-            elements=comparison.elements,
-        )
-        if comparison.passed:
+        error = _error(comparisons)
+        if error.passed:
             ready.append((made, error, peak))
         else:
-            text = f"check failed: {comparison}"
-            rows.append(record.Row.of(workload, "forward", **common, error=error, failure=text))
+            failed = "; ".join(str(c) for c in comparisons if not c.passed)
+            text = f"check failed: {failed}"
+            rows.append(record.Row.of(workload, direction, **common, error=error, failure=text))
             log(f"  {impl}: {text}")
         _free()
-    del oracle
+    operator = operators.of(inputs, direction)  # without what it remembered to check
     _free()
-    functions = {f"{made.impl} {made.variant}": made.call for made, _, _ in ready}
     for scope in scopes:
-        sampler = timing.sample_kernels if scope == "kernel" else timing.sample_ops
-        if scope == "op":
-            functions = _ops(inputs, [made for made, _, _ in ready])
+        functions = _functions(scope, operator, [made for made, _, _ in ready])
+        sampler = timing.sample_ops if scope == "op" else timing.sample_kernels
         samples = sampler(functions, device, protocol)
         for made, error, peak in ready:
             times = samples.get(f"{made.impl} {made.variant}")
             if times is None:
                 continue
+            what = {"error": error, "peak_bytes": peak, "config": dict(made.config)}
+            if scope == "schedule":
+                what = {"flops": 0, "bytes_read": 0, "bytes_written": 0}
             rows.append(
                 record.Row.of(
-                    workload, "forward", impl=made.impl, variant=made.variant, scope=scope,
-                    math=made.math, config=dict(made.config), samples_us=times, error=error,
-                    peak_bytes=peak,
+                    workload, direction, impl=made.impl, variant=made.variant, scope=scope,
+                    math=made.math, samples_us=times, **what,
                 )
             )  # fmt: skip
             if scope == "kernel":
                 median = sorted(times)[len(times) // 2]
-                rate = workload.flops("forward") / median / 1e6
-                log(f"  {made.impl} {made.variant}: {median:.0f} us, {rate:.0f} TFLOP/s")
+                rate = workload.flops(direction) / median / 1e6
+                speed = workload.bytes(direction) / median / 1e3
+                log(
+                    f"  {made.impl} {made.variant}: {median:.0f} us, {rate:.0f} TFLOP/s, "
+                    f"{speed:.0f} GB/s"
+                )
     return rows
 
 
-def _ops(inputs: Inputs, ready: Iterable[Candidate]) -> dict[str, Callable[[], torch.Tensor]]:
-    """The whole public call of each rung: checks, schedule, launch."""
-    from gdpa_kernels import gdpa
-
-    arguments = inputs.arguments()
-    rungs = {rung.impl for rung in ladder.RUNGS}
-    return {
-        f"{made.impl} {made.variant}": lambda impl=made.impl: gdpa(**arguments, impl=impl)
-        for made in ready
-        if made.impl in rungs and not made.variant
-    }
-
-
-def _math(impl: str) -> str:
-    return baselines.BASELINES[impl].math if impl in baselines.BASELINES else "activation"
+def _functions(
+    scope: str, operator: operators.Gdpa | operators.BlockAttention, ready: Iterable[Candidate]
+) -> dict[str, Callable[[], object]]:
+    """What is timed in `scope`, by implementation and variant; variants have no public call."""
+    if scope == "kernel":
+        return {f"{made.impl} {made.variant}": made.call for made in ready}
+    if scope not in ("op", "schedule"):
+        raise ValueError(f"scopes must be among 'kernel', 'op', 'schedule', got {scope!r}")
+    make = operator.op if scope == "op" else operator.schedule
+    found = {made.impl: make(made.impl) for made in ready if not made.variant}
+    return {f"{impl} ": function for impl, function in found.items() if function is not None}
 
 
 def _free() -> None:
@@ -223,19 +193,32 @@ class Session:
         self.system = system.describe(self.device.index)
         self.before = system.state(self.device.index)
         self.ceilings = timing.measure_ceilings(self.device, protocol)
+        self._has_attention_copies = False
         self.rows: list[record.Row] = []
         self.tables: dict[str, record.Table] = {}
         self.workloads: dict[str, Workload] = {}
 
     def measure(
-        self, workload: Workload, impls: Sequence, *, scopes: Sequence[str] = ("kernel",)
+        self,
+        workload: Workload,
+        impls: Sequence,
+        *,
+        direction: str = "forward",
+        scopes: Sequence[str] = ("kernel",),
     ) -> None:
-        """Check and time `impls` on `workload`; see `measure`."""
-        self.log(f"{workload.name}")
+        """Check and time `impls` on `workload`; see `measure`.
+
+        The first workload of block attention adds copies of its mixes to the ceilings.
+        """
+        self.log(f"{workload.name}, {direction}")
+        if workload.operator == "block_attention" and not self._has_attention_copies:
+            self.ceilings += timing.measure_attention_copies(self.device, self.protocol)
+            self._has_attention_copies = True
         self.workloads[workload.name] = workload
         self.rows += measure(
-            workload, impls, device=self.device, protocol=self.protocol, scopes=scopes, log=self.log
-        )
+            workload, impls, device=self.device, direction=direction, protocol=self.protocol,
+            scopes=scopes, log=self.log,
+        )  # fmt: skip
         _free()
 
     def add(self, workload: Workload, *rows: record.Row) -> None:

@@ -18,7 +18,7 @@ import pandas as pd
 from gdpa_kernels import system as systems
 from gdpa_kernels.record import DATA_DIR, ROOT, Ceiling, Record, Row, load_all, source_hash
 from gdpa_kernels.roofline import Ceilings
-from gdpa_kernels.workload import WORKLOADS, figures_of
+from gdpa_kernels.workload import BLOCK_WORKLOADS, WORKLOADS, figures_of
 
 _IDENTITY = (
     "figure",
@@ -246,7 +246,8 @@ def _median_us(ceiling: Ceiling) -> float:
 
 
 def _is_stale(record: Record, row: Row) -> bool:
-    if row.workload in WORKLOADS and record.workload(row.workload) != WORKLOADS[row.workload]:
+    known = (WORKLOADS | BLOCK_WORKLOADS).get(row.workload)
+    if known is not None and record.workload(row.workload) != known:
         return True
     name = f"gdpa_kernels/{row.operator}/{row.impl}.py"
     path = ROOT / name

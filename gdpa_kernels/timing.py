@@ -10,6 +10,7 @@ shuffled every round, so that a drift of clocks or temperature meets all of them
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 CYCLES_PER_US = 2000
+COPY_BLOCKS = ((1024, 4), (2048, 4), (4096, 4), (8192, 8))  # elements of a program, its warps
 
 
 @dataclass(frozen=True)
@@ -148,3 +150,30 @@ def measure_ceilings(device: torch.device, protocol: Protocol = DEFAULT) -> list
             for reads, name in enumerate(("copy", "add", "addcmul"), start=1)
         ),
     ]
+
+
+def measure_attention_copies(
+    device: torch.device, protocol: Protocol = DEFAULT, *, length: int = 2**29
+) -> list[Ceiling]:
+    """Copies with the mixes of attention, by kernels of our own: three tensors of `length` bf16
+    values read for one written, and four for three. The fastest of a mix is its ceiling."""
+    from gdpa_kernels.copies import copy  # needs triton, which the timers do not
+
+    x, y, z, w = (torch.randn(length, dtype=torch.bfloat16, device=device) for _ in range(4))
+    outs = tuple(torch.empty_like(x) for _ in range(3))
+    found: list[tuple[str, int, int]] = []
+    functions: dict[str, Callable[[], object]] = {}
+    for reads, writes in (((x, y, z), outs[:1]), ((x, y, z, w), outs)):
+        for block, warps in COPY_BLOCKS:
+            name = f"{len(reads)} : {len(writes)}, programs of {block}"
+            functions[name] = functools.partial(copy, reads, writes, block=block, num_warps=warps)
+            found.append((name, len(reads), len(writes)))
+    samples = sample_kernels(functions, device, protocol)
+    size = x.nbytes
+    return [
+        Ceiling(
+            "copy", f"{name}, {size / 2**30:g} GiB bf16", 0, reads * size, writes * size,
+            tuple(samples[name]),
+        )
+        for name, reads, writes in found
+    ]  # fmt: skip

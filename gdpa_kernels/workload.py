@@ -20,7 +20,11 @@ import numpy as np
 
 DIRECTIONS = ("forward", "backward")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-OPERATORS = ("gdpa",)
+OPERATORS = ("gdpa", "block_attention")
+BLOCK_SIZES = (16, 32, 64, 128)
+
+_GDPA_ONLY = ("activation", "output_scale", "causal", "window", "shared_q", "lengths_k")
+_BLOCK_ONLY = ("block_size", "rotary", "rotate_v")
 
 
 def _check_int(name: str, value: object, least: int) -> None:
@@ -119,6 +123,45 @@ class Uniform(LengthLaw):
 
 
 @dataclass(frozen=True)
+class Between(LengthLaw):
+    """Integers n with round(low * N) <= n < round(high * N), N = max_seqlen: the law of the
+    published block attention benchmark.
+
+    With `total`, every length is then moved by the same number of tokens, and the first ones by one
+    more, so that they sum to `total`; ValueError if one would leave 1 .. N.
+    """
+
+    low: float
+    high: float
+    total: int | None = None
+
+    kind = "between"
+
+    def __post_init__(self) -> None:
+        ok = _is_finite(self.low) and 0 < self.low <= 1
+        _check_number("low", self.low, "a number in (0, 1]", ok)
+        ok = _is_finite(self.high) and self.low < self.high <= 1
+        _check_number("high", self.high, f"a number in ({self.low}, 1]", ok)
+        if self.total is not None:
+            _check_int("total", self.total, 1)
+
+    def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
+        low = max(1, round(self.low * max_seqlen))
+        high = max(low, round(self.high * max_seqlen) - 1)
+        lengths = [low + (word * (high - low + 1) >> 64) for word in _words(batch, rng)]
+        if self.total is None or batch == 0:
+            return lengths
+        each, extra = divmod(self.total - sum(lengths), batch)
+        moved = [n + each + (i < extra) for i, n in enumerate(lengths)]
+        if not 1 <= min(moved) <= max(moved) <= max_seqlen:
+            raise ValueError(
+                f"total must leave every length in 1 .. {max_seqlen}, got {self.total} for "
+                f"{batch} lengths of {sum(lengths)} together"
+            )
+        return moved
+
+
+@dataclass(frozen=True)
 class LogNormal(LengthLaw):
     """round(loc + scale * exp(sigma * z)) with z standard normal, clipped to minimum .. max_seqlen.
 
@@ -191,7 +234,9 @@ class Quantiles(LengthLaw):
         return [min(math.floor(x + 0.5), max_seqlen) for x in draws]
 
 
-LAWS: dict[str, type[LengthLaw]] = {law.kind: law for law in (Full, Uniform, LogNormal, Quantiles)}
+LAWS: dict[str, type[LengthLaw]] = {
+    law.kind: law for law in (Full, Uniform, Between, LogNormal, Quantiles)
+}
 
 
 def _check_cap(minimum: int, max_seqlen: int) -> None:
@@ -219,6 +264,10 @@ class Workload:
     head_dim ** -0.5. Visibility counts positions from the start of each sequence: with `causal` key
     j is visible to query i iff j <= i, with `window` W iff |i - j| <= W, with both iff both hold.
 
+    With operator "block_attention" key j is visible to query i iff both lie in the same block of
+    `block_size` tokens from the start of their sequence. `rotary` rotates q and k by (sin, cos) in
+    the workload's dtype, and `rotate_v` v too. Fields of the other operator keep their defaults.
+
     ValueError, naming argument, expectation and received value, if a field is out of range.
     """
 
@@ -240,6 +289,9 @@ class Workload:
     causal: bool = False
     window: int | None = None
     seed: int = 2025
+    block_size: int = 64
+    rotary: bool = False
+    rotate_v: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -258,11 +310,31 @@ class Workload:
             raise ValueError(f"operator must be one of {OPERATORS}, got {self.operator!r}")
         if self.dtype not in tuple(DTYPE_BYTES):
             raise ValueError(f"dtype must be one of {tuple(DTYPE_BYTES)}, got {self.dtype!r}")
-        for name in ("shared_q", "causal"):
+        for name in ("shared_q", "causal", "rotary", "rotate_v"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        self._check_operator()
         self._check_lengths()
         self._check_options()
+
+    def _check_operator(self) -> None:
+        if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, bool):
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}")
+        if self.rotate_v and not self.rotary:
+            raise ValueError(f"rotate_v must be False without rotary, got {self.rotate_v!r}")
+        if self.rotary and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even with rotary, got {self.head_dim}")
+        for name in self._foreign():
+            default = _DEFAULTS[name]
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} must be {default!r} with operator {self.operator!r}, "
+                    f"got {getattr(self, name)!r}"
+                )
+
+    def _foreign(self) -> tuple[str, ...]:
+        """The fields that mean something only to the other operator."""
+        return _BLOCK_ONLY if self.operator == "gdpa" else _GDPA_ONLY
 
     def _check_lengths(self) -> None:
         if not isinstance(self.lengths_q, LengthLaw):
@@ -329,6 +401,11 @@ class Workload:
         return sum(self.seqlens_k)
 
     @property
+    def blocks(self) -> int:
+        """Blocks over the batch, of block attention: a sequence's last one may be shorter."""
+        return sum(-(-n // self.block_size) for n in self.seqlens_q)
+
+    @property
     def fill(self) -> float:
         """Mean query length of this draw over max_seqlen_q."""
         return self.total_q / (self.batch * self.max_seqlen_q)
@@ -336,6 +413,9 @@ class Workload:
     @cached_property
     def pairs(self) -> int:
         """Visible (query, key) pairs over the batch, one head; exact."""
+        if self.operator == "block_attention":
+            parts = [divmod(n, self.block_size) for n in self.seqlens_q]
+            return sum(full * self.block_size**2 + rest**2 for full, rest in parts)
         return visible_pairs(self.seqlens_q, self.seqlens_k, causal=self.causal, window=self.window)
 
     def flops(self, direction: str) -> int:
@@ -355,13 +435,15 @@ class Workload:
             "k": self.total_k * self.num_heads_k * row,
             "v": self.total_k * self.num_heads_k * row,
             "o": self.total_q * self.num_heads_q * row,
+            "turns": self.total_q * row if self.rotary else 0,  # sin and cos, half a row each
         }
 
     def bytes_read(self, direction: str) -> int:
-        """Fewest bytes read: q, k, v once; backward also the gradient of o (not o, no LSE)."""
+        """Fewest bytes read: q, k, v, sin and cos once; backward also the gradient of o (not o, no
+        LSE)."""
         _check_direction(direction)
         size = self._tensor_bytes()
-        read = size["q"] + size["k"] + size["v"]
+        read = size["q"] + size["k"] + size["v"] + size["turns"]
         return read if direction == "forward" else read + size["o"]
 
     def bytes_written(self, direction: str) -> int:
@@ -375,13 +457,17 @@ class Workload:
         return self.bytes_read(direction) + self.bytes_written(direction)
 
     def to_dict(self) -> dict[str, Any]:
-        """The workload as JSON values; `from_dict` restores an equal one."""
+        """The workload as JSON values; `from_dict` restores an equal one.
+
+        Fields of the other operator are left out.
+        """
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["lengths_q"] = self.lengths_q.to_dict()
         data["lengths_k"] = None if self.lengths_k is None else self.lengths_k.to_dict()
         if isinstance(self.activation, tuple):
             data["activation"] = list(self.activation)
-        return data
+        foreign = self._foreign()
+        return {name: value for name, value in data.items() if name not in foreign}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Workload:
@@ -396,6 +482,9 @@ class Workload:
         if isinstance(values.get("activation"), list):
             values["activation"] = tuple(values["activation"])
         return Workload(**values)
+
+
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Workload)}
 
 
 def _check_direction(direction: str) -> None:
@@ -509,7 +598,58 @@ def _workloads() -> dict[str, Workload]:
 
 
 WORKLOADS: dict[str, Workload] = _workloads()
-"""Every named workload. The published ones: batch 1152, 4 heads, head_dim 128, bfloat16."""
+"""Every named workload of GDPA. The published ones: batch 1152, 4 heads, head_dim 128, bfloat16."""
+
+BLOCK_MAX_SEQLENS = (1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000)
+
+
+def _block(name: str, n: int, law: LengthLaw, **options: Any) -> Workload:
+    options = {"num_heads_q": 4, "num_heads_k": 4, "head_dim": 128, **options}
+    return Workload(
+        name=name,
+        operator="block_attention",
+        batch=1152 if n <= 7000 else 768,
+        max_seqlen_q=n,
+        max_seqlen_k=n,
+        lengths_q=law,
+        **options,
+    )
+
+
+def _block_workloads() -> dict[str, Workload]:
+    laws = {"fill70": Between(0.4, 1.0), "fill100": Full()}
+    found = [
+        _block(f"block-{fill}-{n}{suffix}", n, law, head_dim=head_dim)
+        for head_dim, suffix in ((128, ""), (64, "-d64"))
+        for fill, law in laws.items()
+        for n in BLOCK_MAX_SEQLENS
+    ]
+    tokens = 1_735_537
+    law = Between(0.4, 1.0, total=tokens)
+    found.append(
+        _block(
+            f"block-rotary-{tokens}", 2200, law, num_heads_q=3, num_heads_k=3, rotary=True,
+            rotate_v=True,
+        )
+    )  # fmt: skip
+    return {w.name: w for w in found}
+
+
+BLOCK_WORKLOADS: dict[str, Workload] = _block_workloads()
+"""Every named workload of block attention: batch 1152 (768 above 7000), bfloat16, blocks of 64.
+
+fill70: lengths uniform in [0.4, 1.0) of the maximum; fill100: every length is the maximum. Of the
+rotary one only the tokens, batch, heads and head_dim are published; its law of lengths is ours.
+"""
+
+BLOCK_TABLES: dict[str, tuple[str, ...]] = {
+    "table5": ("block-fill70-2000",),
+    "table6": tuple(
+        f"block-{fill}-{n}" for fill in ("fill70", "fill100") for n in BLOCK_MAX_SEQLENS
+    ),
+    "table7": ("block-rotary-1735537",),
+}
+"""Table of data/published/block_attention_*.csv -> names of the workloads that it shows."""
 
 
 def _family(*stems: str) -> tuple[str, ...]:
@@ -544,6 +684,9 @@ def figures_of(name: str, direction: str) -> tuple[str, ...]:
 
 def workload(name: str) -> Workload:
     """The workload called `name`; ValueError listing the names if there is none."""
+    if name in BLOCK_WORKLOADS:
+        return BLOCK_WORKLOADS[name]
     if name not in WORKLOADS:
-        raise ValueError(f"name must be one of {', '.join(sorted(WORKLOADS))}, got {name!r}")
+        known = ", ".join((*sorted(WORKLOADS), *sorted(BLOCK_WORKLOADS)))
+        raise ValueError(f"name must be one of {known}, got {name!r}")
     return WORKLOADS[name]

@@ -90,6 +90,36 @@ def test_arguments_carry_the_options():
     assert set(arguments) == tensors | set(options)
 
 
+BLOCKS = replace(SELF, operator="block_attention", rotary=True, rotate_v=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_block_attention_has_gradients_and_turns(dtype):
+    w = replace(BLOCKS, dtype=dtype)
+    x = make_inputs(w, device="cpu")
+    assert x.q.shape == x.grad_out.shape == (w.total_q, 4, 16)
+    assert x.k.shape == x.v.shape == (w.total_q, 2, 16)
+    sin, cos = x.rotary
+    assert sin.shape == cos.shape == (w.total_q, 8)
+    tensors = (x.q, x.k, x.v, x.grad_out, sin, cos)
+    assert {tensor.dtype for tensor in tensors} == {getattr(torch, dtype)}
+    assert torch.allclose(sin.float() ** 2 + cos.float() ** 2, torch.ones(()), atol=0.02)
+    assert sin.min() < -0.9 and sin.max() > 0.9 and cos.min() < -0.9 and cos.max() > 0.9
+    assert x.cu_seqlens.diff().tolist() == list(w.seqlens_q)
+    plain = make_inputs(replace(w, rotary=False, rotate_v=False), device="cpu")
+    assert plain.rotary is None and torch.equal(plain.grad_out, x.grad_out)
+    assert torch.equal(plain.q, make_inputs(replace(SELF, dtype=dtype), device="cpu").q)
+
+
+def test_block_attention_takes_its_arguments():
+    from gdpa_kernels.block_attention.api import block_attention
+
+    x = make_inputs(replace(BLOCKS, block_size=16, dtype="float32"), device="cpu")
+    assert x.arguments()["block_size"] == 16 and x.arguments()["rotate_v"]
+    assert x.rung_arguments() == x.arguments() | {"scale": 16**-0.5}
+    assert block_attention(**x.arguments()).shape == x.q.shape
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gdpa_kernels
@@ -106,6 +106,7 @@ def test_numbers_are_kept_exactly_and_on_one_line(data_dir):
     assert '"samples_us": [ 0.1, 0.001, 1234.5678901234567, 3.0 ]' in path.read_text()
 
 
+@settings(deadline=None)
 @given(
     samples=st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=5),
     texts=st.lists(st.text(), min_size=1, max_size=3),

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from gdpa_kernels.roofline import Ceilings, bracket
-from gdpa_kernels.workload import WORKLOADS, workload
+from gdpa_kernels.workload import BLOCK_WORKLOADS, WORKLOADS, workload
 
 CEILINGS = Ceilings(tflops=800.0, copies=((1.0, 4000.0), (3.0, 4400.0)))
 
@@ -38,6 +38,21 @@ def test_memory_bound_bracket_by_hand():
     assert b.percent_of_roofline(549.07252364) == pytest.approx(50)
 
 
+def test_a_copy_of_the_same_mix_is_the_memory_ceiling():
+    w = workload("block-fill70-2000")
+    own = Ceilings(800.0, ((1.0, 4000.0), (4 / 3, 4500.0), (2.0, 4200.0), (3.0, 4400.0)))
+    assert own.gbytes_per_s(w.bytes_read("backward"), w.bytes_written("backward")) == 4500
+    assert own.gbytes_per_s(w.bytes_read("forward"), w.bytes_written("forward")) == 4400
+    b = bracket(w, "backward", own)
+    # seven tensors of 1,609,664 rows x 4 heads x 128 x 2 bytes
+    assert b.memory_us == pytest.approx(7 * 1_609_664 * 1024 / 4.5e6)
+    assert b.bound == "memory"
+    # a record from before has no such copy: between its neighbours
+    assert bracket(w, "backward", CEILINGS).memory_us == pytest.approx(
+        7 * 1_609_664 * 1024 / 4_066_666.6667
+    )
+
+
 def test_compute_bound_bracket_by_hand():
     b = bracket(workload("gdpa-self-full-2048"), "backward", CEILINGS)
     # 10 x 4 x 128 x 1152 x 2048^2 = 24,739,011,624,960 FLOPs / 800e12
@@ -50,7 +65,7 @@ def test_compute_bound_bracket_by_hand():
     assert b.tflops_at_lower == pytest.approx(800)
 
 
-@pytest.mark.parametrize("name", sorted(WORKLOADS))
+@pytest.mark.parametrize("name", [*sorted(WORKLOADS), *sorted(BLOCK_WORKLOADS)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_bracket_is_ordered(name, direction):
     b = bracket(workload(name), direction, CEILINGS)

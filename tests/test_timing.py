@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from gdpa_kernels import timing
+from gdpa_kernels import copies, emulator, timing
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FEW = timing.Protocol(warmup=1, samples=5, l2_flush_bytes=2**20)
@@ -41,3 +41,31 @@ def test_functions_take_turns():
 def test_the_protocol_is_the_documented_one():
     assert timing.DEFAULT.samples >= 30 and timing.DEFAULT.interleaved
     assert timing.DEFAULT.l2_flush_bytes >= 2 * 60 * 2**20, "twice the largest L2 we know"
+
+
+@pytest.mark.parametrize(("reads", "writes"), ((3, 1), (4, 3)))
+def test_copies_of_our_own_read_and_write_everything(reads, writes):
+    size = 300  # no multiple of the block
+    x = [torch.randn(size) for _ in range(reads)]
+    y = [torch.full((size,), torch.nan) for _ in range(writes)]
+    with emulator.enabled():
+        copies.copy(tuple(x), tuple(y), block=128)
+    expected = [x[0] + x[1] + x[2]] if writes == 1 else [x[i] + x[3] for i in range(3)]
+    for got, right in zip(y, expected, strict=True):
+        torch.testing.assert_close(got, right)
+    with pytest.raises(ValueError, match="reads and writes must be 3 and 1 or 4 and 3 tensors"):
+        copies.copy(tuple(x), (y[0], y[0]))
+
+
+def test_attention_copies_have_its_mixes(monkeypatch):
+    def sample(functions, device, protocol):
+        with emulator.enabled():
+            for function in functions.values():
+                function()
+        return {name: [1.0, 2.0, 3.0] for name in functions}
+
+    monkeypatch.setattr(timing, "sample_kernels", sample)
+    found = timing.measure_attention_copies(torch.device("cpu"), length=1500)
+    assert len({ceiling.shape for ceiling in found}) == len(found) == 2 * len(timing.COPY_BLOCKS)
+    moved = {(c.kind, c.flops, c.bytes_read, c.bytes_written) for c in found}
+    assert moved == {("copy", 0, 9000, 3000), ("copy", 0, 12000, 9000)}

@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdpa_kernels.workload import (
+    BLOCK_TABLES,
+    BLOCK_WORKLOADS,
     FIGURES,
     KUAIRAND,
     MOVIELENS,
     WORKLOADS,
+    Between,
     Full,
     LengthLaw,
     LogNormal,
@@ -106,6 +109,115 @@ def test_shared_q_by_hand():
     assert pooling.bytes_written("forward") == 640
     assert pooling.bytes_read("backward") == 320 + 192 + 192 + 640
     assert pooling.bytes_written("backward") == 320 + 192 + 192
+
+
+BLOCKS = Workload(
+    name="blocks",
+    operator="block_attention",
+    batch=3,
+    num_heads_q=4,
+    num_heads_k=2,
+    head_dim=8,
+    max_seqlen_q=70,
+    max_seqlen_k=70,
+    lengths_q=Fixed((5, 32, 70)),
+    block_size=32,
+)
+
+
+def test_blocks_by_hand():
+    # 5; 32; 32 + 32 + 6
+    assert BLOCKS.blocks == 5
+    assert BLOCKS.pairs == 25 + 1024 + 2 * 1024 + 36
+    assert BLOCKS.flops("forward") == 4 * 4 * 8 * 3133
+    assert BLOCKS.flops("backward") == 10 * 4 * 8 * 3133
+    # 107 rows of 16 bytes: q and o 4 heads, k and v 2
+    assert BLOCKS.bytes_read("forward") == 107 * 16 * (4 + 2 + 2)
+    assert BLOCKS.bytes_written("forward") == 107 * 16 * 4
+    assert BLOCKS.bytes_read("backward") == 107 * 16 * (4 + 2 + 2 + 4)
+    assert BLOCKS.bytes_written("backward") == 107 * 16 * (4 + 2 + 2)
+    # sin and cos: 107 rows of 4 values of 2 bytes each, once
+    turned = replace(BLOCKS, rotary=True, rotate_v=True)
+    for direction in ("forward", "backward"):
+        assert turned.bytes_read(direction) == BLOCKS.bytes_read(direction) + 2 * 107 * 4 * 2
+        assert turned.bytes_written(direction) == BLOCKS.bytes_written(direction)
+        assert turned.flops(direction) == BLOCKS.flops(direction)
+
+
+def test_published_block_rotary_by_hand():
+    w = workload("block-rotary-1735537")
+    assert w.total_q == 1_735_537 and max(w.seqlens_q) <= w.max_seqlen_q
+    # a tensor: 1,735,537 rows x 3 heads x 128 x 2 bytes = 1,332,892,416; sin and cos 444,297,472
+    assert w.bytes("backward") == 7 * 1_332_892_416 + 444_297_472
+    assert w.bytes("forward") == 4 * 1_332_892_416 + 444_297_472
+
+
+def test_named_block_workloads_are_the_published_ones():
+    assert len(BLOCK_WORKLOADS) == 8 * 2 * 2 + 1
+    assert not set(BLOCK_WORKLOADS) & set(WORKLOADS)
+    for name, w in BLOCK_WORKLOADS.items():
+        assert w.name == name and workload(name) is w and w.block_size == 64
+        assert w.batch == (1152 if w.max_seqlen_q <= 7000 else 768)
+        assert Workload.from_dict(json.loads(json.dumps(w.to_dict()))) == w
+        if "-fill70-" in name:
+            assert w.fill == pytest.approx(0.7, rel=0.02)
+            assert min(w.seqlens_q) >= 0.4 * w.max_seqlen_q and max(w.seqlens_q) < w.max_seqlen_q
+        if "-fill100-" in name:
+            assert set(w.seqlens_q) == {w.max_seqlen_q}
+    for names in BLOCK_TABLES.values():
+        assert set(names) <= set(BLOCK_WORKLOADS)
+    # a change here changes the meaning of every record
+    assert workload("block-fill70-2000").total_q == 1_609_664
+    assert workload("block-fill70-2000").blocks == 25_716
+
+
+def test_block_tables_match_the_published_data():
+    speedups = (REPOSITORY / "data/published/block_attention_speedups.csv").read_text().split()
+    published = set()
+    for row in speedups[1:]:
+        _, _, fill, longest, batch, *_ = row.split(",")
+        w = workload(f"block-fill{round(100 * float(fill))}-{longest}")
+        assert w.batch == int(batch)
+        published.add(w.name)
+    assert published == set(BLOCK_TABLES["table6"])
+
+
+def test_old_records_keep_their_workloads_byte_for_byte():
+    paths = sorted((REPOSITORY / "data" / "records").glob("*.json"))
+    assert paths
+    for path in paths:
+        for name, stored in json.loads(path.read_text())["workloads"].items():
+            restored = Workload.from_dict(stored)
+            assert restored.name == name
+            assert json.dumps(restored.to_dict()) == json.dumps(stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 48}, r"block_size must be one of \(16, 32, 64, 128\), got 48"),
+        ({"rotate_v": True}, "rotate_v must be False without rotary, got True"),
+        ({"rotary": 1}, "rotary must be a bool, got 1"),
+        ({"rotary": True, "head_dim": 7}, "head_dim must be even with rotary, got 7"),
+        ({"causal": True}, "causal must be False with operator 'block_attention', got True"),
+        ({"window": 3}, "window must be None with operator 'block_attention', got 3"),
+        ({"lengths_k": Full()}, "lengths_k must be None with operator 'block_attention', got"),
+        ({"activation": "relu"}, "activation must be 'gelu_tanh' with operator"),
+    ],
+)
+def test_block_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(BLOCKS, **change)
+
+
+def test_between_is_the_published_law():
+    lengths = Between(0.4, 1.0).sample(20_000, 10, rng())
+    assert set(lengths) == {4, 5, 6, 7, 8, 9}
+    assert statistics.mean(lengths) == pytest.approx(6.5, abs=0.05)
+    moved = Between(0.4, 1.0, total=130_001).sample(20_000, 11, rng())
+    assert sum(moved) == 130_001
+    with pytest.raises(ValueError, match=r"total must leave every length in 1 .. 10, got 200000"):
+        Between(0.4, 1.0, total=200_000).sample(20_000, 10, rng())
 
 
 def test_published_self_256_by_hand():
@@ -199,6 +311,7 @@ def test_quantiles_pass_through_the_published_table(name):
 laws = st.one_of(
     st.just(Full()),
     st.builds(Uniform, st.floats(0.001, 1.0)),
+    st.builds(Between, st.floats(0.001, 0.5), st.floats(0.6, 1.0)),
     st.builds(LogNormal, st.floats(0.1, 3), st.floats(-50, 50), st.floats(0.1, 1e4)),
     st.sampled_from(sorted(KUAIRAND)).map(KUAIRAND.get),
 )
@@ -289,7 +402,12 @@ def test_figure_ids_match_the_published_data():
         ({"num_heads_q": 3}, r"num_heads_q must be a multiple of num_heads_k \(2\), got 3"),
         ({"max_seqlen_k": 0}, "max_seqlen_k must be an integer of at least 1, got 0"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
-        ({"operator": "conv"}, r"operator must be one of \('gdpa',\), got 'conv'"),
+        (
+            {"operator": "conv"},
+            r"operator must be one of \('gdpa', 'block_attention'\), got 'conv'",
+        ),
+        ({"block_size": 32}, "block_size must be 64 with operator 'gdpa', got 32"),
+        ({"rotary": True}, "rotary must be False with operator 'gdpa', got True"),
         ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
         ({"dtype": ["bfloat16"]}, "dtype must be one of .*, got"),
         ({"causal": 1}, "causal must be a bool, got 1"),
@@ -318,6 +436,9 @@ def test_workload_errors_name_argument_expectation_and_value(change, message):
     [
         (lambda: Uniform(0.0), r"fill must be a number in \(0, 1\], got 0.0"),
         (lambda: Uniform("x"), r"fill must be a number in \(0, 1\], got 'x'"),
+        (lambda: Between(0.0, 1.0), r"low must be a number in \(0, 1\], got 0.0"),
+        (lambda: Between(0.5, 0.5), r"high must be a number in \(0.5, 1\], got 0.5"),
+        (lambda: Between(0.4, 1.0, 0), "total must be an integer of at least 1, got 0"),
         (lambda: LogNormal(0, 1, 1), "sigma must be a positive number, got 0"),
         (lambda: LogNormal(1, math.inf, 1), "loc must be a finite number, got inf"),
         (lambda: LogNormal(1, 1, -1), "scale must be a positive number, got -1"),
