@@ -558,7 +558,7 @@ figures.source("emulated", "gdpa_kernels/gdpa/v8_own_waits.py, modelled schedule
 # ## Measurement
 #
 # The record is that of {doc}`10_figures`: all rungs and peers on the published workloads, in one
-# session, forward, kernel alone. This chapter measures nothing of its own.
+# run, forward, kernel alone. This chapter measures nothing of its own.
 
 
 # %% tags=["remove-cell"]
