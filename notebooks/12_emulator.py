@@ -75,7 +75,8 @@ if mode == "measure":
     print(session.write(data_dir))
 
 # %% tags=["remove-cell"]
-from tests.emulator import mutants, test_mutants, test_tutorials  # noqa: E402
+from gdpa_kernels import ladder  # noqa: E402
+from tests.emulator import mutants, sanitizer, test_mutants, test_tutorials  # noqa: E402
 from tests.emulator.tutorials import blackwell, cases, hopper  # noqa: E402
 
 ROOT = Path.cwd()
@@ -741,6 +742,71 @@ figures.provenance([recorded.id], data_dir=Path(data_dir))
 # differ, a sum that lies between two bf16 or fp16 numbers was rounded up by one and down by the
 # other: the tensor core adds in an order, and with an accumulator, that nobody documents, and the
 # special functions of the GPU are approximations. The third prediction holds, on Hopper.
+#
+# ## Evidence 4: the hardware's own tools
+#
+# NVIDIA's [compute-sanitizer](https://docs.nvidia.com/compute-sanitizer/) watches a kernel on the
+# GPU: *memcheck* its addresses, *synccheck* its barriers, *racecheck* its shared memory. `make
+# measure NOTEBOOKS=12` also runs all three on small ragged launches,
+# {glue:text}`em_tool_launches:.0f` of every rung that is a kernel, and one of `empty_tasks`, a
+# kernel of three tasks that do next to nothing. Racecheck counts pairs of accesses: as errors, or
+# as warnings where it takes a pair to be possibly intended.
+
+# %% tags=["remove-cell"]
+tools = results.notebook_table(recorded, "sanitizer")
+assert list(tools.columns) == ["impl", "tool", "errors", "warnings", "elsewhere"]
+counts = tools.pivot(index="impl", columns="tool", values=["errors", "warnings", "elsewhere"])
+order = list(dict.fromkeys(tools["impl"]))
+SAID = {
+    "memcheck": ("errors", "memcheck"),
+    "synccheck": ("errors", "synccheck"),
+    "racecheck": ("errors", "racecheck"),
+    "of these in the body": ("elsewhere", "racecheck"),
+    "warnings": ("warnings", "racecheck"),
+}
+said = pd.DataFrame(
+    {"kernel": order, **{name: [int(counts.loc[i, k]) for i in order] for name, k in SAID.items()}}
+)
+with mock.patch.object(ladder, "rung") as rung, mock.patch.object(torch.cuda, "synchronize"):
+    sanitizer.launch("v1_tiled", torch.device("cpu"))
+launches = rung.return_value.module.return_value.forward.call_count
+glue("tool_launches", launches)
+assert (said[["memcheck", "synccheck", "of these in the body"]] == 0).all(axis=None)
+with_tasks = said["kernel"].str.match(r"v[4-9]")
+assert (said["racecheck"][with_tasks] == launches).all(), "the text: one pair for each launch"
+assert (said["racecheck"][~with_tasks] == 0).all(), "the text: none elsewhere, nor in empty_tasks"
+warned = said[said["warnings"] > 0]
+assert (warned["warnings"] == 2 * launches).all(), "the text: two for each launch"
+figures.glue_text("em_warned", " and ".join(f"`{name}`" for name in warned["kernel"]))
+empty = triton.compile(
+    triton.compiler.ASTSource(
+        fn=sanitizer.empty_tasks_kernel, signature={"x_ptr": "*i32"}, constexprs={}
+    ),
+    target=triton.backends.compiler.GPUTarget("cuda", 90, 32),
+)
+assert all(access in empty.asm["ptx"] for access in ("st.shared", "ld.shared.b8")), "the byte"
+
+# %% tags=["remove-input"]
+figures.show_table(said)
+
+# %% tags=["remove-input"]
+figures.provenance([recorded.id], data_dir=Path(data_dir))
+
+# %% [markdown]
+# No bad address, no misused barrier, and no error in the body of any kernel. In every rung with
+# tasks racecheck reports one pair for each launch, at the line of the kernel's `def`, where no
+# statement of ours stands. What the compiler adds to such a kernel is one byte for each warp, which
+# says which task the warp takes next. It is stored by one side and loaded by the other, and ordered
+# by hardware barriers that the two sides reach at different instructions.
+#
+# `empty_tasks` was written as a control, to show that pair alone. It does not: the compiler adds
+# the same store and load to it, and the tool is silent. So the place of the report speaks for the
+# compiler's own byte, and the control does not confirm it. Nor does the record say what the two
+# warnings for each launch of {glue:text}`em_warned` are; in these the compiler, not the source,
+# places the barriers of the copies.
+#
+# The tool has no notion of tasks. The emulator has nothing else, but cannot see what the compiler
+# adds. Each covers the other's blind spot.
 #
 # ## The surprise: what it found without being asked
 #

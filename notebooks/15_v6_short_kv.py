@@ -1112,10 +1112,11 @@ figures.provenance(costs, csv="v6-list", data_dir=data_dir)
 # what v6 does. The table above, with equal blocks, has no half-full batch of 256 tokens, so the two
 # causes are not told apart.
 #
-# What the kernel is short of, the next two rungs tell. `gdpa_kernels/gdpa/v7_packed.py` computes
-# GELU of two scores in one instruction; in the record of the ladder it runs at
-# {glue:text}`v6_packed_min:.2f` to {glue:text}`v6_packed_max:.2f` times the rate of the best of the
-# three steps. {doc}`18_v8_own_waits` takes away waits that the compiler adds to the loop
+# What the kernel is short of, the next chapters tell. {doc}`16_activation_arithmetic` measures what
+# an activation costs inside it. {doc}`17_v7_packed` computes GELU of two scores in one instruction;
+# in the record of the ladder it runs at {glue:text}`v6_packed_min:.2f` to
+# {glue:text}`v6_packed_max:.2f` times the rate of the best of the three steps.
+# {doc}`18_v8_own_waits` takes away waits that the compiler adds to the loop
 # ({doc}`14_v5_pingpong`), for {glue:text}`v6_waits_min:.2f` to {glue:text}`v6_waits_max:.2f` times
 # the rate of v7.
 #
@@ -1124,7 +1125,8 @@ figures.provenance(costs, csv="v6-list", data_dir=data_dir)
 # - `v6a_persistent`: {glue:text}`v6_verdict_1`, and the step that matters.
 # - `v6b_stream`: {glue:text}`v6_verdict_2`. It changes times by {glue:text}`v6_stream_word` the
 #   control does. It stays, because a kernel with fewer instructions for a score leaves longer gaps.
-# - `v6_short_kv`: {glue:text}`v6_verdict_3` with this arithmetic. It stays, as v7 builds on it.
+# - `v6_short_kv`: {glue:text}`v6_verdict_3` with this arithmetic. It stays, as
+#   {doc}`v7 <17_v7_packed>` builds on it.
 #
 # All three spend a whole SM on one program, and 128 rows on a tile. Sequences that end inside a
 # tile leave rows empty, and keys in their last block: on {glue:text}`v6_share_least`, where the
