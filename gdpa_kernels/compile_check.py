@@ -1,4 +1,4 @@
-"""Compile a rung for a GPU that is not here, and read what the compiler made of it.
+"""Compile a kernel for a GPU that is not here, and read what the compiler made of it.
 
 Registers and spills come from ptxas, instructions from the disassembly; both ship with Triton. A
 kernel that spills or whose wgmma are serialised is slow on every machine, and shows so on a CPU
@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from gdpa_kernels import ladder
 from gdpa_kernels.gdpa.activations import foldable
@@ -44,6 +44,8 @@ class Compiled:
 
     `serialised`: ptxas reported that wgmma instructions wait for each other.
     `instructions`: how often each SASS mnemonic occurs, e.g. HGMMA, UTMALDG, LDGSTS, MUFU.
+    `wide`: how often each occurs with the modifier .128, which moves 16 bytes a thread: LDG, STG,
+    LDGSTS, LDS, STS.
     """
 
     registers: int
@@ -51,10 +53,16 @@ class Compiled:
     shared_bytes: int
     serialised: bool
     instructions: Mapping[str, int]
+    wide: Mapping[str, int]
 
 
 @cache
-def compile_rung(
+def compile_rung(impl: str, **options: object) -> Compiled:
+    """`read(build_rung(impl, **options))`, compiled once."""
+    return read(build_rung(impl, **options))
+
+
+def build_rung(
     impl: str,
     *,
     capability: int = 90,
@@ -65,7 +73,7 @@ def compile_rung(
     window: int | None = None,
     config: object | None = None,
     max_seqlen_k: int = 1024,
-) -> Compiled:
+) -> CompiledKernel:
     """Compile the kernel of rung `impl` for sm_<capability> as its launcher would.
 
     `dtype` is Triton's name: bf16, fp16 or fp32. Raises ValueError for a rung without a kernel.
@@ -91,20 +99,13 @@ def compile_rung(
         **{name.upper(): value for name, value in launch.items() if name.islower()},
         **{f"{name}_STRIDES": strides for name in ("Q", "K", "V", "OUT")},
     }  # fmt: skip
-    signature, values, attributes = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(index,)] = "constexpr", constants[name]
-            continue
-        signature[name] = _type(name, dtype, launch, width)
-        if signature[name].startswith("*"):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch["num_warps"], "num_stages": launch["num_stages"]},
-    )
-    return _read(compiled, capability)
+    types = {
+        name: _type(name, dtype, launch, width)
+        for name in kernel.arg_names
+        if name not in constants
+    }
+    options = {"num_warps": launch["num_warps"], "num_stages": launch["num_stages"]}
+    return build(kernel, types, constants, capability=capability, options=options)
 
 
 def _type(name: str, dtype: str, launch: Mapping[str, int], width: int) -> str:
@@ -119,30 +120,71 @@ def _type(name: str, dtype: str, launch: Mapping[str, int], width: int) -> str:
     return "fp32" if name.endswith("scale") else "i32"
 
 
-def _read(compiled, capability: int) -> Compiled:
-    tools = triton.knobs.nvidia
+def build(
+    kernel: triton.JITFunction,
+    types: Mapping[str, str],
+    constants: Mapping[str, object],
+    *,
+    capability: int = 90,
+    multiples_of_16: Container[str] = (),
+    options: Mapping[str, object],
+) -> CompiledKernel:
+    """Compile `kernel` for sm_<capability>; nothing runs.
+
+    `types` holds Triton's types of the arguments that a launch gives, e.g. "*bf16", "i32" or
+    "tensordesc<bf16[64, 128]>"; pointers are taken to be aligned to 16 bytes. All other arguments
+    are `constants`. `options` are num_warps and the like.
+    """
+    signature, values, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name not in types:
+            signature[name], values[(index,)] = "constexpr", constants[name]
+            continue
+        signature[name] = types[name]
+        if types[name].startswith("*") or name in multiples_of_16:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options=dict(options),
+    )
+
+
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)((?:\.\w+)*)", re.M)
+
+
+def read(compiled: CompiledKernel) -> Compiled:
+    """What ptxas says about a compiled kernel, and the instructions in it."""
+    capability, tools = compiled.metadata.target.arch, triton.knobs.nvidia
     assembler = tools.ptxas_blackwell if capability >= 100 else tools.ptxas
     target = f"sm_{capability}" + ("a" if capability >= 90 else "")
     with tempfile.TemporaryDirectory() as folder:
-        cubin, ptx = Path(folder) / "kernel.cubin", Path(folder) / "kernel.ptx"
-        cubin.write_bytes(compiled.asm["cubin"])
+        ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
-        report = _run(assembler.path, f"-arch={target}", "-v", str(ptx), "-o", "/dev/null")
-        sass = _run(tools.nvdisasm.path, "-c", str(cubin))
+        done = _run(assembler.path, f"-arch={target}", "-v", str(ptx), "-o", "/dev/null")
+    report = done.stdout + done.stderr
     used = re.search(r"Used (\d+) registers", report)
     if used is None:
         raise RuntimeError(f"ptxas must report registers, got {report[:300]!r}")
     spilled = re.search(r"(\d+) bytes spill stores", report)
-    mnemonics = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)", sass, re.M)
+    found = _INSTRUCTION.findall(disassemble(compiled.asm["cubin"]))
     return Compiled(
         registers=int(used.group(1)),
         spill_bytes=int(spilled.group(1)) if spilled else 0,
         shared_bytes=compiled.metadata.shared,
         serialised="serialized" in report,
-        instructions=Counter(mnemonics),
+        instructions=Counter(name for name, _ in found),
+        wide=Counter(name for name, modifiers in found if "128" in modifiers.split(".")),
     )
 
 
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+def disassemble(cubin: bytes) -> str:
+    """The machine code of a compiled kernel's `asm["cubin"]` in words (SASS), by nvdisasm."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(path)).stdout
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=True)

@@ -28,7 +28,6 @@ import functools
 import importlib.util
 import inspect
 import re
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -498,17 +497,14 @@ as_while = changed(v5_pingpong, (FOR, WHILE), (LAST, LAST + "        block += 1\
 @functools.cache
 def built_for_hopper(module, config):
     """What Triton makes of the rung, its source taken from `module`."""
-    with (
-        mock.patch.object(ladder, "_module", lambda *_: module),
-        mock.patch.object(compile_check, "_read", lambda made, capability: made),
-    ):
-        return compile_check.compile_rung.__wrapped__(IMPL, config=config)
+    with mock.patch.object(ladder, "_module", lambda *_: module):
+        return compile_check.build_rung(IMPL, config=config)
 
 
 @functools.cache
 def compiled(module, config) -> compile_check.Compiled:
     """What `compile_check` reads from it."""
-    return compile_check._read(built_for_hopper(module, config), 90)
+    return compile_check.read(built_for_hopper(module, config))
 
 
 SHOWN = ("HGMMA", "WARPGROUP", "UTMALDG", "SYNCS", "BAR", "USETMAXREG", "MUFU")
@@ -787,16 +783,8 @@ def steps(module) -> list[str]:
 
 def loops(cubin: bytes) -> list[list[str]]:
     """The instructions between a label of the machine code and a branch back to it."""
-    path = Path(SCRATCH.name) / "kernel.cubin"
-    path.write_bytes(cubin)
-    listing = subprocess.run(
-        [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
     labels, instructions, bodies = {}, [], []
-    for line in listing.splitlines():
+    for line in compile_check.disassemble(cubin).splitlines():
         if label := re.match(r"\.(L_x_\d+):", line.strip()):
             labels[label[1]] = len(instructions)
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):

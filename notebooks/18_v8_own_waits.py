@@ -28,7 +28,6 @@ import importlib.util
 import inspect
 import math
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -153,12 +152,12 @@ def gain(after: str, before: str, names) -> pd.Series:
 # %% [markdown]
 # ## Before that: what v7 changed
 #
-# v7 lies between {doc}`v6 <15_v6_short_kv>` and this chapter. It changes the arithmetic of the
-# activation, not the loop. For bf16 inputs GELU and SiLU are computed in bf16, two scores in one
+# {doc}`v7 <17_v7_packed>` lies between {doc}`v6 <15_v6_short_kv>` and this rung. It changes the
+# arithmetic of the activation, not the loop. What that costs {doc}`16_activation_arithmetic` counts
+# for many sequences. For bf16 inputs GELU and SiLU are computed in bf16, two scores in one
 # instruction; the factor `scale / 2`, which every score has in common, moves into the output; and
 # the last step, $p = x + x t$, takes the place of the conversion of P. A score then costs 3
-# instructions and a `tanh`, where v6 spends 5.5 and a `tanh` (the kernel's docstring). On a chip at
-# its power limit an instruction that is not executed is energy for the tensor cores. The price is
+# instructions and a `tanh`, where v6 spends 5.5 and a `tanh` (the kernel's docstring). The price is
 # accuracy: scores are rounded to bf16 before the activation, as PyTorch does in bf16. Up to
 # head_dim 64 a program of v7 has four math roles instead of two.
 
@@ -238,11 +237,8 @@ Markdown("```python\n" + inspect.cleandoc("\n" + body) + "\n```")
 @functools.cache
 def built_for_hopper(module, impl: str, config):
     """What Triton makes of rung `impl`, its source taken from `module`."""
-    with (
-        mock.patch.object(ladder, "_module", lambda *_: module),
-        mock.patch.object(compile_check, "_read", lambda made, capability: made),
-    ):
-        return compile_check.compile_rung.__wrapped__(impl, config=config)
+    with mock.patch.object(ladder, "_module", lambda *_: module):
+        return compile_check.build_rung(impl, config=config)
 
 
 def role_steps(text: str) -> list[str]:
@@ -272,14 +268,8 @@ def ir_loop(module, impl: str) -> tuple[list[str], list[str]]:
 
 def machine_loops(cubin: bytes) -> list[list[str]]:
     """The instructions between a label of the machine code and a branch back to it."""
-    path = Path(SCRATCH.name) / "kernel.cubin"
-    path.write_bytes(cubin)
-    listing = subprocess.run(
-        [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
     labels, instructions, bodies = {}, [], []
-    for line in listing.splitlines():
+    for line in compile_check.disassemble(cubin).splitlines():
         if label := re.match(r"\.(L_x_\d+):", line.strip()):
             labels[label[1]] = len(instructions)
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
@@ -456,9 +446,7 @@ figures.source(
 
 # %% tags=["remove-cell"]
 COMPILED = {
-    (label, case): compile_check._read(
-        built_for_hopper(module, impl, module.Config(**constants)), 90
-    )
+    (label, case): compile_check.read(built_for_hopper(module, impl, module.Config(**constants)))
     for label, (impl, module) in {"v7": (BEFORE, v7_packed), "v8": (IMPL, v8_own_waits)}.items()
     for case, constants in {
         "128 keys": {},

@@ -1,18 +1,12 @@
 """`block_attention`: check the arguments, choose the implementation, call it through operators of
-PyTorch.
-
-Forward and backward are one operator each, made as gdpa's is (gdpa/api.py): profilers, modes,
-`torch.compile` and `torch.func` see them. A pass that none of them can see, forward or backward,
-goes straight to the rung.
+PyTorch, one for each direction; or directly where nobody can see the difference (`calls`).
 """
 
 from __future__ import annotations
 
 import torch
-from torch.autograd import forward_ad
 
-from gdpa_kernels import ladder
-from gdpa_kernels.gdpa import api as gdpa_api
+from gdpa_kernels import calls, ladder
 
 OPERATOR = "block_attention"
 IMPLS = tuple(ladder.impls(OPERATOR))
@@ -92,12 +86,13 @@ def block_attention(
         _check_options(q, rotary, *options)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, float | int)):
         raise TypeError(f"scale must be a float, got {type(scale).__name__}")
-    if compiling or not gdpa_api._is_checked(cu_seqlens, q, q.shape[0]):
-        _check_lengths(q, cu_seqlens, validate and not compiling)
+    if compiling or not calls.are_checked(cu_seqlens, q, q.shape[0]):
+        calls.check_offsets("cu_seqlens", cu_seqlens, q.device)
+        if validate and not compiling:
+            calls.check_lengths("cu_seqlens", cu_seqlens, q, q.shape[0])
     if rung is None and facts is not None:
-        if len(_resolved) >= _MOST:
-            _resolved.clear()
-        rung = _resolved[facts] = ladder.rung(resolve(impl, q, k, v, block_size), OPERATOR)
+        rung = ladder.rung(resolve(impl, q, k, v, block_size), OPERATOR)
+        calls.keep(_resolved, facts, rung)
     sin, cos = (None, None) if rotary is None else rotary
     if sin is not None and torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
         name = "sin" if sin.requires_grad else "cos"
@@ -107,7 +102,7 @@ def block_attention(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     rotate_v = bool(rotate_v)
-    differentiated = compiling or _differentiated(q, k, v, sin, cos)
+    differentiated = compiling or calls.differentiated(OPERATOR, q, k, v, (sin, cos))
     arguments = q, k, v, cu_seqlens, sin, cos, block_size, scale, rotate_v, impl
     if rung is not None:
         if differentiated:
@@ -155,38 +150,15 @@ def _problem(impl: str, q, k, v, block_size: int) -> str | None:
     return problem
 
 
-_MOST = 1024  # entries of `_resolved`; a full one is emptied
 _resolved: dict[tuple, ladder.Rung] = {}
 
 
 def _facts(q, k, v, rotary, block_size, rotate_v, impl) -> tuple | None:
-    """All that the checks of tensors and options and the choice of the rung depend on.
-
-    None where they depend on more (tensors that are not on a GPU: the emulator), or where somebody
-    may see the call of the operator (see gdpa/api.py).
-    """
-    turns = rotary or ()
-    if (
-        not gdpa_api.KNOWN
-        or not q.is_cuda
-        or any(type(tensor) not in gdpa_api._PLAIN for tensor in (q, k, v, *turns))
-        or type(impl) is not str or type(block_size) is not int or type(rotate_v) is not bool
-        or gdpa_api._len_torch_dispatch_stack() or gdpa_api._len_torch_function_stack()
-        or gdpa_api.peek_interpreter_stack() is not None
-        or gdpa_api._get_tracing_state() is not None
-        or gdpa_api._profiler_enabled() or gdpa_api.get_eval_frame_callback() is not None
-    ):  # fmt: skip
+    """`calls.facts` of a call; None also for options of unusual types."""
+    if type(impl) is not str or type(block_size) is not int or type(rotate_v) is not bool:
         return None
-    try:
-        return (
-            impl, block_size, rotate_v,
-            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.shape, k.shape, v.shape,
-            q.stride(), k.stride(), v.stride(),
-            q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
-            *((turn.dtype, turn.device, turn.shape) for turn in turns),
-        )  # fmt: skip
-    except RuntimeError:  # a tensor without strides or memory
-        return None
+    turns = () if rotary is None else tuple(rotary)
+    return calls.facts(q, k, v, (impl, block_size, rotate_v), turns)
 
 
 def _autocast(q, k, v):
@@ -196,23 +168,6 @@ def _autocast(q, k, v):
         tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
         for tensor in (q, k, v)
     )
-
-
-def _differentiated(*tensors: torch.Tensor | None) -> bool:
-    """Whether a derivative may be wanted: by autograd, or by a transform of torch.func.
-
-    Raises RuntimeError for a forward-mode derivative, which PyTorch would drop without a word.
-    """
-    given = [tensor for tensor in tensors if tensor is not None]
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
-    ):
-        raise RuntimeError(
-            "block_attention has no forward-mode derivative; use the primal of its arguments"
-        )
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        return True
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _rung_forward(
@@ -347,21 +302,7 @@ def _no_second_derivative(ctx, *_):
     )
 
 
-_LIBRARY = torch.library.Library("gdpa_kernels", "FRAGMENT")  # the operators live as long as this
-
-
-def _define(name: str, schema: str, implementation, fake, backward, setup_context=None):
-    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    # A compiled program that calls it must not have Dynamo look into the implementation.
-    _LIBRARY.impl(name, torch._disable_dynamo(implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gdpa_kernels::{name}", fake, lib=_LIBRARY)
-    torch.library.register_autograd(
-        f"gdpa_kernels::{name}", backward, setup_context=setup_context, lib=_LIBRARY
-    )
-    return getattr(torch.ops.gdpa_kernels, name).default
-
-
-_FORWARD = _define(
+_FORWARD = calls.define(
     "block_attention_forward",
     "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, int block_size, "
     "float scale, bool rotate_v, str impl) -> (Tensor, Tensor[])",
@@ -370,7 +311,7 @@ _FORWARD = _define(
     _gradients,
     _setup,
 )
-_BACKWARD = _define(
+_BACKWARD = calls.define(
     "block_attention_backward",
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, "
     "Tensor[] saved, int block_size, float scale, bool rotate_v, str impl) "
@@ -398,7 +339,7 @@ def _check_types(q, k, v, rotary) -> None:
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    gdpa_api._check_tensors(q, k, v)
+    calls.check_tensors(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
 
@@ -409,8 +350,7 @@ def _check_options(q: torch.Tensor, rotary, block_size, rotate_v, impl) -> None:
         raise ValueError(
             f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
         )
-    if impl != "auto" and impl not in IMPLS:
-        raise ValueError(f"impl must be 'auto' or one of {', '.join(IMPLS)}, got {impl!r}")
+    calls.check_impl(impl, IMPLS)
     if rotary is None:
         if rotate_v:
             raise ValueError(f"rotate_v must be False without rotary, got {rotate_v!r}")
@@ -432,21 +372,3 @@ def _check_options(q: torch.Tensor, rotary, block_size, rotate_v, impl) -> None:
             raise ValueError(
                 f"{name} of rotary must be on q's device {q.device}, got {tensor.device}"
             )
-
-
-def _check_lengths(q: torch.Tensor, cu_seqlens, validate: bool) -> None:
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
-    if (
-        cu_seqlens.dtype != torch.int32
-        or cu_seqlens.dim() != 1
-        or cu_seqlens.numel() < 1
-        or cu_seqlens.device != q.device
-        or not cu_seqlens.is_contiguous()
-    ):
-        raise ValueError(
-            f"cu_seqlens must be a contiguous int32 tensor of shape [batch + 1] on {q.device}, "
-            f"got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)} on {cu_seqlens.device}"
-        )
-    if validate:
-        gdpa_api._check_values("cu_seqlens", cu_seqlens, q, q.shape[0])

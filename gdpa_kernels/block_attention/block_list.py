@@ -5,7 +5,6 @@ rows) of a block, in the order of the tokens; rows beyond the count are undefine
 only the bound `max_blocks`, and does not wait for the device.
 """
 
-import weakref
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.launch import launch
+from gdpa_kernels.remembered import Remembered
 
 
 @dataclass(frozen=True)
@@ -90,39 +90,10 @@ def make_block_list(cu_seqlens: torch.Tensor, total: int, block_size: int) -> Bl
     return BlockList(entries, max_blocks)
 
 
-_REMEMBERED = 64
-_remembered: dict[tuple, tuple[weakref.ref, int, BlockList]] = {}
+_lists = Remembered(lambda cu_seqlens, _, *sizes: make_block_list(cu_seqlens, *sizes))
 
 
 def block_list_of(cu_seqlens: torch.Tensor, total: int, block_size: int) -> BlockList:
-    """`make_block_list`, remembered.
-
-    The layers of a model share their offsets, and a backward pass shares its forward's: a list made
-    from the same tensor, unmodified, on the same stream is used again. "Unmodified" is what PyTorch
-    counts (`Tensor._version`); a CUDA graph makes its own list, on each replay.
-    """
-    if _must_be_new(cu_seqlens):
-        return make_block_list(cu_seqlens, total, block_size)
-    device = cu_seqlens.device
-    stream = torch.cuda.current_stream(device).cuda_stream
-    key, stamp = (id(cu_seqlens), stream, total, block_size, device), cu_seqlens._version
-    known = _remembered.get(key)
-    if known is not None and known[0]() is cu_seqlens and known[1] == stamp:
-        return known[2]
-    made = make_block_list(cu_seqlens, total, block_size)
-    while len(_remembered) >= _REMEMBERED:
-        _remembered.pop(next(iter(_remembered)))
-
-    def forget(_):
-        _remembered.pop(key, None)
-
-    _remembered[key] = (weakref.ref(cu_seqlens, forget), stamp, made)
-    return made
-
-
-def _must_be_new(cu_seqlens: torch.Tensor) -> bool:
-    """Whether nothing may be remembered: inside a graph's capture, for tensors that do not count
-    their modifications, and in the emulator, where every call is to be executed."""
-    if not cu_seqlens.is_cuda or torch.cuda.is_current_stream_capturing():
-        return True
-    return cu_seqlens.is_inference()
+    """`make_block_list`; a list made from the same tensor, unmodified, on the same stream is used
+    again (`Remembered`)."""
+    return _lists.of(cu_seqlens, None, (total, block_size))

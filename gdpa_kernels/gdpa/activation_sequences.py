@@ -28,21 +28,17 @@ Three ideas carry them:
 
 import math
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from gdpa_kernels import compile_check
 from gdpa_kernels.gdpa.activations import gelu_tanh, gelu_taylor6, relu, silu, tanh_approx
 from gdpa_kernels.launch import launch
 
@@ -682,22 +678,12 @@ def disassemble(name: str) -> str:
     """SASS of `repeat_kernel` for sequence `name` on sm_90a, by nvdisasm, as it is measured."""
     constants = {"NAME": name, "UNROLL": UNROLL, "BLOCK": 32 * WARPS * ELEMENTS, "CLOCK": True}
     types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "clock_ptr": "*i64", "rounds": "i32"}
-    signature, values, attributes = {}, {}, {}
-    for index, argument in enumerate(repeat_kernel.arg_names):
-        signature[argument] = types.get(argument, "constexpr")
-        if argument in constants:
-            values[(index,)] = constants[argument]
-        else:  # what the launch finds: aligned pointers, rounds a multiple of 16
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(fn=repeat_kernel, signature=signature, constexprs=values, attrs=attributes),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": WARPS},
+    options = {"num_warps": WARPS}
+    # What the launch finds: rounds a multiple of 16.
+    built = compile_check.build(
+        repeat_kernel, types, constants, multiples_of_16=("rounds",), options=options
     )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = (triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return compile_check.disassemble(built.asm["cubin"])
 
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]*)(.*)")

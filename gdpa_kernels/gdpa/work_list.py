@@ -8,14 +8,14 @@ all that a role must know of its tile, so that one trip to memory finds it:
 start_q, start_out, len_q, start_k, len_k (rows of the packed tensors), head, first_row, 0.
 """
 
-import weakref
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.launch import current_device, current_stream, launch, multiprocessors
+from gdpa_kernels.launch import launch, multiprocessors
+from gdpa_kernels.remembered import Remembered
 from gdpa_kernels.schedule import max_tiles as tiles_of_a_head
 
 WIDTH = tl.constexpr(8)
@@ -150,8 +150,30 @@ def work_list(
     return WorkList(entries, capacity)
 
 
-_REMEMBERED = 64
-_remembered: dict[tuple, tuple] = {}  # cu_seqlens_k, cu_seqlens_q (weak), stamp, list, memory
+def _make(
+    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    total: int,
+    num_heads: int,
+    max_seqlen_q: int,
+    rows_per_item: int,
+    block_n: int,
+) -> WorkList:
+    batch = cu_seqlens_k.numel() - 1
+    rows = total if cu_seqlens_q is not None else batch * total
+    return work_list(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_tiles=tiles_of_a_head(rows, batch, max_seqlen_q, rows_per_item),
+        max_seqlen_q=max_seqlen_q,
+        num_heads=num_heads,
+        rows_per_item=rows_per_item,
+        block_n=block_n,
+        num_programs=multiprocessors(cu_seqlens_k.device),
+    )
+
+
+_lists = Remembered(_make)
 
 
 def work_list_of(
@@ -165,66 +187,8 @@ def work_list_of(
     """The list for q `[total_q or max_seqlen_q, num_heads, head_dim]`, for the programs of its
     device.
 
-    The layers of a model share their offsets: a list made from the same tensors, unmodified, on the
-    same stream is used again. "Unmodified" is what PyTorch counts (`Tensor._version`); a CUDA graph
-    makes its own list, on each replay.
+    A list made from the same tensors, unmodified, on the same stream is used again (`Remembered`).
     """
     total, num_heads, _ = q.shape
-    key = None
-    if q.is_cuda and not _must_be_new(index := q.device.index):
-        key = (
-            id(cu_seqlens_q), id(cu_seqlens_k), current_stream(index), index,
-            total, num_heads, max_seqlen_q, rows_per_item, block_n,
-        )  # fmt: skip
-        known = _remembered.get(key)
-        if (
-            known is not None
-            and known[0]() is cu_seqlens_k
-            and (cu_seqlens_q is None or known[1]() is cu_seqlens_q)
-            and known[2] == _stamp(cu_seqlens_q, cu_seqlens_k)
-        ):
-            return known[3]
-        # What was made in inference mode does not count its modifications.
-        if any(t is not None and t.is_inference() for t in (cu_seqlens_q, cu_seqlens_k)):
-            key = None
-    # Before the list is made: what modifies them meanwhile must not go unnoticed.
-    stamp = None if key is None else _stamp(cu_seqlens_q, cu_seqlens_k)
-    batch = cu_seqlens_k.numel() - 1
-    rows = total if cu_seqlens_q is not None else batch * total
-    made = work_list(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_tiles=tiles_of_a_head(rows, batch, max_seqlen_q, rows_per_item),
-        max_seqlen_q=max_seqlen_q,
-        num_heads=num_heads,
-        rows_per_item=rows_per_item,
-        block_n=block_n,
-        num_programs=multiprocessors(q.device),
-    )
-    if key is not None:
-        while len(_remembered) >= _REMEMBERED:
-            _remembered.pop(next(iter(_remembered)), None)
-
-        def forget(_):
-            _remembered.pop(key, None)
-
-        ref_q, memory = None, [cu_seqlens_k.untyped_storage()]  # an address in use is not reused
-        if cu_seqlens_q is not None:
-            ref_q = weakref.ref(cu_seqlens_q, forget)
-            memory.append(cu_seqlens_q.untyped_storage())
-        _remembered[key] = weakref.ref(cu_seqlens_k, forget), ref_q, stamp, made, memory
-    return made
-
-
-def _stamp(cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor) -> tuple:
-    """Another one once a tensor was modified, resized or given other memory."""
-    of_k = cu_seqlens_k._version, cu_seqlens_k.data_ptr(), cu_seqlens_k.numel()
-    if cu_seqlens_q is None:
-        return of_k
-    return of_k, cu_seqlens_q._version, cu_seqlens_q.data_ptr(), cu_seqlens_q.numel()
-
-
-def _must_be_new(device: int) -> bool:
-    """Whether nothing may be remembered: inside a graph's capture, of which PyTorch tells only on
-    the current device."""
-    return device != current_device() or torch.cuda.is_current_stream_capturing()
+    sizes = total, num_heads, max_seqlen_q, rows_per_item, block_n
+    return _lists.of(cu_seqlens_k, cu_seqlens_q, sizes)

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gdpa_kernels import block_attention, emulator, ladder
+from gdpa_kernels import block_attention, calls, emulator, ladder
 from gdpa_kernels.block_attention import api, reference
 from gdpa_kernels.inputs import cu_seqlens
 from gdpa_kernels.testing import assert_close
@@ -601,7 +601,7 @@ def test_wrong_arguments_say_so_after_a_right_call(on_a_gpu, case):
 
 
 def test_what_was_resolved_is_forgotten_in_time(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(api, "_MOST", 4)
+    monkeypatch.setattr(calls, "MOST", 4)
     for total in range(1, 10):
         q = draw(total, 2, 16)
         block_attention(q, q, q, ends(0, total))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gdpa_kernels.block_attention import reference
-from gdpa_kernels.block_attention.block_list import block_list_of, make_block_list
+from gdpa_kernels.block_attention.block_list import make_block_list
 from gdpa_kernels.inputs import cu_seqlens
 from tests.block_attention.cases import DEVICE, kernels_run
 
@@ -37,21 +37,3 @@ def test_batches_of_many_programs(batch):
 
 def test_one_long_sequence():
     check([0, 100_000, 0], 64)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="the emulator makes every list anew")
-def test_a_list_is_remembered_until_its_offsets_change():
-    ends = cu_seqlens([100, 30], DEVICE)
-    first = block_list_of(ends, 130, 64)
-    assert block_list_of(ends, 130, 64) is first
-    assert block_list_of(ends, 130, 32) is not first
-    assert block_list_of(ends.clone(), 130, 64) is not first
-    ends[1] = 90
-    assert block_list_of(ends, 130, 64) is not first
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="about the emulator")
-def test_the_emulator_makes_every_list_anew():
-    ends = cu_seqlens([100, 30], DEVICE)
-    with kernels_run():
-        assert block_list_of(ends, 130, 64) is not block_list_of(ends, 130, 64)

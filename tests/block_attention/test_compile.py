@@ -49,9 +49,9 @@ def test_hopper_code_of_the_measured_shapes(rung, head_dim):
         assert made.spill_bytes == 0 and not made.serialised, name
         if rung == "v2_slab":
             assert made.instructions["UTMALDG"] > 0 and made.instructions["UTMASTG"] > 0
-            assert made.instructions["LDG.128"] == made.instructions["STG.128"] == 0
+            assert made.wide["LDG"] == made.wide["STG"] == 0
         else:
-            assert made.instructions["LDG.128"] > 0 and made.instructions["STG.128"] > 0
+            assert made.wide["LDG"] > 0 and made.wide["STG"] > 0
 
 
 @pytest.mark.parametrize("head_dim, forward, backward", ((64, 6, 3), (128, 4, 2)))
@@ -65,9 +65,9 @@ def test_programs_of_v1_share_an_sm(head_dim, forward, backward):
 def test_v1_moves_every_byte_once_and_16_at_a_time(head_dim):
     # A tile [64, head_dim] of 2 bytes by 128 threads is head_dim / 16 accesses of 16 bytes each.
     made, accesses = compiled("v1_one_tile", head_dim=head_dim), head_dim // 16
-    forward, backward = made["forward_kernel"].instructions, made["backward_kernel"].instructions
-    assert forward["LDG.128"] == 3 * accesses and forward["STG.128"] == accesses
-    assert backward["LDG.128"] == 4 * accesses and backward["STG.128"] == 3 * accesses
+    forward, backward = made["forward_kernel"].wide, made["backward_kernel"].wide
+    assert forward["LDG"] == 3 * accesses and forward["STG"] == accesses
+    assert backward["LDG"] == 4 * accesses and backward["STG"] == 3 * accesses
 
 
 @pytest.mark.parametrize("rotary", (False, True))
@@ -137,6 +137,6 @@ def test_rotation_is_local_to_a_thread():
     turns = (torch.zeros(64, 64), torch.zeros(64, 64))
     ((kernel, args, options),) = launches(rotary, lambda: rotary.rotary(q, q, None, turns))
     made = compile_launch(kernel, args, options)
-    assert made.instructions["LDG.128"] > 0 and made.instructions["STG.128"] > 0
+    assert made.wide["LDG"] > 0 and made.wide["STG"] > 0
     assert made.instructions["SHFL"] == 0 and made.instructions["STS"] == 0
     assert made.spill_bytes == 0 and made.shared_bytes == 0

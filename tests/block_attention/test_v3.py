@@ -281,4 +281,4 @@ def test_hopper_code(head_dim, dtype, heads_k):
         assert made.shared_bytes <= SMEM_OF_A_PROGRAM, name
         for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
             assert made.instructions[instruction] > 0, (name, instruction)
-        assert made.instructions["LDG.128"] == made.instructions["STG.128"] == 0, name
+        assert made.wide["LDG"] == made.wide["STG"] == 0, name

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gdpa_kernels import emulator, gdpa, ladder
+from gdpa_kernels import calls, emulator, gdpa, ladder
 from gdpa_kernels.gdpa import api, choices, v0_eager
 from gdpa_kernels.inputs import cu_seqlens
 
@@ -441,16 +441,16 @@ def test_a_compiled_program_does_not_look_into_a_rung(on_a_gpu):
 
 def test_another_pytorch_has_the_operator_alone(on_a_gpu, monkeypatch):
     expected = gdpa(**(call := arguments()))
-    monkeypatch.setattr(api, "KNOWN", False)
+    monkeypatch.setattr(calls, "KNOWN", False)
     assert torch.equal(gdpa(**call), expected)
     assert on_a_gpu == ["rung", "operator", "rung"]
 
 
 def test_the_pinned_pytorch_is_known():
-    assert api.KNOWN
-    assert api._len_torch_dispatch_stack() == api._len_torch_function_stack() == 0
-    assert api.peek_interpreter_stack() is api._get_tracing_state() is None
-    assert api.get_eval_frame_callback() is None and not api._profiler_enabled()
+    assert calls.KNOWN
+    assert calls._len_torch_dispatch_stack() == calls._len_torch_function_stack() == 0
+    assert calls.peek_interpreter_stack() is calls._get_tracing_state() is None
+    assert calls.get_eval_frame_callback() is None and not calls._profiler_enabled()
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -506,7 +506,7 @@ def test_the_choice_is_made_again_for_what_it_depends_on(on_a_gpu, monkeypatch):
 
 
 def test_what_was_checked_once_is_forgotten_in_time(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(api, "_MOST", 4)
+    monkeypatch.setattr(calls, "MOST", 4)
     call = arguments()
     for longest in range(5, 15):
         gdpa(**call | {"max_seqlen_k": longest})
@@ -546,12 +546,12 @@ def test_the_memory_that_was_checked_is_kept_so_that_its_address_stays_its_own(o
 
 
 def test_checked_lengths_go_with_their_tensor(on_a_gpu):
-    before = len(api._checked)
+    before = len(calls._checked)
     call = arguments()
     gdpa(**call)
-    assert len(api._checked) == before + 2
+    assert len(calls._checked) == before + 2
     del call
-    assert len(api._checked) == before
+    assert len(calls._checked) == before
 
 
 def test_ladder_lists_every_rung_file_and_its_predecessor():
