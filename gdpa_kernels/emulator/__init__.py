@@ -4,9 +4,10 @@
 
 Arithmetic is done in the real dtypes with Triton's promotion rules. Warp-specialized kernels run as
 they are written: every task is a role of its own, with barriers, asynchronous copies and tensor
-cores between them. Races, deadlocks, misused barriers, reads of what nobody wrote, accesses out of
-bounds and broken descriptors are found; `errors` lists the findings. An operation the emulator does
-not know raises `Unsupported`; it never guesses. Registers, layouts and real time are not modelled.
+cores between them. Races, deadlocks, misused barriers, waits that may pass a phase too early, reads
+of what nobody wrote, accesses out of bounds and broken descriptors are found; `errors` lists the
+findings. An operation the emulator does not know raises `Unsupported`; it never guesses. Registers,
+layouts and real time are not modelled.
 
 `rewrite` turns the kernel's source into Python on tiles; `tile` is the arithmetic; `language` and
 `tlx` the operations; `instructions` inline PTX; `memory` global memory, `buffers` shared and tensor
@@ -30,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .barriers import ClusterBarrier
 from .errors import (
+    AliasedWait,
     BarrierMisuse,
     Deadlock,
     DescriptorError,
@@ -55,6 +57,7 @@ from .tlx import MODULES as TLX_MODULES
 from .tracing import Tracer
 
 __all__ = [
+    "AliasedWait",
     "BarrierMisuse",
     "Deadlock",
     "DescriptorError",

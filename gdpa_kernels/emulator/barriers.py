@@ -11,13 +11,32 @@ that the phase does not expect; one that is not known to come after the end of t
 and may be one too many for that; a phase that receives other bytes than it was told; and a phase
 that can complete although a role that waited for the previous one is not known to have noticed (on
 a device that role may come late, find the wrong parity and sleep for ever).
+
+The opposite of being late is being early. A wait that begins before the phase before its own is
+over meets the same parity one round earlier, and passes at once. So when a wait passes for phase k,
+the role must have known before it that phase k - 1 was over: it has waited for that phase itself,
+or for something that comes after it. If it has not, the order of this run was luck, and the wait is
+an `AliasedWait`. Like a race it is found in the clocks, under any schedule. A wait for phase 0 or
+for the phase of a fresh barrier, -1, has nothing to prove. The typical case is a ring of slots that
+several roles consume in turn, where the number of slots is no multiple of the number of roles: a
+slot goes from role to role, and who waits for a filling has not waited for the one before. If the
+slots are filled by the stores of one role, to have waited for a later slot is proof enough; copies
+complete in any order.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from .clocks import Clock
-from .errors import BarrierMisuse, InvalidKernel, Location, ResourceLimit, Wait, location
+from .errors import (
+    AliasedWait,
+    BarrierMisuse,
+    InvalidKernel,
+    Location,
+    ResourceLimit,
+    Wait,
+    location,
+)
 from .scheduler import Role, Scheduler
 
 NUM_NAMED_BARRIERS = 16
@@ -27,8 +46,10 @@ NUM_NAMED_BARRIERS = 16
 class MBarrier:
     """One mbarrier of a CTA; `phase` is the number of completed phases.
 
-    clock: what a role learns that passes a wait. It gathers the clocks of the arrivals; phases are
-    ordered, so it only grows. observers: roles that passed a wait for the last completed phase.
+    clock: gathers the clocks of the arrivals; phases are ordered, so it only grows. released: the
+    clock at the end of the last completed phase, which a role learns that passes a wait for it;
+    before: at the end of the phase before that one. observers: roles that passed a wait for the
+    last completed phase. waiters: roles that wait, for which parity, and where.
     """
 
     scheduler: Scheduler
@@ -41,8 +62,9 @@ class MBarrier:
     missing_bytes: int = 0
     clock: Clock = field(default_factory=Clock)
     released: Clock = field(default_factory=Clock)
+    before: Clock = field(default_factory=Clock)
     observers: dict[Role, int] = field(default_factory=dict)
-    waiters: list[tuple[Role, int]] = field(default_factory=list)
+    waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not 1 <= self.count < 2**20:
@@ -124,20 +146,23 @@ class MBarrier:
                 )
         self.phase += 1
         self.pending = self.count
-        self.released = self.clock.copy()
+        self.before, self.released = self.released, self.clock.copy()
         self.observers = {}
         waiters, self.waiters = self.waiters, []
-        for role, parity in waiters:
+        for role, parity, place in waiters:
             if self._passes(parity):
                 self.scheduler.wake(role, time)
-                self._observe(role, lane, time)
+                self._observe(role, place, lane, time)
             else:
-                self.waiters.append((role, parity))
+                self.waiters.append((role, parity, place))
 
     def _passes(self, parity: int) -> bool:
         return self.phase % 2 != parity
 
-    def _observe(self, role: Role, lane: Any = None, time: float = 0.0) -> None:
+    def _observe(self, role: Role, at: Location, lane: Any = None, time: float = 0.0) -> None:
+        """The role passes its wait: what it knew before must prove which phase this is."""
+        if self.phase > 1 and not role.clock.includes(self.before):
+            raise AliasedWait(self.label, self.phase - 1, self.name, role.label, at)
         role.clock.join(self.released)
         self.observers[role] = role.epoch
         if lane is not None:
@@ -151,9 +176,9 @@ class MBarrier:
             raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
         start, at = role.time, location()
         if self._passes(parity):
-            self._observe(role)
+            self._observe(role, at)
         else:
-            self.waiters.append((role, parity))
+            self.waiters.append((role, parity, at))
             self.scheduler.block(lambda: self._describe(role, at))
         self._trace("wait", role, start, role.time, at)
 

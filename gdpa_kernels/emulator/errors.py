@@ -119,6 +119,27 @@ class BarrierMisuse(EmulatorError):
         super().__init__(message, at)
 
 
+class AliasedWait(EmulatorError):
+    """A wait that passes for one phase here, and in another order of events for an earlier one.
+
+    It names a parity only. `barrier` names the barrier, `phase` is the one it passes for here.
+    """
+
+    def __init__(self, label: str, phase: int, barrier: str, role: str, at: Location):
+        self.barrier, self.phase = barrier, phase
+        early = "as on a fresh barrier" if phase == 1 else f"for phase {phase - 2}"
+        super().__init__(
+            f"{label}: this wait passes for phase {phase}, but nothing proves that phase "
+            f"{phase - 1} was over when it began. If phase {phase - 1} ends late, say because a "
+            f"copy is slow, parity {phase % 2} passes at once, {early}. Let an earlier wait of the "
+            f"role prove it, for phase {phase - 1} or for something after it; where roles take the "
+            f"slots of a ring in turn, make the slots a multiple of the roles, so that each slot "
+            f"has one owner",
+            at,
+        )
+        self.role = role
+
+
 class ResourceLimit(EmulatorError):
     """More shared or tensor memory, named barriers or registers than the hardware has."""
 

@@ -5,7 +5,10 @@ greenlets: exactly one runs, until it reaches an operation that another role can
 scheduler chooses who continues. Asynchronous hardware (copies, tensor cores) is a queue of events.
 
 `schedule="modelled"`: the role or event with the smallest modelled time goes first. An integer
-seeds random choices instead: every interleaving that the barriers permit can occur.
+seeds random choices instead: every interleaving that the barriers permit can occur. Copies then
+complete in any order, whoever asked for them, as the hardware promises no other. Equal chances
+would make a long delay rare, so one copy in LATE_COPIES is late, as one that touches a page for the
+first time: it is among the candidates of one choice in LATENESS, and of those without any other.
 
 Modelled time is in cycles and serves the timeline only. A role pays one cycle for 32 results per
 warp, up to 128, since an SM issues four warp instructions a cycle; shared memory moves 128 bytes a
@@ -28,6 +31,8 @@ from .tile import WORK
 COPY_LATENCY = 600
 COPY_BYTES_PER_CYCLE = 64
 SHARED_BYTES_PER_CYCLE = 128
+LATE_COPIES = 4
+LATENESS = 32
 MMA_FLOPS_PER_CYCLE = {"sm_90": 4096, "sm_100": 8192}
 
 
@@ -122,6 +127,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._random = None if self.seed is None else random.Random(self.seed)
+        self._late: set[Any] = set()
 
     def number_role(self) -> int:
         self.numbers["roles"] += 1
@@ -142,9 +148,10 @@ class Scheduler:
 
     def at(self, time: float, action: Callable[[], None], queue: Any = None) -> None:
         """Perform `action` at a modelled time; those of one queue are performed in order."""
-        self.queues.setdefault(queue if queue is not None else object(), deque()).append(
-            (time, action)
-        )
+        key = object() if queue is None else queue
+        self.queues.setdefault(key, deque()).append((time, action))
+        if queue is None and self._random is not None and not self._random.randrange(LATE_COPIES):
+            self._late.add(key)
 
     def start(self, role: Role) -> None:
         self.ready.append(role)
@@ -164,13 +171,18 @@ class Scheduler:
                 _, action = queue.popleft()
                 if not queue:
                     del self.queues[chosen]
+                    self._late.discard(chosen)
                 action()
         if self.blocked:
             raise Deadlock([role.waiting() for role in self.blocked if role.waiting])
 
     def _choose(self) -> Any:
         if self._random is not None:
-            return self._random.choice([*self.ready, *self.queues])
+            able = [*self.ready, *self.queues]
+            prompt = [one for one in able if one not in self._late]
+            if prompt and self._random.randrange(LATENESS):
+                able = prompt
+            return self._random.choice(able)
         role = min(self.ready, key=lambda r: r.time, default=None)
         if self.queues:
             queue = min(self.queues, key=lambda q: self.queues[q][0][0])

@@ -10,6 +10,7 @@ import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.emulator import (
+    AliasedWait,
     BarrierMisuse,
     Deadlock,
     EmulatorError,
@@ -17,6 +18,7 @@ from gdpa_kernels.emulator import (
     OutOfBounds,
     Race,
     ResourceLimit,
+    UninitializedRead,
     run,
 )
 from tests.emulator.checking import everywhere, found, place
@@ -214,6 +216,186 @@ def test_a_missed_phase():
         else:
             (wait,) = error.waits
             assert wait.role == "task0 of CTA 0" and wait.note.startswith("phase 0")
+
+
+# Waits that a late copy lets pass a phase too early.
+
+
+@triton.jit
+def ring_kernel(
+    desc, out_ptr, n,
+    SLOTS: tl.constexpr, PRODUCERS: tl.constexpr, SHIFT: tl.constexpr, CONSUMERS: tl.constexpr,
+    EVERY: tl.constexpr, COPY: tl.constexpr, TELL: tl.constexpr,
+):  # fmt: skip
+    """Producers fill a ring in turn, SHIFT on with each round; consumers read it in turn, or each
+    reads EVERY item. TELL: a consumer tells the next one that its item has come."""
+    ring = tlx.local_alloc((16,), tl.float32, SLOTS)
+    full = tlx.alloc_barriers(SLOTS)
+    empty = tlx.alloc_barriers(SLOTS, arrive_count=CONSUMERS if EVERY else 1)
+    told = tlx.alloc_barriers(CONSUMERS)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            pass
+        with tlx.async_task(num_warps=1, replicate=PRODUCERS):
+            for i in range(n):
+                stage, phase = i % SLOTS, i // SLOTS & 1
+                if (i + i // SLOTS * SHIFT) % PRODUCERS == tlx.async_task_replica_id():
+                    tlx.barrier_wait(empty[stage], phase ^ 1)  # empty
+                    if COPY:
+                        tlx.barrier_expect_bytes(full[stage], 64)
+                        tlx.async_descriptor_load(desc, ring[stage], [i * 16], full[stage])
+                    else:
+                        tlx.local_store(ring[stage], tl.full((16,), i, tl.float32))
+                        tlx.barrier_arrive(full[stage])
+        with tlx.async_task(num_warps=1, replicate=CONSUMERS):
+            role = tlx.async_task_replica_id()
+            for i in range(0 if EVERY else role, n, 1 if EVERY else CONSUMERS):
+                stage, phase = i % SLOTS, i // SLOTS & 1
+                if TELL and i > 0:
+                    tlx.barrier_wait(told[role], ((i - 1) // CONSUMERS) & 1)
+                tlx.barrier_wait(full[stage], phase)  # full
+                if TELL:
+                    tlx.barrier_arrive(told[(role + 1) % CONSUMERS])
+                x = tlx.local_load(ring[stage])
+                tlx.barrier_arrive(empty[stage])
+                if not EVERY or role == 0:
+                    tl.store(out_ptr + i * 16 + tl.arange(0, 16), x)
+
+
+LATE = ("modelled", *range(20))
+
+
+def take_turns(schedule, slots, consumers, n=9, **options):
+    x = torch.arange(float(n))[:, None].repeat(1, 16)
+    out = torch.full((n, 16), -1.0)
+    names = {"PRODUCERS": 1, "SHIFT": 0, "EVERY": False, "COPY": True, "TELL": False}
+    run(
+        ring_kernel, (1,), TensorDescriptor(x.flatten(), [n * 16], [1], [16]), out, n,
+        SLOTS=slots, CONSUMERS=consumers, **names | options, schedule=schedule,
+    )  # fmt: skip
+    assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize("slots, consumers", ((3, 2), (5, 2), (4, 3)))
+@pytest.mark.parametrize("schedule", LATE)
+def test_slots_that_go_from_role_to_role(schedule, slots, consumers):
+    with pytest.raises((AliasedWait, Race, BarrierMisuse, UninitializedRead)) as caught:
+        take_turns(schedule, slots, consumers)
+    error = caught.value
+    if schedule == "modelled":
+        assert isinstance(error, AliasedWait)
+    if isinstance(error, AliasedWait):
+        assert (error.file, error.line) == place(ring_kernel, "# full")
+        # The first role to be ahead: the second filling of the first slot, and no role saw both.
+        assert error.barrier.startswith("full[") and error.phase == 1
+        assert error.role.startswith("task1[") and error.role.endswith("of CTA 0")
+        assert "full[" in str(error) and "nothing proves that phase 0 was over" in str(error)
+        assert "parity 1 passes at once, as on a fresh barrier" in str(error)
+
+
+@pytest.mark.parametrize(
+    "slots, consumers, options",
+    (
+        (2, 2, {}),
+        (4, 2, {}),
+        (6, 3, {}),
+        (3, 1, {}),
+        (3, 2, {"n": 3}),  # no slot is used twice
+        (3, 2, {"EVERY": True}),
+        (3, 2, {"COPY": False}),  # the stores of one role land in their order
+        (3, 2, {"TELL": True}),  # a role has heard that the phase before is over
+        (4, 3, {"TELL": True}),
+        # The consumer releases slots in order: one release proves all earlier ones.
+        (3, 1, {"PRODUCERS": 2}),
+    ),
+)
+def test_turns_that_are_right(slots, consumers, options):
+    for schedule in LATE:
+        take_turns(schedule, slots, consumers, **options)
+
+
+def test_a_producer_that_may_find_its_buffer_empty_too_early():
+    """Each consumer owns a slot, and nothing orders their releases; the producers swap slots."""
+    kinds = set()
+    for schedule in LATE:
+        with pytest.raises((AliasedWait, Race, BarrierMisuse)) as caught:
+            take_turns(schedule, 2, 2, PRODUCERS=2, SHIFT=1)
+        kinds.add(type(caught.value))
+        if isinstance(caught.value, AliasedWait):
+            at = caught.value.file, caught.value.line
+            assert at == place(ring_kernel, "# empty") and caught.value.phase == 1
+            assert caught.value.barrier.startswith("empty[")
+    assert AliasedWait in kinds
+
+
+@triton.jit
+def later_phase_kernel(PHASES: tl.constexpr, PROOF: tl.constexpr):
+    bar = tlx.alloc_barriers(1)
+    done = tlx.alloc_barriers(1)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            for i in tl.static_range(PHASES):
+                tlx.barrier_arrive(bar)
+                if i == PROOF:
+                    tlx.barrier_arrive(done)
+        with tlx.async_task(num_warps=1):
+            if PROOF >= 0:
+                tlx.barrier_wait(done, 0)
+            tlx.barrier_wait(bar, (PHASES - 1) % 2)  # wait
+
+
+@pytest.mark.parametrize(
+    "phases, proof", ((1, -1), (1, 0), (2, 0), (2, 1), (3, 1), (3, 2), (4, 2), (4, 3))
+)
+def test_what_proves_that_the_phase_before_is_over(phases, proof):
+    """The end of that phase, or something after it; phase 0 has none before it."""
+    everywhere(later_phase_kernel, (1,), PHASES=phases, PROOF=proof)
+
+
+@pytest.mark.parametrize("phases, proof", ((2, -1), (3, -1), (3, 0), (4, -1), (4, 0), (4, 1)))
+def test_what_does_not(phases, proof):
+    errors = found(
+        (AliasedWait, BarrierMisuse), later_phase_kernel, (1,), PHASES=phases, PROOF=proof
+    )
+    aliased = [error for error in errors if isinstance(error, AliasedWait)]
+    assert errors[0] in aliased
+    for error in aliased:
+        assert (error.file, error.line) == place(later_phase_kernel, "# wait")
+        assert (error.barrier, error.role) == ("bar", "task0 of CTA 0")
+        assert error.phase in range(phases - 1, 0, -2)
+
+
+@triton.jit
+def late_copies_kernel(desc, STEPS: tl.constexpr):
+    ring = tlx.local_alloc((16,), tl.float32, 4)
+    landed = tlx.alloc_barriers(4)
+    fresh = tlx.alloc_barriers(1)
+    marker = tlx.alloc_barriers(1)
+    for i in tl.static_range(4):
+        tlx.barrier_expect_bytes(landed[i], 64)
+        tlx.async_descriptor_load(desc, ring[i], [i * 16], landed[i])
+    for _ in tl.static_range(STEPS):
+        tlx.barrier_wait(fresh, 1)
+    tlx.barrier_arrive(marker)
+    for i in tl.static_range(4):
+        tlx.barrier_wait(landed[i], 0)
+
+
+def test_copies_complete_in_any_order_under_random_schedules():
+    def order(schedule):
+        desc = TensorDescriptor(torch.zeros(64), [64], [1], [16])
+        report = run(late_copies_kernel, (1,), desc, STEPS=40, schedule=schedule, trace=True)
+        events = (e for e in report.timeline.events if e.kind == "arrive")
+        return [e.target for e in events if e.lane == "TMA" or e.target == "marker"]
+
+    copies = [f"landed[{i}]" for i in range(4)]
+    assert [name for name in order("modelled") if name != "marker"] == copies
+    orders = [order(seed) for seed in range(60)]
+    landings = {tuple(name for name in names if name != "marker") for names in orders}
+    assert {names[0] for names in landings} == {names[-1] for names in landings} == set(copies)
+    # Some copy is late by more than chance would allow, but not in most of the schedules.
+    late = sum(names[-1] != "marker" for names in orders)
+    assert 5 < late < 55
 
 
 # Bytes.

@@ -1,9 +1,10 @@
 """Random pipelines, right or with one fault, judged by the emulator and by a search of all orders.
 
 A pipeline is a list of steps per role: producers fill parts of a ring of buffers, by stores or by
-copies, an optional forwarder moves them to a second ring, and consumers read them. It is written to
-a file as a kernel. The search (`explore`) walks every interleaving of the steps with its own small
-model of barriers, and needs no clocks: accesses race if in some state both come next.
+copies, an optional forwarder moves them to a second ring, and consumers read them, each all items
+or all in turn. It is written to a file as a kernel. The search (`explore`) walks every interleaving
+of the steps with its own small model of barriers, and needs no clocks: accesses race if in some
+state both come next, and a wait is ambiguous if it passes in different phases.
 """
 
 import importlib.util
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.emulator import (
+    AliasedWait,
     BarrierMisuse,
     Deadlock,
     EmulatorError,
@@ -38,8 +40,8 @@ class Step(NamedTuple):
 
     wait: parity `number`. arrive: one arrival. expect: an arrival that announces `number` bytes.
     copy: the asynchronous write of part `part` of buffer `place`, awaited on `barrier`. write: the
-    same by the role itself. read: all parts of `place`, for item `item`. forward: writes to `place`
-    what was read last. `place` is (ring, stage), `barrier` is (name, stage).
+    same by the role itself. read: all parts of `place`, for result `item`. forward: writes to
+    `place` what was read last. `place` is (ring, stage), `barrier` is (name, stage).
     """
 
     kind: str
@@ -52,7 +54,8 @@ class Step(NamedTuple):
 
 @dataclass
 class Pipeline:
-    """counts: name of an array of barriers -> arrivals per phase. roles: their steps."""
+    """counts: name of an array of barriers -> arrivals per phase. turns: whether each item has one
+    consumer, in turn, instead of all. roles: their steps."""
 
     stages: int
     parts: int
@@ -60,25 +63,39 @@ class Pipeline:
     consumers: int
     rings: tuple[str, ...]
     counts: dict[str, int]
+    turns: bool = False
     roles: list[list[Step]] = field(default_factory=list)
+
+    @property
+    def results(self) -> list[int]:
+        """The item of each result: all items, for each consumer that reads all."""
+        return list(range(self.items)) * (1 if self.turns else self.consumers)
 
 
 def build(
-    stages: int, copies: tuple[bool, ...], forward: bool, consumers: int, items: int
+    stages: int,
+    copies: tuple[bool, ...],
+    forward: bool,
+    consumers: int,
+    items: int,
+    turns: bool = False,
 ) -> Pipeline:
-    """A right pipeline; `copies` says of each producer whether it copies or stores."""
-    parts = len(copies)
-    counts = {"full": parts, "empty": 1 if forward else consumers}
+    """A right pipeline; `copies` says of each producer whether it copies or stores.
+
+    With `turns` it is right if `stages` is a multiple of `consumers`, or luck if it is not.
+    """
+    parts, readers = len(copies), 1 if turns else consumers
+    counts = {"full": parts, "empty": 1 if forward else readers}
     last, filled, emptied = "ring", "full", "empty"
     if forward:
-        counts |= {"ready": 1, "free": consumers}
+        counts |= {"ready": 1, "free": readers}
         last, filled, emptied = "second", "ready", "free"
     rings = ("ring", "second") if forward else ("ring",)
-    pipeline = Pipeline(stages, parts, items, consumers, rings, counts)
-    turns = [(i, i % stages, i // stages % 2) for i in range(items)]
+    pipeline = Pipeline(stages, parts, items, consumers, rings, counts, turns)
+    uses = [(i, i % stages, i // stages % 2) for i in range(items)]
     for part, copy in enumerate(copies):
         steps = []
-        for i, stage, phase in turns:
+        for i, stage, phase in uses:
             steps.append(Step("wait", ("empty", stage), 1 - phase))
             if copy:
                 steps.append(Step("expect", ("full", stage), PART_BYTES))
@@ -89,7 +106,7 @@ def build(
         pipeline.roles.append(steps)
     if forward:
         steps = []
-        for i, stage, phase in turns:
+        for i, stage, phase in uses:
             steps.append(Step("wait", ("full", stage), phase))
             steps.append(Step("read", None, 0, ("ring", stage), 0, -1))
             steps.append(Step("arrive", ("empty", stage)))
@@ -99,9 +116,10 @@ def build(
         pipeline.roles.append(steps)
     for consumer in range(consumers):
         steps = []
-        for i, stage, phase in turns:
+        for i, stage, phase in uses[consumer::consumers] if turns else uses:
+            number = i if turns else consumer * items + i
             steps.append(Step("wait", (filled, stage), phase))
-            steps.append(Step("read", None, 0, (last, stage), 0, consumer * items + i))
+            steps.append(Step("read", None, 0, (last, stage), 0, number))
             steps.append(Step("arrive", (emptied, stage)))
         pipeline.roles.append(steps)
     return pipeline
@@ -273,11 +291,12 @@ class Search:
         return state._replace(cells=tuple(cells))
 
     def _perform(self, state: State, role: int, step: Step) -> State | None:
-        if step.kind in ("arrive", "expect"):
-            # An arrival that counts in one phase or in another, by chance, is a mistake.
+        if step.kind in ("arrive", "expect", "wait"):
+            # What happens in one phase or in another, by chance, is a mistake.
             phase = state.barriers[self.numbers[step.barrier]][0]
             if self.phases.setdefault((role, state.at[role]), phase) != phase:
-                self.findings.add(BarrierMisuse)
+                self.findings.add(AliasedWait if step.kind == "wait" else BarrierMisuse)
+        if step.kind in ("arrive", "expect"):
             return self._signal(state, step, 1, step.number)
         if step.kind == "copy":
             return state._replace(flying=tuple(sorted((*state.flying, step))))
@@ -323,7 +342,8 @@ def source(pipeline: Pipeline) -> str:
     for number, steps in enumerate(pipeline.roles):
         task = "num_warps=1" if number else '"default"'
         lines.append(f"        with tlx.async_task({task}):")
-        lines += [f"            {_statement(pipeline, step)}" for step in steps] or ["pass"]
+        statements = [_statement(pipeline, step) for step in steps] or ["pass"]
+        lines += [f"            {statement}" for statement in statements]
     return "\n".join(lines) + "\n"
 
 
@@ -370,7 +390,7 @@ def emulate(pipeline: Pipeline, folder: Any) -> list[torch.Tensor | EmulatorErro
     x = torch.arange(1.0, rows + 1)[:, None].repeat(1, 4)
     results = []
     for schedule in SCHEDULES:
-        out = torch.full((pipeline.consumers * pipeline.items, pipeline.parts, 4), -1.0)
+        out = torch.full((len(pipeline.results), pipeline.parts, 4), -1.0)
         desc = TensorDescriptor.from_tensor(x, [1, 4])
         try:
             run(module.kernel, (1,), desc, out, schedule=schedule)
@@ -383,7 +403,7 @@ def emulate(pipeline: Pipeline, folder: Any) -> list[torch.Tensor | EmulatorErro
 
 def expected(pipeline: Pipeline, outputs: dict[int, set[Any]]) -> torch.Tensor:
     """What the search says is read; only for pipelines in which it found nothing."""
-    out = torch.full((pipeline.consumers * pipeline.items, pipeline.parts, 4), -1.0)
+    out = torch.full((len(pipeline.results), pipeline.parts, 4), -1.0)
     for item, values in outputs.items():
         (value,) = values
         for part, (source_item, source_part) in enumerate(value):
@@ -392,12 +412,14 @@ def expected(pipeline: Pipeline, outputs: dict[int, set[Any]]) -> torch.Tensor:
 
 
 @st.composite
-def pipelines(draw) -> Pipeline:
-    stages = draw(st.integers(1, 3))
+def pipelines(draw, lucky: bool = False) -> Pipeline:
+    """Right ones; `lucky`: also such as are right only if copies complete in order."""
+    stages, consumers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     copies = tuple(draw(st.lists(st.booleans(), min_size=1, max_size=2)))
     # Mostly enough items to use every stage again.
     items = max(1, stages + draw(st.integers(-1, 3)))
-    return build(stages, copies, draw(st.booleans()), draw(st.integers(1, 3)), items)
+    turns = draw(st.booleans()) and (lucky or stages % consumers == 0)
+    return build(stages, copies, draw(st.booleans()), consumers, items, turns)
 
 
 SETTINGS = {
@@ -414,7 +436,7 @@ def test_right_pipelines_are_accepted(folder, pipeline):
     out = out.view(pipeline.items, pipeline.parts, 1).expand(-1, -1, 4)
     for result in emulate(pipeline, folder):
         assert isinstance(result, torch.Tensor), result
-        assert torch.equal(result, out.repeat(pipeline.consumers, 1, 1))
+        assert torch.equal(result, out[pipeline.results])
 
 
 @settings(max_examples=25, **SETTINGS)
@@ -423,8 +445,7 @@ def test_the_search_finds_nothing_in_right_pipelines(pipeline):
     search = Search(pipeline)
     assume(search.explore())
     assert not search.findings
-    wanted = [i for _ in range(pipeline.consumers) for i in range(pipeline.items)]
-    for number, item in enumerate(wanted):
+    for number, item in enumerate(pipeline.results):
         assert search.outputs[number] == {tuple((item, p) for p in range(pipeline.parts))}
 
 
@@ -452,7 +473,7 @@ def test_a_fault_is_found_unless_it_is_harmless(folder, fault):
     verdicts = []
 
     @settings(max_examples=25, **SETTINGS)
-    @given(pipelines(), st.integers(0, 1000))
+    @given(pipelines(lucky=True), st.integers(0, 1000))
     def check(pipeline, number):
         assume(break_it(pipeline, fault, number))
         findings = judge(pipeline, folder)
@@ -483,6 +504,43 @@ def test_known_faults(folder, fault, number, kinds):
     pipeline = build(1, copies, False, 1, 2)
     assert break_it(pipeline, fault, number)
     assert judge(pipeline, folder) == kinds
+
+
+def test_turns_are_found_unless_they_are_right(folder):
+    verdicts = []
+
+    @settings(max_examples=40, **SETTINGS)
+    @given(pipelines(lucky=True))
+    def check(pipeline):
+        assume(pipeline.turns and pipeline.stages % pipeline.consumers)
+        findings = judge(pipeline, folder)
+        assume(findings is not None)
+        verdicts.append(bool(findings))
+
+    check()
+    # A part of the pipelines is right all the same: stores, or no stage used twice.
+    assert len(verdicts) // 10 < sum(verdicts) < len(verdicts) * 9 // 10
+
+
+# Consumers that take the stages in turn.
+@pytest.mark.parametrize(
+    "stages, consumers, items, copy, right",
+    (
+        (3, 2, 4, True, False),
+        (3, 2, 3, True, True),  # no stage is used twice
+        (2, 2, 5, True, True),
+        (3, 1, 5, True, True),
+        (3, 3, 5, True, True),
+        (3, 2, 4, False, True),  # the stores of one role land in their order
+        (2, 3, 4, False, False),  # the third consumer asks for a second filling first of all
+    ),
+)
+def test_known_turns(folder, stages, consumers, items, copy, right):
+    pipeline = build(stages, (copy,), False, consumers, items, turns=True)
+    findings = judge(pipeline, folder)
+    assert (not findings) == right == (AliasedWait not in findings)
+    if not right and stages > consumers:
+        assert isinstance(emulate(pipeline, folder)[0], AliasedWait)
 
 
 def test_random_choices_reach_every_fault():
