@@ -52,12 +52,15 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _choices(options: argparse.Namespace) -> int:
     from gdpa_kernels import record
+    from gdpa_kernels.block_attention import choices as block_choices
     from gdpa_kernels.gdpa import choices
 
-    text = choices.render(choices.from_records(record.DATA_DIR))
-    changed = not choices.PATH.exists() or choices.PATH.read_text() != text
-    choices.PATH.write_text(text)
-    sys.stdout.write("choices.csv rewritten\n" if changed else "choices.csv was up to date\n")
+    for table in (choices, block_choices):
+        text = table.made_from(record.DATA_DIR)
+        changed = not table.PATH.exists() or table.PATH.read_text() != text
+        table.PATH.write_text(text)
+        name = table.PATH.relative_to(record.ROOT)
+        sys.stdout.write(f"{name} {'rewritten' if changed else 'was up to date'}\n")
     return 0
 
 

@@ -131,10 +131,29 @@ def define(
     return getattr(torch.ops.gdpa_kernels, name).default
 
 
-def check_impl(impl: object, impls: tuple[str, ...]) -> None:
+def autocast(*tensors: T) -> tuple[T, ...]:
+    """The arguments as autocast has them, if it is on: tensors, fp64 excepted, in its dtype."""
+    if not any(torch.is_autocast_enabled(kind) for kind in _KINDS):
+        return tensors
+    kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else ""
+    if kind not in _KINDS or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in tensors
+    )
+
+
+_KINDS = ("cuda", "cpu")
+
+
+def check_impl(impl: object, impls: tuple[str, ...], name: str = "impl") -> None:
     """Raises ValueError unless `impl` is "auto" or one of `impls`."""
     if impl != "auto" and impl not in impls:
-        raise ValueError(f"impl must be 'auto' or one of {', '.join(impls)}, got {impl!r}")
+        raise ValueError(f"{name} must be 'auto' or one of {', '.join(impls)}, got {impl!r}")
 
 
 def check_tensors(q: object, k: object, v: object) -> None:

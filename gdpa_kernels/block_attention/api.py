@@ -7,14 +7,11 @@ from __future__ import annotations
 import torch
 
 from gdpa_kernels import calls, ladder
+from gdpa_kernels.block_attention import choices
 
 OPERATOR = "block_attention"
 IMPLS = tuple(ladder.impls(OPERATOR))
 BLOCK_SIZES = (16, 32, 64, 128)
-
-# The order of "auto": the ladder's rungs from the last to the first that saves nothing for
-# backward. It is the order by design, until a table of measured times decides as for gdpa.
-ORDER = ("v2_slab", "v1_one_tile", "reference")
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,8 +54,8 @@ def block_attention(
             rounded to their dtype. Gradients take the transpose; sin^2 + cos^2 = 1 is not assumed.
             sin and cos get no gradient.
         rotate_v: rotate v too.
-        impl: a rung's name, "reference", or "auto": the first of v2_slab, v1_one_tile and reference
-            that supports the call. That order is by design, not yet by measurement.
+        impl: a rung's name, "reference", or "auto": in each direction the one that supports the
+            call and was fastest where such calls were measured (choices.py).
         validate: check the values of cu_seqlens, which waits for the device once per tensor (the
             result is remembered until the tensor is modified). False trusts the caller.
 
@@ -75,13 +72,11 @@ def block_attention(
     """
     compiling = torch.compiler.is_compiling()
     _check_types(q, k, v, rotary)
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        q, k, v = _autocast(q, k, v)
+    q, k, v = calls.autocast(q, k, v)
     options = block_size, rotate_v, impl
     facts = None if compiling else _facts(q, k, v, rotary, *options)
-    rung = None if facts is None else _resolved.get(facts)
-    if rung is None:
+    rungs = None if facts is None else _resolved.get(facts)
+    if rungs is None:
         _check_tensors(q, k, v)
         _check_options(q, rotary, *options)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, float | int)):
@@ -90,9 +85,9 @@ def block_attention(
         calls.check_offsets("cu_seqlens", cu_seqlens, q.device)
         if validate and not compiling:
             calls.check_lengths("cu_seqlens", cu_seqlens, q, q.shape[0])
-    if rung is None and facts is not None:
-        rung = ladder.rung(resolve(impl, q, k, v, block_size), OPERATOR)
-        calls.keep(_resolved, facts, rung)
+    if rungs is None and facts is not None:
+        found = (resolve(impl, d, q, k, v, rotary, block_size) for d in ("forward", "backward"))
+        rungs = calls.keep(_resolved, facts, tuple(ladder.rung(i, OPERATOR) for i in found))
     sin, cos = (None, None) if rotary is None else rotary
     if sin is not None and torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
         name = "sin" if sin.requires_grad else "cos"
@@ -104,10 +99,10 @@ def block_attention(
     rotate_v = bool(rotate_v)
     differentiated = compiling or calls.differentiated(OPERATOR, q, k, v, (sin, cos))
     arguments = q, k, v, cu_seqlens, sin, cos, block_size, scale, rotate_v, impl
-    if rung is not None:
+    if rungs is not None:
         if differentiated:
-            return _Direct.apply(*arguments, rung)
-        return _rung_forward(rung, *arguments[:-1])[0]
+            return _Direct.apply(*arguments, rungs[0])
+        return _rung_forward(rungs[0], *arguments[:-1])[0]
     if differentiated:
         return _FORWARD(*arguments)[0]
     # What the autograd kernel does when nothing is differentiated, without its 10 us of Python.
@@ -116,22 +111,30 @@ def block_attention(
 
 
 def resolve(
-    impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int = 64
+    impl: str,
+    direction: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: Rotary | None = None,
+    block_size: int = 64,
 ) -> str:
-    """The implementation that runs: "auto" resolved, an explicit one checked.
+    """The implementation that runs in a direction, "forward" or "backward": "auto" resolved, an
+    explicit one checked.
 
     Raises NotImplementedError if an explicit impl does not support the device or the call.
     """
     if impl != "auto":
         problem = ladder.rung(impl, OPERATOR).requires.of_device(q.device)
-        problem = problem or _problem(impl, q, k, v, block_size)
+        problem = problem or _problem(impl, q, k, v, rotary, block_size)
         if problem is not None:
             raise NotImplementedError(f"impl {impl!r} {problem}")
         return impl
-    for candidate in ORDER:
+    kind = str(q.dtype).removeprefix("torch."), direction, rotary is not None, q.shape[-1]
+    for candidate in choices.order(ladder.capability(q.device), *kind):
         if (
             ladder.availability(candidate, q.device, OPERATOR).ok
-            and _problem(candidate, q, k, v, block_size) is None
+            and _problem(candidate, q, k, v, rotary, block_size) is None
         ):
             return candidate
     raise NotImplementedError(
@@ -140,34 +143,30 @@ def resolve(
     )
 
 
-def _problem(impl: str, q, k, v, block_size: int) -> str | None:
+def _problem(impl: str, q, k, v, rotary: Rotary | None, block_size: int) -> str | None:
     """Why an implementation cannot take these arguments, or None."""
     rung = ladder.rung(impl, OPERATOR)
     problem = rung.requires.of_call(q, k, v)
     if problem is None:
         own = getattr(rung.module(), "requires", None)  # what `ladder.Requires` cannot say
-        problem = None if own is None else own(block_size, q, k, v)
+        problem = None if own is None else own(block_size, q, k, v, rotary)
     return problem
 
 
-_resolved: dict[tuple, ladder.Rung] = {}
+_resolved: dict[tuple, tuple[ladder.Rung, ladder.Rung]] = {}  # of forward and of backward
 
 
 def _facts(q, k, v, rotary, block_size, rotate_v, impl) -> tuple | None:
     """`calls.facts` of a call; None also for options of unusual types."""
     if type(impl) is not str or type(block_size) is not int or type(rotate_v) is not bool:
         return None
-    turns = () if rotary is None else tuple(rotary)
-    return calls.facts(q, k, v, (impl, block_size, rotate_v), turns)
-
-
-def _autocast(q, k, v):
-    """q, k and v as autocast has them: fp64 excepted, in its dtype."""
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return tuple(
-        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-        for tensor in (q, k, v)
-    )
+    if rotary is None:
+        return calls.facts(q, k, v, (impl, block_size, rotate_v))
+    try:
+        layout = tuple((turns.stride(), turns.data_ptr() % 16) for turns in rotary)
+    except RuntimeError:  # a tensor without strides or memory
+        return None
+    return calls.facts(q, k, v, (impl, block_size, rotate_v, layout), tuple(rotary))
 
 
 def _rung_forward(
@@ -206,7 +205,8 @@ def _forward(
     rotate_v: bool,
     impl: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    rung = ladder.rung(resolve(impl, q, k, v, block_size), OPERATOR)
+    rotary = None if sin is None else (sin, cos)
+    rung = ladder.rung(resolve(impl, "forward", q, k, v, rotary, block_size), OPERATOR)
     out, saved = _rung_forward(rung, q, k, v, cu_seqlens, sin, cos, block_size, scale, rotate_v)
     return out, list(saved[1:])
 
@@ -234,7 +234,8 @@ def _backward(
     rotate_v: bool,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rung = ladder.rung(resolve(impl, q, k, v, block_size), OPERATOR)
+    rotary = None if sin is None else (sin, cos)
+    rung = ladder.rung(resolve(impl, "backward", q, k, v, rotary, block_size), OPERATOR)
     return _rung_backward(
         rung, grad_out, q, k, v, cu_seqlens, sin, cos, saved, block_size, scale, rotate_v
     )
@@ -272,7 +273,7 @@ def _gradients(ctx, grad_out, *_) -> tuple:
         rotary = None if sin is None else (sin, cos)
         facts = _facts(q, k, v, rotary, block_size, rotate_v, impl)
         if facts is not None and type(grad_out) is torch.Tensor:
-            rung = _resolved.get(facts)
+            rung = _resolved.get(facts, (None, None))[1]
     if rung is None:
         gradients = _BACKWARD(*arguments, *ctx.options)
     else:

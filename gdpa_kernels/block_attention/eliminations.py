@@ -50,14 +50,15 @@ class Config:
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, blocks_ptr, scale, total,
     Q_STRIDES: tl.constexpr, K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr,
-    OUT_STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    OUT_STRIDES: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     KEY_LOOP: tl.constexpr, RESCALE: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """v1's forward kernel, and what is put back; lse_ptr None: no log-sum-exp."""
-    first_row, rows = block_entry(blocks_ptr, tl.program_id(0))
-    if tl.program_id(0) >= count_blocks(blocks_ptr):
+    block, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
+    first_row, rows = block_entry(blocks_ptr, block)
+    if block >= count_blocks(blocks_ptr):
         return
-    head = tl.program_id(1)
     q = load_tile(q_ptr, first_row, rows, head, 0, BLOCK, Q_STRIDES, HEAD_DIM, WIDTH)
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
@@ -94,7 +95,7 @@ def backward_kernel(
     scale, total,
     GRAD_STRIDES: tl.constexpr, Q_STRIDES: tl.constexpr, K_STRIDES: tl.constexpr,
     V_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     KEY_LOOP: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """v1's backward kernel, and what is put back.
@@ -102,10 +103,10 @@ def backward_kernel(
     lse_ptr or delta_ptr None: computed here. dq_ptr None, or dk_ptr and dv_ptr None: the other pass
     of two.
     """
-    first_row, rows = block_entry(blocks_ptr, tl.program_id(0))
-    if tl.program_id(0) >= count_blocks(blocks_ptr):
+    block, head = tl.program_id(0) // NUM_HEADS, tl.program_id(0) % NUM_HEADS
+    first_row, rows = block_entry(blocks_ptr, block)
+    if block >= count_blocks(blocks_ptr):
         return
-    head = tl.program_id(1)
     k = load_tile(k_ptr, first_row, rows, head, 0, BLOCK, K_STRIDES, HEAD_DIM, WIDTH)
     v = load_tile(v_ptr, first_row, rows, head, 0, BLOCK, V_STRIDES, HEAD_DIM, WIDTH)
     dk = tl.zeros([BLOCK, WIDTH], tl.float32)
@@ -163,10 +164,11 @@ def forward(
     out = q.new_empty(q.shape)
     lse = q.new_empty(num_heads, total, dtype=torch.float32) if config.lse else None
     launch(
-        forward_kernel, (schedule.max_blocks, num_heads), q.device,
+        forward_kernel, (schedule.max_blocks * num_heads,), q.device,
         q, k, v, out, lse, schedule.entries, scale, total,
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
-        HEAD_DIM=head_dim, BLOCK=block_size, WIDTH=triton.next_power_of_2(head_dim),
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK=block_size,
+        WIDTH=triton.next_power_of_2(head_dim),
         KEY_LOOP=config.key_loop or config.accumulate, RESCALE=config.rescale,
         ACCUMULATE=config.accumulate, num_warps=config.num_warps,
     )  # fmt: skip
@@ -204,11 +206,12 @@ def backward(
     passes = [(None, dk, dv), (dq, None, None)] if config.two_passes else [(dq, dk, dv)]
     for outputs in passes:
         launch(
-            backward_kernel, (schedule.max_blocks, num_heads), q.device,
+            backward_kernel, (schedule.max_blocks * num_heads,), q.device,
             grad_out, q, k, v, *outputs, lse, delta, schedule.entries, scale, total,
             GRAD_STRIDES=grad_out.stride(), Q_STRIDES=q.stride(), K_STRIDES=k.stride(),
-            V_STRIDES=v.stride(), OUT_STRIDES=dq.stride(), HEAD_DIM=head_dim,
-            BLOCK=block_size, WIDTH=width, KEY_LOOP=config.key_loop or config.accumulate,
+            V_STRIDES=v.stride(), OUT_STRIDES=dq.stride(), NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim, BLOCK=block_size, WIDTH=width,
+            KEY_LOOP=config.key_loop or config.accumulate,
             ACCUMULATE=config.accumulate, num_warps=config.num_warps,
         )  # fmt: skip
     return dq, dk, dv

@@ -1,6 +1,6 @@
 """v2: a program walks over the heads of a block, and over blocks; TMA does the addressing.
 
-Changes from v1_one_tile: programs take `blocks_per_program` slabs of `heads_per_program` heads of a
+Changes from v1_one_tile: programs take `slabs_per_program` slabs of `heads_per_program` heads of a
 block, one (block, head) after another, and ask for the next tiles while they work on these. Tiles
 come and go by TMA, clipped at the end of the block (see gdpa/ragged.py).
 
@@ -66,20 +66,28 @@ class Config:
 
 
 def default_config(direction: str, head_dim: int, *, rotary: bool = False) -> Config:
-    """As many programs as shared memory holds with two stages; more warps where registers run out.
+    """What was fastest on an H200: two slabs for each of many programs, or one persistent program
+    on an SM where its tiles fill it.
 
-    Not measured yet. At head_dim 128 in bf16, backward with rotary still spills a few registers
-    when v is rotated too or heads are grouped.
+    With rotary at head_dim 128 backward spills a few registers.
     """
-    if head_dim == 64:
-        return Config(programs_per_sm=3 if direction == "forward" else 2)
-    crowded = direction == "backward" and rotary
-    shared = direction == "forward" and not rotary
-    return Config(programs_per_sm=2 if shared else 1, num_warps=8 if crowded else 4)
+    if rotary:
+        if direction == "forward":
+            return Config(programs_per_sm=2, num_stages=1)
+        return Config(programs_per_sm=1, num_stages=2)
+    if direction == "backward" and head_dim == 128:
+        return Config(programs_per_sm=1, num_stages=3)
+    return Config(slabs_per_program=2, num_stages=3)
 
 
-def requires(block_size: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """What this rung needs and does not get of a call, or None."""
+def requires(
+    block_size: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> str | None:
+    """What this rung needs and does not get of a call, or None. It takes any rotary."""
     if block_size != BLOCK:
         return f"needs block_size {BLOCK}, got {block_size}"
     if q.dtype not in (torch.bfloat16, torch.float16):

@@ -1,34 +1,38 @@
-"""v3: one role copies, two or three compute, and results leave through the slots they came by.
+"""v3: one role copies, another computes, and results leave through the slots they came by.
 
 Changes from v2_slab: warps have roles. The load role fetches all tiles of a (block, head) into one
 of `num_stages` slots; math roles of four warps take the slots in turn. A math role writes each
-result over the tile that nothing needs any more and starts its store, and gives the slot back when
-the store has read it: one item later, so that nobody waits for that.
+result over the tile that nothing needs any more, starts its store, and gives the slot back when the
+store has read it. A role that owns another slot does that one item later, beside its products.
 
 Why it should help, in bytes: they are v2's, 4 tensors forward and 7 backward, with 32 and 46 FLOP
 for each byte, and an H200 could do 184. Specialization saves none; it keeps more of them under way.
-To fill 4.3 TB/s takes 26 to 33 KB in flight on each SM. Four slots of 48 KB forward, or three of 64
-backward, are asked for without a pause, while products, softmax and stores of two or three items
-overlap. Predicted, before any measurement: forward within 5 % of v2, which keeps the loads of two
-programs in flight; backward at head_dim 64 within 5 % too; backward at head_dim 128, where v2 has
-one program on an SM and nothing but loads beside its softmax, 5 to 15 % less time.
+To fill 4.3 TB/s takes 26 to 33 KB in flight on each SM, and two slots of 48 KB forward or 64
+backward are asked for without a pause. Predicted, before any measurement: forward within 5 % of
+v2, which keeps the loads of two programs in flight; backward at head_dim 64 within 5 % too;
+backward at head_dim 128, where v2 has one program on an SM and nothing but loads beside its
+softmax, 5 to 15 % less time.
 
-| role       | warps | registers  | work                                                          |
-|------------|-------|------------|---------------------------------------------------------------|
-| load       | 4     | 32         | one thread issues the TMA loads of a slot                     |
-| math (2-3) | 4     | 240 or 160 | every second (third) item: products, softmax, stores by TMA   |
+| role       | warps | registers | work                                                          |
+|------------|-------|-----------|---------------------------------------------------------------|
+| load       | 4     | 24        | one thread issues the TMA loads of a slot                     |
+| math (1-2) | 4     | 240       | all heads of every (second) block: products, softmax, stores  |
 
 | barrier       | arrivals            | filled by -> drained by                                |
 |---------------|---------------------|--------------------------------------------------------|
 | full[stage]   | 1 and bytes         | TMA loads of all tiles of an item -> its math role     |
 | empty[stage]  | 128 threads, 1 each | math role, its stores have read the slot -> load role  |
 
-Where results wait: O in the slot of Q, which S was the last to read. dV in that of V, dead since
-dP; dQ in that of grad_out, dead since dV; dK in that of K, dead since dQ. P is a register operand
-forward. Backward, P and dS are read transposed, so they pass through 8 KB of shared memory each.
+A slot belongs to one role: num_stages is a multiple of math_roles. A wait knows only whether the
+phase is even or odd, and loads may land in any order. A role that took over the slot of another
+could find it empty, before the load of the other, and take it for the load after that.
 
-Grouped heads: the query heads of a key head are items of one role, which sums their dK and dV in
-registers; then dQ waits in the slot of V, and dV in that of the last grad_out.
+Where results wait: O in the slot of Q, which S was the last to read. Backward, P goes over V, dead
+since dP; dV then over P; dQ over grad_out, dead since dV; dK over K, dead since dQ. dS, which is
+read transposed too, has 8 KB of its own.
+
+Grouped heads: the query heads of a key head follow each other; their dK and dV are summed in
+registers. dQ waits in the slot of V, dV in that of the last grad_out.
 
 Needs: sm_90, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16, contiguous rows of q, k and v
 whose addresses and strides are multiples of 16 bytes, no rotary. A grad_out that TMA cannot read is
@@ -58,25 +62,25 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants. num_stages: slots, more than there are math roles (each keeps its last slot
-    until its next item has come). registers: of a thread of a math role."""
+    """Launch constants: math roles, slots of all of them, registers of a thread of a math role."""
 
-    math_roles: int = 2
-    num_stages: int = 4
+    math_roles: int = 1
+    num_stages: int = 2
     registers: int = 240
 
     def __post_init__(self):
-        if self.num_stages <= self.math_roles:
+        if self.num_stages % self.math_roles:
             raise ValueError(
-                f"num_stages must be more than math_roles, {self.math_roles}, got {self.num_stages}"
+                "num_stages must be a multiple of math_roles, so that a slot has one owner; "
+                f"got num_stages {self.num_stages}, math_roles {self.math_roles}"
             )
 
 
 def default_config(direction: str, head_dim: int) -> Config:
-    """As many slots as shared memory holds. Not measured yet."""
-    if head_dim == 64:
-        return Config(math_roles=3, num_stages=9 if direction == "forward" else 5, registers=160)
-    return Config(num_stages=4 if direction == "forward" else 3)
+    """One math role, and the number of slots that was fastest on an H200."""
+    if direction == "forward":
+        return Config(num_stages=3 if head_dim == 128 else 6)
+    return Config(num_stages=2 if head_dim == 128 else 4)
 
 
 def requires(
@@ -113,29 +117,36 @@ def _readable(tensor: torch.Tensor) -> bool:
 
 
 @triton.jit
-def count_units(blocks_ptr, NUM_HEADS: tl.constexpr):
-    """How many (block, head) this program works on: all heads of blocks p, p + P, p + 2 P, ..."""
-    return tl.cdiv(count_blocks(blocks_ptr) - tl.program_id(0), tl.num_programs(0)) * NUM_HEADS
+def count_units(blocks_ptr):
+    """How many blocks this program works on: p, p + P, p + 2 P, ... belong to program p of P."""
+    return tl.cdiv(count_blocks(blocks_ptr) - tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit
-def place(blocks_ptr, unit, NUM_HEADS: tl.constexpr):
-    """(first_row, rows, head) of one of this program's (block, head)."""
-    block = tl.program_id(0) + unit // NUM_HEADS * tl.num_programs(0)
-    first_row, rows = block_entry(blocks_ptr, block)
-    return first_row, rows, unit % NUM_HEADS
+def place(blocks_ptr, unit):
+    """(first_row, rows) of one of this program's blocks."""
+    return block_entry(blocks_ptr, tl.program_id(0) + unit * tl.num_programs(0))
 
 
 @triton.jit
-def unit_of(item, units, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr):
-    """(unit, member) of the item-th load. MATH_ROLES units with GROUP members each are dealt out at
-    a time, a member of every unit after the other; at the end there may be fewer units."""
-    if GROUP == 1:
-        return item, 0
-    first = item // (MATH_ROLES * GROUP) * MATH_ROLES
+def unit_of(item, units, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr):
+    """(unit, head) of the item-th load. MATH_ROLES blocks are dealt out at a time, a head of every
+    block after the other; at the end there may be fewer blocks."""
+    first = item // (MATH_ROLES * NUM_HEADS) * MATH_ROLES
     present = tl.minimum(units - first, MATH_ROLES)
-    local = item - first * GROUP
+    local = item - first * NUM_HEADS
     return first + local % present, local // present
+
+
+@triton.jit
+def slot_of(
+    unit, head, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr
+):
+    """(stage, phase) of a head of a unit: its role takes slots role, role + MATH_ROLES, ... in
+    turn, whether or not other roles have units left."""
+    OWN: tl.constexpr = NUM_STAGES // MATH_ROLES
+    turn = unit // MATH_ROLES * NUM_HEADS + head
+    return unit % MATH_ROLES + turn % OWN * MATH_ROLES, (turn // OWN) & 1
 
 
 @triton.jit
@@ -148,23 +159,18 @@ def fetch(desc, buffer, full, first_row, rows, head):
 @triton.jit
 def load(
     grad_desc, q_desc, k_desc, v_desc, grad, q, k, v, full, empty, blocks_ptr,
-    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, MEMBERS: tl.constexpr,
-    MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The load role: slot after slot. grad_desc None: forward.
-
-    A key head has GROUP query heads. A unit is MEMBERS of them: one forward, all backward.
-    """
+    """The load role: slot after slot. grad_desc None: forward."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
     BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
-    HEADS: tl.constexpr = NUM_HEADS_K * GROUP // MEMBERS
-    units = count_units(blocks_ptr, HEADS)
-    for item in tl.range(0, units * MEMBERS):
-        unit, member = unit_of(item, units, MEMBERS, MATH_ROLES)
-        first_row, rows, head = place(blocks_ptr, unit, HEADS)
-        head = head * MEMBERS + member
-        stage = item % NUM_STAGES
-        tlx.barrier_wait(empty[stage], ((item // NUM_STAGES) & 1) ^ 1)
+    units = count_units(blocks_ptr)
+    for item in tl.range(0, units * NUM_HEADS):
+        unit, head = unit_of(item, units, NUM_HEADS, MATH_ROLES)
+        first_row, rows = place(blocks_ptr, unit)
+        stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+        tlx.barrier_wait(empty[stage], phase ^ 1)
         tlx.barrier_expect_bytes(full[stage], TILES * BYTES)
         fetch(q_desc, q[stage], full[stage], first_row, rows, head)
         fetch(k_desc, k[stage], full[stage], first_row, rows, head // GROUP)
@@ -175,11 +181,7 @@ def load(
 
 @triton.jit
 def release(empty, stage):
-    """Give the slot of the item before back, once its stores have read it; -1: there is none.
-
-    The wait is for all warps of the role together: behind it, none reads what products before it
-    read.
-    """
+    """Give a slot back once its stores have read it; -1: there is none."""
     tlx.async_descriptor_store_wait(0)
     tlx.barrier_arrive(empty[tl.maximum(stage, 0)], pred=stage >= 0)
 
@@ -189,75 +191,87 @@ def math_forward(
     role: tl.constexpr, out_desc, q, k, v, full, empty, blocks_ptr, scale,
     NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A math role: items role, role + MATH_ROLES, ..."""
+    """A math role: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    LATER: tl.constexpr = NUM_STAGES > MATH_ROLES
+    units = count_units(blocks_ptr)
     before = -1
-    for item in tl.range(role, count_units(blocks_ptr, NUM_HEADS), MATH_ROLES, num_stages=0):
-        first_row, rows, head = place(blocks_ptr, item, NUM_HEADS)
-        stage = item % NUM_STAGES
-        tlx.barrier_wait(full[stage], (item // NUM_STAGES) & 1)
-        s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
-        s = tlx.async_dot_wait(0, s)
+    for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
+        first_row, rows = place(blocks_ptr, unit)
+        for head in tl.range(0, NUM_HEADS, num_stages=0):
+            stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+            tlx.barrier_wait(full[stage], phase)
+            s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
+            s = tlx.async_dot_wait(0, s)
+            if LATER:
+                release(empty, before)
+            p, total = softmax_parts(s, scale, rows)
+            out = tlx.async_dot(p.to(DTYPE), v[stage])
+            out = tlx.async_dot_wait(0, out)
+            out = out * (1 / total)[:, None]
+            put_rows(out_desc, q[stage], first_row, rows, head, 0, out.to(DTYPE))
+            if not LATER:
+                release(empty, stage)
+            before = stage
+    if LATER:
         release(empty, before)
-        p, total = softmax_parts(s, scale, rows)
-        out = tlx.async_dot(p.to(DTYPE), v[stage])
-        out = tlx.async_dot_wait(0, out)
-        out = out * (1 / total)[:, None]
-        put_rows(out_desc, q[stage], first_row, rows, head, 0, out.to(DTYPE))
-        before = stage
-    release(empty, before)
 
 
 @triton.jit
 def math_backward(
-    role: tl.constexpr, dq_desc, dk_desc, dv_desc, grad, q, k, v, p_tile, ds_tile, full, empty,
+    role: tl.constexpr, dq_desc, dk_desc, dv_desc, grad, q, k, v, p, ds_tile, full, empty,
     blocks_ptr, scale,
     NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A math role: units role, role + MATH_ROLES, ..., each GROUP items in the order of the load
-    role."""
+    """A math role: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
     BLOCK: tl.constexpr = dq_desc.block_shape[3]
     HEAD_DIM: tl.constexpr = dq_desc.block_shape[4]
-    units = count_units(blocks_ptr, NUM_HEADS_K)
+    LATER: tl.constexpr = NUM_STAGES > MATH_ROLES
+    units = count_units(blocks_ptr)
     before = -1
     for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
-        first_row, rows, head = place(blocks_ptr, unit, NUM_HEADS_K)
-        first = unit - role
-        present = tl.minimum(units - first, MATH_ROLES)
-        dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-        dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-        for member in tl.range(0, GROUP, num_stages=0):
-            item = first * GROUP + member * present + role
-            stage = item % NUM_STAGES
-            tlx.barrier_wait(full[stage], (item // NUM_STAGES) & 1)
-            s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
-            dp = tlx.async_dot(grad[stage], tlx.local_trans(v[stage]))
-            release(empty, before)
-            s = tlx.async_dot_wait(1, s)
-            p, total = softmax_parts(s, scale, rows)
-            p = p * (1 / total)[:, None]
-            tlx.local_store(p_tile, p.to(DTYPE))
-            dp = tlx.async_dot_wait(0, dp)
-            ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
-            tlx.local_store(ds_tile, ds.to(DTYPE))
-            tlx.fence("async_shared")
-            dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
-            dq = tlx.async_dot(ds_tile, k[stage])
-            dv = tlx.async_dot_wait(1, dv)
-            if GROUP == 1:
-                put_rows(dv_desc, v[stage], first_row, rows, head, 0, dv.to(DTYPE))
-            dk = tlx.async_dot(tlx.local_trans(ds_tile), q[stage], dk)
-            dq = tlx.async_dot_wait(1, dq)
-            dead = v[stage] if GROUP > 1 else grad[stage]
-            put_rows(dq_desc, dead, first_row, rows, head * GROUP + member, 0, dq.to(DTYPE))
-            dk = tlx.async_dot_wait(0, dk)
-            before = stage
-        if GROUP > 1:
-            put_rows(dv_desc, grad[before], first_row, rows, head, 0, dv.to(DTYPE))
-        put_rows(dk_desc, k[before], first_row, rows, head, 0, dk.to(DTYPE))
-    release(empty, before)
+        first_row, rows = place(blocks_ptr, unit)
+        for head_k in tl.range(0, NUM_HEADS_K, num_stages=0):
+            dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+            dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+            for member in tl.range(0, GROUP, num_stages=0):
+                head = head_k * GROUP + member
+                stage, phase = slot_of(unit, head, NUM_HEADS_K * GROUP, MATH_ROLES, NUM_STAGES)
+                tlx.barrier_wait(full[stage], phase)
+                s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
+                dp = tlx.async_dot(grad[stage], tlx.local_trans(v[stage]))
+                if LATER:
+                    release(empty, before)
+                s = tlx.async_dot_wait(1, s)
+                weights, total = softmax_parts(s, scale, rows)
+                weights = weights * (1 / total)[:, None]
+                dp = tlx.async_dot_wait(0, dp)
+                p_tile = p[stage * (HEAD_DIM // BLOCK)]
+                tlx.local_store(p_tile, weights.to(DTYPE))
+                ds = weights * (dp - tl.sum(weights * dp, 1)[:, None]) * scale
+                tlx.local_store(ds_tile, ds.to(DTYPE))
+                tlx.fence("async_shared")
+                dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
+                dq = tlx.async_dot(ds_tile, k[stage])
+                dv = tlx.async_dot_wait(1, dv)
+                if GROUP == 1:
+                    put_rows(dv_desc, v[stage], first_row, rows, head_k, 0, dv.to(DTYPE))
+                dk = tlx.async_dot(tlx.local_trans(ds_tile), q[stage], dk)
+                dq = tlx.async_dot_wait(1, dq)
+                dead = grad[stage] if GROUP == 1 else v[stage]
+                put_rows(dq_desc, dead, first_row, rows, head, 0, dq.to(DTYPE))
+                dk = tlx.async_dot_wait(0, dk)
+                if member == GROUP - 1:
+                    if GROUP > 1:
+                        put_rows(dv_desc, grad[stage], first_row, rows, head_k, 0, dv.to(DTYPE))
+                    put_rows(dk_desc, k[stage], first_row, rows, head_k, 0, dk.to(DTYPE))
+                if not LATER:
+                    release(empty, stage)
+                before = stage
+    if LATER:
+        release(empty, before)
 
 
 @triton.jit
@@ -278,7 +292,7 @@ def forward_kernel(
         with tlx.async_task("default"):
             load(
                 None, q_desc, k_desc, v_desc, None, q, k, v, full, empty, blocks_ptr,
-                NUM_HEADS // GROUP, GROUP, 1, MATH_ROLES, NUM_STAGES,
+                NUM_HEADS, GROUP, MATH_ROLES, NUM_STAGES,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math_forward(
@@ -299,7 +313,7 @@ def backward_kernel(
     q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
-    p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
+    p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (HEAD_DIM // BLOCK), reuse=v)
     ds = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
     full = tlx.alloc_barriers(NUM_STAGES)
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
@@ -308,12 +322,12 @@ def backward_kernel(
         with tlx.async_task("default"):
             load(
                 grad_desc, q_desc, k_desc, v_desc, grad, q, k, v, full, empty, blocks_ptr,
-                NUM_HEADS_K, GROUP, GROUP, MATH_ROLES, NUM_STAGES,
+                NUM_HEADS_K * GROUP, GROUP, MATH_ROLES, NUM_STAGES,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             role: tl.constexpr = tlx.async_task_replica_id()
             math_backward(
-                role, dq_desc, dk_desc, dv_desc, grad, q, k, v, p[role], ds[role], full, empty,
+                role, dq_desc, dk_desc, dv_desc, grad, q, k, v, p, ds[role], full, empty,
                 blocks_ptr, scale,
                 NUM_HEADS_K, GROUP, MATH_ROLES, NUM_STAGES,
             )  # fmt: skip

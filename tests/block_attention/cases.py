@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,7 @@ from gdpa_kernels.testing import assert_close
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNGS = {
     name: importlib.import_module(f"gdpa_kernels.block_attention.{name}")
-    for name in ("v0_flash", "v1_one_tile", "v2_slab")
+    for name in ("v0_flash", "v1_one_tile", "v2_slab", "v3_warp_specialized", "v4_rotary")
 }
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -73,13 +73,24 @@ class Case:
         }
 
 
+def rotaries(rung: str) -> tuple[bool, ...]:
+    """Whether calls of a rung come with rotary: (False, True) if it takes both kinds."""
+    return {"v3_warp_specialized": (False,), "v4_rotary": (True,)}.get(rung, (False, True))
+
+
+def suited(rung: str, case: Case) -> Case:
+    """The case, with rotary where the rung needs it."""
+    return replace(case, rotary=case.rotary or rotaries(rung)[0])
+
+
 def supports(rung: str, case: Case, dtype: torch.dtype) -> bool:
     """Whether a rung takes the case."""
-    if rung != "v2_slab":
+    requires = getattr(RUNGS[rung], "requires", None)
+    if requires is None:
         return rung != "v0_flash" or dtype != torch.float32
-    tensors = case.tensors(dtype)
-    call = (case.block_size, tensors["q"], tensors["k"], tensors["v"])
-    return RUNGS[rung].requires(*call) is None
+    tensors, options = case.tensors(dtype), case.options()
+    call = (case.block_size, tensors["q"], tensors["k"], tensors["v"], options["rotary"])
+    return requires(*call) is None
 
 
 def results(module, tensors: dict, options: dict, **more) -> tuple[torch.Tensor, ...]:
@@ -133,7 +144,10 @@ CASES = [
     Case("negative_scale", (50, 20), scale=-0.7),
     Case("rotary", EDGES, rotary=True),
     Case("rotary_v", (65, 3), rotary=True, rotate_v=True, head_dim=128),
-    Case("head_dim_128", (65, 0, 64), head_dim=128),
+    Case("head_dim_128", EDGES, head_dim=128),
+    Case("grouped_128", (1, 64, 65), num_heads=3, num_heads_k=1, head_dim=128),
+    Case("one_block_of_one_head", (7,), num_heads=1, num_heads_k=1),
+    Case("large_scores", (65, 40), scale=30.0),
     Case("head_dim_16", (65, 40), head_dim=16),
     Case("head_dim_48_rotary", (65, 40), head_dim=48, rotary=True),
     Case("head_dim_160", (65, 40), head_dim=160, num_heads=2, num_heads_k=1, rotary=True),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from unittest import mock
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gdpa_kernels.block_attention.block_list import BlockList
 from gdpa_kernels.compile_check import Compiled, build, read
+from tests.block_attention.cases import RUNGS, Case, suited
 
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
@@ -45,3 +48,31 @@ def compile_launch(kernel, args: tuple, options: dict) -> Compiled:
     launch_options = {n: v for n, v in options.items() if n not in kernel.arg_names}
     built = build(kernel, types, given | options, options=launch_options)
     return read(built)
+
+
+@cache
+def compiled(
+    rung: str,
+    dtype: torch.dtype = torch.bfloat16,
+    turns: torch.dtype = torch.float32,
+    **case,
+) -> dict[str, Compiled]:
+    """The kernels of forward and backward by name, for tensors of 4 heads on the CPU.
+
+    turns: the dtype of sin and cos, if there are any.
+    """
+    shape = suited(rung, Case("compiled", (64, 3), **{"num_heads": 4, "num_heads_k": 4, **case}))
+    grad_out, *others = (t.cpu() for t in shape.tensors(dtype).values())
+    options = shape.options()
+    if options["rotary"] is not None:
+        options["rotary"] = tuple(t.cpu().to(turns) for t in options["rotary"])
+    blocks = BlockList(torch.zeros(3, 2, dtype=torch.int32), 2)
+
+    def call():
+        _, saved = RUNGS[rung].forward(*others, **options, schedule=blocks)
+        RUNGS[rung].backward(grad_out, *others, saved, **options, schedule=blocks)
+
+    return {
+        kernel.__name__: compile_launch(kernel, args, options)
+        for kernel, args, options in launches(RUNGS[rung], call)
+    }

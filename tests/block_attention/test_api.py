@@ -10,12 +10,13 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdpa_kernels import block_attention, calls, emulator, ladder
-from gdpa_kernels.block_attention import api, reference
+from gdpa_kernels.block_attention import api, choices, reference
 from gdpa_kernels.inputs import cu_seqlens
 from gdpa_kernels.testing import assert_close
 from tests.block_attention.cases import NAMES, Case, defined
 
 RUNGS = ("v0_flash", "v1_one_tile", "v2_slab")
+DIRECTIONS = ("forward", "backward")
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
@@ -167,16 +168,29 @@ def test_lengths_are_trusted_when_told_to_and_checked_again_once_modified():
         block_attention(**call)
 
 
-def test_auto_is_the_first_that_supports_the_call():
-    def of(size=64, dim=64, dtype=torch.bfloat16, impl="auto", change=lambda q: q):
+@pytest.fixture
+def everything_measured(monkeypatch):
+    """Tables in which the last rungs are the fastest."""
+    order = ("v4_rotary", "v3_warp_specialized", "v2_slab", *choices.UNMEASURED)
+    monkeypatch.setattr(choices, "order", lambda *call: order)
+
+
+def test_auto_is_the_first_that_supports_the_call(everything_measured):
+    def of(size=64, dim=64, dtype=torch.bfloat16, impl="auto", change=lambda q: q, turns=None):
         q = torch.zeros(9, 2, dim, dtype=dtype)
-        return api.resolve(impl, q, change(q), q, size)
+        found = {api.resolve(impl, d, q, change(q), q, turns, size) for d in DIRECTIONS}
+        assert len(found) == 1
+        return found.pop()
 
     assert of() == "reference"  # on a CPU
+    sin = torch.zeros(9, 32)
     with emulator.enabled():
-        assert of() == of(dim=128) == of(dtype=torch.float16) == "v2_slab"
+        assert of() == of(dim=128) == of(dtype=torch.float16) == "v3_warp_specialized"
+        assert of(turns=(sin, sin)) == "v4_rotary"
+        assert of(turns=(sin, sin.double())) == of(turns=(sin.mT.mT[:, :1].expand(9, 32), sin))
+        assert of(turns=(sin, sin.double())) == "v2_slab"
         assert of(size=32) == of(dim=96) == of(dtype=torch.float32) == "v1_one_tile"
-        assert of(change=lambda q: torch.cat([q, q], 1)[:, 2:]) == "v2_slab"
+        assert of(change=lambda q: torch.cat([q, q], 1)[:, 2:]) == "v3_warp_specialized"
         assert of(change=lambda q: torch.zeros(9, 64, 2).bfloat16().mT) == "v1_one_tile"
         assert of(dim=40) == of(dtype=torch.float64) == "reference"
         with pytest.raises(NotImplementedError, match="'v2_slab' needs block_size 64, got 32"):
@@ -190,10 +204,27 @@ def test_auto_is_the_first_that_supports_the_call():
             block_attention(**arguments(torch.bfloat16), impl=impl)
 
 
-def test_auto_chooses_only_what_saves_nothing():
-    assert api.ORDER[-1] == "reference" and set(api.ORDER) <= set(api.IMPLS)
-    for impl in api.ORDER:
-        assert not hasattr(ladder.rung(impl, "block_attention").module(), "empty_saved")
+def test_the_directions_choose_for_themselves(monkeypatch):
+    order = {"forward": ("v1_one_tile",), "backward": ("v3_warp_specialized",)}
+    monkeypatch.setattr(choices, "order", lambda capability, dtype, direction, *_: order[direction])
+    took = []
+    for direction, (impl,) in order.items():
+        module = ladder.rung(impl, "block_attention").module()
+        function = getattr(module, direction)
+        monkeypatch.setattr(
+            module,
+            direction,
+            lambda *a, f=function, i=impl, **o: took.append(i) or f(*a, **o),
+        )
+    q, k, v = (draw(21, 2, 64, dtype=torch.bfloat16, seed=seed) for seed in range(3))
+    call = required({"q": q, "k": k, "v": v, "cu_seqlens": ends(0, 4, 4, 21)})
+    with emulator.enabled():
+        block_attention(**call).sum().backward()
+    assert took == ["v1_one_tile", "v3_warp_specialized"]
+    expected = required({n: t.detach() if n in "qkv" else t for n, t in call.items()})
+    block_attention(**expected, impl="reference").sum().backward()
+    for name in "qkv":
+        assert torch.allclose(call[name].grad, expected[name].grad, atol=0.05, rtol=0.05)
 
 
 # -- Gradients ---------------------------------------------------------------------------------
@@ -608,10 +639,12 @@ def test_what_was_resolved_is_forgotten_in_time(on_a_gpu, monkeypatch):
         assert len(api._resolved) <= 4
 
 
-def test_the_choice_is_made_again_for_another_block_size(on_a_gpu, monkeypatch):
+def test_the_choice_is_made_again_for_another_block_size(
+    on_a_gpu, everything_measured, monkeypatch
+):
     monkeypatch.setattr(ladder.Requires, "of_device", lambda self, device: None)
     took = []
-    for impl in ("v1_one_tile", "v2_slab"):
+    for impl in ("v1_one_tile", "v3_warp_specialized"):
         monkeypatch.setattr(
             ladder.rung(impl, "block_attention").module(),
             "forward",
@@ -620,4 +653,4 @@ def test_the_choice_is_made_again_for_another_block_size(on_a_gpu, monkeypatch):
     q = torch.zeros(9, 2, 64, dtype=torch.bfloat16)
     for size in (64, 32, 64, 32):
         block_attention(q, q, q, ends(0, 9), block_size=size)
-    assert took == ["v2_slab", "v1_one_tile"] * 2
+    assert took == ["v3_warp_specialized", "v1_one_tile"] * 2

@@ -19,42 +19,62 @@ from tests.block_attention.cases import (
     check,
     kernels_run,
     results,
+    rotaries,
+    suited,
     supports,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROLES = ("v3_warp_specialized", "v4_rotary")
+BY_TMA = ("v2_slab", *ROLES)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize(
+    "rung, case, dtype",
+    [
+        (rung, case, dtype)
+        for rung in RUNGS
+        for case in dict.fromkeys(suited(rung, case) for case in CASES)
+        for dtype in DTYPES
+        if supports(rung, case, dtype)
+    ],
+    ids=str,
+)
 def test_matches_the_definition(rung, case, dtype):
-    if not supports(rung, case, dtype):
-        pytest.skip("not one of its needs")
     check(RUNGS[rung], case, dtype)
+
+
+def turns_of(rung: str, tokens: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """sin and cos where a rung needs them, else None."""
+    return (torch.zeros(tokens, pairs), torch.ones(tokens, pairs)) if rotaries(rung)[0] else None
 
 
 @pytest.mark.parametrize(
     "change, text",
     [
+        ({}, None),
         ({"block_size": 32}, "needs block_size 64, got 32"),
         ({"head_dim": 96}, "needs a head_dim of 64 or 128, got 96"),
         ({"dtype": torch.float32}, "needs dtype bfloat16 or float16, got float32"),
     ],
+    ids=str,
 )
-def test_v2_says_what_it_needs(change, text):
+@pytest.mark.parametrize("rung", BY_TMA)
+def test_says_what_it_needs(rung, change, text):
     block_size, head_dim = change.get("block_size", 64), change.get("head_dim", 64)
     q = torch.zeros(3, 2, head_dim, dtype=change.get("dtype", torch.bfloat16))
-    assert v2_slab.requires(block_size, q, q, q) == text
+    turns = turns_of(rung, 3, head_dim // 2)
+    assert RUNGS[rung].requires(block_size, q, q, q, turns) == text
 
 
-def test_v2_says_which_tensor_it_cannot_read():
-    q = torch.zeros(3, 2, 64, dtype=torch.bfloat16)
+@pytest.mark.parametrize("rung", BY_TMA)
+def test_says_which_tensor_it_cannot_read(rung):
+    q, turns = torch.zeros(3, 2, 64, dtype=torch.bfloat16), turns_of(rung, 3, 32)
     shifted = torch.zeros(3, 2, 72, dtype=torch.bfloat16)[..., 1:65]
     crossed = torch.zeros(3, 64, 2, dtype=torch.bfloat16).transpose(1, 2)
-    assert v2_slab.requires(64, q, q, q) is None
-    assert v2_slab.requires(64, q, shifted, q).startswith("needs k with contiguous rows")
-    assert v2_slab.requires(64, q, q, crossed).startswith("needs v with contiguous rows")
+    requires = RUNGS[rung].requires
+    assert requires(64, q, shifted, q, turns).startswith("needs k with contiguous rows")
+    assert requires(64, q, q, crossed, turns).startswith("needs v with contiguous rows")
 
 
 def strided(tensors):
@@ -72,7 +92,8 @@ def strided(tensors):
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_strided_arguments(rung):
-    check(RUNGS[rung], Case("strided", (65, 0, 40), rotary=True), torch.bfloat16, change=strided)
+    case = Case("strided", (65, 0, 40), rotary=rotaries(rung)[-1])
+    check(RUNGS[rung], case, torch.bfloat16, change=strided)
 
 
 @pytest.mark.parametrize("rung", ("v0_flash", "v1_one_tile"))
@@ -95,10 +116,11 @@ def test_expanded_gradients(rung, kind):
         part = {"sum": grad[:1, :1, :1], "mean_of_heads": grad[:, :1], "one_row": grad[:1]}[kind]
         return tensors | {"grad_out": part.expand_as(grad)}
 
-    check(RUNGS[rung], Case("expanded", (65, 0, 40)), torch.bfloat16, change=change)
+    case = suited(rung, Case("expanded", (65, 0, 40)))
+    check(RUNGS[rung], case, torch.bfloat16, change=change)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", [rung for rung in RUNGS if True in rotaries(rung)])
 def test_strided_sin_and_cos(rung):
     """Halves of one tensor, as positions are often stored, in the dtype of q."""
     case = Case("halves", (65, 3), rotary=True)
@@ -112,11 +134,16 @@ def test_strided_sin_and_cos(rung):
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("rotary", (False, True))
-@pytest.mark.parametrize("rung", RUNGS)
-def test_neighbours_do_not_leak(rung, rotary):
+@pytest.mark.parametrize(
+    "rung, rotary, heads_k",
+    [
+        *((rung, rotary, 1) for rung in RUNGS for rotary in rotaries(rung)),
+        *((rung, *rotaries(rung), 2) for rung in ROLES),
+    ],
+)
+def test_neighbours_do_not_leak(rung, rotary, heads_k):
     """Other blocks hold NaN, infinities, large values: this one's results are bitwise equal."""
-    case = Case("neighbours", (5, 70, 64, 3), num_heads=2, num_heads_k=1, rotary=rotary)
+    case = Case("neighbours", (5, 70, 64, 3), 2, heads_k, rotary=rotary, rotate_v=rotary)
     tensors, options = case.tensors(torch.bfloat16), case.options()
     before = results(RUNGS[rung], tensors, options)
     for own in (slice(0, 5), slice(5, 69), slice(69, 75), slice(139, 142)):
@@ -141,7 +168,7 @@ def test_neighbours_do_not_leak(rung, rotary):
 @pytest.mark.parametrize("rung", RUNGS)
 def test_own_nan_stays_visible(rung, name):
     """A NaN of the block's own reaches what depends on it, and nothing else."""
-    case = Case("nan", (6, 70))
+    case = suited(rung, Case("nan", (6, 70)))
     tensors = case.tensors(torch.bfloat16)
     tensors[name][2, 0, 3] = float("nan")
     out, dq, dk, dv = results(RUNGS[rung], tensors, case.options())
@@ -160,7 +187,7 @@ def test_own_nan_stays_visible(rung, name):
 def test_one_token(rung):
     """P is 1 whatever the score: out is v, dv is grad_out, dq and dk vanish. One tile gets an exact
     zero; v0 subtracts two sums of the same products in different orders."""
-    case = Case("one", (1,))
+    case = suited(rung, Case("one", (1,)))
     tensors = case.tensors(torch.bfloat16)
     out, dq, dk, dv = results(RUNGS[rung], tensors, case.options())
     assert torch.equal(out, tensors["v"]) and torch.equal(dv, tensors["grad_out"])
@@ -177,7 +204,7 @@ def test_results_are_written_whole(rung, monkeypatch):
         "new_empty",
         lambda self, *shape, **options: empty(self, *shape, **options).fill_(float("nan")),
     )
-    case = CASES[0]
+    case = suited(rung, CASES[0])
     for name, result in zip(
         NAMES, results(RUNGS[rung], case.tensors(torch.bfloat16), case.options()), strict=True
     ):
@@ -186,15 +213,16 @@ def test_results_are_written_whole(rung, monkeypatch):
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_deterministic(rung):
-    case = Case("twice", (65, 130), num_heads=4, num_heads_k=2, rotary=True, rotate_v=True)
+    rotary = rotaries(rung)[-1]
+    case = Case("twice", (65, 130), 4, 2, rotary=rotary, rotate_v=rotary)
     tensors, options = case.tensors(torch.float16), case.options()
     first, second = (results(RUNGS[rung], tensors, options) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("rung", ("v1_one_tile", "v2_slab"))
+@pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung != "v0_flash"])
 def test_backward_needs_nothing_of_forward(rung):
-    case = Case("saved", (65, 3))
+    case = suited(rung, Case("saved", (65, 3)))
     tensors = case.tensors(torch.bfloat16)
     _, *others = tensors.values()
     with kernels_run():
@@ -202,9 +230,9 @@ def test_backward_needs_nothing_of_forward(rung):
 
 
 V1_CONFIGS = (
-    {"heads_inner": True, "WIDTH": 64},
-    {"WIDTH": 32, "heads_inner": True},
-    {"WIDTH": 16, "num_warps": 8},
+    {"WIDTH": 64},
+    {"WIDTH": 32, "heads_inner": False},
+    {"WIDTH": 16, "num_warps": 8, "registers": 168},
 )
 
 
@@ -253,8 +281,8 @@ def test_eliminations(on):
 @pytest.mark.parametrize("rung", RUNGS)
 def test_random_batches_and_options(rung, data):
     group, heads_k = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1)]))
-    fast = rung == "v2_slab"
-    rotary = data.draw(st.booleans())
+    fast = rung in BY_TMA
+    rotary = data.draw(st.sampled_from(rotaries(rung)))
     case = Case(
         "random",
         tuple(data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=4))),
@@ -276,13 +304,18 @@ def test_random_batches_and_options(rung, data):
 def test_offsets_beyond_32_bits(rung):
     """A first sequence so long that the second one starts beyond 2**31 elements."""
     tokens = 2**31 // 256 + 1000
-    last = Case("last", (5,), head_dim=128)
-    tensors = last.tensors(torch.bfloat16)
-    expected = results(RUNGS[rung], tensors, last.options())
-    far = {"cu_seqlens": torch.tensor([0, tokens, tokens + 5], dtype=torch.int32, device=DEVICE)}
-    for name in ("grad_out", "q", "k", "v"):
-        far[name] = torch.zeros(tokens + 5, 2, 128, dtype=torch.bfloat16, device=DEVICE)
-        far[name][tokens:] = tensors[name]
-    far = {name: far[name] for name in tensors}
-    for name, a, b in zip(NAMES, results(RUNGS[rung], far, last.options()), expected, strict=True):
+    last = suited(rung, Case("last", (5,), head_dim=128))
+    tensors, options = last.tensors(torch.bfloat16), last.options()
+    expected = results(RUNGS[rung], tensors, options)
+
+    def moved(tensor):
+        far = tensor.new_zeros(tokens + 5, *tensor.shape[1:])
+        far[tokens:] = tensor
+        return far
+
+    far = {name: moved(tensor) for name, tensor in tensors.items() if name != "cu_seqlens"}
+    far["cu_seqlens"] = torch.tensor([0, tokens, tokens + 5], dtype=torch.int32, device=DEVICE)
+    turns = options["rotary"] and tuple(map(moved, options["rotary"]))
+    after = results(RUNGS[rung], far, options | {"rotary": turns})
+    for name, a, b in zip(NAMES, after, expected, strict=True):
         assert torch.equal(a[tokens:], b), name

@@ -3,33 +3,32 @@
 import pytest
 import torch
 
-from gdpa_kernels import ladder, record
+from gdpa_kernels import ladder, rankings, record
 from gdpa_kernels.gdpa import choices
-from gdpa_kernels.gdpa.choices import UNMEASURED, Choice
+from gdpa_kernels.gdpa.choices import UNMEASURED
+from gdpa_kernels.rankings import Ranking
 
 
 def test_the_table_is_what_the_records_say():
     """After measuring: python -m gdpa_kernels choices."""
-    assert choices.PATH.read_text() == choices.render(choices.from_records(record.DATA_DIR))
+    assert choices.PATH.read_text() == choices.made_from(record.DATA_DIR)
 
 
 def test_every_row_names_rungs_and_all_shapes_differ():
     rows = choices.load()
     assert rows
-    assert {impl for row in rows for impl in row.impls} <= set(ladder.impls())
-    assert len({row[:5] for row in map(_fields, rows)}) == len(rows)
-
-
-def _fields(choice: Choice) -> tuple:
-    sizes = choice.head_dim, choice.max_seqlen_q, choice.max_seqlen_k
-    return (choice.capability, choice.dtype, *sizes, choice.impls)
+    assert {impl for row in rows for impl in row.impls} <= {
+        *ladder.impls(),
+        *ladder.impls("gdpa_backward"),
+    }
+    assert len({row.shape for row in rows}) == len(rows)
 
 
 TABLE = (
-    Choice(9, "bfloat16", 128, 256, 256, ("short", "long"), "a"),
-    Choice(9, "bfloat16", 128, 2048, 2048, ("long", "short"), "a"),
-    Choice(9, "bfloat16", 64, 2048, 2048, ("narrow",), "a"),
-    Choice(9, "float16", 128, 512, 512, ("half",), "a"),
+    Ranking((9, "forward", "bfloat16", 128, 256, 256), ("short", "long"), "a"),
+    Ranking((9, "forward", "bfloat16", 128, 2048, 2048), ("long", "short"), "a"),
+    Ranking((9, "forward", "bfloat16", 64, 2048, 2048), ("narrow",), "a"),
+    Ranking((9, "forward", "float16", 128, 512, 512), ("half",), "a"),
 )
 
 
@@ -47,15 +46,22 @@ TABLE = (
 def test_the_nearest_shape_decides(call, first, monkeypatch):
     monkeypatch.setattr(choices, "load", lambda: TABLE)
     choices.order.cache_clear()
-    found = choices.order(9, *call)
+    found = choices.order(9, "forward", *call)
+    backward = choices.order(9, "backward", *call)
     choices.order.cache_clear()
-    assert found[0] == first and found[-len(UNMEASURED) :] == UNMEASURED
+    last = UNMEASURED["forward"]
+    assert found[0] == first and found[-len(last) :] == last
+    assert backward == UNMEASURED["backward"]
 
 
-def test_what_was_not_measured_runs_what_runs_anywhere():
-    assert choices.order(10, "bfloat16", 128, 1024, 1024) == UNMEASURED
-    assert choices.order(None, "float32", 64, 10, 10) == UNMEASURED
-    general = ladder.rung(UNMEASURED[-1]).requires
+@pytest.mark.parametrize(
+    "direction, operator", [("forward", "gdpa"), ("backward", "gdpa_backward")]
+)
+def test_what_was_not_measured_runs_what_runs_anywhere(direction, operator):
+    last = UNMEASURED[direction]
+    assert choices.order(10, direction, "bfloat16", 128, 1024, 1024) == last
+    assert choices.order(None, direction, "float32", 64, 10, 10) == last
+    general = ladder.rung(last[-1], operator).requires
     tensor = torch.zeros(1, 1, 3)
     assert general.of_device(torch.device("cpu")) is None
     assert general.of_call(tensor, tensor, tensor) is None
@@ -63,4 +69,8 @@ def test_what_was_not_measured_runs_what_runs_anywhere():
 
 def test_another_header_is_refused():
     with pytest.raises(ValueError, match="choices.csv must have the columns .*, got"):
-        choices.parse("capability,impl\n9,v0_eager\n")
+        rankings.parse("capability,impl\n9,v0_eager\n", choices.COLUMNS)
+
+
+def test_a_table_is_read_as_it_was_written():
+    assert rankings.parse(rankings.render(TABLE, choices.COLUMNS), choices.COLUMNS) == list(TABLE)

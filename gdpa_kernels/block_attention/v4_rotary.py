@@ -1,0 +1,498 @@
+"""v4: rotary inside the kernels: no tensor is read or written once more for it.
+
+Changes from v3_warp_specialized: the load role fetches sin and cos of a block too, once for all its
+heads, into one of `num_turns` slots of their own. A math role turns q and k (and v, if asked) in
+place, in shared memory, before the first product; it turns dq and dk (and dv) back as fp32
+accumulators, on their way into the slots that they leave by. One rounding, as without rotary.
+
+Why it should help, in bytes: attention backward moves 7 tensors. A rotary kernel of its own moves 4
+more, 6 if v is rotated, and sin and cos; fused, only sin and cos remain, read once for all heads.
+It costs shared memory: 32 KB for a slot of fp32 sin and cos, and, backward, 0.3 MB of traffic for
+an item beside the 0.3 MB of v3. At 128 bytes a clock that is less time than the item's bytes take
+on their way from memory, if another item is under way meanwhile.
+
+| role       | warps | registers | work                                                           |
+|------------|-------|-----------|----------------------------------------------------------------|
+| load       | 4     | 24        | one thread issues the TMA loads of a slot, and of sin and cos  |
+| math (1-2) | 4     | 240       | all heads of every (second) block: turning, products, stores   |
+
+| barrier           | arrivals            | filled by -> drained by                                |
+|-------------------|---------------------|--------------------------------------------------------|
+| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> its math role     |
+| empty[stage]      | 128 threads, 1 each | math role, its stores have read the slot -> load role  |
+| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> its math role   |
+| turns_empty[turn] | 128 threads, 1 each | math role, done with the block -> load role            |
+
+A slot of either kind belongs to one role, as in v3.
+
+In registers a product of dq with sin and cos must not convert dq: sin and cos are doubled to full
+width, and the products, not dq, are taken apart into pairs (`turned`).
+
+Needs: sm_90, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16, contiguous rows of q, k, v, sin
+and cos whose addresses and strides are multiples of 16 bytes; sin and cos in fp32, bf16 or fp16. A
+grad_out that TMA cannot read is copied first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.block_attention.block_list import (
+    BlockList,
+    block_entry,
+    block_list_of,
+    count_blocks,
+)
+from gdpa_kernels.block_attention.tiles import softmax_parts
+from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor
+from gdpa_kernels.gdpa.tiles import put_rows
+from gdpa_kernels.launch import launch, multiprocessors
+
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: math roles, slots of all of them, slots of sin and cos, registers of a
+    thread of a math role."""
+
+    math_roles: int = 1
+    num_stages: int = 2
+    num_turns: int = 2
+    registers: int = 240
+
+    def __post_init__(self):
+        for name in ("num_stages", "num_turns"):
+            if getattr(self, name) % self.math_roles:
+                raise ValueError(
+                    f"{name} must be a multiple of math_roles, so that a slot has one owner; "
+                    f"got {name} {getattr(self, name)}, math_roles {self.math_roles}"
+                )
+
+
+def default_config(direction: str, head_dim: int) -> Config:
+    """What was fastest on an H200: forward two math roles, backward one."""
+    if direction == "forward":
+        return Config(math_roles=2, num_stages=2 if head_dim == 128 else 4)
+    return Config(num_stages=2 if head_dim == 128 else 4)
+
+
+def requires(
+    block_size: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> str | None:
+    """What this rung needs and does not get of a call, or None."""
+    if rotary is None:
+        return "needs rotary (sin, cos), got None"
+    if block_size != BLOCK:
+        return f"needs block_size {BLOCK}, got {block_size}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] not in (64, 128):
+        return f"needs a head_dim of 64 or 128, got {q.shape[-1]}"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not _readable(tensor):
+            return (
+                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
+                f"bytes, got strides {tensor.stride()}"
+            )
+    for name, turns in zip(("sin", "cos"), rotary, strict=True):
+        if turns.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            dtype = str(turns.dtype).removeprefix("torch.")
+            return f"needs {name} of dtype float32, bfloat16 or float16, got {dtype}"
+        if not _readable(turns[:, None]):
+            return (
+                f"needs {name} with contiguous rows whose address and stride are multiples of 16 "
+                f"bytes, got strides {turns.stride()}"
+            )
+    return None
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether TMA can read `tensor` `[total, num_heads, head_dim]`."""
+    row_stride, head_stride, stride = tensor.stride()
+    units = 16 // tensor.element_size()
+    aligned = row_stride % units == 0 and head_stride % units == 0 and tensor.data_ptr() % 16 == 0
+    return tensor.numel() == 0 or (stride == 1 and row_stride > 0 and head_stride > 0 and aligned)
+
+
+@triton.jit
+def count_units(blocks_ptr):
+    """How many blocks this program works on: p, p + P, p + 2 P, ... belong to program p of P."""
+    return tl.cdiv(count_blocks(blocks_ptr) - tl.program_id(0), tl.num_programs(0))
+
+
+@triton.jit
+def place(blocks_ptr, unit):
+    """(first_row, rows) of one of this program's blocks."""
+    return block_entry(blocks_ptr, tl.program_id(0) + unit * tl.num_programs(0))
+
+
+@triton.jit
+def unit_of(item, units, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr):
+    """(unit, head) of the item-th load. MATH_ROLES blocks are dealt out at a time, a head of every
+    block after the other; at the end there may be fewer blocks."""
+    first = item // (MATH_ROLES * NUM_HEADS) * MATH_ROLES
+    present = tl.minimum(units - first, MATH_ROLES)
+    local = item - first * NUM_HEADS
+    return first + local % present, local // present
+
+
+@triton.jit
+def slot_of(
+    unit, head, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr
+):
+    """(stage, phase) of a head of a unit: its role takes slots role, role + MATH_ROLES, ... in
+    turn, whether or not other roles have units left."""
+    OWN: tl.constexpr = NUM_STAGES // MATH_ROLES
+    turn = unit // MATH_ROLES * NUM_HEADS + head
+    return unit % MATH_ROLES + turn % OWN * MATH_ROLES, (turn // OWN) & 1
+
+
+@triton.jit
+def fetch(desc, buffer, full, first_row, rows, head):
+    """Start the copy of a block of one head; rows from `rows` on become zero."""
+    at = [BOUND, first_row + rows, head, BOUND - rows, 0]
+    tlx.async_descriptor_load(desc, buffer, at, full)
+
+
+@triton.jit
+def load(
+    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, q, k, v, sin, cos,
+    full, empty, turns_full, turns_empty, blocks_ptr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr,
+):  # fmt: skip
+    """The load role: slot after slot. grad_desc None: forward."""
+    TILES: tl.constexpr = 3 if grad_desc is None else 4
+    BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
+    TURN_BYTES: tl.constexpr = (
+        sin_desc.block_shape[3] * sin_desc.block_shape[4]
+        * (tlx.dtype_of(sin_desc).primitive_bitwidth + tlx.dtype_of(cos_desc).primitive_bitwidth)
+        // 8
+    )  # fmt: skip
+    units = count_units(blocks_ptr)
+    for item in tl.range(0, units * NUM_HEADS):
+        unit, head = unit_of(item, units, NUM_HEADS, MATH_ROLES)
+        first_row, rows = place(blocks_ptr, unit)
+        stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+        tlx.barrier_wait(empty[stage], phase ^ 1)
+        tlx.barrier_expect_bytes(full[stage], TILES * BYTES)
+        fetch(q_desc, q[stage], full[stage], first_row, rows, head)
+        fetch(k_desc, k[stage], full[stage], first_row, rows, head // GROUP)
+        if head == 0:
+            turn = unit % NUM_TURNS
+            tlx.barrier_wait(turns_empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
+            tlx.barrier_expect_bytes(turns_full[turn], TURN_BYTES)
+            fetch(sin_desc, sin[turn], turns_full[turn], first_row, rows, 0)
+            fetch(cos_desc, cos[turn], turns_full[turn], first_row, rows, 0)
+        fetch(v_desc, v[stage], full[stage], first_row, rows, head // GROUP)
+        if grad_desc is not None:
+            fetch(grad_desc, grad[stage], full[stage], first_row, rows, head)
+
+
+@triton.jit
+def turned(x, sin, cos, BACK: tl.constexpr):
+    """x [rows, width], fp32, its pairs of columns turned by sin and cos [rows, width // 2], buffers
+    in shared memory; BACK: by the transpose."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    sin = tlx.local_load(sin).to(tl.float32)
+    cos = tlx.local_load(cos).to(tl.float32)
+    by_sin = x * tl.reshape(tl.join(sin, sin), [ROWS, WIDTH])
+    by_cos = x * tl.reshape(tl.join(cos, cos), [ROWS, WIDTH])
+    even_sin, odd_sin = tl.split(tl.reshape(by_sin, [ROWS, WIDTH // 2, 2]))
+    even_cos, odd_cos = tl.split(tl.reshape(by_cos, [ROWS, WIDTH // 2, 2]))
+    if BACK:
+        pairs = tl.join(even_cos + odd_sin, odd_cos - even_sin)
+    else:
+        pairs = tl.join(even_cos - odd_sin, odd_cos + even_sin)
+    return tl.reshape(pairs, [ROWS, WIDTH])
+
+
+@triton.jit
+def turn(buffer, sin, cos):
+    """Turn a tile in place; rounded to its own dtype."""
+    x = tlx.local_load(buffer)
+    tlx.local_store(buffer, turned(x.to(tl.float32), sin, cos, False).to(x.dtype))
+
+
+@triton.jit
+def put_turned(desc, buffer, first_row, rows, head, x, sin, cos, TURN: tl.constexpr):
+    """Start the store of a gradient x, fp32, turned back if TURN, through `buffer`."""
+    if TURN:
+        x = turned(x, sin, cos, True)
+    put_rows(desc, buffer, first_row, rows, head, 0, x.to(tlx.dtype_of(desc)))
+
+
+@triton.jit
+def release(empty, stage):
+    """Give a slot back once its stores have read it; -1: there is none."""
+    tlx.async_descriptor_store_wait(0)
+    tlx.barrier_arrive(empty[tl.maximum(stage, 0)], pred=stage >= 0)
+
+
+@triton.jit
+def math_forward(
+    role: tl.constexpr, out_desc, q, k, v, sin, cos, full, empty, turns_full, turns_empty,
+    blocks_ptr, scale,
+    NUM_HEADS: tl.constexpr, ROTATE_V: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr,
+):  # fmt: skip
+    """A math role: all heads of units role, role + MATH_ROLES, ..."""
+    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    LATER: tl.constexpr = NUM_STAGES > MATH_ROLES
+    units = count_units(blocks_ptr)
+    before = -1
+    for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
+        first_row, rows = place(blocks_ptr, unit)
+        at = unit % NUM_TURNS
+        tlx.barrier_wait(turns_full[at], (unit // NUM_TURNS) & 1)
+        for head in tl.range(0, NUM_HEADS, num_stages=0):
+            stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+            tlx.barrier_wait(full[stage], phase)
+            turn(q[stage], sin[at], cos[at])
+            turn(k[stage], sin[at], cos[at])
+            if ROTATE_V:
+                turn(v[stage], sin[at], cos[at])
+            tlx.fence("async_shared")
+            s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
+            s = tlx.async_dot_wait(0, s)
+            if LATER:
+                release(empty, before)
+            p, total = softmax_parts(s, scale, rows)
+            out = tlx.async_dot(p.to(DTYPE), v[stage])
+            out = tlx.async_dot_wait(0, out)
+            out = out * (1 / total)[:, None]
+            put_rows(out_desc, q[stage], first_row, rows, head, 0, out.to(DTYPE))
+            if not LATER:
+                release(empty, stage)
+            before = stage
+        tlx.barrier_arrive(turns_empty[at])
+    if LATER:
+        release(empty, before)
+
+
+@triton.jit
+def math_backward(
+    role: tl.constexpr, dq_desc, dk_desc, dv_desc, grad, q, k, v, sin, cos, p, ds_tile,
+    full, empty, turns_full, turns_empty, blocks_ptr, scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr,
+    MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr,
+):  # fmt: skip
+    """A math role: all heads of units role, role + MATH_ROLES, ..."""
+    DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
+    BLOCK: tl.constexpr = dq_desc.block_shape[3]
+    HEAD_DIM: tl.constexpr = dq_desc.block_shape[4]
+    LATER: tl.constexpr = NUM_STAGES > MATH_ROLES
+    units = count_units(blocks_ptr)
+    before = -1
+    for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
+        first_row, rows = place(blocks_ptr, unit)
+        at = unit % NUM_TURNS
+        tlx.barrier_wait(turns_full[at], (unit // NUM_TURNS) & 1)
+        for head_k in tl.range(0, NUM_HEADS_K, num_stages=0):
+            dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+            dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+            for member in tl.range(0, GROUP, num_stages=0):
+                head = head_k * GROUP + member
+                stage, phase = slot_of(unit, head, NUM_HEADS_K * GROUP, MATH_ROLES, NUM_STAGES)
+                tlx.barrier_wait(full[stage], phase)
+                turn(q[stage], sin[at], cos[at])
+                turn(k[stage], sin[at], cos[at])
+                if ROTATE_V:
+                    turn(v[stage], sin[at], cos[at])
+                tlx.fence("async_shared")
+                s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
+                dp = tlx.async_dot(grad[stage], tlx.local_trans(v[stage]))
+                if LATER:
+                    release(empty, before)
+                s = tlx.async_dot_wait(1, s)
+                weights, total = softmax_parts(s, scale, rows)
+                weights = weights * (1 / total)[:, None]
+                dp = tlx.async_dot_wait(0, dp)
+                p_tile = p[stage * (HEAD_DIM // BLOCK)]
+                tlx.local_store(p_tile, weights.to(DTYPE))
+                ds = weights * (dp - tl.sum(weights * dp, 1)[:, None]) * scale
+                tlx.local_store(ds_tile, ds.to(DTYPE))
+                tlx.fence("async_shared")
+                dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
+                dq = tlx.async_dot(ds_tile, k[stage])
+                dv = tlx.async_dot_wait(1, dv)
+                if GROUP == 1:
+                    put_turned(
+                        dv_desc, v[stage], first_row, rows, head_k, dv, sin[at], cos[at], ROTATE_V
+                    )
+                dk = tlx.async_dot(tlx.local_trans(ds_tile), q[stage], dk)
+                dq = tlx.async_dot_wait(1, dq)
+                dead = grad[stage] if GROUP == 1 else v[stage]
+                put_turned(dq_desc, dead, first_row, rows, head, dq, sin[at], cos[at], True)
+                dk = tlx.async_dot_wait(0, dk)
+                if member == GROUP - 1:
+                    if GROUP > 1:
+                        put_turned(
+                            dv_desc, grad[stage], first_row, rows, head_k, dv, sin[at], cos[at],
+                            ROTATE_V,
+                        )  # fmt: skip
+                    put_turned(
+                        dk_desc, k[stage], first_row, rows, head_k, dk, sin[at], cos[at], True
+                    )
+                if not LATER:
+                    release(empty, stage)
+                before = stage
+        tlx.barrier_arrive(turns_empty[at])
+    if LATER:
+        release(empty, before)
+
+
+@triton.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, sin_desc, cos_desc, blocks_ptr, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_TURNS: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """softmax(scale Q K^T) V for the blocks of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    sin = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(sin_desc), NUM_TURNS)
+    cos = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(cos_desc), NUM_TURNS)
+    full = tlx.alloc_barriers(NUM_STAGES)
+    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+    turns_full = tlx.alloc_barriers(NUM_TURNS)
+    turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, q, k, v, sin, cos,
+                full, empty, turns_full, turns_empty, blocks_ptr,
+                NUM_HEADS, GROUP, MATH_ROLES, NUM_STAGES, NUM_TURNS,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math_forward(
+                tlx.async_task_replica_id(), out_desc, q, k, v, sin, cos, full, empty,
+                turns_full, turns_empty, blocks_ptr, scale,
+                NUM_HEADS, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS,
+            )  # fmt: skip
+
+
+@triton.jit
+def backward_kernel(
+    grad_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, sin_desc, cos_desc, blocks_ptr,
+    scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_TURNS: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and dv for the blocks of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    grad = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (HEAD_DIM // BLOCK), reuse=v)
+    ds = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
+    sin = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(sin_desc), NUM_TURNS)
+    cos = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(cos_desc), NUM_TURNS)
+    full = tlx.alloc_barriers(NUM_STAGES)
+    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+    turns_full = tlx.alloc_barriers(NUM_TURNS)
+    turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, q, k, v, sin, cos,
+                full, empty, turns_full, turns_empty, blocks_ptr,
+                NUM_HEADS_K * GROUP, GROUP, MATH_ROLES, NUM_STAGES, NUM_TURNS,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            role: tl.constexpr = tlx.async_task_replica_id()
+            math_backward(
+                role, dq_desc, dk_desc, dv_desc, grad, q, k, v, sin, cos, p, ds[role],
+                full, empty, turns_full, turns_empty, blocks_ptr, scale,
+                NUM_HEADS_K, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS,
+            )  # fmt: skip
+
+
+def _descriptors(rotary: tuple[torch.Tensor, torch.Tensor] | None, block_size: int) -> list:
+    """Of sin and cos, as tensors of one head."""
+    if rotary is None:
+        raise NotImplementedError("impl 'v4_rotary' needs rotary (sin, cos), got None")
+    return [ragged_descriptor(turns[:, None], block_size) for turns in rotary]
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    rotate_v: bool = False,
+    config: Config | None = None,
+    schedule: BlockList | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
+    nothing.
+
+    Arguments as `block_attention`, already validated, also by `requires`. `schedule` is
+    `block_list_of`'s for the same sequences; None asks for it here.
+    """
+    total, num_heads, head_dim = q.shape
+    out = q.new_empty(q.shape)
+    config = config or default_config("forward", head_dim)
+    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    launch(
+        forward_kernel, (min(multiprocessors(q.device), schedule.max_blocks),), q.device,
+        *(ragged_descriptor(x, block_size) for x in (q, k, v, out)),
+        *_descriptors(rotary, block_size), schedule.entries, scale,
+        NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], ROTATE_V=rotate_v, BLOCK=block_size,
+        HEAD_DIM=head_dim, MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
+        NUM_TURNS=config.num_turns, REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip
+    return out, ()
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    saved: tuple[torch.Tensor, ...] = (),
+    *,
+    block_size: int,
+    scale: float,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    rotate_v: bool = False,
+    config: Config | None = None,
+    schedule: BlockList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k, v and contiguous; the same options as `forward`."""
+    total, num_heads_k, head_dim = k.shape
+    grad_out = grad_out if _readable(grad_out) else grad_out.contiguous()
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    config = config or default_config("backward", head_dim)
+    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    launch(
+        backward_kernel, (min(multiprocessors(q.device), schedule.max_blocks),), q.device,
+        *(ragged_descriptor(x, block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
+        *_descriptors(rotary, block_size), schedule.entries, scale,
+        NUM_HEADS_K=num_heads_k, GROUP=q.shape[1] // num_heads_k, ROTATE_V=rotate_v,
+        BLOCK=block_size, HEAD_DIM=head_dim, MATH_ROLES=config.math_roles,
+        NUM_STAGES=config.num_stages, NUM_TURNS=config.num_turns, REGISTERS=config.registers,
+        num_warps=4,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,267 @@
+"""v3 and v4, whose warps have roles: any configuration, any order of events, refusals."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdpa_kernels import emulator
+from gdpa_kernels.block_attention import v3_warp_specialized as v3
+from gdpa_kernels.block_attention import v4_rotary as v4
+from gdpa_kernels.block_attention.v3_warp_specialized import slot_of, unit_of
+from gdpa_kernels.launch import launch
+from tests.block_attention.cases import (
+    DEVICE,
+    NAMES,
+    Case,
+    kernels_run,
+    results,
+    rotaries,
+    suited,
+)
+from tests.emulator.mutants import enumerate_mutants, executed_lines, import_file, judge
+
+RUNGS = {"v3_warp_specialized": v3, "v4_rotary": v4}
+# (math_roles, num_stages, num_turns); three math roles get 160 registers each, as an SM has them.
+CONFIGS = (
+    *((1, 1, 1), (1, 2, 1), (1, 2, 3), (1, 3, 2)),
+    *((2, 2, 2), (2, 4, 2), (2, 4, 4)),
+    (3, 3, 3),
+)
+emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
+
+
+def configured(module, roles: int, stages: int, turns: int):
+    """A Config of v3, which has no turns, or of v4."""
+    options = {"math_roles": roles, "num_stages": stages, "registers": 160 if roles == 3 else 240}
+    return module.Config(**options, **({} if module is v3 else {"num_turns": turns}))
+
+
+def configs(rung: str) -> list:
+    return list(dict.fromkeys(configured(RUNGS[rung], *config) for config in CONFIGS))
+
+
+def scheduled(module, case: Case, schedule: str | int, config=None) -> tuple[torch.Tensor, ...]:
+    """(out, dq, dk, dv), the roles ordered by `schedule`."""
+    grad_out, *others = case.tensors(torch.bfloat16).values()
+    options = case.options() | {"config": config}
+    with emulator.enabled(schedule=schedule, max_steps=50_000):
+        out, saved = module.forward(*others, **options)
+        return out, *module.backward(grad_out, *others, saved, **options)
+
+
+@emulated
+@pytest.mark.parametrize(
+    "rung, config", [(rung, config) for rung in RUNGS for config in configs(rung)], ids=str
+)
+@pytest.mark.parametrize("heads, heads_k", ((2, 2), (3, 1)))
+def test_any_schedule_and_config_gives_the_same_result(heads, heads_k, rung, config):
+    """Slots are used several times over, the last round has fewer units than there are roles."""
+    case = Case("orders", (130, 0, 300, 64, 1), heads, heads_k, rotate_v=rung == "v4_rotary")
+    expected = scheduled(RUNGS[rung], suited(rung, case), "modelled")
+    for schedule in ("modelled", 0, 1):
+        found = scheduled(RUNGS[rung], suited(rung, case), schedule, config)
+        for name, a, b in zip(NAMES, found, expected, strict=True):
+            assert torch.equal(a, b), (name, schedule)
+
+
+@settings(deadline=None, max_examples=8)
+@given(data=st.data())
+@pytest.mark.parametrize("rung", RUNGS)
+def test_random_batches_and_configs(rung, data):
+    group, heads_k = data.draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)]))
+    case = Case(
+        "random",
+        tuple(data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5))),
+        num_heads=group * heads_k,
+        num_heads_k=heads_k,
+        rotary=rotaries(rung)[0],
+        rotate_v=rotaries(rung)[0] and data.draw(st.booleans()),
+    )
+    tensors, options = case.tensors(torch.bfloat16), case.options()
+    expected = results(RUNGS[rung], tensors, options)
+    config = data.draw(st.sampled_from(configs(rung)))
+    found = results(RUNGS[rung], tensors, options, config=config)
+    for name, a, b in zip(NAMES, found, expected, strict=True):
+        assert torch.equal(a, b), name
+
+
+@triton.jit
+def deal_kernel(
+    out_ptr, units,
+    NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """(unit, head, stage, phase) of every load."""
+    for item in tl.range(0, units * NUM_HEADS):
+        unit, head = unit_of(item, units, NUM_HEADS, MATH_ROLES)
+        stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+        tl.store(out_ptr + item * 4, unit)
+        tl.store(out_ptr + item * 4 + 1, head)
+        tl.store(out_ptr + item * 4 + 2, stage)
+        tl.store(out_ptr + item * 4 + 3, phase)
+
+
+@pytest.mark.parametrize("units", range(6))
+@pytest.mark.parametrize("roles, stages", ((1, 3), (2, 2), (2, 6), (3, 6)))
+def test_a_slot_belongs_to_one_role(roles, stages, units):
+    """Also at the end, when roles have no units left: a load may land late, and a role that took
+    over its slot would take the load before for its own."""
+    heads = 3
+    loads = torch.full((units * heads, 4), -1, dtype=torch.int32, device=DEVICE)
+    with kernels_run():
+        launch(
+            deal_kernel, (1,), loads.device, loads, units,
+            NUM_HEADS=heads, MATH_ROLES=roles, NUM_STAGES=stages, num_warps=4,
+        )  # fmt: skip
+    fills, own = [0] * stages, [[] for _ in range(roles)]
+    for unit, head, stage, phase in loads.tolist():
+        assert stage % roles == unit % roles
+        assert phase == fills[stage] % 2
+        fills[stage] += 1
+        own[unit % roles].append((unit, head))
+    for role, dealt in enumerate(own):
+        assert dealt == [
+            (unit, head) for unit in range(role, units, roles) for head in range(heads)
+        ]
+
+
+def test_both_deal_alike():
+    for name in ("count_units", "place", "unit_of", "slot_of", "fetch", "release"):
+        assert getattr(v3, name).src == getattr(v4, name).src
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("turned", (torch.bfloat16, torch.float16), ids=str)
+def test_sin_and_cos_of_any_dtype(turned, dtype, head_dim):
+    """Only their values count."""
+    case = Case("turns", (65, 0, 130), head_dim=head_dim, rotary=True, rotate_v=True)
+    tensors, options = case.tensors(dtype), case.options()
+    narrow = tuple(t.to(turned) for t in options["rotary"])
+    wide = tuple(t.float() for t in narrow)
+    expected = results(v4, tensors, options | {"rotary": wide})
+    found = results(v4, tensors, options | {"rotary": narrow})
+    for name, a, b in zip(NAMES, found, expected, strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_says_what_it_needs_of_rotary():
+    q, turns = torch.zeros(3, 2, 64, dtype=torch.bfloat16), torch.zeros(3, 32)
+    assert v3.requires(64, q, q, q, (turns, turns)) == "needs rotary None, got (sin, cos)"
+    assert v4.requires(64, q, q, q) == "needs rotary (sin, cos), got None"
+
+    def needs(sin, cos):
+        return v4.requires(64, q, q, q, (sin, cos))
+
+    halves = torch.zeros(3, 64).split(32, dim=1)
+    assert needs(turns, turns) is needs(*halves) is needs(*(t.half() for t in halves)) is None
+    of_dtype = "of dtype float32, bfloat16 or float16, got float64"
+    assert needs(turns.double(), turns) == f"needs sin {of_dtype}"
+    assert needs(turns, turns.double()) == f"needs cos {of_dtype}"
+    unreadable = "with contiguous rows whose address and stride are multiples of 16 bytes, got"
+    assert needs(turns, turns[:1].expand(3, 32)) == f"needs cos {unreadable} strides (0, 1)"
+    assert needs(turns.mT.contiguous().mT, turns) == f"needs sin {unreadable} strides (1, 3)"
+    assert needs(torch.zeros(3, 33)[:, 1:], turns) == f"needs sin {unreadable} strides (33, 1)"
+    shifted = torch.zeros(3, 36)[:, 1:33]
+    assert needs(turns, shifted) == f"needs cos {unreadable} strides (36, 1)"
+
+
+@pytest.mark.parametrize(
+    "module, rotary, text",
+    ((v3, True, r"needs rotary None, got \(sin, cos\)"), (v4, False, r"needs rotary .*, got None")),
+)
+def test_refuses_a_call_with_the_wrong_rotary(module, rotary, text):
+    case = Case("refused", (5,), rotary=rotary)
+    grad_out, *others = case.tensors(torch.bfloat16).values()
+    with kernels_run():
+        with pytest.raises(NotImplementedError, match=text):
+            module.forward(*others, **case.options())
+        with pytest.raises(NotImplementedError, match=text):
+            module.backward(grad_out, *others, **case.options())
+
+
+@pytest.mark.parametrize(
+    "module, options, text",
+    (
+        (v3, {"num_stages": 3}, "num_stages must be .*; got num_stages 3, math_roles 2"),
+        (v4, {"num_stages": 1}, "num_stages must be .*; got num_stages 1, math_roles 2"),
+        (v4, {"num_turns": 3}, "num_turns must be .*; got num_turns 3, math_roles 2"),
+    ),
+)
+def test_refuses_slots_without_an_owner(module, options, text):
+    with pytest.raises(ValueError, match=text):
+        module.Config(math_roles=2, **options)
+
+
+# Rows for five units of one program: the first role has one more than the second.
+SMALL = {
+    (module, heads_k): Case(
+        "mutants", (130, 0, 70), num_heads_k=heads_k, rotary=module is v4, rotate_v=module is v4
+    )
+    for module in (v3, v4)
+    for heads_k in (2, 1)
+}
+
+
+@cache
+def _expected(rung, heads_k: int) -> tuple[torch.Tensor, ...]:
+    case = SMALL[rung, heads_k]
+    return results(rung, case.tensors(torch.bfloat16), case.options())
+
+
+def _launch(case: Case, direction: str, stages: int, expected, module, schedule) -> None:
+    """One direction of v3 or v4, or of a changed one: a wrong result is an AssertionError."""
+    rung = v4 if case.rotary else v3
+    options = case.options() | {"config": rung.Config(math_roles=2, num_stages=stages)}
+    grad_out, *others = case.tensors(torch.bfloat16).values()
+    out, *gradients = expected
+    one_program = mock.patch.object(module, "multiprocessors", lambda device: 1)
+    with one_program, emulator.enabled(schedule=schedule, max_steps=50_000):
+        if direction == "forward":
+            assert torch.equal(module.forward(*others, **options)[0], out)
+        else:
+            found = module.backward(grad_out, *others, **options)
+            assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
+
+
+# (heads_k, num_stages): slots that are given back later, more than a unit has heads, and at once.
+LAUNCHES = {"forward": ((2, 6), (1, 2)), "backward": ((2, 4), (1, 2))}
+# Changes that do no harm, in both rungs.
+HARMLESS = {
+    "forward": ["q[stage] -> k"],  # O may leave through the slot of K, which S has read too
+    "backward": [
+        "ds[role] -> next",  # the roles trade their tiles
+        "grad[stage] -> q",  # of grouped heads dV may leave through the slot of Q, dead since dK
+    ],
+}
+
+
+@emulated
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_harmful_mistake_in_synchronisation_is_found(rung, direction):
+    module = RUNGS[rung]
+    path = Path(module.__file__)
+    calls = [
+        partial(_launch, SMALL[module, heads_k], direction, stages, _expected(module, heads_k))
+        for heads_k, stages in LAUNCHES[direction]
+    ]
+    executed = [executed_lines(path, partial(call, module, "modelled")) for call in calls]
+    survivors, tested = [], 0
+    for mutant in enumerate_mutants(path, f"{direction}_kernel"):
+        lines = range(mutant.lines[0], mutant.lines[1] + 1)
+        used = [
+            call for call, seen in zip(calls, executed, strict=True) if not seen.isdisjoint(lines)
+        ]
+        tested += bool(used)
+        if used and not judge(mutant, import_file, used).error:
+            survivors.append(mutant.description.split(": ", 1)[1])
+    assert tested > 30 and sorted(survivors) == HARMLESS[direction]
