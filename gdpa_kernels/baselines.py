@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,13 +33,17 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Baseline:
-    """A peer. `prepare` does what its layout needs, untimed, and returns the call to be timed."""
+    """A peer of GDPA, forward or backward.
+
+    `prepare(inputs, direction="forward")` does what its layout needs, untimed, and returns the call
+    to be timed; `direction` as for `differentiate`.
+    """
 
     impl: str
     title: str
     math: str
     needs: Callable[[], str | None]
-    prepare: Callable[[Inputs], Callable[[], torch.Tensor]]
+    prepare: Callable[..., Callable[[], object]]
 
     def availability(self) -> Availability:
         """Whether this machine has what the peer needs."""
@@ -47,18 +51,75 @@ class Baseline:
         return Availability(problem is None, problem or "runs on cuda:0")
 
 
+STEP = "forward and backward"
+"""The direction, for `differentiate`, of a whole step of training."""
+
+
+def differentiate(
+    function: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    inputs: Inputs | BlockInputs,
+    direction: str,
+) -> Callable[[], object]:
+    """`function` of q, k and v without gradients; its backward, by autograd, alone; or `STEP`, both
+    of them in one call."""
+    tensors = inputs.q, inputs.k, inputs.v
+    if direction == "forward":
+
+        def call() -> torch.Tensor:
+            with torch.no_grad():
+                return function(*tensors)
+
+        return call
+
+    def leaves() -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.detach().requires_grad_() for tensor in tensors)
+
+    if direction == STEP:
+
+        def step() -> tuple[torch.Tensor, ...]:
+            own = leaves()
+            return torch.autograd.grad(function(*own), own, inputs.grad_out)
+
+        return step
+    kept = leaves()
+    out = function(*kept)
+    return lambda: torch.autograd.grad(out, kept, inputs.grad_out, retain_graph=True)
+
+
+def _sequences(inputs: Inputs, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, ...]]:
+    """(q, k, v, grad_out) of one sequence after another, `[num_heads, length, head_dim]`."""
+    q, k, v, grad = (t.to(dtype) for t in (inputs.q, inputs.k, inputs.v, inputs.grad_out))
+    ends_q, ends_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    for i in range(len(ends_q) - 1):
+        rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
+        yield tuple(t.transpose(0, 1) for t in (q[rows], k[keys], v[keys], grad[rows]))
+
+
 def softmax_reference(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
     """Softmax attention, one sequence after another, in `dtype`; `[total_q, num_heads,
     head_dim]`."""
-    q, k, v = (tensor.to(dtype) for tensor in (inputs.q, inputs.k, inputs.v))
     scale = _scale(inputs)
-    ends_q, ends_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
-    outputs = []
-    for i in range(len(ends_q) - 1):
-        rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
-        q_i, k_i, v_i = (t.transpose(0, 1) for t in (q[rows], k[keys], v[keys]))
-        outputs.append((torch.softmax(q_i @ k_i.mT * scale, dim=-1) @ v_i).transpose(0, 1))
-    return torch.cat(outputs)
+    return torch.cat(
+        [
+            (torch.softmax(q @ k.mT * scale, dim=-1) @ v).transpose(0, 1)
+            for q, k, v, _ in _sequences(inputs, dtype)
+        ]
+    )
+
+
+def softmax_gradients(
+    inputs: Inputs, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of `softmax_reference` for the gradient grad_out, in `dtype`."""
+    scale, found = _scale(inputs), ([], [], [])
+    for q, k, v, grad in _sequences(inputs, dtype):
+        p = torch.softmax(q @ k.mT * scale, dim=-1)
+        dp = grad @ v.mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        for parts, part in zip(found, (ds @ k, ds.mT @ q, p.mT @ grad), strict=True):
+            parts.append(part.transpose(0, 1))
+    dq, dk, dv = (torch.cat(parts) for parts in found)
+    return dq, dk, dv
 
 
 def _scale(inputs: Inputs) -> float:
@@ -88,7 +149,7 @@ def _needs_module(module: str, package: str) -> Callable[[], str | None]:
     return needs
 
 
-def _torch_compile(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def _torch_compile(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
     """v0_eager with its arithmetic compiled; padding and unpadding stay eager."""
     arguments = inputs.rung_arguments()
     options = ("activation", "scale", "output_scale", "causal", "window")
@@ -100,68 +161,77 @@ def _torch_compile(inputs: Inputs) -> Callable[[], torch.Tensor]:
         options={"compile_threads": 1},
     )
 
-    def call() -> torch.Tensor:
-        q = v0_eager.pad(inputs.q, inputs.cu_seqlens_q, inputs.max_seqlen_q)
-        k = v0_eager.pad(inputs.k, inputs.cu_seqlens_k, inputs.max_seqlen_k)
-        v = v0_eager.pad(inputs.v, inputs.cu_seqlens_k, inputs.max_seqlen_k)
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q = v0_eager.pad(q, inputs.cu_seqlens_q, inputs.max_seqlen_q)
+        k = v0_eager.pad(k, inputs.cu_seqlens_k, inputs.max_seqlen_k)
+        v = v0_eager.pad(v, inputs.cu_seqlens_k, inputs.max_seqlen_k)
         return v0_eager.unpad(compiled(q, k, v), inputs.cu_seqlens_q, inputs.q.shape[0])
 
-    return call
+    return _compiled(function, inputs, direction)
 
 
-def _fa2_varlen(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    from torch.nn.attention.varlen import varlen_attn
+def _compiled(
+    function: Callable[..., torch.Tensor], inputs: Inputs | BlockInputs, direction: str
+) -> Callable[[], object]:
+    """`differentiate` of a function with a compiled part: timed more than once, its backward must
+    not overwrite what forward kept for it."""
+    with torch._functorch.config.patch(donated_buffer=False):
+        return differentiate(function, inputs, direction)
 
-    def call() -> torch.Tensor:
-        return varlen_attn(
-            inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
+
+def _fa2_varlen(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
+    from torch.nn.attention import varlen
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return varlen.varlen_attn(
+            q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
             inputs.max_seqlen_q, inputs.max_seqlen_k, scale=_scale(inputs),
         )  # fmt: skip
 
-    return call
+    return differentiate(function, inputs, direction)
 
 
-def _cudnn(inputs: Inputs) -> Callable[[], torch.Tensor]:
+def _cudnn(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     lengths = {*inputs.workload.seqlens_q}, {*inputs.workload.seqlens_k}
     if any(len(unique) != 1 for unique in lengths):
         raise Unsupported("needs sequences of one length, got a jagged batch")
     shape = (len(inputs.workload.seqlens_q), -1, *inputs.q.shape[1:])
-    q, k, v = (t.view(shape).transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
 
-    def call() -> torch.Tensor:
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.view(shape).transpose(1, 2) for tensor in (q, k, v))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = F.scaled_dot_product_attention(q, k, v, scale=_scale(inputs))
         return out.transpose(1, 2).reshape(inputs.q.shape)
 
-    return call
+    return differentiate(function, inputs, direction)
 
 
-def _cudnn_varlen(inputs: Inputs) -> Callable[[], torch.Tensor]:
-    def call() -> torch.Tensor:
+def _cudnn_varlen(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten._cudnn_attention_forward(
-            inputs.q, inputs.k, inputs.v, None, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
-            inputs.max_seqlen_q, inputs.max_seqlen_k, False, 0.0, False, False,
+            q, k, v, None, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
+            inputs.max_seqlen_q, inputs.max_seqlen_k, direction != "forward", 0.0, False, False,
             scale=_scale(inputs),
         )[0]  # fmt: skip
 
-    return call
+    return differentiate(function, inputs, direction)
 
 
-def _flash_attn_varlen(module: str) -> Callable[[Inputs], Callable[[], torch.Tensor]]:
-    def prepare(inputs: Inputs) -> Callable[[], torch.Tensor]:
-        function = importlib.import_module(module).flash_attn_varlen_func
+def _flash_attn_varlen(module: str) -> Callable[..., Callable[[], object]]:
+    def prepare(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
+        attention = importlib.import_module(module).flash_attn_varlen_func
         arguments = {
             name: getattr(inputs, name)
             for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         }
 
-        def call() -> torch.Tensor:
-            out = function(inputs.q, inputs.k, inputs.v, softmax_scale=_scale(inputs), **arguments)
+        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = attention(q, k, v, softmax_scale=_scale(inputs), **arguments)
             return out[0] if isinstance(out, tuple) else out
 
-        return call
+        return differentiate(function, inputs, direction)
 
     return prepare
 
@@ -206,24 +276,6 @@ class BlockBaseline:
         """Whether this machine has what the peer needs."""
         problem = self.needs()
         return Availability(problem is None, problem or "runs on cuda:0")
-
-
-def differentiate(
-    function: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    inputs: BlockInputs,
-    direction: str,
-) -> Callable[[], object]:
-    """`function` of q, k and v without gradients; or its backward, by autograd, alone."""
-    if direction == "forward":
-
-        def call() -> torch.Tensor:
-            with torch.no_grad():
-                return function(inputs.q, inputs.k, inputs.v)
-
-        return call
-    leaves = tuple(tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v))
-    out = function(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, inputs.grad_out, retain_graph=True)
 
 
 def block_offsets(inputs: BlockInputs) -> torch.Tensor:
@@ -307,9 +359,7 @@ def _compiled_blocks(inputs: BlockInputs, direction: str) -> Callable[[], object
         return out.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
 
     compiled = torch.compile(function, dynamic=False, options={"compile_threads": 1})
-    # Timed more than once, backward must not overwrite what forward kept for it.
-    with torch._functorch.config.patch(donated_buffer=False):
-        return differentiate(compiled, inputs, direction)
+    return _compiled(compiled, inputs, direction)
 
 
 def _needs_turns(inputs: BlockInputs) -> tuple[torch.Tensor, torch.Tensor]:

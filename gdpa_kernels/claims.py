@@ -19,12 +19,13 @@ import pandas as pd
 import yaml
 
 from gdpa_kernels.record import DATA_DIR
+from gdpa_kernels.workload import DIRECTIONS
 
 SCHEMA_VERSION = 1
 OPERATORS = ("gdpa", "block_attention", "jagged_attention")
 KINDS = ("speedup", "rate", "accuracy", "ratio", "qualitative")
 STATUSES = ("open", "measured", "not_comparable", "refuted_by_arithmetic")
-SELECTOR_KINDS = ("best_rate", "max_ratio")
+SELECTOR_KINDS = ("best_rate", "best_time", "max_ratio")
 REDUCTIONS = {"max": max, "min": min}
 
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -33,6 +34,7 @@ PUBLISHED_HARDWARE = "NVIDIA B200"
 _RESULT_COLUMNS = [
     "figure",
     "workload",
+    "direction",
     "impl",
     "scope",
     "variant",
@@ -87,8 +89,9 @@ class Source:
 class Evidence:
     """What the results table says about a claim.
 
-    `value` is TFLOP/s for best_rate and dimensionless for max_ratio; `baseline` is empty for
-    best_rate; `records` names every record that `value` comes from; `stale` is True if a kernel
+    `value` is TFLOP/s for best_rate, milliseconds for best_time and dimensionless for max_ratio,
+    which alone has a `baseline`. `impl` and `baseline` name one implementation, or one for each
+    direction. `records` names every record that `value` comes from; `stale` is True if a kernel
     source changed since one of them was made.
     """
 
@@ -106,17 +109,20 @@ class Evidence:
 class Selector:
     """Rows of the results table that answer a claim.
 
-    `best_rate` is the highest tflops over the selected workloads and the impls matching `impl`.
-    `max_ratio` is the highest, over the selected workloads, of time_us_p50 of the fastest impl
-    matching `baseline` divided by that of the fastest other impl matching `impl`, on one system.
-    Patterns are shell globs. Only kernel times (scope "kernel", variant "") count.
+    `best_rate` is the highest tflops over the selected workloads and the impls matching `impl`,
+    `best_time` the lowest time_us_p50, in milliseconds. `max_ratio` is the highest, over the
+    selected workloads, of time_us_p50 of the fastest impl matching `baseline` divided by that of
+    the fastest other impl matching `impl`, on one system; with several of `direction`, of the sums
+    over them. Rows are picked by `figure`, or by `workload` and `direction` where there is no
+    figure. Patterns are shell globs. Only kernel times (scope "kernel", variant "") count.
     """
 
     kind: str
-    figure: tuple[str, ...]
     impl: tuple[str, ...]
+    figure: tuple[str, ...] = ()
     baseline: tuple[str, ...] = ()
     workload: tuple[str, ...] = ("*",)
+    direction: tuple[str, ...] = ()
 
     def evaluate(self, results: pd.DataFrame) -> Evidence | None:
         """The evidence in `results` (columns of results.table), or None if it holds none."""
@@ -125,19 +131,26 @@ class Selector:
             raise ValueError(
                 f"results must have the columns of results.table, got none named {missing}"
             )
-        rows = results[
-            _usable(results)
-            & _matches(results["figure"], self.figure)
-            & _matches(results["workload"], self.workload)
-        ]
-        return self._best_rate(rows) if self.kind == "best_rate" else self._max_ratio(rows)
+        rows = results[_usable(results) & _matches(results["workload"], self.workload)]
+        if self.figure:
+            rows = rows[_matches(rows["figure"], self.figure)]
+        if self.direction:
+            rows = rows[rows["direction"].isin(self.direction)]
+        if self.kind == "max_ratio":
+            return self._max_ratio(rows)
+        rows = rows[_matches(rows["impl"], self.impl)]
+        return self._best_rate(rows) if self.kind == "best_rate" else self._best_time(rows)
 
     def _best_rate(self, rows: pd.DataFrame) -> Evidence | None:
-        rows = rows[_matches(rows["impl"], self.impl) & _positive(rows["tflops"])]
+        rows = rows[_positive(rows["tflops"])]
         if rows.empty:
             return None
         best = rows.loc[rows["tflops"].astype(float).idxmax()]
-        return _evidence(float(best["tflops"]), best)
+        return _evidence(float(best["tflops"]), [best])
+
+    def _best_time(self, rows: pd.DataFrame) -> Evidence | None:
+        best = _fastest(rows[_positive(rows["time_us_p50"])])
+        return None if best is None else _evidence(float(best["time_us_p50"]) / 1e3, [best])
 
     def _max_ratio(self, rows: pd.DataFrame) -> Evidence | None:
         rows = rows[_positive(rows["time_us_p50"])]
@@ -145,11 +158,14 @@ class Selector:
         is_ours = _matches(rows["impl"], self.impl) & ~is_baseline
         best: Evidence | None = None
         for _, group in rows.groupby(["system", "workload"], sort=True):
-            slow = _fastest(group[is_baseline.loc[group.index]])
-            fast = _fastest(group[is_ours.loc[group.index]])
-            if slow is None or fast is None:
+            slow, fast = [], []
+            for direction in self.direction or sorted(set(group["direction"])):
+                part = group[group["direction"] == direction]
+                slow.append(_fastest(part[is_baseline.loc[part.index]]))
+                fast.append(_fastest(part[is_ours.loc[part.index]]))
+            if any(row is None for row in (*slow, *fast)):
                 continue
-            ratio = float(slow["time_us_p50"]) / float(fast["time_us_p50"])
+            ratio = _time(slow) / _time(fast)
             if best is None or ratio > best.value:
                 best = _evidence(ratio, fast, slow)
         return best
@@ -366,18 +382,29 @@ def _fastest(rows: pd.DataFrame) -> pd.Series | None:
     return None if rows.empty else rows.loc[rows["time_us_p50"].astype(float).idxmin()]
 
 
-def _evidence(value: float, ours: pd.Series, baseline: pd.Series | None = None) -> Evidence:
-    rows = [ours] if baseline is None else [ours, baseline]
+def _time(rows: Iterable[pd.Series]) -> float:
+    return sum(float(row["time_us_p50"]) for row in rows)
+
+
+def _evidence(
+    value: float, ours: Sequence[pd.Series], baseline: Sequence[pd.Series] = ()
+) -> Evidence:
+    """The rows of `ours`, and of `baseline`, are of one workload and system."""
+    rows = [*ours, *baseline]
     return Evidence(
         value=value,
-        workload=str(ours["workload"]),
-        impl=str(ours["impl"]),
-        baseline="" if baseline is None else str(baseline["impl"]),
-        gpu=str(ours["gpu"]),
-        system=str(ours["system"]),
+        workload=str(ours[0]["workload"]),
+        impl=_names(ours, "impl"),
+        baseline=_names(baseline, "impl"),
+        gpu=str(ours[0]["gpu"]),
+        system=str(ours[0]["system"]),
         records=tuple(dict.fromkeys(str(row["record"]) for row in rows)),
         stale=any(pd.notna(row["stale"]) and bool(row["stale"]) for row in rows),
     )
+
+
+def _names(rows: Iterable[pd.Series], column: str) -> str:
+    return ", ".join(dict.fromkeys(str(row[column]) for row in rows))
 
 
 def _workload_name(attention: str, fill: float, length: int) -> str:
@@ -480,15 +507,19 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _parse_selector(entry: Any) -> Selector:
-    _check_fields("ours", entry, {"kind", "figure", "impl"}, {"baseline", "workload"})
+    _check_fields("ours", entry, {"kind", "impl"}, {"figure", "baseline", "workload", "direction"})
     kind = entry["kind"]
     _check(kind in SELECTOR_KINDS, "ours.kind", f"one of {list(SELECTOR_KINDS)}", kind)
     if kind == "max_ratio":
         _check("baseline" in entry, "ours", "given a baseline for max_ratio", sorted(entry))
     else:
-        _check("baseline" not in entry, "ours.baseline", "absent for best_rate", entry)
-    names = ("figure", "impl", "baseline", "workload")
+        _check("baseline" not in entry, "ours.baseline", f"absent for {kind}", entry)
+    picked = "figure" in entry or {"workload", "direction"} <= set(entry)
+    _check(picked, "ours", "given a figure, or a workload and a direction", sorted(entry))
+    names = ("figure", "impl", "baseline", "workload", "direction")
     globs = {name: _patterns(name, entry[name]) for name in names if name in entry}
+    for direction in globs.get("direction", ()):
+        _check(direction in DIRECTIONS, "ours.direction", f"among {list(DIRECTIONS)}", direction)
     return Selector(kind=kind, **globs)
 
 

@@ -18,8 +18,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Inputs:
     """Tensors of one workload on one device.
 
-    q [rows_q, num_heads_q, head_dim], k and v [total_k, num_heads_k, head_dim], in the workload's
-    dtype; cu_seqlens_q (None when q is shared) and cu_seqlens_k int32 [batch + 1].
+    q [rows_q, num_heads_q, head_dim], k and v [total_k, num_heads_k, head_dim] and the gradient of
+    the output, grad_out [total_q, num_heads_q, head_dim], in the workload's dtype; cu_seqlens_q
+    (None when q is shared) and cu_seqlens_k int32 [batch + 1].
     """
 
     workload: Workload
@@ -30,9 +31,11 @@ class Inputs:
     cu_seqlens_k: torch.Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+    grad_out: torch.Tensor
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `gdpa`, options of the workload included; `impl` is left out."""
+        """Keyword arguments of `gdpa`, options of the workload included; `impl` and `backward_impl`
+        are left out."""
         return {
             "q": self.q,
             "k": self.k,
@@ -49,7 +52,8 @@ class Inputs:
         }
 
     def rung_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of a rung's `forward`: activations as a tuple, the scale resolved."""
+        """Keyword arguments of a rung's `forward`, and beside grad_out of its `backward`:
+        activations as a tuple, the scale resolved."""
         name, scale = self.workload.activation, self.workload.scale
         return self.arguments() | {
             "activation": (name,) if isinstance(name, str) else tuple(name),
@@ -99,10 +103,8 @@ def make_inputs(
     seed: int | None = None,
     packed: bool = False,
 ) -> Inputs | BlockInputs:
-    """Make the tensors of `workload` on `device`: q, then k, then v from N(0, 1).
-
-    Of block attention also the gradient of the output from N(0, 1), and with rotary the sines and
-    cosines of angles uniform on a full turn, drawn in this order.
+    """Make the tensors of `workload` on `device`: q, then k, then v, then the gradient of the
+    output from N(0, 1), and with rotary the sines and cosines of angles uniform on a full turn.
 
     `seed` (default: the workload's) seeds the values only; lengths follow the workload's own seed.
     Values are drawn on the device, so they repeat for a seed on one kind of device and one PyTorch
@@ -137,8 +139,9 @@ def make_inputs(
         q = draw(workload.rows_q, heads_q)
         k = draw(workload.total_k, heads_k)
         v = draw(workload.total_k, heads_k)
+    grad_out = draw(workload.total_q, heads_q)
     if workload.operator == "block_attention":
-        grad_out, rotary = draw(workload.total_q, heads_q), None
+        rotary = None
         if workload.rotary:
             shape = (workload.total_q, workload.head_dim // 2)
             angle = torch.rand(shape, generator=generator, device=device).mul_(2 * math.pi)
@@ -154,6 +157,7 @@ def make_inputs(
         cu_seqlens_k=cu_seqlens(workload.seqlens_k, device),
         max_seqlen_q=workload.max_seqlen_q,
         max_seqlen_k=workload.max_seqlen_k,
+        grad_out=grad_out,
     )
 
 

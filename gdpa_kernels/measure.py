@@ -9,13 +9,15 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from gdpa_kernels import operators, record, system, testing, timing
+from gdpa_kernels.baselines import STEP
 from gdpa_kernels.inputs import BlockInputs, Inputs, make_inputs
 from gdpa_kernels.operators import Candidate
 from gdpa_kernels.workload import Workload
@@ -87,16 +89,17 @@ def measure(
     """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
 
     An entry of `impls` is a name, or (name, variant, options of the rung). Scopes: "kernel", all
-    kernels of the pass; "op", the public call of a rung, or autograd's backward of it; "schedule",
-    what makes the lists and offsets that the kernels were given. The error of a backward row is
-    that of the gradient closest to its budget.
+    kernels of the pass, zero fills and conversions included; "op", the public call of a rung, or
+    autograd's backward of it, and of GDPA's backward rungs also the variant `baselines.STEP`, with
+    the FLOPs and bytes of both directions; "schedule", what makes the lists and offsets that the
+    kernels were given. The error of a backward row is that of the gradient closest to its budget.
     """
     inputs = make_inputs(workload, device=device)
     operator = operators.of(inputs, direction)
     ready: list[tuple[Candidate, record.Error, int]] = []
     rows: list[record.Row] = []
     for entry in impls:
-        impl, variant, options = (entry, "", {}) if isinstance(entry, str) else entry
+        impl, variant, options = _entry(entry)
         common = {"impl": impl, "variant": variant, "scope": "kernel", "math": operator.math(impl)}
         try:
             made = candidate(impl, inputs, direction=direction, variant=variant, **options)
@@ -104,8 +107,7 @@ def measure(
             comparisons = operator.check(made.math, _tensors(result))
             del result
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            text = f"{type(error).__name__}: {lines[0][:300]}"
+            text = _reason(error)
             rows.append(record.Row.of(workload, direction, **common, failure=text))
             log(f"  {impl}{' ' + variant if variant else ''}: {text}")
             _free()
@@ -122,19 +124,22 @@ def measure(
     operator = operators.of(inputs, direction)  # without what it remembered to check
     _free()
     for scope in scopes:
-        functions = _functions(scope, operator, [made for made, _, _ in ready])
+        calls = list(_calls(scope, operator, [made for made, _, _ in ready]))
+        functions = {f"{ready[i][0].impl} {variant}": call for i, variant, call in calls}
         sampler = timing.sample_ops if scope == "op" else timing.sample_kernels
         samples = sampler(functions, device, protocol)
-        for made, error, peak in ready:
-            times = samples.get(f"{made.impl} {made.variant}")
-            if times is None:
-                continue
+        for i, variant, _ in calls:
+            made, error, peak = ready[i]
+            times = samples[f"{made.impl} {variant}"]
             what = {"error": error, "peak_bytes": peak, "config": dict(made.config)}
             if scope == "schedule":
                 what = {"flops": 0, "bytes_read": 0, "bytes_written": 0}
+            elif variant == STEP and variant != made.variant:
+                what |= _work_of_a_step(workload) | {"peak_bytes": None}
+                what["config"]["forward"] = operator.forward_of_step()
             rows.append(
                 record.Row.of(
-                    workload, direction, impl=made.impl, variant=made.variant, scope=scope,
+                    workload, direction, impl=made.impl, variant=variant, scope=scope,
                     math=made.math, samples_us=times, **what,
                 )
             )  # fmt: skip
@@ -149,17 +154,214 @@ def measure(
     return rows
 
 
-def _functions(
-    scope: str, operator: operators.Gdpa | operators.BlockAttention, ready: Iterable[Candidate]
-) -> dict[str, Callable[[], object]]:
-    """What is timed in `scope`, by implementation and variant; variants have no public call."""
-    if scope == "kernel":
-        return {f"{made.impl} {made.variant}": made.call for made in ready}
-    if scope not in ("op", "schedule"):
+def measure_rotary(
+    workload: Workload,
+    *,
+    device: torch.device,
+    direction: str = "forward",
+    protocol: timing.Protocol = timing.DEFAULT,
+    log: Callable[[str], None] = print,
+) -> list[record.Row]:
+    """Rotary alone on the tensors of a workload that has it: our kernel, impl "rotary", and PyTorch
+    operation by operation, impl "rotary_eager".
+
+    Forward turns q and k, and v if the workload rotates it; backward turns tensors of the same
+    shapes back. Both read sin and cos. A row's bytes are those of the turned tensors, twice, and of
+    sin and cos; its FLOPs are three for each element.
+    """
+    from gdpa_kernels.block_attention import reference
+    from gdpa_kernels.block_attention.rotary import rotary
+
+    inputs = make_inputs(workload, device=device)
+    if inputs.rotary is None:
+        raise ValueError(f"workload must have rotary, got {workload.name!r} without")
+    tensors, turns = (inputs.q, inputs.k, inputs.v), inputs.rotary
+    tensors = tensors if workload.rotate_v else tensors[:2]
+    turn = reference.rotate if direction == "forward" else reference.rotate_transposed
+
+    def kernel() -> tuple[torch.Tensor, ...]:
+        q, k, *v = tensors
+        turned = rotary(q, k, v[0] if v else None, turns, transposed=direction == "backward")
+        return turned[: len(tensors)]
+
+    def eager() -> tuple[torch.Tensor, ...]:
+        return tuple(turn(tensor, *turns) for tensor in tensors)
+
+    moved = sum(tensor.nbytes for tensor in tensors)
+    work = {
+        "flops": 3 * sum(tensor.numel() for tensor in tensors),
+        "bytes_read": moved + sum(tensor.nbytes for tensor in turns),
+        "bytes_written": moved,
+    }
+    rows, ready, errors = [], {}, {}
+    for impl, call in (("rotary", kernel), ("rotary_eager", eager)):
+        common = {"impl": impl, "math": "rotary", "scope": "kernel", **work}
+        try:
+            result, peak = run_once(Candidate(impl, "rotary", call))
+            comparisons = _check_turned(turn, tensors, turns, result)
+            del result
+        except Exception as error:
+            text = _reason(error)
+            rows.append(record.Row.of(workload, direction, **common, failure=text))
+            log(f"  {impl}: {text}")
+            continue
+        error = _error(comparisons)
+        if error.passed:
+            ready[impl], errors[impl] = call, {**common, "error": error, "peak_bytes": peak}
+        else:
+            text = f"check failed: {'; '.join(str(c) for c in comparisons if not c.passed)}"
+            rows.append(record.Row.of(workload, direction, **common, error=error, failure=text))
+            log(f"  {impl}: {text}")
+    _free()
+    for impl, times in timing.sample_kernels(ready, device, protocol).items():
+        rows.append(record.Row.of(workload, direction, **errors[impl], samples_us=times))
+        log(f"  {impl} alone: {sorted(times)[len(times) // 2]:.0f} us")
+    return rows
+
+
+def _check_turned(
+    turn: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    turns: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+) -> list[testing.Comparison]:
+    """Every element of turned tensors, in parts of `operators.BlockAttention.PART` rows."""
+    rows = operators.BlockAttention.PART
+    found = []
+    for name, tensor, result in zip("qkv", tensors, results, strict=False):
+        for first in range(0, len(tensor), rows):
+            part, *angles = (t[first : first + rows] for t in (tensor, *turns))
+            expected = turn(part.double(), *(angle.double() for angle in angles))
+            baseline, actual = turn(part, *angles), result[first : first + rows]
+            found.append(
+                testing.compare(name=name, actual=actual, expected=expected, baseline=baseline)
+            )
+    return found
+
+
+MEMORY = ("workload", "impl", "bytes")
+"""Columns of the table of `memory`."""
+
+
+def memory(
+    workload: Workload,
+    impls: Sequence[str],
+    *,
+    device: torch.device,
+    log: Callable[[str], None] = print,
+) -> record.Table:
+    """The most device memory that a step of training had allocated at once, forward and backward,
+    beside q, k, v and the gradient of the output.
+
+    `impls`: rungs of the ladder "gdpa_backward", each behind the fastest forward, or baselines.
+    Columns `MEMORY`; bytes is None, and the log says why, where the step failed or a gradient was
+    wrong. ValueError for an operator other than GDPA.
+    """
+    inputs = make_inputs(workload, device=device)
+    operator = operators.of(inputs, "backward")
+    if not isinstance(operator, operators.Gdpa):
+        raise ValueError(f"workload must be of operator 'gdpa', got {workload.operator!r}")
+    lines = []
+    for impl in impls:
+        peak = result = None
+        try:
+            made = operator.step(impl)
+            result, found = run_once(made)
+            wrong = [str(c) for c in operator.check(made.math, result) if not c.passed]
+            if wrong:
+                raise ValueError(f"check failed: {'; '.join(wrong)}")
+            peak = found
+            log(f"  {impl}: {peak / 2**30:.2f} GiB")
+        except Exception as error:
+            log(f"  {impl}: {_reason(error)}")
+        lines.append((workload.name, impl, peak))
+        del result
+        _free()
+    return record.Table(MEMORY, lines)
+
+
+def accuracy(
+    workload: Workload,
+    impls: Mapping[int, str | tuple[str, str, Mapping[str, object]]],
+    *,
+    device: torch.device,
+) -> record.Table:
+    """Errors of each gradient against fp64, over all elements.
+
+    `impls`: how often a gradient is rounded to the workload's dtype -> who computes it, an entry as
+    for `measure`. Columns: gradient, roundings, impl, max_abs, mean_abs (absolute errors).
+    """
+    inputs = make_inputs(workload, device=device)
+    operator = operators.of(inputs, "backward")
+    found: dict[tuple[str, int, str], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    kinds = {operator.math(_entry(entry)[0]) for entry in impls.values()}
+    if len(kinds) != 1:
+        raise ValueError(f"impls must have one mathematics, got {sorted(kinds)}")
+    for roundings, entry in impls.items():
+        impl, variant, options = _entry(entry)
+        made = candidate(impl, inputs, direction="backward", variant=variant, **options)
+        for name, gradient in zip(operator.results["backward"], made.call(), strict=True):
+            found[name, roundings, impl] = gradient, []
+    for places, expected in operator.exact(*kinds):
+        exact = dict(
+            zip(operator.results["backward"], zip(places, expected, strict=True), strict=True)
+        )
+        for (name, *_), (gradient, errors) in found.items():
+            place, right = exact[name]
+            error = gradient[place].to(torch.float64, copy=True).sub_(right).abs_()
+            errors.append(torch.stack((error.max(), error.sum())))
+    lines = []
+    for key, (gradient, errors) in found.items():
+        error = torch.stack(errors)
+        mean = float(error[:, 1].sum()) / gradient.numel()
+        lines.append((*key, float(error[:, 0].max()), mean))
+    return record.Table(("gradient", "roundings", "impl", "max_abs", "mean_abs"), sorted(lines))
+
+
+def _entry(
+    entry: str | tuple[str, str, Mapping[str, object]],
+) -> tuple[str, str, Mapping[str, object]]:
+    """(name, variant, options) of an entry of `impls`."""
+    return (entry, "", {}) if isinstance(entry, str) else entry
+
+
+def _reason(error: Exception) -> str:
+    """What a row that could not be timed says about it."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def _calls(
+    scope: str, operator: operators.Gdpa | operators.BlockAttention, ready: Sequence[Candidate]
+) -> Iterator[tuple[int, str, operators.Call]]:
+    """What is timed in `scope`: the number of the candidate, the variant, the call.
+
+    A candidate that is a variant has no public call.
+    """
+    if scope not in ("kernel", "op", "schedule"):
         raise ValueError(f"scopes must be among 'kernel', 'op', 'schedule', got {scope!r}")
-    make = operator.op if scope == "op" else operator.schedule
-    found = {made.impl: make(made.impl) for made in ready if not made.variant}
-    return {f"{impl} ": function for impl, function in found.items() if function is not None}
+    for i, made in enumerate(ready):
+        if scope == "kernel":
+            yield i, made.variant, made.call
+        elif made.variant:
+            continue
+        elif scope == "op":
+            for variant, call in operator.ops(made.impl).items():
+                yield i, variant, call
+        else:
+            call = operator.schedule(made.impl)
+            if call is not None:
+                yield i, "", call
+
+
+def _work_of_a_step(workload: Workload) -> dict[str, int]:
+    """FLOPs and bytes of forward and backward together, as fields of a row."""
+    counts = {
+        "flops": workload.flops,
+        "bytes_read": workload.bytes_read,
+        "bytes_written": workload.bytes_written,
+    }
+    return {name: count("forward") + count("backward") for name, count in counts.items()}
 
 
 def _free() -> None:
@@ -169,6 +371,9 @@ def _free() -> None:
 
 class Session:
     """One measuring run: state before, ceilings, rows and tables, then one record.
+
+    What would begin more than `limit_s` seconds after the session is left out, and the log says so:
+    begin with what matters most.
 
     >>> session = Session("notebooks/10_figures.py", device)      # doctest: +SKIP
     >>> session.measure(workload("gdpa-self-full-1024"), ["v1_tiled", "fa2_varlen"])
@@ -181,7 +386,10 @@ class Session:
         device: torch.device | str,
         protocol: timing.Protocol = timing.DEFAULT,
         log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        *,
+        limit_s: float = math.inf,
     ) -> None:
+        self._deadline = time.monotonic() + limit_s
         self.device = torch.device(device)
         if self.device.type != "cuda":
             raise ValueError(f"device must be a CUDA device to measure, got {device!r}")
@@ -208,18 +416,61 @@ class Session:
     ) -> None:
         """Check and time `impls` on `workload`; see `measure`.
 
-        The first workload of block attention adds copies of its mixes to the ceilings.
+        The first workload of block attention, or the first backward, adds copies of attention's
+        mixes to the ceilings.
         """
-        self.log(f"{workload.name}, {direction}")
-        if workload.operator == "block_attention" and not self._has_attention_copies:
-            self.ceilings += timing.measure_attention_copies(self.device, self.protocol)
-            self._has_attention_copies = True
-        self.workloads[workload.name] = workload
+        if not self._begins(f"{workload.name}, {direction}"):
+            return
+        self._prepare(workload, direction)
         self.rows += measure(
             workload, impls, device=self.device, direction=direction, protocol=self.protocol,
             scopes=scopes, log=self.log,
         )  # fmt: skip
         _free()
+
+    def measure_rotary(self, workload: Workload, *, direction: str = "forward") -> None:
+        """Check and time rotary alone on the tensors of `workload`; see `measure_rotary`."""
+        if not self._begins(f"{workload.name}, rotary alone, {direction}"):
+            return
+        self._prepare(workload, direction)
+        self.rows += measure_rotary(
+            workload, device=self.device, direction=direction, protocol=self.protocol,
+            log=self.log,
+        )  # fmt: skip
+        _free()
+
+    def accuracy(self, name: str, workload: Workload, impls: Mapping) -> None:
+        """Keep the errors of the gradients of `impls` as the table `name`; see `accuracy`."""
+        if not self._begins(f"{workload.name}, {name}"):
+            return
+        try:
+            self.tables[name] = accuracy(workload, impls, device=self.device)
+        except Exception as error:  # what was measured before must reach the record
+            self.log(f"  no table {name}: {_reason(error)}")
+        _free()
+
+    def _begins(self, what: str) -> bool:
+        late = time.monotonic() > self._deadline
+        self.log(f"{what}: left out, the time is up" if late else what)
+        return not late
+
+    def memory(self, workload: Workload, impls: Sequence[str]) -> None:
+        """Add what a step of training of each of `impls` needs on `workload` to the table
+        "memory"; see `memory`."""
+        if not self._begins(f"{workload.name}, memory"):
+            return
+        self.workloads[workload.name] = workload
+        before = self.tables.get("memory", record.Table(MEMORY, ()))
+        found = memory(workload, impls, device=self.device, log=self.log)
+        self.tables["memory"] = record.Table(MEMORY, (*before.rows, *found.rows))
+        _free()
+
+    def _prepare(self, workload: Workload, direction: str) -> None:
+        mixes = workload.operator == "block_attention" or direction == "backward"
+        if mixes and not self._has_attention_copies:
+            self.ceilings += timing.measure_attention_copies(self.device, self.protocol)
+            self._has_attention_copies = True
+        self.workloads[workload.name] = workload
 
     def add(self, workload: Workload, *rows: record.Row) -> None:
         """Add rows measured by other means on `workload`."""

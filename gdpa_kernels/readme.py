@@ -1,6 +1,6 @@
-"""The first screen of README.md, written from the records: the ladder as a table and as a figure.
+"""The first screen of README.md, written from the records: both ladders as tables, one as a figure.
 
-`python -m gdpa_kernels readme` rewrites both; a test holds them equal to the records.
+`python -m gdpa_kernels readme` rewrites them; a test holds them equal to the records.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import pandas as pd
 from gdpa_kernels import baselines, figures, ladder, record, results, system
 
 WORKLOAD = "gdpa-self-full-1024"
+BLOCK_WORKLOAD = "block-fill70-2000"
+BLOCK_NOTEBOOK = "notebooks/27_block_tables.py"
 SYSTEM = "h200"
 FIGURE = Path("book/assets/ladder.svg")
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
 def ladder_block(data_dir: Path = record.DATA_DIR) -> str:
-    """The Markdown between the markers: a table of rungs and baselines, and its record."""
+    """The Markdown between the markers: tables of rungs and baselines, and their records."""
     table = _rows(data_dir)
     lines = [
         "| `impl` | idea | changed lines | time | TFLOP/s | % of roofline |",
@@ -41,7 +43,47 @@ def ladder_block(data_dir: Path = record.DATA_DIR) -> str:
         f"head_dim 128, bf16, forward. Record: "
         f"[`{row['record']}`](data/records/{row['record']}.json).",
     ]
-    return "\n".join(lines)
+    return "\n".join((*lines, *_block_lines(data_dir)))
+
+
+def _block_lines(data_dir: Path) -> list[str]:
+    """The table of block attention and its record; nothing without a record of its notebook."""
+    try:
+        found = results.latest_record(data_dir, notebook=BLOCK_NOTEBOOK, system=SYSTEM)
+    except LookupError:
+        return []
+    table = results.table(data_dir, system=SYSTEM, workload=BLOCK_WORKLOAD, latest=False)
+    keep = (table["record"] == found.id) & (table["scope"] == "kernel") & (table["variant"] == "")
+    rows = {(row["impl"], row["direction"]): row for _, row in table[keep].iterrows()}
+    if not rows:
+        return []
+    lines = [
+        "",
+        "Block attention, softmax inside blocks of 64 tokens:",
+        "",
+        "| `impl` | idea | changed lines | forward | % of copy | backward | % of copy |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for rung in ladder.BLOCK_RUNGS:
+        if (rung.impl, "forward") in rows:
+            changed = str(ladder.changed_lines(rung.impl, "block_attention") or "")
+            lines.append(_block_line(rung.impl, rung.idea, changed, rows))
+    peers = [
+        (rows[impl, "forward"]["time_us_p50"], impl)
+        for impl in baselines.BLOCK_BASELINES
+        if (impl, "forward") in rows and pd.notna(rows[impl, "forward"]["time_us_p50"])
+    ]
+    for _, impl in sorted(peers, reverse=True):
+        lines.append(_block_line(impl, baselines.BLOCK_BASELINES[impl].title, "", rows))
+    row = next(iter(rows.values()))
+    lines += [
+        "",
+        f"Measured on one {row['gpu']}, {row['date'][:10]}: `{BLOCK_WORKLOAD}`, batch 1152, "
+        "lengths uniform in 800 .. 1999, 4 heads, head_dim 128, bf16; 100 % is the fastest copy "
+        "with as many bytes read for each one written. Record: "
+        f"[`{row['record']}`](data/records/{row['record']}.json).",
+    ]
+    return lines
 
 
 def update(root: Path = record.ROOT) -> bool:
@@ -75,3 +117,16 @@ def _line(impl: str, idea: str, changed: str, row: pd.Series) -> str:
         f"| {impl} | {idea.rstrip('.')} | {changed} | {row['time_us_p50'] / 1e3:.2f} ms | "
         f"{row['tflops']:.0f} | {row['percent_of_roofline']:.0f} |"
     )
+
+
+def _block_line(impl: str, idea: str, changed: str, rows: dict[tuple[str, str], pd.Series]) -> str:
+    cells = []
+    for direction in ("forward", "backward"):
+        row = rows.get((impl, direction))
+        timed = row is not None and pd.notna(row["time_us_p50"])
+        cells += (
+            (f"{row['time_us_p50'] / 1e3:.2f} ms", f"{row['percent_of_roofline']:.0f}")
+            if timed
+            else ("", "")
+        )
+    return f"| `{impl}` | {idea.rstrip('.')} | {changed} | {' | '.join(cells)} |"

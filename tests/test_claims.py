@@ -7,16 +7,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import yaml
 
 from gdpa_kernels import claims, ladder
 from gdpa_kernels import results as real_results
 from gdpa_kernels.claims import ClaimError, load, published_figures, published_value
-from gdpa_kernels.workload import FIGURES, WORKLOADS
+from gdpa_kernels.workload import BLOCK_WORKLOADS, FIGURES, WORKLOADS, Full, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS = load()
 BY_ID = {claim.id: claim for claim in CLAIMS}
+BLOCK_NOTEBOOK = "notebooks/27_block_tables.py"
+PLAIN = "block-plain-1735537"  # that notebook's own: the rotary workload without rotary
 
 
 def results_row(**changes):
@@ -132,29 +135,60 @@ def test_every_cited_key_is_in_the_bibliography():
 
 
 def test_figures_and_selected_workloads_exist():
+    named = {"gdpa": set(WORKLOADS), "block_attention": {*BLOCK_WORKLOADS, PLAIN}}
     for claim in CLAIMS:
         assert claim.figure is None or claim.figure in FIGURES
         if claim.ours is not None:
             assert set(claim.ours.figure) <= set(FIGURES)
             for pattern in claim.ours.workload:
-                assert any(claims.fnmatchcase(name, pattern) for name in WORKLOADS)
+                names = named[claim.operator]
+                assert any(claims.fnmatchcase(name, pattern) for name in names), claim.id
 
 
-def test_only_forward_gdpa_claims_are_answered_by_the_records_for_now():
+def test_which_claims_the_records_answer():
     answered = [claim for claim in CLAIMS if claim.ours is not None]
-    assert {claim.operator for claim in answered} == {"gdpa"}
-    assert all("-fwd-" in figure for claim in answered for figure in claim.ours.figure)
+    assert {claim.operator for claim in answered} == {"gdpa", "block_attention"}
+    for claim in answered:
+        if claim.operator == "gdpa":
+            assert claim.ours.figure and all("-fwd-" in figure for figure in claim.ours.figure)
+        else:
+            assert claim.ours.direction and claim.ours.workload != ("*",)
     for figure in ("gdpa-self-fwd-full", "gdpa-self-fwd-half", "gdpa-cross-fwd-full"):
         for suffix in ("over-triton", "over-fmha", "over-fa4", "rate"):
             assert BY_ID[f"{figure}-{suffix}"].ours is not None
 
 
-def test_selectors_reach_every_rung():
-    fused = {rung.impl for rung in ladder.RUNGS} - {"v0_eager"}
+def test_published_times_of_block_attention_have_a_selector():
+    """Tables 5, 6 and 7; an absolute error, table 8, compares with nothing."""
     for claim in CLAIMS:
-        if claim.ours is not None:
-            found = {n for n in fused if any(claims.fnmatchcase(n, p) for p in claim.ours.impl)}
-            assert found == (fused - {"v1_tiled"} if "v1_tiled" in claim.ours.baseline else fused)
+        if claim.data is not None and claim.data.file.startswith("block_attention_"):
+            expected = claim.data.file != "block_attention_accuracy.csv"
+            assert (claim.ours is not None) == expected, claim.id
+            assert claim.how_to_check == "make measure NOTEBOOKS=27"
+
+
+def test_selectors_of_table_6_pick_the_workloads_of_their_fill():
+    for way in ("forward", "backward", "total"):
+        for fill, suffix in (("fill70", "07"), ("fill100", "10")):
+            ours = BY_ID[f"block-{way}-scaling-fill-{suffix}"].ours
+            picked = {n for n in BLOCK_WORKLOADS if claims.fnmatchcase(n, ours.workload[0])}
+            assert picked == {f"block-{fill}-{n}000" for n in range(1, 9)}
+            both = ("forward", "backward")
+            assert ours.direction == (both if way == "total" else (way,))
+
+
+def test_selectors_reach_every_rung():
+    fused = {
+        "gdpa": {rung.impl for rung in ladder.RUNGS} - {"v0_eager"},
+        "block_attention": {rung.impl for rung in ladder.BLOCK_RUNGS} - {"v0_flash"},
+    }
+    for claim in CLAIMS:
+        if claim.ours is None or claim.ours.impl == ("rotary",):
+            continue
+        rungs = fused[claim.operator]
+        found = {n for n in rungs if any(claims.fnmatchcase(n, p) for p in claim.ours.impl)}
+        expected = rungs - {"v1_tiled"} if "v1_tiled" in claim.ours.baseline else rungs
+        assert found == expected, claim.id
 
 
 def test_every_plotted_speedup_has_a_claim():
@@ -209,6 +243,23 @@ def test_log_sum_exp_is_a_small_share_of_the_backward_bytes():
 def test_block_diagonal_structure_is_emptier_than_claimed():
     empty = 1 - 64 / 1400
     assert empty == pytest.approx(0.954, abs=1e-3)
+
+
+def test_arithmetic_intensity_of_a_full_block():
+    sizes = {"max_seqlen_q": 64, "max_seqlen_k": 64, "num_heads_q": 4, "num_heads_k": 4}
+    block = Workload(
+        "block", batch=1, head_dim=128, lengths_q=Full(), operator="block_attention", **sizes
+    )
+    assert block.flops("forward") / block.bytes("forward") == 32
+    assert BY_ID["block-arithmetic-intensity"].value == pytest.approx(32, rel=0.05)
+
+
+def test_rounding_to_bfloat16_is_off_by_what_is_claimed():
+    x = torch.arange(2**15, 2**16, dtype=torch.float64) / 2**15  # 1 .. 2, in steps of 2**-15
+    error = ((x.bfloat16().double() - x) / x).abs()
+    assert error.max().item() == pytest.approx(2**-8, rel=0.01)
+    assert BY_ID["block-rounding-twice"].value == pytest.approx(100 * error.max().item(), rel=0.03)
+    assert error.mean().item() < 0.4 * error.max().item()
 
 
 def taylor_gelu_error(limit):
@@ -335,10 +386,84 @@ def test_claims_without_a_selector_keep_their_status():
 def test_the_records_of_the_repository_answer_every_selector():
     table = claims.ledger(real_results.table(ROOT / "data", system="h200"), claims=CLAIMS)
     answered = table[table["id"].isin([claim.id for claim in CLAIMS if claim.ours is not None])]
-    assert set(answered["status"]) == {"measured"}
+    status = answered.groupby("operator")["status"].agg(set)
+    assert status["gdpa"] == {"measured"}
+    try:
+        real_results.latest_record(ROOT / "data", notebook=BLOCK_NOTEBOOK, system="h200")
+    except LookupError:
+        pass
+    else:
+        assert status["block_attention"] == {"measured"}
     over_fa4 = answered[answered["id"].str.endswith("-over-fa4")]
     assert len(over_fa4) == 4 and set(over_fa4["ours_baseline"]) == {"fa4"}
     assert not over_fa4["hardware"].str.contains("H200").any()
+
+
+# Times in microseconds of a workload of block attention: forward, backward.
+BLOCK_TIMES = {
+    "v0_flash": (2000.0, 6000.0),
+    "v1_one_tile": (1500.0, 3700.0),
+    "v3_warp_specialized": (1600.0, 3000.0),
+    "fa2_varlen": (2700.0, 10800.0),
+}
+
+
+def block_rows(workload, times=None, **changes):
+    times = BLOCK_TIMES if times is None else times
+    base = {"figure": "", "workload": workload, "math": "softmax", "tflops": 1.0, **changes}
+    return [
+        {**base, "impl": impl, "direction": direction, "time_us_p50": time}
+        for impl, pair in times.items()
+        for direction, time in zip(("forward", "backward"), pair, strict=True)
+    ]
+
+
+def test_block_ratios_by_hand():
+    table = ledger(results_table(*block_rows("block-fill70-2000")))
+    forward = entry_of(table, "block-forward-over-fa2")
+    assert forward["ours"] == pytest.approx(2700 / 1500)
+    assert (forward["ours_impl"], forward["ours_baseline"]) == ("v1_one_tile", "fa2_varlen")
+    backward = entry_of(table, "block-backward-over-fa2")
+    assert backward["ours"] == pytest.approx(3.6)
+    assert backward["ours_impl"] == "v3_warp_specialized"
+    total = entry_of(table, "block-total-over-fa2")
+    assert total["ours"] == pytest.approx(13500 / 4500)
+    assert total["ours_impl"] == "v1_one_tile, v3_warp_specialized"
+    assert total["ours_baseline"] == "fa2_varlen"
+    scaling = entry_of(table, "block-total-scaling-fill-07")
+    assert scaling["ours"] == total["ours"] and scaling["ratio"] == pytest.approx(3 / 2.43)
+    assert entry_of(table, "block-total-scaling-fill-10")["status"] == "open"
+
+
+def test_a_total_needs_both_directions_of_both():
+    rows = [
+        row
+        for row in block_rows("block-fill70-2000")
+        if (row["impl"], row["direction"]) != ("fa2_varlen", "backward")
+    ]
+    table = ledger(results_table(*rows))
+    assert entry_of(table, "block-forward-over-fa2")["status"] == "measured"
+    assert entry_of(table, "block-total-over-fa2")["status"] == "open"
+
+
+def test_other_shapes_answer_no_table_of_block_attention():
+    rows = [*block_rows("block-fill70-2000-d64"), *block_rows("gdpa-self-full-1024")]
+    table = ledger(results_table(*rows))
+    found = table[(table["operator"] == "block_attention") & (table["status"] == "measured")]
+    assert found.empty
+
+
+def test_table_7_by_hand():
+    rotary = {"v4_rotary": (1.0, 2600.0), "rotary": (1.0, 1900.0), "eager_rotary": (1.0, 13000.0)}
+    plain = {"v1_one_tile": (1.0, 2900.0), "v3_warp_specialized": (1.0, 2300.0)}
+    rows = [*block_rows("block-rotary-1735537", rotary), *block_rows(PLAIN, plain)]
+    table = ledger(results_table(*rows))
+    fused = entry_of(table, "block-fused-rotary")
+    assert fused["ours"] == pytest.approx(5.0) and fused["ours_impl"] == "v4_rotary"
+    attention = entry_of(table, "block-attention-backward-time")
+    assert (attention["ours"], attention["ours_baseline"]) == (pytest.approx(2.3), "")
+    assert attention["ratio"] == pytest.approx(2.3 / 1.556)
+    assert entry_of(table, "block-rotary-backward-time")["ours"] == pytest.approx(1.9)
 
 
 def test_ratios_never_mix_systems():
@@ -412,6 +537,12 @@ SELECTOR = {"kind": "max_ratio", "figure": "gdpa-self-fwd-full", "impl": "v*", "
         ),
         ({"ours": {**SELECTOR, "kind": "best_rate"}}, "ours.baseline must be absent"),
         ({"ours": SELECTOR, "status": "not_comparable"}, "status must be open or measured"),
+        (
+            {"ours": {**{k: v for k, v in SELECTOR.items() if k != "figure"}, "workload": "b*"}},
+            "ours must be given a figure, or a workload and a direction",
+        ),
+        ({"ours": {**SELECTOR, "direction": "total"}}, "ours.direction must be among"),
+        ({"ours": {**SELECTOR, "kind": "best_time"}}, "ours.baseline must be absent for best_time"),
         ({"data": {"file": "x.csv", "where": {}, "column": "a", "reduce": "max"}}, "data.file"),
     ],
     ids=str,

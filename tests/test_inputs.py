@@ -30,7 +30,9 @@ def test_shapes_dtype_and_offsets(dtype):
     x = make_inputs(w, device="cpu")
     assert x.q.shape == (w.total_q, 4, 16)
     assert x.k.shape == x.v.shape == (5 * 12, 2, 16)
-    assert x.q.dtype == x.k.dtype == x.v.dtype == getattr(torch, dtype)
+    assert x.grad_out.shape == x.q.shape
+    tensors = (x.q, x.k, x.v, x.grad_out)
+    assert {tensor.dtype for tensor in tensors} == {getattr(torch, dtype)}
     assert x.cu_seqlens_q.dtype == x.cu_seqlens_k.dtype == torch.int32
     assert x.cu_seqlens_q[0] == 0
     assert x.cu_seqlens_q.diff().tolist() == list(w.seqlens_q)
@@ -40,10 +42,18 @@ def test_shapes_dtype_and_offsets(dtype):
 
 def test_values_are_standard_normal():
     x = make_inputs(replace(SELF, batch=400, dtype="float32"), device="cpu")
-    for tensor in (x.q, x.k, x.v):
+    for tensor in (x.q, x.k, x.v, x.grad_out):
         assert tensor.mean().abs() < 0.01
         assert (tensor.std() - 1).abs() < 0.01
-    assert not torch.equal(x.k, x.v)
+    assert not torch.equal(x.k, x.v) and not torch.equal(x.q, x.grad_out)
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_values_are_those_of_records_made_before_there_was_a_gradient(packed):
+    x = make_inputs(SELF, device="cpu", packed=packed)
+    draw = torch.Generator().manual_seed(SELF.seed)
+    for tensor in (x.q, x.k, x.v, x.grad_out):
+        assert torch.equal(tensor, torch.randn(tensor.shape, generator=draw, dtype=torch.bfloat16))
 
 
 def test_seed_decides_values_and_leaves_lengths():
@@ -76,6 +86,7 @@ def test_shared_q_has_one_copy():
     assert x.q.shape == (3, 4, 16)
     assert x.cu_seqlens_q is None
     assert x.k.shape[0] == POOLING.total_k
+    assert x.grad_out.shape == (POOLING.total_q, 4, 16) == (5 * 3, 4, 16)
     assert x.arguments()["cu_seqlens_q"] is None
 
 

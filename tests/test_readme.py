@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from gdpa_kernels import readme, record
+from gdpa_kernels import readme, record, system
 from gdpa_kernels.__main__ import main
+from gdpa_kernels.workload import workload
+from tests.test_results import CEILINGS, GOOD, STATE, a_system, sources
 
 README = (record.ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -39,3 +41,51 @@ def test_results_command_prints_the_ladder(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("figure,workload,direction,impl,")
     assert "v1_tiled" in printed and "fa2_varlen" in printed
+
+
+def block_record(data_dir, *impls: str, samples=(2000.0,), day: int = 1) -> record.Record:
+    """A record of the tables of block attention, forward and backward of `impls`."""
+    blocks, machine = workload(readme.BLOCK_WORKLOAD), a_system()
+    system.save(machine, data_dir)
+    rows = tuple(
+        record.Row.of(
+            blocks, direction, impl=impl, math="softmax", scope="kernel",
+            samples_us=samples if impl != "fa3" else (), error=GOOD if impl != "fa3" else None,
+            failure="not installed" if impl == "fa3" else None,
+        )
+        for impl in impls
+        for direction in ("forward", "backward")
+    )  # fmt: skip
+    made = record.Record(
+        id=f"run-{day}",
+        created=f"2026-12-0{day}T12:00:00Z",
+        command="make measure",
+        notebook=readme.BLOCK_NOTEBOOK,
+        package=record.Package("0.1.0", "a" * 40, False, sources()),
+        system=machine.id,
+        state={"before": STATE, "after": STATE},
+        protocol=record.Protocol("cuda events", 5, 30, 0, True, "one call"),
+        ceilings=CEILINGS,
+        workloads={blocks.name: blocks.to_dict()},
+        rows=rows,
+    )
+    record.write(made, data_dir)
+    return made
+
+
+def test_no_table_of_block_attention_without_a_record(tmp_path):
+    assert readme._block_lines(tmp_path) == []
+
+
+def test_the_table_of_block_attention_is_its_newest_record(tmp_path):
+    block_record(tmp_path, "v0_flash", "v1_one_tile", "fa2_varlen", samples=(9000.0,))
+    made = block_record(tmp_path, "v0_flash", "v1_one_tile", "fa3", "fa2_varlen", day=2)
+    lines = readme._block_lines(tmp_path)
+    rows = [line for line in lines if line.startswith("| `")]
+    assert [re.match(r"\| `(\w+)`", row)[1] for row in rows[1:]] == [
+        "v0_flash", "v1_one_tile", "fa2_varlen",
+    ]  # fmt: skip
+    # 4 tensors of 1,609,664 rows of 1024 bytes at 4301 GB/s in 2000 us
+    percent = 100 * 4 * 1_609_664 * 1024 / (4e9 / 930e-6) / 2000e-6
+    assert f"| 2.00 ms | {percent:.0f} | 2.00 ms |" in rows[2]
+    assert "9.00 ms" not in "".join(lines) and made.id in lines[-1]

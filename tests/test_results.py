@@ -143,6 +143,109 @@ def test_ceilings_use_medians_and_the_fastest(add):
     assert limits.copies == ((1.0, pytest.approx(5000.0)), (3.0, pytest.approx(4e9 / 930e-6 / 1e9)))
 
 
+BLOCKS = workload("block-fill70-2000")
+TURNED = workload("block-rotary-1735537")
+MIXES = (
+    *CEILINGS,
+    Ceiling("copy", "2:1", (700.0,), bytes_read=2 * 10**9, bytes_written=10**9),
+    Ceiling("copy", "4:3 slow", (1900.0,), bytes_read=4 * 10**9, bytes_written=3 * 10**9),
+    Ceiling("copy", "4:3", (1750.0, 1600.0, 3000.0), 0, 4 * 10**9, 3 * 10**9),
+    Ceiling("copy", "3:1 of our own", (900.0,), bytes_read=3 * 10**9, bytes_written=10**9),
+)
+
+
+@pytest.mark.parametrize(
+    ("of", "direction", "size", "rate"),
+    [
+        # tensors of 1,609,664 rows x 4 heads x 128 x 2 bytes; the fastest copy of the same mix
+        (BLOCKS, "forward", 4 * 1_609_664 * 1024, 4e9 / 900e-6),
+        (BLOCKS, "backward", 7 * 1_609_664 * 1024, 7e9 / 1750e-6),
+        # of 1,735,537 rows x 3 heads x 128 x 2 bytes, and sin and cos once, a third of one: beyond
+        # the outermost mix, and a sixth of the way from 4:3 to 2:1
+        (TURNED, "forward", (4 + 1 / 3) * 1_735_537 * 768, 4e9 / 900e-6),
+        (
+            TURNED,
+            "backward",
+            (7 + 1 / 3) * 1_735_537 * 768,
+            7e9 / 1750e-6 * 5 / 6 + 3e9 / 700e-6 / 6,
+        ),
+    ],
+    ids=["forward", "backward", "rotary forward", "rotary backward"],
+)
+def test_block_attention_in_percent_of_the_copy_of_its_mix(
+    add, tmp_path, of, direction, size, rate
+):
+    add(
+        a_row(of, impl="v1_one_tile", math="softmax", direction=direction, samples_us=(5000.0,)),
+        ceilings=MIXES,
+        workloads={of.name: of.to_dict()},
+    )
+    row = results.one(results.table(tmp_path))
+    assert row.percent_of_roofline == pytest.approx(100 * size / rate / 5000e-6)
+    assert row.gbytes_per_s == pytest.approx(size / 5000e-6 / 1e9)
+    assert (row.direction, row.figure, row.correct, row.stale) == (direction, "", True, False)
+
+
+CROSS = workload("gdpa-cross-full-2048")
+
+
+@pytest.mark.parametrize(
+    ("of", "figure", "bound"),
+    [
+        (SHORT, "gdpa-self-bwd-full", "memory"),
+        (SELF, "gdpa-self-bwd-full", "compute"),
+        (CROSS, "gdpa-cross-bwd-full", "compute"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_gdpa_backward_in_percent_of_its_roofline(add, tmp_path, capsys, of, figure, bound):
+    impl = "v4_warp_specialized_backward"
+    both = {
+        name: getattr(of, name)("forward") + getattr(of, name)("backward")
+        for name in ("flops", "bytes_read", "bytes_written")
+    }
+    made = add(
+        a_row(of, impl=impl, direction="backward", samples_us=(9000.0,)),
+        a_row(
+            of, impl=impl, direction="backward", scope="op", samples_us=(12000.0,),
+            variant="forward and backward", **both,
+        ),
+        ceilings=MIXES,
+        workloads={of.name: of.to_dict()},
+    )  # fmt: skip
+    limits = results.ceilings(made)
+    bracket = roofline.bracket(of, "backward", limits)
+    # 2.5 x 4 x heads x dim x pairs at the rate of the product; q, k, v, dO, dq, dk, dv at 4 : 3,
+    # or between 4 : 3 and 2 : 1
+    compute_us = 2.5 * 4 * 4 * 128 * 1152 * of.max_seqlen_q * of.max_seqlen_k / limits.tflops / 1e6
+    q, k = (1152 * n * 4 * 128 * 2 for n in (of.max_seqlen_q, of.max_seqlen_k))
+    memory_us = (3 * q + 4 * k) / limits.gbytes_per_s(2 * q + 2 * k, q + 2 * k) / 1e3
+    assert bracket.bound == bound
+    found = results.table(tmp_path)
+    row = results.one(found, scope="kernel")
+    floor = max(compute_us, memory_us)
+    assert row.percent_of_roofline == pytest.approx(100 * floor / 9000.0)
+    assert row.percent_of_roofline == pytest.approx(bracket.percent_of_roofline(9000.0))
+    assert row.tflops == pytest.approx(of.flops("backward") / 9000e-6 / 1e12)
+    assert (row.figure, row.direction, row.stale) == (figure, "backward", False)
+    step = results.one(found, scope="op")
+    assert step.tflops == pytest.approx(3.5 / 2.5 * of.flops("backward") / 12000e-6 / 1e12)
+    base = ["results", "--data-dir", str(tmp_path), "--figure", "gdpa-*-bwd-*"]
+    assert __main__.main(base) == 0
+    printed = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    shown = {line["scope"]: float(line["percent_of_roofline"]) for line in printed}
+    assert shown["kernel"] == pytest.approx(100 * floor / 9000.0, rel=1e-5)
+
+
+def test_a_backward_is_stale_after_a_change_of_its_own_file(add, tmp_path):
+    name = "gdpa_kernels/gdpa/v1_tiled_backward.py"
+    package = Package("0.1.0", None, None, sources() | {name: "0" * 64})
+    rows = (a_row(impl=impl, direction="backward") for impl in ("v1_tiled_backward", "reference"))
+    add(a_row(), *rows, package=package)
+    found = results.table(tmp_path)
+    assert list(found.impl[found.stale]) == ["v1_tiled_backward"]
+
+
 @pytest.mark.parametrize("kept", [(), CEILINGS[:1], CEILINGS[1:]])
 def test_without_ceilings_there_is_no_percentage(add, tmp_path, kept):
     assert results.ceilings(add(a_row(), ceilings=kept)) is None

@@ -65,6 +65,23 @@ def test_compute_bound_bracket_by_hand():
     assert b.tflops_at_lower == pytest.approx(800)
 
 
+def test_backward_brackets_by_hand():
+    own = Ceilings(800.0, ((1.0, 4000.0), (4 / 3, 4100.0), (2.0, 4200.0)))
+    short = bracket(workload("gdpa-self-full-256"), "backward", own)
+    # 2.5 x 154,618,822,656 FLOPs / 800e12; seven tensors of 301,989,888 bytes, 4 read and 3 written
+    assert short.compute_us == pytest.approx(483.1838208)
+    assert short.memory_us == pytest.approx(7 * 301_989_888 / 4.1e6) == pytest.approx(515.592)
+    assert short.bound == "memory"
+    cross = bracket(workload("gdpa-cross-full-2048"), "backward", own)
+    # 10 x 4 x 128 x 1152 x 2048 x 256 FLOPs
+    assert cross.compute_us == pytest.approx(3_092_376_453_120 / 800e6)
+    # read Q, dO (2048 rows), K, V (256); written dQ, dK, dV: 18 : 10 eighths, a mix of 1.8, which
+    # is 0.7 of the way from 4 : 3 to 2 : 1; a row is 1152 x 4 x 128 x 2 bytes
+    size = 1_179_648 * (2 * 2048 + 2 * 256 + 2048 + 2 * 256)
+    assert cross.memory_us == pytest.approx(size / 4.17e6)
+    assert cross.bound == "compute" and cross.tflops_at_lower == pytest.approx(800)
+
+
 @pytest.mark.parametrize("name", [*sorted(WORKLOADS), *sorted(BLOCK_WORKLOADS)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_bracket_is_ordered(name, direction):
