@@ -5,6 +5,7 @@ The number of a rung is its file, its `impl`, its chapter and its row in every t
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -43,7 +44,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 @functools.cache
 def _module(impl: str, operator: str = "gdpa") -> ModuleType:
     """The module of an implementation; an import that failed is tried again."""
-    return importlib.import_module(f"gdpa_kernels.{operator}.{impl}")
+    return importlib.import_module(f"gdpa_kernels.{operator.removesuffix('_backward')}.{impl}")
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,10 @@ class Requires:
 
 @dataclass(frozen=True)
 class Rung:
-    """One implementation on the ladder of its operator."""
+    """One implementation on the ladder of its operator.
+
+    The ladder "gdpa_backward" lives in gdpa's folder, beside the forward rungs.
+    """
 
     impl: str
     title: str
@@ -128,7 +132,7 @@ class Rung:
     @property
     def path(self) -> Path:
         """Its source file."""
-        return PACKAGE / self.operator / f"{self.impl}.py"
+        return PACKAGE / self.operator.removesuffix("_backward") / f"{self.impl}.py"
 
     def module(self) -> ModuleType:
         """Its module, imported when first asked for."""
@@ -288,9 +292,68 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         _WGMMA,
         operator="block_attention",
     ),
+    Rung(
+        "v4_rotary",
+        "rotary in the kernels",
+        "Tiles are turned in shared memory, gradients in registers on their way out.",
+        "v3_warp_specialized",
+        _WGMMA,
+        operator="block_attention",
+    ),
 )
 
-LADDERS = {"gdpa": (REFERENCE, *RUNGS), "block_attention": (BLOCK_REFERENCE, *BLOCK_RUNGS)}
+_PASS = dataclasses.replace(_TMA, head_dim_max=128)
+
+BACKWARD_REFERENCE = dataclasses.replace(REFERENCE, operator="gdpa_backward")
+
+BACKWARD_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "v1_tiled_backward",
+        "two fused kernels",
+        "One owns keys, the other queries; nothing is read but q, k, v and the gradient.",
+        None,
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES),
+        operator="gdpa_backward",
+    ),
+    Rung(
+        "v2_fused_backward",
+        "one pass over the keys",
+        "The owner of the keys multiplies dS by K too; the copy engine adds up dQ.",
+        "v1_tiled_backward",
+        _PASS,
+        operator="gdpa_backward",
+    ),
+    Rung(
+        "v2a_ordered_backward",
+        "additions in order",
+        "One launch after another, each for some blocks of keys: deterministic.",
+        "v2_fused_backward",
+        _PASS,
+        operator="gdpa_backward",
+    ),
+    Rung(
+        "v4_warp_specialized_backward",
+        "roles for warps",
+        "dK and dV stay in registers; dS is shared; each math role computes half of dQ.",
+        "v2_fused_backward",
+        dataclasses.replace(_WGMMA, head_dim_multiple=64),
+        operator="gdpa_backward",
+    ),
+    Rung(
+        "v5_short_kv_backward",
+        "two programs own all keys",
+        "dS crosses a cluster; dQ is complete where it is computed.",
+        "v4_warp_specialized_backward",
+        dataclasses.replace(_WGMMA, head_dim_multiple=128),
+        operator="gdpa_backward",
+    ),
+)
+
+LADDERS = {
+    "gdpa": (REFERENCE, *RUNGS),
+    "gdpa_backward": (BACKWARD_REFERENCE, *BACKWARD_RUNGS),
+    "block_attention": (BLOCK_REFERENCE, *BLOCK_RUNGS),
+}
 _BY_IMPL = {(rung.operator, rung.impl): rung for rungs in LADDERS.values() for rung in rungs}
 
 
@@ -345,8 +408,8 @@ def diff(impl: str, context: int = 2, operator: str = "gdpa") -> str:
         difflib.unified_diff(
             before.path.read_text().splitlines(keepends=True),
             current.path.read_text().splitlines(keepends=True),
-            fromfile=f"{operator}/{before.path.name}",
-            tofile=f"{operator}/{current.path.name}",
+            fromfile=before.path.relative_to(PACKAGE).as_posix(),
+            tofile=current.path.relative_to(PACKAGE).as_posix(),
             n=context,
         )
     )

@@ -1,5 +1,5 @@
-"""`gdpa`: check the arguments, choose the implementation, call it through an operator of PyTorch;
-or directly where nobody can see the difference (`calls`).
+"""`gdpa`: check the arguments, choose the implementation, call it through operators of PyTorch, one
+for each direction; or directly where nobody can see the difference (`calls`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from gdpa_kernels import calls, ladder
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 
+BACKWARD = "gdpa_backward"
 IMPLS = tuple(ladder.impls())
+BACKWARD_IMPLS = tuple(ladder.impls(BACKWARD))
 
 
 def gdpa(
@@ -28,12 +30,19 @@ def gdpa(
     causal: bool = False,
     window: int | None = None,
     impl: str = "auto",
+    backward_impl: str = "auto",
     validate: bool = True,
 ) -> torch.Tensor:
-    """Generalized dot-product attention on a jagged batch.
+    """Generalized dot-product attention on a jagged batch; differentiable.
 
     For each sequence and head, O = output_scale activation(scale Q K^T) V: an element-wise
     activation stands where softmax would be. A pair that is masked out contributes exactly 0.
+
+    The gradients of q, k and v need only q, k, v and the offsets, which are all that is kept. They
+    have no gradient of their own.
+
+    Under autocast q, k and v are cast to its dtype, fp64 excepted, as for PyTorch's
+    scaled_dot_product_attention.
 
     Args:
         q: `[total_q, num_heads_q, head_dim]`, or `[max_seqlen_q, num_heads_q, head_dim]` with
@@ -48,6 +57,9 @@ def gdpa(
         causal: keep keys at or before the query's position; positions start with their sequence.
         window: keep keys at most this many positions from the query.
         impl: a rung's name, "reference", or "auto" for the fastest that supports the call.
+        backward_impl: the same for the gradients. That of q is added up in an order that differs
+            from run to run by "v2_fused_backward", and by "v4_warp_specialized_backward" where a
+            sequence has more than 128 keys; everything else is deterministic.
         validate: check the values of cu_seqlens, which waits for the device once per tensor (the
             result is remembered until the tensor is modified). False trusts the caller.
 
@@ -58,21 +70,23 @@ def gdpa(
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
         NotImplementedError: an explicit impl does not support the call: what it needs, what it got.
-        RuntimeError: backward, or a forward-mode derivative; the forward pass is what there is so
-            far.
+        RuntimeError: a second derivative, or a forward-mode derivative, is asked for.
 
     Source: the operator of Kunlun (arXiv 2602.10016); see the chapter "What is GDPA".
     """
     compiling = torch.compiler.is_compiling()
+    q, k, v = calls.autocast(q, k, v)
     facts = None
-    if not compiling and type(impl) is str:
+    if not compiling and type(impl) is str and type(backward_impl) is str:
         given = activation if type(activation) is str else tuple(activation)
-        facts = calls.facts(q, k, v, (impl, given, max_seqlen_q, max_seqlen_k))
+        options = impl, backward_impl, given, max_seqlen_q, max_seqlen_k, cu_seqlens_q is None
+        facts = calls.facts(q, k, v, options)
     known = None if facts is None else _resolved.get(facts)
     if known is None:
         calls.check_tensors(q, k, v)
         names = _check_activation(activation, q)
         calls.check_impl(impl, IMPLS)
+        calls.check_impl(backward_impl, BACKWARD_IMPLS, "backward_impl")
     if compiling or not _are_checked(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
         _check_lengths(
             q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -80,21 +94,24 @@ def gdpa(
         )  # fmt: skip
     _check_scalars(scale, output_scale, window)
     if known is None and facts is not None:
-        rung = ladder.rung(resolve(impl, q, k, v, max_seqlen_q, max_seqlen_k))
-        known = calls.keep(_resolved, facts, (names, rung))
+        lengths = max_seqlen_q, max_seqlen_k
+        rung = ladder.rung(resolve(impl, q, k, v, *lengths))
+        found = resolve_backward(backward_impl, q, k, v, cu_seqlens_q, *lengths)
+        known = calls.keep(_resolved, facts, (names, rung, ladder.rung(found, BACKWARD)))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     differentiated = not compiling and calls.differentiated("gdpa", q, k, v)
     if known is not None and not differentiated:
-        return known[1].module().forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            activation=known[0], scale=scale, output_scale=float(output_scale),
-            causal=bool(causal), window=window,
-        ).contiguous()  # fmt: skip
+        return _rung_forward(
+            known[1], q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            known[0], scale, float(output_scale), bool(causal), window,
+        )  # fmt: skip
     arguments = (
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         ",".join(names if known is None else known[0]), scale, float(output_scale),
-        bool(causal), window, impl,
+        bool(causal), window, impl, backward_impl,
     )  # fmt: skip
+    if known is not None:
+        return _Direct.apply(*arguments, *known)
     if compiling or differentiated:
         return _FORWARD(*arguments)
     # What the autograd kernel does when nothing is differentiated, without its 10 us of Python.
@@ -102,7 +119,7 @@ def gdpa(
         return _FORWARD(*arguments)
 
 
-_resolved: dict[tuple, tuple[tuple[str, ...], ladder.Rung]] = {}
+_resolved: dict[tuple, tuple[tuple[str, ...], ladder.Rung, ladder.Rung]] = {}
 
 
 def resolve(
@@ -128,12 +145,48 @@ def resolve(
         return impl
     dtype = str(q.dtype).removeprefix("torch.")
     capability = ladder.capability(q.device)
-    for candidate in choices.order(capability, dtype, q.shape[-1], max_seqlen_q, max_seqlen_k):
+    sizes = q.shape[-1], max_seqlen_q, max_seqlen_k
+    for candidate in choices.order(capability, "forward", dtype, *sizes):
         requires = ladder.rung(candidate).requires
         if requires.of_call(q, k, v) is None and ladder.availability(candidate, q.device).ok:
             return candidate
     raise NotImplementedError(
         "impl 'auto' needs dtype bfloat16, float16, float32 or float64, "
+        f"got {q.dtype} on {q.device}"
+    )
+
+
+def resolve_backward(
+    impl: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> str:
+    """`resolve` for the gradients: names of the ladder "gdpa_backward"."""
+
+    def problem(candidate: str) -> str | None:
+        rung = ladder.rung(candidate, BACKWARD)
+        found = rung.requires.of_call(q, k, v)
+        if found is None:
+            own = getattr(rung.module(), "requires", None)  # what `ladder.Requires` cannot say
+            found = None if own is None else own(cu_seqlens_q, max_seqlen_k)
+        return found
+
+    if impl != "auto":
+        found = ladder.rung(impl, BACKWARD).requires.of_device(q.device) or problem(impl)
+        if found is not None:
+            raise NotImplementedError(f"backward_impl {impl!r} {found}")
+        return impl
+    dtype = str(q.dtype).removeprefix("torch.")
+    sizes = q.shape[-1], max_seqlen_q, max_seqlen_k
+    for candidate in choices.order(ladder.capability(q.device), "backward", dtype, *sizes):
+        if ladder.availability(candidate, q.device, BACKWARD).ok and problem(candidate) is None:
+            return candidate
+    raise NotImplementedError(
+        "backward_impl 'auto' needs dtype bfloat16, float16, float32 or float64, "
         f"got {q.dtype} on {q.device}"
     )
 
@@ -152,39 +205,173 @@ def _forward(
     causal: bool,
     window: int | None,
     impl: str,
+    backward_impl: str,
 ) -> torch.Tensor:
-    return (
-        ladder.rung(resolve(impl, q, k, v, max_seqlen_q, max_seqlen_k))
-        .module()
-        .forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            activation=tuple(activation.split(",")), scale=scale, output_scale=output_scale,
-            causal=causal, window=window,
-        )
-        .contiguous()
+    rung = ladder.rung(resolve(impl, q, k, v, max_seqlen_q, max_seqlen_k))
+    if backward_impl != "auto":  # an explicit one that cannot take the call says so here
+        resolve_backward(backward_impl, q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    return _rung_forward(
+        rung, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        tuple(activation.split(",")), scale, output_scale, causal, window,
     )  # fmt: skip
+
+
+def _rung_forward(
+    rung: ladder.Rung, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    activation, scale, output_scale, causal, window,
+) -> torch.Tensor:  # fmt: skip
+    """The output of a rung, contiguous."""
+    with torch._C._DisableAutocast():  # the definition is made of operators that it would change
+        return rung.module().forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            activation=activation, scale=scale, output_scale=output_scale, causal=causal,
+            window=window,
+        ).contiguous()  # fmt: skip
 
 
 def _fake_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    activation, scale, output_scale, causal, window, impl,
+    activation, scale, output_scale, causal, window, impl, backward_impl,
 ):  # fmt: skip
     rows = q.shape[0] if cu_seqlens_q is not None else (cu_seqlens_k.shape[0] - 1) * q.shape[0]
     return q.new_empty(rows, q.shape[1], q.shape[2])
 
 
-def _no_backward(ctx, grad):
-    raise RuntimeError("gdpa has no backward pass yet; detach q, k and v or use torch.no_grad()")
+def _backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    activation: str,
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+    need_q: bool,
+    need_k: bool,
+    need_v: bool,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    found = resolve_backward(impl, q, k, v, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    gradients = _rung_backward(
+        ladder.rung(found, BACKWARD), grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, max_seqlen_k, tuple(activation.split(",")), scale, output_scale, causal,
+        window, (need_q, need_k, need_v),
+    )  # fmt: skip
+    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
+def _rung_backward(
+    rung: ladder.Rung, grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    activation, scale, output_scale, causal, window, needs,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """(dq, dk, dv) of a rung; None for what is not needed."""
+    module = rung.module()
+    only = {"needs": needs} if getattr(module, "TAKES_NEEDS", False) else {}
+    with torch._C._DisableAutocast():
+        gradients = module.backward(
+            grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            activation=activation, scale=scale, output_scale=output_scale, causal=causal,
+            window=window, **only,
+        )  # fmt: skip
+    return tuple(
+        gradient if need else None for gradient, need in zip(gradients, needs, strict=True)
+    )
+
+
+def _fake_backward(
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    activation, scale, output_scale, causal, window, need_q, need_k, need_v, impl,
+):  # fmt: skip
+    needs = zip((q, k, v), (need_q, need_k, need_v), strict=True)
+    return tuple(x.new_empty(x.shape) if need else x.new_empty(0) for x, need in needs)
+
+
+def _setup(ctx, inputs, output) -> None:
+    """Save what backward needs; inputs are the operator's."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    ctx.set_materialize_grads(False)
+    ctx.rung = None
+
+
+def _gradients(ctx, grad_out) -> tuple:
+    """The gradients of the operator's fourteen arguments: None for what needs none."""
+    if grad_out is None:
+        return (None,) * 14
+    max_seqlen_q, max_seqlen_k, activation, *options, _, backward_impl = ctx.options
+    needs, tensors = tuple(ctx.needs_input_grad[:3]), ctx.saved_tensors
+    if (
+        ctx.rung is not None
+        and not torch.is_grad_enabled()  # not to be differentiated again
+        and type(grad_out) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and calls.facts(*tensors[:3], ()) is not None  # and not to be seen
+    ):
+        gradients = _rung_backward(
+            ctx.rung, grad_out, *tensors, max_seqlen_q, max_seqlen_k,
+            tuple(activation.split(",")), *options, needs,
+        )  # fmt: skip
+    else:
+        gradients = _BACKWARD(
+            grad_out, *tensors, max_seqlen_q, max_seqlen_k, activation, *options, *needs,
+            backward_impl,
+        )  # fmt: skip
+        gradients = tuple(x if need else None for x, need in zip(gradients, needs, strict=True))
+    return (*gradients, *(None,) * 11)
+
+
+class _Direct(torch.autograd.Function):
+    """The operator's derivative around rungs that are known, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        *arguments, names, rung, backward_rung = inputs
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, _, *options = arguments
+        scale, output_scale, causal, window, _, _ = options
+        out = _rung_forward(
+            rung, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            names, scale, output_scale, causal, window,
+        )  # fmt: skip
+        _setup(ctx, arguments, out)
+        ctx.rung = backward_rung
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return *_gradients(ctx, grad_out), None, None, None
+
+
+def _no_second_derivative(ctx, *_):
+    raise RuntimeError(
+        "gdpa has no second derivative; its gradients cannot be differentiated again"
+    )
+
+
+_SHARED_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, str activation, float scale, float output_scale, "
+    "bool causal, SymInt? window, "
+)
 _FORWARD = calls.define(
     "gdpa_forward",
-    "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, str activation, float scale, float output_scale, "
-    "bool causal, SymInt? window, str impl) -> Tensor",
+    f"({_SHARED_SCHEMA}str impl, str backward_impl) -> Tensor",
     _forward,
     _fake_forward,
-    _no_backward,
+    _gradients,
+    _setup,
+)
+_BACKWARD = calls.define(
+    "gdpa_backward",
+    f"(Tensor grad_out, {_SHARED_SCHEMA}bool need_q, bool need_k, bool need_v, str impl) "
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+    _no_second_derivative,
 )
 
 

@@ -38,3 +38,36 @@ def mask_probabilities(p, first_row, first_key, CAUSAL: tl.constexpr, WINDOW: tl
         if WINDOW is not None:
             p = tl.where((distance <= WINDOW) & (distance >= -WINDOW), p, 0.0)
     return p
+
+
+@triton.jit
+def row_range(
+    first_key, len_q, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The rows [start, end) that see any of the keys first_key .. first_key + BLOCK_N - 1.
+
+    `start` is a multiple of BLOCK_M; blocks outside the range are skipped, not masked.
+    """
+    start = 0
+    end = len_q
+    if CAUSAL:
+        start = first_key // BLOCK_M * BLOCK_M
+    if WINDOW is not None:
+        start = tl.maximum(start, tl.maximum(first_key - WINDOW, 0) // BLOCK_M * BLOCK_M)
+        end = tl.minimum(end, first_key + BLOCK_N + WINDOW)
+    return start, end
+
+
+@triton.jit
+def mask_transposed(p, first_row, first_key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """`mask_probabilities` of a tile [keys, rows]."""
+    if CAUSAL or WINDOW is not None:
+        keys = first_key + tl.arange(0, p.shape[0])
+        rows = first_row + tl.arange(0, p.shape[1])
+        distance = rows[None, :] - keys[:, None]
+        if CAUSAL:
+            p = tl.where(distance >= 0, p, 0.0)
+        if WINDOW is not None:
+            p = tl.where((distance <= WINDOW) & (distance >= -WINDOW), p, 0.0)
+    return p

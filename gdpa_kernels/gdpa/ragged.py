@@ -27,13 +27,15 @@ BOUND = tl.constexpr(2**30)
 ANY = 2**31 - 2**16
 
 
-def ragged_descriptor(tensor: torch.Tensor, block_rows: int, min_width: int = 16) -> Descriptor:
+def ragged_descriptor(
+    tensor: torch.Tensor, block_rows: int, min_width: int = 16, width: int | None = None
+) -> Descriptor:
     """Descriptor of boxes of `block_rows` rows of one head of a `[total, num_heads, head_dim]`
     tensor.
 
-    A box is as wide as the next power of two, and at least `min_width`; columns beyond head_dim
-    read as zero. `tensor.stride(2)` must be 1, the other strides and the address multiples of 16
-    bytes.
+    A box is `width` columns wide; None: as the next power of two of head_dim, and at least
+    `min_width`. Columns beyond head_dim read as zero. `tensor.stride(2)` must be 1, the other
+    strides and the address multiples of 16 bytes.
     """
     rows, num_heads, head_dim = tensor.shape
     if rows == 0:
@@ -43,20 +45,23 @@ def ragged_descriptor(tensor: torch.Tensor, block_rows: int, min_width: int = 16
     row_stride, head_stride, _ = tensor.stride()
     return Descriptor(
         tensor,
-        _layout(tensor.dtype, num_heads, head_dim, row_stride, head_stride, block_rows, min_width),
-    )
+        _layout(
+            tensor.dtype, num_heads, head_dim, row_stride, head_stride, block_rows,
+            width or max(min_width, triton.next_power_of_2(head_dim)),
+        ),
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
 def _layout(
     dtype: torch.dtype, num_heads: int, head_dim: int, row_stride: int, head_stride: int,
-    block_rows: int, min_width: int,
+    block_rows: int, width: int,
 ) -> Layout:  # fmt: skip
     return Layout(
         dtype,
         shape=(ANY, ANY, num_heads, BOUND.value, head_dim),
         strides=(2**34 - row_stride, row_stride, head_stride, row_stride, 1),
-        block_shape=(1, 1, 1, block_rows, max(min_width, triton.next_power_of_2(head_dim))),
+        block_shape=(1, 1, 1, block_rows, width),
     )
 
 

@@ -6,6 +6,11 @@ values K, V [len_k, head_dim]:
     S = scale Q K^T,   P = activation(S) where the pair counts and 0 elsewhere,
     O = output_scale P V.
 
+Backward, with the gradient dO of the output:
+
+    dP = dO V^T,   dS = activation'(S) * dP where the pair counts and 0 elsewhere,
+    dV = output_scale P^T dO,   dK = scale output_scale dS^T Q,   dQ = scale output_scale dS K.
+
 Every step is done in the dtype of the arguments: fp64 tensors make this the oracle, bf16 tensors
 make it the honest low-precision baseline that the error budget of `testing` is computed from. No
 kernel imports this.
@@ -45,8 +50,8 @@ def _silu_derivative(x: torch.Tensor) -> torch.Tensor:
 
 
 def _hardswish_derivative(x: torch.Tensor) -> torch.Tensor:
-    inner = torch.where(x > 3, torch.ones_like(x), x / 3 + 0.5)
-    return torch.where(x < -3, torch.zeros_like(x), inner)
+    inner = torch.where(x >= 3, torch.ones_like(x), x / 3 + 0.5)
+    return torch.where(x <= -3, torch.zeros_like(x), inner)
 
 
 _TAYLOR = (
@@ -75,7 +80,7 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "leaky_relu",
             lambda x: F.leaky_relu(x, 0.01),
-            lambda x: torch.where(x >= 0, 1.0, 0.01).to(x.dtype),
+            lambda x: torch.where(x > 0, torch.ones_like(x), torch.full_like(x, 0.01)),
         ),
         Activation("gelu", F.gelu, _gelu_derivative),
         Activation("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh_derivative),
@@ -114,6 +119,14 @@ def activate_heads(scores: torch.Tensor, activation: tuple[str, ...]) -> torch.T
     return torch.stack(heads, dim=-3)
 
 
+def derive_heads(scores: torch.Tensor, activation: tuple[str, ...]) -> torch.Tensor:
+    """The derivatives of `activate_heads`, element by element."""
+    if len(activation) == 1:
+        return ACTIVATIONS[activation[0]].derivative(scores)
+    heads = [ACTIVATIONS[n].derivative(scores.select(-3, i)) for i, n in enumerate(activation)]
+    return torch.stack(heads, dim=-3)
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -146,3 +159,48 @@ def forward(
             p = p.masked_fill(~keep, 0)
         outputs.append((p @ v_b * output_scale).transpose(0, 1))
     return torch.cat(outputs) if outputs else q.new_empty(0, *q.shape[1:])
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v; arguments as `forward`.
+
+    The gradients of a key head are summed over its query heads, those of a shared q over the batch.
+    """
+    num_heads_k, group = k.shape[1], q.shape[1] // k.shape[1]
+    ends_k = cu_seqlens_k.tolist()
+    ends_q = cu_seqlens_q.tolist() if cu_seqlens_q is not None else None
+    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for batch in range(len(ends_k) - 1):
+        rows = slice(None) if ends_q is None else slice(ends_q[batch], ends_q[batch + 1])
+        at = slice(batch * q.shape[0], (batch + 1) * q.shape[0]) if ends_q is None else rows
+        keys = slice(ends_k[batch], ends_k[batch + 1])
+        q_b, grad_b = q[rows].transpose(0, 1), grad_out[at].transpose(0, 1)
+        k_b = k[keys].transpose(0, 1).repeat_interleave(group, dim=0)
+        v_b = v[keys].transpose(0, 1).repeat_interleave(group, dim=0)
+        scores = q_b @ k_b.transpose(1, 2) * scale
+        p, slope = activate_heads(scores, activation), derive_heads(scores, activation)
+        if causal or window is not None:
+            keep = visible(p.shape[1], p.shape[2], causal=causal, window=window, device=p.device)
+            p, slope = p.masked_fill(~keep, 0), slope.masked_fill(~keep, 0)
+        ds = slope * (grad_b @ v_b.transpose(1, 2))
+        heads = (num_heads_k, group, -1, q.shape[2])
+        dq[rows] += (ds @ k_b * (scale * output_scale)).transpose(0, 1)
+        dk_b = (ds.transpose(1, 2) @ q_b * (scale * output_scale)).reshape(heads).sum(1)
+        dv_b = (p.transpose(1, 2) @ grad_b * output_scale).reshape(heads).sum(1)
+        dk[keys], dv[keys] = dk_b.transpose(0, 1), dv_b.transpose(0, 1)
+    return dq, dk, dv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdpa_kernels import calls, emulator, gdpa, ladder
-from gdpa_kernels.gdpa import api, choices, v0_eager
+from gdpa_kernels.gdpa import api, choices, reference, v0_eager, v1_tiled_backward
 from gdpa_kernels.inputs import cu_seqlens
 
 
@@ -35,6 +36,16 @@ def arguments(**changes) -> dict:
 
 def ends(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def required(call: dict, names: str = "qkv") -> dict:
+    """The same call, of leaves that require gradients."""
+    return call | {name: call[name].detach().clone().requires_grad_() for name in names}
+
+
+def cast(call: dict, dtype: torch.dtype) -> dict:
+    """The same call, q, k and v in `dtype`."""
+    return call | {name: call[name].to(dtype) for name in "qkv"}
 
 
 WRONG = {
@@ -72,6 +83,11 @@ WRONG = {
         {"impl": "v9"},
         ValueError,
         "impl must be 'auto' or one of reference, v0_eager, .*, got 'v9'",
+    ),
+    "unknown backward_impl": (
+        {"backward_impl": "v1_tiled"},
+        ValueError,
+        "backward_impl must be 'auto' or one of reference, v1_tiled_backward, .*, got 'v1_tiled'",
     ),
     "scale": ({"scale": "1"}, TypeError, "scale must be a float, got str"),
     "window": ({"window": -1}, ValueError, "window must be None or an integer .* got -1"),
@@ -155,7 +171,10 @@ def test_auto_prefers_the_first_kernel_that_supports_the_call():
     odd = {name: torch.randn(9, 4, 20).bfloat16() for name in "qkv"}
     single = {name: torch.randn(9, 4, 16) for name in "qkv"}
     with emulator.enabled():
-        assert api.resolve("auto", **half, **longest) == choices.order(9, "bfloat16", 16, 9, 9)[0]
+        assert (
+            api.resolve("auto", **half, **longest)
+            == choices.order(9, "forward", "bfloat16", 16, 9, 9)[0]
+        )
         wide = {name: torch.randn(9, 4, 136).bfloat16() for name in "qkv"}
         assert api.resolve("auto", **wide, **longest) == "v2_tma"
         assert api.resolve("auto", **odd, **longest) == "v1_tiled"
@@ -196,13 +215,17 @@ def test_opcheck(shared):
     q = torch.randn(4 if shared else 9, 4, 16)
     k, v = (torch.randn(9, 4, 16) for _ in range(2))
     lengths = cu_seqlens([4, 0, 5], "cpu")
+    ends_and_sizes = None if shared else lengths, lengths, 4 if shared else 5, 5
+    options = "gelu_tanh", 0.25, 1.0, False, None
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(
-        torch.ops.gdpa_kernels.gdpa_forward.default,
-        (
-            q, k, v, None if shared else lengths, lengths, 4 if shared else 5, 5,
-            "gelu_tanh", 0.25, 1.0, False, None, "v0_eager",
-        ),
-    )  # fmt: skip
+        api._FORWARD, (*leaves, *ends_and_sizes, *options, "v0_eager", "reference")
+    )
+    grad_out = torch.randn(12 if shared else 9, 4, 16)
+    for needs in ((True, True, True), (False, True, False)):
+        torch.library.opcheck(
+            api._BACKWARD, (grad_out, q, k, v, *ends_and_sizes, *options, *needs, "reference")
+        )
 
 
 def test_torch_compile_sees_one_graph():
@@ -222,7 +245,7 @@ def test_a_compiled_program_does_not_look_into_the_operator():
     # Nor does one that calls it from a function which is not compiled itself.
     torch._dynamo.reset()
     forward = torch._dynamo.disable(api._FORWARD, recursive=False)
-    call = (*call.values(), "gelu_tanh", 0.25, 1.0, False, None, "v0_eager")
+    call = (*call.values(), "gelu_tanh", 0.25, 1.0, False, None, "v0_eager", "auto")
     counter = CompileCounter()
     compiled = torch.compile(lambda: forward(*call) * 2, backend=counter)
     torch.testing.assert_close(compiled(), api._FORWARD(*call) * 2)
@@ -242,16 +265,22 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("grad", (False, True))
-def test_modes_and_profilers_see_the_operator(grad):
-    call = arguments()
-    call["q"].requires_grad_(grad)
+def test_modes_and_profilers_see_the_operators(grad):
+    call = required(arguments()) if grad else arguments()
+
+    def run():
+        out = gdpa(**call)
+        if grad:
+            out.sum().backward()
+
+    expected = ["gdpa_kernels::gdpa_forward", "gdpa_kernels::gdpa_backward"][: 1 + grad]
     with Seen() as seen:
-        gdpa(**call)
-    assert seen.names.count("gdpa_kernels::gdpa_forward") == 1
+        run()
+    assert [name for name in seen.names if name in expected] == expected
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        gdpa(**call)
+        run()
     events = [event.name for event in profile.events()]
-    assert events.count("gdpa_kernels::gdpa_forward") == 1
+    assert [events.count(name) for name in expected] == [1] * len(expected)
 
 
 def test_a_fake_call_has_a_shape_and_no_values():
@@ -262,8 +291,11 @@ def test_a_fake_call_has_a_shape_and_no_values():
         }
         out = gdpa(**call)
         assert isinstance(out, FakeTensor) and out.shape == (9, 4, 16)
-        call = call | {"q": call["q"][:4], "cu_seqlens_q": None, "max_seqlen_q": 4}
-        assert gdpa(**call).shape == (12, 4, 16)
+        call = required(call | {"q": call["q"][:4], "cu_seqlens_q": None, "max_seqlen_q": 4})
+        out = gdpa(**call)
+        assert out.shape == (12, 4, 16)
+        out.sum().backward()
+        assert [call[name].grad.shape[0] for name in "qkv"] == [4, 9, 9]
 
 
 def test_a_derivative_is_never_dropped():
@@ -334,33 +366,307 @@ def test_the_capability_of_each_device_is_asked_once(monkeypatch):
     ladder._capability.cache_clear()
 
 
-def test_backward_is_refused_clearly():
-    call = arguments()
-    call["q"].requires_grad_()
-    with pytest.raises(RuntimeError, match="gdpa has no backward pass yet"):
-        gdpa(**call).sum().backward()
+# -- Gradients -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": ("silu", "gelu"), "scale": -0.7, "output_scale": 0.3},
+        {"causal": True, "activation": "relu_squared"},
+        {"window": 1, "causal": True},
+        {"window": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shared", (False, True))
+def test_gradients_are_those_of_finite_differences(shared, options):
+    """Grouped heads; sequences without queries, without keys, of one token."""
+    make = torch.Generator().manual_seed(0)
+    lengths_q, lengths_k = [3, 0, 1, 2], [2, 4, 0, 1]
+    q, k, v = (
+        torch.randn(rows, heads, 3, generator=make, dtype=torch.float64, requires_grad=True)
+        for rows, heads in ((3 if shared else 6, 2), (7, 1), (7, 1))
+    )
+    ends_q, ends_k = (cu_seqlens(lengths, "cpu") for lengths in (lengths_q, lengths_k))
+
+    def attend(q, k, v):
+        return gdpa(q, k, v, None if shared else ends_q, ends_k, 3, 4, **options)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v))
+
+
+def wide(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, longest: int = 5) -> dict:
+    """A call that every backward rung can take: grouped heads, long rows."""
+    make = torch.Generator().manual_seed(0)
+    lengths = cu_seqlens([4, 0, longest], "cpu")
+    q, k, v = (torch.randn(4 + longest, heads, head_dim, generator=make) for heads in (4, 2, 2))
+    call = arguments(q=q, k=k, v=v, cu_seqlens_q=lengths, cu_seqlens_k=lengths.clone())
+    return cast(call, dtype) | {"max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
+@pytest.mark.parametrize("impl", api.BACKWARD_IMPLS)
+def test_gradients_are_those_of_the_rung(impl):
+    call = required(wide())
+    options = {"scale": 0.3, "output_scale": 0.5, "causal": True, "window": 2}
+    grad_out = torch.randn(9, 4, 128).bfloat16()
+    with emulator.enabled():
+        out = gdpa(**call, **options, activation="silu", impl="v2_tma", backward_impl=impl)
+        out.backward(grad_out)
+        plain = {n: t.detach() if n in "qkv" else t for n, t in call.items()}
+        module = ladder.rung(impl, api.BACKWARD).module()
+        expected = module.backward(grad_out, **plain, **options, activation=("silu",))
+    for name, gradient in zip("qkv", expected, strict=True):
+        assert torch.equal(call[name].grad, gradient) and gradient.any(), name
+
+
+NEEDS = {"q": ["queries_kernel"], "k": ["keys_kernel"], "v": ["keys_kernel"]}
+
+
+@pytest.mark.parametrize("names", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
+def test_only_what_needs_a_gradient_is_computed(names, monkeypatch):
+    launched, launch = [], v1_tiled_backward.launch
+    everything, call = required(wide(64)), required(wide(64), names)
+    with emulator.enabled():
+        gdpa(**everything, backward_impl="v1_tiled_backward").sum().backward()
+        monkeypatch.setattr(
+            v1_tiled_backward,
+            "launch",
+            lambda kernel, *a, **o: launched.append(kernel.__name__) or launch(kernel, *a, **o),
+        )
+        gdpa(**call, backward_impl="v1_tiled_backward").sum().backward()
+    assert set(launched) == {kernel for name in names for kernel in NEEDS[name]}
+    assert len(launched) == len(set(launched))
+    for name in "qkv":
+        if name in names:
+            assert torch.equal(call[name].grad, everything[name].grad)
+        else:
+            assert call[name].grad is None
+
+
+@pytest.mark.parametrize("impl", ("v1_tiled_backward", "v4_warp_specialized_backward"))
+def test_a_gradient_asked_for_alone(impl):
+    """Of a rung that computes them all, the others are dropped."""
+    call = required(wide(64))
+    with emulator.enabled():
+        out = gdpa(**call, backward_impl=impl)
+        (dk,) = torch.autograd.grad(out.sum(), call["k"], retain_graph=True)
+        out.sum().backward()
+    assert torch.equal(call["k"].grad, dk)
+
+
+@pytest.mark.parametrize("impl", ("auto", *api.BACKWARD_IMPLS))
+def test_expanded_and_strided_gradients(impl):
+    call = required(wide())
+    leaves = [call[name] for name in "qkv"]
+    with emulator.enabled():
+        out = gdpa(**call, backward_impl=impl)
+        for strided in (
+            torch.ones_like(out)[:1, :1, :1].expand_as(out),
+            torch.randn(*out.shape[::-1]).to(out.dtype).permute(2, 1, 0),
+        ):
+            one, other = (
+                torch.autograd.grad(out, leaves, grad, retain_graph=True)
+                for grad in (strided, strided.contiguous())
+            )
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        out.sum().backward()
+    assert all(leaf.grad.any() for leaf in leaves)
+
+
+@pytest.mark.parametrize("impl", ("reference", "v1_tiled_backward"))
+def test_a_second_derivative_is_refused(impl):
+    call = required(wide(64))
+    with emulator.enabled():
+        out = gdpa(**call, backward_impl=impl)
+        weight = torch.ones_like(out).requires_grad_()
+        (dq,) = torch.autograd.grad(out, call["q"], weight, create_graph=True)
+        for to in (call["q"], call["v"], weight):
+            with pytest.raises(RuntimeError, match="gdpa has no second derivative"):
+                torch.autograd.grad(dq.sum(), to, retain_graph=True)
+
+
+UNSUITED = {
+    "no GPU": (wide(), "v1_tiled_backward", "needs tensors on a CUDA device of sm_80 .* got .*CPU"),
+    "dtype": (wide(dtype=torch.float64), "v1_tiled_backward", "needs dtype .*, got float64"),
+    "head_dim": (wide(72), "v4_warp_specialized_backward", "multiple of 64, got 72"),
+    "long keys": (wide(longest=257), "v5_short_kv_backward", "at most 256, got 257"),
+    "shared q": (
+        wide() | {"cu_seqlens_q": None, "max_seqlen_q": 9},
+        "v5_short_kv_backward",
+        "needs cu_seqlens_q, got None: a shared q",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", (False, True))
+@pytest.mark.parametrize("case", UNSUITED)
+def test_an_explicit_backward_that_cannot_take_the_call_is_refused_at_once(case, grad):
+    call, impl, message = UNSUITED[case]
+    call = required(call) if grad else call
+    inside = contextlib.nullcontext() if case == "no GPU" else emulator.enabled()
+    with inside, pytest.raises(NotImplementedError, match=f"backward_impl '{impl}' .*{message}"):
+        gdpa(**call, impl="reference", backward_impl=impl)
+
+
+def test_auto_takes_the_first_backward_that_supports_the_call(monkeypatch):
+    order = (
+        "v5_short_kv_backward",
+        "v4_warp_specialized_backward",
+        *choices.UNMEASURED["backward"],
+    )
+    monkeypatch.setattr(choices, "order", lambda *call: order)
+
+    def of(call):
+        *tensors, ends_q, _, longest_q, longest_k = call.values()
+        return api.resolve_backward("auto", *tensors, ends_q, longest_q, longest_k)
+
+    assert of(wide()) == "reference"
+    with emulator.enabled():
+        assert of(wide()) == "v5_short_kv_backward"
+        assert of(wide(64)) == of(wide(longest=257)) == "v4_warp_specialized_backward"
+        assert of(wide() | {"cu_seqlens_q": None}) == "v4_warp_specialized_backward"
+        assert of(wide(72)) == of(wide(dtype=torch.float32)) == "v1_tiled_backward"
+        assert of(wide(264)) == of(wide(dtype=torch.float64)) == "reference"
+        with pytest.raises(NotImplementedError, match="backward_impl 'auto' needs dtype bfloat16"):
+            of(wide(dtype=torch.float8_e5m2))
+    with emulator.enabled(arch="sm_100"):
+        assert of(wide()) == "v1_tiled_backward"
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_what_is_saved(shared):
+    """q, k, v and the offsets themselves, and nothing else."""
+    call = required(arguments())
+    if shared:
+        call |= {"cu_seqlens_q": None, "max_seqlen_q": 9}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gdpa(**call)
+    given = [value for value in call.values() if isinstance(value, torch.Tensor)]
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in given]
+
+
+def test_lengths_modified_before_backward_are_noticed():
+    call = required(arguments())
+    out = gdpa(**call)
+    call["cu_seqlens_k"][1] = 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_backward_gets_the_very_tensors_of_lengths(monkeypatch):
+    """So that what was made from them for forward is found again."""
+    call, seen, backward = required(arguments()), [], reference.backward
+    monkeypatch.setattr(
+        reference, "backward", lambda *a, **options: seen.append(a[4:6]) or backward(*a, **options)
+    )
+    gdpa(**call).sum().backward()
+    assert len(seen) == 1
+    assert seen[0][0] is call["cu_seqlens_q"] and seen[0][1] is call["cu_seqlens_k"]
+
+
+@pytest.mark.parametrize("lengths", ([], [0, 0], [1]))
+def test_hardly_any_tokens(lengths):
+    total, offsets = sum(lengths), cu_seqlens(lengths, "cpu")
+    leaves = [torch.randn(total, 2, 16).requires_grad_() for _ in range(3)]
+    gdpa(*leaves, offsets, offsets, total, total).sum().backward()
+    assert [leaf.grad.shape for leaf in leaves] == [(total, 2, 16)] * 3
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+def test_autocast_casts_as_pytorchs_attention_does(dtype):
+    call = required(cast(arguments(), dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = gdpa(**call)
+        like = torch.nn.functional.scaled_dot_product_attention(*(call[n] for n in "qkv"))
+        out.sum().backward()  # an unusual place for it
+    assert out.dtype == like.dtype == (torch.float64 if dtype == torch.float64 else torch.bfloat16)
+    plain = required(cast(call, out.dtype))
+    expected = gdpa(**plain)
+    expected.sum().backward()
+    assert torch.equal(out, expected)
+    for name in "qkv":
+        assert call[name].grad.dtype == dtype
+        assert torch.equal(call[name].grad, plain[name].grad.to(dtype))
+
+
+@pytest.mark.parametrize("module, direction", [(v0_eager, "forward"), (reference, "backward")])
+@pytest.mark.parametrize("way", ("operator", "short"))
+def test_autocast_does_not_reach_into_an_implementation(module, direction, way, request):
+    if way == "short":
+        request.getfixturevalue("on_a_gpu")
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    function, products = getattr(module, direction), []
+
+    def watched(*args, **options):
+        products.append(torch.ones(2, 2) @ torch.ones(2, 2))
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, direction, watched)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        gdpa(**arguments())
+        gdpa(**required(arguments())).sum().backward()
+    assert len(products) == (2 if direction == "forward" else 1)
+    assert {product.dtype for product in products} == {torch.float32}
+
+
+def test_torch_compile_sees_one_graph_forward_and_backward():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **kw: gdpa(**kw) * 2, fullgraph=True, backend="aot_eager")
+    ours, expected = required(call := arguments()), required(call)
+    compiled(**ours).square().sum().backward()
+    (gdpa(**expected) * 2).square().sum().backward()
+    for name in "qkv":
+        assert torch.equal(ours[name].grad, expected[name].grad)
+
+
+def test_torch_compile_of_a_kernel():
+    torch._dynamo.reset()
+    impls = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
+    compiled = torch.compile(gdpa, fullgraph=True, backend="aot_eager")
+    ours, expected = required(call := wide(64)), required(call)
+    with emulator.enabled():
+        compiled(**ours, **impls).sum().backward()
+        gdpa(**expected, **impls).sum().backward()
+    for name in "qkv":
+        assert torch.equal(ours[name].grad, expected[name].grad)
+
+
+def test_torch_compile_under_autocast():
+    torch._dynamo.reset()
+    compiled = torch.compile(gdpa, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        call = arguments()
+        assert torch.equal(compiled(**call), gdpa(**call))
+
+
+# -- The way past the dispatcher -------------------------------------------------------------------
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """CPU tensors are taken for tensors on a GPU, eager PyTorch for all there is; the list of the
-    ways that calls took, "rung" or "operator"."""
+    """CPU tensors are taken for tensors on a GPU, eager PyTorch and the definition's backward for
+    all there is; the list of the ways that calls took: "rung" or "operator", and the same of
+    backward."""
     ways = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(api, "_resolved", {})
-    eager, operator = v0_eager.forward, api._FORWARD
 
-    def forward(*args, **options):
-        ways.append("rung")
-        return eager(*args, **options)
+    def watched(way, function):
+        def call(*args, **options):
+            ways.append(way)
+            return function(*args, **options)
 
-    def dispatched(*args):
-        ways.append("operator")
-        return operator(*args)
+        return call
 
-    monkeypatch.setattr(v0_eager, "forward", forward)
-    monkeypatch.setattr(api, "_FORWARD", torch.compiler.disable(dispatched))
+    monkeypatch.setattr(v0_eager, "forward", watched("rung", v0_eager.forward))
+    monkeypatch.setattr(reference, "backward", watched("rung backward", reference.backward))
+    for name, way in (("_FORWARD", "operator"), ("_BACKWARD", "operator backward")):
+        operator = torch.compiler.disable(watched(way, getattr(api, name)))
+        monkeypatch.setattr(api, name, operator)
     return ways
 
 
@@ -411,14 +717,90 @@ def test_a_call_that_somebody_can_see_is_the_operators(on_a_gpu, watcher, known)
     assert on_a_gpu == ["operator", "rung"]
 
 
-def test_derivatives_subclasses_transforms_and_tracers_get_the_operator(on_a_gpu):
+def test_so_does_its_derivative(on_a_gpu, monkeypatch):
+    resolved = []
+    for name in ("resolve", "resolve_backward"):
+        function = getattr(api, name)
+        monkeypatch.setattr(api, name, lambda *a, n=name, f=function: resolved.append(n) or f(*a))
+    call = arguments()
+    expected = required(call)
+    with Seen():
+        out = gdpa(**expected)
+        out.backward(torch.ones_like(out))
+    both = ["rung", "rung backward"]
+    assert on_a_gpu == ["operator", both[0], "operator backward", both[1]]
+    on_a_gpu.clear()
+    resolved.clear()
+    for _ in range(3):
+        ours = required(call)
+        again = gdpa(**ours)
+        assert torch.equal(again, out) and again.requires_grad
+        again.sum().backward()
+        for name in "qkv":
+            assert torch.equal(ours[name].grad, expected[name].grad)
+    assert on_a_gpu == both * 3
+    assert sorted(resolved) == ["resolve", "resolve_backward"] and len(api._resolved) == 1
+    only = required(call, "k")
+    gdpa(**only).sum().backward()
+    assert torch.equal(only["k"].grad, expected["k"].grad)
+    assert only["q"].grad is only["v"].grad is None
+    # Who looks at backward alone sees its operator.
+    again = gdpa(**required(call))
+    on_a_gpu.clear()
+    with Seen():
+        again.sum().backward()
+    assert on_a_gpu == ["operator backward", both[1]]
+
+
+def test_the_short_way_refuses_a_second_derivative_too(on_a_gpu):
+    call = required(arguments())
+    out = gdpa(**call)
+    (dq,) = torch.autograd.grad(out.sum(), call["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="gdpa has no second derivative"):
+        dq.sum().backward()
+    assert on_a_gpu == ["rung", "operator backward", "rung backward"]
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_the_short_way_saves_no_more(on_a_gpu, shared):
+    call = required(arguments())
+    if shared:
+        call |= {"cu_seqlens_q": None, "max_seqlen_q": 9}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = gdpa(**call)
+    given = [value for value in call.values() if isinstance(value, torch.Tensor)]
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in given]
+    out.sum().backward()
+    assert on_a_gpu == ["rung", "rung backward"]
+
+
+def test_the_short_way_knows_autocast(on_a_gpu):
+    call = required(arguments())
+    gdpa(**call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = gdpa(**call)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, gdpa(**cast(call, torch.bfloat16)))
+    assert on_a_gpu == ["rung"] * 3
+
+
+@pytest.mark.parametrize("grad", (False, True))
+def test_the_short_way_refuses_a_backward_that_cannot_take_the_call(on_a_gpu, grad):
+    call = required(arguments()) if grad else arguments()
+    gdpa(**call)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="backward_impl 'v1_tiled_backward' needs"):
+            gdpa(**call, backward_impl="v1_tiled_backward")
+
+
+def test_subclasses_transforms_and_tracers_get_the_operator(on_a_gpu):
     call = arguments()
     gdpa(**call)
-    gdpa(**call | {"v": call["v"].clone().requires_grad_()})
     gdpa(**call | {"q": call["q"].as_subclass(Subclass)})
-    assert on_a_gpu == ["rung", *("operator", "rung") * 2]
+    assert on_a_gpu == ["rung", "operator", "rung"]
     torch.func.vmap(lambda q: gdpa(**call | {"q": q}))(call["q"][None])
-    assert on_a_gpu[5] == "operator"
+    assert on_a_gpu[3] == "operator"
     traced = make_fx(lambda q: gdpa(**call | {"q": q}))(call["q"])
     assert "gdpa_forward" in traced.code
     count = len(on_a_gpu)
@@ -554,22 +936,35 @@ def test_checked_lengths_go_with_their_tensor(on_a_gpu):
     assert len(calls._checked) == before
 
 
-def test_ladder_lists_every_rung_file_and_its_predecessor():
-    files = sorted(path.stem for path in (ladder.PACKAGE / "gdpa").glob("v[0-9]*_*.py"))
-    impls = [rung.impl for rung in ladder.RUNGS]
-    assert files == sorted(impls)
-    assert ladder.RUNGS[0].predecessor is None
-    for index, rung in enumerate(ladder.RUNGS[1:], 1):
-        assert rung.predecessor in impls[:index]
+LADDERS = ("gdpa", api.BACKWARD)
+
+
+def test_ladders_list_every_rung_file():
+    files = {path.stem for path in (ladder.PACKAGE / "gdpa").glob("v[0-9]*_*.py")}
+    backward = {name for name in files if name.endswith("_backward")}
+    assert set(ladder.impls(api.BACKWARD)) == backward | {"reference"}
+    assert set(ladder.impls("gdpa")) == files - backward | {"reference"}
+
+
+@pytest.mark.parametrize("operator", LADDERS)
+def test_every_rung_names_its_predecessor(operator):
+    _, first, *others = ladder.LADDERS[operator]
+    assert first.predecessor is None and ladder.changed_lines(first.impl, operator) == 0
+    known = [first.impl]
+    for rung in others:
+        assert rung.predecessor in known
         assert f"Changes from {rung.predecessor}" in rung.path.read_text()
-        assert ladder.diff(rung.impl).startswith(f"--- gdpa/{rung.predecessor}.py\n")
-        assert 0 < ladder.changed_lines(rung.impl) < 350
+        text = ladder.diff(rung.impl, operator=operator)
+        assert text.startswith(f"--- gdpa/{rung.predecessor}.py\n+++ gdpa/{rung.impl}.py\n")
+        assert 0 < ladder.changed_lines(rung.impl, operator) < 400
+        known.append(rung.impl)
 
 
 def test_no_rung_imports_another_and_no_kernel_imports_the_definition():
+    impls = {impl for operator in LADDERS for impl in ladder.impls(operator)}
     for path in (ladder.PACKAGE / "gdpa").glob("*.py"):
         if path.stem in ("api", "__init__"):
             continue
         source = path.read_text()
-        others = [impl for impl in ladder.impls() if impl != path.stem]
+        others = impls - {path.stem}
         assert not [impl for impl in others if f"import {impl}" in source or f".{impl} " in source]

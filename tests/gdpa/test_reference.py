@@ -8,6 +8,7 @@ import torch
 from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.inputs import cu_seqlens
+from tests.gdpa.cases import CASES, Case
 
 
 def test_two_tokens_by_hand():
@@ -94,3 +95,61 @@ def test_masked_pairs_contribute_exactly_zero():
         [1, 1, 1, 0, 0, 0],
         [0, 1, 1, 1, 0, 0],
     ]
+
+
+def call_of(case: Case) -> dict:
+    """Keyword arguments of `reference.forward` in fp64."""
+    options = {
+        "activation": ("gelu_tanh",), "scale": case.head_dim**-0.5, "output_scale": 1.0,
+        "causal": False, "window": None,
+    }  # fmt: skip
+    return options | case.arguments(torch.float64)
+
+
+def assert_backward_is_autograds(call: dict) -> None:
+    call = call | {name: call[name].detach().requires_grad_() for name in "qkv"}
+    out = reference.forward(**call)
+    grad_out = torch.randn_like(out)
+    # Added, since autograd gives None for what the output of an empty batch does not depend on.
+    total = (out * grad_out).sum() + sum(0 * call[name].sum() for name in "qkv")
+    expected = torch.autograd.grad(total, [call[name] for name in "qkv"])
+    with torch.no_grad():
+        found = reference.backward(grad_out, **call)
+    for name, actual, wanted in zip("qkv", found, expected, strict=True):
+        torch.testing.assert_close(
+            actual, wanted, atol=1e-11, rtol=1e-11, msg=lambda m, n=name: n + m
+        )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_backward_is_the_derivative_of_forward(case):
+    assert_backward_is_autograds(call_of(case))
+
+
+@pytest.mark.parametrize("name", reference.ACTIVATIONS)
+def test_backward_of_every_activation(name):
+    options = {"activation": (name,), "scale": 0.7, "output_scale": -0.5}
+    case = Case("activation", (20, 0, 7), (9, 4, 30), num_heads=4, options=options)
+    assert_backward_is_autograds(call_of(case))
+
+
+def test_backward_against_differences():
+    """Neither PyTorch's derivatives nor ours: forward alone, at moved arguments."""
+    options = {"causal": True, "window": 3, "scale": 0.5, "output_scale": 3.0}
+    case = Case(
+        "differences", (3, 5), (4, 2), num_heads=2, num_heads_k=1, head_dim=2, options=options
+    )
+    call = call_of(case)
+
+    class Call(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, k, v)
+            return reference.forward(**call | {"q": q, "k": k, "v": v})
+
+        @staticmethod
+        def backward(ctx, grad_out):
+            q, k, v = ctx.saved_tensors
+            return reference.backward(grad_out, **call | {"q": q, "k": k, "v": v})
+
+    assert torch.autograd.gradcheck(Call.apply, [call[name].requires_grad_() for name in "qkv"])

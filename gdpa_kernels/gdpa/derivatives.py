@@ -1,0 +1,119 @@
+"""The activations together with their derivatives, as Triton functions: what backward needs.
+
+`value_and_slope(s, scale, NAME, APPROX)` returns (activation(x), activation'(x)) with x = scale s,
+for a tile of raw scores `s` in fp32. What the two have in common is computed once, and the value is
+the one that `activations.activate` computes. A derivative that jumps takes the value that PyTorch's
+has there: 0 at 0 for relu, 0.01 at 0 for leaky_relu, 0 at -3 and 1 at 3 for hardswish.
+
+| name           | fp32 and MUFU instructions, APPROX | error of the derivative, APPROX          |
+|----------------|------------------------------------|------------------------------------------|
+| `identity`     | 1                                  | none                                     |
+| `relu`         | 4                                  | none                                     |
+| `relu_squared` | 4                                  | rounding only                            |
+| `leaky_relu`   | 4                                  | rounding only                            |
+| `hardswish`    | 11                                 | rounding only                            |
+| `silu`         | 5 + 1 MUFU                         | 2**-11 (1 + abs(x)), all x               |
+| `gelu_tanh`    | 11 + 1 MUFU                        | 2**-11 (1 + 2 abs(x)), abs(x) <= 1e13    |
+| `gelu`         | 26 + 2 MUFU, and 15 others         | 1e-6 (1 + abs(x)), all x                 |
+| `gelu_taylor6` | 9                                  | 8.5e-3 for abs(x) <= 1; none beyond      |
+
+Instructions are those of sm_90a for one element. Without APPROX the smooth derivatives are within
+2e-6 (1 + abs(x)) on the same ranges.
+
+gelu_tanh multiplies 1 - tanh(u)^2 by 0.5 x u', which grows as x^3. By the documented error of
+`tanh.approx.f32` alone, 2**-11 of the result, the bound holds for abs(x) <= 3.8. Beyond, it takes
+that the instruction returns exactly 1 or -1 where tanh is within 2**-12 of it. Above 2e13 the
+factor overflows, and the derivative is NaN.
+"""
+
+import triton
+import triton.language as tl
+
+from gdpa_kernels.gdpa.activations import activate, count, pick, relu, tanh_approx
+
+
+@triton.jit
+def gelu_tanh_and_slope(s, scale, APPROX: tl.constexpr):
+    """With t = tanh(u): 0.5 x (1 + t) and 0.5 (1 + t) + 0.5 x u' (1 - t^2)."""
+    linear = 0.7978845608028654 * scale
+    cubic = 0.7978845608028654 * 0.044715 * scale * scale * scale
+    square = s * s
+    u = s * (linear + cubic * square)
+    half = s * (0.5 * scale)
+    if APPROX:
+        t = tanh_approx(u)
+        y = half + half * t
+    else:
+        e = tl.exp(-2.0 * u)
+        t = 2.0 / (1.0 + e) - 1.0
+        y = s * scale / (1.0 + e)
+    x_slope = 0.5 * s * (linear + 3.0 * cubic * square)
+    return y, (0.5 + 0.5 * t) + x_slope * (1.0 - t * t)
+
+
+@triton.jit
+def silu_and_slope(s, scale, APPROX: tl.constexpr):
+    """With g = sigmoid(x): x g and g + x g (1 - g)."""
+    if APPROX:
+        half = s * (0.5 * scale)
+        t = tanh_approx(half)
+        y = half + half * t
+        sigmoid = 0.5 + 0.5 * t
+    else:
+        x = s * scale
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+        y = x / (1.0 + tl.exp(-x))
+    return y, sigmoid + (y - y * sigmoid)
+
+
+@triton.jit
+def gelu_taylor6_slope(x):
+    """The derivative of the polynomial `activations.gelu_taylor6`."""
+    square = x * x
+    return 0.5 + x * (2 * 0.3989422804 + square * (-4 * 0.0664903801 + square * (6 * 0.0099735570)))
+
+
+@triton.jit
+def value_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
+    """(activation(scale s), activation'(scale s)), element by element, in fp32."""
+    if NAME == "gelu_tanh":
+        y, slope = gelu_tanh_and_slope(s, scale, APPROX)
+    elif NAME == "silu":
+        y, slope = silu_and_slope(s, scale, APPROX)
+    else:
+        x = s * scale
+        y = activate(s, scale, NAME, APPROX)
+        if NAME == "identity":
+            slope = tl.full(s.shape, 1.0, tl.float32)
+        elif NAME == "relu":
+            slope = tl.where(x > 0, 1.0, 0.0)
+        elif NAME == "relu_squared":
+            slope = 2.0 * relu(x)
+        elif NAME == "leaky_relu":
+            y = tl.where(x > 0, x, 0.01 * x)  # with the same comparison
+            slope = tl.where(x > 0, 1.0, 0.01)
+        elif NAME == "gelu":
+            cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+            slope = cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+        elif NAME == "hardswish":
+            slope = tl.where(x >= 3.0, 1.0, tl.where(x <= -3.0, 0.0, x * (1.0 / 3.0) + 0.5))
+        else:
+            tl.static_assert(NAME == "gelu_taylor6", "unknown activation")
+            slope = gelu_taylor6_slope(x)
+    return y, slope
+
+
+@triton.jit
+def value_and_slope_per_head(s, scale, head, ACTIVATION: tl.constexpr, APPROX: tl.constexpr):
+    """`value_and_slope` of this head; ACTIVATION is one name, or one per head, comma-separated.
+
+    With one per head the program takes one uniform branch per tile.
+    """
+    if count(ACTIVATION) == 1:
+        y, slope = value_and_slope(s, scale, ACTIVATION, APPROX)
+    else:
+        y, slope = s, s
+        for index in tl.static_range(count(ACTIVATION)):
+            if head == index:
+                y, slope = value_and_slope(s, scale, pick(ACTIVATION, index), APPROX)
+    return y, slope

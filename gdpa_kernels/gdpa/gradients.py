@@ -1,0 +1,52 @@
+"""What the fused backward rungs share: adding to a sum in fp32, and rounding it."""
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.gdpa.ragged import BOUND
+
+
+def readable_by_tma(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` `[total, num_heads, head_dim]`, or a contiguous copy where TMA cannot read it."""
+    row_stride, head_stride, stride = tensor.stride()
+    units = 16 // tensor.element_size()
+    aligned = row_stride % units == 0 and head_stride % units == 0 and tensor.data_ptr() % 16 == 0
+    if tensor.numel() == 0 or (stride == 1 and row_stride > 0 and head_stride > 0 and aligned):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@triton.jit
+def add_rows(desc, start, length, head, first_row, rows):
+    """Add `rows` of one head at first_row, by a TMA reduction; rows from `length` on are dropped.
+
+    Addressed as in `ragged.store_rows`. Each element is added atomically, in any order.
+    """
+    box = tl.reshape(rows, [1, 1, 1, desc.block_shape[3], desc.block_shape[4]])
+    desc.atomic_add([BOUND, start + length, head, BOUND - length + first_row, 0], box)
+
+
+@triton.jit
+def add_rows_by_threads(
+    ptr, start, length, head, first_row, rows, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """`add_rows` to a contiguous `[total, NUM_HEADS, HEAD_DIM]`, by an atomic instruction of each
+    thread."""
+    row = first_row + tl.arange(0, rows.shape[0])
+    dim = tl.arange(0, rows.shape[1])
+    first = (tl.cast(start, tl.int64) * NUM_HEADS + head) * HEAD_DIM
+    offsets = row.to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM) + dim[None, :]
+    mask = (row < length)[:, None]
+    if rows.shape[1] != HEAD_DIM:
+        mask = mask & (dim < HEAD_DIM)[None, :]
+    tl.atomic_add(ptr + first + offsets, rows, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def round_kernel(sums_ptr, out_ptr, factor, count, BLOCK: tl.constexpr):
+    """out = factor * sums, `count` elements, rounded to out's dtype."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    sums = tl.load(sums_ptr + offsets, mask=mask, other=0.0)
+    tl.store(out_ptr + offsets, (factor * sums).to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,435 @@
+"""`GDPASelfAttention`, `PMA` and `PFFN`: the uses of GDPA as layers, with their projections."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gdpa_kernels import calls
+from gdpa_kernels.gdpa import api
+from gdpa_kernels.gdpa.api import gdpa
+
+Jagged = tuple[torch.Tensor, torch.Tensor]
+Activation = str | tuple[str, ...] | list[str]
+
+EPSILON = 1e-6
+"""Added to the mean square of a row of q or k before it is normalised."""
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of the rows of each head, one weight for all heads: x / rms(x) * weight, in x's
+    dtype; fp32 weights may meet the bf16 rows of autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class _Layer(nn.Module):
+    """What the layers share: their options, the reading of a jagged batch, the call of `gdpa`.
+
+    `GDPASelfAttention` describes the arguments. A subclass makes the projections, `out` among them.
+    """
+
+    out: nn.Linear
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        *,
+        activation: Activation,
+        scale: float | None,
+        output_scale: float,
+        qk_norm: bool,
+        max_seqlen: int | None,
+        impl: str,
+        backward_impl: str,
+        validate: bool,
+        made: dict,
+    ):
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_positive(embed_dim=embed_dim)
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(
+                f"num_heads must be a positive divisor of embed_dim {embed_dim}, got {num_heads}"
+            )
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must be a positive divisor of num_heads {num_heads}, "
+                f"got {num_kv_heads}"
+            )
+        if max_seqlen is not None and (
+            isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0
+        ):
+            raise ValueError(
+                f"max_seqlen must be None or an integer of at least 0, got {max_seqlen!r}"
+            )
+        calls.check_impl(impl, api.IMPLS)
+        calls.check_impl(backward_impl, api.BACKWARD_IMPLS, "backward_impl")
+        self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.activation = activation if isinstance(activation, str) else tuple(activation)
+        self.scale, self.output_scale = scale, output_scale
+        api._check_activation(self.activation, torch.empty(0, num_heads, 0, device="meta"))
+        api._check_scalars(scale, output_scale, None)
+        self.max_seqlen, self.validate = max_seqlen, validate
+        self.impl, self.backward_impl = impl, backward_impl
+        norm = {name: value for name, value in made.items() if name != "bias"}
+        self.q_norm = HeadNorm(self.head_dim, EPSILON, **norm) if qk_norm else None
+        self.k_norm = HeadNorm(self.head_dim, EPSILON, **norm) if qk_norm else None
+
+    def _read(self, x: torch.Tensor | Jagged) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """values, offsets as they came, and max_seqlen of a jagged batch, all checked."""
+        values, offsets = _parts(x)
+        for name, tensor in (("values", values), ("offsets", offsets)):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if values.dim() != 2 or values.shape[1] != self.embed_dim:
+            raise ValueError(
+                f"values must have shape [total_tokens, {self.embed_dim}], got {list(values.shape)}"
+            )
+        if offsets.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
+        if offsets.dim() != 1 or offsets.numel() < 1 or offsets.device != values.device:
+            raise ValueError(
+                f"offsets must have shape [batch + 1] on {values.device}, "
+                f"got {list(offsets.shape)} on {offsets.device}"
+            )
+        longest = _longest(offsets) if self.max_seqlen is None else self.max_seqlen
+        if self.validate and not torch.compiler.is_compiling():
+            calls.check_lengths("cu_seqlens", offsets, values, longest)
+        return values, offsets, longest
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor | None,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        **mask,
+    ) -> torch.Tensor:
+        """W_out gdpa(q, k, v), `[rows, embed_dim]`; the offsets are those that `_read` checked."""
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = gdpa(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            activation=self.activation, scale=self.scale, output_scale=self.output_scale,
+            impl=self.impl, backward_impl=self.backward_impl, validate=False, **mask,
+        )  # fmt: skip
+        return self.out(out.flatten(1))
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"activation={self.activation!r}, scale={self.scale}, output_scale={self.output_scale}"
+        )
+
+
+class GDPASelfAttention(_Layer):
+    """Self-attention with an element-wise activation for softmax, on a jagged batch.
+
+    One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
+    heads: y = W_out gdpa(W_qkv x). Nothing is added to y: a residual is the caller's. Under
+    autocast the layer follows its linear layers.
+
+    No row is normalised, so a row's size grows with its number of keys. Kunlun divides the scores
+    by the longest sequence: scale=1 / max_seqlen; output_scale=1 / max_seqlen divides the sum.
+
+    Args:
+        embed_dim: features of a token.
+        num_heads: query heads; must divide embed_dim. head_dim is embed_dim // num_heads.
+        num_kv_heads: key and value heads; must divide num_heads. None means num_heads.
+        activation: a name of `reference.ACTIVATIONS`, or one name per query head.
+        scale: multiplies the scores before the activation; None means head_dim ** -0.5.
+        output_scale: multiplies the attention's result, before the output projection.
+        causal, window: which pairs of tokens count; as `gdpa`.
+        qk_norm: RMSNorm of each head's rows of q and of k, with learned weights w_q and w_k that
+            start at 1. The size of a score is then at most |scale| * head_dim * max |w_q w_k|:
+            scale=1 / head_dim makes it a cosine at first, where the polynomial "gelu_taylor6" is
+            accurate; the other activations need no bound. With it q and k are copies, and only v is
+            read where it lies. False: the operator alone.
+        bias: whether the two projections have one.
+        max_seqlen: at least the longest sequence, in tokens. None reads it from the offsets, which
+            waits for the device (the result is remembered until the offsets are modified); a CUDA
+            graph's capture needs the number.
+        impl, backward_impl: as `gdpa`.
+        validate: check the values of the offsets; as `gdpa`.
+        device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+
+    Source: GDPA of Kunlun (arXiv 2602.10016); see the chapter "What is GDPA". That its q and k are
+    normalised is published, in which way is not: RMSNorm per head is this layer's choice.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        activation: Activation = "gelu_tanh",
+        scale: float | None = None,
+        output_scale: float = 1.0,
+        causal: bool = False,
+        window: int | None = None,
+        qk_norm: bool = False,
+        bias: bool = True,
+        max_seqlen: int | None = None,
+        impl: str = "auto",
+        backward_impl: str = "auto",
+        validate: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
+            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, impl=impl,
+            backward_impl=backward_impl, validate=validate, made=made,
+        )  # fmt: skip
+        api._check_scalars(None, 1.0, window)
+        self.causal, self.window = causal, window
+        heads = num_heads + 2 * self.num_kv_heads
+        self.qkv = nn.Linear(embed_dim, heads * self.head_dim, **made)
+        self.out = nn.Linear(embed_dim, embed_dim, **made)
+
+    def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
+        """The layer's output, of the kind and shape of x.
+
+        x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]`), or a nested tensor
+        `[batch, jagged, embed_dim]` of layout torch.jagged. int32 offsets are used as they are;
+        others, a nested tensor's among them, are converted at each call.
+
+        Raises TypeError, ValueError: x is wrong: what is expected, what was received.
+        """
+        values, offsets, longest = self._read(x)
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = self.qkv(values).unflatten(1, (sum(heads), self.head_dim)).split(heads, dim=1)
+        ends = _cu_seqlens(offsets)
+        y = self._attend(
+            q, k, v, ends, ends, longest, longest, causal=self.causal, window=self.window
+        )
+        return _like(x, y, offsets)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, causal={self.causal}, window={self.window}"
+
+
+class PMA(_Layer):
+    """Pooling by multi-head attention: a jagged batch to `num_seeds` rows per sequence.
+
+    The queries are learned seeds, the same for every sequence; keys and values are projections of
+    its tokens: y = W_out gdpa(seeds, W_kv x). The seeds are held once, not once per sequence, and
+    have no projection: a matrix times learned rows is learned rows. A sequence without tokens pools
+    to zeros, to which the output projection adds its bias.
+
+    Args:
+        num_seeds: rows that a sequence is pooled to; their seeds are drawn from N(0, 1).
+
+    The other arguments: as `GDPASelfAttention`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+
+    Source: Set Transformer (arXiv 1810.00825), which has softmax; with GDPA in Kunlun
+    (arXiv 2602.10016). See the chapter "What is GDPA".
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_seeds: int,
+        num_kv_heads: int | None = None,
+        *,
+        activation: Activation = "gelu_tanh",
+        scale: float | None = None,
+        output_scale: float = 1.0,
+        qk_norm: bool = False,
+        bias: bool = True,
+        max_seqlen: int | None = None,
+        impl: str = "auto",
+        backward_impl: str = "auto",
+        validate: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
+            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, impl=impl,
+            backward_impl=backward_impl, validate=validate, made=made,
+        )  # fmt: skip
+        _check_positive(num_seeds=num_seeds)
+        self.num_seeds = num_seeds
+        self.seeds = nn.Parameter(torch.randn(num_seeds, embed_dim, device=device, dtype=dtype))
+        self.kv = nn.Linear(embed_dim, 2 * self.num_kv_heads * self.head_dim, **made)
+        self.out = nn.Linear(embed_dim, embed_dim, **made)
+
+    def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor:
+        """The pooled rows, `[batch, num_seeds, embed_dim]`, for both kinds of x.
+
+        x: as `GDPASelfAttention.forward`, and so the errors.
+        """
+        values, offsets, longest = self._read(x)
+        q = self.seeds.unflatten(1, (self.num_heads, self.head_dim))
+        k, v = self.kv(values).unflatten(1, (-1, self.head_dim)).chunk(2, dim=1)
+        y = self._attend(q, k, v, None, _cu_seqlens(offsets), self.num_seeds, longest)
+        return y.unflatten(0, (offsets.shape[0] - 1, self.num_seeds))
+
+    def extra_repr(self) -> str:
+        return f"num_seeds={self.num_seeds}, {super().extra_repr()}"
+
+
+class PFFN(_Layer):
+    """A feed-forward layer whose weights belong to the sample: personalised feed-forward network.
+
+    Queries are projections of the tokens; keys and values, `num_keys` per sample and kv head, are
+    projections of the sample's summary vector: y = W_out gdpa(W_q x, W_kv summary). For each head
+    this is a perceptron with num_keys hidden units: K^T is its first matrix, V its second. With
+    activation="identity" it is one matrix per sample and head, K^T V.
+
+    Nothing is added to y: a residual is the caller's. Under autocast the layer follows its linear
+    layers.
+
+    Args:
+        summary_dim: features of a sample's summary.
+        num_keys: hidden units per sample and head; max_seqlen_k of `gdpa`.
+
+    The other arguments: as `GDPASelfAttention`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+
+    Source: InterFormer (arXiv 2411.09852), which has no activation; with one in Kunlun
+    (arXiv 2602.10016). See the chapter "What is GDPA".
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        summary_dim: int,
+        num_keys: int,
+        num_kv_heads: int | None = None,
+        *,
+        activation: Activation = "gelu_tanh",
+        scale: float | None = None,
+        output_scale: float = 1.0,
+        qk_norm: bool = False,
+        bias: bool = True,
+        max_seqlen: int | None = None,
+        impl: str = "auto",
+        backward_impl: str = "auto",
+        validate: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
+            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, impl=impl,
+            backward_impl=backward_impl, validate=validate, made=made,
+        )  # fmt: skip
+        _check_positive(summary_dim=summary_dim, num_keys=num_keys)
+        self.summary_dim, self.num_keys = summary_dim, num_keys
+        self.q = nn.Linear(embed_dim, embed_dim, **made)
+        features = num_keys * 2 * self.num_kv_heads * self.head_dim
+        self.kv = nn.Linear(summary_dim, features, **made)
+        self.out = nn.Linear(embed_dim, embed_dim, **made)
+
+    def forward(self, x: torch.Tensor | Jagged, summary: torch.Tensor) -> torch.Tensor | Jagged:
+        """The layer's output, of the kind and shape of x.
+
+        x: as `GDPASelfAttention.forward`, and so the errors. summary: `[batch, summary_dim]`, one
+        row per sequence.
+        """
+        values, offsets, longest = self._read(x)
+        batch = offsets.shape[0] - 1
+        if not isinstance(summary, torch.Tensor):
+            raise TypeError(f"summary must be a tensor, got {type(summary).__name__}")
+        if summary.is_nested or summary.shape != (batch, self.summary_dim):
+            raise ValueError(
+                f"summary must have shape [{batch}, {self.summary_dim}], one row per sequence, "
+                + ("got a nested tensor" if summary.is_nested else f"got {list(summary.shape)}")
+            )
+        q = self.q(values).unflatten(1, (self.num_heads, self.head_dim))
+        kv = self.kv(summary).view(batch * self.num_keys, 2 * self.num_kv_heads, self.head_dim)
+        k, v = kv.chunk(2, dim=1)
+        keys = torch.arange(batch + 1, dtype=torch.int32, device=values.device) * self.num_keys
+        y = self._attend(q, k, v, _cu_seqlens(offsets), keys, longest, self.num_keys)
+        return _like(x, y, offsets)
+
+    def extra_repr(self) -> str:
+        return f"summary_dim={self.summary_dim}, num_keys={self.num_keys}, {super().extra_repr()}"
+
+
+def _check_positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _parts(x: torch.Tensor | Jagged) -> Jagged:
+    """values and offsets of a jagged batch of either kind."""
+    if isinstance(x, torch.Tensor):
+        if not x.is_nested or x.layout != torch.jagged:
+            raise TypeError(
+                "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
+                f"got a tensor of layout {x.layout}" + (", nested" if x.is_nested else "")
+            )
+        if x.dim() != 3 or x._ragged_idx != 1 or x.lengths() is not None:
+            raise ValueError(
+                "x must be a nested tensor [batch, jagged, embed_dim] without holes between its "
+                f"sequences, got {x.dim()} dimensions, of which {x._ragged_idx} is jagged, "
+                + ("with holes" if x.lengths() is not None else "without holes")
+            )
+        return x.values(), x.offsets()
+    if not isinstance(x, tuple | list) or len(x) != 2:
+        raise TypeError(
+            "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
+            f"got {type(x).__name__}"
+        )
+    return tuple(x)
+
+
+def _like(x: torch.Tensor | Jagged, y: torch.Tensor, offsets: torch.Tensor):
+    """y `[total_tokens, features]` as a jagged batch of x's kind."""
+    if isinstance(x, torch.Tensor):
+        return torch.nested.nested_tensor_from_jagged(y, offsets)
+    return y, offsets
+
+
+def _cu_seqlens(offsets: torch.Tensor) -> torch.Tensor:
+    """The offsets as `gdpa` has them; the same tensor if it is one already."""
+    return offsets.to(torch.int32).contiguous()
+
+
+def _longest(offsets: torch.Tensor) -> int:
+    """The longest sequence, in tokens; 0 for an empty batch. Waits for the device."""
+    if torch.compiler.is_compiling():
+        longest = _read_longest(offsets)
+        torch._check(longest >= 0)
+        return longest
+    return _remembered().of(offsets, None, ()) if offsets.is_cuda else _read_longest(offsets)
+
+
+def _read_longest(offsets: torch.Tensor, _=None) -> int:
+    return offsets.diff(prepend=offsets[:1]).max().item()
+
+
+@functools.cache
+def _remembered():
+    from gdpa_kernels.remembered import Remembered  # needs triton, which no import of ours needs
+
+    return Remembered(_read_longest)

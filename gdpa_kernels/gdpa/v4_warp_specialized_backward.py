@@ -1,0 +1,371 @@
+"""v4, backward: a load role, two math roles that own 64 keys each, and dQ added up by TMA.
+
+Changes from v2_fused_backward: warps have roles, and programs stay. The load role fetches K and V
+of a tile of 128 keys, then Q and dO, 64 rows at a time. Each math role keeps dK and dV of its 64
+keys in registers and computes S and dP transposed, [keys, rows]: P and dS are then A operands as
+they lie in registers, for dV += P^T dO and dK += dS^T Q.
+
+dQ of 64 rows is the sum over all 128 keys. dS goes through shared memory, where the other role
+finds it, and each role computes half of the columns of dS K, one step later: then nobody waits for
+the other's dS. The fp32 result leaves by a TMA that adds to what is in memory, and a small kernel
+converts the sum. At head_dim 64 each role adds the part of its own keys instead.
+
+Why it should help: a step is 5 products, 2,560 clocks of the tensor cores for 64 rows and 128 keys
+of head_dim 128; activation and derivative are about 12 instructions for each of 8,192 scores, 770
+clocks. One role's activation runs beside the other's products. What it costs: the reads and writes
+of shared memory take about 2,900 clocks, more than the products: the bound of this design.
+
+| role       | warps | registers | work                                                            |
+|------------|-------|-----------|-----------------------------------------------------------------|
+| load       | 4     | 24        | one thread issues the TMA loads                                 |
+| math (2)   | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys   |
+
+| barrier          | arrivals            | filled by -> drained by                                 |
+|------------------|---------------------|---------------------------------------------------------|
+| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both math roles           |
+| k_empty, v_empty | 256 threads, 1 each | math roles, done with the tile -> load role             |
+| q_full, g_full   | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both math roles     |
+| q_empty, g_empty | 256 threads, 1 each | math roles, done with the rows -> load role             |
+| ds_full[2]       | 256 threads, 1 each | math roles, dS is stored -> math roles                  |
+| ds_empty[2]      | 256 threads, 1 each | math roles, dQ of these rows is computed -> math roles  |
+
+The list of tiles is work_list.py's with queries and keys exchanged: tiles of 128 keys, those with
+the most queries first. Not deterministic where a sequence has more than 128 keys: the order in
+which tiles add to dQ differs from run to run.
+
+Every option of `gdpa`; grouped heads: a tile's loop runs over the rows of all its query heads. A
+shared q: dQ is summed over the batch in fp32 by PyTorch, in a fixed order.
+Needs: sm_90, TLX, bf16 or fp16, head_dim 64 or 128, contiguous rows whose addresses and strides are
+multiples of 16 bytes. A grad_out that TMA cannot read is copied first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
+from gdpa_kernels.gdpa.gradients import readable_by_tma, round_kernel
+from gdpa_kernels.gdpa.masks import mask_transposed, row_range
+from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor
+from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows
+from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
+from gdpa_kernels.launch import launch, multiprocessors
+
+MATH_ROLES = tl.constexpr(2)
+KEYS = tl.constexpr(64)  # of a math role
+ROWS = tl.constexpr(64)  # of a step
+TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: steps of Q and of dO in shared memory, registers of a thread of a math
+    role."""
+
+    q_stages: int = 2
+    g_stages: int = 2
+    registers: int = 240
+
+
+def default_config(head_dim: int) -> Config:
+    """As many steps as shared memory holds. Not measured yet."""
+    return Config(q_stages=3, g_stages=3) if head_dim == 64 else Config(q_stages=3)
+
+
+def make_schedule(
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> WorkList:
+    """The list of tiles of keys, those with the most queries first."""
+    if cu_seqlens_q is None:
+        batch = cu_seqlens_k.numel() - 1
+        ends = torch.arange(batch + 1, dtype=torch.int32, device=cu_seqlens_k.device)
+        cu_seqlens_q = ends * max_seqlen_q
+    return work_list_of(k, cu_seqlens_k, cu_seqlens_q, max_seqlen_k, TILE.value, ROWS.value)
+
+
+@triton.jit
+def steps_of(key, len_q, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """(first row, steps) of the tile at `key`.
+
+    At least one step, so that every product has its place; without rows it adds zero.
+    """
+    start, end = row_range(key, len_q, ROWS, TILE, CAUSAL, WINDOW)
+    return start, tl.maximum(tl.cdiv(end - start, ROWS), 1)
+
+
+@triton.jit
+def place(step, steps, start, head_k, GROUP: tl.constexpr):
+    """(head, row) of a step: the rows of the group's first head, then of the next."""
+    if GROUP == 1:
+        return head_k, start + step * ROWS
+    return head_k * GROUP + step // steps, start + step % steps * ROWS
+
+
+@triton.jit
+def load(
+    q_desc, k_desc, v_desc, g_desc, q, k, v, g, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    g_full, g_empty, list_ptr,
+    GROUP: tl.constexpr, SHARED_Q: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The load role: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    num_items = count_items(list_ptr)
+    count = 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+        start_q = 0 if SHARED_Q else start_out
+        start, steps = steps_of(key, len_q, CAUSAL, WINDOW)
+        free = (item // tl.num_programs(0) & 1) ^ 1
+        tlx.barrier_wait(k_empty[0], free)
+        fetch_both(k_desc, k, k_full, start_k, len_k, head_k, key)
+        for step in tl.range(0, steps * GROUP):
+            head, row = place(step, steps, start, head_k, GROUP)
+            at = (count + step) % Q_STAGES
+            tlx.barrier_wait(q_empty[at], (((count + step) // Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q[at], q_full[at], start_q, len_q, head, row)
+            if step == 0:
+                tlx.barrier_wait(v_empty[0], free)
+                fetch_both(v_desc, v, v_full, start_k, len_k, head_k, key)
+            at = (count + step) % G_STAGES
+            tlx.barrier_wait(g_empty[at], (((count + step) // G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g[at], g_full[at], start_out, len_q, head, row)
+        count += steps * GROUP
+
+
+@triton.jit
+def fetch_both(desc, buffers, full, start, length, head, key):
+    """Start the copies of both math roles' keys; both arrive on the one barrier."""
+    WIDTH: tl.constexpr = desc.block_shape[4]
+    BYTES: tl.constexpr = TILE * WIDTH * 2
+    tlx.barrier_expect_bytes(full[0], BYTES)
+    for role in tl.static_range(MATH_ROLES):
+        place = [BOUND, start + length, head, BOUND - length + key + role * KEYS, 0]
+        tlx.async_descriptor_load(desc, buffers[role], place, full[0])
+
+
+@triton.jit
+def differentiate(
+    role: tl.constexpr, q, k, v, g, ds, q_full, g_full, ds_full, ds_empty, dk, dv,
+    count, scale, head, row, key,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """dk and dv with the step's products under way; dS is on its way to the other role.
+
+    `count` counts steps of all tiles.
+    """
+    q_at, g_at = count % Q_STAGES, count % G_STAGES
+    tlx.barrier_wait(q_full[q_at], (count // Q_STAGES) & 1)
+    s = tlx.async_dot(k[role], tlx.local_trans(q[q_at]))
+    s = tlx.async_dot_wait(0, s)
+    p, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, True)
+    p = mask_transposed(p, row, key, CAUSAL, WINDOW)
+    slope = mask_transposed(slope, row, key, CAUSAL, WINDOW)
+    tlx.barrier_wait(g_full[g_at], (count // G_STAGES) & 1)
+    dp = tlx.async_dot(v[role], tlx.local_trans(g[g_at]))
+    dv = tlx.async_dot(p.to(DTYPE), g[g_at], dv)
+    dp = tlx.async_dot_wait(1, dp)
+    d = (slope * dp).to(DTYPE)
+    at = count & 1
+    tlx.barrier_wait(ds_empty[at], ((count // 2) & 1) ^ 1)
+    tlx.local_store(ds[at * MATH_ROLES + role], d)
+    tlx.fence("async_shared")
+    tlx.barrier_arrive(ds_full[at])
+    dk = tlx.async_dot(d, q[q_at], dk)
+    return dk, dv
+
+
+@triton.jit
+def dq_product(role: tl.constexpr, ds, k, ds_full, count, HEAD_DIM: tl.constexpr):
+    """dS K of a step, under way: the role's half of the columns; at head_dim 64 its keys' part."""
+    at = count & 1
+    tlx.barrier_wait(ds_full[at], (count // 2) & 1)
+    if HEAD_DIM == 64:
+        dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES + role]), k[role])
+    else:
+        here = tlx.local_slice(k[0], [0, role * 64], [KEYS, 64])
+        dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES]), here)
+        here = tlx.local_slice(k[1], [0, role * 64], [KEYS, 64])
+        dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES + 1]), here, dq)
+    return dq
+
+
+@triton.jit
+def add_rows(desc, buffer, start, length, head, row, column, x):
+    """Start adding x [rows, 64], fp32, to what memory holds, through `buffer`."""
+    tlx.async_descriptor_store_wait(0)
+    tlx.local_store(buffer, x)
+    tlx.fence("async_shared")
+    place = [BOUND, start + length, head, BOUND - length + row, column]
+    tlx.async_descriptor_store(desc, buffer, place, store_reduce="add")
+
+
+@triton.jit
+def math(
+    role: tl.constexpr, dq_desc, dk_desc, dv_desc, q, k, v, g, ds, staging, staged,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty, ds_full, ds_empty,
+    list_ptr, scale, output_scale,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A math role: 64 keys of every tile."""
+    DTYPE: tl.constexpr = tlx.dtype_of(dk_desc)
+    COLUMN: tl.constexpr = role * 64 if HEAD_DIM == 128 else 0
+    num_items = count_items(list_ptr)
+    count = 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
+        tile = item // tl.num_programs(0)
+        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+        start, steps = steps_of(key, len_q, CAUSAL, WINDOW)
+        key += role * KEYS
+        dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
+        dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
+        tlx.barrier_wait(k_full[0], tile & 1)
+        tlx.barrier_wait(v_full[0], tile & 1)
+        dk, dv = differentiate(
+            role, q, k, v, g, ds, q_full, g_full, ds_full, ds_empty, dk, dv,
+            count, scale, head_k * GROUP, start, key,
+            ACTIVATION, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE,
+        )  # fmt: skip
+        dv = tlx.async_dot_wait(0, dv)
+        dk = tlx.async_dot_wait(0, dk)
+        tlx.barrier_arrive(q_empty[count % Q_STAGES])
+        tlx.barrier_arrive(g_empty[count % G_STAGES])
+        for step in tl.range(1, steps * GROUP, num_stages=0):
+            now = count + step
+            head, row = place(step, steps, start, head_k, GROUP)
+            dk, dv = differentiate(
+                role, q, k, v, g, ds, q_full, g_full, ds_full, ds_empty, dk, dv,
+                now, scale, head, row, key,
+                ACTIVATION, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE,
+            )  # fmt: skip
+            dq = dq_product(role, ds, k, ds_full, now - 1, HEAD_DIM)
+            dv = tlx.async_dot_wait(0, dv)
+            dk = tlx.async_dot_wait(0, dk)
+            dq = tlx.async_dot_wait(0, dq)
+            tlx.barrier_arrive(q_empty[now % Q_STAGES])
+            tlx.barrier_arrive(g_empty[now % G_STAGES])
+            tlx.barrier_arrive(ds_empty[(now - 1) & 1])
+            head, row = place(step - 1, steps, start, head_k, GROUP)
+            add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN, dq)
+        count += steps * GROUP
+        dq = dq_product(role, ds, k, ds_full, count - 1, HEAD_DIM)
+        dq = tlx.async_dot_wait(0, dq)
+        tlx.barrier_arrive(k_empty[0])
+        tlx.barrier_arrive(ds_empty[(count - 1) & 1])
+        head, row = place(steps * GROUP - 1, steps, start, head_k, GROUP)
+        add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN, dq)
+        dv = dv * output_scale
+        put_rows(dv_desc, v[role], start_k, len_k, head_k, key, dv.to(DTYPE))
+        dk = dk * (scale * output_scale)
+        tlx.async_descriptor_store_wait(0)
+        put_rows(
+            dk_desc, staged[role * (128 // HEAD_DIM)], start_k, len_k, head_k, key, dk.to(DTYPE)
+        )
+        tlx.barrier_arrive(v_empty[0])
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def backward_kernel(
+    q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
+    GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
+    k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
+    v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
+    g = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, G_STAGES)
+    ds = tlx.local_alloc((KEYS, ROWS), DTYPE, 2 * MATH_ROLES)
+    staging = tlx.local_alloc((ROWS, 64), tl.float32, MATH_ROLES)
+    # The same memory, for dK.
+    staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES * (128 // HEAD_DIM), reuse=staging)
+    q_full = tlx.alloc_barriers(Q_STAGES)
+    q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, MATH_ROLES)
+    k_full = tlx.alloc_barriers(1)
+    k_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    v_full = tlx.alloc_barriers(1)
+    v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    g_full = tlx.alloc_barriers(G_STAGES)
+    g_empty = tlx.alloc_warp_barrier(G_STAGES, 4, MATH_ROLES)
+    ds_full = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
+    ds_empty = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                q_desc, k_desc, v_desc, g_desc, q, k, v, g,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty, list_ptr,
+                GROUP, SHARED_Q, CAUSAL, WINDOW, Q_STAGES, G_STAGES,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), dq_desc, dk_desc, dv_desc,
+                q, k, v, g, ds, staging, staged,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
+                ds_full, ds_empty, list_ptr, scale, output_scale,
+                GROUP, ACTIVATION, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES,
+            )  # fmt: skip
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+    config: Config | None = None,
+    schedule: WorkList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v, contiguous.
+
+    grad_out `[total_q, num_heads, head_dim]` of any strides; other arguments as `gdpa`, already
+    validated. `schedule` is `make_schedule`'s for the same sequences; None makes it here.
+    """
+    _, num_heads, head_dim = q.shape
+    num_heads_k = k.shape[1]
+    grad_out = readable_by_tma(grad_out)
+    config = config or default_config(head_dim)
+    schedule = schedule or make_schedule(k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=q.device)
+    launch(
+        backward_kernel, (min(multiprocessors(q.device), schedule.max_items),), q.device,
+        ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),
+        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
+        ragged_descriptor(total, ROWS.value, width=64),
+        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
+        schedule.entries, scale, output_scale,
+        GROUP=num_heads // num_heads_k, SHARED_Q=cu_seqlens_q is None,
+        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window, HEAD_DIM=head_dim,
+        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers,
+        num_warps=4,
+    )  # fmt: skip
+    factor = scale * output_scale
+    if cu_seqlens_q is None:
+        return (total.view(-1, *q.shape).sum(0) * factor).to(q.dtype), dk, dv
+    dq = q.new_empty(q.shape)
+    launch(
+        round_kernel, (triton.cdiv(dq.numel(), 4096),), q.device,
+        total, dq, factor, dq.numel(), BLOCK=4096,
+    )  # fmt: skip
+    return dq, dk, dv

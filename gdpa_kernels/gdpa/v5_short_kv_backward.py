@@ -1,0 +1,398 @@
+"""v5, backward for short K and V: two programs own all keys of a (sequence, head); dQ is written
+once.
+
+Changes from v4_warp_specialized_backward: a cluster of two programs takes a whole (sequence, key
+head), up to 256 keys, 128 each, while Q and dO stream by once. Each program computes half of the
+columns of dQ from the dS of all keys: it copies its own dS into the other's shared memory, and has
+loaded that half of the other's K. So dQ is complete where it is computed and leaves in the output's
+type: no fp32 sum in memory, no zero fill, no conversion, no additions by TMA; deterministic.
+
+Why it should help, in bytes for a row of head_dim 128 in bf16: v4 reads Q and dO (512), fills 512
+with zeros, adds to them twice at 256 keys, reads them again and writes 256: at 4.3 TB/s more time
+than the five products take. Here are 512 read and 256 written. The price is 16 KB of dS each way
+between the two programs for 64 rows, about a quarter of what their products read of shared memory.
+
+The two math roles take turns with dQ, one step each: a step of 64 rows gives [64, 64] from four
+products over 64 keys. Which half of the columns is a program's own is known at run time only, but
+parts of a tile have to be named at compile time: so Q and K come as two tiles of 64 columns, the
+program's own half first.
+
+| role       | warps | registers | work                                                            |
+|------------|-------|-----------|-----------------------------------------------------------------|
+| load       | 4     | 24        | one thread issues the TMA loads                                 |
+| math (2)   | 4     | 240       | S, dP, activation and derivative, dV, dK; 64 keys; every second |
+|            |       |           | step dQ, [64, 64]                                               |
+
+| barrier          | arrivals            | filled by -> drained by                                 |
+|------------------|---------------------|---------------------------------------------------------|
+| k_full, v_full   | 1 and bytes         | TMA loads of K, half of the other's K, of V -> math     |
+| k_empty, v_empty | 256 threads, 1 each | math roles, done with the item -> load role             |
+| q_full, g_full   | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both math roles     |
+| q_empty, g_empty | 256 threads, 1 each | math roles, done with the rows -> load role             |
+| ds_full[2]       | 256 threads, 1 each | math roles, dS is stored -> the step's dQ               |
+| peer_full[2]     | 1 and bytes         | the other program's copies of dS -> the step's dQ       |
+| ds_empty[2]      | 2 roles             | the step's dQ, here and there -> math roles             |
+
+A step's dQ is computed by one role in each program; both tell both programs that its dS may be
+overwritten, and with it that the copy into the other's memory has been read.
+
+Every option of `gdpa` but a shared q.
+Needs: sm_90, TLX, max_seqlen_k of at most 256, a q of every sequence's own, bf16 or fp16, head_dim
+128, contiguous rows whose addresses and strides are multiples of 16 bytes. A grad_out that TMA
+cannot read is copied first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
+from gdpa_kernels.gdpa.gradients import readable_by_tma
+from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor
+from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows, sequence
+from gdpa_kernels.launch import launch, multiprocessors
+
+MATH_ROLES = tl.constexpr(2)
+KEYS = tl.constexpr(64)  # of a math role
+ROWS = tl.constexpr(64)  # of a step
+TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)  # keys of a program
+PROGRAMS = tl.constexpr(2)  # of a cluster
+MOST_KEYS = TILE.value * PROGRAMS.value
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: steps of Q and of dO in shared memory, registers of a thread of a math
+    role."""
+
+    q_stages: int = 2
+    g_stages: int = 2
+    registers: int = 240
+
+
+def requires(cu_seqlens_q: torch.Tensor | None, max_seqlen_k: int) -> str | None:
+    """What this rung needs besides what its tensors say, and does not get, or None."""
+    if cu_seqlens_q is None:
+        return "needs cu_seqlens_q, got None: a shared q"
+    if max_seqlen_k > MOST_KEYS:
+        return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {max_seqlen_k}"
+    return None
+
+
+def order_of(cu_seqlens_q: torch.Tensor) -> torch.Tensor:
+    """The sequences, int32 `[batch]`, those with the most queries first."""
+    return torch.argsort(cu_seqlens_q.diff(), descending=True, stable=True).int()
+
+
+@triton.jit
+def work(
+    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, item, max_seqlen_q, NUM_HEADS_K: tl.constexpr
+):
+    """(start_q, start_out, len_q, start_k, len_k, key head) of an item."""
+    batch = tl.load(order_ptr + item // NUM_HEADS_K)
+    start_q, start_out, len_q, start_k, len_k = sequence(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q
+    )
+    return start_q, start_out, len_q, start_k, len_k, item % NUM_HEADS_K
+
+
+@triton.jit
+def steps_of(len_q):
+    """Steps of 64 rows of one head, an even number of at least two: both roles take part in each
+    pair. All rows are walked, whether or not a key is seen by them: their dQ is written here."""
+    return tl.maximum(tl.cdiv(len_q, 2 * ROWS), 1) * 2
+
+
+@triton.jit
+def place(step, steps, head_k, GROUP: tl.constexpr):
+    """(head, row) of a step: the rows of the group's first head, then of the next."""
+    if GROUP == 1:
+        return head_k, step * ROWS
+    return head_k * GROUP + step // steps, step % steps * ROWS
+
+
+@triton.jit
+def fetch_half(desc, buffer, full, start, length, head, row, column):
+    """Start the copy of 64 columns of one head's rows; rows from `length` on become zero."""
+    at = [BOUND, start + length, head, BOUND - length + row, column * 64]
+    tlx.async_descriptor_load(desc, buffer, at, full)
+
+
+@triton.jit
+def load(
+    q_desc, k_desc, v_desc, g_desc, q, k, v, g, half,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
+    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The load role: of each item K, the first rows of Q, V, then dO and Q in the order of use."""
+    HALF_BYTES: tl.constexpr = ROWS * 64 * 2
+    rank = tlx.cluster_cta_rank()
+    clusters = tl.num_programs(0) // PROGRAMS
+    count = 0
+    for item in tl.range(tl.program_id(0) // PROGRAMS, num_items, clusters):
+        start_q, start_out, len_q, start_k, len_k, head_k = work(
+            order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, item, max_seqlen_q, NUM_HEADS_K
+        )
+        steps = steps_of(len_q)
+        free = (item // clusters & 1) ^ 1
+        tlx.barrier_wait(k_empty[0], free)
+        tlx.barrier_expect_bytes(k_full[0], 6 * HALF_BYTES)
+        for role in tl.static_range(MATH_ROLES):
+            key = rank * TILE + role * KEYS
+            other = (1 - rank) * TILE + role * KEYS
+            fetch_half(k_desc, k[role * 2], k_full[0], start_k, len_k, head_k, key, rank)
+            fetch_half(k_desc, k[role * 2 + 1], k_full[0], start_k, len_k, head_k, key, 1 - rank)
+            fetch_half(k_desc, half[role], k_full[0], start_k, len_k, head_k, other, rank)
+        for step in tl.range(0, steps * GROUP):
+            head, row = place(step, steps, head_k, GROUP)
+            at = (count + step) % Q_STAGES
+            tlx.barrier_wait(q_empty[at], (((count + step) // Q_STAGES) & 1) ^ 1)
+            tlx.barrier_expect_bytes(q_full[at], 2 * HALF_BYTES)
+            fetch_half(q_desc, q[at * 2], q_full[at], start_q, len_q, head, row, rank)
+            fetch_half(q_desc, q[at * 2 + 1], q_full[at], start_q, len_q, head, row, 1 - rank)
+            if step == 0:
+                tlx.barrier_wait(v_empty[0], free)
+                tlx.barrier_expect_bytes(v_full[0], 4 * HALF_BYTES)
+                for role in tl.static_range(MATH_ROLES):
+                    row_of_v = BOUND - len_k + rank * TILE + role * KEYS
+                    where = [BOUND, start_k + len_k, head_k, row_of_v, 0]
+                    tlx.async_descriptor_load(v_desc, v[role], where, v_full[0])
+            at = (count + step) % G_STAGES
+            tlx.barrier_wait(g_empty[at], (((count + step) // G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g[at], g_full[at], start_out, len_q, head, row)
+        count += steps * GROUP
+
+
+@triton.jit
+def differentiate(
+    role: tl.constexpr, q, k, v, g, ds, peer, q_full, q_empty, g_full, g_empty,
+    ds_full, ds_empty, peer_full, dk_own, dk_other, dv, count, rank, scale, head, row, key,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """dk in two halves of the columns, and dv, with the step's part; dS is here, and on its way to
+    the other program.
+
+    `count` counts steps of all items.
+    """
+    q_at, g_at, at = count % Q_STAGES, count % G_STAGES, count & 1
+    tlx.barrier_wait(q_full[q_at], (count // Q_STAGES) & 1)
+    s = tlx.async_dot(k[role * 2], tlx.local_trans(q[q_at * 2]))
+    s = tlx.async_dot(k[role * 2 + 1], tlx.local_trans(q[q_at * 2 + 1]), s)
+    s = tlx.async_dot_wait(0, s)
+    p, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, True)
+    p = mask_transposed(p, row, key, CAUSAL, WINDOW)
+    slope = mask_transposed(slope, row, key, CAUSAL, WINDOW)
+    tlx.barrier_wait(g_full[g_at], (count // G_STAGES) & 1)
+    dp = tlx.async_dot(v[role], tlx.local_trans(g[g_at]))
+    dv = tlx.async_dot(p.to(DTYPE), g[g_at], dv)
+    dp = tlx.async_dot_wait(1, dp)
+    d = (slope * dp).to(DTYPE)
+    tlx.barrier_wait(ds_empty[at], ((count // 2) & 1) ^ 1)
+    if role == 0:
+        tlx.barrier_expect_bytes(peer_full[at], TILE * ROWS * 2)
+    tlx.local_store(ds[at * MATH_ROLES + role], d)
+    tlx.fence("async_shared")
+    tlx.async_remote_shmem_copy(
+        peer[at * MATH_ROLES + role], ds[at * MATH_ROLES + role], 1 - rank, peer_full[at]
+    )
+    tlx.barrier_arrive(ds_full[at])
+    dk_own = tlx.async_dot(d, q[q_at * 2], dk_own)
+    dk_other = tlx.async_dot(d, q[q_at * 2 + 1], dk_other)
+    dv = tlx.async_dot_wait(0, dv)
+    dk_own = tlx.async_dot_wait(0, dk_own)
+    dk_other = tlx.async_dot_wait(0, dk_other)
+    tlx.barrier_arrive(q_empty[q_at])
+    tlx.barrier_arrive(g_empty[g_at])
+    return dk_own, dk_other, dv
+
+
+@triton.jit
+def write_dq(
+    dq_desc, staging, ds, peer, k, half, ds_full, ds_empty, peer_full,
+    count, rank, start, length, head, row, factor,
+):  # fmt: skip
+    """Half of the columns of dQ of a step, from all keys."""
+    at = count & 1
+    phase = (count // 2) & 1
+    tlx.barrier_wait(ds_full[at], phase)
+    dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES]), k[0])
+    dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES + 1]), k[2], dq)
+    tlx.barrier_wait(peer_full[at], phase)
+    dq = tlx.async_dot(tlx.local_trans(peer[at * MATH_ROLES]), half[0], dq)
+    dq = tlx.async_dot(tlx.local_trans(peer[at * MATH_ROLES + 1]), half[1], dq)
+    dq = tlx.async_dot_wait(0, dq)
+    tlx.barrier_arrive(ds_empty[at])
+    tlx.barrier_arrive(ds_empty[at], 1, remote_cta_rank=1 - rank)
+    tlx.async_descriptor_store_wait(0)
+    tlx.local_store(staging, (dq * factor).to(tlx.dtype_of(dq_desc)))
+    tlx.fence("async_shared")
+    at_row = [BOUND, start + length, head, BOUND - length + row, rank * 64]
+    tlx.async_descriptor_store(dq_desc, staging, at_row)
+
+
+@triton.jit
+def put_half(desc, buffer, start, length, head, row, column, x):
+    """Start the store of 64 columns x, [rows, 64], through `buffer`."""
+    tlx.local_store(buffer, x.to(tlx.dtype_of(desc)))
+    tlx.fence("async_shared")
+    at = [BOUND, start + length, head, BOUND - length + row, column * 64]
+    tlx.async_descriptor_store(desc, buffer, at)
+
+
+@triton.jit
+def math(
+    role: tl.constexpr, dq_desc, dk_desc, dv_desc, q, k, v, g, half, ds, peer, staging,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
+    ds_full, ds_empty, peer_full,
+    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, scale, output_scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A math role: 64 keys of every item, and dQ of every second step."""
+    DTYPE: tl.constexpr = tlx.dtype_of(dk_desc)
+    rank = tlx.cluster_cta_rank()
+    clusters = tl.num_programs(0) // PROGRAMS
+    key = rank * TILE + role * KEYS
+    count = 0
+    for item in tl.range(tl.program_id(0) // PROGRAMS, num_items, clusters, num_stages=0):
+        _, start_out, len_q, start_k, len_k, head_k = work(
+            order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, item, max_seqlen_q, NUM_HEADS_K
+        )
+        steps = steps_of(len_q)
+        phase = item // clusters & 1
+        dk_own = tl.zeros([KEYS, 64], tl.float32)
+        dk_other = tl.zeros([KEYS, 64], tl.float32)
+        dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
+        tlx.barrier_wait(k_full[0], phase)
+        tlx.barrier_wait(v_full[0], phase)
+        for pair in tl.range(0, steps * GROUP, 2, num_stages=0):
+            for second in tl.static_range(2):
+                head, row = place(pair + second, steps, head_k, GROUP)
+                dk_own, dk_other, dv = differentiate(
+                    role, q, k, v, g, ds, peer, q_full, q_empty, g_full, g_empty,
+                    ds_full, ds_empty, peer_full, dk_own, dk_other, dv,
+                    count + pair + second, rank, scale, head, row, key,
+                    ACTIVATION, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE,
+                )  # fmt: skip
+            head, row = place(pair + role, steps, head_k, GROUP)
+            write_dq(
+                dq_desc, staging[role], ds, peer, k, half, ds_full, ds_empty, peer_full,
+                count + pair + role, rank, start_out, len_q, head, row, scale * output_scale,
+            )  # fmt: skip
+        count += steps * GROUP
+        tlx.barrier_arrive(k_empty[0])
+        dv = dv * output_scale
+        put_rows(dv_desc, v[role], start_k, len_k, head_k, key, dv.to(DTYPE))
+        dk_own = dk_own * (scale * output_scale)
+        dk_other = dk_other * (scale * output_scale)
+        tlx.async_descriptor_store_wait(0)
+        tlx.barrier_arrive(v_empty[0])
+        put_half(dk_desc, staging[role], start_k, len_k, head_k, key, rank, dk_own)
+        tlx.async_descriptor_store_wait(0)
+        put_half(dk_desc, staging[role], start_k, len_k, head_k, key, 1 - rank, dk_other)
+    tlx.async_descriptor_store_wait(0)
+    # The other program still arrives here: this one's memory must not go before it has.
+    for at in tl.static_range(2):
+        tlx.barrier_wait(ds_empty[at], ((count // 2) & 1) ^ 1)
+
+
+@triton.jit
+def backward_kernel(
+    q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc,
+    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, scale, output_scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK and dV of this cluster's items."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    q = tlx.local_alloc((ROWS, 64), DTYPE, Q_STAGES * 2)
+    k = tlx.local_alloc((KEYS, 64), DTYPE, MATH_ROLES * 2)
+    v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
+    g = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, G_STAGES)
+    half = tlx.local_alloc((KEYS, 64), DTYPE, MATH_ROLES)
+    ds = tlx.local_alloc((KEYS, ROWS), DTYPE, 2 * MATH_ROLES)
+    peer = tlx.local_alloc((KEYS, ROWS), DTYPE, 2 * MATH_ROLES)
+    staging = tlx.local_alloc((ROWS, 64), DTYPE, MATH_ROLES)
+    q_full = tlx.alloc_barriers(Q_STAGES)
+    q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, MATH_ROLES)
+    k_full = tlx.alloc_barriers(1)
+    k_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    v_full = tlx.alloc_barriers(1)
+    v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    g_full = tlx.alloc_barriers(G_STAGES)
+    g_empty = tlx.alloc_warp_barrier(G_STAGES, 4, MATH_ROLES)
+    ds_full = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
+    ds_empty = tlx.alloc_barriers(2, arrive_count=PROGRAMS)
+    peer_full = tlx.alloc_barriers(2)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                q_desc, k_desc, v_desc, g_desc, q, k, v, g, half,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
+                order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q,
+                NUM_HEADS_K, GROUP, Q_STAGES, G_STAGES,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), dq_desc, dk_desc, dv_desc,
+                q, k, v, g, half, ds, peer, staging,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
+                ds_full, ds_empty, peer_full,
+                order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q,
+                scale, output_scale,
+                NUM_HEADS_K, GROUP, ACTIVATION, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES,
+            )  # fmt: skip
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    activation: tuple[str, ...],
+    scale: float,
+    output_scale: float,
+    causal: bool,
+    window: int | None,
+    config: Config | None = None,
+    schedule: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v, contiguous.
+
+    grad_out `[total_q, num_heads, head_dim]` of any strides; other arguments as `gdpa`, already
+    validated, also by `requires`. `schedule` is `order_of`'s for the same sequences; None makes it
+    here.
+    """
+    _, num_heads, head_dim = q.shape
+    num_heads_k, items = k.shape[1], (cu_seqlens_k.numel() - 1) * k.shape[1]
+    grad_out = readable_by_tma(grad_out)
+    config = config or Config()
+    schedule = order_of(cu_seqlens_q) if schedule is None else schedule
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    launch(
+        backward_kernel, (PROGRAMS.value * min(multiprocessors(q.device) // 2, items),), q.device,
+        ragged_descriptor(q, ROWS.value, width=64), ragged_descriptor(k, KEYS.value, width=64),
+        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
+        ragged_descriptor(dq, ROWS.value, width=64), ragged_descriptor(dk, KEYS.value, width=64),
+        ragged_descriptor(dv, KEYS.value),
+        schedule, cu_seqlens_q, cu_seqlens_k, items, max_seqlen_q, scale, output_scale,
+        NUM_HEADS_K=num_heads_k, GROUP=num_heads // num_heads_k,
+        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window, HEAD_DIM=head_dim,
+        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers,
+        num_warps=4, ctas_per_cga=(PROGRAMS.value, 1, 1),
+    )  # fmt: skip
+    return dq, dk, dv

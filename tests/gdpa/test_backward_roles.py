@@ -1,0 +1,565 @@
+"""The warp-specialized backward rungs: against the definition, under several schedules, under
+mistakes, and as Hopper code."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdpa_kernels import emulator, ladder
+from gdpa_kernels.compile_check import Compiled
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
+from gdpa_kernels.gdpa import v5_short_kv_backward as v5
+from gdpa_kernels.gdpa.work_list import WorkList
+from gdpa_kernels.testing import assert_close
+from tests.block_attention.compiling import compile_launch
+from tests.emulator.mutants import enumerate_mutants, executed_lines, import_file, judge
+from tests.gdpa.cases import CASES, DEVICE, Case
+from tests.gdpa.test_forward import kernels_run
+
+RUNGS = {"v4_warp_specialized_backward": v4, "v5_short_kv_backward": v5}
+BF16, FP16 = torch.bfloat16, torch.float16
+NAMES = ("dq", "dk", "dv")
+TENSORS = ("grad_out", "q", "k", "v")
+emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
+
+
+def call_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict:
+    """Keyword arguments of a rung's `backward`; grad_out from N(0, 1)."""
+    options = {
+        "activation": ("gelu_tanh",), "scale": case.head_dim**-0.5, "output_scale": 1.0,
+        "causal": False, "window": None,
+    }  # fmt: skip
+    found = options | case.arguments(dtype, seed)
+    if isinstance(found["activation"], str):
+        found["activation"] = (found["activation"],)
+    q, batch = found["q"], found["cu_seqlens_k"].numel() - 1
+    rows = q.shape[0] * (batch if found["cu_seqlens_q"] is None else 1)
+    make = torch.Generator().manual_seed(seed + 1000)
+    grad_out = torch.randn(rows, *q.shape[1:], generator=make).to(q)
+    return {"grad_out": grad_out, **found}
+
+
+def problem(impl: str, call: dict) -> str | None:
+    """Why a rung cannot take a call, or None."""
+    found = ladder.rung(impl, "gdpa_backward").requires.of_call(*(call[name] for name in "qkv"))
+    own = getattr(RUNGS[impl], "requires", None)
+    if found is None and own is not None:
+        found = own(call["cu_seqlens_q"], call["max_seqlen_k"])
+    return found
+
+
+def gradients(module, call: dict, **more) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of a rung."""
+    with kernels_run():
+        return module.backward(**call, **more)
+
+
+def defined(call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv) of the definition, computed in `dtype`."""
+    cast = {name: t.to(dtype) if name in TENSORS else t for name, t in call.items()}
+    return reference.backward(**cast)
+
+
+def check(
+    compute: Callable[[dict], tuple], case: Case, dtype: torch.dtype, seed: int = 0,
+    change: Callable[[dict], dict] = lambda call: call,
+) -> None:  # fmt: skip
+    """Hold the gradients to the error budget; small ones are drawn several times over.
+
+    compute: (dq, dk, dv) of a call. change: what is done to the call first.
+    """
+    found: list[list[tuple]] = []
+    while not found or 0 < sum(f[0][0].numel() for f in found) < 2048 and len(found) < 6:
+        call = change(call_of(case, dtype, seed + len(found)))
+        results = compute(call), defined(call, torch.float64), defined(call, dtype)
+        found.append(list(zip(*results, strict=True)))
+    for i, name in enumerate(NAMES):
+        actual, expected, baseline = (torch.cat([f[i][j] for f in found]) for j in range(3))
+        assert_close(name=name, actual=actual, expected=expected, baseline=baseline)
+
+
+OWN_CASES = [
+    Case("three_tiles_of_keys", (70, 5, 0), (300, 130, 257), num_heads=1, num_heads_k=1),
+    Case("all_keys_of_v5", (70, 5, 0, 129), (256, 129, 255, 1), num_heads=1, num_heads_k=1),
+    Case("grouped_causal_window", (150, 64, 3), num_heads=4, options={"causal": True, "window": 9}),
+    Case("shared_q_grouped", (70, 70), (130, 9), num_heads=4, shared_q=True),
+    Case("one_item", (7,), num_heads=1, num_heads_k=1),
+]
+ALL_CASES = [*CASES, *OWN_CASES]
+ALSO_WIDE = ("empty_sequences", "packed_qkv", "grouped_heads", *(case.name for case in OWN_CASES))
+HALF = ("empty_sequences", "grouped_causal_window", "all_keys_of_v5", "per_head")
+WIDE = [
+    replace(
+        case, head_dim=128, **({"num_heads": 1, "num_heads_k": 1} if case.num_heads == 2 else {})
+    )
+    for case in ALL_CASES
+    if case.head_dim == 64
+]
+TAKEN = [
+    *(("v4_warp_specialized_backward", case) for case in ALL_CASES),
+    *(("v4_warp_specialized_backward", case) for case in WIDE if case.name in ALSO_WIDE),
+    *(("v5_short_kv_backward", case) for case in (*ALL_CASES, *WIDE)),
+]
+
+
+@pytest.mark.parametrize(
+    "impl, case, dtype",
+    [
+        (impl, case, dtype)
+        for impl, case in TAKEN
+        for dtype in (BF16, FP16)
+        if problem(impl, call_of(case, dtype)) is None and (dtype == BF16 or case.name in HALF)
+    ],
+    ids=lambda value: f"{value}_{value.head_dim}" if isinstance(value, Case) else str(value),
+)
+def test_matches_the_definition(impl, case, dtype):
+    check(partial(gradients, RUNGS[impl]), case, dtype)
+
+
+@pytest.mark.parametrize("impl", RUNGS)
+def test_every_activation(impl):
+    names = tuple(reference.ACTIVATIONS)
+    heads = {"num_heads": len(names), "num_heads_k": len(names)}
+    case = Case("all", (33, 0, 70), head_dim=128, **heads, options={"activation": names})
+    call = call_of(case, BF16)
+    found = gradients(RUNGS[impl], call), defined(call, torch.float64), defined(call, BF16)
+    for name, *results in zip(NAMES, *found, strict=True):
+        for head, activation in enumerate(names):
+            actual, expected, baseline = (result[:, head] for result in results)
+            assert_close(
+                name=f"{name} of {activation}", actual=actual, expected=expected, baseline=baseline
+            )
+
+
+@pytest.mark.parametrize("scale", (1e-6, 30.0, 1e4))
+@pytest.mark.parametrize("impl", RUNGS)
+def test_any_logits(impl, scale):
+    """Saturated and vanishing logits: finite, and right."""
+    heads = {"num_heads": 4, "num_heads_k": 4}
+    options = {"activation": ("gelu", "gelu_tanh", "silu", "hardswish"), "scale": scale}
+    case = Case("logits", (40, 9), head_dim=128, **heads, options=options)
+    check(partial(gradients, RUNGS[impl]), case, BF16)
+
+
+def scheduled(impl: str, call: dict, schedule: str | int, config: dict) -> tuple:
+    """(dq, dk, dv), the roles ordered by `schedule`."""
+    with emulator.enabled(schedule=schedule, max_steps=100_000):
+        return RUNGS[impl].backward(**call, config=RUNGS[impl].Config(**config))
+
+
+# Slots are used several times over, by several items; the last round of items is not full.
+ORDERS = {
+    "v4, one tile of keys": (
+        "v4_warp_specialized_backward", Case("orders", (130, 0, 70, 64, 1), (128, 5, 100, 0, 7)),
+    ),
+    "v4, several tiles": (
+        "v4_warp_specialized_backward", Case("orders", (130, 0, 70, 1), (300, 5, 129, 64), 1, 1),
+    ),
+    "v4, head_dim 128": (
+        "v4_warp_specialized_backward",
+        Case("orders", (130, 0, 70, 1), (128, 5, 100, 7), 2, 1, head_dim=128),
+    ),
+    "v5": (
+        "v5_short_kv_backward",
+        Case("orders", (130, 0, 70, 1), (256, 5, 129, 70), 2, 1, head_dim=128),
+    ),
+}  # fmt: skip
+
+
+OTHER = {"q_stages": 3, "g_stages": 1}
+
+
+@emulated
+@pytest.mark.parametrize("name", ORDERS)
+def test_any_schedule_and_config_gives_the_same_result(name):
+    """Bitwise; a dQ that several tiles of keys add to keeps its error budget."""
+    impl, case = ORDERS[name]
+    expected = scheduled(impl, call_of(case, BF16), "modelled", {})
+    for schedule, config in ((0, {}), (1, {}), ("modelled", OTHER), (0, OTHER), (1, OTHER)):
+        compute = partial(scheduled, impl, schedule=schedule, config=config)
+        if name == "v4, several tiles":
+            check(compute, case, BF16)
+        found = compute(call_of(case, BF16))
+        equal = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+        assert equal[1:] == [True, True], (schedule, config)
+        assert equal[0] or name == "v4, several tiles", (schedule, config)
+
+
+@pytest.mark.parametrize("impl", RUNGS)
+def test_strided_arguments(impl):
+    def change(call):
+        q, v, grad = call["q"], call["v"], call["grad_out"]
+        wide = q.new_full((q.shape[0], q.shape[1] + 1, q.shape[2] + 8), float("nan"))
+        wide[:, 1:, 8:] = q
+        return call | {
+            "q": wide[:, 1:, 8:],
+            "k": call["k"].transpose(0, 1).contiguous().transpose(0, 1),
+            "v": torch.stack((v, v.flip(0)), 1)[:, 0],
+            "grad_out": grad.transpose(1, 2).contiguous().transpose(1, 2),
+        }
+
+    case = Case("strided", (65, 0, 40), head_dim=128)
+    check(partial(gradients, RUNGS[impl]), case, BF16, change=change)
+
+
+@pytest.mark.parametrize("impl", RUNGS)
+def test_a_gradient_that_tma_cannot_read(impl):
+    """Contiguous, but at an address that is no multiple of 16 bytes."""
+    call = call_of(Case("shifted", (65, 0, 40), head_dim=128), BF16)
+    grad = call["grad_out"]
+    shifted = torch.cat((grad.new_zeros(1), grad.flatten()))[1:].view(grad.shape)
+    assert shifted.is_contiguous() and shifted.data_ptr() % 16 == 2
+    found, plain = (gradients(RUNGS[impl], call | {"grad_out": g}) for g in (shifted, grad))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("kind", ("sum", "mean_of_heads", "one_row"))
+@pytest.mark.parametrize("impl", RUNGS)
+def test_expanded_gradients(impl, kind):
+    """`out.sum().backward()` gives strides (0, 0, 0); others repeat a head or a row."""
+    call = call_of(Case("expanded", (65, 0, 40), head_dim=128), BF16)
+    grad = call["grad_out"]
+    part = {"sum": grad[:1, :1, :1], "mean_of_heads": grad[:, :1], "one_row": grad[:1]}[kind]
+    expanded = part.expand_as(grad)
+    found = gradients(RUNGS[impl], call | {"grad_out": expanded})
+    plain = gradients(RUNGS[impl], call | {"grad_out": expanded.contiguous()})
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+NEIGHBOURS = {
+    "v4_warp_specialized_backward": (
+        Case("self", (5, 70, 64, 3)),
+        Case("grouped", (5, 64, 70), (100, 3, 128), num_heads_k=1, head_dim=128),
+    ),
+    "v5_short_kv_backward": (
+        Case("grouped", (5, 70, 64), (200, 3, 256), num_heads_k=1, head_dim=128),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "impl, case", [(impl, case) for impl, cases in NEIGHBOURS.items() for case in cases], ids=str
+)
+def test_neighbours_do_not_leak(impl, case):
+    """Other sequences hold NaN, or large values: this one's gradients are bitwise equal."""
+    call = call_of(case, BF16)
+    before = gradients(RUNGS[impl], call)
+    ends = [call[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    for own in range(len(ends[0]) - 1):
+        rows, keys = (slice(values[own], values[own + 1]) for values in ends)
+        poison = (float("nan"), -3e38)[own % 2]
+
+        def poisoned(name, rows=rows, keys=keys, poison=poison):
+            part = keys if name in ("k", "v") else rows
+            changed = torch.full_like(call[name], poison)
+            changed[part] = call[name][part]
+            return changed
+
+        after = gradients(RUNGS[impl], call | {name: poisoned(name) for name in TENSORS})
+        for name, part, a, b in zip(NAMES, (rows, keys, keys), after, before, strict=True):
+            assert torch.equal(a[part], b[part]), (name, own, poison)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("impl", RUNGS)
+def test_own_nan_stays_visible(impl, name):
+    """A NaN of the sequence's own reaches what depends on it, and nothing else."""
+    call = call_of(Case("nan", (6, 70), head_dim=128), BF16)
+    call[name][2, 0, 3] = float("nan")
+    dq, dk, dv = gradients(RUNGS[impl], call)
+    reached = {
+        "grad_out": (dq[2, 0], dk[:6, 0], dv[:6, 0, 3]),
+        "q": (dq[2, 0], dk[:6, 0], dv[:6, 0]),
+        "k": (dq[:6, 0], dk[2, 0], dv[2, 0]),
+        "v": (dq[:6, 0], dk[2, 0]),
+    }[name]
+    assert all(part.isnan().all() for part in reached)
+    nans = sum(part.numel() for part in reached)
+    assert sum(int(result.isnan().sum()) for result in (dq, dk, dv)) == nans
+
+
+@pytest.mark.parametrize("impl", RUNGS)
+def test_one_token(impl):
+    """Of the identity and ones, dv = s grad_out and dq = dk = (grad_out v) scale, rounded once."""
+    case = Case("one", (1,), head_dim=128, options={"activation": "identity"})
+    call = call_of(case, BF16)
+    call |= {name: torch.ones_like(call[name]) for name in TENSORS}
+    expected = torch.tensor(128 * 128**-0.5).bfloat16()
+    for result in gradients(RUNGS[impl], call):
+        assert (result == expected).all()
+
+
+@pytest.mark.parametrize(
+    "lengths", [((), ()), ((0, 0), (0, 0)), ((3, 4), (0, 0)), ((0, 0), (3, 4))], ids=str
+)
+@pytest.mark.parametrize("impl", RUNGS)
+def test_without_queries_or_keys_gradients_are_zero(impl, lengths, monkeypatch):
+    case = Case("none", *lengths, head_dim=128)
+    call = call_of(case, BF16)
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor,
+        "new_empty",
+        lambda self, *shape, **options: empty(self, *shape, **options).fill_(float("nan")),
+    )
+    found = gradients(RUNGS[impl], call)
+    for name, result in zip("qkv", found, strict=True):
+        assert result.shape == call[name].shape and not result.any()
+
+
+@pytest.mark.parametrize(
+    "impl, case",
+    [
+        ("v4_warp_specialized_backward", CASES[0]),
+        ("v4_warp_specialized_backward", Case("whole", (5, 130, 0), (300, 0, 7), head_dim=128)),
+        ("v5_short_kv_backward", Case("whole", (5, 130, 0), (256, 0, 7), head_dim=128)),
+        (
+            "v5_short_kv_backward",
+            Case("whole", (5, 300, 0), (256, 40, 7), 4, 2, 128, options={"causal": True}),
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_are_written_whole(impl, case, monkeypatch):
+    """Memory is full of NaN before the call, and every element is finite after it."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor,
+        "new_empty",
+        lambda self, *shape, **options: empty(self, *shape, **options).fill_(float("nan")),
+    )
+    for name, result in zip(NAMES, gradients(RUNGS[impl], call_of(case, BF16)), strict=True):
+        assert result.isfinite().all() and result.is_contiguous(), name
+
+
+@settings(deadline=None, max_examples=4)
+@given(data=st.data())
+@pytest.mark.parametrize("impl", RUNGS)
+def test_random_batches_and_options(impl, data):
+    short = impl == "v5_short_kv_backward"
+    lengths_q = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=4))
+    lengths_k = [data.draw(st.integers(0, 256 if short else 300)) for _ in lengths_q]
+    group, heads_k = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1)]))
+    case = Case(
+        "random",
+        tuple(lengths_q),
+        tuple(lengths_k),
+        num_heads=group * heads_k,
+        num_heads_k=heads_k,
+        head_dim=128 if short else data.draw(st.sampled_from([64, 128])),
+        options={
+            "activation": data.draw(st.sampled_from(sorted(reference.ACTIVATIONS))),
+            "causal": data.draw(st.booleans()),
+            "window": data.draw(st.none() | st.integers(0, 300)),
+            "output_scale": data.draw(st.sampled_from([1.0, 1 / 128])),
+        },
+    )
+    dtype = data.draw(st.sampled_from((BF16, FP16)))
+    check(partial(gradients, RUNGS[impl]), case, dtype, seed=data.draw(st.integers(0, 99)))
+
+
+# -- Mistakes --------------------------------------------------------------------------------------
+
+# One program, or cluster, with two tiles of keys, or items: every slot is used several times over.
+SMALL = {
+    "v4_warp_specialized_backward": (
+        Case("wide", (130, 65), (128, 70), 1, 1, head_dim=128),
+        Case("narrow", (300, 5), (70, 64), 1, 1, head_dim=64),
+    ),
+    "v5_short_kv_backward": (Case("short", (130, 65), (256, 130), 1, 1, head_dim=128),),
+}
+
+# What nothing notices, how often, and why it is no mistake, or why the emulator does not see it.
+COVERED = "Another wait of the same role, beside it, lets nothing pending pass either."
+AT_EXIT = "The memory of a program that has ended is not modelled."
+SURVIVORS = {
+    "v4_warp_specialized_backward": {
+        COVERED: {
+            "drop async_dot_wait(0, dv)": 2,
+            "async_dot_wait(dv): pendings=1": 2,
+            "drop async_dot_wait(0, dk)": 2,
+            "async_dot_wait(dk): pendings=1": 2,
+            "drop async_dot_wait(0, dq)": 1,
+            "async_dot_wait(dq): pendings=1": 1,
+            "barrier_arrive(q_empty[count % Q_STAGES]) before dk = async_dot_wait(0, dk)": 1,
+            "barrier_arrive(g_empty[count % G_STAGES]) before dk = async_dot_wait(0, dk)": 1,
+            "barrier_arrive(q_empty[now % Q_STAGES]) before dq = async_dot_wait(0, dq)": 1,
+            "barrier_arrive(g_empty[now % G_STAGES]) before dq = async_dot_wait(0, dq)": 1,
+            "barrier_arrive(ds_empty[now - 1 & 1]) before dq = async_dot_wait(0, dq)": 1,
+        },
+        "k_empty comes after the tile's last dQ, and the slot of dS is next used in the next tile,"
+        " of which nobody has K before.": {
+            "barrier_arrive(ds_empty[count - 1 & 1]) before dq = async_dot_wait(0, dq)": 1,
+        },
+        "The roles trade slots of V: ds_full of the last step says that both have read theirs.": {
+            "v[role] -> next": 1,
+        },
+        AT_EXIT: {
+            "drop async_descriptor_store_wait(0)": 1,
+            "async_descriptor_store_wait(0): pendings=1": 1,
+        },
+    },
+    "v5_short_kv_backward": {
+        COVERED: {
+            "drop async_dot_wait(0, dv)": 1,
+            "async_dot_wait(dv): pendings=1": 1,
+            "drop async_dot_wait(0, dk_own)": 1,
+            "async_dot_wait(dk_own): pendings=1": 1,
+            "drop async_dot_wait(0, dk_other)": 1,
+            "async_dot_wait(dk_other): pendings=1": 1,
+            "barrier_arrive(q_empty[q_at]) before dk_other = async_dot_wait(0, dk_other)": 1,
+            "barrier_arrive(g_empty[g_at]) before dk_other = async_dot_wait(0, dk_other)": 1,
+        },
+        AT_EXIT: {
+            "drop async_descriptor_store_wait(0)": 1,
+            "async_descriptor_store_wait(0): pendings=1": 1,
+            "drop barrier_wait(ds_empty[at], count // 2 & 1 ^ 1)": 1,
+            "ds_empty[at] -> next": 1,
+        },
+    },
+}  # fmt: skip
+
+
+def _launch(impl: str, case: Case, expected: tuple | None, module, schedule: str | int) -> tuple:
+    """(dq, dk, dv) of a changed rung on one program or cluster: AssertionError if not `expected`.
+
+    relu is cheap, and dQ has one tile of keys, or is written once: every order gives the same bits.
+    """
+    call = call_of(case, BF16) | {"activation": ("relu",)}
+    programs = 2 if impl == "v5_short_kv_backward" else 1
+    with (
+        emulator.enabled(schedule=schedule, max_steps=50_000),
+        mock.patch.object(module, "multiprocessors", lambda device: programs),
+    ):
+        found = module.backward(**call)
+    if expected is not None:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return found
+
+
+@emulated
+@pytest.mark.parametrize("impl", RUNGS)
+def test_every_harmful_mistake_in_synchronisation_is_found(impl):
+    module, path = RUNGS[impl], ladder.rung(impl, "gdpa_backward").path
+    launched = [
+        partial(_launch, impl, case, _launch(impl, case, None, module, "modelled"))
+        for case in SMALL[impl]
+    ]
+    executed = [executed_lines(path, partial(launch, module, "modelled")) for launch in launched]
+    survivors, tested = Counter(), 0
+    for mutant in enumerate_mutants(path, "backward_kernel"):
+        lines = range(mutant.lines[0], mutant.lines[1] + 1)
+        used = [
+            launch
+            for launch, seen in zip(launched, executed, strict=True)
+            if not seen.isdisjoint(lines)
+        ]
+        assert used, mutant.description
+        tested += 1
+        if not judge(mutant, import_file, used, schedules=("modelled", 0)).error:
+            survivors[re.sub(r" of line \d+", "", mutant.what)] += 1
+    known = Counter()
+    for reason in SURVIVORS[impl].values():
+        known.update(reason)
+    assert tested > 130 and survivors == known
+
+
+# -- Hopper code -----------------------------------------------------------------------------------
+
+
+@cache
+def compiled(
+    impl: str,
+    dtype: torch.dtype = BF16,
+    head_dim: int = 128,
+    heads_k: int = 4,
+    activation: str = "gelu_tanh",
+    **options,
+) -> tuple[Compiled, tuple[int, ...], dict]:
+    """The main kernel of a rung for 4 query heads, its grid and the options of its launch."""
+    options["activation"] = activation
+    case = Case("compiled", (64, 3), None, 4, heads_k, head_dim, options=options)
+    call = {
+        n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in call_of(case, dtype).items()
+    }
+    schedule = torch.zeros(2, dtype=torch.int32)
+    if impl == "v4_warp_specialized_backward":
+        schedule = WorkList(torch.zeros(5, 8, dtype=torch.int32), 4)
+    seen = []
+
+    def record(kernel, grid, device, *args, **options):
+        seen.append((kernel, args, options, grid))
+
+    with mock.patch.object(RUNGS[impl], "launch", record):
+        RUNGS[impl].backward(**call, schedule=schedule)
+    kernel, args, options, grid = seen[0]
+    return compile_launch(kernel, args, options), grid, options
+
+
+SMEM_OF_A_PROGRAM = 227 * 1024
+
+# Bytes that are spilled, most of them addresses that stay the same in the loop.
+KNOWN_SPILLS = (
+    ("v4_warp_specialized_backward", {}, 276),
+    ("v4_warp_specialized_backward", {"heads_k": 2, "causal": True}, 504),
+    ("v5_short_kv_backward", {}, 632),
+    ("v5_short_kv_backward", {"heads_k": 2, "causal": True, "dtype": FP16}, 668),
+)
+
+
+def check_instructions(impl: str, made: Compiled) -> None:
+    """What makes the rung what it is: roles, TMA, and how dQ gets to memory."""
+    assert not made.serialised and made.shared_bytes <= SMEM_OF_A_PROGRAM
+    for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
+        assert made.instructions[instruction] > 0, instruction
+    by_tma = impl == "v4_warp_specialized_backward"
+    assert (made.instructions["UTMAREDG"] > 0) == by_tma
+    assert (made.instructions["UBLKCP"] > 0) == (not by_tma)  # dS to the other program
+    assert not [name for name in made.instructions if name.startswith(("RED", "ATOM"))]
+    assert made.wide["LDG"] == made.wide["STG"] == 0
+
+
+def test_head_dim_64_does_not_spill():
+    made, _, _ = compiled("v4_warp_specialized_backward", head_dim=64, heads_k=2, causal=True)
+    check_instructions("v4_warp_specialized_backward", made)
+    assert made.spill_bytes == 0
+
+
+@pytest.mark.parametrize("impl, options, most", KNOWN_SPILLS, ids=str)
+def test_known_spills_do_not_grow(impl, options, most):
+    made, _, _ = compiled(impl, **options)
+    check_instructions(impl, made)
+    assert 0 < made.spill_bytes <= most
+
+
+def test_programs_of_v5_come_in_clusters_of_two():
+    """The hardware launches both together, and each waits until the other has its barriers."""
+    made, grid, options = compiled("v5_short_kv_backward")
+    assert options["ctas_per_cga"] == (2, 1, 1) and grid[0] % 2 == 0
+    assert made.instructions["UCGABAR"] >= 2
+    assert compiled("v4_warp_specialized_backward")[0].instructions["UCGABAR"] == 0
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({}, None),
+        ({"max_seqlen_k": 257}, "needs a max_seqlen_k of at most 256, got 257"),
+        ({"cu_seqlens_q": None}, "needs cu_seqlens_q, got None: a shared q"),
+    ],
+    ids=str,
+)
+def test_v5_says_what_it_needs(change, text):
+    call = call_of(Case("needs", (256,), head_dim=128), BF16) | change
+    assert v5.requires(call["cu_seqlens_q"], call["max_seqlen_k"]) == text

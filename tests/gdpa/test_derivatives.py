@@ -1,0 +1,184 @@
+"""The activations together with their derivatives: values, errors, corners and instructions."""
+
+import functools
+import math
+import re
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.compile_check import build, read
+from gdpa_kernels.gdpa import activations, derivatives
+from gdpa_kernels.gdpa.reference import ACTIVATIONS
+from gdpa_kernels.launch import launch
+from tests.gdpa.cases import DEVICE
+from tests.gdpa.test_forward import kernels_run
+
+SMOOTH = ("silu", "gelu_tanh", "gelu")
+KINKED = ("relu", "leaky_relu", "hardswish")
+
+
+@triton.jit
+def both_kernel(
+    s_ptr, y_ptr, slope_ptr, scale,
+    NAME: tl.constexpr, APPROX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(y, slope) of BLOCK scores per program; NAME None only moves them."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    s = tl.load(s_ptr + at)
+    if NAME is None:
+        y, slope = s, s
+    else:
+        y, slope = derivatives.value_and_slope(s, scale, NAME, APPROX)
+    tl.store(y_ptr + at, y)
+    tl.store(slope_ptr + at, slope)
+
+
+def both(s: torch.Tensor, name: str, approx: bool, scale: float = 1.0):
+    """(activation, derivative) of scale * s in fp32, as the kernels compute them."""
+    padded = torch.zeros(triton.cdiv(s.numel(), 1024) * 1024, device=DEVICE)
+    padded[: s.numel()] = s
+    y, slope = torch.empty_like(padded), torch.empty_like(padded)
+    with kernels_run():
+        launch(
+            both_kernel, (padded.numel() // 1024,), padded.device, padded, y, slope, scale,
+            NAME=name, APPROX=approx, BLOCK=1024,
+        )  # fmt: skip
+    return y[: s.numel()], slope[: s.numel()]
+
+
+def points(limit: float = math.inf) -> torch.Tensor:
+    """fp32 values of both signs from 2**-149 to 2**127, dense from -60 to 60; up to `limit`."""
+    wide = torch.logspace(-149, 127, 1104, base=2, dtype=torch.float64).float()
+    found = torch.cat([torch.linspace(-60, 60, 12_001), wide, -wide, torch.tensor([0.0, -0.0])])
+    return found[found.abs() <= limit].to(DEVICE)
+
+
+def exact(x: torch.Tensor, name: str) -> torch.Tensor:
+    return ACTIVATIONS[name].derivative(x.double())
+
+
+@pytest.mark.parametrize("scale", (1.0, -0.3))
+@pytest.mark.parametrize("approx", (True, False))
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_value_is_that_of_the_forward_pass(name, approx, scale):
+    s = torch.cat([points(), torch.tensor([math.nan, math.inf, -math.inf], device=DEVICE)])
+    y, _ = both(s, name, approx, scale)
+    with kernels_run():
+        expected = activations.evaluate(s, name, scale=scale, approx=approx)
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(y.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))
+
+
+def bound(name: str, approx: bool, x: torch.Tensor) -> torch.Tensor:
+    """The documented error of the derivative at x, in fp64."""
+    size = x.double().abs()
+    if name in SMOOTH and not approx:
+        return 2e-6 * (1 + size)
+    if name == "gelu":
+        return 1e-6 * (1 + size)
+    if name in SMOOTH:
+        return 2.0**-11 * (1 + {"silu": 1, "gelu_tanh": 2}[name] * size)
+    if name == "gelu_taylor6":  # of its own polynomial: a few roundings of its terms
+        return 2.0**-22 * (1 + size + size**3 + size**5)
+    slope = exact(x, name).abs()
+    return 0 * size if name in ("identity", "relu") else 2.0**-22 * (slope + (slope > 0))
+
+
+LIMITS = {"gelu_tanh": 1e13, "gelu_taylor6": 1e7, "relu_squared": 2.0**126}
+
+
+@pytest.mark.parametrize("scale", (1.0, -0.5))
+@pytest.mark.parametrize("approx", (True, False))
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_errors_stay_within_the_documented_bound(name, approx, scale):
+    s = points(LIMITS.get(name, math.inf))
+    x = s * scale  # exact, but for the smallest, which fp32 rounds to zero
+    error = (both(s, name, approx, scale)[1].double() - exact(x, name)).abs()
+    within = error <= bound(name, approx, x)
+    assert within.all(), (s[~within][:5], error[~within][:5])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the emulator's tanh is at its worst, the GPU's is not")
+@pytest.mark.parametrize("name", ("silu", "gelu_tanh"))
+def test_bounds_are_not_idle(name):
+    """With tanh at its worst documented error, the error comes within a factor of 6 of the
+    bound."""
+    s = points(60)
+    error = (both(s, name, True)[1].double() - exact(s, name)).abs()
+    assert (error / bound(name, True, s)).max() > 1 / 6
+
+
+def test_the_bound_of_gelu_tanh_by_the_documented_error_alone():
+    """Whatever tanh returns within 2**-11 of itself, the bound holds up to 3.8, and not to 4."""
+    x = torch.linspace(-4, 4, 8001, dtype=torch.float64)
+    root = math.sqrt(2 / math.pi)
+    t = torch.tanh(root * (x + 0.044715 * x**3))
+    weight = 0.5 * x * root * (1 + 3 * 0.044715 * x * x)
+    plain = 0.5 * (1 + t) + weight * (1 - t * t)
+    worst = torch.zeros_like(x)
+    for error in (-(2.0**-11), 2.0**-11):
+        off = (t * (1 + error)).clamp(-1, 1)
+        worst = worst.maximum((0.5 * (1 + off) + weight * (1 - off * off) - plain).abs())
+    holds = worst <= 2.0**-11 * (1 + 2 * x.abs())
+    assert holds[x.abs() <= 3.8].all() and not holds.all()
+
+
+def test_the_polynomial_is_near_gelu_only_near_zero():
+    x = torch.linspace(-1, 1, 2001)
+    _, slope = both(x.to(DEVICE), "gelu_taylor6", True)
+    assert (slope.cpu().double() - exact(x, "gelu")).abs().max() <= 8.5e-3
+    _, slope = both(torch.tensor([4.0], device=DEVICE), "gelu_taylor6", True)
+    assert (slope.cpu().double() - exact(torch.tensor([4.0]), "gelu")).abs() > 30
+
+
+@pytest.mark.parametrize("approx", (True, False))
+@pytest.mark.parametrize("name", KINKED)
+def test_at_a_jump_it_is_pytorchs(name, approx):
+    """Where the derivative jumps, the kernels and the definition take autograd's value."""
+    at = torch.tensor([0.0, -0.0, 3.0, -3.0])
+    _, slope = both(at.to(DEVICE), name, approx)
+    x = at.double().requires_grad_()
+    (wanted,) = torch.autograd.grad(ACTIVATIONS[name].function(x).sum(), x)
+    torch.testing.assert_close(slope.cpu().double(), wanted, atol=0, rtol=2.0**-24)
+    assert torch.equal(exact(at, name), wanted)
+
+
+@pytest.mark.parametrize("approx", (True, False))
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_what_is_not_finite(name, approx):
+    """At an infinity the limit, or NaN where the formula of the definition gives it too. NaN stays
+    visible wherever the derivative depends on x continuously."""
+    at = torch.tensor([math.inf, -math.inf, math.nan])
+    slope = both(at.to(DEVICE), name, approx)[1].cpu().double()
+    expected = exact(at, name)
+    near = (slope - expected).abs() <= 1e-9
+    assert (near | (slope == expected) | (slope.isnan() & expected.isnan())).all()
+    assert slope[2].isnan() == (name not in ("identity", "relu", "leaky_relu"))
+
+
+def test_beyond_its_range_the_derivative_of_gelu_tanh_is_nan():
+    _, slope = both(torch.tensor([1e13, -1e13, 2e14, -2e14], device=DEVICE), "gelu_tanh", True)
+    assert slope[:2].tolist() == [1.0, 0.0] and slope[2:].isnan().all()
+
+
+ARITHMETIC = ("FADD", "FMUL", "FFMA", "FSEL", "SEL", "FSETP", "FMNMX")
+
+
+@functools.cache
+def instructions(name: str | None):
+    types = {"s_ptr": "*fp32", "y_ptr": "*fp32", "slope_ptr": "*fp32", "scale": "fp32"}
+    constants = {"NAME": name, "APPROX": True, "BLOCK": 512}
+    return read(build(both_kernel, types, constants, options={"num_warps": 1})).instructions
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_instructions_are_as_documented(name):
+    """More than those that move the 16 elements of a thread; a few more make the constants."""
+    row = re.search(rf"^\| `{name}` +\| (\d+)(?: \+ (\d+) MUFU)?", derivatives.__doc__, re.M)
+    fp32, mufu = (int(number or 0) for number in row.groups())
+    found = {m: instructions(name)[m] - instructions(None)[m] for m in ("MUFU", *ARITHMETIC)}
+    assert found.pop("MUFU") == 16 * mufu
+    assert 0 <= sum(found.values()) - 16 * fp32 <= 8

@@ -1,0 +1,458 @@
+"""`GDPASelfAttention`, `PMA`, `PFFN`: against the same layers in plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator
+from gdpa_kernels.gdpa import modules
+from gdpa_kernels.inputs import cu_seqlens
+
+LENGTHS = [0, 5, 9, 0, 1]
+SUMMARY = 7
+LAYERS = {
+    "self": (GDPASelfAttention, (32, 4)),
+    "pma": (PMA, (32, 4, 3)),
+    "pffn": (PFFN, (32, 4, SUMMARY, 6)),
+}
+OPTIONS = {
+    "plain": {},
+    "grouped": {"num_kv_heads": 2, "bias": False, "max_seqlen": 20},
+    "one kv head": {"num_kv_heads": 1, "activation": "silu", "scale": 0.7, "output_scale": -0.1},
+    "per head": {"activation": ["gelu", "silu", "relu", "gelu_tanh"]},
+    "qk_norm": {
+        "num_kv_heads": 2,
+        "qk_norm": True,
+        "scale": 1 / 8,
+        "activation": "gelu_taylor6",
+        "impl": "reference",  # the coefficients of v0_eager have ten digits
+    },
+}
+MASKS = {
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window": 3, "qk_norm": True},
+}
+CASES = [(kind, name) for kind in LAYERS for name in OPTIONS] + [("self", name) for name in MASKS]
+
+FUNCTIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_taylor6": lambda x: x / 2 + (x**2 - x**4 / 6 + x**6 / 40) / math.sqrt(2 * math.pi),
+    "relu": F.relu,
+    "silu": F.silu,
+    "identity": lambda x: x,
+}
+
+
+def make(kind: str, **options):
+    """A layer in fp64 with weights of its norms that are not all 1."""
+    layer, sizes = LAYERS[kind]
+    torch.manual_seed(0)
+    made = layer(*sizes, **{"dtype": torch.float64} | options)
+    for norm in (made.q_norm, made.k_norm):
+        if norm is not None:
+            torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return made
+
+
+def batch(lengths=LENGTHS, dtype=torch.float64):
+    """values, offsets and a summary per sequence."""
+    make = torch.Generator().manual_seed(1)
+    values = torch.randn(sum(lengths), 32, generator=make).to(dtype)
+    summary = torch.randn(len(lengths), SUMMARY, generator=make).to(dtype)
+    return values, cu_seqlens(lengths, "cpu"), summary
+
+
+def run(layer, values, offsets, summary, nested=False, call=None):
+    """The dense rows of what the layer gives back, or `call` in its stead."""
+    call = layer if call is None else call
+    x = torch.nested.nested_tensor_from_jagged(values, offsets) if nested else (values, offsets)
+    y = call(x, summary) if isinstance(layer, PFFN) else call(x)
+    if isinstance(layer, PMA):
+        assert y.shape == (len(offsets) - 1, 3, 32)
+        return y
+    if nested:
+        assert y.is_nested and y.layout == torch.jagged and y.shape == x.shape
+        return y.values()
+    assert y[1] is offsets and y[0].shape == values.shape
+    return y[0]
+
+
+def normalised(norm, x):
+    if norm is None:
+        return x
+    return x / (x.square().mean(-1, keepdim=True) + modules.EPSILON).sqrt() * norm.weight
+
+
+def attend(layer, q, k, v):
+    """One sequence: q [rows, heads * dim], k and v [keys, kv heads * dim] -> [rows, embed_dim]."""
+    q, k, v = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k, v))
+    q, k = normalised(layer.q_norm, q), normalised(layer.k_norm, k)
+    names = [layer.activation] if isinstance(layer.activation, str) else layer.activation
+    heads = []
+    for head in range(layer.num_heads):
+        shared = head * layer.num_kv_heads // layer.num_heads
+        scale = layer.head_dim**-0.5 if layer.scale is None else layer.scale
+        p = FUNCTIONS[names[head % len(names)]](scale * q[:, head] @ k[:, shared].T)
+        if getattr(layer, "causal", False):
+            p = p.tril()
+        if getattr(layer, "window", None) is not None:
+            p = p.triu(-layer.window).tril(layer.window)
+        heads.append(layer.output_scale * p @ v[:, shared])
+    return F.linear(torch.cat(heads, 1), layer.out.weight, layer.out.bias)
+
+
+def composed(layer, values, lengths, summary):
+    """The layer by PyTorch's own parts, one sequence after another."""
+    rows = []
+    for i, tokens in enumerate(values.split(lengths)):
+        if isinstance(layer, GDPASelfAttention):
+            width = layer.num_kv_heads * layer.head_dim
+            qkv = F.linear(tokens, layer.qkv.weight, layer.qkv.bias)
+            rows.append(attend(layer, *qkv.split([32, width, width], 1)))
+        elif isinstance(layer, PMA):
+            k, v = F.linear(tokens, layer.kv.weight, layer.kv.bias).chunk(2, 1)
+            rows.append(attend(layer, layer.seeds, k, v))
+        else:
+            q = F.linear(tokens, layer.q.weight, layer.q.bias)
+            kv = F.linear(summary[i], layer.kv.weight, layer.kv.bias)
+            rows.append(attend(layer, q, *kv.view(layer.num_keys, -1).chunk(2, 1)))
+    return torch.stack(rows) if isinstance(layer, PMA) else torch.cat(rows)
+
+
+def gradients(layer, loss, *others):
+    return torch.autograd.grad(loss, [*layer.parameters(), *others])
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_is_the_layer_in_plain_pytorch(kind, options):
+    layer = make(kind, **(OPTIONS | MASKS)[options])
+    values, offsets, summary = batch()
+    leaves = [values.requires_grad_()]
+    if kind == "pffn":
+        leaves.append(summary.requires_grad_())
+    y = run(layer, values, offsets, summary)
+    expected = composed(layer, values, LENGTHS, summary)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-12)
+    weights = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))
+    names = [*dict(layer.named_parameters()), "values", "summary"]
+    actual = gradients(layer, (y * weights).sum(), *leaves)
+    wanted = gradients(layer, (expected * weights).sum(), *leaves)
+    for name, a, b in zip(names, actual, wanted, strict=False):
+        assert b.abs().max() > 0, name
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_nested_tensor_is_the_same_batch(kind):
+    layer = make(kind, num_kv_heads=2)
+    values, offsets, summary = batch()
+    leaf = values.clone().requires_grad_()
+    run(layer, leaf, offsets, summary).square().sum().backward()
+    values.requires_grad_()
+    y = run(layer, values, offsets.long(), summary, nested=True)
+    assert torch.equal(y, run(layer, leaf, offsets, summary))
+    y.square().sum().backward()
+    assert torch.equal(values.grad, leaf.grad)
+
+
+def test_layers_follow_each_other_and_share_the_offsets():
+    first, second, pool = make("self"), make("self", causal=True), make("pma")
+    values, offsets, _ = batch()
+    expected = composed(second, composed(first, values, LENGTHS, None), LENGTHS, None)
+    expected = composed(pool, expected, LENGTHS, None)
+    for x in ((values, offsets), torch.nested.nested_tensor_from_jagged(values, offsets.long())):
+        y = torch.nn.Sequential(first, second, pool)(x)
+        torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("qk_norm", (False, True))
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_kernels_read_the_projections_where_they_lie(kind, qk_norm, monkeypatch):
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a) or attend(*a, **o))
+    layer = make(kind, num_kv_heads=2, qk_norm=qk_norm)
+    values, offsets, summary = batch()
+    run(layer, values, offsets, summary)
+    ((q, k, v, ends_q, ends_k, *_),) = seen
+    packed = 8 if kind == "self" else 4
+    assert v.stride() == (packed * 8, 8, 1) and v.shape[1:] == (2, 8)
+    if not qk_norm:
+        assert k.stride() == v.stride()
+        assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        if kind == "self":
+            assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        elif kind == "pma":
+            assert q.data_ptr() == layer.seeds.data_ptr()
+    if kind == "pma":
+        assert ends_q is None and q.shape == (3, 4, 8) and ends_k is offsets
+    else:
+        assert ends_q is offsets
+    assert ends_k.tolist() == ([0, 6, 12, 18, 24, 30] if kind == "pffn" else offsets.tolist())
+
+
+@pytest.mark.parametrize("lengths", ([], [0, 0], [1]))
+@pytest.mark.parametrize("kind", LAYERS)
+def test_hardly_any_tokens(kind, lengths):
+    layer = make(kind, qk_norm=True)
+    values, offsets, summary = batch(lengths)
+    for nested in (False, True):
+        y = run(layer, values, offsets, summary, nested)
+        y.sum().backward()
+        assert all(p.grad.isfinite().all() for p in layer.parameters())
+    if lengths:
+        torch.testing.assert_close(y, composed(layer, values, lengths, summary))
+
+
+def test_a_sequence_without_tokens_pools_to_the_bias():
+    layer = make("pma")
+    values, offsets, _ = batch()
+    y = layer((values, offsets))
+    assert torch.equal(y[0], layer.out.bias.expand(3, 32)) and torch.equal(y[3], y[0])
+    assert not torch.equal(y[1], y[0])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_sample_sees_no_other(kind):
+    layer = make(kind)
+    values, offsets, summary = batch()
+    poisoned, other = values.clone(), summary.clone()
+    poisoned[5:14], other[2] = math.nan, math.nan  # sequence 2
+    clean, y = (run(layer, a, offsets, b) for a, b in ((values, summary), (poisoned, other)))
+    rows = [0, 1, 3, 4] if kind == "pma" else [*range(5), 14]
+    assert torch.equal(y[rows], clean[rows])
+
+
+def test_identity_is_one_matrix_per_sample():
+    layer = make("pffn", activation="identity")
+    values, offsets, summary = batch()
+    k, v = layer.kv(summary).view(5, 6, 8, 8).chunk(2, 2)
+    matrix = torch.einsum("bmhd,bmhe->bhde", k, v) * 8**-0.5
+    own = torch.repeat_interleave(torch.arange(5), torch.tensor(LENGTHS))
+    mixed = torch.einsum("thd,thde->the", layer.q(values).view(-1, 4, 8), matrix[own])
+    expected = layer.out(mixed.flatten(1))
+    torch.testing.assert_close(run(layer, values, offsets, summary), expected)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_qk_norm_bounds_the_scores(kind, monkeypatch):
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[:3]) or attend(*a, **o))
+    values, offsets, summary = batch()
+    layer, options = LAYERS[kind][0], {"qk_norm": True, "scale": 1 / 8, "dtype": torch.float64}
+    layer = layer(*LAYERS[kind][1], **options)
+    run(layer, 1e3 * values, offsets, 1e3 * summary)
+    ((q, k, _),) = seen
+    scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+    assert 0.5 < scores.abs().max() <= 1
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("qk_norm", (False, True))
+@pytest.mark.filterwarnings("error")
+def test_autocast(kind, qk_norm):
+    layer = make(kind, qk_norm=qk_norm, dtype=torch.float32)
+    values, offsets, summary = batch(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = run(layer, values, offsets, summary)
+    assert y.dtype == torch.bfloat16
+    expected = run(layer, values, offsets, summary)
+    error = (y.float() - expected).norm() / expected.norm()
+    assert 1e-5 < error < 0.02
+    y.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+@pytest.mark.parametrize("nested", (False, True))
+@pytest.mark.parametrize("kind", LAYERS)
+def test_torch_compile_sees_one_graph(kind, nested):
+    # The nested one reads its longest sequence in the graph.
+    layer = make(kind, qk_norm=True, max_seqlen=None if nested else 12)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    values, offsets, summary = batch()
+    offsets = offsets.long() if nested else offsets
+    y = run(layer, values, offsets, summary, nested, compiled)
+    expected = run(layer, values, offsets, summary, nested)
+    torch.testing.assert_close(y, expected)
+    actual = gradients(layer, y.square().sum())
+    for a, b in zip(actual, gradients(layer, expected.square().sum()), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_state_dict_carries_the_layer(kind):
+    layer = make(kind, qk_norm=True)
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    assert {"q_norm.weight", "k_norm.weight", "out.weight", "out.bias"} < set(state)
+    assert ("seeds" in state) == (kind == "pma")
+    torch.manual_seed(5)
+    other = LAYERS[kind][0](*LAYERS[kind][1], qk_norm=True, dtype=torch.float64)
+    assert not torch.equal(run(other, *batch()), run(layer, *batch()))
+    other.load_state_dict(state)
+    assert torch.equal(run(other, *batch()), run(layer, *batch()))
+    plain = make(kind)
+    assert not any("norm" in name for name in plain.state_dict())
+    with pytest.raises(RuntimeError, match="q_norm.weight"):
+        plain.load_state_dict(state)
+
+
+SELF = {
+    "embed_dim": (0, "embed_dim must be an integer of at least 1, got 0"),
+    "num_heads": (5, "num_heads must be a positive divisor of embed_dim 32, got 5"),
+    "num_kv_heads": (3, "num_kv_heads must be a positive divisor of num_heads 4, got 3"),
+    "activation": ("softmax", "activation must be one of identity, .*, got 'softmax'"),
+    "scale": ("1", "scale must be a float, got str"),
+    "output_scale": ([], "output_scale must be a float, got list"),
+    "max_seqlen": (-1, "max_seqlen must be None or an integer of at least 0, got -1"),
+    "impl": ("v9", "impl must be 'auto' or one of reference, v0_eager, .*, got 'v9'"),
+    "backward_impl": ("v0_eager", "backward_impl must be 'auto' or one of .*, got 'v0_eager'"),
+}
+WRONG = [
+    *((kind, name, *case) for kind in LAYERS for name, case in SELF.items()),
+    ("self", "num_heads", 0, "num_heads must be a positive divisor .* got 0"),
+    ("self", "activation", ("relu",) * 3, r"one name or one per query head \(4\), got 3"),
+    ("self", "window", True, "window must be None or an integer of at least 0, got True"),
+    ("self", "max_seqlen", True, "max_seqlen must be None or an integer .* got True"),
+    ("pma", "num_seeds", 0, "num_seeds must be an integer of at least 1, got 0"),
+    ("pffn", "num_keys", 2.0, "num_keys must be an integer of at least 1, got 2.0"),
+    ("pffn", "summary_dim", True, "summary_dim must be an integer of at least 1, got True"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "message"), WRONG)
+def test_wrong_arguments_say_what_is_wrong(kind, name, value, message):
+    sizes = {"embed_dim": 32, "num_heads": 4}
+    sizes |= {"pma": {"num_seeds": 3}, "pffn": {"summary_dim": 7, "num_keys": 6}}.get(kind, {})
+    with pytest.raises((TypeError, ValueError), match=message):
+        LAYERS[kind][0](**sizes | {name: value})
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_wrong_inputs_say_what_is_wrong(kind):
+    layer = make(kind)
+    values, offsets, summary = batch()
+
+    def call(x):
+        return layer(x, summary) if kind == "pffn" else layer(x)
+
+    with pytest.raises(TypeError, match="pair .values, offsets. or a nested .*got a tensor of lay"):
+        call(values)
+    with pytest.raises(TypeError, match="got a tensor of layout torch.strided, nested"):
+        call(torch.nested.nested_tensor([values[:3], values[3:]], layout=torch.strided))
+    with pytest.raises(TypeError, match="or a nested tensor of layout torch.jagged, got int"):
+        call(3)
+    with pytest.raises(ValueError, match=r"values must have shape \[total_tokens, 32\], got \[15,"):
+        call((values[:, :16], offsets))
+    with pytest.raises(TypeError, match="offsets must be int32 or int64, got torch.float32"):
+        call((values, offsets.float()))
+    with pytest.raises(TypeError, match="offsets must be a tensor, got list"):
+        call((values, offsets.tolist()))
+    for wrong in (offsets[:0], offsets[None], offsets.to("meta")):
+        with pytest.raises(ValueError, match=r"offsets must have shape \[batch \+ 1\] on cpu, got"):
+            call((values, wrong))
+    for wrong in (offsets[:-1], offsets.long() + 1):
+        with pytest.raises(ValueError, match="cu_seqlens must run from 0 to the 15 rows"):
+            call((values, wrong))
+    with pytest.raises(ValueError, match="cu_seqlens must not decrease, got 14 followed by 5"):
+        call((values, offsets[[0, 1, 3, 2, 4, 5]]))
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets.long())
+    with pytest.raises(ValueError, match="got 3 dimensions, of which 2 is jagged"):
+        call(nested.transpose(1, 2))
+    holes = torch.nested.narrow(
+        values[:14].view(2, 7, 32), 1, torch.tensor([0, 3]), torch.tensor([4, 2]), torch.jagged
+    )
+    with pytest.raises(ValueError, match="without holes between its sequences, .*, with holes"):
+        call(holes)
+
+
+def test_a_wrong_summary_says_what_is_wrong():
+    layer = make("pffn")
+    values, offsets, summary = batch()
+    for wrong in (summary[:4], summary[:, :6], summary[None]):
+        with pytest.raises(ValueError, match=r"summary must have shape \[5, 7\], .*, got \["):
+            layer((values, offsets), wrong)
+    with pytest.raises(ValueError, match="summary must have shape .* got a nested tensor"):
+        layer((values, offsets), torch.nested.nested_tensor([summary[0]], layout=torch.jagged))
+    with pytest.raises(TypeError, match="summary must be a tensor, got NoneType"):
+        layer((values, offsets), None)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_max_seqlen(kind, monkeypatch):
+    values, offsets, summary = batch()
+    expected = run(make(kind), values, offsets, summary)
+    assert torch.equal(run(make(kind, max_seqlen=9), values, offsets, summary), expected)
+    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .*got 8"):
+        run(make(kind, max_seqlen=8), values, offsets, summary)
+    assert modules._remembered().of(offsets, None, ()) == 9  # on a GPU
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[5:7]) or attend(*a, **o))
+    run(make(kind), values, offsets, summary)
+    assert seen == {"self": [(9, 9)], "pma": [(3, 9)], "pffn": [(9, 6)]}[kind]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_an_explicit_kernel_is_the_one_asked_for(kind):
+    with pytest.raises(NotImplementedError, match="impl 'v1_tiled' needs .*CUDA"):
+        run(make(kind, dtype=torch.float32, impl="v1_tiled"), *batch(dtype=torch.float32))
+    layer = make(kind, dtype=torch.float32, backward_impl="v1_tiled_backward")
+    y = run(layer, *batch(dtype=torch.float32))
+    with pytest.raises(NotImplementedError, match="backward_impl 'v1_tiled_backward' needs .*CUDA"):
+        y.sum().backward()
+
+
+def test_offsets_are_read_when_told_to(monkeypatch):
+    values, offsets, summary = batch()
+    monkeypatch.setattr(modules.calls, "check_lengths", lambda *_: 1 / 0)
+    for kind in LAYERS:
+        run(make(kind, validate=False), values, offsets, summary)
+        with pytest.raises(ZeroDivisionError):
+            run(make(kind), values, offsets, summary)
+
+
+def curve(kind, step, steps=8, dtype=torch.float64, **options) -> torch.Tensor:
+    """Losses of a layer that learns what another one, of other weights, computes."""
+    layer = make(kind, qk_norm=True, dtype=dtype, **options)
+    values, offsets, summary = batch(dtype=dtype)
+    torch.manual_seed(7)
+    teacher = LAYERS[kind][0](*LAYERS[kind][1], dtype=torch.float64)
+    with torch.no_grad():
+        target = composed(teacher, values.double(), LENGTHS, summary.double())
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
+    losses = []
+    for _ in range(steps):
+        loss = F.mse_loss(step(layer, values, offsets, summary).double(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def plain(layer, values, offsets, summary):
+    return composed(layer, values, LENGTHS, summary)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_training_follows_plain_pytorch(kind):
+    losses, expected = curve(kind, run), curve(kind, plain)
+    assert losses[-1] < 0.7 * losses[0]
+    torch.testing.assert_close(losses, expected, rtol=1e-8, atol=0)
+
+
+def test_training_in_bf16_by_the_kernels_follows_plain_pytorch():
+    def step(*arguments):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return run(*arguments)
+
+    options = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
+    with emulator.enabled():
+        losses = curve("pffn", step, 5, torch.float32, **options)
+    expected = curve("pffn", plain, 5, torch.float32)
+    assert losses[-1] < 0.8 * losses[0]
+    torch.testing.assert_close(losses, expected, rtol=0.02, atol=0)
