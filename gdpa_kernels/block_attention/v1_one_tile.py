@@ -75,7 +75,7 @@ def default_config(
     return Config(
         WIDTH=min(width, 128),
         num_warps=8 if wide and group > 1 else 4,
-        registers=168 if wide and group == 1 and not rotary else None,
+        registers=168 if wide and width == 128 and group == 1 and not rotary else None,
     )
 
 

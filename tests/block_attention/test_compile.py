@@ -16,7 +16,6 @@ REGISTERS_OF_AN_SM = 64 * 1024
 # price of a third program on an SM (`default_config`).
 KNOWN_SPILLS = (
     ("v1_one_tile", {"head_dim": 128}, 60),
-    ("v1_one_tile", {"head_dim": 256}, 448),
     ("v1_one_tile", {"head_dim": 128, "num_heads_k": 2}, 60),
     ("v1_one_tile", {"head_dim": 128, "rotary": True}, 152),
     ("v1_one_tile", {"head_dim": 128, "rotary": True, "rotate_v": True}, 72),
