@@ -73,24 +73,24 @@ def count_slices(programs: int, blocks: int, dq_bytes: int) -> int:
     return max(1, min(blocks, wanted, 1 + MOST_BYTES // max(dq_bytes, 1)))
 
 
-@triton.jit(do_not_specialize=["first_block", "blocks"])
+@triton.jit(do_not_specialize=["first_block"])
 def ordered_kernel(
     grad_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, first_block, blocks, rows, max_seqlen_q,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, first_block, slices, rows, max_seqlen_q,
     scale, output_scale, NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BLOCK_N keys of one (sequence, key head), and what they add to dQ, unscaled.
 
-    The launch has `blocks` blocks of keys from first_block on; `rows` is the rows of a slice.
+    The launch has `slices` blocks of keys from first_block on; a slice of dQ has `rows` rows.
     cu_seqlens_q_ptr None: one q for all sequences. A gradient whose descriptor is None is not
     needed, and the compiler drops its product.
     """
     pid = tl.program_id(0)
-    first_key = (first_block + pid % blocks) * BLOCK_N
-    head_k = pid // blocks % NUM_HEADS_K
-    batch = pid // blocks // NUM_HEADS_K
+    first_key = (first_block + pid % slices) * BLOCK_N
+    head_k = pid // slices % NUM_HEADS_K
+    batch = pid // slices // NUM_HEADS_K
 
     start_k = tl.load(cu_seqlens_k_ptr + batch)
     len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
@@ -100,7 +100,7 @@ def ordered_kernel(
         start_q = tl.load(cu_seqlens_q_ptr + batch)
         len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
         start_out = start_q
-    start_dq = pid % blocks * rows + start_out
+    start_dq = pid % slices * rows + start_out
     if first_key >= len_k:
         return
 
@@ -185,10 +185,9 @@ def backward(
         cu_seqlens_q, cu_seqlens_k,
     )  # fmt: skip
     for first_block in range(0, blocks, max(slices, 1)):
-        taken = min(slices, blocks - first_block)
         launch(
-            ordered_kernel, (taken * num_heads_k * batch,), q.device,
-            *arguments, first_block, taken, rows, max_seqlen_q, scale, output_scale,
+            ordered_kernel, (slices * num_heads_k * batch,), q.device,
+            *arguments, first_block, slices, rows, max_seqlen_q, scale, output_scale,
             NUM_HEADS_K=num_heads_k, GROUP=num_heads // num_heads_k,
             ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window,
             BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=k_desc.block_shape[-1],
