@@ -47,7 +47,7 @@ FULL, HALF = "gdpa-self-full-1024", "gdpa-self-half-jagged-1024"
 record = results.latest_record(data_dir, notebook="notebooks/10_figures.py", system="h200")
 limits = results.ceilings(record)
 machine = system.load(Path(data_dir) / "systems" / f"{record.system}.json")
-everything = results.table(data_dir, system="h200")
+everything = results.table(data_dir, system="h200", latest=False)
 kernels = everything[
     (everything["record"] == record.id)
     & (everything["scope"] == "kernel")

@@ -52,7 +52,7 @@ WORKLOADS = (SELF_256, SELF, CROSS)
 COUNTED = OURS, WIDE, SMALL = "128x32x8x4", "128x64x4x2", "64x64x4x2"
 MODULES = {"v1_tiled": v1_tiled, "v2_tma": v2_tma}
 
-everything = results.table(data_dir, system="h200")
+everything = results.table(data_dir, system="h200", latest=False)
 everything = everything.drop_duplicates(["workload", "impl", "scope", "variant", "record"])
 newest = everything.groupby(everything["record"].str.extract(r"-(\d\d)-")[0])["record"].max()
 sweep = everything[everything["record"] == newest["07"]]

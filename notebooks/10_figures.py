@@ -82,7 +82,7 @@ LAST = "v8_own_waits"
 DRAWN = ["v1_tiled", "v2_tma", "v5_pingpong", "v6_short_kv", "v7_packed", LAST]
 
 record = results.latest_record(data_dir, notebook="notebooks/10_figures.py", system=SYSTEM)
-table = results.table(data_dir, system=SYSTEM)
+table = results.table(data_dir, system=SYSTEM, latest=False)
 table = table[(table["variant"] == "") & (table["record"] == record.id)]
 kernels = table[(table["scope"] == "kernel") & (table["direction"] == "forward")]
 published = claims.published_figures()
