@@ -133,10 +133,10 @@ def define(
 
 def autocast(*tensors: T) -> tuple[T, ...]:
     """The arguments as autocast has them, if it is on: tensors, fp64 excepted, in its dtype."""
-    if not any(torch.is_autocast_enabled(kind) for kind in _KINDS):
+    if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
         return tensors
     kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else ""
-    if kind not in _KINDS or not torch.is_autocast_enabled(kind):
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(
@@ -145,9 +145,6 @@ def autocast(*tensors: T) -> tuple[T, ...]:
         else x
         for x in tensors
     )
-
-
-_KINDS = ("cuda", "cpu")
 
 
 def check_impl(impl: object, impls: tuple[str, ...], name: str = "impl") -> None:
