@@ -63,8 +63,8 @@ def default_config(
 ) -> Config:  # fmt: skip
     """A tile as wide as the head; narrower or with more warps where registers run out.
 
-    Measured on an H200 for blocks of 64 in bf16. Backward with rotary spills at head_dim 128 and
-    is faster than with more warps all the same.
+    Chosen in runs without a record, for blocks of 64 in bf16. Backward with rotary spills at
+    head_dim 128 and was faster than with more warps all the same.
     """
     width = triton.next_power_of_2(head_dim)
     if dtype == torch.float32:

@@ -36,7 +36,7 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.gdpa.ragged import load_rows, ragged_descriptor, store_rows
+from gdpa_kernels.gdpa.ragged import is_readable, load_rows, ragged_descriptor, readable, store_rows
 from gdpa_kernels.launch import launch, multiprocessors
 
 BLOCK = 64
@@ -48,8 +48,8 @@ class Config:
 
     heads_per_program: how many heads of a block follow each other in a program, a divisor of their
     number; 0 means all. slabs_per_program: how many such slabs a program takes; 0 means that
-    `programs_per_sm` programs on every SM share them all. num_stages: heads whose tiles are in
-    shared memory at a time.
+    `programs_per_sm` programs on every SM share them all. num_stages: what the compiler's pipeliner
+    is asked for; part of it goes to the loads of the list.
     """
 
     heads_per_program: int = 0
@@ -66,8 +66,8 @@ class Config:
 
 
 def default_config(direction: str, head_dim: int, *, rotary: bool = False) -> Config:
-    """What was fastest on an H200: two slabs for each of many programs, or one persistent program
-    on an SM where its tiles fill it.
+    """What was fastest in runs without a record: two slabs for each of many programs, or one
+    persistent program on an SM where its tiles fill it.
 
     With rotary at head_dim 128 backward spills where v is rotated too, 458 bytes, or heads are
     grouped, 1.5 KB.
@@ -96,20 +96,12 @@ def requires(
     if q.shape[-1] not in (64, 128):
         return f"needs a head_dim of 64 or 128, got {q.shape[-1]}"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not _readable(tensor):
+        if not is_readable(tensor):
             return (
                 f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
                 f"bytes, got strides {tensor.stride()}"
             )
     return None
-
-
-def _readable(tensor: torch.Tensor) -> bool:
-    """Whether TMA can read `tensor` `[total, num_heads, head_dim]`."""
-    row_stride, head_stride, stride = tensor.stride()
-    units = 16 // tensor.element_size()
-    aligned = row_stride % units == 0 and head_stride % units == 0 and tensor.data_ptr() % 16 == 0
-    return tensor.numel() == 0 or (stride == 1 and row_stride > 0 and head_stride > 0 and aligned)
 
 
 @triton.jit
@@ -273,7 +265,7 @@ def backward(
     heads_per_program must keep the query heads of a key head together.
     """
     total, num_heads, head_dim = q.shape
-    grad_out = grad_out if _readable(grad_out) else grad_out.contiguous()
+    grad_out = readable(grad_out)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     config = config or default_config("backward", head_dim, rotary=rotary is not None)
     schedule = schedule or block_list_of(cu_seqlens, total, block_size)

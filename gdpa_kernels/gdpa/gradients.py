@@ -1,20 +1,9 @@
 """What the fused backward rungs share: adding to a sum in fp32, and rounding it."""
 
-import torch
 import triton
 import triton.language as tl
 
 from gdpa_kernels.gdpa.ragged import BOUND
-
-
-def readable_by_tma(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` `[total, num_heads, head_dim]`, or a contiguous copy where TMA cannot read it."""
-    row_stride, head_stride, stride = tensor.stride()
-    units = 16 // tensor.element_size()
-    aligned = row_stride % units == 0 and head_stride % units == 0 and tensor.data_ptr() % 16 == 0
-    if tensor.numel() == 0 or (stride == 1 and row_stride > 0 and head_stride > 0 and aligned):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @triton.jit

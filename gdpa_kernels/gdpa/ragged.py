@@ -52,6 +52,21 @@ def ragged_descriptor(
     )  # fmt: skip
 
 
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether `ragged_descriptor` can take `tensor` `[total, num_heads, head_dim]`."""
+    row_stride, head_stride, stride = tensor.stride()
+    units = 16 // tensor.element_size()
+    aligned = row_stride % units == 0 and head_stride % units == 0 and tensor.data_ptr() % 16 == 0
+    return tensor.numel() == 0 or (stride == 1 and row_stride > 0 and head_stride > 0 and aligned)
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a contiguous copy in new memory where `ragged_descriptor` cannot take it."""
+    if is_readable(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 @functools.lru_cache(maxsize=1024)
 def _layout(
     dtype: torch.dtype, num_heads: int, head_dim: int, row_stride: int, head_stride: int,

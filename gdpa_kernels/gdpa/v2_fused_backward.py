@@ -43,9 +43,9 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
-from gdpa_kernels.gdpa.gradients import add_rows, add_rows_by_threads, readable_by_tma, round_kernel
+from gdpa_kernels.gdpa.gradients import add_rows, add_rows_by_threads, round_kernel
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
-from gdpa_kernels.gdpa.ragged import load_rows, ragged_descriptor, store_rows
+from gdpa_kernels.gdpa.ragged import load_rows, ragged_descriptor, readable, store_rows
 from gdpa_kernels.launch import launch
 
 TAKES_NEEDS = True  # `backward` computes only what `needs` asks for
@@ -170,7 +170,7 @@ def backward(
     k_desc = ragged_descriptor(k, config.BLOCK_N)
     launch(
         fused_kernel, (triton.cdiv(max_seqlen_k, config.BLOCK_N) * num_heads_k * batch,), q.device,
-        ragged_descriptor(readable_by_tma(grad_out), config.BLOCK_M),
+        ragged_descriptor(readable(grad_out), config.BLOCK_M),
         ragged_descriptor(q, config.BLOCK_M), k_desc, ragged_descriptor(v, config.BLOCK_N),
         ragged_descriptor(sums, config.BLOCK_M) if needs[0] and config.by_tma else None,
         sums if needs[0] and not config.by_tma else None,

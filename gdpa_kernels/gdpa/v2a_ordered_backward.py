@@ -38,9 +38,9 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
-from gdpa_kernels.gdpa.gradients import add_rows, readable_by_tma, round_kernel
+from gdpa_kernels.gdpa.gradients import add_rows, round_kernel
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
-from gdpa_kernels.gdpa.ragged import load_rows, ragged_descriptor, store_rows
+from gdpa_kernels.gdpa.ragged import load_rows, ragged_descriptor, readable, store_rows
 from gdpa_kernels.launch import launch
 
 TAKES_NEEDS = True  # `backward` computes only what `needs` asks for
@@ -177,7 +177,7 @@ def backward(
         sums = q.new_zeros(slices * rows, num_heads, head_dim, dtype=torch.float32)
     k_desc = ragged_descriptor(k, config.BLOCK_N)
     arguments = (
-        ragged_descriptor(readable_by_tma(grad_out), config.BLOCK_M),
+        ragged_descriptor(readable(grad_out), config.BLOCK_M),
         ragged_descriptor(q, config.BLOCK_M), k_desc, ragged_descriptor(v, config.BLOCK_N),
         ragged_descriptor(sums, config.BLOCK_M) if needs[0] else None,
         ragged_descriptor(dk, config.BLOCK_N) if needs[1] else None,

@@ -47,9 +47,9 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
-from gdpa_kernels.gdpa.gradients import readable_by_tma, round_kernel
+from gdpa_kernels.gdpa.gradients import round_kernel
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
-from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor
+from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows
 from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
 from gdpa_kernels.launch import launch, multiprocessors
@@ -343,7 +343,7 @@ def backward(
     """
     _, num_heads, head_dim = q.shape
     num_heads_k = k.shape[1]
-    grad_out = readable_by_tma(grad_out)
+    grad_out = readable(grad_out)
     config = config or default_config(head_dim)
     schedule = schedule or make_schedule(k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)

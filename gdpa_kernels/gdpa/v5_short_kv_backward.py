@@ -50,9 +50,8 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
-from gdpa_kernels.gdpa.gradients import readable_by_tma
 from gdpa_kernels.gdpa.masks import mask_transposed
-from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor
+from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows, sequence
 from gdpa_kernels.launch import launch, multiprocessors
 
@@ -379,7 +378,7 @@ def backward(
     """
     _, num_heads, head_dim = q.shape
     num_heads_k, items = k.shape[1], (cu_seqlens_k.numel() - 1) * k.shape[1]
-    grad_out = readable_by_tma(grad_out)
+    grad_out = readable(grad_out)
     config = config or Config()
     schedule = order_of(cu_seqlens_q) if schedule is None else schedule
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
