@@ -46,6 +46,7 @@ from gdpa_kernels.block_attention.block_list import (
     block_list_of,
     count_blocks,
 )
+from gdpa_kernels.block_attention.slots import check_slots, heads_together
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.gdpa.ragged import BOUND, is_readable, ragged_descriptor, readable
 from gdpa_kernels.gdpa.tiles import put_rows
@@ -56,12 +57,13 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: math roles, slots of all of them, slots of sin and cos, registers of a
-    thread of a math role."""
+    """Launch constants: math roles, slots of all of them, slots of sin and cos, heads of a block
+    whose loads are issued together, registers of a thread of a math role."""
 
     math_roles: int = 1
     num_stages: int = 2
     num_turns: int = 2
+    heads_together: int = 1
     registers: int = 240
 
     def __post_init__(self):
@@ -71,12 +73,13 @@ class Config:
                     f"{name} must be a multiple of math_roles, so that a slot has one owner; "
                     f"got {name} {getattr(self, name)}, math_roles {self.math_roles}"
                 )
+        check_slots(self)
 
 
 def default_config(direction: str, head_dim: int) -> Config:
-    """What was fastest in runs without a record: forward two math roles, backward one."""
+    """One math role, and the slots that were fastest in runs without a record."""
     if direction == "forward":
-        return Config(math_roles=2, num_stages=2 if head_dim == 128 else 4)
+        return Config(num_stages=3 if head_dim == 128 else 4)
     return Config(num_stages=2 if head_dim == 128 else 4)
 
 
@@ -127,16 +130,6 @@ def place(blocks_ptr, unit):
 
 
 @triton.jit
-def unit_of(item, units, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr):
-    """(unit, head) of the item-th load. MATH_ROLES blocks are dealt out at a time, a head of every
-    block after the other; at the end there may be fewer blocks."""
-    first = item // (MATH_ROLES * NUM_HEADS) * MATH_ROLES
-    present = tl.minimum(units - first, MATH_ROLES)
-    local = item - first * NUM_HEADS
-    return first + local % present, local // present
-
-
-@triton.jit
 def slot_of(
     unit, head, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr
 ):
@@ -159,9 +152,10 @@ def load(
     grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, q, k, v, sin, cos,
     full, empty, turns_full, turns_empty, blocks_ptr,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr,
-    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """The load role: slot after slot. grad_desc None: forward."""
+    """The load role: slot after slot, those of TOGETHER heads of a block at a time, tensor by
+    tensor. grad_desc None: forward."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
     BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
     TURN_BYTES: tl.constexpr = (
@@ -170,23 +164,33 @@ def load(
         // 8
     )  # fmt: skip
     units = count_units(blocks_ptr)
-    for item in tl.range(0, units * NUM_HEADS):
-        unit, head = unit_of(item, units, NUM_HEADS, MATH_ROLES)
-        first_row, rows = place(blocks_ptr, unit)
-        stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
-        tlx.barrier_wait(empty[stage], phase ^ 1)
-        tlx.barrier_expect_bytes(full[stage], TILES * BYTES)
-        fetch(q_desc, q[stage], full[stage], first_row, rows, head)
-        fetch(k_desc, k[stage], full[stage], first_row, rows, head // GROUP)
-        if head == 0:
-            turn = unit % NUM_TURNS
-            tlx.barrier_wait(turns_empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
-            tlx.barrier_expect_bytes(turns_full[turn], TURN_BYTES)
-            fetch(sin_desc, sin[turn], turns_full[turn], first_row, rows, 0)
-            fetch(cos_desc, cos[turn], turns_full[turn], first_row, rows, 0)
-        fetch(v_desc, v[stage], full[stage], first_row, rows, head // GROUP)
-        if grad_desc is not None:
-            fetch(grad_desc, grad[stage], full[stage], first_row, rows, head)
+    for first in tl.range(0, units, MATH_ROLES):
+        for head in tl.range(0, NUM_HEADS, TOGETHER):
+            for unit in tl.range(first, tl.minimum(first + MATH_ROLES, units)):
+                first_row, rows = place(blocks_ptr, unit)
+                for i in tl.static_range(TOGETHER):
+                    stage, phase = slot_of(unit, head + i, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+                    tlx.barrier_wait(empty[stage], phase ^ 1)
+                    tlx.barrier_expect_bytes(full[stage], TILES * BYTES)
+                for tile in tl.static_range(TILES):
+                    for i in tl.static_range(TOGETHER):
+                        stage, _ = slot_of(unit, head + i, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+                        head_k = (head + i) // GROUP
+                        if tile == 0:
+                            fetch(q_desc, q[stage], full[stage], first_row, rows, head + i)
+                        elif tile == 1:
+                            fetch(k_desc, k[stage], full[stage], first_row, rows, head_k)
+                        elif tile == 2:
+                            fetch(v_desc, v[stage], full[stage], first_row, rows, head_k)
+                        else:
+                            fetch(grad_desc, grad[stage], full[stage], first_row, rows, head + i)
+                    if tile == 1:  # noqa: SIM102, known when compiled
+                        if head == 0:
+                            turn = unit % NUM_TURNS
+                            tlx.barrier_wait(turns_empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
+                            tlx.barrier_expect_bytes(turns_full[turn], TURN_BYTES)
+                            fetch(sin_desc, sin[turn], turns_full[turn], first_row, rows, 0)
+                            fetch(cos_desc, cos[turn], turns_full[turn], first_row, rows, 0)
 
 
 @triton.jit
@@ -348,7 +352,7 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, sin_desc, cos_desc, blocks_ptr, scale,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
-    NUM_TURNS: tl.constexpr, REGISTERS: tl.constexpr,
+    NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """softmax(scale Q K^T) V for the blocks of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
@@ -367,7 +371,7 @@ def forward_kernel(
             load(
                 None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, q, k, v, sin, cos,
                 full, empty, turns_full, turns_empty, blocks_ptr,
-                NUM_HEADS, GROUP, MATH_ROLES, NUM_STAGES, NUM_TURNS,
+                NUM_HEADS, GROUP, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math_forward(
@@ -383,7 +387,7 @@ def backward_kernel(
     scale,
     NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
-    NUM_TURNS: tl.constexpr, REGISTERS: tl.constexpr,
+    NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv for the blocks of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
@@ -405,7 +409,7 @@ def backward_kernel(
             load(
                 grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, q, k, v, sin, cos,
                 full, empty, turns_full, turns_empty, blocks_ptr,
-                NUM_HEADS_K * GROUP, GROUP, MATH_ROLES, NUM_STAGES, NUM_TURNS,
+                NUM_HEADS_K * GROUP, GROUP, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             role: tl.constexpr = tlx.async_task_replica_id()
@@ -452,7 +456,8 @@ def forward(
         *_descriptors(rotary, block_size), schedule.entries, scale,
         NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], ROTATE_V=rotate_v, BLOCK=block_size,
         HEAD_DIM=head_dim, MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
-        NUM_TURNS=config.num_turns, REGISTERS=config.registers, num_warps=4,
+        NUM_TURNS=config.num_turns, TOGETHER=heads_together(config, num_heads),
+        REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return out, ()
 
@@ -484,7 +489,8 @@ def backward(
         *_descriptors(rotary, block_size), schedule.entries, scale,
         NUM_HEADS_K=num_heads_k, GROUP=q.shape[1] // num_heads_k, ROTATE_V=rotate_v,
         BLOCK=block_size, HEAD_DIM=head_dim, MATH_ROLES=config.math_roles,
-        NUM_STAGES=config.num_stages, NUM_TURNS=config.num_turns, REGISTERS=config.registers,
+        NUM_STAGES=config.num_stages, NUM_TURNS=config.num_turns,
+        TOGETHER=heads_together(config, q.shape[1]), REGISTERS=config.registers,
         num_warps=4,
     )  # fmt: skip
     return dq, dk, dv

@@ -98,6 +98,9 @@ INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
 # d = {low half: b, high half: a}, each rounded to nearest.
 PACKING = {"cvt.rn.bf16x2.f32": _BF16, "cvt.rn.f16x2.f32": _F16}
 
+# Lane, clamp and threads that take part, of `shfl.sync.idx.b32 d, a, 0, 31, 0xffffffff`.
+FROM_THREAD_0 = [["0"], ["31"], ["0xffffffff"]]
+
 # A register: one lane for a 32-bit value, two for a pair; a value per run of the assembly in each.
 Register = tuple[torch.Tensor, ...]
 
@@ -105,7 +108,8 @@ Register = tuple[torch.Tensor, ...]
 def execute(asm: str, inputs: list[Register], num_outputs: int) -> list[Register]:
     """Run the assembly; its operands $0, $1, ... are the outputs followed by the inputs.
 
-    `mov` joins and splits pairs: `mov.b64 r, {a, b}` and `mov.b64 {a, b}, r`.
+    `mov` joins and splits pairs: `mov.b64 r, {a, b}` and `mov.b64 {a, b}, r`. A `shfl` that gives
+    all threads the value of thread 0 is known for scalars, which are the same in all.
     Raises Unsupported for anything else that is not in INSTRUCTIONS.
     """
     registers = {f"${num_outputs + i}": register for i, register in enumerate(inputs)}
@@ -117,8 +121,13 @@ def execute(asm: str, inputs: list[Register], num_outputs: int) -> list[Register
             continue
         try:
             target, *sources = (names.split(",") for names in _operands(arguments))
+            if mnemonic == "shfl.sync.idx.b32":
+                source, *sources = sources
+                if sources != FROM_THREAD_0 or registers[source[0]][0].numel() != 1:
+                    raise ValueError("not a broadcast of a scalar")
+                sources = [source]
             values = [sum((registers[name] for name in names), ()) for names in sources]
-            if mnemonic in ("mov.b32", "mov.b64"):
+            if mnemonic in ("mov.b32", "mov.b64", "shfl.sync.idx.b32"):
                 (result,) = values
             elif mnemonic in PACKING:
                 ((high,), (low,)) = values

@@ -28,6 +28,20 @@ def sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q):
 
 
 @triton.jit
+def uniform(x):
+    """The int32 scalar x, known to the compiler to be the same in all threads of a warp.
+
+    Of a number that was loaded it does not know that. It keeps what it computes from one, stages
+    and their addresses, in a register of every thread, and moves it to a register of the warp
+    before each product.
+    """
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def fetch_rows(desc, buffer, full, start, length, head, first_row):
     """Start the copy of rows first_row .. of one head; it arrives on `full`.
 

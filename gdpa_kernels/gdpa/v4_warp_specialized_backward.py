@@ -15,6 +15,14 @@ of head_dim 128; activation and derivative are about 12 instructions for each of
 clocks. One role's activation runs beside the other's products. What it costs: the reads and writes
 of shared memory take about 2,900 clocks, more than the products: the bound of this design.
 
+It was not the bound: profiled, a step took 5,200 clocks, and a role waited for products in 13 % of
+them. The rest was its own: instructions one after the other, with two warps to issue them. Hence
+five more ideas. Factors of GELU and SiLU go to the sums (`fold`). The number of steps is known to
+be the same in all threads (`uniform`), so that addresses are not moved from thread to warp before
+each product. K of the next tile is on its way while a tile is worked on. dQ is put aside and sent
+behind the next step's fence, which is needed anyway. S of the next step is issued before dQ, so
+that one wait serves both; the last step computes its own S once more, for nobody.
+
 | role       | warps | registers | work                                                            |
 |------------|-------|-----------|-----------------------------------------------------------------|
 | load       | 4     | 24        | one thread issues the TMA loads                                 |
@@ -30,8 +38,8 @@ of shared memory take about 2,900 clocks, more than the products: the bound of t
 | ds_empty[2]      | 256 threads, 1 each | math roles, dQ of these rows is computed -> math roles  |
 
 The list of tiles is work_list.py's with queries and keys exchanged: tiles of 128 keys, those with
-the most queries first. Not deterministic where a sequence has more than 128 keys: the order in
-which tiles add to dQ differs from run to run.
+the most queries first. Not deterministic where a sequence has more than 256 keys: the order in
+which tiles add to dQ differs from run to run, and only sums of two do not depend on it.
 
 Every option of `gdpa`; grouped heads: a tile's loop runs over the rows of all its query heads. A
 shared q: dQ is summed over the batch in fp32 by PyTorch, in a fixed order.
@@ -46,11 +54,11 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
+from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import round_kernel
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
 from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows
+from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows, uniform
 from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
 from gdpa_kernels.launch import launch, multiprocessors
 
@@ -62,17 +70,23 @@ TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: steps of Q and of dO in shared memory, registers of a thread of a math
-    role."""
+    """Launch constants.
+
+    q_stages, g_stages: steps of Q and of dO in shared memory. k_stages: tiles of K there; 2 loads
+    the next one while a tile is worked on. fold: leave factors of the activation to the sums where
+    `derivatives.foldable`. registers: of a thread of a math role.
+    """
 
     q_stages: int = 2
     g_stages: int = 2
+    k_stages: int = 2
+    fold: bool = True
     registers: int = 240
 
 
 def default_config(head_dim: int) -> Config:
-    """As many steps as shared memory holds. Not measured yet."""
-    return Config(q_stages=3, g_stages=3) if head_dim == 64 else Config(q_stages=3)
+    """As many steps as shared memory holds beside two tiles of K."""
+    return Config(q_stages=3, g_stages=3) if head_dim == 64 else Config()
 
 
 def make_schedule(
@@ -113,7 +127,7 @@ def load(
     q_desc, k_desc, v_desc, g_desc, q, k, v, g, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     g_full, g_empty, list_ptr,
     GROUP: tl.constexpr, SHARED_Q: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
+    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, K_STAGES: tl.constexpr,
 ):  # fmt: skip
     """The load role: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
     num_items = count_items(list_ptr)
@@ -122,17 +136,18 @@ def load(
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if SHARED_Q else start_out
         start, steps = steps_of(key, len_q, CAUSAL, WINDOW)
-        free = (item // tl.num_programs(0) & 1) ^ 1
-        tlx.barrier_wait(k_empty[0], free)
-        fetch_both(k_desc, k, k_full, start_k, len_k, head_k, key)
+        tile = item // tl.num_programs(0)
+        at = tile % K_STAGES
+        tlx.barrier_wait(k_empty[at], (tile // K_STAGES & 1) ^ 1)
+        fetch_both(k_desc, k, at, k_full, start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
             head, row = place(step, steps, start, head_k, GROUP)
             at = (count + step) % Q_STAGES
             tlx.barrier_wait(q_empty[at], (((count + step) // Q_STAGES) & 1) ^ 1)
             fetch_rows(q_desc, q[at], q_full[at], start_q, len_q, head, row)
             if step == 0:
-                tlx.barrier_wait(v_empty[0], free)
-                fetch_both(v_desc, v, v_full, start_k, len_k, head_k, key)
+                tlx.barrier_wait(v_empty[0], (tile & 1) ^ 1)
+                fetch_both(v_desc, v, 0, v_full, start_k, len_k, head_k, key)
             at = (count + step) % G_STAGES
             tlx.barrier_wait(g_empty[at], (((count + step) // G_STAGES) & 1) ^ 1)
             fetch_rows(g_desc, g[at], g_full[at], start_out, len_q, head, row)
@@ -140,69 +155,75 @@ def load(
 
 
 @triton.jit
-def fetch_both(desc, buffers, full, start, length, head, key):
-    """Start the copies of both math roles' keys; both arrive on the one barrier."""
+def fetch_both(desc, buffers, stage, full, start, length, head, key):
+    """Start the copies of both math roles' keys; both arrive on the stage's one barrier."""
     WIDTH: tl.constexpr = desc.block_shape[4]
     BYTES: tl.constexpr = TILE * WIDTH * 2
-    tlx.barrier_expect_bytes(full[0], BYTES)
+    tlx.barrier_expect_bytes(full[stage], BYTES)
     for role in tl.static_range(MATH_ROLES):
         place = [BOUND, start + length, head, BOUND - length + key + role * KEYS, 0]
-        tlx.async_descriptor_load(desc, buffers[role], place, full[0])
+        tlx.async_descriptor_load(desc, buffers[stage * MATH_ROLES + role], place, full[stage])
+
+
+@triton.jit
+def scores(k, q, q_full, count, Q_STAGES: tl.constexpr):
+    """S of a step, transposed, under way."""
+    at = count % Q_STAGES
+    tlx.barrier_wait(q_full[at], (count // Q_STAGES) & 1)
+    return tlx.async_dot(k, tlx.local_trans(q[at]))
 
 
 @triton.jit
 def differentiate(
-    role: tl.constexpr, q, k, v, g, ds, q_full, g_full, ds_full, ds_empty, dk, dv,
-    count, scale, head, row, key,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    s, v, g, ds, g_full, ds_full, ds_empty, dv, count, scale, head, row, key,
+    ACTIVATION: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    G_STAGES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv with the step's products under way; dS is on its way to the other role.
+    """dS of a step, and dv with its product under way; dS is in `ds` too, for the other role.
 
     `count` counts steps of all tiles.
     """
-    q_at, g_at = count % Q_STAGES, count % G_STAGES
-    tlx.barrier_wait(q_full[q_at], (count // Q_STAGES) & 1)
-    s = tlx.async_dot(k[role], tlx.local_trans(q[q_at]))
-    s = tlx.async_dot_wait(0, s)
-    p, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, True)
+    g_at, at = count % G_STAGES, count & 1
+    p, slope = value_and_factor(s, scale, head, ACTIVATION, FOLD)
     p = mask_transposed(p, row, key, CAUSAL, WINDOW)
-    slope = mask_transposed(slope, row, key, CAUSAL, WINDOW)
+    slope = mask_slope(slope, row, key, CAUSAL, WINDOW, FOLD)
     tlx.barrier_wait(g_full[g_at], (count // G_STAGES) & 1)
-    dp = tlx.async_dot(v[role], tlx.local_trans(g[g_at]))
+    dp = tlx.async_dot(v, tlx.local_trans(g[g_at]))
     dv = tlx.async_dot(p.to(DTYPE), g[g_at], dv)
     dp = tlx.async_dot_wait(1, dp)
-    d = (slope * dp).to(DTYPE)
-    at = count & 1
+    d = times_slope(dp, slope, FOLD).to(DTYPE)
     tlx.barrier_wait(ds_empty[at], ((count // 2) & 1) ^ 1)
-    tlx.local_store(ds[at * MATH_ROLES + role], d)
+    tlx.local_store(ds, d)
     tlx.fence("async_shared")
     tlx.barrier_arrive(ds_full[at])
-    dk = tlx.async_dot(d, q[q_at], dk)
-    return dk, dv
+    return d, dv
 
 
 @triton.jit
-def dq_product(role: tl.constexpr, ds, k, ds_full, count, HEAD_DIM: tl.constexpr):
+def dq_product(role: tl.constexpr, ds, k, k_at, ds_full, count, HEAD_DIM: tl.constexpr):
     """dS K of a step, under way: the role's half of the columns; at head_dim 64 its keys' part."""
     at = count & 1
     tlx.barrier_wait(ds_full[at], (count // 2) & 1)
     if HEAD_DIM == 64:
-        dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES + role]), k[role])
+        dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES + role]), k[k_at + role])
     else:
-        here = tlx.local_slice(k[0], [0, role * 64], [KEYS, 64])
+        here = tlx.local_slice(k[k_at], [0, role * 64], [KEYS, 64])
         dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES]), here)
-        here = tlx.local_slice(k[1], [0, role * 64], [KEYS, 64])
+        here = tlx.local_slice(k[k_at + 1], [0, role * 64], [KEYS, 64])
         dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES + 1]), here, dq)
     return dq
 
 
 @triton.jit
-def add_rows(desc, buffer, start, length, head, row, column, x):
-    """Start adding x [rows, 64], fp32, to what memory holds, through `buffer`."""
+def put_aside(buffer, x):
+    """Write x [rows, 64], fp32, into `buffer`, once what it held has been read."""
     tlx.async_descriptor_store_wait(0)
     tlx.local_store(buffer, x)
-    tlx.fence("async_shared")
+
+
+@triton.jit
+def add_rows(desc, buffer, start, length, head, row, column):
+    """Start adding `buffer` to what memory holds. A fence must lie behind `put_aside`."""
     place = [BOUND, start + length, head, BOUND - length + row, column]
     tlx.async_descriptor_store(desc, buffer, place, store_reduce="add")
 
@@ -212,8 +233,9 @@ def math(
     role: tl.constexpr, dq_desc, dk_desc, dv_desc, q, k, v, g, ds, staging, staged,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty, ds_full, ds_empty,
     list_ptr, scale, output_scale,
-    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
+    K_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A math role: 64 keys of every tile."""
     DTYPE: tl.constexpr = tlx.dtype_of(dk_desc)
@@ -222,49 +244,67 @@ def math(
     count = 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
         tile = item // tl.num_programs(0)
+        k_at = tile % K_STAGES * MATH_ROLES
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, CAUSAL, WINDOW)
+        steps = uniform(steps)
         key += role * KEYS
         dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
         dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
-        tlx.barrier_wait(k_full[0], tile & 1)
+        tlx.barrier_wait(k_full[tile % K_STAGES], tile // K_STAGES & 1)
+        last = count + steps * GROUP - 1
+        s = scores(k[k_at + role], q, q_full, count, Q_STAGES)
+        s = tlx.async_dot_wait(0, s)
         tlx.barrier_wait(v_full[0], tile & 1)
-        dk, dv = differentiate(
-            role, q, k, v, g, ds, q_full, g_full, ds_full, ds_empty, dk, dv,
+        d, dv = differentiate(
+            s, v[role], g, ds[(count & 1) * MATH_ROLES + role], g_full, ds_full, ds_empty, dv,
             count, scale, head_k * GROUP, start, key,
-            ACTIVATION, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE,
+            ACTIVATION, FOLD, CAUSAL, WINDOW, G_STAGES, DTYPE,
         )  # fmt: skip
+        dk = tlx.async_dot(d, q[count % Q_STAGES], dk)
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
-        tlx.barrier_arrive(q_empty[count % Q_STAGES])
         tlx.barrier_arrive(g_empty[count % G_STAGES])
+        s = scores(k[k_at + role], q, q_full, tl.minimum(count + 1, last), Q_STAGES)
+        s = tlx.async_dot_wait(0, s)
+        tlx.barrier_arrive(q_empty[count % Q_STAGES])
         for step in tl.range(1, steps * GROUP, num_stages=0):
             now = count + step
             head, row = place(step, steps, start, head_k, GROUP)
-            dk, dv = differentiate(
-                role, q, k, v, g, ds, q_full, g_full, ds_full, ds_empty, dk, dv,
+            d, dv = differentiate(
+                s, v[role], g, ds[(now & 1) * MATH_ROLES + role], g_full, ds_full, ds_empty, dv,
                 now, scale, head, row, key,
-                ACTIVATION, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE,
+                ACTIVATION, FOLD, CAUSAL, WINDOW, G_STAGES, DTYPE,
             )  # fmt: skip
-            dq = dq_product(role, ds, k, ds_full, now - 1, HEAD_DIM)
+            if step > 1:
+                head, row = place(step - 2, steps, start, head_k, GROUP)
+                add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN)
+            dk = tlx.async_dot(d, q[now % Q_STAGES], dk)
             dv = tlx.async_dot_wait(0, dv)
             dk = tlx.async_dot_wait(0, dk)
+            tlx.barrier_arrive(g_empty[now % G_STAGES])
+            s = scores(k[k_at + role], q, q_full, tl.minimum(now + 1, last), Q_STAGES)
+            dq = dq_product(role, ds, k, k_at, ds_full, now - 1, HEAD_DIM)
+            s = tlx.async_dot_wait(0, s)
             dq = tlx.async_dot_wait(0, dq)
             tlx.barrier_arrive(q_empty[now % Q_STAGES])
-            tlx.barrier_arrive(g_empty[now % G_STAGES])
             tlx.barrier_arrive(ds_empty[(now - 1) & 1])
-            head, row = place(step - 1, steps, start, head_k, GROUP)
-            add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN, dq)
+            put_aside(staging[role], dq)
         count += steps * GROUP
-        dq = dq_product(role, ds, k, ds_full, count - 1, HEAD_DIM)
+        dq = dq_product(role, ds, k, k_at, ds_full, count - 1, HEAD_DIM)
         dq = tlx.async_dot_wait(0, dq)
-        tlx.barrier_arrive(k_empty[0])
+        tlx.barrier_arrive(k_empty[tile % K_STAGES])
         tlx.barrier_arrive(ds_empty[(count - 1) & 1])
-        head, row = place(steps * GROUP - 1, steps, start, head_k, GROUP)
-        add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN, dq)
-        dv = dv * output_scale
+        tlx.fence("async_shared")
+        if steps * GROUP > 1:
+            head, row = place(steps * GROUP - 2, steps, start, head_k, GROUP)
+            add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN)
+        put_aside(staging[role], dq)
+        dv = dv * (0.5 * scale * output_scale if FOLD else output_scale)
         put_rows(dv_desc, v[role], start_k, len_k, head_k, key, dv.to(DTYPE))
-        dk = dk * (scale * output_scale)
+        head, row = place(steps * GROUP - 1, steps, start, head_k, GROUP)
+        add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN)
+        dk = dk * (0.5 * scale * output_scale if FOLD else scale * output_scale)
         tlx.async_descriptor_store_wait(0)
         put_rows(
             dk_desc, staged[role * (128 // HEAD_DIM)], start_k, len_k, head_k, key, dk.to(DTYPE)
@@ -276,14 +316,14 @@ def math(
 @triton.jit
 def backward_kernel(
     q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
-    GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
-    REGISTERS: tl.constexpr,
+    GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr,
+    G_STAGES: tl.constexpr, K_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
-    k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
+    k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, K_STAGES * MATH_ROLES)
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
     g = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, G_STAGES)
     ds = tlx.local_alloc((KEYS, ROWS), DTYPE, 2 * MATH_ROLES)
@@ -292,8 +332,8 @@ def backward_kernel(
     staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES * (128 // HEAD_DIM), reuse=staging)
     q_full = tlx.alloc_barriers(Q_STAGES)
     q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, MATH_ROLES)
-    k_full = tlx.alloc_barriers(1)
-    k_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    k_full = tlx.alloc_barriers(K_STAGES)
+    k_empty = tlx.alloc_warp_barrier(K_STAGES, 4, MATH_ROLES)
     v_full = tlx.alloc_barriers(1)
     v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
     g_full = tlx.alloc_barriers(G_STAGES)
@@ -306,7 +346,7 @@ def backward_kernel(
             load(
                 q_desc, k_desc, v_desc, g_desc, q, k, v, g,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty, list_ptr,
-                GROUP, SHARED_Q, CAUSAL, WINDOW, Q_STAGES, G_STAGES,
+                GROUP, SHARED_Q, CAUSAL, WINDOW, Q_STAGES, G_STAGES, K_STAGES,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
@@ -314,7 +354,7 @@ def backward_kernel(
                 q, k, v, g, ds, staging, staged,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
                 ds_full, ds_empty, list_ptr, scale, output_scale,
-                GROUP, ACTIVATION, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES,
+                GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES, K_STAGES,
             )  # fmt: skip
 
 
@@ -346,6 +386,7 @@ def backward(
     grad_out = readable(grad_out)
     config = config or default_config(head_dim)
     schedule = schedule or make_schedule(k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    fold = config.fold and foldable(activation, q.dtype)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     total = torch.zeros(grad_out.shape, dtype=torch.float32, device=q.device)
     launch(
@@ -356,11 +397,11 @@ def backward(
         ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
         schedule.entries, scale, output_scale,
         GROUP=num_heads // num_heads_k, SHARED_Q=cu_seqlens_q is None,
-        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window, HEAD_DIM=head_dim,
-        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers,
-        num_warps=4,
+        ACTIVATION=",".join(activation), FOLD=fold, CAUSAL=causal, WINDOW=window,
+        HEAD_DIM=head_dim, Q_STAGES=config.q_stages, G_STAGES=config.g_stages,
+        K_STAGES=config.k_stages, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
-    factor = scale * output_scale
+    factor = (0.5 if fold else 1.0) * scale * output_scale
     if cu_seqlens_q is None:
         return (total.view(-1, *q.shape).sum(0) * factor).to(q.dtype), dk, dv
     dq = q.new_empty(q.shape)

@@ -49,7 +49,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
+from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.masks import mask_transposed
 from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows, sequence
@@ -65,11 +65,12 @@ MOST_KEYS = TILE.value * PROGRAMS.value
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: steps of Q and of dO in shared memory, registers of a thread of a math
-    role."""
+    """Launch constants: steps of Q and of dO in shared memory; whether factors of the activation
+    are left to the sums where `derivatives.foldable`; registers of a thread of a math role."""
 
     q_stages: int = 2
     g_stages: int = 2
+    fold: bool = True
     registers: int = 240
 
 
@@ -171,7 +172,7 @@ def load(
 def differentiate(
     role: tl.constexpr, q, k, v, g, ds, peer, q_full, q_empty, g_full, g_empty,
     ds_full, ds_empty, peer_full, dk_own, dk_other, dv, count, rank, scale, head, row, key,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    ACTIVATION: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """dk in two halves of the columns, and dv, with the step's part; dS is here, and on its way to
@@ -184,14 +185,14 @@ def differentiate(
     s = tlx.async_dot(k[role * 2], tlx.local_trans(q[q_at * 2]))
     s = tlx.async_dot(k[role * 2 + 1], tlx.local_trans(q[q_at * 2 + 1]), s)
     s = tlx.async_dot_wait(0, s)
-    p, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, True)
+    p, slope = value_and_factor(s, scale, head, ACTIVATION, FOLD)
     p = mask_transposed(p, row, key, CAUSAL, WINDOW)
-    slope = mask_transposed(slope, row, key, CAUSAL, WINDOW)
+    slope = mask_slope(slope, row, key, CAUSAL, WINDOW, FOLD)
     tlx.barrier_wait(g_full[g_at], (count // G_STAGES) & 1)
     dp = tlx.async_dot(v[role], tlx.local_trans(g[g_at]))
     dv = tlx.async_dot(p.to(DTYPE), g[g_at], dv)
     dp = tlx.async_dot_wait(1, dp)
-    d = (slope * dp).to(DTYPE)
+    d = times_slope(dp, slope, FOLD).to(DTYPE)
     tlx.barrier_wait(ds_empty[at], ((count // 2) & 1) ^ 1)
     if role == 0:
         tlx.barrier_expect_bytes(peer_full[at], TILE * ROWS * 2)
@@ -250,7 +251,7 @@ def math(
     q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
     ds_full, ds_empty, peer_full,
     order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, scale, output_scale,
-    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
     Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -259,6 +260,7 @@ def math(
     rank = tlx.cluster_cta_rank()
     clusters = tl.num_programs(0) // PROGRAMS
     key = rank * TILE + role * KEYS
+    factor = 0.5 * scale * output_scale if FOLD else scale * output_scale
     count = 0
     for item in tl.range(tl.program_id(0) // PROGRAMS, num_items, clusters, num_stages=0):
         _, start_out, len_q, start_k, len_k, head_k = work(
@@ -278,19 +280,19 @@ def math(
                     role, q, k, v, g, ds, peer, q_full, q_empty, g_full, g_empty,
                     ds_full, ds_empty, peer_full, dk_own, dk_other, dv,
                     count + pair + second, rank, scale, head, row, key,
-                    ACTIVATION, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE,
+                    ACTIVATION, FOLD, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE,
                 )  # fmt: skip
             head, row = place(pair + role, steps, head_k, GROUP)
             write_dq(
                 dq_desc, staging[role], ds, peer, k, half, ds_full, ds_empty, peer_full,
-                count + pair + role, rank, start_out, len_q, head, row, scale * output_scale,
+                count + pair + role, rank, start_out, len_q, head, row, factor,
             )  # fmt: skip
         count += steps * GROUP
         tlx.barrier_arrive(k_empty[0])
-        dv = dv * output_scale
+        dv = dv * (0.5 * scale * output_scale if FOLD else output_scale)
         put_rows(dv_desc, v[role], start_k, len_k, head_k, key, dv.to(DTYPE))
-        dk_own = dk_own * (scale * output_scale)
-        dk_other = dk_other * (scale * output_scale)
+        dk_own = dk_own * factor
+        dk_other = dk_other * factor
         tlx.async_descriptor_store_wait(0)
         tlx.barrier_arrive(v_empty[0])
         put_half(dk_desc, staging[role], start_k, len_k, head_k, key, rank, dk_own)
@@ -306,7 +308,7 @@ def math(
 def backward_kernel(
     q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc,
     order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, scale, output_scale,
-    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
     Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
@@ -348,7 +350,7 @@ def backward_kernel(
                 ds_full, ds_empty, peer_full,
                 order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q,
                 scale, output_scale,
-                NUM_HEADS_K, GROUP, ACTIVATION, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES,
+                NUM_HEADS_K, GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES,
             )  # fmt: skip
 
 
@@ -390,7 +392,8 @@ def backward(
         ragged_descriptor(dv, KEYS.value),
         schedule, cu_seqlens_q, cu_seqlens_k, items, max_seqlen_q, scale, output_scale,
         NUM_HEADS_K=num_heads_k, GROUP=num_heads // num_heads_k,
-        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window, HEAD_DIM=head_dim,
+        ACTIVATION=",".join(activation), FOLD=config.fold and foldable(activation, q.dtype),
+        CAUSAL=causal, WINDOW=window, HEAD_DIM=head_dim,
         Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers,
         num_warps=4, ctas_per_cga=(PROGRAMS.value, 1, 1),
     )  # fmt: skip

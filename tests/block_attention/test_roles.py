@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import v3_warp_specialized as v3
 from gdpa_kernels.block_attention import v4_rotary as v4
-from gdpa_kernels.block_attention.v3_warp_specialized import slot_of, unit_of
+from gdpa_kernels.block_attention.v3_warp_specialized import slot_of
 from gdpa_kernels.launch import launch
 from tests.block_attention.cases import (
     DEVICE,
@@ -30,23 +30,31 @@ from tests.block_attention.cases import (
 from tests.emulator.mutants import enumerate_mutants, executed_lines, import_file, judge
 
 RUNGS = {"v3_warp_specialized": v3, "v4_rotary": v4}
-# (math_roles, num_stages, num_turns); three math roles get 160 registers each, as an SM has them.
+# (math_roles, num_stages, num_turns, whether the loads of all heads, at most three, are issued
+# together); three math roles get 160 registers each, as an SM has them.
 CONFIGS = (
-    *((1, 1, 1), (1, 2, 1), (1, 2, 3), (1, 3, 2)),
-    *((2, 2, 2), (2, 4, 2), (2, 4, 4)),
-    (3, 3, 3),
+    *((1, 1, 1, False), (1, 2, 1, False), (1, 2, 3, False), (1, 3, 2, False)),
+    *((1, 4, 1, True), (1, 5, 2, True), (2, 6, 2, True)),
+    *((2, 2, 2, False), (2, 4, 2, False), (2, 4, 4, False)),
+    (3, 3, 3, False),
 )
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
 
 
-def configured(module, roles: int, stages: int, turns: int):
+def configured(module, heads: int, roles: int, stages: int, turns: int, together: bool):
     """A Config of v3, which has no turns, or of v4."""
-    options = {"math_roles": roles, "num_stages": stages, "registers": 160 if roles == 3 else 240}
+    options = {
+        "math_roles": roles, "num_stages": stages, "registers": 160 if roles == 3 else 240,
+        "heads_together": heads if together else 1,
+    }  # fmt: skip
     return module.Config(**options, **({} if module is v3 else {"num_turns": turns}))
 
 
-def configs(rung: str) -> list:
-    return list(dict.fromkeys(configured(RUNGS[rung], *config) for config in CONFIGS))
+def configs(rung: str, heads: int) -> list:
+    fit = [c for c in CONFIGS if not c[3] or c[1] // c[0] > heads]
+    if rung == "v4_rotary":
+        fit = [c for c in fit if c[1] < 6]  # sin and cos leave no room for more
+    return list(dict.fromkeys(configured(RUNGS[rung], heads, *config) for config in fit))
 
 
 def scheduled(module, case: Case, schedule: str | int, config=None) -> tuple[torch.Tensor, ...]:
@@ -60,9 +68,15 @@ def scheduled(module, case: Case, schedule: str | int, config=None) -> tuple[tor
 
 @emulated
 @pytest.mark.parametrize(
-    "rung, config", [(rung, config) for rung in RUNGS for config in configs(rung)], ids=str
+    "rung, heads, heads_k, config",
+    [
+        (rung, heads, heads_k, config)
+        for rung in RUNGS
+        for heads, heads_k in ((2, 2), (3, 1))
+        for config in configs(rung, heads)
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("heads, heads_k", ((2, 2), (3, 1)))
 def test_any_schedule_and_config_gives_the_same_result(heads, heads_k, rung, config):
     """Slots are used several times over, the last round has fewer units than there are roles."""
     case = Case("orders", (130, 0, 300, 64, 1), heads, heads_k, rotate_v=rung == "v4_rotary")
@@ -88,7 +102,8 @@ def test_random_batches_and_configs(rung, data):
     )
     tensors, options = case.tensors(torch.bfloat16), case.options()
     expected = results(RUNGS[rung], tensors, options)
-    config = data.draw(st.sampled_from(configs(rung)))
+    heads = min(case.num_heads, 3)
+    config = data.draw(st.sampled_from(configs(rung, heads if case.num_heads % heads == 0 else 1)))
     found = results(RUNGS[rung], tensors, options, config=config)
     for name, a, b in zip(NAMES, found, expected, strict=True):
         assert torch.equal(a, b), name
@@ -99,14 +114,17 @@ def deal_kernel(
     out_ptr, units,
     NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(unit, head, stage, phase) of every load."""
-    for item in tl.range(0, units * NUM_HEADS):
-        unit, head = unit_of(item, units, NUM_HEADS, MATH_ROLES)
-        stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
-        tl.store(out_ptr + item * 4, unit)
-        tl.store(out_ptr + item * 4 + 1, head)
-        tl.store(out_ptr + item * 4 + 2, stage)
-        tl.store(out_ptr + item * 4 + 3, phase)
+    """(unit, head, stage, phase) of every load, in the order of the load roles."""
+    item = 0
+    for first in tl.range(0, units, MATH_ROLES):
+        for head in tl.range(0, NUM_HEADS):
+            for unit in tl.range(first, tl.minimum(first + MATH_ROLES, units)):
+                stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+                tl.store(out_ptr + item * 4, unit)
+                tl.store(out_ptr + item * 4 + 1, head)
+                tl.store(out_ptr + item * 4 + 2, stage)
+                tl.store(out_ptr + item * 4 + 3, phase)
+                item += 1
 
 
 @pytest.mark.parametrize("units", range(6))
@@ -134,7 +152,7 @@ def test_a_slot_belongs_to_one_role(roles, stages, units):
 
 
 def test_both_deal_alike():
-    for name in ("count_units", "place", "unit_of", "slot_of", "fetch", "release"):
+    for name in ("count_units", "place", "slot_of", "fetch", "release"):
         assert getattr(v3, name).src == getattr(v4, name).src
 
 
@@ -199,6 +217,23 @@ def test_refuses_a_call_with_the_wrong_rotary(module, rotary, text):
 def test_refuses_slots_without_an_owner(module, options, text):
     with pytest.raises(ValueError, match=text):
         module.Config(math_roles=2, **options)
+
+
+@pytest.mark.parametrize("module", (v3, v4))
+def test_refuses_loads_that_wait_for_each_other(module):
+    with pytest.raises(ValueError, match=r"more slots than heads_together, 2, got 2: num_stages 2"):
+        module.Config(num_stages=2, heads_together=2)
+    with pytest.raises(ValueError, match=r"heads_together, 2, got 2: num_stages 4, math_roles 2"):
+        module.Config(math_roles=2, num_stages=4, heads_together=2)
+    case = Case("refused", (5,), num_heads=3, num_heads_k=3, rotary=module is v4)
+    grad_out, *others = case.tensors(torch.bfloat16).values()
+    options = case.options() | {"config": module.Config(num_stages=3, heads_together=2)}
+    text = "heads_together must divide the number of query heads, 3, got 2"
+    with kernels_run():
+        with pytest.raises(ValueError, match=text):
+            module.forward(*others, **options)
+        with pytest.raises(ValueError, match=text):
+            module.backward(grad_out, *others, **options)
 
 
 # Rows for five units of one program: the first role has one more than the second.
