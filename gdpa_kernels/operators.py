@@ -355,6 +355,7 @@ class BlockAttention(_Checked):
             "head_dim": workload.head_dim,
             "block_size": workload.block_size,
             "dtype": inputs.q.dtype,
+            "num_heads": workload.num_heads_q,
             "group": workload.num_heads_q // workload.num_heads_k,
             "rotary": workload.rotary,
         }

@@ -267,6 +267,16 @@ def test_studies_and_configs_are_variants(cpu):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("impl", ladder.impls("block_attention"))
+def test_every_rung_of_block_attention_has_its_own_constants(cpu, impl, head_dim, direction):
+    work = TURNED if impl == "v4_rotary" else BLOCKS
+    work = replace(work, head_dim=head_dim, block_size=64)
+    (row,) = run_blocks(work, [impl], direction)
+    assert row.failure is None and bool(row.config) == (impl != "reference")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_peers_of_block_attention_are_right(cpu, peers, direction):
     torch._dynamo.reset()
     plain = {r.impl: r for r in run_blocks(BLOCKS, ["fa2_varlen", "torch_compile"], direction)}
