@@ -1,4 +1,4 @@
-"""The first screen of README.md, written from the records: both ladders as tables, one as a figure.
+"""The first screen of README.md, written from the records: ladders as tables, one as a figure.
 
 `python -m gdpa_kernels readme` rewrites them; a test holds them equal to the records.
 """
@@ -13,6 +13,8 @@ import pandas as pd
 from gdpa_kernels import baselines, figures, ladder, record, results, system
 
 WORKLOAD = "gdpa-self-full-1024"
+BACKWARD_WORKLOADS = {"gdpa-self-full-1024": "1,024 x 1,024", "gdpa-cross-full-2048": "2,048 x 256"}
+BACKWARD_NOTEBOOK = "notebooks/33_backward_figures.py"
 BLOCK_WORKLOAD = "block-fill70-2000"
 BLOCK_NOTEBOOK = "notebooks/27_block_tables.py"
 SYSTEM = "h200"
@@ -43,18 +45,71 @@ def ladder_block(data_dir: Path = record.DATA_DIR) -> str:
         f"head_dim 128, bf16, forward. Record: "
         f"[`{row['record']}`](data/records/{row['record']}.json).",
     ]
-    return "\n".join((*lines, *_block_lines(data_dir)))
+    return "\n".join((*lines, *_backward_lines(data_dir), *_block_lines(data_dir)))
+
+
+def _kernel_rows(data_dir: Path, notebook: str) -> pd.DataFrame:
+    """Kernel times of the newest record of a notebook, default constants; empty without one."""
+    table = results.table(data_dir, system=SYSTEM, latest=False)
+    try:
+        found = results.latest_record(data_dir, notebook=notebook, system=SYSTEM).id
+    except LookupError:
+        return table.iloc[:0]
+    keep = (table["record"] == found) & (table["scope"] == "kernel") & (table["variant"] == "")
+    return table[keep & table["time_us_p50"].notna()]
+
+
+def _backward_lines(data_dir: Path) -> list[str]:
+    """The table of the gradients of GDPA and its record; nothing without a record."""
+    table = _kernel_rows(data_dir, BACKWARD_NOTEBOOK)
+    table = table[table["workload"].isin(BACKWARD_WORKLOADS)].drop_duplicates(["workload", "impl"])
+    if table.empty:
+        return []
+    rows = {(row["impl"], row["workload"]): row for _, row in table.iterrows()}
+    titles = " | ".join(f"{title} | TFLOP/s" for title in BACKWARD_WORKLOADS.values())
+    lines = [
+        "",
+        "Backward, rows of Q by rows of K; all kernels of the pass, five products counted:",
+        "",
+        f"| `impl` | idea | changed lines | {titles} |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+
+    def line(impl: str, idea: str, changed: str) -> str:
+        cells = []
+        for workload in BACKWARD_WORKLOADS:
+            row = rows.get((impl, workload))
+            shown = row is not None
+            cells += (
+                (f"{row['time_us_p50'] / 1e3:.2f} ms", f"{row['tflops']:.0f}")
+                if shown
+                else ("", "")
+            )
+        return f"| `{impl}` | {idea.rstrip('.')} | {changed} | {' | '.join(cells)} |"
+
+    present = {impl for impl, _ in rows}
+    for rung in ladder.BACKWARD_RUNGS:
+        if rung.impl in present:
+            changed = ladder.changed_lines(rung.impl, "gdpa_backward") if rung.predecessor else ""
+            lines.append(line(rung.impl, rung.idea, str(changed)))
+    for impl in baselines.BASELINES:
+        if impl in present:
+            peer = baselines.BASELINES[impl]
+            lines.append(line(impl, f"{peer.title}; computes {peer.math}", ""))
+    row = next(iter(rows.values()))
+    lines += [
+        "",
+        f"Measured on one {row['gpu']}, {row['date'][:10]}: batch 1152, 4 heads, head_dim 128, "
+        f"bf16. Record: [`{row['record']}`](data/records/{row['record']}.json).",
+    ]
+    return lines
 
 
 def _block_lines(data_dir: Path) -> list[str]:
     """The table of block attention and its record; nothing without a record of its notebook."""
-    try:
-        found = results.latest_record(data_dir, notebook=BLOCK_NOTEBOOK, system=SYSTEM)
-    except LookupError:
-        return []
-    table = results.table(data_dir, system=SYSTEM, workload=BLOCK_WORKLOAD, latest=False)
-    keep = (table["record"] == found.id) & (table["scope"] == "kernel") & (table["variant"] == "")
-    rows = {(row["impl"], row["direction"]): row for _, row in table[keep].iterrows()}
+    table = _kernel_rows(data_dir, BLOCK_NOTEBOOK)
+    table = table[table["workload"] == BLOCK_WORKLOAD]
+    rows = {(row["impl"], row["direction"]): row for _, row in table.iterrows()}
     if not rows:
         return []
     lines = [
@@ -71,7 +126,7 @@ def _block_lines(data_dir: Path) -> list[str]:
     peers = [
         (rows[impl, "forward"]["time_us_p50"], impl)
         for impl in baselines.BLOCK_BASELINES
-        if (impl, "forward") in rows and pd.notna(rows[impl, "forward"]["time_us_p50"])
+        if (impl, "forward") in rows
     ]
     for _, impl in sorted(peers, reverse=True):
         lines.append(_block_line(impl, baselines.BLOCK_BASELINES[impl].title, "", rows))
@@ -123,10 +178,9 @@ def _block_line(impl: str, idea: str, changed: str, rows: dict[tuple[str, str], 
     cells = []
     for direction in ("forward", "backward"):
         row = rows.get((impl, direction))
-        timed = row is not None and pd.notna(row["time_us_p50"])
         cells += (
             (f"{row['time_us_p50'] / 1e3:.2f} ms", f"{row['percent_of_roofline']:.0f}")
-            if timed
+            if row is not None
             else ("", "")
         )
     return f"| `{impl}` | {idea.rstrip('.')} | {changed} | {' | '.join(cells)} |"

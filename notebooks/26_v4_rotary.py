@@ -71,6 +71,51 @@ VERDICT = {True: "kept", False: "broken"}
 SCRATCH = tempfile.TemporaryDirectory()
 assert (ROTARY.num_heads_q, ROTARY.head_dim) == (HEADS, HEAD_DIM) and ROTARY.rotate_v
 
+# %% [markdown]
+# This cell measures; it runs with `make measure NOTEBOOKS=26`, on a GPU.
+
+# %% tags=["hide-input"]
+CASES = {
+    "forward": ((1, 2, 2), (1, 3, 2), (2, 2, 2), (2, 4, 2)),
+    "backward": ((1, 2, 2), (1, 2, 1), (1, 3, 1), (2, 2, 2)),
+}  # math roles, slots, slots of sin and cos: what fits 227 KB in bf16
+
+
+def label(roles: int, slots: int, turn_slots: int) -> str:
+    """The variant's name in the record."""
+    own = ", 1 of sin and cos" if turn_slots == 1 else ""
+    return f"{roles} math role{'s' * (roles > 1)}, {slots} slots{own}"
+
+
+if mode == "measure":
+    from dataclasses import replace
+
+    from gdpa_kernels import measure
+    from gdpa_kernels.block_attention import v4_rotary
+    from gdpa_kernels.workload import workload
+
+    session = measure.Session("notebooks/26_v4_rotary.py", device)
+    turned = workload("block-rotary-1735537")
+    plain = replace(turned, name="block-plain-1735537", rotary=False, rotate_v=False)
+    around = {
+        "forward": {"attention": "v1_one_tile"},
+        "backward": {"attention": "v3_warp_specialized"},
+    }
+    for direction in ("backward", "forward"):
+        listed = [
+            ("v4_rotary", label(*case), {"config": v4_rotary.Config(*case)})
+            for case in CASES[direction]
+        ]
+        listed += [(impl, "default", {}) for impl in ("v1_one_tile", "v2_slab")]
+        listed += [
+            (impl, "default", around[direction]) for impl in ("rotary_kernel", "eager_rotary")
+        ]
+        session.measure(turned, listed, direction=direction)
+        without = [(impl, "default", {}) for impl in ("v1_one_tile", "v3_warp_specialized")]
+        session.measure(plain, without, direction=direction)
+    print(session.write(data_dir))
+
+# %% tags=["remove-cell"]
 run_record = results.latest_record(data_dir, notebook=NOTEBOOK, system="h200")
 limits = results.ceilings(run_record)
 machine = system.load(Path(data_dir) / "systems" / f"{run_record.system}.json")
@@ -390,7 +435,7 @@ TILE, SQUARE = BLOCK * HEAD_DIM * 2, BLOCK * BLOCK * 2
 OPERANDS = {"forward": 3 * TILE, "backward": 7 * TILE + 3 * SQUARE}  # P is in registers forward
 TMA = {d: (READS[d] + WRITES[d]) * TILE for d in DIRECTIONS}
 configs = {
-    (BEFORE, d): v3_warp_specialized.default_config(d, HEAD_DIM) for d in DIRECTIONS
+    (BEFORE, d): v3_warp_specialized.default_config(d, HEAD_DIM, HEADS) for d in DIRECTIONS
 } | {(IMPL, d): v4_rotary.default_config(d, HEAD_DIM) for d in DIRECTIONS}  # fmt: skip
 RATE = {d: limits.gbytes_per_s(ROTARY.bytes_read(d), ROTARY.bytes_written(d)) for d in DIRECTIONS}
 items = ROTARY.blocks * HEADS
@@ -569,50 +614,9 @@ for dtype in (torch.bfloat16, torch.float32):
 #
 # ## Measurement
 #
-# This cell measures; it runs with `make measure NOTEBOOKS=26`, on a GPU. Beside the rungs that know
-# rotary: attention without it on the same tokens, and attention after a rotary pass of its own,
-# once by a kernel that moves every byte once, once in PyTorch, operation by operation.
-
-# %% tags=["hide-input"]
-CASES = {
-    "forward": ((1, 2, 2), (1, 3, 2), (2, 2, 2), (2, 4, 2)),
-    "backward": ((1, 2, 2), (1, 2, 1), (1, 3, 1), (2, 2, 2)),
-}  # math roles, slots, slots of sin and cos: what fits 227 KB in bf16
-
-
-def label(roles: int, slots: int, turn_slots: int) -> str:
-    """The variant's name in the record."""
-    own = ", 1 of sin and cos" if turn_slots == 1 else ""
-    return f"{roles} math role{'s' * (roles > 1)}, {slots} slots{own}"
-
-
-if mode == "measure":
-    from dataclasses import replace
-
-    from gdpa_kernels import measure
-    from gdpa_kernels.block_attention import v4_rotary
-    from gdpa_kernels.workload import workload
-
-    session = measure.Session("notebooks/26_v4_rotary.py", device)
-    turned = workload("block-rotary-1735537")
-    plain = replace(turned, name="block-plain-1735537", rotary=False, rotate_v=False)
-    around = {
-        "forward": {"attention": "v1_one_tile"},
-        "backward": {"attention": "v3_warp_specialized"},
-    }
-    for direction in ("backward", "forward"):
-        listed = [
-            ("v4_rotary", label(*case), {"config": v4_rotary.Config(*case)})
-            for case in CASES[direction]
-        ]
-        listed += [(impl, "default", {}) for impl in ("v1_one_tile", "v2_slab")]
-        listed += [
-            (impl, "default", around[direction]) for impl in ("rotary_kernel", "eager_rotary")
-        ]
-        session.measure(turned, listed, direction=direction)
-        without = [(impl, "default", {}) for impl in ("v1_one_tile", "v3_warp_specialized")]
-        session.measure(plain, without, direction=direction)
-    print(session.write(data_dir))
+# Beside the rungs that know rotary the record holds attention without it on the same tokens, and
+# attention after a rotary pass of its own, once by a kernel that moves every byte once, once in
+# PyTorch, operation by operation.
 
 # %% tags=["remove-cell"]
 everything = results.table(data_dir, system="h200", latest=False)

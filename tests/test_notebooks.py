@@ -28,13 +28,16 @@ def test_glued_numbers_have_formats_that_format(page):
             assert spec[-1] in "ds" or format(1.0, spec)
 
 
+WITH_EXERCISES = [f"{n:02d}" for n in (*range(6, 10), *range(12, 27), *range(28, 33), 34)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_exercises_have_answers(page):
     text = page.read_text(encoding="utf-8")
     labels = re.findall(r":label: (ex-[\w-]+)", text)
     answers = re.findall(r"\{solution\} (ex-[\w-]+)", text)
     assert sorted(labels) == sorted(answers)
-    if page.name[:2] in ("06", "07", "08", "09", "12", "13", "14", "15", "16", "17", "18"):
+    if page.name[:2] in WITH_EXERCISES:
         assert len(labels) >= 3
 
 

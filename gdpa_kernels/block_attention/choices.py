@@ -58,6 +58,6 @@ def made_from(data_dir: str | Path) -> str:
 
 def _shape(capability: int, direction: str, workload: Mapping) -> Shape | None:
     rotary = int(bool(workload.get("rotary")))
-    if workload.get("block_size") != 64 or workload.get("rotate_v"):
+    if workload.get("block_size") != 64:
         return None
     return capability, workload["dtype"], direction, rotary, int(workload["head_dim"])
