@@ -300,6 +300,14 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         _WGMMA,
         operator="block_attention",
     ),
+    Rung(
+        "v4a_turning_role",
+        "a role that turns",
+        "Tiles of one item are turned while another's are multiplied.",
+        "v4_rotary",
+        _WGMMA,
+        operator="block_attention",
+    ),
 )
 
 _PASS = dataclasses.replace(_TMA, head_dim_max=128)

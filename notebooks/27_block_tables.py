@@ -57,7 +57,7 @@ NARROW = workload("block-fill70-2000-d64")
 ROTARY = workload("block-rotary-1735537")
 PLAIN = replace(ROTARY, name="block-plain-1735537", rotary=False, rotate_v=False)
 TURNING = ["v1_one_tile", "v2_slab", "v4_rotary"]
-RUNGS = [rung.impl for rung in ladder.BLOCK_RUNGS if rung.impl != "v4_rotary"]
+RUNGS = [rung.impl for rung in ladder.BLOCK_RUNGS if not rung.impl.startswith("v4")]
 SWEPT = ["v1_one_tile", "v3_warp_specialized", "fa2_varlen", "v0_flash"]
 
 

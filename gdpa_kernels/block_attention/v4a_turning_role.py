@@ -1,0 +1,603 @@
+"""v4a: q, k and v are turned by a role of their own, beside the products of another item.
+
+Changes from v4_rotary: between the load role and the math role stands a turn role of four warps. It
+turns q and k (and v, if asked) of a slot in place, in shared memory, and hands the slot to the math
+role, which starts with the products. sin and cos of a block are read once by each role and stay in
+registers, as fp32, for all heads: in the turn role as they lie beside q and k, in the math role as
+they lie beside the accumulators dq, dk and dv, which it turns back as before.
+
+Why it should help, in instructions. v4's backward (head_dim 128, 3 heads, v turned too) took 11,000
+clocks an item where memory needs 6,450: one warp per scheduler had 2,991 instructions to issue,
+3.7 clocks each. About 1,140 of them turned q, k and v. About 600 read sin and cos anew for each
+gradient, and took the gradient through shared memory to where sin and cos lay. Compiled for sm_90a,
+all in bf16, instructions of a warp for an item, + those for a block, once for its heads:
+
+|                         | v4 math | math        | turn      |
+|-------------------------|---------|-------------|-----------|
+| backward, head_dim 128  | 2,991   | 1,255 + 302 | 838 + 120 |
+| forward, head_dim 128   | 1,620   | 515         | 837 + 120 |
+| backward, head_dim 64   | 1,815   | 944 + 156   | 431 + 68  |
+
+Predicted, before any measurement, at 3.7 clocks an instruction: backward 5,000 clocks an item for
+the math role and 3,250 for the turn role, at the same time on different items, so that memory is
+the bound again: 7,000 to 7,800 clocks, 83 to 92 % of what memory allows. Two slots are the weak
+point. An item's way through its slot is 4,700 clocks of loading, 3,250 of turning, 5,000 of math
+and some 500 of its stores: 13,450, of which two slots hide half, 6,700 an item. Forward, three
+slots: 3,900 to 4,200 clocks where v4 took 4,860 and memory needs 3,740. Refuted if backward takes
+more than 8,500 clocks, or forward more than 4,500: then the roles, which share schedulers and
+shared memory, are in each other's way. If backward does, but 16-bit sin and cos and a third slot
+(num_stages 3, num_turns 1) bring it below 7,200, the way through the slots was the bound.
+
+| role       | warps | registers | work                                                           |
+|------------|-------|-----------|----------------------------------------------------------------|
+| load       | 4     | 24        | one thread issues the TMA loads of a slot, and of sin and cos  |
+| turn       | 4     | 240       | q, k (and v) of every slot, turned in place                    |
+| math (1-2) | 4     | 240       | all heads of every (second) block: products, turning back      |
+
+| barrier           | arrivals            | filled by -> drained by                                |
+|-------------------|---------------------|--------------------------------------------------------|
+| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> turn, math role   |
+| ready[stage]      | 128 threads, 1 each | turn role, the tiles are turned -> math role           |
+| empty[stage]      | 128 threads, 1 each | math role, its stores have read the slot -> load role  |
+| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> turn, math role |
+| turns_empty[turn] | 128 threads, 1 each | turn role, backward math role too, done -> load role   |
+
+A slot of either kind belongs to one math role, as in v3, and to the turn role, of which there is
+one: for two math roles a second one would leave 122 registers to each of the four. With one math
+role it reads sin and cos once for a block. With two it takes slots in the order of their loads,
+from two blocks in turn, and reads sin and cos for each slot: 950 instructions. Registers are then
+for the caller to divide, 184 for each math role and 112 for the turn role; at head_dim 128 backward
+the math roles spill.
+
+At head_dim 128 sin and cos do not fit into registers beside the sums dk and dv of grouped heads, or
+beside a second math role: the math role then reads them for each gradient, as v4 does.
+
+Needs: sm_90, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16, contiguous rows of q, k, v, sin
+and cos whose addresses and strides are multiples of 16 bytes; sin and cos in fp32, bf16 or fp16. A
+grad_out that TMA cannot read is copied first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.block_attention.block_list import (
+    BlockList,
+    block_entry,
+    block_list_of,
+    count_blocks,
+)
+from gdpa_kernels.block_attention.slots import check_slots, heads_together
+from gdpa_kernels.block_attention.tiles import softmax_parts
+from gdpa_kernels.gdpa.ragged import BOUND, is_readable, ragged_descriptor, readable
+from gdpa_kernels.gdpa.tiles import put_rows
+from gdpa_kernels.launch import launch, multiprocessors
+
+BLOCK = 64
+LOAD_REGISTERS = 24
+REGISTERS = 512  # of an SM, for each of the 128 threads of a role
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: math roles, slots of all of them, slots of sin and cos, heads of a block
+    whose loads are issued together, registers of a thread of a math role and of the turn role."""
+
+    math_roles: int = 1
+    num_stages: int = 2
+    num_turns: int = 2
+    heads_together: int = 1
+    registers: int = 240
+    turn_registers: int = 240
+
+    def __post_init__(self):
+        for name in ("num_stages", "num_turns"):
+            if getattr(self, name) % self.math_roles:
+                raise ValueError(
+                    f"{name} must be a multiple of math_roles, so that a slot has one owner; "
+                    f"got {name} {getattr(self, name)}, math_roles {self.math_roles}"
+                )
+        check_slots(self)
+        for name in ("registers", "turn_registers"):
+            if getattr(self, name) % 8:
+                raise ValueError(f"{name} must be a multiple of 8, got {getattr(self, name)}")
+        groups = self.math_roles + 2
+        most = REGISTERS // groups // 8 * 8 * groups
+        taken = LOAD_REGISTERS + self.turn_registers + self.math_roles * self.registers
+        if taken > most:
+            raise ValueError(
+                f"{LOAD_REGISTERS} + turn_registers + math_roles * registers must be at most {most}"
+                f", got {taken}: turn_registers {self.turn_registers}, math_roles "
+                f"{self.math_roles}, registers {self.registers}"
+            )
+
+
+def default_config(direction: str, head_dim: int) -> Config:
+    """One math role, and the slots of v4_rotary."""
+    if direction == "forward":
+        return Config(num_stages=3 if head_dim == 128 else 4)
+    return Config(num_stages=2 if head_dim == 128 else 4)
+
+
+def requires(
+    block_size: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> str | None:
+    """What this rung needs and does not get of a call, or None."""
+    if rotary is None:
+        return "needs rotary (sin, cos), got None"
+    if block_size != BLOCK:
+        return f"needs block_size {BLOCK}, got {block_size}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] not in (64, 128):
+        return f"needs a head_dim of 64 or 128, got {q.shape[-1]}"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not is_readable(tensor):
+            return (
+                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
+                f"bytes, got strides {tensor.stride()}"
+            )
+    for name, turns in zip(("sin", "cos"), rotary, strict=True):
+        if turns.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            dtype = str(turns.dtype).removeprefix("torch.")
+            return f"needs {name} of dtype float32, bfloat16 or float16, got {dtype}"
+        if not is_readable(turns[:, None]):
+            return (
+                f"needs {name} with contiguous rows whose address and stride are multiples of 16 "
+                f"bytes, got strides {turns.stride()}"
+            )
+    return None
+
+
+@triton.jit
+def count_units(blocks_ptr):
+    """How many blocks this program works on: p, p + P, p + 2 P, ... belong to program p of P."""
+    return tl.cdiv(count_blocks(blocks_ptr) - tl.program_id(0), tl.num_programs(0))
+
+
+@triton.jit
+def place(blocks_ptr, unit):
+    """(first_row, rows) of one of this program's blocks."""
+    return block_entry(blocks_ptr, tl.program_id(0) + unit * tl.num_programs(0))
+
+
+@triton.jit
+def slot_of(
+    unit, head, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr
+):
+    """(stage, phase) of a head of a unit: its role takes slots role, role + MATH_ROLES, ... in
+    turn, whether or not other roles have units left."""
+    OWN: tl.constexpr = NUM_STAGES // MATH_ROLES
+    turn = unit // MATH_ROLES * NUM_HEADS + head
+    return unit % MATH_ROLES + turn % OWN * MATH_ROLES, (turn // OWN) & 1
+
+
+@triton.jit
+def fetch(desc, buffer, full, first_row, rows, head):
+    """Start the copy of a block of one head; rows from `rows` on become zero."""
+    at = [BOUND, first_row + rows, head, BOUND - rows, 0]
+    tlx.async_descriptor_load(desc, buffer, at, full)
+
+
+@triton.jit
+def load(
+    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, q, k, v, sin, cos,
+    full, empty, turns_full, turns_empty, blocks_ptr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """The load role: slot after slot, those of TOGETHER heads of a block at a time, tensor by
+    tensor. grad_desc None: forward."""
+    TILES: tl.constexpr = 3 if grad_desc is None else 4
+    BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
+    TURN_BYTES: tl.constexpr = (
+        sin_desc.block_shape[3] * sin_desc.block_shape[4]
+        * (tlx.dtype_of(sin_desc).primitive_bitwidth + tlx.dtype_of(cos_desc).primitive_bitwidth)
+        // 8
+    )  # fmt: skip
+    units = count_units(blocks_ptr)
+    for first in tl.range(0, units, MATH_ROLES):
+        for head in tl.range(0, NUM_HEADS, TOGETHER):
+            for unit in tl.range(first, tl.minimum(first + MATH_ROLES, units)):
+                first_row, rows = place(blocks_ptr, unit)
+                for i in tl.static_range(TOGETHER):
+                    stage, phase = slot_of(unit, head + i, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+                    tlx.barrier_wait(empty[stage], phase ^ 1)
+                    tlx.barrier_expect_bytes(full[stage], TILES * BYTES)
+                for tile in tl.static_range(TILES):
+                    for i in tl.static_range(TOGETHER):
+                        stage, _ = slot_of(unit, head + i, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+                        head_k = (head + i) // GROUP
+                        if tile == 0:
+                            fetch(q_desc, q[stage], full[stage], first_row, rows, head + i)
+                        elif tile == 1:
+                            fetch(k_desc, k[stage], full[stage], first_row, rows, head_k)
+                        elif tile == 2:
+                            fetch(v_desc, v[stage], full[stage], first_row, rows, head_k)
+                        else:
+                            fetch(grad_desc, grad[stage], full[stage], first_row, rows, head + i)
+                    if tile == 1:  # noqa: SIM102, known when compiled
+                        if head == 0:
+                            turn = unit % NUM_TURNS
+                            tlx.barrier_wait(turns_empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
+                            tlx.barrier_expect_bytes(turns_full[turn], TURN_BYTES)
+                            fetch(sin_desc, sin[turn], turns_full[turn], first_row, rows, 0)
+                            fetch(cos_desc, cos[turn], turns_full[turn], first_row, rows, 0)
+
+
+@triton.jit
+def turned(x, sin, cos, BACK: tl.constexpr):
+    """x [rows, width], fp32, its pairs of columns turned by sin and cos [rows, width // 2], fp32;
+    BACK: by the transpose."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
+    if BACK:
+        pairs = tl.join(even * cos + odd * sin, odd * cos - even * sin)
+    else:
+        pairs = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+    return tl.reshape(pairs, [ROWS, WIDTH])
+
+
+@triton.jit
+def turns_of(sin, cos):
+    """sin and cos of a block, from shared memory, as fp32."""
+    return tlx.local_load(sin).to(tl.float32), tlx.local_load(cos).to(tl.float32)
+
+
+@triton.jit
+def turn_tile(buffer, sin, cos):
+    """Turn a tile in place; rounded to its own dtype."""
+    x = tlx.local_load(buffer)
+    tlx.local_store(buffer, turned(x.to(tl.float32), sin, cos, False).to(x.dtype))
+
+
+@triton.jit
+def turn(
+    q, k, v, sin, cos, full, ready, turns_full, turns_empty, blocks_ptr,
+    NUM_HEADS: tl.constexpr, ROTATE_V: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr,
+):  # fmt: skip
+    """The turn role: slot after slot, in the order of the load role."""
+    units = count_units(blocks_ptr)
+    for first in tl.range(0, units, MATH_ROLES, num_stages=0):
+        if MATH_ROLES == 1:
+            at = first % NUM_TURNS
+            tlx.barrier_wait(turns_full[at], (first // NUM_TURNS) & 1)
+            block_sin, block_cos = turns_of(sin[at], cos[at])
+            tlx.barrier_arrive(turns_empty[at])
+        for head in tl.range(0, NUM_HEADS, num_stages=0):
+            for unit in tl.range(first, tl.minimum(first + MATH_ROLES, units), num_stages=0):
+                stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+                tlx.barrier_wait(full[stage], phase)
+                if MATH_ROLES > 1:
+                    at = unit % NUM_TURNS
+                    tlx.barrier_wait(turns_full[at], (unit // NUM_TURNS) & 1)
+                    block_sin, block_cos = turns_of(sin[at], cos[at])
+                    tlx.barrier_arrive(turns_empty[at], pred=head == NUM_HEADS - 1)
+                turn_tile(q[stage], block_sin, block_cos)
+                turn_tile(k[stage], block_sin, block_cos)
+                if ROTATE_V:
+                    turn_tile(v[stage], block_sin, block_cos)
+                tlx.fence("async_shared")
+                tlx.barrier_arrive(ready[stage])
+
+
+@triton.jit
+def unbound(buffer):
+    """What a buffer [rows, width] holds, as fp32, lying in registers as its use asks.
+
+    What is loaded from shared memory lies as shared memory likes it, and so does what is computed
+    from it: in a product with an accumulator the accumulator is taken there, through shared memory.
+    A gather, here of every row by its own number, ends that: instead the buffer's values are taken
+    to where the accumulator lies, once for all products.
+    """
+    ROWS: tl.constexpr = buffer.shape[0]
+    WIDTH: tl.constexpr = buffer.shape[1]
+    rows = tl.broadcast_to(tl.arange(0, ROWS)[:, None], [ROWS, WIDTH])
+    return tl.gather(tlx.local_load(buffer).to(tl.float32), rows, 0)
+
+
+@triton.jit
+def put_turned(
+    desc, buffer, first_row, rows, head, x, sin, cos, TURN: tl.constexpr, KEPT: tl.constexpr
+):
+    """Start the store of a gradient x, fp32, turned back if TURN, through `buffer`.
+
+    KEPT: by sin and cos; else by what these two buffers hold.
+    """
+    if TURN:
+        if KEPT:
+            x = turned(x, sin, cos, True)
+        else:
+            block_sin, block_cos = turns_of(sin, cos)
+            x = turned(x, block_sin, block_cos, True)
+    put_rows(desc, buffer, first_row, rows, head, 0, x.to(tlx.dtype_of(desc)))
+
+
+@triton.jit
+def release(empty, stage):
+    """Give a slot back once its stores have read it; -1: there is none."""
+    tlx.async_descriptor_store_wait(0)
+    tlx.barrier_arrive(empty[tl.maximum(stage, 0)], pred=stage >= 0)
+
+
+@triton.jit
+def math_forward(
+    role: tl.constexpr, out_desc, q, k, v, full, ready, empty, blocks_ptr, scale,
+    NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A math role: all heads of units role, role + MATH_ROLES, ..."""
+    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    LATER: tl.constexpr = NUM_STAGES > MATH_ROLES
+    units = count_units(blocks_ptr)
+    before = -1
+    for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
+        first_row, rows = place(blocks_ptr, unit)
+        for head in tl.range(0, NUM_HEADS, num_stages=0):
+            stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
+            tlx.barrier_wait(full[stage], phase)
+            tlx.barrier_wait(ready[stage], phase)
+            s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
+            s = tlx.async_dot_wait(0, s)
+            if LATER:
+                release(empty, before)
+            p, total = softmax_parts(s, scale, rows)
+            out = tlx.async_dot(p.to(DTYPE), v[stage])
+            out = tlx.async_dot_wait(0, out)
+            out = out * (1 / total)[:, None]
+            put_rows(out_desc, q[stage], first_row, rows, head, 0, out.to(DTYPE))
+            if not LATER:
+                release(empty, stage)
+            before = stage
+    if LATER:
+        release(empty, before)
+
+
+@triton.jit
+def math_backward(
+    role: tl.constexpr, dq_desc, dk_desc, dv_desc, grad, q, k, v, sin, cos, p, ds_tile,
+    full, ready, empty, turns_full, turns_empty, blocks_ptr, scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr,
+    MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr,
+):  # fmt: skip
+    """A math role: all heads of units role, role + MATH_ROLES, ..."""
+    DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
+    BLOCK: tl.constexpr = dq_desc.block_shape[3]
+    HEAD_DIM: tl.constexpr = dq_desc.block_shape[4]
+    LATER: tl.constexpr = NUM_STAGES > MATH_ROLES
+    KEPT: tl.constexpr = HEAD_DIM == 64 or (GROUP == 1 and MATH_ROLES == 1)
+    units = count_units(blocks_ptr)
+    before = -1
+    for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
+        first_row, rows = place(blocks_ptr, unit)
+        at = unit % NUM_TURNS
+        tlx.barrier_wait(turns_full[at], (unit // NUM_TURNS) & 1)
+        if KEPT:
+            block_sin, block_cos = unbound(sin[at]), unbound(cos[at])
+            tlx.barrier_arrive(turns_empty[at])
+        else:
+            block_sin, block_cos = sin[at], cos[at]
+        for head_k in tl.range(0, NUM_HEADS_K, num_stages=0):
+            dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+            dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+            for member in tl.range(0, GROUP, num_stages=0):
+                head = head_k * GROUP + member
+                stage, phase = slot_of(unit, head, NUM_HEADS_K * GROUP, MATH_ROLES, NUM_STAGES)
+                tlx.barrier_wait(full[stage], phase)
+                tlx.barrier_wait(ready[stage], phase)
+                s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
+                dp = tlx.async_dot(grad[stage], tlx.local_trans(v[stage]))
+                if LATER:
+                    release(empty, before)
+                s = tlx.async_dot_wait(1, s)
+                weights, total = softmax_parts(s, scale, rows)
+                weights = weights * (1 / total)[:, None]
+                dp = tlx.async_dot_wait(0, dp)
+                p_tile = p[stage * (HEAD_DIM // BLOCK)]
+                tlx.local_store(p_tile, weights.to(DTYPE))
+                ds = weights * (dp - tl.sum(weights * dp, 1)[:, None]) * scale
+                tlx.local_store(ds_tile, ds.to(DTYPE))
+                tlx.fence("async_shared")
+                dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
+                dq = tlx.async_dot(ds_tile, k[stage])
+                dv = tlx.async_dot_wait(1, dv)
+                if GROUP == 1:
+                    put_turned(
+                        dv_desc, v[stage], first_row, rows, head_k, dv, block_sin, block_cos,
+                        ROTATE_V, KEPT,
+                    )  # fmt: skip
+                dk = tlx.async_dot(tlx.local_trans(ds_tile), q[stage], dk)
+                dq = tlx.async_dot_wait(1, dq)
+                dead = grad[stage] if GROUP == 1 else v[stage]
+                put_turned(
+                    dq_desc, dead, first_row, rows, head, dq, block_sin, block_cos, True, KEPT
+                )
+                dk = tlx.async_dot_wait(0, dk)
+                if member == GROUP - 1:
+                    if GROUP > 1:
+                        put_turned(
+                            dv_desc, grad[stage], first_row, rows, head_k, dv, block_sin,
+                            block_cos, ROTATE_V, KEPT,
+                        )  # fmt: skip
+                    put_turned(
+                        dk_desc, k[stage], first_row, rows, head_k, dk, block_sin, block_cos, True,
+                        KEPT,
+                    )  # fmt: skip
+                if not LATER:
+                    release(empty, stage)
+                before = stage
+        if not KEPT:
+            tlx.barrier_arrive(turns_empty[at])
+    if LATER:
+        release(empty, before)
+
+
+@triton.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, sin_desc, cos_desc, blocks_ptr, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr, REGISTERS: tl.constexpr,
+    TURN_REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """softmax(scale Q K^T) V for the blocks of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    sin = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(sin_desc), NUM_TURNS)
+    cos = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(cos_desc), NUM_TURNS)
+    full = tlx.alloc_barriers(NUM_STAGES)
+    ready = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+    turns_full = tlx.alloc_barriers(NUM_TURNS)
+    turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, q, k, v, sin, cos,
+                full, empty, turns_full, turns_empty, blocks_ptr,
+                NUM_HEADS, GROUP, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
+            turn(
+                q, k, v, sin, cos, full, ready, turns_full, turns_empty, blocks_ptr,
+                NUM_HEADS, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math_forward(
+                tlx.async_task_replica_id(), out_desc, q, k, v, full, ready, empty, blocks_ptr,
+                scale,
+                NUM_HEADS, MATH_ROLES, NUM_STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def backward_kernel(
+    grad_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, sin_desc, cos_desc, blocks_ptr,
+    scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr, REGISTERS: tl.constexpr,
+    TURN_REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and dv for the blocks of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    grad = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
+    p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (HEAD_DIM // BLOCK), reuse=v)
+    ds = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
+    sin = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(sin_desc), NUM_TURNS)
+    cos = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(cos_desc), NUM_TURNS)
+    full = tlx.alloc_barriers(NUM_STAGES)
+    ready = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+    turns_full = tlx.alloc_barriers(NUM_TURNS)
+    turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4, 2)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, q, k, v, sin, cos,
+                full, empty, turns_full, turns_empty, blocks_ptr,
+                NUM_HEADS_K * GROUP, GROUP, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
+            turn(
+                q, k, v, sin, cos, full, ready, turns_full, turns_empty, blocks_ptr,
+                NUM_HEADS_K * GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            role: tl.constexpr = tlx.async_task_replica_id()
+            math_backward(
+                role, dq_desc, dk_desc, dv_desc, grad, q, k, v, sin, cos, p, ds[role],
+                full, ready, empty, turns_full, turns_empty, blocks_ptr, scale,
+                NUM_HEADS_K, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS,
+            )  # fmt: skip
+
+
+def _descriptors(rotary: tuple[torch.Tensor, torch.Tensor] | None, block_size: int) -> list:
+    """Of sin and cos, as tensors of one head."""
+    if rotary is None:
+        raise NotImplementedError("impl 'v4a_turning_role' needs rotary (sin, cos), got None")
+    return [ragged_descriptor(turns[:, None], block_size) for turns in rotary]
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    rotate_v: bool = False,
+    config: Config | None = None,
+    schedule: BlockList | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
+    nothing.
+
+    Arguments as `block_attention`, already validated, also by `requires`. `schedule` is
+    `block_list_of`'s for the same sequences; None asks for it here.
+    """
+    total, num_heads, head_dim = q.shape
+    out = q.new_empty(q.shape)
+    config = config or default_config("forward", head_dim)
+    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    launch(
+        forward_kernel, (min(multiprocessors(q.device), schedule.max_blocks),), q.device,
+        *(ragged_descriptor(x, block_size) for x in (q, k, v, out)),
+        *_descriptors(rotary, block_size), schedule.entries, scale,
+        NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], ROTATE_V=rotate_v, BLOCK=block_size,
+        HEAD_DIM=head_dim, MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
+        NUM_TURNS=config.num_turns, TOGETHER=heads_together(config, num_heads),
+        REGISTERS=config.registers, TURN_REGISTERS=config.turn_registers, num_warps=4,
+    )  # fmt: skip
+    return out, ()
+
+
+def backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    saved: tuple[torch.Tensor, ...] = (),
+    *,
+    block_size: int,
+    scale: float,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    rotate_v: bool = False,
+    config: Config | None = None,
+    schedule: BlockList | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k, v and contiguous; the same options as `forward`."""
+    total, num_heads_k, head_dim = k.shape
+    grad_out = readable(grad_out)
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    config = config or default_config("backward", head_dim)
+    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    launch(
+        backward_kernel, (min(multiprocessors(q.device), schedule.max_blocks),), q.device,
+        *(ragged_descriptor(x, block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
+        *_descriptors(rotary, block_size), schedule.entries, scale,
+        NUM_HEADS_K=num_heads_k, GROUP=q.shape[1] // num_heads_k, ROTATE_V=rotate_v,
+        BLOCK=block_size, HEAD_DIM=head_dim, MATH_ROLES=config.math_roles,
+        NUM_STAGES=config.num_stages, NUM_TURNS=config.num_turns,
+        TOGETHER=heads_together(config, q.shape[1]), REGISTERS=config.registers,
+        TURN_REGISTERS=config.turn_registers, num_warps=4,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,414 @@
+"""v4a: the bits of v4_rotary from three kinds of roles, in any order of events."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdpa_kernels import emulator
+from gdpa_kernels.block_attention import v4_rotary as v4
+from gdpa_kernels.block_attention import v4a_turning_role as v4a
+from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.compile_check import build, disassemble, read
+from tests.block_attention.cases import CASES, DEVICE, NAMES, Case, check, kernels_run, results
+from tests.block_attention.compiling import _type, launches
+from tests.emulator.mutants import enumerate_mutants, executed_lines, import_file, judge
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
+
+
+def supported(case: Case, dtype: torch.dtype) -> bool:
+    tensors, options = case.tensors(dtype), case.options()
+    call = (tensors["q"], tensors["k"], tensors["v"], options["rotary"])
+    return v4a.requires(case.block_size, *call) is None
+
+
+def assert_same_bits(found, expected, note=None) -> None:
+    for name, a, b in zip(NAMES, found, expected, strict=True):
+        assert torch.equal(a, b), (name, note)
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [
+        (case, dtype)
+        for case in dict.fromkeys(replace(case, rotary=True) for case in CASES)
+        for dtype in (BF16, FP16)
+        if supported(case, dtype)
+    ],
+    ids=str,
+)
+def test_matches_the_definition(case, dtype):
+    check(v4a, case, dtype)
+
+
+@pytest.mark.parametrize("rotate_v", (False, True))
+@pytest.mark.parametrize("heads, heads_k", ((2, 2), (2, 1)))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_options_match_the_definition(head_dim, heads, heads_k, rotate_v):
+    case = Case("options", (65, 0, 30), heads, heads_k, head_dim, rotary=True, rotate_v=rotate_v)
+    check(v4a, case, BF16)
+
+
+@pytest.mark.parametrize("turns", (FP32, BF16, FP16), ids=str)
+@pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
+@pytest.mark.parametrize("heads_k", (2, 1))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_same_bits_as_v4(head_dim, heads_k, dtype, turns):
+    """Whatever the dtype of sin and cos: one rounding, in the same place."""
+    for rotate_v in (False, True):
+        case = Case("bits", (65, 0, 40), 2, heads_k, head_dim, rotary=True, rotate_v=rotate_v)
+        tensors, options = case.tensors(dtype), case.options()
+        options["rotary"] = tuple(t.to(turns) for t in options["rotary"])
+        expected = results(v4, tensors, options)
+        assert_same_bits(results(v4a, tensors, options), expected, rotate_v)
+
+
+# (math_roles, num_stages, num_turns, whether the loads of all heads are issued together)
+CONFIGS = (
+    *((1, 1, 1, False), (1, 2, 1, False), (1, 2, 3, False), (1, 3, 2, False), (1, 4, 1, True)),
+    *((2, 2, 2, False), (2, 4, 2, False), (2, 4, 4, False), (3, 3, 3, False)),
+)
+
+
+def configs(heads: int) -> list[v4a.Config]:
+    registers = {
+        1: {}, 2: {"registers": 184, "turn_registers": 112},
+        3: {"registers": 120, "turn_registers": 96},
+    }  # fmt: skip
+    return [
+        v4a.Config(roles, stages, turns, heads if together else 1, **registers[roles])
+        for roles, stages, turns, together in CONFIGS
+        if not together or stages // roles > heads
+    ]
+
+
+def scheduled(case: Case, schedule: str | int, config=None) -> tuple[torch.Tensor, ...]:
+    """(out, dq, dk, dv) of v4a, the roles ordered by `schedule`."""
+    grad_out, *others = case.tensors(BF16).values()
+    options = case.options() | {"config": config}
+    with emulator.enabled(schedule=schedule, max_steps=50_000):
+        out, saved = v4a.forward(*others, **options)
+        return out, *v4a.backward(grad_out, *others, saved, **options)
+
+
+@emulated
+@pytest.mark.parametrize(
+    "heads, heads_k, config",
+    [(*heads, config) for heads in ((2, 2), (3, 1)) for config in configs(heads[0])],
+    ids=str,
+)
+def test_any_schedule_and_config_gives_the_bits_of_v4(heads, heads_k, config):
+    """Slots are used several times over, the last round has fewer units than there are roles."""
+    case = Case("orders", (130, 0, 300, 64, 1), heads, heads_k, rotary=True, rotate_v=True)
+    expected = results(v4, case.tensors(BF16), case.options())
+    for schedule in ("modelled", 0, 1):
+        assert_same_bits(scheduled(case, schedule, config), expected, schedule)
+
+
+@emulated
+@pytest.mark.parametrize("heads_k", (2, 1))
+def test_any_schedule_at_head_dim_128(heads_k):
+    """Grouped heads, or two math roles, leave sin and cos in shared memory here."""
+    case = Case("orders", (130, 70), 2, heads_k, 128, rotary=True, rotate_v=True)
+    expected = results(v4, case.tensors(BF16), case.options())
+    two = v4a.Config(math_roles=2, registers=184, turn_registers=112)
+    for config in (None, two):
+        for schedule in (0, 1):
+            options = (case, schedule, config)
+            assert_same_bits(scheduled(*options), expected, options)
+
+
+@settings(deadline=None, max_examples=8)
+@given(data=st.data())
+def test_random_batches_and_configs(data):
+    group, heads_k = data.draw(st.sampled_from([(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)]))
+    case = Case(
+        "random",
+        tuple(data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=5))),
+        num_heads=group * heads_k,
+        num_heads_k=heads_k,
+        rotary=True,
+        rotate_v=data.draw(st.booleans()),
+    )
+    tensors, options = case.tensors(BF16), case.options()
+    heads = min(case.num_heads, 3)
+    config = data.draw(st.sampled_from(configs(heads if case.num_heads % heads == 0 else 1)))
+    expected = results(v4, tensors, options)
+    assert_same_bits(results(v4a, tensors, options, config=config), expected)
+
+
+@pytest.mark.parametrize("heads_k", (1, 2))
+def test_neighbours_do_not_leak(heads_k):
+    """Other blocks hold NaN, infinities, large values: this one's results are bitwise equal."""
+    case = Case("neighbours", (5, 70, 64, 3), 2, heads_k, rotary=True, rotate_v=True)
+    tensors, options = case.tensors(BF16), case.options()
+    before = results(v4a, tensors, options)
+    for own in (slice(0, 5), slice(5, 69), slice(69, 75), slice(139, 142)):
+        for poison in (float("nan"), float("inf"), -3e38):
+
+            def poisoned(tensor, own=own, poison=poison):
+                changed = torch.full_like(tensor, poison)
+                changed[own] = tensor[own]
+                return changed
+
+            changed = {
+                name: tensor if name == "cu_seqlens" else poisoned(tensor)
+                for name, tensor in tensors.items()
+            }
+            turns = tuple(map(poisoned, options["rotary"]))
+            after = results(v4a, changed, options | {"rotary": turns})
+            own_rows = [[x[own] for x in group] for group in (after, before)]
+            assert_same_bits(*own_rows, note=(own, poison))
+
+
+def test_results_are_written_whole(monkeypatch):
+    """Memory is full of NaN before the call, and every element is finite after it."""
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor,
+        "new_empty",
+        lambda self, *shape, **options: empty(self, *shape, **options).fill_(float("nan")),
+    )
+    case = replace(CASES[0], rotary=True)
+    for name, result in zip(NAMES, results(v4a, case.tensors(BF16), case.options()), strict=True):
+        assert result.isfinite().all(), name
+
+
+def test_deals_and_loads_as_v4():
+    for name in ("count_units", "place", "slot_of", "fetch", "load", "release"):
+        assert getattr(v4a, name).src == getattr(v4, name).src
+
+
+def test_needs_what_v4_needs():
+    q, turns = torch.zeros(3, 2, 64, dtype=BF16), torch.zeros(3, 32)
+    shifted = torch.zeros(3, 2, 72, dtype=BF16)[..., 1:65]
+    calls = (
+        *((64, q, q, q), (64, q, q, q, (turns, turns)), (32, q, q, q, (turns, turns))),
+        *((64, q, shifted, q, (turns, turns)), (64, q, q, q, (turns.double(), turns))),
+        *((64, q, q, q, (turns, turns[:1].expand(3, 32))), (64, q.float(), q, q, (turns, turns))),
+        (64, q[..., :48], q[..., :48], q[..., :48], (turns, turns)),
+    )
+    assert [v4a.requires(*call) for call in calls] == [v4.requires(*call) for call in calls]
+    assert sum(v4a.requires(*call) is None for call in calls) == 1
+
+
+def test_refuses_a_call_without_rotary():
+    case = Case("refused", (5,))
+    grad_out, *others = case.tensors(BF16).values()
+    text = r"impl 'v4a_turning_role' needs rotary \(sin, cos\), got None"
+    with kernels_run():
+        with pytest.raises(NotImplementedError, match=text):
+            v4a.forward(*others, **case.options())
+        with pytest.raises(NotImplementedError, match=text):
+            v4a.backward(grad_out, *others, **case.options())
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    (
+        ({"math_roles": 2, "num_stages": 1}, "num_stages must be .*; got num_stages 1"),
+        ({"math_roles": 2, "num_turns": 3}, "num_turns must be .*; got num_turns 3"),
+        ({"heads_together": 2}, "more slots than heads_together, 2, got 2: num_stages 2"),
+        ({"registers": 232, "turn_registers": 256}, "must be at most 504, got 512"),
+        ({"math_roles": 2}, "must be at most 512, got 744: turn_registers 240, math_roles 2"),
+        ({"registers": 236}, "registers must be a multiple of 8, got 236"),
+        ({"turn_registers": 100}, "turn_registers must be a multiple of 8, got 100"),
+    ),
+)
+def test_refuses_launch_constants(options, text):
+    with pytest.raises(ValueError, match=text):
+        v4a.Config(**options)
+
+
+# Rows for five units of one program: with two math roles the first has one more than the second.
+SMALL = {
+    heads: Case("mutants", (130, 0, 70), *heads, rotary=True, rotate_v=True)
+    for heads in ((2, 2), (2, 1), (1, 1))
+}
+WIDE = replace(SMALL[2, 1], head_dim=128)
+ONE, TWO = {}, {"math_roles": 2, "registers": 184, "turn_registers": 112}
+
+
+@cache
+def _expected(case: Case) -> tuple[torch.Tensor, ...]:
+    return results(v4, case.tensors(BF16), case.options())
+
+
+def _launch(case: Case, direction: str, config: v4a.Config, module, schedule) -> None:
+    """One direction of v4a or of a changed one: a wrong result is an AssertionError."""
+    options = case.options() | {"config": config}
+    grad_out, *others = case.tensors(BF16).values()
+    out, *gradients = _expected(case)
+    one_program = mock.patch.object(module, "multiprocessors", lambda device: 1)
+    with one_program, emulator.enabled(schedule=schedule, max_steps=50_000):
+        if direction == "forward":
+            assert torch.equal(module.forward(*others, **options)[0], out)
+        else:
+            found = module.backward(grad_out, *others, **options)
+            assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
+
+
+# Slots that are given back later, more than a unit has heads, and at once; one math role and two;
+# backward also with sin and cos left in shared memory.
+LAUNCHES = {
+    "forward": (
+        (SMALL[2, 2], {**TWO, "num_stages": 6}),
+        (SMALL[2, 1], {**TWO, "num_stages": 2}),
+        (SMALL[2, 2], {**ONE, "num_stages": 4}),
+        (SMALL[2, 2], {**ONE, "num_stages": 4, "num_turns": 1}),
+    ),
+    "backward": (
+        (SMALL[2, 2], {**TWO, "num_stages": 4}),
+        (SMALL[1, 1], {**TWO, "num_stages": 4}),
+        (SMALL[2, 1], {**TWO, "num_stages": 2}),
+        (SMALL[2, 2], {**ONE, "num_stages": 4, "num_turns": 1}),
+        (SMALL[1, 1], {**ONE, "num_stages": 4}),
+        (WIDE, {**ONE, "num_stages": 2}),
+        (WIDE, {**ONE, "num_stages": 2, "num_turns": 1}),
+    ),
+}
+# Changes that do no harm.
+HARMLESS = {
+    "forward": [
+        "drop barrier_wait(full[stage], phase)",  # of a math role: what is turned has landed
+        "q[stage] -> k",  # O may leave through the slot of K, which S has read too
+        # two blocks end one after the other; that the load role first waits for the later one
+        "turns_empty[at] -> next",
+    ],
+    "backward": [
+        "drop barrier_wait(full[stage], phase)",
+        "ds[role] -> next",  # the roles trade their tiles
+        "grad[stage] -> q",  # of grouped heads dV may leave through the slot of Q, dead since dK
+        "turns_empty[at] -> next",  # of grouped heads at head_dim 128: no room for slots that race
+    ],
+}
+
+
+@emulated
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_every_harmful_mistake_in_synchronisation_is_found(direction):
+    path = Path(v4a.__file__)
+    calls = [
+        partial(_launch, case, direction, v4a.Config(**config))
+        for case, config in LAUNCHES[direction]
+    ]
+    executed = [executed_lines(path, partial(call, v4a, "modelled")) for call in calls]
+    survivors, tested = [], 0
+    for mutant in enumerate_mutants(path, f"{direction}_kernel"):
+        lines = range(mutant.lines[0], mutant.lines[1] + 1)
+        used = [
+            call for call, seen in zip(calls, executed, strict=True) if not seen.isdisjoint(lines)
+        ]
+        tested += bool(used)
+        if used and not judge(mutant, import_file, used).error:
+            survivors.append(mutant.description.split(": ", 1)[1])
+    assert tested > 40 and sorted(survivors) == HARMLESS[direction]
+
+
+def built(module, direction: str, dtype=BF16, turns=FP32, heads_k=4, config=None, **case):
+    """The kernel of one direction, compiled for sm_90a, for 4 heads on the CPU."""
+    shape = Case("compiled", (64, 3), num_heads=4, num_heads_k=heads_k, rotary=True, **case)
+    grad_out, *others = (t.cpu() for t in shape.tensors(dtype).values())
+    options = shape.options() | {"schedule": BlockList(torch.zeros(3, 2, dtype=torch.int32), 2)}
+    options["rotary"] = tuple(t.cpu().to(turns) for t in options["rotary"])
+    options["config"] = config
+
+    def call():
+        if direction == "forward":
+            return module.forward(*others, **options)
+        return module.backward(grad_out, *others, **options)
+
+    ((kernel, args, constants),) = launches(module, call)
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    types = {name: _type(value) for name, value in given.items() if value is not None}
+    launched = {n: v for n, v in constants.items() if n not in kernel.arg_names}
+    return build(kernel, types, given | constants, options=launched)
+
+
+SHARED_OF_A_PROGRAM = 227 * 1024
+OPTIONS = (
+    (BF16, FP32, {"head_dim": 64}),
+    (BF16, FP32, {"head_dim": 128}),
+    (FP16, FP32, {"head_dim": 128}),
+    (FP16, FP32, {"head_dim": 64, "heads_k": 2}),
+    (BF16, FP32, {"head_dim": 64, "heads_k": 2, "rotate_v": True}),
+    (BF16, FP32, {"head_dim": 128, "heads_k": 2, "rotate_v": True}),
+    (BF16, FP32, {"head_dim": 128, "rotate_v": True}),
+    (FP16, BF16, {"head_dim": 128, "rotate_v": True}),
+    (BF16, BF16, {"head_dim": 128, "rotate_v": True, "config": v4a.Config(1, 3, 1)}),
+    (BF16, FP32, {"head_dim": 64, "rotate_v": True, "config": v4a.Config(2, 4, 2, 1, 184, 112)}),
+)
+# Bytes that backward spills where dk and dv of grouped heads are summed at head_dim 128.
+SPILLS_OF_GROUPS = 344
+
+
+@pytest.mark.parametrize("dtype, turns, case", OPTIONS, ids=str)
+def test_hopper_code(dtype, turns, case):
+    for direction in ("forward", "backward"):
+        made = read(built(v4a, direction, dtype, turns, **case))
+        groups = direction == "backward" and case.get("heads_k") == 2 and case["head_dim"] == 128
+        assert made.spill_bytes <= (SPILLS_OF_GROUPS if groups else 0) and not made.serialised
+        assert made.shared_bytes <= SHARED_OF_A_PROGRAM
+        for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
+            assert made.instructions[instruction] > 0, instruction
+        assert made.wide["LDG"] == made.wide["STG"] == 0
+
+
+def innermost_loops(sass: str) -> list[list[str]]:
+    """The mnemonics of each loop that contains no other of more than 100 instructions."""
+    lines, labels, loops = [], {}, []
+    for line in map(str.strip, sass.splitlines()):
+        if label := re.match(r"(\.L\w*):", line):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"/\*[0-9a-f]+\*/\s+(.*?);", line):
+            lines.append(instruction[1])
+    for end, line in enumerate(lines):
+        if (jump := re.search(r"BRA\S*\s.*`\((\.L\w*)\)", line)) and jump[1] in labels:
+            loops.append((labels[jump[1]], end + 1))
+    loops = [(begin, end) for begin, end in loops if end - begin > 100]
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    name = re.compile(r"(?:@!?\w+\s+)?([A-Z][A-Z0-9]*)")
+    return [[name.match(line)[1] for line in lines[begin:end]] for begin, end in inner]
+
+
+# (direction, head_dim): most instructions of a warp for an item in the math role, the turn role.
+INSTRUCTIONS = {
+    ("backward", 128): (1320, 880), ("forward", 128): (550, 880),
+    ("backward", 64): (1000, 460), ("forward", 64): (450, 460),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("direction, head_dim", INSTRUCTIONS)
+def test_roles_share_the_instructions_of_v4(direction, head_dim):
+    """Per item: sin and cos are not read, no gradient crosses shared memory, nothing is spilt."""
+
+    def loops(module):
+        case = {"heads_k": 4, "head_dim": head_dim, "rotate_v": True}
+        return innermost_loops(
+            disassemble(built(module, direction, BF16, BF16, **case).asm["cubin"])
+        )
+
+    math, turn, both = (
+        min((loop for loop in loops(module) if is_it(loop)), key=len)
+        for module, is_it in (
+            (v4a, lambda loop: "HGMMA" in loop),
+            (v4a, lambda loop: "HGMMA" not in loop and loop.count("FFMA") > 50),
+            (v4, lambda loop: "HGMMA" in loop),
+        )
+    )
+    most_of_math, most_of_turn = INSTRUCTIONS[direction, head_dim]
+    assert len(math) <= most_of_math and len(turn) <= most_of_turn
+    assert len(math) < 0.55 * len(both) and len(math) + len(turn) < len(both)
+    assert math.count("LDS") == math.count("STS") == math.count("LDSM") == 0
+    assert turn.count("LDS") == turn.count("STS") == 3 * head_dim // 16
+    assert "LDL" not in math + turn and "STL" not in math + turn
