@@ -18,7 +18,6 @@ from typing import Any
 
 TORCH = "torch==2.13.0"
 FBTRITON = "fbtriton==3.7.4"
-_GROUPS = ("machine", "implementations", "baselines", "data")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def report(found: Iterable[Finding]) -> str:
     found = list(found)
     width = max((len(f.name) for f in found), default=0)
     lines = []
-    for group in _GROUPS:
+    for group in dict.fromkeys(f.group for f in found):
         members = [f for f in found if f.group == group]
         if members:
             lines.append(group)
@@ -213,11 +212,15 @@ def check_triton(install: TritonInstall) -> Finding:
 
 
 def check_implementations() -> list[Finding]:
-    """The reference and every rung of the ladder: can it run here, and why."""
+    """The reference and every rung of each ladder: can it run here, and why."""
     ladder = _module("ladder")
     if isinstance(ladder, Exception):
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
-    return [_ask("implementations", n, ladder.availability, n) for n in ladder.impls()]
+    return [
+        _ask(f"implementations of {operator}", impl, ladder.availability, impl, None, operator)
+        for operator in ladder.LADDERS
+        for impl in ladder.impls(operator)
+    ]
 
 
 def check_baselines() -> list[Finding]:

@@ -229,8 +229,9 @@ def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
         if name == "ladder":
             raise_reason = {"a": (True, "fine"), "b": (False, "needs sm_90 or newer, got sm_80")}
             return SimpleNamespace(
-                impls=lambda: list(raise_reason),
-                availability=lambda impl: SimpleNamespace(
+                LADDERS=["one", "other"],
+                impls=lambda operator: {"one": ["a", "b"], "other": ["a"]}[operator],
+                availability=lambda impl, device, operator: SimpleNamespace(
                     ok=raise_reason[impl][0], reason=raise_reason[impl][1]
                 ),
             )
@@ -238,8 +239,9 @@ def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
 
     monkeypatch.setattr(doctor, "_module", module)
     assert doctor.check_implementations() == [
-        Finding("implementations", "a", True, "fine"),
-        Finding("implementations", "b", False, "needs sm_90 or newer, got sm_80"),
+        Finding("implementations of one", "a", True, "fine"),
+        Finding("implementations of one", "b", False, "needs sm_90 or newer, got sm_80"),
+        Finding("implementations of other", "a", True, "fine"),
     ]
     assert doctor.check_baselines() == [
         Finding("baselines", "fa2", True, "runs on cuda:0"),
