@@ -27,9 +27,8 @@ The compiler makes the barriers. S and dP are waited for as soon as they are iss
 dV and dK run beside what follows them. The walk over the query heads of a key head is one loop with
 that over their rows, so that the copies run ahead across heads.
 
-Not deterministic where a row of dQ has more than two summands, tiles of 128 keys: they come in
-another order from run to run, and fp32 sums round accordingly. dK and dV are deterministic. A
-shared q: all sequences add to the same rows.
+Not deterministic: dQ's additions come in another order from run to run, and fp32 sums round
+accordingly. dK and dV are deterministic. A shared q: all sequences add to the same rows.
 
 `Config.by_tma` False adds with `red.global.add.f32` instead, each thread four elements at a time.
 That needs their addresses: compiled for head_dim 128 it spills 40 bytes, the default nothing.

@@ -10,7 +10,7 @@ type: no fp32 sum in memory, no zero fill, no conversion, no additions by TMA; d
 Why it should help, in bytes for a row of head_dim 128 in bf16: v4 reads Q and dO (512), fills 512
 with zeros, adds to them twice at 256 keys, reads them again and writes 256: at 4.3 TB/s more time
 than the five products take. Here are 512 read and 256 written. The price is 16 KB of dS each way
-between the two programs for 64 rows, about an eighth of what their products read of shared memory.
+between the two programs for 64 rows, about a quarter of what their products read of shared memory.
 
 The two math roles take turns with dQ, one step each: a step of 64 rows gives [64, 64] from four
 products over 64 keys. Which half of the columns is a program's own is known at run time only, but
