@@ -643,8 +643,8 @@ figures.provenance(kernels, csv="gdpa-backward-roofline", data_dir=Path(data_dir
 # peer on {glue:text}`bwd_peers_won:.0f` of {glue:text}`bwd_workloads:.0f` workloads, by factors
 # from {glue:text}`bwd_peer_over_least:.2f` to {glue:text}`bwd_peer_over_most:.2f`.
 # {glue:text}`bwd_peers_lost` A roofline assumes that the tensor cores never wait. What keeps them
-# waiting is the subject of {doc}`31_backward_roles`: mostly the instructions of a role, one after the
-# other.
+# waiting is the subject of {doc}`31_backward_roles`: mostly the instructions of a role, one after
+# the other.
 #
 # ## Step by step
 #

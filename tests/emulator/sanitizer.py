@@ -1,13 +1,14 @@
 """NVIDIA's compute-sanitizer on our kernels, on a GPU: the tools' side of what the emulator finds.
 
-`findings` runs each tool on small ragged launches of each rung, in a process of its own:
+`findings` runs each tool on small ragged calls of each rung, in a process of its own:
 
     python -m tests.emulator.sanitizer v4_warp_specialized      # what is run under the tool
 
 Racecheck reports accesses of shared memory that no barrier orders as it understands them. Kernels
 with `tlx.async_tasks` hold such a pair that is not ours: one byte per warp that says which task the
 warp is to take, written and read by code that the compiler adds and orders by barriers of its own.
-`EMPTY`, a kernel whose tasks do nothing, shows it alone.
+Two controls hold that byte and next to nothing else: the tasks of `EMPTY` do not wait for each
+other, those of `WAITING` do, on an mbarrier.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import ModuleType
 
 import torch
 import triton
@@ -29,9 +35,12 @@ from gdpa_kernels.inputs import cu_seqlens
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
 EMPTY = "empty_tasks"
+WAITING = "waiting_tasks"
 LENGTHS_Q = (200, 0, 130, 65, 1)
 LENGTHS_K = (300, 17, 200, 64, 0)
 SHORT_K = (200, 17, 200, 64, 0)
+HEAD_DIMS = (64, 128)
+BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Finding:
     """What one tool said of one kernel's launches.
 
     errors: of the tool's summary; for racecheck, pairs of racing accesses. elsewhere: those of them
-    that are not at the first line of the kernel, to which the compiler's own code belongs.
+    that are not at the first line of a kernel with tasks, to which the compiler's own code belongs.
     """
 
     impl: str
@@ -58,29 +67,130 @@ def empty_tasks_kernel(x_ptr):
             tl.store(x_ptr + 1 + tlx.async_task_replica_id(), 1)
 
 
+@triton.jit
+def waiting_tasks_kernel(x_ptr):
+    ready = tlx.alloc_barriers(1)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tl.store(x_ptr, 0)
+            tlx.barrier_arrive(ready[0])
+        with tlx.async_task(num_warps=4, registers=232, replicate=2):
+            tlx.barrier_wait(ready[0], 0)
+            tl.store(x_ptr + 1 + tlx.async_task_replica_id(), 1)
+
+
+CONTROLS = {EMPTY: empty_tasks_kernel, WAITING: waiting_tasks_kernel}
+
+
+def rungs() -> list[str]:
+    """The rungs of all ladders that have kernels."""
+    return [
+        rung.impl
+        for ladder_rungs in ladder.LADDERS.values()
+        for rung in ladder_rungs
+        if rung.requires.capability is not None
+    ]
+
+
+def rung_of(impl: str) -> ladder.Rung:
+    """The rung of that name, on whichever ladder. Raises ValueError unless it has kernels."""
+    if impl not in rungs():
+        known = ", ".join((*CONTROLS, *rungs()))
+        raise ValueError(
+            f"impl must be a control or a rung that is a kernel: {known}; got {impl!r}"
+        )
+    operator = next(name for name in ladder.LADDERS if impl in ladder.impls(name))
+    return ladder.rung(impl, operator)
+
+
 def launch(impl: str, device: torch.device) -> None:
-    """Small ragged calls: long and short keys, two head dimensions, with and without a mask."""
-    if impl == EMPTY:
-        empty_tasks_kernel[(2,)](torch.zeros(4, dtype=torch.int32, device=device), num_warps=4)
+    """All of `calls`."""
+    for call in calls(impl, device):
+        call()
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
-        return
-    module = ladder.rung(impl).module()
-    generator = torch.Generator().manual_seed(0)
 
-    def tokens(lengths: tuple[int, ...], head_dim: int) -> torch.Tensor:
-        made = torch.randn(sum(lengths), 2, head_dim, generator=generator)
-        return made.to(device, torch.bfloat16)
 
-    options = {"activation": ("gelu_tanh",), "output_scale": 1.0, "window": None}
-    for head_dim in (64, 128):
-        for lengths_k, causal in ((LENGTHS_K, False), (LENGTHS_K, True), (SHORT_K, False)):
-            module.forward(
-                tokens(LENGTHS_Q, head_dim), tokens(lengths_k, head_dim),
-                tokens(lengths_k, head_dim), cu_seqlens(list(LENGTHS_Q), device),
-                cu_seqlens(list(lengths_k), device), max(LENGTHS_Q), max(lengths_k),
-                scale=head_dim**-0.5, causal=causal, **options,
-            )  # fmt: skip
-    torch.cuda.synchronize(device)
+def calls(impl: str, device: torch.device) -> list[Callable[[], object]]:
+    """Small ragged calls of a rung that it supports, or the one of a control.
+
+    Two head dimensions; for GDPA long and short keys, with and without a mask; for block attention
+    forward and then backward, without rotary, and with it for q, k and v.
+    """
+    if impl in CONTROLS:
+        x = torch.zeros(4, dtype=torch.int32, device=device)
+        return [partial(CONTROLS[impl][(2,)], x, num_warps=4)]
+    rung = rung_of(impl)
+    make = torch.Generator().manual_seed(0)
+    if rung.operator == "block_attention":
+        return _block_calls(rung, device, make)
+    return _gdpa_calls(rung, device, make)
+
+
+def _tokens(
+    lengths: tuple[int, ...], head_dim: int, device: torch.device, make: torch.Generator
+) -> torch.Tensor:
+    """N(0, 1) for two heads, bf16."""
+    return torch.randn(sum(lengths), 2, head_dim, generator=make).to(device, torch.bfloat16)
+
+
+def _gdpa_calls(
+    rung: ladder.Rung, device: torch.device, make: torch.Generator
+) -> list[Callable[[], object]]:
+    backward, module = rung.operator == "gdpa_backward", rung.module()
+    own = getattr(module, "requires", None)  # what `ladder.Requires` cannot say
+    made = []
+    kinds = [(LENGTHS_K, False), (LENGTHS_K, True), (SHORT_K, False)]
+    if backward:
+        kinds.append((SHORT_K, True))
+    for head_dim, (lengths_k, causal) in product(HEAD_DIMS, kinds):
+        q = _tokens(LENGTHS_Q, head_dim, device, make)
+        k, v = (_tokens(lengths_k, head_dim, device, make) for _ in range(2))
+        ends_q, ends_k = (cu_seqlens(list(each), device) for each in (LENGTHS_Q, lengths_k))
+        if rung.requires.of_call(q, k, v) is not None:
+            continue
+        if backward and own is not None and own(ends_q, max(lengths_k)) is not None:
+            continue
+        arguments = (q, k, v, ends_q, ends_k, max(LENGTHS_Q), max(lengths_k))
+        if backward:
+            arguments = (_tokens(LENGTHS_Q, head_dim, device, make), *arguments)
+        function = module.backward if backward else module.forward
+        options = {
+            "scale": head_dim**-0.5, "output_scale": 1.0, "activation": ("gelu_tanh",),
+            "causal": causal, "window": None,
+        }  # fmt: skip
+        made.append(partial(function, *arguments, **options))
+    return made
+
+
+def _block_calls(
+    rung: ladder.Rung, device: torch.device, make: torch.Generator
+) -> list[Callable[[], object]]:
+    module = rung.module()
+    own = getattr(module, "requires", None)
+    ends = cu_seqlens(list(LENGTHS_Q), device)
+    made = []
+    for head_dim, turned in product(HEAD_DIMS, (False, True)):
+        grad_out, q, k, v = (_tokens(LENGTHS_Q, head_dim, device, make) for _ in range(4))
+        rotary = None
+        if turned:
+            angles = torch.randn(sum(LENGTHS_Q), head_dim // 2, generator=make).to(device)
+            rotary = (angles.sin(), angles.cos())
+        if rung.requires.of_call(q, k, v) is not None:
+            continue
+        if own is not None and own(BLOCK_SIZE, q, k, v, rotary) is not None:
+            continue
+        options = {
+            "block_size": BLOCK_SIZE, "scale": head_dim**-0.5, "rotary": rotary, "rotate_v": turned
+        }  # fmt: skip
+        made.append(partial(_both, module, grad_out, q, k, v, ends, options))
+    return made
+
+
+def _both(module: ModuleType, grad_out: torch.Tensor, q, k, v, ends, options: dict) -> None:
+    """Forward, then backward with what forward saved."""
+    _, saved = module.forward(q, k, v, ends, **options)
+    module.backward(grad_out, q, k, v, ends, saved, **options)
 
 
 def parse(impl: str, tool: str, text: str) -> Finding:
@@ -91,44 +201,66 @@ def parse(impl: str, tool: str, text: str) -> Finding:
         text,
     )
     if summary is None:
-        raise ValueError(f"{tool} must print a summary, got {text[-300:]!r}")
+        raise ValueError(f"{tool} of {impl} must print a summary, got {text[-300:]!r}")
     if summary.group(3) is not None:
         return Finding(impl, tool, int(summary.group(3)), 0, int(summary.group(3)))
-    places = re.findall(r"Error: Race reported between .*? at \S+ in (\S+)", text)
-    first = _first_line(impl)
-    elsewhere = sum(place.rpartition(":")[2] != str(first) for place in places)
-    missing = int(summary.group(1)) - len(places)
-    return Finding(
-        impl, tool, int(summary.group(1)), int(summary.group(2)), elsewhere + max(missing, 0)
-    )
+    errors, first, regions = int(summary.group(1)), set(), set()
+    for kernel in kernels_with_tasks(impl):
+        first.add(_place(kernel, kernel.def_file_line_number))
+        regions |= {
+            _place(kernel, kernel.starting_line_number + i)
+            for i, line in enumerate(kernel.raw_src)
+            if "tlx.async_tasks()" in line
+        }
+    own = 0
+    for report in re.findall(r"Error: Race reported between (.*(?:\n=+ +and .*)*)", text):
+        at, *others = (
+            Path(place).name for place in re.findall(r"access at \S+(?: in (\S+))?", report)
+        )
+        own += at in first and first | regions >= set(others)
+    return Finding(impl, tool, errors, int(summary.group(2)), max(errors - own, 0))
 
 
-def _first_line(impl: str) -> int:
-    """The line to which the compiler's own code of a kernel is attributed: that of its `def`."""
-    from gdpa_kernels.compile_check import KERNELS
+def kernels_with_tasks(impl: str) -> list[triton.JITFunction]:
+    """The kernels with `tlx.async_tasks` in a rung's file, or the one of a control.
 
-    if impl == EMPTY:
-        return empty_tasks_kernel.starting_line_number + 1
-    kernel = getattr(ladder.rung(impl).module(), KERNELS[impl])
-    return kernel.starting_line_number + 1
+    The compiler's own code in a kernel is attributed to the line of its `def`; the store that
+    starts the tasks, to the line of `with tlx.async_tasks()`.
+    """
+    if impl in CONTROLS:
+        return [CONTROLS[impl]]
+    module = rung_of(impl).module()
+    return [
+        kernel
+        for kernel in vars(module).values()
+        if isinstance(kernel, triton.JITFunction)
+        and kernel.fn.__module__ == module.__name__
+        and any("tlx.async_tasks()" in line for line in kernel.raw_src)
+    ]
+
+
+def _place(kernel: triton.JITFunction, line: int) -> str:
+    """How the tools name a line of the kernel's file."""
+    return f"{Path(kernel.fn.__code__.co_filename).name}:{line}"
 
 
 def findings(impls: Iterable[str]) -> list[Finding]:
     """All tools on all of them; needs a GPU and compute-sanitizer."""
-    jobs = []
-    for impl in impls:
-        for tool in TOOLS:
-            command = [
-                "compute-sanitizer", "--tool", tool, "--print-limit", "1000",
-                "--kernel-regex", "kns=_kernel", sys.executable, "-m", __spec__.name, impl,
-            ]  # fmt: skip
-            jobs.append(
-                (impl, tool, subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                    env=os.environ,
-                ))
-            )  # fmt: skip
-    return [parse(impl, tool, job.communicate()[0]) for impl, tool, job in jobs]
+    impls = list(impls)
+    jobs = [(impl, tool) for tool in TOOLS for impl in impls]  # the first tool fills the cache
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        said = dict(zip(jobs, pool.map(lambda job: _output(*job), jobs), strict=True))
+    return [parse(impl, tool, said[impl, tool]) for impl in impls for tool in TOOLS]
+
+
+def _output(impl: str, tool: str) -> str:
+    """What a tool prints about the calls of one rung or control."""
+    command = [
+        "compute-sanitizer", "--tool", tool, "--print-limit", "1000",
+        "--kernel-regex", "kns=_kernel", sys.executable, "-m", __spec__.name, impl,
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.stdout
 
 
 if __name__ == "__main__":

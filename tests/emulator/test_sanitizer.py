@@ -1,17 +1,24 @@
-"""What compute-sanitizer prints is understood; the tool itself needs a GPU."""
+"""What compute-sanitizer prints is understood, and every rung is called; the tool needs a GPU."""
+
+from itertools import product
+from unittest import mock
 
 import pytest
+import torch
 
-from gdpa_kernels import ladder
+from gdpa_kernels import emulator, ladder
 from tests.emulator import sanitizer
 
 V4 = ladder.rung("v4_warp_specialized").path
+BLOCK_V4 = ladder.rung("v4_rotary", "block_attention").path
+CPU = torch.device("cpu")
 
 
-def _race(line: int) -> str:
+def _race(line: int, other: int | None = None, file: str = V4.name) -> str:
     return (
-        f"========= Error: Race reported between Write access at x+0x1070 in {V4.name}:{line}\n"
-        f"=========     and Read access at kernel+0x1110 in {V4.name}:{line} [27 hazards]\n"
+        f"========= Error: Race reported between Write access at x+0x1070 in {file}:{line}\n"
+        f"=========     and Read access at kernel+0x1110 in {file}:{other or line} [27 hazards]\n"
+        "=========\n"
     )
 
 
@@ -23,9 +30,21 @@ def _summary(errors: int, warnings: int = 0) -> str:
     )
 
 
+def _line(path, start: str) -> int:
+    """The one line of a file that starts so."""
+    found = [i for i, text in enumerate(path.read_text().splitlines(), 1) if text.startswith(start)]
+    assert len(found) == 1, found
+    return found[0]
+
+
 def _line_of_kernel() -> int:
-    lines = V4.read_text().splitlines()
-    return 1 + next(i for i, text in enumerate(lines) if text.startswith("def specialized_kernel("))
+    return _line(V4, "def specialized_kernel(")
+
+
+def _elsewhere(impl: str, text: str, errors: int) -> int:
+    found = sanitizer.parse(impl, "racecheck", text + _summary(errors))
+    assert (found.impl, found.tool, found.errors) == (impl, "racecheck", errors)
+    return found.elsewhere
 
 
 def test_errors_of_memcheck_count():
@@ -40,6 +59,11 @@ def test_a_race_at_the_line_of_the_kernel_is_the_compilers():
     assert (found.errors, found.elsewhere) == (2, 0)
 
 
+def test_a_race_with_the_start_of_the_tasks_is_the_compilers():
+    region = _line(V4, "    with tlx.async_tasks():")
+    assert _elsewhere("v4_warp_specialized", _race(_line_of_kernel(), region), 1) == 0
+
+
 @pytest.mark.parametrize(
     "text", (_race(_line_of_kernel()) + _race(80) + _summary(2), _race(80) + _summary(1, 4))
 )
@@ -47,11 +71,165 @@ def test_a_race_in_the_body_is_ours(text):
     assert sanitizer.parse("v4_warp_specialized", "racecheck", text).elsewhere == 1
 
 
+def test_a_race_with_the_body_is_ours():
+    assert _elsewhere("v4_warp_specialized", _race(_line_of_kernel(), 80), 1) == 1
+    assert _elsewhere("v4_warp_specialized", _race(80, _line_of_kernel()), 1) == 1
+
+
+def test_a_race_without_a_place_is_ours():
+    text = "========= Error: Race reported between Write access at kernel+0x1070\n"
+    assert _elsewhere("v4_warp_specialized", text, 1) == 1
+
+
 def test_a_race_that_was_not_displayed_counts_as_ours():
     text = _race(_line_of_kernel()) + _summary(3)
     assert sanitizer.parse("v4_warp_specialized", "racecheck", text).elsewhere == 2
 
 
+def test_each_kernel_of_a_file_has_a_first_line():
+    lines = [_line(BLOCK_V4, f"def {name}_kernel(") for name in ("forward", "backward")]
+    text = "".join(_race(line, file=BLOCK_V4.name) for line in lines)
+    assert _elsewhere("v4_rotary", text, 2) == 0
+    other = _line(BLOCK_V4, "def math_backward(")  # a function of a kernel, without tasks
+    assert _elsewhere("v4_rotary", text + _race(other, file=BLOCK_V4.name), 3) == 1
+
+
+def test_the_same_line_of_another_file_is_ours():
+    line = _line(BLOCK_V4, "def forward_kernel(")
+    assert _elsewhere("v4_rotary", _race(line, file="block_list.py"), 1) == 1
+
+
+def test_a_kernel_without_tasks_has_no_byte_of_the_compilers():
+    path = ladder.rung("v2_slab", "block_attention").path
+    line = _line(path, "def forward_kernel(")
+    assert _elsewhere("v2_slab", _race(line, file=path.name), 1) == 1
+
+
+@pytest.mark.parametrize("control", sanitizer.CONTROLS)
+def test_the_line_of_a_control(control):
+    path = V4.parents[2] / "tests" / "emulator" / "sanitizer.py"
+    line = _line(path, f"def {control}_kernel(")
+    assert _elsewhere(control, _race(line, file=path.name), 1) == 0
+    assert _elsewhere(control, _race(line + 1, file=path.name), 1) == 1
+
+
 def test_output_without_a_summary_is_no_success():
-    with pytest.raises(ValueError, match="racecheck must print a summary, got .*no such device"):
+    expected = "racecheck of v4_warp_specialized must print a summary, got .*no such device"
+    with pytest.raises(ValueError, match=expected):
         sanitizer.parse("v4_warp_specialized", "racecheck", "Error: no such device")
+
+
+def test_names_say_the_ladder():
+    names = sanitizer.rungs()
+    assert len(names) == len(set(names)) and not {"reference", "v0_eager"} & set(names)
+    for name in names:
+        assert sanitizer.rung_of(name).impl == name
+    assert {sanitizer.rung_of(name).operator for name in names} == set(ladder.LADDERS)
+
+
+@pytest.mark.parametrize("name", ("reference", "v0_eager", "v4"))
+def test_a_name_without_a_kernel_is_refused(name):
+    with pytest.raises(ValueError, match=f"impl must be a control or a rung .*; got '{name}'"):
+        sanitizer.calls(name, CPU)
+
+
+@pytest.mark.parametrize("schedule", ("modelled", 0))
+@pytest.mark.parametrize("control", sanitizer.CONTROLS)
+def test_controls_hold_no_race(control, schedule):
+    (call,) = sanitizer.calls(control, CPU)
+    with emulator.intercept(schedule=schedule) as reports:
+        call()
+    assert call.args[0].tolist() == [0, 1, 1, 0] and len(reports) == 1
+
+
+def test_kernels_are_those_that_the_tools_are_told_to_watch():
+    """`kns=_kernel` holds for every kernel with tasks, and each ladder has some."""
+    kernels = {name: sanitizer.kernels_with_tasks(name) for name in sanitizer.rungs()}
+    names = {kernel.fn.__name__ for found in kernels.values() for kernel in found}
+    names |= {kernel.fn.__name__ for kernel in sanitizer.CONTROLS.values()}
+    assert all("_kernel" in name for name in names)
+    with_tasks = {name for name, found in kernels.items() if found}
+    assert {sanitizer.rung_of(name).operator for name in with_tasks} == set(ladder.LADDERS)
+
+
+class _Calls:
+    """The calls of a rung, its functions replaced: (direction, arguments by name) of each."""
+
+    def __init__(self, name: str):
+        module, self.made = sanitizer.rung_of(name).module(), []
+        with mock.patch.multiple(
+            module, **{d: self._noted(d) for d in ("forward", "backward") if hasattr(module, d)}
+        ):
+            sanitizer.launch(name, CPU)
+
+    def _noted(self, direction: str):
+        names = ("grad_out",) * (direction == "backward") + ("q", "k", "v")
+
+        def called(*args, **options):
+            self.made.append((direction, dict(zip(names, args, strict=False)), args, options))
+            return "out", "saved"
+
+        return called
+
+
+@pytest.mark.parametrize("name", sanitizer.rungs())
+def test_every_rung_is_called(name):
+    rung, made = sanitizer.rung_of(name), _Calls(name).made
+    assert made, "a rung that is called with nothing is not checked"
+    assert all(rung.requires.of_call(t["q"], t["k"], t["v"]) is None for _, t, _, _ in made)
+    directions = [direction for direction, *_ in made]
+    if rung.operator == "block_attention":
+        assert directions == ["forward", "backward"] * (len(made) // 2)
+        assert all(args[5] == "saved" for direction, _, args, _ in made if direction == "backward")
+    else:
+        assert set(directions) == {"backward" if rung.operator == "gdpa_backward" else "forward"}
+    for _, tensors, _, _ in made:
+        if "grad_out" in tensors:
+            assert tensors["grad_out"].shape == tensors["q"].shape
+
+
+def test_calls_of_gdpa():
+    made = _Calls("v4_warp_specialized").made
+    seen = [(t["q"].shape[-1], args[6], options["causal"]) for _, t, args, options in made]
+    kinds = ((300, False), (300, True), (200, False))
+    assert seen == [(head_dim, *kind) for head_dim, kind in product((64, 128), kinds)]
+
+
+def test_calls_of_the_backward_of_gdpa():
+    made = _Calls("v4_warp_specialized_backward").made
+    seen = [(t["q"].shape[-1], args[7], options["causal"]) for _, t, args, options in made]
+    assert sorted(seen) == sorted(product((64, 128), (300, 200), (False, True)))
+
+
+def test_calls_that_a_rung_refuses_are_left_out():
+    made = _Calls("v5_short_kv_backward").made
+    seen = [(t["q"].shape[-1], args[7], options["causal"]) for _, t, args, options in made]
+    assert seen == [(128, 200, False), (128, 200, True)]
+
+
+@pytest.mark.parametrize(
+    "name, turned",
+    [("v2_slab", {False, True}), ("v3_warp_specialized", {False}), ("v4_rotary", {True})],
+)
+def test_calls_of_block_attention(name, turned):
+    made = _Calls(name).made
+    seen = {(t["q"].shape[-1], o["rotary"] is not None, o["rotate_v"]) for _, t, _, o in made}
+    assert seen == {(head_dim, turn, turn) for head_dim in (64, 128) for turn in turned}
+
+
+@pytest.mark.parametrize("name", ("v4_warp_specialized_backward", "v4_rotary"))
+def test_a_call_runs(name):
+    with emulator.enabled():
+        sanitizer.calls(name, CPU)[0]()
+
+
+def test_all_tools_run_on_all(monkeypatch):
+    def output(impl: str, tool: str) -> str:
+        return _summary(0, 2) if tool == "racecheck" else "========= ERROR SUMMARY: 0 errors\n"
+
+    monkeypatch.setattr(sanitizer, "_output", output)
+    found = sanitizer.findings(iter(("v2_tma", sanitizer.WAITING)))
+    assert [(each.impl, each.tool, each.warnings) for each in found] == [
+        (impl, tool, 2 if tool == "racecheck" else 0)
+        for impl, tool in product(("v2_tma", sanitizer.WAITING), sanitizer.TOOLS)
+    ]
