@@ -413,6 +413,12 @@ assert cycles[1] > 1.2 * cycles[2] and uncovered(lines[1]) > uncovered(lines[2])
 # |   of the second, and the loads of the third item begin as soon as they have ended.
 display(SVG(lines[2].svg(width=760)))
 
+# %% tags=["remove-input"]
+figures.source(
+    "emulated",
+    "gdpa_kernels/block_attention/v3_warp_specialized.py, modelled schedule; cycles are modelled",
+)
+
 # %% [markdown]
 # And with one:
 

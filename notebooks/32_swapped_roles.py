@@ -382,6 +382,9 @@ assert dots["ds"] == dots["peer"] == 2 * STEPS, "the text: half of dQ's products
 display(SVG(timeline.svg(cta=0, start=left, end=right, width=760)))
 
 # %% tags=["remove-input"]
+figures.source("emulated", f"gdpa_kernels/gdpa/{V5}.py, modelled schedule; cycles are modelled")
+
+# %% tags=["remove-input"]
 # | name: fig-b32-timeline-1
 # | caption: >
 # |   The same cycles of rank 1.
