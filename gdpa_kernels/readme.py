@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -18,6 +19,8 @@ BACKWARD_NOTEBOOK = "notebooks/33_backward_figures.py"
 BLOCK_WORKLOAD = "block-fill70-2000"
 BLOCK_NOTEBOOK = "notebooks/27_block_tables.py"
 SYSTEM = "h200"
+DIRECTIONS = ("forward", "backward")
+SHARE = "percent_of_roofline"
 FIGURE = Path("book/assets/ladder.svg")
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
@@ -75,27 +78,18 @@ def _backward_lines(data_dir: Path) -> list[str]:
         "|---|---|--:|--:|--:|--:|--:|",
     ]
 
-    def line(impl: str, idea: str, changed: str) -> str:
-        cells = []
-        for workload in BACKWARD_WORKLOADS:
-            row = rows.get((impl, workload))
-            shown = row is not None
-            cells += (
-                (f"{row['time_us_p50'] / 1e3:.2f} ms", f"{row['tflops']:.0f}")
-                if shown
-                else ("", "")
-            )
-        return f"| `{impl}` | {idea.rstrip('.')} | {changed} | {' | '.join(cells)} |"
-
     present = {impl for impl, _ in rows}
     for rung in ladder.BACKWARD_RUNGS:
         if rung.impl in present:
             changed = ladder.changed_lines(rung.impl, "gdpa_backward") if rung.predecessor else ""
-            lines.append(line(rung.impl, rung.idea, str(changed)))
+            lines.append(
+                _pair(rung.impl, rung.idea, str(changed), rows, BACKWARD_WORKLOADS, "tflops")
+            )
     for impl in baselines.BASELINES:
         if impl in present:
             peer = baselines.BASELINES[impl]
-            lines.append(line(impl, f"{peer.title}; computes {peer.math}", ""))
+            idea = f"{peer.title}; computes {peer.math}"
+            lines.append(_pair(impl, idea, "", rows, BACKWARD_WORKLOADS, "tflops"))
     row = next(iter(rows.values()))
     lines += [
         "",
@@ -122,14 +116,15 @@ def _block_lines(data_dir: Path) -> list[str]:
     for rung in ladder.BLOCK_RUNGS:
         if (rung.impl, "forward") in rows:
             changed = str(ladder.changed_lines(rung.impl, "block_attention") or "")
-            lines.append(_block_line(rung.impl, rung.idea, changed, rows))
+            lines.append(_pair(rung.impl, rung.idea, changed, rows, DIRECTIONS, SHARE))
     peers = [
         (rows[impl, "forward"]["time_us_p50"], impl)
         for impl in baselines.BLOCK_BASELINES
         if (impl, "forward") in rows
     ]
     for _, impl in sorted(peers, reverse=True):
-        lines.append(_block_line(impl, baselines.BLOCK_BASELINES[impl].title, "", rows))
+        title = baselines.BLOCK_BASELINES[impl].title
+        lines.append(_pair(impl, title, "", rows, DIRECTIONS, SHARE))
     row = next(iter(rows.values()))
     lines += [
         "",
@@ -174,13 +169,20 @@ def _line(impl: str, idea: str, changed: str, row: pd.Series) -> str:
     )
 
 
-def _block_line(impl: str, idea: str, changed: str, rows: dict[tuple[str, str], pd.Series]) -> str:
+def _pair(
+    impl: str,
+    idea: str,
+    changed: str,
+    rows: dict[tuple[str, str], pd.Series],
+    keys: Iterable[str],
+    number: str,
+) -> str:
+    """A line with time and `number` of (impl, key) for each key, empty where there is no row."""
     cells = []
-    for direction in ("forward", "backward"):
-        row = rows.get((impl, direction))
-        cells += (
-            (f"{row['time_us_p50'] / 1e3:.2f} ms", f"{row['percent_of_roofline']:.0f}")
-            if row is not None
-            else ("", "")
-        )
+    for key in keys:
+        row = rows.get((impl, key))
+        if row is None:
+            cells += ("", "")
+        else:
+            cells += (f"{row['time_us_p50'] / 1e3:.2f} ms", f"{row[number]:.0f}")
     return f"| `{impl}` | {idea.rstrip('.')} | {changed} | {' | '.join(cells)} |"

@@ -117,11 +117,9 @@ def cases(direction: str, head_dim: int) -> list[tuple[int, int]]:
 
 def bundles(direction: str, head_dim: int) -> list[tuple[int, int, int]]:
     """(math roles, slots, heads whose loads are issued together) that fit a program."""
-    fit = max(slots for _, slots in cases(direction, head_dim))
-    found = [(1, slots, n) for n in (2, 4) for slots in range(n + 1, 7) if slots <= max(fit, 5)]
-    if head_dim == 64:
-        found.append((2, 6, 2))
-    return [case for case in found if case[1] <= fit or (head_dim == 64 and case[1] <= 6)]
+    most = max(slots for _, slots in cases(direction, head_dim))
+    alone = [(1, slots, n) for n in (2, 4) for slots in range(n + 1, most + 1)]
+    return alone + ([(2, 6, 2)] if head_dim == 64 else [])
 
 
 def label(roles: int, slots: int, together: int = 1) -> str:

@@ -58,8 +58,9 @@ def gdpa(
         window: keep keys at most this many positions from the query.
         impl: a rung's name, "reference", or "auto" for the fastest that supports the call.
         backward_impl: the same for the gradients. That of q is added up in an order that differs
-            from run to run by "v2_fused_backward" and "v4_warp_specialized_backward" where a
-            sequence has more than 256 keys, or q is shared; everything else is deterministic.
+            from run to run by "v2_fused_backward" where a sequence has more than 256 keys, by
+            "v4_warp_specialized_backward" where it has more than 256, or 128 at head_dim 64, and by
+            both where q is shared; everything else is deterministic.
         validate: check the values of cu_seqlens, which waits for the device once per tensor (the
             result is remembered until the tensor is modified). False trusts the caller.
 

@@ -151,6 +151,20 @@ def test_packed_16_bit():
     assert ((out.float() - x.float().tanh()).abs() <= 2.0**-8).all()
 
 
+def test_a_scalar_is_broadcast_and_nothing_else():
+    """Lanes are not modelled: another lane, or values that differ from thread to thread, would be
+    wrong without a word."""
+    asm, one, two = (
+        "shfl.sync.idx.b32 $0, $1, {}, 31, 0xffffffff;",
+        torch.tensor([7]),
+        torch.ones(2),
+    )
+    assert instructions.execute(asm.format(0), [(one,)], 1) == [(one,)]
+    for text, value in ((asm.format(1), one), (asm.format(0), two)):
+        with pytest.raises(Unsupported, match="shfl"):
+            instructions.execute(text, [(value,)], 1)
+
+
 def test_two_numbers_become_a_pair_and_are_multiplied_as_one():
     """The first source of cvt is the high half, the second the low one; bf16 rounds once."""
     high, low = torch.tensor([1.0 + 2.0**-9]), torch.tensor([-3.0])

@@ -49,6 +49,37 @@ def both(s: torch.Tensor, name: str, approx: bool, scale: float = 1.0):
     return y[: s.numel()], slope[: s.numel()]
 
 
+@triton.jit
+def folded_kernel(s_ptr, y_ptr, slope_ptr, scale, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    """What `value_and_slope` returns, from what the folded form leaves out."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y, c = derivatives.value_and_slope_folded(tl.load(s_ptr + at), scale, NAME)
+    tl.store(y_ptr + at, 0.5 * scale * y)
+    tl.store(slope_ptr + at, 0.5 * derivatives.times_slope(1.0, c, True))
+
+
+@pytest.mark.parametrize("scale", (1.0, 0.088))
+@pytest.mark.parametrize("name", derivatives.FOLDABLE)
+def test_the_folded_form_is_the_same_function(name, scale):
+    s = torch.linspace(-40, 40, 4096, device=DEVICE) / scale
+    y, slope = torch.empty_like(s), torch.empty_like(s)
+    with kernels_run():
+        launch(
+            folded_kernel, (4,), s.device, s, y, slope, scale, NAME=name, BLOCK=1024,
+        )  # fmt: skip
+    expected, expected_slope = both(s, name, True, scale)
+    size = 1 + (s * scale).abs()
+    assert ((y - expected).abs() <= 2.0**-20 * size).all()
+    assert ((slope - expected_slope).abs() <= 2.0**-20 * size).all()
+
+
+def test_what_is_folded():
+    assert derivatives.foldable(("gelu_tanh",), torch.bfloat16)
+    assert not derivatives.foldable(("gelu_tanh",), torch.float16)  # 2 dS may exceed 65504
+    assert not derivatives.foldable(("gelu_tanh", "silu"), torch.bfloat16)
+    assert not derivatives.foldable(("gelu",), torch.bfloat16)
+
+
 def points(limit: float = math.inf) -> torch.Tensor:
     """fp32 values of both signs from 2**-149 to 2**127, dense from -60 to 60; up to `limit`."""
     wide = torch.logspace(-149, 127, 1104, base=2, dtype=torch.float64).float()
