@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels import ladder
 from gdpa_kernels.gdpa.activations import foldable
@@ -120,6 +121,21 @@ def _type(name: str, dtype: str, launch: Mapping[str, int], width: int) -> str:
     return "fp32" if name.endswith("scale") else "i32"
 
 
+_DTYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
+}  # fmt: skip
+
+
+def type_of(value: object) -> str:
+    """Triton's type of an argument of a launch, for `build`: a TMA descriptor, tensor or number."""
+    if isinstance(value, TensorDescriptor):
+        shape = ", ".join(map(str, value.block_shape))
+        return f"tensordesc<{_DTYPES[value.base.dtype]}[{shape}]>"
+    if isinstance(value, torch.Tensor):
+        return "*" + _DTYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
 def build(
     kernel: triton.JITFunction,
     types: Mapping[str, str],
@@ -148,6 +164,16 @@ def build(
         target=GPUTarget("cuda", capability, 32),
         options=dict(options),
     )
+
+
+def build_launch(
+    kernel: triton.JITFunction, arguments: Sequence[object], options: Mapping[str, object]
+) -> CompiledKernel:
+    """`build` for sm_90a of what `launch(kernel, grid, device, *arguments, **options)` launches."""
+    given = dict(zip(kernel.arg_names, arguments, strict=False))
+    types = {name: type_of(value) for name, value in given.items() if value is not None}
+    own = {name: value for name, value in options.items() if name not in kernel.arg_names}
+    return build(kernel, types, given | options, options=own)
 
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)((?:\.\w+)*)", re.M)

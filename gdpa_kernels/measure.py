@@ -22,6 +22,8 @@ from gdpa_kernels.inputs import BlockInputs, Inputs, make_inputs
 from gdpa_kernels.operators import Candidate
 from gdpa_kernels.workload import Workload
 
+SCOPES = ("kernel", "op", "host", "schedule")
+
 
 def candidate(
     impl: str,
@@ -91,8 +93,9 @@ def measure(
     An entry of `impls` is a name, or (name, variant, options of the rung). Scopes: "kernel", all
     kernels of the pass, zero fills and conversions included; "op", the public call of a rung, or
     autograd's backward of it, and of GDPA's backward rungs also the variant `baselines.STEP`, with
-    the FLOPs and bytes of both directions; "schedule", what makes the lists and offsets that the
-    kernels were given. The error of a backward row is that of the gradient closest to its budget.
+    the FLOPs and bytes of both directions; "host", until that call returns; "schedule", what
+    makes the lists and offsets that the kernels were given. The error of a backward row is that of
+    the gradient closest to its budget.
     """
     inputs = make_inputs(workload, device=device)
     operator = operators.of(inputs, direction)
@@ -126,14 +129,16 @@ def measure(
     for scope in scopes:
         calls = list(_calls(scope, operator, [made for made, _, _ in ready]))
         functions = {f"{ready[i][0].impl} {variant}": call for i, variant, call in calls}
-        sampler = timing.sample_ops if scope == "op" else timing.sample_kernels
-        samples = sampler(functions, device, protocol)
+        samples = _sampler(scope)(functions, device, protocol)
         for i, variant, _ in calls:
             made, error, peak = ready[i]
             times = samples[f"{made.impl} {variant}"]
             what = {"error": error, "peak_bytes": peak, "config": dict(made.config)}
+            nothing = {"flops": 0, "bytes_read": 0, "bytes_written": 0}
             if scope == "schedule":
-                what = {"flops": 0, "bytes_read": 0, "bytes_written": 0}
+                what = nothing
+            elif scope == "host":
+                what = nothing | {"error": error, "config": dict(made.config)}
             elif variant == STEP and variant != made.variant:
                 what |= _work_of_a_step(workload) | {"peak_bytes": None}
                 what["config"]["forward"] = operator.forward_of_step()
@@ -338,20 +343,26 @@ def _calls(
 
     A candidate that is a variant has no public call.
     """
-    if scope not in ("kernel", "op", "schedule"):
-        raise ValueError(f"scopes must be among 'kernel', 'op', 'schedule', got {scope!r}")
+    if scope not in SCOPES:
+        raise ValueError(f"scopes must be among {SCOPES}, got {scope!r}")
     for i, made in enumerate(ready):
         if scope == "kernel":
             yield i, made.variant, made.call
         elif made.variant:
             continue
-        elif scope == "op":
+        elif scope in ("op", "host"):
             for variant, call in operator.ops(made.impl).items():
                 yield i, variant, call
         else:
             call = operator.schedule(made.impl)
             if call is not None:
                 yield i, "", call
+
+
+def _sampler(scope: str) -> Callable[..., dict[str, list[float]]]:
+    """The timer of `scope`."""
+    on_host = {"op": timing.sample_ops, "host": timing.sample_hosts}
+    return on_host.get(scope, timing.sample_kernels)
 
 
 def _work_of_a_step(workload: Workload) -> dict[str, int]:
@@ -501,7 +512,7 @@ class Session:
                 state_before=self.before,
                 state_after=system.state(self.device.index),
                 protocol=record.Protocol(
-                    timer="cuda events (scope kernel), host clock (scope op)",
+                    timer="cuda events (scope kernel), host clock (scopes op, host)",
                     warmup=self.protocol.warmup,
                     samples=self.protocol.samples,
                     l2_flush_bytes=self.protocol.l2_flush_bytes,

@@ -128,11 +128,12 @@ class Row:
     """One implementation on one workload.
 
     `workload`: a name in the record's `workloads`. `math`: "activation" or "softmax". `scope`: what
-    was timed, "kernel" (the launch alone), "op" (the whole call) or "schedule" (making one).
-    `variant` tells apart rows that share all the rest, e.g. a schedule's order. `config`: constants
-    of the implementation. `flops`, `bytes_read`, `bytes_written`: useful FLOPs and fewest bytes of
-    one call. `samples_us`: microseconds, one per timed call, empty when `failure` says why.
-    `peak_bytes`: most device memory allocated during one call, None if not measured.
+    was timed, "kernel" (the launch alone), "op" (the whole call), "host" (the call until it
+    returns) or "schedule" (making one). `variant` tells apart rows that share all the rest, e.g. a
+    schedule's order. `config`: constants of the implementation. `flops`, `bytes_read`,
+    `bytes_written`: useful FLOPs and fewest bytes of one call. `samples_us`: microseconds, one per
+    timed call, empty when `failure` says why. `peak_bytes`: most device memory allocated during one
+    call, None if not measured.
     """
 
     workload: str

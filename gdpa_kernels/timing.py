@@ -4,7 +4,8 @@ A sample of scope "kernel" is the time between two CUDA events around one call, 
 cache, the call already enqueued when the first event fires: a device-side pause before it gives the
 host that lead, so that launch overhead is not measured. The pause is at least twice what the host
 needed to enqueue the call. A sample of scope "op" is host time from the call on an idle device to
-its completion, which is what a caller waits for. Functions under comparison take turns, in an order
+its completion, which is what a caller waits for; of scope "host", to its return, which is what a
+caller cannot use the host for. Functions under comparison take turns, in an order
 shuffled every round, so that a drift of clocks or temperature meets all of them alike.
 """
 
@@ -88,6 +89,24 @@ def sample_ops(
     protocol: Protocol = DEFAULT,
 ) -> dict[str, list[float]]:
     """Host time from call to completion on an idle device, in microseconds."""
+    return _sample_on_host(functions, device, protocol, torch.cuda.synchronize)
+
+
+def sample_hosts(
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    protocol: Protocol = DEFAULT,
+) -> dict[str, list[float]]:
+    """Host time from call to return on an idle device, in microseconds."""
+    return _sample_on_host(functions, device, protocol, lambda: None)
+
+
+def _sample_on_host(
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    protocol: Protocol,
+    wait: Callable[[], object],
+) -> dict[str, list[float]]:
     flush = torch.empty(max(protocol.l2_flush_bytes, 1), dtype=torch.int8, device=device)
     samples: dict[str, list[float]] = {name: [] for name in functions}
     with torch.cuda.device(device):
@@ -100,7 +119,7 @@ def sample_ops(
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 function()
-                torch.cuda.synchronize()
+                wait()
                 samples[name].append((time.perf_counter() - begin) * 1e6)
     return samples
 

@@ -25,11 +25,8 @@
 
 # %% tags=["remove-cell"]
 import functools
-import importlib.util
 import inspect
 import re
-import sys
-import tempfile
 import textwrap
 from pathlib import Path
 from unittest import mock
@@ -52,6 +49,7 @@ from gdpa_kernels import (
 from gdpa_kernels.gdpa import activations, reference, v4_warp_specialized, v5_pingpong
 from gdpa_kernels.gdpa.v5_pingpong import Config
 from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.studies import changed
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -65,7 +63,6 @@ IMPL, BEFORE = "v5_pingpong", "v4_warp_specialized"
 FULL = {n: f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)}
 CROSS = {n: f"gdpa-cross-full-{n}" for n in (256, 512, 1024, 2048)}
 HALF = {n: f"gdpa-self-half-dense-{n}" for n in (512, 1024)}
-SCRATCH = tempfile.TemporaryDirectory()
 
 
 def measured() -> tuple[pd.DataFrame, pd.Series]:
@@ -100,22 +97,6 @@ def code(text: str, language: str = "python") -> Markdown:
 def docstring_tables(module) -> list[str]:
     """The Markdown tables of a module's docstring: roles, barriers."""
     return re.findall(r"(?:^\|.*\n)+", inspect.getdoc(module) + "\n", flags=re.MULTILINE)
-
-
-def changed(module, *changes: tuple[str, str]):
-    """The module with pieces of its source replaced; each must occur once."""
-    text = Path(module.__file__).read_text()
-    for old, new in changes:
-        if text.count(old) != 1:
-            raise ValueError(f"old must occur once in {module.__name__}, got {old!r}")
-        text = text.replace(old, new)
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / Path(module.__file__).name
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
 
 
 # %% [markdown]

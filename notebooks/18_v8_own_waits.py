@@ -24,12 +24,9 @@
 
 # %% tags=["remove-cell"]
 import functools
-import importlib.util
 import inspect
 import math
 import re
-import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -42,6 +39,7 @@ from gdpa_kernels import compile_check, emulator, figures, ladder, results, test
 from gdpa_kernels.gdpa import reference, v4_warp_specialized, v7_packed, v8_own_waits
 from gdpa_kernels.house import INK, RUNG_COLOURS
 from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.studies import changed
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -55,7 +53,6 @@ MODULES = {"v7": v7_packed, "v8": v8_own_waits}
 LENGTHS = (256, 512, 1024, 2048)
 FULL = {n: f"gdpa-self-full-{n}" for n in LENGTHS}
 VERDICT = {True: "kept", False: "broken"}
-SCRATCH = tempfile.TemporaryDirectory()
 
 found = results.latest_record(data_dir, notebook="notebooks/10_figures.py", system="h200")
 everything = results.table(data_dir, system="h200", latest=False)
@@ -99,20 +96,6 @@ def difference(impl: str) -> str:
             "````",
         )
     )
-
-
-def changed(module, old: str, new: str):
-    """The module with a piece of its source replaced, which must occur once."""
-    text = Path(module.__file__).read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"old must occur once in {module.__name__}, got {old!r}")
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / Path(module.__file__).name
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
 
 
 def problem(seqlens_q, seqlens_k, *, num_heads: int = 1, head_dim: int = 128) -> dict:
@@ -368,7 +351,7 @@ figures.source("modelled", f"Triton's GPU IR of one math role's loop, triton {tr
 HEAD = "tl.range(1, blocks, num_stages=0)"
 tried = {"num_stages=0": ir["v8"]}
 for stages in (1, 2):
-    other = changed(v8_own_waits, HEAD, HEAD.replace("0)", f"{stages})"))
+    other = changed(v8_own_waits, (HEAD, HEAD.replace("0)", f"{stages})")))
     tried[f"num_stages={stages}"] = ir_loop(other, IMPL)[0]
 assert tried["num_stages=1"] == written, "the text: 1 leaves the loop alone as well"
 assert tried["num_stages=2"] == ir["v7"], "the text: 2 brings the waits of v7 back"
@@ -757,7 +740,7 @@ V4_OWN = V4_HEAD.replace("(0, blocks)", "(0, blocks, num_stages=0)")
 v4_ir, v4_machine = {}, {}
 for label, module in {
     "v4": v4_warp_specialized,
-    "v4, num_stages=0": changed(v4_warp_specialized, V4_HEAD, V4_OWN),
+    "v4, num_stages=0": changed(v4_warp_specialized, (V4_HEAD, V4_OWN)),
 }.items():
     text = built_for_hopper(module, V4, module.Config()).asm["ttgir"]
     steps = role_steps(text[text.index("scf.for ", text.index("partition0(")) :])

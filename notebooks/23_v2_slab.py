@@ -26,12 +26,9 @@
 # :::
 
 # %% tags=["remove-cell"]
-import importlib.util
 import inspect
 import math
 import re
-import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -40,7 +37,6 @@ import pandas as pd
 import torch
 import triton
 from IPython.display import Markdown, display
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels import compile_check, emulator, figures, ladder, results, system, testing
 from gdpa_kernels.block_attention import reference, v1_one_tile, v2_slab
@@ -49,6 +45,7 @@ from gdpa_kernels.block_attention.v2_slab import Config
 from gdpa_kernels.gdpa import ragged
 from gdpa_kernels.house import INK
 from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.studies import changed
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -62,7 +59,6 @@ NAMES = {128: "block-fill70-2000", 64: "block-fill70-2000-d64"}
 DIRECTIONS = ("forward", "backward")
 SHAPES = [(direction, head_dim) for direction in DIRECTIONS for head_dim in NAMES]
 VERDICT = {True: "kept", False: "broken"}
-SCRATCH = tempfile.TemporaryDirectory()
 
 
 def glue(name: str, value: float) -> None:
@@ -86,20 +82,6 @@ def paragraph(module, start: str) -> str:
     """The paragraph of a module's docstring that begins with `start`, on one line."""
     (found,) = (p for p in inspect.getdoc(module).split("\n\n") if p.startswith(start))
     return " ".join(found.split())
-
-
-def changed(module, old: str, new: str):
-    """The module with a piece of its source replaced, which must occur once."""
-    text = Path(module.__file__).read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"old must occur once in {module.__name__}, got {old!r}")
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / Path(module.__file__).name
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
 
 
 # %% [markdown]
@@ -283,26 +265,10 @@ def launched(module, direction: str, head_dim: int, config) -> tuple:
     return only
 
 
-KINDS = {torch.bfloat16: "bf16", torch.int32: "i32"}
-
-
-def kind_of(value: object) -> str:
-    """Triton's type of an argument of a launch."""
-    if isinstance(value, TensorDescriptor):
-        shape = ", ".join(map(str, value.block_shape))
-        return f"tensordesc<{KINDS[value.base.dtype]}[{shape}]>"
-    if isinstance(value, torch.Tensor):
-        return "*" + KINDS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
-
-
 def built(module, direction: str, head_dim: int, config):
     """The kernel that a launch with `config` would run, compiled for sm_90a."""
     kernel, arguments, options = launched(module, direction, head_dim, config)
-    given = dict(zip(kernel.arg_names, arguments, strict=False))
-    types = {name: kind_of(value) for name, value in given.items() if value is not None}
-    launch_options = {n: v for n, v in options.items() if n not in kernel.arg_names}
-    return compile_check.build(kernel, types, given | options, options=launch_options)
+    return compile_check.build_launch(kernel, arguments, options)
 
 
 STEPS = (
@@ -1068,8 +1034,10 @@ for n in range(2, 8):
 assert list(counted.values()) == [2, 2, 2, 3, 3, 4], "the answer names these numbers"
 NO_LIST = changed(
     v2_slab,
-    "    first_row, rows = block_entry(blocks_ptr, slab // SLABS)\n",
-    "    first_row, rows = slab // SLABS * 64, 64\n",
+    (
+        "    first_row, rows = block_entry(blocks_ptr, slab // SLABS)\n",
+        "    first_row, rows = slab // SLABS * 64, 64\n",
+    ),
 )
 unlisted = {n: loop_of(built(NO_LIST, "forward", 128, Config(num_stages=n))) for n in (2, 3)}
 assert unlisted[2][2] == 2 and unlisted[3][2] == 3, "the answer: three stages, three tiles"

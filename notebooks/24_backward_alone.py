@@ -23,12 +23,9 @@
 # :::
 
 # %% tags=["remove-cell"]
-import importlib.util
 import inspect
 import math
 import re
-import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -41,6 +38,7 @@ from gdpa_kernels import block_attention, emulator, figures, results, testing
 from gdpa_kernels.block_attention import reference, v0_flash, v1_one_tile, v2_slab
 from gdpa_kernels.house import RUNG_COLOURS
 from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.studies import changed
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -52,7 +50,6 @@ data_dir = "data"
 BLOCK, HEADS, HEAD_DIM = 64, 4, 128
 VERDICT = {True: "kept", False: "broken"}
 GRADIENTS = ("dq", "dk", "dv")
-SCRATCH = tempfile.TemporaryDirectory()
 
 
 def glue(name: str, value: float) -> None:
@@ -65,20 +62,6 @@ def glue_word(name: str, value: str) -> None:
 
 def code(text: str, language: str = "python") -> Markdown:
     return Markdown(f"```{language}\n{text.rstrip()}\n```")
-
-
-def changed(module, old: str, new: str):
-    """The module with a piece of its source replaced, which must occur once."""
-    text = Path(module.__file__).read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"old must occur once in {module.__name__}, got {old!r}")
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / Path(module.__file__).name
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
 
 
 def gap(these, those) -> float:
@@ -358,7 +341,7 @@ for impl in ("v1_one_tile", "v2_slab"):
 # mistake made:
 
 # %%
-wrong = changed(v1_one_tile, "GRAD_STRIDES=grad_out.stride()", "GRAD_STRIDES=q.stride()")
+wrong = changed(v1_one_tile, ("GRAD_STRIDES=grad_out.stride()", "GRAD_STRIDES=q.stride()"))
 ones = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
 try:
     with emulator.enabled():
@@ -793,8 +776,8 @@ if ours is not None:
 
 # %% tags=["remove-cell"]
 glue("inverse", 1.1**2)
-x = torch.randn(20, 2, 8, dtype=torch.float64)
-angle = torch.rand(20, 4, dtype=torch.float64)
+x = torch.randn(20, 2, 8, generator=make, dtype=torch.float64)
+angle = torch.rand(20, 4, generator=make, dtype=torch.float64)
 s, c = 1.1 * angle.sin(), 1.1 * angle.cos()
 inverse = reference.rotate_transposed(x, s, c) / 1.1**2
 assert gap([reference.rotate(inverse, s, c)], [x]) < 1e-12

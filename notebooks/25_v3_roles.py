@@ -24,12 +24,9 @@
 # :::
 
 # %% tags=["remove-cell"]
-import importlib.util
 import inspect
 import math
 import re
-import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -38,7 +35,6 @@ import pandas as pd
 import torch
 import triton
 from IPython.display import SVG, Markdown, display
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels import compile_check, emulator, figures, ladder, results, system, testing
 from gdpa_kernels.block_attention import reference, v1_one_tile, v3_warp_specialized
@@ -47,6 +43,7 @@ from gdpa_kernels.block_attention.v3_warp_specialized import Config
 from gdpa_kernels.emulator.timeline import Timeline
 from gdpa_kernels.house import INK
 from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.studies import changed
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -61,7 +58,6 @@ DIRECTIONS = ("forward", "backward")
 SHAPES = [(direction, head_dim) for direction in DIRECTIONS for head_dim in NAMES]
 TILES = {"forward": 3, "backward": 4}  # that an item loads
 VERDICT = {True: "kept", False: "broken"}
-SCRATCH = tempfile.TemporaryDirectory()
 
 
 def glue(name: str, value: float) -> None:
@@ -80,20 +76,6 @@ def paragraph(module, start: str) -> str:
     """The paragraph of a module's docstring that begins with `start`, on one line."""
     (found,) = (p for p in inspect.getdoc(module).split("\n\n") if p.startswith(start))
     return " ".join(found.split())
-
-
-def changed(module, old: str, new: str):
-    """The module with a piece of its source replaced, which must occur once."""
-    text = Path(module.__file__).read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"old must occur once in {module.__name__}, got {old!r}")
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / Path(module.__file__).name
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
 
 
 # %% [markdown]
@@ -466,27 +448,9 @@ def launched(direction: str, head_dim: int, config) -> tuple:
     return only
 
 
-KINDS = {torch.bfloat16: "bf16", torch.int32: "i32"}
-
-
-def kind_of(value: object) -> str:
-    """Triton's type of an argument of a launch."""
-    if isinstance(value, TensorDescriptor):
-        shape = ", ".join(map(str, value.block_shape))
-        return f"tensordesc<{KINDS[value.base.dtype]}[{shape}]>"
-    if isinstance(value, torch.Tensor):
-        return "*" + KINDS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
-
-
 def compiled(direction: str, head_dim: int, config) -> compile_check.Compiled:
     kernel, arguments, options = launched(direction, head_dim, config)
-    given = dict(zip(kernel.arg_names, arguments, strict=False))
-    types = {name: kind_of(value) for name, value in given.items() if value is not None}
-    launch_options = {n: v for n, v in options.items() if n not in kernel.arg_names}
-    return compile_check.read(
-        compile_check.build(kernel, types, given | options, options=launch_options)
-    )
+    return compile_check.read(compile_check.build_launch(kernel, arguments, options))
 
 
 def tile_bytes(direction: str, head_dim: int, config) -> int:
@@ -572,7 +536,7 @@ print(f"every error is at most {100 * closest:.0f} % of its budget")
 
 # %% tags=["remove-cell"]
 STORE_WAIT = "    tlx.async_descriptor_store_wait(0)\n"
-HASTY = changed(v3_warp_specialized, STORE_WAIT, "")
+HASTY = changed(v3_warp_specialized, (STORE_WAIT, ""))
 
 
 def finding(module, direction: str, config, schedule="modelled") -> str:
@@ -981,9 +945,9 @@ glue("own_kb", (7 * tile + BLOCK * BLOCK * 2) / 1024)
 
 # Exercise 2: dead and not dead.
 TAKEN = "dead = grad[stage] if GROUP == 1 else v[stage]"
-DQ_OVER_Q = changed(v3_warp_specialized, TAKEN, "dead = q[stage] if GROUP == 1 else v[stage]")
+DQ_OVER_Q = changed(v3_warp_specialized, (TAKEN, "dead = q[stage] if GROUP == 1 else v[stage]"))
 PUT_DV = "put_rows(dv_desc, v[stage], first_row, rows, head_k, 0, dv.to(DTYPE))"
-DV_OVER_Q = changed(v3_warp_specialized, PUT_DV, PUT_DV.replace("v[stage]", "q[stage]"))
+DV_OVER_Q = changed(v3_warp_specialized, (PUT_DV, PUT_DV.replace("v[stage]", "q[stage]")))
 assert finding(DQ_OVER_Q, "backward", Config(1, 2)).startswith("Race")
 assert all(
     finding(DV_OVER_Q, "backward", Config(1, 2), s) == "nothing found" for s in ("modelled", 0, 1)

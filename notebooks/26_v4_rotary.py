@@ -25,11 +25,8 @@
 # :::
 
 # %% tags=["remove-cell"]
-import importlib.util
 import inspect
 import re
-import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -38,7 +35,6 @@ import pandas as pd
 import torch
 import triton
 from IPython.display import SVG, Markdown, display
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels import compile_check, emulator, figures, ladder, results, system, testing
 from gdpa_kernels.block_attention import (
@@ -54,6 +50,7 @@ from gdpa_kernels.block_attention.v4_rotary import Config
 from gdpa_kernels.emulator.timeline import Timeline
 from gdpa_kernels.house import INK
 from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.studies import changed
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -68,7 +65,6 @@ DIRECTIONS = ("forward", "backward")
 ROTARY = workload("block-rotary-1735537")
 PLAIN = replace(ROTARY, name="block-plain-1735537", rotary=False, rotate_v=False)
 VERDICT = {True: "kept", False: "broken"}
-SCRATCH = tempfile.TemporaryDirectory()
 assert (ROTARY.num_heads_q, ROTARY.head_dim) == (HEADS, HEAD_DIM) and ROTARY.rotate_v
 
 # %% [markdown]
@@ -137,20 +133,6 @@ def paragraph(module, start: str) -> str:
     """The paragraph of a module's docstring that begins with `start`, on one line."""
     (found,) = (p for p in inspect.getdoc(module).split("\n\n") if p.startswith(start))
     return " ".join(found.split())
-
-
-def changed(module, old: str, new: str):
-    """The module with a piece of its source replaced, which must occur once."""
-    text = Path(module.__file__).read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"old must occur once in {module.__name__}, got {old!r}")
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / Path(module.__file__).name
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
 
 
 # %% [markdown]
@@ -319,16 +301,6 @@ code(inspect.getsource(rotary.rotate.fn))
 KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 
-def kind_of(value: object) -> str:
-    """Triton's type of an argument of a launch."""
-    if isinstance(value, TensorDescriptor):
-        shape = ", ".join(map(str, value.block_shape))
-        return f"tensordesc<{KINDS[value.base.dtype]}[{shape}]>"
-    if isinstance(value, torch.Tensor):
-        return "*" + KINDS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
-
-
 def built(module, direction: str, config=None, dtype=torch.bfloat16):
     """The kernel of a launch with sin and cos of `dtype` (None: without), compiled for sm_90a."""
     seen, total = [], BLOCK + 3
@@ -350,10 +322,7 @@ def built(module, direction: str, config=None, dtype=torch.bfloat16):
         else:
             module.backward(*tensors, None, (), **options)
     ((kernel, arguments, constants),) = seen
-    given = dict(zip(kernel.arg_names, arguments, strict=False))
-    types = {name: kind_of(value) for name, value in given.items() if value is not None}
-    launch_options = {n: v for n, v in constants.items() if n not in kernel.arg_names}
-    return compile_check.build(kernel, types, given | constants, options=launch_options)
+    return compile_check.build_launch(kernel, arguments, constants)
 
 
 source = Path(v4_rotary.__file__).read_text()
@@ -366,7 +335,7 @@ OBVIOUS = """\
     else:
         pairs = tl.join(even * cos - odd * sin, odd * cos + even * sin)
 """
-SPLIT_FIRST = changed(v4_rotary, source[start:end], OBVIOUS)
+SPLIT_FIRST = changed(v4_rotary, (source[start:end], OBVIOUS))
 FORMS = {"products taken apart": v4_rotary, "tile taken apart": SPLIT_FIRST}
 layouts = []
 for roles, dtype in ((1, torch.float32), (2, torch.bfloat16), (2, torch.float32)):
@@ -911,7 +880,7 @@ lost = [(d, case) for d in DIRECTIONS for case in CASES[d] if not fit[d, case, 4
 assert lost == [("forward", (2, 4, 2)), ("backward", (1, 3, 1))], "the answer names them"
 glue("tight", shared_kb("backward", 2, 2, 2, 4))
 FENCE = '                turn(v[stage], sin[at], cos[at])\n            tlx.fence("async_shared")\n'
-NO_FENCE = changed(v4_rotary, FENCE, FENCE.split("            tlx.fence")[0])
+NO_FENCE = changed(v4_rotary, (FENCE, FENCE.split("            tlx.fence")[0]))
 given = problem((130,), head_dim=64)
 (with_fence,), _ = emulated(v4_rotary, "forward", Config(), given)
 (without_fence,), _ = emulated(NO_FENCE, "forward", Config(), given)

@@ -25,12 +25,9 @@
 # :::
 
 # %% tags=["remove-cell"]
-import importlib.util
 import inspect
 import math
 import re
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +43,7 @@ from gdpa_kernels import compile_check, emulator, figures, gdpa, results, roofli
 from gdpa_kernels.gdpa import activations, derivatives, reference
 from gdpa_kernels.house import INK
 from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.studies import changed
 from gdpa_kernels.workload import FIGURES, Workload, workload
 
 # %% tags=["parameters"]
@@ -56,7 +54,6 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 HEAD_DIM = 128
 VERDICT = {True: "kept", False: "broken"}
-SCRATCH = tempfile.TemporaryDirectory()
 
 
 def glue(name: str, value: float) -> None:
@@ -69,20 +66,6 @@ def glue_word(name: str, value: str) -> None:
 
 def code(text: str, language: str = "python") -> Markdown:
     return Markdown(f"```{language}\n{text.rstrip()}\n```")
-
-
-def changed(module, old: str, new: str):
-    """The module with a piece of its source replaced, which must occur once."""
-    text = Path(module.__file__).read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"old must occur once in {module.__name__}, got {old!r}")
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / Path(module.__file__).name
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
 
 
 def gap(these, those) -> float:
@@ -387,8 +370,10 @@ glue("checks", sum(passed))
 # %%
 FORGOT = changed(
     reference,
-    "p, slope = p.masked_fill(~keep, 0), slope.masked_fill(~keep, 0)",
-    "p = p.masked_fill(~keep, 0)",
+    (
+        "p, slope = p.masked_fill(~keep, 0), slope.masked_fill(~keep, 0)",
+        "p = p.masked_fill(~keep, 0)",
+    ),
 )
 
 

@@ -26,11 +26,8 @@
 
 # %% tags=["remove-cell"]
 import difflib
-import importlib.util
 import inspect
 import re
-import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -56,6 +53,7 @@ from gdpa_kernels.gdpa.v1_tiled_backward import Config, default_config
 from gdpa_kernels.house import INK
 from gdpa_kernels.inputs import cu_seqlens
 from gdpa_kernels.record import ROOT
+from gdpa_kernels.studies import changed
 from gdpa_kernels.workload import FIGURES, workload
 
 # %% tags=["parameters"]
@@ -69,7 +67,6 @@ SELF, CROSS = "gdpa-self-full-1024", "gdpa-cross-full-2048"
 HEAD_DIM = 128
 GRADIENTS = ("dq", "dk", "dv")
 VERDICT = {True: "kept", False: "broken"}
-SCRATCH = tempfile.TemporaryDirectory()
 KEYS, QUERIES = (default_config(kernel, HEAD_DIM, torch.bfloat16) for kernel in ("keys", "queries"))
 
 
@@ -83,22 +80,6 @@ def glue_word(name: str, value: str) -> None:
 
 def code(text: str, language: str = "python") -> Markdown:
     return Markdown(f"```{language}\n{text.rstrip()}\n```")
-
-
-def changed(module, *changes: tuple[str, str]):
-    """The module with pieces of its source replaced; each must occur once."""
-    text = Path(module.__file__).read_text()
-    for old, new in changes:
-        if text.count(old) != 1:
-            raise ValueError(f"old must occur once in {module.__name__}, got {old!r}")
-        text = text.replace(old, new)
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / Path(module.__file__).name
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
 
 
 glue("keys_keys", KEYS.BLOCK_N)
@@ -450,13 +431,6 @@ KINDS = {
 }  # fmt: skip
 
 
-def kind_of(value: object) -> str:
-    """Triton's type of an argument of a launch."""
-    if isinstance(value, torch.Tensor):
-        return "*" + KINDS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
-
-
 def built(module, head_dim=HEAD_DIM, dtype=torch.bfloat16, **configs) -> dict:
     """The kernels of a call with 4 heads, compiled for sm_90a, and their constants, by name."""
     call = call_of((130,), (130,), heads=4, heads_k=4, head_dim=head_dim, dtype=dtype)
@@ -469,12 +443,7 @@ def built(module, head_dim=HEAD_DIM, dtype=torch.bfloat16, **configs) -> dict:
         module.backward(**call, **configs)
     made = {}
     for kernel, given, options in seen:
-        named = dict(zip(kernel.arg_names, given, strict=False))
-        types = {name: kind_of(value) for name, value in named.items() if value is not None}
-        launch = {n: v for n, v in options.items() if n not in kernel.arg_names}
-        made[kernel.__name__] = (
-            compile_check.build(kernel, types, named | options, options=launch), options
-        )  # fmt: skip
+        made[kernel.__name__] = compile_check.build_launch(kernel, given, options), options
     return made
 
 

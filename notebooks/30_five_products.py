@@ -26,13 +26,10 @@
 # :::
 
 # %% tags=["remove-cell"]
-import importlib.util
 import inspect
 import itertools
 import math
 import re
-import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -41,7 +38,6 @@ import pandas as pd
 import torch
 import triton
 from IPython.display import Markdown, display
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels import compile_check, emulator, figures, ladder, results, testing
 from gdpa_kernels.gdpa import (
@@ -53,6 +49,7 @@ from gdpa_kernels.gdpa import (
 )
 from gdpa_kernels.house import INK, RUNG_COLOURS
 from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.studies import changed
 from gdpa_kernels.workload import Workload, workload
 
 # %% tags=["parameters"]
@@ -65,7 +62,6 @@ NOTEBOOK = "notebooks/30_five_products.py"
 V1, V2, V2A = "v1_tiled_backward", "v2_fused_backward", "v2a_ordered_backward"
 GRADIENTS = ("dq", "dk", "dv")
 VERDICT = {True: "kept", False: "broken"}
-SCRATCH = tempfile.TemporaryDirectory()
 
 
 def glue(name: str, value: float) -> None:
@@ -78,20 +74,6 @@ def glue_word(name: str, value: str) -> None:
 
 def code(text: str, language: str = "python") -> Markdown:
     return Markdown(f"```{language}\n{text.rstrip()}\n```")
-
-
-def changed(module, old: str, new: str):
-    """The module with a piece of its source replaced, which must occur once."""
-    text = Path(module.__file__).read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"old must occur once in {module.__name__}, got {old!r}")
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / Path(module.__file__).name
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
 
 
 # %% [markdown]
@@ -370,7 +352,7 @@ def in_orders(module, blocks: int) -> list:
     line = "    pid = tl.program_id(0)\n"
     other = [f"(tl.program_id(0) + {i}) % tl.num_programs(0)" for i in range(1, blocks)]
     other.append("tl.num_programs(0) - 1 - tl.program_id(0)")
-    return [changed(module, line, f"    pid = {number}\n") for number in other]
+    return [changed(module, (line, f"    pid = {number}\n")) for number in other]
 
 
 lines = []
@@ -454,10 +436,8 @@ code(inspect.getsource(v2a_ordered_backward.count_slices))
 #
 # ## What the compiler made of it
 
+
 # %% tags=["remove-cell"]
-KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
-
-
 def launches(module, **more) -> list[tuple]:
     """(kernel, arguments, options) of a call with four heads of 128, which runs nothing."""
     seen = []
@@ -471,23 +451,8 @@ def launches(module, **more) -> list[tuple]:
     return seen
 
 
-def kind_of(value: object) -> str:
-    """Triton's type of an argument of a launch."""
-    if isinstance(value, TensorDescriptor):
-        shape = ", ".join(map(str, value.block_shape))
-        return f"tensordesc<{KINDS[value.base.dtype]}[{shape}]>"
-    if isinstance(value, torch.Tensor):
-        return "*" + KINDS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
-
-
 def compiled(kernel, arguments: tuple, options: dict) -> compile_check.Compiled:
-    given = dict(zip(kernel.arg_names, arguments, strict=False))
-    types = {name: kind_of(value) for name, value in given.items() if value is not None}
-    launch_options = {n: v for n, v in options.items() if n not in kernel.arg_names}
-    return compile_check.read(
-        compile_check.build(kernel, types, given | options, options=launch_options)
-    )
+    return compile_check.read(compile_check.build_launch(kernel, arguments, options))
 
 
 LOOKED_AT = (
@@ -565,7 +530,7 @@ for title, (module, config) in variants.items():
 # And dQ that was not filled with zeros first? The sums begin with whatever was there:
 
 # %%
-hasty = changed(v2_fused_backward, "q.new_zeros(q.shape", "q.new_full(q.shape, 1e3")
+hasty = changed(v2_fused_backward, ("q.new_zeros(q.shape", "q.new_full(q.shape, 1e3"))
 (dq, *_), _, _ = emulated(hasty, given)
 print(testing.compare(name="dq", actual=dq, expected=exact[0], baseline=plain[0]))
 
@@ -579,7 +544,7 @@ assert not testing.compare(name="dq", actual=dq, expected=exact[0], baseline=pla
 # %%
 ADD, STORE = "            add_rows(dq_desc,", "            store_rows(dq_desc,"
 try:
-    emulated(changed(v2_fused_backward, ADD, STORE), one_head)
+    emulated(changed(v2_fused_backward, (ADD, STORE)), one_head)
 except emulator.Race as error:
     print(re.sub(r"/\S*/(?=[\w-]+\.py:\d)", "", str(error)).replace("; ", ";\n"))
     caught = True
@@ -627,7 +592,7 @@ if mode == "measure":
     from gdpa_kernels.launch import launch
 
     session = measure.Session(NOTEBOOK, device)
-    stored = changed(v2_fused_backward, ADD, STORE)
+    stored = changed(v2_fused_backward, (ADD, STORE))
     samples, bits = {}, []
     for given in (workload(LONG), workload(CROSS), SMALL):
         session.measure(given, listed(given.name), direction="backward")

@@ -24,11 +24,8 @@
 
 # %% tags=["remove-cell"]
 import contextlib
-import importlib.util
 import inspect
 import re
-import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -37,7 +34,6 @@ import pandas as pd
 import torch
 import triton
 from IPython.display import SVG, Markdown, display
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels import compile_check, emulator, figures, ladder, results, testing
 from gdpa_kernels.gdpa import (
@@ -50,6 +46,7 @@ from gdpa_kernels.gdpa import (
 from gdpa_kernels.gdpa.v5_short_kv_backward import Config
 from gdpa_kernels.gdpa.work_list import WorkList
 from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.studies import changed
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -71,7 +68,6 @@ ROWS, KEYS, TILE, HEAD_DIM = 64, 64, 128, 128
 GRADIENTS = ("dq", "dk", "dv")
 TENSORS = ("grad_out", "q", "k", "v")
 VERDICT = {True: "kept", False: "broken"}
-SCRATCH = tempfile.TemporaryDirectory()
 
 
 def glue(name: str, value: float) -> None:
@@ -90,22 +86,6 @@ def paragraph(module, start: str) -> str:
     """The paragraph of a module's docstring that begins with `start`, on one line."""
     (found,) = (p for p in inspect.getdoc(module).split("\n\n") if p.startswith(start))
     return " ".join(found.split())
-
-
-def changed(module, *changes: tuple[str, str]):
-    """The module with pieces of its source replaced; each must occur once."""
-    text = Path(module.__file__).read_text()
-    for old, new in changes:
-        if text.count(old) != 1:
-            raise ValueError(f"old must occur once in {module.__name__}, got {old!r}")
-        text = text.replace(old, new)
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / Path(module.__file__).name
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"changed_{path.parent.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
-    return made
 
 
 # %% [markdown]
@@ -490,20 +470,9 @@ assert all(same)
 # ## What the compiler made of it
 
 # %% tags=["remove-cell"]
-KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 INSTRUCTION = re.compile(
     r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)((?:\.\w+)*)(.*)", re.MULTILINE
 )
-
-
-def kind_of(value: object) -> str:
-    """Triton's type of an argument of a launch."""
-    if isinstance(value, TensorDescriptor):
-        shape = ", ".join(map(str, value.block_shape))
-        return f"tensordesc<{KINDS[value.base.dtype]}[{shape}]>"
-    if isinstance(value, torch.Tensor):
-        return "*" + KINDS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
 
 
 def built(module, config):
@@ -520,10 +489,7 @@ def built(module, config):
     ):  # fmt: skip
         module.backward(**problem((130,), heads=4, heads_k=4), config=config, schedule=no_list)
     kernel, arguments, options = seen[0]
-    given = dict(zip(kernel.arg_names, arguments, strict=False))
-    types = {name: kind_of(value) for name, value in given.items() if value is not None}
-    launch_options = {n: v for n, v in options.items() if n not in kernel.arg_names}
-    return compile_check.build(kernel, types, given | options, options=launch_options)
+    return compile_check.build_launch(kernel, arguments, options)
 
 
 def loop_of(binary, steps: int = 1) -> list[str]:

@@ -340,15 +340,21 @@ def test_scopes_of_block_attention(cpu, peers, monkeypatch, direction):
 
     monkeypatch.setattr(timing, "sample_kernels", sample)
     monkeypatch.setattr(timing, "sample_ops", sample)
+    monkeypatch.setattr(timing, "sample_hosts", sample)
     impls = ["v1_one_tile", "reference", "fa2_varlen"]
-    rows = run_blocks(BLOCKS, impls, direction, ("kernel", "op", "schedule"))
+    rows = run_blocks(BLOCKS, impls, direction, ("kernel", "op", "host", "schedule"))
     assert called[0] == ["fa2_varlen ", "reference ", "v1_one_tile "]
     assert called[1] == ["v1_one_tile "]
-    assert called[2] == ["fa2_varlen ", "v1_one_tile "]
+    assert called[2] == ["v1_one_tile "]
+    assert called[3] == ["fa2_varlen ", "v1_one_tile "]
+    (host,) = (row for row in rows if row.scope == "host")
+    assert host.error.passed and (host.flops, host.bytes_read, host.bytes_written) == (0, 0, 0)
     schedules = [row for row in rows if row.scope == "schedule"]
     assert all((r.flops, r.bytes_read, r.bytes_written) == (0, 0, 0) for r in schedules)
     assert len(schedules) == 2 and all(row.error is None for row in schedules)
-    with pytest.raises(ValueError, match="scopes must be among 'kernel', 'op', 'schedule', got"):
+    with pytest.raises(
+        ValueError, match=r"scopes must be among \('kernel', 'op', 'host', 'schedule'\), got"
+    ):
         run_blocks(BLOCKS, ["reference"], direction, ("wall",))
 
 

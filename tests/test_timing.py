@@ -29,6 +29,14 @@ def test_host_time_includes_everything():
 
 
 @needs_gpu
+def test_host_time_ends_when_the_call_returns():
+    calls = {"waits": torch.cuda.synchronize, "returns": lambda: None}
+    late = {n: lambda f=f: (torch.cuda._sleep(20_000_000), f()) for n, f in calls.items()}
+    samples = timing.sample_hosts(late, torch.device("cuda:0"), FEW)
+    assert min(samples["waits"]) > 8000 > 1000 > sorted(samples["returns"])[2]
+
+
+@needs_gpu
 def test_functions_take_turns():
     order: list[str] = []
     functions = {name: lambda name=name: order.append(name) for name in "abc"}

@@ -17,9 +17,9 @@ from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import v4_rotary as v4
 from gdpa_kernels.block_attention import v4a_turning_role as v4a
 from gdpa_kernels.block_attention.block_list import BlockList
-from gdpa_kernels.compile_check import build, disassemble, read
+from gdpa_kernels.compile_check import build_launch, disassemble, read
 from tests.block_attention.cases import CASES, DEVICE, NAMES, Case, check, kernels_run, results
-from tests.block_attention.compiling import _type, launches
+from tests.block_attention.compiling import launches
 from tests.emulator.mutants import enumerate_mutants, executed_lines, import_file, judge
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -329,10 +329,7 @@ def built(module, direction: str, dtype=BF16, turns=FP32, heads_k=4, config=None
         return module.backward(grad_out, *others, **options)
 
     ((kernel, args, constants),) = launches(module, call)
-    given = dict(zip(kernel.arg_names, args, strict=False))
-    types = {name: _type(value) for name, value in given.items() if value is not None}
-    launched = {n: v for n, v in constants.items() if n not in kernel.arg_names}
-    return build(kernel, types, given | constants, options=launched)
+    return build_launch(kernel, args, constants)
 
 
 SHARED_OF_A_PROGRAM = 227 * 1024
