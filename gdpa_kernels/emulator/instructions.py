@@ -93,6 +93,7 @@ INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
     "fma.rn.bf16": (_BF16, fused_multiply_add),
     "min.f32": (_F32, torch.fmin),
     "max.f32": (_F32, torch.fmax),
+    "xor.b32": (torch.int32, torch.bitwise_xor),
 }
 
 # d = {low half: b, high half: a}, each rounded to nearest.

@@ -42,6 +42,19 @@ def uniform(x):
 
 
 @triton.jit
+def nothing(x):
+    """0, of which the compiler does not know that it is 0 whatever x is; the assembler does.
+
+    Added to the number of a buffer in a loop over x it keeps the compiler from computing all
+    addresses of buffers ahead of the loop. There are more of them than registers: they would be
+    spilled, and each product would wait for a load and for a move to a register of the warp.
+    """
+    return tl.inline_asm_elementwise(
+        "xor.b32 $0, $1, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def fetch_rows(desc, buffer, full, start, length, head, first_row):
     """Start the copy of rows first_row .. of one head; it arrives on `full`.
 

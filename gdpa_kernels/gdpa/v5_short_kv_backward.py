@@ -10,12 +10,16 @@ type: no fp32 sum in memory, no zero fill, no conversion, no additions by TMA; d
 Why it should help, in bytes for a row of head_dim 128 in bf16: v4 reads Q and dO (512), fills 512
 with zeros, adds to them twice at 256 keys, reads them again and writes 256: at 4.3 TB/s more time
 than the five products take. Here are 512 read and 256 written. The price is 16 KB of dS each way
-between the two programs for 64 rows, about a quarter of what their products read of shared memory.
+between the two programs for 64 rows, about an eighth of what their products read of shared memory.
 
 The two math roles take turns with dQ, one step each: a step of 64 rows gives [64, 64] from four
 products over 64 keys. Which half of the columns is a program's own is known at run time only, but
 parts of a tile have to be named at compile time: so Q and K come as two tiles of 64 columns, the
 program's own half first.
+
+Two steps, a pair, are the body of the loop, and each has its own buffers: all addresses are known
+before the loop. That was the rung's bound until they were computed where they are used, with
+`tiles.nothing`: kept from before the loop they took 636 bytes of spills, and every product waited.
 
 | role       | warps | registers | work                                                            |
 |------------|-------|-----------|-----------------------------------------------------------------|
@@ -52,24 +56,24 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.masks import mask_transposed
 from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows, sequence
+from gdpa_kernels.gdpa.tiles import fetch_rows, nothing, put_rows, sequence
 from gdpa_kernels.launch import launch, multiprocessors
+from gdpa_kernels.remembered import Remembered
 
 MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a math role
 ROWS = tl.constexpr(64)  # of a step
 TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)  # keys of a program
+PAIR = tl.constexpr(2)  # steps that are worked on in turn, each in buffers of its own
 PROGRAMS = tl.constexpr(2)  # of a cluster
 MOST_KEYS = TILE.value * PROGRAMS.value
 
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: steps of Q and of dO in shared memory; whether factors of the activation
-    are left to the sums where `derivatives.foldable`; registers of a thread of a math role."""
+    """Launch constants: whether factors of the activation are left to the sums where
+    `derivatives.foldable`; registers of a thread of a math role."""
 
-    q_stages: int = 2
-    g_stages: int = 2
     fold: bool = True
     registers: int = 240
 
@@ -83,9 +87,19 @@ def requires(cu_seqlens_q: torch.Tensor | None, max_seqlen_k: int) -> str | None
     return None
 
 
-def order_of(cu_seqlens_q: torch.Tensor) -> torch.Tensor:
-    """The sequences, int32 `[batch]`, those with the most queries first."""
+def _order(cu_seqlens_q: torch.Tensor, _) -> torch.Tensor:
     return torch.argsort(cu_seqlens_q.diff(), descending=True, stable=True).int()
+
+
+_orders = Remembered(_order)
+
+
+def order_of(cu_seqlens_q: torch.Tensor) -> torch.Tensor:
+    """The sequences, int32 `[batch]`, those with the most queries first.
+
+    For the same tensor, unmodified, on the same stream it is used again (`Remembered`).
+    """
+    return _orders.of(cu_seqlens_q, None, ())
 
 
 @triton.jit
@@ -102,9 +116,9 @@ def work(
 
 @triton.jit
 def steps_of(len_q):
-    """Steps of 64 rows of one head, an even number of at least two: both roles take part in each
-    pair. All rows are walked, whether or not a key is seen by them: their dQ is written here."""
-    return tl.maximum(tl.cdiv(len_q, 2 * ROWS), 1) * 2
+    """Steps of 64 rows of one head, in whole pairs, at least one: both roles take part in each. All
+    rows are walked, whether or not a key is seen by them: their dQ is written here."""
+    return tl.maximum(tl.cdiv(len_q, PAIR * ROWS), 1) * PAIR
 
 
 @triton.jit
@@ -127,7 +141,7 @@ def load(
     q_desc, k_desc, v_desc, g_desc, q, k, v, g, half,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
     order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q,
-    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The load role: of each item K, the first rows of Q, V, then dO and Q in the order of use."""
     HALF_BYTES: tl.constexpr = ROWS * 64 * 2
@@ -150,8 +164,9 @@ def load(
             fetch_half(k_desc, half[role], k_full[0], start_k, len_k, head_k, other, rank)
         for step in tl.range(0, steps * GROUP):
             head, row = place(step, steps, head_k, GROUP)
-            at = (count + step) % Q_STAGES
-            tlx.barrier_wait(q_empty[at], (((count + step) // Q_STAGES) & 1) ^ 1)
+            at = step % PAIR
+            unused = ((count + step // PAIR) & 1) ^ 1
+            tlx.barrier_wait(q_empty[at], unused)
             tlx.barrier_expect_bytes(q_full[at], 2 * HALF_BYTES)
             fetch_half(q_desc, q[at * 2], q_full[at], start_q, len_q, head, row, rank)
             fetch_half(q_desc, q[at * 2 + 1], q_full[at], start_q, len_q, head, row, 1 - rank)
@@ -162,70 +177,66 @@ def load(
                     row_of_v = BOUND - len_k + rank * TILE + role * KEYS
                     where = [BOUND, start_k + len_k, head_k, row_of_v, 0]
                     tlx.async_descriptor_load(v_desc, v[role], where, v_full[0])
-            at = (count + step) % G_STAGES
-            tlx.barrier_wait(g_empty[at], (((count + step) // G_STAGES) & 1) ^ 1)
+            tlx.barrier_wait(g_empty[at], unused)
             fetch_rows(g_desc, g[at], g_full[at], start_out, len_q, head, row)
-        count += steps * GROUP
+        count += steps * GROUP // PAIR
 
 
 @triton.jit
 def differentiate(
     role: tl.constexpr, q, k, v, g, ds, peer, q_full, q_empty, g_full, g_empty,
-    ds_full, ds_empty, peer_full, dk_own, dk_other, dv, count, rank, scale, head, row, key,
-    ACTIVATION: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, DTYPE: tl.constexpr,
+    ds_full, ds_empty, peer_full, dk_own, dk_other, dv, at: tl.constexpr, zero, phase, rank,
+    scale, head, row, key, ACTIVATION: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """dk in two halves of the columns, and dv, with the step's part; dS is here, and on its way to
     the other program.
 
-    `count` counts steps of all items.
+    `at`: which step of the pair it is; `zero`: `nothing`; `phase` counts pairs of all items.
     """
-    q_at, g_at, at = count % Q_STAGES, count % G_STAGES, count & 1
-    tlx.barrier_wait(q_full[q_at], (count // Q_STAGES) & 1)
-    s = tlx.async_dot(k[role * 2], tlx.local_trans(q[q_at * 2]))
-    s = tlx.async_dot(k[role * 2 + 1], tlx.local_trans(q[q_at * 2 + 1]), s)
+    tlx.barrier_wait(q_full[at], phase)
+    s = tlx.async_dot(k[role * 2 + zero], tlx.local_trans(q[at * 2 + zero]))
+    s = tlx.async_dot(k[role * 2 + 1 + zero], tlx.local_trans(q[at * 2 + 1 + zero]), s)
     s = tlx.async_dot_wait(0, s)
     p, slope = value_and_factor(s, scale, head, ACTIVATION, FOLD)
     p = mask_transposed(p, row, key, CAUSAL, WINDOW)
     slope = mask_slope(slope, row, key, CAUSAL, WINDOW, FOLD)
-    tlx.barrier_wait(g_full[g_at], (count // G_STAGES) & 1)
-    dp = tlx.async_dot(v[role], tlx.local_trans(g[g_at]))
-    dv = tlx.async_dot(p.to(DTYPE), g[g_at], dv)
+    tlx.barrier_wait(g_full[at], phase)
+    dp = tlx.async_dot(v[role + zero], tlx.local_trans(g[at + zero]))
+    dv = tlx.async_dot(p.to(DTYPE), g[at + zero], dv)
     dp = tlx.async_dot_wait(1, dp)
     d = times_slope(dp, slope, FOLD).to(DTYPE)
-    tlx.barrier_wait(ds_empty[at], ((count // 2) & 1) ^ 1)
+    tlx.barrier_wait(ds_empty[at], phase ^ 1)
     if role == 0:
         tlx.barrier_expect_bytes(peer_full[at], TILE * ROWS * 2)
-    tlx.local_store(ds[at * MATH_ROLES + role], d)
+    mine = at * MATH_ROLES + role + zero
+    tlx.local_store(ds[mine], d)
     tlx.fence("async_shared")
-    tlx.async_remote_shmem_copy(
-        peer[at * MATH_ROLES + role], ds[at * MATH_ROLES + role], 1 - rank, peer_full[at]
-    )
+    tlx.async_remote_shmem_copy(peer[mine], ds[mine], 1 - rank, peer_full[at])
     tlx.barrier_arrive(ds_full[at])
-    dk_own = tlx.async_dot(d, q[q_at * 2], dk_own)
-    dk_other = tlx.async_dot(d, q[q_at * 2 + 1], dk_other)
+    dk_own = tlx.async_dot(d, q[at * 2 + zero], dk_own)
+    dk_other = tlx.async_dot(d, q[at * 2 + 1 + zero], dk_other)
     dv = tlx.async_dot_wait(0, dv)
     dk_own = tlx.async_dot_wait(0, dk_own)
     dk_other = tlx.async_dot_wait(0, dk_other)
-    tlx.barrier_arrive(q_empty[q_at])
-    tlx.barrier_arrive(g_empty[g_at])
+    tlx.barrier_arrive(q_empty[at])
+    tlx.barrier_arrive(g_empty[at])
     return dk_own, dk_other, dv
 
 
 @triton.jit
 def write_dq(
     dq_desc, staging, ds, peer, k, half, ds_full, ds_empty, peer_full,
-    count, rank, start, length, head, row, factor,
+    at: tl.constexpr, zero, phase, rank, start, length, head, row, factor,
 ):  # fmt: skip
     """Half of the columns of dQ of a step, from all keys."""
-    at = count & 1
-    phase = (count // 2) & 1
+    first = at * MATH_ROLES + zero
     tlx.barrier_wait(ds_full[at], phase)
-    dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES]), k[0])
-    dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES + 1]), k[2], dq)
+    dq = tlx.async_dot(tlx.local_trans(ds[first]), k[zero])
+    dq = tlx.async_dot(tlx.local_trans(ds[first + 1]), k[2 + zero], dq)
     tlx.barrier_wait(peer_full[at], phase)
-    dq = tlx.async_dot(tlx.local_trans(peer[at * MATH_ROLES]), half[0], dq)
-    dq = tlx.async_dot(tlx.local_trans(peer[at * MATH_ROLES + 1]), half[1], dq)
+    dq = tlx.async_dot(tlx.local_trans(peer[first]), half[zero], dq)
+    dq = tlx.async_dot(tlx.local_trans(peer[first + 1]), half[1 + zero], dq)
     dq = tlx.async_dot_wait(0, dq)
     tlx.barrier_arrive(ds_empty[at])
     tlx.barrier_arrive(ds_empty[at], 1, remote_cta_rank=1 - rank)
@@ -253,9 +264,8 @@ def math(
     order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, scale, output_scale,
     NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
-    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A math role: 64 keys of every item, and dQ of every second step."""
+    """A math role: 64 keys of every item, and dQ of a step of each pair. `count` counts pairs."""
     DTYPE: tl.constexpr = tlx.dtype_of(dk_desc)
     rank = tlx.cluster_cta_rank()
     clusters = tl.num_programs(0) // PROGRAMS
@@ -273,21 +283,23 @@ def math(
         dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
         tlx.barrier_wait(k_full[0], phase)
         tlx.barrier_wait(v_full[0], phase)
-        for pair in tl.range(0, steps * GROUP, 2, num_stages=0):
-            for second in tl.static_range(2):
-                head, row = place(pair + second, steps, head_k, GROUP)
+        for step in tl.range(0, steps * GROUP, PAIR, num_stages=0):
+            zero = nothing(step)
+            now = (count + step // PAIR) & 1
+            for at in tl.static_range(PAIR):
+                head, row = place(step + at, steps, head_k, GROUP)
                 dk_own, dk_other, dv = differentiate(
                     role, q, k, v, g, ds, peer, q_full, q_empty, g_full, g_empty,
                     ds_full, ds_empty, peer_full, dk_own, dk_other, dv,
-                    count + pair + second, rank, scale, head, row, key,
-                    ACTIVATION, FOLD, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE,
+                    at, zero, now, rank, scale, head, row, key,
+                    ACTIVATION, FOLD, CAUSAL, WINDOW, DTYPE,
                 )  # fmt: skip
-            head, row = place(pair + role, steps, head_k, GROUP)
+            head, row = place(step + role, steps, head_k, GROUP)
             write_dq(
                 dq_desc, staging[role], ds, peer, k, half, ds_full, ds_empty, peer_full,
-                count + pair + role, rank, start_out, len_q, head, row, factor,
+                role, zero, now, rank, start_out, len_q, head, row, factor,
             )  # fmt: skip
-        count += steps * GROUP
+        count += steps * GROUP // PAIR
         tlx.barrier_arrive(k_empty[0])
         dv = dv * (0.5 * scale * output_scale if FOLD else output_scale)
         put_rows(dv_desc, v[role], start_k, len_k, head_k, key, dv.to(DTYPE))
@@ -300,8 +312,8 @@ def math(
         put_half(dk_desc, staging[role], start_k, len_k, head_k, key, 1 - rank, dk_other)
     tlx.async_descriptor_store_wait(0)
     # The other program still arrives here: this one's memory must not go before it has.
-    for at in tl.static_range(2):
-        tlx.barrier_wait(ds_empty[at], ((count // 2) & 1) ^ 1)
+    for at in tl.static_range(PAIR):
+        tlx.barrier_wait(ds_empty[at], (count & 1) ^ 1)
 
 
 @triton.jit
@@ -309,30 +321,29 @@ def backward_kernel(
     q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc,
     order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, scale, output_scale,
     NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
-    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of this cluster's items."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    q = tlx.local_alloc((ROWS, 64), DTYPE, Q_STAGES * 2)
+    q = tlx.local_alloc((ROWS, 64), DTYPE, PAIR * 2)
     k = tlx.local_alloc((KEYS, 64), DTYPE, MATH_ROLES * 2)
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
-    g = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, G_STAGES)
+    g = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, PAIR)
     half = tlx.local_alloc((KEYS, 64), DTYPE, MATH_ROLES)
-    ds = tlx.local_alloc((KEYS, ROWS), DTYPE, 2 * MATH_ROLES)
-    peer = tlx.local_alloc((KEYS, ROWS), DTYPE, 2 * MATH_ROLES)
+    ds = tlx.local_alloc((KEYS, ROWS), DTYPE, PAIR * MATH_ROLES)
+    peer = tlx.local_alloc((KEYS, ROWS), DTYPE, PAIR * MATH_ROLES)
     staging = tlx.local_alloc((ROWS, 64), DTYPE, MATH_ROLES)
-    q_full = tlx.alloc_barriers(Q_STAGES)
-    q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, MATH_ROLES)
+    q_full = tlx.alloc_barriers(PAIR)
+    q_empty = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
     k_full = tlx.alloc_barriers(1)
     k_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
     v_full = tlx.alloc_barriers(1)
     v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    g_full = tlx.alloc_barriers(G_STAGES)
-    g_empty = tlx.alloc_warp_barrier(G_STAGES, 4, MATH_ROLES)
-    ds_full = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
-    ds_empty = tlx.alloc_barriers(2, arrive_count=PROGRAMS)
-    peer_full = tlx.alloc_barriers(2)
+    g_full = tlx.alloc_barriers(PAIR)
+    g_empty = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
+    ds_full = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
+    ds_empty = tlx.alloc_barriers(PAIR, arrive_count=PROGRAMS)
+    peer_full = tlx.alloc_barriers(PAIR)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -340,7 +351,7 @@ def backward_kernel(
                 q_desc, k_desc, v_desc, g_desc, q, k, v, g, half,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
                 order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q,
-                NUM_HEADS_K, GROUP, Q_STAGES, G_STAGES,
+                NUM_HEADS_K, GROUP,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
@@ -350,7 +361,7 @@ def backward_kernel(
                 ds_full, ds_empty, peer_full,
                 order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q,
                 scale, output_scale,
-                NUM_HEADS_K, GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES,
+                NUM_HEADS_K, GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM,
             )  # fmt: skip
 
 
@@ -394,7 +405,6 @@ def backward(
         NUM_HEADS_K=num_heads_k, GROUP=num_heads // num_heads_k,
         ACTIVATION=",".join(activation), FOLD=config.fold and foldable(activation, q.dtype),
         CAUSAL=causal, WINDOW=window, HEAD_DIM=head_dim,
-        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers,
-        num_warps=4, ctas_per_cga=(PROGRAMS.value, 1, 1),
+        REGISTERS=config.registers, num_warps=4, ctas_per_cga=(PROGRAMS.value, 1, 1),
     )  # fmt: skip
     return dq, dk, dv

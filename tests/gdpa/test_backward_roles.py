@@ -177,7 +177,7 @@ ORDERS = {
 }  # fmt: skip
 
 
-OTHER = {"q_stages": 3, "g_stages": 1}
+OTHER = {"q_stages": 3, "g_stages": 1}  # of v4; in v5 a step of a pair has its own slots
 
 
 @emulated
@@ -186,7 +186,10 @@ def test_any_schedule_and_config_gives_the_same_result(name):
     """Bitwise; a dQ that several tiles of keys add to keeps its error budget."""
     impl, case = ORDERS[name]
     expected = scheduled(impl, call_of(case, BF16), "modelled", {})
-    for schedule, config in ((0, {}), (1, {}), ("modelled", OTHER), (0, OTHER), (1, OTHER)):
+    runs = [(0, {}), (1, {})]
+    if impl == "v4_warp_specialized_backward":
+        runs += [("modelled", OTHER), (0, OTHER), (1, OTHER)]
+    for schedule, config in runs:
         compute = partial(scheduled, impl, schedule=schedule, config=config)
         if name == "v4, several tiles":
             check(compute, case, BF16)
@@ -425,13 +428,13 @@ SURVIVORS = {
             "async_dot_wait(dk_own): pendings=1": 1,
             "drop async_dot_wait(0, dk_other)": 1,
             "async_dot_wait(dk_other): pendings=1": 1,
-            "barrier_arrive(q_empty[q_at]) before dk_other = async_dot_wait(0, dk_other)": 1,
-            "barrier_arrive(g_empty[g_at]) before dk_other = async_dot_wait(0, dk_other)": 1,
+            "barrier_arrive(q_empty[at]) before dk_other = async_dot_wait(0, dk_other)": 1,
+            "barrier_arrive(g_empty[at]) before dk_other = async_dot_wait(0, dk_other)": 1,
         },
         AT_EXIT: {
             "drop async_descriptor_store_wait(0)": 1,
             "async_descriptor_store_wait(0): pendings=1": 1,
-            "drop barrier_wait(ds_empty[at], count // 2 & 1 ^ 1)": 1,
+            "drop barrier_wait(ds_empty[at], count & 1 ^ 1)": 1,
             "ds_empty[at] -> next": 1,
         },
     },
@@ -520,7 +523,7 @@ SMEM_OF_A_PROGRAM = 227 * 1024
 KNOWN_SPILLS = (
     ("v4_warp_specialized_backward", {}, 112),
     ("v4_warp_specialized_backward", {"heads_k": 2, "causal": True}, 528),
-    ("v5_short_kv_backward", {}, 636),
+    ("v5_short_kv_backward", {}, 120),
     ("v5_short_kv_backward", {"heads_k": 2, "causal": True, "dtype": FP16}, 668),
 )
 
