@@ -358,6 +358,7 @@ class BlockAttention(_Checked):
             "num_heads": workload.num_heads_q,
             "group": workload.num_heads_q // workload.num_heads_k,
             "rotary": workload.rotary,
+            "turns": inputs.rotary[0].dtype if workload.rotary else None,
         }
         return _chosen(module, told)
 

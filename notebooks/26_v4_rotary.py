@@ -75,6 +75,10 @@ CASES = {
     "forward": ((1, 2, 2), (1, 3, 2), (2, 2, 2), (2, 4, 2)),
     "backward": ((1, 2, 2), (1, 2, 1), (1, 3, 1), (2, 2, 2)),
 }  # math roles, slots, slots of sin and cos: what fits 227 KB in bf16
+LETTER = {
+    "forward": ((1, 2, 2), (1, 3, 2), (1, 3, 1)),
+    "backward": ((1, 2, 2), (1, 2, 1), (1, 3, 1)),
+}  # the same of v4a
 
 
 def label(roles: int, slots: int, turn_slots: int) -> str:
@@ -87,7 +91,7 @@ if mode == "measure":
     from dataclasses import replace
 
     from gdpa_kernels import measure
-    from gdpa_kernels.block_attention import v4_rotary
+    from gdpa_kernels.block_attention import v4_rotary, v4a_turning_role
     from gdpa_kernels.workload import workload
 
     session = measure.Session("notebooks/26_v4_rotary.py", device)
@@ -101,6 +105,10 @@ if mode == "measure":
         listed = [
             ("v4_rotary", label(*case), {"config": v4_rotary.Config(*case)})
             for case in CASES[direction]
+        ]
+        listed += [
+            ("v4a_turning_role", label(*case), {"config": v4a_turning_role.Config(*case)})
+            for case in LETTER[direction]
         ]
         listed += [(impl, "default", {}) for impl in ("v1_one_tile", "v2_slab")]
         listed += [

@@ -56,7 +56,7 @@ TABLE5 = workload("block-fill70-2000")
 NARROW = workload("block-fill70-2000-d64")
 ROTARY = workload("block-rotary-1735537")
 PLAIN = replace(ROTARY, name="block-plain-1735537", rotary=False, rotate_v=False)
-TURNING = ["v1_one_tile", "v2_slab", "v4_rotary"]
+TURNING = ["v1_one_tile", "v2_slab", "v4_rotary", "v4a_turning_role"]
 RUNGS = [rung.impl for rung in ladder.BLOCK_RUNGS if not rung.impl.startswith("v4")]
 SWEPT = ["v1_one_tile", "v3_warp_specialized", "fa2_varlen", "v0_flash"]
 
@@ -144,6 +144,7 @@ if mode == "measure":
 
     session = measure.Session(NOTEBOOK, device, limit_s=420)
     peers = ["fa2_varlen", "cudnn_varlen", "fa3"]
+    scopes = ("kernel", "op", "host", "schedule")
     around = {
         "forward": {"attention": "v1_one_tile"},
         "backward": {"attention": "v3_warp_specialized"},
@@ -154,15 +155,17 @@ if mode == "measure":
             session.measure(work, impls, direction=direction, scopes=scopes)
 
     try:
-        measure_both(TABLE5, [*RUNGS, *peers], ("kernel", "op", "schedule"))
+        measure_both(TABLE5, [*RUNGS, *peers], scopes)
         for direction in reversed(DIRECTIONS):
             unfused = [(i, "", around[direction]) for i in ("rotary_kernel", "eager_rotary")]
-            session.measure(ROTARY, [*TURNING, *unfused], direction=direction)
+            session.measure(
+                ROTARY, [*TURNING, *unfused], direction=direction, scopes=("kernel", "op", "host")
+            )
             session.measure(PLAIN, ["v1_one_tile", "v3_warp_specialized"], direction=direction)
             session.measure_rotary(ROTARY, direction=direction)
         roundings = {1: "v4_rotary", 2: ("rotary_kernel", "", around["backward"])}
         session.accuracy("accuracy", ROTARY, roundings)
-        measure_both(NARROW, [*RUNGS, *peers], ("kernel", "op", "schedule"))
+        measure_both(NARROW, [*RUNGS, *peers], scopes)
         for length in (1000, 4000, 8000, 2000, 6000, 3000, 5000, 7000):
             for fill in ("fill70", "fill100"):
                 if f"block-{fill}-{length}" != TABLE5.name:
