@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec: {name: python3, display_name: Python 3}
+# measures: true
 # ---
 
 # %% [markdown]
@@ -28,6 +29,7 @@
 import logging
 import math
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -50,6 +52,7 @@ from gdpa_kernels import (
     figures,
     gdpa,
     ladder,
+    record,
     results,
 )
 from gdpa_kernels.gdpa import api, reference
@@ -491,6 +494,88 @@ if torch.device(device).type == "cuda":
     for one, other in zip(recorded, step(), strict=True):
         torch.testing.assert_close(one, other)
     print("a replay with other lengths is an ordinary step")
+
+# %% [markdown]
+# ## What a call costs the host
+#
+# A program that trains enqueues kernels, and the device works them off. As long as the host is
+# ahead its time costs nothing. So what counts is the host's time for a call among calls, with the
+# device still busy with those before, and without ever waiting for it. Predictions (2026-11-21; a
+# script without a record had shown 55 to 70 µs forward and 270 µs backward on one machine):
+#
+# 1. *Forward*, nothing to be differentiated: 40 to 75 µs for both operators.
+# 2. *Forward, kept for gradients*: 10 to 25 µs more.
+# 3. *Backward*: 100 to 250 µs more than PyTorch needs for the gradient of `exp`. It runs in a
+#    thread of autograd's own, where the same Python takes more than twice the time.
+#
+# This cell measures; it runs with `make measure NOTEBOOKS=34`, on a GPU. It fails if a call waits
+# for the device.
+
+# %% tags=["hide-input"]
+IN_A_ROW, ROUNDS = 40, 5
+HOST = ("workload", "call", "what", "median_us", "p20_us", "p80_us")
+
+
+def host_times(call: Callable[[], object]) -> list[float]:
+    """Microseconds until `call` returns, of calls in a row; RuntimeError if one waits."""
+    found = []
+    for _ in range(ROUNDS + 1):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(IN_A_ROW):
+                begin = time.perf_counter()
+                call()
+                found.append(1e6 * (time.perf_counter() - begin))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sorted(found[IN_A_ROW:])  # the first round warms up
+
+
+def host_rows(name: str, call: str, function: Callable, inputs) -> list[tuple]:
+    """Rows of the table "host" for a function of q, k and v."""
+    plain = inputs.q, inputs.k, inputs.v
+    own = tuple(x.detach().requires_grad_() for x in plain)
+    out = function(*own)
+
+    def forward():
+        with torch.no_grad():
+            function(*plain)
+
+    ways = {
+        "forward": forward,
+        "forward, kept for gradients": lambda: function(*own),
+        "backward": lambda: torch.autograd.grad(
+            out, own, inputs.grad_out, retain_graph=True, allow_unused=True
+        ),
+    }
+    lines = []
+    for what, way in ways.items():
+        times = host_times(way)
+        at = [times[int(share * len(times))] for share in (0.5, 0.2, 0.8)]
+        lines.append((name, call, what, *at))
+        print(*lines[-1][:3], *(f"{t:.0f}" for t in at))
+    return lines
+
+
+if mode == "measure":
+    from gdpa_kernels import block_attention, measure
+    from gdpa_kernels.inputs import make_inputs
+
+    session, lines = measure.Session("notebooks/34_op_in_a_model.py", device), []
+    for name in ("gdpa-self-half-jagged-256", "gdpa-cross-full-512", "block-fill70-2000-d64"):
+        session.workloads[name] = workload(name)
+        inputs = make_inputs(workload(name), device=session.device)
+        operator = block_attention if name.startswith("block") else gdpa
+        given = inputs.arguments()
+        lines += host_rows(
+            name, operator.__name__,
+            lambda q, k, v, f=operator, a=given: f(**a | {"q": q, "k": k, "v": v}), inputs,
+        )  # fmt: skip
+        lines += host_rows(name, "exp", lambda q, k, v: q.exp(), inputs)
+        del inputs, given
+    session.tables["host"] = record.Table(HOST, lines)
+    print(session.write(data_dir))
 
 # %% [markdown]
 # ## Which backward

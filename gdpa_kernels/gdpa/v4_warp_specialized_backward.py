@@ -17,11 +17,12 @@ of shared memory take about 2,900 clocks, more than the products: the bound of t
 
 It was not the bound: profiled, a step took 5,200 clocks, and a role waited for products in 13 % of
 them. The rest was its own: instructions one after the other, with two warps to issue them. Hence
-five more ideas. Factors of GELU and SiLU go to the sums (`fold`). The number of steps is known to
+six more ideas. Factors of GELU and SiLU go to the sums (`fold`). The number of steps is known to
 be the same in all threads (`uniform`), so that addresses are not moved from thread to warp before
-each product. K of the next tile is on its way while a tile is worked on. dQ is put aside and sent
-behind the next step's fence, which is needed anyway. S of the next step is issued before dQ, so
-that one wait serves both; the last step computes its own S once more, for nobody.
+each product; those that stay the same are computed where they are used (`nothing`), not kept, for
+want of registers, in memory. K of the next tile is on its way while a tile is worked on. dQ is put
+aside and sent behind the next step's fence, which is needed anyway. S of the next step is issued
+before dQ, so that one wait serves both; the last step computes its own S once more, for nobody.
 
 | role       | warps | registers | work                                                            |
 |------------|-------|-----------|-----------------------------------------------------------------|
@@ -38,8 +39,9 @@ that one wait serves both; the last step computes its own S once more, for nobod
 | ds_empty[2]      | 256 threads, 1 each | math roles, dQ of these rows is computed -> math roles  |
 
 The list of tiles is work_list.py's with queries and keys exchanged: tiles of 128 keys, those with
-the most queries first. Not deterministic where a sequence has more than 256 keys: the order in
-which tiles add to dQ differs from run to run, and only sums of two do not depend on it.
+the most queries first. Not deterministic where more than two parts are added to an element of dQ,
+which is with more than 256 keys, at head_dim 64 with more than 128: the order of the additions
+differs from run to run, and only sums of two do not depend on it.
 
 Every option of `gdpa`; grouped heads: a tile's loop runs over the rows of all its query heads. A
 shared q: dQ is summed over the batch in fp32 by PyTorch, in a fixed order.
@@ -58,7 +60,7 @@ from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, val
 from gdpa_kernels.gdpa.gradients import round_kernel
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
 from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows, uniform
+from gdpa_kernels.gdpa.tiles import fetch_rows, nothing, put_rows, uniform
 from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
 from gdpa_kernels.launch import launch, multiprocessors
 
@@ -270,26 +272,27 @@ def math(
         tlx.barrier_arrive(q_empty[count % Q_STAGES])
         for step in tl.range(1, steps * GROUP, num_stages=0):
             now = count + step
+            zero = nothing(step)
             head, row = place(step, steps, start, head_k, GROUP)
             d, dv = differentiate(
-                s, v[role], g, ds[(now & 1) * MATH_ROLES + role], g_full, ds_full, ds_empty, dv,
-                now, scale, head, row, key,
+                s, v[role + zero], g, ds[(now & 1) * MATH_ROLES + role], g_full, ds_full, ds_empty,
+                dv, now, scale, head, row, key,
                 ACTIVATION, FOLD, CAUSAL, WINDOW, G_STAGES, DTYPE,
             )  # fmt: skip
             if step > 1:
                 head, row = place(step - 2, steps, start, head_k, GROUP)
-                add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN)
+                add_rows(dq_desc, staging[role + zero], start_out, len_q, head, row, COLUMN)
             dk = tlx.async_dot(d, q[now % Q_STAGES], dk)
             dv = tlx.async_dot_wait(0, dv)
             dk = tlx.async_dot_wait(0, dk)
             tlx.barrier_arrive(g_empty[now % G_STAGES])
-            s = scores(k[k_at + role], q, q_full, tl.minimum(now + 1, last), Q_STAGES)
-            dq = dq_product(role, ds, k, k_at, ds_full, now - 1, HEAD_DIM)
+            s = scores(k[k_at + role + zero], q, q_full, tl.minimum(now + 1, last), Q_STAGES)
+            dq = dq_product(role, ds, k, k_at + zero, ds_full, now - 1, HEAD_DIM)
             s = tlx.async_dot_wait(0, s)
             dq = tlx.async_dot_wait(0, dq)
             tlx.barrier_arrive(q_empty[now % Q_STAGES])
             tlx.barrier_arrive(ds_empty[(now - 1) & 1])
-            put_aside(staging[role], dq)
+            put_aside(staging[role + zero], dq)
         count += steps * GROUP
         dq = dq_product(role, ds, k, k_at, ds_full, count - 1, HEAD_DIM)
         dq = tlx.async_dot_wait(0, dq)
