@@ -16,7 +16,18 @@ from gdpa_kernels import baselines, figures, ladder, record, results, system
 WORKLOAD = "gdpa-self-full-1024"
 BACKWARD_WORKLOADS = {"gdpa-self-full-1024": "1,024 x 1,024", "gdpa-cross-full-2048": "2,048 x 256"}
 BACKWARD_NOTEBOOK = "notebooks/33_backward_figures.py"
-BLOCK_WORKLOAD = "block-fill70-2000"
+BLOCK_TABLES = (
+    (
+        "block-fill70-2000",
+        "Block attention, softmax inside blocks of 64 tokens",
+        "batch 1152, lengths uniform in 800 .. 1999, 4 heads",
+    ),
+    (
+        "block-rotary-1735537",
+        "Block attention with rotary, q, k and v turned inside the kernels",
+        "1,735,537 tokens in 1152 sequences, 3 heads, sin and cos in bf16",
+    ),
+)
 BLOCK_NOTEBOOK = "notebooks/27_block_tables.py"
 SYSTEM = "h200"
 DIRECTIONS = ("forward", "backward")
@@ -100,15 +111,21 @@ def _backward_lines(data_dir: Path) -> list[str]:
 
 
 def _block_lines(data_dir: Path) -> list[str]:
-    """The table of block attention and its record; nothing without a record of its notebook."""
+    """The tables of block attention and their record; nothing without a record of its notebook."""
     table = _kernel_rows(data_dir, BLOCK_NOTEBOOK)
-    table = table[table["workload"] == BLOCK_WORKLOAD]
-    rows = {(row["impl"], row["direction"]): row for _, row in table.iterrows()}
-    if not rows:
-        return []
+    lines = []
+    for workload, title, batch in BLOCK_TABLES:
+        of_it = table[table["workload"] == workload]
+        rows = {(row["impl"], row["direction"]): row for _, row in of_it.iterrows()}
+        if rows:
+            lines += _block_table(rows, title, f"`{workload}`, {batch}")
+    return lines
+
+
+def _block_table(rows: dict[tuple[str, str], pd.Series], title: str, workload: str) -> list[str]:
     lines = [
         "",
-        "Block attention, softmax inside blocks of 64 tokens:",
+        f"{title}:",
         "",
         "| `impl` | idea | changed lines | forward | % of copy | backward | % of copy |",
         "|---|---|--:|--:|--:|--:|--:|",
@@ -123,14 +140,13 @@ def _block_lines(data_dir: Path) -> list[str]:
         if (impl, "forward") in rows
     ]
     for _, impl in sorted(peers, reverse=True):
-        title = baselines.BLOCK_BASELINES[impl].title
-        lines.append(_pair(impl, title, "", rows, DIRECTIONS, SHARE))
+        name = baselines.BLOCK_BASELINES[impl].title
+        lines.append(_pair(impl, name, "", rows, DIRECTIONS, SHARE))
     row = next(iter(rows.values()))
     lines += [
         "",
-        f"Measured on one {row['gpu']}, {row['date'][:10]}: `{BLOCK_WORKLOAD}`, batch 1152, "
-        "lengths uniform in 800 .. 1999, 4 heads, head_dim 128, bf16; 100 % is the fastest copy "
-        "with as many bytes read for each one written. Record: "
+        f"Measured on one {row['gpu']}, {row['date'][:10]}: {workload}, head_dim 128, bf16; 100 % "
+        "is the fastest copy with as many bytes read for each one written. Record: "
         f"[`{row['record']}`](data/records/{row['record']}.json).",
     ]
     return lines

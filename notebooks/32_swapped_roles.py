@@ -845,6 +845,12 @@ figures.source(
 # dK and dV have to come and go for them. What is left is the chain of
 # {doc}`31_backward_roles`, longer here by the way to the other program.
 #
+# Tried as well (2026-11-21, a script without a record): clusters for any number of keys, in tiles
+# of 256, with dQ added up in fp32 by TMA as in v4, half as many bytes for a row. Against v4 it took
+# 1.03 times the time with 2,048 keys, 0.99 with 512, 1.11 to 1.12 on half-full jagged batches,
+# whose last tiles are emptier. With 2,048 queries on 256 keys the same kernel took 1.62 times the
+# time of v5: what v5 gains is that dQ is written *once*, not that a program adds less to it.
+#
 # ## The surprise: the other program is nearer than L2
 #
 # The two programs of a cluster hand over {glue:text}`b32_crossed_kb:.0f` KB of dS in each direction

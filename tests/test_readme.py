@@ -43,9 +43,14 @@ def test_results_command_prints_the_ladder(capsys):
     assert "v1_tiled" in printed and "fa2_varlen" in printed
 
 
-def block_record(data_dir, *impls: str, samples=(2000.0,), day: int = 1) -> record.Record:
+PLAIN, ROTARY = (name for name, *_ in readme.BLOCK_TABLES)
+
+
+def block_record(
+    data_dir, *impls: str, samples=(2000.0,), day: int = 1, name: str = PLAIN
+) -> record.Record:
     """A record of the tables of block attention, forward and backward of `impls`."""
-    blocks, machine = workload(readme.BLOCK_WORKLOAD), a_system()
+    blocks, machine = workload(name), a_system()
     system.save(machine, data_dir)
     rows = tuple(
         record.Row.of(
@@ -89,3 +94,11 @@ def test_the_table_of_block_attention_is_its_newest_record(tmp_path):
     percent = 100 * 4 * 1_609_664 * 1024 / (4e9 / 930e-6) / 2000e-6
     assert f"| 2.00 ms | {percent:.0f} | 2.00 ms |" in rows[2]
     assert "9.00 ms" not in "".join(lines) and made.id in lines[-1]
+
+
+def test_what_turns_has_a_table_of_its_own(tmp_path):
+    block_record(tmp_path, "v4_rotary", "v4a_turning_role", "rotary_kernel", name=ROTARY)
+    text = "\n".join(readme._block_lines(tmp_path))
+    assert f"`{ROTARY}`" in text and PLAIN not in text and text.count("| `impl` |") == 1
+    assert text.index("| `v4_rotary`") < text.index("| `v4a_turning_role`")
+    assert text.index("| `v4a_turning_role`") < text.index("| `rotary_kernel`")
