@@ -617,8 +617,8 @@ figures.provenance([host_record.id], data_dir=Path(data_dir))
 #    {glue:text}`train_host_forward_most:.0f` µs, **{glue:text}`train_host_verdict_1`**. PyTorch
 #    takes {glue:text}`train_host_exp_least:.0f` to {glue:text}`train_host_exp_most:.0f` µs for
 #    `exp`, the launch of one kernel.
-# 2. *Kept for gradients*: {glue:text}`train_host_added_least:+.1f` to
-#    {glue:text}`train_host_added_most:+.1f` µs, **{glue:text}`train_host_verdict_2`**.
+# 2. *Kept for gradients*: {glue:text}`train_host_added_least:.1f` to
+#    {glue:text}`train_host_added_most:.1f` µs, **{glue:text}`train_host_verdict_2`**.
 # 3. *Backward*: {glue:text}`train_host_back_least:.0f` to {glue:text}`train_host_back_most:.0f` µs,
 #    {glue:text}`train_host_beyond_least:.0f` to {glue:text}`train_host_beyond_most:.0f` µs more
 #    than that of `exp`, **{glue:text}`train_host_verdict_3`**.

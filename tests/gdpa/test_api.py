@@ -956,7 +956,7 @@ def test_every_rung_names_its_predecessor(operator):
         assert f"Changes from {rung.predecessor}" in rung.path.read_text()
         text = ladder.diff(rung.impl, operator=operator)
         assert text.startswith(f"--- gdpa/{rung.predecessor}.py\n+++ gdpa/{rung.impl}.py\n")
-        assert 0 < ladder.changed_lines(rung.impl, operator) < 450
+        assert 0 < ladder.changed_lines(rung.impl, operator) < 460
         known.append(rung.impl)
 
 
