@@ -13,10 +13,15 @@ other, those of `WAITING` do, on an mbarrier.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +39,9 @@ from gdpa_kernels import ladder
 from gdpa_kernels.inputs import cu_seqlens
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
+RETURNED = "calls that returned: "  # what the program under the tool says at its end
+LONGEST_S = 120.0  # of one tool on one kernel's calls
+AT_ONCE = 12  # programs beside each other: each holds a context, and gigabytes of memory
 EMPTY = "empty_tasks"
 WAITING = "waiting_tasks"
 LENGTHS_Q = (200, 0, 130, 65, 1)
@@ -47,15 +55,19 @@ BLOCK_SIZE = 64
 class Finding:
     """What one tool said of one kernel's launches.
 
-    errors: of the tool's summary; for racecheck, pairs of racing accesses. elsewhere: those of them
-    that are not at the first line of a kernel with tasks, to which the compiler's own code belongs.
+    calls: how many of `calls` returned, all of them. errors: of the tool's summary; for racecheck,
+    pairs of racing accesses. elsewhere: those of them that are not at the first line of a kernel
+    with tasks, to which the compiler's own code belongs.
+    failure: why there are no numbers, which are None then; else None.
     """
 
     impl: str
     tool: str
-    errors: int
-    warnings: int
-    elsewhere: int
+    calls: int | None
+    errors: int | None
+    warnings: int | None
+    elsewhere: int | None
+    failure: str | None = None
 
 
 @triton.jit
@@ -103,12 +115,14 @@ def rung_of(impl: str) -> ladder.Rung:
     return ladder.rung(impl, operator)
 
 
-def launch(impl: str, device: torch.device) -> None:
-    """All of `calls`."""
-    for call in calls(impl, device):
+def launch(impl: str, device: torch.device) -> int:
+    """All of `calls`, and their number."""
+    made = calls(impl, device)
+    for call in made:
         call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return len(made)
 
 
 def calls(impl: str, device: torch.device) -> list[Callable[[], object]]:
@@ -194,7 +208,10 @@ def _both(module: ModuleType, grad_out: torch.Tensor, q, k, v, ends, options: di
 
 
 def parse(impl: str, tool: str, text: str) -> Finding:
-    """The summary of a tool's output. Raises ValueError if it has none, naming what it printed."""
+    """The summary of a tool's output.
+
+    Raises ValueError if it has none, or if the calls did not return: a tool sums up all the same.
+    """
     summary = re.search(
         r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)"
         r"|ERROR SUMMARY: (\d+) errors?",
@@ -202,8 +219,12 @@ def parse(impl: str, tool: str, text: str) -> Finding:
     )
     if summary is None:
         raise ValueError(f"{tool} of {impl} must print a summary, got {text[-300:]!r}")
+    returned = re.search(rf"{RETURNED}(\d+)", text)
+    if returned is None:
+        raise ValueError(f"the calls of {impl} under {tool} must return, got {text[-300:]!r}")
+    made = int(returned.group(1))
     if summary.group(3) is not None:
-        return Finding(impl, tool, int(summary.group(3)), 0, int(summary.group(3)))
+        return Finding(impl, tool, made, int(summary.group(3)), 0, int(summary.group(3)))
     errors, first, regions = int(summary.group(1)), set(), set()
     for kernel in kernels_with_tasks(impl):
         first.add(_place(kernel, kernel.def_file_line_number))
@@ -218,7 +239,7 @@ def parse(impl: str, tool: str, text: str) -> Finding:
             Path(place).name for place in re.findall(r"access at \S+(?: in (\S+))?", report)
         )
         own += at in first and first | regions >= set(others)
-    return Finding(impl, tool, errors, int(summary.group(2)), max(errors - own, 0))
+    return Finding(impl, tool, made, errors, int(summary.group(2)), max(errors - own, 0))
 
 
 def kernels_with_tasks(impl: str) -> list[triton.JITFunction]:
@@ -244,24 +265,59 @@ def _place(kernel: triton.JITFunction, line: int) -> str:
     return f"{Path(kernel.fn.__code__.co_filename).name}:{line}"
 
 
-def findings(impls: Iterable[str]) -> list[Finding]:
-    """All tools on all of them; needs a GPU and compute-sanitizer."""
-    impls = list(impls)
-    jobs = [(impl, tool) for tool in TOOLS for impl in impls]  # the first tool fills the cache
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        said = dict(zip(jobs, pool.map(lambda job: _output(*job), jobs), strict=True))
-    return [parse(impl, tool, said[impl, tool]) for impl in impls for tool in TOOLS]
+def newest_first(impls: Iterable[str]) -> list[str]:
+    """Kernels with tasks before the others, and in both the last of `impls` first."""
+    return sorted(impls, key=lambda impl: bool(kernels_with_tasks(impl)))[::-1]
 
 
-def _output(impl: str, tool: str) -> str:
-    """What a tool prints about the calls of one rung or control."""
-    command = [
+def findings(impls: Iterable[str], *, seconds: float = math.inf) -> list[Finding]:
+    """All tools on all of them; needs a GPU and compute-sanitizer.
+
+    Racecheck comes first, and the tools take `impls` in their order: begin with what matters most.
+    After `seconds` no program begins and none goes on; the findings that are missing say so.
+    """
+    impls, deadline = list(impls), time.monotonic() + seconds
+    jobs = [(impl, tool) for tool in reversed(TOOLS) for impl in impls]  # the first fills the cache
+    with ThreadPoolExecutor(min(AT_ONCE, len(os.sched_getaffinity(0)))) as pool:
+        said = dict(zip(jobs, pool.map(lambda job: _finding(*job, deadline), jobs), strict=True))
+    return [said[impl, tool] for impl in impls for tool in TOOLS]
+
+
+def _finding(impl: str, tool: str, deadline: float) -> Finding:
+    """What a tool says of the calls of one rung or control, or why it says nothing."""
+    left = deadline - time.monotonic()
+    try:
+        if left <= 0:
+            raise TimeoutError("not begun: the time was up")
+        return parse(impl, tool, _output(_command(impl, tool), min(LONGEST_S, left)))
+    except (TimeoutError, ValueError) as error:
+        return Finding(impl, tool, None, None, None, None, str(error))
+
+
+def _command(impl: str, tool: str) -> list[str]:
+    return [
         "compute-sanitizer", "--tool", tool, "--print-limit", "1000",
         "--kernel-regex", "kns=_kernel", sys.executable, "-m", __spec__.name, impl,
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return done.stdout
+
+
+def _output(command: list[str], seconds: float) -> str:
+    """What a command prints. Raises TimeoutError if it takes longer; it is ended then, and so is
+    every process that it started."""
+    with tempfile.TemporaryFile("w+", errors="replace") as printed:
+        program = subprocess.Popen(
+            command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            program.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+                program.wait(5)
+            raise TimeoutError(f"did not end within {seconds:.0f} s") from None
+        printed.seek(0)
+        return printed.read()
 
 
 if __name__ == "__main__":
-    launch(sys.argv[1], torch.device("cuda"))
+    print(f"{RETURNED}{launch(sys.argv[1], torch.device('cuda'))}", flush=True)

@@ -1,5 +1,6 @@
 """What compute-sanitizer prints is understood, and every rung is called; the tool needs a GPU."""
 
+import time
 from itertools import product
 from unittest import mock
 
@@ -10,6 +11,7 @@ from gdpa_kernels import emulator, ladder
 from tests.emulator import sanitizer
 
 V4 = ladder.rung("v4_warp_specialized").path
+RETURNED = f"{sanitizer.RETURNED}6\n"
 BLOCK_V4 = ladder.rung("v4_rotary", "block_attention").path
 CPU = torch.device("cpu")
 
@@ -26,7 +28,7 @@ def _summary(errors: int, warnings: int = 0) -> str:
     total = errors + warnings
     return (
         f"========= RACECHECK SUMMARY: {total} hazards displayed "
-        f"({errors} errors, {warnings} warnings)\n"
+        f"({errors} errors, {warnings} warnings)\n{RETURNED}"
     )
 
 
@@ -43,14 +45,23 @@ def _line_of_kernel() -> int:
 
 def _elsewhere(impl: str, text: str, errors: int) -> int:
     found = sanitizer.parse(impl, "racecheck", text + _summary(errors))
-    assert (found.impl, found.tool, found.errors) == (impl, "racecheck", errors)
+    assert found == sanitizer.Finding(impl, "racecheck", 6, errors, 0, found.elsewhere)
     return found.elsewhere
 
 
 def test_errors_of_memcheck_count():
-    text = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 3 errors\n"
+    text = f"========= COMPUTE-SANITIZER\n{RETURNED}========= ERROR SUMMARY: 3 errors\n"
     found = sanitizer.parse("v2_tma", "memcheck", text)
-    assert (found.errors, found.warnings, found.elsewhere) == (3, 0, 3)
+    assert (found.calls, found.errors, found.warnings, found.elsewhere) == (6, 3, 0, 3)
+
+
+@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
+def test_a_summary_of_calls_that_did_not_return_is_no_success(tool):
+    """The tools sum up what they have seen when the program under them fails."""
+    text = {"memcheck": "ERROR SUMMARY: 0 errors\n", "racecheck": _summary(0)}[tool]
+    expected = f"calls of v4_rotary under {tool} must return, got .*out of resource"
+    with pytest.raises(ValueError, match=expected):
+        sanitizer.parse("v4_rotary", tool, "out of resource\n" + text.replace(RETURNED, ""))
 
 
 def test_a_race_at_the_line_of_the_kernel_is_the_compilers():
@@ -160,7 +171,7 @@ class _Calls:
         with mock.patch.multiple(
             module, **{d: self._noted(d) for d in ("forward", "backward") if hasattr(module, d)}
         ):
-            sanitizer.launch(name, CPU)
+            self.returned = sanitizer.launch(name, CPU)
 
     def _noted(self, direction: str):
         names = ("grad_out",) * (direction == "backward") + ("q", "k", "v")
@@ -174,15 +185,17 @@ class _Calls:
 
 @pytest.mark.parametrize("name", sanitizer.rungs())
 def test_every_rung_is_called(name):
-    rung, made = sanitizer.rung_of(name), _Calls(name).made
+    rung, calls = sanitizer.rung_of(name), _Calls(name)
+    made = calls.made
     assert made, "a rung that is called with nothing is not checked"
     assert all(rung.requires.of_call(t["q"], t["k"], t["v"]) is None for _, t, _, _ in made)
     directions = [direction for direction, *_ in made]
     if rung.operator == "block_attention":
-        assert directions == ["forward", "backward"] * (len(made) // 2)
+        assert directions == ["forward", "backward"] * calls.returned
         assert all(args[5] == "saved" for direction, _, args, _ in made if direction == "backward")
     else:
-        assert set(directions) == {"backward" if rung.operator == "gdpa_backward" else "forward"}
+        direction = "backward" if rung.operator == "gdpa_backward" else "forward"
+        assert directions == [direction] * calls.returned
     for _, tensors, _, _ in made:
         if "grad_out" in tensors:
             assert tensors["grad_out"].shape == tensors["q"].shape
@@ -223,13 +236,71 @@ def test_a_call_runs(name):
         sanitizer.calls(name, CPU)[0]()
 
 
-def test_all_tools_run_on_all(monkeypatch):
-    def output(impl: str, tool: str) -> str:
-        return _summary(0, 2) if tool == "racecheck" else "========= ERROR SUMMARY: 0 errors\n"
+def _says(monkeypatch, command) -> None:
+    """`command(impl, tool)` runs in place of the tool."""
+    monkeypatch.setattr(sanitizer, "_command", command)
 
-    monkeypatch.setattr(sanitizer, "_output", output)
+
+def _prints(impl: str, tool: str) -> list[str]:
+    text = _summary(0, 2) if tool == "racecheck" else f"ERROR SUMMARY: 0 errors\n{RETURNED}"
+    return ["echo", text]
+
+
+def test_all_tools_run_on_all(monkeypatch):
+    _says(monkeypatch, _prints)
     found = sanitizer.findings(iter(("v2_tma", sanitizer.WAITING)))
-    assert [(each.impl, each.tool, each.warnings) for each in found] == [
-        (impl, tool, 2 if tool == "racecheck" else 0)
+    assert [(each.impl, each.tool, each.warnings, each.failure) for each in found] == [
+        (impl, tool, 2 if tool == "racecheck" else 0, None)
         for impl, tool in product(("v2_tma", sanitizer.WAITING), sanitizer.TOOLS)
     ]
+
+
+def test_a_tool_that_hangs_or_breaks_leaves_the_others(monkeypatch, tmp_path):
+    """The hanging one starts another process, which holds its output and would end it late."""
+    late = tmp_path / "late"
+
+    def command(impl: str, tool: str) -> list[str]:
+        if (impl, tool) == ("v1_tiled", "memcheck"):
+            return ["bash", "-c", f"(sleep 3; touch {late}) & wait"]
+        return ["echo", "no device"] if impl == "v2_tma" else _prints(impl, tool)
+
+    _says(monkeypatch, command)
+    monkeypatch.setattr(sanitizer, "LONGEST_S", 1.0)
+    begin = time.monotonic()
+    hung, *others = sanitizer.findings(("v1_tiled", "v2_tma"))
+    assert time.monotonic() - begin < 3
+    assert hung == sanitizer.Finding(
+        "v1_tiled", "memcheck", None, None, None, None, "did not end within 1 s"
+    )
+    assert [each.failure is None for each in others] == [True, True, False, False, False]
+    assert others[-1].errors is None and "got 'no device" in others[-1].failure
+    time.sleep(3.5 - (time.monotonic() - begin))
+    assert not late.exists()
+
+
+def test_nothing_begins_after_the_time_is_up(monkeypatch):
+    """One at a time: racecheck of all comes first, the kernel that hangs takes what is left."""
+    begun = []
+
+    def command(impl: str, tool: str) -> list[str]:
+        begun.append((impl, tool))
+        return ["sleep", "60"] if impl == "v1_tiled" else _prints(impl, tool)
+
+    _says(monkeypatch, command)
+    monkeypatch.setattr(sanitizer, "AT_ONCE", 1)
+    found = sanitizer.findings(("v2_tma", "v1_tiled"), seconds=1)
+    assert begun == [("v2_tma", "racecheck"), ("v1_tiled", "racecheck")]
+    failures = {(each.impl, each.tool): each.failure for each in found}
+    assert failures.pop(("v2_tma", "racecheck")) is None
+    assert failures.pop(("v1_tiled", "racecheck")) == "did not end within 1 s"
+    assert len(failures) == 4 and set(failures.values()) == {"not begun: the time was up"}
+
+
+def test_the_newest_kernels_with_tasks_come_first():
+    impls = [*sanitizer.CONTROLS, *sanitizer.rungs()]
+    first = sanitizer.newest_first(impls)
+    assert sorted(first) == sorted(impls)
+    ranks = [not sanitizer.kernels_with_tasks(impl) for impl in first]
+    assert ranks == sorted(ranks)
+    assert first.index("v8_own_waits") < first.index("v7_packed") < first.index(sanitizer.EMPTY)
+    assert first.index("v2_tma") < first.index("v1_tiled")
