@@ -73,6 +73,22 @@ class Case:
         }
 
 
+# The rows of each block of the sequences (5, 70, 64, 3).
+BLOCKS = (slice(0, 5), slice(5, 69), slice(69, 75), slice(75, 139), slice(139, 142))
+# A block, and whether the values of the others are finite.
+NEIGHBOURS = [(i, finite) for i in (0, 1, 2, 4) for finite in (False, True)]
+
+
+def poisoned(tensor: torch.Tensor, own: int, finite: bool) -> torch.Tensor:
+    """The tensor, all BLOCKS but one overwritten: by large values, or NaN and infinity in turn."""
+    changed = tensor.clone()
+    for other, rows in enumerate(BLOCKS):
+        if other != own:
+            strange = ("nan", "inf")[(own + other) // 2 % 2]
+            changed[rows] = -3e38 if finite else float(strange)
+    return changed
+
+
 def rotaries(rung: str) -> tuple[bool, ...]:
     """Whether calls of a rung come with rotary: (False, True) if it takes both kinds."""
     return {"v3_warp_specialized": (False,), "v4_rotary": (True,)}.get(rung, (False, True))

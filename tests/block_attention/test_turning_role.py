@@ -18,7 +18,18 @@ from gdpa_kernels.block_attention import v4_rotary as v4
 from gdpa_kernels.block_attention import v4a_turning_role as v4a
 from gdpa_kernels.block_attention.block_list import BlockList
 from gdpa_kernels.compile_check import build_launch, disassemble, read
-from tests.block_attention.cases import CASES, DEVICE, NAMES, Case, check, kernels_run, results
+from tests.block_attention.cases import (
+    BLOCKS,
+    CASES,
+    DEVICE,
+    NAMES,
+    NEIGHBOURS,
+    Case,
+    check,
+    kernels_run,
+    poisoned,
+    results,
+)
 from tests.block_attention.compiling import launches
 from tests.emulator.mutants import enumerate_mutants, executed_lines, import_file, judge
 
@@ -59,6 +70,7 @@ def test_options_match_the_definition(head_dim, heads, heads_k, rotate_v):
     check(v4a, case, BF16)
 
 
+@emulated  # on a GPU the compiler decides in each kernel which products and sums it fuses
 @pytest.mark.parametrize("turns", (FP32, BF16, FP16), ids=str)
 @pytest.mark.parametrize("dtype", (BF16, FP16), ids=str)
 @pytest.mark.parametrize("heads_k", (2, 1))
@@ -101,18 +113,29 @@ def scheduled(case: Case, schedule: str | int, config=None) -> tuple[torch.Tenso
         return out, *v4a.backward(grad_out, *others, saved, **options)
 
 
+@cache
+def of_v4(case: Case) -> tuple[torch.Tensor, ...]:
+    return results(v4, case.tensors(BF16), case.options())
+
+
 @emulated
 @pytest.mark.parametrize(
-    "heads, heads_k, config",
-    [(*heads, config) for heads in ((2, 2), (3, 1)) for config in configs(heads[0])],
+    "heads, heads_k, config, seed",
+    [
+        (*heads, config, (config.num_stages + heads[0]) % 2)
+        for heads in ((2, 2), (3, 1))
+        for config in configs(heads[0])
+    ],
     ids=str,
 )
-def test_any_schedule_and_config_gives_the_bits_of_v4(heads, heads_k, config):
-    """Slots are used several times over, the last round has fewer units than there are roles."""
+def test_any_schedule_and_config_gives_the_bits_of_v4(heads, heads_k, config, seed):
+    """Slots are used several times over, the last round has fewer units than there are roles.
+
+    A configuration meets one seed with two heads, the other with three.
+    """
     case = Case("orders", (130, 0, 300, 64, 1), heads, heads_k, rotary=True, rotate_v=True)
-    expected = results(v4, case.tensors(BF16), case.options())
-    for schedule in ("modelled", 0, 1):
-        assert_same_bits(scheduled(case, schedule, config), expected, schedule)
+    for schedule in ("modelled", seed):
+        assert_same_bits(scheduled(case, schedule, config), of_v4(case), schedule)
 
 
 @emulated
@@ -140,9 +163,12 @@ def test_random_batches_and_configs(data):
         rotary=True,
         rotate_v=data.draw(st.booleans()),
     )
-    tensors, options = case.tensors(BF16), case.options()
     heads = min(case.num_heads, 3)
     config = data.draw(st.sampled_from(configs(heads if case.num_heads % heads == 0 else 1)))
+    if DEVICE == "cuda":
+        check(v4a, case, BF16, config=config)
+        return
+    tensors, options = case.tensors(BF16), case.options()
     expected = results(v4, tensors, options)
     assert_same_bits(results(v4a, tensors, options, config=config), expected)
 
@@ -153,22 +179,15 @@ def test_neighbours_do_not_leak(heads_k):
     case = Case("neighbours", (5, 70, 64, 3), 2, heads_k, rotary=True, rotate_v=True)
     tensors, options = case.tensors(BF16), case.options()
     before = results(v4a, tensors, options)
-    for own in (slice(0, 5), slice(5, 69), slice(69, 75), slice(139, 142)):
-        for poison in (float("nan"), float("inf"), -3e38):
-
-            def poisoned(tensor, own=own, poison=poison):
-                changed = torch.full_like(tensor, poison)
-                changed[own] = tensor[own]
-                return changed
-
-            changed = {
-                name: tensor if name == "cu_seqlens" else poisoned(tensor)
-                for name, tensor in tensors.items()
-            }
-            turns = tuple(map(poisoned, options["rotary"]))
-            after = results(v4a, changed, options | {"rotary": turns})
-            own_rows = [[x[own] for x in group] for group in (after, before)]
-            assert_same_bits(*own_rows, note=(own, poison))
+    for own, finite in NEIGHBOURS:
+        changed = {
+            name: tensor if name == "cu_seqlens" else poisoned(tensor, own, finite)
+            for name, tensor in tensors.items()
+        }
+        turns = tuple(poisoned(turn, own, finite) for turn in options["rotary"])
+        after = results(v4a, changed, options | {"rotary": turns})
+        own_rows = [[x[BLOCKS[own]] for x in group] for group in (after, before)]
+        assert_same_bits(*own_rows, note=(own, finite))
 
 
 def test_results_are_written_whole(monkeypatch):
@@ -239,16 +258,11 @@ WIDE = replace(SMALL[2, 1], head_dim=128)
 ONE, TWO = {}, {"math_roles": 2, "registers": 184, "turn_registers": 112}
 
 
-@cache
-def _expected(case: Case) -> tuple[torch.Tensor, ...]:
-    return results(v4, case.tensors(BF16), case.options())
-
-
 def _launch(case: Case, direction: str, config: v4a.Config, module, schedule) -> None:
     """One direction of v4a or of a changed one: a wrong result is an AssertionError."""
     options = case.options() | {"config": config}
     grad_out, *others = case.tensors(BF16).values()
-    out, *gradients = _expected(case)
+    out, *gradients = of_v4(case)
     one_program = mock.patch.object(module, "multiprocessors", lambda device: 1)
     with one_program, emulator.enabled(schedule=schedule, max_steps=50_000):
         if direction == "forward":

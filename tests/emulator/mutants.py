@@ -39,7 +39,9 @@ from unittest import mock
 from gdpa_kernels import emulator
 
 KINDS = ("drop", "parity", "count", "bytes", "early", "swap")
-SCHEDULES = ("modelled", 0, 1, 2)
+# The modelled schedule finds whatever is found so far: whether an access is ordered does not depend
+# on who runs when. The other one looks at the survivors again.
+SCHEDULES = ("modelled", 0)
 
 # Operation -> positions of its parameters that matter here.
 _PARAMETERS: dict[str, dict[str, int]] = {

@@ -12,7 +12,7 @@ from .tutorials import blackwell, hopper
 from .tutorials.cases import run_case
 
 CASES = {case.name: case for case in (*hopper.CASES, *blackwell.CASES)}
-RANDOM_SCHEDULES = 20
+RANDOM_SCHEDULES = 8
 
 
 @pytest.mark.parametrize("name", CASES)
