@@ -601,17 +601,24 @@ for key, values, low, high in (
     glue_word(f"host_verdict_{key}", VERDICT[bool(values.between(low, high).all())])
 
 # %% tags=["remove-input"]
+spread = host.assign(
+    text=[
+        f"{middle:.0f} ({low:.0f} to {high:.0f})"
+        for middle, low, high in host[["median_us", "p20_us", "p80_us"]].to_numpy()
+    ]
+)
 figures.show_table(
-    host.rename(columns={"median_us": "median (µs)", "p20_us": "p20 (µs)", "p80_us": "p80 (µs)"})
-    .sort_values(["what", "call", "workload"], ascending=[False, True, True])
-    .round(0)
+    spread.pivot(index=["workload", "call"], columns="what", values="text")[
+        [FORWARD, KEPT_FOR, BACK]
+    ].reset_index()
 )
 
 # %% tags=["remove-input"]
 figures.provenance([host_record.id], data_dir=Path(data_dir))
 
 # %% [markdown]
-# No call waited for the device. The cell with the CUDA graph, above, ran on the same GPU.
+# Microseconds, median (p20 to p80). No call waited for the device. The cell with the CUDA graph,
+# above, ran on the same GPU.
 #
 # 1. *Forward*: {glue:text}`train_host_forward_least:.0f` to
 #    {glue:text}`train_host_forward_most:.0f` µs, **{glue:text}`train_host_verdict_1`**. PyTorch
