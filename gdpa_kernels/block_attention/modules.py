@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from gdpa_kernels import jagged
 from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention
-
-Jagged = tuple[torch.Tensor, torch.Tensor]
+from gdpa_kernels.jagged import Jagged
 
 
 class BlockAttention(nn.Module):
@@ -88,53 +88,15 @@ class BlockAttention(nn.Module):
         `[batch, jagged, embed_dim]` of layout torch.jagged. int32 offsets are used as they are;
         others, a nested tensor's among them, are converted at each call.
         """
-        if isinstance(x, torch.Tensor):
-            values, offsets = self._parts(x)
-            y = self._attend(values, offsets)
-            return torch.nested.nested_tensor_from_jagged(y, offsets)
-        if not isinstance(x, tuple | list) or len(x) != 2:
-            raise TypeError(
-                "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
-                f"got {type(x).__name__}"
-            )
-        values, offsets = x
-        return self._attend(values, offsets), offsets
-
-    def _parts(self, x: torch.Tensor) -> Jagged:
-        """values and offsets of a nested tensor."""
-        if not x.is_nested or x.layout != torch.jagged:
-            raise TypeError(
-                "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
-                f"got a tensor of layout {x.layout}" + (", nested" if x.is_nested else "")
-            )
-        if x.dim() != 3 or x._ragged_idx != 1 or x.lengths() is not None:
-            raise ValueError(
-                "x must be a nested tensor [batch, jagged, embed_dim] without holes between its "
-                f"sequences, got {x.dim()} dimensions, of which {x._ragged_idx} is jagged, "
-                + ("with holes" if x.lengths() is not None else "without holes")
-            )
-        return x.values(), x.offsets()
+        values, offsets = jagged.read(x, self.embed_dim)
+        return jagged.like(x, self._attend(values, offsets), offsets)
 
     def _attend(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        for name, tensor in (("values", values), ("offsets", offsets)):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if values.dim() != 2 or values.shape[1] != self.embed_dim:
-            raise ValueError(
-                f"values must have shape [total_tokens, {self.embed_dim}], got {list(values.shape)}"
-            )
-        if offsets.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
-        if offsets.dim() != 1 or offsets.numel() < 1 or offsets.device != values.device:
-            raise ValueError(
-                f"offsets must have shape [batch + 1] on {values.device}, "
-                f"got {list(offsets.shape)} on {offsets.device}"
-            )
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = self.qkv(values).unflatten(1, (sum(heads), self.head_dim))
         q, k, v = qkv.split(heads, dim=1)
         out = block_attention(
-            q, k, v, offsets.to(torch.int32),
+            q, k, v, jagged.cu_seqlens(offsets),
             block_size=self.block_size, rotary=self._turns(values, offsets),
             rotate_v=self.rotate_v, impl=self.impl, validate=self.validate,
         )  # fmt: skip

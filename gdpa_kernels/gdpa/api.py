@@ -85,7 +85,7 @@ def gdpa(
     known = None if facts is None else _resolved.get(facts)
     if known is None:
         calls.check_tensors(q, k, v)
-        names = _check_activation(activation, q)
+        names = check_activation(activation, q)
         calls.check_impl(impl, IMPLS)
         calls.check_impl(backward_impl, BACKWARD_IMPLS, "backward_impl")
     if compiling or not _are_checked(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
@@ -93,7 +93,7 @@ def gdpa(
             q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             validate and not compiling,
         )  # fmt: skip
-    _check_scalars(scale, output_scale, window)
+    check_scalars(scale, output_scale, window)
     if known is None and facts is not None:
         lengths = max_seqlen_q, max_seqlen_k
         rung = ladder.rung(resolve(impl, q, k, v, *lengths))
@@ -376,7 +376,7 @@ _BACKWARD = calls.define(
 )
 
 
-def _check_activation(activation, q: torch.Tensor) -> tuple[str, ...]:
+def check_activation(activation, q: torch.Tensor) -> tuple[str, ...]:
     names = (activation,) if isinstance(activation, str) else tuple(activation)
     for name in names:
         if name not in ACTIVATIONS:
@@ -388,7 +388,7 @@ def _check_activation(activation, q: torch.Tensor) -> tuple[str, ...]:
     return names if len(set(names)) > 1 else names[:1]
 
 
-def _check_scalars(scale, output_scale, window) -> None:
+def check_scalars(scale, output_scale, window) -> None:
     for name, value in (("scale", scale), ("output_scale", output_scale)):
         if value is not None and not isinstance(value, (float, int)):
             raise TypeError(f"{name} must be a float, got {type(value).__name__}")

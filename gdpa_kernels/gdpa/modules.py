@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gdpa_kernels import calls
+from gdpa_kernels import calls, jagged
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.jagged import Jagged
 
-Jagged = tuple[torch.Tensor, torch.Tensor]
 Activation = str | tuple[str, ...] | list[str]
 
 EPSILON = 1e-6
@@ -75,8 +75,8 @@ class _Layer(nn.Module):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.activation = activation if isinstance(activation, str) else tuple(activation)
         self.scale, self.output_scale = scale, output_scale
-        api._check_activation(self.activation, torch.empty(0, num_heads, 0, device="meta"))
-        api._check_scalars(scale, output_scale, None)
+        api.check_activation(self.activation, torch.empty(0, num_heads, 0, device="meta"))
+        api.check_scalars(scale, output_scale, None)
         self.max_seqlen, self.validate = max_seqlen, validate
         self.impl, self.backward_impl = impl, backward_impl
         norm = {name: value for name, value in made.items() if name != "bias"}
@@ -85,21 +85,7 @@ class _Layer(nn.Module):
 
     def _read(self, x: torch.Tensor | Jagged) -> tuple[torch.Tensor, torch.Tensor, int]:
         """values, offsets as they came, and max_seqlen of a jagged batch, all checked."""
-        values, offsets = _parts(x)
-        for name, tensor in (("values", values), ("offsets", offsets)):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if values.dim() != 2 or values.shape[1] != self.embed_dim:
-            raise ValueError(
-                f"values must have shape [total_tokens, {self.embed_dim}], got {list(values.shape)}"
-            )
-        if offsets.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
-        if offsets.dim() != 1 or offsets.numel() < 1 or offsets.device != values.device:
-            raise ValueError(
-                f"offsets must have shape [batch + 1] on {values.device}, "
-                f"got {list(offsets.shape)} on {offsets.device}"
-            )
+        values, offsets = jagged.read(x, self.embed_dim)
         longest = _longest(offsets) if self.max_seqlen is None else self.max_seqlen
         if self.validate and not torch.compiler.is_compiling():
             calls.check_lengths("cu_seqlens", offsets, values, longest)
@@ -197,7 +183,7 @@ class GDPASelfAttention(_Layer):
             output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, impl=impl,
             backward_impl=backward_impl, validate=validate, made=made,
         )  # fmt: skip
-        api._check_scalars(None, 1.0, window)
+        api.check_scalars(None, 1.0, window)
         self.causal, self.window = causal, window
         heads = num_heads + 2 * self.num_kv_heads
         self.qkv = nn.Linear(embed_dim, heads * self.head_dim, **made)
@@ -215,11 +201,11 @@ class GDPASelfAttention(_Layer):
         values, offsets, longest = self._read(x)
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = self.qkv(values).unflatten(1, (sum(heads), self.head_dim)).split(heads, dim=1)
-        ends = _cu_seqlens(offsets)
+        ends = jagged.cu_seqlens(offsets)
         y = self._attend(
             q, k, v, ends, ends, longest, longest, causal=self.causal, window=self.window
         )
-        return _like(x, y, offsets)
+        return jagged.like(x, y, offsets)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, causal={self.causal}, window={self.window}"
@@ -284,7 +270,7 @@ class PMA(_Layer):
         values, offsets, longest = self._read(x)
         q = self.seeds.unflatten(1, (self.num_heads, self.head_dim))
         k, v = self.kv(values).unflatten(1, (-1, self.head_dim)).chunk(2, dim=1)
-        y = self._attend(q, k, v, None, _cu_seqlens(offsets), self.num_seeds, longest)
+        y = self._attend(q, k, v, None, jagged.cu_seqlens(offsets), self.num_seeds, longest)
         return y.unflatten(0, (offsets.shape[0] - 1, self.num_seeds))
 
     def extra_repr(self) -> str:
@@ -367,8 +353,8 @@ class PFFN(_Layer):
         kv = self.kv(summary).view(batch * self.num_keys, 2 * self.num_kv_heads, self.head_dim)
         k, v = kv.chunk(2, dim=1)
         keys = torch.arange(batch + 1, dtype=torch.int32, device=values.device) * self.num_keys
-        y = self._attend(q, k, v, _cu_seqlens(offsets), keys, longest, self.num_keys)
-        return _like(x, y, offsets)
+        y = self._attend(q, k, v, jagged.cu_seqlens(offsets), keys, longest, self.num_keys)
+        return jagged.like(x, y, offsets)
 
     def extra_repr(self) -> str:
         return f"summary_dim={self.summary_dim}, num_keys={self.num_keys}, {super().extra_repr()}"
@@ -378,41 +364,6 @@ def _check_positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-
-
-def _parts(x: torch.Tensor | Jagged) -> Jagged:
-    """values and offsets of a jagged batch of either kind."""
-    if isinstance(x, torch.Tensor):
-        if not x.is_nested or x.layout != torch.jagged:
-            raise TypeError(
-                "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
-                f"got a tensor of layout {x.layout}" + (", nested" if x.is_nested else "")
-            )
-        if x.dim() != 3 or x._ragged_idx != 1 or x.lengths() is not None:
-            raise ValueError(
-                "x must be a nested tensor [batch, jagged, embed_dim] without holes between its "
-                f"sequences, got {x.dim()} dimensions, of which {x._ragged_idx} is jagged, "
-                + ("with holes" if x.lengths() is not None else "without holes")
-            )
-        return x.values(), x.offsets()
-    if not isinstance(x, tuple | list) or len(x) != 2:
-        raise TypeError(
-            "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
-            f"got {type(x).__name__}"
-        )
-    return tuple(x)
-
-
-def _like(x: torch.Tensor | Jagged, y: torch.Tensor, offsets: torch.Tensor):
-    """y `[total_tokens, features]` as a jagged batch of x's kind."""
-    if isinstance(x, torch.Tensor):
-        return torch.nested.nested_tensor_from_jagged(y, offsets)
-    return y, offsets
-
-
-def _cu_seqlens(offsets: torch.Tensor) -> torch.Tensor:
-    """The offsets as `gdpa` has them; the same tensor if it is one already."""
-    return offsets.to(torch.int32).contiguous()
 
 
 def _longest(offsets: torch.Tensor) -> int:

@@ -1,0 +1,67 @@
+"""A jagged batch as the layers take it: a pair (values, offsets), or a nested tensor of layout
+torch.jagged."""
+
+from __future__ import annotations
+
+import torch
+
+Jagged = tuple[torch.Tensor, torch.Tensor]
+
+
+def read(x: torch.Tensor | Jagged, embed_dim: int) -> Jagged:
+    """values `[total_tokens, embed_dim]` and offsets `[batch + 1]`, as they came, of a batch of
+    either kind.
+
+    Raises TypeError, ValueError: x is wrong: what is expected, what was received. What the offsets
+    hold is not read.
+    """
+    values, offsets = _parts(x)
+    for name, tensor in (("values", values), ("offsets", offsets)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if values.dim() != 2 or values.shape[1] != embed_dim:
+        raise ValueError(
+            f"values must have shape [total_tokens, {embed_dim}], got {list(values.shape)}"
+        )
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
+    if offsets.dim() != 1 or offsets.numel() < 1 or offsets.device != values.device:
+        raise ValueError(
+            f"offsets must have shape [batch + 1] on {values.device}, "
+            f"got {list(offsets.shape)} on {offsets.device}"
+        )
+    return values, offsets
+
+
+def _parts(x: torch.Tensor | Jagged) -> Jagged:
+    if isinstance(x, torch.Tensor):
+        if not x.is_nested or x.layout != torch.jagged:
+            raise TypeError(
+                "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
+                f"got a tensor of layout {x.layout}" + (", nested" if x.is_nested else "")
+            )
+        if x.dim() != 3 or x._ragged_idx != 1 or x.lengths() is not None:
+            raise ValueError(
+                "x must be a nested tensor [batch, jagged, embed_dim] without holes between its "
+                f"sequences, got {x.dim()} dimensions, of which {x._ragged_idx} is jagged, "
+                + ("with holes" if x.lengths() is not None else "without holes")
+            )
+        return x.values(), x.offsets()
+    if not isinstance(x, tuple | list) or len(x) != 2:
+        raise TypeError(
+            "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
+            f"got {type(x).__name__}"
+        )
+    return tuple(x)
+
+
+def like(x: torch.Tensor | Jagged, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | Jagged:
+    """y `[total_tokens, features]` as a jagged batch of x's kind."""
+    if isinstance(x, torch.Tensor):
+        return torch.nested.nested_tensor_from_jagged(y, offsets)
+    return y, offsets
+
+
+def cu_seqlens(offsets: torch.Tensor) -> torch.Tensor:
+    """The offsets as the operators have them; the same tensor if it is one already."""
+    return offsets.to(torch.int32).contiguous()
