@@ -7,6 +7,7 @@ import triton.language as tl
 
 from gdpa_kernels.emulator import Unsupported, instructions, run
 from gdpa_kernels.emulator.instructions import INSTRUCTIONS, round_fraction
+from gdpa_kernels.gdpa.tiles import nothing
 
 
 def relative_error(name, x):
@@ -163,6 +164,28 @@ def test_a_scalar_is_broadcast_and_nothing_else():
     for text, value in ((asm.format(1), one), (asm.format(0), two)):
         with pytest.raises(Unsupported, match="shfl"):
             instructions.execute(text, [(value,)], 1)
+
+
+def test_exclusive_or_is_bitwise_and_of_integers_alone():
+    asm = "xor.b32 $0, $1, $2;"
+    five, three = (torch.tensor([x], dtype=torch.int32) for x in (5, 3))
+    for first, second in ((five, three), (five, five)):
+        ((found,),) = instructions.execute(asm, [(first,), (second,)], 1)
+        assert found.dtype == torch.int32 and int(found) == int(first) ^ int(second)
+    with pytest.raises(Unsupported, match="xor"):
+        instructions.execute(asm, [(torch.ones(1),), (torch.ones(1),)], 1)
+
+
+@triton.jit
+def numbered_kernel(out_ptr, N: tl.constexpr):
+    for i in tl.range(0, N):
+        tl.store(out_ptr + i, 10 * i + nothing(i))
+
+
+def test_nothing_is_0_whatever_it_is_made_of():
+    out = torch.full((5,), -1, dtype=torch.int32)
+    run(numbered_kernel, (1,), out, N=5)
+    assert out.tolist() == [0, 10, 20, 30, 40]
 
 
 def test_two_numbers_become_a_pair_and_are_multiplied_as_one():
