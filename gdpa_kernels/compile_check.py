@@ -83,7 +83,7 @@ def build_rung(
         raise ValueError(f"impl must be one of {', '.join(KERNELS)}, got {impl!r}")
     module = ladder.rung(impl).module()
     kernel = getattr(module, KERNELS[impl])
-    full = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    full = {name: full for full, name in _DTYPES.items()}[dtype]
     masked = causal or window is not None
     config = config or ladder.rung(impl).config(head_dim, full, max_seqlen_k, masked=masked)
     launch = asdict(config)
@@ -214,3 +214,29 @@ def disassemble(cubin: bytes) -> str:
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+_PLACE = re.compile(r"^\s*(\.L_x_\d+):")
+_WHOLE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)(.*)")
+
+
+def shortest_loop(built: CompiledKernel, mnemonic: str, least: int) -> list[str]:
+    """The mnemonics of the shortest loop with at least `least` instructions `mnemonic`.
+
+    Raises ValueError if there is none.
+    """
+    found: list[str] = []
+    labels: dict[str, int] = {}
+    jumps: list[tuple[int, str]] = []
+    for line in disassemble(built.asm["cubin"]).splitlines():
+        if label := _PLACE.match(line):
+            labels[label[1]] = len(found)
+        elif instruction := _WHOLE.match(line):
+            if instruction[1] == "BRA" and (target := re.search(r"\.L_x_\d+", instruction[2])):
+                jumps.append((len(found), target[0]))
+            found.append(instruction[1])
+    loops = [found[labels[to] : at + 1] for at, to in jumps if labels.get(to, len(found)) <= at]
+    loops = [body for body in loops if body.count(mnemonic) >= least]
+    if not loops:
+        raise ValueError(f"built must have a loop with {least} {mnemonic}, got none")
+    return min(loops, key=len)

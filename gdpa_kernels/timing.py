@@ -4,8 +4,8 @@ A sample of scope "kernel" is the time between two CUDA events around one call, 
 cache, the call already enqueued when the first event fires: a device-side pause before it gives the
 host that lead, so that launch overhead is not measured. The pause is at least twice what the host
 needed to enqueue the call. A sample of scope "op" is host time from the call on an idle device to
-its completion, which is what a caller waits for; of scope "host", to its return, which is what a
-caller cannot use the host for. Functions under comparison take turns, in an order
+its completion, which is what a caller waits for; of scope "host", to its return, which is how long
+it keeps the host. Functions under comparison take turns, in an order
 shuffled every round, so that a drift of clocks or temperature meets all of them alike.
 """
 

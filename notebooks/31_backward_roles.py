@@ -492,11 +492,6 @@ LADDER = [
 
 
 # %% tags=["remove-cell"]
-INSTRUCTION = re.compile(
-    r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)((?:\.\w+)*)(.*)", re.MULTILINE
-)
-
-
 def built(module, config):
     """The main kernel of v4 for four heads of 128, compiled; nothing runs."""
     seen = []
@@ -514,19 +509,8 @@ def built(module, config):
 
 def loop_of(binary, steps: int = 1) -> list[str]:
     """The mnemonics of the shortest loop with the activations of `steps` steps of a math role."""
-    found, labels, jumps = [], {}, []
-    for line in compile_check.disassemble(binary.asm["cubin"]).splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(found)
-        elif instruction := INSTRUCTION.match(line):
-            if instruction[1] == "BRA" and (target := re.search(r"\.L_x_\d+", instruction[3])):
-                jumps.append((len(found), target[0]))
-            found.append(instruction[1])
-    loops = [
-        found[labels[to] : at + 1] for at, to in jumps if labels.get(to, len(found)) <= at
-    ]  # fmt: skip
     per_step = KEYS * ROWS // 128  # scores of a thread, each with one MUFU
-    return min((body for body in loops if body.count("MUFU") >= steps * per_step), key=len)
+    return compile_check.shortest_loop(binary, "MUFU", steps * per_step)
 
 
 ELEMENTS = KEYS * ROWS // 128  # scores of a thread

@@ -617,8 +617,7 @@ figures.show_table(
 figures.provenance([host_record.id], data_dir=Path(data_dir))
 
 # %% [markdown]
-# Microseconds, median (p20 to p80). No call waited for the device. The cell with the CUDA graph,
-# above, ran on the same GPU.
+# Microseconds, median (p20 to p80). No call waited for the device.
 #
 # 1. *Forward*: {glue:text}`train_host_forward_least:.0f` to
 #    {glue:text}`train_host_forward_most:.0f` µs, **{glue:text}`train_host_verdict_1`**. PyTorch

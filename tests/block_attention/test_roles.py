@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -27,7 +26,7 @@ from tests.block_attention.cases import (
     rotaries,
     suited,
 )
-from tests.emulator.mutants import enumerate_mutants, executed_lines, import_file, judge
+from tests.emulator.mutants import surviving
 
 RUNGS = {"v3_warp_specialized": v3, "v4_rotary": v4}
 # (math_roles, num_stages, num_turns, whether the loads of all heads, at most three, are issued
@@ -294,19 +293,10 @@ HARMLESS = {
 @pytest.mark.parametrize("rung", RUNGS)
 def test_every_harmful_mistake_in_synchronisation_is_found(rung, direction):
     module = RUNGS[rung]
-    path = Path(module.__file__)
     calls = [
         partial(_launch, SMALL[module, heads_k], direction, stages, _expected(module, heads_k))
         for heads_k, stages in LAUNCHES[direction]
     ]
-    executed = [executed_lines(path, partial(call, module, "modelled")) for call in calls]
-    survivors, tested = [], 0
-    for mutant in enumerate_mutants(path, f"{direction}_kernel"):
-        lines = range(mutant.lines[0], mutant.lines[1] + 1)
-        used = [
-            call for call, seen in zip(calls, executed, strict=True) if not seen.isdisjoint(lines)
-        ]
-        tested += bool(used)
-        if used and not judge(mutant, import_file, used).error:
-            survivors.append(mutant.description.split(": ", 1)[1])
+    tested, survivors = surviving(module, f"{direction}_kernel", calls)
+    survivors = [mutant.description.split(": ", 1)[1] for mutant in survivors]
     assert tested > 30 and sorted(survivors) == HARMLESS[direction]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -31,7 +30,7 @@ from tests.block_attention.cases import (
     results,
 )
 from tests.block_attention.compiling import launches
-from tests.emulator.mutants import enumerate_mutants, executed_lines, import_file, judge
+from tests.emulator.mutants import surviving
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
@@ -311,21 +310,12 @@ HARMLESS = {
 @emulated
 @pytest.mark.parametrize("direction", ("forward", "backward"))
 def test_every_harmful_mistake_in_synchronisation_is_found(direction):
-    path = Path(v4a.__file__)
     calls = [
         partial(_launch, case, direction, v4a.Config(**config))
         for case, config in LAUNCHES[direction]
     ]
-    executed = [executed_lines(path, partial(call, v4a, "modelled")) for call in calls]
-    survivors, tested = [], 0
-    for mutant in enumerate_mutants(path, f"{direction}_kernel"):
-        lines = range(mutant.lines[0], mutant.lines[1] + 1)
-        used = [
-            call for call, seen in zip(calls, executed, strict=True) if not seen.isdisjoint(lines)
-        ]
-        tested += bool(used)
-        if used and not judge(mutant, import_file, used).error:
-            survivors.append(mutant.description.split(": ", 1)[1])
+    tested, survivors = surviving(v4a, f"{direction}_kernel", calls)
+    survivors = [mutant.description.split(": ", 1)[1] for mutant in survivors]
     assert tested > 40 and sorted(survivors) == HARMLESS[direction]
 
 

@@ -31,6 +31,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -460,3 +461,23 @@ def judge(
                 except AssertionError as error:
                     return Verdict("wrong result", schedule, str(error))
     return Verdict("")
+
+
+def surviving(
+    module: ModuleType, kernel: str, launches: Iterable[Callable[[ModuleType, str | int], Any]]
+) -> tuple[int, list[Mutant]]:
+    """How many mutants of `kernel` change what a launch executes, and those that none notices.
+
+    A mutant is judged by the launches, as `judge` has them, that execute a line which it changes.
+    """
+    path, launches = Path(module.__file__), list(launches)
+    executed = [executed_lines(path, partial(launch, module, "modelled")) for launch in launches]
+    tested, survivors = 0, []
+    for mutant in enumerate_mutants(path, kernel):
+        lines = range(mutant.lines[0], mutant.lines[1] + 1)
+        pairs = zip(launches, executed, strict=True)
+        used = [launch for launch, seen in pairs if not seen.isdisjoint(lines)]
+        tested += bool(used)
+        if used and not judge(mutant, import_file, used).error:
+            survivors.append(mutant)
+    return tested, survivors
