@@ -67,7 +67,7 @@ if mode == "measure":
     session = measure.Session("notebooks/12_emulator.py", device)
     kernels = sanitizer.newest_first([*sanitizer.CONTROLS, *sanitizer.rungs()])
     with ThreadPoolExecutor(1) as beside:  # nothing here is timed
-        said = beside.submit(sanitizer.findings, kernels, seconds=270)
+        said = beside.submit(sanitizer.findings, kernels, seconds=400)
         compared = hardware.everything(session.device)
     found = {"agreement": compared, "sanitizer": said.result()}
     for name, kind in {"agreement": hardware.Agreement, "sanitizer": sanitizer.Finding}.items():

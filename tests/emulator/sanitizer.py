@@ -40,7 +40,7 @@ from gdpa_kernels.inputs import cu_seqlens
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
 RETURNED = "calls that returned: "  # what the program under the tool says at its end
-LONGEST_S = 120.0  # of one tool on one kernel's calls
+LONGEST_S = 300.0  # of one tool on one kernel's calls
 AT_ONCE = 12  # programs beside each other: each holds a context, and gigabytes of memory
 EMPTY = "empty_tasks"
 WAITING = "waiting_tasks"
