@@ -44,8 +44,8 @@ def facts(
 ) -> tuple | None:
     """All that the checks of a call and the choice of its rung depend on: a key for `keep`.
 
-    `options` is what they depend on besides the tensors; of `others` they depend on the dtype, the
-    device and the shape alone.
+    `options` is what they depend on besides the tensors; of `others` they depend as they do of q, k
+    and v.
 
     None where they depend on more (tensors that are not on a GPU: the emulator), or where somebody
     may see the call of the operator: subclasses, modes, transforms, tracers, profilers and Dynamo,
@@ -70,7 +70,9 @@ def facts(
         for other in others:
             if type(other) not in PLAIN:
                 return None
-            found += (other.dtype, other.device, other.shape)
+            found += (
+                other.dtype, other.device, other.shape, other.stride(), other.data_ptr() % 16
+            )  # fmt: skip
     except RuntimeError:  # a tensor without strides or memory
         return None
     return found
@@ -107,6 +109,12 @@ def differentiated(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable:
+    """`function.apply` for tensors that no transform of torch.func has wrapped, which `facts`
+    makes sure of: without the Python that looks for them."""
+    return super(torch.autograd.Function, function).apply
 
 
 _LIBRARY = torch.library.Library("gdpa_kernels", "FRAGMENT")  # the operators live as long as this

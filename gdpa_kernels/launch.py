@@ -6,6 +6,7 @@ back silently.
 """
 
 import functools
+import threading
 
 import torch
 
@@ -16,6 +17,15 @@ EMULATED_MULTIPROCESSORS = 3
 # PyTorch's C functions, where its build has them (one for CUDA): the public ones run Python first.
 _device = getattr(torch._C, "_cuda_getDevice", None)
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class _Recorder(threading.local):
+    """What writes down this thread's launches (`replay`), or None."""
+
+    now = None
+
+
+recorder = _Recorder()
 
 
 def current_device() -> int:
@@ -43,6 +53,8 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
         if index is None or index == current:
             if not relaunch(kernel, grid, current, args, options):
                 remember(kernel, current, args, options, kernel[grid](*args, **options))
+            if recorder.now is not None:
+                recorder.now.launched(kernel, grid, current, args, options)
         else:
             with torch.cuda.device(device):
                 launch(kernel, grid, device, *args, **options)

@@ -187,7 +187,7 @@ class Gdpa(_Checked):
                 config = options.get(name) or self._config(module, kernel)
                 configs[kernel] = asdict(config)
                 options[name] = config
-        make = _scheduler(module)
+        make = scheduler(module)
         if make is not None and options.get("schedule") is None:
             options["schedule"] = make(inputs)
         arguments = inputs.rung_arguments() | options
@@ -279,7 +279,7 @@ class Gdpa(_Checked):
         """
         if self._direction == "forward" or impl in baselines.BASELINES:
             return None
-        make = _scheduler(ladder.rung(impl, "gdpa_backward").module())
+        make = scheduler(ladder.rung(impl, "gdpa_backward").module())
         if make is None:
             return None
         inputs, ends = self._inputs, self._inputs.cu_seqlens_k
@@ -287,7 +287,7 @@ class Gdpa(_Checked):
         return lambda: make(replace(inputs, cu_seqlens_k=ends.view(-1)))
 
 
-def _scheduler(module: ModuleType) -> Callable[[Inputs], object] | None:
+def scheduler(module: ModuleType) -> Callable[[Inputs], object] | None:
     """What makes the `schedule` of a backward rung from inputs, or None."""
     if hasattr(module, "make_schedule"):
         return lambda x: module.make_schedule(

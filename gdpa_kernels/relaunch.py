@@ -5,7 +5,8 @@ runs Python for every TMA descriptor and encodes it anew. Here the compiled kern
 what Triton's own function says of every argument (its type; whether it is 1, None, or divisible by
 16), by the constexprs and options with their types, and by the knobs that change what is compiled;
 then Triton's C function launches it. Encoded descriptors are kept by address and layout, of which
-they are a pure function; no tensor is kept.
+they are a pure function; no tensor is kept. `again` is such a launch that is to be made with other
+tensors of the same kind, without looking it up.
 
 This leans on the insides of one version of Triton: with any other, and whenever something wants to
 see or change a launch (hooks), the answer is "no" and the caller takes Triton's way.
@@ -15,22 +16,44 @@ from __future__ import annotations
 
 import os
 
+import torch
 import triton
 from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from gdpa_kernels.descriptors import Descriptor
+from gdpa_kernels.descriptors import Descriptor, Layout
 
 KNOWN_TRITON = "3.7.4+fb"
 KNOWN = triton.__version__ == KNOWN_TRITON
 MOST = 1024  # entries of a cache; a full one is emptied
-_OPTION_TYPES = frozenset((bool, int, float, str, type(None)))
+_OPTION_TYPES = frozenset((bool, int, float, str, type(None), tuple))
 
 if KNOWN:
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.nvidia.driver import CudaLauncher, expand_signature, make_tensordesc_arg
     from triton.compiler.compiler import CompiledKernel
+
+
+class _Encoder:
+    """Encodes the descriptors that a compiled kernel takes at one place, all of one layout."""
+
+    __slots__ = ("known", "meta")
+
+    def __init__(self, meta: dict):
+        self.meta = meta  # what Triton wants to know
+        self.known: dict[int, list] = {}  # by address
+
+    def of(self, base: torch.Tensor, layout: Layout) -> list:
+        """The arguments that the kernel gets for a descriptor."""
+        address = base.data_ptr()
+        encoded = self.known.get(address)
+        if encoded is None:
+            if len(self.known) >= MOST:
+                self.known.clear()
+            encoded = make_tensordesc_arg(Descriptor(base, layout), self.meta, None)
+            self.known[address] = encoded
+        return encoded
 
 
 class _Compiled:
@@ -44,9 +67,10 @@ class _Compiled:
         types = tuple(compiled.src.signature.values())[:count]
         expanded = len(expand_signature(types, metas))
         slots = [i for i, type_ in enumerate(types) if type_.startswith("tensordesc")]
-        # Each: position, what Triton wants to encode it, those encoded by address. The last first,
-        # because an argument grows to several.
-        self.descriptors = tuple((i, meta, {}) for i, meta in zip(slots, metas, strict=True))[::-1]
+        # Each: position and encoder. The last first, because an argument grows to several.
+        self.descriptors = tuple((i, _Encoder(meta)) for i, meta in zip(slots, metas, strict=True))[
+            ::-1
+        ]
         self.launch = driver.active.utils.launch
         self.before = (
             compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl,
@@ -59,21 +83,23 @@ class _Compiled:
 
     def __call__(self, grid: tuple[int, ...], stream: int, args: tuple) -> None:
         values = list(args)
-        for slot, meta, encoded in self.descriptors:
+        for slot, encoder in self.descriptors:
             descriptor = args[slot]
             if type(descriptor) is Descriptor:  # whose layout is part of the key
-                address = descriptor.base.data_ptr()
-                arguments = encoded.get(address)
-                if arguments is None:
-                    if len(encoded) >= MOST:
-                        encoded.clear()
-                    arguments = make_tensordesc_arg(descriptor, meta, None)
-                    encoded[address] = arguments
+                encoded = encoder.of(descriptor.base, descriptor.layout)
             else:
-                arguments = make_tensordesc_arg(descriptor, meta, None)
-            values[slot : slot + 1] = arguments
+                encoded = make_tensordesc_arg(descriptor, encoder.meta, None)
+            values[slot : slot + 1] = encoded
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         self.launch(x, y, z, stream, *self.before, values)
+
+    def are_globals_unchanged(self) -> bool:
+        """Whether the globals that the kernel uses are what they were when it was compiled."""
+        # Not `all`, which would make a generator for each launch of kernels that use few.
+        for where, name, value in self.used_globals:  # noqa: SIM110
+            if where.get(name) is not value:
+                return False
+        return True
 
 
 class _Kernel:
@@ -107,7 +133,7 @@ class _Kernel:
 
         Raises TypeError for an argument that Triton cannot take.
         """
-        runtime, backend = knobs.runtime, self.backend
+        backend = self.backend
         if self.specialize is None:
             arguments = [
                 arg.layout if type(arg) is Descriptor
@@ -121,10 +147,10 @@ class _Kernel:
                 for arg, flags in zip(args, self.specialize, strict=True)
             ]  # fmt: skip
         values = options.values()
-        return (
-            runtime.debug, runtime.sanitize_overflow, knobs.compilation.instrumentation_mode,
-            *arguments, *options, *values, *map(type, values),
-        )  # fmt: skip
+        types = [type(value) for value in values]
+        if tuple in types:  # of integers: strides
+            types += [tuple(map(type, value)) for value in values if type(value) is tuple]
+        return (*_compiled_by(), *arguments, *options, *values, *types)
 
 
 _kernels: dict[tuple[int, int], _Kernel] = {}
@@ -134,20 +160,97 @@ def relaunch(
     kernel: JITFunction, grid: tuple[int, ...], device: int, args: tuple, options: dict
 ) -> bool:
     """Launch on the current device, which is `device`, if `remember` knows such a call."""
-    known = _kernels.get((id(kernel), device))
-    if known is None or not _holds(known, kernel, device, args) or _watched(kernel):
+    found = _find(kernel, device, args, options)
+    if found is None:
         return False
+    known, compiled = found
+    compiled(grid, known.stream(device), args)
+    return True
+
+
+def _find(
+    kernel: JITFunction, device: int, args: tuple, options: dict
+) -> tuple[_Kernel, _Compiled] | None:
+    """What Triton would launch, if `remember` knows such a call and nobody would see it."""
+    known = _kernels.get((id(kernel), device))
+    if (
+        known is None
+        or not _holds(known, kernel, device, args)
+        or is_watched()
+        or kernel.pre_run_hooks
+    ):
+        return None
     try:
         compiled = known.compiled.get(known.key(args, options))
     except TypeError:  # not hashable, or nothing Triton takes: Triton says which
-        return False
-    if compiled is None:
-        return False
-    for where, name, value in compiled.used_globals:
-        if where.get(name) is not value:
-            return False
-    compiled(grid, known.stream(device), args)
-    return True
+        return None
+    if compiled is None or not compiled.are_globals_unchanged():
+        return None
+    return known, compiled
+
+
+class Again:
+    """A launch on a device, to be made again with other tensors of the same kind: of the same
+    dtype, at addresses that are multiples of 16 where the first were.
+
+    tensors: those of the first launch, in the order in which a call takes the others: arguments,
+    and the bases of descriptors. The caller is to drop them.
+    """
+
+    __slots__ = (
+        "compiled", "device", "grid", "kernel", "knobs", "known", "places", "tensors",
+        "values",
+    )  # fmt: skip
+
+    def __init__(self, kernel, grid, device, args, known: _Kernel, compiled: _Compiled):
+        self.kernel, self.device, self.known, self.compiled = kernel, device, known, compiled
+        self.grid = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        self.knobs = _compiled_by()
+        encoders = dict(compiled.descriptors)
+        self.values, self.tensors = [], []
+        places = []  # position; encoder and layout of a descriptor
+        for i, arg in enumerate(args):
+            at = len(self.values)
+            if i in encoders:
+                places.append((at, encoders[i], arg.layout))
+                self.tensors.append(arg.base)
+                self.values += [None, *encoders[i].of(arg.base, arg.layout)[1:]]
+            elif isinstance(arg, torch.Tensor):
+                places.append((at, None, None))
+                self.tensors.append(arg)
+                self.values.append(None)
+            else:
+                self.values.append(arg)
+        self.places = tuple(places)
+
+    def holds(self) -> bool:
+        """Whether Triton would still launch the same compiled kernel, and nobody would see it."""
+        known = self.known
+        return (
+            driver.active is known.driver
+            and self.kernel.device_caches.get(self.device) is known.caches
+            and self.knobs == _compiled_by()
+            and not _is_watched(self.kernel)
+            and self.compiled.are_globals_unchanged()
+        )
+
+    def __call__(self, tensors: list[torch.Tensor]) -> None:
+        values = self.values.copy()
+        for (at, encoder, layout), tensor in zip(self.places, tensors, strict=True):
+            values[at] = tensor if encoder is None else encoder.of(tensor, layout)[0]
+        compiled = self.compiled
+        compiled.launch(*self.grid, self.known.stream(self.device), *compiled.before, values)
+
+
+def again(kernel, grid: tuple[int, ...], device: int, args: tuple, options: dict) -> Again | None:
+    """The launch as one that can be made again; None if `relaunch` would not make it."""
+    found = _find(kernel, device, args, options)
+    if found is None:
+        return None
+    for slot, _ in found[1].descriptors:
+        if type(args[slot]) is not Descriptor:
+            return None
+    return Again(kernel, grid, device, args, *found)
 
 
 def remember(kernel, device: int, args: tuple, options: dict, compiled) -> None:
@@ -176,15 +279,24 @@ def _holds(known: _Kernel, kernel: JITFunction, device: int, args: tuple) -> boo
     )
 
 
-def _watched(kernel: JITFunction) -> bool:
-    """Whether something wants to see a launch, or to change what is compiled."""
+def _compiled_by() -> tuple:
+    """The knobs that change what is compiled."""
+    runtime = knobs.runtime
+    return runtime.debug, runtime.sanitize_overflow, knobs.compilation.instrumentation_mode
+
+
+def is_watched() -> bool:
+    """Whether something wants to see all launches, or to change what is compiled."""
     runtime = knobs.runtime
     return bool(
         runtime.launch_enter_hook
         or runtime.launch_exit_hook
         or runtime.add_stages_inspection_hook is not None
-        or kernel.pre_run_hooks
     )
+
+
+def _is_watched(kernel: JITFunction) -> bool:
+    return is_watched() or bool(kernel.pre_run_hooks)
 
 
 def _descriptor_metas(compiled: CompiledKernel) -> list[dict | None]:
@@ -207,6 +319,8 @@ def _relaunchable(kernel, args: tuple, options: dict, compiled) -> bool:
     if not all(param.is_constexpr for param in left) or any(isinstance(a, tuple) for a in args):
         return False
     if not {type(value) for value in options.values()} <= _OPTION_TYPES:
+        return False
+    if any(type(value) is tuple and set(map(type, value)) - {int} for value in options.values()):
         return False
     launcher = compiled.run
     return (

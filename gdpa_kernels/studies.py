@@ -1,4 +1,4 @@
-"""What the chapters do to a rung to show what a line of it is for."""
+"""What the chapters do to a rung to show what a line of it is for, and to measure it changed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+from gdpa_kernels.inputs import Inputs
+from gdpa_kernels.measure import candidate
+from gdpa_kernels.operators import Candidate, scheduler
 
 
 @cache
@@ -32,4 +36,34 @@ def changed(module: ModuleType, *changes: tuple[str, str]) -> ModuleType:
     made = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = made
     spec.loader.exec_module(made)
+    return made
+
+
+def with_module(
+    impl: str,
+    inputs: Inputs,
+    *,
+    module: ModuleType | None = None,
+    direction: str = "forward",
+    **options: object,
+) -> Candidate:
+    """As `measure.candidate`, of GDPA; `module`, a changed one, stands in for the rung's own.
+
+    Put in place of `measure.candidate` it lets a notebook measure (impl, variant, {"module": ..,
+    "config": ..}). A schedule is made by `module` too, outside what is timed. Raises ValueError for
+    a module without a config.
+    """
+    made = candidate(impl, inputs, direction=direction, **options)
+    if module is None:
+        return made
+    if options.get("config") is None:
+        raise ValueError(f"config must be given with a module, got none for {impl}")
+    arguments = inputs.rung_arguments() | {"config": options["config"]}
+    if direction == "forward":
+        made.call = lambda: module.forward(**arguments)
+        return made
+    make = scheduler(module)
+    if make is not None:
+        arguments["schedule"] = make(inputs)
+    made.call = lambda: module.backward(inputs.grad_out, **arguments)
     return made

@@ -47,7 +47,7 @@ from gdpa_kernels.gdpa import activations, reference, v2_tma, v4_warp_specialize
 from gdpa_kernels.gdpa.v4_warp_specialized import Config
 from gdpa_kernels.house import INK
 from gdpa_kernels.inputs import cu_seqlens
-from gdpa_kernels.studies import changed
+from gdpa_kernels.studies import changed, with_module
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -526,16 +526,6 @@ MEASURED = ("gdpa-self-full-512", "gdpa-self-full-2048", "gdpa-cross-full-1024")
 EMPTY = "gdpa-self-half-dense-512"
 if mode == "measure":
     from gdpa_kernels import measure
-
-    original = measure.candidate
-
-    def with_module(impl, inputs, *, module=None, **options):
-        """As `measure.candidate`; `module` stands in for the rung's own."""
-        made = original(impl, inputs, **options)
-        if module is not None:
-            arguments = inputs.rung_arguments() | {"config": options["config"]}
-            made.call = lambda: module.forward(**arguments)
-        return made
 
     session = measure.Session("notebooks/13_v4_warp_specialized.py", device)
     early = {"config": Config(), "module": changed(v4_warp_specialized, EARLY)}

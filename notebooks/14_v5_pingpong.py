@@ -49,7 +49,7 @@ from gdpa_kernels import (
 from gdpa_kernels.gdpa import activations, reference, v4_warp_specialized, v5_pingpong
 from gdpa_kernels.gdpa.v5_pingpong import Config
 from gdpa_kernels.inputs import cu_seqlens
-from gdpa_kernels.studies import changed
+from gdpa_kernels.studies import changed, with_module
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -567,16 +567,6 @@ VARIANTS = {
 MEASURED = ("gdpa-self-full-512", "gdpa-self-full-2048", "gdpa-cross-full-1024")
 if mode == "measure":
     from gdpa_kernels import measure
-
-    original = measure.candidate
-
-    def with_module(impl, inputs, *, module=None, **options):
-        """As `measure.candidate`; `module` stands in for the rung's own."""
-        made = original(impl, inputs, **options)
-        if module is not None:
-            arguments = inputs.rung_arguments() | {"config": options["config"]}
-            made.call = lambda: module.forward(**arguments)
-        return made
 
     session = measure.Session("notebooks/14_v5_pingpong.py", device)
     listed = [

@@ -37,7 +37,7 @@ import triton
 from IPython.display import SVG, Markdown, display
 
 from gdpa_kernels import compile_check, emulator, figures, ladder, results, system, testing
-from gdpa_kernels.block_attention import reference, v1_one_tile, v3_warp_specialized
+from gdpa_kernels.block_attention import reference, slots, v1_one_tile, v3_warp_specialized
 from gdpa_kernels.block_attention.block_list import BlockList
 from gdpa_kernels.block_attention.v3_warp_specialized import Config
 from gdpa_kernels.emulator.timeline import Timeline
@@ -235,6 +235,12 @@ body = inspect.getsource(v3_warp_specialized.math_forward.fn)
 code(inspect.cleandoc("\n" + body[body.index("        for head in tl.range") :]))
 
 # %% [markdown]
+# Which slot an item takes, and how it is given back, is in `slots.py`, for the next rungs too:
+
+# %% tags=["remove-input"]
+code("\n\n".join(inspect.getsource(f.fn) for f in (slots.slot_of, slots.release)))
+
+# %% [markdown]
 # Roles and barriers, from the head of the file:
 
 # %% tags=["remove-input"]
@@ -378,8 +384,8 @@ def uncovered(line: Timeline) -> float:
 glue("cycles_1", cycles[1])
 glue("cycles_2", cycles[2])
 glue("cycles_ratio", cycles[1] / cycles[2])
-for slots, line in lines.items():
-    glue(f"uncovered_{slots}", 100 * uncovered(line))
+for n, line in lines.items():
+    glue(f"uncovered_{n}", 100 * uncovered(line))
 assert cycles[1] > 1.2 * cycles[2] and uncovered(lines[1]) > uncovered(lines[2])
 
 # %% tags=["remove-input"]
@@ -536,7 +542,8 @@ print(f"every error is at most {100 * closest:.0f} % of its budget")
 
 # %% tags=["remove-cell"]
 STORE_WAIT = "    tlx.async_descriptor_store_wait(0)\n"
-HASTY = changed(v3_warp_specialized, (STORE_WAIT, ""))
+HASTY = changed(v3_warp_specialized)
+HASTY.release = changed(slots, (STORE_WAIT, "")).release
 
 
 def finding(module, direction: str, config, schedule="modelled") -> str:

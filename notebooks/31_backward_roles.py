@@ -43,7 +43,7 @@ from gdpa_kernels.gdpa.v4_warp_specialized_backward import Config
 from gdpa_kernels.gdpa.work_list import WorkList
 from gdpa_kernels.house import INK
 from gdpa_kernels.inputs import cu_seqlens
-from gdpa_kernels.studies import changed
+from gdpa_kernels.studies import changed, with_module
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -682,20 +682,6 @@ def listed(name: str) -> list[str]:
 
 if mode == "measure":
     from gdpa_kernels import measure
-
-    original = measure.candidate
-
-    def with_module(impl, inputs, *, module=None, **options):
-        """As `measure.candidate`; `module` stands in for the rung's own."""
-        made = original(impl, inputs, **options)
-        if module is not None:
-            arguments = inputs.rung_arguments() | {"config": options["config"]}
-            arguments["schedule"] = module.make_schedule(
-                inputs.k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q,
-                inputs.max_seqlen_k,
-            )  # fmt: skip
-            made.call = lambda: module.backward(inputs.grad_out, **arguments)
-        return made
 
     modules = {
         name: changed(v4_warp_specialized_backward, *changes) if changes else None

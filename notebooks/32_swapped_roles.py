@@ -50,7 +50,7 @@ from gdpa_kernels.gdpa import (
 from gdpa_kernels.gdpa.v5_short_kv_backward import Config
 from gdpa_kernels.gdpa.work_list import WorkList
 from gdpa_kernels.inputs import cu_seqlens
-from gdpa_kernels.studies import changed
+from gdpa_kernels.studies import changed, with_module
 from gdpa_kernels.workload import workload
 
 # %% tags=["parameters"]
@@ -582,17 +582,6 @@ LISTED = [
 if mode == "measure":
     from gdpa_kernels import measure, record
     from gdpa_kernels.inputs import make_inputs
-
-    original = measure.candidate
-
-    def with_module(impl, inputs, *, module=None, **options):
-        """As `measure.candidate`; `module` stands in for the rung's own."""
-        made = original(impl, inputs, **options)
-        if module is not None:
-            arguments = inputs.rung_arguments() | {"config": options["config"]}
-            arguments["schedule"] = module.order_of(inputs.cu_seqlens_q)
-            made.call = lambda: module.backward(inputs.grad_out, **arguments)
-        return made
 
     session, bits = measure.Session(NOTEBOOK, device), []
     for name in NAMES:

@@ -4,9 +4,11 @@ PyTorch, one for each direction; or directly where nobody can see the difference
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from gdpa_kernels import calls, ladder
+from gdpa_kernels import calls, ladder, replay
 from gdpa_kernels.block_attention import choices
 
 OPERATOR = "block_attention"
@@ -75,8 +77,8 @@ def block_attention(
     q, k, v = calls.autocast(q, k, v)
     options = block_size, rotate_v, impl
     facts = None if compiling else _facts(q, k, v, rotary, *options)
-    rungs = None if facts is None else _resolved.get(facts)
-    if rungs is None:
+    known = None if facts is None else _resolved.get(facts)
+    if known is None:
         _check_tensors(q, k, v)
         _check_options(q, rotary, *options)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, float | int)):
@@ -85,9 +87,10 @@ def block_attention(
         calls.check_offsets("cu_seqlens", cu_seqlens, q.device)
         if validate and not compiling:
             calls.check_lengths("cu_seqlens", cu_seqlens, q, q.shape[0])
-    if rungs is None and facts is not None:
+    if known is None and facts is not None:
         found = (resolve(impl, d, q, k, v, rotary, block_size) for d in ("forward", "backward"))
-        rungs = calls.keep(_resolved, facts, tuple(ladder.rung(i, OPERATOR) for i in found))
+        rungs = (ladder.rung(i, OPERATOR) for i in found)
+        known = calls.keep(_resolved, facts, _Known(facts, *rungs))
     sin, cos = (None, None) if rotary is None else rotary
     if sin is not None and torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
         name = "sin" if sin.requires_grad else "cos"
@@ -98,11 +101,12 @@ def block_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     rotate_v = bool(rotate_v)
     differentiated = compiling or calls.differentiated(OPERATOR, q, k, v, (sin, cos))
-    arguments = q, k, v, cu_seqlens, sin, cos, block_size, scale, rotate_v, impl
-    if rungs is not None:
+    tensors, options = (q, k, v, cu_seqlens, sin, cos), (block_size, scale, rotate_v)
+    if known is not None:
         if differentiated:
-            return _Direct.apply(*arguments, rungs[0])
-        return _rung_forward(rungs[0], *arguments[:-1])[0]
+            return _apply_direct(*tensors, (known, options))
+        return _known_forward(known, tensors, options)[0]
+    arguments = *tensors, *options, impl
     if differentiated:
         return _FORWARD(*arguments)[0]
     # What the autograd kernel does when nothing is differentiated, without its 10 us of Python.
@@ -153,20 +157,23 @@ def _problem(impl: str, q, k, v, rotary: Rotary | None, block_size: int) -> str 
     return problem
 
 
-_resolved: dict[tuple, tuple[ladder.Rung, ladder.Rung]] = {}  # of forward and of backward
+@dataclass(frozen=True)
+class _Known:
+    """What follows from the facts of a call: the rungs of both directions."""
+
+    facts: tuple
+    rung: ladder.Rung
+    backward_rung: ladder.Rung
+
+
+_resolved: dict[tuple, _Known] = {}
 
 
 def _facts(q, k, v, rotary, block_size, rotate_v, impl) -> tuple | None:
     """`calls.facts` of a call; None also for options of unusual types."""
     if type(impl) is not str or type(block_size) is not int or type(rotate_v) is not bool:
         return None
-    if rotary is None:
-        return calls.facts(q, k, v, (impl, block_size, rotate_v))
-    try:
-        layout = tuple((turns.stride(), turns.data_ptr() % 16) for turns in rotary)
-    except RuntimeError:  # a tensor without strides or memory
-        return None
-    return calls.facts(q, k, v, (impl, block_size, rotate_v, layout), tuple(rotary))
+    return calls.facts(q, k, v, (impl, block_size, rotate_v), () if rotary is None else rotary)
 
 
 def _rung_forward(
@@ -191,6 +198,41 @@ def _rung_backward(
         arguments = (*arguments, tuple(saved))
     with torch._C._DisableAutocast():
         return rung.module().backward(*arguments, **options)
+
+
+def _known_forward(known: _Known, tensors: tuple, options: tuple) -> tuple[torch.Tensor, ...]:
+    """The output of a rung, then what it saves of its own, for a call whose facts are known:
+    tensors (q, k, v, cu_seqlens, sin, cos), options (block_size, scale, rotate_v)."""
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        out, saved = _rung_forward(known.rung, *tensors, *options)
+        return out, *saved[1:]
+
+    key = known.facts, known.rung.module().forward, options[1], tensors[3].shape
+    return replay.run(forward, key, tensors)
+
+
+def _known_backward(
+    known: _Known, grad_out: torch.Tensor, tensors: tuple, saved: list, options: tuple
+) -> tuple[torch.Tensor, ...] | None:
+    """(dq, dk, dv) of a rung for a call whose forward was known; None if the tensors have changed
+    their facts since, or somebody may see it.
+
+    What the rung saved is not among the inputs of a replay, so one that saves something has none.
+    """
+    q, k, v, _, sin, cos = tensors
+    block_size, scale, rotate_v = options
+    rotary = None if sin is None else (sin, cos)
+    facts = _facts(q, k, v, rotary, block_size, rotate_v, known.facts[0][0])
+    if facts != known.facts or type(grad_out) is not torch.Tensor:
+        return None
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return _rung_backward(known.backward_rung, grad_out, *tensors, saved, *options)
+
+    layout = grad_out.dtype, grad_out.get_device(), grad_out.shape, grad_out.stride()
+    key = facts, known.backward_rung.module().backward, scale, tensors[3].shape, layout
+    return replay.run(backward, key, (*tensors, grad_out))
 
 
 def _forward(
@@ -248,16 +290,11 @@ def _fake_backward(
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(*output[1])
-    _keep(ctx, inputs, output)
-
-
-def _keep(ctx, inputs, output) -> None:
-    """Save what backward needs; inputs and `output` are the operator's."""
+    """Save what backward needs; inputs and output are the operator's."""
     q, k, v, cu_seqlens, sin, cos, *ctx.options = inputs
     out, own = output
-    saved = (out, *own) if own else ()
-    ctx.save_for_backward(q, k, v, cu_seqlens, sin, cos, *saved)
+    ctx.mark_non_differentiable(*own)
+    ctx.save_for_backward(q, k, v, cu_seqlens, sin, cos, *((out, *own) if own else ()))
     ctx.set_materialize_grads(False)
 
 
@@ -265,36 +302,53 @@ def _gradients(ctx, grad_out, *_) -> tuple:
     """The gradients of the operator's ten arguments: None for what needs none."""
     if grad_out is None:
         return (None,) * 10
-    q, k, v, cu_seqlens, sin, cos, *saved = ctx.saved_tensors
-    arguments = grad_out, q, k, v, cu_seqlens, sin, cos, saved
-    rung = None
-    if not torch.compiler.is_compiling() and not torch.is_grad_enabled():  # not to be seen, nor
-        block_size, _, rotate_v, impl = ctx.options  # differentiated again
-        rotary = None if sin is None else (sin, cos)
-        facts = _facts(q, k, v, rotary, block_size, rotate_v, impl)
-        if facts is not None and type(grad_out) is torch.Tensor:
-            rung = _resolved.get(facts, (None, None))[1]
-    if rung is None:
-        gradients = _BACKWARD(*arguments, *ctx.options)
-    else:
-        gradients = _rung_backward(rung, *arguments, *ctx.options[:-1])
-    needed = zip(gradients, ctx.needs_input_grad, strict=False)
-    return (*(gradient if need else None for gradient, need in needed), *(None,) * 7)
+    *tensors, saved = _split(ctx.saved_tensors)
+    gradients = _BACKWARD(grad_out, *tensors, saved, *ctx.options)
+    return *_needed(ctx, gradients), *(None,) * 7
+
+
+def _split(saved: tuple) -> tuple:
+    """(q, k, v, cu_seqlens, sin, cos, what the rung saved) of saved tensors."""
+    return *saved[:6], list(saved[6:])
+
+
+def _needed(ctx, gradients: tuple) -> tuple:
+    needs = ctx.needs_input_grad[:3]
+    return tuple([x if need else None for x, need in zip(gradients, needs, strict=True)])
 
 
 class _Direct(torch.autograd.Function):
-    """The operator's derivative around a rung that is known, without the dispatcher."""
+    """The operator's derivative around rungs that are known, without the dispatcher.
+
+    Its arguments are the operator's tensors, and the others as one.
+    """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        *arguments, rung = inputs
-        out, saved = _rung_forward(rung, *arguments[:-1])
-        _keep(ctx, arguments, (out, saved[1:]))
+    def forward(ctx, q, k, v, cu_seqlens, sin, cos, call):
+        tensors = q, k, v, cu_seqlens, sin, cos
+        ctx.call = known, options = call
+        out, *own = _known_forward(known, tensors, options)
+        ctx.save_for_backward(*tensors, *((out, *own) if own else ()))
+        ctx.set_materialize_grads(False)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        return *_gradients(ctx, grad_out), None
+        if grad_out is None:
+            return (None,) * 7
+        known, options = ctx.call
+        *tensors, saved = _split(ctx.saved_tensors)
+        gradients = None
+        # Not to be differentiated again, nor to be seen.
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gradients = _known_backward(known, grad_out, tensors, saved, options)
+        if gradients is None:
+            impl = known.facts[0][0]
+            gradients = _BACKWARD(grad_out, *tensors, saved, *options, impl)
+        return *_needed(ctx, gradients), None, None, None, None
+
+
+_apply_direct = calls.apply_of(_Direct)
 
 
 def _no_second_derivative(ctx, *_):

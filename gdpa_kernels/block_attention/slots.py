@@ -1,6 +1,20 @@
-"""What the rungs with roles ask of their launch constants, before a kernel waits for ever."""
+"""What the rungs with roles share: what they ask of a call and of their launch constants, which
+blocks a program works on, which slot an item takes, how a slot is filled and given back.
+
+The roles themselves, and what lies in a slot when, are each rung's own.
+"""
 
 from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
+from gdpa_kernels.gdpa.ragged import BOUND, is_readable
+
+BLOCK = 64
 
 
 class Slots(Protocol):
@@ -12,11 +26,19 @@ class Slots(Protocol):
     heads_together: int
 
 
-def check_slots(config: Slots) -> None:
-    """Raise ValueError where loads that are issued together would wait for each other.
+def check_slots(config: Slots, *others: str) -> None:
+    """Raise ValueError where a slot would have two owners, or where loads that are issued together
+    would wait for each other: the kernel would compute nonsense, or wait for ever.
 
-    A role gives a slot back when the next one has arrived.
+    others: the launch constants that count slots of another kind. A role gives a slot back when the
+    next one has arrived.
     """
+    for name in ("num_stages", *others):
+        if getattr(config, name) % config.math_roles:
+            raise ValueError(
+                f"{name} must be a multiple of math_roles, so that a slot has one owner; "
+                f"got {name} {getattr(config, name)}, math_roles {config.math_roles}"
+            )
     own = config.num_stages // config.math_roles
     if own <= config.heads_together > 1:
         raise ValueError(
@@ -33,3 +55,73 @@ def heads_together(config: Slots, num_heads: int) -> int:
             f"{config.heads_together}"
         )
     return config.heads_together
+
+
+def requires_tiles(
+    block_size: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> str | None:
+    """What loading the tiles of a call by TMA needs and does not get, or None."""
+    if block_size != BLOCK:
+        return f"needs block_size {BLOCK}, got {block_size}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
+    if q.shape[-1] not in (64, 128):
+        return f"needs a head_dim of 64 or 128, got {q.shape[-1]}"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not is_readable(tensor):
+            return (
+                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
+                f"bytes, got strides {tensor.stride()}"
+            )
+    return None
+
+
+def requires_turns(rotary: tuple[torch.Tensor, torch.Tensor]) -> str | None:
+    """What loading sin and cos by TMA needs and does not get, or None."""
+    for name, turns in zip(("sin", "cos"), rotary, strict=True):
+        if turns.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            dtype = str(turns.dtype).removeprefix("torch.")
+            return f"needs {name} of dtype float32, bfloat16 or float16, got {dtype}"
+        if not is_readable(turns[:, None]):
+            return (
+                f"needs {name} with contiguous rows whose address and stride are multiples of 16 "
+                f"bytes, got strides {turns.stride()}"
+            )
+    return None
+
+
+@triton.jit
+def count_units(blocks_ptr):
+    """How many blocks this program works on: p, p + P, p + 2 P, ... belong to program p of P."""
+    return tl.cdiv(count_blocks(blocks_ptr) - tl.program_id(0), tl.num_programs(0))
+
+
+@triton.jit
+def place(blocks_ptr, unit):
+    """(first_row, rows) of one of this program's blocks."""
+    return block_entry(blocks_ptr, tl.program_id(0) + unit * tl.num_programs(0))
+
+
+@triton.jit
+def slot_of(
+    unit, head, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr
+):
+    """(stage, phase) of a head of a unit: its role takes slots role, role + MATH_ROLES, ... in
+    turn, whether or not other roles have units left."""
+    OWN: tl.constexpr = NUM_STAGES // MATH_ROLES
+    turn = unit // MATH_ROLES * NUM_HEADS + head
+    return unit % MATH_ROLES + turn % OWN * MATH_ROLES, (turn // OWN) & 1
+
+
+@triton.jit
+def fetch(desc, buffer, full, first_row, rows, head):
+    """Start the copy of a block of one head; rows from `rows` on become zero."""
+    at = [BOUND, first_row + rows, head, BOUND - rows, 0]
+    tlx.async_descriptor_load(desc, buffer, at, full)
+
+
+@triton.jit
+def release(empty, stage):
+    """Give a slot back once its stores have read it; -1: there is none."""
+    tlx.async_descriptor_store_wait(0)
+    tlx.barrier_arrive(empty[tl.maximum(stage, 0)], pred=stage >= 0)

@@ -25,7 +25,8 @@ softmax, 5 to 15 % less time.
 
 A slot belongs to one role: num_stages is a multiple of math_roles. A wait knows only whether the
 phase is even or odd, and loads may land in any order. A role that took over the slot of another
-could find it empty, before the load of the other, and take it for the load after that.
+could find it empty, before the load of the other, and take it for the load after that. Which slot
+an item takes is in slots.py.
 
 Heads of a block lie side by side in memory: 4 heads of 64 are 512 bytes of each token. Loads of
 `heads_together` heads are issued in one go, tensor by tensor, so that memory finds its open rows
@@ -51,19 +52,21 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.block_attention.block_list import (
-    BlockList,
-    block_entry,
-    block_list_of,
-    count_blocks,
+from gdpa_kernels.block_attention.block_list import BlockList, block_list_of
+from gdpa_kernels.block_attention.slots import (
+    check_slots,
+    count_units,
+    fetch,
+    heads_together,
+    place,
+    release,
+    requires_tiles,
+    slot_of,
 )
-from gdpa_kernels.block_attention.slots import check_slots, heads_together
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.gdpa.ragged import BOUND, is_readable, ragged_descriptor, readable
+from gdpa_kernels.gdpa.ragged import ragged_descriptor, readable
 from gdpa_kernels.gdpa.tiles import put_rows
 from gdpa_kernels.launch import launch, multiprocessors
-
-BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,6 @@ class Config:
     registers: int = 240
 
     def __post_init__(self):
-        if self.num_stages % self.math_roles:
-            raise ValueError(
-                "num_stages must be a multiple of math_roles, so that a slot has one owner; "
-                f"got num_stages {self.num_stages}, math_roles {self.math_roles}"
-            )
         check_slots(self)
 
 
@@ -104,49 +102,7 @@ def requires(
     """What this rung needs and does not get of a call, or None."""
     if rotary is not None:
         return "needs rotary None, got (sin, cos)"
-    if block_size != BLOCK:
-        return f"needs block_size {BLOCK}, got {block_size}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs dtype bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[-1] not in (64, 128):
-        return f"needs a head_dim of 64 or 128, got {q.shape[-1]}"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not is_readable(tensor):
-            return (
-                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
-                f"bytes, got strides {tensor.stride()}"
-            )
-    return None
-
-
-@triton.jit
-def count_units(blocks_ptr):
-    """How many blocks this program works on: p, p + P, p + 2 P, ... belong to program p of P."""
-    return tl.cdiv(count_blocks(blocks_ptr) - tl.program_id(0), tl.num_programs(0))
-
-
-@triton.jit
-def place(blocks_ptr, unit):
-    """(first_row, rows) of one of this program's blocks."""
-    return block_entry(blocks_ptr, tl.program_id(0) + unit * tl.num_programs(0))
-
-
-@triton.jit
-def slot_of(
-    unit, head, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr
-):
-    """(stage, phase) of a head of a unit: its role takes slots role, role + MATH_ROLES, ... in
-    turn, whether or not other roles have units left."""
-    OWN: tl.constexpr = NUM_STAGES // MATH_ROLES
-    turn = unit // MATH_ROLES * NUM_HEADS + head
-    return unit % MATH_ROLES + turn % OWN * MATH_ROLES, (turn // OWN) & 1
-
-
-@triton.jit
-def fetch(desc, buffer, full, first_row, rows, head):
-    """Start the copy of a block of one head; rows from `rows` on become zero."""
-    at = [BOUND, first_row + rows, head, BOUND - rows, 0]
-    tlx.async_descriptor_load(desc, buffer, at, full)
+    return requires_tiles(block_size, q, k, v)
 
 
 @triton.jit
@@ -180,13 +136,6 @@ def load(
                             fetch(v_desc, v[stage], full[stage], first_row, rows, head_k)
                         else:
                             fetch(grad_desc, grad[stage], full[stage], first_row, rows, head + i)
-
-
-@triton.jit
-def release(empty, stage):
-    """Give a slot back once its stores have read it; -1: there is none."""
-    tlx.async_descriptor_store_wait(0)
-    tlx.barrier_arrive(empty[tl.maximum(stage, 0)], pred=stage >= 0)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ shared memory, are in each other's way. If backward does, but 16-bit sin and cos
 | ready[stage]      | 128 threads, 1 each | turn role, the tiles are turned -> math role           |
 | empty[stage]      | 128 threads, 1 each | math role, its stores have read the slot -> load role  |
 | turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> turn, math role |
-| turns_empty[turn] | 128 threads, 1 each | turn role, backward math role too, done -> load role   |
+| turns_empty[turn] | 128 a role, 1 each  | turn role, backward math role too, done -> load role   |
 
 A slot of either kind belongs to one math role, as in v3, and to the turn role, of which there is
 one: for two math roles a second one would leave 122 registers to each of the four. With one math
@@ -64,19 +64,23 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.block_attention.block_list import (
-    BlockList,
-    block_entry,
-    block_list_of,
-    count_blocks,
+from gdpa_kernels.block_attention.block_list import BlockList, block_list_of
+from gdpa_kernels.block_attention.slots import (
+    check_slots,
+    count_units,
+    fetch,
+    heads_together,
+    place,
+    release,
+    requires_tiles,
+    requires_turns,
+    slot_of,
 )
-from gdpa_kernels.block_attention.slots import check_slots, heads_together
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.gdpa.ragged import BOUND, is_readable, ragged_descriptor, readable
+from gdpa_kernels.gdpa.ragged import ragged_descriptor, readable
 from gdpa_kernels.gdpa.tiles import put_rows
 from gdpa_kernels.launch import launch, multiprocessors
 
-BLOCK = 64
 LOAD_REGISTERS = 24
 REGISTERS = 512  # of an SM, for each of the 128 threads of a role
 
@@ -94,13 +98,7 @@ class Config:
     turn_registers: int = 240
 
     def __post_init__(self):
-        for name in ("num_stages", "num_turns"):
-            if getattr(self, name) % self.math_roles:
-                raise ValueError(
-                    f"{name} must be a multiple of math_roles, so that a slot has one owner; "
-                    f"got {name} {getattr(self, name)}, math_roles {self.math_roles}"
-                )
-        check_slots(self)
+        check_slots(self, "num_turns")
         for name in ("registers", "turn_registers"):
             if getattr(self, name) % 8:
                 raise ValueError(f"{name} must be a multiple of 8, got {getattr(self, name)}")
@@ -134,58 +132,7 @@ def requires(
     """What this rung needs and does not get of a call, or None."""
     if rotary is None:
         return "needs rotary (sin, cos), got None"
-    if block_size != BLOCK:
-        return f"needs block_size {BLOCK}, got {block_size}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs dtype bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[-1] not in (64, 128):
-        return f"needs a head_dim of 64 or 128, got {q.shape[-1]}"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not is_readable(tensor):
-            return (
-                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
-                f"bytes, got strides {tensor.stride()}"
-            )
-    for name, turns in zip(("sin", "cos"), rotary, strict=True):
-        if turns.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            dtype = str(turns.dtype).removeprefix("torch.")
-            return f"needs {name} of dtype float32, bfloat16 or float16, got {dtype}"
-        if not is_readable(turns[:, None]):
-            return (
-                f"needs {name} with contiguous rows whose address and stride are multiples of 16 "
-                f"bytes, got strides {turns.stride()}"
-            )
-    return None
-
-
-@triton.jit
-def count_units(blocks_ptr):
-    """How many blocks this program works on: p, p + P, p + 2 P, ... belong to program p of P."""
-    return tl.cdiv(count_blocks(blocks_ptr) - tl.program_id(0), tl.num_programs(0))
-
-
-@triton.jit
-def place(blocks_ptr, unit):
-    """(first_row, rows) of one of this program's blocks."""
-    return block_entry(blocks_ptr, tl.program_id(0) + unit * tl.num_programs(0))
-
-
-@triton.jit
-def slot_of(
-    unit, head, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr
-):
-    """(stage, phase) of a head of a unit: its role takes slots role, role + MATH_ROLES, ... in
-    turn, whether or not other roles have units left."""
-    OWN: tl.constexpr = NUM_STAGES // MATH_ROLES
-    turn = unit // MATH_ROLES * NUM_HEADS + head
-    return unit % MATH_ROLES + turn % OWN * MATH_ROLES, (turn // OWN) & 1
-
-
-@triton.jit
-def fetch(desc, buffer, full, first_row, rows, head):
-    """Start the copy of a block of one head; rows from `rows` on become zero."""
-    at = [BOUND, first_row + rows, head, BOUND - rows, 0]
-    tlx.async_descriptor_load(desc, buffer, at, full)
+    return requires_tiles(block_size, q, k, v) or requires_turns(rotary)
 
 
 @triton.jit
@@ -322,13 +269,6 @@ def put_turned(
             block_sin, block_cos = turns_of(sin, cos)
             x = turned(x, block_sin, block_cos, True)
     put_rows(desc, buffer, first_row, rows, head, 0, x.to(tlx.dtype_of(desc)))
-
-
-@triton.jit
-def release(empty, stage):
-    """Give a slot back once its stores have read it; -1: there is none."""
-    tlx.async_descriptor_store_wait(0)
-    tlx.barrier_arrive(empty[tl.maximum(stage, 0)], pred=stage >= 0)
 
 
 @triton.jit

@@ -4,9 +4,11 @@ for each direction; or directly where nobody can see the difference (`calls`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from gdpa_kernels import calls, ladder
+from gdpa_kernels import calls, ladder, replay
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 
@@ -98,21 +100,22 @@ def gdpa(
         lengths = max_seqlen_q, max_seqlen_k
         rung = ladder.rung(resolve(impl, q, k, v, *lengths))
         found = resolve_backward(backward_impl, q, k, v, cu_seqlens_q, *lengths)
-        known = calls.keep(_resolved, facts, (names, rung, ladder.rung(found, BACKWARD)))
+        known = calls.keep(
+            _resolved, facts, _Known(facts, names, rung, ladder.rung(found, BACKWARD))
+        )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     differentiated = not compiling and calls.differentiated("gdpa", q, k, v)
-    if known is not None and not differentiated:
-        return _rung_forward(
-            known[1], q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            known[0], scale, float(output_scale), bool(causal), window,
-        )  # fmt: skip
+    tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+    if known is not None:
+        sizes = max_seqlen_q, max_seqlen_k
+        options = scale, float(output_scale), bool(causal), window
+        if differentiated:
+            return _apply_direct(*tensors, (known, sizes, options))
+        return _known_forward(known, tensors, sizes, options)
     arguments = (
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        ",".join(names if known is None else known[0]), scale, float(output_scale),
+        *tensors, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
         bool(causal), window, impl, backward_impl,
     )  # fmt: skip
-    if known is not None:
-        return _Direct.apply(*arguments, *known)
     if compiling or differentiated:
         return _FORWARD(*arguments)
     # What the autograd kernel does when nothing is differentiated, without its 10 us of Python.
@@ -120,7 +123,17 @@ def gdpa(
         return _FORWARD(*arguments)
 
 
-_resolved: dict[tuple, tuple[tuple[str, ...], ladder.Rung, ladder.Rung]] = {}
+@dataclass(frozen=True)
+class _Known:
+    """What follows from the facts of a call: the activations and the rungs of both directions."""
+
+    facts: tuple
+    names: tuple[str, ...]
+    rung: ladder.Rung
+    backward_rung: ladder.Rung
+
+
+_resolved: dict[tuple, _Known] = {}
 
 
 def resolve(
@@ -230,6 +243,47 @@ def _rung_forward(
         ).contiguous()  # fmt: skip
 
 
+def _known_forward(known: _Known, tensors: tuple, sizes: tuple, options: tuple) -> torch.Tensor:
+    """`_rung_forward` of a call whose facts are known: tensors (q, k, v, cu_seqlens_q,
+    cu_seqlens_k), sizes (max_seqlen_q, max_seqlen_k), options (scale, output_scale, causal,
+    window)."""
+
+    def forward() -> tuple[torch.Tensor]:
+        return (_rung_forward(known.rung, *tensors, *sizes, known.names, *options),)
+
+    key = known.facts, known.rung.module().forward, options
+    (out,) = replay.run(forward, *_kind(key, *tensors))
+    return out
+
+
+def _known_backward(
+    known: _Known, grad_out: torch.Tensor, tensors: tuple, sizes: tuple, options: tuple, needs
+) -> tuple[torch.Tensor | None, ...] | None:
+    """`_rung_backward` of a call whose forward was known, as `_known_forward`; None if the tensors
+    have changed their facts since, or somebody may see it."""
+    if type(grad_out) is not torch.Tensor:
+        return None
+    facts = calls.facts(*tensors[:3], known.facts[0])
+    if facts != known.facts:
+        return None
+
+    def backward() -> tuple[torch.Tensor | None, ...]:
+        return _rung_backward(
+            known.backward_rung, grad_out, *tensors, *sizes, known.names, *options, needs
+        )
+
+    layout = grad_out.dtype, grad_out.get_device(), grad_out.shape, grad_out.stride()
+    key = facts, known.backward_rung.module().backward, options, needs, layout
+    return replay.run(backward, *_kind(key, *tensors, grad_out))
+
+
+def _kind(key: tuple, q, k, v, cu_seqlens_q, cu_seqlens_k, *others) -> tuple[tuple, tuple]:
+    """(key, inputs) of a call for `replay.run`: no tensor twice, and how many sequences."""
+    if cu_seqlens_q is cu_seqlens_k:
+        cu_seqlens_q = None
+    return (key, cu_seqlens_k.shape), (q, k, v, cu_seqlens_k, cu_seqlens_q, *others)
+
+
 def _fake_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     activation, scale, output_scale, causal, window, impl, backward_impl,
@@ -297,54 +351,51 @@ def _setup(ctx, inputs, output) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k)
     ctx.set_materialize_grads(False)
-    ctx.rung = None
 
 
 def _gradients(ctx, grad_out) -> tuple:
     """The gradients of the operator's fourteen arguments: None for what needs none."""
     if grad_out is None:
         return (None,) * 14
-    max_seqlen_q, max_seqlen_k, activation, *options, _, backward_impl = ctx.options
-    needs, tensors = tuple(ctx.needs_input_grad[:3]), ctx.saved_tensors
-    if (
-        ctx.rung is not None
-        and not torch.is_grad_enabled()  # not to be differentiated again
-        and type(grad_out) is torch.Tensor
-        and not torch.compiler.is_compiling()
-        and calls.facts(*tensors[:3], ()) is not None  # and not to be seen
-    ):
-        gradients = _rung_backward(
-            ctx.rung, grad_out, *tensors, max_seqlen_q, max_seqlen_k,
-            tuple(activation.split(",")), *options, needs,
-        )  # fmt: skip
-    else:
-        gradients = _BACKWARD(
-            grad_out, *tensors, max_seqlen_q, max_seqlen_k, activation, *options, *needs,
-            backward_impl,
-        )  # fmt: skip
-        gradients = tuple(x if need else None for x, need in zip(gradients, needs, strict=True))
-    return (*gradients, *(None,) * 11)
+    *options, _, backward_impl = ctx.options
+    needs = tuple(ctx.needs_input_grad[:3])
+    gradients = _BACKWARD(grad_out, *ctx.saved_tensors, *options, *needs, backward_impl)
+    return (*(x if need else None for x, need in zip(gradients, needs, strict=True)), *(None,) * 11)
 
 
 class _Direct(torch.autograd.Function):
-    """The operator's derivative around rungs that are known, without the dispatcher."""
+    """The operator's derivative around rungs that are known, without the dispatcher.
+
+    Its arguments are the tensors of `_known_forward`, and the others as one.
+    """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        *arguments, names, rung, backward_rung = inputs
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, _, *options = arguments
-        scale, output_scale, causal, window, _, _ = options
-        out = _rung_forward(
-            rung, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            names, scale, output_scale, causal, window,
-        )  # fmt: skip
-        _setup(ctx, arguments, out)
-        ctx.rung = backward_rung
-        return out
+    def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, call):
+        tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
+        ctx.call = known, sizes, options = call
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return _known_forward(known, tensors, sizes, options)
 
     @staticmethod
     def backward(ctx, grad_out):
-        return *_gradients(ctx, grad_out), None, None, None
+        if grad_out is None:
+            return (None,) * 6
+        known, sizes, options = ctx.call
+        needs, tensors, gradients = ctx.needs_input_grad[:3], ctx.saved_tensors, None
+        # Not to be differentiated again, nor to be seen.
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gradients = _known_backward(known, grad_out, tensors, sizes, options, needs)
+        if gradients is None:
+            made = _BACKWARD(
+                grad_out, *tensors, *sizes, ",".join(known.names), *options, *needs,
+                known.facts[0][1],
+            )  # fmt: skip
+            gradients = tuple(x if need else None for x, need in zip(made, needs, strict=True))
+        return *gradients, None, None, None
+
+
+_apply_direct = calls.apply_of(_Direct)
 
 
 def _no_second_derivative(ctx, *_):

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdpa_kernels import emulator
+from gdpa_kernels.block_attention import slots
 from gdpa_kernels.block_attention import v3_warp_specialized as v3
 from gdpa_kernels.block_attention import v4_rotary as v4
-from gdpa_kernels.block_attention.v3_warp_specialized import slot_of
+from gdpa_kernels.block_attention.slots import slot_of
 from gdpa_kernels.launch import launch
 from tests.block_attention.cases import (
     DEVICE,
@@ -160,11 +161,6 @@ def test_a_slot_belongs_to_one_role(roles, stages, units):
         ]
 
 
-def test_both_deal_alike():
-    for name in ("count_units", "place", "slot_of", "fetch", "release"):
-        assert getattr(v3, name).src == getattr(v4, name).src
-
-
 @pytest.mark.parametrize("head_dim", (64, 128))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("turned", (torch.bfloat16, torch.float16), ids=str)
@@ -300,3 +296,20 @@ def test_every_harmful_mistake_in_synchronisation_is_found(rung, direction):
     tested, survivors = surviving(module, f"{direction}_kernel", calls)
     survivors = [mutant.description.split(": ", 1)[1] for mutant in survivors]
     assert tested > 30 and sorted(survivors) == HARMLESS[direction]
+
+
+@emulated
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_mistake_in_giving_back_a_slot_is_found(rung, direction):
+    """Those in `release`, which the rungs share."""
+    module = RUNGS[rung]
+
+    def call(heads_k, stages, changed, schedule):
+        case, expected = SMALL[module, heads_k], _expected(module, heads_k)
+        with mock.patch.object(module, "release", changed.release):
+            _launch(case, direction, stages, expected, module, schedule)
+
+    calls = [partial(call, *options) for options in LAUNCHES[direction]]
+    tested, survivors = surviving(slots, "release", calls)
+    assert tested == 5 and survivors == []

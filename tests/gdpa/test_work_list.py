@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdpa_kernels import emulator, schedule
@@ -47,6 +47,7 @@ def check(lengths_q, lengths_k, *, num_heads, rows_per_item, block_n, num_progra
 LENGTHS = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=40)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 9), st.sampled_from((64, 128, 1024)))
 def test_any_lengths(lengths, num_heads, num_programs, rows_per_item):
     queries, keys = zip(*lengths, strict=True)
@@ -56,6 +57,7 @@ def test_any_lengths(lengths, num_heads, num_programs, rows_per_item):
     )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=20), st.sampled_from((1, 70, 300)))
 def test_one_q_for_all_sequences(keys, rows):
     queries = [rows] * len(keys)
