@@ -8,12 +8,14 @@ refused with its name and the reason, and the others still load.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import math
 import os
 import re
 import subprocess
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
@@ -51,13 +53,24 @@ class Package:
 
     `commit`: 40 hex digits, or None if unknown. `dirty`: whether the package or the notebook
     differed from that commit, None without a git checkout. `sources`: SHA-256 of every source file,
-    by path relative to the repository.
+    by path relative to the repository. `code`: `code_hash` of the same, None in records from before
+    it was kept.
     """
 
     version: str
     commit: str | None
     dirty: bool | None
     sources: Mapping[str, str]
+    code: Mapping[str, str] | None = None
+
+    def ran(self, name: str, path: Path) -> bool:
+        """Whether the code that ran as `name` is that of the file at `path` now; there may have
+        been no such file, and be none."""
+        if not path.exists():
+            return name not in self.sources
+        if self.code is None:
+            return self.sources.get(name) == source_hash(path)
+        return self.code.get(name) == code_hash(path)
 
 
 @dataclass(frozen=True)
@@ -308,17 +321,42 @@ def package_state(
         watched = ["gdpa_kernels"] + ([notebook] if notebook is not None else [])
         status = _git(root, "status", "--porcelain", "--", *watched)
         dirty = None if status is None else bool(status)
+    names = [path.relative_to(root).as_posix() for path in paths]
     return Package(
         version=gdpa_kernels.__version__,
         commit=checked_out or value,
         dirty=dirty,
-        sources={path.relative_to(root).as_posix(): source_hash(path) for path in paths},
+        sources=dict(zip(names, map(source_hash, paths), strict=True)),
+        code=dict(zip(names, map(code_hash, paths), strict=True)),
     )
 
 
 def source_hash(path: str | Path) -> str:
     """SHA-256 of a file, hex digits."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def code_hash(path: str | Path) -> str:
+    """SHA-256 of what runs of a Python file, hex digits: not its docstrings, comments, blank lines
+    and spaces at the ends of lines."""
+    text = Path(path).read_text()
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            doc = node.body[0]
+            before = lines[doc.lineno - 1].encode()[: doc.col_offset].decode()
+            after = lines[doc.end_lineno - 1].encode()[doc.end_col_offset :].decode()
+            lines[doc.lineno - 1 : doc.end_lineno] = [""] * (doc.end_lineno - doc.lineno + 1)
+            lines[doc.lineno - 1] = f'{before}""{after}'
+    lines.append("")
+    for token in tokenize.generate_tokens(iter([f"{line}\n" for line in lines]).__next__):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    kept = [line.rstrip() for line in lines if line.strip()]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 
 def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels import system as systems
-from gdpa_kernels.record import DATA_DIR, ROOT, Ceiling, Record, Row, load_all, source_hash
+from gdpa_kernels.record import DATA_DIR, ROOT, Ceiling, Record, Row, load_all
 from gdpa_kernels.roofline import Ceilings
 from gdpa_kernels.workload import BLOCK_WORKLOADS, WORKLOADS, figures_of
 
@@ -250,9 +250,7 @@ def _is_stale(record: Record, row: Row) -> bool:
     if known is not None and record.workload(row.workload) != known:
         return True
     name = f"gdpa_kernels/{row.operator}/{row.impl}.py"
-    path = ROOT / name
-    current = source_hash(path) if path.exists() else None
-    return record.package.sources.get(name) != current
+    return not record.package.ran(name, ROOT / name)
 
 
 def _matching(table: pd.DataFrame, filters: dict[str, Any]) -> pd.DataFrame:

@@ -322,6 +322,70 @@ def test_sources_are_the_package_and_the_notebook(root):
         record.package_state(notebook="notebooks/05_v2.py", root=root)
 
 
+CODE = '''"""Of the module."""
+
+X = "# no comment"  # a comment
+
+
+class A:
+    """Of the class: µs."""; Y = 1
+
+    def f(self): "short"
+
+    def g(self):
+        """Of the
+        function."""
+        # before
+        text = """
+# no comment
+"""
+        return text
+'''
+SAME = {
+    "another docstring": ("Of the module", "Of\n\nthis module"),
+    "a longer one of the class": ("Of the class: µs", "µs\n    of"),
+    "a docstring in one line": ("Of the\n        function.", "Of the function."),
+    "a short one": ('"short"', "'other'"),
+    "another comment": ("# a comment", "# another"),
+    "a comment less": ("        # before\n", ""),
+    "a blank line": ("class A", "\n\nclass A"),
+    "spaces": ("return text", "return text  "),
+}
+OTHER_CODE = {
+    "a string": ("# no comment", "# one"),
+    "a line of a string": ('\n# no comment\n"', '\n"'),
+    "a value": ("Y = 1", "Y = 2"),
+    "the code itself": ("return text", "return  text"),
+    "a docstring less": ("""        \"\"\"Of the\n        function.\"\"\"\n""", ""),
+}
+
+
+@pytest.mark.parametrize("name", SAME | OTHER_CODE)
+def test_code_is_what_runs(tmp_path, name):
+    path, other = tmp_path / "a.py", tmp_path / "b.py"
+    change = (SAME | OTHER_CODE)[name]
+    assert change[0] in CODE
+    path.write_text(CODE)
+    other.write_text(CODE.replace(*change))
+    assert record.source_hash(path) != record.source_hash(other)
+    assert (record.code_hash(path) == record.code_hash(other)) is (name in SAME)
+
+
+def test_the_code_that_ran_is_known_by_what_runs(root):
+    name = "gdpa_kernels/a.py"
+    path = root / name
+    package = record.package_state(root=root)
+    older = replace(package, code=None)
+    assert package.ran(name, path) and older.ran(name, path)
+    path.write_text("# another comment\n")
+    assert package.ran(name, path) and not older.ran(name, path)
+    path.write_text("x = 1\n")
+    assert not package.ran(name, path) and not older.ran(name, path)
+    assert not package.ran("gdpa_kernels/b.py", path)
+    path.unlink()
+    assert not package.ran(name, path) and not older.ran(name, path)
+
+
 def test_commit_of_a_checkout(root, monkeypatch):
     git(root, "init", "-q")
     git(root, "add", ".")
