@@ -45,7 +45,8 @@ def facts(
     """All that the checks of a call and the choice of its rung depend on: a key for `keep`.
 
     `options` is what they depend on besides the tensors; of `others` they depend as they do of q, k
-    and v.
+    and v. They do not depend on how many rows a tensor has, but whether it has any, and as many as
+    another.
 
     None where they depend on more (tensors that are not on a GPU: the emulator), or where somebody
     may see the call of the operator: subclasses, modes, transforms, tracers, profilers and Dynamo,
@@ -61,19 +62,22 @@ def facts(
     ):  # fmt: skip
         return None
     try:
+        rows, rows_k = q.shape[0], k.shape[0]
         found = (
             options,
-            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.shape, k.shape, v.shape,
-            q.stride(), k.stride(), v.stride(),
+            q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.shape[1:], k.shape[1:], v.shape[1:], q.stride(), k.stride(), v.stride(),
             q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
+            rows == 0, rows_k == 0, rows == rows_k, rows_k == v.shape[0],
         )  # fmt: skip
         for other in others:
             if type(other) not in PLAIN:
                 return None
             found += (
-                other.dtype, other.device, other.shape, other.stride(), other.data_ptr() % 16
+                other.dtype, other.device, other.shape[1:], other.stride(), other.data_ptr() % 16,
+                other.shape[0] == rows,
             )  # fmt: skip
-    except RuntimeError:  # a tensor without strides or memory
+    except (RuntimeError, IndexError):  # a tensor without strides or memory, or a scalar
         return None
     return found
 

@@ -208,7 +208,8 @@ def _known_forward(known: _Known, tensors: tuple, options: tuple) -> tuple[torch
         out, saved = _rung_forward(known.rung, *tensors, *options)
         return out, *saved[1:]
 
-    key = known.facts, known.rung.module().forward, options[1], tensors[3].shape
+    rows, sequences = tensors[0].shape[0], tensors[3].shape[0]
+    key = known.facts, known.rung.module().forward, options[1], rows, sequences
     return replay.run(forward, key, tensors)
 
 
@@ -220,7 +221,7 @@ def _known_backward(
 
     What the rung saved is not among the inputs of a replay, so one that saves something has none.
     """
-    q, k, v, _, sin, cos = tensors
+    q, k, v, ends, sin, cos = tensors
     block_size, scale, rotate_v = options
     rotary = None if sin is None else (sin, cos)
     facts = _facts(q, k, v, rotary, block_size, rotate_v, known.facts[0][0])
@@ -231,7 +232,8 @@ def _known_backward(
         return _rung_backward(known.backward_rung, grad_out, *tensors, saved, *options)
 
     layout = grad_out.dtype, grad_out.get_device(), grad_out.shape, grad_out.stride()
-    key = facts, known.backward_rung.module().backward, scale, tensors[3].shape, layout
+    rows, sequences = q.shape[0], ends.shape[0]
+    key = facts, known.backward_rung.module().backward, scale, rows, sequences, layout
     return replay.run(backward, key, (*tensors, grad_out))
 
 

@@ -278,10 +278,12 @@ def _known_backward(
 
 
 def _kind(key: tuple, q, k, v, cu_seqlens_q, cu_seqlens_k, *others) -> tuple[tuple, tuple]:
-    """(key, inputs) of a call for `replay.run`: no tensor twice, and how many sequences."""
+    """(key, inputs) of a call for `replay.run`: with the numbers of rows and sequences, and no
+    tensor twice."""
     if cu_seqlens_q is cu_seqlens_k:
         cu_seqlens_q = None
-    return (key, cu_seqlens_k.shape), (q, k, v, cu_seqlens_k, cu_seqlens_q, *others)
+    inputs = q, k, v, cu_seqlens_k, cu_seqlens_q, *others
+    return (key, q.shape[0], k.shape[0], cu_seqlens_k.shape[0]), inputs
 
 
 def _fake_forward(

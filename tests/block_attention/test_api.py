@@ -633,10 +633,24 @@ def test_wrong_arguments_say_so_after_a_right_call(on_a_gpu, case):
 
 def test_what_was_resolved_is_forgotten_in_time(on_a_gpu, monkeypatch):
     monkeypatch.setattr(calls, "MOST", 4)
+    for heads in range(1, 10):
+        q = draw(5, heads, 16)
+        block_attention(q, q, q, ends(0, 5))
+        assert len(api._resolved) <= 4
+
+
+def test_batches_of_any_number_of_tokens_are_resolved_once(on_a_gpu):
     for total in range(1, 10):
         q = draw(total, 2, 16)
-        block_attention(q, q, q, ends(0, total))
-        assert len(api._resolved) <= 4
+        block_attention(q, q, q, ends(0, total), rotary=turns(total))
+    assert len(api._resolved) == 1
+    with pytest.raises(ValueError, match="sin of rotary must have shape"):
+        block_attention(q, q, q, ends(0, total), rotary=turns(8))
+    with pytest.raises(ValueError, match="k must have q's 9 tokens, got 8"):
+        block_attention(q, q[1:], q[1:], ends(0, total))
+    assert len(api._resolved) == 1
+    block_attention(q[:0], q[:0], q[:0], ends(0), rotary=turns(0))
+    assert len(api._resolved) == 2
 
 
 def test_the_choice_is_made_again_for_another_block_size(

@@ -887,6 +887,21 @@ def test_the_choice_is_made_again_for_what_it_depends_on(on_a_gpu, monkeypatch):
     assert took == ["v2_tma", "v2_tma", *["v0_eager"] * 6] * 2
 
 
+def test_batches_of_any_number_of_rows_are_resolved_once(on_a_gpu):
+    call = arguments()
+    gdpa(**call)
+    last = {name: ends(0, 4, 4, 8) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    gdpa(**call | last | {name: call[name][:8] for name in "qkv"})
+    assert len(api._resolved) == 1
+    gdpa(**call | {"q": call["q"][:8], "cu_seqlens_q": last["cu_seqlens_q"]})
+    assert len(api._resolved) == 2, "fewer queries than keys"
+    with pytest.raises(ValueError, match="v must have k's shape"):
+        gdpa(**call | {"v": call["v"][:8]})
+    none = {name: call[name][:0] for name in "kv"} | {"cu_seqlens_k": ends(0, 0, 0, 0)}
+    gdpa(**call | none)
+    assert len(api._resolved) == 3
+
+
 def test_what_was_checked_once_is_forgotten_in_time(on_a_gpu, monkeypatch):
     monkeypatch.setattr(calls, "MOST", 4)
     call = arguments()
