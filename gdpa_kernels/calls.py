@@ -74,8 +74,8 @@ def facts(
             if type(other) not in PLAIN:
                 return None
             found += (
-                other.dtype, other.device, other.shape[1:], other.stride(), other.data_ptr() % 16,
-                other.shape[0] == rows,
+                other.dtype, other.device, other.shape[1:], other.stride(),
+                other.data_ptr() % 16, other.shape[0] == rows,
             )  # fmt: skip
     except (RuntimeError, IndexError):  # a tensor without strides or memory, or a scalar
         return None

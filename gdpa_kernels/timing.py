@@ -101,6 +101,46 @@ def sample_hosts(
     return _sample_on_host(functions, device, protocol, lambda: None)
 
 
+def sample_calls(
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    in_a_row: int = 40,
+    rounds: int = 25,
+) -> dict[str, list[float]]:
+    """Host time from call to return, in microseconds, of calls in a row: the device may still be
+    busy with those before.
+
+    The functions take turns, `in_a_row` calls each, after a round that warms up. RuntimeError if a
+    call waits for the device, as far as PyTorch notices it.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(rounds + 1):
+        for name, function in functions.items():
+            times = _times_in_a_row(function, device, in_a_row)
+            samples[name] += times if turn else []
+    return samples
+
+
+def _times_in_a_row(
+    function: Callable[[], object], device: torch.device, count: int
+) -> list[float]:
+    times = []
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(count):
+            begin = time.perf_counter()
+            function()
+            times.append((time.perf_counter() - begin) * 1e6)
+    finally:
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+    return times
+
+
 def _sample_on_host(
     functions: Mapping[str, Callable[[], object]],
     device: torch.device,

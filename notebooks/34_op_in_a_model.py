@@ -30,8 +30,7 @@ import itertools
 import logging
 import math
 import textwrap
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -85,6 +84,77 @@ def glue_word(name: str, value: str) -> None:
 def code(text: str, language: str = "text") -> Markdown:
     return Markdown(f"```{language}\n{text.rstrip()}\n```")
 
+
+# %% [markdown]
+# This cell measures what a call costs the host, with `make measure NOTEBOOKS=34`, on a GPU; what it
+# finds is shown further below. It fails if a call waits for the device.
+
+# %% tags=["hide-input"]
+FORWARD, KEPT_FOR, BACK = "forward", "forward, kept for gradients", "backward"
+NEW = "forward, new lengths"
+HOST = ("workload", "call", "what", "median_us", "p20_us", "p80_us")
+
+
+def new_lengths(arguments: dict) -> Iterator[dict]:
+    """The batch without its last tokens, one token less each time: every call is of a new kind. The
+    offsets are trusted; to check new ones is to wait for the device."""
+    rows = {name: len(arguments[name]) for name in "qkv"}
+    rows |= {"cu_seqlens": rows["k"], "cu_seqlens_q": rows["q"], "cu_seqlens_k": rows["k"]}
+    for n in itertools.count(1):
+        shorter = {}
+        for name, x in arguments.items():
+            if name in "qkv":
+                shorter[name] = x[: rows[name] - n]
+            elif name in rows and x is not None:
+                shorter[name] = x.clamp(max=rows[name] - n)
+        yield arguments | shorter | {"validate": False}
+
+
+def host_calls(function: Callable, inputs) -> dict[str, Callable[[], object]]:
+    """Calls of a function of an operator's arguments."""
+    plain = inputs.arguments()
+    own = {x: plain[x].detach().requires_grad_() for x in "qkv"}
+    out, batches = function(**plain | own), list(itertools.islice(new_lengths(plain), 2000))
+
+    def backward():
+        torch.autograd.grad(
+            out, own.values(), inputs.grad_out, retain_graph=True, allow_unused=True
+        )
+
+    def forward():
+        with torch.no_grad():
+            function(**plain)
+
+    def new():
+        with torch.no_grad():
+            function(**batches.pop())
+
+    return {
+        FORWARD: forward, KEPT_FOR: lambda: function(**plain | own), BACK: backward, NEW: new,
+    }  # fmt: skip
+
+
+if mode == "measure":
+    from gdpa_kernels import block_attention, measure, timing
+    from gdpa_kernels.inputs import make_inputs
+
+    session, lines = measure.Session("notebooks/34_op_in_a_model.py", device), []
+    for name in ("gdpa-self-half-jagged-256", "gdpa-cross-full-512", "block-fill70-2000-d64"):
+        session.workloads[name] = workload(name)
+        inputs = make_inputs(workload(name), device=session.device)
+        operator = block_attention if name.startswith("block") else gdpa
+        ways = {
+            (call, what): way
+            for call, function in ((operator.__name__, operator), ("exp", lambda q, **_: q.exp()))
+            for what, way in host_calls(function, inputs).items()
+        }
+        for way, times in timing.sample_calls(ways, session.device).items():
+            at = [sorted(times)[int(share * len(times))] for share in (0.5, 0.2, 0.8)]
+            lines.append((name, *way, *at))
+            print(*lines[-1][:3], *(f"{t:.0f}" for t in at))
+        del inputs, ways, way
+    session.tables["host"] = record.Table(HOST, lines)
+    print(session.write(data_dir))
 
 # %% [markdown]
 # ## Predictions
@@ -532,93 +602,6 @@ if torch.device(device).type == "cuda":
 #
 # 4. *Replayed*: forward 35 to 45 µs; of *new lengths* at each call, which are never a kind that was
 #    seen before, 90 to 160 µs.
-#
-# This cell measures; it runs with `make measure NOTEBOOKS=34`, on a GPU. It fails if a call waits
-# for the device.
-
-# %% tags=["hide-input"]
-IN_A_ROW, ROUNDS = 40, 5
-FORWARD, KEPT_FOR, BACK = "forward", "forward, kept for gradients", "backward"
-NEW = "forward, new lengths"
-HOST = ("workload", "call", "what", "median_us", "p20_us", "p80_us")
-
-
-def host_times(call: Callable[..., object], given: Iterable[dict]) -> list[float]:
-    """Microseconds until `call(**arguments)` returns, of calls in a row, with the next of `given`
-    each; RuntimeError if one waits for the device."""
-    found, given = [], iter(given)
-    for _ in range(ROUNDS + 1):
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(IN_A_ROW):
-                arguments = next(given)
-                begin = time.perf_counter()
-                call(**arguments)
-                found.append(1e6 * (time.perf_counter() - begin))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sorted(found[IN_A_ROW:])  # the first round warms up
-
-
-def new_lengths(arguments: dict) -> list[dict]:
-    """The batch without its last tokens, one token less in each: every call is of a new kind. The
-    offsets are trusted; to check new ones is to wait for the device."""
-    rows = {name: len(arguments[name]) for name in "qkv"}
-    rows |= {"cu_seqlens": rows["k"], "cu_seqlens_q": rows["q"], "cu_seqlens_k": rows["k"]}
-    batches = []
-    for n in range(1, (ROUNDS + 1) * IN_A_ROW + 1):
-        shorter = {}
-        for name, x in arguments.items():
-            if name in "qkv":
-                shorter[name] = x[: rows[name] - n]
-            elif name in rows and x is not None:
-                shorter[name] = x.clamp(max=rows[name] - n)
-        batches.append(arguments | shorter | {"validate": False})
-    return batches
-
-
-def host_rows(name: str, call: str, function: Callable, inputs) -> list[tuple]:
-    """Rows of the table "host" for a function of the arguments of an operator."""
-    plain = inputs.arguments()
-    own = {x: plain[x].detach().requires_grad_() for x in "qkv"}
-    out = function(**plain | own)
-
-    def backward():
-        torch.autograd.grad(
-            out, own.values(), inputs.grad_out, retain_graph=True, allow_unused=True
-        )
-
-    forward = torch.no_grad()(function)
-    ways = {
-        FORWARD: (forward, itertools.repeat(plain)),
-        KEPT_FOR: (function, itertools.repeat(plain | own)),
-        BACK: (backward, itertools.repeat({})),
-        NEW: (forward, new_lengths(plain)),
-    }
-    lines = []
-    for what, (way, given) in ways.items():
-        times = host_times(way, given)
-        at = [times[int(share * len(times))] for share in (0.5, 0.2, 0.8)]
-        lines.append((name, call, what, *at))
-        print(*lines[-1][:3], *(f"{t:.0f}" for t in at))
-    return lines
-
-
-if mode == "measure":
-    from gdpa_kernels import block_attention, measure
-    from gdpa_kernels.inputs import make_inputs
-
-    session, lines = measure.Session("notebooks/34_op_in_a_model.py", device), []
-    for name in ("gdpa-self-half-jagged-256", "gdpa-cross-full-512", "block-fill70-2000-d64"):
-        session.workloads[name] = workload(name)
-        inputs = make_inputs(workload(name), device=session.device)
-        operator = block_attention if name.startswith("block") else gdpa
-        lines += host_rows(name, operator.__name__, operator, inputs)
-        lines += host_rows(name, "exp", lambda q, **_: q.exp(), inputs)
-        del inputs
-    session.tables["host"] = record.Table(HOST, lines)
-    print(session.write(data_dir))
 
 # %% tags=["remove-cell"]
 host_record = results.latest_record(

@@ -46,6 +46,32 @@ def test_functions_take_turns():
     assert rounds == [["a", "b", "c"]] * 5
 
 
+def test_calls_in_a_row_take_turns_and_the_first_turn_warms_up():
+    order: list[str] = []
+
+    def call(name: str) -> None:
+        order.append(name)
+        if len(order) > 8:  # beyond the first turn of both
+            time.sleep(0.002 if name == "slow" else 0)
+
+    functions = {name: lambda name=name: call(name) for name in ("slow", "fast")}
+    samples = timing.sample_calls(functions, torch.device("cpu"), in_a_row=4, rounds=3)
+    assert order == (["slow"] * 4 + ["fast"] * 4) * 4
+    assert [len(times) for times in samples.values()] == [12, 12]
+    assert min(samples["slow"]) > 2000 > sorted(samples["fast"])[6]
+
+
+@needs_gpu
+def test_calls_in_a_row_do_not_wait_and_must_not():
+    device, x = torch.device("cuda:0"), torch.ones(3, device="cuda:0")
+    calls = {"long": lambda: torch.cuda._sleep(2_000_000)}
+    samples = timing.sample_calls(calls, device, in_a_row=5, rounds=2)["long"]
+    assert sorted(samples)[5] < 500
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        timing.sample_calls({"waits": lambda: x[0].item()}, device, in_a_row=5, rounds=2)
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
 def test_the_protocol_is_the_documented_one():
     assert timing.DEFAULT.samples >= 30 and timing.DEFAULT.interleaved
     assert timing.DEFAULT.l2_flush_bytes >= 2 * 60 * 2**20, "twice the largest L2 we know"

@@ -123,9 +123,12 @@ def gdpa(
         return _FORWARD(*arguments)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Known:
-    """What follows from the facts of a call: the activations and the rungs of both directions."""
+    """What follows from the facts of a call: the activations and the rungs of both directions.
+
+    It is equal to itself alone.
+    """
 
     facts: tuple
     names: tuple[str, ...]
@@ -251,7 +254,7 @@ def _known_forward(known: _Known, tensors: tuple, sizes: tuple, options: tuple) 
     def forward() -> tuple[torch.Tensor]:
         return (_rung_forward(known.rung, *tensors, *sizes, known.names, *options),)
 
-    key = known.facts, known.rung.module().forward, options
+    key = known, known.rung.module().forward, options
     (out,) = replay.run(forward, *_kind(key, *tensors))
     return out
 
@@ -263,8 +266,7 @@ def _known_backward(
     have changed their facts since, or somebody may see it."""
     if type(grad_out) is not torch.Tensor:
         return None
-    facts = calls.facts(*tensors[:3], known.facts[0])
-    if facts != known.facts:
+    if calls.facts(*tensors[:3], known.facts[0]) != known.facts:
         return None
 
     def backward() -> tuple[torch.Tensor | None, ...]:
@@ -273,7 +275,7 @@ def _known_backward(
         )
 
     layout = grad_out.dtype, grad_out.get_device(), grad_out.shape, grad_out.stride()
-    key = facts, known.backward_rung.module().backward, options, needs, layout
+    key = known, known.backward_rung.module().backward, options, needs, layout
     return replay.run(backward, *_kind(key, *tensors, grad_out))
 
 
