@@ -608,10 +608,18 @@ host_record = results.latest_record(
     data_dir, notebook="notebooks/34_op_in_a_model.py", system="h200"
 )
 glue("seen", replay.SEEN + 1)
-first_record = next(r for r in record.load_all(data_dir)[0] if r.notebook == host_record.notebook)
-before = results.notebook_table(first_record, "host").query("call != 'exp' and what == 'forward'")
-glue("first_least", before["median_us"].min())
-glue("first_most", before["median_us"].max())
+every_host = [
+    (r, results.notebook_table(r, "host").query("call != 'exp'"))
+    for r in record.load_all(data_dir)[0]
+    if r.notebook == host_record.notebook
+]
+forwards = {r.id: t.loc[t["what"] == FORWARD, "median_us"] for r, t in every_host}
+glue("first_least", next(iter(forwards.values())).min())
+glue("first_most", next(iter(forwards.values())).max())
+others = [forwards[r.id] for r, t in every_host[:-1] if NEW in set(t["what"])]  # replayed too
+glue("host_others", len(others))
+glue("host_others_least", min(x.min() for x in others))
+glue("host_others_most", max(x.max() for x in others))
 host = results.notebook_table(host_record, "host")
 median = host.pivot(index=["workload", "call"], columns="what", values="median_us")
 ours = median[median.index.get_level_values("call") != "exp"]
@@ -663,9 +671,15 @@ figures.provenance([host_record.id], data_dir=Path(data_dir))
 #    lengths* a call takes {glue:text}`train_host_new_least:.0f` to
 #    {glue:text}`train_host_new_most:.0f` µs, **{glue:text}`train_host_verdict_5`**.
 #
-# The time of a call depends on the host's processor and on who else uses it: calls that do the same
-# differ here by more than what keeping the arguments costs. A layer whose kernels take less than
-# its calls leaves the device waiting. Then the CUDA graph above is worth its trouble.
+# The time of a call depends on the host's processor and on who else uses it:
+# {glue:text}`train_host_others:.0f` other records, of fewer calls and of functions that did not take
+# turns, have {glue:text}`train_host_others_least:.0f` to {glue:text}`train_host_others_most:.0f` µs
+# for the same replays. And on what the process has done: after a first `torch.compile`, Dynamo looks at every
+# call of a Python function, and a script without a record showed a tenth more. So this chapter
+# measures before it compiles. Autograd's own part of a backward call is beyond our reach; the
+# gradient of `exp` alone takes {glue:text}`train_host_exp_back_least:.0f` to
+# {glue:text}`train_host_exp_back_most:.0f` µs. A layer whose kernels take less than its calls
+# leaves the device waiting. Then the CUDA graph above is worth its trouble.
 #
 # %% [markdown]
 # ## Which backward
