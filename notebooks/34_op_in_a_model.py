@@ -618,6 +618,9 @@ glue("first_least", next(iter(forwards.values())).min())
 glue("first_most", next(iter(forwards.values())).max())
 others = [forwards[r.id] for r, t in every_host[:-1] if NEW in set(t["what"])]  # replayed too
 glue("host_others", len(others))
+once = next(t.loc[t["what"] == NEW, "median_us"] for _, t in every_host if NEW in set(t["what"]))
+glue("host_once_least", once.min())
+glue("host_once_most", once.max())
 glue("host_others_least", min(x.min() for x in others))
 glue("host_others_most", max(x.max() for x in others))
 host = results.notebook_table(host_record, "host")
@@ -669,17 +672,22 @@ figures.provenance([host_record.id], data_dir=Path(data_dir))
 #    than that of `exp`, **{glue:text}`train_host_verdict_3`**.
 # 4. *Replayed* forward calls are those of 1: **{glue:text}`train_host_verdict_4`**. Of *new
 #    lengths* a call takes {glue:text}`train_host_new_least:.0f` to
-#    {glue:text}`train_host_new_most:.0f` µs, **{glue:text}`train_host_verdict_5`**.
+#    {glue:text}`train_host_new_most:.0f` µs: **{glue:text}`train_host_verdict_5`**, at the second
+#    try. The first record of it had {glue:text}`train_host_once_least:.0f` to
+#    {glue:text}`train_host_once_most:.0f` µs, because rungs were then chosen anew for every number
+#    of rows.
 #
 # The time of a call depends on the host's processor and on who else uses it:
-# {glue:text}`train_host_others:.0f` other records, of fewer calls and of functions that did not take
-# turns, have {glue:text}`train_host_others_least:.0f` to {glue:text}`train_host_others_most:.0f` µs
-# for the same replays. And on what the process has done: after a first `torch.compile`, Dynamo looks at every
-# call of a Python function, and a script without a record showed a tenth more. So this chapter
-# measures before it compiles. Autograd's own part of a backward call is beyond our reach; the
-# gradient of `exp` alone takes {glue:text}`train_host_exp_back_least:.0f` to
-# {glue:text}`train_host_exp_back_most:.0f` µs. A layer whose kernels take less than its calls
-# leaves the device waiting. Then the CUDA graph above is worth its trouble.
+# {glue:text}`train_host_others:.0f` other records, of fewer calls and of functions that did not
+# take turns, have {glue:text}`train_host_others_least:.0f` to
+# {glue:text}`train_host_others_most:.0f` µs for the same replays. It depends on what the process
+# has done, too: after a first `torch.compile`, Dynamo looks at every call of a Python function, and
+# a script without a record showed a tenth more. So this chapter measures before it compiles.
+#
+# Autograd's own part of a backward call is beyond our reach: the gradient of `exp` alone takes
+# {glue:text}`train_host_exp_back_least:.0f` to {glue:text}`train_host_exp_back_most:.0f` µs. A
+# layer whose kernels take less than its calls leaves the device waiting. Then the CUDA graph above
+# is worth its trouble.
 #
 # %% [markdown]
 # ## Which backward
