@@ -68,9 +68,8 @@ class _Compiled:
         expanded = len(expand_signature(types, metas))
         slots = [i for i, type_ in enumerate(types) if type_.startswith("tensordesc")]
         # Each: position and encoder. The last first, because an argument grows to several.
-        self.descriptors = tuple((i, _Encoder(meta)) for i, meta in zip(slots, metas, strict=True))[
-            ::-1
-        ]
+        encoders = [(i, _Encoder(meta)) for i, meta in zip(slots, metas, strict=True)]
+        self.descriptors = tuple(reversed(encoders))
         self.launch = driver.active.utils.launch
         self.before = (
             compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl,

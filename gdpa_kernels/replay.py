@@ -34,8 +34,8 @@ OPERATORS = frozenset(
         _aten.mul.Tensor, _aten._to_copy.default,
     )
 )  # fmt: skip
-"""Each makes a tensor and changes none; what it makes does not depend on what it is called with
-but on the values of tensors, which stay on the device."""
+"""Each makes one tensor and changes none. Nothing that it makes on the same device tells the host a
+value, on which another step could depend."""
 
 Tensors = tuple[torch.Tensor | None, ...]
 

@@ -540,36 +540,71 @@ def test_an_error_of_the_rung_leaves_nothing(driver, monkeypatch):
     assert len(replays()) == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("operator", (gdpa, block_attention))
-def test_on_a_gpu(operator):
-    def call(tensors, ends):
-        leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-        if operator is gdpa:
-            out = gdpa(*leaves, ends, ends, 200, 200)
-        else:
-            out = block_attention(*leaves, ends)
-        with torch.no_grad():
-            again = (
-                gdpa(*tensors[:3], ends, ends, 200, 200)
-                if operator is gdpa
-                else (block_attention(*tensors[:3], ends))
-            )
-        return again, out, *torch.autograd.grad(out, leaves, tensors[3])
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+both = pytest.mark.parametrize("operator", (gdpa, block_attention))
+ON_GPU = [200, 0, 130, 64, 1]
 
-    lengths = [200, 0, 130, 64, 1]
-    ends = cu_seqlens(lengths, "cuda")
+
+def all_of(operator, tensors, ends) -> tuple[torch.Tensor, ...]:
+    """The output twice, without and with gradients, and the gradients."""
+    more = (ends, 200, 200) if operator is gdpa else ()
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    out = operator(*leaves, ends, *more)
+    with torch.no_grad():
+        again = operator(*tensors[:3], ends, *more)
+    return again, out, *torch.autograd.grad(out, leaves, tensors[3])
+
+
+def by_rungs(operator, tensors, ends) -> tuple[torch.Tensor, ...]:
+    """`all_of` without a replay."""
+    known = dict(replay._known)
+    replay._known.clear()
+    expected = all_of(operator, tensors, ends)
+    replay._known.clear()
+    replay._known.update(known)
+    return expected
+
+
+def assert_same(found, expected) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_gpu
+@both
+def test_on_a_gpu(operator):
+    ends = cu_seqlens(ON_GPU, "cuda")
     replay._known.clear()
     for i in range(replay.SEEN + 6):
-        tensors = [rows(lengths, 4, 128).cuda() for _ in range(4)]
+        tensors = [rows(ON_GPU, 4, 128).cuda() for _ in range(4)]
         if i == replay.SEEN + 3:
-            ends.copy_(cu_seqlens(lengths[::-1], "cuda"))
-        found = call(tensors, ends)
-        known = dict(replay._known)
-        replay._known.clear()
-        expected = call(tensors, ends)
-        replay._known.clear()
-        replay._known.update(known)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other), i
+            ends.copy_(cu_seqlens(ON_GPU[::-1], "cuda"))
+        assert_same(all_of(operator, tensors, ends), by_rungs(operator, tensors, ends))
     assert len(replays()) == 2 and not [x for x in replay._known.values() if type(x) is str]
+
+
+@needs_gpu
+@both
+def test_on_other_streams_and_in_a_graph(operator):
+    ends = cu_seqlens(ON_GPU, "cuda")
+    tensors = [rows(ON_GPU, 4, 128).cuda() for _ in range(4)]
+    replay._known.clear()
+    expected = by_rungs(operator, tensors, ends)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(replay.SEEN + 2):
+            found = all_of(operator, tensors, ends)
+    side.synchronize()
+    assert len(replays()) == 2
+    assert_same(found, expected)
+    assert_same(all_of(operator, tensors, ends), expected)  # on the first stream again
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = all_of(operator, tensors, ends)
+    for lengths in (ON_GPU, ON_GPU[::-1], [79] * 5):
+        ends.copy_(cu_seqlens(lengths, "cuda"))
+        graph.replay()
+        assert_same(found, by_rungs(operator, tensors, ends))
+    assert len(replays()) == 2
