@@ -16,6 +16,8 @@ from typing import TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from gdpa_kernels.ladder import Rung
+
 try:  # who may see a call of an operator; not documented, so another PyTorch may lack one
     from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
     from torch._C._autograd import _profiler_enabled
@@ -80,6 +82,29 @@ def facts(
     except (RuntimeError, IndexError):  # a tensor without strides or memory, or a scalar
         return None
     return found
+
+
+class Known:
+    """What follows from the facts of a call: the rungs of both directions, and what runs them.
+
+    names: the activations of a call of `gdpa`. run: `replay.run`, or without a kernel, which is
+    also without Triton, a call.
+    """
+
+    __slots__ = ("backward_rung", "facts", "names", "run", "rung")
+
+    def __init__(self, facts: tuple, rung: Rung, backward_rung: Rung, names: tuple[str, ...] = ()):
+        self.facts, self.rung, self.backward_rung, self.names = facts, rung, backward_rung, names
+        if rung.requires.capability is backward_rung.requires.capability is None:
+            self.run = _call
+        else:
+            from gdpa_kernels import replay
+
+            self.run = replay.run
+
+
+def _call(function: Callable[[], T], key: tuple, inputs: tuple) -> T:
+    return function()
 
 
 def keep(known: dict[tuple, T], key: tuple, value: T) -> T:

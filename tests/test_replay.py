@@ -11,7 +11,7 @@ import triton
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 
-from gdpa_kernels import block_attention, gdpa, ladder, relaunch, remembered, replay
+from gdpa_kernels import block_attention, calls, gdpa, ladder, relaunch, remembered, replay
 from gdpa_kernels import launch as launching
 from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import block_list, v1_one_tile
@@ -422,6 +422,15 @@ def test_a_replay_holds_as_long_as_triton_would_launch_the_same(driver, change, 
         CHANGES[change](patch)
         assert not known.holds()
     assert known.holds() == (change != "cache")
+
+
+def test_calls_without_a_kernel_are_calls():
+    definition = ladder.rung("reference", "block_attention")
+    plain = calls.Known((), definition, definition)
+    assert plain.run(lambda: 3, ("key",), ()) == 3
+    kernel = ladder.rung("v1_one_tile", "block_attention")
+    for rungs in ((kernel, definition), (definition, kernel)):
+        assert calls.Known((), *rungs).run is replay.run
 
 
 def test_a_replaced_rung_is_called(driver, monkeypatch):

@@ -4,11 +4,9 @@ PyTorch, one for each direction; or directly where nobody can see the difference
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from gdpa_kernels import calls, ladder, replay
+from gdpa_kernels import calls, ladder
 from gdpa_kernels.block_attention import choices
 
 OPERATOR = "block_attention"
@@ -90,7 +88,7 @@ def block_attention(
     if known is None and facts is not None:
         found = (resolve(impl, d, q, k, v, rotary, block_size) for d in ("forward", "backward"))
         rungs = (ladder.rung(i, OPERATOR) for i in found)
-        known = calls.keep(_resolved, facts, _Known(facts, *rungs))
+        known = calls.keep(_resolved, facts, calls.Known(facts, *rungs))
     sin, cos = (None, None) if rotary is None else rotary
     if sin is not None and torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
         name = "sin" if sin.requires_grad else "cos"
@@ -157,19 +155,7 @@ def _problem(impl: str, q, k, v, rotary: Rotary | None, block_size: int) -> str 
     return problem
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """What follows from the facts of a call: the rungs of both directions.
-
-    It is equal to itself alone.
-    """
-
-    facts: tuple
-    rung: ladder.Rung
-    backward_rung: ladder.Rung
-
-
-_resolved: dict[tuple, _Known] = {}
+_resolved: dict[tuple, calls.Known] = {}
 
 
 def _facts(q, k, v, rotary, block_size, rotate_v, impl) -> tuple | None:
@@ -203,7 +189,7 @@ def _rung_backward(
         return rung.module().backward(*arguments, **options)
 
 
-def _known_forward(known: _Known, tensors: tuple, options: tuple) -> tuple[torch.Tensor, ...]:
+def _known_forward(known: calls.Known, tensors: tuple, options: tuple) -> tuple[torch.Tensor, ...]:
     """The output of a rung, then what it saves of its own, for a call whose facts are known:
     tensors (q, k, v, cu_seqlens, sin, cos), options (block_size, scale, rotate_v)."""
 
@@ -213,11 +199,11 @@ def _known_forward(known: _Known, tensors: tuple, options: tuple) -> tuple[torch
 
     rows, sequences = tensors[0].shape[0], tensors[3].shape[0]
     key = known, known.rung.module().forward, options[1], rows, sequences
-    return replay.run(forward, key, tensors)
+    return known.run(forward, key, tensors)
 
 
 def _known_backward(
-    known: _Known, grad_out: torch.Tensor, tensors: tuple, saved: list, options: tuple
+    known: calls.Known, grad_out: torch.Tensor, tensors: tuple, saved: list, options: tuple
 ) -> tuple[torch.Tensor, ...] | None:
     """(dq, dk, dv) of a rung for a call whose forward was known; None if the tensors have changed
     their facts since, or somebody may see it.
@@ -237,7 +223,7 @@ def _known_backward(
     layout = grad_out.dtype, grad_out.get_device(), grad_out.shape, grad_out.stride()
     rows, sequences = q.shape[0], ends.shape[0]
     key = known, known.backward_rung.module().backward, scale, rows, sequences, layout
-    return replay.run(backward, key, (*tensors, grad_out))
+    return known.run(backward, key, (*tensors, grad_out))
 
 
 def _forward(

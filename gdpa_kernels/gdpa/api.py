@@ -4,11 +4,9 @@ for each direction; or directly where nobody can see the difference (`calls`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from gdpa_kernels import calls, ladder, replay
+from gdpa_kernels import calls, ladder
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 
@@ -100,9 +98,8 @@ def gdpa(
         lengths = max_seqlen_q, max_seqlen_k
         rung = ladder.rung(resolve(impl, q, k, v, *lengths))
         found = resolve_backward(backward_impl, q, k, v, cu_seqlens_q, *lengths)
-        known = calls.keep(
-            _resolved, facts, _Known(facts, names, rung, ladder.rung(found, BACKWARD))
-        )
+        known = calls.Known(facts, rung, ladder.rung(found, BACKWARD), names)
+        calls.keep(_resolved, facts, known)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     differentiated = not compiling and calls.differentiated("gdpa", q, k, v)
     tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
@@ -123,20 +120,7 @@ def gdpa(
         return _FORWARD(*arguments)
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """What follows from the facts of a call: the activations and the rungs of both directions.
-
-    It is equal to itself alone.
-    """
-
-    facts: tuple
-    names: tuple[str, ...]
-    rung: ladder.Rung
-    backward_rung: ladder.Rung
-
-
-_resolved: dict[tuple, _Known] = {}
+_resolved: dict[tuple, calls.Known] = {}
 
 
 def resolve(
@@ -246,7 +230,9 @@ def _rung_forward(
         ).contiguous()  # fmt: skip
 
 
-def _known_forward(known: _Known, tensors: tuple, sizes: tuple, options: tuple) -> torch.Tensor:
+def _known_forward(
+    known: calls.Known, tensors: tuple, sizes: tuple, options: tuple
+) -> torch.Tensor:
     """`_rung_forward` of a call whose facts are known: tensors (q, k, v, cu_seqlens_q,
     cu_seqlens_k), sizes (max_seqlen_q, max_seqlen_k), options (scale, output_scale, causal,
     window)."""
@@ -255,12 +241,12 @@ def _known_forward(known: _Known, tensors: tuple, sizes: tuple, options: tuple) 
         return (_rung_forward(known.rung, *tensors, *sizes, known.names, *options),)
 
     key = known, known.rung.module().forward, options
-    (out,) = replay.run(forward, *_kind(key, *tensors))
+    (out,) = known.run(forward, *_kind(key, *tensors))
     return out
 
 
 def _known_backward(
-    known: _Known, grad_out: torch.Tensor, tensors: tuple, sizes: tuple, options: tuple, needs
+    known: calls.Known, grad_out: torch.Tensor, tensors: tuple, sizes: tuple, options: tuple, needs
 ) -> tuple[torch.Tensor | None, ...] | None:
     """`_rung_backward` of a call whose forward was known, as `_known_forward`; None if the tensors
     have changed their facts since, or somebody may see it."""
@@ -276,7 +262,7 @@ def _known_backward(
 
     layout = grad_out.dtype, grad_out.get_device(), grad_out.shape, grad_out.stride()
     key = known, known.backward_rung.module().backward, options, needs, layout
-    return replay.run(backward, *_kind(key, *tensors, grad_out))
+    return known.run(backward, *_kind(key, *tensors, grad_out))
 
 
 def _kind(key: tuple, q, k, v, cu_seqlens_q, cu_seqlens_k, *others) -> tuple[tuple, tuple]:
