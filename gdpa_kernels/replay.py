@@ -5,8 +5,9 @@ kernels. Shapes, kernels and constants follow from what a call is known by (`cal
 options), never from values in tensors. So the line is written down in one call and done again in
 the calls after it, each with its own tensors.
 
-Written down are `Remembered.of`, the operators of PyTorch that `OPERATORS` lists, and launches that
-`relaunch` knows. A call that does anything else, or takes a tensor from elsewhere, has no replay.
+Written down are `Remembered.of`, operators of PyTorch that make tensors on the same device, change
+none and tell the host no value, and launches that `relaunch` knows. A call that does anything else,
+or takes a tensor from elsewhere, has no replay.
 To write down takes as long as several calls, so that is left until a call of the kind has been seen
 `SEEN` times: a batch of new lengths is a new kind, and a model with few layers would never earn it
 back.
@@ -26,16 +27,8 @@ from gdpa_kernels import calls, launch, relaunch
 SEEN = 8
 """Calls of a kind before one of them is written down."""
 
-_aten = torch.ops.aten
-OPERATORS = frozenset(
-    (
-        _aten.new_empty.default, _aten.new_zeros.default, _aten.empty.memory_format,
-        _aten.zeros.default, _aten.clone.default, _aten.view.default, _aten.sum.dim_IntList,
-        _aten.mul.Tensor, _aten._to_copy.default,
-    )
-)  # fmt: skip
-"""Each makes one tensor and changes none. Nothing that it makes on the same device tells the host a
-value, on which another step could depend."""
+_NEW_EMPTY = torch.ops.aten.new_empty.default
+_TELLS_VALUES = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 Tensors = tuple[torch.Tensor | None, ...]
 
@@ -83,9 +76,17 @@ class _Operate:
         self.operator, self.args, self.kwargs = operator, args, kwargs
 
     def __call__(self, live: list) -> None:
-        args = [live[arg] if type(arg) is _Slot else arg for arg in self.args]
+        args = [_filled(arg, live) for arg in self.args]
         with torch._C._DisableAutocast():  # as the rung was called
-            live.append(self.operator(*args, **self.kwargs))
+            result = self.operator(*args, **self.kwargs)
+        live += result if type(result) is tuple else (result,)
+
+
+def _filled(arg: object, live: list) -> object:
+    """An argument with tensors in the places of slots."""
+    if type(arg) is _Slot:
+        return live[arg]
+    return [_filled(each, live) for each in arg] if type(arg) is list else arg
 
 
 class _Launch:
@@ -155,19 +156,31 @@ class _Recorder(TorchDispatchMode):
             self._cannot("a tensor from elsewhere")
         return slot
 
+    def _placed(self, arg: object) -> object:
+        """An argument with slots in the places of tensors."""
+        if isinstance(arg, torch.Tensor):
+            return self._slot(arg)
+        return [self._placed(each) for each in arg] if isinstance(arg, list | tuple) else arg
+
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        if operator not in OPERATORS or result.device != self.device:
-            self._cannot(f"{operator} to {getattr(result, 'device', type(result))}")
+        made = result if type(result) is tuple else (result,)
+        if (
+            operator._schema.is_mutable
+            or not _TELLS_VALUES.isdisjoint(operator.tags)
+            or not all(isinstance(x, torch.Tensor) and x.device == self.device for x in made)
+        ):
+            self._cannot(str(operator))
             return result
-        places = [self._slot(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        places = [self._placed(arg) for arg in args]
         given = {name: value for name, value in kwargs.items() if value not in (None, False)}
-        if operator is _aten.new_empty.default and not given:
+        if operator is _NEW_EMPTY and not given:
             self.steps.append(_Allocate(places[0], tuple(args[1])))
         else:
             self.steps.append(_Operate(operator, tuple(places), kwargs))
-        self._made(result)
+        for tensor in made:
+            self._made(tensor)
         return result
 
     def asked(self, remembered, tensor, other, sizes):
