@@ -87,14 +87,18 @@ def facts(
 class Known:
     """What follows from the facts of a call: the rungs of both directions, and what runs them.
 
-    names: the activations of a call of `gdpa`. run: `replay.run`, or without a kernel, which is
+    impl: the backward implementation that was asked for. names: the activations of a call of
+    `gdpa`. run: `replay.run`, or without a kernel, which is
     also without Triton, a call.
     """
 
-    __slots__ = ("backward_rung", "facts", "names", "run", "rung")
+    __slots__ = ("backward_rung", "facts", "impl", "names", "run", "rung")
 
-    def __init__(self, facts: tuple, rung: Rung, backward_rung: Rung, names: tuple[str, ...] = ()):
-        self.facts, self.rung, self.backward_rung, self.names = facts, rung, backward_rung, names
+    def __init__(
+        self, facts: tuple, rung: Rung, backward_rung: Rung, impl: str, names: tuple[str, ...] = ()
+    ):
+        self.facts, self.rung, self.backward_rung = facts, rung, backward_rung
+        self.impl, self.names = impl, names
         if rung.requires.capability is backward_rung.requires.capability is None:
             self.run = _call
         else:
@@ -138,6 +142,16 @@ def differentiated(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def layout(x: torch.Tensor) -> tuple:
+    """What a replay depends on of a tensor that is not among the facts."""
+    return x.dtype, x.device, x.shape, x.stride()
+
+
+def needed(gradients: tuple, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients, None in place of those that nobody needs."""
+    return tuple([x if need else None for x, need in zip(gradients, needs, strict=True)])
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable:

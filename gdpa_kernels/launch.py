@@ -19,13 +19,13 @@ _device = getattr(torch._C, "_cuda_getDevice", None)
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-class _Recorder(threading.local):
+class _OfThread(threading.local):
     """What writes down this thread's launches (`replay`), or None."""
 
     now = None
 
 
-recorder = _Recorder()
+recorder = _OfThread()
 
 
 def current_device() -> int:

@@ -339,12 +339,12 @@ def source_hash(path: str | Path) -> str:
 def code_hash(path: str | Path) -> str:
     """SHA-256 of what runs of a Python file, hex digits: not its docstrings, comments, blank lines
     and spaces at the ends of lines."""
-    return _code_hash(Path(path).read_text())
+    return _code_hash(Path(path).read_text(encoding="utf-8"))
 
 
 @cache
 def _code_hash(text: str) -> str:
-    lines = text.splitlines()
+    lines = text.split("\n")  # as ast counts them
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue

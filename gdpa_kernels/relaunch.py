@@ -89,8 +89,7 @@ class _Compiled:
             else:
                 encoded = make_tensordesc_arg(descriptor, encoder.meta, None)
             values[slot : slot + 1] = encoded
-        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        self.launch(x, y, z, stream, *self.before, values)
+        self.launch(*(*grid, 1, 1)[:3], stream, *self.before, values)
 
     def are_globals_unchanged(self) -> bool:
         """Whether the globals that the kernel uses are what they were when it was compiled."""
@@ -172,12 +171,9 @@ def _find(
 ) -> tuple[_Kernel, _Compiled] | None:
     """What Triton would launch, if `remember` knows such a call and nobody would see it."""
     known = _kernels.get((id(kernel), device))
-    if (
-        known is None
-        or not _holds(known, kernel, device, args)
-        or is_watched()
-        or kernel.pre_run_hooks
-    ):
+    if known is None or not _holds(known, kernel, device) or len(args) != known.count:
+        return None
+    if is_watched() or kernel.pre_run_hooks:
         return None
     try:
         compiled = known.compiled.get(known.key(args, options))
@@ -203,7 +199,7 @@ class Again:
 
     def __init__(self, kernel, grid, device, args, known: _Kernel, compiled: _Compiled):
         self.kernel, self.device, self.known, self.compiled = kernel, device, known, compiled
-        self.grid = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+        self.grid = (*grid, 1, 1)[:3]
         self.knobs = _compiled_by()
         encoders = dict(compiled.descriptors)
         self.values, self.tensors = [], []
@@ -224,12 +220,11 @@ class Again:
 
     def holds(self) -> bool:
         """Whether Triton would still launch the same compiled kernel, and nobody would see it."""
-        known = self.known
         return (
-            driver.active is known.driver
-            and self.kernel.device_caches.get(self.device) is known.caches
+            _holds(self.known, self.kernel, self.device)
             and self.knobs == _compiled_by()
-            and not _is_watched(self.kernel)
+            and not is_watched()
+            and not self.kernel.pre_run_hooks
             and self.compiled.are_globals_unchanged()
         )
 
@@ -257,7 +252,7 @@ def remember(kernel, device: int, args: tuple, options: dict, compiled) -> None:
     if not KNOWN or not _relaunchable(kernel, args, options, compiled):
         return
     known = _kernels.get((id(kernel), device))
-    if known is None or not _holds(known, kernel, device, args):
+    if known is None or not _holds(known, kernel, device) or len(args) != known.count:
         if len(_kernels) >= MOST:
             _kernels.clear()
         known = _kernels[id(kernel), device] = _Kernel(kernel, device)
@@ -269,13 +264,9 @@ def remember(kernel, device: int, args: tuple, options: dict, compiled) -> None:
         return
 
 
-def _holds(known: _Kernel, kernel: JITFunction, device: int, args: tuple) -> bool:
+def _holds(known: _Kernel, kernel: JITFunction, device: int) -> bool:
     """Whether `known` is still about this kernel: same driver, and Triton's cache not replaced."""
-    return (
-        driver.active is known.driver
-        and kernel.device_caches.get(device) is known.caches
-        and len(args) == known.count
-    )
+    return driver.active is known.driver and kernel.device_caches.get(device) is known.caches
 
 
 def _compiled_by() -> tuple:
@@ -292,10 +283,6 @@ def is_watched() -> bool:
         or runtime.launch_exit_hook
         or runtime.add_stages_inspection_hook is not None
     )
-
-
-def _is_watched(kernel: JITFunction) -> bool:
-    return is_watched() or bool(kernel.pre_run_hooks)
 
 
 def _descriptor_metas(compiled: CompiledKernel) -> list[dict | None]:

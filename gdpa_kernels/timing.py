@@ -5,8 +5,9 @@ cache, the call already enqueued when the first event fires: a device-side pause
 host that lead, so that launch overhead is not measured. The pause is at least twice what the host
 needed to enqueue the call. A sample of scope "op" is host time from the call on an idle device to
 its completion, which is what a caller waits for; of scope "host", to its return, which is how long
-it keeps the host. Functions under comparison take turns, in an order
-shuffled every round, so that a drift of clocks or temperature meets all of them alike.
+it keeps the host. Kernels under comparison take turns in an order shuffled every round, so that a
+drift of clocks or temperature meets all of them alike. `sample_calls` is for calls in a row, as a
+program makes them, and belongs to no scope.
 """
 
 from __future__ import annotations

@@ -594,8 +594,8 @@ if torch.device(device).type == "cuda":
 # 3. *Backward*: 100 to 250 µs more than PyTorch needs for the gradient of `exp`. It runs in a
 #    thread of autograd's own, where the same Python takes more than twice the time.
 #
-# The first record broke the first of them: {glue:text}`train_first_least:.0f` to
-# {glue:text}`train_first_most:.0f` µs, and block attention was the slowest.
+# The first record broke the first of them: {glue:text}`train_host_first_least:.0f` to
+# {glue:text}`train_host_first_most:.0f` µs, and block attention was the slowest.
 # Profiled, its kernel took Triton's way at every call: the shortcut knew options that are numbers
 # and text, and strides and the sizes of clusters are tuples. Hence the replay, and a prediction of
 # 2026-11-22, when a script on such a machine showed 89 to 138 µs forward, with `exp` at 7 to 10:
@@ -608,21 +608,10 @@ host_record = results.latest_record(
     data_dir, notebook="notebooks/34_op_in_a_model.py", system="h200"
 )
 glue("seen", replay.SEEN + 1)
-every_host = [
-    (r, results.notebook_table(r, "host").query("call != 'exp'"))
-    for r in record.load_all(data_dir)[0]
-    if r.notebook == host_record.notebook
-]
-forwards = {r.id: t.loc[t["what"] == FORWARD, "median_us"] for r, t in every_host}
-glue("first_least", next(iter(forwards.values())).min())
-glue("first_most", next(iter(forwards.values())).max())
-others = [forwards[r.id] for r, t in every_host[:-1] if NEW in set(t["what"])]  # replayed too
-glue("host_others", len(others))
-once = next(t.loc[t["what"] == NEW, "median_us"] for _, t in every_host if NEW in set(t["what"]))
-glue("host_once_least", once.min())
-glue("host_once_most", once.max())
-glue("host_others_least", min(x.min() for x in others))
-glue("host_others_most", max(x.max() for x in others))
+# Before the replay; then with it, by the older way of timing.
+OLDER = "20261121T225310Z", "20261122T021848Z", "20261122T023002Z"
+older = [r for r in record.load_all(data_dir)[0] if r.id.startswith(OLDER)]
+assert len(older) == len(OLDER)
 host = results.notebook_table(host_record, "host")
 median = host.pivot(index=["workload", "call"], columns="what", values="median_us")
 ours = median[median.index.get_level_values("call") != "exp"]
@@ -630,9 +619,14 @@ floor = median.xs("exp", level="call")
 assert ours[BACK].min() > 1.5 * floor[BACK].max(), "the text: mostly ours"
 added = ours[KEPT_FOR] - ours[FORWARD]
 beyond = ours[BACK] - floor[BACK].reindex(ours.index.get_level_values("workload")).to_numpy()
+first, *timed = (results.notebook_table(r, "host") for r in older)
+theirs = [t[t["call"] != "exp"].set_index("what")["median_us"] for t in (first, *timed)]
+exp_once = timed[0].query("call == 'exp'").set_index("what")["median_us"]
+replayed = pd.concat([t.loc[FORWARD] for t in theirs[1:]])
 for key, values in (
     ("forward", ours[FORWARD]), ("added", added), ("back", ours[BACK]), ("beyond", beyond),
-    ("exp_back", floor[BACK]), ("new", ours[NEW]),
+    ("exp_back", floor[BACK]), ("new", ours[NEW]), ("first", theirs[0].loc[FORWARD]),
+    ("others", replayed), ("once", theirs[1].loc[NEW]), ("exp_once", exp_once.loc[NEW]),
 ):  # fmt: skip
     glue(f"host_{key}_least", values.min())
     glue(f"host_{key}_most", values.max())
@@ -676,12 +670,14 @@ figures.provenance([host_record.id], data_dir=Path(data_dir))
 #    lengths* a call takes {glue:text}`train_host_new_least:.0f` to
 #    {glue:text}`train_host_new_most:.0f` µs: **{glue:text}`train_host_verdict_5`**, at the second
 #    try. The first record of it had {glue:text}`train_host_once_least:.0f` to
-#    {glue:text}`train_host_once_most:.0f` µs, because rungs were then chosen anew for every number
-#    of rows.
+#    {glue:text}`train_host_once_most:.0f` µs. Rungs were then chosen anew for every number of rows;
+#    and that host was slower, with {glue:text}`train_host_exp_once_least:.0f` to
+#    {glue:text}`train_host_exp_once_most:.0f` µs for `exp`, so the records do not say how much of
+#    the difference is ours.
 #
 # The time of a call depends on the host's processor and on who else uses it:
-# {glue:text}`train_host_others:.0f` other records, of fewer calls and of functions that did not
-# take turns, have {glue:text}`train_host_others_least:.0f` to
+# two older records of 2026-11-22, of fewer calls and of functions that did not take turns, have
+# {glue:text}`train_host_others_least:.0f` to
 # {glue:text}`train_host_others_most:.0f` µs for the same replays. It depends on what the process
 # has done, too: after a first `torch.compile`, Dynamo looks at every call of a Python function, and
 # a script without a record showed a tenth more. So this chapter measures before it compiles.
@@ -690,7 +686,7 @@ figures.provenance([host_record.id], data_dir=Path(data_dir))
 # {glue:text}`train_host_exp_back_least:.0f` to {glue:text}`train_host_exp_back_most:.0f` µs. A
 # layer whose kernels take less than its calls leaves the device waiting. Then the CUDA graph above
 # is worth its trouble.
-#
+
 # %% [markdown]
 # ## Which backward
 #

@@ -430,11 +430,11 @@ def test_a_replay_holds_as_long_as_triton_would_launch_the_same(driver, change, 
 
 def test_calls_without_a_kernel_are_calls():
     definition = ladder.rung("reference", "block_attention")
-    plain = calls.Known((), definition, definition)
+    plain = calls.Known((), definition, definition, "auto")
     assert plain.run(lambda: 3, ("key",), ()) == 3
     kernel = ladder.rung("v1_one_tile", "block_attention")
     for rungs in ((kernel, definition), (definition, kernel)):
-        assert calls.Known((), *rungs).run is replay.run
+        assert calls.Known((), *rungs, "auto").run is replay.run
 
 
 def test_a_replaced_rung_is_called(driver, monkeypatch):

@@ -88,7 +88,7 @@ def block_attention(
     if known is None and facts is not None:
         found = (resolve(impl, d, q, k, v, rotary, block_size) for d in ("forward", "backward"))
         rungs = (ladder.rung(i, OPERATOR) for i in found)
-        known = calls.keep(_resolved, facts, calls.Known(facts, *rungs))
+        known = calls.keep(_resolved, facts, calls.Known(facts, *rungs, impl))
     sin, cos = (None, None) if rotary is None else rotary
     if sin is not None and torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
         name = "sin" if sin.requires_grad else "cos"
@@ -213,17 +213,16 @@ def _known_backward(
     q, k, v, ends, sin, cos = tensors
     block_size, scale, rotate_v = options
     rotary = None if sin is None else (sin, cos)
-    facts = _facts(q, k, v, rotary, block_size, rotate_v, known.facts[0][0])
+    facts = _facts(q, k, v, rotary, block_size, rotate_v, known.impl)
     if facts != known.facts or type(grad_out) is not torch.Tensor:
         return None
 
     def backward() -> tuple[torch.Tensor, ...]:
         return _rung_backward(known.backward_rung, grad_out, *tensors, saved, *options)
 
-    layout = grad_out.dtype, grad_out.get_device(), grad_out.shape, grad_out.stride()
     rows, sequences = q.shape[0], ends.shape[0]
-    key = known, known.backward_rung.module().backward, scale, rows, sequences, layout
-    return known.run(backward, key, (*tensors, grad_out))
+    key = known, known.backward_rung.module().backward, scale, rows, sequences
+    return known.run(backward, (*key, calls.layout(grad_out)), (*tensors, grad_out))
 
 
 def _forward(
@@ -283,9 +282,13 @@ def _fake_backward(
 def _setup(ctx, inputs, output) -> None:
     """Save what backward needs; inputs and output are the operator's."""
     q, k, v, cu_seqlens, sin, cos, *ctx.options = inputs
-    out, own = output
-    ctx.mark_non_differentiable(*own)
-    ctx.save_for_backward(q, k, v, cu_seqlens, sin, cos, *((out, *own) if own else ()))
+    ctx.mark_non_differentiable(*output[1])
+    _save(ctx, (q, k, v, cu_seqlens, sin, cos), *output)
+
+
+def _save(ctx, tensors: tuple, out: torch.Tensor, own: list) -> None:
+    """Save arguments; the output and what the rung saves of its own, if it does."""
+    ctx.save_for_backward(*tensors, *((out, *own) if own else ()))
     ctx.set_materialize_grads(False)
 
 
@@ -295,17 +298,12 @@ def _gradients(ctx, grad_out, *_) -> tuple:
         return (None,) * 10
     *tensors, saved = _split(ctx.saved_tensors)
     gradients = _BACKWARD(grad_out, *tensors, saved, *ctx.options)
-    return *_needed(ctx, gradients), *(None,) * 7
+    return *calls.needed(gradients, ctx.needs_input_grad[:3]), *(None,) * 7
 
 
 def _split(saved: tuple) -> tuple:
     """(q, k, v, cu_seqlens, sin, cos, what the rung saved) of saved tensors."""
     return *saved[:6], list(saved[6:])
-
-
-def _needed(ctx, gradients: tuple) -> tuple:
-    needs = ctx.needs_input_grad[:3]
-    return tuple([x if need else None for x, need in zip(gradients, needs, strict=True)])
 
 
 class _Direct(torch.autograd.Function):
@@ -319,8 +317,7 @@ class _Direct(torch.autograd.Function):
         tensors = q, k, v, cu_seqlens, sin, cos
         ctx.call = known, options = call
         out, *own = _known_forward(known, tensors, options)
-        ctx.save_for_backward(*tensors, *((out, *own) if own else ()))
-        ctx.set_materialize_grads(False)
+        _save(ctx, tensors, out, own)
         return out
 
     @staticmethod
@@ -334,9 +331,8 @@ class _Direct(torch.autograd.Function):
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gradients = _known_backward(known, grad_out, tensors, saved, options)
         if gradients is None:
-            impl = known.facts[0][0]
-            gradients = _BACKWARD(grad_out, *tensors, saved, *options, impl)
-        return *_needed(ctx, gradients), None, None, None, None
+            gradients = _BACKWARD(grad_out, *tensors, saved, *options, known.impl)
+        return *calls.needed(gradients, ctx.needs_input_grad[:3]), *(None,) * 4
 
 
 _apply_direct = calls.apply_of(_Direct)

@@ -98,7 +98,7 @@ def gdpa(
         lengths = max_seqlen_q, max_seqlen_k
         rung = ladder.rung(resolve(impl, q, k, v, *lengths))
         found = resolve_backward(backward_impl, q, k, v, cu_seqlens_q, *lengths)
-        known = calls.Known(facts, rung, ladder.rung(found, BACKWARD), names)
+        known = calls.Known(facts, rung, ladder.rung(found, BACKWARD), backward_impl, names)
         calls.keep(_resolved, facts, known)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     differentiated = not compiling and calls.differentiated("gdpa", q, k, v)
@@ -260,9 +260,8 @@ def _known_backward(
             known.backward_rung, grad_out, *tensors, *sizes, known.names, *options, needs
         )
 
-    layout = grad_out.dtype, grad_out.get_device(), grad_out.shape, grad_out.stride()
-    key = known, known.backward_rung.module().backward, options, needs, layout
-    return known.run(backward, *_kind(key, *tensors, grad_out))
+    key = known, known.backward_rung.module().backward, options, needs
+    return known.run(backward, *_kind((*key, calls.layout(grad_out)), *tensors, grad_out))
 
 
 def _kind(key: tuple, q, k, v, cu_seqlens_q, cu_seqlens_k, *others) -> tuple[tuple, tuple]:
@@ -323,9 +322,7 @@ def _rung_backward(
             activation=activation, scale=scale, output_scale=output_scale, causal=causal,
             window=window, **only,
         )  # fmt: skip
-    return tuple(
-        gradient if need else None for gradient, need in zip(gradients, needs, strict=True)
-    )
+    return calls.needed(gradients, needs)
 
 
 def _fake_backward(
@@ -348,9 +345,9 @@ def _gradients(ctx, grad_out) -> tuple:
     if grad_out is None:
         return (None,) * 14
     *options, _, backward_impl = ctx.options
-    needs = tuple(ctx.needs_input_grad[:3])
+    needs = ctx.needs_input_grad[:3]
     gradients = _BACKWARD(grad_out, *ctx.saved_tensors, *options, *needs, backward_impl)
-    return (*(x if need else None for x, need in zip(gradients, needs, strict=True)), *(None,) * 11)
+    return *calls.needed(gradients, needs), *(None,) * 11
 
 
 class _Direct(torch.autograd.Function):
@@ -377,11 +374,9 @@ class _Direct(torch.autograd.Function):
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gradients = _known_backward(known, grad_out, tensors, sizes, options, needs)
         if gradients is None:
-            made = _BACKWARD(
-                grad_out, *tensors, *sizes, ",".join(known.names), *options, *needs,
-                known.facts[0][1],
-            )  # fmt: skip
-            gradients = tuple(x if need else None for x, need in zip(made, needs, strict=True))
+            names = ",".join(known.names)
+            made = _BACKWARD(grad_out, *tensors, *sizes, names, *options, *needs, known.impl)
+            gradients = calls.needed(made, needs)
         return *gradients, None, None, None
 
 
