@@ -19,8 +19,8 @@
 #   attention without rotary on the same tokens. v4a has a role that turns q, k and v of an item
 #   beside the products of another: {glue:text}`rot_letter_over_forward:.2f` and
 #   {glue:text}`rot_letter_over_backward:.2f` times.
-# - The fastest fused kernel is `{glue:text}`rot_first_forward`` forward and
-#   `{glue:text}`rot_first_backward`` backward. Backward v1 and v2, which turn in registers on the
+# - The fastest fused kernel is {glue:text}`rot_first_forward` forward and
+#   {glue:text}`rot_first_backward` backward. Backward v1 and v2, which turn in registers on the
 #   way from memory, take {glue:text}`rot_first_v1_backward:.2f` and
 #   {glue:text}`rot_first_v2_backward:.2f` times its time, attention and a rotary kernel one after
 #   the other {glue:text}`rot_first_pair_backward:.2f` times.

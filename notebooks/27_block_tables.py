@@ -14,12 +14,12 @@
 # - Each published table stands beside ours: theirs from a B200, ours from an H200, never mixed.
 #   Shares of a machine and quotients on one machine may be compared, times of two machines not.
 # - At head_dim 128 the fastest rung moves its bytes at {glue:text}`bt_share_forward:.0f` % of the
-#   rate of a copy forward (`{glue:text}`bt_best_forward``) and at
-#   {glue:text}`bt_share_backward:.0f` % backward (`{glue:text}`bt_best_backward``). That is
+#   rate of a copy forward ({glue:text}`bt_best_forward`) and at
+#   {glue:text}`bt_share_backward:.0f` % backward ({glue:text}`bt_best_backward`). That is
 #   {glue:text}`bt_over_fa2_forward:.2f` and {glue:text}`bt_over_fa2_backward:.2f` times as fast as
 #   FlashAttention-2 with a sequence for each block. Published, over another baseline:
 #   {glue:text}`bt_published_forward:.2f` and {glue:text}`bt_published_backward:.2f`.
-# - Fusing rotary into the backward pass (`{glue:text}`bt_fused``) is worth
+# - Fusing rotary into the backward pass ({glue:text}`bt_fused`) is worth
 #   {glue:text}`bt_fused_eager:.1f` over PyTorch's operations and {glue:text}`bt_fused_kernel:.2f`
 #   over a rotary kernel that moves every byte once. Published:
 #   {glue:text}`bt_published_fused:.2f`. The baseline decides.
@@ -504,8 +504,8 @@ shown = timed[timed["workload"].isin([TABLE5.name, NARROW.name])]
 figures.provenance(shown, data_dir=data_dir)
 
 # %% [markdown]
-# With head_dim 64 all bytes are halved. The fastest rungs, `{glue:text}`bt_narrow_best_forward``
-# forward and `{glue:text}`bt_narrow_best_backward`` backward, reach
+# With head_dim 64 all bytes are halved. The fastest rungs, {glue:text}`bt_narrow_best_forward`
+# forward and {glue:text}`bt_narrow_best_backward` backward, reach
 # {glue:text}`bt_narrow_share_forward:.0f` and {glue:text}`bt_narrow_share_backward:.0f` % of the
 # copy, which is {glue:text}`bt_narrow_over_fa2_forward:.2f` and
 # {glue:text}`bt_narrow_over_fa2_backward:.2f` times as fast as FlashAttention-2. Why each rung is
@@ -756,7 +756,7 @@ figures.show_table(table7.drop(columns="workload").rename(columns=named).round(3
 # that moves its bytes at {glue:text}`bt_published_rotary_share:.0f` % of the nominal rate. PyTorch,
 # operation by operation, is such a pass: alone it takes {glue:text}`bt_rotary_eager_ms:.2f` ms and
 # reaches {glue:text}`bt_rotary_eager_share:.0f` % of the copy, and the fused kernel
-# `{glue:text}`bt_fused`` is {glue:text}`bt_fused_eager:.1f` times as fast as the pair. Our rotary
+# {glue:text}`bt_fused` is {glue:text}`bt_fused_eager:.1f` times as fast as the pair. Our rotary
 # kernel takes {glue:text}`bt_rotary_ms:.2f` ms, {glue:text}`bt_rotary_share:.0f` % of the copy, and
 # then fusing is worth {glue:text}`bt_fused_kernel:.2f`. By bytes alone it could be worth
 # {glue:text}`bt_fusion_bound:.2f`. How it is fused decides how much of that is won: `v4_rotary`
@@ -766,7 +766,7 @@ figures.show_table(table7.drop(columns="workload").rename(columns=named).round(3
 # What fusing does not save is that sin and cos must be read: {glue:text}`bt_turns_share:.1f` % more
 # bytes than attention alone. The fused pass takes {glue:text}`bt_fused_extra:.0f` % more time, at
 # {glue:text}`bt_fused_share:.0f` % of the copy ({doc}`26_v4_rotary`). Forward, which is not in the
-# published table, `{glue:text}`bt_forward_fused`` takes {glue:text}`bt_forward_fused_ms:.2f` ms at
+# published table, {glue:text}`bt_forward_fused` takes {glue:text}`bt_forward_fused_ms:.2f` ms at
 # {glue:text}`bt_forward_fused_share:.0f` % of the copy, {glue:text}`bt_forward_kernel:.2f` times as
 # fast as our two kernels and {glue:text}`bt_forward_eager:.1f` times as fast as PyTorch's
 # operations and our attention.

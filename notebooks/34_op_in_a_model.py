@@ -671,9 +671,8 @@ figures.provenance([host_record.id], data_dir=Path(data_dir))
 #    {glue:text}`train_host_new_most:.0f` µs: **{glue:text}`train_host_verdict_5`**, at the second
 #    try. The first record of it had {glue:text}`train_host_once_least:.0f` to
 #    {glue:text}`train_host_once_most:.0f` µs. Rungs were then chosen anew for every number of rows;
-#    and that host was slower, with {glue:text}`train_host_exp_once_least:.0f` to
-#    {glue:text}`train_host_exp_once_most:.0f` µs for `exp`, so the records do not say how much of
-#    the difference is ours.
+#    and that host was slower, with up to {glue:text}`train_host_exp_once_most:.0f` µs for `exp`.
+#    So the records do not say how much of the difference is ours.
 #
 # The time of a call depends on the host's processor and on who else uses it:
 # two older records of 2026-11-22, of fewer calls and of functions that did not take turns, have
@@ -1523,7 +1522,7 @@ figures.provenance([run_record.id], data_dir=Path(data_dir))
 
 # %% [markdown]
 # The fastest step on `gdpa-self-full-1024` takes {glue:text}`train_step_ms:.1f` ms: forward by
-# `{glue:text}`train_step_forward``, backward by `{glue:text}`train_step_impl`` in
+# {glue:text}`train_step_forward`, backward by {glue:text}`train_step_impl` in
 # {glue:text}`train_back_ms:.1f` ms. That is {glue:text}`train_step_tflops:.0f` TFLOP/s over both
 # directions.
 #

@@ -28,6 +28,12 @@ def test_glued_numbers_have_formats_that_format(page):
             assert spec[-1] in "ds" or format(1.0, spec)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_glued_values_are_not_quoted_as_code(page):
+    """Between backticks a role is text, and the reader sees it."""
+    assert "`{glue:" not in page.read_text(encoding="utf-8")
+
+
 WITH_EXERCISES = [f"{n:02d}" for n in (*range(6, 10), *range(12, 27), *range(28, 33), 34)]
 
 
