@@ -29,7 +29,7 @@ book: $(READY)
 test: $(READY)
 	$(PYTEST)
 
-# Measure on this machine's GPU and append records: make measure NOTEBOOKS="04 05" DEVICE=cuda:0
+# Measure on this machine's GPU and append records: make measure NOTEBOOKS="forward/results" DEVICE=cuda:0
 measure: $(READY)
 	$(EXECUTE) --mode measure --notebooks "$(NOTEBOOKS)" --device $(DEVICE)
 

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from gdpa_kernels import doctor
+from gdpa_kernels.report import doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,9 +51,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _choices(options: argparse.Namespace) -> int:
-    from gdpa_kernels import record
     from gdpa_kernels.block_attention import choices as block_choices
     from gdpa_kernels.gdpa import choices
+    from gdpa_kernels.measuring import record
 
     for table in (choices, block_choices):
         text = table.made_from(record.DATA_DIR)
@@ -65,14 +65,15 @@ def _choices(options: argparse.Namespace) -> int:
 
 
 def _readme(options: argparse.Namespace) -> int:
-    from gdpa_kernels import readme
+    from gdpa_kernels.report import readme
 
     sys.stdout.write("README.md rewritten\n" if readme.update() else "README.md was up to date\n")
     return 0
 
 
 def _results(options: argparse.Namespace) -> int:
-    from gdpa_kernels import record, results
+    from gdpa_kernels.measuring import record
+    from gdpa_kernels.report import results
 
     data_dir = options.data_dir or record.DATA_DIR
     _, refused = record.load_all(data_dir)

@@ -1,10 +1,10 @@
-"""Execute notebooks with papermill: notebooks/NN_name.py -> book/executed/NN_name.ipynb.
+"""Execute notebooks/<part>/<slug>.py with papermill, into book/executed/<part>/<slug>.ipynb.
 
     python notebooks/execute.py --mode replay
-    python notebooks/execute.py --mode measure --notebooks "04 05" --device cuda:0
+    python notebooks/execute.py --mode measure --notebooks "forward/results block" --device cuda:0
 
-A notebook that fails leaves its output in book/executed/failed/ and none in book/executed/, so the
-book never shows it. Ids of cells are deterministic and timestamps are dropped: two runs that
+A notebook that fails leaves its output in book/executed/failed/ and none elsewhere, so the book
+never shows it. Ids of cells are deterministic and timestamps are dropped: two runs that
 compute the same write the same bytes.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import sys
 import tempfile
 import textwrap
@@ -32,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "notebooks"
 EXECUTED = ROOT / "book" / "executed"
 FIGURES = ROOT / "book" / "extra" / "figures"
+CONTENTS = ROOT / "_toc.yml"
 WORKERS = {"replay": 2, "measure": 1, "compare": 1}
 OPTIONS = {"name", "caption", "alt"}
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -78,23 +80,44 @@ def declared_parameters(notebook: nbformat.NotebookNode, path: Path) -> set[str]
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-def select(mode: str, prefixes: list[str]) -> list[Path]:
-    """The notebooks whose names start with one of `prefixes`; without any, those of `mode`.
+def slug(path: Path) -> str:
+    """The name of a notebook: part and file, e.g. "forward/results"."""
+    return path.relative_to(SOURCES).with_suffix("").as_posix()
+
+
+def chapters() -> list[Path]:
+    """All notebooks, in the order of _toc.yml, which must name each of them."""
+    named = re.findall(r"file: executed/(\S+)", CONTENTS.read_text(encoding="utf-8"))
+    there = {slug(path): path for path in sorted(SOURCES.glob("*/*.py"))}
+    if not there or set(named) != set(there):
+        raise NotebookError(
+            f"_toc.yml must name every notebook: {', '.join(there) or 'none is there'}; "
+            f"got {', '.join(named)}"
+        )
+    return [there[name] for name in named]
+
+
+def select(mode: str, names: list[str]) -> list[Path]:
+    """The notebooks with these names, a part standing for all in it; without any, those of `mode`.
 
     For replay all of them; for measure and compare those whose header says `measures: true`.
     """
-    paths = sorted(SOURCES.glob("[0-9][0-9]_*.py"))
-    unknown = [prefix for prefix in prefixes if not any(p.name.startswith(prefix) for p in paths)]
-    if unknown or not paths:
+    paths = chapters()
+    slugs = [slug(path) for path in paths]
+    known = {*slugs, *(name.partition("/")[0] for name in slugs)}
+    if unknown := [name for name in names if name not in known]:
         raise NotebookError(
-            f"--notebooks must be prefixes of {', '.join(p.stem for p in paths) or 'a notebook'}, "
-            f"got {' '.join(unknown) or 'no notebook at all'}"
+            f"--notebooks must be among {', '.join(slugs)}, or a part, got {' '.join(unknown)}"
         )
-    if prefixes:
-        return [path for path in paths if path.name.startswith(tuple(prefixes))]
-    if mode == "replay":
-        return paths
-    return [path for path in paths if read(path).metadata.get("measures") is True]
+
+    def is_meant(path: Path, name: str) -> bool:
+        if name in names:
+            return True
+        if names and name.partition("/")[0] not in names:
+            return False
+        return mode == "replay" or read(path).metadata.get("measures") is True
+
+    return [path for path, name in zip(paths, slugs, strict=True) if is_meant(path, name)]
 
 
 def finish(notebook: nbformat.NotebookNode, path: Path, parameters: dict[str, str]) -> None:
@@ -107,14 +130,15 @@ def finish(notebook: nbformat.NotebookNode, path: Path, parameters: dict[str, st
         if {"parameters", "injected-parameters"} & set(tags):
             cell.metadata["tags"] = sorted({*tags, "remove-cell"})
     notebook.metadata.pop("papermill")
-    notebook.metadata["provenance"] = {"notebook": f"notebooks/{path.name}", **parameters}
+    notebook.metadata["provenance"] = {"notebook": f"notebooks/{slug(path)}.py", **parameters}
 
 
 def execute(path: Path, parameters: dict[str, str]) -> tuple[str, float, str]:
     """Run one notebook; its name, the seconds it took, and what went wrong ("" if nothing did)."""
     start = time.perf_counter()
-    target = EXECUTED / f"{path.stem}.ipynb"
-    failed = EXECUTED / "failed" / target.name
+    name = slug(path)
+    target = EXECUTED / f"{name}.ipynb"
+    failed = EXECUTED / "failed" / f"{name}.ipynb"
     for old in (target, failed):
         old.parent.mkdir(parents=True, exist_ok=True)
         old.unlink(missing_ok=True)
@@ -150,7 +174,7 @@ def execute(path: Path, parameters: dict[str, str]) -> tuple[str, float, str]:
             problem = f"{type(error).__name__}: {error}"
         if problem and output.exists():
             failed.write_bytes(output.read_bytes())
-    return path.stem, time.perf_counter() - start, problem
+    return name, time.perf_counter() - start, problem
 
 
 def use_this_interpreter(folder: Path, mode: str) -> None:
@@ -171,7 +195,7 @@ def use_this_interpreter(folder: Path, mode: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=sorted(WORKERS), default="replay")
-    parser.add_argument("--notebooks", default="", help='prefixes, such as "04 05"')
+    parser.add_argument("--notebooks", default="", help='names, such as "forward/results block"')
     parser.add_argument("--device", help="default: cpu for replay, otherwise cuda:0")
     parser.add_argument("--data-dir", default="data", help="relative to the repository")
     options = parser.parse_args()
@@ -182,7 +206,7 @@ def main() -> int:
     except NotebookError as error:
         parser.error(str(error))
     if paths == select("replay", []):
-        for old in (*EXECUTED.glob("*.ipynb"), *FIGURES.glob("*.csv")):
+        for old in (*EXECUTED.glob("*/*.ipynb"), *FIGURES.glob("*.csv")):
             old.unlink()
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +216,7 @@ def main() -> int:
             for run in as_completed(runs):
                 name, seconds, problem = run.result()
                 failures += bool(problem)
-                print(f"{name:<24} {seconds:7.1f} s  {'failed' if problem else 'ok'}", flush=True)
+                print(f"{name:<40} {seconds:7.1f} s  {'failed' if problem else 'ok'}", flush=True)
                 if problem:
                     print(textwrap.indent(problem, "    "), flush=True)
     return 1 if failures else 0

@@ -45,19 +45,23 @@ def runner(tmp_path, monkeypatch):
     for name, folder in (("SOURCES", "notebooks"), ("EXECUTED", "executed"), ("FIGURES", "csv")):
         monkeypatch.setattr(module, name, tmp_path / folder)
         (tmp_path / folder).mkdir()
+    monkeypatch.setattr(module, "CONTENTS", tmp_path / "_toc.yml")
     for name in ("JUPYTER_PATH", "IPYTHONDIR"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     return module
 
 
 def write(runner, name: str, text: str) -> Path:
-    path = runner.SOURCES / name
+    path = runner.SOURCES / "part" / name
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
+    with runner.CONTENTS.open("a", encoding="utf-8") as contents:
+        contents.write(f"      - file: executed/part/{path.stem}\n")
     return path
 
 
 def test_options_become_a_captioned_figure(runner):
-    notebook = runner.read(write(runner, "01_a.py", HEADER + FIGURE))
+    notebook = runner.read(write(runner, "a.py", HEADER + FIGURE))
     cell = notebook.cells[-1]
     assert cell.metadata["mystnb"] == {
         "figure": {"name": "fig-a", "caption": "One: two, three."},
@@ -69,29 +73,32 @@ def test_options_become_a_captioned_figure(runner):
 
 @pytest.mark.parametrize("line", ["# | name: fig-a", "# | label: fig-a", "# | only words"])
 def test_incomplete_options_are_refused(runner, line):
-    path = write(runner, "01_a.py", f"{HEADER}# %%\n{line}\nvalue = 1\n")
-    with pytest.raises(runner.NotebookError, match=r"01_a\.py: # \| lines must set"):
+    path = write(runner, "a.py", f"{HEADER}# %%\n{line}\nvalue = 1\n")
+    with pytest.raises(runner.NotebookError, match=r"a\.py: # \| lines must set"):
         runner.read(path)
 
 
 def test_parameters_are_the_names_assigned_in_their_cell(runner):
-    path = write(runner, "01_a.py", HEADER.replace('mode = "replay"', 'mode: str = "replay"'))
+    path = write(runner, "a.py", HEADER.replace('mode = "replay"', 'mode: str = "replay"'))
     found = runner.declared_parameters(runner.read(path), path)
     assert found == {"mode", "device", "data_dir"}
-    path = write(runner, "02_b.py", "# %%\nvalue = 1\n")
+    path = write(runner, "b.py", "# %%\nvalue = 1\n")
     with pytest.raises(runner.NotebookError, match="one parameters cell, got 0"):
         runner.declared_parameters(runner.read(path), path)
 
 
 def test_measuring_selects_the_notebooks_that_measure(runner):
-    measuring = write(runner, "02_b.py", HEADER)
-    other = write(runner, "01_a.py", HEADER.replace("# measures: true\n", ""))
-    assert runner.select("replay", []) == [other, measuring]
-    assert runner.select("measure", []) == [measuring]
+    other = write(runner, "b.py", HEADER.replace("# measures: true\n", ""))
+    measuring = write(runner, "a.py", HEADER)
+    assert runner.select("replay", []) == [other, measuring], "the order of _toc.yml"
+    assert runner.select("measure", []) == runner.select("measure", ["part"]) == [measuring]
     assert [cell.cell_type for cell in runner.read(measuring).cells] == ["markdown", "code"]
-    assert runner.select("measure", ["01"]) == [other]
-    with pytest.raises(runner.NotebookError, match="prefixes of 01_a, 02_b, got 07"):
-        runner.select("replay", ["01", "07"])
+    assert runner.select("measure", ["part/b"]) == [other]
+    with pytest.raises(runner.NotebookError, match="among part/b, part/a, or a part, got c"):
+        runner.select("replay", ["part/a", "c"])
+    (runner.SOURCES / "part" / "c.py").write_text(HEADER)
+    with pytest.raises(runner.NotebookError, match="_toc.yml must name every notebook"):
+        runner.select("replay", [])
 
 
 def run(runner, monkeypatch, capfd, *arguments: str) -> tuple[int, str]:
@@ -101,22 +108,23 @@ def run(runner, monkeypatch, capfd, *arguments: str) -> tuple[int, str]:
 
 def test_two_runs_write_the_same_bytes_and_keep_the_origin(runner, monkeypatch, capfd):
     text = HEADER + '# %%\nimport sys\nprint(mode, device, sys.executable)\n{1: "a"}\n'
-    write(runner, "01_a.py", text)
-    (runner.EXECUTED / "09_removed.ipynb").write_text("{}")
+    write(runner, "a.py", text)
+    (runner.EXECUTED / "part").mkdir()
+    (runner.EXECUTED / "part" / "removed.ipynb").write_text("{}")
     (runner.FIGURES / "removed.csv").write_text("")
     status, out = run(runner, monkeypatch, capfd)
     assert status == 0
-    assert out.split()[0] == "01_a"
+    assert out.split()[0] == "part/a"
     assert out.split()[-1] == "ok"
-    first = (runner.EXECUTED / "01_a.ipynb").read_bytes()
+    first = (runner.EXECUTED / "part" / "a.ipynb").read_bytes()
     assert run(runner, monkeypatch, capfd)[0] == 0
-    assert (runner.EXECUTED / "01_a.ipynb").read_bytes() == first
-    assert [path.name for path in runner.EXECUTED.glob("*.ipynb")] == ["01_a.ipynb"]
+    assert (runner.EXECUTED / "part" / "a.ipynb").read_bytes() == first
+    assert [path.name for path in runner.EXECUTED.glob("*/*.ipynb")] == ["a.ipynb"]
     assert list(runner.FIGURES.iterdir()) == []
 
     notebook = nbformat.reads(first.decode(), as_version=4)
     assert notebook.metadata["provenance"] == {
-        "notebook": "notebooks/01_a.py",
+        "notebook": "notebooks/part/a.py",
         "mode": "replay",
         "device": "cpu",
         "data_dir": "data",
@@ -129,13 +137,14 @@ def test_two_runs_write_the_same_bytes_and_keep_the_origin(runner, monkeypatch, 
 
 
 def test_a_failed_notebook_leaves_no_page(runner, monkeypatch, capfd):
-    write(runner, "01_a.py", HEADER + "# %%\nprint(undefined_name)\n")
-    write(runner, "02_b.py", HEADER.replace("device =", "devices ="))
-    for name in ("01_a", "02_b"):
-        (runner.EXECUTED / f"{name}.ipynb").write_text("{}")
-    status, out = run(runner, monkeypatch, capfd, "--notebooks", "01 02")
+    write(runner, "a.py", HEADER + "# %%\nprint(undefined_name)\n")
+    write(runner, "b.py", HEADER.replace("device =", "devices ="))
+    (runner.EXECUTED / "part").mkdir()
+    for name in ("a", "b"):
+        (runner.EXECUTED / "part" / f"{name}.ipynb").write_text("{}")
+    status, out = run(runner, monkeypatch, capfd, "--notebooks", "part/a part/b")
     assert status == 1
     assert "cell 3: NameError: name 'undefined_name' is not defined" in out
-    assert "02_b.py: the parameters cell must assign mode, device, data_dir, got no device" in out
-    assert list(runner.EXECUTED.glob("*.ipynb")) == []
-    assert [p.name for p in (runner.EXECUTED / "failed").iterdir()] == ["01_a.ipynb"]
+    assert "b.py: the parameters cell must assign mode, device, data_dir, got no device" in out
+    assert list(runner.EXECUTED.glob("*/*.ipynb")) == []
+    assert [p.name for p in (runner.EXECUTED / "failed" / "part").iterdir()] == ["a.ipynb"]

@@ -69,7 +69,7 @@ def test_environment_repeats_pyproject():
     assert pins(pip[1:], f"{python}.9") == pins(declared(), f"{python}.9")
 
 
-@pytest.mark.parametrize("path", ["Makefile", "book/reproduce.md", "gdpa_kernels/doctor.py"])
+@pytest.mark.parametrize("path", ["Makefile", "book/reproduce.md", "gdpa_kernels/report/doctor.py"])
 def test_the_repair_command_installs_the_pinned_fbtriton(path):
     text = (ROOT / path).read_text(encoding="utf-8")
     written = re.findall(r"fbtriton(==[0-9.]*[0-9])", text)

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from gdpa_kernels import calls, ladder
 from gdpa_kernels.block_attention import choices
+from gdpa_kernels.calling import calls, ladder
 
 OPERATOR = "block_attention"
 IMPLS = tuple(ladder.impls(OPERATOR))

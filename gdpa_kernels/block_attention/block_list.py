@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.launch import launch
-from gdpa_kernels.remembered import Remembered
+from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.remembered import Remembered
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
-from gdpa_kernels import rankings
-from gdpa_kernels.rankings import Ranking, Shape
+from gdpa_kernels.calling import rankings
+from gdpa_kernels.calling.rankings import Ranking, Shape
 
 PATH = Path(__file__).with_name("choices.csv")
 UNMEASURED = ("v1_one_tile", "reference")

@@ -30,7 +30,7 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, softmax_parts, store_tile
 from gdpa_kernels.block_attention.v0_flash import delta_kernel, load_lane, store_lane
-from gdpa_kernels.launch import launch
+from gdpa_kernels.calling.launch import launch
 
 
 @dataclass(frozen=True)

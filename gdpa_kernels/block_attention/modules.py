@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gdpa_kernels import jagged
 from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention
-from gdpa_kernels.jagged import Jagged
+from gdpa_kernels.calling import jagged
+from gdpa_kernels.calling.jagged import Jagged
 
 
 class BlockAttention(nn.Module):

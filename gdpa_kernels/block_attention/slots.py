@@ -12,7 +12,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
-from gdpa_kernels.gdpa.ragged import BOUND, is_readable
+from gdpa_kernels.device.ragged import BOUND, is_readable
 
 BLOCK = 64
 

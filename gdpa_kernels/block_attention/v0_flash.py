@@ -31,7 +31,7 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.rotary import rotary as rotate_tensors
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, store_tile
-from gdpa_kernels.launch import launch
+from gdpa_kernels.calling.launch import launch
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
 from gdpa_kernels.block_attention.tiles import load_tile, softmax_parts, store_tile
-from gdpa_kernels.launch import launch
+from gdpa_kernels.calling.launch import launch
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,14 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.gdpa.ragged import is_readable, load_rows, ragged_descriptor, readable, store_rows
-from gdpa_kernels.launch import launch, multiprocessors
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.ragged import (
+    is_readable,
+    load_rows,
+    ragged_descriptor,
+    readable,
+    store_rows,
+)
 
 BLOCK = 64
 

@@ -54,9 +54,9 @@ from gdpa_kernels.block_attention.slots import (
     slot_of,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.gdpa.ragged import ragged_descriptor, readable
-from gdpa_kernels.gdpa.tiles import put_rows
-from gdpa_kernels.launch import launch, multiprocessors
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.ragged import ragged_descriptor, readable
+from gdpa_kernels.device.rows import put_rows
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,9 @@ from gdpa_kernels.block_attention.slots import (
     slot_of,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.gdpa.ragged import ragged_descriptor, readable
-from gdpa_kernels.gdpa.tiles import put_rows
-from gdpa_kernels.launch import launch, multiprocessors
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.ragged import ragged_descriptor, readable
+from gdpa_kernels.device.rows import put_rows
 
 LOAD_REGISTERS = 24
 REGISTERS = 512  # of an SM, for each of the 128 threads of a role

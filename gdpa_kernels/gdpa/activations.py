@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.launch import launch
+from gdpa_kernels.calling.launch import launch
 
 
 @triton.jit

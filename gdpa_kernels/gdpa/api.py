@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from gdpa_kernels import calls, ladder
+from gdpa_kernels.calling import calls, ladder
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 

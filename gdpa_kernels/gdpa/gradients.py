@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from gdpa_kernels.gdpa.ragged import BOUND
+from gdpa_kernels.device.ragged import BOUND
 
 
 @triton.jit

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gdpa_kernels import calls, jagged
+from gdpa_kernels.calling import calls, jagged
+from gdpa_kernels.calling.jagged import Jagged
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
-from gdpa_kernels.jagged import Jagged
 
 Activation = str | tuple[str, ...] | list[str]
 
@@ -381,6 +381,8 @@ def _read_longest(offsets: torch.Tensor, _=None) -> int:
 
 @functools.cache
 def _remembered():
-    from gdpa_kernels.remembered import Remembered  # needs triton, which no import of ours needs
+    from gdpa_kernels.calling.remembered import (
+        Remembered,  # needs triton, which no import of ours needs
+    )
 
     return Remembered(_read_longest)

@@ -32,9 +32,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
-from gdpa_kernels.launch import launch
 
 
 @dataclass(frozen=True)

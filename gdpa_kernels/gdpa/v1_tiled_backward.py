@@ -36,9 +36,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities, mask_transposed, row_range
-from gdpa_kernels.launch import launch
 
 TAKES_NEEDS = True  # `backward` computes only what `needs` asks for
 

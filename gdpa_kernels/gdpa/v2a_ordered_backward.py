@@ -37,11 +37,11 @@ import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, store_rows
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.gradients import add_rows, round_kernel
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
-from gdpa_kernels.gdpa.ragged import load_rows, ragged_descriptor, readable, store_rows
-from gdpa_kernels.launch import launch
 
 TAKES_NEEDS = True  # `backward` computes only what `needs` asks for
 PROGRAMS = 528

@@ -30,11 +30,11 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels import schedule as schedules
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
+from gdpa_kernels.gdpa import schedule as schedules
 from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
-from gdpa_kernels.gdpa.ragged import load_rows, ragged_descriptor, store_rows
-from gdpa_kernels.launch import launch, multiprocessors
 
 
 @dataclass(frozen=True)

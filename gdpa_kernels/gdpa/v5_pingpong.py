@@ -37,11 +37,11 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
+from gdpa_kernels.device.rows import fetch_rows, sequence
 from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
-from gdpa_kernels.gdpa.ragged import ragged_descriptor, store_rows
-from gdpa_kernels.gdpa.tiles import fetch_rows, sequence
-from gdpa_kernels.launch import launch
 
 MATH_ROLES = tl.constexpr(2)
 ROWS = tl.constexpr(64)

@@ -53,12 +53,12 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.calling.remembered import Remembered
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, sequence
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.masks import mask_transposed
-from gdpa_kernels.gdpa.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.gdpa.tiles import fetch_rows, nothing, put_rows, sequence
-from gdpa_kernels.launch import launch, multiprocessors
-from gdpa_kernels.remembered import Remembered
 
 MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a math role

@@ -38,12 +38,12 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.ragged import ragged_descriptor
+from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
-from gdpa_kernels.gdpa.ragged import ragged_descriptor
-from gdpa_kernels.gdpa.tiles import fetch_rows, put_rows
 from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
-from gdpa_kernels.launch import launch, multiprocessors
 
 MATH_ROLES = tl.constexpr(2)
 ROWS = tl.constexpr(64)

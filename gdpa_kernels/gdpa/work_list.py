@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.launch import launch, multiprocessors
-from gdpa_kernels.remembered import Remembered
-from gdpa_kernels.schedule import max_tiles as tiles_of_a_head
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.calling.remembered import Remembered
+from gdpa_kernels.gdpa.schedule import max_tiles as tiles_of_a_head
 
 WIDTH = tl.constexpr(8)
 

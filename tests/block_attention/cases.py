@@ -10,8 +10,8 @@ import torch
 
 from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import reference
-from gdpa_kernels.inputs import cu_seqlens
-from gdpa_kernels.testing import assert_close
+from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.testing import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNGS = {

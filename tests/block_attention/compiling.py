@@ -9,7 +9,7 @@ import torch
 from triton.compiler import CompiledKernel
 
 from gdpa_kernels.block_attention.block_list import BlockList
-from gdpa_kernels.compile_check import Compiled, build_launch, read
+from gdpa_kernels.measuring.compile_check import Compiled, build_launch, read
 from tests.block_attention.cases import RUNGS, Case, suited
 
 

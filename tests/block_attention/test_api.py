@@ -9,10 +9,11 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gdpa_kernels import block_attention, calls, emulator, ladder
+from gdpa_kernels import block_attention, emulator
 from gdpa_kernels.block_attention import api, choices, reference
-from gdpa_kernels.inputs import cu_seqlens
-from gdpa_kernels.testing import assert_close
+from gdpa_kernels.calling import calls, ladder
+from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.testing import assert_close
 from tests.block_attention.cases import NAMES, Case, defined
 
 RUNGS = ("v0_flash", "v1_one_tile", "v2_slab")

@@ -2,10 +2,11 @@
 
 import pytest
 
-from gdpa_kernels import ladder, record
 from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.choices import UNMEASURED
-from gdpa_kernels.rankings import Ranking
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.rankings import Ranking
+from gdpa_kernels.measuring import record
 
 OPERATOR = "block_attention"
 

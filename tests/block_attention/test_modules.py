@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from gdpa_kernels import BlockAttention, emulator
 from gdpa_kernels.block_attention import modules
-from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens
 
 LENGTHS = [5, 0, 20, 16, 1]
 OPTIONS = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gdpa_kernels.block_attention import reference
-from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens
 
 
 def draw(*shape):

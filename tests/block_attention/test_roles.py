@@ -17,7 +17,7 @@ from gdpa_kernels.block_attention import slots
 from gdpa_kernels.block_attention import v3_warp_specialized as v3
 from gdpa_kernels.block_attention import v4_rotary as v4
 from gdpa_kernels.block_attention.slots import slot_of
-from gdpa_kernels.launch import launch
+from gdpa_kernels.calling.launch import launch
 from tests.block_attention.cases import (
     DEVICE,
     NAMES,

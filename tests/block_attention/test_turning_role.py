@@ -16,7 +16,7 @@ from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import v4_rotary as v4
 from gdpa_kernels.block_attention import v4a_turning_role as v4a
 from gdpa_kernels.block_attention.block_list import BlockList
-from gdpa_kernels.compile_check import build_launch, disassemble, read
+from gdpa_kernels.measuring.compile_check import build_launch, disassemble, read
 from tests.block_attention.cases import (
     BLOCKS,
     CASES,

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels import emulator, gdpa, ladder
-from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels import emulator, gdpa
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring.inputs import cu_seqlens
 
 from .tutorials import hopper
 from .tutorials.cases import Case, Prepared

@@ -35,8 +35,8 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels import ladder
-from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring.inputs import cu_seqlens
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
 RETURNED = "calls that returned: "  # what the program under the tool says at its end

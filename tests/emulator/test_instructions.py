@@ -5,9 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.device.rows import nothing
 from gdpa_kernels.emulator import Unsupported, instructions, run
 from gdpa_kernels.emulator.instructions import INSTRUCTIONS, round_fraction
-from gdpa_kernels.gdpa.tiles import nothing
 
 
 def relative_error(name, x):

@@ -18,9 +18,10 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels import emulator, ladder
+from gdpa_kernels import emulator
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference
-from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens
 
 from . import handover
 from .mutants import KINDS, Mutant, enumerate_mutants, executed_lines, import_file, judge

@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from gdpa_kernels import emulator, ladder
+from gdpa_kernels import emulator
+from gdpa_kernels.calling import ladder
 from tests.emulator import sanitizer
 
 V4 = ladder.rung("v4_warp_specialized").path

@@ -15,9 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gdpa_kernels import calls, emulator, gdpa, ladder
+from gdpa_kernels import emulator, gdpa
+from gdpa_kernels.calling import calls, ladder
 from gdpa_kernels.gdpa import api, choices, reference, v0_eager, v1_tiled_backward
-from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens
 
 
 def arguments(**changes) -> dict:

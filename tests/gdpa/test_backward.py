@@ -12,15 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels import emulator, ladder
-from gdpa_kernels.gdpa import (
-    reference,
-    v1_tiled_backward,
-    v2_fused_backward,
-    v2a_ordered_backward,
-)
-from gdpa_kernels.inputs import cu_seqlens
-from gdpa_kernels.testing import assert_close
+from gdpa_kernels import emulator
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.gdpa import reference, v1_tiled_backward, v2_fused_backward, v2a_ordered_backward
+from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.testing import assert_close
 from tests.gdpa.cases import CASES, DEVICE, Case
 from tests.gdpa.test_forward import kernels_run
 

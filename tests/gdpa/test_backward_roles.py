@@ -16,13 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels import emulator, ladder
-from gdpa_kernels.compile_check import Compiled
+from gdpa_kernels import emulator
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa import v5_short_kv_backward as v5
 from gdpa_kernels.gdpa.work_list import WorkList
-from gdpa_kernels.testing import assert_close
+from gdpa_kernels.measuring.compile_check import Compiled
+from gdpa_kernels.measuring.testing import assert_close
 from tests.block_attention.compiling import compile_launch
 from tests.emulator.mutants import enumerate_mutants, surviving
 from tests.gdpa.cases import CASES, DEVICE, Case

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from gdpa_kernels import ladder, rankings, record
+from gdpa_kernels.calling import ladder, rankings
+from gdpa_kernels.calling.rankings import Ranking
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.choices import UNMEASURED
-from gdpa_kernels.rankings import Ranking
+from gdpa_kernels.measuring import record
 
 
 def test_the_table_is_what_the_records_say():

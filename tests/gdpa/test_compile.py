@@ -2,7 +2,8 @@
 
 import pytest
 
-from gdpa_kernels import compile_check, ladder
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring import compile_check
 from tests.block_attention.compiling import read_once
 
 

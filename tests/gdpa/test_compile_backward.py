@@ -6,13 +6,8 @@ import functools
 import pytest
 import torch
 
-from gdpa_kernels.compile_check import Compiled, build, read
-from gdpa_kernels.gdpa import (
-    gradients,
-    v1_tiled_backward,
-    v2_fused_backward,
-    v2a_ordered_backward,
-)
+from gdpa_kernels.gdpa import gradients, v1_tiled_backward, v2_fused_backward, v2a_ordered_backward
+from gdpa_kernels.measuring.compile_check import Compiled, build, read
 from tests.block_attention.compiling import compile_launch, launches
 
 RUNGS = {

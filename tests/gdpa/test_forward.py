@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels import emulator, gdpa, ladder
+from gdpa_kernels import emulator, gdpa
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference, v3_persistent
-from gdpa_kernels.inputs import cu_seqlens
-from gdpa_kernels.testing import assert_close
+from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.testing import assert_close
 from tests.gdpa.cases import CASES, DEVICE, Case
 
 IMPLS = [rung.impl for rung in ladder.RUNGS]

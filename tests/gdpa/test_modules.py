@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator
 from gdpa_kernels.gdpa import modules
-from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens
 
 LENGTHS = [0, 5, 9, 0, 1]
 SUMMARY = 7

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels import emulator
+from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.activations import FOLDABLE, foldable, multiply_add_pairs, tanh_of_pairs
-from gdpa_kernels.launch import launch
 
 BOUND = 0.016  # of abs(x), from the documented errors of the instructions
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels import emulator, schedule
+from gdpa_kernels import emulator
+from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa import work_list as lists
-from gdpa_kernels.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

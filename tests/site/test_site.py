@@ -9,7 +9,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from bs4 import BeautifulSoup, Tag
 
-from gdpa_kernels import page, record
+from gdpa_kernels.measuring import record
+from gdpa_kernels.report import page
 
 GENERATED = {"genindex.html", "search.html"}
 ORIGIN = "figure, p.provenance"

@@ -1,0 +1,377 @@
+"""Check, time and record implementations on workloads; a notebook in measure mode calls this.
+
+Nothing is timed behind a failed check: an implementation whose output misses its budget, or that
+raises, gives a row with the reason and no samples.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from gdpa_kernels.measuring import operators, record, testing, timing
+from gdpa_kernels.measuring.baselines import STEP
+from gdpa_kernels.measuring.inputs import BlockInputs, Inputs, make_inputs
+from gdpa_kernels.measuring.operators import Candidate
+from gdpa_kernels.measuring.workload import Workload
+
+SCOPES = ("kernel", "op", "host", "schedule")
+
+
+def candidate(
+    impl: str,
+    inputs: Inputs | BlockInputs,
+    *,
+    direction: str = "forward",
+    variant: str = "",
+    **options: object,
+) -> Candidate:
+    """A rung or a baseline on `inputs`; `options` go to the rung, e.g. `config` or `schedule`.
+
+    A rung's schedule is made here, outside what is timed, and so is what its backward needs of its
+    forward; their cost is a measurement of its own. Raises whatever the baseline or rung raises
+    when it cannot take the workload.
+    """
+    return operators.of(inputs, direction).candidate(impl, variant, **options)
+
+
+def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], int]:
+    """One call on memory full of NaN: its result, and the most device memory it had allocated."""
+    result = ready.call()
+    with torch.no_grad():
+        for tensor in _tensors(result):
+            tensor.fill_(float("nan"))  # no earlier right answer for what is allocated next
+    poison = [torch.full_like(tensor, float("nan")) for tensor in _tensors(result)]
+    del result, poison
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = ready.call()
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+def _tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _error(comparisons: Sequence[testing.Comparison]) -> record.Error:
+    """The comparison that comes closest to its budget, or exceeds it most, for all of them."""
+
+    def share(comparison: testing.Comparison) -> tuple[bool, float]:
+        share = comparison.max_abs / max(comparison.max_abs_budget, sys.float_info.min)
+        return not comparison.passed, share if math.isfinite(share) else math.inf
+
+    worst = max(comparisons, key=share)
+    return record.Error(
+        max_abs=worst.to_dict()["max_abs"],
+        budget=worst.max_abs_budget,
+        passed=all(comparison.passed for comparison in comparisons),
+        elements=sum(comparison.elements for comparison in comparisons),
+    )
+
+
+def measure(
+    workload: Workload,
+    impls: Sequence[str | tuple[str, str, Mapping[str, object]]],
+    *,
+    device: torch.device,
+    direction: str = "forward",
+    protocol: timing.Protocol = timing.DEFAULT,
+    scopes: Sequence[str] = ("kernel",),
+    log: Callable[[str], None] = print,
+) -> list[record.Row]:
+    """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
+
+    An entry of `impls` is a name, or (name, variant, options of the rung). Scopes: "kernel", all
+    kernels of the pass, zero fills and conversions included; "op", the public call of a rung, or
+    autograd's backward of it, and of GDPA's backward rungs also the variant `baselines.STEP`, with
+    the FLOPs and bytes of both directions; "host", until that call returns; "schedule", what
+    makes the lists and offsets that the kernels were given. The error of a backward row is that of
+    the gradient closest to its budget.
+    """
+    inputs = make_inputs(workload, device=device)
+    operator = operators.of(inputs, direction)
+    ready: list[tuple[Candidate, record.Error, int]] = []
+    rows: list[record.Row] = []
+    for entry in impls:
+        impl, variant, options = _entry(entry)
+        common = {"impl": impl, "variant": variant, "scope": "kernel", "math": operator.math(impl)}
+        try:
+            made = candidate(impl, inputs, direction=direction, variant=variant, **options)
+            result, peak = run_once(made)
+            comparisons = operator.check(made.math, _tensors(result))
+            del result
+        except Exception as error:
+            text = reason(error)
+            rows.append(record.Row.of(workload, direction, **common, failure=text))
+            log(f"  {impl}{' ' + variant if variant else ''}: {text}")
+            free()
+            continue
+        error = _error(comparisons)
+        if error.passed:
+            ready.append((made, error, peak))
+        else:
+            failed = "; ".join(str(c) for c in comparisons if not c.passed)
+            text = f"check failed: {failed}"
+            rows.append(record.Row.of(workload, direction, **common, error=error, failure=text))
+            log(f"  {impl}: {text}")
+        free()
+    operator = operators.of(inputs, direction)  # without what it remembered to check
+    free()
+    for scope in scopes:
+        calls = list(_calls(scope, operator, [made for made, _, _ in ready]))
+        functions = {f"{ready[i][0].impl} {variant}": call for i, variant, call in calls}
+        samples = _sampler(scope)(functions, device, protocol)
+        for i, variant, _ in calls:
+            made, error, peak = ready[i]
+            times = samples[f"{made.impl} {variant}"]
+            what = {"error": error, "peak_bytes": peak, "config": dict(made.config)}
+            nothing = {"flops": 0, "bytes_read": 0, "bytes_written": 0}
+            if scope == "schedule":
+                what = nothing
+            elif scope == "host":
+                what = nothing | {"error": error, "config": dict(made.config)}
+            elif variant == STEP and variant != made.variant:
+                what |= _work_of_a_step(workload) | {"peak_bytes": None}
+                what["config"]["forward"] = operator.forward_of_step()
+            rows.append(
+                record.Row.of(
+                    workload, direction, impl=made.impl, variant=variant, scope=scope,
+                    math=made.math, samples_us=times, **what,
+                )
+            )  # fmt: skip
+            if scope == "kernel":
+                median = sorted(times)[len(times) // 2]
+                rate = workload.flops(direction) / median / 1e6
+                speed = workload.bytes(direction) / median / 1e3
+                log(
+                    f"  {made.impl} {made.variant}: {median:.0f} us, {rate:.0f} TFLOP/s, "
+                    f"{speed:.0f} GB/s"
+                )
+    return rows
+
+
+def measure_rotary(
+    workload: Workload,
+    *,
+    device: torch.device,
+    direction: str = "forward",
+    protocol: timing.Protocol = timing.DEFAULT,
+    log: Callable[[str], None] = print,
+) -> list[record.Row]:
+    """Rotary alone on the tensors of a workload that has it: our kernel, impl "rotary", and PyTorch
+    operation by operation, impl "rotary_eager".
+
+    Forward turns q and k, and v if the workload rotates it; backward turns tensors of the same
+    shapes back. Both read sin and cos. A row's bytes are those of the turned tensors, twice, and of
+    sin and cos; its FLOPs are three for each element.
+    """
+    from gdpa_kernels.block_attention import reference
+    from gdpa_kernels.block_attention.rotary import rotary
+
+    inputs = make_inputs(workload, device=device)
+    if inputs.rotary is None:
+        raise ValueError(f"workload must have rotary, got {workload.name!r} without")
+    tensors, turns = (inputs.q, inputs.k, inputs.v), inputs.rotary
+    tensors = tensors if workload.rotate_v else tensors[:2]
+    turn = reference.rotate if direction == "forward" else reference.rotate_transposed
+
+    def kernel() -> tuple[torch.Tensor, ...]:
+        q, k, *v = tensors
+        turned = rotary(q, k, v[0] if v else None, turns, transposed=direction == "backward")
+        return turned[: len(tensors)]
+
+    def eager() -> tuple[torch.Tensor, ...]:
+        return tuple(turn(tensor, *turns) for tensor in tensors)
+
+    moved = sum(tensor.nbytes for tensor in tensors)
+    work = {
+        "flops": 3 * sum(tensor.numel() for tensor in tensors),
+        "bytes_read": moved + sum(tensor.nbytes for tensor in turns),
+        "bytes_written": moved,
+    }
+    rows, ready, errors = [], {}, {}
+    for impl, call in (("rotary", kernel), ("rotary_eager", eager)):
+        common = {"impl": impl, "math": "rotary", "scope": "kernel", **work}
+        try:
+            result, peak = run_once(Candidate(impl, "rotary", call))
+            comparisons = _check_turned(turn, tensors, turns, result)
+            del result
+        except Exception as error:
+            text = reason(error)
+            rows.append(record.Row.of(workload, direction, **common, failure=text))
+            log(f"  {impl}: {text}")
+            continue
+        error = _error(comparisons)
+        if error.passed:
+            ready[impl], errors[impl] = call, {**common, "error": error, "peak_bytes": peak}
+        else:
+            text = f"check failed: {'; '.join(str(c) for c in comparisons if not c.passed)}"
+            rows.append(record.Row.of(workload, direction, **common, error=error, failure=text))
+            log(f"  {impl}: {text}")
+    free()
+    for impl, times in timing.sample_kernels(ready, device, protocol).items():
+        rows.append(record.Row.of(workload, direction, **errors[impl], samples_us=times))
+        log(f"  {impl} alone: {sorted(times)[len(times) // 2]:.0f} us")
+    return rows
+
+
+def _check_turned(
+    turn: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    turns: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+) -> list[testing.Comparison]:
+    """Every element of turned tensors, in parts of `operators.BlockAttention.PART` rows."""
+    rows = operators.BlockAttention.PART
+    found = []
+    for name, tensor, result in zip("qkv", tensors, results, strict=False):
+        for first in range(0, len(tensor), rows):
+            part, *angles = (t[first : first + rows] for t in (tensor, *turns))
+            expected = turn(part.double(), *(angle.double() for angle in angles))
+            baseline, actual = turn(part, *angles), result[first : first + rows]
+            found.append(
+                testing.compare(name=name, actual=actual, expected=expected, baseline=baseline)
+            )
+    return found
+
+
+MEMORY = ("workload", "impl", "bytes")
+"""Columns of the table of `memory`."""
+
+
+def memory(
+    workload: Workload,
+    impls: Sequence[str],
+    *,
+    device: torch.device,
+    log: Callable[[str], None] = print,
+) -> record.Table:
+    """The most device memory that a step of training had allocated at once, forward and backward,
+    beside q, k, v and the gradient of the output.
+
+    `impls`: rungs of the ladder "gdpa_backward", each behind the fastest forward, or baselines.
+    Columns `MEMORY`; bytes is None, and the log says why, where the step failed or a gradient was
+    wrong. ValueError for an operator other than GDPA.
+    """
+    inputs = make_inputs(workload, device=device)
+    operator = operators.of(inputs, "backward")
+    if not isinstance(operator, operators.Gdpa):
+        raise ValueError(f"workload must be of operator 'gdpa', got {workload.operator!r}")
+    lines = []
+    for impl in impls:
+        peak = result = None
+        try:
+            made = operator.step(impl)
+            result, found = run_once(made)
+            wrong = [str(c) for c in operator.check(made.math, result) if not c.passed]
+            if wrong:
+                raise ValueError(f"check failed: {'; '.join(wrong)}")
+            peak = found
+            log(f"  {impl}: {peak / 2**30:.2f} GiB")
+        except Exception as error:
+            log(f"  {impl}: {reason(error)}")
+        lines.append((workload.name, impl, peak))
+        del result
+        free()
+    return record.Table(MEMORY, lines)
+
+
+def accuracy(
+    workload: Workload,
+    impls: Mapping[int, str | tuple[str, str, Mapping[str, object]]],
+    *,
+    device: torch.device,
+) -> record.Table:
+    """Errors of each gradient against fp64, over all elements.
+
+    `impls`: how often a gradient is rounded to the workload's dtype -> who computes it, an entry as
+    for `measure`. Columns: gradient, roundings, impl, max_abs, mean_abs (absolute errors).
+    """
+    inputs = make_inputs(workload, device=device)
+    operator = operators.of(inputs, "backward")
+    found: dict[tuple[str, int, str], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    kinds = {operator.math(_entry(entry)[0]) for entry in impls.values()}
+    if len(kinds) != 1:
+        raise ValueError(f"impls must have one mathematics, got {sorted(kinds)}")
+    for roundings, entry in impls.items():
+        impl, variant, options = _entry(entry)
+        made = candidate(impl, inputs, direction="backward", variant=variant, **options)
+        for name, gradient in zip(operator.results["backward"], made.call(), strict=True):
+            found[name, roundings, impl] = gradient, []
+    for places, expected in operator.exact(*kinds):
+        exact = dict(
+            zip(operator.results["backward"], zip(places, expected, strict=True), strict=True)
+        )
+        for (name, *_), (gradient, errors) in found.items():
+            place, right = exact[name]
+            error = gradient[place].to(torch.float64, copy=True).sub_(right).abs_()
+            errors.append(torch.stack((error.max(), error.sum())))
+    lines = []
+    for key, (gradient, errors) in found.items():
+        error = torch.stack(errors)
+        mean = float(error[:, 1].sum()) / gradient.numel()
+        lines.append((*key, float(error[:, 0].max()), mean))
+    return record.Table(("gradient", "roundings", "impl", "max_abs", "mean_abs"), sorted(lines))
+
+
+def _entry(
+    entry: str | tuple[str, str, Mapping[str, object]],
+) -> tuple[str, str, Mapping[str, object]]:
+    """(name, variant, options) of an entry of `impls`."""
+    return (entry, "", {}) if isinstance(entry, str) else entry
+
+
+def reason(error: Exception) -> str:
+    """What a row that could not be timed says about it."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def _calls(
+    scope: str, operator: operators.Gdpa | operators.BlockAttention, ready: Sequence[Candidate]
+) -> Iterator[tuple[int, str, operators.Call]]:
+    """What is timed in `scope`: the number of the candidate, the variant, the call.
+
+    A candidate that is a variant has no public call.
+    """
+    if scope not in SCOPES:
+        raise ValueError(f"scopes must be among {SCOPES}, got {scope!r}")
+    for i, made in enumerate(ready):
+        if scope == "kernel":
+            yield i, made.variant, made.call
+        elif made.variant:
+            continue
+        elif scope in ("op", "host"):
+            for variant, call in operator.ops(made.impl).items():
+                yield i, variant, call
+        else:
+            call = operator.schedule(made.impl)
+            if call is not None:
+                yield i, "", call
+
+
+def _sampler(scope: str) -> Callable[..., dict[str, list[float]]]:
+    """The timer of `scope`."""
+    on_host = {"op": timing.sample_ops, "host": timing.sample_hosts}
+    return on_host.get(scope, timing.sample_kernels)
+
+
+def _work_of_a_step(workload: Workload) -> dict[str, int]:
+    """FLOPs and bytes of forward and backward together, as fields of a row."""
+    counts = {
+        "flops": workload.flops,
+        "bytes_read": workload.bytes_read,
+        "bytes_written": workload.bytes_written,
+    }
+    return {name: count("forward") + count("backward") for name, count in counts.items()}
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,479 @@
+"""What measuring needs to know of an operator: how an implementation is called, what is right, what
+a user's whole call is, and what is made once before it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from types import ModuleType
+
+import torch
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.gdpa import reference as gdpa_reference
+from gdpa_kernels.measuring import baselines, testing
+from gdpa_kernels.measuring.baselines import STEP
+from gdpa_kernels.measuring.inputs import BlockInputs, Inputs
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Candidate:
+    """One implementation ready to run on one workload: the call to be timed, and its constants.
+
+    The call returns the output, or the gradients of q, k and v.
+    """
+
+    impl: str
+    math: str
+    call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
+    config: Mapping[str, object] = field(default_factory=dict)
+    variant: str = ""
+
+
+def of(inputs: Inputs | BlockInputs, direction: str) -> Gdpa | BlockAttention:
+    """The operator of `inputs` in `direction`; ValueError if it is not measured in it."""
+    kind = BlockAttention if isinstance(inputs, BlockInputs) else Gdpa
+    if direction not in kind.results:
+        raise ValueError(
+            f"direction must be one of {tuple(kind.results)} with operator "
+            f"{inputs.workload.operator!r}, got {direction!r}"
+        )
+    return kind(inputs, direction)
+
+
+def _peer(baseline: baselines.Baseline | baselines.BlockBaseline) -> None:
+    available = baseline.availability()
+    if not available.ok:
+        raise baselines.Unsupported(available.reason)
+
+
+class _Checked:
+    """Results held against fp64, all of them, some whole sequences at a time: sequences of together
+    at most `PART` tokens, since an fp64 copy of everything would not fit.
+    """
+
+    results: Mapping[str, tuple[str, ...]]
+    PART = 2**16
+
+    def __init__(self, inputs: Inputs | BlockInputs, direction: str) -> None:
+        self._inputs = inputs
+        self._direction = direction
+        # By mathematics, of each part: the errors of PyTorch and of rounding, the same for every
+        # implementation.
+        self._allowed: dict[str, list[list[torch.Tensor]]] = {}
+
+    def check(self, kind: str, results: tuple[torch.Tensor, ...]) -> list[testing.Comparison]:
+        """Compare the output, or each gradient, with the mathematics `kind` ("activation" or
+        "softmax") in fp64 and in PyTorch in the same dtype."""
+        inputs, names = self._inputs, self.results[self._direction]
+        forward = self._direction == "forward"
+        like = (inputs.grad_out,) if forward else (inputs.q, inputs.k, inputs.v)
+        for name, result, tensor in zip(names, results, like, strict=True):
+            if result.shape != tensor.shape or result.dtype != tensor.dtype:
+                raise ValueError(
+                    f"{name} must be {tensor.dtype} of shape {list(tensor.shape)}, got "
+                    f"{result.dtype} of shape {list(result.shape)}"
+                )
+        errors: list[list[torch.Tensor]] = [[] for _ in names]
+        known = self._allowed.setdefault(kind, [])
+        for number, (places, part) in enumerate(self._parts()):
+            expected = self._compute(kind, torch.float64, part)
+            if number == len(known):
+                baseline = self._compute(kind, inputs.q.dtype, part)
+                pairs = zip(baseline, expected, strict=True)
+                known.append([_allowed_errors(tensor, right) for tensor, right in pairs])
+            for found, result, place, right, allowed in zip(
+                errors, results, places, expected, known[number], strict=True
+            ):
+                found.append(torch.cat((_error(result[place], right)[None], allowed)))
+        return [
+            _comparison(name, result.numel(), torch.stack(found))
+            for name, result, found in zip(names, results, errors, strict=True)
+        ]
+
+    def exact(self, kind: str) -> Iterator[tuple[tuple[slice, ...], tuple[torch.Tensor, ...]]]:
+        """What is right, in fp64 and in parts: where in each result, and its values there."""
+        for places, part in self._parts():
+            yield places, self._compute(kind, torch.float64, part)
+
+    def _parts(self) -> Iterator[tuple[tuple[slice, ...], Inputs | BlockInputs]]:
+        """Some whole sequences at a time: where their results lie, and their inputs."""
+        workload = self._inputs.workload
+        pairs = list(zip(workload.seqlens_q, workload.seqlens_k, strict=True))
+        ends_q, ends_k = ([0, *accumulate(lengths)] for lengths in zip(*pairs, strict=True))
+        runs = _runs([max(pair) for pair in pairs], self.PART)
+        if workload.shared_q:
+            runs = [(0, len(pairs))]  # its gradient is the sum over all sequences
+        for first, last in runs:
+            rows, keys = slice(ends_q[first], ends_q[last]), slice(ends_k[first], ends_k[last])
+            places = (rows,) if self._direction == "forward" else (rows, keys, keys)
+            yield places, self._part(rows, keys, slice(first, last + 1))
+
+    def _part(self, rows: slice, keys: slice, ends: slice) -> Inputs | BlockInputs:
+        """The inputs of the sequences with these rows and keys; `ends` are their offsets."""
+        raise NotImplementedError
+
+    def _compute(
+        self, kind: str, dtype: torch.dtype, part: Inputs | BlockInputs
+    ) -> tuple[torch.Tensor, ...]:
+        """The results of `part`, computed in `dtype`."""
+        raise NotImplementedError
+
+
+class Gdpa(_Checked):
+    """GDPA, forward or backward; lists of work are made before."""
+
+    results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+
+    @staticmethod
+    def math(impl: str) -> str:
+        """Whose mathematics: "activation" or "softmax"."""
+        return baselines.BASELINES[impl].math if impl in baselines.BASELINES else "activation"
+
+    def candidate(self, impl: str, variant: str, **options: object) -> Candidate:
+        """A rung or a baseline; see `measure.candidate`."""
+        inputs = self._inputs
+        if impl in baselines.BASELINES:
+            baseline = baselines.BASELINES[impl]
+            _peer(baseline)
+            call = baseline.prepare(inputs, self._direction)
+            return Candidate(impl, baseline.math, call, {}, variant)
+        if self._direction == "backward":
+            return self._backward(impl, variant, options)
+        module = ladder.rung(impl).module()
+        arguments = inputs.rung_arguments()
+        config = options.get("config")
+        if hasattr(module, "default_config") and config is None:
+            workload = inputs.workload
+            config = options["config"] = ladder.rung(impl).config(
+                workload.head_dim,
+                inputs.q.dtype,
+                inputs.max_seqlen_k,
+                inputs.k.shape[0] / max(inputs.cu_seqlens_k.numel() - 1, 1),
+                workload.causal or workload.window is not None,
+            )
+        if hasattr(module, "make_schedule") and "schedule" not in options:
+            options["schedule"] = module.make_schedule(
+                inputs.q, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, config
+            )
+        return Candidate(
+            impl,
+            "activation",
+            lambda: module.forward(**arguments, **options),
+            asdict(config) if config is not None else {},
+            variant,
+        )
+
+    def _backward(self, impl: str, variant: str, options: dict[str, object]) -> Candidate:
+        """A rung of the ladder "gdpa_backward". A module with several kernels has a config for each
+        of them, `config_<kernel>`."""
+        from gdpa_kernels.gdpa import api
+
+        inputs = self._inputs
+        api.resolve_backward(
+            impl, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.max_seqlen_q,
+            inputs.max_seqlen_k,
+        )  # fmt: skip
+        module = ladder.rung(impl, api.BACKWARD).module()
+        configs = {}
+        for name in inspect.signature(module.backward).parameters:
+            word, _, kernel = name.partition("_")
+            if word == "config":
+                config = options.get(name) or self._config(module, kernel)
+                configs[kernel] = asdict(config)
+                options[name] = config
+        make = scheduler(module)
+        if make is not None and options.get("schedule") is None:
+            options["schedule"] = make(inputs)
+        arguments = inputs.rung_arguments() | options
+        return Candidate(
+            impl,
+            "activation",
+            lambda: module.backward(inputs.grad_out, **arguments),
+            configs.get("", configs),
+            variant,
+        )
+
+    def _config(self, module: ModuleType, kernel: str) -> object:
+        """The launch constants that the module chooses for this call."""
+        told = {
+            "kernel": kernel,
+            "head_dim": self._inputs.workload.head_dim,
+            "dtype": self._inputs.q.dtype,
+        }
+        return _chosen(module, told)
+
+    def _part(self, rows: slice, keys: slice, ends: slice) -> Inputs:
+        inputs = self._inputs
+        shared = inputs.cu_seqlens_q is None
+        return replace(
+            inputs,
+            q=inputs.q if shared else inputs.q[rows],
+            k=inputs.k[keys],
+            v=inputs.v[keys],
+            grad_out=inputs.grad_out[rows],
+            cu_seqlens_q=None if shared else inputs.cu_seqlens_q[ends] - rows.start,
+            cu_seqlens_k=inputs.cu_seqlens_k[ends] - keys.start,
+        )
+
+    def _compute(self, kind: str, dtype: torch.dtype, part: Inputs) -> tuple[torch.Tensor, ...]:
+        if kind == "softmax":
+            if self._direction == "forward":
+                return (baselines.softmax_reference(part, dtype),)
+            return baselines.softmax_gradients(part, dtype)
+        arguments = part.rung_arguments()
+        arguments |= {name: arguments[name].to(dtype) for name in ("q", "k", "v")}
+        if self._direction == "forward":
+            return (gdpa_reference.forward(**arguments),)
+        return gdpa_reference.backward(part.grad_out.to(dtype), **arguments)
+
+    def ops(self, impl: str) -> dict[str, Call]:
+        """By variant the public calls of a rung: checks, schedule, launch; of a backward rung
+        autograd's backward alone, and `STEP`. Empty for what is no rung."""
+        from gdpa_kernels import gdpa
+
+        if self._direction == "forward":
+            if impl not in {rung.impl for rung in ladder.RUNGS}:
+                return {}
+            arguments = self._inputs.arguments()
+            return {"": lambda: gdpa(**arguments, impl=impl)}
+        if impl not in {rung.impl for rung in ladder.BACKWARD_RUNGS}:
+            return {}
+        backward = baselines.differentiate(self._function(impl), self._inputs, "backward")
+        return {"": backward, STEP: self.step(impl).call}
+
+    def step(self, impl: str) -> Candidate:
+        """A step of training, forward and backward: of a rung of the ladder "gdpa_backward", behind
+        the fastest forward, or of a baseline."""
+        if impl in baselines.BASELINES:
+            baseline = baselines.BASELINES[impl]
+            _peer(baseline)
+            return Candidate(impl, baseline.math, baseline.prepare(self._inputs, STEP))
+        call = baselines.differentiate(self._function(impl), self._inputs, STEP)
+        return Candidate(impl, "activation", call)
+
+    def forward_of_step(self) -> str:
+        """The rung that computes the output in `step` of a rung."""
+        from gdpa_kernels.gdpa import api
+
+        inputs = self._inputs
+        tensors = inputs.q, inputs.k, inputs.v
+        return api.resolve("auto", *tensors, inputs.max_seqlen_q, inputs.max_seqlen_k)
+
+    def _function(self, impl: str) -> Callable[..., torch.Tensor]:
+        """`gdpa` of q, k and v whose gradients are the rung's."""
+        from gdpa_kernels import gdpa
+
+        arguments = self._inputs.arguments() | {"backward_impl": impl}
+        return lambda q, k, v: gdpa(**arguments | {"q": q, "k": k, "v": v})
+
+    def schedule(self, impl: str) -> Call | None:
+        """What makes the list of work of a backward rung; None without any.
+
+        Forward None: the notebook of the schedules measures them by order and clock.
+        """
+        if self._direction == "forward" or impl in baselines.BASELINES:
+            return None
+        make = scheduler(ladder.rung(impl, "gdpa_backward").module())
+        if make is None:
+            return None
+        inputs, ends = self._inputs, self._inputs.cu_seqlens_k
+        # A new tensor in every call: for a known one a list is remembered.
+        return lambda: make(replace(inputs, cu_seqlens_k=ends.view(-1)))
+
+
+def scheduler(module: ModuleType) -> Callable[[Inputs], object] | None:
+    """What makes the `schedule` of a backward rung from inputs, or None."""
+    if hasattr(module, "make_schedule"):
+        return lambda x: module.make_schedule(
+            x.k, x.cu_seqlens_q, x.cu_seqlens_k, x.max_seqlen_q, x.max_seqlen_k
+        )
+    if hasattr(module, "order_of"):
+        return lambda x: module.order_of(x.cu_seqlens_q)
+    return None
+
+
+class BlockAttention(_Checked):
+    """Block attention, forward or backward; the block list and what forward saves are made
+    before."""
+
+    results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+    # A module beside the ladder, which can be measured like a rung.
+    STUDIES = ("eliminations",)
+
+    @staticmethod
+    def math(impl: str) -> str:
+        """Softmax, whoever computes it."""
+        return "softmax"
+
+    def candidate(self, impl: str, variant: str, **options: object) -> Candidate:
+        """A rung, a study or a baseline; see `measure.candidate`."""
+        inputs, direction = self._inputs, self._direction
+        if impl in baselines.BLOCK_BASELINES:
+            baseline = baselines.BLOCK_BASELINES[impl]
+            _peer(baseline)
+            call = baseline.prepare(inputs, direction, **options)
+            return Candidate(impl, "softmax", call, dict(options), variant)
+        module = self._module(impl)
+        arguments = inputs.rung_arguments()
+        if impl in self.STUDIES:
+            arguments = _without_rotary(impl, arguments)
+        if impl == "reference":
+            call = self._pass(module, arguments | options, None)
+            return Candidate(impl, "softmax", call, {}, variant)
+        config = options.setdefault("config", None) or self._config(module)
+        schedule = options.get("schedule") or self._block_list()
+        arguments |= options | {"config": config, "schedule": schedule}
+        saved = ()
+        if direction == "backward":
+            own = "direction" in inspect.signature(_default_config(module)).parameters
+            before = arguments | ({"config": None} if own else {})
+            saved = module.forward(**before)[1]
+        call = self._pass(module, arguments, saved)
+        return Candidate(impl, "softmax", call, asdict(config), variant)
+
+    def _module(self, impl: str):
+        if impl in self.STUDIES:
+            return importlib.import_module(f"gdpa_kernels.block_attention.{impl}")
+        from gdpa_kernels.block_attention import api
+
+        rung, inputs = ladder.rung(impl, "block_attention"), self._inputs
+        tensors = inputs.q, inputs.k, inputs.v, inputs.rotary
+        api.resolve(impl, self._direction, *tensors, inputs.workload.block_size)
+        return rung.module()
+
+    def _config(self, module) -> object:
+        """The launch constants that the module chooses for this call."""
+        inputs, workload = self._inputs, self._inputs.workload
+        told = {
+            "direction": self._direction,
+            "head_dim": workload.head_dim,
+            "block_size": workload.block_size,
+            "dtype": inputs.q.dtype,
+            "num_heads": workload.num_heads_q,
+            "group": workload.num_heads_q // workload.num_heads_k,
+            "rotary": workload.rotary,
+            "turns": inputs.rotary[0].dtype if workload.rotary else None,
+        }
+        return _chosen(module, told)
+
+    def _pass(self, module, arguments: dict, saved: tuple | None) -> Call:
+        """The timed call; `saved` None: the module saves nothing and returns the output alone."""
+        if self._direction == "backward":
+            kept = {} if saved is None else {"saved": saved}
+            return lambda: module.backward(self._inputs.grad_out, **arguments, **kept)
+        if saved is None:
+            return lambda: module.forward(**arguments)
+        return lambda: module.forward(**arguments)[0]
+
+    def _block_list(self):
+        from gdpa_kernels.block_attention.block_list import make_block_list
+
+        inputs = self._inputs
+        return make_block_list(inputs.cu_seqlens, len(inputs.q), inputs.workload.block_size)
+
+    def _part(self, rows: slice, keys: slice, ends: slice) -> BlockInputs:
+        inputs = self._inputs
+        turns = inputs.rotary
+        return replace(
+            inputs,
+            q=inputs.q[rows],
+            k=inputs.k[keys],
+            v=inputs.v[keys],
+            grad_out=inputs.grad_out[rows],
+            cu_seqlens=inputs.cu_seqlens[ends] - rows.start,
+            rotary=None if turns is None else tuple(turn[rows] for turn in turns),
+        )
+
+    def _compute(
+        self, kind: str, dtype: torch.dtype, part: BlockInputs
+    ) -> tuple[torch.Tensor, ...]:
+        from gdpa_kernels.block_attention import reference
+
+        arguments = part.rung_arguments()
+        arguments |= {name: arguments[name].to(dtype) for name in ("q", "k", "v")}
+        if part.rotary is not None:
+            arguments["rotary"] = tuple(turn.to(dtype) for turn in part.rotary)
+        if self._direction == "forward":
+            return (reference.forward(**arguments),)
+        return reference.backward(part.grad_out.to(dtype), **arguments)
+
+    def ops(self, impl: str) -> dict[str, Call]:
+        """By variant, of which there is one, the whole public call of a rung, or autograd's
+        backward of it; empty for what is no rung."""
+        from gdpa_kernels.block_attention.api import block_attention
+
+        if impl not in {rung.impl for rung in ladder.BLOCK_RUNGS}:
+            return {}
+        arguments = self._inputs.arguments()
+        if self._direction == "forward":
+            return {"": lambda: block_attention(**arguments, impl=impl)}
+
+        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return block_attention(**arguments | {"q": q, "k": k, "v": v}, impl=impl)
+
+        return {"": baselines.differentiate(function, self._inputs, "backward")}
+
+    def schedule(self, impl: str) -> Call | None:
+        """What makes the block list of a rung, or the metadata of a baseline; None without any."""
+        if impl in baselines.BLOCK_BASELINES:
+            make = baselines.BLOCK_BASELINES[impl].metadata
+            return None if make is None else lambda: make(self._inputs)
+        return None if impl == "reference" else self._block_list
+
+
+def _default_config(module) -> Callable[..., object]:
+    return getattr(module, "default_config", None) or module.Config
+
+
+def _chosen(module: ModuleType, told: Mapping[str, object]) -> object:
+    """The module's launch constants, from those facts of `told` that it asks for."""
+    choose = _default_config(module)
+    known = inspect.signature(choose).parameters
+    return choose(**{name: value for name, value in told.items() if name in known})
+
+
+def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """(first, last), last excluded, of runs whose lengths sum to at most `most`; a longer one is a
+    run of its own."""
+    first, total = 0, 0
+    for i, length in enumerate(lengths):
+        if i > first and total + length > most:
+            yield first, i
+            first, total = i, 0
+        total += length
+    if lengths:
+        yield first, len(lengths)
+
+
+def _without_rotary(impl: str, arguments: dict) -> dict:
+    if arguments["rotary"] is not None:
+        raise baselines.Unsupported(f"{impl} needs a workload without rotary")
+    return {n: value for n, value in arguments.items() if n not in ("rotary", "rotate_v")}
+
+
+def _error(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """(largest, sum of squares) of the errors of `actual`; a NaN is both."""
+    errors = actual.to(torch.float64, copy=True).sub_(exact).flatten()
+    return torch.stack(
+        (torch.linalg.vector_norm(errors, torch.inf), torch.linalg.vector_norm(errors).square())
+    )
+
+
+def _allowed_errors(baseline: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """`_error` of PyTorch in the kernel's dtype and of rounding alone, [2, 2]."""
+    return torch.stack((_error(baseline, exact), _error(exact.to(baseline.dtype), exact)))
+
+
+def _comparison(name: str, elements: int, errors: torch.Tensor) -> testing.Comparison:
+    """The rule of `testing.compare`; errors [parts, 3, 2]: of the result, PyTorch and rounding."""
+    largest = errors[..., 0].amax(0).tolist()  # hands a NaN on, as the sum does
+    rms = (errors[..., 1].sum(0) / elements).sqrt().tolist()
+    budgets = [testing.FACTOR * error[1] + error[2] for error in (largest, rms)]
+    return testing.Comparison(name, elements, largest[0], budgets[0], rms[0], budgets[1])

@@ -1,0 +1,164 @@
+"""A measuring run from its first ceiling to its record; a chapter in measure mode holds one."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from gdpa_kernels.measuring import measure as measuring
+from gdpa_kernels.measuring import record, system, timing
+from gdpa_kernels.measuring.workload import Workload
+
+
+class Session:
+    """One measuring run: state before, ceilings, rows and tables, then one record.
+
+    What would begin more than `limit_s` seconds after the session is left out, and the log says so:
+    begin with what matters most.
+
+    >>> session = Session("notebooks/forward/results.py", device)      # doctest: +SKIP
+    >>> session.measure(workload("gdpa-self-full-1024"), ["v1_tiled", "fa2_varlen"])
+    >>> path = session.write(data_dir)
+    """
+
+    def __init__(
+        self,
+        notebook: str,
+        device: torch.device | str,
+        protocol: timing.Protocol = timing.DEFAULT,
+        log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        *,
+        limit_s: float = math.inf,
+    ) -> None:
+        self._deadline = time.monotonic() + limit_s
+        self.device = torch.device(device)
+        if self.device.type != "cuda":
+            raise ValueError(f"device must be a CUDA device to measure, got {device!r}")
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.notebook = notebook
+        self.protocol = protocol
+        self.log = log
+        self.system = system.describe(self.device.index)
+        self.before = system.state(self.device.index)
+        self.ceilings = timing.measure_ceilings(self.device, protocol)
+        self._has_attention_copies = False
+        self.rows: list[record.Row] = []
+        self.tables: dict[str, record.Table] = {}
+        self.workloads: dict[str, Workload] = {}
+
+    def measure(
+        self,
+        workload: Workload,
+        impls: Sequence,
+        *,
+        direction: str = "forward",
+        scopes: Sequence[str] = ("kernel",),
+    ) -> None:
+        """Check and time `impls` on `workload`; see `measure`.
+
+        The first workload of block attention, or the first backward, adds copies of attention's
+        mixes to the ceilings.
+        """
+        if not self._begins(f"{workload.name}, {direction}"):
+            return
+        self._prepare(workload, direction)
+        self.rows += measuring.measure(
+            workload, impls, device=self.device, direction=direction, protocol=self.protocol,
+            scopes=scopes, log=self.log,
+        )  # fmt: skip
+        measuring.free()
+
+    def measure_rotary(self, workload: Workload, *, direction: str = "forward") -> None:
+        """Check and time rotary alone on the tensors of `workload`; see `measure_rotary`."""
+        if not self._begins(f"{workload.name}, rotary alone, {direction}"):
+            return
+        self._prepare(workload, direction)
+        self.rows += measuring.measure_rotary(
+            workload, device=self.device, direction=direction, protocol=self.protocol,
+            log=self.log,
+        )  # fmt: skip
+        measuring.free()
+
+    def accuracy(self, name: str, workload: Workload, impls: Mapping) -> None:
+        """Keep the errors of the gradients of `impls` as the table `name`; see `accuracy`."""
+        if not self._begins(f"{workload.name}, {name}"):
+            return
+        try:
+            self.tables[name] = measuring.accuracy(workload, impls, device=self.device)
+        except Exception as error:  # what was measured before must reach the record
+            self.log(f"  no table {name}: {measuring.reason(error)}")
+        measuring.free()
+
+    def _begins(self, what: str) -> bool:
+        late = time.monotonic() > self._deadline
+        self.log(f"{what}: left out, the time is up" if late else what)
+        return not late
+
+    def memory(self, workload: Workload, impls: Sequence[str]) -> None:
+        """Add what a step of training of each of `impls` needs on `workload` to the table
+        "memory"; see `memory`."""
+        if not self._begins(f"{workload.name}, memory"):
+            return
+        self.workloads[workload.name] = workload
+        before = self.tables.get("memory", record.Table(measuring.MEMORY, ()))
+        found = measuring.memory(workload, impls, device=self.device, log=self.log)
+        self.tables["memory"] = record.Table(measuring.MEMORY, (*before.rows, *found.rows))
+        measuring.free()
+
+    def _prepare(self, workload: Workload, direction: str) -> None:
+        mixes = workload.operator == "block_attention" or direction == "backward"
+        if mixes and not self._has_attention_copies:
+            self.ceilings += timing.measure_attention_copies(self.device, self.protocol)
+            self._has_attention_copies = True
+        self.workloads[workload.name] = workload
+
+    def add(self, workload: Workload, *rows: record.Row) -> None:
+        """Add rows measured by other means on `workload`."""
+        self.workloads[workload.name] = workload
+        self.rows += rows
+
+    def tabulate(
+        self, name: str, columns: Sequence[str], samples: Mapping[tuple, Sequence[float]]
+    ) -> None:
+        """Keep samples that belong to no workload: a table with one row for each of them.
+
+        `samples` maps values of `columns` to microseconds.
+        """
+        self.tables[name] = record.Table(
+            (*columns, "sample", "time_us"),
+            tuple((*key, i, t) for key, times in samples.items() for i, t in enumerate(times)),
+        )
+
+    def write(self, data_dir: str | Path) -> Path:
+        """Write the record, and the system's file if it is new; the record's path."""
+        slug = self.notebook.removeprefix("notebooks/").removesuffix(".py")
+        system.save(self.system, data_dir)
+        return record.write(
+            record.new_record(
+                command=f'make measure NOTEBOOKS="{slug}"',
+                notebook=self.notebook,
+                system=self.system,
+                state_before=self.before,
+                state_after=system.state(self.device.index),
+                protocol=record.Protocol(
+                    timer="cuda events (scope kernel), host clock (scopes op, host)",
+                    warmup=self.protocol.warmup,
+                    samples=self.protocol.samples,
+                    l2_flush_bytes=self.protocol.l2_flush_bytes,
+                    interleaved=self.protocol.interleaved,
+                    statistic="one call",
+                ),
+                workloads=self.workloads.values(),
+                rows=self.rows,
+                ceilings=[record.Ceiling(**asdict(ceiling)) for ceiling in self.ceilings],
+                tables=self.tables,
+            ),
+            data_dir,
+        )

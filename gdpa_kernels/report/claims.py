@@ -1,0 +1,537 @@
+"""Published claims, and what our own records say about them.
+
+`data/claims.yml` lists every published claim with its source. A claim may carry a selector (`ours`)
+that names the rows of the results table which answer it; `ledger` evaluates the selectors. A claim
+is `measured` only while correct rows exist, and a published number never becomes ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from gdpa_kernels.measuring.record import DATA_DIR
+from gdpa_kernels.measuring.workload import DIRECTIONS
+
+SCHEMA_VERSION = 1
+OPERATORS = ("gdpa", "block_attention", "jagged_attention")
+KINDS = ("speedup", "rate", "accuracy", "ratio", "qualitative")
+STATUSES = ("open", "measured", "not_comparable", "refuted_by_arithmetic")
+SELECTOR_KINDS = ("best_rate", "best_time", "max_ratio")
+REDUCTIONS = {"max": max, "min": min}
+
+_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+PUBLISHED_HARDWARE = "NVIDIA B200"
+
+_RESULT_COLUMNS = [
+    "figure",
+    "workload",
+    "direction",
+    "impl",
+    "scope",
+    "variant",
+    "system",
+    "gpu",
+    "record",
+    "time_us_p50",
+    "tflops",
+    "correct",
+    "failure",
+    "stale",
+]
+_FIGURE_COLUMNS = [
+    "figure",
+    "attention",
+    "direction",
+    "fill",
+    "length",
+    "kv_length",
+    "kernel",
+    "tflops",
+    "tflops_error",
+]
+_VALUE_COLUMNS = {
+    "gdpa_figures.csv": ("tflops", "tflops_error"),
+    "block_attention_times.csv": ("time_ms",),
+    "block_attention_speedups.csv": ("speedup_vs_fa2_jfa", "error"),
+    "block_attention_accuracy.csv": ("fa2_jfa", "tlx_block_attention"),
+}
+_ERROR_COLUMNS = {
+    "gdpa_figures.csv": "tflops_error",
+    "block_attention_speedups.csv": "error",
+}
+
+
+class ClaimError(ValueError):
+    """claims.yml does not describe claims; the message names the file, the claim and the field."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a claim is made: `bib` is a key of book/references.bib, `where` the place in it."""
+
+    bib: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.bib}: {self.where}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the results table says about a claim.
+
+    `value` is TFLOP/s for best_rate, milliseconds for best_time and dimensionless for max_ratio,
+    which alone has a `baseline`. `impl` and `baseline` name one implementation, or one for each
+    direction. `records` names every record that `value` comes from; `stale` is True if a kernel
+    source changed since one of them was made.
+    """
+
+    value: float
+    workload: str
+    impl: str
+    baseline: str
+    gpu: str
+    system: str
+    records: tuple[str, ...]
+    stale: bool
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Rows of the results table that answer a claim.
+
+    `best_rate` is the highest tflops over the selected workloads and the impls matching `impl`,
+    `best_time` the lowest time_us_p50, in milliseconds. `max_ratio` is the highest, over the
+    selected workloads, of time_us_p50 of the fastest impl matching `baseline` divided by that of
+    the fastest other impl matching `impl`, on one system; with several of `direction`, of the sums
+    over them. Rows are picked by `figure`, or by `workload` and `direction` where there is no
+    figure. Patterns are shell globs. Only kernel times (scope "kernel", variant "") count.
+    """
+
+    kind: str
+    impl: tuple[str, ...]
+    figure: tuple[str, ...] = ()
+    baseline: tuple[str, ...] = ()
+    workload: tuple[str, ...] = ("*",)
+    direction: tuple[str, ...] = ()
+
+    def evaluate(self, results: pd.DataFrame) -> Evidence | None:
+        """The evidence in `results` (columns of results.table), or None if it holds none."""
+        missing = [name for name in _RESULT_COLUMNS if name not in results.columns]
+        if missing:
+            raise ValueError(
+                f"results must have the columns of results.table, got none named {missing}"
+            )
+        rows = results[_usable(results) & _matches(results["workload"], self.workload)]
+        if self.figure:
+            rows = rows[_matches(rows["figure"], self.figure)]
+        if self.direction:
+            rows = rows[rows["direction"].isin(self.direction)]
+        if self.kind == "max_ratio":
+            return self._max_ratio(rows)
+        rows = rows[_matches(rows["impl"], self.impl)]
+        return self._best_rate(rows) if self.kind == "best_rate" else self._best_time(rows)
+
+    def _best_rate(self, rows: pd.DataFrame) -> Evidence | None:
+        rows = rows[_positive(rows["tflops"])]
+        if rows.empty:
+            return None
+        best = rows.loc[rows["tflops"].astype(float).idxmax()]
+        return _evidence(float(best["tflops"]), [best])
+
+    def _best_time(self, rows: pd.DataFrame) -> Evidence | None:
+        best = _fastest(rows[_positive(rows["time_us_p50"])])
+        return None if best is None else _evidence(float(best["time_us_p50"]) / 1e3, [best])
+
+    def _max_ratio(self, rows: pd.DataFrame) -> Evidence | None:
+        rows = rows[_positive(rows["time_us_p50"])]
+        is_baseline = _matches(rows["impl"], self.baseline)
+        is_ours = _matches(rows["impl"], self.impl) & ~is_baseline
+        best: Evidence | None = None
+        for _, group in rows.groupby(["system", "workload"], sort=True):
+            slow, fast = [], []
+            for direction in self.direction or sorted(set(group["direction"])):
+                part = group[group["direction"] == direction]
+                slow.append(_fastest(part[is_baseline.loc[part.index]]))
+                fast.append(_fastest(part[is_ours.loc[part.index]]))
+            if any(row is None for row in (*slow, *fast)):
+                continue
+            ratio = _time(slow) / _time(fast)
+            if best is None or ratio > best.value:
+                best = _evidence(ratio, fast, slow)
+        return best
+
+
+@dataclass(frozen=True)
+class PublishedData:
+    """How a claim's value follows from a CSV of data/published.
+
+    Rows equal to `where` are reduced over `column`. With `over`, each is first divided by the row
+    that differs from it only by the columns named in `over`.
+    """
+
+    file: str
+    where: Mapping[str, Any]
+    column: str
+    reduce: str
+    over: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One published statement, in our words.
+
+    `value` (in `unit`) is the published number and belongs to `hardware`; None for a statement
+    without one. `tolerance` is the relative difference a rerun on that hardware may show.
+    `figure` is our figure id, `ours` the rows that answer the claim, `data` the published CSV
+    rows behind `value`. `status` is what the author of the entry decided; see `ledger`.
+    """
+
+    id: str
+    operator: str
+    claim: str
+    value: float | None
+    unit: str | None
+    sources: tuple[Source, ...]
+    hardware: str
+    kind: str
+    how_to_check: str
+    figure: str | None
+    ours: Selector | None
+    tolerance: float | None
+    status: str
+    note: str
+    data: PublishedData | None = None
+
+
+def load(data_dir: str | Path = DATA_DIR) -> tuple[Claim, ...]:
+    """Read and validate `data_dir`/claims.yml; ClaimError names the claim and the field."""
+    path = Path(data_dir) / "claims.yml"
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_YAML_LOADER)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ClaimError(f"{path}: must be a readable YAML file, got {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("claims"), list):
+        raise ClaimError(f"{path}: must be a mapping with a list named claims")
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ClaimError(f"{path}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
+    claims = []
+    seen: set[str] = set()
+    for position, entry in enumerate(content["claims"], start=1):
+        name = entry.get("id") if isinstance(entry, dict) else None
+        try:
+            claim = _parse_claim(entry)
+            _check(claim.id not in seen, "id", "unique", claim.id)
+        except ClaimError as error:
+            raise ClaimError(f"{path}: claim {position} ({name}): {error}") from None
+        seen.add(claim.id)
+        claims.append(claim)
+    return tuple(claims)
+
+
+def ledger(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> pd.DataFrame:
+    """One row per claim: what was published, and what the records say.
+
+    `results` is the table of results.table; a time ratio is taken within one system, and the
+    system with the highest value answers. `claims` defaults to `load()`. Columns:
+    id, operator, kind, figure, claim, published, unit, hardware (where `published` was measured);
+    ours (NaN if nothing was measured), ours_gpu, ours_system, ours_workload, ours_impl,
+    ours_baseline, ours_record, stale; ratio = ours / published; within_tolerance (None unless
+    ours was measured on `hardware`); status, how_to_check, source, note.
+    A claim with a selector is "measured" if the selector finds correct rows and "open" otherwise.
+    """
+    claims = load() if claims is None else claims
+    return pd.DataFrame([_ledger_row(claim, results) for claim in claims])
+
+
+def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
+    """The published GDPA charts, one row per bar, with their reading errors (TFLOP/s).
+
+    Columns of gdpa_figures.csv, and: `workload` (our name for the same problem), `hardware`,
+    `suspect` (the FA4 bars of the cross backward chart, which repeat the forward chart).
+    Source: README of facebookresearch/ads_model_kernel_library/gdpa, read from the bars.
+    """
+    path = Path(data_dir) / "published" / "gdpa_figures.csv"
+    table = pd.read_csv(path)
+    if list(table.columns) != _FIGURE_COLUMNS:
+        raise ValueError(f"{path}: columns must be {_FIGURE_COLUMNS}, got {list(table.columns)}")
+    for name in ("fill", "length", "kv_length", "tflops", "tflops_error"):
+        if not pd.api.types.is_numeric_dtype(table[name]) or not _positive(table[name]).all():
+            raise ValueError(f"{path}: {name} must hold positive numbers only")
+    table["workload"] = [
+        _workload_name(*row)
+        for row in table[["attention", "fill", "length"]].itertuples(index=False)
+    ]
+    table["hardware"] = PUBLISHED_HARDWARE
+    table["suspect"] = (table["figure"] == "gdpa-cross-bwd-full") & (
+        table["kernel"] == "cutedsl_fa4"
+    )
+    return table
+
+
+def published_value(claim: Claim, data_dir: str | Path = DATA_DIR) -> tuple[float, float]:
+    """(value, error) that the published CSV rows of `claim.data` give, in the claim's unit.
+
+    The error adds the relative reading errors of a quotient; it is 0 for printed numbers.
+    ValueError if the claim has no `data` or its rows do not exist.
+    """
+    if claim.data is None:
+        raise ValueError(f"claim must have data, got {claim.id!r} without")
+    data = claim.data
+    table = pd.read_csv(Path(data_dir) / "published" / data.file)
+    values = _VALUE_COLUMNS[data.file]
+    unknown = sorted({*data.where, *(data.over or {}), data.column} - set(table.columns))
+    if unknown:
+        raise ValueError(f"{claim.id}: data must name columns of {data.file}, got {unknown}")
+    rows = table[_equal(table, data.where)]
+    if rows.empty:
+        raise ValueError(f"{claim.id}: data.where must match rows of {data.file}, got none")
+    error = _ERROR_COLUMNS.get(data.file)
+    pairs = []
+    for _, row in rows.iterrows():
+        value, relative = row[data.column], row[error] / row[data.column] if error else 0.0
+        if data.over is not None:
+            same = [c for c in table.columns if c not in values and c not in data.over]
+            other = table[_equal(table, {**{c: row[c] for c in same}, **data.over})]
+            if len(other) != 1:
+                raise ValueError(
+                    f"{claim.id}: data.over must match one row per row, got {len(other)}"
+                )
+            divisor = other.iloc[0]
+            relative += divisor[error] / divisor[data.column] if error else 0.0
+            value = value / divisor[data.column]
+        pairs.append((float(value), float(abs(value) * relative)))
+    return REDUCTIONS[data.reduce](pairs)
+
+
+def _ledger_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
+    evidence = claim.ours.evaluate(results) if claim.ours is not None else None
+    status = claim.status
+    if claim.ours is not None:
+        status = "measured" if evidence is not None else "open"
+    ratio = within = None
+    if evidence is not None and claim.value is not None:
+        ratio = evidence.value / claim.value
+        if claim.tolerance is not None and _same_hardware(claim.hardware, evidence.gpu):
+            within = abs(ratio - 1) <= claim.tolerance
+    return {
+        "id": claim.id,
+        "operator": claim.operator,
+        "kind": claim.kind,
+        "figure": claim.figure or "",
+        "claim": claim.claim,
+        "published": math.nan if claim.value is None else claim.value,
+        "unit": claim.unit or "",
+        "hardware": claim.hardware,
+        "ours": math.nan if evidence is None else evidence.value,
+        "ours_gpu": "" if evidence is None else evidence.gpu,
+        "ours_system": "" if evidence is None else evidence.system,
+        "ours_workload": "" if evidence is None else evidence.workload,
+        "ours_impl": "" if evidence is None else evidence.impl,
+        "ours_baseline": "" if evidence is None else evidence.baseline,
+        "ours_record": "" if evidence is None else ", ".join(evidence.records),
+        "stale": evidence is not None and evidence.stale,
+        "ratio": math.nan if ratio is None else ratio,
+        "within_tolerance": within,
+        "status": status,
+        "how_to_check": claim.how_to_check,
+        "source": "; ".join(map(str, claim.sources)),
+        "note": claim.note,
+    }
+
+
+def _same_hardware(published: str, gpu: str) -> bool:
+    """True if `gpu` is the model named in `published` before the first comma."""
+    model = published.split(",")[0].strip().lower()
+    return bool(model) and gpu.strip().lower().startswith(model)
+
+
+def _usable(results: pd.DataFrame) -> pd.Series:
+    """Rows of kernel times that passed their check; anything but a plain True is not a pass."""
+    correct = [isinstance(value, bool | np.bool_) and bool(value) for value in results["correct"]]
+    failed = results["failure"].notna() & (results["failure"] != "")
+    variant = results["variant"].notna() & (results["variant"] != "")
+    kernel = results["scope"] == "kernel"
+    return (
+        pd.Series(correct, index=results.index, dtype=bool) & kernel & ~failed & ~variant
+    ).astype(bool)
+
+
+def _positive(column: pd.Series) -> pd.Series:
+    numbers = pd.to_numeric(column, errors="coerce")
+    return (numbers > 0) & (numbers < math.inf)
+
+
+def _matches(column: pd.Series, patterns: Iterable[str]) -> pd.Series:
+    patterns = tuple(patterns)
+    hits = [any(fnmatchcase(str(value), pattern) for pattern in patterns) for value in column]
+    return pd.Series(hits, index=column.index, dtype=bool)
+
+
+def _fastest(rows: pd.DataFrame) -> pd.Series | None:
+    return None if rows.empty else rows.loc[rows["time_us_p50"].astype(float).idxmin()]
+
+
+def _time(rows: Iterable[pd.Series]) -> float:
+    return sum(float(row["time_us_p50"]) for row in rows)
+
+
+def _evidence(
+    value: float, ours: Sequence[pd.Series], baseline: Sequence[pd.Series] = ()
+) -> Evidence:
+    """The rows of `ours`, and of `baseline`, are of one workload and system."""
+    rows = [*ours, *baseline]
+    return Evidence(
+        value=value,
+        workload=str(ours[0]["workload"]),
+        impl=_names(ours, "impl"),
+        baseline=_names(baseline, "impl"),
+        gpu=str(ours[0]["gpu"]),
+        system=str(ours[0]["system"]),
+        records=tuple(dict.fromkeys(str(row["record"]) for row in rows)),
+        stale=any(pd.notna(row["stale"]) and bool(row["stale"]) for row in rows),
+    )
+
+
+def _names(rows: Iterable[pd.Series], column: str) -> str:
+    return ", ".join(dict.fromkeys(str(row[column]) for row in rows))
+
+
+def _workload_name(attention: str, fill: float, length: int) -> str:
+    shape = "full" if fill == 1.0 else "half-dense"
+    return f"gdpa-{attention}-{shape}-{length}"
+
+
+def _equal(table: pd.DataFrame, values: Mapping[str, Any]) -> pd.Series:
+    keep = pd.Series(True, index=table.index)
+    for name, value in values.items():
+        keep &= table[name].isna() if pd.isna(value) else table[name] == value
+    return keep
+
+
+def _check(ok: bool, field: str, expectation: str, got: object) -> None:
+    if not ok:
+        raise ClaimError(f"{field} must be {expectation}, got {got!r}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_fields(where: str, entry: Any, required: set[str], optional: set[str]) -> None:
+    _check(isinstance(entry, dict), where, "a mapping", entry)
+    missing, unknown = required - set(entry), set(entry) - required - optional
+    _check(not missing, where, f"complete: add {sorted(missing)}", sorted(map(str, entry)))
+    known = sorted(required | optional)
+    _check(not unknown, where, f"made of the fields {known}", sorted(map(str, unknown)))
+
+
+def _parse_claim(entry: Any) -> Claim:
+    optional = {"data"}
+    required = {f.name for f in fields(Claim)} - {"sources"} - optional | {"source"}
+    _check_fields("claim", entry, required, optional)
+    for name in ("claim", "hardware", "how_to_check"):
+        _check(_is_text(entry[name]), name, "a sentence", entry[name])
+    for name in ("unit", "figure", "note"):
+        _check(entry[name] is None or _is_text(entry[name]), name, "text or null", entry[name])
+    identifier = entry["id"]
+    kebab = _is_text(identifier) and all(
+        part.isalnum() and part.islower() or part.isdigit() for part in identifier.split("-")
+    )
+    _check(kebab and identifier.isascii(), "id", "kebab-case", identifier)
+    for name, choices in (("operator", OPERATORS), ("kind", KINDS), ("status", STATUSES)):
+        _check(entry[name] in choices, name, f"one of {list(choices)}", entry[name])
+    value, tolerance, status = entry["value"], entry["tolerance"], entry["status"]
+    _check(value is None or (_is_number(value) and value > 0), "value", "positive or null", value)
+    _check(value is None or entry["unit"] is not None, "unit", "text beside a value", entry["unit"])
+    numeric = entry["kind"] == "qualitative" or value is not None
+    _check(numeric, "value", f"a number for kind {entry['kind']}", value)
+    ok = tolerance is None or (_is_number(tolerance) and 0 < tolerance < 1)
+    _check(ok, "tolerance", "a fraction between 0 and 1, or null", tolerance)
+    ours = None if entry["ours"] is None else _parse_selector(entry["ours"])
+    if ours is None:
+        _check(status != "measured", "status", "derived from ours, which is null", status)
+    else:
+        _check(status in ("open", "measured"), "status", "open or measured beside ours", status)
+        _check(value is not None, "value", "a number beside ours", value)
+    data = None if entry.get("data") is None else _parse_data(entry["data"])
+    _check(data is None or value is not None, "value", "a number beside data", value)
+    return Claim(
+        id=identifier,
+        operator=entry["operator"],
+        claim=entry["claim"].strip(),
+        value=None if value is None else float(value),
+        unit=entry["unit"],
+        sources=_parse_sources(entry["source"]),
+        hardware=entry["hardware"],
+        kind=entry["kind"],
+        how_to_check=entry["how_to_check"].strip(),
+        figure=entry["figure"],
+        ours=ours,
+        tolerance=tolerance,
+        status=status,
+        note=(entry["note"] or "").strip(),
+        data=data,
+    )
+
+
+def _parse_sources(entry: Any) -> tuple[Source, ...]:
+    entries = entry if isinstance(entry, list) else [entry]
+    _check(bool(entries), "source", "a mapping of bib and where, or a list of them", entry)
+    for item in entries:
+        _check_fields("source", item, {"bib", "where"}, set())
+        for name in ("bib", "where"):
+            _check(_is_text(item[name]), f"source.{name}", "text", item[name])
+    return tuple(Source(**item) for item in entries)
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    values = value if isinstance(value, list) else [value]
+    ok = bool(values) and all(_is_text(v) for v in values)
+    _check(ok, f"ours.{name}", "a glob or a list of globs", value)
+    return tuple(values)
+
+
+def _parse_selector(entry: Any) -> Selector:
+    _check_fields("ours", entry, {"kind", "impl"}, {"figure", "baseline", "workload", "direction"})
+    kind = entry["kind"]
+    _check(kind in SELECTOR_KINDS, "ours.kind", f"one of {list(SELECTOR_KINDS)}", kind)
+    if kind == "max_ratio":
+        _check("baseline" in entry, "ours", "given a baseline for max_ratio", sorted(entry))
+    else:
+        _check("baseline" not in entry, "ours.baseline", f"absent for {kind}", entry)
+    picked = "figure" in entry or {"workload", "direction"} <= set(entry)
+    _check(picked, "ours", "given a figure, or a workload and a direction", sorted(entry))
+    names = ("figure", "impl", "baseline", "workload", "direction")
+    globs = {name: _patterns(name, entry[name]) for name in names if name in entry}
+    for direction in globs.get("direction", ()):
+        _check(direction in DIRECTIONS, "ours.direction", f"among {list(DIRECTIONS)}", direction)
+    return Selector(kind=kind, **globs)
+
+
+def _parse_data(entry: Any) -> PublishedData:
+    _check_fields("data", entry, {"file", "where", "column", "reduce"}, {"over"})
+    ok = entry["file"] in _VALUE_COLUMNS
+    _check(ok, "data.file", f"one of {sorted(_VALUE_COLUMNS)}", entry["file"])
+    ok = entry["column"] in _VALUE_COLUMNS[entry["file"]]
+    _check(ok, "data.column", f"one of {_VALUE_COLUMNS[entry['file']]}", entry["column"])
+    _check(entry["reduce"] in REDUCTIONS, "data.reduce", "'max' or 'min'", entry["reduce"])
+    for name in ("where", "over"):
+        value = entry.get(name)
+        ok = isinstance(value, dict) and bool(value) or (name == "over" and value is None)
+        _check(ok, f"data.{name}", "a mapping of column to value", value)
+    return PublishedData(**entry)

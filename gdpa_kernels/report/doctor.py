@@ -1,0 +1,288 @@
+"""What this machine can run, and the command that repairs what is missing.
+
+Findings are plain data; `python -m gdpa_kernels doctor` prints them. Nothing is imported here that
+a broken installation could break.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+TORCH = "torch==2.13.0"
+FBTRITON = "fbtriton==3.7.4"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One answer: does `name` work here (`ok`), why (`detail`), and what repairs it (`repair`).
+
+    `repair` is a shell command, None if nothing is broken: a CPU is no damage.
+    """
+
+    group: str
+    name: str
+    ok: bool
+    detail: str
+    repair: str | None = None
+
+
+@dataclass(frozen=True)
+class TritonInstall:
+    """The triton that Python imports, and the distributions that claim its files.
+
+    `imported`: its version; `import_error`, `tlx_error`: why it, or its TLX, cannot be imported.
+    `triton`, `fbtriton`: versions of the installed distributions. `overwritten`: files of fbtriton
+    that are missing or have another size than fbtriton installed. `shadowed`: Python imports triton
+    from another folder than fbtriton's. `together`: the two distributions share one folder.
+    """
+
+    imported: str | None = None
+    import_error: str | None = None
+    tlx_error: str | None = None
+    triton: str | None = None
+    fbtriton: str | None = None
+    overwritten: tuple[str, ...] = ()
+    shadowed: bool = False
+    together: bool = False
+
+
+def findings(data_dir: str | Path | None = None) -> list[Finding]:
+    """Every finding about this machine: GPU, torch, triton, implementations, baselines, records."""
+    return [
+        check_gpu(),
+        check_torch(),
+        check_triton(triton_install()),
+        *check_implementations(),
+        *check_baselines(),
+        check_records(data_dir),
+    ]
+
+
+def report(found: Iterable[Finding]) -> str:
+    """The findings as text: a line each, by group, then the repairs in order."""
+    found = list(found)
+    width = max((len(f.name) for f in found), default=0)
+    lines = []
+    for group in dict.fromkeys(f.group for f in found):
+        members = [f for f in found if f.group == group]
+        if members:
+            lines.append(group)
+            lines += [
+                f"  {f.name:{width}}  {'yes' if f.ok else 'no ':3}  {f.detail}".rstrip()
+                for f in members
+            ]
+    commands = repairs(found)
+    if commands:
+        lines += ["repair", *(f"  {command}" for command in commands)]
+    return "\n".join(lines) + "\n"
+
+
+def repairs(found: Iterable[Finding]) -> list[str]:
+    """The repair commands, each once, in the order to run them.
+
+    fbtriton comes last: installing torch with CUDA installs triton over its files.
+    """
+    commands = list(dict.fromkeys(f.repair for f in found if f.repair is not None))
+    return sorted(commands, key=lambda command: FBTRITON in command)
+
+
+def check_gpu() -> Finding:
+    """The GPU torch sees, with its compute capability, or why it sees none."""
+    try:
+        import torch
+
+        from gdpa_kernels.measuring import system
+    except Exception as error:
+        return Finding("machine", "gpu", False, f"unknown without torch ({_name(error)})")
+    if torch.cuda.is_available():
+        index = torch.cuda.current_device()
+        major, minor = torch.cuda.get_device_capability(index)
+        detail = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+        return Finding("machine", "gpu", True, detail)
+    return judge_missing_gpu(
+        system.gpu_names(), torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
+
+
+def judge_missing_gpu(listed: list[str], cuda: str | None, visible: str | None) -> Finding:
+    """Why torch sees no GPU: `listed` by nvidia-smi, torch's CUDA, CUDA_VISIBLE_DEVICES."""
+    detail, repair = "nvidia-smi lists no GPU: records are read, none can be measured", None
+    if listed:
+        names = ", ".join(sorted(set(listed)))
+        if cuda is None:
+            detail = f"{names}, but this torch is built without CUDA"
+            repair = _pip(f"--force-reinstall {TORCH}")
+        elif visible is not None:
+            detail = f"{names}, but CUDA_VISIBLE_DEVICES={visible!r} hides it from torch"
+            repair = "unset CUDA_VISIBLE_DEVICES"
+        else:
+            detail = f"{names}, but its driver does not run torch's CUDA {cuda}"
+    return Finding("machine", "gpu", False, detail, repair)
+
+
+def check_torch() -> Finding:
+    """The torch that Python imports."""
+    try:
+        import torch
+
+        cuda = torch.version.cuda
+        detail = f"{torch.__version__}, {f'CUDA {cuda}' if cuda else 'without CUDA'}"
+    except Exception as error:
+        detail = f"cannot be imported ({_name(error)})"
+        return Finding("machine", "torch", False, detail, _pip(f"--force-reinstall {TORCH}"))
+    return Finding("machine", "torch", True, detail)
+
+
+def triton_install() -> TritonInstall:
+    """Look at the triton that Python imports and at the metadata of triton and fbtriton."""
+    triton, fbtriton = _distribution("triton"), _distribution("fbtriton")
+    imported = import_error = tlx_error = None
+    folder = None
+    try:
+        module = importlib.import_module("triton")
+        imported, folder = module.__version__, Path(module.__file__).resolve().parents[1]
+    except Exception as error:
+        import_error = _name(error)
+    if imported is not None:
+        try:
+            importlib.import_module("triton.language.extra.tlx")
+        except Exception as error:
+            tlx_error = _name(error)
+    overwritten: list[str] = []
+    shadowed = together = False
+    if fbtriton is not None:
+        home = _folder(fbtriton)
+        shadowed = folder is not None and folder != home
+        together = triton is not None and _folder(triton) == home
+        for file in fbtriton.files or ():
+            path = Path(str(file.locate()))
+            if file.parts[0] == "triton" and file.size is not None and not _has(path, file.size):
+                overwritten.append(str(file))
+    return TritonInstall(
+        imported=imported,
+        import_error=import_error,
+        tlx_error=tlx_error,
+        triton=None if triton is None else triton.version,
+        fbtriton=None if fbtriton is None else fbtriton.version,
+        overwritten=tuple(overwritten),
+        shadowed=shadowed,
+        together=together,
+    )
+
+
+def check_triton(install: TritonInstall) -> Finding:
+    """Whether Python imports an intact fbtriton.
+
+    triton and fbtriton install the same files and pip does not notice: whichever is installed last
+    wins, and removing one removes files of the other.
+    """
+    fbtriton = f"fbtriton {install.fbtriton}"
+    problem = None
+    if install.imported is None and install.fbtriton is None and install.triton is None:
+        problem = "not installed"
+    elif install.imported is None:
+        problem = f"cannot be imported ({install.import_error})"
+    elif install.fbtriton is None:
+        problem = f"triton {install.imported} without TLX: fbtriton is not installed"
+    elif install.shadowed:
+        problem = f"triton {install.imported} is imported from another folder than {fbtriton}"
+    elif install.imported.partition("+")[0] != install.fbtriton or "+fb" not in install.imported:
+        problem = f"triton {install.imported} was installed over {fbtriton}"
+    elif install.overwritten:
+        problem = f"{len(install.overwritten)} files of {fbtriton} are missing or overwritten"
+    elif install.tlx_error is not None:
+        problem = f"triton {install.imported} without TLX ({install.tlx_error})"
+    if problem is not None:
+        if install.together:
+            problem += f"; the distributions triton {install.triton} and {fbtriton} share files"
+        repair = _pip(f"--force-reinstall --no-deps {FBTRITON}")
+        return Finding("machine", "triton", False, problem, repair)
+    detail = f"{install.imported}, from {fbtriton}, with TLX"
+    if install.together:
+        detail += f"; installing triton {install.triton} again would overwrite it"
+    return Finding("machine", "triton", True, detail)
+
+
+def check_implementations() -> list[Finding]:
+    """The reference and every rung of each ladder: can it run here, and why."""
+    ladder = _module("calling.ladder")
+    if isinstance(ladder, Exception):
+        return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
+    return [
+        _ask(f"implementations of {operator}", impl, ladder.availability, impl, None, operator)
+        for operator in ladder.LADDERS
+        for impl in ladder.impls(operator)
+    ]
+
+
+def check_baselines() -> list[Finding]:
+    """Every baseline: can it run here, and why."""
+    baselines = _module("measuring.baselines")
+    if isinstance(baselines, Exception):
+        return [Finding("baselines", "baselines", False, f"cannot be imported: {baselines}")]
+    return [_ask("baselines", n, b.availability) for n, b in baselines.BASELINES.items()]
+
+
+def check_records(data_dir: str | Path | None = None) -> Finding:
+    """How many records load, and which are refused and why."""
+    record = _module("measuring.record")
+    if isinstance(record, Exception):
+        return Finding("data", "records", False, f"cannot be read: {record}")
+    records, errors = record.load_all(record.DATA_DIR if data_dir is None else data_dir)
+    detail = f"{len(records)} read, {len(errors)} refused"
+    return Finding(
+        "data", "records", not errors, "; ".join([detail, *(str(error) for error in errors)])
+    )
+
+
+def _ask(group: str, name: str, availability: Any, *arguments: Any) -> Finding:
+    try:
+        answer = availability(*arguments)
+    except Exception as error:
+        return Finding(group, name, False, _name(error))
+    return Finding(group, name, answer.ok, answer.reason)
+
+
+def _module(name: str) -> ModuleType | Exception:
+    try:
+        return importlib.import_module(f"gdpa_kernels.{name}")
+    except Exception as error:
+        return RuntimeError(_name(error))
+
+
+def _distribution(name: str) -> importlib.metadata.Distribution | None:
+    try:
+        return importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _folder(distribution: importlib.metadata.Distribution) -> Path:
+    return Path(str(distribution.locate_file(""))).resolve()
+
+
+def _has(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
+
+
+def _name(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _pip(arguments: str) -> str:
+    """A pip command for this Python, whose path is relative inside the working directory."""
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    return f"{python} -m pip install {arguments}"

@@ -1,0 +1,404 @@
+"""Records -> axes: the charts of the book.
+
+One scale for ours and theirs, rates from zero, the ceiling always drawn, the best baseline marked,
+labels beside the lines instead of a legend. A notebook imports this module alone: it also offers
+the house style (`house`) and what stands under a figure (`page`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from gdpa_kernels.measuring.workload import WORKLOADS, figure_direction
+from gdpa_kernels.report.house import INK, Figure, colour, is_rung, style, subplots
+from gdpa_kernels.report.page import (
+    glue_number,
+    glue_text,
+    provenance,
+    save_csv,
+    show_table,
+    source,
+)
+
+__all__ = [
+    "Figure",
+    "colour",
+    "figure_ladder",
+    "figure_tflops",
+    "glue_number",
+    "glue_text",
+    "is_rung",
+    "ladder_table",
+    "provenance",
+    "save_csv",
+    "show_table",
+    "source",
+    "style",
+    "subplots",
+]
+
+PUBLISHED_COLOURS = {
+    "triton_gdpa": "#1f83c4",
+    "cutedsl_gdpa": "#7a6ad8",
+    "cutlass_fmha": "#787878",
+    "cutedsl_fa4": "#a06a4a",
+}
+
+RATE_COLUMNS = (
+    "time_us_p20",
+    "time_us_p50",
+    "time_us_p80",
+    "tflops",
+    "gbytes_per_s",
+    "percent_of_roofline",
+)
+RATE_LABEL = "TFLOP/s"
+LENGTH_LABEL = "max_seqlen_q (tokens)"
+_HEADROOM = 1.08
+_SMALL = 8.5
+
+
+def figure_tflops(
+    table: pd.DataFrame,
+    figure: str,
+    *,
+    system: str,
+    impls: Sequence[str],
+    published: pd.DataFrame | None = None,
+) -> Figure:
+    """A published chart redrawn: ours measured on the left, theirs on the right, one scale.
+
+    `table`: rows of `results.table`; if `figure` has two families of workloads (dense and jagged
+    keys), pass the rows of one. `system`: part of the system's id. `impls`: what to draw, rungs and
+    baselines. `published`: `claims.published_figures()`. Kernel times only (scope "kernel").
+
+    Error bars: p20-p80. Steps: the roofline of each workload, with the ceilings of its record.
+    Ring: the best baseline at that length. Cross: a row that failed. ValueError if an impl has no
+    row, if the rows come from two systems, or if one length has two workloads.
+    """
+    rows = _kernel_rows(table, figure_direction(figure), impls)
+    rows = rows[
+        (rows["figure"] == figure) & rows["system"].str.contains(system.lower(), regex=False)
+    ]
+    _require_impls(rows, impls, f"{figure} on {system}")
+    rows = rows.assign(length=[WORKLOADS[name].max_seqlen_q for name in rows["workload"]])
+    for length, names in rows.groupby("length")["workload"].unique().items():
+        if len(names) > 1:
+            raise ValueError(
+                f"table must hold one workload per length, got {', '.join(names)} for {length}"
+            )
+    lengths = sorted(rows["length"].unique())
+    theirs = None
+    if published is not None:
+        theirs = published[published["figure"] == figure]
+        if theirs.empty:
+            raise ValueError(f"published must hold rows of {figure}, got none")
+        found = sorted(theirs["length"].unique())
+        if found != lengths:
+            raise ValueError(f"published must hold the lengths {lengths}, got {found}")
+    with style():
+        chart, axes = subplots(
+            1,
+            1 if theirs is None else 2,
+            width=6.0 if theirs is None else 8.8,
+            height=4.4,
+            sharey=True,
+            squeeze=False,
+            gridspec_kw=None if theirs is None else {"width_ratios": (1.05, 1)},
+        )
+        left = axes[0, 0]
+        top = _draw_measured(left, rows, lengths, impls)
+        left.set_title(f"measured, {_machine(rows)}")
+        left.set_ylabel(RATE_LABEL)
+        if theirs is not None:
+            top = max(top, _draw_published(axes[0, 1], theirs, lengths))
+            axes[0, 1].set_title(f"published, {_only(theirs, 'hardware')}")
+        for axis in axes[0]:
+            axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+            axis.set_xlabel(LENGTH_LABEL)
+        left.set_ylim(0, top * _HEADROOM)
+        _place_labels(left)
+        return chart
+
+
+def figure_ladder(
+    table: pd.DataFrame, workload: str, rungs: Sequence[str], highlight: str | None
+) -> Figure:
+    """The ladder so far on one workload, forward: a bar for each rung, then each baseline.
+
+    `table`: rows of `results.table` of one system. `rungs`: in the order to show; `highlight`: the
+    one in colour (None: all). Every baseline of the table with a time is shown, slowest first.
+    Labels: TFLOP/s and % of roofline; error bars: p20-p80. ValueError if a rung has no row.
+    """
+    if highlight is not None and highlight not in rungs:
+        raise ValueError(f"highlight must be one of {', '.join(rungs)}, got {highlight!r}")
+    rows, baselines = _ladder_rows(table, workload, rungs)
+    order = [*rungs, *baselines]
+    with style():
+        chart, axis = subplots(width=7.0, height=1.1 + 0.34 * len(order))
+        ceiling = _ceiling(rows)
+        axis.axvline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+        axis.annotate(
+            f"roofline {ceiling:.0f}",
+            (ceiling, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(-4, 3),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+        )
+        for position, impl in enumerate(order):
+            row = rows[rows["impl"] == impl].iloc[0]
+            shown = colour(impl) if highlight in (None, impl) else INK
+            _draw_bar(axis, position, row, shown, strong=impl == highlight)
+        axis.set_yticks(range(len(order)), [_label(rows, impl) for impl in order])
+        if highlight is not None:
+            axis.get_yticklabels()[order.index(highlight)].set_color(colour(highlight))
+        axis.set_ylim(len(order) - 0.4, -0.6)
+        axis.set_xlim(0, ceiling * _HEADROOM)
+        axis.grid(visible=False, axis="y")
+        axis.grid(visible=True, axis="x")
+        axis.tick_params(axis="y", length=0)
+        axis.set_xlabel(f"{RATE_LABEL}, {workload}, {_machine(rows)}")
+        return chart
+
+
+def ladder_table(table: pd.DataFrame, workload: str, rungs: Sequence[str]) -> pd.DataFrame:
+    """The numbers of `figure_ladder`: impl, math, times in us, rates, failures if there are any.
+
+    `times_faster`: the time of the rung before divided by this rung's; NaN for baselines.
+    """
+    rows, baselines = _ladder_rows(table, workload, rungs)
+    shown = rows.set_index("impl").loc[[*rungs, *baselines]].reset_index()
+    gain = shown["time_us_p50"].shift() / shown["time_us_p50"]
+    shown["times_faster"] = gain.where(shown.index < len(rungs))
+    columns = ["impl", "math", *RATE_COLUMNS, "times_faster"]
+    return shown[[*columns, "failure"] if (shown["failure"] != "").any() else columns]
+
+
+def _kernel_rows(table: pd.DataFrame, direction: str, impls: Sequence[str] | None) -> pd.DataFrame:
+    keep = (table["scope"] == "kernel") & (table["variant"] == "")
+    keep &= table["direction"] == direction
+    if impls is not None:
+        keep &= table["impl"].isin(impls)
+    return table[keep]
+
+
+def _require_impls(rows: pd.DataFrame, impls: Sequence[str], where: str) -> None:
+    missing = [impl for impl in impls if impl not in set(rows["impl"])]
+    if missing or rows.empty:
+        wanted = ", ".join(missing) or "at least one impl"
+        raise ValueError(f"table must hold kernel rows of {wanted} for {where}, got none")
+    _only(rows, "system")
+
+
+def _only(rows: pd.DataFrame, column: str) -> str:
+    values = sorted(set(rows[column]))
+    if len(values) != 1:
+        raise ValueError(
+            f"table must hold one {column}, got {', '.join(map(str, values)) or 'none'}"
+        )
+    return str(values[0])
+
+
+def _machine(rows: pd.DataFrame) -> str:
+    dates = sorted(set(rows["date"]))
+    period = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{_only(rows, 'gpu') or _only(rows, 'system')}, {period}"
+
+
+def _ceiling(rows: pd.DataFrame) -> float:
+    """Roofline of one workload (TFLOP/s), from the newest row that has a rate."""
+    timed = rows.dropna(subset=["tflops", "percent_of_roofline"]).sort_values(["date", "record"])
+    if timed.empty:
+        raise ValueError(f"table must hold a correct time for {_only(rows, 'workload')}, got none")
+    last = timed.iloc[-1]
+    return 100 * float(last["tflops"]) / float(last["percent_of_roofline"])
+
+
+def _spread(rows: pd.DataFrame | pd.Series) -> Any:
+    """Distance of the p80 and p20 times from the p50 rate, in TFLOP/s: (below, above)."""
+    rate = rows["tflops"]
+    below = rate - rate * rows["time_us_p50"] / rows["time_us_p80"]
+    return below, rate * rows["time_us_p50"] / rows["time_us_p20"] - rate
+
+
+def _label(rows: pd.DataFrame, impl: str) -> str:
+    math_of = rows[rows["impl"] == impl]["math"].iloc[0]
+    return impl if is_rung(impl) else f"{impl} ({math_of})"
+
+
+def _draw_measured(
+    axis: Axes, rows: pd.DataFrame, lengths: Sequence[int], impls: Sequence[str]
+) -> float:
+    place = {length: position for position, length in enumerate(lengths)}
+    ceilings = [_ceiling(rows[rows["length"] == length]) for length in lengths]
+    edges = np.arange(len(lengths) + 1) - 0.5
+    axis.stairs(ceilings, edges, baseline=None, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+    axis.annotate(
+        "roofline", (-0.5, ceilings[0]), xytext=(2, 4), textcoords="offset points", va="bottom"
+    )
+    baselines = [impl for impl in impls if not is_rung(impl)]
+    for impl in (*baselines, *(impl for impl in impls if is_rung(impl))):
+        ours = rows[rows["impl"] == impl].sort_values("length")
+        timed = ours.dropna(subset=["tflops"])
+        shown = colour(impl)
+        axis.errorbar(
+            [place[length] for length in timed["length"]],
+            timed["tflops"],
+            yerr=_spread(timed),
+            color=shown,
+            marker="o",
+            linewidth=1.8 if is_rung(impl) else 1.0,
+            elinewidth=1.0,
+            capsize=2,
+            label=_label(ours, impl),
+        )
+        for length in ours["length"][ours["tflops"].isna()]:
+            axis.plot(place[length], 0, "x", color=shown, markersize=7, clip_on=False, zorder=5)
+    best = rows[rows["impl"].isin(baselines)].dropna(subset=["tflops"])
+    best = best.sort_values("tflops").groupby("length").last()
+    axis.plot(
+        [place[length] for length in best.index],
+        best["tflops"],
+        linestyle="none",
+        marker="o",
+        markersize=10,
+        markerfacecolor="none",
+        markeredgecolor=INK,
+        gid="best-baseline",
+    )
+    axis.set_xlim(-0.5, len(lengths) - 0.75)
+    notes = [] if best.empty else ["ring: best baseline"]
+    notes += ["cross: failed"] if rows["tflops"].isna().any() else []
+    _note(axis, "; ".join(notes))
+    return max([*ceilings, *rows["tflops"].dropna()])
+
+
+def _draw_published(axis: Axes, rows: pd.DataFrame, lengths: Sequence[int]) -> float:
+    kernels = list(dict.fromkeys(rows["kernel"]))
+    width = 0.84 / len(kernels)
+    for index, kernel in enumerate(kernels):
+        bars = rows[rows["kernel"] == kernel].sort_values("length")
+        positions = np.arange(len(lengths)) - 0.42 + width * (index + 0.5)
+        drawn = axis.bar(
+            positions,
+            bars["tflops"],
+            width * 0.92,
+            yerr=bars["tflops_error"],
+            color=PUBLISHED_COLOURS[kernel],
+            error_kw={"ecolor": INK, "elinewidth": 1.0},
+            label=kernel,
+        )
+        for bar, suspect in zip(drawn, bars["suspect"], strict=True):
+            if suspect:
+                bar.set(facecolor="none", edgecolor=PUBLISHED_COLOURS[kernel], hatch="////")
+        axis.annotate(
+            kernel,
+            (positions[-1], 0),
+            xytext=(0, 5),
+            textcoords="offset points",
+            rotation=90,
+            ha="center",
+            va="bottom",
+            color=INK if bars["suspect"].iloc[-1] else "white",
+            fontsize=_SMALL,
+        )
+    _note(axis, "hatched: doubtful in the original" if rows["suspect"].any() else "")
+    return float((rows["tflops"] + rows["tflops_error"]).max())
+
+
+def _note(axis: Axes, text: str) -> None:
+    axis.annotate(
+        text,
+        (0, 0),
+        xycoords="axes fraction",
+        xytext=(0, -36),
+        textcoords="offset points",
+        va="top",
+        fontsize=_SMALL,
+    )
+
+
+def _place_labels(axis: Axes) -> None:
+    """Write each line's label at its right end, moved apart where they would meet."""
+    ends = []
+    for container in axis.containers:
+        line = container.lines[0]
+        if len(line.get_ydata()):
+            ends.append([float(line.get_ydata()[-1]), container])
+    ends.sort(key=lambda end: end[0])
+    step = 0.052 * axis.get_ylim()[1]
+    levels: list[float] = []
+    for value, _ in ends:
+        levels.append(max(value, levels[-1] + step) if levels else value)
+    shift = sum(level - end[0] for level, end in zip(levels, ends, strict=True))
+    levels = [max(0.0, level - shift / len(ends)) for level in levels]
+    for (value, container), level in zip(ends, levels, strict=True):
+        line = container.lines[0]
+        axis.annotate(
+            container.get_label(),
+            (float(line.get_xdata()[-1]), value),
+            xytext=(1.02, level),
+            textcoords=("axes fraction", "data"),
+            va="center",
+            color=line.get_color(),
+            fontsize=_SMALL,
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line.get_color(),
+                "linewidth": 0.5,
+                "shrinkA": 0,
+                "shrinkB": 6,
+            },
+        )
+
+
+def _ladder_rows(
+    table: pd.DataFrame, workload: str, rungs: Sequence[str]
+) -> tuple[pd.DataFrame, list[str]]:
+    rows = _kernel_rows(table, "forward", None)
+    rows = rows[rows["workload"] == workload].drop_duplicates(["impl", "system"], keep="last")
+    _require_impls(rows, rungs, f"{workload}, forward")
+    others = rows[[not is_rung(impl) and impl not in rungs for impl in rows["impl"]]]
+    others = others.dropna(subset=["tflops"]).sort_values("tflops")
+    return rows, list(others["impl"])
+
+
+def _draw_bar(axis: Axes, position: int, row: pd.Series, shown: str, *, strong: bool) -> None:
+    rate = float(row["tflops"])
+    if math.isnan(rate):
+        axis.annotate(
+            f"failed: {row['failure']}",
+            (0, position),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+        )
+        return
+    below, above = _spread(row)
+    axis.barh(
+        position,
+        rate,
+        0.62,
+        color=shown if is_rung(row["impl"]) else "none",
+        edgecolor=shown,
+        xerr=[[below], [above]],
+        error_kw={"ecolor": INK, "elinewidth": 1.2, "capsize": 2},
+    )
+    axis.annotate(
+        f"{rate:.0f}  {row['percent_of_roofline']:.0f} %",
+        (rate + above, position),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="center",
+        color=shown,
+        fontweight="bold" if strong else "normal",
+    )

@@ -1,0 +1,136 @@
+"""What a page says about its figures: where values come from, their download, glued numbers."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from gdpa_kernels.measuring import record as records
+from gdpa_kernels.measuring import system as systems
+from gdpa_kernels.report import results
+
+if TYPE_CHECKING:
+    from IPython.display import Markdown
+
+KINDS = ("measured", "published", "modelled", "emulated")
+"""What a number can be; every figure says which."""
+
+CSV_DIR = records.ROOT / "book" / "extra" / "figures"
+
+
+def provenance(
+    rows: pd.DataFrame | Sequence[str], csv: str | None = None, *, data_dir: Path = records.DATA_DIR
+) -> Markdown:
+    """The line under a measured figure: machine, date, commit, records, data, and a stale warning.
+
+    `rows`: the rows of `results.table` that were drawn, or ids of records. `csv`: the name given to
+    `save_csv`. Paths are relative to a page of book/executed/<part>. RecordError if a record is
+    missing.
+    """
+    stale: list[str] = []
+    ids = list(rows)
+    if isinstance(rows, pd.DataFrame):
+        ids = list(dict.fromkeys(rows["record"]))
+        stale = sorted(set(rows["impl"][rows["stale"]]))
+    if not ids:
+        raise ValueError("rows must name at least one record, got none")
+    runs = []
+    for name in ids:
+        run = records.load(Path(data_dir) / "records" / f"{name}.json")
+        machine = systems.load(Path(data_dir) / "systems" / f"{run.system}.json")
+        commit = (
+            f"commit <code>{run.package.commit[:10]}</code>" if run.package.commit else "no commit"
+        )
+        if run.package.dirty:
+            commit += " with local changes"
+        runs.append(
+            f"{_link(f'data/systems/{run.system}.json', machine.gpu or run.system)}, "
+            f"{html.escape(run.created[:10])}, {commit}, "
+            f"record {_link(f'data/records/{name}.json', name)}"
+        )
+    warning = ""
+    if stale:
+        warning = (
+            ' <span class="stale">The source of '
+            + ", ".join(f"<code>{html.escape(impl)}</code>" for impl in stale)
+            + " has changed since: <code>make measure</code> records it again.</span>"
+        )
+    return _provenance("measured", "; ".join(runs) + "." + warning, csv)
+
+
+def source(kind: str, text: str, csv: str | None = None) -> Markdown:
+    """The line under a figure that shows no measurement: "published", "modelled" or "emulated".
+
+    `text`: where its values come from (a publication and its machine, a formula, a program).
+    """
+    if kind not in KINDS[1:]:
+        raise ValueError(f"kind must be one of {', '.join(KINDS[1:])}, got {kind!r}")
+    return _provenance(kind, html.escape(text), csv)
+
+
+def show_table(table: pd.DataFrame) -> Markdown:
+    """A table for the page: four significant digits, numbers to the right, nothing for NaN."""
+    from IPython.display import Markdown
+
+    lines = results.to_markdown(table).splitlines()
+    numeric = [pd.api.types.is_numeric_dtype(table[name]) for name in table.columns]
+    lines[1] = f"| {' | '.join('--:' if right else ':--' for right in numeric)} |"
+    return Markdown("\n".join(lines))
+
+
+def save_csv(table: pd.DataFrame, name: str) -> Path:
+    """Write the data behind a figure to book/extra/figures/`name`.csv, which the site offers."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
+        raise ValueError(f"name must be lower-case letters, digits, - and _, got {name!r}")
+    CSV_DIR.mkdir(parents=True, exist_ok=True)
+    path = CSV_DIR / f"{name}.csv"
+    table.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
+    return path
+
+
+def glue_number(key: str, value: float) -> None:
+    """Give a number to the text: {glue:text}`key:.1f`. ValueError unless it is finite."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"value of {key!r} must be a finite number, got {number}")
+    _glue(key, number)
+
+
+def glue_text(key: str, value: str) -> None:
+    """Give a word to the text: {glue:text}`key`, for example the name of the best baseline."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"value of {key!r} must be a word, got {value!r}")
+    _glue(key, value)
+
+
+def _glue(key: str, value: float | str) -> None:
+    """What `myst_nb.glue(key, value, display=False)` displays; a machine that measures lacks it."""
+    from IPython.display import display
+
+    prefix = "application/papermill.record/"
+    display(
+        {f"{prefix}text/plain": repr(value)},
+        raw=True,
+        metadata={"scrapbook": {"name": key, "mime_prefix": prefix}},
+    )
+
+
+def _link(path: str, text: str) -> str:
+    return f'<a href="../../{html.escape(path)}">{html.escape(text)}</a>'
+
+
+def _provenance(kind: str, text: str, csv: str | None) -> Markdown:
+    from IPython.display import Markdown
+
+    data = ""
+    if csv is not None:
+        if not (CSV_DIR / f"{csv}.csv").exists():
+            raise ValueError(f"csv must be a name that save_csv was given, got {csv!r}")
+        data = f" {_link(f'figures/{csv}.csv', 'Data of this figure (CSV)')}."
+    return Markdown(f'<p class="provenance" data-kind="{kind}"><b>{kind}</b>: {text}{data}</p>')

@@ -1,0 +1,274 @@
+"""Results: what records say, derived when read.
+
+A table row is one row of a record with its rates. Nothing here is stored: delete a record and its
+rows are gone, and `one` fails, so a book that quotes them does not build.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gdpa_kernels.measuring import system as systems
+from gdpa_kernels.measuring.record import DATA_DIR, ROOT, Ceiling, Record, Row, load_all
+from gdpa_kernels.measuring.roofline import Ceilings
+from gdpa_kernels.measuring.workload import BLOCK_WORKLOADS, WORKLOADS, figures_of
+
+_IDENTITY = (
+    "figure",
+    "workload",
+    "direction",
+    "impl",
+    "math",
+    "scope",
+    "variant",
+    "system",
+    "gpu",
+    "date",
+    "record",
+)
+_NUMBERS = (
+    "time_us_p20",
+    "time_us_p50",
+    "time_us_p80",
+    "tflops",
+    "gbytes_per_s",
+    "percent_of_roofline",
+)
+COLUMNS = (*_IDENTITY, *_NUMBERS, "correct", "failure", "stale", "samples")
+_MOST_LISTED = 20
+
+
+class RefusedRecordWarning(UserWarning):
+    """A file in data/records was refused; the others are used."""
+
+
+def table(
+    data_dir: str | Path = DATA_DIR,
+    *,
+    system: str | None = None,
+    workload: str | None = None,
+    latest: bool = True,
+    per: str = "system",
+) -> pd.DataFrame:
+    """One row per measured row and figure, with COLUMNS, oldest record first.
+
+    `system`: keep systems whose id contains this. `workload`: keep workloads matching this shell
+    pattern. `latest`: of the rows that share workload, direction, impl, scope, variant and `per`
+    ("system" or "gpu") keep the newest, failed or not.
+
+    time_us_p20, p50, p80: quantiles of the samples in microseconds (linear interpolation). tflops
+    (TFLOP/s) and gbytes_per_s (GB/s, 1e9 bytes): useful FLOPs and fewest bytes over the p50 time.
+    percent_of_roofline: 100 * max(compute floor, memory floor) / p50 time, with the ceilings of the
+    same record. These are NaN without samples, FLOPs or ceilings. `correct`: the check passed; NA
+    where nothing was to be checked, as for a schedule. `failure`: why there are no samples, or "".
+    `figure`: the published figure that shows the workload, or "". `stale`: the file of the
+    implementation, or the definition of the workload, has changed since. `samples`: how many.
+
+    A refused record is named in a RefusedRecordWarning. ValueError for another `per`.
+    """
+    if per not in ("system", "gpu"):
+        raise ValueError(f"per must be 'system' or 'gpu', got {per!r}")
+    rows: list[dict[str, Any]] = []
+    gpus: dict[str, str] = {}
+    for record in _load(data_dir):
+        if record.system not in gpus:
+            path = Path(data_dir) / "systems" / f"{record.system}.json"
+            gpus[record.system] = systems.load(path).gpu or ""
+        if system is not None and system.lower() not in record.system:
+            continue
+        limits = ceilings(record)
+        rows += [
+            derived
+            for row in record.rows
+            if workload is None or fnmatch.fnmatchcase(row.workload, workload)
+            for derived in _derive(record, row, limits, gpus[record.system])
+        ]
+    frame = pd.DataFrame(rows, columns=list(COLUMNS)).astype(
+        dict.fromkeys(_NUMBERS, "float64")
+        | {"correct": "boolean", "stale": "bool", "samples": "int64"}
+    )
+    if latest:
+        key = ["figure", "workload", "direction", "impl", "scope", "variant", per]
+        frame = frame.drop_duplicates(key, keep="last", ignore_index=True)
+    return frame
+
+
+def one(table: pd.DataFrame, **filters: Any) -> pd.Series:
+    """The only row whose columns equal `filters`.
+
+    LookupError saying what exists if no row or more than one matches; ValueError for an unknown
+    column.
+    """
+    unknown = sorted(set(filters) - set(table.columns))
+    if unknown:
+        raise ValueError(f"filters must be columns ({', '.join(table.columns)}), got {unknown}")
+    found = _matching(table, filters)
+    if len(found) == 1:
+        return found.iloc[0]
+    wanted = ", ".join(f"{name}={value!r}" for name, value in filters.items())
+    if len(found):
+        differing = [n for n in _IDENTITY if found[n].nunique() > 1]
+        listed = found[differing or list(_IDENTITY)].head(_MOST_LISTED)
+        raise LookupError(
+            f"one row must match {wanted}, got {len(found)}, which differ in:\n"
+            + listed.to_string(index=False)
+        )
+    raise LookupError(f"one row must match {wanted}, got none; {_alternatives(table, filters)}")
+
+
+def latest_record(
+    data_dir: str | Path = DATA_DIR, *, notebook: str | None = None, system: str | None = None
+) -> Record:
+    """The newest record of `notebook` (path relative to the repository) on `system`.
+
+    `system`: part of the system's id. LookupError saying what exists if there is none.
+    """
+    records = _load(data_dir)
+    found = [
+        r
+        for r in records
+        if notebook in (None, r.chapter) and (system is None or system.lower() in r.system)
+    ]
+    if not found:
+        existing = sorted({f"{r.chapter} on {r.system}" for r in records}) or ["no record"]
+        raise LookupError(
+            f"a record must match notebook={notebook!r}, system={system!r}, got none; "
+            f"there is: {'; '.join(existing)}"
+        )
+    return found[-1]
+
+
+def notebook_table(record: Record, name: str) -> pd.DataFrame:
+    """Table `name` of a record as a frame; LookupError listing the tables if there is none."""
+    if name not in record.tables:
+        raise LookupError(
+            f"name must be a table of {record.id} ({sorted(record.tables)}), got {name!r}"
+        )
+    found = record.tables[name]
+    return pd.DataFrame(list(found.rows), columns=list(found.columns))
+
+
+def ceilings(record: Record) -> Ceilings | None:
+    """The ceilings measured in `record`, from the median of each one's samples.
+
+    The fastest matrix product counts, and the fastest copy of each read : written mix. None if
+    either kind is missing.
+    """
+    tflops = [c.flops / _median_us(c) / 1e6 for c in record.ceilings if c.kind == "matmul"]
+    copies: dict[float, float] = {}
+    for c in record.ceilings:
+        if c.kind == "copy":
+            mix = c.bytes_read / c.bytes_written
+            rate = (c.bytes_read + c.bytes_written) / _median_us(c) / 1e3
+            copies[mix] = max(rate, copies.get(mix, 0.0))
+    if not tflops or not copies:
+        return None
+    return Ceilings(tflops=max(tflops), copies=tuple(sorted(copies.items())))
+
+
+def to_csv(table: pd.DataFrame) -> str:
+    """The table as CSV, numbers with six significant digits, an empty field for what is missing."""
+    return table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    """The table as a Markdown table, numbers with four significant digits."""
+    lines = [list(table.columns), ["---"] * len(table.columns)]
+    lines += [[_cell(value) for value in row] for row in table.itertuples(index=False)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if pd.isna(value):
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def _load(data_dir: str | Path) -> list[Record]:
+    records, errors = load_all(data_dir)
+    for error in errors:
+        warnings.warn(f"refused {error}", RefusedRecordWarning, stacklevel=3)
+    return records
+
+
+def _derive(record: Record, row: Row, limits: Ceilings | None, gpu: str) -> list[dict[str, Any]]:
+    p20, p50, p80 = (math.nan,) * 3
+    if row.samples_us:
+        p20, p50, p80 = (float(q) for q in np.quantile(row.samples_us, (0.2, 0.5, 0.8)))
+    size = row.bytes_read + row.bytes_written
+    checked = row.error is not None or row.failure is not None
+    passed = row.error is not None and row.error.passed and row.failure is None
+    values = {
+        "workload": row.workload,
+        "direction": row.direction,
+        "impl": row.impl,
+        "math": row.math,
+        "scope": row.scope,
+        "variant": row.variant,
+        "system": record.system,
+        "gpu": gpu,
+        "date": record.created[:10],
+        "record": record.id,
+        "time_us_p20": p20,
+        "time_us_p50": p50,
+        "time_us_p80": p80,
+        "tflops": row.flops / p50 / 1e6 if row.flops else math.nan,
+        "gbytes_per_s": size / p50 / 1e3 if size else math.nan,
+        "percent_of_roofline": 100 * _floor_us(row, limits) / p50,
+        "correct": passed if checked else None,
+        "failure": row.failure or "",
+        "stale": _is_stale(record, row),
+        "samples": len(row.samples_us),
+    }
+    return [{"figure": f, **values} for f in figures_of(row.workload, row.direction) or ("",)]
+
+
+def _floor_us(row: Row, limits: Ceilings | None) -> float:
+    """The larger of the compute and memory floors of `row`, as `roofline.bracket` has it."""
+    size = row.bytes_read + row.bytes_written
+    if limits is None or not row.flops or not size:
+        return math.nan
+    rate = limits.gbytes_per_s(row.bytes_read, row.bytes_written)
+    return max(row.flops / limits.tflops / 1e6, size / rate / 1e3)
+
+
+def _median_us(ceiling: Ceiling) -> float:
+    return float(np.median(ceiling.samples_us))
+
+
+def _is_stale(record: Record, row: Row) -> bool:
+    known = (WORKLOADS | BLOCK_WORKLOADS).get(row.workload)
+    if known is not None and record.workload(row.workload) != known:
+        return True
+    name = f"gdpa_kernels/{row.operator}/{row.impl}.py"
+    return not record.package.ran(name, ROOT / name)
+
+
+def _matching(table: pd.DataFrame, filters: dict[str, Any]) -> pd.DataFrame:
+    keep = pd.Series(True, index=table.index)
+    for name, value in filters.items():
+        keep &= (table[name] == value).fillna(False).astype(bool)
+    return table[keep]
+
+
+def _alternatives(table: pd.DataFrame, filters: dict[str, Any]) -> str:
+    """For each filter, the values that exist beside the other filters, or else at all."""
+    parts = []
+    for name in filters:
+        others = {n: v for n, v in filters.items() if n != name}
+        rows = _matching(table, others)
+        values = sorted({str(v) for v in (rows if len(rows) else table)[name]})
+        beside = "beside the others" if len(rows) and others else "in the table"
+        listed = ", ".join(values[:_MOST_LISTED]) or "nothing"
+        more = f" and {len(values) - _MOST_LISTED} more" if len(values) > _MOST_LISTED else ""
+        parts.append(f"{name} {beside}: {listed}{more}")
+    return "; ".join(parts) or "the table is empty"

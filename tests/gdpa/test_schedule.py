@@ -1,0 +1,300 @@
+"""Schedules: coverage, balance, the device list, and what the book says about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gdpa_kernels.gdpa.schedule import FASTEST, ORDERS, build, build_on_device, max_tiles
+from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.workload import workload
+
+lengths = st.integers(0, 40) | st.sampled_from([0, 1, 7, 8, 9, 16, 17])
+batches = st.lists(st.tuples(lengths, lengths), max_size=9)
+sizes = st.fixed_dictionaries(
+    {
+        "num_heads": st.integers(1, 4),
+        "block_m": st.sampled_from([1, 8, 16]),
+        "block_n": st.sampled_from([1, 8, 16]),
+        "num_programs": st.integers(1, 12),
+        "fastest": st.sampled_from(FASTEST),
+    }
+)
+orders = st.sampled_from(ORDERS)
+
+
+def split(batch):
+    return [lq for lq, _ in batch], [lk for _, lk in batch]
+
+
+def on_device(order, seqlens_q, seqlens_k, *, max_seqlen_q, shared=False, spare=0, **sizes):
+    bound = max_tiles(sum(seqlens_q), len(seqlens_q), max_seqlen_q, sizes["block_m"])
+    return build_on_device(
+        order,
+        None if shared else cu_seqlens(seqlens_q, "cpu"),
+        cu_seqlens(seqlens_k, "cpu"),
+        batch=len(seqlens_q),
+        max_tiles=bound + spare,
+        max_seqlen_q=max_seqlen_q,
+        **sizes,
+    )
+
+
+def listed(device_schedule):
+    count = device_schedule.num_tiles.item()
+    columns = (
+        device_schedule.tile_batch,
+        device_schedule.tile_head,
+        device_schedule.tile_block,
+    )
+    return list(zip(*(column[:count].tolist() for column in columns), strict=True))
+
+
+@given(order=orders, batch=batches, sizes=sizes, spare=st.integers(0, 30))
+def test_every_tile_is_listed_exactly_once(order, batch, sizes, spare):
+    seqlens_q, seqlens_k = split(batch)
+    limit = max(seqlens_q, default=0) + spare
+    schedule = build(order, seqlens_q, seqlens_k, max_seqlen_q=limit, **sizes)
+    span = (lambda n: limit) if order == "padded" else (lambda n: n)
+    expected = Counter(
+        (b, h, start // sizes["block_m"])
+        for b, n in enumerate(seqlens_q)
+        for h in range(sizes["num_heads"])
+        for start in range(0, span(n), sizes["block_m"])
+    )
+    assert Counter(schedule.tiles()) == expected
+    for (b, _, m), cost, empty in zip(
+        schedule.tiles(), schedule.costs, schedule.empty, strict=True
+    ):
+        assert empty == (m * sizes["block_m"] >= seqlens_q[b])
+        assert cost == (0 if empty else len(range(0, seqlens_k[b], sizes["block_n"])))
+
+
+@settings(deadline=None)
+@given(order=orders, batch=batches, sizes=sizes, spare=st.integers(0, 30), bound=st.integers(0, 5))
+def test_device_list_equals_plain_list(order, batch, sizes, spare, bound):
+    seqlens_q, seqlens_k = split(batch)
+    limit = max(seqlens_q, default=0) + spare
+    plain = build(order, seqlens_q, seqlens_k, max_seqlen_q=limit, **sizes)
+    made = on_device(order, seqlens_q, seqlens_k, max_seqlen_q=limit, spare=bound, **sizes)
+    assert listed(made) == plain.tiles()
+    for column in (made.tile_batch, made.tile_head, made.tile_block):
+        assert column.dtype == torch.int32 and column.shape == (made.max_tiles,)
+        assert not column[len(plain) :].any()
+    assert made.num_tiles.dtype == torch.int32 and made.num_tiles.shape == (1,)
+
+
+@settings(deadline=None)
+@given(order=orders, seqlens_k=st.lists(lengths, max_size=9), rows=st.integers(0, 20), sizes=sizes)
+def test_device_list_with_shared_q(order, seqlens_k, rows, sizes):
+    seqlens_q = [rows] * len(seqlens_k)
+    plain = build(order, seqlens_q, seqlens_k, max_seqlen_q=rows, **sizes)
+    made = on_device(order, seqlens_q, seqlens_k, max_seqlen_q=rows, shared=True, **sizes)
+    assert listed(made) == plain.tiles()
+
+
+@given(order=orders, batch=batches, sizes=sizes, prologue=st.floats(0, 3), dynamic=st.booleans())
+def test_makespan_is_at_least_the_ideal(order, batch, sizes, prologue, dynamic):
+    schedule = build(order, *split(batch), **sizes)
+    makespan = schedule.makespan(prologue=prologue, dynamic=dynamic)
+    ideal = schedule.ideal(prologue)
+    assert makespan >= ideal * (1 - 1e-12)
+    loads = schedule.loads(prologue=prologue, dynamic=dynamic)
+    assert len(loads) == sizes["num_programs"]
+    assert sum(loads) == pytest.approx(sum(schedule.work(prologue=prologue)))
+    if ideal:
+        assert schedule.imbalance(prologue=prologue, dynamic=dynamic) >= 1 - 1e-12
+
+
+@given(
+    total=st.lists(lengths, max_size=9), block=st.sampled_from([1, 8, 16]), spare=st.integers(0, 9)
+)
+def test_max_tiles_is_an_upper_bound(total, block, spare):
+    needed = sum(-(-n // block) for n in total)
+    assert needed <= max_tiles(sum(total), len(total), max(total, default=0) + spare, block)
+
+
+@settings(deadline=None)
+@given(order=orders, sizes=sizes, shared=st.booleans())
+def test_the_host_never_waits_for_the_device(order, sizes, shared):
+    # fake tensors hold no values: anything that read one on the host would raise
+    with FakeTensorMode():
+        offsets = torch.empty(8, dtype=torch.int32)
+        made = build_on_device(
+            order,
+            None if shared else offsets,
+            offsets,
+            batch=7,
+            max_tiles=50,
+            max_seqlen_q=30,
+            **sizes,
+        )
+    assert made.tile_batch.shape == (made.max_tiles,)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("fastest", FASTEST)
+def test_cuda_list_equals_plain_list_without_synchronizing(order, fastest):
+    w = workload("gdpa-self-ml20m-2048")
+    sizes = {
+        "num_heads": 4,
+        "block_m": 128,
+        "block_n": 128,
+        "num_programs": 132,
+        "fastest": fastest,
+    }
+    offsets = cu_seqlens(w.seqlens_q, "cuda")
+    bound = max_tiles(w.total_q, w.batch, 2048, 128)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made = build_on_device(
+            order, offsets, offsets, batch=w.batch, max_tiles=bound, max_seqlen_q=2048, **sizes
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    plain = build(order, w.seqlens_q, w.seqlens_k, max_seqlen_q=2048, **sizes)
+    assert listed(made) == plain.tiles()
+
+
+def test_orders_by_hand():
+    # two heads, BLOCK 10: sequences of 1, 0 and 2 row blocks, with 1, 3 and 2 K/V blocks
+    arguments = {"num_heads": 2, "block_m": 10, "block_n": 10, "num_programs": 2}
+    seqlens = ([10, 0, 11], [10, 30, 20])
+    valid = build("valid", *seqlens, **arguments)
+    assert valid.tiles() == [(0, 0, 0), (0, 1, 0), (2, 0, 0), (2, 1, 0), (2, 0, 1), (2, 1, 1)]
+    assert valid.costs == (1, 1, 2, 2, 2, 2)
+    by_block = build("valid", *seqlens, **arguments, fastest="block")
+    assert by_block.tiles()[2:] == [(2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1)]
+    padded = build("padded", *seqlens, **arguments)
+    assert len(padded) == 3 * 2 * 2
+    assert padded.tiles()[:4] == [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]
+    assert padded.costs[:8] == (1, 1, 0, 0, 0, 0, 0, 0)
+    longest = build("longest_first", *seqlens, **arguments)
+    assert longest.tiles() == [*valid.tiles()[2:], *valid.tiles()[:2]]
+    zigzag = build("zigzag", *seqlens, **arguments)
+    # rows of two: (2,0,0) (2,1,0) | (2,1,1) (2,0,1) | (0,0,0) (0,1,0)
+    assert zigzag.tiles() == [(2, 0, 0), (2, 1, 0), (2, 1, 1), (2, 0, 1), (0, 0, 0), (0, 1, 0)]
+
+
+def test_times_by_hand():
+    schedule = build(
+        "valid", [10, 10, 10], [30, 10, 20], num_heads=1, block_m=10, block_n=10, num_programs=2
+    )
+    # prologue 1: tiles of 4, 2 and 3; program 0 takes the first and third
+    assert schedule.loads() == [7.0, 2.0]
+    assert schedule.makespan() == 7.0
+    assert schedule.ideal() == 4.5
+    assert schedule.imbalance() == pytest.approx(7 / 4.5)
+    assert schedule.loads(prologue=0.0) == [5.0, 1.0]
+    # the third tile goes to the program that is free first
+    assert sorted(schedule.loads(dynamic=True)) == [4.0, 5.0]
+    padded = build(
+        "padded", [20, 10], [10, 10], num_heads=1, block_m=10, block_n=10, num_programs=2
+    )
+    # tiles 2, 2, 2 and an empty one of 0.15
+    assert padded.loads() == pytest.approx([4.0, 2.15])
+    assert padded.ideal() == 3.0
+
+
+def simulate(name, order, *, block_m, num_programs, **options):
+    w = workload(name)
+    return build(
+        order,
+        w.seqlens_q,
+        w.seqlens_k,
+        num_heads=4,
+        block_m=block_m,
+        block_n=128,
+        num_programs=num_programs,
+        max_seqlen_q=w.max_seqlen_q,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(256, 1.34), (512, 1.61), (1024, 1.41), (2048, 1.24)]
+)
+def test_padded_grid_resonates_with_132_programs(length, expected):
+    # 132 shares a factor with the row blocks of a sequence, so some programs meet mostly empty
+    # tiles; the expected values come from an independent simulation, the mean of six draws
+    schedule = simulate(
+        f"gdpa-self-half-dense-{length}", "padded", block_m=128, num_programs=132, fastest="block"
+    )
+    assert schedule.imbalance() == pytest.approx(expected, abs=0.03)
+
+
+def test_a_prime_number_of_programs_does_not_resonate():
+    options = {"block_m": 128, "fastest": "block"}
+    even = simulate("gdpa-self-half-dense-512", "padded", num_programs=132, **options)
+    prime = simulate("gdpa-self-half-dense-512", "padded", num_programs=131, **options)
+    assert prime.makespan() < 0.8 * even.makespan()
+
+
+def test_zigzag_balances_real_lengths():
+    balance = {
+        order: simulate("gdpa-self-ml20m-2048", order, block_m=128, num_programs=132).imbalance()
+        for order in ORDERS
+    }
+    assert balance["zigzag"] < 1.03 < 1.1 < balance["valid"] < balance["padded"]
+    assert balance["zigzag"] <= balance["longest_first"]
+
+
+def test_ordering_cannot_help_when_every_tile_costs_the_same():
+    valid, zigzag = (
+        simulate("gdpa-self-half-dense-512", order, block_m=128, num_programs=132).makespan()
+        for order in ("valid", "zigzag")
+    )
+    assert valid == zigzag
+
+
+SIZES = {"num_heads": 1, "block_m": 8, "block_n": 8, "num_programs": 4}
+OFFSETS = torch.tensor([0, 4, 9], dtype=torch.int32)
+BOUNDS = {"batch": 2, "max_tiles": 4, "max_seqlen_q": 9}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: build("random", [1], [1], **SIZES), "order must be one of .*, got 'random'"),
+        (
+            lambda: build("valid", [1], [1], **SIZES, fastest="batch"),
+            "fastest must be one of .*, got 'batch'",
+        ),
+        (
+            lambda: build("valid", [1], [1], **(SIZES | {"num_programs": 0})),
+            "num_programs must be an integer of at least 1, got 0",
+        ),
+        (lambda: build("valid", [1], [], **SIZES), "seqlens_k must have the 1 entries"),
+        (lambda: build("valid", [-1], [1], **SIZES), "every length must be .* at least 0, got -1"),
+        (
+            lambda: build("padded", [9], [9], **SIZES, max_seqlen_q=8),
+            "max_seqlen_q must be an integer of at least 9, got 8",
+        ),
+        (lambda: build("valid", [], [], **SIZES).imbalance(), "schedule must hold some work"),
+        (lambda: max_tiles(-1, 1, 1, 8), "total_q must be an integer of at least 0, got -1"),
+        (lambda: max_tiles(1, 1, 1, 0), "block_m must be an integer of at least 1, got 0"),
+        (
+            lambda: build_on_device("sorted", OFFSETS, OFFSETS, **SIZES, **BOUNDS),
+            "order must be one of .*, got 'sorted'",
+        ),
+        (
+            lambda: build_on_device("valid", OFFSETS[1:], OFFSETS, **SIZES, **BOUNDS),
+            r"cu_seqlens_q must have shape \[batch \+ 1\] = \[3\], got \[2\]",
+        ),
+        (
+            lambda: build_on_device(
+                "valid", OFFSETS, OFFSETS, **SIZES, **(BOUNDS | {"max_tiles": -1})
+            ),
+            "max_tiles must be an integer of at least 0, got -1",
+        ),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

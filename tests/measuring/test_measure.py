@@ -1,0 +1,791 @@
+"""Measuring without a GPU: what is timed, what is refused, what a failure leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gdpa_kernels import emulator
+from gdpa_kernels.block_attention import eliminations, v1_one_tile
+from gdpa_kernels.block_attention import reference as block_reference
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.gdpa import reference as gdpa_reference
+from gdpa_kernels.gdpa import v0_eager, v1_tiled_backward, work_list
+from gdpa_kernels.measuring import baselines, measure, operators, record, testing, timing
+from gdpa_kernels.measuring.inputs import make_inputs
+from gdpa_kernels.measuring.session import Session
+from gdpa_kernels.measuring.workload import Between, Full, Workload, workload
+
+SMALL = replace(
+    workload("gdpa-self-half-jagged-256"), name="small", batch=3, max_seqlen_q=20, max_seqlen_k=20
+)
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    """Let `measure.measure` run on the CPU; return the list of what was timed."""
+    timed = []
+
+    def sample(functions, device, protocol):
+        timed.extend(functions)
+        return {name: [1.0, 2.0, 3.0] for name in functions}
+
+    monkeypatch.setattr(measure, "run_once", lambda ready: (ready.call(), 0))
+    monkeypatch.setattr(timing, "sample_kernels", sample)
+    return timed
+
+
+def run(impls) -> list:
+    return measure.measure(SMALL, impls, device=torch.device("cpu"), log=lambda text: None)
+
+
+def test_a_right_result_is_timed_and_recorded_raw(cpu):
+    (row,) = run(["v0_eager"])
+    assert cpu == ["v0_eager "]
+    assert row.samples_us == (1.0, 2.0, 3.0) and row.failure is None
+    assert row.error.passed and row.error.max_abs <= row.error.budget
+    assert row.flops == SMALL.flops("forward") and row.bytes_read == SMALL.bytes_read("forward")
+
+
+@pytest.mark.parametrize("damage", ("one element", "nan", "not finite", "shape"))
+def test_nothing_is_timed_behind_a_failed_check(cpu, monkeypatch, damage):
+    forward = v0_eager.forward
+
+    def wrong(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        if damage == "shape":
+            return out[:-1]
+        out[3, 1, 5] += {"one element": 3.0, "nan": float("nan"), "not finite": float("inf")}[
+            damage
+        ]
+        return out
+
+    monkeypatch.setattr(v0_eager, "forward", wrong)
+    rows = run(["v0_eager", "reference"])
+    failed, right = sorted(rows, key=lambda row: row.failure is None)
+    assert cpu == ["reference "]
+    assert failed.impl == "v0_eager" and failed.samples_us == () and failed.failure
+    assert right.impl == "reference" and right.samples_us
+
+
+def test_an_implementation_that_cannot_run_leaves_its_reason(cpu):
+    rows = {row.impl: row for row in run(["v2_tma", "fa3", "v0_eager"])}
+    assert rows["v2_tma"].failure.startswith("RuntimeError: tma_kernel needs tensors on a CUDA")
+    assert rows["fa3"].failure.startswith("Unsupported: needs the package flash-attn-3")
+    assert rows["v0_eager"].samples_us and cpu == ["v0_eager "]
+
+
+def test_variants_are_kept_apart(cpu):
+    rows = run([("v0_eager", "replicate 0", {}), ("v0_eager", "replicate 1", {})])
+    assert [row.variant for row in rows] == ["replicate 0", "replicate 1"]
+    assert cpu == ["v0_eager replicate 0", "v0_eager replicate 1"]
+
+
+def test_a_session_needs_a_gpu():
+    with pytest.raises(ValueError, match="device must be a CUDA device to measure, got 'cpu'"):
+        Session("notebooks/forward/results.py", "cpu")
+
+
+def test_softmax_reference_is_attention():
+    inputs = make_inputs(replace(SMALL, dtype="float32"), device="cpu")
+    out = baselines.softmax_reference(inputs, torch.float64)
+    ends = inputs.cu_seqlens_q.tolist()
+    for start, end in zip(ends, ends[1:], strict=False):
+        parts = (t[start:end].double().transpose(0, 1) for t in (inputs.q, inputs.k, inputs.v))
+        expected = torch.nn.functional.scaled_dot_product_attention(*parts)
+        torch.testing.assert_close(out[start:end], expected.transpose(0, 1))
+
+
+def test_every_baseline_says_what_it_computes_and_what_it_needs():
+    for name, baseline in baselines.BASELINES.items():
+        assert baseline.impl == name and baseline.math in ("activation", "softmax")
+        available = baseline.availability()
+        assert available.ok or "needs" in available.reason
+
+
+@pytest.mark.parametrize("work", (SMALL, replace(SMALL, lengths_k=Full(), max_seqlen_k=7)))
+def test_softmax_gradients_are_autograds(work):
+    inputs = make_inputs(replace(work, dtype="float32"), device="cpu")
+    leaves = [getattr(inputs, name).double().requires_grad_() for name in "qkv"]
+    twin = replace(inputs, **dict(zip("qkv", leaves, strict=True)))
+    out = baselines.softmax_reference(twin, torch.float64)
+    expected = torch.autograd.grad(out, leaves, inputs.grad_out.double())
+    found = baselines.softmax_gradients(inputs, torch.float64)
+    for gradient, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, right)
+
+
+def test_compiled_baseline_computes_the_activation():
+    inputs = make_inputs(replace(SMALL, dtype="float32"), device="cpu")
+    arguments = inputs.arguments() | {"activation": ("gelu_tanh",), "scale": 128**-0.5}
+    torch._dynamo.reset()
+    out = baselines.BASELINES["torch_compile"].prepare(inputs)()
+    torch.testing.assert_close(out, v0_eager.forward(**arguments), atol=1e-5, rtol=1e-5)
+
+
+BLOCKS = Workload(
+    name="blocks",
+    operator="block_attention",
+    batch=3,
+    num_heads_q=2,
+    num_heads_k=2,
+    head_dim=16,
+    max_seqlen_q=40,
+    max_seqlen_k=40,
+    lengths_q=Between(0.4, 1.0),
+    block_size=16,
+)
+TURNED = replace(BLOCKS, name="turned", rotary=True, rotate_v=True)
+DIRECTIONS = ("forward", "backward")
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Check in several parts, as large workloads are."""
+    monkeypatch.setattr(operators.BlockAttention, "PART", 32)
+    monkeypatch.setattr(operators.Gdpa, "PART", 32)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """Let the peers that need no GPU run, and varlen attention be PyTorch's, block by block."""
+    for table in (baselines.BASELINES, baselines.BLOCK_BASELINES):
+        for name, baseline in table.items():
+            monkeypatch.setitem(table, name, replace(baseline, needs=lambda: None))
+
+    def varlen_attn(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
+        assert ends_q.diff().max() <= longest_q and ends_k.diff().max() <= longest_k
+        ends = (ends_q, ends_k, ends_k)
+        parts = [x.split(e.diff().tolist()) for x, e in zip((q, k, v), ends, strict=True)]
+        blocks = (tuple(x.transpose(0, 1) for x in part) for part in zip(*parts, strict=True))
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return torch.cat([attention(*b, scale=scale).transpose(0, 1) for b in blocks])
+
+    from torch.nn.attention import varlen
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+
+
+def run_blocks(work, impls, direction, scopes=("kernel",)) -> list:
+    with emulator.enabled():
+        return measure.measure(
+            work, impls, device=torch.device("cpu"), direction=direction, scopes=scopes,
+            log=lambda text: None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("work", (BLOCKS, TURNED), ids=lambda work: work.name)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_block_attention_is_checked_timed_and_recorded(cpu, small_parts, work, direction):
+    rows = run_blocks(work, ["v1_one_tile", "v0_flash", "reference"], direction)
+    assert [row.impl for row in rows] == ["v1_one_tile", "v0_flash", "reference"]
+    for row in rows:
+        assert row.failure is None and row.samples_us == (1.0, 2.0, 3.0)
+        assert row.operator == "block_attention" and row.direction == direction
+        assert row.math == "softmax" and row.error.passed
+        tensors = 1 if direction == "forward" else 3
+        assert row.error.elements == tensors * work.total_q * 2 * 16
+        assert row.flops == work.flops(direction)
+        assert row.bytes_read == work.bytes_read(direction)
+    assert rows[0].config["num_warps"] == 4 and rows[1].config["BLOCK_M"] == 16
+
+
+def test_the_error_of_a_part_is_that_of_the_whole(small_parts):
+    inputs = make_inputs(BLOCKS, device="cpu")
+    made = measure.candidate("reference", inputs, direction="backward")
+    results = made.call()
+    operator = operators.of(inputs, "backward")
+    assert len(list(operator._parts())) > 1
+    arguments = inputs.rung_arguments()
+    arguments |= {name: arguments[name].double() for name in "qkv"}
+    exact = block_reference.backward(inputs.grad_out.double(), **arguments)
+    for found, result, right in zip(
+        operator.check("softmax", results), results, exact, strict=True
+    ):
+        whole = testing.compare(name=found.name, actual=result, expected=right, baseline=result)
+        for name, value in whole.to_dict().items():
+            assert found.to_dict()[name] == pytest.approx(value), name
+
+
+def test_what_is_allowed_is_computed_once(small_parts, monkeypatch):
+    inputs = make_inputs(BLOCKS, device="cpu")
+    operator, computed = operators.of(inputs, "backward"), []
+    backward = block_reference.backward
+
+    def count(grad_out, **arguments):
+        computed.append(grad_out.dtype)
+        return backward(grad_out, **arguments)
+
+    monkeypatch.setattr(block_reference, "backward", count)
+    results = backward(inputs.grad_out, **inputs.rung_arguments())
+    wrong = [tensor.clone() for tensor in results]
+    wrong[1][-1, 0, 0] = 50.0
+    first, second, third = (operator.check("softmax", r) for r in (results, wrong, results))
+    parts = len(list(operator._parts()))
+    assert computed.count(torch.bfloat16) == parts and computed.count(torch.float64) == 3 * parts
+    assert first == third and [c.passed for c in second] == [True, False, True]
+    assert [c.max_abs_budget for c in first] == [c.max_abs_budget for c in second]
+
+
+@pytest.mark.parametrize("damage", ("one element", "nan", "shape", "dtype"))
+@pytest.mark.parametrize("which", (0, 1, 2))
+def test_one_wrong_gradient_is_not_timed(cpu, small_parts, monkeypatch, which, damage):
+    backward = v1_one_tile.backward
+
+    def wrong(*args, **kwargs):
+        gradients = list(backward(*args, **kwargs))
+        if damage == "shape":
+            gradients[which] = gradients[which][:-1]
+        elif damage == "dtype":
+            gradients[which] = gradients[which].half()
+        else:
+            gradients[which][-1, 1, 5] += 3.0 if damage == "one element" else float("nan")
+        return tuple(gradients)
+
+    monkeypatch.setattr(v1_one_tile, "backward", wrong)
+    rows = run_blocks(BLOCKS, ["v1_one_tile", "reference"], "backward")
+    failed, right = sorted(rows, key=lambda row: row.failure is None)
+    assert cpu == ["reference "] and right.samples_us
+    assert failed.impl == "v1_one_tile" and failed.samples_us == ()
+    assert ("dq", "dk", "dv")[which] in failed.failure
+    assert failed.error is None or not failed.error.passed
+
+
+def test_studies_and_configs_are_variants(cpu):
+    config = v1_one_tile.Config(WIDTH=16, heads_inner=True)
+    study = eliminations.Config(lse=True, delta=True)
+    listed = [
+        ("v1_one_tile", "heads inner", {"config": config}),
+        ("eliminations", "none", {}),
+        ("eliminations", "lse and delta", {"config": study}),
+    ]
+    rows = run_blocks(BLOCKS, listed, "backward")
+    assert all(row.failure is None for row in rows)
+    assert [row.variant for row in rows] == ["heads inner", "none", "lse and delta"]
+    assert rows[0].config["heads_inner"] and not rows[1].config["lse"] and rows[2].config["lse"]
+    (refused,) = run_blocks(TURNED, ["eliminations"], "forward")
+    assert refused.failure == "Unsupported: eliminations needs a workload without rotary"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("impl", ladder.impls("block_attention"))
+def test_every_rung_of_block_attention_has_its_own_constants(cpu, impl, head_dim, direction):
+    work = TURNED if impl.startswith("v4") else BLOCKS
+    work = replace(work, head_dim=head_dim, block_size=64)
+    (row,) = run_blocks(work, [impl], direction)
+    assert row.failure is None and bool(row.config) == (impl != "reference")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_peers_of_block_attention_are_right(cpu, peers, monkeypatch, direction):
+    """Code is generated for the workload with the most in it; of the others the graph is run."""
+    torch._dynamo.reset()
+    generate = torch.compile
+
+    def trace(function, *, dynamic, options):
+        return generate(function, dynamic=dynamic, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", trace)
+    plain = {r.impl: r for r in run_blocks(BLOCKS, ["fa2_varlen", "torch_compile"], direction)}
+    assert {impl: row.failure for impl, row in plain.items()} == dict.fromkeys(plain)
+    turned = [
+        "torch_compile",
+        ("eager_rotary", "", {"attention": "v1_one_tile"}),
+        ("rotary_kernel", "", {"attention": "v1_one_tile"}),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", generate)
+        rows = {row.impl: row for row in run_blocks(TURNED, turned, direction)}
+    assert {impl: row.failure for impl, row in rows.items()} == dict.fromkeys(rows)
+    assert rows["rotary_kernel"].config == {"attention": "v1_one_tile"}
+    apart = replace(TURNED, rotate_v=False, num_heads_k=1)
+    for row in run_blocks(apart, ["torch_compile", *turned[1:]], direction):
+        assert row.failure is None and row.error.passed
+    refused = run_blocks(TURNED, ["fa2_varlen"], direction)
+    refused += run_blocks(BLOCKS, ["rotary_kernel"], direction)
+    assert [row.failure for row in refused] == [
+        "Unsupported: needs a workload without rotary",
+        "Unsupported: needs a workload with rotary",
+    ]
+
+
+def test_a_compiled_backward_runs_again(peers):
+    torch._dynamo.reset()
+    made = measure.candidate(
+        "torch_compile", make_inputs(BLOCKS, device="cpu"), direction="backward"
+    )
+    for first, second in zip(made.call(), made.call(), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_wrong_peer_is_found(cpu, peers, monkeypatch):
+    right = baselines.block_offsets
+    monkeypatch.setattr(baselines, "block_offsets", lambda inputs: right(inputs)[[0, -1]])
+    (row,) = run_blocks(BLOCKS, ["fa2_varlen"], "forward")
+    assert row.failure and not row.samples_us and cpu == []
+
+
+def test_block_offsets_are_the_blocks():
+    inputs = make_inputs(BLOCKS, device="cpu")
+    tokens = block_reference.tokens_of_blocks(inputs.cu_seqlens, 16)
+    offsets = baselines.block_offsets(inputs)
+    assert offsets.dtype == torch.int32 and len(offsets) == BLOCKS.blocks + 1
+    assert offsets[:-1].tolist() == tokens[:, 0].tolist()
+    assert offsets.diff().tolist() == (tokens >= 0).sum(1).tolist()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_scopes_of_block_attention(cpu, peers, monkeypatch, direction):
+    called = []
+
+    def sample(functions, device, protocol):
+        called.append(sorted(functions))
+        for function in functions.values():
+            result = function()
+            tensors = result if isinstance(result, tuple) else (result,)
+            if called[1:] == [sorted(functions)]:  # op
+                assert len(tensors) == (1 if direction == "forward" else 3)
+        return {name: [4.0] for name in functions}
+
+    monkeypatch.setattr(timing, "sample_kernels", sample)
+    monkeypatch.setattr(timing, "sample_ops", sample)
+    monkeypatch.setattr(timing, "sample_hosts", sample)
+    impls = ["v1_one_tile", "reference", "fa2_varlen"]
+    rows = run_blocks(BLOCKS, impls, direction, ("kernel", "op", "host", "schedule"))
+    assert called[0] == ["fa2_varlen ", "reference ", "v1_one_tile "]
+    assert called[1] == ["v1_one_tile "]
+    assert called[2] == ["v1_one_tile "]
+    assert called[3] == ["fa2_varlen ", "v1_one_tile "]
+    (host,) = (row for row in rows if row.scope == "host")
+    assert host.error.passed and (host.flops, host.bytes_read, host.bytes_written) == (0, 0, 0)
+    schedules = [row for row in rows if row.scope == "schedule"]
+    assert all((r.flops, r.bytes_read, r.bytes_written) == (0, 0, 0) for r in schedules)
+    assert len(schedules) == 2 and all(row.error is None for row in schedules)
+    with pytest.raises(
+        ValueError, match=r"scopes must be among \('kernel', 'op', 'host', 'schedule'\), got"
+    ):
+        run_blocks(BLOCKS, ["reference"], direction, ("wall",))
+
+
+def test_directions_that_are_not_measured():
+    for work in (SMALL, BLOCKS):
+        with pytest.raises(ValueError, match="direction must be one of .*, got 'both'"):
+            measure.measure(work, [], device=torch.device("cpu"), direction="both")
+
+
+def test_block_attention_without_a_gpu_says_what_it_needs(cpu):
+    (row,) = measure.measure(
+        BLOCKS, ["v1_one_tile"], device=torch.device("cpu"), log=lambda text: None
+    )
+    assert "needs tensors on a CUDA device" in row.failure
+
+
+def test_the_second_result_meets_nan_where_the_first_was(monkeypatch):
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    kept = (torch.zeros(3), torch.zeros(2))
+    seen = []
+
+    def call():
+        seen.append([tensor.isnan().all().item() for tensor in kept])
+        return kept
+
+    measure.run_once(measure.Candidate("stub", "softmax", call))
+    assert seen == [[False, False], [True, True]]
+
+
+# Backward of GDPA. Keys of more than one tile of v4; v5 takes all of them at once.
+JAGGED = replace(
+    SMALL, name="jagged", batch=2, num_heads_q=1, num_heads_k=1, max_seqlen_q=70, max_seqlen_k=140,
+    lengths_q=Between(0.4, 1.0), lengths_k=Between(0.9, 1.0),
+)  # fmt: skip
+POOLING = replace(
+    SMALL, name="pooling", num_heads_k=2, max_seqlen_q=5, lengths_q=Full(), lengths_k=Full(),
+    shared_q=True,
+)  # fmt: skip
+LONG = replace(JAGGED, name="long", batch=1, max_seqlen_k=300)
+BACKWARDS = [rung.impl for rung in ladder.BACKWARD_RUNGS]
+LISTED = ["v4_warp_specialized_backward", "v5_short_kv_backward"]  # walk a list of work
+
+
+def run_backward(work, impls, scopes=("kernel",)) -> list:
+    with emulator.enabled():
+        return measure.measure(
+            work, impls, device=torch.device("cpu"), direction="backward", scopes=scopes,
+            log=lambda text: None,
+        )  # fmt: skip
+
+
+def test_backward_rungs_are_checked_timed_and_recorded(cpu):
+    rows = run_backward(JAGGED, [*BACKWARDS, "reference"])
+    assert [row.impl for row in rows] == [*BACKWARDS, "reference"]
+    for row in rows:
+        assert row.failure is None and row.samples_us == (1.0, 2.0, 3.0)
+        assert (row.operator, row.direction, row.math) == ("gdpa", "backward", "activation")
+        assert row.error.elements == (JAGGED.total_q + 2 * JAGGED.total_k) * 128
+        assert row.flops == JAGGED.flops("backward") == 2.5 * JAGGED.flops("forward")
+        assert row.bytes_read == (2 * JAGGED.total_q + 2 * JAGGED.total_k) * 256
+        assert row.bytes_written == (JAGGED.total_q + 2 * JAGGED.total_k) * 256
+    configs = {row.impl: row.config for row in rows}
+    assert configs["v1_tiled_backward"]["keys"]["BLOCK_N"] == 128
+    assert configs["v1_tiled_backward"]["queries"]["BLOCK_N"] == 64
+    assert all(configs[impl]["registers"] == 240 for impl in LISTED) and configs["reference"] == {}
+
+
+@pytest.mark.parametrize("work", (SMALL, JAGGED, POOLING), ids=lambda work: work.name)
+def test_the_error_of_a_part_of_gdpa_is_that_of_the_whole(small_parts, work):
+    inputs = make_inputs(work, device="cpu")
+    for direction in DIRECTIONS:
+        operator = operators.of(inputs, direction)
+        parts = len(list(operator._parts()))
+        assert parts == 1 if work.shared_q else parts > 1
+        arguments = inputs.rung_arguments()
+        exact = arguments | {name: arguments[name].double() for name in "qkv"}
+        if direction == "forward":
+            results = (gdpa_reference.forward(**arguments),)
+            right = (gdpa_reference.forward(**exact),)
+        else:
+            results = gdpa_reference.backward(inputs.grad_out, **arguments)
+            right = gdpa_reference.backward(inputs.grad_out.double(), **exact)
+        for found, result, expected in zip(
+            operator.check("activation", results), results, right, strict=True
+        ):
+            whole = testing.compare(
+                name=found.name, actual=result, expected=expected, baseline=result
+            )
+            assert found.passed
+            for name, value in whole.to_dict().items():
+                assert found.to_dict()[name] == pytest.approx(value), name
+
+
+def test_runs_hold_every_sequence_once():
+    assert list(operators._runs([3, 4, 2, 9, 1, 1], 7)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
+    assert list(operators._runs([8], 7)) == [(0, 1)] and list(operators._runs([], 7)) == []
+
+
+def test_configs_of_backward_are_variants(cpu):
+    from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
+
+    keys = v1_tiled_backward.Config(BLOCK_M=32, BLOCK_N=32)
+    listed = [
+        ("v1_tiled_backward", "keys 32", {"config_keys": keys}),
+        ("v4_warp_specialized_backward", "2 steps", {"config": v4.Config(q_stages=2)}),
+    ]
+    first, second = run_backward(replace(JAGGED, batch=1), listed)
+    assert first.failure is second.failure is None
+    assert (first.variant, second.variant) == ("keys 32", "2 steps")
+    assert first.config["keys"]["BLOCK_N"] == 32 and first.config["queries"]["BLOCK_N"] == 64
+    assert second.config["q_stages"] == 2
+
+
+@pytest.mark.parametrize("damage", ("one element", "nan", "shape", "dtype"))
+@pytest.mark.parametrize("which", (0, 1, 2))
+def test_one_wrong_gradient_of_gdpa_is_not_timed(cpu, small_parts, monkeypatch, which, damage):
+    backward = v1_tiled_backward.backward
+
+    def wrong(*args, **kwargs):
+        gradients = list(backward(*args, **kwargs))
+        if damage == "shape":
+            gradients[which] = gradients[which][:-1]
+        elif damage == "dtype":
+            gradients[which] = gradients[which].half()
+        else:
+            gradients[which][-1, 1, 5] += 3.0 if damage == "one element" else float("nan")
+        return tuple(gradients)
+
+    monkeypatch.setattr(v1_tiled_backward, "backward", wrong)
+    rows = run_backward(replace(SMALL, head_dim=16), ["v1_tiled_backward", "reference"])
+    failed, right = sorted(rows, key=lambda row: row.failure is None)
+    assert cpu == ["reference "] and right.samples_us
+    assert failed.impl == "v1_tiled_backward" and failed.samples_us == ()
+    assert ("dq", "dk", "dv")[which] in failed.failure
+
+
+def test_a_backward_rung_that_cannot_run_leaves_its_reason(cpu):
+    rows = run_backward(LONG, ["v5_short_kv_backward", "fa3", "v1_tiled"])
+    assert rows[0].failure.startswith(
+        "NotImplementedError: backward_impl 'v5_short_kv_backward' needs a max_seqlen_k of at most"
+    )
+    assert rows[1].failure.startswith("Unsupported: needs the package flash-attn-3")
+    assert rows[2].failure.startswith("ValueError: impl must be 'auto' or one of reference, v1_")
+    (row,) = measure.measure(
+        SMALL, ["v1_tiled_backward"], device=torch.device("cpu"), direction="backward",
+        log=lambda text: None,
+    )  # fmt: skip
+    assert "needs tensors on a CUDA device" in row.failure and cpu == []
+
+
+CROSS = replace(SMALL, name="cross", lengths_k=Full(), max_seqlen_k=7)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_peers_of_gdpa_are_right(cpu, peers, small_parts, direction):
+    torch._dynamo.reset()
+    rows = measure.measure(
+        CROSS, ["fa2_varlen", "torch_compile", "cudnn"], device=torch.device("cpu"),
+        direction=direction, log=lambda text: None,
+    )  # fmt: skip
+    assert [(row.impl, row.math) for row in rows[-2:]] == [
+        ("fa2_varlen", "softmax"), ("torch_compile", "activation"),
+    ]  # fmt: skip
+    assert rows[0].failure == "Unsupported: needs sequences of one length, got a jagged batch"
+    for row in rows[-2:]:
+        assert row.failure is None and row.error.passed and row.flops == CROSS.flops(direction)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_dense_peer_computes_every_sequence(cpu, peers, monkeypatch, direction):
+    import contextlib
+
+    from torch.nn import attention
+
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    for keys in (20, 7):
+        work = replace(SMALL, lengths_q=Full(), lengths_k=Full(), max_seqlen_k=keys)
+        (row,) = measure.measure(
+            work, ["cudnn"], device=torch.device("cpu"), direction=direction, log=lambda text: None
+        )
+        assert row.failure is None and row.error.passed
+
+
+def test_a_wrong_peer_of_backward_is_found(cpu, peers, monkeypatch):
+    from torch.nn.attention import varlen
+
+    right = varlen.varlen_attn
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, scale: right(*args, scale=1.1 * scale))
+    (row,) = measure.measure(
+        SMALL, ["fa2_varlen"], device=torch.device("cpu"), direction="backward",
+        log=lambda text: None,
+    )  # fmt: skip
+    assert row.failure.startswith("check failed: dq") and cpu == []
+
+
+def test_scopes_of_gdpa_backward(cpu, peers, monkeypatch):
+    called = []
+
+    def sample(functions, device, protocol):
+        called.append(sorted(functions))
+        for function in functions.values():
+            called.append(function())
+        return {name: [4.0] for name in functions}
+
+    monkeypatch.setattr(timing, "sample_kernels", sample)
+    monkeypatch.setattr(timing, "sample_ops", sample)
+    work = replace(JAGGED, batch=1, max_seqlen_q=20, max_seqlen_k=20)
+    impls = [*BACKWARDS, ("v1_tiled_backward", "again", {}), "reference", "fa2_varlen"]
+    rows = run_backward(work, impls, ("kernel", "op", "schedule"))
+    assert all(row.failure is None for row in rows)
+    keys = [names for names in called if isinstance(names, list)]
+    steps = [f"{impl} {baselines.STEP}" for impl in BACKWARDS]
+    assert keys[1] == sorted([*(f"{impl} " for impl in BACKWARDS), *steps])
+    assert keys[2] == [f"{impl} " for impl in LISTED]
+    gradients = [result for result in called if isinstance(result, tuple)]
+    assert len(gradients) == len(impls) + 2 * len(BACKWARDS)
+    assert all(len(result) == 3 for result in gradients)
+    lists = [result for result in called if isinstance(result, work_list.WorkList | torch.Tensor)]
+    assert len(lists) == 2 and lists[0].max_items == 1 and lists[1].tolist() == [0]
+    ops = [row for row in rows if row.scope == "op"]
+    assert [row.variant for row in ops] == ["", baselines.STEP] * len(BACKWARDS)
+    for row in ops[1::2]:
+        assert row.flops == work.flops("forward") + work.flops("backward")
+        assert row.bytes_read == work.bytes_read("forward") + work.bytes_read("backward")
+        assert row.bytes_written == work.bytes_written("forward") + work.bytes_written("backward")
+        assert row.peak_bytes is None and row.config["forward"] in ladder.impls()
+    assert all("forward" not in row.config for row in ops[::2])
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Memory without a GPU: a call "needs" as many bytes as its results have."""
+
+    def run_once(made):
+        result = made.call()
+        return result, sum(tensor.nbytes for tensor in result)
+
+    monkeypatch.setattr(measure, "run_once", run_once)
+
+
+def test_memory_of_a_step(counted, peers):
+    said = []
+    work = replace(JAGGED, batch=1, max_seqlen_q=20, max_seqlen_k=20)
+    with emulator.enabled():
+        table = measure.memory(
+            work, ["v1_tiled_backward", "fa2_varlen", "cudnn_varlen", "v1_tiled"],
+            device=torch.device("cpu"), log=said.append,
+        )  # fmt: skip
+    assert table.columns == ("workload", "impl", "bytes")
+    size = (work.total_q + 2 * work.total_k) * 256
+    assert table.rows[:2] == (
+        ("jagged", "v1_tiled_backward", size), ("jagged", "fa2_varlen", size),
+    )  # fmt: skip
+    assert table.rows[2:] == (("jagged", "cudnn_varlen", None), ("jagged", "v1_tiled", None))
+    assert "backward_impl must be" in said[-1]
+    with pytest.raises(ValueError, match="workload must be of operator 'gdpa', got 'block_att"):
+        measure.memory(BLOCKS, [], device=torch.device("cpu"))
+
+
+def test_the_memory_of_a_wrong_step_is_not_recorded(counted, monkeypatch):
+    backward, said = v1_tiled_backward.backward, []
+
+    def wrong(*args, **kwargs):
+        dq, dk, dv = backward(*args, **kwargs)
+        return dq, dk * 1.5, dv
+
+    monkeypatch.setattr(v1_tiled_backward, "backward", wrong)
+    work = replace(SMALL, head_dim=16)
+    with emulator.enabled():
+        table = measure.memory(
+            work, ["v1_tiled_backward"], device=torch.device("cpu"), log=said.append
+        )
+    assert table.rows == (("small", "v1_tiled_backward", None),)
+    assert said[0].startswith("  v1_tiled_backward: ValueError: check failed: dk: max error")
+
+
+def turn_alone(work, direction) -> dict:
+    with emulator.enabled():
+        rows = measure.measure_rotary(
+            work, device=torch.device("cpu"), direction=direction, log=lambda text: None
+        )
+    return {row.impl: row for row in rows}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("rotate_v", (True, False))
+def test_rotary_alone(cpu, small_parts, direction, rotate_v):
+    work = replace(TURNED, rotate_v=rotate_v)
+    rows = turn_alone(work, direction)
+    assert set(rows) == {"rotary", "rotary_eager"} == set(cpu)
+    size = work.total_q * 2 * 16 * 2 * (3 if rotate_v else 2)
+    for row in rows.values():
+        assert row.samples_us == (1.0, 2.0, 3.0) and row.error.passed and row.failure is None
+        assert row.error.elements == size // 2 and row.math == "rotary"
+        assert (row.bytes_read, row.bytes_written) == (size + work.total_q * 16 * 2, size)
+        assert row.flops == 3 * size // 2 and row.direction == direction
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rotary_turned_the_wrong_way_is_not_timed(cpu, monkeypatch, direction):
+    from gdpa_kernels.block_attention import rotary
+
+    right = rotary.rotary
+    monkeypatch.setattr(
+        rotary,
+        "rotary",
+        lambda *tensors, transposed: right(*tensors, transposed=not transposed),
+    )
+    rows = turn_alone(TURNED, direction)
+    assert rows["rotary"].failure.startswith("check failed: q: max error")
+    assert rows["rotary_eager"].samples_us and cpu == ["rotary_eager"]
+
+
+def test_rotary_alone_needs_rotary():
+    with pytest.raises(ValueError, match="workload must have rotary, got 'blocks' without"):
+        turn_alone(BLOCKS, "forward")
+
+
+def test_accuracy_is_that_of_every_element(small_parts, peers):
+    once = ("v1_one_tile", "", {})
+    twice = ("rotary_kernel", "", {"attention": "v1_one_tile"})
+    with emulator.enabled():
+        table = measure.accuracy(TURNED, {1: once, 2: twice}, device=torch.device("cpu"))
+        inputs = make_inputs(TURNED, device="cpu")
+        gradients = {
+            entry[0]: measure.candidate(entry[0], inputs, direction="backward", **entry[2]).call()
+            for entry in (once, twice)
+        }
+    assert table.columns == ("gradient", "roundings", "impl", "max_abs", "mean_abs")
+    assert [row[:3] for row in table.rows] == [
+        (name, n, impl)
+        for name in ("dk", "dq", "dv")
+        for n, impl in ((1, "v1_one_tile"), (2, "rotary_kernel"))
+    ]
+    arguments = inputs.rung_arguments()
+    arguments |= {name: arguments[name].double() for name in "qkv"}
+    arguments["rotary"] = tuple(turn.double() for turn in inputs.rotary)
+    exact = block_reference.backward(inputs.grad_out.double(), **arguments)
+    means = {}
+    for name, roundings, impl, largest, mean in table.rows:
+        which = ("dq", "dk", "dv").index(name)
+        error = (gradients[impl][which].double() - exact[which]).abs()
+        assert largest == pytest.approx(error.max().item())
+        assert mean == pytest.approx(error.mean().item())
+        means[name, roundings] = mean
+    assert all(means[name, 2] > means[name, 1] for name in ("dq", "dk", "dv"))
+
+
+@pytest.fixture
+def session(monkeypatch):
+    """A session without a GPU; what it measures are the calls it makes."""
+    made = object.__new__(Session)
+    made.__dict__.update(
+        device=torch.device("cpu"), protocol=timing.DEFAULT, ceilings=[], rows=[], tables={},
+        workloads={}, said=[], _has_attention_copies=True, _deadline=float("inf"),
+    )  # fmt: skip
+    made.log = made.said.append
+    for name in ("measure", "measure_rotary"):
+        monkeypatch.setattr(measure, name, lambda work, *_, **__: [work.name])
+    monkeypatch.setattr(measure, "accuracy", lambda *_, **__: "table")
+    monkeypatch.setattr(
+        measure,
+        "memory",
+        lambda work, impls, **_: record.Table(measure.MEMORY, [(work.name, i, 8) for i in impls]),
+    )
+    monkeypatch.setattr(timing, "measure_attention_copies", lambda *_: ["copies"])
+    return made
+
+
+def every_part(session):
+    session.measure(BLOCKS, ["v1_one_tile"], direction="backward")
+    session.measure_rotary(TURNED)
+    session.accuracy("accuracy", TURNED, {})
+
+
+def test_a_session_in_time_measures_everything(session):
+    every_part(session)
+    assert session.rows == ["blocks", "turned"] and session.tables == {"accuracy": "table"}
+    assert set(session.workloads) == {"blocks", "turned"}
+    assert not any("left out" in line for line in session.said)
+
+
+def test_a_backward_needs_copies_of_its_mixes(session):
+    session._has_attention_copies = False
+    session.measure(SMALL, ["v1_tiled"])
+    assert session.ceilings == []
+    session.measure(SMALL, ["v1_tiled_backward"], direction="backward")
+    session.measure(BLOCKS, ["v1_one_tile"])
+    assert session.ceilings == ["copies"]
+
+
+def test_memory_gathers_in_one_table(session):
+    session.memory(SMALL, ["v1_tiled_backward", "fa2_varlen"])
+    session.memory(JAGGED, ["v1_tiled_backward"])
+    table = session.tables["memory"]
+    assert table.columns == measure.MEMORY and set(session.workloads) == {"small", "jagged"}
+    assert [row[:2] for row in table.rows] == [
+        ("small", "v1_tiled_backward"), ("small", "fa2_varlen"), ("jagged", "v1_tiled_backward"),
+    ]  # fmt: skip
+    session._deadline = 0.0
+    session.memory(CROSS, ["v1_tiled_backward"])
+    assert session.tables["memory"] == table and "cross" not in session.workloads
+
+
+def test_what_begins_too_late_is_left_out_aloud(session):
+    session._deadline = 0.0
+    every_part(session)
+    assert session.rows == [] and session.tables == {} and session.workloads == {}
+    assert [line.rpartition(": ")[2] for line in session.said] == ["left out, the time is up"] * 3
+
+
+def test_a_table_that_fails_leaves_the_rest(session, monkeypatch):
+    def fail(*_, **__):
+        raise NotImplementedError("impl 'v4_rotary' needs sm_90")
+
+    monkeypatch.setattr(measure, "accuracy", fail)
+    every_part(session)
+    assert session.rows == ["blocks", "turned"] and session.tables == {}
+    assert "NotImplementedError: impl 'v4_rotary' needs sm_90" in session.said[-1]

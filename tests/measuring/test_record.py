@@ -1,0 +1,446 @@
+import json
+import math
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gdpa_kernels
+from gdpa_kernels.measuring import record, system
+from gdpa_kernels.measuring.record import Ceiling, Error, Protocol, Record, RecordError, Row, Table
+from gdpa_kernels.measuring.workload import WORKLOADS
+
+ROOT = Path(__file__).parents[2]
+WORKLOAD = WORKLOADS["gdpa-self-full-256"]
+NO_GPU = dict.fromkeys(
+    (
+        "sm_clock_mhz",
+        "memory_clock_mhz",
+        "temperature_c",
+        "power_w",
+        "throttle_reasons",
+        "other_processes",
+    )
+)
+PROTOCOL = Protocol("cuda events", 5, 30, 256 << 20, True, "one call")
+
+
+@pytest.fixture(autouse=True)
+def version(monkeypatch):
+    monkeypatch.setattr(gdpa_kernels, "__version__", "0.1.0", raising=False)
+
+
+def a_row(**values) -> Row:
+    defaults = {
+        "impl": "v1_tiled",
+        "math": "activation",
+        "scope": "kernel",
+        "samples_us": [900.5, 901.0, 899.25],
+        "error": Error.judge(1e-3, 2e-3, elements=4096),
+        "config": {"BLOCK_M": 128, "num_warps": 8},
+        "peak_bytes": 1 << 30,
+    }
+    return Row.of(WORKLOAD, "forward", **{**defaults, **values})
+
+
+def a_record(rows=None, **values) -> Record:
+    made = record.new_record(
+        command="make measure NOTEBOOKS=measuring/roofline",
+        notebook=None,
+        system=system.describe(),
+        state_before=NO_GPU,
+        state_after=NO_GPU | {"sm_clock_mhz": 1980.0, "throttle_reasons": ["sw_power_cap"]},
+        protocol=PROTOCOL,
+        workloads=[WORKLOAD],
+        rows=[a_row()] if rows is None else rows,
+        ceilings=[
+            Ceiling("matmul", "8192x8192x8192 bfloat16", (1390.0, 1400.0), flops=2 * 8192**3),
+            Ceiling("copy", "1:1", (500.0,), bytes_read=10**9, bytes_written=10**9),
+        ],
+        tables={"errors": Table(("x", "gelu_tanh"), ((-1.5, 1e-4), (0, None)))},
+    )
+    return replace(made, **values)
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    system.save(system.describe(), tmp_path)
+    return tmp_path
+
+
+def damage(data_dir: Path, change) -> str:
+    """Write a good record and one changed by `change`; return why only the second is refused."""
+    good = record.write(a_record(), data_dir)
+    data = json.loads(good.read_text())
+    data["id"] = "damaged"
+    changed = change(data) or data
+    text = changed if isinstance(changed, str) else json.dumps(changed)
+    (data_dir / "records" / "damaged.json").write_text(text)
+    loaded, errors = record.load_all(data_dir)
+    assert [r.id for r in loaded] == [good.stem]
+    (error,) = errors
+    assert str(error).startswith("records/damaged.json: ")
+    return error.reason
+
+
+def test_round_trip(data_dir):
+    made = a_record()
+    path = record.write(made, data_dir)
+    assert path == data_dir / "records" / f"{made.id}.json"
+    assert record.load(path, data_dir=data_dir) == made
+    assert record.load_all(data_dir) == ([made], [])
+    assert made.workload(WORKLOAD.name) == WORKLOAD
+    with pytest.raises(LookupError, match="gdpa-self-full-256"):
+        made.workload("other")
+
+
+def test_numbers_are_kept_exactly_and_on_one_line(data_dir):
+    samples = (0.1, 1e-3, 1234.5678901234567, 3.0)
+    path = record.write(a_record([a_row(samples_us=samples)]), data_dir)
+    assert record.load(path).rows[0].samples_us == samples
+    assert '"samples_us": [ 0.1, 0.001, 1234.5678901234567, 3.0 ]' in path.read_text()
+
+
+@settings(deadline=None)
+@given(
+    samples=st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=5),
+    texts=st.lists(st.text(), min_size=1, max_size=3),
+    numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3),
+)
+def test_any_value_survives_the_file_format(samples, texts, numbers):
+    row = a_row(samples_us=samples, variant=texts[0], config={"notes": texts, "numbers": numbers})
+    data = a_record([row]).to_dict()
+    assert json.loads(record._dumps(data)) == data
+    assert Record.from_dict(json.loads(record._dumps(data))).to_dict() == data
+
+
+def test_records_are_append_only(data_dir):
+    made = a_record()
+    path = record.write(made, data_dir)
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError, match="append-only"):
+        record.write(replace(made, command="other"), data_dir)
+    assert path.read_bytes() == before
+
+
+def test_a_missing_folder_holds_no_records(tmp_path):
+    assert record.load_all(tmp_path) == ([], [])
+
+
+def test_oldest_first(data_dir):
+    late = a_record(id="a", created="2026-11-21T00:00:00Z")
+    early = a_record(id="b", created="2026-11-20T23:59:59Z")
+    record.write(late, data_dir)
+    record.write(early, data_dir)
+    assert [r.id for r in record.load_all(data_dir)[0]] == ["b", "a"]
+
+
+def drop(*path):
+    def change(data):
+        for key in path[:-1]:
+            data = data[key]
+        del data[path[-1]]
+
+    return change
+
+
+def put(value, *path):
+    def change(data):
+        for key in path[:-1]:
+            data = data[key]
+        data[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda d: json.dumps(d)[:-200], "cut short"),
+        (lambda d: " ", "cut short"),
+        (lambda d: '{"id": 1, "id": 2}', r"unique, got \['id'\] twice"),
+        (lambda d: '{"name": "pytest", "machine_info": {}}', "no schema_version"),
+        (lambda d: "[1, 2]", "no schema_version"),
+        (put(2, "schema_version"), "at most 1, got the newer 2"),
+        (put("1", "schema_version"), "no schema_version"),
+        (put(0, "schema_version"), "schema_version: 1 was expected"),
+        (drop("protocol"), "record: 'protocol' is a required property"),
+        (drop("rows", 0, "impl"), r"rows\[0\]: 'impl' is a required property"),
+        (drop("state", "after", "power_w"), "state.after: 'power_w' is a required property"),
+        (put(1, "rows", 0, "surprise"), r"rows\[0\]: .*'surprise' was unexpected"),
+        (put(math.nan, "rows", 0, "samples_us", 1), r"rows\[0\].samples_us\[1\] must be a finite"),
+        (put(math.inf, "state", "before", "power_w"), "state.before.power_w must be a finite"),
+        (put(math.nan, "rows", 0, "config", "x"), r"rows\[0\].config.x must be a finite"),
+        (put(-1.0, "rows", 0, "samples_us", 0), r"rows\[0\].samples_us\[0\]: -1.0"),
+        (put("fast", "rows", 0, "samples_us", 0), r"samples_us\[0\]: 'fast' is not of type"),
+        (put("sideways", "rows", 0, "direction"), r"rows\[0\].direction: 'sideways'"),
+        (put("2026-13-01T00:00:00Z", "created"), "created must be a date and time"),
+        (put("yesterday", "created"), "created: 'yesterday' does not match"),
+        (put("gdpa-other", "rows", 0, "workload"), r"rows\[0\].workload must be one of"),
+        (put({}, "workloads", WORKLOAD.name), f"workloads.{WORKLOAD.name}: "),
+        (put("x", "workloads", WORKLOAD.name, "name"), "name must be its key, got 'x'"),
+        (put(0, "ceilings", 1, "bytes_written"), r"ceilings\[1\].bytes_written: 0 is less"),
+        (put([1.0], "tables", "errors", "rows", 0), r"tables.errors.rows\[0\] must have 2 values"),
+        (put(0.5, "rows", 0, "error", "max_abs"), "at most the budget 0.002 to pass, got 0.5"),
+        (put(None, "rows", 0, "error", "max_abs"), "to pass, got None"),
+        (put(None, "rows", 0, "error"), "a check of the output before a kernel or op is timed"),
+        (put(False, "rows", 0, "error", "passed"), "must be empty behind a failed check"),
+        (put("out of memory", "rows", 0, "failure"), "null when there are samples"),
+        (put([], "rows", 0, "samples_us"), "must say why there are no samples"),
+        (lambda d: d["rows"].append(d["rows"][0]), r"rows\[1\] must differ from rows\[0\]"),
+        (put("nvidia-b200-0123abcd", "system"), "'nvidia-b200-0123abcd', which is not"),
+        (put("../../etc", "system"), "system: '../../etc' does not match"),
+    ],
+)
+def test_damage_is_refused_by_name_and_the_others_load(data_dir, change, reason):
+    refused = damage(data_dir, change)
+    assert re.search(reason, refused), refused
+
+
+def test_a_copy_under_another_name_is_a_duplicate(data_dir):
+    good = record.write(a_record(), data_dir)
+    copy = good.with_name("copy.json")
+    copy.write_bytes(good.read_bytes())
+    loaded, (error,) = record.load_all(data_dir)
+    assert [r.id for r in loaded] == [good.stem]
+    assert error.file == copy
+    assert f"a duplicate of {good.name}" in error.reason
+    good.unlink()
+    _, (error,) = record.load_all(data_dir)
+    assert error.reason == f"id must be the file name 'copy', got {good.stem!r}"
+
+
+def test_not_text_is_refused(data_dir):
+    (data_dir / "records").mkdir()
+    (data_dir / "records" / "image.json").write_bytes(b"\x89PNG\xff")
+    _, (error,) = record.load_all(data_dir)
+    assert "utf-8" in error.reason
+
+
+def test_a_missing_or_damaged_system_is_refused(data_dir):
+    made = a_record()
+    record.write(made, data_dir)
+    path = data_dir / "systems" / f"{made.system}.json"
+    path.write_text(path.read_text().replace('"torch": "', '"torch": "9'))
+    _, (error,) = record.load_all(data_dir)
+    assert "id must be" in error.reason
+    path.unlink()
+    _, (error,) = record.load_all(data_dir)
+    assert "which is not" in error.reason
+    with pytest.raises(RecordError, match="which is not"):
+        record.write(replace(made, id="other"), data_dir)
+
+
+def test_a_long_reason_is_cut(data_dir):
+    reason = damage(data_dir, put(list(range(10_000)), "rows", 0, "direction"))
+    assert len(reason) < 400
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"samples_us": [math.nan]}, "finite"),
+        ({"error": Error.judge(1.0, 0.5, elements=1)}, "behind a failed check"),
+        ({"error": None}, "before a kernel or op is timed"),
+        ({"samples_us": []}, "why there are no samples"),
+        ({"failure": "out of memory"}, "when there are samples"),
+        ({"config": {"device": Path("x")}}, "config.device must be a JSON value, got PosixPath"),
+        ({"config": {1: "x"}}, "config must have strings as keys, got 1"),
+        ({"flops": np.int64(1)}, "flops must be a JSON value"),
+    ],
+)
+def test_a_bad_record_is_not_written(data_dir, row, reason):
+    with pytest.raises(RecordError, match=reason):
+        record.write(a_record([a_row(**row)]), data_dir)
+    assert list(data_dir.glob("records/*")) == []
+
+
+def test_failed_rows_stay(data_dir):
+    rows = [
+        a_row(
+            impl="v0_eager", samples_us=[], error=None, failure="out of memory: 288 GiB of scores"
+        ),
+        a_row(
+            samples_us=[],
+            error=Error.judge(math.nan, 2e-3, elements=9),
+            failure="output is not finite",
+        ),
+        a_row(impl="longest_first", scope="schedule", error=None, flops=0),
+    ]
+    path = record.write(a_record(rows), data_dir)
+    assert record.load(path).rows == tuple(rows)
+    assert rows[1].error == Error(None, 2e-3, False, 9)
+
+
+def test_judge():
+    assert Error.judge(2e-3, 2e-3, elements=1).passed
+    assert not Error.judge(3e-3, 2e-3, elements=1).passed
+    assert Error.judge(math.inf, 2e-3, elements=1).max_abs is None
+
+
+def test_row_takes_counts_from_the_workload():
+    row = a_row()
+    assert row.operator == "gdpa"
+    assert row.flops == 4 * 4 * 128 * 1152 * 256 * 256
+    assert row.bytes_read == 3 * 1152 * 256 * 4 * 128 * 2
+    assert row.bytes_written == 1152 * 256 * 4 * 128 * 2
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.delenv(record.COMMIT_VARIABLE, raising=False)
+    for name in ("gdpa_kernels/gdpa/v1_tiled.py", "gdpa_kernels/a.py", "notebooks/04_v1.py"):
+        path = tmp_path / "checkout" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {name}\n")
+    return tmp_path / "checkout"
+
+
+def test_sources_are_the_package_and_the_notebook(root):
+    package = record.package_state(notebook="notebooks/04_v1.py", root=root)
+    assert sorted(package.sources) == [
+        "gdpa_kernels/a.py",
+        "gdpa_kernels/gdpa/v1_tiled.py",
+        "notebooks/04_v1.py",
+    ]
+    assert package.sources["gdpa_kernels/a.py"] == record.source_hash(root / "gdpa_kernels/a.py")
+    with pytest.raises(FileNotFoundError, match=r"05_v2\.py"):
+        record.package_state(notebook="notebooks/05_v2.py", root=root)
+
+
+CODE = '''"""Of the module."""
+
+X = "# no comment"  # a comment
+
+
+class A:
+    """Of the class: µs."""; Y = 1
+
+    def f(self): "short"
+
+    def g(self):
+        """Of the
+        function."""
+        # before
+        text = """
+# no comment
+"""
+        return text
+'''
+SAME = {
+    "another docstring": ("Of the module", "Of\n\nthis module"),
+    "a longer one of the class": ("Of the class: µs", "µs\n    of"),
+    "a docstring in one line": ("Of the\n        function.", "Of the function."),
+    "a short one": ('"short"', "'other'"),
+    "another comment": ("# a comment", "# another"),
+    "a comment less": ("        # before\n", ""),
+    "a blank line": ("class A", "\n\nclass A"),
+    "spaces": ("return text", "return text  "),
+}
+OTHER_CODE = {
+    "a string": ("# no comment", "# one"),
+    "a line of a string": ('\n# no comment\n"', '\n"'),
+    "a value": ("Y = 1", "Y = 2"),
+    "the code itself": ("return text", "return  text"),
+    "a docstring less": ("""        \"\"\"Of the\n        function.\"\"\"\n""", ""),
+}
+
+
+@pytest.mark.parametrize("name", SAME | OTHER_CODE)
+def test_code_is_what_runs(tmp_path, name):
+    path, other = tmp_path / "a.py", tmp_path / "b.py"
+    change = (SAME | OTHER_CODE)[name]
+    assert change[0] in CODE
+    path.write_text(CODE)
+    other.write_text(CODE.replace(*change))
+    assert record.source_hash(path) != record.source_hash(other)
+    assert (record.code_hash(path) == record.code_hash(other)) is (name in SAME)
+
+
+def test_the_code_that_ran_is_known_by_what_runs(root):
+    name = "gdpa_kernels/a.py"
+    path = root / name
+    package = record.package_state(root=root)
+    older = replace(package, code=None)
+    assert package.ran(name, path) and older.ran(name, path)
+    path.write_text("# another comment\n")
+    assert package.ran(name, path) and not older.ran(name, path)
+    path.write_text("x = 1\n")
+    assert not package.ran(name, path) and not older.ran(name, path)
+    assert not package.ran("gdpa_kernels/b.py", path)
+    path.unlink()
+    assert not package.ran(name, path) and not older.ran(name, path)
+
+
+def test_commit_of_a_checkout(root, monkeypatch):
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "first")
+    head = git(root, "rev-parse", "HEAD")
+    monkeypatch.setenv(record.COMMIT_VARIABLE, "b" * 40)
+    package = record.package_state(notebook="notebooks/04_v1.py", root=root)
+    assert (package.commit, package.dirty) == (head, False)
+    (root / "data").mkdir()
+    (root / "data" / "new.json").write_text("{}")
+    assert record.package_state(root=root).dirty is False
+    (root / "notebooks/04_v1.py").write_text("changed")
+    assert record.package_state(root=root).dirty is False
+    assert record.package_state(notebook="notebooks/04_v1.py", root=root).dirty is True
+    (root / "gdpa_kernels" / "new.py").write_text("")
+    assert record.package_state(root=root).dirty is True
+    assert record.package_state(root=root, commit=head).commit == head
+    with pytest.raises(ValueError, match=f"commit must be the checkout's {head}, got aaaa"):
+        record.package_state(root=root, commit="a" * 40)
+
+
+def test_commit_without_a_checkout(root, monkeypatch):
+    assert record.package_state(root=root).commit is None
+    monkeypatch.setenv(record.COMMIT_VARIABLE, "b" * 40)
+    package = record.package_state(root=root)
+    assert (package.commit, package.dirty) == ("b" * 40, None)
+    assert record.package_state(root=root, commit="a" * 40).commit == "a" * 40
+    monkeypatch.setenv(record.COMMIT_VARIABLE, "main")
+    with pytest.raises(ValueError, match="GDPA_KERNELS_COMMIT must be 40 hex digits, got 'main'"):
+        record.package_state(root=root)
+
+
+def test_a_folder_inside_another_checkout_has_no_commit(root):
+    git(root.parent, "init", "-q")
+    git(root.parent, "add", ".")
+    git(root.parent, "commit", "-qm", "first")
+    assert record.package_state(root=root).commit is None
+
+
+def keys_of(schema):
+    for name, value in schema.get("properties", {}).items():
+        yield name
+        yield from keys_of(value)
+    for value in schema.get("$defs", {}).values():
+        yield from keys_of(value)
+
+
+def test_the_dictionary_explains_every_key():
+    text = (ROOT / "data" / "README.md").read_text()
+    schema = json.loads((ROOT / "gdpa_kernels" / "measuring" / "record.schema.json").read_text())
+    system_keys = system.describe().to_dict()
+    missing = [k for k in {*keys_of(schema), *system_keys} if f"`{k}`" not in text]
+    assert missing == []
+
+
+def test_the_repository_holds_only_good_records():
+    _, errors = record.load_all()
+    assert [str(error) for error in errors] == []

@@ -1,0 +1,106 @@
+"""The timers, on a GPU: a pause of known length is measured, and launch overhead is not."""
+
+import time
+
+import pytest
+import torch
+
+from gdpa_kernels import emulator
+from gdpa_kernels.measuring import copies, timing
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+FEW = timing.Protocol(warmup=1, samples=5, l2_flush_bytes=2**20)
+
+
+@needs_gpu
+def test_device_time_leaves_the_host_out():
+    def call() -> None:
+        time.sleep(0.002)
+        torch.cuda._sleep(2_000_000)
+
+    samples = timing.sample_kernels({"call": call}, torch.device("cuda:0"), FEW)["call"]
+    assert len(samples) == 5
+    assert 800 < sorted(samples)[2] < 1900, "one to two million cycles a millisecond, no sleep"
+
+
+@needs_gpu
+def test_host_time_includes_everything():
+    samples = timing.sample_ops({"call": lambda: time.sleep(0.002)}, torch.device("cuda:0"), FEW)
+    assert min(samples["call"]) > 2000
+
+
+@needs_gpu
+def test_host_time_ends_when_the_call_returns():
+    calls = {"waits": torch.cuda.synchronize, "returns": lambda: None}
+    late = {n: lambda f=f: (torch.cuda._sleep(20_000_000), f()) for n, f in calls.items()}
+    samples = timing.sample_hosts(late, torch.device("cuda:0"), FEW)
+    assert min(samples["waits"]) > 8000 > 1000 > sorted(samples["returns"])[2]
+
+
+@needs_gpu
+def test_functions_take_turns():
+    order: list[str] = []
+    functions = {name: lambda name=name: order.append(name) for name in "abc"}
+    timing.sample_kernels(functions, torch.device("cuda:0"), FEW)
+    measured = order[-15:]
+    rounds = [sorted(measured[i : i + 3]) for i in range(0, 15, 3)]
+    assert rounds == [["a", "b", "c"]] * 5
+
+
+def test_calls_in_a_row_take_turns_and_the_first_turn_warms_up():
+    order: list[str] = []
+
+    def call(name: str) -> None:
+        order.append(name)
+        if len(order) > 8:  # beyond the first turn of both
+            time.sleep(0.002 if name == "slow" else 0)
+
+    functions = {name: lambda name=name: call(name) for name in ("slow", "fast")}
+    samples = timing.sample_calls(functions, torch.device("cpu"), in_a_row=4, rounds=3)
+    assert order == (["slow"] * 4 + ["fast"] * 4) * 4
+    assert [len(times) for times in samples.values()] == [12, 12]
+    assert min(samples["slow"]) > 2000 > sorted(samples["fast"])[6]
+
+
+@needs_gpu
+def test_calls_in_a_row_do_not_wait_and_must_not():
+    device, x = torch.device("cuda:0"), torch.ones(3, device="cuda:0")
+    calls = {"long": lambda: torch.cuda._sleep(2_000_000)}
+    samples = timing.sample_calls(calls, device, in_a_row=5, rounds=2)["long"]
+    assert sorted(samples)[5] < 500
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        timing.sample_calls({"waits": lambda: x[0].item()}, device, in_a_row=5, rounds=2)
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_the_protocol_is_the_documented_one():
+    assert timing.DEFAULT.samples >= 30 and timing.DEFAULT.interleaved
+    assert timing.DEFAULT.l2_flush_bytes >= 2 * 60 * 2**20, "twice the largest L2 we know"
+
+
+@pytest.mark.parametrize(("reads", "writes"), ((3, 1), (4, 3)))
+def test_copies_of_our_own_read_and_write_everything(reads, writes):
+    size = 300  # no multiple of the block
+    x = [torch.randn(size) for _ in range(reads)]
+    y = [torch.full((size,), torch.nan) for _ in range(writes)]
+    with emulator.enabled():
+        copies.copy(tuple(x), tuple(y), block=128)
+    expected = [x[0] + x[1] + x[2]] if writes == 1 else [x[i] + x[3] for i in range(3)]
+    for got, right in zip(y, expected, strict=True):
+        torch.testing.assert_close(got, right)
+    with pytest.raises(ValueError, match="reads and writes must be 3 and 1 or 4 and 3 tensors"):
+        copies.copy(tuple(x), (y[0], y[0]))
+
+
+def test_attention_copies_have_its_mixes(monkeypatch):
+    def sample(functions, device, protocol):
+        with emulator.enabled():
+            for function in functions.values():
+                function()
+        return {name: [1.0, 2.0, 3.0] for name in functions}
+
+    monkeypatch.setattr(timing, "sample_kernels", sample)
+    found = timing.measure_attention_copies(torch.device("cpu"), length=1500)
+    assert len({ceiling.shape for ceiling in found}) == len(found) == 2 * len(timing.COPY_BLOCKS)
+    moved = {(c.kind, c.flops, c.bytes_read, c.bytes_written) for c in found}
+    assert moved == {("copy", 0, 9000, 3000), ("copy", 0, 12000, 9000)}

@@ -1,0 +1,470 @@
+"""Workloads: hand-computed counts, length laws, closed forms, round trips, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gdpa_kernels.measuring.workload import (
+    BLOCK_TABLES,
+    BLOCK_WORKLOADS,
+    FIGURES,
+    KUAIRAND,
+    MOVIELENS,
+    WORKLOADS,
+    Between,
+    Full,
+    LengthLaw,
+    LogNormal,
+    Quantiles,
+    Uniform,
+    Workload,
+    figure_direction,
+    figures_of,
+    visible_pairs,
+    workload,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Fixed(LengthLaw):
+    lengths: tuple[int, ...]
+
+    kind = "fixed"
+
+    def sample(self, batch, max_seqlen, rng):
+        return list(self.lengths)
+
+
+SMALL = Workload(
+    name="small",
+    batch=2,
+    num_heads_q=4,
+    num_heads_k=2,
+    head_dim=8,
+    max_seqlen_q=5,
+    max_seqlen_k=4,
+    lengths_q=Fixed((3, 5)),
+    lengths_k=Fixed((2, 4)),
+)
+
+
+def rng(seed=0):
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def test_small_counts_by_hand():
+    assert (SMALL.total_q, SMALL.rows_q, SMALL.total_k) == (8, 8, 6)
+    assert SMALL.fill == 8 / (2 * 5)
+    # 3 x 2 + 5 x 4 pairs
+    assert SMALL.pairs == 26
+    # 2 products x 2 FLOPs x 4 heads x 8 dims x 26 pairs; backward 5 products
+    assert SMALL.flops("forward") == 3328
+    assert SMALL.flops("backward") == 8320
+    # q and o: 8 rows x 4 heads x 8 dims x 2 bytes = 512; k and v: 6 x 2 x 8 x 2 = 192 each
+    assert SMALL.bytes_read("forward") == 512 + 192 + 192
+    assert SMALL.bytes_written("forward") == 512
+    assert SMALL.bytes("forward") == 1408
+    # backward reads q, k, v and the gradient of o; writes the gradients of q, k and v
+    assert SMALL.bytes_read("backward") == 512 + 192 + 192 + 512
+    assert SMALL.bytes_written("backward") == 512 + 192 + 192
+    assert SMALL.bytes("backward") == 2304
+
+
+def test_small_masks_by_hand():
+    # keys seen by each query of (3 x 2) and (5 x 4): causal 1,2,2 and 1,2,3,4,4
+    assert replace(SMALL, causal=True).pairs == 5 + 14
+    # window 1: 2,2,1 and 2,3,3,2,1
+    assert replace(SMALL, window=1).pairs == 5 + 11
+    # both: 1,2,1 and 1,2,2,2,1
+    assert replace(SMALL, causal=True, window=1).pairs == 4 + 8
+    # window 0 is the diagonal: min(lq, lk) pairs
+    assert replace(SMALL, window=0).pairs == 2 + 4
+    assert replace(SMALL, window=10**30).pairs == SMALL.pairs
+    # FLOPs follow the visible pairs: 4 x 4 heads x 8 dims x 19
+    assert replace(SMALL, causal=True).flops("forward") == 2432
+
+
+def test_float32_doubles_the_bytes():
+    assert replace(SMALL, dtype="float32").bytes("forward") == 2 * 1408
+
+
+def test_shared_q_by_hand():
+    pooling = replace(SMALL, shared_q=True, lengths_q=Full())
+    assert pooling.seqlens_q == (5, 5)
+    assert (pooling.rows_q, pooling.total_q) == (5, 10)
+    assert pooling.pairs == 5 * 2 + 5 * 4
+    # q: 5 rows x 64 bytes = 320; o: 10 rows x 64 = 640; k, v: 192 each
+    assert pooling.bytes_read("forward") == 320 + 192 + 192
+    assert pooling.bytes_written("forward") == 640
+    assert pooling.bytes_read("backward") == 320 + 192 + 192 + 640
+    assert pooling.bytes_written("backward") == 320 + 192 + 192
+
+
+BLOCKS = Workload(
+    name="blocks",
+    operator="block_attention",
+    batch=3,
+    num_heads_q=4,
+    num_heads_k=2,
+    head_dim=8,
+    max_seqlen_q=70,
+    max_seqlen_k=70,
+    lengths_q=Fixed((5, 32, 70)),
+    block_size=32,
+)
+
+
+def test_blocks_by_hand():
+    # 5; 32; 32 + 32 + 6
+    assert BLOCKS.blocks == 5
+    assert BLOCKS.pairs == 25 + 1024 + 2 * 1024 + 36
+    assert BLOCKS.flops("forward") == 4 * 4 * 8 * 3133
+    assert BLOCKS.flops("backward") == 10 * 4 * 8 * 3133
+    # 107 rows of 16 bytes: q and o 4 heads, k and v 2
+    assert BLOCKS.bytes_read("forward") == 107 * 16 * (4 + 2 + 2)
+    assert BLOCKS.bytes_written("forward") == 107 * 16 * 4
+    assert BLOCKS.bytes_read("backward") == 107 * 16 * (4 + 2 + 2 + 4)
+    assert BLOCKS.bytes_written("backward") == 107 * 16 * (4 + 2 + 2)
+    # sin and cos: 107 rows of 4 values of 2 bytes each, once
+    turned = replace(BLOCKS, rotary=True, rotate_v=True)
+    for direction in ("forward", "backward"):
+        assert turned.bytes_read(direction) == BLOCKS.bytes_read(direction) + 2 * 107 * 4 * 2
+        assert turned.bytes_written(direction) == BLOCKS.bytes_written(direction)
+        assert turned.flops(direction) == BLOCKS.flops(direction)
+
+
+def test_published_block_rotary_by_hand():
+    w = workload("block-rotary-1735537")
+    assert w.total_q == 1_735_537 and max(w.seqlens_q) <= w.max_seqlen_q
+    # a tensor: 1,735,537 rows x 3 heads x 128 x 2 bytes = 1,332,892,416; sin and cos 444,297,472
+    assert w.bytes("backward") == 7 * 1_332_892_416 + 444_297_472
+    assert w.bytes("forward") == 4 * 1_332_892_416 + 444_297_472
+
+
+def test_named_block_workloads_are_the_published_ones():
+    assert len(BLOCK_WORKLOADS) == 8 * 2 * 2 + 1
+    assert not set(BLOCK_WORKLOADS) & set(WORKLOADS)
+    for name, w in BLOCK_WORKLOADS.items():
+        assert w.name == name and workload(name) is w and w.block_size == 64
+        assert w.batch == (1152 if w.max_seqlen_q <= 7000 else 768)
+        assert Workload.from_dict(json.loads(json.dumps(w.to_dict()))) == w
+        if "-fill70-" in name:
+            assert w.fill == pytest.approx(0.7, rel=0.02)
+            assert min(w.seqlens_q) >= 0.4 * w.max_seqlen_q and max(w.seqlens_q) < w.max_seqlen_q
+        if "-fill100-" in name:
+            assert set(w.seqlens_q) == {w.max_seqlen_q}
+    for names in BLOCK_TABLES.values():
+        assert set(names) <= set(BLOCK_WORKLOADS)
+    # a change here changes the meaning of every record
+    assert workload("block-fill70-2000").total_q == 1_609_664
+    assert workload("block-fill70-2000").blocks == 25_716
+
+
+def test_block_tables_match_the_published_data():
+    speedups = (REPOSITORY / "data/published/block_attention_speedups.csv").read_text().split()
+    published = set()
+    for row in speedups[1:]:
+        _, _, fill, longest, batch, *_ = row.split(",")
+        w = workload(f"block-fill{round(100 * float(fill))}-{longest}")
+        assert w.batch == int(batch)
+        published.add(w.name)
+    assert published == set(BLOCK_TABLES["table6"])
+
+
+def test_old_records_keep_their_workloads_byte_for_byte():
+    paths = sorted((REPOSITORY / "data" / "records").glob("*.json"))
+    assert paths
+    for path in paths:
+        for name, stored in json.loads(path.read_text())["workloads"].items():
+            restored = Workload.from_dict(stored)
+            assert restored.name == name
+            assert json.dumps(restored.to_dict()) == json.dumps(stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 48}, r"block_size must be one of \(16, 32, 64, 128\), got 48"),
+        ({"rotate_v": True}, "rotate_v must be False without rotary, got True"),
+        ({"rotary": 1}, "rotary must be a bool, got 1"),
+        ({"rotary": True, "head_dim": 7}, "head_dim must be even with rotary, got 7"),
+        ({"causal": True}, "causal must be False with operator 'block_attention', got True"),
+        ({"window": 3}, "window must be None with operator 'block_attention', got 3"),
+        ({"lengths_k": Full()}, "lengths_k must be None with operator 'block_attention', got"),
+        ({"activation": "relu"}, "activation must be 'gelu_tanh' with operator"),
+    ],
+)
+def test_block_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(BLOCKS, **change)
+
+
+def test_between_is_the_published_law():
+    lengths = Between(0.4, 1.0).sample(20_000, 10, rng())
+    assert set(lengths) == {4, 5, 6, 7, 8, 9}
+    assert statistics.mean(lengths) == pytest.approx(6.5, abs=0.05)
+    moved = Between(0.4, 1.0, total=130_001).sample(20_000, 11, rng())
+    assert sum(moved) == 130_001
+    with pytest.raises(ValueError, match=r"total must leave every length in 1 .. 10, got 200000"):
+        Between(0.4, 1.0, total=200_000).sample(20_000, 10, rng())
+
+
+def test_published_self_256_by_hand():
+    w = workload("gdpa-self-full-256")
+    # 1152 x 256 x 256
+    assert w.pairs == 75_497_472
+    # 4 x 4 heads x 128 x 75,497,472
+    assert w.flops("forward") == 154_618_822_656
+    assert w.flops("backward") == 386_547_056_640
+    # each tensor: 1152 x 256 rows x 4 x 128 x 2 bytes = 301,989,888; forward 4, backward 7
+    assert w.bytes("forward") == 1_207_959_552
+    assert w.bytes("backward") == 2_113_929_216
+
+
+def test_published_cross_2048_by_hand():
+    w = workload("gdpa-cross-full-2048")
+    # 1152 x 2048 x 256 pairs; x 2048 FLOPs
+    assert w.flops("forward") == 603_979_776 * 2048 == 1_236_950_581_248
+    # q, o: 1152 x 2048 x 1024 bytes = 2,415,919,104; k, v: 301,989,888
+    assert w.bytes_read("forward") == 2_415_919_104 + 2 * 301_989_888
+    assert w.bytes_written("forward") == 2_415_919_104
+
+
+def test_half_dense_keeps_keys_dense():
+    dense, jagged = workload("gdpa-self-half-dense-512"), workload("gdpa-self-half-jagged-512")
+    assert set(dense.seqlens_k) == {512}
+    assert jagged.seqlens_k == jagged.seqlens_q == dense.seqlens_q
+    assert dense.pairs == 512 * dense.total_q
+    assert jagged.pairs == sum(n * n for n in jagged.seqlens_q)
+
+
+def test_lengths_are_fixed_for_ever():
+    # a change here changes the meaning of every record
+    expected = {
+        "gdpa-self-half-dense-1024": (1019, 392, 847, 858, 1000, 80),
+        "gdpa-self-ml1m-1024": (1024, 62, 267, 281, 1024, 27),
+        "gdpa-self-ml20m-2048": (2048, 46, 216, 229, 1051, 23),
+        "gdpa-self-kuairand1k-4096": (4096, 4096, 4096, 4096, 4096, 1774),
+        "gdpa-self-kuairandpure-512": (429, 27, 92, 95, 209, 7),
+    }
+    assert {name: workload(name).seqlens_q[:6] for name in expected} == expected
+    totals = {"gdpa-self-half-dense-2048": 1_175_891, "gdpa-self-ml25m-1024": 157_823}
+    assert {name: workload(name).total_q for name in totals} == totals
+
+
+def test_seed_changes_lengths_and_streams_differ():
+    w = workload("gdpa-self-half-jagged-256")
+    assert replace(w, seed=1).seqlens_q != w.seqlens_q
+    independent = replace(w, lengths_k=Uniform(0.5))
+    assert independent.seqlens_q == w.seqlens_q
+    assert independent.seqlens_k != w.seqlens_q
+
+
+def test_uniform_is_the_published_generator():
+    half = Uniform(0.5).sample(20_000, 16, rng())
+    assert (min(half), max(half)) == (1, 16)
+    assert statistics.mean(half) == pytest.approx(8.5, abs=0.1)
+    # 2 x 0.7 - 1 is just below 0.4 in fp64: 399 .. 1000
+    dense = Uniform(0.7).sample(20_000, 1000, rng())
+    assert min(dense) == 399 and statistics.mean(dense) == pytest.approx(700, abs=5)
+    # 1 .. floor(0.4 x 1000)
+    sparse = Uniform(0.2).sample(20_000, 1000, rng())
+    assert max(sparse) == 400 and statistics.mean(sparse) == pytest.approx(200.5, abs=3)
+    assert Uniform(1.0).sample(3, 7, rng()) == [7, 7, 7]
+    assert Uniform(0.01).sample(3, 7, rng()) == [1, 1, 1]
+
+
+def test_log_normal_has_its_quantiles():
+    law = MOVIELENS["ml20m"]
+    lengths = sorted(law.sample(40_001, 10**9, rng()))
+    # the median is loc + scale; the P90 is loc + scale x exp(1.2816 sigma)
+    assert lengths[20_000] == pytest.approx(law.loc + law.scale, rel=0.03)
+    p90 = law.loc + law.scale * math.exp(1.2815515655 * law.sigma)
+    assert lengths[36_000] == pytest.approx(p90, rel=0.03)
+    assert lengths[0] >= 20
+
+
+@pytest.mark.parametrize("name", sorted(KUAIRAND))
+def test_quantiles_pass_through_the_published_table(name):
+    law = KUAIRAND[name]
+    for level, length in zip(law.levels, law.lengths, strict=True):
+        assert law.inverse_cdf(level) == pytest.approx(length)
+    # halfway between two levels: the geometric mean of their lengths
+    assert law.inverse_cdf(0.375) == pytest.approx(math.sqrt(law.lengths[2] * law.lengths[3]))
+    lengths = sorted(law.sample(20_001, 10**9, rng()))
+    assert lengths[10_000] == pytest.approx(law.lengths[3], rel=0.03)
+    assert lengths[18_000] == pytest.approx(law.lengths[5], rel=0.03)
+    assert law.lengths[0] <= lengths[0] and lengths[-1] <= law.lengths[-1]
+
+
+laws = st.one_of(
+    st.just(Full()),
+    st.builds(Uniform, st.floats(0.001, 1.0)),
+    st.builds(Between, st.floats(0.001, 0.5), st.floats(0.6, 1.0)),
+    st.builds(LogNormal, st.floats(0.1, 3), st.floats(-50, 50), st.floats(0.1, 1e4)),
+    st.sampled_from(sorted(KUAIRAND)).map(KUAIRAND.get),
+)
+
+
+@given(law=laws, batch=st.integers(0, 20), cap=st.integers(1, 5000), seed=st.integers(0, 2**64))
+def test_lengths_stay_between_one_and_the_cap(law, batch, cap, seed):
+    lengths = law.sample(batch, cap, rng(seed))
+    assert len(lengths) == batch
+    assert all(type(n) is int and 1 <= n <= cap for n in lengths)
+    assert law.sample(batch, cap, rng(seed)) == lengths
+
+
+@given(law=laws)
+def test_laws_round_trip_through_json(law):
+    assert LengthLaw.from_dict(json.loads(json.dumps(law.to_dict()))) == law
+
+
+lengths_pairs = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=4)
+
+
+@given(lengths=lengths_pairs, causal=st.booleans(), window=st.none() | st.integers(0, 15))
+def test_visible_pairs_match_enumeration(lengths, causal, window):
+    def seen(i, j):
+        return (not causal or j <= i) and (window is None or abs(i - j) <= window)
+
+    expected = sum(seen(i, j) for lq, lk in lengths for i in range(lq) for j in range(lk))
+    seqlens_q = tuple(lq for lq, _ in lengths)
+    seqlens_k = tuple(lk for _, lk in lengths)
+    assert visible_pairs(seqlens_q, seqlens_k, causal=causal, window=window) == expected
+
+
+def test_visible_pairs_do_not_overflow():
+    n = 2**31 - 1
+    assert visible_pairs((n,) * 3, (n,) * 3) == 3 * n * n > 2**63
+    assert visible_pairs((n,) * 5, (n,) * 5, causal=True) == 5 * n * (n + 1) // 2 > 2**63
+
+
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_named_workloads_round_trip(name):
+    w = workload(name)
+    assert w.name == name
+    restored = Workload.from_dict(json.loads(json.dumps(w.to_dict())))
+    assert restored == w
+    assert restored.seqlens_q == w.seqlens_q and restored.seqlens_k == w.seqlens_k
+
+
+def test_options_round_trip():
+    w = replace(
+        workload("gdpa-self-half-jagged-256"),
+        activation=("gelu", "silu", "relu", "identity"),
+        scale=0.5,
+        output_scale=0.25,
+        causal=True,
+        window=17,
+        dtype="float16",
+    )
+    assert Workload.from_dict(json.loads(json.dumps(w.to_dict()))) == w
+
+
+def test_figures_are_the_published_ones():
+    assert {"gdpa-self-fwd-full", "gdpa-self-fwd-half", "gdpa-cross-fwd-full"} <= set(FIGURES)
+    for figure, names in FIGURES.items():
+        assert set(names) <= set(WORKLOADS)
+        assert figure_direction(figure) in ("forward", "backward")
+    assert len(FIGURES["gdpa-self-fwd-half"]) == 8
+    assert figures_of("gdpa-self-full-512", "forward") == ("gdpa-self-fwd-full",)
+    assert figures_of("gdpa-self-full-512", "backward") == ("gdpa-self-bwd-full",)
+    assert figures_of("gdpa-self-ml1m-1024", "forward") == ()
+
+
+def test_figure_ids_match_the_published_data():
+    table = REPOSITORY / "data" / "published" / "gdpa_figures.csv"
+    if not table.exists():
+        pytest.skip("data/published/gdpa_figures.csv is absent")
+    rows = table.read_text().splitlines()
+    column = rows[0].split(",").index("figure")
+    assert {row.split(",")[column] for row in rows[1:]} == set(FIGURES)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": ""}, "name must be a non-empty string, got ''"),
+        ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
+        ({"head_dim": 8.0}, "head_dim must be an integer of at least 1, got 8.0"),
+        ({"num_heads_q": True}, "num_heads_q must be an integer of at least 1, got True"),
+        ({"num_heads_q": 3}, r"num_heads_q must be a multiple of num_heads_k \(2\), got 3"),
+        ({"max_seqlen_k": 0}, "max_seqlen_k must be an integer of at least 1, got 0"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        (
+            {"operator": "conv"},
+            r"operator must be one of \('gdpa', 'block_attention'\), got 'conv'",
+        ),
+        ({"block_size": 32}, "block_size must be 64 with operator 'gdpa', got 32"),
+        ({"rotary": True}, "rotary must be False with operator 'gdpa', got True"),
+        ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
+        ({"dtype": ["bfloat16"]}, "dtype must be one of .*, got"),
+        ({"causal": 1}, "causal must be a bool, got 1"),
+        ({"window": -1}, "window must be an integer of at least 0, got -1"),
+        ({"scale": math.nan}, "scale must be a finite number or None, got nan"),
+        ({"output_scale": None}, "output_scale must be a finite number, got None"),
+        ({"activation": ()}, r"activation must have one name per head \(4\), got 0"),
+        ({"activation": 3}, "activation must be a name or a tuple of names, got 3"),
+        ({"lengths_q": None}, "lengths_q must be a LengthLaw, got None"),
+        ({"lengths_k": 3}, "lengths_k must be a LengthLaw or None, got 3"),
+        ({"lengths_k": None}, r"max_seqlen_k must equal max_seqlen_q \(5\)"),
+        ({"shared_q": True}, r"lengths_q must be Full\(\) with shared_q, got Fixed"),
+        (
+            {"shared_q": True, "lengths_q": Full(), "lengths_k": None},
+            "lengths_k must be a LengthLaw with shared_q, got None",
+        ),
+    ],
+)
+def test_workload_errors_name_argument_expectation_and_value(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Uniform(0.0), r"fill must be a number in \(0, 1\], got 0.0"),
+        (lambda: Uniform("x"), r"fill must be a number in \(0, 1\], got 'x'"),
+        (lambda: Between(0.0, 1.0), r"low must be a number in \(0, 1\], got 0.0"),
+        (lambda: Between(0.5, 0.5), r"high must be a number in \(0.5, 1\], got 0.5"),
+        (lambda: Between(0.4, 1.0, 0), "total must be an integer of at least 1, got 0"),
+        (lambda: LogNormal(0, 1, 1), "sigma must be a positive number, got 0"),
+        (lambda: LogNormal(1, math.inf, 1), "loc must be a finite number, got inf"),
+        (lambda: LogNormal(1, 1, -1), "scale must be a positive number, got -1"),
+        (lambda: LogNormal(1, 1, 1, 0), "minimum must be an integer of at least 1, got 0"),
+        (lambda: Quantiles((0.1, 1.0), (1, 2)), "levels must be a tuple rising strictly"),
+        (lambda: Quantiles((0.0, 1.0), (1,)), "lengths must be a tuple of 2, one per level"),
+        (lambda: Quantiles((0.0, 1.0), (2, 1)), "lengths must be non-decreasing"),
+        (lambda: Quantiles((0.0, 1.0), (0, 1)), "every length must be an integer of at least 1"),
+        (
+            lambda: MOVIELENS["ml1m"].sample(1, 19, rng()),
+            "max_seqlen must be at least the law's 20",
+        ),
+        (lambda: LengthLaw.from_dict({"kind": "zipf"}), "kind must be one of .*, got 'zipf'"),
+        (lambda: LengthLaw.from_dict({"kind": []}), r"kind must be one of .*, got \[\]"),
+        (lambda: LengthLaw.from_dict("full"), "length law must be a mapping with a kind"),
+        (lambda: LengthLaw.from_dict({"kind": "full", "x": 1}), "must have fields among"),
+        (lambda: LengthLaw.from_dict({"kind": "uniform"}), r"must have the fields \['fill'\]"),
+        (lambda: Workload.from_dict({}), "workload must have the fields"),
+        (lambda: Workload.from_dict([]), r"workload must be a mapping, got \[\]"),
+        (lambda: SMALL.flops("both"), "direction must be one of .*, got 'both'"),
+        (lambda: SMALL.bytes("fwd"), "direction must be one of .*, got 'fwd'"),
+        (lambda: workload("gdpa"), "name must be one of gdpa-cross-full-1024, .*, got 'gdpa'"),
+        (lambda: figure_direction("x"), "figure must be one of .*, got 'x'"),
+        (lambda: visible_pairs((1,), (1, 2)), "seqlens_k must have the 1 entries of seqlens_q"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,645 @@
+"""claims.yml, its ledger, and the published values behind it."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring.workload import BLOCK_WORKLOADS, FIGURES, WORKLOADS, Full, Workload
+from gdpa_kernels.report import claims
+from gdpa_kernels.report import results as real_results
+from gdpa_kernels.report.claims import ClaimError, load, published_figures, published_value
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIMS = load()
+BY_ID = {claim.id: claim for claim in CLAIMS}
+BLOCK_NOTEBOOK = "notebooks/block/results.py"
+BACKWARD_NOTEBOOK = "notebooks/backward/results.py"
+PLAIN = "block-plain-1735537"  # that notebook's own: the rotary workload without rotary
+
+
+def results_row(**changes):
+    row = {
+        "figure": "gdpa-self-fwd-full",
+        "workload": "gdpa-self-full-1024",
+        "direction": "forward",
+        "impl": "v1_tiled",
+        "math": "activation",
+        "scope": "kernel",
+        "variant": "",
+        "system": "nvidia-h200-00000000",
+        "gpu": "NVIDIA H200",
+        "date": "2026-01-01",
+        "record": "record-a",
+        "time_us_p20": 5900.0,
+        "time_us_p50": 6000.0,
+        "time_us_p80": 6100.0,
+        "tflops": 400.0,
+        "gbytes_per_s": 800.0,
+        "percent_of_roofline": 50.0,
+        "correct": True,
+        "failure": None,
+        "stale": False,
+        "samples": 30,
+    }
+    assert set(changes) <= set(row)
+    return {**row, **changes}
+
+
+def results_table(*rows):
+    return pd.DataFrame([results_row(**row) for row in rows])
+
+
+# v1 at 6000 us, v3 at 4800 us; fa4 at 5400 us on one workload and 9000 us on the other.
+SYNTHETIC = [
+    {},
+    {"impl": "v2_tma", "time_us_p50": 5000.0, "tflops": 480.0},
+    {"impl": "v3_persistent", "time_us_p50": 4800.0, "tflops": 500.0, "record": "record-b"},
+    {"impl": "fa4", "math": "softmax", "time_us_p50": 5400.0, "tflops": 444.0},
+    {
+        "figure": "gdpa-cross-fwd-full",
+        "workload": "gdpa-cross-full-512",
+        "impl": "v3_persistent",
+        "time_us_p50": 1000.0,
+        "tflops": 309.0,
+    },
+    {
+        "figure": "gdpa-cross-fwd-full",
+        "workload": "gdpa-cross-full-512",
+        "impl": "fa4",
+        "math": "softmax",
+        "time_us_p50": 2250.0,
+        "tflops": 137.0,
+    },
+]
+
+
+def ledger(results):
+    return claims.ledger(results, claims=CLAIMS)
+
+
+def entry_of(table, claim_id):
+    return table.set_index("id").loc[claim_id]
+
+
+def data_with(tmp_path, *entries):
+    content = {"schema_version": 1, "claims": list(entries)}
+    (tmp_path / "claims.yml").write_text(yaml.safe_dump(content))
+    return tmp_path
+
+
+def valid_entry(**changes):
+    entry = {
+        "id": "some-claim",
+        "operator": "gdpa",
+        "claim": "It is fast.",
+        "value": 2.0,
+        "unit": "x",
+        "source": {"bib": "xu2026gdpa", "where": "abstract"},
+        "hardware": "NVIDIA B200, 750 W",
+        "kind": "speedup",
+        "how_to_check": "make measure NOTEBOOKS=forward/results",
+        "figure": None,
+        "ours": None,
+        "tolerance": 0.1,
+        "status": "open",
+        "note": None,
+    }
+    return {**entry, **changes}
+
+
+# The file
+
+
+def test_every_claim_names_its_hardware_its_source_and_a_way_to_check():
+    assert len(CLAIMS) > 80
+    for claim in CLAIMS:
+        assert claim.hardware.strip()
+        assert claim.sources
+        assert claim.how_to_check.startswith(("make ", "missing: "))
+
+
+def test_ids_are_unique():
+    assert len(BY_ID) == len(CLAIMS)
+
+
+def test_every_cited_key_is_in_the_bibliography():
+    text = (ROOT / "book" / "references.bib").read_text(encoding="utf-8")
+    keys = re.findall(r"^@\w+\{([^,\s]+),$", text, flags=re.MULTILINE)
+    assert len(keys) == len(set(keys))
+    assert {source.bib for claim in CLAIMS for source in claim.sources} <= set(keys)
+
+
+def test_figures_and_selected_workloads_exist():
+    named = {"gdpa": set(WORKLOADS), "block_attention": {*BLOCK_WORKLOADS, PLAIN}}
+    for claim in CLAIMS:
+        assert claim.figure is None or claim.figure in FIGURES
+        if claim.ours is not None:
+            assert set(claim.ours.figure) <= set(FIGURES)
+            for pattern in claim.ours.workload:
+                names = named[claim.operator]
+                assert any(claims.fnmatchcase(name, pattern) for name in names), claim.id
+
+
+def test_which_claims_the_records_answer():
+    answered = [claim for claim in CLAIMS if claim.ours is not None]
+    assert {claim.operator for claim in answered} == {"gdpa", "block_attention"}
+    for claim in answered:
+        if claim.operator == "gdpa":
+            backward = ["-bwd-" in figure for figure in claim.ours.figure]
+            assert backward and len(set(backward)) == 1, claim.id
+            notebook = "NOTEBOOKS=backward/results" if backward[0] else "NOTEBOOKS=forward/results"
+            assert claim.how_to_check.endswith(notebook), claim.id
+        else:
+            assert claim.ours.direction and claim.ours.workload != ("*",)
+    for figure in FIGURES:
+        for suffix in ("over-triton", "over-fmha", "over-fa4", "rate"):
+            claim = BY_ID[f"{figure}-{suffix}"]
+            refuted = claim.id == "gdpa-cross-bwd-full-over-fa4"  # a series plotted twice
+            assert (claim.ours is None) == refuted, claim.id
+
+
+def test_published_times_of_block_attention_have_a_selector():
+    """Tables 5, 6 and 7; an absolute error, table 8, compares with nothing."""
+    for claim in CLAIMS:
+        if claim.data is not None and claim.data.file.startswith("block_attention_"):
+            expected = claim.data.file != "block_attention_accuracy.csv"
+            assert (claim.ours is not None) == expected, claim.id
+            assert claim.how_to_check == "make measure NOTEBOOKS=block/results"
+
+
+def test_selectors_of_table_6_pick_the_workloads_of_their_fill():
+    for way in ("forward", "backward", "total"):
+        for fill, suffix in (("fill70", "07"), ("fill100", "10")):
+            ours = BY_ID[f"block-{way}-scaling-fill-{suffix}"].ours
+            picked = {n for n in BLOCK_WORKLOADS if claims.fnmatchcase(n, ours.workload[0])}
+            assert picked == {f"block-{fill}-{n}000" for n in range(1, 9)}
+            both = ("forward", "backward")
+            assert ours.direction == (both if way == "total" else (way,))
+
+
+def test_selectors_reach_every_rung():
+    fused = {
+        "gdpa": {rung.impl for rung in ladder.RUNGS} - {"v0_eager"},
+        "gdpa_backward": {rung.impl for rung in ladder.BACKWARD_RUNGS},
+        "block_attention": {rung.impl for rung in ladder.BLOCK_RUNGS} - {"v0_flash"},
+    }
+    for claim in CLAIMS:
+        if claim.ours is None or claim.ours.impl == ("rotary",):
+            continue
+        backward = any("-bwd-" in figure for figure in claim.ours.figure)
+        rungs = fused[f"{claim.operator}_backward" if backward else claim.operator]
+        found = {n for n in rungs if any(claims.fnmatchcase(n, p) for p in claim.ours.impl)}
+        expected = rungs - set(claim.ours.baseline)
+        assert found == expected, claim.id
+
+
+def test_every_plotted_speedup_has_a_claim():
+    for figure in FIGURES:
+        for suffix in ("over-triton", "over-fmha", "over-fa4", "rate"):
+            assert BY_ID[f"{figure}-{suffix}"].data is not None
+
+
+@pytest.mark.parametrize("claim", [c for c in CLAIMS if c.data], ids=lambda claim: claim.id)
+def test_values_agree_with_the_published_csv(claim):
+    value, error = published_value(claim)
+    last_digit = 10.0 ** -len(str(claim.value).partition(".")[2])
+    assert claim.value == pytest.approx(value, abs=max(error, 0.5001 * last_digit))
+    if claim.id.startswith(("gdpa-self-", "gdpa-cross-")):
+        assert claim.value == pytest.approx(value, abs=0.005)
+
+
+def test_published_values_by_hand():
+    peak = published_value(BY_ID["gdpa-forward-peak"])
+    assert peak == (1146.1, pytest.approx(6.0))
+    cross = published_value(BY_ID["gdpa-cross-fwd-full-over-fa4"])
+    assert cross == (
+        pytest.approx(813.7 / 172.2),
+        pytest.approx(813.7 / 172.2 * (5 / 813.7 + 5 / 172.2)),
+    )
+    assert published_value(BY_ID["block-fused-rotary"]) == (pytest.approx(6.436 / 1.819), 0.0)
+
+
+def test_published_value_needs_data():
+    with pytest.raises(ValueError, match="gdpa-training-throughput"):
+        published_value(BY_ID["gdpa-training-throughput"])
+
+
+# Arithmetic that the notes of refuted claims rest on
+
+
+def test_register_budgets_exceed_the_register_file():
+    forward = 32 * (3 * 48 + 4 * 120 + 8 * 200)
+    backward = 32 * (4 * 48 + 8 * 120 + 8 * 200)
+    assert forward == BY_ID["block-forward-registers"].value > 65_536
+    assert backward == BY_ID["block-backward-registers"].value > 65_536
+
+
+def test_log_sum_exp_is_a_small_share_of_the_backward_bytes():
+    tokens, heads, head_dim = 1152 * 1400, 4, 128
+    log_sum_exp = tokens * heads * 4
+    gradients_and_inputs = 7 * tokens * heads * head_dim * 2
+    assert log_sum_exp == pytest.approx(25.8e6, rel=0.01)
+    assert log_sum_exp / gradients_and_inputs == pytest.approx(0.0022, abs=1e-4)
+
+
+def test_block_diagonal_structure_is_emptier_than_claimed():
+    empty = 1 - 64 / 1400
+    assert empty == pytest.approx(0.954, abs=1e-3)
+
+
+def test_arithmetic_intensity_of_a_full_block():
+    sizes = {"max_seqlen_q": 64, "max_seqlen_k": 64, "num_heads_q": 4, "num_heads_k": 4}
+    block = Workload(
+        "block", batch=1, head_dim=128, lengths_q=Full(), operator="block_attention", **sizes
+    )
+    assert block.flops("forward") / block.bytes("forward") == 32
+    assert BY_ID["block-arithmetic-intensity"].value == pytest.approx(32, rel=0.05)
+
+
+def test_rounding_to_bfloat16_is_off_by_what_is_claimed():
+    x = torch.arange(2**15, 2**16, dtype=torch.float64) / 2**15  # 1 .. 2, in steps of 2**-15
+    error = ((x.bfloat16().double() - x) / x).abs()
+    assert error.max().item() == pytest.approx(2**-8, rel=0.01)
+    assert BY_ID["block-rounding-twice"].value == pytest.approx(100 * error.max().item(), rel=0.03)
+    assert error.mean().item() < 0.4 * error.max().item()
+
+
+def taylor_gelu_error(limit):
+    x = np.linspace(-limit, limit, 20_001)
+    gelu = 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    c2 = 1 / math.sqrt(2 * math.pi)
+    square = x * x
+    polynomial = 0.5 * x + square * (c2 + square * (-c2 / 6 + square * c2 / 40))
+    return np.abs(polynomial - gelu).max()
+
+
+def test_taylor_gelu_is_not_gelu_on_the_inputs_of_the_published_benchmark():
+    assert taylor_gelu_error(1.0) == pytest.approx(1.1e-3, rel=0.05)
+    assert taylor_gelu_error(1.18) < 4e-3
+    assert taylor_gelu_error(2.0) == pytest.approx(0.22, rel=0.05)
+    assert taylor_gelu_error(math.sqrt(128)) == pytest.approx(2e4, rel=0.05)
+
+
+def test_half_full_charts_do_not_count_jagged_self_attention():
+    lengths = np.arange(1, 1025)
+    assert (lengths * 1024).mean() == pytest.approx(1024**2 / 2, rel=0.01)
+    assert (lengths**2).mean() == pytest.approx(1024**2 / 3, rel=0.01)
+
+
+def test_fa4_series_of_the_cross_backward_chart_repeats_the_forward_chart():
+    table = published_figures()
+    bars = table[table["kernel"] == "cutedsl_fa4"].set_index(["figure", "length"])
+    bars = bars[["tflops", "tflops_error"]]
+    backward, forward = bars.loc["gdpa-cross-bwd-full"], bars.loc["gdpa-cross-fwd-full"]
+    reading_error = backward["tflops_error"] + forward["tflops_error"]
+    assert ((backward["tflops"] - forward["tflops"]).abs() <= reading_error).all()
+    same_workload = bars.loc[("gdpa-self-bwd-full", 256), "tflops"]
+    assert backward.loc[256, "tflops"] - same_workload > 30
+
+
+# The ledger
+
+
+def test_ratios_by_hand():
+    table = ledger(results_table(*SYNTHETIC))
+    over_triton = entry_of(table, "gdpa-self-fwd-full-over-triton")
+    assert over_triton["ours"] == pytest.approx(6000 / 4800)
+    assert over_triton["ratio"] == pytest.approx(1.25 / 2.08)
+    assert over_triton["ours_impl"] == "v3_persistent"
+    assert over_triton["ours_baseline"] == "v1_tiled"
+    assert over_triton["ours_record"] == "record-b, record-a"
+    over_fa4 = entry_of(table, "gdpa-self-fwd-full-over-fa4")
+    assert over_fa4["ours"] == pytest.approx(5400 / 4800)
+    short_keys = entry_of(table, "gdpa-forward-over-fa4")
+    assert short_keys["ours"] == pytest.approx(2.25)
+    assert short_keys["ratio"] == pytest.approx(2.25 / 3.5)
+    peak = entry_of(table, "gdpa-forward-peak")
+    assert (peak["ours"], peak["ours_workload"]) == (500.0, "gdpa-self-full-1024")
+    assert peak["ratio"] == pytest.approx(500 / 1145)
+    measured = set(table.loc[table["status"] == "measured", "id"])
+    assert {"gdpa-forward-over-triton", "gdpa-forward-peak"} <= measured
+
+
+def test_a_published_value_is_never_ours():
+    table = ledger(results_table(*SYNTHETIC))
+    assert (table["hardware"].str.strip() != "").all()
+    answered = table[table["ours"].notna()]
+    assert set(answered["ours_gpu"]) == {"NVIDIA H200"}
+    assert answered["hardware"].str.startswith("NVIDIA B200").all()
+    assert (answered["ours_record"] != "").all()
+    assert answered["within_tolerance"].isna().all()
+
+
+def test_without_records_nothing_is_measured():
+    empty = results_table({}).iloc[:0]
+    table = claims.ledger(empty)
+    assert list(table["id"]) == [claim.id for claim in CLAIMS]
+    assert table["ours"].isna().all() and table["ratio"].isna().all()
+    assert "measured" not in set(table["status"])
+    assert dict(zip(table["id"], table["published"].notna(), strict=True)) == {
+        claim.id: claim.value is not None for claim in CLAIMS
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"correct": False},
+        {"correct": None},
+        {"correct": float("nan")},
+        {"failure": "out of memory"},
+        {"time_us_p50": float("nan"), "tflops": float("nan")},
+        {"scope": "op"},
+        {"variant": "padded"},
+        {"figure": "gdpa-self-bwd-full", "direction": "backward"},
+        {"figure": None},
+        {"workload": "gdpa-self-half-jagged-1024", "figure": "gdpa-self-fwd-half"},
+    ],
+    ids=str,
+)
+def test_rows_that_do_not_answer_never_count(change):
+    fast = {"impl": "v3_persistent", "time_us_p50": 1.0, "tflops": 9999.0, **change}
+    table = ledger(results_table({}, fast))
+    assert entry_of(table, "gdpa-forward-peak")["ours"] == 400.0
+    for claim_id in ("gdpa-forward-over-triton", "gdpa-self-fwd-half-rate"):
+        row = entry_of(table, claim_id)
+        assert row["status"] == "open" and math.isnan(row["ours"]) and math.isnan(row["ratio"])
+
+
+def test_an_incorrect_baseline_never_counts():
+    slow = {"impl": "fa4", "time_us_p50": 99999.0, "correct": False}
+    row = entry_of(ledger(results_table({}, slow)), "gdpa-self-fwd-full-over-fa4")
+    assert row["status"] == "open"
+
+
+def test_the_baseline_is_never_its_own_competitor():
+    row = entry_of(ledger(results_table({})), "gdpa-forward-over-triton")
+    assert row["status"] == "open"
+
+
+def test_claims_without_a_selector_keep_their_status():
+    table = ledger(results_table(*SYNTHETIC)).set_index("id")
+    for claim in CLAIMS:
+        if claim.ours is None:
+            assert table.loc[claim.id, "status"] == claim.status
+            assert math.isnan(table.loc[claim.id, "ours"])
+
+
+def test_the_records_of_the_repository_answer_every_selector():
+    table = claims.ledger(real_results.table(ROOT / "data", system="h200"), claims=CLAIMS)
+    answered = table[table["id"].isin([claim.id for claim in CLAIMS if claim.ours is not None])]
+    backward = answered["figure"].str.contains("-bwd-")
+    status = answered[~backward].groupby("operator")["status"].agg(set)
+    assert status["gdpa"] == {"measured"}
+    made = real_results.latest_record(ROOT / "data", notebook=BACKWARD_NOTEBOOK, system="h200")
+    timed = {row.impl for row in made.rows if row.samples_us}
+    asked = answered[backward]
+    for impl, end in (("fa4", "-over-fa4"), ("cudnn_varlen", "-half-over-fmha")):
+        if impl not in timed:
+            asked = asked[~asked["id"].str.endswith(end)]
+    assert len(asked) >= 10 and set(asked["status"]) == {"measured"}
+    try:
+        real_results.latest_record(ROOT / "data", notebook=BLOCK_NOTEBOOK, system="h200")
+    except LookupError:
+        pass
+    else:
+        assert status["block_attention"] == {"measured"}
+    over_fa4 = answered[~backward & answered["id"].str.endswith("-over-fa4")]
+    assert len(over_fa4) == 4 and set(over_fa4["ours_baseline"]) == {"fa4"}
+    assert not over_fa4["hardware"].str.contains("H200").any()
+
+
+# Times in microseconds of a workload of block attention: forward, backward.
+BLOCK_TIMES = {
+    "v0_flash": (2000.0, 6000.0),
+    "v1_one_tile": (1500.0, 3700.0),
+    "v3_warp_specialized": (1600.0, 3000.0),
+    "fa2_varlen": (2700.0, 10800.0),
+}
+
+
+def block_rows(workload, times=None, **changes):
+    times = BLOCK_TIMES if times is None else times
+    base = {"figure": "", "workload": workload, "math": "softmax", "tflops": 1.0, **changes}
+    return [
+        {**base, "impl": impl, "direction": direction, "time_us_p50": time}
+        for impl, pair in times.items()
+        for direction, time in zip(("forward", "backward"), pair, strict=True)
+    ]
+
+
+def test_block_ratios_by_hand():
+    table = ledger(results_table(*block_rows("block-fill70-2000")))
+    forward = entry_of(table, "block-forward-over-fa2")
+    assert forward["ours"] == pytest.approx(2700 / 1500)
+    assert (forward["ours_impl"], forward["ours_baseline"]) == ("v1_one_tile", "fa2_varlen")
+    backward = entry_of(table, "block-backward-over-fa2")
+    assert backward["ours"] == pytest.approx(3.6)
+    assert backward["ours_impl"] == "v3_warp_specialized"
+    total = entry_of(table, "block-total-over-fa2")
+    assert total["ours"] == pytest.approx(13500 / 4500)
+    assert total["ours_impl"] == "v1_one_tile, v3_warp_specialized"
+    assert total["ours_baseline"] == "fa2_varlen"
+    scaling = entry_of(table, "block-total-scaling-fill-07")
+    assert scaling["ours"] == total["ours"] and scaling["ratio"] == pytest.approx(3 / 2.43)
+    assert entry_of(table, "block-total-scaling-fill-10")["status"] == "open"
+
+
+def test_a_total_needs_both_directions_of_both():
+    rows = [
+        row
+        for row in block_rows("block-fill70-2000")
+        if (row["impl"], row["direction"]) != ("fa2_varlen", "backward")
+    ]
+    table = ledger(results_table(*rows))
+    assert entry_of(table, "block-forward-over-fa2")["status"] == "measured"
+    assert entry_of(table, "block-total-over-fa2")["status"] == "open"
+
+
+def test_other_shapes_answer_no_table_of_block_attention():
+    rows = [*block_rows("block-fill70-2000-d64"), *block_rows("gdpa-self-full-1024")]
+    table = ledger(results_table(*rows))
+    found = table[(table["operator"] == "block_attention") & (table["status"] == "measured")]
+    assert found.empty
+
+
+def test_table_7_by_hand():
+    rotary = {"v4_rotary": (1.0, 2600.0), "rotary": (1.0, 1900.0), "eager_rotary": (1.0, 13000.0)}
+    plain = {"v1_one_tile": (1.0, 2900.0), "v3_warp_specialized": (1.0, 2300.0)}
+    rows = [*block_rows("block-rotary-1735537", rotary), *block_rows(PLAIN, plain)]
+    table = ledger(results_table(*rows))
+    fused = entry_of(table, "block-fused-rotary")
+    assert fused["ours"] == pytest.approx(5.0) and fused["ours_impl"] == "v4_rotary"
+    attention = entry_of(table, "block-attention-backward-time")
+    assert (attention["ours"], attention["ours_baseline"]) == (pytest.approx(2.3), "")
+    assert attention["ratio"] == pytest.approx(2.3 / 1.556)
+    assert entry_of(table, "block-rotary-backward-time")["ours"] == pytest.approx(1.9)
+
+
+def test_ratios_never_mix_systems():
+    other = {"system": "nvidia-a100-11111111", "gpu": "NVIDIA A100", "record": "record-c"}
+    rows = [{}, {"impl": "v3_persistent", "time_us_p50": 100.0, **other}]
+    row = entry_of(ledger(results_table(*rows)), "gdpa-forward-over-triton")
+    assert row["status"] == "open"
+
+
+def test_the_system_with_the_highest_value_answers():
+    other = {"system": "nvidia-a100-11111111", "gpu": "NVIDIA A100", "tflops": 150.0}
+    table = results_table(other, {})
+    peak = entry_of(ledger(table), "gdpa-forward-peak")
+    assert (peak["ours"], peak["ours_gpu"]) == (400.0, "NVIDIA H200")
+    only_a100 = table[table["gpu"] == "NVIDIA A100"]
+    peak = entry_of(ledger(only_a100), "gdpa-forward-peak")
+    assert (peak["ours"], peak["ours_system"]) == (150.0, "nvidia-a100-11111111")
+
+
+@pytest.mark.parametrize(("tflops", "within"), [(1145.0, True), (1100.0, True), (900.0, False)])
+def test_tolerance_applies_on_the_published_hardware_only(tflops, within):
+    table = ledger(results_table({"gpu": "NVIDIA B200", "tflops": tflops}))
+    assert entry_of(table, "gdpa-forward-peak")["within_tolerance"] is within
+
+
+def test_stale_rows_are_marked():
+    table = ledger(results_table({"stale": True}))
+    assert entry_of(table, "gdpa-forward-peak")["stale"]
+    assert not entry_of(ledger(results_table({})), "gdpa-forward-peak")["stale"]
+
+
+def test_ledger_refuses_a_table_without_the_columns_it_needs():
+    with pytest.raises(ValueError, match="columns of results.table.*tflops"):
+        ledger(results_table({}).drop(columns="tflops"))
+
+
+# Errors of the file
+
+
+def test_a_valid_entry_loads(tmp_path):
+    (claim,) = load(data_with(tmp_path, valid_entry()))
+    assert (claim.value, claim.note) == (2.0, "")
+    assert str(claim.sources[0]) == "xu2026gdpa: abstract"
+
+
+SELECTOR = {"kind": "max_ratio", "figure": "gdpa-self-fwd-full", "impl": "v*", "baseline": "fa4"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"id": "Some_Claim"}, "id must be kebab-case, got 'Some_Claim'"),
+        ({"operator": "conv"}, "operator must be one of .*, got 'conv'"),
+        ({"hardware": " "}, "hardware must be a sentence, got ' '"),
+        ({"kind": "guess"}, "kind must be one of"),
+        ({"status": "done"}, "status must be one of"),
+        ({"status": "measured"}, "status must be derived from ours"),
+        ({"value": None}, "value must be a number for kind speedup, got None"),
+        ({"value": "fast"}, "value must be positive or null, got 'fast'"),
+        ({"value": float("nan")}, "value must be positive or null"),
+        ({"unit": None}, "unit must be text beside a value, got None"),
+        ({"tolerance": 5}, "tolerance must be a fraction"),
+        ({"source": {"bib": "xu2026gdpa"}}, "source must be complete: add \\['where'\\]"),
+        ({"source": []}, "source must be a mapping of bib and where"),
+        ({"colour": "red"}, "claim must be made of the fields .*, got \\['colour'\\]"),
+        ({"ours": {**SELECTOR, "kind": "mean"}}, "ours.kind must be one of"),
+        ({"ours": {**SELECTOR, "impl": []}}, "ours.impl must be a glob or a list of globs"),
+        (
+            {"ours": {k: v for k, v in SELECTOR.items() if k != "baseline"}},
+            "given a baseline for max_ratio",
+        ),
+        ({"ours": {**SELECTOR, "kind": "best_rate"}}, "ours.baseline must be absent"),
+        ({"ours": SELECTOR, "status": "not_comparable"}, "status must be open or measured"),
+        (
+            {"ours": {**{k: v for k, v in SELECTOR.items() if k != "figure"}, "workload": "b*"}},
+            "ours must be given a figure, or a workload and a direction",
+        ),
+        ({"ours": {**SELECTOR, "direction": "total"}}, "ours.direction must be among"),
+        ({"ours": {**SELECTOR, "kind": "best_time"}}, "ours.baseline must be absent for best_time"),
+        ({"data": {"file": "x.csv", "where": {}, "column": "a", "reduce": "max"}}, "data.file"),
+    ],
+    ids=str,
+)
+def test_errors_name_claim_field_and_value(tmp_path, changes, message):
+    with pytest.raises(ClaimError, match=message) as caught:
+        load(data_with(tmp_path, valid_entry(id="first-claim"), valid_entry(**changes)))
+    assert "claims.yml: claim 2 (" in str(caught.value)
+
+
+def test_a_missing_field_is_named(tmp_path):
+    entry = valid_entry()
+    del entry["hardware"]
+    with pytest.raises(ClaimError, match=r"claim 1 \(some-claim\).*add \['hardware'\]"):
+        load(data_with(tmp_path, entry))
+
+
+def test_duplicate_ids_are_refused(tmp_path):
+    with pytest.raises(ClaimError, match="id must be unique, got 'some-claim'"):
+        load(data_with(tmp_path, valid_entry(), valid_entry()))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "claims: 3", "claims: [}", "\x00"])
+def test_a_damaged_file_is_refused(tmp_path, text):
+    (tmp_path / "claims.yml").write_text(text)
+    with pytest.raises(ClaimError, match="claims.yml: must be"):
+        load(tmp_path)
+
+
+def test_other_schema_versions_and_missing_files_are_refused(tmp_path):
+    with pytest.raises(ClaimError, match="must be a readable YAML file"):
+        load(tmp_path)
+    (tmp_path / "claims.yml").write_text("schema_version: 2\nclaims: []")
+    with pytest.raises(ClaimError, match="schema_version must be 1, got 2"):
+        load(tmp_path)
+
+
+# Published figures
+
+
+def test_published_figures():
+    table = published_figures()
+    assert len(table) == 6 * 4 * 4
+    assert set(table["figure"]) == set(FIGURES)
+    assert set(table["hardware"]) == {"NVIDIA B200"}
+    for figure, group in table.groupby("figure"):
+        assert set(group["workload"]) <= set(FIGURES[figure])
+        assert len(group) == 16
+    suspect = table[table["suspect"]]
+    assert set(suspect["figure"]) == {"gdpa-cross-bwd-full"}
+    assert set(suspect["kernel"]) == {"cutedsl_fa4"} and len(suspect) == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [("tflops_error", "error", "columns must be"), (",218.2,", ",-1,", "tflops must hold")],
+)
+def test_published_figures_refuse_damage(tmp_path, old, new, message):
+    (tmp_path / "published").mkdir()
+    text = (ROOT / "data" / "published" / "gdpa_figures.csv").read_text()
+    (tmp_path / "published" / "gdpa_figures.csv").write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=f"gdpa_figures.csv: {message}"):
+        published_figures(tmp_path)
+
+
+# Licence and citation
+
+
+def test_citation_file():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= set(citation)
+    assert citation["authors"] == [{"name": "The gdpa-kernels authors"}]
+    assert citation["license"] == "Apache-2.0"
+
+
+def test_licence_and_notice():
+    licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Version 2.0, January 2004" in licence and "END OF TERMS AND CONDITIONS" in licence
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    for work in ("FlashAttention", "Triton", "TLX", "ads_model_kernel_library", "attention-gym"):
+        assert work in notice
+    assert "No source code of the works below is copied" in notice

@@ -1,0 +1,298 @@
+import ast
+import base64
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gdpa_kernels import __main__
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.report import doctor
+from gdpa_kernels.report.doctor import Finding, TritonInstall
+
+ROOT = Path(__file__).parents[2]
+CURE = "pip install --force-reinstall --no-deps fbtriton==3.7.4"
+GOOD = TritonInstall(imported="3.7.4+fb", fbtriton="3.7.4")
+
+
+def test_this_machine():
+    found = doctor.findings(ROOT / "nowhere")
+    names = [f.name for f in found]
+    assert names[:3] == ["gpu", "torch", "triton"]
+    assert set(ladder.impls()) <= set(names)
+    assert all(f.detail for f in found)
+    text = doctor.report(found)
+    assert all(f.name in text and f.detail in text for f in found)
+    assert "0 read, 0 refused" in text
+
+
+def test_fbtriton_is_intact_here():
+    install = doctor.triton_install()
+    finding = doctor.check_triton(install)
+    assert finding.ok, finding
+    assert install.fbtriton == importlib.metadata.version("fbtriton")
+    assert "with TLX" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("install", "detail"),
+    [
+        (TritonInstall(), "not installed"),
+        (
+            TritonInstall(import_error="AttributeError: no __version__", fbtriton="3.7.4"),
+            "cannot be imported (AttributeError: no __version__)",
+        ),
+        (
+            TritonInstall(imported="3.7.1", triton="3.7.1"),
+            "triton 3.7.1 without TLX: fbtriton is not installed",
+        ),
+        (
+            TritonInstall(imported="3.7.1", triton="3.7.1", fbtriton="3.7.4", together=True),
+            "triton 3.7.1 was installed over fbtriton 3.7.4; "
+            "the distributions triton 3.7.1 and fbtriton 3.7.4 share files",
+        ),
+        (
+            TritonInstall(imported="3.7.4", triton="3.7.4", fbtriton="3.7.4"),
+            "triton 3.7.4 was installed over fbtriton 3.7.4",
+        ),
+        (
+            TritonInstall(imported="3.6.0", triton="3.6.0", fbtriton="3.7.4", shadowed=True),
+            "triton 3.6.0 is imported from another folder than fbtriton 3.7.4",
+        ),
+        (
+            TritonInstall(imported="3.7.4+fb", fbtriton="3.7.4", overwritten=("a", "b")),
+            "2 files of fbtriton 3.7.4 are missing or overwritten",
+        ),
+        (
+            TritonInstall(imported="3.7.4+fb", fbtriton="3.7.4", tlx_error="ImportError: tlx"),
+            "triton 3.7.4+fb without TLX (ImportError: tlx)",
+        ),
+    ],
+)
+def test_broken_triton_is_named_and_repaired(install, detail):
+    finding = doctor.check_triton(install)
+    assert (finding.ok, finding.detail) == (False, detail)
+    assert finding.repair.endswith(f"-m {CURE}")
+
+
+def test_sound_triton():
+    assert doctor.check_triton(GOOD) == Finding(
+        "machine", "triton", True, "3.7.4+fb, from fbtriton 3.7.4, with TLX"
+    )
+    both = TritonInstall("3.7.4+fb", triton="3.7.1", fbtriton="3.7.4", together=True)
+    finding = doctor.check_triton(both)
+    assert finding.ok and finding.repair is None
+    assert "installing triton 3.7.1 again would overwrite it" in finding.detail
+
+
+def distribution(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """Install a stand-in for a distribution as pip does: files, METADATA and RECORD."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    record = []
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        record.append(f"{path},sha256={digest.rstrip('=')},{len(text)}")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "RECORD").write_text("\n".join([*record, f"{info.name}/RECORD,,"]) + "\n")
+
+
+FBTRITON = {
+    "triton/__init__.py": "__version__ = '3.7.4+fb'\n",
+    "triton/language/__init__.py": "",
+    "triton/language/extra/__init__.py": "",
+    "triton/language/extra/tlx/__init__.py": "",
+    "triton/core.py": "fbtriton = True\n",
+}
+TRITON = {"triton/__init__.py": "__version__ = '3.7.1'\n", "triton/core.py": "fbtriton = False\n"}
+
+
+def install_in(folder: Path, monkeypatch) -> TritonInstall:
+    """What `triton_install` sees when `folder` comes first on the path."""
+    monkeypatch.syspath_prepend(folder)
+    kept = {n: m for n, m in sys.modules.items() if n == "triton" or n.startswith("triton.")}
+    for name in kept:
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        return doctor.triton_install()
+    finally:
+        for name in [n for n in sys.modules if n == "triton" or n.startswith("triton.")]:
+            del sys.modules[name]
+
+
+def test_fbtriton_installed_last_is_sound(tmp_path, monkeypatch):
+    distribution(tmp_path, "triton", "3.7.1", TRITON)
+    distribution(tmp_path, "fbtriton", "3.7.4", FBTRITON)
+    install = install_in(tmp_path, monkeypatch)
+    assert install == TritonInstall("3.7.4+fb", triton="3.7.1", fbtriton="3.7.4", together=True)
+    assert doctor.check_triton(install).ok
+
+
+def test_triton_installed_last_is_found(tmp_path, monkeypatch):
+    distribution(tmp_path, "fbtriton", "3.7.4", FBTRITON)
+    distribution(tmp_path, "triton", "3.7.1", TRITON)
+    install = install_in(tmp_path, monkeypatch)
+    assert install.imported == "3.7.1"
+    assert install.tlx_error is None  # TLX still imports, from the files left over
+    assert install.overwritten == ("triton/__init__.py", "triton/core.py")
+    assert doctor.check_triton(install).repair.endswith(CURE)
+
+
+def test_triton_removed_after_fbtriton_is_found(tmp_path):
+    distribution(tmp_path, "fbtriton", "3.7.4", FBTRITON)
+    for path in TRITON:
+        (tmp_path / path).unlink()
+    # Without site-packages, where another triton would answer.
+    code = (
+        "import importlib.util, sys\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"spec = importlib.util.spec_from_file_location('doctor', {doctor.__file__!r})\n"
+        "doctor = sys.modules['doctor'] = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(doctor)\n"
+        "print(doctor.report([doctor.check_triton(doctor.triton_install())]))"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+    assert "AttributeError: module 'triton' has no attribute '__version__'" in done.stdout
+    assert CURE in done.stdout
+
+
+def test_fbtriton_on_the_path_before_another_triton_is_sound(tmp_path, monkeypatch):
+    distribution(tmp_path / "venv", "triton", "3.6.0", TRITON)
+    distribution(tmp_path / "bundle", "fbtriton", "3.7.4", FBTRITON)
+    (tmp_path / "bundle" / "fbtriton-3.7.4.dist-info" / "RECORD").unlink()
+    monkeypatch.syspath_prepend(tmp_path / "venv")
+    install = install_in(tmp_path / "bundle", monkeypatch)
+    assert install == TritonInstall("3.7.4+fb", triton="3.6.0", fbtriton="3.7.4")
+    assert doctor.check_triton(install).ok
+
+
+@pytest.mark.parametrize(
+    ("listed", "cuda", "visible", "detail", "repair"),
+    [
+        ([], "13.0", None, "nvidia-smi lists no GPU", None),
+        (
+            ["NVIDIA H200"] * 2,
+            None,
+            None,
+            "NVIDIA H200, but this torch is built without CUDA",
+            "-m pip install --force-reinstall torch==2.13.0",
+        ),
+        (["NVIDIA H200"], "13.0", "", "CUDA_VISIBLE_DEVICES='' hides it", "unset CUDA_VISIBLE"),
+        (["NVIDIA H200"], "13.0", None, "its driver does not run torch's CUDA 13.0", None),
+    ],
+)
+def test_why_there_is_no_gpu(listed, cuda, visible, detail, repair):
+    finding = doctor.judge_missing_gpu(listed, cuda, visible)
+    assert not finding.ok
+    assert detail in finding.detail
+    assert (finding.repair is None) if repair is None else (repair in finding.repair)
+
+
+def test_repairs_come_once_and_fbtriton_last():
+    fb = doctor._pip(f"--force-reinstall --no-deps {doctor.FBTRITON}")
+    torch = doctor._pip(f"--force-reinstall {doctor.TORCH}")
+    found = [
+        doctor.check_triton(TritonInstall()),
+        Finding("machine", "torch", False, "x", torch),
+        Finding("machine", "gpu", False, "x", torch),
+    ]
+    assert doctor.repairs(found) == [torch, fb]
+    assert doctor.report(found).endswith(f"repair\n  {torch}\n  {fb}\n")
+
+
+def test_a_repair_uses_this_python(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    assert doctor._pip("x") == ".venv/bin/python -m pip install x"
+    monkeypatch.chdir(tmp_path.parent)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert doctor._pip("x") == f"{tmp_path}/.venv/bin/python -m pip install x"
+
+
+def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
+    class Yes:
+        def availability(self):
+            return SimpleNamespace(ok=True, reason="runs on cuda:0")
+
+    class Crash:
+        def availability(self):
+            raise OSError("no libcudart")
+
+    def module(name):
+        if name == "ladder":
+            raise_reason = {"a": (True, "fine"), "b": (False, "needs sm_90 or newer, got sm_80")}
+            return SimpleNamespace(
+                LADDERS=["one", "other"],
+                impls=lambda operator: {"one": ["a", "b"], "other": ["a"]}[operator],
+                availability=lambda impl, device, operator: SimpleNamespace(
+                    ok=raise_reason[impl][0], reason=raise_reason[impl][1]
+                ),
+            )
+        return SimpleNamespace(BASELINES={"fa2": Yes(), "fa3": Crash()})
+
+    monkeypatch.setattr(doctor, "_module", module)
+    assert doctor.check_implementations() == [
+        Finding("implementations of one", "a", True, "fine"),
+        Finding("implementations of one", "b", False, "needs sm_90 or newer, got sm_80"),
+        Finding("implementations of other", "a", True, "fine"),
+    ]
+    assert doctor.check_baselines() == [
+        Finding("baselines", "fa2", True, "runs on cuda:0"),
+        Finding("baselines", "fa3", False, "OSError: no libcudart"),
+    ]
+
+
+def test_refused_records_are_named(tmp_path, capsys):
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "cut.json").write_text("{")
+    finding = doctor.check_records(tmp_path)
+    assert not finding.ok
+    assert finding.detail.startswith("0 read, 1 refused; records/cut.json: not JSON")
+    assert __main__.main(["doctor", "--data-dir", str(tmp_path)]) == 1
+    assert "records/cut.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("triton", ["raise ImportError('damaged')\n", ""])
+def test_doctor_answers_when_triton_is_broken(tmp_path, triton):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(triton)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "gdpa_kernels", "doctor", "--data-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1, done.stderr
+    assert CURE in done.stdout
+    assert "cannot be imported" in done.stdout
+
+
+def test_reading_and_diagnosing_imports_no_torch_or_triton_first():
+    for name in ("doctor", "record", "system", "results", "__main__"):
+        tree = ast.parse((ROOT / "gdpa_kernels" / f"{name}.py").read_text())
+        imported = {a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names}
+        imported |= {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
+        assert not {m for m in imported if m.split(".")[0] in ("torch", "triton")}, name
+
+
+def test_the_pins_are_those_of_the_environment():
+    for name in ("pyproject.toml", "environment.yml"):
+        text = (ROOT / name).read_text()
+        assert doctor.TORCH in text and doctor.FBTRITON in text, name
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="has an NVIDIA driver")
+def test_no_gpu_is_no_damage(capsys, tmp_path):
+    assert __main__.main(["doctor", "--data-dir", str(tmp_path)]) == 0
+    assert "repair" not in capsys.readouterr().out

@@ -1,0 +1,317 @@
+"""Charts: honest axes, the same bytes each time, and an origin under each of them."""
+
+import math
+from dataclasses import replace
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+
+from gdpa_kernels.measuring import record, system
+from gdpa_kernels.measuring.workload import WORKLOADS
+from gdpa_kernels.report import claims, figures, house, page, results
+
+FIGURE = "gdpa-self-fwd-full"
+RATES = {"v0_eager": 60, "v1_tiled": 440, "v2_tma": 430, "fa2": 390, "compiled": 120}
+ROOFS = {256: 400, 512: 620, 1024: 790, 2048: 790}
+LADDER = "gdpa-self-full-1024"
+
+
+def row(workload: str, impl: str, **changes) -> dict:
+    """A row of the results table: RATES at every length, TFLOP/s."""
+    problem = WORKLOADS[workload]
+    time = problem.flops("forward") / RATES[impl] / 1e6
+    values = {
+        "figure": FIGURE,
+        "workload": workload,
+        "direction": "forward",
+        "impl": impl,
+        "math": "softmax" if impl == "fa2" else "activation",
+        "scope": "kernel",
+        "variant": "",
+        "system": "nvidia-h200-00000000",
+        "gpu": "NVIDIA H200",
+        "date": "2026-11-21",
+        "record": "run-1",
+        "time_us_p20": time * 0.9,
+        "time_us_p50": time,
+        "time_us_p80": time * 1.25,
+        "tflops": float(RATES[impl]),
+        "gbytes_per_s": problem.bytes("forward") / time / 1e3,
+        "percent_of_roofline": 100 * RATES[impl] / ROOFS[problem.max_seqlen_q],
+        "correct": True,
+        "failure": "",
+        "stale": False,
+        "samples": 30,
+    }
+    return {**values, **changes}
+
+
+def failed(workload: str, impl: str) -> dict:
+    rates = dict.fromkeys(("tflops", *(f"time_us_p{q}" for q in (20, 50, 80))), math.nan)
+    return row(workload, impl, **rates, percent_of_roofline=math.nan, failure="out of memory")
+
+
+def frame(*rows: dict) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=results.COLUMNS)
+
+
+@pytest.fixture
+def table() -> pd.DataFrame:
+    names = [f"gdpa-self-full-{n}" for n in ROOFS]
+    return frame(*(row(name, impl) for name in names for impl in RATES))
+
+
+def draw(table, **changes):
+    options = {"system": "h200", "impls": list(RATES), **changes}
+    return figures.figure_tflops(table, FIGURE, **options)
+
+
+def texts(axis) -> list[str]:
+    return [t.get_text() for t in axis.texts]
+
+
+def test_ours_and_theirs_have_their_own_titles_and_one_scale(table):
+    left, right = draw(table, published=claims.published_figures()).axes
+    assert left.get_title(loc="left") == "measured, NVIDIA H200, 2026-11-21"
+    assert right.get_title(loc="left") == "published, NVIDIA B200"
+    assert left.get_ylim() == right.get_ylim()
+    assert left.get_ylim()[0] == 0
+    assert left.get_ylim()[1] > 1146
+    assert (left.get_ylabel(), left.get_xlabel()) == ("TFLOP/s", "max_seqlen_q (tokens)")
+
+
+def test_without_published_values_there_is_one_panel_with_every_ceiling(table):
+    (axis,) = draw(table).axes
+    (steps,) = (p for p in axis.patches if hasattr(p, "get_data"))
+    assert list(steps.get_data().values) == pytest.approx(list(ROOFS.values()))
+    assert "roofline" in texts(axis)
+    assert axis.get_ylim()[1] > 790
+
+
+def test_error_bars_are_the_rates_at_p80_and_p20(table):
+    (axis,) = draw(table).axes
+    bars = next(c for c in axis.containers if c.get_label() == "v1_tiled")
+    segment = bars.lines[2][0].get_segments()[0]
+    assert segment[:, 1] == pytest.approx([440 / 1.25, 440 / 0.9])
+
+
+def test_the_best_baseline_is_ringed_and_named_with_its_mathematics(table):
+    (axis,) = draw(table).axes
+    (ring,) = (line for line in axis.lines if line.get_gid() == "best-baseline")
+    assert list(ring.get_ydata()) == [390] * 4
+    assert {"fa2 (softmax)", "compiled (activation)", "v1_tiled"} <= set(texts(axis))
+
+
+def test_a_failed_row_is_a_cross_and_not_a_point(table):
+    name = "gdpa-self-full-2048"
+    lost = frame(failed(name, "v0_eager"))
+    kept = table[(table["workload"] != name) | (table["impl"] != "v0_eager")]
+    (axis,) = draw(pd.concat([kept, lost])).axes
+    crosses = [line for line in axis.lines if line.get_marker() == "x"]
+    assert [list(line.get_xydata()[0]) for line in crosses] == [[3, 0]]
+    assert any("cross: failed" in text for text in texts(axis))
+
+
+def test_labels_keep_their_distance(table):
+    (axis,) = draw(table).axes
+    levels = sorted(t.xyann[1] for t in axis.texts if t.get_text().split()[0] in RATES)
+    assert len(levels) == len(RATES)
+    assert min(np.diff(levels)) > 0.04 * axis.get_ylim()[1]
+
+
+def test_what_is_missing_or_ambiguous_is_refused(table):
+    with pytest.raises(ValueError, match="kernel rows of v9_dream"):
+        draw(table, impls=["v1_tiled", "v9_dream"])
+    with pytest.raises(ValueError, match="one system"):
+        draw(pd.concat([table, table.assign(system="nvidia-h200-11111111")]))
+    other = table.assign(workload=table["workload"].str.replace("-full-", "-half-dense-"))
+    with pytest.raises(ValueError, match="one workload per length"):
+        draw(pd.concat([table, other]))
+    with pytest.raises(ValueError, match="figure must be one of"):
+        figures.figure_tflops(table, "no-such-figure", system="h200", impls=["v1_tiled"])
+
+
+def test_times_of_whole_ops_and_of_variants_are_not_drawn(table):
+    others = pd.concat([table.assign(scope="op", tflops=1.0), table.assign(variant="zigzag")])
+    (axis,) = draw(pd.concat([table, others])).axes
+    assert all(len(c.lines[0].get_ydata()) == 4 for c in axis.containers)
+
+
+def test_the_ladder_shows_rungs_in_order_then_baselines_and_colours_one(table):
+    rungs = ["v0_eager", "v1_tiled", "v2_tma"]
+    (axis,) = figures.figure_ladder(table, LADDER, rungs, "v1_tiled").axes
+    names = [label.get_text() for label in axis.get_yticklabels()]
+    assert names == [*rungs, "compiled (activation)", "fa2 (softmax)"]
+    colours = {c.patches[0].get_facecolor() for c in axis.containers if hasattr(c, "patches")}
+    assert len(colours) == 3  # the highlight, grey rungs, hollow baselines
+    assert axis.get_xlim()[0] == 0
+    assert "roofline 790" in texts(axis)
+    with pytest.raises(ValueError, match="highlight must be one of"):
+        figures.figure_ladder(table, LADDER, rungs, "v3_persistent")
+
+
+def test_the_ladder_keeps_failed_rungs(table):
+    kept = table[table["impl"] != "v0_eager"]
+    table = pd.concat([kept, frame(failed(LADDER, "v0_eager"))])
+    (axis,) = figures.figure_ladder(table, LADDER, ["v0_eager", "v1_tiled"], None).axes
+    assert "failed: out of memory" in texts(axis)
+    shown = figures.ladder_table(table, LADDER, ["v0_eager", "v1_tiled"])
+    assert shown["failure"].tolist()[0] == "out of memory"
+
+
+def test_the_ladder_table_has_the_gain_of_each_rung(table):
+    shown = figures.ladder_table(table, LADDER, ["v0_eager", "v1_tiled"]).set_index("impl")
+    assert shown.loc["v1_tiled", "times_faster"] == pytest.approx(440 / 60)
+    assert shown["times_faster"].isna().tolist() == [True, False, True, True]
+    assert "failure" not in shown
+
+
+def test_the_same_data_gives_the_same_svg_and_no_date(table):
+    first, second = (draw(table, published=claims.published_figures()).to_svg() for _ in range(2))
+    assert first == second
+    assert "<dc:date>" not in first
+    assert "2026-11-21T" not in first
+
+
+def test_a_figure_is_transparent_and_shows_itself_once(table):
+    bundle = draw(table)._repr_mimebundle_()
+    assert set(bundle) == {"image/svg+xml", "text/plain"}
+    background = bundle["image/svg+xml"].split('id="patch_1"')[1].split("</g>")[0]
+    assert "fill: none" in background
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("colour", [*house.RUNG_COLOURS, *figures.PUBLISHED_COLOURS.values()])
+@pytest.mark.parametrize("background", ["#ffffff", "#121212"])
+def test_colours_read_on_white_and_on_black(colour, background):
+    low, high = sorted((luminance(colour), luminance(background)))
+    assert (high + 0.05) / (low + 0.05) >= 3
+
+
+def test_a_rung_keeps_its_colour_and_baselines_are_grey():
+    assert len({figures.colour(f"v{n}_x") for n in range(8)}) == 8
+    assert figures.colour("v1_tiled") == figures.colour("v1_other")
+    assert figures.colour("fa2") == figures.colour("vanilla") == house.INK
+
+
+def test_drawing_leaves_the_settings_of_matplotlib_alone(table):
+    before = dict(mpl.rcParams)
+    draw(table).to_svg()
+    assert dict(mpl.rcParams) == before
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    """A data folder with one record, named in the table that the fixture returns beside it."""
+    machine = replace(system.describe(), gpu="NVIDIA H200")
+    system.save(machine, tmp_path)
+    state = system.state()
+    workload = WORKLOADS[LADDER]
+    measured = record.Row.of(
+        workload,
+        "forward",
+        impl="v1_tiled",
+        math="activation",
+        scope="kernel",
+        samples_us=(100.0, 101.0, 102.0),
+        error=record.Error.judge(1e-3, 2e-3, elements=10),
+    )
+    run = record.new_record(
+        command="make measure",
+        notebook=None,
+        system=machine,
+        state_before=state,
+        state_after=state,
+        protocol=record.Protocol("cuda events", 1, 3, 0, True, "one call"),
+        workloads=[workload],
+        rows=[measured],
+    )
+    run = replace(run, package=replace(run.package, commit="0123456789" * 4, dirty=True))
+    record.write(run, tmp_path)
+    return tmp_path, run
+
+
+def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path, monkeypatch):
+    folder, run = data_dir
+    monkeypatch.setattr(page, "CSV_DIR", tmp_path / "figures")
+    rows = frame(row(LADDER, "v1_tiled", record=run.id), row(LADDER, "fa2", record=run.id))
+    figures.save_csv(rows, "ladder-v1")
+    line = figures.provenance(rows, csv="ladder-v1", data_dir=folder).data
+    assert line.startswith('<p class="provenance" data-kind="measured">')
+    assert line.count(f'<a href="../data/records/{run.id}.json">') == 1
+    assert "NVIDIA H200" in line
+    assert run.created[:10] in line
+    assert "commit <code>0123456789</code> with local changes" in line
+    assert '<a href="../figures/ladder-v1.csv">' in line
+    assert "stale" not in line
+    assert figures.provenance([run.id], data_dir=folder).data in line.replace(
+        ' <a href="../figures/ladder-v1.csv">Data of this figure (CSV)</a>.', ""
+    )
+
+
+def test_provenance_warns_of_changed_kernels_and_refuses_a_missing_record(data_dir):
+    folder, run = data_dir
+    rows = frame(row(LADDER, "v1_tiled", record=run.id, stale=True))
+    assert "The source of <code>v1_tiled</code>" in figures.provenance(rows, data_dir=folder).data
+    with pytest.raises(record.RecordError):
+        figures.provenance(["no-such-run"], data_dir=folder)
+    with pytest.raises(ValueError, match="at least one record"):
+        figures.provenance(frame(), data_dir=folder)
+    with pytest.raises(ValueError, match="csv must be a name"):
+        figures.provenance(rows, csv="never-saved", data_dir=folder)
+
+
+def test_a_figure_without_measurements_says_what_it_is():
+    line = figures.source("modelled", "a < b").data
+    assert line == '<p class="provenance" data-kind="modelled"><b>modelled</b>: a &lt; b</p>'
+    with pytest.raises(ValueError, match="kind must be one of published, modelled, emulated"):
+        figures.source("measured", "trust me")
+
+
+def test_save_csv_writes_the_table_and_refuses_other_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "CSV_DIR", tmp_path / "figures")
+    path = figures.save_csv(pd.DataFrame({"a": [1, 2], "b": [0.1, math.nan]}), "a-table")
+    assert path.read_text() == "a,b\n1,0.1\n2,\n"
+    with pytest.raises(ValueError, match="name must be"):
+        figures.save_csv(pd.DataFrame(), "../elsewhere")
+
+
+def test_show_table_aligns_numbers_to_the_right():
+    text = figures.show_table(pd.DataFrame({"impl": ["a"], "tflops": [123.456]})).data
+    assert text.splitlines() == ["| impl | tflops |", "| :-- | --: |", "| a | 123.5 |"]
+
+
+def test_glue_refuses_what_the_text_could_not_print():
+    with pytest.raises(ValueError, match="finite number, got nan"):
+        figures.glue_number("speedup", math.nan)
+    with pytest.raises(ValueError, match="must be a word"):
+        figures.glue_text("best", "")
+
+
+def test_glue_displays_what_myst_nb_would(monkeypatch):
+    import IPython.display
+    from myst_nb.ext import glue as library
+
+    shown = []
+
+    def keep(data, raw, metadata):
+        shown.append((data, raw, metadata))
+
+    monkeypatch.setattr(IPython.display, "display", keep)
+    monkeypatch.setattr(library, "ipy_display", keep)
+    formatter = IPython.core.formatters.DisplayFormatter()
+    monkeypatch.setattr(
+        IPython.core.formatters, "format_display_data", lambda value: formatter.format(value)
+    )
+    figures.glue_number("speedup", np.float32(1.5))
+    figures.glue_text("best", "fa2")
+    library.glue("speedup", 1.5, display=False)
+    library.glue("best", "fa2", display=False)
+    assert shown[:2] == shown[2:]

@@ -1,0 +1,448 @@
+import csv
+import io
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from gdpa_kernels import __main__
+from gdpa_kernels.measuring import record, roofline, system
+from gdpa_kernels.measuring.record import Ceiling, Error, Package, Protocol, Record, Row, Table
+from gdpa_kernels.measuring.system import System
+from gdpa_kernels.measuring.workload import WORKLOADS, Full, Workload, workload
+from gdpa_kernels.report import results
+
+SELF = workload("gdpa-self-full-1024")
+SHORT = workload("gdpa-self-full-256")
+OTHER = Workload(
+    name="not-published",
+    batch=2,
+    num_heads_q=1,
+    num_heads_k=1,
+    head_dim=64,
+    max_seqlen_q=100,
+    max_seqlen_k=100,
+    lengths_q=Full(),
+)
+GOOD = Error.judge(1e-3, 2e-3, elements=64)
+STATE = dict.fromkeys(
+    (
+        "sm_clock_mhz",
+        "memory_clock_mhz",
+        "temperature_c",
+        "power_w",
+        "throttle_reasons",
+        "other_processes",
+    )
+)
+CEILINGS = (
+    Ceiling("matmul", "8192^3", (1392.0, 1391.0, 2000.0), flops=2 * 8192**3),
+    Ceiling("copy", "3:1", (930.0,), bytes_read=3 * 10**9, bytes_written=10**9),
+    Ceiling("copy", "1:1", (465.0, 460.0, 900.0), bytes_read=10**9, bytes_written=10**9),
+)
+
+
+def a_system(driver: str = "580.1", gpu: str | None = "NVIDIA H200") -> System:
+    return System(
+        gpu=gpu,
+        compute_capability="9.0",
+        num_sms=132,
+        memory_bytes=1,
+        l2_bytes=1,
+        max_sm_clock_mhz=1980.0,
+        max_memory_clock_mhz=3201.0,
+        power_limit_w=700.0,
+        driver=driver,
+        cuda="13.0",
+        torch="2.13.0",
+        triton="3.7.4+fb",
+        fbtriton="3.7.4",
+        python="3.12.3",
+        platform="linux-x86_64",
+        cpu=None,
+    )
+
+
+def a_row(of=SELF, *, impl="v1_tiled", direction="forward", **values) -> Row:
+    defaults = {
+        "impl": impl,
+        "math": "activation",
+        "scope": "kernel",
+        "samples_us": (1.0,),
+        "error": GOOD,
+    }
+    return Row.of(of, direction, **{**defaults, **values})
+
+
+@pytest.fixture
+def add(tmp_path):
+    """Write a record of `rows` made on `day` and return it; the data folder is `tmp_path`."""
+
+    def write(*rows: Row, day=1, on=None, notebook="notebooks/04_v1.py", **values) -> Record:
+        on = on or a_system()
+        system.save(on, tmp_path)
+        made = Record(
+            id=f"run-{day:02}-{on.id}",
+            created=f"2026-11-{day:02}T12:00:00Z",
+            command="make measure",
+            notebook=notebook,
+            package=Package("0.1.0", "a" * 40, False, sources()),
+            system=on.id,
+            state={"before": STATE, "after": STATE},
+            protocol=Protocol("cuda events", 5, 30, 0, True, "one call"),
+            ceilings=CEILINGS,
+            workloads={w.name: w.to_dict() for w in (SELF, SHORT, OTHER)},
+            rows=rows,
+        )
+        made = replace(made, **values)
+        record.write(made, tmp_path)
+        return made
+
+    return write
+
+
+def sources() -> dict[str, str]:
+    return {
+        path.relative_to(record.ROOT).as_posix(): record.source_hash(path)
+        for path in (record.ROOT / "gdpa_kernels").rglob("*.py")
+    }
+
+
+def test_derived_quantities(add, tmp_path):
+    samples = (5000.0, 5100.0, 5200.0, 5400.0, 9000.0)
+    made = add(a_row(samples_us=samples))
+    row = results.one(results.table(tmp_path))
+    assert list(row.index) == list(results.COLUMNS)
+    assert row.figure == "gdpa-self-fwd-full"
+    assert (row.system, row.gpu) == (made.system, "NVIDIA H200")
+    assert (row.date, row.record) == ("2026-11-01", made.id)
+    # Positions 0.8, 2 and 3.2 among five samples.
+    assert row.time_us_p20 == pytest.approx(5080.0)
+    assert row.time_us_p50 == 5200.0
+    assert row.time_us_p80 == pytest.approx(6120.0)
+    flops = 4 * 4 * 128 * 1152 * 1024**2
+    assert row.tflops == pytest.approx(flops / 5200e-6 / 1e12)
+    size = 4 * 1152 * 1024 * 4 * 128 * 2
+    assert row.gbytes_per_s == pytest.approx(size / 5200e-6 / 1e9)
+    assert (row.correct, row.failure, row.stale, row.samples) == (True, "", False, 5)
+
+
+@pytest.mark.parametrize("of", [SELF, SHORT])
+def test_percent_of_roofline_is_that_of_the_bracket(add, tmp_path, of):
+    made = add(a_row(of, samples_us=(6000.0,)))
+    limits = results.ceilings(made)
+    bracket = roofline.bracket(of, "forward", limits)
+    row = results.one(results.table(tmp_path))
+    assert row.percent_of_roofline == pytest.approx(bracket.percent_of_roofline(6000.0))
+
+
+def test_ceilings_use_medians_and_the_fastest(add):
+    slower = Ceiling("matmul", "4096^3", (1e6,), flops=2 * 4096**3)
+    again = Ceiling("copy", "1:1 again", (400.0,), bytes_read=10**9, bytes_written=10**9)
+    limits = results.ceilings(add(ceilings=(slower, again, *CEILINGS)))
+    assert limits.tflops == pytest.approx(2 * 8192**3 / 1392e-6 / 1e12)
+    assert limits.copies == ((1.0, pytest.approx(5000.0)), (3.0, pytest.approx(4e9 / 930e-6 / 1e9)))
+
+
+BLOCKS = workload("block-fill70-2000")
+TURNED = workload("block-rotary-1735537")
+MIXES = (
+    *CEILINGS,
+    Ceiling("copy", "2:1", (700.0,), bytes_read=2 * 10**9, bytes_written=10**9),
+    Ceiling("copy", "4:3 slow", (1900.0,), bytes_read=4 * 10**9, bytes_written=3 * 10**9),
+    Ceiling("copy", "4:3", (1750.0, 1600.0, 3000.0), 0, 4 * 10**9, 3 * 10**9),
+    Ceiling("copy", "3:1 of our own", (900.0,), bytes_read=3 * 10**9, bytes_written=10**9),
+)
+
+
+@pytest.mark.parametrize(
+    ("of", "direction", "size", "rate"),
+    [
+        # tensors of 1,609,664 rows x 4 heads x 128 x 2 bytes; the fastest copy of the same mix
+        (BLOCKS, "forward", 4 * 1_609_664 * 1024, 4e9 / 900e-6),
+        (BLOCKS, "backward", 7 * 1_609_664 * 1024, 7e9 / 1750e-6),
+        # of 1,735,537 rows x 3 heads x 128 x 2 bytes, and sin and cos once, a third of one: beyond
+        # the outermost mix, and a sixth of the way from 4:3 to 2:1
+        (TURNED, "forward", (4 + 1 / 3) * 1_735_537 * 768, 4e9 / 900e-6),
+        (
+            TURNED,
+            "backward",
+            (7 + 1 / 3) * 1_735_537 * 768,
+            7e9 / 1750e-6 * 5 / 6 + 3e9 / 700e-6 / 6,
+        ),
+    ],
+    ids=["forward", "backward", "rotary forward", "rotary backward"],
+)
+def test_block_attention_in_percent_of_the_copy_of_its_mix(
+    add, tmp_path, of, direction, size, rate
+):
+    add(
+        a_row(of, impl="v1_one_tile", math="softmax", direction=direction, samples_us=(5000.0,)),
+        ceilings=MIXES,
+        workloads={of.name: of.to_dict()},
+    )
+    row = results.one(results.table(tmp_path))
+    assert row.percent_of_roofline == pytest.approx(100 * size / rate / 5000e-6)
+    assert row.gbytes_per_s == pytest.approx(size / 5000e-6 / 1e9)
+    assert (row.direction, row.figure, row.correct, row.stale) == (direction, "", True, False)
+
+
+CROSS = workload("gdpa-cross-full-2048")
+
+
+@pytest.mark.parametrize(
+    ("of", "figure", "bound"),
+    [
+        (SHORT, "gdpa-self-bwd-full", "memory"),
+        (SELF, "gdpa-self-bwd-full", "compute"),
+        (CROSS, "gdpa-cross-bwd-full", "compute"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_gdpa_backward_in_percent_of_its_roofline(add, tmp_path, capsys, of, figure, bound):
+    impl = "v4_warp_specialized_backward"
+    both = {
+        name: getattr(of, name)("forward") + getattr(of, name)("backward")
+        for name in ("flops", "bytes_read", "bytes_written")
+    }
+    made = add(
+        a_row(of, impl=impl, direction="backward", samples_us=(9000.0,)),
+        a_row(
+            of, impl=impl, direction="backward", scope="op", samples_us=(12000.0,),
+            variant="forward and backward", **both,
+        ),
+        ceilings=MIXES,
+        workloads={of.name: of.to_dict()},
+    )  # fmt: skip
+    limits = results.ceilings(made)
+    bracket = roofline.bracket(of, "backward", limits)
+    # 2.5 x 4 x heads x dim x pairs at the rate of the product; q, k, v, dO, dq, dk, dv at 4 : 3,
+    # or between 4 : 3 and 2 : 1
+    compute_us = 2.5 * 4 * 4 * 128 * 1152 * of.max_seqlen_q * of.max_seqlen_k / limits.tflops / 1e6
+    q, k = (1152 * n * 4 * 128 * 2 for n in (of.max_seqlen_q, of.max_seqlen_k))
+    memory_us = (3 * q + 4 * k) / limits.gbytes_per_s(2 * q + 2 * k, q + 2 * k) / 1e3
+    assert bracket.bound == bound
+    found = results.table(tmp_path)
+    row = results.one(found, scope="kernel")
+    floor = max(compute_us, memory_us)
+    assert row.percent_of_roofline == pytest.approx(100 * floor / 9000.0)
+    assert row.percent_of_roofline == pytest.approx(bracket.percent_of_roofline(9000.0))
+    assert row.tflops == pytest.approx(of.flops("backward") / 9000e-6 / 1e12)
+    assert (row.figure, row.direction, row.stale) == (figure, "backward", False)
+    step = results.one(found, scope="op")
+    assert step.tflops == pytest.approx(3.5 / 2.5 * of.flops("backward") / 12000e-6 / 1e12)
+    base = ["results", "--data-dir", str(tmp_path), "--figure", "gdpa-*-bwd-*"]
+    assert __main__.main(base) == 0
+    printed = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    shown = {line["scope"]: float(line["percent_of_roofline"]) for line in printed}
+    assert shown["kernel"] == pytest.approx(100 * floor / 9000.0, rel=1e-5)
+
+
+def test_a_backward_is_stale_after_a_change_of_its_own_file(add, tmp_path):
+    name = "gdpa_kernels/gdpa/v1_tiled_backward.py"
+    package = Package("0.1.0", None, None, sources() | {name: "0" * 64})
+    rows = (a_row(impl=impl, direction="backward") for impl in ("v1_tiled_backward", "reference"))
+    add(a_row(), *rows, package=package)
+    found = results.table(tmp_path)
+    assert list(found.impl[found.stale]) == ["v1_tiled_backward"]
+
+
+@pytest.mark.parametrize("kept", [(), CEILINGS[:1], CEILINGS[1:]])
+def test_without_ceilings_there_is_no_percentage(add, tmp_path, kept):
+    assert results.ceilings(add(a_row(), ceilings=kept)) is None
+    row = results.one(results.table(tmp_path))
+    assert np.isnan(row.percent_of_roofline)
+    assert row.tflops > 0
+
+
+def test_failures_have_no_times_and_are_not_correct(add, tmp_path):
+    add(
+        a_row(impl="oom", samples_us=(), error=None, failure="out of memory"),
+        a_row(
+            impl="wrong",
+            samples_us=(),
+            error=Error.judge(1.0, 1e-3, elements=1),
+            failure="error 1 exceeds 0.001",
+        ),
+        a_row(
+            impl="zigzag",
+            scope="schedule",
+            error=None,
+            flops=0,
+            bytes_read=0,
+            bytes_written=0,
+        ),
+    )
+    found = results.table(tmp_path)
+    for impl in ("oom", "wrong"):
+        row = results.one(found, impl=impl)
+        assert row.correct is np.False_ or row.correct is False
+        assert np.isnan(row.time_us_p50) and np.isnan(row.tflops) and row.samples == 0
+    assert results.one(found, impl="wrong").failure == "error 1 exceeds 0.001"
+    schedule = results.one(found, impl="zigzag")
+    assert schedule.correct is pd.NA
+    assert schedule.time_us_p50 == 1.0
+    assert np.isnan(schedule.tflops) and np.isnan(schedule.percent_of_roofline)
+
+
+def test_a_workload_appears_in_the_figure_of_its_direction(add, tmp_path):
+    add(a_row(), a_row(direction="backward"), a_row(OTHER))
+    found = results.table(tmp_path)
+    assert list(found.figure) == ["gdpa-self-fwd-full", "gdpa-self-bwd-full", ""]
+
+
+def test_latest_keeps_the_newest_of_each_row(add, tmp_path):
+    add(a_row(samples_us=(1.0,)), a_row(impl="v2_tma", samples_us=(2.0,)), day=2)
+    add(a_row(samples_us=(3.0,)), day=3)
+    add(a_row(samples_us=(4.0,)), a_row(variant="again", samples_us=(5.0,)), day=1)
+    found = results.table(tmp_path)
+    assert sorted(found.time_us_p50) == [2.0, 3.0, 5.0]
+    assert sorted(results.table(tmp_path, latest=False).time_us_p50) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_newer_failure_replaces_an_older_time(add, tmp_path):
+    add(a_row(), day=1)
+    add(a_row(samples_us=(), error=None, failure="does not compile"), day=2)
+    assert results.one(results.table(tmp_path)).failure == "does not compile"
+
+
+def test_systems_stay_apart_unless_asked_per_gpu(add, tmp_path):
+    add(a_row(samples_us=(1.0,)), day=1, on=a_system("580.1"))
+    add(a_row(samples_us=(2.0,)), day=2, on=a_system("580.2"))
+    add(a_row(samples_us=(3.0,)), day=3, on=a_system(gpu="NVIDIA B200"))
+    assert list(results.table(tmp_path).time_us_p50) == [1.0, 2.0, 3.0]
+    assert list(results.table(tmp_path, per="gpu").time_us_p50) == [2.0, 3.0]
+    assert list(results.table(tmp_path, system="H200", per="gpu").time_us_p50) == [2.0]
+    with pytest.raises(ValueError, match="per must be"):
+        results.table(tmp_path, per="driver")
+
+
+def test_filters(add, tmp_path):
+    add(a_row(), a_row(SHORT), a_row(OTHER))
+    assert len(results.table(tmp_path, workload="gdpa-self-full-*")) == 2
+    assert list(results.table(tmp_path, workload=SHORT.name).workload) == [SHORT.name]
+    assert results.table(tmp_path, workload="nothing").empty
+    assert results.table(tmp_path, system="b200").empty
+
+
+def test_stale_after_a_change_of_the_kernel(add, tmp_path):
+    changed = sources() | {"gdpa_kernels/gdpa/v1_tiled.py": "0" * 64}
+    package = Package("0.1.0", None, None, changed)
+    add(a_row(), a_row(impl="v2_tma"), a_row(impl="fa2"), package=package)
+    found = results.table(tmp_path)
+    assert dict(zip(found.impl, found.stale, strict=True)) == {
+        "v1_tiled": True,
+        "v2_tma": False,
+        "fa2": False,
+    }
+
+
+def test_stale_when_the_kernel_is_new_or_gone(add, tmp_path):
+    unknown = {n: h for n, h in sources().items() if n != "gdpa_kernels/gdpa/v1_tiled.py"}
+    unknown["gdpa_kernels/gdpa/v9_removed.py"] = "0" * 64
+    add(a_row(), a_row(impl="v9_removed"), package=Package("0.1.0", None, None, unknown))
+    assert list(results.table(tmp_path).stale) == [True, True]
+
+
+def test_stale_after_a_change_of_the_workload(add, tmp_path, monkeypatch):
+    add(a_row(), a_row(SHORT), a_row(OTHER))
+    monkeypatch.setitem(WORKLOADS, SHORT.name, replace(SHORT, seed=1))
+    found = results.table(tmp_path)
+    assert list(found.workload[found.stale]) == [SHORT.name]
+
+
+def test_one_names_what_exists(add, tmp_path):
+    add(a_row(), a_row(impl="v2_tma"), a_row(SHORT))
+    found = results.table(tmp_path)
+    row = results.one(found, workload=SELF.name, impl="v2_tma")
+    assert row.impl == "v2_tma"
+    with pytest.raises(LookupError) as caught:
+        results.one(found, workload=SELF.name, impl="v3_persistent")
+    assert "one row must match workload='gdpa-self-full-1024', impl='v3_persistent'" in str(
+        caught.value
+    )
+    assert "impl beside the others: v1_tiled, v2_tma" in str(caught.value)
+    with pytest.raises(LookupError, match=r"got 2, which differ in:\s+impl\s+v1_tiled\s+v2_tma"):
+        results.one(found, workload=SELF.name)
+    with pytest.raises(ValueError, match=r"filters must be columns .* got \['speed'\]"):
+        results.one(found, speed=1)
+    with pytest.raises(LookupError, match="impl in the table: nothing"):
+        results.one(found.head(0), impl="v1_tiled")
+
+
+def test_a_deleted_record_fails_the_look_up(add, tmp_path):
+    made = add(a_row())
+    results.one(results.table(tmp_path), impl="v1_tiled")
+    (tmp_path / "records" / f"{made.id}.json").unlink()
+    with pytest.raises(LookupError):
+        results.one(results.table(tmp_path), impl="v1_tiled")
+
+
+def test_refused_records_are_named(add, tmp_path):
+    add(a_row())
+    (tmp_path / "records" / "cut.json").write_text('{"schema_version": 1')
+    with pytest.warns(results.RefusedRecordWarning, match=r"refused records/cut\.json: not JSON"):
+        found = results.table(tmp_path)
+    assert len(found) == 1
+
+
+def test_latest_record(add, tmp_path):
+    old = add(day=1)
+    new = add(day=2)
+    other = add(day=3, notebook="notebooks/05_v2.py", on=a_system(gpu="NVIDIA B200"))
+    assert results.latest_record(tmp_path) == other
+    assert results.latest_record(tmp_path, notebook=old.notebook) == new
+    assert results.latest_record(tmp_path, system="h200") == new
+    with pytest.raises(LookupError, match=r"there is: .*notebooks/05_v2.py on nvidia-b200-"):
+        results.latest_record(tmp_path, notebook="notebooks/06_v3.py")
+    with pytest.raises(LookupError, match="there is: no record"):
+        results.latest_record(tmp_path / "empty")
+
+
+def test_notebook_table(add):
+    made = add(tables={"errors": Table(("x", "y"), ((1, 2.0), (3, None)))})
+    found = results.notebook_table(made, "errors")
+    assert list(found.columns) == ["x", "y"]
+    assert found.x.tolist() == [1, 3]
+    with pytest.raises(LookupError, match=r"\['errors'\]"):
+        results.notebook_table(made, "other")
+
+
+def test_command_line(add, tmp_path, capsys):
+    add(a_row(samples_us=(5200.0,)), a_row(SHORT, direction="backward"), day=1)
+    add(a_row(samples_us=(5000.0,)), day=2)
+    base = ["results", "--data-dir", str(tmp_path)]
+    assert __main__.main([*base, "--format", "csv", "--system", "h200", "--figure", "*-fwd-*"]) == 0
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert row["impl"] == "v1_tiled"
+    assert row["time_us_p50"] == "5000"
+    assert row["correct"] == "True"
+    assert float(row["tflops"]) == pytest.approx(494.78, rel=1e-4)
+    assert __main__.main([*base, "--all", "--workload", SELF.name]) == 0
+    assert len(list(csv.DictReader(io.StringIO(capsys.readouterr().out)))) == 2
+    assert __main__.main([*base, "--format", "markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("| figure | workload |")
+    assert len(lines) == 4 and {line.count("|") for line in lines} == {len(results.COLUMNS) + 1}
+
+
+def test_command_line_says_when_nothing_matches_or_a_file_is_refused(add, tmp_path, capsys):
+    add(a_row())
+    base = ["results", "--data-dir", str(tmp_path)]
+    assert __main__.main([*base, "--system", "b200"]) == 1
+    assert capsys.readouterr().err == "no result matches\n"
+    (tmp_path / "records" / "foreign.json").write_text("{}")
+    assert __main__.main(base) == 1
+    captured = capsys.readouterr()
+    assert "refused records/foreign.json: not a record" in captured.err
+    assert "v1_tiled" in captured.out
+
+
+def test_markdown_cells():
+    frame = pd.DataFrame({"a": [1.23456, 123456.7, np.nan], "b": ["x|y", "two\nlines", ""]})
+    assert results.to_markdown(frame).splitlines()[2:] == [
+        "| 1.235 | x\\|y |",
+        "| 123457 | two lines |",
+        "|  |  |",
+    ]
