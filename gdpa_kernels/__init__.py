@@ -2,8 +2,17 @@
 
 from gdpa_kernels.block_attention.api import block_attention
 from gdpa_kernels.block_attention.modules import BlockAttention
+from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.modules import PFFN, PMA, GDPASelfAttention
 
-__all__ = ["PFFN", "PMA", "BlockAttention", "GDPASelfAttention", "block_attention", "gdpa"]
+__all__ = [
+    "PFFN",
+    "PMA",
+    "BlockAttention",
+    "GDPASelfAttention",
+    "Lengths",
+    "block_attention",
+    "gdpa",
+]
 __version__ = "0.1.0"

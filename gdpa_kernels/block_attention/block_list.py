@@ -5,22 +5,12 @@ rows) of a block, in the order of the tokens; rows beyond the count are undefine
 only the bound `max_blocks`, and does not wait for the device.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.calling.remembered import Remembered
-
-
-@dataclass(frozen=True)
-class BlockList:
-    """A list on a device, `entries` as above; `max_blocks` is the host's bound on the count."""
-
-    entries: torch.Tensor
-    max_blocks: int
 
 
 @triton.jit
@@ -71,7 +61,7 @@ def block_list_kernel(
         tl.store(at + 1, tl.minimum(length[:, None] - local * block_size, block_size), mask=valid)
 
 
-def make_block_list(cu_seqlens: torch.Tensor, total: int, block_size: int) -> BlockList:
+def make_block_list(cu_seqlens: torch.Tensor, total: int, block_size: int) -> torch.Tensor:
     """The list for sequences of `total` tokens, on the device of cu_seqlens int32 `[batch + 1]`.
 
     Every full block has block_size tokens, and every sequence at most one shorter block.
@@ -79,7 +69,7 @@ def make_block_list(cu_seqlens: torch.Tensor, total: int, block_size: int) -> Bl
     batch, device = cu_seqlens.numel() - 1, cu_seqlens.device
     max_blocks = min(total, total // block_size + batch)
     if max_blocks == 0:
-        return BlockList(torch.zeros(1, 2, dtype=torch.int32, device=device), 0)
+        return torch.zeros(1, 2, dtype=torch.int32, device=device)
     entries = torch.empty(1 + max_blocks, 2, dtype=torch.int32, device=device)
     own = 16
     launch(
@@ -87,13 +77,9 @@ def make_block_list(cu_seqlens: torch.Tensor, total: int, block_size: int) -> Bl
         cu_seqlens, entries, batch, block_size,
         OWN=own, OTHERS=1024, ENTRIES=64, num_warps=4,
     )  # fmt: skip
-    return BlockList(entries, max_blocks)
+    return entries
 
 
-_lists = Remembered(lambda cu_seqlens, _, *sizes: make_block_list(cu_seqlens, *sizes))
-
-
-def block_list_of(cu_seqlens: torch.Tensor, total: int, block_size: int) -> BlockList:
-    """`make_block_list`; a list made from the same tensor, unmodified, on the same stream is used
-    again (`Remembered`)."""
-    return _lists.of(cu_seqlens, None, (total, block_size))
+def make_schedule(batch: Batch, config: object) -> Schedule:
+    """(blocks,), the list of a call, whatever the launch constants of its rung."""
+    return (make_block_list(batch.cu_seqlens, batch.total, batch.block_size),)

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
-from gdpa_kernels.calling import rankings
+from gdpa_kernels.calling import ladder, rankings
 from gdpa_kernels.calling.rankings import Ranking, Shape
 
 PATH = Path(__file__).with_name("choices.csv")
 UNMEASURED = ("v1_one_tile", "reference")
-SAVES = frozenset(("v0_flash",))
+SAVES = frozenset(r.impl for r in ladder.LADDERS["block_attention"] if "saved" in r.has)
 COLUMNS = {
     "capability": int, "dtype": str, "direction": str, "rotary": int, "head_dim": int,
 }  # fmt: skip

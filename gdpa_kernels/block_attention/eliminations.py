@@ -22,11 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import (
-    BlockList,
     block_entry,
-    block_list_of,
     count_blocks,
+    make_schedule,
 )
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, softmax_parts, store_tile
 from gdpa_kernels.block_attention.v0_flash import delta_kernel, load_lane, store_lane
@@ -44,6 +44,18 @@ class Config:
     delta: bool = False
     two_passes: bool = False
     num_warps: int = 4
+
+
+def default_config(direction: str, batch: Batch) -> Config:
+    """Nothing put back."""
+    return Config()
+
+
+def requires(batch: Batch) -> str | None:
+    """What this study needs of a call and does not get, or None."""
+    if batch.rotary is not None:
+        return "needs a workload without rotary, got (sin, cos)"
+    return None
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -147,28 +159,20 @@ def backward_kernel(
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    config: Config | None = None,
-    schedule: BlockList | None = None,
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """As v1's; with `delta` the output and with `lse` the log-sum-exp are kept for backward."""
-    total, num_heads, head_dim = q.shape
-    config = config or Config()
-    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    q, k, v = batch.q, batch.k, batch.v
+    config = config or default_config("", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
     out = q.new_empty(q.shape)
-    lse = q.new_empty(num_heads, total, dtype=torch.float32) if config.lse else None
+    lse = q.new_empty(batch.num_heads, batch.total, dtype=torch.float32) if config.lse else None
     launch(
-        forward_kernel, (schedule.max_blocks * num_heads,), q.device,
-        q, k, v, out, lse, schedule.entries, scale, total,
+        forward_kernel, ((len(blocks) - 1) * batch.num_heads,), batch.device,
+        q, k, v, out, lse, blocks, batch.scale, batch.total,
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK=block_size,
-        WIDTH=triton.next_power_of_2(head_dim),
+        NUM_HEADS=batch.num_heads, HEAD_DIM=batch.head_dim, BLOCK=batch.block_size,
+        WIDTH=triton.next_power_of_2(batch.head_dim),
         KEY_LOOP=config.key_loop or config.accumulate, RESCALE=config.rescale,
         ACCUMULATE=config.accumulate, num_warps=config.num_warps,
     )  # fmt: skip
@@ -177,40 +181,35 @@ def forward(
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    batch: Batch,
     saved: tuple[torch.Tensor, ...] = (),
     *,
-    block_size: int,
-    scale: float,
     config: Config | None = None,
-    schedule: BlockList | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As v1's, from what `forward` kept with the same config."""
-    total, num_heads, head_dim = q.shape
-    config = config or Config()
-    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
-    width = triton.next_power_of_2(head_dim)
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    q, k, v = batch.q, batch.k, batch.v
+    config = config or default_config("", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    width = triton.next_power_of_2(batch.head_dim)
+    dq, dk, dv = batch.new_gradients()
     lse, delta = saved[-1] if config.lse else None, None
     if config.delta:
-        delta = q.new_empty(num_heads, total, dtype=torch.float32)
+        delta = q.new_empty(batch.num_heads, batch.total, dtype=torch.float32)
         launch(
-            delta_kernel, (schedule.max_blocks, num_heads), q.device,
-            saved[0], grad_out, delta, schedule.entries, total,
-            OUT_STRIDES=saved[0].stride(), GRAD_STRIDES=grad_out.stride(), HEAD_DIM=head_dim,
-            BLOCK_M=block_size, BLOCK_D=width, TILES=1, num_warps=4,
+            delta_kernel, ((len(blocks) - 1), batch.num_heads), batch.device,
+            saved[0], grad_out, delta, blocks, batch.total,
+            OUT_STRIDES=saved[0].stride(), GRAD_STRIDES=grad_out.stride(), HEAD_DIM=batch.head_dim,
+            BLOCK_M=batch.block_size, BLOCK_D=width, TILES=1, num_warps=4,
         )  # fmt: skip
     passes = [(None, dk, dv), (dq, None, None)] if config.two_passes else [(dq, dk, dv)]
     for outputs in passes:
         launch(
-            backward_kernel, (schedule.max_blocks * num_heads,), q.device,
-            grad_out, q, k, v, *outputs, lse, delta, schedule.entries, scale, total,
+            backward_kernel, ((len(blocks) - 1) * batch.num_heads,), batch.device,
+            grad_out, q, k, v, *outputs, lse, delta, blocks, batch.scale, batch.total,
             GRAD_STRIDES=grad_out.stride(), Q_STRIDES=q.stride(), K_STRIDES=k.stride(),
-            V_STRIDES=v.stride(), OUT_STRIDES=dq.stride(), NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim, BLOCK=block_size, WIDTH=width,
+            V_STRIDES=v.stride(), OUT_STRIDES=dq.stride(), NUM_HEADS=batch.num_heads,
+            HEAD_DIM=batch.head_dim, BLOCK=batch.block_size, WIDTH=width,
             KEY_LOOP=config.key_loop or config.accumulate,
             ACCUMULATE=config.accumulate, num_warps=config.num_warps,
         )  # fmt: skip

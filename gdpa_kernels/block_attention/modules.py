@@ -7,7 +7,8 @@ from torch import nn
 
 from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention
 from gdpa_kernels.calling import jagged
-from gdpa_kernels.calling.jagged import Jagged
+from gdpa_kernels.calling.jagged import Jagged, Offsets
+from gdpa_kernels.calling.lengths import Lengths
 
 
 class BlockAttention(nn.Module):
@@ -84,14 +85,14 @@ class BlockAttention(nn.Module):
     def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
         """The layer's output, of the kind and shape of x.
 
-        x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]`), or a nested tensor
-        `[batch, jagged, embed_dim]` of layout torch.jagged. int32 offsets are used as they are;
-        others, a nested tensor's among them, are converted at each call.
+        x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]` or `Lengths`), or a
+        nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. Offsets that are not
+        int32, a nested tensor's among them, are converted at each call; `Lengths` once.
         """
         values, offsets = jagged.read(x, self.embed_dim)
         return jagged.like(x, self._attend(values, offsets), offsets)
 
-    def _attend(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def _attend(self, values: torch.Tensor, offsets: Offsets) -> torch.Tensor:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = self.qkv(values).unflatten(1, (sum(heads), self.head_dim))
         q, k, v = qkv.split(heads, dim=1)
@@ -102,22 +103,34 @@ class BlockAttention(nn.Module):
         )  # fmt: skip
         return self.out(out.flatten(1))
 
-    def _turns(self, values: torch.Tensor, offsets: torch.Tensor) -> Jagged | None:
-        """(sin, cos) of every token, fp32 `[total_tokens, head_dim // 2]`; waits for no device."""
+    def _turns(
+        self, values: torch.Tensor, offsets: Offsets
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(sin, cos) of every token, fp32 `[total_tokens, head_dim // 2]`; waits for no device.
+        With `Lengths` they are made once for all layers."""
         if self.rotary is None:
             return None
-        total, device = values.shape[0], values.device
-        tokens = torch.arange(total, device=device)
-        # The last sequence that starts at or before a token holds it; empty ones start there too.
-        own = torch.searchsorted(offsets[1:].contiguous(), tokens, right=True)
-        positions = tokens - offsets[own]
-        pairs = torch.arange(self.head_dim // 2, device=device)
-        frequencies = self.rotary ** (-2.0 * pairs / self.head_dim)
-        angles = positions[:, None] * frequencies
-        return angles.sin(), angles.cos()
+        if not isinstance(offsets, Lengths):
+            return _turns(self.rotary, self.head_dim, values.shape[0], offsets)
+        made = self.rotary, self.head_dim, offsets.total, offsets.cu_seqlens
+        if torch.compiler.is_compiling():
+            return _turns(*made)
+        return offsets.once(("turns", *made[:2]), lambda: _turns(*made))
 
     def extra_repr(self) -> str:
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"block_size={self.block_size}, rotary={self.rotary}"
         )
+
+
+def _turns(
+    base: float, head_dim: int, total: int, offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.arange(total, device=offsets.device)
+    # The last sequence that starts at or before a token holds it; empty ones start there too.
+    own = torch.searchsorted(offsets[1:].contiguous(), tokens, right=True)
+    positions = tokens - offsets[own]
+    pairs = torch.arange(head_dim // 2, device=offsets.device)
+    angles = positions[:, None] * base ** (-2.0 * pairs / head_dim)
+    return angles.sin(), angles.cos()

@@ -15,9 +15,14 @@ tensors make this the oracle, bf16 tensors make it the honest low-precision base
 budget of `testing` is computed from. No kernel imports this.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
+if TYPE_CHECKING:
+    from gdpa_kernels.block_attention.batch import Batch
 
 
 def rotate(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
@@ -77,59 +82,39 @@ def _probabilities(
     return scores.masked_fill((tokens < 0)[:, None, None], -torch.inf).softmax(-1)
 
 
-def _rotated(q, k, v, rotary: Rotary | None, rotate_v: bool):
-    if rotary is None:
-        return q, k, v
-    return rotate(q, *rotary), rotate(k, *rotary), rotate(v, *rotary) if rotate_v else v
+def _rotated(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if batch.rotary is None:
+        return batch.q, batch.k, batch.v
+    q, k = (rotate(x, *batch.rotary) for x in (batch.q, batch.k))
+    return q, k, rotate(batch.v, *batch.rotary) if batch.rotate_v else batch.v
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    rotary: Rotary | None = None,
-    rotate_v: bool = False,
-) -> torch.Tensor:
-    """The output, `[total, num_heads_q, head_dim]`; arguments as `block_attention`, validated."""
-    tokens = tokens_of_blocks(cu_seqlens, block_size)
-    group = q.shape[1] // k.shape[1]
-    q, k, v = _rotated(q, k, v, rotary, rotate_v)
-    q_b, k_b, v_b = _gather(q, tokens), _gather(k, tokens, group), _gather(v, tokens, group)
-    return _scatter(_probabilities(q_b, k_b, tokens, scale) @ v_b, tokens, q.shape[0])
+def forward(batch: Batch) -> tuple[torch.Tensor, tuple[()]]:
+    """The output, `[total, num_heads, head_dim]`, and what backward needs of it: nothing."""
+    tokens = tokens_of_blocks(batch.cu_seqlens, batch.block_size)
+    q, k, v = _rotated(batch)
+    q_b, k_b, v_b = _gather(q, tokens), *(_gather(x, tokens, batch.group) for x in (k, v))
+    p = _probabilities(q_b, k_b, tokens, batch.scale)
+    return _scatter(p @ v_b, tokens, batch.total), ()
 
 
 def backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    rotary: Rotary | None = None,
-    rotate_v: bool = False,
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[()] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k, v; dk and dv are sums over the query heads of a group."""
-    tokens = tokens_of_blocks(cu_seqlens, block_size)
-    total, num_heads_k, head_dim = k.shape
-    group = q.shape[1] // num_heads_k
-    q, k, v = _rotated(q, k, v, rotary, rotate_v)
-    q_b, k_b, v_b = _gather(q, tokens), _gather(k, tokens, group), _gather(v, tokens, group)
+    tokens = tokens_of_blocks(batch.cu_seqlens, batch.block_size)
+    q, k, v = _rotated(batch)
+    q_b, k_b, v_b = _gather(q, tokens), *(_gather(x, tokens, batch.group) for x in (k, v))
     grad_b = _gather(grad_out, tokens)
-    p = _probabilities(q_b, k_b, tokens, scale)
+    p = _probabilities(q_b, k_b, tokens, batch.scale)
     dp = grad_b @ v_b.transpose(-1, -2)
-    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-    dq = _scatter(ds @ k_b, tokens, total)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * batch.scale
+    dq = _scatter(ds @ k_b, tokens, batch.total)
     dk, dv = (
-        _scatter(x.unflatten(1, (num_heads_k, group)).sum(2), tokens, total)
+        _scatter(x.unflatten(1, (batch.num_heads_k, batch.group)).sum(2), tokens, batch.total)
         for x in (ds.transpose(-1, -2) @ q_b, p.transpose(-1, -2) @ grad_b)
     )
-    if rotary is not None:
-        dq, dk = rotate_transposed(dq, *rotary), rotate_transposed(dk, *rotary)
-        dv = rotate_transposed(dv, *rotary) if rotate_v else dv
+    if batch.rotary is not None:
+        dq, dk = rotate_transposed(dq, *batch.rotary), rotate_transposed(dk, *batch.rotary)
+        dv = rotate_transposed(dv, *batch.rotary) if batch.rotate_v else dv
     return dq, dk, dv

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
 from gdpa_kernels.device.ragged import BOUND, is_readable
 
@@ -57,17 +58,15 @@ def heads_together(config: Slots, num_heads: int) -> int:
     return config.heads_together
 
 
-def requires_tiles(
-    block_size: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> str | None:
+def requires_tiles(batch: Batch) -> str | None:
     """What loading the tiles of a call by TMA needs and does not get, or None."""
-    if block_size != BLOCK:
-        return f"needs block_size {BLOCK}, got {block_size}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs dtype bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[-1] not in (64, 128):
-        return f"needs a head_dim of 64 or 128, got {q.shape[-1]}"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    if batch.block_size != BLOCK:
+        return f"needs block_size {BLOCK}, got {batch.block_size}"
+    if batch.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, got {str(batch.dtype).removeprefix('torch.')}"
+    if batch.head_dim not in (64, 128):
+        return f"needs a head_dim of 64 or 128, got {batch.head_dim}"
+    for name, tensor in (("q", batch.q), ("k", batch.k), ("v", batch.v)):
         if not is_readable(tensor):
             return (
                 f"needs {name} with contiguous rows whose address and strides are multiples of 16 "

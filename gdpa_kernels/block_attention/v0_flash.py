@@ -23,11 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import (
-    BlockList,
     block_entry,
-    block_list_of,
     count_blocks,
+    make_schedule,
 )
 from gdpa_kernels.block_attention.rotary import rotary as rotate_tensors
 from gdpa_kernels.block_attention.tiles import LOG2_E, load_tile, store_tile
@@ -47,11 +47,11 @@ class Config:
     num_stages: int = 1
 
 
-def default_config(direction: str, head_dim: int, block_size: int) -> Config:
+def default_config(direction: str, batch: Batch) -> Config:
     """Tiles of 64 rows; smaller where registers or shared memory run out. Forward, two steps in
     flight, which was faster in runs without a record."""
-    rows = min(block_size, 32 if head_dim > 128 else 64)
-    stages = 2 if direction == "forward" and head_dim <= 128 else 1
+    rows = min(batch.block_size, 32 if batch.head_dim > 128 else 64)
+    stages = 2 if direction == "forward" and batch.head_dim <= 128 else 1
     return Config(BLOCK_M=rows, BLOCK_N=rows, num_stages=stages)
 
 
@@ -203,106 +203,88 @@ def dq_kernel(
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    rotate_v: bool = False,
-    config: Config | None = None,
-    schedule: BlockList | None = None,
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v: the
     output, the log-sum-exp fp32 `[num_heads_q, total]`, and what was rotated of q, k and v.
 
-    Arguments as `block_attention`, already validated. `schedule` is `block_list_of`'s for the same
-    sequences; None asks for it here.
+    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
     """
-    total, num_heads, head_dim = q.shape
+    q, k, v = batch.q, batch.k, batch.v
     rotated = ()
-    if rotary is not None:
-        q, k, turned_v = rotate_tensors(q, k, v if rotate_v else None, rotary)
-        rotated = (q, k, turned_v) if rotate_v else (q, k)
-        v = turned_v if rotate_v else v
+    if batch.rotary is not None:
+        q, k, turned_v = rotate_tensors(q, k, v if batch.rotate_v else None, batch.rotary)
+        rotated = (q, k, turned_v) if batch.rotate_v else (q, k)
+        v = turned_v if batch.rotate_v else v
     out = q.new_empty(q.shape)
-    lse = q.new_empty(num_heads, total, dtype=torch.float32)
-    config = config or default_config("forward", head_dim, block_size)
-    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
-    tiles = triton.cdiv(block_size, config.BLOCK_M)
+    lse = q.new_empty(batch.num_heads, batch.total, dtype=torch.float32)
+    config = config or default_config("forward", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    tiles = triton.cdiv(batch.block_size, config.BLOCK_M)
     launch(
-        forward_kernel, (schedule.max_blocks * tiles, num_heads), q.device,
-        q, k, v, out, lse, schedule.entries, scale, total,
+        forward_kernel, ((len(blocks) - 1) * tiles, batch.num_heads), batch.device,
+        q, k, v, out, lse, blocks, batch.scale, batch.total,
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
-        GROUP=num_heads // k.shape[1], HEAD_DIM=head_dim,
+        GROUP=batch.group, HEAD_DIM=batch.head_dim,
         BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
-        BLOCK_D=triton.next_power_of_2(head_dim), TILES=tiles,
+        BLOCK_D=triton.next_power_of_2(batch.head_dim), TILES=tiles,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out, (out, lse, *rotated)
 
 
-def empty_saved(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: bool, rotate_v: bool
-) -> tuple[torch.Tensor, ...]:
+def empty_saved(batch: Batch) -> tuple[torch.Tensor, ...]:
     """What `forward` saves after the output: the shapes and dtypes, without values."""
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-    rotated = (q, k, v) if rotary and rotate_v else (q, k) if rotary else ()
-    return lse, *(tensor.new_empty(tensor.shape) for tensor in rotated)
+    lse = batch.q.new_empty(batch.num_heads, batch.total, dtype=torch.float32)
+    turned = () if batch.rotary is None else (batch.q, batch.k, batch.v)[: 2 + batch.rotate_v]
+    return lse, *(tensor.new_empty(tensor.shape) for tensor in turned)
 
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    batch: Batch,
     saved: tuple[torch.Tensor, ...],
     *,
-    block_size: int,
-    scale: float,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    rotate_v: bool = False,
     config: Config | None = None,
-    schedule: BlockList | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k, v and contiguous; the same options as `forward`."""
+    """(dq, dk, dv), shaped as q, k, v and contiguous."""
+    q, k, v = batch.q, batch.k, batch.v
     out, lse = saved[:2]
-    if rotary is not None:
+    if batch.rotary is not None:
         q, k, *turned_v = saved[2:]
-        v = turned_v[0] if rotate_v else v
-    total, num_heads, head_dim = q.shape
-    num_heads_k = k.shape[1]
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        v = turned_v[0] if batch.rotate_v else v
+    dq, dk, dv = batch.new_gradients()
     delta = torch.empty_like(lse)
-    config = config or default_config("backward", head_dim, block_size)
-    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
-    tiles = triton.cdiv(block_size, config.BLOCK_M)
-    programs, blocks = schedule.max_blocks * tiles, schedule.entries
-    width = triton.next_power_of_2(head_dim)
+    config = config or default_config("backward", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    tiles = triton.cdiv(batch.block_size, config.BLOCK_M)
+    programs = (len(blocks) - 1) * tiles
+    width = triton.next_power_of_2(batch.head_dim)
     launch(
-        delta_kernel, (programs, num_heads), q.device, out, grad_out, delta, blocks, total,
-        OUT_STRIDES=out.stride(), GRAD_STRIDES=grad_out.stride(), HEAD_DIM=head_dim,
+        delta_kernel, (programs, batch.num_heads), batch.device,
+        out, grad_out, delta, blocks, batch.total,
+        OUT_STRIDES=out.stride(), GRAD_STRIDES=grad_out.stride(), HEAD_DIM=batch.head_dim,
         BLOCK_M=config.BLOCK_M, BLOCK_D=width, TILES=tiles, num_warps=4,
     )  # fmt: skip
     common = {
         "GRAD_STRIDES": grad_out.stride(), "Q_STRIDES": q.stride(), "K_STRIDES": k.stride(),
-        "V_STRIDES": v.stride(), "GROUP": num_heads // num_heads_k, "HEAD_DIM": head_dim,
+        "V_STRIDES": v.stride(), "GROUP": batch.group, "HEAD_DIM": batch.head_dim,
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "BLOCK_D": width, "TILES": tiles,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
     launch(
-        dk_dv_kernel, (programs, num_heads_k), q.device,
-        grad_out, q, k, v, dk, dv, lse, delta, blocks, scale, total,
+        dk_dv_kernel, (programs, batch.num_heads_k), batch.device,
+        grad_out, q, k, v, dk, dv, lse, delta, blocks, batch.scale, batch.total,
         DK_STRIDES=dk.stride(), **common,
     )  # fmt: skip
     launch(
-        dq_kernel, (programs, num_heads), q.device,
-        grad_out, q, k, v, dq, lse, delta, blocks, scale, total,
+        dq_kernel, (programs, batch.num_heads), batch.device,
+        grad_out, q, k, v, dq, lse, delta, blocks, batch.scale, batch.total,
         DQ_STRIDES=dq.stride(), **common,
     )  # fmt: skip
-    if rotary is not None:
-        rotate_tensors(dq, dk, dv if rotate_v else None, rotary, transposed=True, in_place=True)
+    if batch.rotary is not None:
+        rotate_tensors(
+            dq, dk, dv if batch.rotate_v else None, batch.rotary, transposed=True, in_place=True
+        )
     return dq, dk, dv

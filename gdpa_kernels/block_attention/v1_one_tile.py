@@ -31,11 +31,11 @@ import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import (
-    BlockList,
     block_entry,
-    block_list_of,
     count_blocks,
+    make_schedule,
 )
 from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
 from gdpa_kernels.block_attention.tiles import load_tile, softmax_parts, store_tile
@@ -57,25 +57,23 @@ class Config:
     registers: int | None = None
 
 
-def default_config(
-    direction: str, head_dim: int, block_size: int, dtype: torch.dtype, *,
-    group: int = 1, rotary: bool = False,
-) -> Config:  # fmt: skip
+def default_config(direction: str, batch: Batch) -> Config:
     """A tile as wide as the head; narrower or with more warps where registers run out.
 
     Chosen in runs without a record, for blocks of 64 in bf16. Backward with rotary spills at
     head_dim 128 and was faster than with more warps all the same.
     """
-    width = triton.next_power_of_2(head_dim)
-    if dtype == torch.float32:
-        return Config(WIDTH=min(width, 32), num_warps={64: 8, 128: 16}.get(block_size, 4))
-    if block_size == 128:
+    width = triton.next_power_of_2(batch.head_dim)
+    if batch.dtype == torch.float32:
+        return Config(WIDTH=min(width, 32), num_warps={64: 8, 128: 16}.get(batch.block_size, 4))
+    if batch.block_size == 128:
         return Config(WIDTH=width if width <= 128 else 64, num_warps=8)
-    wide = direction == "backward" and width > 64 and block_size == 64
+    wide = direction == "backward" and width > 64 and batch.block_size == 64
+    plain = batch.group == 1 and batch.rotary is None
     return Config(
         WIDTH=min(width, 128),
-        num_warps=8 if wide and group > 1 else 4,
-        registers=168 if wide and width == 128 and group == 1 and not rotary else None,
+        num_warps=8 if wide and batch.group > 1 else 4,
+        registers=168 if wide and width == 128 and plain else None,
     )
 
 
@@ -235,41 +233,27 @@ def backward_kernel(
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    rotate_v: bool = False,
-    config: Config | None = None,
-    schedule: BlockList | None = None,
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
     nothing.
 
-    Arguments as `block_attention`, already validated. `schedule` is `block_list_of`'s for the same
-    sequences; None asks for it here.
+    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
     """
-    total, num_heads, head_dim = q.shape
+    q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
-    config = config or default_config(
-        "forward", head_dim, block_size, q.dtype,
-        group=q.shape[1] // k.shape[1], rotary=rotary is not None,
-    )  # fmt: skip
-    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
-    sin, cos = rotary or (None, None)
+    config = config or default_config("forward", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    sin, cos = batch.rotary or (None, None)
     launch(
         forward_kernel,
-        (schedule.max_blocks * num_heads, triton.cdiv(head_dim, config.WIDTH)),
-        q.device, q, k, v, out, sin, cos, schedule.entries, scale,
+        ((len(blocks) - 1) * batch.num_heads, triton.cdiv(batch.head_dim, config.WIDTH)),
+        batch.device, q, k, v, out, sin, cos, blocks, batch.scale,
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
-        TURN_STRIDES=turn_strides(rotary),
-        NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], HEAD_DIM=head_dim,
-        ROTATE=rotary is not None, ROTATE_V=rotary is not None and rotate_v,
-        HEADS_INNER=config.heads_inner, BLOCK=block_size, WIDTH=config.WIDTH,
+        TURN_STRIDES=turn_strides(batch.rotary),
+        NUM_HEADS=batch.num_heads, GROUP=batch.group, HEAD_DIM=batch.head_dim,
+        ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
+        HEADS_INNER=config.heads_inner, BLOCK=batch.block_size, WIDTH=config.WIDTH,
         num_warps=config.num_warps, maxnreg=config.registers,
     )  # fmt: skip
     return out, ()
@@ -277,38 +261,28 @@ def forward(
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    batch: Batch,
     saved: tuple[torch.Tensor, ...] = (),
     *,
-    block_size: int,
-    scale: float,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    rotate_v: bool = False,
     config: Config | None = None,
-    schedule: BlockList | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k, v and contiguous; the same options as `forward`."""
-    total, num_heads_k, head_dim = k.shape
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    config = config or default_config(
-        "backward", head_dim, block_size, q.dtype,
-        group=q.shape[1] // k.shape[1], rotary=rotary is not None,
-    )  # fmt: skip
-    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
-    sin, cos = rotary or (None, None)
+    """(dq, dk, dv), shaped as q, k, v and contiguous."""
+    q, k, v = batch.q, batch.k, batch.v
+    dq, dk, dv = batch.new_gradients()
+    config = config or default_config("backward", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    sin, cos = batch.rotary or (None, None)
     launch(
         backward_kernel,
-        (schedule.max_blocks * num_heads_k, triton.cdiv(head_dim, config.WIDTH)),
-        q.device, grad_out, q, k, v, dq, dk, dv, sin, cos, schedule.entries, scale,
+        ((len(blocks) - 1) * batch.num_heads_k, triton.cdiv(batch.head_dim, config.WIDTH)),
+        batch.device, grad_out, q, k, v, dq, dk, dv, sin, cos, blocks, batch.scale,
         GRAD_STRIDES=grad_out.stride(), Q_STRIDES=q.stride(), K_STRIDES=k.stride(),
         V_STRIDES=v.stride(), DQ_STRIDES=dq.stride(), DK_STRIDES=dk.stride(),
-        TURN_STRIDES=turn_strides(rotary),
-        NUM_HEADS_K=num_heads_k, GROUP=q.shape[1] // num_heads_k, HEAD_DIM=head_dim,
-        ROTATE=rotary is not None, ROTATE_V=rotary is not None and rotate_v,
-        HEADS_INNER=config.heads_inner, BLOCK=block_size, WIDTH=config.WIDTH,
+        TURN_STRIDES=turn_strides(batch.rotary),
+        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group, HEAD_DIM=batch.head_dim,
+        ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
+        HEADS_INNER=config.heads_inner, BLOCK=batch.block_size, WIDTH=config.WIDTH,
         num_warps=config.num_warps, maxnreg=config.registers,
     )  # fmt: skip
     return dq, dk, dv

@@ -28,11 +28,11 @@ import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import (
-    BlockList,
     block_entry,
-    block_list_of,
     count_blocks,
+    make_schedule,
 )
 from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
 from gdpa_kernels.block_attention.tiles import softmax_parts
@@ -71,37 +71,31 @@ class Config:
         return min(slabs, multiprocessors(device) * self.programs_per_sm)
 
 
-def default_config(direction: str, head_dim: int, *, rotary: bool = False) -> Config:
+def default_config(direction: str, batch: Batch) -> Config:
     """What was fastest in runs without a record: two slabs for each of many programs, or one
     persistent program on an SM where its tiles fill it.
 
     With rotary at head_dim 128 backward spills where v is rotated too, 458 bytes, or heads are
     grouped, 1.5 KB.
     """
-    if rotary:
+    if batch.rotary is not None:
         if direction == "forward":
             return Config(programs_per_sm=2, num_stages=1)
         return Config(programs_per_sm=1, num_stages=2)
-    if direction == "backward" and head_dim == 128:
+    if direction == "backward" and batch.head_dim == 128:
         return Config(programs_per_sm=1, num_stages=3)
     return Config(slabs_per_program=2, num_stages=3)
 
 
-def requires(
-    block_size: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> str | None:
+def requires(batch: Batch) -> str | None:
     """What this rung needs and does not get of a call, or None. It takes any rotary."""
-    if block_size != BLOCK:
-        return f"needs block_size {BLOCK}, got {block_size}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs dtype bfloat16 or float16, got {str(q.dtype).removeprefix('torch.')}"
-    if q.shape[-1] not in (64, 128):
-        return f"needs a head_dim of 64 or 128, got {q.shape[-1]}"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    if batch.block_size != BLOCK:
+        return f"needs block_size {BLOCK}, got {batch.block_size}"
+    if batch.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, got {str(batch.dtype).removeprefix('torch.')}"
+    if batch.head_dim not in (64, 128):
+        return f"needs a head_dim of 64 or 128, got {batch.head_dim}"
+    for name, tensor in (("q", batch.q), ("k", batch.k), ("v", batch.v)):
         if not is_readable(tensor):
             return (
                 f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
@@ -214,38 +208,28 @@ def backward_kernel(
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    rotate_v: bool = False,
-    config: Config | None = None,
-    schedule: BlockList | None = None,
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
     nothing.
 
-    Arguments as `block_attention`, already validated, also by `requires`. `schedule` is
-    `block_list_of`'s for the same sequences; None asks for it here.
+    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
     """
-    total, num_heads, head_dim = q.shape
+    q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
-    config = config or default_config("forward", head_dim, rotary=rotary is not None)
-    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
-    heads = config.heads_per_program or num_heads
-    sin, cos = rotary or (None, None)
+    config = config or default_config("forward", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    heads = config.heads_per_program or batch.num_heads
+    slabs = (len(blocks) - 1) * (batch.num_heads // heads)
+    sin, cos = batch.rotary or (None, None)
     launch(
-        forward_kernel,
-        (config.programs(schedule.max_blocks * (num_heads // heads), q.device),), q.device,
-        *(ragged_descriptor(x, block_size) for x in (q, k, v, out)),
-        sin, cos, schedule.entries, scale,
-        TURN_STRIDES=turn_strides(rotary), NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1],
-        HEADS=heads, ROTATE=rotary is not None, ROTATE_V=rotary is not None and rotate_v,
-        BLOCK=block_size, HEAD_DIM=head_dim, STAGES=config.num_stages,
+        forward_kernel, (config.programs(slabs, batch.device),), batch.device,
+        *(ragged_descriptor(x, batch.block_size) for x in (q, k, v, out)),
+        sin, cos, blocks, batch.scale,
+        TURN_STRIDES=turn_strides(batch.rotary), NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        HEADS=heads,
+        ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
+        BLOCK=batch.block_size, HEAD_DIM=batch.head_dim, STAGES=config.num_stages,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out, ()
@@ -253,38 +237,32 @@ def forward(
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    batch: Batch,
     saved: tuple[torch.Tensor, ...] = (),
     *,
-    block_size: int,
-    scale: float,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    rotate_v: bool = False,
     config: Config | None = None,
-    schedule: BlockList | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k, v and contiguous; the same options as `forward`.
+    """(dq, dk, dv), shaped as q, k, v and contiguous.
 
     heads_per_program must keep the query heads of a key head together.
     """
-    total, num_heads, head_dim = q.shape
+    q, k, v = batch.q, batch.k, batch.v
     grad_out = readable(grad_out)
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    config = config or default_config("backward", head_dim, rotary=rotary is not None)
-    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
-    heads = config.heads_per_program or num_heads
-    sin, cos = rotary or (None, None)
+    dq, dk, dv = batch.new_gradients()
+    config = config or default_config("backward", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    heads = config.heads_per_program or batch.num_heads
+    slabs = (len(blocks) - 1) * (batch.num_heads // heads)
+    sin, cos = batch.rotary or (None, None)
     launch(
-        backward_kernel,
-        (config.programs(schedule.max_blocks * (num_heads // heads), q.device),), q.device,
-        *(ragged_descriptor(x, block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
-        sin, cos, schedule.entries, scale,
-        TURN_STRIDES=turn_strides(rotary), NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1],
-        HEADS=heads, ROTATE=rotary is not None, ROTATE_V=rotary is not None and rotate_v,
-        BLOCK=block_size, HEAD_DIM=head_dim, STAGES=config.num_stages,
+        backward_kernel, (config.programs(slabs, batch.device),), batch.device,
+        *(ragged_descriptor(x, batch.block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
+        sin, cos, blocks, batch.scale,
+        TURN_STRIDES=turn_strides(batch.rotary), NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        HEADS=heads,
+        ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
+        BLOCK=batch.block_size, HEAD_DIM=batch.head_dim, STAGES=config.num_stages,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return dq, dk, dv

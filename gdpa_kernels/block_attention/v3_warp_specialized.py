@@ -52,7 +52,8 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.block_attention.block_list import BlockList, block_list_of
+from gdpa_kernels.block_attention.batch import Batch, Schedule
+from gdpa_kernels.block_attention.block_list import make_schedule
 from gdpa_kernels.block_attention.slots import (
     check_slots,
     count_units,
@@ -83,26 +84,22 @@ class Config:
         check_slots(self)
 
 
-def default_config(direction: str, head_dim: int, num_heads: int) -> Config:
+def default_config(direction: str, batch: Batch) -> Config:
     """One math role, and the slots that were fastest in runs without a record."""
     if direction == "forward":
-        return Config(num_stages=3 if head_dim == 128 else 5, heads_together=gcd(num_heads, 2))
-    if head_dim == 128:
+        return Config(
+            num_stages=3 if batch.head_dim == 128 else 5, heads_together=gcd(batch.num_heads, 2)
+        )
+    if batch.head_dim == 128:
         return Config(num_stages=2)
-    return Config(num_stages=5, heads_together=gcd(num_heads, 4))
+    return Config(num_stages=5, heads_together=gcd(batch.num_heads, 4))
 
 
-def requires(
-    block_size: int,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> str | None:
+def requires(batch: Batch) -> str | None:
     """What this rung needs and does not get of a call, or None."""
-    if rotary is not None:
+    if batch.rotary is not None:
         return "needs rotary None, got (sin, cos)"
-    return requires_tiles(block_size, q, k, v)
+    return requires_tiles(batch)
 
 
 @triton.jit
@@ -287,73 +284,49 @@ def backward_kernel(
             )  # fmt: skip
 
 
-def _refuse_rotary(rotary: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-    if rotary is not None:
-        raise NotImplementedError("impl 'v3_warp_specialized' needs rotary None, got (sin, cos)")
-
-
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    *,
-    block_size: int,
-    scale: float,
-    rotary: None = None,
-    rotate_v: bool = False,
-    config: Config | None = None,
-    schedule: BlockList | None = None,
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
     nothing.
 
-    Arguments as `block_attention`, already validated, also by `requires`. `schedule` is
-    `block_list_of`'s for the same sequences; None asks for it here.
+    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
     """
-    _refuse_rotary(rotary)
-    total, num_heads, head_dim = q.shape
+    q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
-    config = config or default_config("forward", head_dim, num_heads)
-    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    config = config or default_config("forward", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
     launch(
-        forward_kernel, (min(multiprocessors(q.device), schedule.max_blocks),), q.device,
-        *(ragged_descriptor(x, block_size) for x in (q, k, v, out)), schedule.entries, scale,
-        NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], BLOCK=block_size, HEAD_DIM=head_dim,
+        forward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
+        *(ragged_descriptor(x, batch.block_size) for x in (q, k, v, out)), blocks, batch.scale,
+        NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        BLOCK=batch.block_size, HEAD_DIM=batch.head_dim,
         MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
-        TOGETHER=heads_together(config, num_heads), REGISTERS=config.registers, num_warps=4,
+        TOGETHER=heads_together(config, batch.num_heads), REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return out, ()
 
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    batch: Batch,
     saved: tuple[torch.Tensor, ...] = (),
     *,
-    block_size: int,
-    scale: float,
-    rotary: None = None,
-    rotate_v: bool = False,
     config: Config | None = None,
-    schedule: BlockList | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k, v and contiguous; the same options as `forward`."""
-    _refuse_rotary(rotary)
-    total, num_heads_k, head_dim = k.shape
+    """(dq, dk, dv), shaped as q, k, v and contiguous."""
+    q, k, v = batch.q, batch.k, batch.v
     grad_out = readable(grad_out)
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    config = config or default_config("backward", head_dim, q.shape[1])
-    schedule = schedule or block_list_of(cu_seqlens, total, block_size)
+    dq, dk, dv = batch.new_gradients()
+    config = config or default_config("backward", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
     launch(
-        backward_kernel, (min(multiprocessors(q.device), schedule.max_blocks),), q.device,
-        *(ragged_descriptor(x, block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
-        schedule.entries, scale,
-        NUM_HEADS_K=num_heads_k, GROUP=q.shape[1] // num_heads_k, BLOCK=block_size,
-        HEAD_DIM=head_dim, MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
-        TOGETHER=heads_together(config, q.shape[1]), REGISTERS=config.registers, num_warps=4,
+        backward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
+        *(ragged_descriptor(x, batch.block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
+        blocks, batch.scale,
+        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group, BLOCK=batch.block_size,
+        HEAD_DIM=batch.head_dim, MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
+        TOGETHER=heads_together(config, batch.num_heads), REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return dq, dk, dv

@@ -1,28 +1,35 @@
-"""A jagged batch as the layers take it: a pair (values, offsets), or a nested tensor of layout
-torch.jagged."""
+"""A jagged batch as the layers take it: a pair (values, offsets) or (values, Lengths), or a nested
+tensor of layout torch.jagged."""
 
 from __future__ import annotations
 
 import torch
 
-Jagged = tuple[torch.Tensor, torch.Tensor]
+from gdpa_kernels.calling.lengths import Lengths
+
+Offsets = torch.Tensor | Lengths
+Jagged = tuple[torch.Tensor, Offsets]
 
 
 def read(x: torch.Tensor | Jagged, embed_dim: int) -> Jagged:
-    """values `[total_tokens, embed_dim]` and offsets `[batch + 1]`, as they came, of a batch of
-    either kind.
+    """values `[total_tokens, embed_dim]` and offsets `[batch + 1]` or Lengths, as they came, of a
+    batch of any kind.
 
     Raises TypeError, ValueError: x is wrong: what is expected, what was received. What the offsets
     hold is not read.
     """
     values, offsets = _parts(x)
-    for name, tensor in (("values", values), ("offsets", offsets)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"values must be a tensor, got {type(values).__name__}")
     if values.dim() != 2 or values.shape[1] != embed_dim:
         raise ValueError(
             f"values must have shape [total_tokens, {embed_dim}], got {list(values.shape)}"
         )
+    if isinstance(offsets, Lengths):
+        offsets.of("offsets", values.shape[0], values.device)
+        return values, offsets
+    if not isinstance(offsets, torch.Tensor):
+        raise TypeError(f"offsets must be a tensor or Lengths, got {type(offsets).__name__}")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
     if offsets.dim() != 1 or offsets.numel() < 1 or offsets.device != values.device:
@@ -55,13 +62,20 @@ def _parts(x: torch.Tensor | Jagged) -> Jagged:
     return tuple(x)
 
 
-def like(x: torch.Tensor | Jagged, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | Jagged:
+def like(x: torch.Tensor | Jagged, y: torch.Tensor, offsets: Offsets) -> torch.Tensor | Jagged:
     """y `[total_tokens, features]` as a jagged batch of x's kind."""
     if isinstance(x, torch.Tensor):
         return torch.nested.nested_tensor_from_jagged(y, offsets)
     return y, offsets
 
 
-def cu_seqlens(offsets: torch.Tensor) -> torch.Tensor:
-    """The offsets as the operators have them; the same tensor if it is one already."""
+def cu_seqlens(offsets: Offsets) -> Offsets:
+    """The offsets as the operators have them; the same object if it is one already."""
+    if isinstance(offsets, Lengths):
+        return offsets
     return offsets.to(torch.int32).contiguous()
+
+
+def batch_size(offsets: Offsets) -> int:
+    """How many sequences there are."""
+    return offsets.batch if isinstance(offsets, Lengths) else offsets.shape[0] - 1

@@ -9,12 +9,11 @@ import dataclasses
 import difflib
 import functools
 import importlib
-import inspect
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -119,6 +118,17 @@ class Requires:
 class Rung:
     """One implementation on the ladder of its operator.
 
+    Its module has `forward(batch)` of the operator's `Batch`, or `backward(grad_out, batch)`, or
+    both, and what `has` names:
+
+    - "config": `default_config(batch)`, launch constants that a direction takes as `config=`; in
+      block attention `default_config(direction, batch)`;
+    - "schedule": `make_schedule(batch, config)`, a list of work that it takes as `schedule=`;
+    - "requires": `requires(batch)`, what a call must have that the field `requires` cannot say;
+    - "needs": `backward` computes only what `needs=` asks for of dq, dk and dv;
+    - "saved": `forward` keeps tensors for `backward`, `empty_saved(batch)` in shape and dtype;
+    - "is_deterministic": `is_deterministic(batch)`; without it the rung always is.
+
     The ladder "gdpa_backward" lives in gdpa's folder, beside the forward rungs.
     """
 
@@ -128,6 +138,7 @@ class Rung:
     predecessor: str | None
     requires: Requires
     operator: str = "gdpa"
+    has: frozenset[str] = frozenset()
 
     @property
     def path(self) -> Path:
@@ -138,23 +149,31 @@ class Rung:
         """Its module, imported when first asked for."""
         return _module(self.impl, self.operator)
 
-    def config(
-        self,
-        head_dim: int,
-        dtype: torch.dtype,
-        max_seqlen_k: int,
-        mean_seqlen_k: float | None = None,
-        masked: bool = False,
-    ) -> object:
-        """Its launch constants for a call; the last two only count where its choice depends on
-        them."""
-        default = self.module().default_config
-        told = {"mean_seqlen_k": mean_seqlen_k, "masked": masked}
-        known = inspect.signature(default).parameters
-        options = {name: value for name, value in told.items() if name in known}
-        return default(head_dim, dtype, max_seqlen_k, **options)
+    def config(self, batch: Any, direction: str) -> Any:
+        """Its launch constants for a call, a frozen dataclass; None if it has none."""
+        if "config" not in self.has:
+            return None
+        choose = self.module().default_config
+        return choose(direction, batch) if self.operator == "block_attention" else choose(batch)
+
+    def schedule(self, batch: Any, config: Any) -> tuple[torch.Tensor, ...] | None:
+        """Its list of work for a call, made on the device; None if it needs none."""
+        return self.module().make_schedule(batch, config) if "schedule" in self.has else None
+
+    def problem(self, batch: Any) -> str | None:
+        """Why it cannot take a call, or None; the device aside."""
+        found = self.requires.of_call(batch.q, batch.k, batch.v)
+        if found is None and "requires" in self.has:
+            found = self.module().requires(batch)
+        return found
+
+    def is_deterministic(self, batch: Any) -> bool:
+        """Whether its results for a call are the same, bit for bit, in every run."""
+        return "is_deterministic" not in self.has or self.module().is_deterministic(batch)
 
 
+_CONFIG = frozenset(("config",))
+_LISTED = frozenset(("config", "schedule"))
 _ALL_DTYPES = ("bfloat16", "float16", "float32")
 _TMA = Requires(capability=(9, 0), head_dim_multiple=8, aligned=True)
 _WGMMA = Requires(
@@ -183,6 +202,7 @@ RUNGS: tuple[Rung, ...] = (
         "Scores stay in registers; the batch stays jagged.",
         "v0_eager",
         Requires(capability=(8, 0), dtypes=_ALL_DTYPES),
+        has=_CONFIG,
     ),
     Rung(
         "v2_tma",
@@ -190,6 +210,7 @@ RUNGS: tuple[Rung, ...] = (
         "The copy engine addresses and clips.",
         "v1_tiled",
         _TMA,
+        has=_CONFIG,
     ),
     Rung(
         "v3_persistent",
@@ -197,6 +218,7 @@ RUNGS: tuple[Rung, ...] = (
         "Resident programs walk a schedule of real tiles.",
         "v2_tma",
         _TMA,
+        has=_LISTED,
     ),
     Rung(
         "v4_warp_specialized",
@@ -204,6 +226,7 @@ RUNGS: tuple[Rung, ...] = (
         "One role copies, two roles compute, barriers between them.",
         "v2_tma",
         _WGMMA,
+        has=_CONFIG,
     ),
     Rung(
         "v5_pingpong",
@@ -211,6 +234,7 @@ RUNGS: tuple[Rung, ...] = (
         "The next block's scores are issued before this block's P V.",
         "v4_warp_specialized",
         _WGMMA,
+        has=_CONFIG,
     ),
     Rung(
         "v6a_persistent",
@@ -218,6 +242,7 @@ RUNGS: tuple[Rung, ...] = (
         "Programs walk a list; copies run ahead, stores run behind.",
         "v5_pingpong",
         _WGMMA,
+        has=_LISTED,
     ),
     Rung(
         "v6b_stream",
@@ -225,6 +250,7 @@ RUNGS: tuple[Rung, ...] = (
         "The next tile's first scores are issued before this one's last P V.",
         "v6a_persistent",
         _WGMMA,
+        has=_LISTED,
     ),
     Rung(
         "v6_short_kv",
@@ -232,6 +258,7 @@ RUNGS: tuple[Rung, ...] = (
         "K and V that fit are fetched once; Q streams by.",
         "v6b_stream",
         _WGMMA,
+        has=_LISTED,
     ),
     Rung(
         "v7_packed",
@@ -239,6 +266,7 @@ RUNGS: tuple[Rung, ...] = (
         "GELU and SiLU in pairs of bf16; their factor moves to the output.",
         "v6_short_kv",
         _WGMMA,
+        has=_LISTED,
     ),
     Rung(
         "v8_own_waits",
@@ -246,6 +274,7 @@ RUNGS: tuple[Rung, ...] = (
         "The compiler adds no wait of its own to the loop.",
         "v7_packed",
         _WGMMA,
+        has=_LISTED,
     ),
 )
 
@@ -267,6 +296,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         None,
         Requires(capability=(8, 0), head_dim_multiple=16),
         operator="block_attention",
+        has=_LISTED | {"saved"},
     ),
     Rung(
         "v1_one_tile",
@@ -275,6 +305,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         "v0_flash",
         Requires(capability=(8, 0), dtypes=_ALL_DTYPES, head_dim_multiple=16),
         operator="block_attention",
+        has=_LISTED,
     ),
     Rung(
         "v2_slab",
@@ -283,6 +314,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         "v1_one_tile",
         Requires(capability=(9, 0), head_dim_multiple=8, head_dim_max=128, aligned=True),
         operator="block_attention",
+        has=_LISTED | {"requires"},
     ),
     Rung(
         "v3_warp_specialized",
@@ -291,6 +323,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         "v2_slab",
         _WGMMA,
         operator="block_attention",
+        has=_LISTED | {"requires"},
     ),
     Rung(
         "v4_rotary",
@@ -299,6 +332,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         "v3_warp_specialized",
         _WGMMA,
         operator="block_attention",
+        has=_LISTED | {"requires"},
     ),
     Rung(
         "v4a_turning_role",
@@ -307,8 +341,22 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         "v4_rotary",
         _WGMMA,
         operator="block_attention",
+        has=_LISTED | {"requires"},
     ),
 )
+
+STUDIES = {
+    "eliminations": Rung(
+        "eliminations",
+        "what v1_one_tile leaves out",
+        "Each piece of the general kernel, put back.",
+        "v1_one_tile",
+        Requires(capability=(8, 0)),
+        operator="block_attention",
+        has=_LISTED | {"requires"},
+    )
+}
+"""What is measured like a rung of block attention and stands on no ladder."""
 
 _PASS = dataclasses.replace(_TMA, head_dim_max=128)
 
@@ -322,6 +370,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         None,
         Requires(capability=(8, 0), dtypes=_ALL_DTYPES),
         operator="gdpa_backward",
+        has=frozenset(("config", "needs")),
     ),
     Rung(
         "v2_fused_backward",
@@ -330,6 +379,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         "v1_tiled_backward",
         _PASS,
         operator="gdpa_backward",
+        has=frozenset(("config", "needs", "is_deterministic")),
     ),
     Rung(
         "v2a_ordered_backward",
@@ -338,6 +388,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         "v2_fused_backward",
         _PASS,
         operator="gdpa_backward",
+        has=frozenset(("config", "needs")),
     ),
     Rung(
         "v4_warp_specialized_backward",
@@ -346,6 +397,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         "v2_fused_backward",
         dataclasses.replace(_WGMMA, head_dim_multiple=64),
         operator="gdpa_backward",
+        has=_LISTED | {"is_deterministic"},
     ),
     Rung(
         "v5_short_kv_backward",
@@ -354,6 +406,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         "v4_warp_specialized_backward",
         dataclasses.replace(_WGMMA, head_dim_multiple=128),
         operator="gdpa_backward",
+        has=_LISTED | {"requires"},
     ),
 )
 

@@ -6,38 +6,10 @@ back silently.
 """
 
 import functools
-import threading
 
 import torch
 
-from gdpa_kernels.calling.relaunch import relaunch, remember
-
 EMULATED_MULTIPROCESSORS = 3
-
-# PyTorch's C functions, where its build has them (one for CUDA): the public ones run Python first.
-_device = getattr(torch._C, "_cuda_getDevice", None)
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
-class _OfThread(threading.local):
-    """What writes down this thread's launches (`replay`), or None."""
-
-    now = None
-
-
-recorder = _OfThread()
-
-
-def current_device() -> int:
-    """`torch.cuda.current_device()`; there must be a tensor on a GPU."""
-    return torch.cuda.current_device() if _device is None else _device()
-
-
-def current_stream(device: int) -> int:
-    """The handle of the stream that is current on a device."""
-    if _stream is None:
-        return torch.cuda.current_stream(device).cuda_stream
-    return _stream(device)
 
 
 def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options) -> None:
@@ -49,26 +21,18 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
     if 0 in grid:
         return
     if device.type == "cuda":
-        current, index = current_device(), device.index
-        if index is None or index == current:
-            if not relaunch(kernel, grid, current, args, options):
-                remember(kernel, current, args, options, kernel[grid](*args, **options))
-            if recorder.now is not None:
-                recorder.now.launched(kernel, grid, current, args, options)
-        else:
-            with torch.cuda.device(device):
-                launch(kernel, grid, device, *args, **options)
+        with torch.cuda.device(device):
+            kernel[grid](*args, **options)
         return
     from gdpa_kernels import emulator
 
-    if emulator.is_enabled():
-        how = emulator.current_options()
-        emulator.run(kernel, grid, *args, arch=emulator.current_arch(), **how, **options)
-    else:
+    if not emulator.is_enabled():
         raise RuntimeError(
             f"{kernel.__name__} needs tensors on a CUDA device, got tensors on {device}; to "
             "execute the kernel on the CPU use `with gdpa_kernels.emulator.enabled():`"
         )
+    how = emulator.current_options()
+    emulator.run(kernel, grid, *args, arch=emulator.current_arch(), **how, **options)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -15,13 +15,10 @@ The same descriptor stores: rows beyond the sequence are not written. The idea i
 `triton.tools.ragged_tma`; here the head is a dimension too, which makes five.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
-
-from gdpa_kernels.calling.descriptors import Descriptor, Layout
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 BOUND = tl.constexpr(2**30)
 ANY = 2**31 - 2**16
@@ -29,7 +26,7 @@ ANY = 2**31 - 2**16
 
 def ragged_descriptor(
     tensor: torch.Tensor, block_rows: int, min_width: int = 16, width: int | None = None
-) -> Descriptor:
+) -> TensorDescriptor:
     """Descriptor of boxes of `block_rows` rows of one head of a `[total, num_heads, head_dim]`
     tensor.
 
@@ -43,13 +40,18 @@ def ragged_descriptor(
             1, num_heads, head_dim
         )  # nothing is read, but TMA wants an address
     row_stride, head_stride, _ = tensor.stride()
-    return Descriptor(
+    return TensorDescriptor(
         tensor,
-        _layout(
-            tensor.dtype, num_heads, head_dim, row_stride, head_stride, block_rows,
+        shape=[ANY, ANY, num_heads, BOUND.value, head_dim],
+        strides=[2**34 - row_stride, row_stride, head_stride, row_stride, 1],
+        block_shape=[
+            1,
+            1,
+            1,
+            block_rows,
             width or max(min_width, triton.next_power_of_2(head_dim)),
-        ),
-    )  # fmt: skip
+        ],
+    )
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
@@ -65,19 +67,6 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     if is_readable(tensor):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-@functools.lru_cache(maxsize=1024)
-def _layout(
-    dtype: torch.dtype, num_heads: int, head_dim: int, row_stride: int, head_stride: int,
-    block_rows: int, width: int,
-) -> Layout:  # fmt: skip
-    return Layout(
-        dtype,
-        shape=(ANY, ANY, num_heads, BOUND.value, head_dim),
-        strides=(2**34 - row_stride, row_stride, head_stride, row_stride, 1),
-        block_shape=(1, 1, 1, block_rows, width),
-    )
 
 
 @triton.jit

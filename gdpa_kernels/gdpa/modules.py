@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gdpa_kernels.calling import calls, jagged
-from gdpa_kernels.calling.jagged import Jagged
+from gdpa_kernels.calling import checks, jagged
+from gdpa_kernels.calling.jagged import Jagged, Offsets
+from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
 
@@ -69,13 +68,13 @@ class _Layer(nn.Module):
             raise ValueError(
                 f"max_seqlen must be None or an integer of at least 0, got {max_seqlen!r}"
             )
-        calls.check_impl(impl, api.IMPLS)
-        calls.check_impl(backward_impl, api.BACKWARD_IMPLS, "backward_impl")
+        checks.check_impl(impl, api.IMPLS)
+        checks.check_impl(backward_impl, api.BACKWARD_IMPLS, "backward_impl")
         self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.activation = activation if isinstance(activation, str) else tuple(activation)
         self.scale, self.output_scale = scale, output_scale
-        api.check_activation(self.activation, torch.empty(0, num_heads, 0, device="meta"))
+        api.check_activation(self.activation, num_heads)
         api.check_scalars(scale, output_scale, None)
         self.max_seqlen, self.validate = max_seqlen, validate
         self.impl, self.backward_impl = impl, backward_impl
@@ -83,21 +82,30 @@ class _Layer(nn.Module):
         self.q_norm = HeadNorm(self.head_dim, EPSILON, **norm) if qk_norm else None
         self.k_norm = HeadNorm(self.head_dim, EPSILON, **norm) if qk_norm else None
 
-    def _read(self, x: torch.Tensor | Jagged) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _read(self, x: torch.Tensor | Jagged) -> tuple[torch.Tensor, Offsets, int]:
         """values, offsets as they came, and max_seqlen of a jagged batch, all checked."""
         values, offsets = jagged.read(x, self.embed_dim)
-        longest = _longest(offsets) if self.max_seqlen is None else self.max_seqlen
-        if self.validate and not torch.compiler.is_compiling():
-            calls.check_lengths("cu_seqlens", offsets, values, longest)
-        return values, offsets, longest
+        if isinstance(offsets, Lengths):
+            return (
+                values,
+                offsets,
+                offsets.of("offsets", *values.shape[:1], values.device, self.max_seqlen)[1],
+            )
+        longest = self.max_seqlen
+        if self.validate and checks.is_readable(offsets):
+            longest = checks.check_lengths("cu_seqlens", offsets, values.shape[0], longest)
+        elif longest is None:
+            longest = offsets.diff(prepend=offsets[:1]).max().item()
+            torch._check(longest >= 0)
+        return values, offsets, longest if self.max_seqlen is None else self.max_seqlen
 
     def _attend(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor | None,
-        cu_seqlens_k: torch.Tensor,
+        cu_seqlens_q: Offsets | None,
+        cu_seqlens_k: Offsets,
         max_seqlen_q: int,
         max_seqlen_k: int,
         **mask,
@@ -143,9 +151,9 @@ class GDPASelfAttention(_Layer):
             accurate; the other activations need no bound. With it q and k are copies, and only v is
             read where it lies. False: the operator alone.
         bias: whether the two projections have one.
-        max_seqlen: at least the longest sequence, in tokens. None reads it from the offsets, which
-            waits for the device (the result is remembered until the offsets are modified); a CUDA
-            graph's capture needs the number.
+        max_seqlen: at least the longest sequence, in tokens. None takes that of `Lengths`, or reads
+            it from the offsets in each call, which waits for the device; a CUDA graph's capture
+            needs the number or `Lengths`.
         impl, backward_impl: as `gdpa`.
         validate: check the values of the offsets; as `gdpa`.
         device, dtype: of the parameters.
@@ -192,9 +200,9 @@ class GDPASelfAttention(_Layer):
     def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
         """The layer's output, of the kind and shape of x.
 
-        x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]`), or a nested tensor
-        `[batch, jagged, embed_dim]` of layout torch.jagged. int32 offsets are used as they are;
-        others, a nested tensor's among them, are converted at each call.
+        x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]` or `Lengths`), or a
+        nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. Offsets that are not
+        int32, a nested tensor's among them, are converted at each call; `Lengths` once.
 
         Raises TypeError, ValueError: x is wrong: what is expected, what was received.
         """
@@ -271,7 +279,7 @@ class PMA(_Layer):
         q = self.seeds.unflatten(1, (self.num_heads, self.head_dim))
         k, v = self.kv(values).unflatten(1, (-1, self.head_dim)).chunk(2, dim=1)
         y = self._attend(q, k, v, None, jagged.cu_seqlens(offsets), self.num_seeds, longest)
-        return y.unflatten(0, (offsets.shape[0] - 1, self.num_seeds))
+        return y.unflatten(0, (jagged.batch_size(offsets), self.num_seeds))
 
     def extra_repr(self) -> str:
         return f"num_seeds={self.num_seeds}, {super().extra_repr()}"
@@ -341,7 +349,7 @@ class PFFN(_Layer):
         row per sequence.
         """
         values, offsets, longest = self._read(x)
-        batch = offsets.shape[0] - 1
+        batch = jagged.batch_size(offsets)
         if not isinstance(summary, torch.Tensor):
             raise TypeError(f"summary must be a tensor, got {type(summary).__name__}")
         if summary.is_nested or summary.shape != (batch, self.summary_dim):
@@ -352,9 +360,16 @@ class PFFN(_Layer):
         q = self.q(values).unflatten(1, (self.num_heads, self.head_dim))
         kv = self.kv(summary).view(batch * self.num_keys, 2 * self.num_kv_heads, self.head_dim)
         k, v = kv.chunk(2, dim=1)
-        keys = torch.arange(batch + 1, dtype=torch.int32, device=values.device) * self.num_keys
+        keys = self._keys(offsets, values.device)
         y = self._attend(q, k, v, jagged.cu_seqlens(offsets), keys, longest, self.num_keys)
         return jagged.like(x, y, offsets)
+
+    def _keys(self, offsets: Offsets, device: torch.device) -> Offsets:
+        """The offsets of the keys; with `Lengths` made once for all layers."""
+        batch, length = jagged.batch_size(offsets), self.num_keys
+        if isinstance(offsets, Lengths) and not torch.compiler.is_compiling():
+            return offsets.once(("keys", length), lambda: Lengths.uniform(batch, length, device))
+        return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
 
     def extra_repr(self) -> str:
         return f"summary_dim={self.summary_dim}, num_keys={self.num_keys}, {super().extra_repr()}"
@@ -364,25 +379,3 @@ def _check_positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-
-
-def _longest(offsets: torch.Tensor) -> int:
-    """The longest sequence, in tokens; 0 for an empty batch. Waits for the device."""
-    if torch.compiler.is_compiling():
-        longest = _read_longest(offsets)
-        torch._check(longest >= 0)
-        return longest
-    return _remembered().of(offsets, None, ()) if offsets.is_cuda else _read_longest(offsets)
-
-
-def _read_longest(offsets: torch.Tensor, _=None) -> int:
-    return offsets.diff(prepend=offsets[:1]).max().item()
-
-
-@functools.cache
-def _remembered():
-    from gdpa_kernels.calling.remembered import (
-        Remembered,  # needs triton, which no import of ours needs
-    )
-
-    return Remembered(_read_longest)

@@ -16,12 +16,18 @@ make it the honest low-precision baseline that the error budget of `testing` is 
 kernel imports this.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from gdpa_kernels.gdpa.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -127,80 +133,57 @@ def derive_heads(scores: torch.Tensor, activation: tuple[str, ...]) -> torch.Ten
     return torch.stack(heads, dim=-3)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
-) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated."""
-    group = q.shape[1] // k.shape[1]
-    ends_k = cu_seqlens_k.tolist()
-    ends_q = cu_seqlens_q.tolist() if cu_seqlens_q is not None else None
+def forward(batch: Batch) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`."""
+    q, k, v = batch.q, batch.k, batch.v
+    ends_k = batch.cu_seqlens_k.tolist()
+    ends_q = batch.cu_seqlens_q.tolist() if batch.cu_seqlens_q is not None else None
     outputs = []
-    for batch in range(len(ends_k) - 1):
-        rows = slice(None) if ends_q is None else slice(ends_q[batch], ends_q[batch + 1])
-        keys = slice(ends_k[batch], ends_k[batch + 1])
+    for i in range(batch.sequences):
+        rows = slice(None) if ends_q is None else slice(ends_q[i], ends_q[i + 1])
+        keys = slice(ends_k[i], ends_k[i + 1])
         q_b = q[rows].transpose(0, 1)
-        k_b = k[keys].transpose(0, 1).repeat_interleave(group, dim=0)
-        v_b = v[keys].transpose(0, 1).repeat_interleave(group, dim=0)
-        p = activate_heads(q_b @ k_b.transpose(1, 2) * scale, activation)
-        if causal or window is not None:
-            keep = visible(p.shape[1], p.shape[2], causal=causal, window=window, device=p.device)
+        k_b = k[keys].transpose(0, 1).repeat_interleave(batch.group, dim=0)
+        v_b = v[keys].transpose(0, 1).repeat_interleave(batch.group, dim=0)
+        p = activate_heads(q_b @ k_b.transpose(1, 2) * batch.scale, batch.activation)
+        if batch.masked:
+            keep = visible(
+                p.shape[1], p.shape[2], causal=batch.causal, window=batch.window, device=p.device
+            )
             p = p.masked_fill(~keep, 0)
-        outputs.append((p @ v_b * output_scale).transpose(0, 1))
+        outputs.append((p @ v_b * batch.output_scale).transpose(0, 1))
     return torch.cat(outputs) if outputs else q.new_empty(0, *q.shape[1:])
 
 
 def backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
+    grad_out: torch.Tensor, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v; arguments as `forward`.
+    """(dq, dk, dv), shaped as q, k and v.
 
     The gradients of a key head are summed over its query heads, those of a shared q over the batch.
     """
-    num_heads_k, group = k.shape[1], q.shape[1] // k.shape[1]
-    ends_k = cu_seqlens_k.tolist()
-    ends_q = cu_seqlens_q.tolist() if cu_seqlens_q is not None else None
+    q, k, v, group = batch.q, batch.k, batch.v, batch.group
+    ends_k = batch.cu_seqlens_k.tolist()
+    ends_q = batch.cu_seqlens_q.tolist() if batch.cu_seqlens_q is not None else None
     dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for batch in range(len(ends_k) - 1):
-        rows = slice(None) if ends_q is None else slice(ends_q[batch], ends_q[batch + 1])
-        at = slice(batch * q.shape[0], (batch + 1) * q.shape[0]) if ends_q is None else rows
-        keys = slice(ends_k[batch], ends_k[batch + 1])
+    for i in range(batch.sequences):
+        rows = slice(None) if ends_q is None else slice(ends_q[i], ends_q[i + 1])
+        at = slice(i * q.shape[0], (i + 1) * q.shape[0]) if ends_q is None else rows
+        keys = slice(ends_k[i], ends_k[i + 1])
         q_b, grad_b = q[rows].transpose(0, 1), grad_out[at].transpose(0, 1)
         k_b = k[keys].transpose(0, 1).repeat_interleave(group, dim=0)
         v_b = v[keys].transpose(0, 1).repeat_interleave(group, dim=0)
-        scores = q_b @ k_b.transpose(1, 2) * scale
-        p, slope = activate_heads(scores, activation), derive_heads(scores, activation)
-        if causal or window is not None:
-            keep = visible(p.shape[1], p.shape[2], causal=causal, window=window, device=p.device)
+        scores = q_b @ k_b.transpose(1, 2) * batch.scale
+        p, slope = activate_heads(scores, batch.activation), derive_heads(scores, batch.activation)
+        if batch.masked:
+            keep = visible(
+                p.shape[1], p.shape[2], causal=batch.causal, window=batch.window, device=p.device
+            )
             p, slope = p.masked_fill(~keep, 0), slope.masked_fill(~keep, 0)
         ds = slope * (grad_b @ v_b.transpose(1, 2))
-        heads = (num_heads_k, group, -1, q.shape[2])
-        dq[rows] += (ds @ k_b * (scale * output_scale)).transpose(0, 1)
-        dk_b = (ds.transpose(1, 2) @ q_b * (scale * output_scale)).reshape(heads).sum(1)
-        dv_b = (p.transpose(1, 2) @ grad_b * output_scale).reshape(heads).sum(1)
+        heads = (batch.num_heads_k, group, -1, q.shape[2])
+        dq[rows] += (ds @ k_b * (batch.scale * batch.output_scale)).transpose(0, 1)
+        dk_b = (ds.transpose(1, 2) @ q_b * (batch.scale * batch.output_scale)).reshape(heads).sum(1)
+        dv_b = (p.transpose(1, 2) @ grad_b * batch.output_scale).reshape(heads).sum(1)
         dk[keys], dv[keys] = dk_b.transpose(0, 1), dv_b.transpose(0, 1)
     return dq, dk, dv

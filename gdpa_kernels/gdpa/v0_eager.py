@@ -16,6 +16,8 @@ Needs: any device PyTorch has, memory for the padded scores twice.
 import torch
 import torch.nn.functional as F
 
+from gdpa_kernels.gdpa.batch import Batch
+
 ACTIVATIONS = {
     "identity": lambda x: x,
     "relu": F.relu,
@@ -74,38 +76,23 @@ def padded_attention(
     return p @ v * output_scale
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
-) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated."""
-    batch = cu_seqlens_k.numel() - 1
-    group = q.shape[1] // k.shape[1]
-    if cu_seqlens_q is None:
-        q_padded = q.transpose(0, 1).expand(batch, -1, -1, -1)
+def forward(batch: Batch) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`."""
+    if batch.shared_q:
+        q = batch.q.transpose(0, 1).expand(batch.sequences, -1, -1, -1)
     else:
-        q_padded = pad(q, cu_seqlens_q, max_seqlen_q)
+        q = pad(batch.q, batch.cu_seqlens_q, batch.max_seqlen_q)
+    k, v = (pad(x, batch.cu_seqlens_k, batch.max_seqlen_k) for x in (batch.k, batch.v))
     out = padded_attention(
-        q_padded,
-        pad(k, cu_seqlens_k, max_seqlen_k).repeat_interleave(group, dim=1),
-        pad(v, cu_seqlens_k, max_seqlen_k).repeat_interleave(group, dim=1),
-        activation=activation,
-        scale=scale,
-        output_scale=output_scale,
-        causal=causal,
-        window=window,
+        q,
+        k.repeat_interleave(batch.group, dim=1),
+        v.repeat_interleave(batch.group, dim=1),
+        activation=batch.activation,
+        scale=batch.scale,
+        output_scale=batch.output_scale,
+        causal=batch.causal,
+        window=batch.window,
     )
-    if cu_seqlens_q is None:
-        return out.transpose(1, 2).reshape(-1, *q.shape[1:])
-    return unpad(out, cu_seqlens_q, q.shape[0])
+    if batch.shared_q:
+        return out.transpose(1, 2).reshape(-1, *batch.q.shape[1:])
+    return unpad(out, batch.cu_seqlens_q, batch.q.shape[0])

@@ -34,6 +34,7 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
 
 
@@ -47,11 +48,11 @@ class Config:
     num_stages: int = 4
 
 
-def default_config(head_dim: int, dtype: torch.dtype, max_seqlen_k: int) -> Config:
+def default_config(batch: Batch) -> Config:
     """The fastest of the swept constants at head_dim 128; smaller tiles where registers run out."""
-    if dtype == torch.float32:
-        return Config(BLOCK_M=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2)
-    if head_dim > 128:
+    if batch.dtype == torch.float32:
+        return Config(BLOCK_M=32 if batch.head_dim <= 128 else 16, num_warps=4, num_stages=2)
+    if batch.head_dim > 128:
         return Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
     return Config()
 
@@ -131,37 +132,21 @@ def tiled_kernel(
     tl.store(out_ptrs, (acc * output_scale).to(q.dtype), mask=q_mask)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
-    config: Config | None = None,
-) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated."""
-    _, num_heads, head_dim = q.shape
-    batch = cu_seqlens_k.numel() - 1
-    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
-    out = q.new_empty(rows, num_heads, head_dim)
-    config = config or default_config(head_dim, q.dtype, max_seqlen_k)
+def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`."""
+    out = batch.new_out()
+    q, k, v = batch.q, batch.k, batch.v
+    config = config or default_config(batch)
+    tiles = triton.cdiv(batch.max_seqlen_q, config.BLOCK_M)
     launch(
-        tiled_kernel, (triton.cdiv(max_seqlen_q, config.BLOCK_M) * num_heads * batch,), q.device,
-        q, k, v, out, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, scale, output_scale,
+        tiled_kernel, (tiles * batch.num_heads * batch.sequences,), batch.device,
+        q, k, v, out, batch.cu_seqlens_q, batch.cu_seqlens_k,
+        batch.max_seqlen_q, batch.scale, batch.output_scale,
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
-        NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], HEAD_DIM=head_dim,
-        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window,
+        NUM_HEADS=batch.num_heads, GROUP=batch.group, HEAD_DIM=batch.head_dim,
+        ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=max(16, triton.next_power_of_2(batch.head_dim)),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

@@ -30,21 +30,20 @@ strides of all arguments.
 Needs: sm_80.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities, mask_transposed, row_range
 
-TAKES_NEEDS = True  # `backward` computes only what `needs` asks for
-
 
 @dataclass(frozen=True)
-class Config:
+class Tile:
     """Launch constants of one kernel: query rows and keys of a tile, warps, tiles in flight."""
 
     BLOCK_M: int = 64
@@ -53,16 +52,25 @@ class Config:
     num_stages: int = 2
 
 
-def default_config(kernel: str, head_dim: int, dtype: torch.dtype) -> Config:
-    """Tiles for `kernel`, "keys" or "queries"; smaller where registers run out. Not measured."""
-    if dtype == torch.float32:
-        rows = 32 if head_dim <= 64 else 16
-        return Config(BLOCK_M=rows, BLOCK_N=rows, num_stages=1)
-    if head_dim > 128:
-        return Config(BLOCK_M=64 if kernel == "keys" else 32, BLOCK_N=32, num_stages=1)
-    if kernel == "keys":
-        return Config(BLOCK_M=64, BLOCK_N=128)
-    return Config(BLOCK_M=128, BLOCK_N=64)
+@dataclass(frozen=True)
+class Config:
+    """The tiles of the two kernels."""
+
+    keys: Tile = Tile()
+    queries: Tile = Tile(BLOCK_M=128, BLOCK_N=64)
+
+
+def default_config(batch: Batch) -> Config:
+    """Smaller tiles where registers run out. Not measured."""
+    if batch.dtype == torch.float32:
+        rows = 32 if batch.head_dim <= 64 else 16
+        tile = Tile(BLOCK_M=rows, BLOCK_N=rows, num_stages=1)
+        return Config(tile, tile)
+    if batch.head_dim > 128:
+        return Config(
+            Tile(BLOCK_M=64, BLOCK_N=32, num_stages=1), Tile(BLOCK_M=32, BLOCK_N=32, num_stages=1)
+        )
+    return Config()
 
 
 @triton.jit
@@ -228,61 +236,44 @@ def queries_kernel(
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    batch: Batch,
     *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
     needs: tuple[bool, bool, bool] = (True, True, True),
-    config_keys: Config | None = None,
-    config_queries: Config | None = None,
+    config: Config | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` says so.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides; other arguments as `gdpa`, already
-    validated. A kernel none of whose results is needed is not launched.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. A kernel none of whose results is
+    needed is not launched.
     """
-    (rows, num_heads, head_dim), num_heads_k = q.shape, k.shape[1]
-    batch = cu_seqlens_k.numel() - 1
-    shared = cu_seqlens_q is None
+    q, k, v = batch.q, batch.k, batch.v
+    config = config or default_config(batch)
     common = {
         "GRAD_STRIDES": grad_out.stride(), "Q_STRIDES": q.stride(), "K_STRIDES": k.stride(),
-        "V_STRIDES": v.stride(), "GROUP": num_heads // num_heads_k, "HEAD_DIM": head_dim,
-        "ACTIVATION": ",".join(activation), "CAUSAL": causal, "WINDOW": window,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "V_STRIDES": v.stride(), "GROUP": batch.group, "HEAD_DIM": batch.head_dim,
+        "ACTIVATION": batch.names, "CAUSAL": batch.causal, "WINDOW": batch.window,
+        "BLOCK_D": max(16, triton.next_power_of_2(batch.head_dim)),
     }  # fmt: skip
     dq = dk = dv = None
     if needs[1] or needs[2]:
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-        config = config_keys or default_config("keys", head_dim, q.dtype)
+        tiles = triton.cdiv(batch.max_seqlen_k, config.keys.BLOCK_N)
         launch(
-            keys_kernel, (triton.cdiv(max_seqlen_k, config.BLOCK_N) * num_heads_k * batch,),
-            q.device, grad_out, q, k, v, dk, dv, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, max_seqlen_k, scale, output_scale,
-            DK_STRIDES=dk.stride(), NUM_HEADS_K=num_heads_k,
-            BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
-            num_warps=config.num_warps, num_stages=config.num_stages, **common,
+            keys_kernel, (tiles * batch.num_heads_k * batch.sequences,), batch.device,
+            grad_out, q, k, v, dk, dv, batch.cu_seqlens_q, batch.cu_seqlens_k,
+            batch.max_seqlen_q, batch.max_seqlen_k, batch.scale, batch.output_scale,
+            DK_STRIDES=dk.stride(), NUM_HEADS_K=batch.num_heads_k, **asdict(config.keys), **common,
         )  # fmt: skip
     if needs[0]:
-        dtype = torch.float32 if shared else q.dtype
-        dq = q.new_empty(batch * rows if shared else rows, num_heads, head_dim, dtype=dtype)
-        config = config_queries or default_config("queries", head_dim, q.dtype)
+        dtype = torch.float32 if batch.shared_q else q.dtype
+        dq = q.new_empty(batch.rows, *q.shape[1:], dtype=dtype)
+        tiles = triton.cdiv(batch.max_seqlen_q, config.queries.BLOCK_M)
         launch(
-            queries_kernel, (triton.cdiv(max_seqlen_q, config.BLOCK_M) * num_heads * batch,),
-            q.device, grad_out, q, k, v, dq, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, scale, output_scale,
-            DQ_STRIDES=dq.stride(), NUM_HEADS=num_heads,
-            BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
-            num_warps=config.num_warps, num_stages=config.num_stages, **common,
+            queries_kernel, (tiles * batch.num_heads * batch.sequences,), batch.device,
+            grad_out, q, k, v, dq, batch.cu_seqlens_q, batch.cu_seqlens_k,
+            batch.max_seqlen_q, batch.scale, batch.output_scale,
+            DQ_STRIDES=dq.stride(), NUM_HEADS=batch.num_heads, **asdict(config.queries), **common,
         )  # fmt: skip
-        if shared:
-            dq = dq.view(batch, rows, num_heads, head_dim).sum(0).to(q.dtype)
+        if batch.shared_q:
+            dq = dq.view(batch.sequences, *q.shape).sum(0).to(q.dtype)
     return dq, dk if needs[1] else None, dv if needs[2] else None

@@ -44,11 +44,10 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, store_rows
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.gradients import add_rows, add_rows_by_threads, round_kernel
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
-
-TAKES_NEEDS = True  # `backward` computes only what `needs` asks for
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,15 @@ class Config:
     by_tma: bool = True
 
 
-def default_config(head_dim: int, dtype: torch.dtype) -> Config:
+def default_config(batch: Batch) -> Config:
     """What compiles without spills; not measured. At head_dim 128 a mask together with grouped
     heads spills up to 180 bytes."""
     return Config()
+
+
+def is_deterministic(batch: Batch) -> bool:
+    """Two additions to a zero commute; with a third their order shows."""
+    return batch.max_seqlen_k <= 2 * Config.BLOCK_N and not batch.shared_q
 
 
 @triton.jit
@@ -139,46 +143,35 @@ def fused_kernel(
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    batch: Batch,
     *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
     needs: tuple[bool, bool, bool] = (True, True, True),
     config: Config | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` says so.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides; other arguments as `gdpa`, already
-    validated. What is not needed is not computed.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. What is not needed is not computed.
     """
-    (_, num_heads, head_dim), num_heads_k = q.shape, k.shape[1]
     if not any(needs):
         return None, None, None
-    batch = cu_seqlens_k.numel() - 1
-    config = config or default_config(head_dim, q.dtype)
+    q, k, v = batch.q, batch.k, batch.v
+    config = config or default_config(batch)
     dk, dv = (k.new_empty(k.shape) if need else None for need in needs[1:])
     sums = q.new_zeros(q.shape, dtype=torch.float32) if needs[0] else None
+    tiles = triton.cdiv(batch.max_seqlen_k, config.BLOCK_N)
     k_desc = ragged_descriptor(k, config.BLOCK_N)
     launch(
-        fused_kernel, (triton.cdiv(max_seqlen_k, config.BLOCK_N) * num_heads_k * batch,), q.device,
+        fused_kernel, (tiles * batch.num_heads_k * batch.sequences,), batch.device,
         ragged_descriptor(readable(grad_out), config.BLOCK_M),
         ragged_descriptor(q, config.BLOCK_M), k_desc, ragged_descriptor(v, config.BLOCK_N),
         ragged_descriptor(sums, config.BLOCK_M) if needs[0] and config.by_tma else None,
         sums if needs[0] and not config.by_tma else None,
         ragged_descriptor(dk, config.BLOCK_N) if needs[1] else None,
         ragged_descriptor(dv, config.BLOCK_N) if needs[2] else None,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, output_scale,
-        NUM_HEADS_K=num_heads_k, GROUP=num_heads // num_heads_k, HEAD_DIM=head_dim,
-        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window,
+        batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.max_seqlen_k,
+        batch.scale, batch.output_scale,
+        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group, HEAD_DIM=batch.head_dim,
+        ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=k_desc.block_shape[-1],
         num_warps=config.num_warps, num_stages=config.num_stages,
         early_tma_store_lowering=False,  # waits for an addition where the next one needs its buffer
@@ -187,7 +180,7 @@ def backward(
         return None, dk, dv
     dq = q.new_empty(q.shape)
     launch(
-        round_kernel, (triton.cdiv(dq.numel(), 4096),), q.device,
-        sums, dq, scale * output_scale, dq.numel(), BLOCK=4096,
+        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
+        sums, dq, batch.scale * batch.output_scale, dq.numel(), BLOCK=4096,
     )  # fmt: skip
     return dq, dk, dv

@@ -32,6 +32,7 @@ import triton.language as tl
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
 from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
 
 
@@ -45,11 +46,11 @@ class Config:
     num_stages: int = 2
 
 
-def default_config(head_dim: int, dtype: torch.dtype, max_seqlen_k: int) -> Config:
+def default_config(batch: Batch) -> Config:
     """The fastest of the swept constants at head_dim 128; smaller tiles where registers run out."""
-    if head_dim > 128:
+    if batch.head_dim > 128:
         return Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-    if max_seqlen_k <= 512:
+    if batch.max_seqlen_k <= 512:
         return Config(BLOCK_N=32, num_warps=8, num_stages=4)
     return Config()
 
@@ -97,36 +98,19 @@ def tma_kernel(
     store_rows(out_desc, start_out, len_q, head, first_row, (acc * output_scale).to(q.dtype))
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
-    config: Config | None = None,
-) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated."""
-    _, num_heads, head_dim = q.shape
-    batch = cu_seqlens_k.numel() - 1
-    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
-    out = q.new_empty(rows, num_heads, head_dim)
-    config = config or default_config(head_dim, q.dtype, max_seqlen_k)
+def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`."""
+    out = batch.new_out()
+    config = config or default_config(batch)
     out_desc = ragged_descriptor(out, config.BLOCK_M)
+    tiles = triton.cdiv(batch.max_seqlen_q, config.BLOCK_M)
     launch(
-        tma_kernel, (triton.cdiv(max_seqlen_q, config.BLOCK_M) * num_heads * batch,), q.device,
-        ragged_descriptor(q, config.BLOCK_M), ragged_descriptor(k, config.BLOCK_N),
-        ragged_descriptor(v, config.BLOCK_N), out_desc, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, scale, output_scale,
-        NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1],
-        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window,
+        tma_kernel, (tiles * batch.num_heads * batch.sequences,), batch.device,
+        ragged_descriptor(batch.q, config.BLOCK_M), ragged_descriptor(batch.k, config.BLOCK_N),
+        ragged_descriptor(batch.v, config.BLOCK_N), out_desc,
+        batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.scale, batch.output_scale,
+        NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1],
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

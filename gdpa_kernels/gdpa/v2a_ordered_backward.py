@@ -39,11 +39,11 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, store_rows
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.gradients import add_rows, round_kernel
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
 
-TAKES_NEEDS = True  # `backward` computes only what `needs` asks for
 PROGRAMS = 528
 MOST_BYTES = 2**30
 
@@ -60,7 +60,7 @@ class Config:
     slices: int = 0
 
 
-def default_config(head_dim: int, dtype: torch.dtype) -> Config:
+def default_config(batch: Batch) -> Config:
     """What compiles without spills; not measured. At head_dim 128 a mask together with grouped
     heads spills up to 180 bytes."""
     return Config()
@@ -140,41 +140,29 @@ def ordered_kernel(
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    batch: Batch,
     *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
     needs: tuple[bool, bool, bool] = (True, True, True),
     config: Config | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` says so.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides; other arguments as `gdpa`, already
-    validated. What is not needed is not computed.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. What is not needed is not computed.
     """
-    (_, num_heads, head_dim), num_heads_k = q.shape, k.shape[1]
     if not any(needs):
         return None, None, None
-    batch = cu_seqlens_k.numel() - 1
-    config = config or default_config(head_dim, q.dtype)
+    q, k, v = batch.q, batch.k, batch.v
+    config = config or default_config(batch)
     dk, dv = (k.new_empty(k.shape) if need else None for need in needs[1:])
-    blocks = slices = triton.cdiv(max_seqlen_k, config.BLOCK_N)
-    shared = cu_seqlens_q is None
-    rows, sums = q.shape[0] * (batch if shared else 1), None
+    blocks = slices = triton.cdiv(batch.max_seqlen_k, config.BLOCK_N)
+    sums = None
     if needs[0]:
         slices = config.slices or count_slices(
-            num_heads_k * batch, blocks, rows * num_heads * head_dim * 4
+            batch.num_heads_k * batch.sequences,
+            blocks,
+            4 * batch.rows * batch.num_heads * batch.head_dim,
         )
-        sums = q.new_zeros(slices * rows, num_heads, head_dim, dtype=torch.float32)
+        sums = q.new_zeros(slices * batch.rows, *q.shape[1:], dtype=torch.float32)
     k_desc = ragged_descriptor(k, config.BLOCK_N)
     arguments = (
         ragged_descriptor(readable(grad_out), config.BLOCK_M),
@@ -182,26 +170,27 @@ def backward(
         ragged_descriptor(sums, config.BLOCK_M) if needs[0] else None,
         ragged_descriptor(dk, config.BLOCK_N) if needs[1] else None,
         ragged_descriptor(dv, config.BLOCK_N) if needs[2] else None,
-        cu_seqlens_q, cu_seqlens_k,
+        batch.cu_seqlens_q, batch.cu_seqlens_k,
     )  # fmt: skip
     for first_block in range(0, blocks, max(slices, 1)):
         launch(
-            ordered_kernel, (slices * num_heads_k * batch,), q.device,
-            *arguments, first_block, slices, rows, max_seqlen_q, scale, output_scale,
-            NUM_HEADS_K=num_heads_k, GROUP=num_heads // num_heads_k,
-            ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window,
+            ordered_kernel, (slices * batch.num_heads_k * batch.sequences,), batch.device,
+            *arguments, first_block, slices, batch.rows, batch.max_seqlen_q,
+            batch.scale, batch.output_scale,
+            NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group,
+            ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
             BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=k_desc.block_shape[-1],
             num_warps=config.num_warps, num_stages=config.num_stages,
             early_tma_store_lowering=False,  # waits for an addition where the next needs its buffer
         )  # fmt: skip
     if not needs[0]:
         return None, dk, dv
-    parts = slices * (batch if shared else 1)
+    parts = slices * (batch.sequences if batch.shared_q else 1)
     if parts != 1:
         sums = sums.view(parts, *q.shape).sum(0)
     dq = q.new_empty(q.shape)
     launch(
-        round_kernel, (triton.cdiv(dq.numel(), 4096),), q.device,
-        sums, dq, scale * output_scale, dq.numel(), BLOCK=4096,
+        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
+        sums, dq, batch.scale * batch.output_scale, dq.numel(), BLOCK=4096,
     )  # fmt: skip
     return dq, dk, dv

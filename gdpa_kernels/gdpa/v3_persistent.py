@@ -34,6 +34,7 @@ from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
 from gdpa_kernels.gdpa import schedule as schedules
 from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
 
 
@@ -57,38 +58,34 @@ class Config:
         return self.num_programs or multiprocessors(device) * self.programs_per_sm
 
 
-def default_config(head_dim: int, dtype: torch.dtype, max_seqlen_k: int) -> Config:
+def default_config(batch: Batch) -> Config:
     """The fastest of the swept constants at head_dim 128; smaller tiles where registers run out."""
-    if head_dim > 128:
+    if batch.head_dim > 128:
         return Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
-    if max_seqlen_k <= 512:
+    if batch.max_seqlen_k <= 512:
         return Config(BLOCK_N=32, num_warps=8, num_stages=4)
     return Config()
 
 
-def make_schedule(
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    config: Config,
-) -> schedules.DeviceSchedule:
-    """The list of tiles for these sequences, made on their device without waiting for it."""
-    batch = cu_seqlens_k.numel() - 1
-    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
-    return schedules.build_on_device(
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """(tile_batch, tile_head, tile_block, num_tiles), the list of tiles for these sequences, made
+    on their device without waiting for it."""
+    made = schedules.build_on_device(
         config.order,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        batch=batch,
-        max_tiles=schedules.max_tiles(rows, batch, max_seqlen_q, config.BLOCK_M),
-        max_seqlen_q=max_seqlen_q,
-        num_heads=q.shape[1],
+        batch.cu_seqlens_q,
+        batch.cu_seqlens_k,
+        batch=batch.sequences,
+        max_tiles=schedules.max_tiles(
+            batch.rows, batch.sequences, batch.max_seqlen_q, config.BLOCK_M
+        ),
+        max_seqlen_q=batch.max_seqlen_q,
+        num_heads=batch.num_heads,
         block_m=config.BLOCK_M,
         block_n=config.BLOCK_N,
-        num_programs=config.programs(q.device),
+        num_programs=config.programs(batch.device),
         fastest="block",
     )
+    return made.tile_batch, made.tile_head, made.tile_block, made.num_tiles
 
 
 @triton.jit
@@ -134,42 +131,24 @@ def persistent_kernel(
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
-    config: Config | None = None,
-    schedule: schedules.DeviceSchedule | None = None,
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated.
+    """The output, `[total_q, num_heads, head_dim]`.
 
     `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
     """
-    _, num_heads, head_dim = q.shape
-    batch = cu_seqlens_k.numel() - 1
-    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
-    out = q.new_empty(rows, num_heads, head_dim)
-    config = config or default_config(head_dim, q.dtype, max_seqlen_k)
-    schedule = schedule or make_schedule(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, config)
-    programs = min(config.programs(q.device), schedule.max_tiles)
+    out = batch.new_out()
+    config = config or default_config(batch)
+    tiles = schedule or make_schedule(batch, config)
+    programs = min(config.programs(batch.device), len(tiles[0]))
     out_desc = ragged_descriptor(out, config.BLOCK_M)
     launch(
-        persistent_kernel, (programs,), q.device,
-        ragged_descriptor(q, config.BLOCK_M), ragged_descriptor(k, config.BLOCK_N),
-        ragged_descriptor(v, config.BLOCK_N), out_desc, cu_seqlens_q, cu_seqlens_k,
-        schedule.tile_batch, schedule.tile_head, schedule.tile_block, schedule.num_tiles,
-        max_seqlen_q, scale, output_scale,
-        GROUP=num_heads // k.shape[1],
-        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window,
+        persistent_kernel, (programs,), batch.device,
+        ragged_descriptor(batch.q, config.BLOCK_M), ragged_descriptor(batch.k, config.BLOCK_N),
+        ragged_descriptor(batch.v, config.BLOCK_N), out_desc,
+        batch.cu_seqlens_q, batch.cu_seqlens_k, *tiles,
+        batch.max_seqlen_q, batch.scale, batch.output_scale,
+        GROUP=batch.group, ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1],
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -38,6 +38,7 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
 from gdpa_kernels.device.rows import fetch_rows, sequence
 from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
 
 MATH_ROLES = tl.constexpr(2)
@@ -53,7 +54,7 @@ class Config:
     registers: int = 240
 
 
-def default_config(head_dim: int, dtype: torch.dtype, max_seqlen_k: int) -> Config:
+def default_config(batch: Batch) -> Config:
     """Two blocks of 128 keys fill the shared memory of an SM at head_dim 128."""
     return Config()
 
@@ -152,38 +153,21 @@ def specialized_kernel(
             )  # fmt: skip
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
-    config: Config | None = None,
-) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated."""
-    _, num_heads, head_dim = q.shape
-    batch = cu_seqlens_k.numel() - 1
-    rows = q.shape[0] if cu_seqlens_q is not None else batch * q.shape[0]
-    out = q.new_empty(rows, num_heads, head_dim)
-    config = config or default_config(head_dim, q.dtype, max_seqlen_k)
+def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`."""
+    out = batch.new_out()
+    config = config or default_config(batch)
     out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
+    tiles = triton.cdiv(batch.max_seqlen_q, MATH_ROLES.value * ROWS.value)
     launch(
         specialized_kernel,
-        (triton.cdiv(max_seqlen_q, MATH_ROLES.value * ROWS.value) * num_heads * batch,), q.device,
-        ragged_descriptor(q, ROWS.value, min_width=32),
-        ragged_descriptor(k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(v, config.BLOCK_N, min_width=32), out_desc, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, scale, output_scale,
-        NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1],
-        ACTIVATION=",".join(activation), CAUSAL=causal, WINDOW=window,
+        (tiles * batch.num_heads * batch.sequences,), batch.device,
+        ragged_descriptor(batch.q, ROWS.value, min_width=32),
+        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
+        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.scale, batch.output_scale,
+        NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip

@@ -59,10 +59,11 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, uniform
+from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import round_kernel
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
 MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a math role
@@ -86,24 +87,20 @@ class Config:
     registers: int = 240
 
 
-def default_config(head_dim: int) -> Config:
+def default_config(batch: Batch) -> Config:
     """As many steps as shared memory holds beside two tiles of K."""
-    return Config(q_stages=3, g_stages=3) if head_dim == 64 else Config()
+    return Config(q_stages=3, g_stages=3) if batch.head_dim == 64 else Config()
 
 
-def make_schedule(
-    k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-) -> WorkList:
+def is_deterministic(batch: Batch) -> bool:
+    """Two additions to a zero commute; with a third their order shows. A tile of keys makes one
+    at head_dim 128, and two at 64."""
+    return batch.max_seqlen_k <= (256 if batch.head_dim == 128 else 128) and not batch.shared_q
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The list of tiles of keys, those with the most queries first."""
-    if cu_seqlens_q is None:
-        batch = cu_seqlens_k.numel() - 1
-        ends = torch.arange(batch + 1, dtype=torch.int32, device=cu_seqlens_k.device)
-        cu_seqlens_q = ends * max_seqlen_q
-    return work_list_of(k, cu_seqlens_k, cu_seqlens_q, max_seqlen_k, TILE.value, ROWS.value)
+    return list_of_keys(batch, TILE.value, ROWS.value)
 
 
 @triton.jit
@@ -363,53 +360,40 @@ def backward_kernel(
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    batch: Batch,
     *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
     config: Config | None = None,
-    schedule: WorkList | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k and v, contiguous.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides; other arguments as `gdpa`, already
-    validated. `schedule` is `make_schedule`'s for the same sequences; None makes it here.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
+    the same sequences; None makes it here.
     """
-    _, num_heads, head_dim = q.shape
-    num_heads_k = k.shape[1]
-    grad_out = readable(grad_out)
-    config = config or default_config(head_dim)
-    schedule = schedule or make_schedule(k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    fold = config.fold and foldable(activation, q.dtype)
+    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    fold = config.fold and foldable(batch.activation, q.dtype)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=q.device)
+    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
     launch(
-        backward_kernel, (min(multiprocessors(q.device), schedule.max_items),), q.device,
+        backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
         ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),
         ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
         ragged_descriptor(total, ROWS.value, width=64),
         ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
-        schedule.entries, scale, output_scale,
-        GROUP=num_heads // num_heads_k, SHARED_Q=cu_seqlens_q is None,
-        ACTIVATION=",".join(activation), FOLD=fold, CAUSAL=causal, WINDOW=window,
-        HEAD_DIM=head_dim, Q_STAGES=config.q_stages, G_STAGES=config.g_stages,
+        entries, batch.scale, batch.output_scale,
+        GROUP=batch.group, SHARED_Q=batch.shared_q,
+        ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
+        HEAD_DIM=batch.head_dim, Q_STAGES=config.q_stages, G_STAGES=config.g_stages,
         K_STAGES=config.k_stages, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
-    factor = (0.5 if fold else 1.0) * scale * output_scale
-    if cu_seqlens_q is None:
-        return (total.view(-1, *q.shape).sum(0) * factor).to(q.dtype), dk, dv
+    factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
+    if batch.shared_q:
+        return (total.view(-1, *q.shape).sum(0) * factor).to(batch.dtype), dk, dv
     dq = q.new_empty(q.shape)
     launch(
-        round_kernel, (triton.cdiv(dq.numel(), 4096),), q.device,
+        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
         total, dq, factor, dq.numel(), BLOCK=4096,
     )  # fmt: skip
     return dq, dk, dv

@@ -54,9 +54,9 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.calling.remembered import Remembered
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, sequence
+from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.masks import mask_transposed
 
@@ -78,28 +78,23 @@ class Config:
     registers: int = 240
 
 
-def requires(cu_seqlens_q: torch.Tensor | None, max_seqlen_k: int) -> str | None:
+def requires(batch: Batch) -> str | None:
     """What this rung needs besides what its tensors say, and does not get, or None."""
-    if cu_seqlens_q is None:
+    if batch.shared_q:
         return "needs cu_seqlens_q, got None: a shared q"
-    if max_seqlen_k > MOST_KEYS:
-        return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {max_seqlen_k}"
+    if batch.max_seqlen_k > MOST_KEYS:
+        return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {batch.max_seqlen_k}"
     return None
 
 
-def _order(cu_seqlens_q: torch.Tensor, _) -> torch.Tensor:
-    return torch.argsort(cu_seqlens_q.diff(), descending=True, stable=True).int()
+def default_config(batch: Batch) -> Config:
+    """The same for every call."""
+    return Config()
 
 
-_orders = Remembered(_order)
-
-
-def order_of(cu_seqlens_q: torch.Tensor) -> torch.Tensor:
-    """The sequences, int32 `[batch]`, those with the most queries first.
-
-    For the same tensor, unmodified, on the same stream it is used again (`Remembered`).
-    """
-    return _orders.of(cu_seqlens_q, None, ())
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """(order,): the sequences, int32 `[sequences]`, those with the most queries first."""
+    return (torch.argsort(batch.cu_seqlens_q.diff(), descending=True, stable=True).int(),)
 
 
 @triton.jit
@@ -367,44 +362,33 @@ def backward_kernel(
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    batch: Batch,
     *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
     config: Config | None = None,
-    schedule: torch.Tensor | None = None,
+    schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k and v, contiguous.
 
-    grad_out `[total_q, num_heads, head_dim]` of any strides; other arguments as `gdpa`, already
-    validated, also by `requires`. `schedule` is `order_of`'s for the same sequences; None makes it
-    here.
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
+    the same sequences; None makes it here.
     """
-    _, num_heads, head_dim = q.shape
-    num_heads_k, items = k.shape[1], (cu_seqlens_k.numel() - 1) * k.shape[1]
-    grad_out = readable(grad_out)
-    config = config or Config()
-    schedule = order_of(cu_seqlens_q) if schedule is None else schedule
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
+    config = config or default_config(batch)
+    (order,) = schedule or make_schedule(batch, config)
+    items = batch.sequences * batch.num_heads_k
+    clusters = min(multiprocessors(batch.device) // PROGRAMS.value, items)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     launch(
-        backward_kernel, (PROGRAMS.value * min(multiprocessors(q.device) // 2, items),), q.device,
+        backward_kernel, (PROGRAMS.value * clusters,), batch.device,
         ragged_descriptor(q, ROWS.value, width=64), ragged_descriptor(k, KEYS.value, width=64),
         ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
         ragged_descriptor(dq, ROWS.value, width=64), ragged_descriptor(dk, KEYS.value, width=64),
         ragged_descriptor(dv, KEYS.value),
-        schedule, cu_seqlens_q, cu_seqlens_k, items, max_seqlen_q, scale, output_scale,
-        NUM_HEADS_K=num_heads_k, GROUP=num_heads // num_heads_k,
-        ACTIVATION=",".join(activation), FOLD=config.fold and foldable(activation, q.dtype),
-        CAUSAL=causal, WINDOW=window, HEAD_DIM=head_dim,
+        order, batch.cu_seqlens_q, batch.cu_seqlens_k, items, batch.max_seqlen_q,
+        batch.scale, batch.output_scale,
+        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group,
+        ACTIVATION=batch.names, FOLD=config.fold and foldable(batch.activation, batch.dtype),
+        CAUSAL=batch.causal, WINDOW=batch.window, HEAD_DIM=batch.head_dim,
         REGISTERS=config.registers, num_warps=4, ctas_per_cga=(PROGRAMS.value, 1, 1),
     )  # fmt: skip
     return dq, dk, dv

@@ -16,7 +16,6 @@ contiguous rows aligned to 16 bytes.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -27,8 +26,9 @@ from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 MATH_ROLES = tl.constexpr(2)
 ROWS = tl.constexpr(64)
@@ -45,26 +45,16 @@ class Config:
     registers: int = 240
 
 
-@lru_cache
-def default_config(
-    head_dim: int, dtype: torch.dtype, max_seqlen_k: int, mean_seqlen_k: float | None = None
-) -> Config:
+def default_config(batch: Batch) -> Config:
     """Short sequences take blocks of 64 keys, which waste less at their ends, and long ones blocks
     of 128, which cost less bandwidth of shared memory."""
-    typical = max_seqlen_k if mean_seqlen_k is None else mean_seqlen_k
-    return Config(BLOCK_N=64, num_stages=4) if typical <= 640 else Config()
+    return Config(BLOCK_N=64, num_stages=4) if batch.mean_seqlen_k <= 640 else Config()
 
 
-def make_schedule(
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    config: Config,
-) -> WorkList:
+def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The list of work for these sequences, made on their device without waiting for it."""
     rows = TILE.value
-    return work_list_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, rows, config.BLOCK_N)
+    return list_of_queries(batch, rows, config.BLOCK_N)
 
 
 @triton.jit
@@ -240,43 +230,25 @@ def stream_kernel(
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
-    config: Config | None = None,
-    schedule: WorkList | None = None,
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated.
+    """The output, `[total_q, num_heads, head_dim]`.
 
     `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
     """
-    total, num_heads, head_dim = q.shape
-    total_k, num_heads_k, _ = k.shape
-    batch = cu_seqlens_k.numel() - 1
-    rows = total if cu_seqlens_q is not None else batch * total
-    out = q.new_empty(rows, num_heads, head_dim)
-    config = config or default_config(head_dim, q.dtype, max_seqlen_k, total_k / (batch or 1))
-    schedule = schedule or make_schedule(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, config)
-    programs = min(multiprocessors(q.device), schedule.max_items)
+    out = batch.new_out()
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    programs = min(multiprocessors(batch.device), len(entries) - 1)
     out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     launch(
-        stream_kernel, (programs,), q.device,
-        ragged_descriptor(q, ROWS.value, min_width=32),
-        ragged_descriptor(k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(v, config.BLOCK_N, min_width=32), out_desc,
-        schedule.entries, scale, output_scale,
-        GROUP=num_heads // num_heads_k, ACTIVATION=",".join(activation),
-        CAUSAL=causal, WINDOW=window,
+        stream_kernel, (programs,), batch.device,
+        ragged_descriptor(batch.q, ROWS.value, min_width=32),
+        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
+        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        entries, batch.scale, batch.output_scale,
+        GROUP=batch.group, ACTIVATION=batch.names,
+        CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip

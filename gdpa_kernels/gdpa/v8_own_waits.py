@@ -17,7 +17,6 @@ contiguous rows aligned to 16 bytes.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -33,8 +32,9 @@ from gdpa_kernels.gdpa.activations import (
     multiply_add_pairs,
     tanh_of_pairs,
 )
+from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
-from gdpa_kernels.gdpa.work_list import WorkList, count_items, entry, work_list_of
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(64)
 Q_SLOTS = tl.constexpr(2)
@@ -56,35 +56,21 @@ class Config:
         return max(-(-max_seqlen_q // tile), 1) * tile if self.resident else tile
 
 
-@lru_cache
-def default_config(
-    head_dim: int,
-    dtype: torch.dtype,
-    max_seqlen_k: int,
-    mean_seqlen_k: float | None = None,
-    masked: bool = False,
-) -> Config:
+def default_config(batch: Batch) -> Config:
     """As v7."""
-    if masked:
+    if batch.masked:
         return Config(BLOCK_N=64, num_stages=4)
-    if head_dim <= 64:
+    if batch.head_dim <= 64:
         return Config(BLOCK_N=64, num_stages=4, registers=112, math_roles=4)
-    if max_seqlen_k <= 256:
+    if batch.max_seqlen_k <= 256:
         return Config(resident=True)
-    typical = max_seqlen_k if mean_seqlen_k is None else mean_seqlen_k
-    return Config(BLOCK_N=64, num_stages=4) if typical <= 640 else Config()
+    return Config(BLOCK_N=64, num_stages=4) if batch.mean_seqlen_k <= 640 else Config()
 
 
-def make_schedule(
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    config: Config,
-) -> WorkList:
+def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The list of work for these sequences, made on their device without waiting for it."""
-    rows = config.rows_per_item(max_seqlen_q)
-    return work_list_of(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, rows, config.BLOCK_N)
+    rows = config.rows_per_item(batch.max_seqlen_q)
+    return list_of_queries(batch, rows, config.BLOCK_N)
 
 
 @triton.jit
@@ -320,48 +306,27 @@ def own_waits_kernel(
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *,
-    activation: tuple[str, ...],
-    scale: float,
-    output_scale: float,
-    causal: bool,
-    window: int | None,
-    config: Config | None = None,
-    schedule: WorkList | None = None,
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`; arguments as `gdpa`, already validated.
+    """The output, `[total_q, num_heads, head_dim]`.
 
     `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
     """
-    total, num_heads, head_dim = q.shape
-    total_k, num_heads_k, _ = k.shape
-    batch = cu_seqlens_k.numel() - 1
-    rows = total if cu_seqlens_q is not None else batch * total
-    out = q.new_empty(rows, num_heads, head_dim)
-    masked = causal or window is not None
-    config = config or default_config(
-        head_dim, q.dtype, max_seqlen_k, total_k / (batch or 1), masked
-    )
-    schedule = schedule or make_schedule(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, config)
-    pairs = foldable(activation, q.dtype)
-    programs = min(multiprocessors(q.device), schedule.max_items)
+    out = batch.new_out()
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    pairs = foldable(batch.activation, batch.dtype)
+    programs = min(multiprocessors(batch.device), len(entries) - 1)
     out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     launch(
-        own_waits_kernel, (programs,), q.device,
-        ragged_descriptor(q, ROWS.value, min_width=32),
-        ragged_descriptor(k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(v, config.BLOCK_N, min_width=32), out_desc,
-        schedule.entries, config.rows_per_item(max_seqlen_q), scale,
-        output_scale * scale / 2 if pairs else output_scale,
-        GROUP=num_heads // num_heads_k, ACTIVATION=",".join(activation), PAIRS=pairs,
-        CAUSAL=causal, WINDOW=window,
+        own_waits_kernel, (programs,), batch.device,
+        ragged_descriptor(batch.q, ROWS.value, min_width=32),
+        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
+        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
+        batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
+        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
+        CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, RESIDENT=config.resident,
         MATH_ROLES=config.math_roles, num_warps=4,

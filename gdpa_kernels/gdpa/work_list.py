@@ -8,26 +8,15 @@ all that a role must know of its tile, so that one trip to memory finds it:
 start_q, start_out, len_q, start_k, len_k (rows of the packed tensors), head, first_row, 0.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.calling.remembered import Remembered
-from gdpa_kernels.gdpa.schedule import max_tiles as tiles_of_a_head
+from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa.batch import Batch, Schedule
 
 WIDTH = tl.constexpr(8)
-
-
-@dataclass(frozen=True)
-class WorkList:
-    """A list on a device: `entries` as above, rows beyond the count undefined; `max_items` is the
-    host's upper bound on the count."""
-
-    entries: torch.Tensor
-    max_items: int
 
 
 @triton.jit
@@ -130,7 +119,7 @@ def work_list(
     rows_per_item: int,
     block_n: int,
     num_programs: int,
-) -> WorkList:
+) -> torch.Tensor:
     """As `schedule.build_on_device("zigzag", ..., fastest="block")`, without waiting for the
     device.
 
@@ -138,7 +127,7 @@ def work_list(
     """
     device, batch, capacity = cu_seqlens_k.device, cu_seqlens_k.numel() - 1, max_tiles * num_heads
     if capacity == 0:
-        return WorkList(cu_seqlens_k.new_zeros(1, WIDTH.value), 0)
+        return cu_seqlens_k.new_zeros(1, WIDTH.value)
     entries = torch.empty(1 + capacity, WIDTH.value, dtype=torch.int32, device=device)
     own = 4
     launch(
@@ -147,48 +136,45 @@ def work_list(
         triton.cdiv(max_seqlen_q, rows_per_item) * num_heads, num_programs,
         NUM_HEADS=num_heads, BLOCK_N=block_n, OWN=own, OTHERS=2048, ENTRIES=16, num_warps=4,
     )  # fmt: skip
-    return WorkList(entries, capacity)
+    return entries
 
 
-def _make(
-    cu_seqlens_k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    total: int,
-    num_heads: int,
-    max_seqlen_q: int,
-    rows_per_item: int,
-    block_n: int,
-) -> WorkList:
-    batch = cu_seqlens_k.numel() - 1
-    rows = total if cu_seqlens_q is not None else batch * total
-    return work_list(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_tiles=tiles_of_a_head(rows, batch, max_seqlen_q, rows_per_item),
-        max_seqlen_q=max_seqlen_q,
-        num_heads=num_heads,
-        rows_per_item=rows_per_item,
-        block_n=block_n,
-        num_programs=multiprocessors(cu_seqlens_k.device),
+def list_of_queries(batch: Batch, rows_per_item: int, block_n: int) -> Schedule:
+    """The list of tiles of queries, those with the most keys first."""
+    return (
+        work_list(
+            batch.cu_seqlens_q,
+            batch.cu_seqlens_k,
+            max_tiles=schedule.max_tiles(
+                batch.rows, batch.sequences, batch.max_seqlen_q, rows_per_item
+            ),
+            max_seqlen_q=batch.max_seqlen_q,
+            num_heads=batch.num_heads,
+            rows_per_item=rows_per_item,
+            block_n=block_n,
+            num_programs=multiprocessors(batch.device),
+        ),
     )
 
 
-_lists = Remembered(_make)
-
-
-def work_list_of(
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    rows_per_item: int,
-    block_n: int,
-) -> WorkList:
-    """The list for q `[total_q or max_seqlen_q, num_heads, head_dim]`, for the programs of its
-    device.
-
-    A list made from the same tensors, unmodified, on the same stream is used again (`Remembered`).
-    """
-    total, num_heads, _ = q.shape
-    sizes = total, num_heads, max_seqlen_q, rows_per_item, block_n
-    return _lists.of(cu_seqlens_k, cu_seqlens_q, sizes)
+def list_of_keys(batch: Batch, keys_per_item: int, block_m: int) -> Schedule:
+    """The list of tiles of keys, those with the most queries first: an entry's queries are keys
+    and its keys are queries."""
+    ends = batch.cu_seqlens_q
+    if ends is None:
+        starts = torch.arange(batch.sequences + 1, dtype=torch.int32, device=batch.device)
+        ends = starts * batch.max_seqlen_q
+    return (
+        work_list(
+            batch.cu_seqlens_k,
+            ends,
+            max_tiles=schedule.max_tiles(
+                batch.k.shape[0], batch.sequences, batch.max_seqlen_k, keys_per_item
+            ),
+            max_seqlen_q=batch.max_seqlen_k,
+            num_heads=batch.num_heads_k,
+            rows_per_item=keys_per_item,
+            block_n=block_m,
+            num_programs=multiprocessors(batch.device),
+        ),
+    )

@@ -123,7 +123,7 @@ def softmax_gradients(
 
 
 def _scale(inputs: Inputs) -> float:
-    return inputs.rung_arguments()["scale"]
+    return inputs.batch().scale
 
 
 def _needs_cuda() -> str | None:
@@ -151,11 +151,11 @@ def _needs_module(module: str, package: str) -> Callable[[], str | None]:
 
 def _torch_compile(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
     """v0_eager with its arithmetic compiled; padding and unpadding stay eager."""
-    arguments = inputs.rung_arguments()
+    batch = inputs.batch()
     options = ("activation", "scale", "output_scale", "causal", "window")
     compiled = torch.compile(
         functools.partial(
-            v0_eager.padded_attention, **{option: arguments[option] for option in options}
+            v0_eager.padded_attention, **{option: getattr(batch, option) for option in options}
         ),
         dynamic=False,
         options={"compile_threads": 1},
@@ -305,7 +305,7 @@ def _per_block(attention: Callable[..., torch.Tensor]) -> Callable[..., Callable
     def prepare(inputs: BlockInputs, direction: str) -> Callable[[], object]:
         _refuse_rotary(inputs)
         offsets, longest = block_offsets(inputs), inputs.workload.block_size
-        scale = inputs.rung_arguments()["scale"]
+        scale = inputs.batch().scale
         return differentiate(
             lambda q, k, v: attention(q, k, v, offsets, longest, scale, direction),
             inputs,
@@ -340,7 +340,7 @@ def _compiled_blocks(inputs: BlockInputs, direction: str) -> Callable[[], object
     the tokens of the blocks are looked up before."""
     from gdpa_kernels.block_attention import reference
 
-    workload, scale = inputs.workload, inputs.rung_arguments()["scale"]
+    workload, scale = inputs.workload, inputs.batch().scale
     tokens = reference.tokens_of_blocks(inputs.cu_seqlens, workload.block_size)
     exists = tokens >= 0
     mask = exists[:, None, None, :].expand(-1, 1, workload.block_size, -1)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from gdpa_kernels.block_attention import batch as block_batch
+from gdpa_kernels.gdpa import batch as gdpa_batch
 from gdpa_kernels.measuring.workload import Workload
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -51,14 +53,23 @@ class Inputs:
             "window": self.workload.window,
         }
 
-    def rung_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of a rung's `forward`, and beside grad_out of its `backward`:
-        activations as a tuple, the scale resolved."""
+    def batch(self) -> gdpa_batch.Batch:
+        """What a rung takes."""
         name, scale = self.workload.activation, self.workload.scale
-        return self.arguments() | {
-            "activation": (name,) if isinstance(name, str) else tuple(name),
-            "scale": self.q.shape[-1] ** -0.5 if scale is None else scale,
-        }
+        return gdpa_batch.Batch(
+            self.q,
+            self.k,
+            self.v,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.max_seqlen_q,
+            self.max_seqlen_k,
+            activation=(name,) if isinstance(name, str) else tuple(name),
+            scale=self.q.shape[-1] ** -0.5 if scale is None else scale,
+            output_scale=self.workload.output_scale,
+            causal=self.workload.causal,
+            window=self.workload.window,
+        )
 
 
 @dataclass(frozen=True)
@@ -90,10 +101,19 @@ class BlockInputs:
             "rotate_v": self.workload.rotate_v,
         }
 
-    def rung_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of a rung's `forward`: the scale resolved."""
+    def batch(self) -> block_batch.Batch:
+        """What a rung takes."""
         scale = self.workload.scale
-        return self.arguments() | {"scale": self.q.shape[-1] ** -0.5 if scale is None else scale}
+        return block_batch.Batch(
+            self.q,
+            self.k,
+            self.v,
+            self.cu_seqlens,
+            scale=self.q.shape[-1] ** -0.5 if scale is None else scale,
+            block_size=self.workload.block_size,
+            rotary=self.rotary,
+            rotate_v=self.workload.rotate_v,
+        )
 
 
 def make_inputs(

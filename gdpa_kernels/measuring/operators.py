@@ -4,12 +4,9 @@ a user's whole call is, and what is made once before it.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from types import ModuleType
 
 import torch
 
@@ -146,68 +143,25 @@ class Gdpa(_Checked):
             return Candidate(impl, baseline.math, call, {}, variant)
         if self._direction == "backward":
             return self._backward(impl, variant, options)
-        module = ladder.rung(impl).module()
-        arguments = inputs.rung_arguments()
-        config = options.get("config")
-        if hasattr(module, "default_config") and config is None:
-            workload = inputs.workload
-            config = options["config"] = ladder.rung(impl).config(
-                workload.head_dim,
-                inputs.q.dtype,
-                inputs.max_seqlen_k,
-                inputs.k.shape[0] / max(inputs.cu_seqlens_k.numel() - 1, 1),
-                workload.causal or workload.window is not None,
-            )
-        if hasattr(module, "make_schedule") and "schedule" not in options:
-            options["schedule"] = module.make_schedule(
-                inputs.q, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, config
-            )
+        from gdpa_kernels.gdpa import api
+
+        batch = inputs.batch()
+        if self._direction == "forward":
+            rung = api.resolve(impl, batch)
+            arguments = _prepared(rung, batch, "forward", options)
+            run, given = rung.module().forward, (batch,)
+        else:
+            rung = api.resolve_backward(impl, batch)
+            arguments = _prepared(rung, batch, "backward", options)
+            run, given = rung.module().backward, (inputs.grad_out, batch)
+        config = arguments.get("config")
         return Candidate(
             impl,
             "activation",
-            lambda: module.forward(**arguments, **options),
+            lambda: run(*given, **arguments),
             asdict(config) if config is not None else {},
             variant,
         )
-
-    def _backward(self, impl: str, variant: str, options: dict[str, object]) -> Candidate:
-        """A rung of the ladder "gdpa_backward". A module with several kernels has a config for each
-        of them, `config_<kernel>`."""
-        from gdpa_kernels.gdpa import api
-
-        inputs = self._inputs
-        api.resolve_backward(
-            impl, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.max_seqlen_q,
-            inputs.max_seqlen_k,
-        )  # fmt: skip
-        module = ladder.rung(impl, api.BACKWARD).module()
-        configs = {}
-        for name in inspect.signature(module.backward).parameters:
-            word, _, kernel = name.partition("_")
-            if word == "config":
-                config = options.get(name) or self._config(module, kernel)
-                configs[kernel] = asdict(config)
-                options[name] = config
-        make = scheduler(module)
-        if make is not None and options.get("schedule") is None:
-            options["schedule"] = make(inputs)
-        arguments = inputs.rung_arguments() | options
-        return Candidate(
-            impl,
-            "activation",
-            lambda: module.backward(inputs.grad_out, **arguments),
-            configs.get("", configs),
-            variant,
-        )
-
-    def _config(self, module: ModuleType, kernel: str) -> object:
-        """The launch constants that the module chooses for this call."""
-        told = {
-            "kernel": kernel,
-            "head_dim": self._inputs.workload.head_dim,
-            "dtype": self._inputs.q.dtype,
-        }
-        return _chosen(module, told)
 
     def _part(self, rows: slice, keys: slice, ends: slice) -> Inputs:
         inputs = self._inputs
@@ -227,11 +181,11 @@ class Gdpa(_Checked):
             if self._direction == "forward":
                 return (baselines.softmax_reference(part, dtype),)
             return baselines.softmax_gradients(part, dtype)
-        arguments = part.rung_arguments()
-        arguments |= {name: arguments[name].to(dtype) for name in ("q", "k", "v")}
+        batch = part.batch()
+        batch = replace(batch, **{name: getattr(batch, name).to(dtype) for name in "qkv"})
         if self._direction == "forward":
-            return (gdpa_reference.forward(**arguments),)
-        return gdpa_reference.backward(part.grad_out.to(dtype), **arguments)
+            return (gdpa_reference.forward(batch),)
+        return gdpa_reference.backward(part.grad_out.to(dtype), batch)
 
     def ops(self, impl: str) -> dict[str, Call]:
         """By variant the public calls of a rung: checks, schedule, launch; of a backward rung
@@ -262,9 +216,7 @@ class Gdpa(_Checked):
         """The rung that computes the output in `step` of a rung."""
         from gdpa_kernels.gdpa import api
 
-        inputs = self._inputs
-        tensors = inputs.q, inputs.k, inputs.v
-        return api.resolve("auto", *tensors, inputs.max_seqlen_q, inputs.max_seqlen_k)
+        return api.resolve("auto", self._inputs.batch()).impl
 
     def _function(self, impl: str) -> Callable[..., torch.Tensor]:
         """`gdpa` of q, k and v whose gradients are the rung's."""
@@ -280,23 +232,21 @@ class Gdpa(_Checked):
         """
         if self._direction == "forward" or impl in baselines.BASELINES:
             return None
-        make = scheduler(ladder.rung(impl, "gdpa_backward").module())
-        if make is None:
-            return None
-        inputs, ends = self._inputs, self._inputs.cu_seqlens_k
-        # A new tensor in every call: for a known one a list is remembered.
-        return lambda: make(replace(inputs, cu_seqlens_k=ends.view(-1)))
+        rung, batch = ladder.rung(impl, "gdpa_backward"), self._inputs.batch()
+        config = rung.config(batch, "backward")
+        return (lambda: rung.schedule(batch, config)) if "schedule" in rung.has else None
 
 
-def scheduler(module: ModuleType) -> Callable[[Inputs], object] | None:
-    """What makes the `schedule` of a backward rung from inputs, or None."""
-    if hasattr(module, "make_schedule"):
-        return lambda x: module.make_schedule(
-            x.k, x.cu_seqlens_q, x.cu_seqlens_k, x.max_seqlen_q, x.max_seqlen_k
-        )
-    if hasattr(module, "order_of"):
-        return lambda x: module.order_of(x.cu_seqlens_q)
-    return None
+def _prepared(
+    rung: ladder.Rung, batch: object, direction: str, options: Mapping[str, object]
+) -> dict[str, object]:
+    """The options of a rung with its config and schedule, made here and not in what is timed."""
+    found = dict(options)
+    if found.get("config") is None and "config" in rung.has:
+        found["config"] = rung.config(batch, direction)
+    if found.get("schedule") is None and "schedule" in rung.has:
+        found["schedule"] = rung.schedule(batch, found["config"])
+    return found
 
 
 class BlockAttention(_Checked):
@@ -304,8 +254,6 @@ class BlockAttention(_Checked):
     before."""
 
     results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
-    # A module beside the ladder, which can be measured like a rung.
-    STUDIES = ("eliminations",)
 
     @staticmethod
     def math(impl: str) -> str:
@@ -320,63 +268,27 @@ class BlockAttention(_Checked):
             _peer(baseline)
             call = baseline.prepare(inputs, direction, **options)
             return Candidate(impl, "softmax", call, dict(options), variant)
-        module = self._module(impl)
-        arguments = inputs.rung_arguments()
-        if impl in self.STUDIES:
-            arguments = _without_rotary(impl, arguments)
-        if impl == "reference":
-            call = self._pass(module, arguments | options, None)
-            return Candidate(impl, "softmax", call, {}, variant)
-        config = options.setdefault("config", None) or self._config(module)
-        schedule = options.get("schedule") or self._block_list()
-        arguments |= options | {"config": config, "schedule": schedule}
-        saved = ()
-        if direction == "backward":
-            own = "direction" in inspect.signature(_default_config(module)).parameters
-            before = arguments | ({"config": None} if own else {})
-            saved = module.forward(**before)[1]
-        call = self._pass(module, arguments, saved)
-        return Candidate(impl, "softmax", call, asdict(config), variant)
-
-    def _module(self, impl: str):
-        if impl in self.STUDIES:
-            return importlib.import_module(f"gdpa_kernels.block_attention.{impl}")
         from gdpa_kernels.block_attention import api
 
-        rung, inputs = ladder.rung(impl, "block_attention"), self._inputs
-        tensors = inputs.q, inputs.k, inputs.v, inputs.rotary
-        api.resolve(impl, self._direction, *tensors, inputs.workload.block_size)
-        return rung.module()
-
-    def _config(self, module) -> object:
-        """The launch constants that the module chooses for this call."""
-        inputs, workload = self._inputs, self._inputs.workload
-        told = {
-            "direction": self._direction,
-            "head_dim": workload.head_dim,
-            "block_size": workload.block_size,
-            "dtype": inputs.q.dtype,
-            "num_heads": workload.num_heads_q,
-            "group": workload.num_heads_q // workload.num_heads_k,
-            "rotary": workload.rotary,
-            "turns": inputs.rotary[0].dtype if workload.rotary else None,
-        }
-        return _chosen(module, told)
-
-    def _pass(self, module, arguments: dict, saved: tuple | None) -> Call:
-        """The timed call; `saved` None: the module saves nothing and returns the output alone."""
-        if self._direction == "backward":
-            kept = {} if saved is None else {"saved": saved}
-            return lambda: module.backward(self._inputs.grad_out, **arguments, **kept)
-        if saved is None:
-            return lambda: module.forward(**arguments)
-        return lambda: module.forward(**arguments)[0]
-
-    def _block_list(self):
-        from gdpa_kernels.block_attention.block_list import make_block_list
-
-        inputs = self._inputs
-        return make_block_list(inputs.cu_seqlens, len(inputs.q), inputs.workload.block_size)
+        batch = inputs.batch()
+        rung = ladder.STUDIES.get(impl)
+        if rung is None:
+            rung = api.resolve(impl, direction, batch)
+        elif (problem := rung.problem(batch)) is not None:
+            raise baselines.Unsupported(f"{impl} {problem}")
+        forward, backward = rung.module().forward, rung.module().backward
+        arguments = _prepared(rung, batch, direction, options)
+        config = arguments.get("config")
+        if direction == "forward":
+            call = lambda: forward(batch, **arguments)[0]  # noqa: E731
+        else:
+            # What is saved does not depend on the constants of a rung; of a study it does.
+            kept = arguments if impl in ladder.STUDIES else {}
+            saved = forward(batch, **kept)[1]
+            call = lambda: backward(inputs.grad_out, batch, saved, **arguments)  # noqa: E731
+        return Candidate(
+            impl, "softmax", call, asdict(config) if config is not None else {}, variant
+        )
 
     def _part(self, rows: slice, keys: slice, ends: slice) -> BlockInputs:
         inputs = self._inputs
@@ -396,13 +308,14 @@ class BlockAttention(_Checked):
     ) -> tuple[torch.Tensor, ...]:
         from gdpa_kernels.block_attention import reference
 
-        arguments = part.rung_arguments()
-        arguments |= {name: arguments[name].to(dtype) for name in ("q", "k", "v")}
+        batch = part.batch()
+        tensors = {name: getattr(batch, name).to(dtype) for name in "qkv"}
         if part.rotary is not None:
-            arguments["rotary"] = tuple(turn.to(dtype) for turn in part.rotary)
+            tensors["rotary"] = tuple(turn.to(dtype) for turn in part.rotary)
+        batch = replace(batch, **tensors)
         if self._direction == "forward":
-            return (reference.forward(**arguments),)
-        return reference.backward(part.grad_out.to(dtype), **arguments)
+            return (reference.forward(batch)[0],)
+        return reference.backward(part.grad_out.to(dtype), batch)
 
     def ops(self, impl: str) -> dict[str, Call]:
         """By variant, of which there is one, the whole public call of a rung, or autograd's
@@ -425,18 +338,12 @@ class BlockAttention(_Checked):
         if impl in baselines.BLOCK_BASELINES:
             make = baselines.BLOCK_BASELINES[impl].metadata
             return None if make is None else lambda: make(self._inputs)
-        return None if impl == "reference" else self._block_list
+        if impl == "reference":
+            return None
+        from gdpa_kernels.block_attention.block_list import make_schedule
 
-
-def _default_config(module) -> Callable[..., object]:
-    return getattr(module, "default_config", None) or module.Config
-
-
-def _chosen(module: ModuleType, told: Mapping[str, object]) -> object:
-    """The module's launch constants, from those facts of `told` that it asks for."""
-    choose = _default_config(module)
-    known = inspect.signature(choose).parameters
-    return choose(**{name: value for name, value in told.items() if name in known})
+        batch = self._inputs.batch()
+        return lambda: make_schedule(batch, None)
 
 
 def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -450,12 +357,6 @@ def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         total += length
     if lengths:
         yield first, len(lengths)
-
-
-def _without_rotary(impl: str, arguments: dict) -> dict:
-    if arguments["rotary"] is not None:
-        raise baselines.Unsupported(f"{impl} needs a workload without rotary")
-    return {n: value for n, value in arguments.items() if n not in ("rotary", "rotate_v")}
 
 
 def _error(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,12 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring.inputs import Inputs
 from gdpa_kernels.measuring.measure import candidate
-from gdpa_kernels.measuring.operators import Candidate, scheduler
+from gdpa_kernels.measuring.operators import Candidate
+
+OPERATORS = {"forward": "gdpa", "backward": "gdpa_backward"}
 
 
 @cache
@@ -58,12 +61,12 @@ def with_module(
         return made
     if options.get("config") is None:
         raise ValueError(f"config must be given with a module, got none for {impl}")
-    arguments = inputs.rung_arguments() | {"config": options["config"]}
+    batch, config = inputs.batch(), options["config"]
+    given = {"config": config}
+    if "schedule" in ladder.rung(impl, OPERATORS[direction]).has:
+        given["schedule"] = module.make_schedule(batch, config)
     if direction == "forward":
-        made.call = lambda: module.forward(**arguments)
-        return made
-    make = scheduler(module)
-    if make is not None:
-        arguments["schedule"] = make(inputs)
-    made.call = lambda: module.backward(inputs.grad_out, **arguments)
+        made.call = lambda: module.forward(batch, **given)
+    else:
+        made.call = lambda: module.backward(inputs.grad_out, batch, **given)
     return made

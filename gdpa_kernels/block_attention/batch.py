@@ -1,0 +1,62 @@
+"""The arguments of a call of `block_attention` as its implementations take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+Schedule = tuple[torch.Tensor, ...]
+"""A list of work on a device: what `block_list.make_schedule` returns."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A jagged batch and what is to be computed of it; already validated.
+
+    q `[total, num_heads, head_dim]`, k and v `[total, num_heads_k, head_dim]`; cu_seqlens int32
+    `[sequences + 1]`; rotary (sin, cos), each `[total, head_dim // 2]`, or None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens: torch.Tensor
+    scale: float
+    block_size: int = 64
+    rotary: Rotary | None = None
+    rotate_v: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_heads_k(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    def new_gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Memory for dq, dk and dv, contiguous."""
+        return tuple(x.new_empty(x.shape) for x in (self.q, self.k, self.v))

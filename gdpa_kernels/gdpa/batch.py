@@ -1,0 +1,95 @@
+"""The arguments of a call of `gdpa` as its implementations take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+Schedule = tuple[torch.Tensor, ...]
+"""A list of work on a device: what `make_schedule` of a rung returns."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A jagged batch and what is to be computed of it; already validated.
+
+    q `[total_q, num_heads, head_dim]`, or `[max_seqlen_q, num_heads, head_dim]` with cu_seqlens_q
+    None: shared by all sequences; k, v `[total_k, num_heads_k, head_dim]`; cu_seqlens_q and
+    cu_seqlens_k int32 `[sequences + 1]`; `activation`: one name, or one for each query head.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    activation: tuple[str, ...]
+    scale: float
+    output_scale: float = 1.0
+    causal: bool = False
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        # A window that every pair is inside of masks nothing; kernels add to it in 32 bits.
+        if self.window is not None and self.window >= max(self.q.shape[0], self.k.shape[0]):
+            object.__setattr__(self, "window", None)
+
+    @cached_property
+    def sequences(self) -> int:
+        return self.cu_seqlens_k.shape[0] - 1
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the output."""
+        rows = self.q.shape[0]
+        return rows * self.sequences if self.cu_seqlens_q is None else rows
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_heads_k(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def mean_seqlen_k(self) -> float:
+        return self.k.shape[0] / (self.sequences or 1)
+
+    @property
+    def shared_q(self) -> bool:
+        return self.cu_seqlens_q is None
+
+    @property
+    def masked(self) -> bool:
+        return self.causal or self.window is not None
+
+    @property
+    def names(self) -> str:
+        """The activations as one word for a kernel."""
+        return ",".join(self.activation)
+
+    def new_out(self) -> torch.Tensor:
+        """Memory for the output."""
+        return self.q.new_empty(self.rows, *self.q.shape[1:])
