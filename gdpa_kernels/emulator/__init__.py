@@ -9,10 +9,11 @@ of what nobody wrote, accesses out of bounds and broken descriptors are found; `
 findings. An operation the emulator does not know raises `Unsupported`; it never guesses. Registers,
 layouts and real time are not modelled.
 
-`rewrite` turns the kernel's source into Python on tiles; `tile` is the arithmetic; `language` and
-`tlx` the operations; `instructions` inline PTX; `memory` global memory, `buffers` shared and tensor
-memory; `clocks` what happens before what; `barriers`, `tasks` and `scheduler` who runs when;
-`timeline` the trace; `launch` the state of a launch. Needs torch, triton and greenlet, and no GPU.
+`rewrite` turns the kernel's source into Python on tiles, and `aggregates` its classes; `tile` is
+the arithmetic; `language` and `tlx` the operations; `instructions` inline PTX; `memory` global
+memory, `buffers` shared and tensor memory; `clocks` what happens before what; `barriers`, `tasks`
+and `scheduler` who runs when; `timeline` the trace; `launch` the state of a launch. Needs torch,
+triton and greenlet, and no GPU.
 """
 
 import contextlib

@@ -30,6 +30,7 @@ import triton.language as tl
 from triton.runtime import jit
 from triton.runtime.jit import JITFunction
 
+from .aggregates import Aggregate, lowered
 from .errors import MARK, DeviceAssertion, InvalidKernel, Unsupported
 from .launch import current
 from .tile import Tile, cast, logical, promote_integers, scalar, to_tile
@@ -257,6 +258,7 @@ class Lowering:
     def __init__(self, modules: Mapping[str, Any], names: Mapping[str, Any]):
         self._modules, self._names = modules, names
         self._functions: dict[int, Callable] = {}
+        self._aggregates: dict[type, type[Aggregate]] = {}
 
     def convert(self, value: Any) -> Any:
         """A global, an argument or an attribute, as the kernel sees it."""
@@ -266,6 +268,10 @@ class Lowering:
             return self.function(value)
         if isinstance(value, ConstexprFunction):
             return _constexpr_function(value)
+        if getattr(value, "__triton_aggregate__", False):
+            if value not in self._aggregates:
+                self._aggregates[value] = lowered(value, self.convert)
+            return self._aggregates[value]
         if isinstance(value, types.ModuleType):
             return self._modules.get(value.__name__) or _Module(self, value)
         if isinstance(value, (tuple, list, tl.tuple)):

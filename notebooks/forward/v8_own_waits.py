@@ -206,7 +206,7 @@ Markdown(difference(IMPL))
 # %% tags=["remove-input"]
 body = inspect.getsource(v8_own_waits.math.fn)
 body = body[
-    body.index("            for block in") : body.index("            tlx.barrier_arrive(q_em")
+    body.index("            for block in") : body.index("            tlx.barrier_arrive(q.em")
 ]
 Markdown("```python\n" + inspect.cleandoc("\n" + body) + "\n```")
 

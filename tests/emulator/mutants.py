@@ -204,6 +204,14 @@ class _File:
             self.starts.append(self.starts[-1] + len(line))
         functions = (n for n in self.tree.body if isinstance(n, ast.FunctionDef))
         self.functions = {node.name: node for node in functions}
+        # `options.BLOCK_N` is the member BLOCK_N of the file's aggregate Options.
+        self.members = {
+            (node.name.lower(), part.target.id)
+            for node in self.tree.body
+            if isinstance(node, ast.ClassDef)
+            for part in node.body
+            if isinstance(part, ast.AnnAssign)
+        }
         self.globals = {
             part.id
             for node in self.tree.body
@@ -223,7 +231,10 @@ class _File:
                 names += sorted(_names(ast.Module(function.body, [])))
 
     def arrays(self) -> dict[str, _Array]:
-        """The arrays that the file allocates; other functions use them under the same names."""
+        """The arrays that the file allocates; other functions use them under the same names.
+
+        After `k = Ring(k, k_full, k_empty)` they are k.buffer, k.full and k.empty.
+        """
         found = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -233,7 +244,24 @@ class _File:
                     found[node.targets[0].id] = _Array(_argument(call, "num"), shape)
                 elif kind in ("alloc_barriers", "alloc_warp_barrier"):
                     found[node.targets[0].id] = _Array(_argument(call, "num_barriers"), "")
+        rings = {
+            node.targets[0].id: [ast.unparse(argument) for argument in node.value.args]
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Ring(")
+        }
+        for ring, parts in rings.items():
+            for member, part in zip(("buffer", "full", "empty"), parts, strict=True):
+                found[f"{ring}.{member}"] = found.pop(part)
         return found
+
+    def reached_as(self, number: ast.expr, known: set[str]) -> ast.expr:
+        """`number`, with names that a function does not know read from a group that it knows."""
+        number = copy.deepcopy(number)
+        for part in ast.walk(number):
+            if isinstance(part, ast.Name) and part.id not in known:
+                groups = (group for group, name in self.members if name == part.id)
+                part.id = next((f"{g}.{part.id}" for g in groups if g in known), part.id)
+        return ast.parse(ast.unparse(number), mode="eval").body
 
     def mutants(self, function: ast.FunctionDef) -> Iterator[Mutant]:
         stored = {
@@ -243,10 +271,11 @@ class _File:
         }
         known = stored | self.globals | {a.arg for a in function.args.args}
         arrays = {
-            name: array
+            name: replace(array, number=self.reached_as(array.number, known))
             for name, array in self.arrays().items()
-            if name in known and _names(array.number) <= known
+            if name.split(".")[0] in known
         }
+        arrays = {name: array for name, array in arrays.items() if _names(array.number) <= known}
         for block in _blocks(function):
             for i, statement in enumerate(block):
                 if isinstance(statement, (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign)):
@@ -374,22 +403,23 @@ def _other_views(
         base, index = node.value, node.slice
     else:
         return
-    if not isinstance(base, ast.Name) or base.id not in arrays:
+    named = ast.unparse(base)
+    if named not in arrays:
         return
 
     def view(name: str, at: ast.expr) -> ast.expr:
-        array = ast.Name(name, ast.Load())
+        array = ast.parse(name, mode="eval").body
         if operation:
             return ast.Call(copy.deepcopy(node.func), [array, at], [])
         return ast.Subscript(array, at, ast.Load())
 
-    array = arrays[base.id]
+    array = arrays[named]
     if not isinstance(array.number, ast.Constant) or array.number.value > 1:
         number = copy.deepcopy(array.number)
-        yield "next", view(base.id, ast.BinOp(_binary(index, ast.Add(), 1), ast.Mod(), number))
+        yield "next", view(named, ast.BinOp(_binary(index, ast.Add(), 1), ast.Mod(), number))
     alike = [name for name, a in arrays.items() if array.shape and a.shape == array.shape]
     if len(alike) > 1:
-        following = alike[(alike.index(base.id) + 1) % len(alike)]
+        following = alike[(alike.index(named) + 1) % len(alike)]
         yield following, view(following, copy.deepcopy(index))
 
 

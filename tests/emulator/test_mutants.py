@@ -293,9 +293,9 @@ HARMLESS = {
         "259: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
     "v8_own_waits": {
-        "278: out[role] -> next": _OWN_BUFFERS,
-        "282: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "282: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "276: out[role] -> next": _OWN_BUFFERS,
+        "280: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "280: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
 }
 
