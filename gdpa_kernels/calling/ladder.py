@@ -149,7 +149,7 @@ class Rung:
         """Its module, imported when first asked for."""
         return _module(self.impl, self.operator)
 
-    def config(self, batch: Any, direction: str) -> Any:
+    def config(self, batch: Any, direction: str = "forward") -> Any:
         """Its launch constants for a call, a frozen dataclass; None if it has none."""
         if "config" not in self.has:
             return None

@@ -198,7 +198,7 @@ def test_wrong_inputs_say_what_is_wrong():
         layer((values[:, :32], offsets))
     with pytest.raises(TypeError, match="offsets must be int32 or int64, got torch.float32"):
         layer((values, offsets.float()))
-    with pytest.raises(TypeError, match="offsets must be a tensor, got list"):
+    with pytest.raises(TypeError, match="offsets must be a tensor or Lengths, got list"):
         layer((values, offsets.tolist()))
     for wrong in (offsets[:0], offsets[None], offsets.to("meta")):
         with pytest.raises(ValueError, match=r"offsets must have shape \[batch \+ 1\] on cpu, got"):

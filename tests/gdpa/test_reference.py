@@ -7,6 +7,7 @@ import torch
 
 from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from tests.gdpa.cases import CASES, Case
 
@@ -108,13 +109,13 @@ def call_of(case: Case) -> dict:
 
 def assert_backward_is_autograds(call: dict) -> None:
     call = call | {name: call[name].detach().requires_grad_() for name in "qkv"}
-    out = reference.forward(**call)
+    out = reference.forward(Batch(**call))
     grad_out = torch.randn_like(out)
     # Added, since autograd gives None for what the output of an empty batch does not depend on.
     total = (out * grad_out).sum() + sum(0 * call[name].sum() for name in "qkv")
     expected = torch.autograd.grad(total, [call[name] for name in "qkv"])
     with torch.no_grad():
-        found = reference.backward(grad_out, **call)
+        found = reference.backward(grad_out, Batch(**call))
     for name, actual, wanted in zip("qkv", found, expected, strict=True):
         torch.testing.assert_close(
             actual, wanted, atol=1e-11, rtol=1e-11, msg=lambda m, n=name: n + m
@@ -145,11 +146,11 @@ def test_backward_against_differences():
         @staticmethod
         def forward(ctx, q, k, v):
             ctx.save_for_backward(q, k, v)
-            return reference.forward(**call | {"q": q, "k": k, "v": v})
+            return reference.forward(Batch(**call | {"q": q, "k": k, "v": v}))
 
         @staticmethod
         def backward(ctx, grad_out):
             q, k, v = ctx.saved_tensors
-            return reference.backward(grad_out, **call | {"q": q, "k": k, "v": v})
+            return reference.backward(grad_out, Batch(**call | {"q": q, "k": k, "v": v}))
 
     assert torch.autograd.gradcheck(Call.apply, [call[name].requires_grad_() for name in "qkv"])
