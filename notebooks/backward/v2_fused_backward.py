@@ -263,9 +263,10 @@ figures.show_table(costs.round(2))
 # %% tags=["remove-input"]
 figures.save_csv(costs, "gdpa-dq-costs")
 figures.source(
-    "modelled", "bytes by the counts above; rates of a product and of a copy: 10_figures' record",
+    "modelled",
+    "bytes by the counts above; rates of a product and a copy: the record of the forward results",
     csv="gdpa-dq-costs",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Zero fill and rounding are {glue:text}`five_share_long:.0f` % of the products' time for 2,048 keys
