@@ -105,7 +105,9 @@ code(inspect.cleandoc("\n" + loop))
 # %% [markdown]
 # The first way is a copy by TMA that adds: the tile goes through shared memory, and the copy engine
 # sends it to L2, which adds. The second is an instruction of each thread, `red.global.add.f32`, on
-# four elements at a time. Both are atomic for each element; neither says when.
+# four elements at a time. Both are atomic for each element; neither says when. The walk over the
+# query heads of a key head is one loop with that over their rows, so that copies run ahead across
+# heads.
 
 # %% tags=["remove-input"]
 Markdown(

@@ -89,7 +89,8 @@ def code(text: str, language: str = "python") -> Markdown:
 # | products, bytes | | the same |
 #
 # The forward rungs took this road step by step, from {doc}`../forward/v4_warp_specialized` to
-# {doc}`../forward/v8_own_waits`; here it is taken in one. Roles and barriers, from the head of the
+# {doc}`../forward/v8_own_waits`; here it is taken in one. The list is forward's with queries and
+# keys exchanged: tiles with the most queries come first. Roles and barriers, from the head of the
 # file:
 
 # %% tags=["remove-input"]

@@ -977,6 +977,12 @@ figures.source(
 # where the accumulators lie. Nothing large is converted, and `turned` is the obvious form again,
 # the tile taken apart first. {glue:text}`rot_instructions_less:,.0f` instructions of a backward
 # item, a third of those for a block included, are not moved to the other role but gone.
+#
+# *What limits it.* sin and cos do not always fit into registers: at head_dim 128, beside the sums
+# dk and dv of grouped heads or beside a second math role, the math role reads them for each
+# gradient, as v4 does. There is one turn role whatever the number of math roles, since a second one
+# would leave 122 registers to each of the four. With two math roles it takes slots in the order of
+# their loads, from two blocks in turn, and reads sin and cos for each slot.
 
 # %% tags=["remove-input"]
 body = inspect.getsource(v4a_turning_role.turn.fn)
