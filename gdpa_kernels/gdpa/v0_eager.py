@@ -6,7 +6,7 @@ multiply, unpad. Three library calls do the arithmetic, each as fast as the libr
 Why it cannot be fast: the scores go through memory. For each of the batch * heads * max_seqlen_q *
 max_seqlen_k scores the first product writes 2 bytes, the activation reads and writes them, the mask
 and the second product read them: at least 8 bytes a score against 4 * head_dim FLOPs. At head_dim
-128 that is 64 FLOP per byte where an H200 needs about 180 to keep its tensor cores busy; and
+128 that is 64 FLOP per byte, about a third of what keeps the tensor cores of an H200 busy; and
 half-full batches pay for padding.
 
 Roles and barriers: none; the library's kernels run one after another.

@@ -686,6 +686,13 @@ def test_every_rung_names_its_predecessor(operator):
         known.append(rung.impl)
 
 
+@pytest.mark.parametrize("operator", ladder.LADDERS)
+def test_docstrings_of_rungs_are_short(operator):
+    _, *rungs = ladder.LADDERS[operator]
+    lines = {r.impl: len(r.module().__doc__.strip().splitlines()) for r in rungs}
+    assert {impl: count for impl, count in lines.items() if count > 25} == {}
+
+
 def test_no_rung_imports_another_and_no_kernel_imports_the_definition():
     impls = {impl for operator in LADDERS for impl in ladder.impls(operator)}
     for path in (ladder.PACKAGE / "gdpa").glob("*.py"):
