@@ -29,7 +29,6 @@ OPTIONS = {
         "qk_norm": True,
         "scale": 1 / 8,
         "activation": "gelu_taylor6",
-        "impl": "reference",  # the coefficients of v0_eager have ten digits
     },
 }
 MASKS = {

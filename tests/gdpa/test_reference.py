@@ -132,7 +132,7 @@ def test_backward_of_every_activation(name):
     call = call_of(Case("activation", (20, 0, 7), (9, 4, 30), num_heads=4, options=options))
     scores = 0.7 * torch.einsum("qhd,khd->hqk", call["q"], call["k"].repeat_interleave(2, 1))
     steepest = reference.ACTIVATIONS[name].derivative(scores).abs().max().item()
-    # 130 roundings each way, of terms whose sizes sum to at most 1000 slopes; gelu_taylor6's is 1e5.
+    # 130 roundings each way, of terms whose sizes sum to at most 1000 slopes (gelu_taylor6: 1e5).
     assert_backward_is_autograds(call, atol=2 * 130 * 2**-53 * 1000 * steepest)
 
 
