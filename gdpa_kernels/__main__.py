@@ -72,6 +72,10 @@ def _readme(options: argparse.Namespace) -> int:
 
 
 def _results(options: argparse.Namespace) -> int:
+    problem = doctor.no_records(options.data_dir)
+    if problem is not None:
+        sys.stderr.write(f"{problem}\n")
+        return 1
     from gdpa_kernels.measuring import record
     from gdpa_kernels.report import results
 
