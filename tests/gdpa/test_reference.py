@@ -97,6 +97,17 @@ def test_masked_pairs_contribute_exactly_zero():
     ]
 
 
+def test_a_masked_nan_reaches_its_own_sequence_alone():
+    call = call_of(Case("nan", (3, 4), options={"causal": True}))
+    clean = reference.forward(**call)
+    call["v"][2] = float("nan")  # the last key of the first sequence, which its last row alone sees
+    out = reference.forward(**call)
+    assert out[:3].isnan().all() and torch.equal(out[3:], clean[3:])
+    dq, dk, dv = reference.backward(torch.ones_like(out), **call)
+    assert dq[:3].isnan().all()
+    assert all(gradient[3:].isfinite().all() for gradient in (dq, dk, dv))
+
+
 def call_of(case: Case) -> dict:
     """Keyword arguments of `reference.forward` in fp64."""
     options = {
