@@ -24,7 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor_ = commands.add_parser(
         "doctor",
         help="say what this machine can run and how to repair it",
-        epilog="Exit status: 1 if something needs repair or a record is refused.",
+        epilog="Exit status: 1 if something needs repair or the records cannot all be read.",
     )
     results_ = commands.add_parser(
         "results",

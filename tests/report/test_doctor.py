@@ -80,7 +80,7 @@ def test_rungs_of_one_reason_share_a_line():
             "This machine measures gdpa up to v1.\nThe records need attention: see data.",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_verdict_comes_last(found, said):
     assert doctor.verdict(found) == said
     assert doctor.report(found).endswith(f"\n\n{said}\n")
