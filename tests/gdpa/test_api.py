@@ -237,6 +237,31 @@ def test_any_strides_reach_the_general_kernel():
     torch.testing.assert_close(out, gdpa(**call, impl="reference"))
 
 
+@pytest.mark.parametrize("operator", ladder.LADDERS)
+def test_a_row_that_stands_for_many_is_not_read_by_tma(operator):
+    tensor, row = torch.randn(9, 4, 128).bfloat16(), torch.randn(1, 1, 128).bfloat16()
+    for name, expanded in (
+        ("rows", row.expand(9, 4, -1)),
+        ("heads", tensor[:, :1].expand_as(tensor)),
+    ):
+        for rung in ladder.LADDERS[operator]:
+            problem = rung.requires.of_call(tensor, tensor, expanded)
+            if rung.requires.aligned:
+                wanted = "needs v with contiguous rows whose strides are positive multiples of 16"
+                assert problem.startswith(wanted) and "got strides" in problem, (rung.impl, name)
+            else:
+                assert problem is None, (rung.impl, name)
+
+
+def test_an_expanded_tensor_reaches_the_general_kernel():
+    call = {n: t.bfloat16() if n in "qkv" else t for n, t in arguments().items()}
+    call["v"] = call["v"][:1].expand(9, 4, 16)
+    with emulator.enabled():
+        assert torch.equal(gdpa(**call), gdpa(**call, impl="v1_tiled"))
+        with pytest.raises(NotImplementedError, match="impl 'v8_own_waits' needs v with contig"):
+            gdpa(**call, impl="v8_own_waits")
+
+
 def test_double_precision_runs_everywhere():
     call = {n: t.double() if n in "qkv" else t for n, t in arguments().items()}
     assert torch.equal(gdpa(**call), gdpa(**call, impl="v0_eager"))

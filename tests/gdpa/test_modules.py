@@ -29,7 +29,6 @@ OPTIONS = {
         "qk_norm": True,
         "scale": 1 / 8,
         "activation": "gelu_taylor6",
-        "impl": "reference",  # the coefficients of v0_eager have ten digits
     },
 }
 MASKS = {
@@ -315,6 +314,8 @@ SELF = {
 WRONG = [
     *((kind, name, *case) for kind in LAYERS for name, case in SELF.items()),
     ("self", "num_heads", 0, "num_heads must be a positive divisor .* got 0"),
+    ("self", "num_heads", 4.0, "num_heads must be a positive divisor .* got 4.0"),
+    ("self", "num_kv_heads", True, "num_kv_heads must be a positive divisor .* got True"),
     ("self", "activation", ("relu",) * 3, r"one name or one per query head \(4\), got 3"),
     ("self", "window", True, "window must be None or an integer of at least 0, got True"),
     ("self", "max_seqlen", True, "max_seqlen must be None or an integer .* got True"),
@@ -360,6 +361,8 @@ def test_wrong_inputs_say_what_is_wrong(kind):
             call((values, wrong))
     with pytest.raises(ValueError, match="cu_seqlens must not decrease, got 14 followed by 5"):
         call((values, offsets[[0, 1, 3, 2, 4, 5]]))
+    with pytest.raises(ValueError, match=f"cu_seqlens must not decrease, got {2**40} followed by"):
+        call((values, torch.tensor([0, 2, 2**40, 10, 12, 15])))  # 2**40 is 0 in int32
     nested = torch.nested.nested_tensor_from_jagged(values, offsets.long())
     with pytest.raises(ValueError, match="got 3 dimensions, of which 2 is jagged"):
         call(nested.transpose(1, 2))
