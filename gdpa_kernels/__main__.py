@@ -51,15 +51,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _choices(options: argparse.Namespace) -> int:
-    from gdpa_kernels.block_attention import choices as block_choices
-    from gdpa_kernels.gdpa import choices
     from gdpa_kernels.measuring import record
+    from gdpa_kernels.report import rankings
 
-    for table in (choices, block_choices):
-        text = table.made_from(record.DATA_DIR)
-        changed = not table.PATH.exists() or table.PATH.read_text() != text
-        table.PATH.write_text(text)
-        name = table.PATH.relative_to(record.ROOT)
+    for path, changed in rankings.update(record.DATA_DIR).items():
+        name = path.relative_to(record.ROOT)
         sys.stdout.write(f"{name} {'rewritten' if changed else 'was up to date'}\n")
     return 0
 
