@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring.record import DATA_DIR, ROOT, Ceiling, Record, Row, load_all
+from gdpa_kernels.measuring.record import DATA_DIR, ROOT, Record, Row, load_all
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.workload import BLOCK_WORKLOADS, WORKLOADS, figures_of
 
@@ -156,21 +156,8 @@ def notebook_table(record: Record, name: str) -> pd.DataFrame:
 
 
 def ceilings(record: Record) -> Ceilings | None:
-    """The ceilings measured in `record`, from the median of each one's samples.
-
-    The fastest matrix product counts, and the fastest copy of each read : written mix. None if
-    either kind is missing.
-    """
-    tflops = [c.flops / _median_us(c) / 1e6 for c in record.ceilings if c.kind == "matmul"]
-    copies: dict[float, float] = {}
-    for c in record.ceilings:
-        if c.kind == "copy":
-            mix = c.bytes_read / c.bytes_written
-            rate = (c.bytes_read + c.bytes_written) / _median_us(c) / 1e3
-            copies[mix] = max(rate, copies.get(mix, 0.0))
-    if not tflops or not copies:
-        return None
-    return Ceilings(tflops=max(tflops), copies=tuple(sorted(copies.items())))
+    """The ceilings measured in `record`; None if either kind is missing."""
+    return Ceilings.measured(record.ceilings)
 
 
 def to_csv(table: pd.DataFrame) -> str:
@@ -234,15 +221,9 @@ def _derive(record: Record, row: Row, limits: Ceilings | None, gpu: str) -> list
 
 def _floor_us(row: Row, limits: Ceilings | None) -> float:
     """The larger of the compute and memory floors of `row`, as `roofline.bracket` has it."""
-    size = row.bytes_read + row.bytes_written
-    if limits is None or not row.flops or not size:
+    if limits is None or not row.flops:
         return math.nan
-    rate = limits.gbytes_per_s(row.bytes_read, row.bytes_written)
-    return max(row.flops / limits.tflops / 1e6, size / rate / 1e3)
-
-
-def _median_us(ceiling: Ceiling) -> float:
-    return float(np.median(ceiling.samples_us))
+    return limits.floor_us(row.flops, row.bytes_read, row.bytes_written)
 
 
 def _is_stale(record: Record, row: Row) -> bool:
