@@ -46,7 +46,7 @@ table's columns, or to None for a workload that does not count."""
 
 
 def update(data_dir: str | Path) -> dict[Path, bool]:
-    """Rewrite the tables; whether each file changed."""
+    """Rewrite the tables; whether each file changed. Nothing is written if a record is refused."""
     texts = {module.PATH: made_from(data_dir, operator) for operator, module in CHOICES.items()}
     changed = {path: not path.exists() or path.read_text() != text for path, text in texts.items()}
     for path, text in texts.items():
@@ -73,14 +73,14 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     """The rankings that the records make: of each shape, the record that compared most
     implementations on it, the newest of several; workloads of one shape count together.
 
-    Only rows that passed their check count.
+    Only rows that passed their check count. RecordError naming every refused file.
     """
     shape_of = SHAPES[operator]
     ladders = [ladder.LADDERS[operator], ladder.LADDERS.get(f"{operator}_backward", ())]
     rungs = {rung.impl for rungs in ladders for rung in rungs[1:]}
     workloads = {
         (found.id, name): workload
-        for found in record.load_all(data_dir)[0]
+        for found in record.load_all(data_dir)
         for name, workload in found.workloads.items()
     }
     table = results.table(data_dir, latest=False).drop_duplicates(

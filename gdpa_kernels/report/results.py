@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +44,6 @@ COLUMNS = (*_IDENTITY, *_NUMBERS, "correct", "failure", "stale", "samples")
 _MOST_LISTED = 20
 
 
-class RefusedRecordWarning(UserWarning):
-    """A file in data/records was refused; the others are used."""
-
-
 def table(
     data_dir: str | Path = DATA_DIR,
     *,
@@ -71,13 +66,13 @@ def table(
     `figure`: the published figure that shows the workload, or "". `stale`: the file of the
     implementation, or the definition of the workload, has changed since. `samples`: how many.
 
-    A refused record is named in a RefusedRecordWarning. ValueError for another `per`.
+    RecordError naming every refused file; ValueError for another `per`.
     """
     if per not in ("system", "gpu"):
         raise ValueError(f"per must be 'system' or 'gpu', got {per!r}")
     rows: list[dict[str, Any]] = []
     gpus: dict[str, str] = {}
-    for record in _load(data_dir):
+    for record in load_all(data_dir):
         if record.system not in gpus:
             path = Path(data_dir) / "systems" / f"{record.system}.json"
             gpus[record.system] = systems.load(path).gpu or ""
@@ -128,9 +123,10 @@ def latest_record(
 ) -> Record:
     """The newest record of `notebook` (path relative to the repository) on `system`.
 
-    `system`: part of the system's id. LookupError saying what exists if there is none.
+    `system`: part of the system's id. LookupError saying what exists if there is none; RecordError
+    naming every refused file.
     """
-    records = _load(data_dir)
+    records = load_all(data_dir)
     found = [
         r
         for r in records
@@ -178,13 +174,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     return " ".join(str(value).split()).replace("|", "\\|")
-
-
-def _load(data_dir: str | Path) -> list[Record]:
-    records, errors = load_all(data_dir)
-    for error in errors:
-        warnings.warn(f"refused {error}", RefusedRecordWarning, stacklevel=3)
-    return records
 
 
 def _derive(record: Record, row: Row, limits: Ceilings | None, gpu: str) -> list[dict[str, Any]]:
