@@ -604,7 +604,7 @@ host_record = results.latest_record(
 glue("seen", replay.SEEN + 1)
 # Before the replay; then with it, by the older way of timing.
 OLDER = "20261121T225310Z", "20261122T021848Z", "20261122T023002Z"
-older = [r for r in record.load_all(data_dir)[0] if r.id.startswith(OLDER)]
+older = [r for r in record.load_all(data_dir) if r.id.startswith(OLDER)]
 assert len(older) == len(OLDER)
 host = results.notebook_table(host_record, "host")
 median = host.pivot(index=["workload", "call"], columns="what", values="median_us")
