@@ -10,9 +10,8 @@ import threading
 
 import torch
 
+from gdpa_kernels.calling import launches
 from gdpa_kernels.calling.relaunch import relaunch, remember
-
-EMULATED_MULTIPROCESSORS = 3
 
 # PyTorch's C functions, where its build has them (one for CUDA): the public ones run Python first.
 _device = getattr(torch._C, "_cuda_getDevice", None)
@@ -50,20 +49,22 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
         return
     if device.type == "cuda":
         current, index = current_device(), device.index
-        if index is None or index == current:
-            if not relaunch(kernel, grid, current, args, options):
-                remember(kernel, current, args, options, kernel[grid](*args, **options))
-            if recorder.now is not None:
-                recorder.now.launched(kernel, grid, current, args, options)
-        else:
+        if index is not None and index != current:
             with torch.cuda.device(device):
                 launch(kernel, grid, device, *args, **options)
+            return
+    if launches.recorders and not launches.note(kernel, grid, args, options):
+        return
+    if device.type == "cuda":
+        if not relaunch(kernel, grid, current, args, options):
+            remember(kernel, current, args, options, kernel[grid](*args, **options))
+        if recorder.now is not None:
+            recorder.now.launched(kernel, grid, current, args, options)
         return
     from gdpa_kernels import emulator
 
     if emulator.is_enabled():
-        how = emulator.current_options()
-        emulator.run(kernel, grid, *args, arch=emulator.current_arch(), **how, **options)
+        emulator.run_enabled(kernel, grid, *args, **options)
     else:
         raise RuntimeError(
             f"{kernel.__name__} needs tensors on a CUDA device, got tensors on {device}; to "
@@ -72,9 +73,11 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of `device`; on the CPU a few, so that emulated programs share tiles."""
+    """Multiprocessors of `device`, or of the one emulated."""
     if device.type != "cuda":
-        return EMULATED_MULTIPROCESSORS
+        from gdpa_kernels import emulator
+
+        return emulator.current_multiprocessors()
     index = device.index
     return _multiprocessors(torch.cuda.current_device() if index is None else index)
 
