@@ -11,7 +11,8 @@ import functools
 import importlib
 import inspect
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -52,6 +53,8 @@ class Requires:
     """What an implementation needs of the device and of the call.
 
     capability: the least compute capability; with only_major, no later major version will do.
+    head_dim_max_of: the most head_dim on devices of a major compute capability, where its tiles
+    fit in a program's memory only up to less than head_dim_max.
     """
 
     capability: tuple[int, int] | None = None
@@ -59,6 +62,7 @@ class Requires:
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     head_dim_multiple: int = 1
     head_dim_max: int = 256
+    head_dim_max_of: Mapping[int, int] = field(default_factory=dict, hash=False)
     aligned: bool = False
 
     def of_device(self, device: torch.device) -> str | None:
@@ -92,10 +96,12 @@ class Requires:
         dtype = _dtype_name(q.dtype)
         if dtype not in self.dtypes:
             return f"needs dtype {' or '.join(self.dtypes)}, got {dtype}"
-        head_dim = q.shape[-1]
-        if head_dim > self.head_dim_max or head_dim % self.head_dim_multiple:
+        head_dim, head_dim_max, where = q.shape[-1], self.head_dim_max, ""
+        if self.head_dim_max_of and (major := capability(q.device)) in self.head_dim_max_of:
+            head_dim_max, where = self.head_dim_max_of[major], f" on sm_{major}0"
+        if head_dim > head_dim_max or head_dim % self.head_dim_multiple:
             return (
-                f"needs a head_dim of at most {self.head_dim_max} that is a multiple of "
+                f"needs a head_dim of at most {head_dim_max}{where} that is a multiple of "
                 f"{self.head_dim_multiple}, got {head_dim}"
             )
         if not self.aligned:
@@ -310,7 +316,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
     ),
 )
 
-_PASS = dataclasses.replace(_TMA, head_dim_max=128)
+_PASS = dataclasses.replace(_TMA, head_dim_max=128, head_dim_max_of={10: 64})
 
 BACKWARD_REFERENCE = dataclasses.replace(REFERENCE, operator="gdpa_backward")
 

@@ -6,9 +6,10 @@ import functools
 import pytest
 import torch
 
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import gradients, v1_tiled_backward, v2_fused_backward, v2a_ordered_backward
 from gdpa_kernels.measuring.compile_check import Compiled, build, read
-from tests.block_attention.compiling import compile_launch, launches
+from tests.block_attention.compiling import compile_launch
 
 RUNGS = {
     "v1_tiled_backward": v1_tiled_backward,
@@ -31,16 +32,13 @@ def compiled(
     ends = torch.tensor([0, 130], dtype=torch.int32)
     more = {} if config is None else {"config": config}
 
-    def call():
+    with launches(run=False) as seen:
         RUNGS[impl].backward(
             q, q, k, k, ends, ends, 130, 130, activation=activation, scale=0.1, output_scale=1.0,
             causal=causal, window=window, needs=needs, **more,
         )  # fmt: skip
 
-    return {
-        kernel.__name__: compile_launch(kernel, args, options)
-        for kernel, args, options in launches(RUNGS[impl], call)
-    }
+    return {launch.name: compile_launch(launch) for launch in seen}
 
 
 def fused(impl: str = "v2_fused_backward", **options) -> Compiled:
