@@ -144,9 +144,10 @@ class Gdpa(_Checked):
             _peer(baseline)
             call = baseline.prepare(inputs, self._direction)
             return Candidate(impl, baseline.math, call, {}, variant)
+        module = options.pop("module", None)
         if self._direction == "backward":
-            return self._backward(impl, variant, options)
-        module = ladder.rung(impl).module()
+            return self._backward(impl, module, variant, options)
+        module = module or ladder.rung(impl).module()
         arguments = inputs.rung_arguments()
         config = options.get("config")
         if hasattr(module, "default_config") and config is None:
@@ -170,7 +171,9 @@ class Gdpa(_Checked):
             variant,
         )
 
-    def _backward(self, impl: str, variant: str, options: dict[str, object]) -> Candidate:
+    def _backward(
+        self, impl: str, module: ModuleType | None, variant: str, options: dict[str, object]
+    ) -> Candidate:
         """A rung of the ladder "gdpa_backward". A module with several kernels has a config for each
         of them, `config_<kernel>`."""
         from gdpa_kernels.gdpa import api
@@ -180,7 +183,7 @@ class Gdpa(_Checked):
             impl, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.max_seqlen_q,
             inputs.max_seqlen_k,
         )  # fmt: skip
-        module = ladder.rung(impl, api.BACKWARD).module()
+        module = module or ladder.rung(impl, api.BACKWARD).module()
         configs = {}
         for name in inspect.signature(module.backward).parameters:
             word, _, kernel = name.partition("_")
@@ -320,7 +323,8 @@ class BlockAttention(_Checked):
             _peer(baseline)
             call = baseline.prepare(inputs, direction, **options)
             return Candidate(impl, "softmax", call, dict(options), variant)
-        module = self._module(impl)
+        own = self._module(impl)
+        module = options.pop("module", None) or own
         arguments = inputs.rung_arguments()
         if impl in self.STUDIES:
             arguments = _without_rotary(impl, arguments)
