@@ -32,6 +32,7 @@ def candidate(
 ) -> Candidate:
     """A rung or a baseline on `inputs`; `options` go to the rung, e.g. `config` or `schedule`.
 
+    The option `module`, a changed copy of the rung's own (`studies.changed`), stands in for it.
     A rung's schedule is made here, outside what is timed, and so is what its backward needs of its
     forward; their cost is a measurement of its own. Raises whatever the baseline or rung raises
     when it cannot take the workload.

@@ -34,7 +34,6 @@ import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -54,6 +53,7 @@ from gdpa_kernels.block_attention import (
 from gdpa_kernels.block_attention.block_list import BlockList
 from gdpa_kernels.block_attention.v4_rotary import Config
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.emulator.timeline import Timeline
 from gdpa_kernels.measuring import compile_check, system, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -314,7 +314,7 @@ KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 def built(module, direction: str, config=None, dtype=torch.bfloat16):
     """The kernel of a launch with sin and cos of `dtype` (None: without), compiled for sm_90a."""
-    seen, total = [], BLOCK + 3
+    total = BLOCK + 3
     tensors = [torch.zeros(total, HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4)]
     options = {
         "block_size": BLOCK, "scale": HEAD_DIM**-0.5, "config": config,
@@ -324,16 +324,13 @@ def built(module, direction: str, config=None, dtype=torch.bfloat16):
         angles = tuple(torch.zeros(total, HEAD_DIM // 2, dtype=dtype) for _ in range(2))
         options |= {"rotary": angles, "rotate_v": True}
 
-    def keep(kernel, grid, device, *arguments, **constants):
-        seen.append((kernel, arguments, constants))
-
-    with mock.patch.object(module, "launch", keep):
+    with launches(run=False) as seen:
         if direction == "forward":
             module.forward(*tensors[:3], None, **options)
         else:
             module.backward(*tensors, None, (), **options)
-    ((kernel, arguments, constants),) = seen
-    return compile_check.build_launch(kernel, arguments, constants)
+    (only,) = seen
+    return compile_check.build_launch(only)
 
 
 source = Path(v4_rotary.__file__).read_text()
@@ -490,14 +487,8 @@ def problem(lengths, num_heads=2, head_dim=HEAD_DIM, dtype=torch.bfloat16, seed=
 
 def emulated(module, direction: str, config, given: dict, **how) -> tuple:
     """(results of a pass, the report of its own kernel); `how` goes to the emulator."""
-    reports, launch = [], emulator.run
-
-    def keep(*arguments, **options):
-        reports.append(launch(*arguments, **options))
-        return reports[-1]
-
     grad_out, *others, options = given.values()
-    with mock.patch.object(emulator, "run", keep), emulator.enabled(**how):
+    with emulator.enabled(**how) as reports:
         if direction == "forward":
             found = (module.forward(*others, **options, config=config)[0],)
         else:

@@ -253,8 +253,7 @@ def _launch(case: Case, direction: str, stages: int, expected, module, schedule)
     options = case.options() | {"config": rung.Config(math_roles=2, num_stages=stages)}
     grad_out, *others = case.tensors(torch.bfloat16).values()
     out, *gradients = expected
-    one_program = mock.patch.object(module, "multiprocessors", lambda device: 1)
-    with one_program, emulator.enabled(schedule=schedule, max_steps=50_000):
+    with emulator.enabled(multiprocessors=1, schedule=schedule, max_steps=50_000):
         if direction == "forward":
             assert torch.equal(module.forward(Batch(*others, **options))[0], out)
         else:
