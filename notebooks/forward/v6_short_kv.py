@@ -1202,7 +1202,9 @@ def changed(old: str, new: str):
 
 
 SCRATCH = tempfile.TemporaryDirectory()
-early = changed("release(k_empty[0], steps == 1, RESIDENT)", "tlx.barrier_arrive(k_empty[0])")
+early = changed(
+    "release(k.empty[0], steps == 1, options.RESIDENT)", "tlx.barrier_arrive(k.empty[0])"
+)
 outcomes = {}
 for rows in (100, 128, 129, 300):
     arguments = problem([rows], [200])
