@@ -299,12 +299,12 @@ figures.source(
 #
 # ## Two ways to get it wrong
 #
-# One line of the loop forgotten, `tlx.barrier_arrive(k_empty[stage])`, and one moved up by a line,
+# One line of the loop forgotten, `tlx.barrier_arrive(k.empty[stage])`, and one moved up by a line,
 # before the wait for the product that reads the buffer:
 
 # %% tags=["remove-cell"]
 WAIT = "        s = tlx.async_dot_wait(0, s)\n"
-ARRIVE = "        tlx.barrier_arrive(k_empty[stage])\n"
+ARRIVE = "        tlx.barrier_arrive(k.empty[stage])\n"
 MISTAKES = {
     "forgotten": changed(v4_warp_specialized, (WAIT + ARRIVE, WAIT)),
     "too early": changed(v4_warp_specialized, (WAIT + ARRIVE, ARRIVE + WAIT)),

@@ -344,9 +344,9 @@ figures.source("emulated", "gdpa_kernels/gdpa/v5_pingpong.py, modelled schedule"
 # The two products issued in the other order, and, with `turns=True`, the first turn not given:
 
 # %% tags=["remove-cell"]
-S_FIRST = "        s = tlx.async_dot(q[role], tlx.local_trans(k[stage]))\n"
-PV_NEXT = "        acc = tlx.async_dot(p, v[before], acc)\n"
-FIRST_TURN = "    if role == 1:\n        pass_turn(role, TURNS)\n"
+S_FIRST = "        s = tlx.async_dot(q[role], tlx.local_trans(k.buffer[stage]))\n"
+PV_NEXT = "        acc = tlx.async_dot(p, v.buffer[before], acc)\n"
+FIRST_TURN = "    if role == 1:\n        pass_turn(role, options.TURNS)\n"
 SCHEDULES = ("modelled", 0, 1, 2)
 
 
@@ -455,7 +455,7 @@ assert torch.equal(turned, out) and torch.equal(previous, out), "the text says: 
 # %% tags=["remove-cell"]
 FOR = "    for block in tl.range(1, blocks):\n"
 WHILE = "    block = 1\n    while block < blocks:\n"
-LAST = "        tlx.barrier_arrive(v_empty[before])\n"
+LAST = "        tlx.barrier_arrive(v.empty[before])\n"
 as_while = changed(v5_pingpong, (FOR, WHILE), (LAST, LAST + "        block += 1\n"))
 
 

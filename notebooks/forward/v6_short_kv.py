@@ -1177,7 +1177,7 @@ assert 0 <= left < 1024, "the rest is barriers"
 
 
 # %% tags=["remove-cell"]
-AT_ONCE = ("release(k_empty[0], steps == 1, RESIDENT)", "tlx.barrier_arrive(k_empty[0])")
+AT_ONCE = ("release(k.empty[0], steps == 1, options.RESIDENT)", "tlx.barrier_arrive(k.empty[0])")
 early = changed(v6_short_kv, AT_ONCE)
 outcomes = {}
 for rows in (100, 128, 129, 300):

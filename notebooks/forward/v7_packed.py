@@ -253,8 +253,8 @@ Markdown(
 )
 
 # %% [markdown]
-# Most of it threads the number of math roles through. The arithmetic is `begin` and `finish`, and
-# this in the launcher:
+# Much of it serves the number of math roles. The arithmetic is `begin` and `finish`, and this in
+# the launcher:
 
 # %% tags=["remove-input"]
 body = inspect.getsource(v7_packed.forward)

@@ -729,7 +729,7 @@ assert FULL[256] in bound and FULL[512] not in bound
 V4 = "v4_warp_specialized"
 V4_HEAD = (
     "    for block in tl.range(0, blocks):\n        stage = block % NUM_STAGES\n"
-    "        phase = (block // NUM_STAGES) & 1\n        tlx.barrier_wait(k_full"
+    "        phase = (block // NUM_STAGES) & 1\n        tlx.barrier_wait(k.full"
 )
 V4_OWN = V4_HEAD.replace("(0, blocks)", "(0, blocks, num_stages=0)")
 v4_ir, v4_machine = {}, {}
