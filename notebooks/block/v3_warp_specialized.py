@@ -933,10 +933,10 @@ glue("own_backward", own_backward)
 glue("own_kb", (7 * tile + BLOCK * BLOCK * 2) / 1024)
 
 # Exercise 2: dead and not dead.
-TAKEN = "dead = grad[stage] if GROUP == 1 else v[stage]"
-DQ_OVER_Q = changed(v3_warp_specialized, (TAKEN, "dead = q[stage] if GROUP == 1 else v[stage]"))
-PUT_DV = "put_rows(dv_desc, v[stage], first_row, rows, head_k, 0, dv.to(DTYPE))"
-DV_OVER_Q = changed(v3_warp_specialized, (PUT_DV, PUT_DV.replace("v[stage]", "q[stage]")))
+TAKEN = "dead = grad[stage] if GROUP == 1"
+DQ_OVER_Q = changed(v3_warp_specialized, (TAKEN, TAKEN.replace("grad[stage]", "tiles.q[stage]")))
+PUT_DV = "put(dv_desc, tiles.v[stage], block, head_k, dv)"
+DV_OVER_Q = changed(v3_warp_specialized, (PUT_DV, PUT_DV.replace("tiles.v", "tiles.q")))
 assert finding(DQ_OVER_Q, "backward", Config(1, 2)).startswith("Race")
 assert all(
     finding(DV_OVER_Q, "backward", Config(1, 2), s) == "nothing found" for s in ("modelled", 0, 1)

@@ -249,18 +249,20 @@ figures.source("modelled", "fewest bytes of each pass, at the measured rates of 
 #
 # ## What changed in the code
 #
-# `turned` takes a tile apart into pairs, `turn` does it in place, `put_turned` on the way out:
+# `turned` takes a tile apart into pairs, `turn` does it in place with the tiles of a slot,
+# `put_turned` with a gradient on the way out:
 
 # %% tags=["remove-input"]
 code(
     "\n\n".join(
-        inspect.getsource(f.fn) for f in (v4_rotary.turned, v4_rotary.turn, v4_rotary.put_turned)
+        inspect.getsource(getattr(v4_rotary, name).fn)
+        for name in ("turned", "turn_tile", "turn", "put_turned")
     )
 )
 
 # %% tags=["remove-input"]
 body = inspect.getsource(v4_rotary.math_forward.fn)
-body = body[body.index("        at = unit % NUM_TURNS") :]
+body = body[body.index("        at = unit % options.NUM_TURNS") :]
 code(inspect.cleandoc("\n" + body[: body.index("            p, total = softmax_parts")]))
 
 # %% tags=["remove-input"]
@@ -977,7 +979,7 @@ figures.source(
 
 # %% tags=["remove-input"]
 body = inspect.getsource(v4a_turning_role.turn.fn)
-body = body[body.index("                turn_tile(q[stage]") :]
+body = body[body.index("                turn_tile(tiles.q[stage]") :]
 code(
     "\n\n".join(
         (
@@ -1348,8 +1350,7 @@ lost = [(d, case) for d in DIRECTIONS for case in CASES[d] if not fit[d, case, 4
 assert lost == [("forward", (2, 4, 2)), ("backward", (1, 3, 1))], "the answer names them"
 assert shared_kb("backward", 1, 3, 1, 4) > 226.5, "the text: no third slot of v4a in fp32"
 glue("tight", shared_kb("backward", 2, 2, 2, 4))
-FENCE = '                turn(v[stage], sin[at], cos[at])\n            tlx.fence("async_shared")\n'
-NO_FENCE = changed(v4_rotary, (FENCE, FENCE.split("            tlx.fence")[0]))
+NO_FENCE = changed(v4_rotary, ('    tlx.fence("async_shared")\n\n', "\n"))
 given = problem((130,), head_dim=64)
 (with_fence,), _ = emulated(v4_rotary, "forward", Config(), given)
 (without_fence,), _ = emulated(NO_FENCE, "forward", Config(), given)

@@ -285,16 +285,17 @@ LAUNCHES = {
 # Changes that do no harm.
 HARMLESS = {
     "forward": [
-        "drop barrier_wait(full[stage], phase)",  # of a math role: what is turned has landed
-        "q[stage] -> k",  # O may leave through the slot of K, which S has read too
+        "drop barrier_wait(tiles.full[stage], phase)",  # of a math role: what is turned has landed
+        "tiles.q[stage] -> tiles.k",  # O may leave through the slot of K, which S has read too
         # two blocks end one after the other; that the load role first waits for the later one
-        "turns_empty[at] -> next",
+        "turns.empty[at] -> next",
     ],
     "backward": [
-        "drop barrier_wait(full[stage], phase)",
+        "drop barrier_wait(tiles.full[stage], phase)",
         "ds[role] -> next",  # the roles trade their tiles
-        "grad[stage] -> q",  # of grouped heads dV may leave through the slot of Q, dead since dK
-        "turns_empty[at] -> next",  # of grouped heads at head_dim 128: no room for slots that race
+        # of grouped heads dV may leave through the slot of Q, dead since dK
+        "grad[stage] -> tiles.q",
+        "turns.empty[at] -> next",  # of grouped heads at head_dim 128: no room for slots that race
     ],
 }
 
