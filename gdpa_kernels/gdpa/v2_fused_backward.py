@@ -32,8 +32,9 @@ accordingly. dK and dV are deterministic. A shared q: all sequences add to the s
 
 `Config.by_tma` False adds with `red.global.add.f32` instead, each thread four elements at a time.
 That needs their addresses: compiled for head_dim 128 it spills 40 bytes, the default nothing.
-Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 128, contiguous rows of q, k and v
-aligned to 16 bytes. A grad_out that TMA cannot read is copied first.
+Needs: sm_90 or newer, bf16 or fp16, head_dim a multiple of 8 from 16 to 128 (on sm_100 to 64, more
+does not fit in its memory), contiguous rows of q, k and v aligned to 16 bytes. A grad_out that TMA
+cannot read is copied first.
 """
 
 from dataclasses import dataclass

@@ -27,8 +27,9 @@ That is v1's buffer, batch * max_seqlen_q rows, where v2 has max_seqlen_q.
 | launch        | all         | additions of its blocks of keys -> those of the next launch      |
 
 Deterministic. The other deterministic rung is v1_tiled_backward: 7 products and no additions.
-Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 128, contiguous rows of q, k and v
-aligned to 16 bytes. A grad_out that TMA cannot read is copied first.
+Needs: sm_90 or newer, bf16 or fp16, head_dim a multiple of 8 from 16 to 128 (on sm_100 to 64, more
+does not fit in its memory), contiguous rows of q, k and v aligned to 16 bytes. A grad_out that TMA
+cannot read is copied first.
 """
 
 from dataclasses import dataclass
