@@ -10,7 +10,7 @@ from gdpa_kernels.block_attention.batch import Batch, Rotary
 from gdpa_kernels.calling import checks, ladder
 from gdpa_kernels.calling.ladder import Rung
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.calling.operators import define, distinct, final, is_plain, needed
+from gdpa_kernels.calling.operators import define, distinct, final, needed
 
 OPERATOR = "block_attention"
 IMPLS = tuple(ladder.impls(OPERATOR))
@@ -90,9 +90,7 @@ def block_attention(
     tensors = distinct(q, k, v, cu_seqlens, sin, cos)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = scale, block_size, bool(rotate_v), impl
-    if is_plain(q, k, v):
-        return _FORWARD(*tensors, None, *options)[0]
-    return _BlockAttention.apply(lengths, *tensors, *options)[0]
+    return _BlockAttention.apply(lengths, *tensors, *options)
 
 
 def resolve(impl: str, direction: str, batch: Batch) -> Rung:
@@ -123,29 +121,25 @@ def resolve(impl: str, direction: str, batch: Batch) -> Rung:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """The operators of both directions as one differentiable function. Its outputs: the output, the
-    list of blocks or None, and what the rung saved."""
+    """The operators of both directions as one differentiable function; the list of blocks that
+    forward made is kept for backward."""
 
     @staticmethod
-    def forward(lengths, q, k, v, cu_seqlens, sin, cos, *options):
+    def forward(ctx, lengths, q, k, v, cu_seqlens, sin, cos, *options):
         blocks = None
         if not torch.compiler.is_compiling():  # a compiled program makes it in each direction
             batch = _batch(q, k, v, cu_seqlens, sin, cos, *options[:-1])
             blocks = _blocks(lengths, resolve(options[-1], "forward", batch), batch)
         out, saved = _FORWARD(q, k, v, cu_seqlens, sin, cos, blocks, *options)
-        return out, blocks, *saved
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, q, k, v, cu_seqlens, sin, cos, *ctx.options = inputs
-        out, *kept = output
-        ctx.mark_non_differentiable(*(x for x in kept if x is not None))
-        saved = (out, *kept[1:]) if kept[1:] else ()
-        ctx.save_for_backward(q, k, v, cu_seqlens, sin, cos, kept[0], *saved)
+        ctx.save_for_backward(
+            q, k, v, cu_seqlens, sin, cos, blocks, *((out, *saved) if saved else ())
+        )
         ctx.set_materialize_grads(False)
+        ctx.options = options
+        return out
 
     @staticmethod
-    def backward(ctx, grad_out, *_):
+    def backward(ctx, grad_out):
         if grad_out is None:
             return (None,) * 11
         q, k, v, cu_seqlens, sin, cos, blocks, *saved = ctx.saved_tensors

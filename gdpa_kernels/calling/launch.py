@@ -23,8 +23,11 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
     if launches.recorders and not launches.note(kernel, grid, args, options):
         return
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[grid](*args, **options)
+        if device.index is None or device.index == torch.cuda.current_device():
+            _run(kernel, grid, args, options)
+        else:
+            with torch.cuda.device(device):
+                _run(kernel, grid, args, options)
         return
     from gdpa_kernels import emulator
 
@@ -34,6 +37,17 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
             "execute the kernel on the CPU use `with gdpa_kernels.emulator.enabled():`"
         )
     emulator.run_enabled(kernel, grid, *args, **options)
+
+
+def _run(kernel, grid: tuple[int, ...], args: tuple, options: dict) -> None:
+    """By position, without options that are Triton's own: its C paths take nothing else
+    (TRITON_ENABLE_C_CACHE, TRITON_USE_C_DISPATCHER)."""
+    names = kernel.arg_names
+    constants = [options[name] for name in names[len(args) :]]
+    own = {name: value for name, value in options.items() if name not in names}
+    if own.get("num_warps") == 4:
+        del own["num_warps"]
+    kernel[grid](*args, *constants, **own)
 
 
 def multiprocessors(device: torch.device) -> int:

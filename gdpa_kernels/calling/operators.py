@@ -45,12 +45,9 @@ def distinct(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
 
 class _Final(torch.autograd.Function):
     @staticmethod
-    def forward(operator, count, *tensors):
+    def forward(ctx, operator, count, *tensors):
+        ctx.operator = operator
         return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.operator = inputs[0]
 
     @staticmethod
     def backward(ctx, *_):
@@ -64,11 +61,3 @@ def final(operator: str, gradients: tuple, inputs: tuple) -> tuple[torch.Tensor 
     if not torch.is_grad_enabled():
         return gradients
     return _Final.apply(operator, len(gradients), *gradients, *inputs)
-
-
-def is_plain(*tensors: torch.Tensor) -> bool:
-    """Whether a program that is being compiled needs no derivative: an `autograd.Function` with a
-    `setup_context` is traced by Dynamo only where one is needed."""
-    if not torch.compiler.is_compiling():
-        return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))

@@ -50,7 +50,7 @@ def ragged_descriptor(
             1,
             1,
             block_rows,
-            width or max(min_width, triton.next_power_of_2(head_dim)),
+            width or max(min_width, 1 << (head_dim - 1).bit_length()),
         ],
     )
 

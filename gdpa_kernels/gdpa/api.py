@@ -8,7 +8,7 @@ import torch
 from gdpa_kernels.calling import checks, ladder
 from gdpa_kernels.calling.ladder import Rung
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.calling.operators import define, distinct, final, is_plain, needed
+from gdpa_kernels.calling.operators import define, distinct, final, needed
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
@@ -103,8 +103,6 @@ def gdpa(
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(output_scale), bool(causal),
         window, impl, backward_impl,
     )  # fmt: skip
-    if is_plain(q, k, v):
-        return _FORWARD(*tensors, [], *options)
     return _Gdpa.apply(_shared(given), *tensors, *options)
 
 
@@ -162,18 +160,15 @@ class _Gdpa(torch.autograd.Function):
     """The operators of both directions as one differentiable function."""
 
     @staticmethod
-    def forward(lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, *options):
+    def forward(ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, *options):
+        ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        ctx.set_materialize_grads(False)
+        ctx.lengths, ctx.options = lengths, options
         schedule = []
         if lengths is not None:
             batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options[:-2])
             schedule = _schedule(lengths, resolve(options[-2], batch), batch)
         return _FORWARD(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
-        ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k)
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, grad_out):

@@ -19,11 +19,9 @@ v1 it is 2 bytes in all.
 | one per stage | 1 and bytes | TMA load of Q or dO, num_stages - 1 blocks ahead -> products     |
 | bulk group    | TMA         | addition of a dQ tile has read its buffer -> the next tile of dQ |
 
-The compiler makes the barriers. dQ is not deterministic: its additions come in another order from
-run to run.
-Needs: sm_90 or newer, bf16 or fp16, head_dim a multiple of 8 from 16 to 128 (on sm_100 to 64, more
-does not fit), contiguous rows of q, k and v aligned to 16 bytes. A grad_out that TMA cannot read is
-copied first.
+The compiler makes the barriers. dQ is not deterministic: its additions come in any order.
+Needs: sm_90 or newer, bf16 or fp16, head_dim a multiple of 8 from 16 to 128 (64 on sm_100), rows of
+q, k and v contiguous and aligned to 16 bytes. A grad_out that TMA cannot read is copied first.
 """
 
 from dataclasses import dataclass

@@ -421,8 +421,8 @@ def test_a_derivative_is_never_dropped():
     def loss(q):
         return block_attention(**call | {"q": q}).sum()
 
-    (expected,) = torch.autograd.grad(loss(leaf := call["q"].clone().requires_grad_()), leaf)
-    assert torch.equal(torch.func.grad(loss)(call["q"]), expected)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(loss)(call["q"])
     with pytest.raises(RuntimeError, match="forward mode AD|jvp"):
         torch.func.jvp(loss, (call["q"],), (call["q"],))
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward mode AD|jvp"):

@@ -14,6 +14,7 @@ from gdpa_kernels.calling import launch as launching
 from gdpa_kernels.calling import launches as recording
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import v8_own_waits
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
 CPU = torch.device("cpu")
@@ -134,12 +135,11 @@ def test_forward_and_backward_of_a_call():
 
 
 def test_a_rung_that_does_not_run_needs_no_device():
-    options = {"activation": ("relu",), "scale": 1.0, "output_scale": 1.0}
-    arguments = call(requires_grad=False) | options | {"causal": False, "window": None}
+    batch = Batch(**call(requires_grad=False), activation=("relu",), scale=1.0)
     with launches(run=False) as seen:
-        v8_own_waits.forward(**arguments)
+        v8_own_waits.forward(batch)
     assert [launch.name for launch in seen] == ["work_list_kernel", "own_waits_kernel"]
     assert seen[1].constants["ACTIVATION"] == "relu" and seen[1].grid == (3,)
     with emulator.enabled(multiprocessors=2), launches(run=False) as seen:
-        v8_own_waits.forward(**arguments)
+        v8_own_waits.forward(batch)
     assert seen[-1].grid == (2,)

@@ -363,9 +363,8 @@ def test_a_derivative_is_never_dropped():
     def loss(q):
         return gdpa(**call | {"q": q}).sum()
 
-    required_q = call["q"].clone().requires_grad_()
-    (expected,) = torch.autograd.grad(loss(required_q), required_q)
-    assert torch.equal(torch.func.grad(loss)(call["q"]), expected)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(loss)(call["q"])
     forward_mode = pytest.raises(RuntimeError, match="forward mode AD|jvp")
     with forward_mode:
         torch.func.jvp(loss, (call["q"],), (call["q"],))
