@@ -362,8 +362,8 @@ figures.glue_number("v3_budget", checked.error.budget)
 
 # %% [markdown]
 # `test_any_schedule_gives_the_same_result` in `tests/gdpa/test_forward.py` does the same, and
-# `tests/test_schedule.py` checks that every order lists every tile exactly once, on the device as
-# on the host. On the GPU, gdpa-self-ml20m-2048 in zigzag order: largest error
+# `tests/gdpa/test_schedule.py` checks that every order lists every tile exactly once, on the device
+# as on the host. On the GPU, gdpa-self-ml20m-2048 in zigzag order: largest error
 # {glue:text}`v3_error:.2f`, allowed {glue:text}`v3_budget:.2f` (measured).
 #
 # ## Measurement

@@ -341,7 +341,7 @@ for name, rows in (("tiles", 128), ("heads", 256)):
 # %% [markdown]
 # The order is v3's zigzag: the tiles with most keys first, every second round of programs in
 # reverse. One small kernel makes it (`work_list.py`), where v3 needed dozens of PyTorch operations.
-# Each of its programs ranks eight sequences by comparing them with all others.
+# Each of its programs ranks four sequences by comparing them with all others.
 #
 # The right panel shows the price of the third step. When K and V stay, an entry is a whole head of
 # a sequence, and there is less to balance with: {glue:text}`v6_toy_heads:.2f` instead of
