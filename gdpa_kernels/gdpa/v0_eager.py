@@ -81,11 +81,14 @@ def forward(batch: Batch) -> torch.Tensor:
         q = batch.q.transpose(0, 1).expand(batch.sequences, -1, -1, -1)
     else:
         q = pad(batch.q, batch.cu_seqlens_q, batch.max_seqlen_q)
-    k, v = (pad(x, batch.cu_seqlens_k, batch.max_seqlen_k) for x in (batch.k, batch.v))
+    k, v = (
+        pad(x, batch.cu_seqlens_k, batch.max_seqlen_k).repeat_interleave(batch.group, dim=1)
+        for x in (batch.k, batch.v)
+    )
     out = padded_attention(
         q,
-        k.repeat_interleave(batch.group, dim=1),
-        v.repeat_interleave(batch.group, dim=1),
+        k,
+        v,
         activation=batch.activation,
         scale=batch.scale,
         output_scale=batch.output_scale,

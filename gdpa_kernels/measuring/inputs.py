@@ -128,8 +128,9 @@ def make_inputs(
 
     `seed` (default: the workload's) seeds the values only; lengths follow the workload's own seed.
     Values are drawn on the device, so they repeat for a seed on one kind of device and one PyTorch
-    version. `packed=True` returns q, k, v with the same values as strided slices of one tensor
-    [total, num_heads_q + 2 * num_heads_k, head_dim]; ValueError unless K/V lengths equal Q lengths.
+    version; on "meta" there are none. `packed=True` returns q, k, v with the same values as strided
+    slices of one tensor [total, num_heads_q + 2 * num_heads_k, head_dim]; ValueError unless K/V
+    lengths equal Q lengths.
     """
     if seed is None:
         seed = workload.seed
@@ -142,7 +143,9 @@ def make_inputs(
         )
     device = torch.device(device)
     dtype = DTYPES[workload.dtype]
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = None
+    if device.type != "meta":
+        generator = torch.Generator(device=device).manual_seed(seed)
     heads_q, heads_k = workload.num_heads_q, workload.num_heads_k
 
     def draw(rows: int, heads: int) -> torch.Tensor:

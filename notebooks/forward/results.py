@@ -501,8 +501,9 @@ figures.provenance(kernels[kernels["impl"].isin(CLIMB)])
 #
 # What is timed is a repeated call with the same offsets, as the second and later layers of a model
 # make it. v3 makes its schedule anew for each call. From v6a on the list is made by one small
-# kernel (`gdpa_kernels/gdpa/work_list.py`) and remembered as long as the tensors of offsets are the
-# same and unmodified: here it was made in a warm-up call, and no sample contains it.
+# kernel (`gdpa_kernels/gdpa/work_list.py`). When this record was made, a list was kept with the
+# offsets: it comes from a warm-up call, and no sample contains it. Now a call that is given tensors
+# makes its list, and calls that are given the same `Lengths` share one.
 # {doc}`v6's chapter <v6_short_kv>` times the list alone.
 
 # %% tags=["remove-cell"]

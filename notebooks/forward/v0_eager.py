@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import v0_eager
 from gdpa_kernels.measuring import roofline, system, testing
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
 from gdpa_kernels.measuring.workload import WORKLOADS, Workload, workload
 from gdpa_kernels.report import figures, results
 from gdpa_kernels.report.house import INK
@@ -161,21 +161,9 @@ class Ledger(TorchDispatchMode):
 # %% tags=["hide-input"]
 def run_on_paper(work: Workload) -> tuple[pd.DataFrame, int]:
     """v0's steps on `work`, with their modelled time in us, and the modelled peak in bytes."""
-    q, k, v = (
-        torch.empty(rows, heads, work.head_dim, dtype=torch.bfloat16, device="meta")
-        for rows, heads in (
-            (work.total_q, work.num_heads_q),
-            (work.total_k, work.num_heads_k),
-            (work.total_k, work.num_heads_k),
-        )
-    )
-    ends = torch.empty(work.batch + 1, dtype=torch.int32, device="meta")
-    with Ledger(q, k, v, ends) as ledger:
-        v0_eager.forward(
-            q, k, v, ends, ends, work.max_seqlen_q, work.max_seqlen_k,
-            activation=(work.activation,), scale=work.head_dim**-0.5, output_scale=1.0,
-            causal=False, window=None,
-        )  # fmt: skip
+    batch = make_inputs(work, device="meta").batch()
+    with Ledger(batch.q, batch.k, batch.v, batch.cu_seqlens_q, batch.cu_seqlens_k) as ledger:
+        v0_eager.forward(batch)
     steps = pd.DataFrame(
         ledger.steps, columns=["op", "shapes", "bytes_read", "bytes_written", "flops"]
     )

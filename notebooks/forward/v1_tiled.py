@@ -34,6 +34,7 @@ from matplotlib.patches import Rectangle
 from gdpa_kernels import emulator, gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import activations, v1_tiled
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check, roofline, system, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import WORKLOADS, workload
@@ -642,10 +643,9 @@ made = {
     "computed once, advanced": compile_check.compile_rung(hoisted),
 }
 tensors, lengths = cases["packed qkv"]
-how = {"activation": ("gelu_tanh",), "scale": tensors[0].shape[-1] ** -0.5, "output_scale": 1.0}
-how |= {"causal": False, "window": None}
+batch = Batch(*tensors, *lengths, activation=("gelu_tanh",), scale=tensors[0].shape[-1] ** -0.5)
 with emulator.enabled():
-    assert torch.equal(*(m.forward(*tensors, *lengths, **how) for m in (v1_tiled, hoisted)))
+    assert torch.equal(*(m.forward(batch) for m in (v1_tiled, hoisted)))
 figures.show_table(
     pd.DataFrame(
         {

@@ -41,7 +41,7 @@ from gdpa_kernels.device import ragged
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
 from gdpa_kernels.gdpa import v1_tiled, v2_tma
 from gdpa_kernels.measuring import record, roofline, system, testing
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import figures, results
 
@@ -487,8 +487,7 @@ figures.glue_text("v2_most_gain_2", average.index[1])
 assert set(average.index[:2]) == {WIDE, "64x128x4x2"}, "the text names the shapes that gain most"
 best = times.groupby("workload", sort=False)[["v1_tiled", "v2_tma"]].idxmin()
 for name in WORKLOADS:
-    keys = workload(name).max_seqlen_k
-    default = v2_tma.default_config(128, torch.bfloat16, keys)
+    default = v2_tma.default_config(make_inputs(workload(name), device="meta").batch())
     shape = f"{default.BLOCK_M}x{default.BLOCK_N}x{default.num_warps}x{default.num_stages}"
     assert best.loc[name, "v2_tma"][1] == shape, f"the default for {name} is not the fastest"
 fastest = times.groupby("workload", sort=False)[["v1_tiled", "v2_tma"]].min()

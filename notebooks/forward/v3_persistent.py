@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import schedule, v2_tma, v3_persistent
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import record, system
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
@@ -329,15 +330,11 @@ lengths = (70, 0, 5)
 make = torch.Generator().manual_seed(2025)
 q, k, v = (torch.randn(sum(lengths), 1, 16, generator=make).bfloat16() for _ in range(3))
 ends = cu_seqlens(lengths, "cpu")
-call = {
-    "q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends,
-    "max_seqlen_q": 70, "max_seqlen_k": 70, "activation": ("gelu_tanh",), "scale": 16**-0.5,
-    "output_scale": 1.0, "causal": False, "window": None,
-}  # fmt: skip
+batch = Batch(q, k, v, ends, ends, 70, 70, activation=("gelu_tanh",), scale=16**-0.5)
 with emulator.enabled():
-    expected = v2_tma.forward(**call, config=v2_tma.Config(64, 64))
+    expected = v2_tma.forward(batch, config=v2_tma.Config(64, 64))
     for order in schedule.ORDERS:
-        out = v3_persistent.forward(**call, config=v3_persistent.Config(64, 64, order=order))
+        out = v3_persistent.forward(batch, config=v3_persistent.Config(64, 64, order=order))
         print(f"{order:14} equal to v2: {torch.equal(out, expected)}")
         assert torch.equal(out, expected)
 
@@ -355,7 +352,7 @@ class CountOperations(TorchDispatchMode):
 
 for order in ("longest_first", "zigzag"):
     with CountOperations() as counted:
-        v3_persistent.make_schedule(q, ends, ends, 70, v3_persistent.Config(order=order))
+        v3_persistent.make_schedule(batch, v3_persistent.Config(order=order))
     figures.glue_number(f"v3_ops_{order}", counted.count)
     assert counted.count > 24, "the text speaks of dozens of operations"
 run = record.load(Path(data_dir) / "records" / f"{newest['09']}.json")
@@ -365,8 +362,8 @@ figures.glue_number("v3_budget", checked.error.budget)
 
 # %% [markdown]
 # `test_any_schedule_gives_the_same_result` in `tests/gdpa/test_forward.py` does the same, and
-# `tests/test_schedule.py` checks that every order lists every tile exactly once, on the device as
-# on the host. On the GPU, gdpa-self-ml20m-2048 in zigzag order: largest error
+# `tests/gdpa/test_schedule.py` checks that every order lists every tile exactly once, on the device
+# as on the host. On the GPU, gdpa-self-ml20m-2048 in zigzag order: largest error
 # {glue:text}`v3_error:.2f`, allowed {glue:text}`v3_budget:.2f` (measured).
 #
 # ## Measurement
@@ -415,16 +412,9 @@ if mode == "measure":
             "config": v2_tma.Config(base.BLOCK_M, base.BLOCK_N, base.num_warps, base.num_stages)
         }
         session.measure(work, [("v2_tma", "hardware", same), *variants])
-        inputs = make_inputs(work, device=session.device)
+        batch = make_inputs(work, device=session.device).batch()
         makers = {
-            order: functools.partial(
-                v3_persistent.make_schedule,
-                inputs.q,
-                inputs.cu_seqlens_q,
-                inputs.cu_seqlens_k,
-                inputs.max_seqlen_q,
-                replace(base, order=order),
-            )
+            order: functools.partial(v3_persistent.make_schedule, batch, replace(base, order=order))
             for order in ORDERS
         }
         for sampler, how in ((timing.sample_kernels, "device"), (timing.sample_ops, "host")):
@@ -435,7 +425,7 @@ if mode == "measure":
                     flops=0, bytes_read=0, bytes_written=0,
                 )  # fmt: skip
                 session.add(work, row)
-        del inputs, makers
+        del batch, makers
     print(session.write(data_dir))
 
 # %% tags=["remove-input"]

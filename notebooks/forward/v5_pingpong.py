@@ -28,6 +28,7 @@ import functools
 import inspect
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -38,6 +39,7 @@ from IPython.display import SVG, Markdown, display
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import activations, reference, v4_warp_specialized, v5_pingpong
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.v5_pingpong import Config
 from gdpa_kernels.measuring import compile_check, record, system, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -216,24 +218,26 @@ Markdown(
 
 
 # %% tags=["remove-cell"]
-def one_tile(queries: int, keys: int, head_dim: int = HEAD_DIM) -> dict:
-    """Arguments of `forward` for one sequence with one head."""
+def problem(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], num_heads: int = 1) -> Batch:
+    """Sequences of these lengths, seeded."""
     make = torch.Generator().manual_seed(2025)
     q, k, v = (
-        torch.randn(rows, 1, head_dim, generator=make).bfloat16() for rows in (queries, keys, keys)
+        torch.randn(sum(lengths), num_heads, HEAD_DIM, generator=make).bfloat16()
+        for lengths in (lengths_q, lengths_k, lengths_k)
     )
-    return {
-        "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens((queries,), "cpu"),
-        "cu_seqlens_k": cu_seqlens((keys,), "cpu"), "max_seqlen_q": queries,
-        "max_seqlen_k": keys, "activation": ("gelu_tanh",), "scale": head_dim**-0.5,
-        "output_scale": 1.0, "causal": False, "window": None,
-    }  # fmt: skip
+    ends = (cu_seqlens(lengths, "cpu") for lengths in (lengths_q, lengths_k))
+    return Batch(q, k, v, *ends, max(lengths_q), max(lengths_k), ("gelu_tanh",), HEAD_DIM**-0.5)
 
 
-def traced(module, call: dict, config) -> emulator.Timeline:
+def one_tile(queries: int, keys: int) -> Batch:
+    """One sequence with one head."""
+    return problem((queries,), (keys,))
+
+
+def traced(module, batch: Batch, config) -> emulator.Timeline:
     """The timeline of a launch in the emulator."""
     with emulator.enabled(trace=True) as reports:
-        module.forward(**call, config=config)
+        module.forward(batch, config=config)
     return reports[0].timeline
 
 
@@ -359,7 +363,7 @@ def found(module, config, schedule) -> emulator.EmulatorError | None:
     """What the emulator says about a launch."""
     try:
         with emulator.enabled(schedule=schedule, max_steps=100_000):
-            module.forward(**one_tile(128, 512), config=config)
+            module.forward(one_tile(128, 512), config=config)
     except emulator.EmulatorError as error:
         return error
     return None
@@ -397,17 +401,12 @@ figures.source("emulated", "v5_pingpong.py with one change each, modelled schedu
 
 # %%
 lengths = (0, 1, 63, 64, 65, 127, 128, 129)
-make = torch.Generator().manual_seed(2025)
-q, k, v = (torch.randn(sum(lengths), 2, 128, generator=make).bfloat16() for _ in range(3))
-ends = cu_seqlens(lengths, "cpu")
-call = one_tile(1, 1) | {
-    "q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends,
-    "max_seqlen_q": 129, "max_seqlen_k": 129,
-}  # fmt: skip
+batch = problem(lengths, lengths, num_heads=2)
 with emulator.enabled():
-    out = v5_pingpong.forward(**call)
-exact = reference.forward(**call | {name: call[name].double() for name in ("q", "k", "v")})
-same = reference.forward(**call)
+    out = v5_pingpong.forward(batch)
+exact = reference.forward(replace(batch, **{x: getattr(batch, x).double() for x in "qkv"}))
+same = reference.forward(batch)
+ends = batch.cu_seqlens_q.tolist()
 comparisons = [
     testing.compare(
         name=f"{length}",
@@ -415,7 +414,7 @@ comparisons = [
         expected=exact[start:end],
         baseline=same[start:end],
     )
-    for length, start, end in zip(lengths, ends.tolist()[:-1], ends.tolist()[1:], strict=True)
+    for length, start, end in zip(lengths, ends[:-1], ends[1:], strict=True)
 ]
 figures.show_table(
     pd.DataFrame(
@@ -441,8 +440,8 @@ glue("error", checked.error.max_abs)
 glue("budget", checked.error.budget)
 glue("elements", checked.error.elements / 1e6)
 with emulator.enabled():
-    turned = v5_pingpong.forward(**call, config=Config(turns=True))
-    previous = v4_warp_specialized.forward(**call)
+    turned = v5_pingpong.forward(batch, config=Config(turns=True))
+    previous = v4_warp_specialized.forward(batch)
 assert torch.equal(turned, out) and torch.equal(previous, out), "the text says: the same bits"
 
 # %% [markdown]

@@ -28,6 +28,7 @@
 import inspect
 import math
 import re
+from dataclasses import replace
 
 import pandas as pd
 import torch
@@ -44,9 +45,10 @@ from gdpa_kernels.gdpa import (
     v6a_persistent,
     v6b_stream,
 )
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import testing
 from gdpa_kernels.measuring.compile_check import compile_rung
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import figures, results
 from gdpa_kernels.report.house import INK
@@ -122,28 +124,28 @@ def difference(impl: str) -> Markdown:
     )
 
 
-def emulated(module, call: dict, **options) -> emulator.Report:
+def emulated(module, batch: Batch, **options) -> emulator.Report:
     """The report of the kernel's own launch; the one before it makes the list."""
     config = options.pop("config", None)
     with emulator.enabled(**options) as reports:
-        module.forward(**call, config=config)
+        module.forward(batch, config=config)
     return reports[-1]
 
 
-def problem(seqlens_q, seqlens_k, *, num_heads: int = 1, head_dim: int = 32) -> dict:
-    """Seeded arguments of a rung's `forward`, on the CPU."""
+def problem(seqlens_q, seqlens_k, *, num_heads: int = 1, head_dim: int = 32) -> Batch:
+    """Sequences of these lengths, seeded, on the CPU."""
     make = torch.Generator().manual_seed(2025)
     rows, keys = sum(seqlens_q), sum(seqlens_k)
     q, k, v = (
         torch.randn(n, num_heads, head_dim, generator=make).bfloat16() for n in (rows, keys, keys)
     )
-    return {
-        "q": q, "k": k, "v": v,
-        "cu_seqlens_q": cu_seqlens(seqlens_q, "cpu"), "cu_seqlens_k": cu_seqlens(seqlens_k, "cpu"),
-        "max_seqlen_q": max(seqlens_q), "max_seqlen_k": max(seqlens_k),
-        "activation": ("gelu_tanh",), "scale": head_dim**-0.5, "output_scale": 1.0,
-        "causal": False, "window": None,
-    }  # fmt: skip
+    ends = (cu_seqlens(seqlens, "cpu") for seqlens in (seqlens_q, seqlens_k))
+    return Batch(q, k, v, *ends, max(seqlens_q), max(seqlens_k), ("gelu_tanh",), head_dim**-0.5)
+
+
+def on_paper(name: str) -> Batch:
+    """The batch of a workload, without values."""
+    return make_inputs(workload(name), device="meta").batch()
 
 
 # %% [markdown]
@@ -195,7 +197,7 @@ def predicted_stay(keys: int) -> float:
 
 
 def blocks(keys: int) -> int:
-    config = v6b_stream.default_config(128, torch.bfloat16, keys)
+    config = v6b_stream.default_config(on_paper(f"gdpa-self-full-{keys}"))
     return math.ceil(keys / config.BLOCK_N)
 
 
@@ -229,14 +231,10 @@ FIELDS = ("start_q", "start_out", "len_q", "start_k", "len_k", "head", "first_ro
 
 def entries_of(seqlens_q, seqlens_k, config) -> pd.DataFrame:
     """The list that the kernel of work_list.py makes, in the emulator."""
-    arguments = problem(seqlens_q, seqlens_k)
     with emulator.enabled():
-        made = v6_short_kv.make_schedule(
-            arguments["q"], arguments["cu_seqlens_q"], arguments["cu_seqlens_k"],
-            max(seqlens_q), config,
-        )  # fmt: skip
-    count = int(made.entries[0, 0])
-    table = pd.DataFrame(made.entries[1 : 1 + count].tolist(), columns=FIELDS)
+        (entries,) = v6_short_kv.make_schedule(problem(seqlens_q, seqlens_k), config)
+    count = int(entries[0, 0])
+    table = pd.DataFrame(entries[1 : 1 + count].tolist(), columns=FIELDS)
     ends = [0]
     for length in seqlens_q:
         ends.append(ends[-1] + length)
@@ -343,7 +341,7 @@ for name, rows in (("tiles", 128), ("heads", 256)):
 # %% [markdown]
 # The order is v3's zigzag: the tiles with most keys first, every second round of programs in
 # reverse. One small kernel makes it (`work_list.py`), where v3 needed dozens of PyTorch operations.
-# Each of its programs ranks eight sequences by comparing them with all others.
+# Each of its programs ranks four sequences by comparing them with all others.
 #
 # The right panel shows the price of the third step. When K and V stay, an entry is a whole head of
 # a sequence, and there is less to balance with: {glue:text}`v6_toy_heads:.2f` instead of
@@ -525,9 +523,9 @@ assert moved[True] < 0.6 * moved[False]
 # what PyTorch makes of the same mathematics in bf16.
 
 # %%
-call = problem((200, 0, 1, 131, 17), (70, 33, 5, 260, 0), num_heads=2)
-exact = {name: call[name].double() for name in ("q", "k", "v")}
-expected, baseline = reference.forward(**{**call, **exact}), reference.forward(**call)
+batch = problem((200, 0, 1, 131, 17), (70, 33, 5, 260, 0), num_heads=2)
+exact = replace(batch, **{x: getattr(batch, x).double() for x in "qkv"})
+expected, baseline = reference.forward(exact), reference.forward(batch)
 CONFIGS = {
     "v5_pingpong": v5_pingpong.Config(),
     "v6a_persistent": v6a_persistent.Config(),
@@ -538,7 +536,7 @@ CONFIGS = {
 outputs = {}
 with emulator.enabled():
     for name, config in CONFIGS.items():
-        out = MODULES[name.split(",")[0]].forward(**call, config=config)
+        out = MODULES[name.split(",")[0]].forward(batch, config=config)
         found_error = testing.compare(
             name=name, actual=out, expected=expected, baseline=baseline
         )  # fmt: skip
@@ -553,9 +551,9 @@ stays = problem((200, 0, 1, 131, 17), (70, 33, 5, 256, 0), num_heads=2)
 kept = {}
 for seed in ("modelled", 0, 1):
     with emulator.enabled(schedule=seed):
-        kept[seed] = v6_short_kv.forward(**stays, config=v6_short_kv.Config(resident=True))
+        kept[seed] = v6_short_kv.forward(stays, config=v6_short_kv.Config(resident=True))
 with emulator.enabled():
-    fetched = v6_short_kv.forward(**stays, config=v6_short_kv.Config())
+    fetched = v6_short_kv.forward(stays, config=v6_short_kv.Config())
 assert all(torch.equal(out, fetched) for out in kept.values()), "the text says: the same bits"
 glue("random", len(kept) - 1)
 
@@ -565,14 +563,13 @@ glue("random", len(kept) - 1)
 # {glue:text}`v6_random:.0f` random schedules of the roles). And nobody sees a neighbour's values:
 
 # %%
-poisoned = dict(stays)
-for name, ends in (("q", "cu_seqlens_q"), ("k", "cu_seqlens_k"), ("v", "cu_seqlens_k")):
-    start, end = stays[ends][3:5].tolist()
-    poisoned[name] = stays[name].clone()
-    poisoned[name][start:end] = float("nan")
+poisoned = replace(stays, **{x: getattr(stays, x).clone() for x in "qkv"})
+first_key, last_key = stays.cu_seqlens_k[3:5].tolist()
+start, end = stays.cu_seqlens_q[3:5].tolist()
+poisoned.q[start:end] = float("nan")
+poisoned.k[first_key:last_key] = poisoned.v[first_key:last_key] = float("nan")
 with emulator.enabled():
-    out = v6_short_kv.forward(**poisoned, config=v6_short_kv.Config(resident=True))
-start, end = stays["cu_seqlens_q"][3:5].tolist()
+    out = v6_short_kv.forward(poisoned, config=v6_short_kv.Config(resident=True))
 others = torch.ones(len(out), dtype=torch.bool)
 others[start:end] = False
 print("sequence 3 is NaN:", bool(out[start:end].isnan().all()))
@@ -641,8 +638,7 @@ figures.source("modelled", "ptxas and nvdisasm on the kernels compiled for sm_90
 if mode == "measure":
     import functools
 
-    from gdpa_kernels.gdpa import v6_short_kv, v6a_persistent, v6b_stream, work_list
-    from gdpa_kernels.gdpa.schedule import max_tiles
+    from gdpa_kernels.gdpa import v6_short_kv, v6a_persistent, v6b_stream
     from gdpa_kernels.measuring import record, timing
     from gdpa_kernels.measuring.inputs import make_inputs
     from gdpa_kernels.measuring.session import Session
@@ -670,47 +666,22 @@ if mode == "measure":
         session.measure(workload(name), [*stream, *resident])
     for name in ("gdpa-self-full-256", "gdpa-self-full-1024", "gdpa-self-half-jagged-1024"):
         work = workload(name)
-        inputs = make_inputs(work, device=session.device)
-        rows, heads, _ = inputs.q.shape
-        makers = {
-            "list": functools.partial(
-                work_list.work_list,
-                inputs.cu_seqlens_q,
-                inputs.cu_seqlens_k,
-                max_tiles=max_tiles(rows, work.batch, inputs.max_seqlen_q, 128),
-                max_seqlen_q=inputs.max_seqlen_q,
-                num_heads=heads,
-                rows_per_item=128,
-                block_n=64,
-                num_programs=session.system.num_sms,
-            ),
-            "remembered": functools.partial(
-                v6b_stream.make_schedule,
-                inputs.q,
-                inputs.cu_seqlens_q,
-                inputs.cu_seqlens_k,
-                inputs.max_seqlen_q,
-                v6b_stream.Config(BLOCK_N=64, num_stages=4),
-            ),
-        }
-        timed = [
-            ("list", "device", timing.sample_kernels),
-            ("list", "host", timing.sample_ops),
-            ("remembered", "host", timing.sample_ops),
-        ]
-        for maker, how, sampler in timed:
+        batch = make_inputs(work, device=session.device).batch()
+        config = v6b_stream.Config(BLOCK_N=64, num_stages=4)
+        maker = {"list": functools.partial(v6b_stream.make_schedule, batch, config)}
+        for how, sampler in (("device", timing.sample_kernels), ("host", timing.sample_ops)):
             common = {
                 "impl": "v6_short_kv", "math": "activation", "scope": "schedule",
-                "variant": f"{maker}, {how} time", "flops": 0, "bytes_read": 0, "bytes_written": 0,
+                "variant": f"list, {how} time", "flops": 0, "bytes_read": 0, "bytes_written": 0,
             }  # fmt: skip
             try:
-                taken = sampler({maker: makers[maker]}, session.device, session.protocol)
-                row = record.Row.of(work, "forward", **common, samples_us=taken[maker])
+                taken = sampler(maker, session.device, session.protocol)
+                row = record.Row.of(work, "forward", **common, samples_us=taken["list"])
             except Exception as error:
                 text = f"{type(error).__name__}: {str(error)[:200]}"
                 row = record.Row.of(work, "forward", **common, failure=text)
             session.add(work, row)
-        del inputs, makers
+        del batch, maker
     print(session.write(data_dir))
 
 
@@ -909,9 +880,7 @@ sizes = []
 for impl in ("v6a_persistent", "v6b_stream"):
     for name in variants.index:
         small, large = (variants.loc[name, (impl, f"{n} keys")] for n in (64, 128))
-        work = workload(name)
-        mean = sum(work.seqlens_k) / work.batch
-        rule = v6b_stream.default_config(128, torch.bfloat16, work.max_seqlen_k, mean).BLOCK_N
+        rule = v6b_stream.default_config(on_paper(name)).BLOCK_N
         sizes.append(
             {
                 "workload": short(name),
@@ -1027,8 +996,9 @@ def wanted(name: str, block_n: int) -> float:
 
 
 glue("share_held", wanted(share.idxmin(), 64))
-assert v6b_stream.default_config(128, torch.bfloat16, 256).BLOCK_N == 64, "the text says so"
-assert v6_short_kv.default_config(128, torch.bfloat16, 256).BLOCK_N == 128, "the text says so"
+short_keys = on_paper(few_tiles.idxmin())
+assert v6b_stream.default_config(short_keys).BLOCK_N == 64, "the text says so"
+assert v6_short_kv.default_config(short_keys).BLOCK_N == 128, "the text says so"
 glue("fill_64", wanted(few_tiles.idxmin(), 64))
 glue("fill_128", wanted(few_tiles.idxmin(), 128))
 next_rungs = {
@@ -1067,7 +1037,6 @@ for name in dict.fromkeys(costs["workload"]):
             "list, device (us)": some["list, device time"],
             "% of v6": 100 * some["list, device time"] / kernel_us,
             "list, host (us)": some["list, host time"],
-            "remembered, host (us)": some["remembered, host time"],
             "v3's list, device (us)": past["time_us_p50"].iloc[0] if len(past) else math.nan,
         }
     )
@@ -1076,7 +1045,6 @@ glue("list_min", listed["list, device (us)"].min())
 glue("list_max", listed["list, device (us)"].max())
 glue("list_share_min", listed["% of v6"].min())
 glue("list_share_max", listed["% of v6"].max())
-glue("list_remembered", listed["remembered, host (us)"].max())
 glue("list_old", (listed["v3's list, device (us)"] / listed["list, device (us)"]).median())
 
 # %% tags=["remove-input"]
@@ -1090,8 +1058,7 @@ figures.provenance(costs, csv="v6-list", data_dir=data_dir)
 # The list takes {glue:text}`v6_list_min:.1f` to {glue:text}`v6_list_max:.1f` µs of device time,
 # {glue:text}`v6_list_share_min:.1f` to {glue:text}`v6_list_share_max:.1f` % of the kernel that
 # reads it. v3's list takes {glue:text}`v6_list_old:.0f` times as long (median). All layers of a
-# model see the same offsets, so a list made from the same tensors is used again, after at most
-# {glue:text}`v6_list_remembered:.0f` µs on the host (a remembered list needs no device).
+# model see the same offsets: given as `Lengths`, they share one list.
 #
 # ## The surprise: the gap was filled already
 #
@@ -1181,10 +1148,10 @@ AT_ONCE = ("release(k.empty[0], steps == 1, options.RESIDENT)", "tlx.barrier_arr
 early = changed(v6_short_kv, AT_ONCE)
 outcomes = {}
 for rows in (100, 128, 129, 300):
-    arguments = problem([rows], [200])
+    batch = problem([rows], [200])
     try:
         with emulator.enabled(max_steps=100_000):
-            early.forward(**arguments, config=early.Config(resident=True))
+            early.forward(batch, config=early.Config(resident=True))
         outcomes[rows] = ""
     except emulator.EmulatorError as error:
         outcomes[rows] = type(error).__name__

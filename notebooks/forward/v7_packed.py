@@ -27,6 +27,7 @@
 import inspect
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.emulator.launch import REGISTERS
 from gdpa_kernels.gdpa import activations, reference, v6_short_kv, v7_packed
 from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check, system, testing
 from gdpa_kernels.measuring.compile_check import compile_rung
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -93,26 +95,21 @@ def code(text: str) -> Markdown:
     return Markdown(f"```python\n{text.rstrip()}\n```")
 
 
-def problem(seqlens_q, seqlens_k, *, num_heads=1, head_dim=32, dtype=torch.bfloat16) -> dict:
-    """Seeded arguments of a rung's `forward`, on the CPU."""
+def problem(seqlens_q, seqlens_k, *, num_heads=1, head_dim=32, dtype=torch.bfloat16) -> Batch:
+    """Sequences of these lengths, seeded, on the CPU."""
     make = torch.Generator().manual_seed(2025)
     rows, keys = sum(seqlens_q), sum(seqlens_k)
     q, k, v = (
         torch.randn(n, num_heads, head_dim, generator=make).to(dtype) for n in (rows, keys, keys)
     )
-    return {
-        "q": q, "k": k, "v": v,
-        "cu_seqlens_q": cu_seqlens(seqlens_q, "cpu"), "cu_seqlens_k": cu_seqlens(seqlens_k, "cpu"),
-        "max_seqlen_q": max(seqlens_q), "max_seqlen_k": max(seqlens_k),
-        "activation": ("gelu_tanh",), "scale": head_dim**-0.5, "output_scale": 1.0,
-        "causal": False, "window": None,
-    }  # fmt: skip
+    ends = (cu_seqlens(seqlens, "cpu") for seqlens in (seqlens_q, seqlens_k))
+    return Batch(q, k, v, *ends, max(seqlens_q), max(seqlens_k), ("gelu_tanh",), head_dim**-0.5)
 
 
-def emulated(module, call: dict, config) -> emulator.Report:
+def emulated(module, batch: Batch, config) -> emulator.Report:
     """The report of the kernel's own launch; the one before it makes the list."""
     with emulator.enabled(trace=True) as reports:
-        module.forward(**call, config=config)
+        module.forward(batch, config=config)
     return reports[-1]
 
 
@@ -279,11 +276,11 @@ Markdown("\n".join(tables))
 # emulated:
 
 # %% tags=["remove-cell"]
-FOUR = v7_packed.default_config(64, torch.bfloat16, 256)
+PICTURE = problem([256] * 9, [256] * 9, head_dim=64)
+FOUR = v7_packed.default_config(PICTURE)
 TWO = v7_packed.Config(BLOCK_N=128, num_stages=3)
 assert FOUR.math_roles == 4
 glue("four_registers", FOUR.registers)
-PICTURE = problem([256] * 9, [256] * 9, head_dim=64)
 traces = {roles: emulated(v7_packed, PICTURE, c).timeline for roles, c in ((2, TWO), (4, FOUR))}
 for roles, timeline in traces.items():
     end = max(event.end for event in timeline.events)
@@ -422,11 +419,11 @@ for label, config, dtype, head_dim in (
     ("four roles", FOUR, torch.bfloat16, 64),
     ("fp16", v7_packed.Config(), torch.float16, 32),
 ):
-    call = problem(*SEQLENS, num_heads=2, head_dim=head_dim, dtype=dtype)
-    exact = {name: call[name].double() for name in ("q", "k", "v")}
-    expected, baseline = reference.forward(**{**call, **exact}), reference.forward(**call)
+    batch = problem(*SEQLENS, num_heads=2, head_dim=head_dim, dtype=dtype)
+    exact = replace(batch, **{x: getattr(batch, x).double() for x in "qkv"})
+    expected, baseline = reference.forward(exact), reference.forward(batch)
     with emulator.enabled():
-        out = outputs[label] = v7_packed.forward(**call, config=config)
+        out = outputs[label] = v7_packed.forward(batch, config=config)
     compared = testing.compare(name=label, actual=out, expected=expected, baseline=baseline)
     print(compared)
     assert compared.passed
@@ -434,23 +431,21 @@ for label, config, dtype, head_dim in (
 # %% tags=["remove-cell"]
 half = problem(*SEQLENS, num_heads=2, dtype=torch.float16)
 with emulator.enabled():
-    as_v6 = v6_short_kv.forward(**half, config=v6_short_kv.Config())
+    as_v6 = v6_short_kv.forward(half, config=v6_short_kv.Config())
 assert torch.equal(outputs["fp16"], as_v6), "the text: in fp16 the same bits as v6"
-relu = problem(*SEQLENS, num_heads=2) | {"activation": ("relu",)}
+relu = replace(problem(*SEQLENS, num_heads=2), activation=("relu",))
 with emulator.enabled():
-    both = [
-        module.forward(**relu, config=module.Config()) for module in (v6_short_kv, v7_packed)
-    ]  # fmt: skip
+    both = [module.forward(relu, config=module.Config()) for module in (v6_short_kv, v7_packed)]
 assert torch.equal(*both), "the text: the same bits for other activations"
 poisoned = problem(*SEQLENS, num_heads=2)
 with emulator.enabled():
-    clean = v7_packed.forward(**poisoned, config=v7_packed.Config())
-start, end = poisoned["cu_seqlens_q"][3:5].tolist()
-for name, ends in (("q", "cu_seqlens_q"), ("k", "cu_seqlens_k"), ("v", "cu_seqlens_k")):
-    first, last = poisoned[ends][3:5].tolist()
-    poisoned[name][first:last] = float("nan")
+    clean = v7_packed.forward(poisoned, config=v7_packed.Config())
+start, end = poisoned.cu_seqlens_q[3:5].tolist()
+first, last = poisoned.cu_seqlens_k[3:5].tolist()
+poisoned.q[start:end] = float("nan")
+poisoned.k[first:last] = poisoned.v[first:last] = float("nan")
 with emulator.enabled():
-    out = v7_packed.forward(**poisoned, config=v7_packed.Config())
+    out = v7_packed.forward(poisoned, config=v7_packed.Config())
 others = torch.ones(len(out), dtype=torch.bool)
 others[start:end] = False
 assert out[start:end].isnan().all() and torch.equal(out[others], clean[others])
@@ -500,7 +495,7 @@ apart = compile_check.compile_rung(kernel_apart)
 together = COMPILED["v7_packed", "gelu_tanh"]
 few = problem((40,), (70,))
 with emulator.enabled():
-    same = [m.forward(**few, config=m.Config()) for m in (v7_packed, kernel_apart)]
+    same = [m.forward(few, config=m.Config()) for m in (v7_packed, kernel_apart)]
 assert torch.equal(*same), "the two versions compute the same"
 assert sum(apart.instructions.values()) > 1.2 * sum(together.instructions.values())
 assert apart.instructions["PRMT"] > 3 * together.instructions["PRMT"]

@@ -27,6 +27,7 @@ import functools
 import inspect
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -37,8 +38,9 @@ from IPython.display import SVG, Markdown, display
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference, v4_warp_specialized, v7_packed, v8_own_waits
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check, testing
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import figures, results
 from gdpa_kernels.report.house import INK, RUNG_COLOURS
@@ -100,26 +102,21 @@ def difference(impl: str) -> str:
     )
 
 
-def problem(seqlens_q, seqlens_k, *, num_heads: int = 1, head_dim: int = 128) -> dict:
-    """Seeded arguments of a rung's `forward`, on the CPU."""
+def problem(seqlens_q, seqlens_k, *, num_heads: int = 1, head_dim: int = 128) -> Batch:
+    """Sequences of these lengths, seeded, on the CPU."""
     make = torch.Generator().manual_seed(2025)
     rows, keys = sum(seqlens_q), sum(seqlens_k)
     q, k, v = (
         torch.randn(n, num_heads, head_dim, generator=make).bfloat16() for n in (rows, keys, keys)
     )
-    return {
-        "q": q, "k": k, "v": v,
-        "cu_seqlens_q": cu_seqlens(seqlens_q, "cpu"), "cu_seqlens_k": cu_seqlens(seqlens_k, "cpu"),
-        "max_seqlen_q": max(seqlens_q), "max_seqlen_k": max(seqlens_k),
-        "activation": ("gelu_tanh",), "scale": head_dim**-0.5, "output_scale": 1.0,
-        "causal": False, "window": None,
-    }  # fmt: skip
+    ends = (cu_seqlens(seqlens, "cpu") for seqlens in (seqlens_q, seqlens_k))
+    return Batch(q, k, v, *ends, max(seqlens_q), max(seqlens_k), ("gelu_tanh",), head_dim**-0.5)
 
 
-def emulated(module, call: dict, config) -> emulator.Report:
+def emulated(module, batch: Batch, config) -> emulator.Report:
     """The report of the kernel's own launch; the one before it makes the list."""
     with emulator.enabled(trace=True) as reports:
-        module.forward(**call, config=config)
+        module.forward(batch, config=config)
     return reports[-1]
 
 
@@ -460,9 +457,9 @@ figures.source("modelled", "ptxas and nvdisasm on the kernels compiled for sm_90
 
 # %%
 RAGGED = (0, 1, 63, 64, 65, 127, 128, 129)
-call = problem(RAGGED, RAGGED[::-1], head_dim=64)
-exact = {name: call[name].double() for name in ("q", "k", "v")}
-expected, baseline = reference.forward(**{**call, **exact}), reference.forward(**call)
+batch = problem(RAGGED, RAGGED[::-1], head_dim=64)
+exact = replace(batch, **{x: getattr(batch, x).double() for x in "qkv"})
+expected, baseline = reference.forward(exact), reference.forward(batch)
 CONFIGS = {
     "64 keys": v8_own_waits.Config(BLOCK_N=64, num_stages=4),
     "128 keys": v8_own_waits.Config(),
@@ -470,7 +467,7 @@ CONFIGS = {
 outputs = {}
 for name, config in CONFIGS.items():
     with emulator.enabled():
-        outputs[name] = v8_own_waits.forward(**call, config=config)
+        outputs[name] = v8_own_waits.forward(batch, config=config)
     error = testing.compare(
         name=name, actual=outputs[name], expected=expected, baseline=baseline
     )  # fmt: skip
@@ -479,7 +476,7 @@ for name, config in CONFIGS.items():
 
 # %% tags=["remove-cell"]
 with emulator.enabled():
-    previous = v7_packed.forward(**call, config=v7_packed.Config())
+    previous = v7_packed.forward(batch, config=v7_packed.Config())
 assert torch.equal(previous, outputs["128 keys"]), "the text says: the same bits"
 checked = kernels[kernels["impl"] == IMPL]
 assert checked["correct"].fillna(False).astype(bool).all(), "a check on the GPU failed"
@@ -532,9 +529,7 @@ def counted_share(name: str) -> float:
     """Share of the computed pairs that are real: rows fill tiles of 128, keys fill blocks."""
     work = workload(name)
     keys = [n for n, rows in zip(work.seqlens_k, work.seqlens_q, strict=True) if rows]
-    config = v8_own_waits.default_config(
-        work.head_dim, torch.bfloat16, work.max_seqlen_k, sum(work.seqlens_k) / work.batch
-    )
+    config = v8_own_waits.default_config(make_inputs(work, device="meta").batch())
     rows = [n for n in work.seqlens_q if n]
     real = sum(n * m for n, m in zip(rows, keys, strict=True))
     computed = sum(

@@ -23,6 +23,7 @@ import inspect
 import json
 import math
 import textwrap
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -54,7 +55,6 @@ data_dir = "data"
 # %% tags=["hide-input"]
 if mode in ("measure", "compare"):
     import time
-    from dataclasses import replace
 
     from gdpa_kernels.gdpa import v2_tma
     from gdpa_kernels.measuring.session import Session
@@ -65,11 +65,12 @@ if mode in ("measure", "compare"):
         session.measure(workload(name), replicates)
 
     def call(work, zeros=False, scale=128**-0.5):
-        inputs = make_inputs(work, device=session.device)
-        arguments = inputs.arguments() | {"activation": ("gelu_tanh",), "scale": scale}
+        batch = replace(make_inputs(work, device=session.device).batch(), scale=scale)
         if zeros:
-            arguments |= {name: torch.zeros_like(arguments[name]) for name in "qkv"}
-        return lambda: v2_tma.forward(**arguments)
+            batch = replace(
+                batch, **{name: torch.zeros_like(getattr(batch, name)) for name in "qkv"}
+            )
+        return lambda: v2_tma.forward(batch)
 
     samples = {}
     for name in ("gdpa-self-full-256", "gdpa-self-full-1024"):
@@ -131,16 +132,16 @@ tiny = Workload(
     lengths_q=Uniform(0.5),
 )
 inputs = make_inputs(tiny, device="cpu")
-arguments = inputs.rung_arguments()
+batch = inputs.batch()
 with emulator.enabled():
-    out = ladder.rung("v1_tiled").module().forward(**arguments)
+    out = ladder.rung("v1_tiled").module().forward(batch)
 
 # %% tags=["hide-input"]
 
 
 def in_dtype(dtype: torch.dtype) -> torch.Tensor:
     """The definition, every step in `dtype`."""
-    return reference.forward(**arguments | {name: arguments[name].to(dtype) for name in "qkv"})
+    return reference.forward(replace(batch, **{x: getattr(batch, x).to(dtype) for x in "qkv"}))
 
 
 expected, baseline = in_dtype(torch.float64), in_dtype(torch.bfloat16)

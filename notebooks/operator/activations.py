@@ -30,6 +30,7 @@ from IPython.display import Markdown, display
 
 from gdpa_kernels import emulator
 from gdpa_kernels.gdpa import activations, reference
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.report import figures, results
 from gdpa_kernels.report.house import INK, RUNG_COLOURS
@@ -524,10 +525,8 @@ q, k, v = (torch.randn(178, 1, 128, dtype=torch.float64) for _ in range(3))
 def output(name: str, std: float) -> torch.Tensor:
     """GDPA whose scores have standard deviation `std`."""
     return reference.forward(
-        q, k, v, offsets, offsets, 128, 128,
-        activation=(name,), scale=std / 128**0.5, output_scale=1.0,
-        causal=False, window=None,
-    )  # fmt: skip
+        Batch(q, k, v, offsets, offsets, 128, 128, activation=(name,), scale=std / 128**0.5)
+    )
 
 
 sampled = {}

@@ -70,6 +70,13 @@ def test_the_global_generator_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_on_meta_there_are_shapes_alone():
+    x, paper = make_inputs(SELF, device="cpu"), make_inputs(SELF, device="meta").batch()
+    assert paper.q.is_meta and paper.cu_seqlens_q.is_meta
+    assert paper.q.shape == x.q.shape and paper.k.stride() == x.k.stride()
+    assert paper.mean_seqlen_k == x.batch().mean_seqlen_k
+
+
 def test_packed_holds_the_same_values_in_one_tensor():
     apart, packed = (make_inputs(SELF, device="cpu", packed=p) for p in (False, True))
     storages = {t.untyped_storage().data_ptr() for t in (packed.q, packed.k, packed.v)}
