@@ -204,13 +204,10 @@ class _File:
             self.starts.append(self.starts[-1] + len(line))
         functions = (n for n in self.tree.body if isinstance(n, ast.FunctionDef))
         self.functions = {node.name: node for node in functions}
-        # `options.BLOCK_N` is the member BLOCK_N of the file's aggregate Options.
-        self.members = {
-            (node.name.lower(), part.target.id)
+        self.classes = {"Ring": ["buffer", "full", "empty"]} | {
+            node.name: [part.target.id for part in node.body if isinstance(part, ast.AnnAssign)]
             for node in self.tree.body
             if isinstance(node, ast.ClassDef)
-            for part in node.body
-            if isinstance(part, ast.AnnAssign)
         }
         self.globals = {
             part.id
@@ -244,14 +241,13 @@ class _File:
                     found[node.targets[0].id] = _Array(_argument(call, "num"), shape)
                 elif kind in ("alloc_barriers", "alloc_warp_barrier"):
                     found[node.targets[0].id] = _Array(_argument(call, "num_barriers"), "")
-        rings = {
-            node.targets[0].id: [ast.unparse(argument) for argument in node.value.args]
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Ring(")
-        }
-        for ring, parts in rings.items():
-            for member, part in zip(("buffer", "full", "empty"), parts, strict=True):
-                found[f"{ring}.{member}"] = found.pop(part)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                group, name = ast.unparse(node.targets[0]), ast.unparse(node.value.func)
+                parts = [ast.unparse(argument) for argument in node.value.args]
+                for member, part in zip(self.classes.get(name, ()), parts, strict=False):
+                    if part in found:
+                        found[f"{group}.{member}"] = found.pop(part)
         return found
 
     def reached_as(self, number: ast.expr, known: set[str]) -> ast.expr:
@@ -259,7 +255,8 @@ class _File:
         number = copy.deepcopy(number)
         for part in ast.walk(number):
             if isinstance(part, ast.Name) and part.id not in known:
-                groups = (group for group, name in self.members if name == part.id)
+                # BLOCK_N of the class Options is `options.BLOCK_N`.
+                groups = (n.lower() for n, members in self.classes.items() if part.id in members)
                 part.id = next((f"{g}.{part.id}" for g in groups if g in known), part.id)
         return ast.parse(ast.unparse(number), mode="eval").body
 
