@@ -24,7 +24,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor_ = commands.add_parser(
         "doctor",
         help="say what this machine can run and how to repair it",
-        epilog="Exit status: 1 if something needs repair or a record is refused.",
+        epilog="Exit status: 1 if something needs repair or the records cannot all be read.",
     )
     results_ = commands.add_parser(
         "results",
@@ -72,6 +72,10 @@ def _readme(options: argparse.Namespace) -> int:
 
 
 def _results(options: argparse.Namespace) -> int:
+    problem = doctor.no_records(options.data_dir)
+    if problem is not None:
+        sys.stderr.write(f"{problem}\n")
+        return 1
     from gdpa_kernels.measuring import record
     from gdpa_kernels.report import results
 

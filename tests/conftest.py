@@ -1,12 +1,41 @@
-"""For all tests: what keeps thousands of small ones quick."""
+"""For all tests: what they draw, and what keeps thousands of small ones quick."""
 
 import gc
+import zlib
 
+import hypothesis
 import pytest
 import torch
 
 # Tensors are small here, and `pytest -n` runs a process per core: more threads only wait.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draw other tensors and examples (default 0)",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before the plugin of hypothesis reads its own options
+def pytest_configure(config):
+    """Examples depend on the test's code, with --seed N on N, and on no earlier run."""
+    seed = config.option.seed
+    if seed and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = seed
+    hypothesis.settings.register_profile("seeded", derandomize=not seed, database=None)
+    hypothesis.settings.load_profile("seeded")
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request):
+    """A test draws the same numbers in any order and any process: its name and --seed decide."""
+    name = f"{request.config.option.seed} {request.node.nodeid}"
+    torch.manual_seed(zlib.crc32(name.encode()))
 
 
 @pytest.hookimpl(wrapper=True)

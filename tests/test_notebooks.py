@@ -10,7 +10,11 @@ from gdpa_kernels.measuring import record
 
 PAGES = sorted((record.ROOT / "notebooks").glob("*/*.py"))
 PAGES += sorted((record.ROOT / "book").glob("*.md"))
+TEXTS = [*PAGES, *sorted((record.ROOT / "notebooks" / "notes").glob("*.md"))]
+TEXTS += sorted((record.ROOT / "gdpa_kernels").rglob("*.py"))
+TEXTS += [record.ROOT / name for name in ("README.md", "data/README.md", "data/claims.yml")]
 ROLE = re.compile(r"\{glue:text\}`([^`]*)`")
+TYPED_NUMBER = re.compile(r"\b(?:chapter|notebook)s?[\s`]+\d+|\{doc\}`\d+\b|\b\d\d_[a-z]\w*", re.I)
 
 
 def test_there_are_chapters():
@@ -32,6 +36,15 @@ def test_glued_numbers_have_formats_that_format(page):
 def test_glued_values_are_not_quoted_as_code(page):
     """Between backticks a role is text, and the reader sees it."""
     assert "`{glue:" not in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=str)
+def test_no_text_types_the_number_of_a_chapter(page):
+    text = re.sub(r"\n#?[ |]*", " ", page.read_text(encoding="utf-8"))
+    assert (found := TYPED_NUMBER.findall(text)) == [], (
+        f"{page.name} must name a chapter by {{doc}}`../part/slug` or in words and a notebook by "
+        f"part/slug, since _toc.yml alone gives numbers; got {', '.join(found)}"
+    )
 
 
 PARTS_WITH_EXERCISES = ("forward", "backward", "block", "training")

@@ -4,14 +4,13 @@ PyTorch, one for each direction."""
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.batch import Batch, Rotary
 from gdpa_kernels.calling import checks, ladder
 from gdpa_kernels.calling.ladder import Rung
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.calling.operators import define, needed
+from gdpa_kernels.calling.operators import define, distinct, final, is_plain, needed
 
 OPERATOR = "block_attention"
 IMPLS = tuple(ladder.impls(OPERATOR))
@@ -88,10 +87,12 @@ def block_attention(
         if validate and checks.is_readable(cu_seqlens):
             checks.check_lengths("cu_seqlens", cu_seqlens, q.shape[0], None)
     sin, cos = (None, None) if rotary is None else rotary
-    return _BlockAttention.apply(
-        lengths, q, k, v, cu_seqlens, sin, cos,
-        q.shape[-1] ** -0.5 if scale is None else float(scale), block_size, bool(rotate_v), impl,
-    )[0]  # fmt: skip
+    tensors = distinct(q, k, v, cu_seqlens, sin, cos)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options = scale, block_size, bool(rotate_v), impl
+    if is_plain(q, k, v):
+        return _FORWARD(*tensors, None, *options)[0]
+    return _BlockAttention.apply(lengths, *tensors, *options)[0]
 
 
 def resolve(impl: str, direction: str, batch: Batch) -> Rung:
@@ -144,13 +145,14 @@ class _BlockAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_out, *_):
         if grad_out is None:
             return (None,) * 11
         q, k, v, cu_seqlens, sin, cos, blocks, *saved = ctx.saved_tensors
-        gradients = _BACKWARD(grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *ctx.options)
-        return None, *needed(gradients, ctx.needs_input_grad[1:4]), *(None,) * 7
+        tensors = grad_out, q, k, v, cu_seqlens, sin, cos, blocks
+        with torch.no_grad():
+            gradients = needed(_BACKWARD(*tensors, saved, *ctx.options), ctx.needs_input_grad[1:4])
+        return None, *final(OPERATOR, gradients, tensors[:4]), *(None,) * 7
 
 
 def _blocks(lengths: Lengths | None, rung: Rung, batch: Batch) -> torch.Tensor | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention
-from gdpa_kernels.calling import jagged
+from gdpa_kernels.block_attention.api import BLOCK_SIZES, IMPLS, block_attention
+from gdpa_kernels.calling import checks, jagged
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 
@@ -52,23 +52,18 @@ class BlockAttention(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(
-                f"num_heads must be a positive divisor of embed_dim {embed_dim}, got {num_heads}"
-            )
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must be a positive divisor of num_heads {num_heads}, "
-                f"got {num_kv_heads}"
-            )
-        if block_size not in BLOCK_SIZES:
+        jagged.check_heads(embed_dim, num_heads, num_kv_heads)
+        if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
             raise ValueError(
                 f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
             )
-        if rotary is not None and (isinstance(rotary, bool) or not rotary > 0):
+        if rotary is not None and (
+            isinstance(rotary, bool) or not isinstance(rotary, int | float) or not rotary > 0
+        ):
             raise ValueError(f"rotary must be None or a base above 0, got {rotary!r}")
         if rotate_v and rotary is None:
             raise ValueError("rotate_v must be False without rotary, got True")
+        checks.check_impl(impl, IMPLS)
         head_dim = embed_dim // num_heads
         if rotary is not None and head_dim % 2:
             raise ValueError(
@@ -90,16 +85,20 @@ class BlockAttention(nn.Module):
         int32, a nested tensor's among them, are converted at each call; `Lengths` once.
         """
         values, offsets = jagged.read(x, self.embed_dim)
+        tensor = isinstance(offsets, torch.Tensor)
+        if tensor and self.validate and checks.is_readable(offsets):
+            checks.check_lengths("cu_seqlens", offsets, values.shape[0], None)
         return jagged.like(x, self._attend(values, offsets), offsets)
 
     def _attend(self, values: torch.Tensor, offsets: Offsets) -> torch.Tensor:
+        """W_out block_attention(W_qkv values); the offsets are those that `forward` checked."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = self.qkv(values).unflatten(1, (sum(heads), self.head_dim))
         q, k, v = qkv.split(heads, dim=1)
         out = block_attention(
             q, k, v, jagged.cu_seqlens(offsets),
             block_size=self.block_size, rotary=self._turns(values, offsets),
-            rotate_v=self.rotate_v, impl=self.impl, validate=self.validate,
+            rotate_v=self.rotate_v, impl=self.impl, validate=False,
         )  # fmt: skip
         return self.out(out.flatten(1))
 

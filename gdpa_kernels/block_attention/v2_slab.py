@@ -2,7 +2,7 @@
 
 Changes from v1_one_tile: programs take `slabs_per_program` slabs of `heads_per_program` heads of a
 block, one (block, head) after another, and ask for the next tiles while they work on these. Tiles
-come and go by TMA, clipped at the end of the block (see gdpa/ragged.py).
+come and go by TMA, clipped at the end of the block (device/ragged.py).
 
 Why it should help: the heads of a token lie side by side, so a slab [64, num_heads * head_dim] is
 contiguous memory, and its rows of sin and cos come from memory once: the other heads find them in

@@ -5,13 +5,8 @@ of `num_stages` slots; math roles of four warps take the slots in turn. A math r
 result over the tile that nothing needs any more, starts its store, and gives the slot back when the
 store has read it. A role that owns another slot does that one item later, beside its products.
 
-Why it should help, in bytes: they are v2's, 4 tensors forward and 7 backward, with 32 and 46 FLOP
-for each byte, and an H200 could do 184. Specialization saves none; it keeps more of them under way.
-To fill 4.3 TB/s takes 26 to 33 KB in flight on each SM, and two slots of 48 KB forward or 64
-backward are asked for without a pause. Predicted, before any measurement: forward within 5 % of
-v2, which keeps the loads of two programs in flight; backward at head_dim 64 within 5 % too;
-backward at head_dim 128, where v2 has one program on an SM and nothing but loads beside its
-softmax, 5 to 15 % less time.
+Why it should help: bytes are the bound, and they stay v2's. Specialization saves none; it keeps
+more of them under way, since the load role asks for the next slots while a math role computes.
 
 | role       | warps | registers | work                                                          |
 |------------|-------|-----------|---------------------------------------------------------------|
@@ -23,25 +18,10 @@ softmax, 5 to 15 % less time.
 | full[stage]   | 1 and bytes         | TMA loads of all tiles of an item -> its math role     |
 | empty[stage]  | 128 threads, 1 each | math role, its stores have read the slot -> load role  |
 
-A slot belongs to one role: num_stages is a multiple of math_roles. A wait knows only whether the
-phase is even or odd, and loads may land in any order. A role that took over the slot of another
-could find it empty, before the load of the other, and take it for the load after that. Which slot
-an item takes is in slots.py.
-
-Heads of a block lie side by side in memory: 4 heads of 64 are 512 bytes of each token. Loads of
-`heads_together` heads are issued in one go, tensor by tensor, so that memory finds its open rows
-still open. That was found late, at head_dim 64, where nothing else would move the time.
-
-Where results wait: O in the slot of Q, which S was the last to read. Backward, P goes over V, dead
-since dP; dV then over P; dQ over grad_out, dead since dV; dK over K, dead since dQ. dS, which is
-read transposed too, has 8 KB of its own.
-
-Grouped heads: the query heads of a key head follow each other; their dK and dV are summed in
-registers. dQ waits in the slot of V, dV in that of the last grad_out.
-
+Where results wait: O over Q; P over V, then dV over P; dQ over grad_out; dK over K. The query heads
+of a key head follow each other; their dK and dV are summed in registers.
 Needs: sm_90, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16, contiguous rows of q, k and v
-whose addresses and strides are multiples of 16 bytes, no rotary. A grad_out that TMA cannot read is
-copied first.
+aligned to 16 bytes, no rotary. A grad_out that TMA cannot read is copied first.
 """
 
 from dataclasses import dataclass

@@ -5,11 +5,8 @@ heads, into one of `num_turns` slots of their own. A math role turns q and k (an
 place, in shared memory, before the first product; it turns dq and dk (and dv) back as fp32
 accumulators, on their way into the slots that they leave by. One rounding, as without rotary.
 
-Why it should help, in bytes: attention backward moves 7 tensors. A rotary kernel of its own moves 4
-more, 6 if v is rotated, and sin and cos; fused, only sin and cos remain, read once for all heads.
-It costs shared memory: 32 KB for a slot of fp32 sin and cos, and, backward, 0.3 MB of traffic for
-an item beside the 0.3 MB of v3. At 128 bytes a clock that is less time than the item's bytes take
-on their way from memory, if another item is under way meanwhile.
+Why it should help, in tensors of q's size: attention moves 4 forward and 7 backward. A rotary
+kernel of its own moves 4 more, 6 if v is turned; here only sin and cos are read besides.
 
 | role       | warps | registers | work                                                           |
 |------------|-------|-----------|----------------------------------------------------------------|
@@ -23,15 +20,9 @@ on their way from memory, if another item is under way meanwhile.
 | turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> its math role   |
 | turns_empty[turn] | 128 threads, 1 each | math role, done with the block -> load role            |
 
-A slot of either kind belongs to one role, as in v3.
-
-In registers a product of dq with sin and cos needs all of them in one layout, and it should not be
-dq that is converted: sin and cos are doubled to full width, and the products, not dq, are taken
-apart into pairs (`turned`).
-
 Needs: sm_90, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16, contiguous rows of q, k, v, sin
-and cos whose addresses and strides are multiples of 16 bytes; sin and cos in fp32, bf16 or fp16. A
-grad_out that TMA cannot read is copied first.
+and cos aligned to 16 bytes; sin and cos in fp32, bf16 or fp16. A grad_out that TMA cannot read is
+copied first.
 """
 
 from dataclasses import dataclass

@@ -1,32 +1,11 @@
 """v4a: q, k and v are turned by a role of their own, beside the products of another item.
 
-Changes from v4_rotary: between the load role and the math role stands a turn role of four warps. It
-turns q and k (and v, if asked) of a slot in place, in shared memory, and hands the slot to the math
-role, which starts with the products. sin and cos of a block are read once by each role and stay in
-registers, as fp32, for all heads: in the turn role as they lie beside q and k, in the math role as
-they lie beside the accumulators dq, dk and dv, which it turns back as before.
+Changes from v4_rotary: between the load role and the math role stands a turn role, which turns the
+tiles of a slot in place. sin and cos of a block are read once by each role and stay in registers.
 
-Why it should help, in instructions. v4's backward (head_dim 128, 3 heads, v turned too) took 11,000
-clocks an item where memory needs 6,450: one warp per scheduler had 2,991 instructions to issue,
-3.7 clocks each. About 1,140 of them turned q, k and v. About 600 read sin and cos anew for each
-gradient, and took the gradient through shared memory to where sin and cos lay. Compiled for sm_90a,
-all in bf16, instructions of a warp for an item, + those for a block, once for its heads:
-
-|                         | v4 math | math        | turn      |
-|-------------------------|---------|-------------|-----------|
-| backward, head_dim 128  | 2,991   | 1,255 + 302 | 838 + 120 |
-| forward, head_dim 128   | 1,620   | 515         | 837 + 120 |
-| backward, head_dim 64   | 1,815   | 944 + 156   | 431 + 68  |
-
-Predicted, before any measurement, at 3.7 clocks an instruction: backward 5,000 clocks an item for
-the math role and 3,250 for the turn role, at the same time on different items, so that memory is
-the bound again: 7,000 to 7,800 clocks, 83 to 92 % of what memory allows. Two slots are the weak
-point. An item's way through its slot is 4,700 clocks of loading, 3,250 of turning, 5,000 of math
-and some 500 of its stores: 13,450, of which two slots hide half, 6,700 an item. Forward, three
-slots: 3,900 to 4,200 clocks where v4 took 4,860 and memory needs 3,740. Refuted if backward takes
-more than 8,500 clocks, or forward more than 4,500: then the roles, which share schedulers and
-shared memory, are in each other's way. If backward does, but 16-bit sin and cos and a third slot
-(num_stages 3, num_turns 1) bring it below 7,200, the way through the slots was the bound.
+Why it should help: v4's math role turns, multiplies and turns back, one after the other, with one
+warp on each scheduler. Here one item is turned while another is multiplied, and v4's conversion of
+every gradient to the layout of sin and cos is gone.
 
 | role       | warps | registers | work                                                           |
 |------------|-------|-----------|----------------------------------------------------------------|
@@ -42,19 +21,7 @@ shared memory, are in each other's way. If backward does, but 16-bit sin and cos
 | turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> turn, math role |
 | turns_empty[turn] | 128 a role, 1 each  | turn role, backward math role too, done -> load role   |
 
-A slot of either kind belongs to one math role, as in v3, and to the turn role, of which there is
-one: for two math roles a second one would leave 122 registers to each of the four. With one math
-role it reads sin and cos once for a block. With two it takes slots in the order of their loads,
-from two blocks in turn, and reads sin and cos for each slot: 950 instructions. Registers are then
-for the caller to divide, 184 for each math role and 112 for the turn role; at head_dim 128 backward
-the math roles spill.
-
-At head_dim 128 sin and cos do not fit into registers beside the sums dk and dv of grouped heads, or
-beside a second math role: the math role then reads them for each gradient, as v4 does.
-
-Needs: sm_90, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16, contiguous rows of q, k, v, sin
-and cos whose addresses and strides are multiples of 16 bytes; sin and cos in fp32, bf16 or fp16. A
-grad_out that TMA cannot read is copied first.
+Needs: as v4.
 """
 
 from dataclasses import dataclass

@@ -6,7 +6,6 @@ import contextlib
 import math
 
 import torch
-from torch._subclasses import FakeTensor
 
 
 def autocast(*tensors: object) -> tuple:
@@ -110,7 +109,11 @@ def check_offsets(name: str, cu_seqlens: object, device: torch.device) -> None:
 
 def is_readable(cu_seqlens: torch.Tensor) -> bool:
     """Whether the host can ask for values: not of fake tensors, nor in the capture of a graph."""
-    if torch.compiler.is_compiling() or cu_seqlens.is_meta or isinstance(cu_seqlens, FakeTensor):
+    if (
+        torch.compiler.is_compiling()
+        or cu_seqlens.is_meta
+        or isinstance(cu_seqlens, torch._subclasses.FakeTensor)
+    ):
         return False
     return not (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -46,6 +46,23 @@ def _module(impl: str, operator: str = "gdpa") -> ModuleType:
     return importlib.import_module(f"gdpa_kernels.{operator.removesuffix('_backward')}.{impl}")
 
 
+def unreadable(tensor: torch.Tensor) -> str | None:
+    """What a TMA descriptor needs of `tensor` `[total, num_heads, head_dim]` and does not get, or
+    None."""
+    if tensor.numel() == 0:
+        return None
+    row_stride, head_stride, stride = tensor.stride()
+    units = 16 // tensor.element_size()
+    if stride != 1 or min(row_stride, head_stride) < 1 or row_stride % units or head_stride % units:
+        return (
+            "with contiguous rows whose strides are positive multiples of 16 bytes, "
+            f"got strides {tensor.stride()}"
+        )
+    if tensor.data_ptr() % 16:
+        return f"at a multiple of 16 bytes, got an address {tensor.data_ptr() % 16} bytes beyond"
+    return None
+
+
 @dataclass(frozen=True)
 class Requires:
     """What an implementation needs of the device and of the call.
@@ -99,18 +116,10 @@ class Requires:
             )
         if not self.aligned:
             return None
-        units = 16 // q.element_size()
         for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor.numel() == 0:
-                continue
-            row_stride, head_stride, stride = tensor.stride()
-            if stride != 1 or row_stride % units or head_stride % units:
-                return (
-                    f"needs {name} with contiguous rows whose strides are multiples of 16 bytes, "
-                    f"got strides {tensor.stride()}"
-                )
-            if tensor.data_ptr() % 16:
-                return f"needs {name} at an address that is a multiple of 16 bytes"
+            problem = unreadable(tensor)
+            if problem is not None:
+                return f"needs {name} {problem}"
         return None
 
 
@@ -149,7 +158,7 @@ class Rung:
         """Its module, imported when first asked for."""
         return _module(self.impl, self.operator)
 
-    def config(self, batch: Any, direction: str) -> Any:
+    def config(self, batch: Any, direction: str = "forward") -> Any:
         """Its launch constants for a call, a frozen dataclass; None if it has none."""
         if "config" not in self.has:
             return None

@@ -28,3 +28,46 @@ def define(
 def needed(gradients: tuple, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     """The gradients, None in place of those that nobody needs."""
     return tuple(x if need else None for x, need in zip(gradients, needs, strict=True))
+
+
+def distinct(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The tensors, a view for each that stood there before: Dynamo does not let one stand for two
+    arguments of an `autograd.Function`."""
+    if not torch.compiler.is_compiling():
+        return tensors
+    found: list[torch.Tensor | None] = []
+    for x in tensors:
+        repeated = x is not None and any(x is other for other in found)
+        found.append(x.view_as(x) if repeated else x)
+    return tuple(found)
+
+
+class _Final(torch.autograd.Function):
+    @staticmethod
+    def forward(operator, count, *tensors):
+        return tuple(None if x is None else x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.operator = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            f"{ctx.operator} has no second derivative; its gradients cannot be differentiated again"
+        )
+
+
+def final(operator: str, gradients: tuple, inputs: tuple) -> tuple[torch.Tensor | None, ...]:
+    """Gradients that depend on `inputs`; differentiating them raises RuntimeError."""
+    if not torch.is_grad_enabled():
+        return gradients
+    return _Final.apply(operator, len(gradients), *gradients, *inputs)
+
+
+def is_plain(*tensors: torch.Tensor) -> bool:
+    """Whether a program that is being compiled needs no derivative: an `autograd.Function` with a
+    `setup_context` is traced by Dynamo only where one is needed."""
+    if not torch.compiler.is_compiling():
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))

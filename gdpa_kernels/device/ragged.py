@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gdpa_kernels.calling.ladder import unreadable
+
 BOUND = tl.constexpr(2**30)
 ANY = 2**31 - 2**16
 
@@ -31,8 +33,7 @@ def ragged_descriptor(
     tensor.
 
     A box is `width` columns wide; None: as the next power of two of head_dim, and at least
-    `min_width`. Columns beyond head_dim read as zero. `tensor.stride(2)` must be 1, the other
-    strides and the address multiples of 16 bytes.
+    `min_width`. Columns beyond head_dim read as zero. `tensor` must be `is_readable`.
     """
     rows, num_heads, head_dim = tensor.shape
     if rows == 0:
@@ -56,10 +57,7 @@ def ragged_descriptor(
 
 def is_readable(tensor: torch.Tensor) -> bool:
     """Whether `ragged_descriptor` can take `tensor` `[total, num_heads, head_dim]`."""
-    row_stride, head_stride, stride = tensor.stride()
-    units = 16 // tensor.element_size()
-    aligned = row_stride % units == 0 and head_stride % units == 0 and tensor.data_ptr() % 16 == 0
-    return tensor.numel() == 0 or (stride == 1 and row_stride > 0 and head_stride > 0 and aligned)
+    return unreadable(tensor) is None
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

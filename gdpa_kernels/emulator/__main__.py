@@ -5,23 +5,45 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from . import ARCHITECTURES, EmulatorError, Report, intercept
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
 def load(target: str) -> Callable[[], object]:
-    """The function FUNCTION of `FILE.py:FUNCTION`; ValueError if there is none."""
+    """The function FUNCTION of `FILE.py:FUNCTION`; ArgumentTypeError if there is none."""
     path, _, name = target.rpartition(":")
-    if not path or not Path(path).is_file():
-        raise ValueError(f"target must be FILE.py:FUNCTION, got {target!r}")
+    if not path.endswith(".py") or not name:
+        raise argparse.ArgumentTypeError(f"target must be FILE.py:FUNCTION, got {target!r}")
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"target must name an existing file, got {path!r}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{path} must define a function {name!r}, got none")
-    return getattr(module, name)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        place = f"{error.filename}:{error.lineno}"
+        raise argparse.ArgumentTypeError(
+            f"target must be valid Python, got {error.msg} at {place}"
+        ) from None
+    found = getattr(module, name, None)
+    if not callable(found):
+        got = type(found).__name__ if hasattr(module, name) else "none"
+        raise argparse.ArgumentTypeError(f"{path} must define a function {name!r}, got {got}")
+    return found
 
 
 def summary(report: Report) -> str:
@@ -52,7 +74,7 @@ def _draw(report: Report, trace: str | None, svg: str | None) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0 if nothing was found, 1 with a finding, 2 for a bad command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m gdpa_kernels.emulator",
         description="Call FUNCTION() of FILE.py; every kernel it launches on CPU tensors, as "
         "kernel[grid](...), runs in the emulator, under the modelled schedule and random ones.",
@@ -60,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("target", metavar="FILE.py:FUNCTION", help="a function without arguments")
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")
     parser.add_argument(
-        "--schedules", type=int, default=4, metavar="N", help="random schedules to try (default 4)"
+        "--schedules", type=_positive, default=4, metavar="N", help="random schedules (default 4)"
     )
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
     parser.add_argument("--svg", metavar="FILE", help="draw the first CTA of the first launch")
@@ -70,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         function = load(options.target)
-    except ValueError as error:
+    except argparse.ArgumentTypeError as error:
         parser.error(str(error))
 
     wanted = bool(options.trace or options.svg)

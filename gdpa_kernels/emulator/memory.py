@@ -447,7 +447,7 @@ class Descriptor:
     """A tensor descriptor: sizes and block_shape in elements, steps (strides) and address in bytes.
 
     The address counts from the start of the storage. Raises DescriptorError for what the driver's
-    cuTensorMapEncodeTiled refuses.
+    cuTensorMapEncodeTiled refuses, and for strides of 0, which it does not describe.
     """
 
     def __init__(
@@ -473,6 +473,11 @@ class Descriptor:
             (
                 all(step % 16 == 0 and 0 <= step < 2**40 for step in self.steps[:-1]),
                 "strides in bytes that are multiples of 16 below 2**40",
+                self.steps,
+            ),
+            (
+                all(step or size == 1 for step, size in zip(self.steps, self.sizes, strict=False)),
+                "strides above 0 along dimensions longer than 1",
                 self.steps,
             ),
             (self.block_shape[-1] * item >= 16, "boxes at least 16 bytes wide", self.block_shape),

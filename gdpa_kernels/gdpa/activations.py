@@ -7,17 +7,12 @@ fp32. The scale is folded into the activation's constants, so that it costs noth
 whose relative error is at most 2**-11 (PTX ISA, "tanh"). The rounding of the probabilities to bf16
 that follows is an error of up to 2**-9 to 2**-8 of each. False: `exp` and a division, for fp32.
 
-| name           | fp32 and MUFU instructions, APPROX | error against the exact function      |
-|----------------|------------------------------------|---------------------------------------|
-| `identity`     | 1                                  | rounding only                         |
-| `relu`         | 2                                  | rounding only                         |
-| `relu_squared` | 3                                  | rounding only                         |
-| `leaky_relu`   | 3                                  | rounding only                         |
-| `hardswish`    | 5                                  | rounding only                         |
-| `silu`         | 2 + 1 MUFU                         | 2**-11 abs(x / 2), all x              |
-| `gelu_tanh`    | 5 + 1 MUFU                         | 2**-11 abs(x / 2), all x              |
-| `gelu`         | about 26                           | 1e-6 abs(x), all x                    |
-| `gelu_taylor6` | 7                                  | 1.2e-3 for abs(x) <= 1; none beyond   |
+| name                | error against the exact function, APPROX |
+|---------------------|------------------------------------------|
+| `silu`, `gelu_tanh` | 2**-11 abs(x / 2), all x                 |
+| `gelu`              | 1e-6 abs(x), all x                       |
+| `gelu_taylor6`      | 1.2e-3 for abs(x) <= 1; none beyond      |
+| the others          | rounding only                            |
 """
 
 import torch
@@ -25,6 +20,19 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
+
+INSTRUCTIONS = {
+    "identity": (1, 0),
+    "relu": (2, 0),
+    "relu_squared": (3, 0),
+    "leaky_relu": (3, 0),
+    "hardswish": (6, 0),
+    "silu": (2, 1),
+    "gelu_tanh": (5, 1),
+    "gelu": (17, 1),  # and 15 integer instructions and moves
+    "gelu_taylor6": (6, 0),
+}
+"""fp32 and MUFU instructions of one element with APPROX, compiled for sm_90a."""
 
 
 @triton.jit

@@ -4,12 +4,11 @@ for each direction."""
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from gdpa_kernels.calling import checks, ladder
 from gdpa_kernels.calling.ladder import Rung
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.calling.operators import define, needed
+from gdpa_kernels.calling.operators import define, distinct, final, is_plain, needed
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
@@ -98,11 +97,15 @@ def gdpa(
             f"cu_seqlens_q must have cu_seqlens_k's shape {list(cu_seqlens_k.shape)}, "
             f"got {list(cu_seqlens_q.shape)}"
         )
-    return _Gdpa.apply(
-        _shared(given), q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        ",".join(names), q.shape[-1] ** -0.5 if scale is None else float(scale),
-        float(output_scale), bool(causal), window, impl, backward_impl,
+    tensors = distinct(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    options = (
+        max_seqlen_q, max_seqlen_k, ",".join(names),
+        q.shape[-1] ** -0.5 if scale is None else float(scale), float(output_scale), bool(causal),
+        window, impl, backward_impl,
     )  # fmt: skip
+    if is_plain(q, k, v):
+        return _FORWARD(*tensors, [], *options)
+    return _Gdpa.apply(_shared(given), *tensors, *options)
 
 
 def resolve(impl: str, batch: Batch) -> Rung:
@@ -173,7 +176,6 @@ class _Gdpa(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_out):
         if grad_out is None:
             return (None,) * 15
@@ -182,8 +184,10 @@ class _Gdpa(torch.autograd.Function):
         if ctx.lengths is not None:
             batch = _batch(*ctx.saved_tensors, *options)
             schedule = _schedule(ctx.lengths, resolve_backward(impl, batch), batch)
-        gradients = _BACKWARD(grad_out, *ctx.saved_tensors, schedule, *options, *needs, impl)
-        return None, *needed(gradients, needs), *(None,) * 11
+        tensors = grad_out, *ctx.saved_tensors
+        with torch.no_grad():
+            gradients = needed(_BACKWARD(*tensors, schedule, *options, *needs, impl), needs)
+        return None, *final("gdpa", gradients, tensors[:4]), *(None,) * 11
 
 
 def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:

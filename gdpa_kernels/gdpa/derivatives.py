@@ -5,20 +5,16 @@ for a tile of raw scores `s` in fp32. What the two have in common is computed on
 the one that `activations.activate` computes. A derivative that jumps takes the value that PyTorch's
 has there: 0 at 0 for relu, 0.01 at 0 for leaky_relu, 0 at -3 and 1 at 3 for hardswish.
 
-| name           | fp32 and MUFU instructions, APPROX | error of the derivative, APPROX          |
-|----------------|------------------------------------|------------------------------------------|
-| `identity`     | 1                                  | none                                     |
-| `relu`         | 4                                  | none                                     |
-| `relu_squared` | 4                                  | rounding only                            |
-| `leaky_relu`   | 4                                  | rounding only                            |
-| `hardswish`    | 11                                 | rounding only                            |
-| `silu`         | 5 + 1 MUFU                         | 2**-11 (1 + abs(x)), all x               |
-| `gelu_tanh`    | 11 + 1 MUFU                        | 2**-11 (1 + 2 abs(x)), abs(x) <= 1e13    |
-| `gelu`         | 26 + 2 MUFU, and 15 others         | 1e-6 (1 + abs(x)), all x                 |
-| `gelu_taylor6` | 9                                  | 8.5e-3 for abs(x) <= 1; none beyond      |
+| name                      | error of the derivative, APPROX       |
+|---------------------------|---------------------------------------|
+| `identity`, `relu`        | none                                  |
+| `silu`                    | 2**-11 (1 + abs(x)), all x            |
+| `gelu_tanh`               | 2**-11 (1 + 2 abs(x)), abs(x) <= 1e13 |
+| `gelu`                    | 1e-6 (1 + abs(x)), all x              |
+| `gelu_taylor6`            | 8.5e-3 for abs(x) <= 1; none beyond   |
+| the others                | rounding only                         |
 
-Instructions are those of sm_90a for one element. Without APPROX the smooth derivatives are within
-2e-6 (1 + abs(x)) on the same ranges.
+Without APPROX the smooth derivatives are within 2e-6 (1 + abs(x)) on the same ranges.
 
 gelu_tanh multiplies 1 - tanh(u)^2 by 0.5 x u', which grows as x^3. By the documented error of
 `tanh.approx.f32` alone, 2**-11 of the result, the bound holds for abs(x) <= 3.8. Beyond, it takes
@@ -37,6 +33,19 @@ import triton.language as tl
 
 from gdpa_kernels.gdpa.activations import activate, count, pick, relu, tanh_approx
 from gdpa_kernels.gdpa.masks import mask_transposed
+
+INSTRUCTIONS = {
+    "identity": (1, 0),
+    "relu": (4, 0),
+    "relu_squared": (4, 0),
+    "leaky_relu": (4, 0),
+    "hardswish": (11, 0),
+    "silu": (5, 1),
+    "gelu_tanh": (11, 1),
+    "gelu": (26, 2),  # and 15 integer instructions and moves
+    "gelu_taylor6": (9, 0),
+}
+"""fp32 and MUFU instructions of one element's value and slope with APPROX, compiled for sm_90a."""
 
 FOLDABLE = ("gelu_tanh", "silu")
 

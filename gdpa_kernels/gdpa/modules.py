@@ -52,16 +52,7 @@ class _Layer(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_positive(embed_dim=embed_dim)
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(
-                f"num_heads must be a positive divisor of embed_dim {embed_dim}, got {num_heads}"
-            )
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must be a positive divisor of num_heads {num_heads}, "
-                f"got {num_kv_heads}"
-            )
+        jagged.check_heads(embed_dim, num_heads, num_kv_heads)
         if max_seqlen is not None and (
             isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0
         ):
@@ -72,9 +63,9 @@ class _Layer(nn.Module):
         checks.check_impl(backward_impl, api.BACKWARD_IMPLS, "backward_impl")
         self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        api.check_activation(activation, num_heads)
         self.activation = activation if isinstance(activation, str) else tuple(activation)
         self.scale, self.output_scale = scale, output_scale
-        api.check_activation(self.activation, num_heads)
         api.check_scalars(scale, output_scale, None)
         self.max_seqlen, self.validate = max_seqlen, validate
         self.impl, self.backward_impl = impl, backward_impl
@@ -264,7 +255,7 @@ class PMA(_Layer):
             output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, impl=impl,
             backward_impl=backward_impl, validate=validate, made=made,
         )  # fmt: skip
-        _check_positive(num_seeds=num_seeds)
+        jagged.check_positive(num_seeds=num_seeds)
         self.num_seeds = num_seeds
         self.seeds = nn.Parameter(torch.randn(num_seeds, embed_dim, device=device, dtype=dtype))
         self.kv = nn.Linear(embed_dim, 2 * self.num_kv_heads * self.head_dim, **made)
@@ -335,7 +326,7 @@ class PFFN(_Layer):
             output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, impl=impl,
             backward_impl=backward_impl, validate=validate, made=made,
         )  # fmt: skip
-        _check_positive(summary_dim=summary_dim, num_keys=num_keys)
+        jagged.check_positive(summary_dim=summary_dim, num_keys=num_keys)
         self.summary_dim, self.num_keys = summary_dim, num_keys
         self.q = nn.Linear(embed_dim, embed_dim, **made)
         features = num_keys * 2 * self.num_kv_heads * self.head_dim
@@ -373,9 +364,3 @@ class PFFN(_Layer):
 
     def extra_repr(self) -> str:
         return f"summary_dim={self.summary_dim}, num_keys={self.num_keys}, {super().extra_repr()}"
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -11,6 +11,9 @@ Backward, with the gradient dO of the output:
     dP = dO V^T,   dS = activation'(S) * dP where the pair counts and 0 elsewhere,
     dV = output_scale P^T dO,   dK = scale output_scale dS^T Q,   dQ = scale output_scale dS K.
 
+A pair that does not count adds 0 times finite values. 0 times NaN or infinity is NaN: such a value
+may reach any row of its own sequence, and never another sequence.
+
 Every step is done in the dtype of the arguments: fp64 tensors make this the oracle, bf16 tensors
 make it the honest low-precision baseline that the error budget of `testing` is computed from. No
 kernel imports this.

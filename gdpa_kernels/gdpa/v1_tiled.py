@@ -21,9 +21,7 @@ At the default shape two programs fit on an SM, four warp groups in all: while o
 activation another keeps the tensor cores busy. That is the only overlap here, and the hardware
 arranges it.
 
-This is the general rung: every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and fp32, any
-strides.
-Needs: sm_80.
+Every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and fp32, any strides. Needs: sm_80.
 """
 
 from dataclasses import dataclass

@@ -2,14 +2,14 @@
 
 Nothing is read but q, k, v and the gradient of the output: without softmax there is no log-sum-exp
 and no rowsum(O * dO). The first kernel owns BLOCK_N keys of one (sequence, key head), walks over
-the queries that see them and sums dK and dV. The second owns BLOCK_M queries of one (sequence,
-head), walks over their keys and sums dQ. Scores and their gradients stay in registers.
+the queries that see them, of all its query heads, and sums dK and dV. The second owns BLOCK_M
+queries of one (sequence, head), walks over their keys and sums dQ.
 
     S = scale Q K^T, dP = dO V^T, dS = activation'(S) * dP,
     dV = output_scale activation(S)^T dO, dK = scale output_scale dS^T Q, dQ likewise dS K.
 
-The price: S and dP are computed twice, 7 products of tiles where 5 are necessary. Both kernels
-write what they own once: no atomics, deterministic.
+The price: S and dP are computed twice, 7 products of tiles where 5 are necessary. The first kernel
+computes them as [keys, queries]: then P and dS are A operands of what follows, as they stand.
 
 | role      | warps     | registers | work                                                       |
 |-----------|-----------|-----------|------------------------------------------------------------|
@@ -19,15 +19,9 @@ write what they own once: no atomics, deterministic.
 |-----------------|-----------|----------------------------------------------------------------|
 | cp.async groups | all warps | the walked tiles, num_stages - 1 blocks ahead -> products      |
 
-The first kernel computes S and dP transposed, [keys, queries], so that both are A operands of the
-products that follow as they stand, and nothing is transposed in registers.
-
-Grouped heads: the first kernel walks over the query heads of its key head. A shared q: the second
-kernel writes a dQ for each sequence, in fp32, and PyTorch sums them in a fixed order.
-
-This is the general rung: every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and fp32, any
-strides of all arguments.
-Needs: sm_80.
+Deterministic: both kernels write what they own once. A shared q: PyTorch sums a dQ of each
+sequence, in fp32 and in a fixed order. Every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and
+fp32, any strides of all arguments. Needs: sm_80.
 """
 
 from dataclasses import asdict, dataclass

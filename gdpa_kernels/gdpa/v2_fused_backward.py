@@ -2,17 +2,13 @@
 
 Changes from v1_tiled_backward: the second kernel is gone. The program that owns BLOCK_N keys of one
 (sequence, key head) holds dS of each block of queries anyway; it also multiplies it by its K and
-adds the product to an fp32 dQ in memory. q, k, v, grad_out, dk and dv are reached by TMA, and so is
-dQ: the copy engine adds a tile [BLOCK_M, head_dim] where L2 is (see gradients.py), and drops the
-rows beyond the sequence.
+adds the product to an fp32 dQ in memory. All tensors are reached by TMA, dQ too: the copy engine
+adds a tile [BLOCK_M, head_dim] where L2 is (gradients.py), and drops the rows beyond the sequence.
 
 Why it should help: S and dP are computed once, 5 products instead of 7, and so is the activation.
 Why it may not: of every element of dQ, 4 bytes are filled with zero, 4 are added by each block of
 keys that sees its row, and at last 4 are read and 2 written by a kernel that scales and rounds. In
-v1 it is 2 bytes in all. The additions are 4 * head_dim bytes for a row and BLOCK_N keys, in which
-the products take 10 * head_dim * BLOCK_N FLOP: at 790 TFLOP/s and 128 keys 2.5 TB/s of additions,
-each of which L2 reads, adds to and writes. What has left L2 between two blocks of keys is fetched
-from memory and written back. fp32 dQ takes twice the memory of dq.
+v1 it is 2 bytes in all.
 
 | role      | warps     | registers | work                                                        |
 |-----------|-----------|-----------|-------------------------------------------------------------|
@@ -23,15 +19,8 @@ from memory and written back. fp32 dQ takes twice the memory of dq.
 | one per stage | 1 and bytes | TMA load of Q or dO, num_stages - 1 blocks ahead -> products     |
 | bulk group    | TMA         | addition of a dQ tile has read its buffer -> the next tile of dQ |
 
-The compiler makes the barriers. S and dP are waited for as soon as they are issued; the products of
-dV and dK run beside what follows them. The walk over the query heads of a key head is one loop with
-that over their rows, so that the copies run ahead across heads.
-
-Not deterministic: dQ's additions come in another order from run to run, and fp32 sums round
-accordingly. dK and dV are deterministic. A shared q: all sequences add to the same rows.
-
-`Config.by_tma` False adds with `red.global.add.f32` instead, each thread four elements at a time.
-That needs their addresses: compiled for head_dim 128 it spills 40 bytes, the default nothing.
+The compiler makes the barriers. dQ is not deterministic: its additions come in another order from
+run to run.
 Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 128, contiguous rows of q, k and v
 aligned to 16 bytes. A grad_out that TMA cannot read is copied first.
 """

@@ -1,7 +1,7 @@
 """v2: let the copy engine do the addressing.
 
 Changes from v1_tiled: q, k, v and out are reached through TMA descriptors. One thread asks for a
-whole tile; rows beyond the sequence read as zero and are not written (see ragged.py), so no mask
+whole tile; rows beyond the sequence read as zero and are not written (device/ragged.py), so no mask
 and no pointer is left.
 
 Why it should help: v1 computes a 64-bit pointer and a predicate for every 16 bytes it copies, in

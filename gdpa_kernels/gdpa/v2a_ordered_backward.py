@@ -3,18 +3,12 @@
 Changes from v2_fused_backward: not one launch for all blocks of keys, but one after another, each
 for `slices` of them. The block at place i of a launch adds to slice i of an fp32 buffer [slices,
 total_q, num_heads, head_dim]. So within a launch no two programs add to the same element, launches
-follow each other, and at the end PyTorch sums the slices in a fixed order: no sum depends on who
-came first. With one slice these are v2's additions and v2's memory.
+follow each other, and at the end PyTorch sums the slices in a fixed order.
 
-What it costs: with one slice no byte more than v2, but a launch for every BLOCK_N keys up to
-max_seqlen_k, 16 of them at 2048, and each ends with multiprocessors that wait for its last
-programs. That is little where a launch has many programs. Where batch * num_heads_k is small, it
-takes as many blocks as make PROGRAMS programs, as long as the slices beyond the first fit into
-MOST_BYTES; each of these costs 4 bytes of zero fill and 4 of reading for every element of dQ. Both
-are constants, so that the order of additions depends on the shapes of the call, not on the device.
-
-A shared q: each sequence adds to rows of its own in the buffer, which PyTorch sums with the slices.
-That is v1's buffer, batch * max_seqlen_q rows, where v2 has max_seqlen_q.
+What it costs: a launch for every BLOCK_N keys up to max_seqlen_k, each of which ends with
+multiprocessors that wait for its last programs. Where launches would be small they take several
+blocks (`count_slices`), and a slice costs 8 bytes for every element of dQ. The shapes of the call
+alone decide, not the device: the order of additions is the same everywhere.
 
 | role      | warps     | registers | work                                                        |
 |-----------|-----------|-----------|-------------------------------------------------------------|
@@ -26,9 +20,7 @@ That is v1's buffer, batch * max_seqlen_q rows, where v2 has max_seqlen_q.
 | bulk group    | TMA         | addition of a dQ tile has read its buffer -> the next tile of dQ |
 | launch        | all         | additions of its blocks of keys -> those of the next launch      |
 
-Deterministic. The other deterministic rung is v1_tiled_backward: 7 products and no additions.
-Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 128, contiguous rows of q, k and v
-aligned to 16 bytes. A grad_out that TMA cannot read is copied first.
+Deterministic. A shared q: every sequence has rows of its own in the buffer. Needs: as v2.
 """
 
 from dataclasses import dataclass

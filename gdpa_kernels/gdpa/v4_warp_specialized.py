@@ -1,9 +1,8 @@
 """v4: one role copies, two roles compute.
 
 Changes from v2_tma: the program is split into tasks. A load role asks the copy engine for K and V
-as soon as a buffer is free; two math roles own 64 of the tile's 128 rows each. Barriers that we
-declare carry full and empty buffers between them, and the math roles take the registers that the
-load role does not need.
+as soon as a buffer is free; two math roles own 64 of the tile's 128 rows each. Barriers of our own
+carry full and empty buffers between them. The math roles take the registers that loading leaves.
 
 Why it should help: in v2 the warps that compute also issue copies and wait for them, and all warps
 stand in one line: while the activation runs, the tensor core rests. Two math roles that run freely
@@ -11,17 +10,16 @@ can overlap: one multiplies while the other evaluates the activation.
 Why it may not: inside a role the two products and the activation still follow each other, and a
 program now fills an SM, so nothing covers its beginning and its end.
 
-| role    | warps | registers | work                                                |
-|---------|-------|-----------|-----------------------------------------------------|
-| load    | 4     | what is left | Q once, then K and V of one block after another  |
-| math[0] | 4     | 240       | rows 0..63: S = Q K^T, P = activation(S), O += P V  |
-| math[1] | 4     | 240       | rows 64..127, the same                              |
+| role     | warps | registers    | work                                                        |
+|----------|-------|--------------|-------------------------------------------------------------|
+| load     | 4     | what is left | Q once, then K and V of one block after another             |
+| math (2) | 4     | 240          | of 64 rows each: S = Q K^T, P = activation(S), O += P V     |
 
-| barrier          | arrivals          | filled by -> drained by                     |
-|------------------|-------------------|---------------------------------------------|
-| q_full[role]     | 1 and bytes       | TMA load of 64 rows of Q -> one math role   |
-| k_full, v_full   | 1 and bytes       | TMA load of a block -> both math roles      |
-| k_empty, v_empty | all 256 threads   | the product that read it -> the load role   |
+| barrier          | arrivals        | filled by -> drained by                    |
+|------------------|-----------------|--------------------------------------------|
+| q_full[role]     | 1 and bytes     | TMA load of 64 rows of Q -> one math role  |
+| k_full, v_full   | 1 and bytes     | TMA load of a block -> both math roles     |
+| k_empty, v_empty | all 256 threads | the product that read it -> the load role  |
 
 The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
 contiguous rows aligned to 16 bytes.

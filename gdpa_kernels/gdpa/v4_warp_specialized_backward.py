@@ -1,52 +1,28 @@
 """v4, backward: a load role, two math roles that own 64 keys each, and dQ added up by TMA.
 
-Changes from v2_fused_backward: warps have roles, and programs stay. The load role fetches K and V
-of a tile of 128 keys, then Q and dO, 64 rows at a time. Each math role keeps dK and dV of its 64
-keys in registers and computes S and dP transposed, [keys, rows]: P and dS are then A operands as
-they lie in registers, for dV += P^T dO and dK += dS^T Q.
+Changes from v2_fused_backward: warps have roles, and programs walk a list of tiles of 128 keys.
+Each math role keeps dK and dV of its keys in registers and computes S and dP as [keys, rows]: P and
+dS are then A operands as they lie in registers. dS goes through shared memory, where the other role
+finds it, and each role computes half of the columns of dQ; at head_dim 64 the part of its own keys.
 
-dQ of 64 rows is the sum over all 128 keys. dS goes through shared memory, where the other role
-finds it, and each role computes half of the columns of dS K, one step later: then nobody waits for
-the other's dS. The fp32 result leaves by a TMA that adds to what is in memory, and a small kernel
-converts the sum. At head_dim 64 each role adds the part of its own keys instead.
+Why it should help: a step of 64 rows is 2,560 clocks of the tensor cores at head_dim 128 and 770 of
+issue slots for the activation, and one role's activation runs beside the other's products.
 
-Why it should help: a step is 5 products, 2,560 clocks of the tensor cores for 64 rows and 128 keys
-of head_dim 128; activation and derivative are about 12 instructions for each of 8,192 scores, 770
-clocks. One role's activation runs beside the other's products. What it costs: the reads and writes
-of shared memory take about 2,900 clocks, more than the products: the bound of this design.
+| role     | warps | registers | work                                                          |
+|----------|-------|-----------|---------------------------------------------------------------|
+| load     | 4     | 24        | one thread issues the TMA loads                               |
+| math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys |
 
-It was not the bound: profiled, a step took 5,200 clocks, and a role waited for products in 13 % of
-them. The rest was its own: instructions one after the other, with two warps to issue them. Hence
-six more ideas. Factors of GELU and SiLU go to the sums (`fold`). The number of steps is known to
-be the same in all threads (`uniform`), so that addresses are not moved from thread to warp before
-each product; those that stay the same are computed where they are used (`nothing`), not kept, for
-want of registers, in memory. K of the next tile is on its way while a tile is worked on. dQ is put
-aside and sent behind the next step's fence, which is needed anyway. S of the next step is issued
-before dQ, so that one wait serves both; the last step computes its own S once more, for nobody.
+| barrier          | arrivals            | filled by -> drained by                                |
+|------------------|---------------------|--------------------------------------------------------|
+| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both math roles          |
+| k_empty, v_empty | 256 threads, 1 each | math roles, done with the tile -> load role            |
+| q_full, g_full   | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both math roles    |
+| q_empty, g_empty | 256 threads, 1 each | math roles, done with the rows -> load role            |
+| ds_full[2]       | 256 threads, 1 each | math roles, dS is stored -> math roles                 |
+| ds_empty[2]      | 256 threads, 1 each | math roles, dQ of these rows is computed -> math roles |
 
-| role       | warps | registers | work                                                            |
-|------------|-------|-----------|-----------------------------------------------------------------|
-| load       | 4     | 24        | one thread issues the TMA loads                                 |
-| math (2)   | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys   |
-
-| barrier          | arrivals            | filled by -> drained by                                 |
-|------------------|---------------------|---------------------------------------------------------|
-| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both math roles           |
-| k_empty, v_empty | 256 threads, 1 each | math roles, done with the tile -> load role             |
-| q_full, g_full   | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both math roles     |
-| q_empty, g_empty | 256 threads, 1 each | math roles, done with the rows -> load role             |
-| ds_full[2]       | 256 threads, 1 each | math roles, dS is stored -> math roles                  |
-| ds_empty[2]      | 256 threads, 1 each | math roles, dQ of these rows is computed -> math roles  |
-
-The list of tiles is work_list.py's with queries and keys exchanged: tiles of 128 keys, those with
-the most queries first. Not deterministic where more than two parts are added to an element of dQ,
-which is with more than 256 keys, at head_dim 64 with more than 128: the order of the additions
-differs from run to run, and only sums of two do not depend on it.
-
-Every option of `gdpa`; grouped heads: a tile's loop runs over the rows of all its query heads. A
-shared q: dQ is summed over the batch in fp32 by PyTorch, in a fixed order.
-Needs: sm_90, TLX, bf16 or fp16, head_dim 64 or 128, contiguous rows whose addresses and strides are
-multiples of 16 bytes. A grad_out that TMA cannot read is copied first.
+dQ is deterministic up to 256 keys, 128 at head_dim 64. Needs: as v2, TLX, head_dim 64 or 128.
 """
 
 from dataclasses import dataclass

@@ -3,31 +3,26 @@
 Changes from v4_warp_specialized: the loop is turned by half a block. The scores of the next block
 are issued before P V of this one, so while the activation of the new scores runs, the product of
 the old ones is still in flight. The probabilities wait in fp32 and are converted when nothing is:
-registers that a wgmma reads must not be written while another one runs, or the compiler makes them
-wait for each other.
+registers that a wgmma reads must not be written while another one runs.
 
-Why it should help: v4's role has its tensor cores rest while it evaluates 64 x 128 activations.
-Per block a role multiplies for 1,024 cycles and needs about 700 for the activation; one after the
-other that is 60 % of the peak, unless the other role happens to fill the gap.
+Why it should help: v4's role multiplies for 1,024 cycles a block and needs about 700 for the
+activation; one after the other is 60 % of the peak, unless the other role happens to fill the gap.
 Why it may not: scores and probabilities are alive together, 64 + 64 + 32 registers beside the
-accumulator's 64. `turns` makes the roles take turns at issuing products, so that one multiplies
-while the other evaluates; it is kept as a variant (v5b).
+accumulator's 64. `turns`, a variant, makes the roles take turns at issuing products.
 
-| role    | warps | registers | work                                                       |
-|---------|-------|-----------|------------------------------------------------------------|
-| load    | 4     | what is left | as v4                                                   |
-| math[0] | 4     | 240       | rows 0..63: S of block j + 1 and P V of block j, activation |
-| math[1] | 4     | 240       | rows 64..127, the same                                     |
+| role     | warps | registers    | work                                                         |
+|----------|-------|--------------|--------------------------------------------------------------|
+| load     | 4     | what is left | as v4                                                        |
+| math (2) | 4     | 240          | of 64 rows: S of block j + 1 and P V of block j, activation  |
 
-| barrier          | arrivals          | filled by -> drained by                     |
-|------------------|-------------------|---------------------------------------------|
-| q_full[role]     | 1 and bytes       | TMA load of 64 rows of Q -> one math role   |
-| k_full, v_full   | 1 and bytes       | TMA load of a block -> both math roles      |
-| k_empty, v_empty | all 256 threads   | the product that read it -> the load role   |
-| 8, 9 (turns)     | 256 threads       | the other role has issued -> this one may   |
+| barrier          | arrivals        | filled by -> drained by                    |
+|------------------|-----------------|--------------------------------------------|
+| q_full[role]     | 1 and bytes     | TMA load of 64 rows of Q -> one math role  |
+| k_full, v_full   | 1 and bytes     | TMA load of a block -> both math roles     |
+| k_empty, v_empty | all 256 threads | the product that read it -> the load role  |
+| 8, 9 (turns)     | 256 threads     | the other role has issued -> this one may  |
 
-The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
-contiguous rows aligned to 16 bytes.
+Options and needs: as v4.
 """
 
 from dataclasses import dataclass

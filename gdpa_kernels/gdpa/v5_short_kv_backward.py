@@ -1,49 +1,28 @@
-"""v5, backward for short K and V: two programs own all keys of a (sequence, head); dQ is written
-once.
+"""v5, backward for short K and V: two programs own all keys of a head; dQ is written once.
 
-Changes from v4_warp_specialized_backward: a cluster of two programs takes a whole (sequence, key
-head), up to 256 keys, 128 each, while Q and dO stream by once. Each program computes half of the
-columns of dQ from the dS of all keys: it copies its own dS into the other's shared memory, and has
-loaded that half of the other's K. So dQ is complete where it is computed and leaves in the output's
-type: no fp32 sum in memory, no zero fill, no conversion, no additions by TMA; deterministic.
+Changes from v4_warp_specialized_backward: a cluster of two programs takes all keys, up to 256, of a
+(sequence, key head), 128 each, while Q and dO stream by once. dS crosses the cluster, and each
+program computes half of the columns of dQ from the dS of all keys. So dQ leaves in the output's
+type: no fp32 sum in memory, no zero fill, no conversion; deterministic.
 
-Why it should help, in bytes for a row of head_dim 128 in bf16: v4 reads Q and dO (512), fills 512
-with zeros, adds to them twice at 256 keys, reads them again and writes 256: at 4.3 TB/s more time
-than the five products take. Here are 512 read and 256 written. The price is 16 KB of dS each way
-between the two programs for 64 rows, about an eighth of what their products read of shared memory.
+Why it should help, in bytes for a row of head_dim 128: v4 reads 512, fills 512 with zeros, adds 512
+twice at 256 keys, reads them again and writes 256. Here are 512 read and 256 written.
 
-The two math roles take turns with dQ, one step each: a step of 64 rows gives [64, 64] from four
-products over 64 keys. Which half of the columns is a program's own is known at run time only, but
-parts of a tile have to be named at compile time: so Q and K come as two tiles of 64 columns, the
-program's own half first.
+| role     | warps | registers | work                                                              |
+|----------|-------|-----------|-------------------------------------------------------------------|
+| load     | 4     | 24        | one thread issues the TMA loads                                   |
+| math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK; 64 keys; every other dQ |
 
-Two steps, a pair, are the body of the loop, and each has its own buffers: all addresses are known
-before the loop. That was the rung's bound until they were computed where they are used, with
-`tiles.nothing`: kept from before the loop they took 636 bytes of spills, and every product waited.
+| barrier             | arrivals            | filled by -> drained by                              |
+|---------------------|---------------------|------------------------------------------------------|
+| k_full, v_full      | 1 and bytes         | TMA loads of K, half of the other's K, of V -> math  |
+| q_full, g_full      | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both math roles  |
+| k_, v_, q_, g_empty | 256 threads, 1 each | math roles, done with the item, the rows -> load     |
+| ds_full[2]          | 256 threads, 1 each | math roles, dS is stored -> the step's dQ            |
+| peer_full[2]        | 1 and bytes         | the other program's copies of dS -> the step's dQ    |
+| ds_empty[2]         | 2 roles             | the step's dQ, here and there -> math roles          |
 
-| role       | warps | registers | work                                                            |
-|------------|-------|-----------|-----------------------------------------------------------------|
-| load       | 4     | 24        | one thread issues the TMA loads                                 |
-| math (2)   | 4     | 240       | S, dP, activation and derivative, dV, dK; 64 keys; every second |
-|            |       |           | step dQ, [64, 64]                                               |
-
-| barrier          | arrivals            | filled by -> drained by                                 |
-|------------------|---------------------|---------------------------------------------------------|
-| k_full, v_full   | 1 and bytes         | TMA loads of K, half of the other's K, of V -> math     |
-| k_empty, v_empty | 256 threads, 1 each | math roles, done with the item -> load role             |
-| q_full, g_full   | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both math roles     |
-| q_empty, g_empty | 256 threads, 1 each | math roles, done with the rows -> load role             |
-| ds_full[2]       | 256 threads, 1 each | math roles, dS is stored -> the step's dQ               |
-| peer_full[2]     | 1 and bytes         | the other program's copies of dS -> the step's dQ       |
-| ds_empty[2]      | 2 roles             | the step's dQ, here and there -> math roles             |
-
-A step's dQ is computed by one role in each program; both tell both programs that its dS may be
-overwritten, and with it that the copy into the other's memory has been read.
-
-Every option of `gdpa` but a shared q.
-Needs: sm_90, TLX, max_seqlen_k of at most 256, a q of every sequence's own, bf16 or fp16, head_dim
-128, contiguous rows whose addresses and strides are multiples of 16 bytes. A grad_out that TMA
-cannot read is copied first.
+Needs: as v4, head_dim 128, a max_seqlen_k of at most 256, a q of every sequence's own.
 """
 
 from dataclasses import dataclass

@@ -5,26 +5,23 @@ the list is a whole (sequence, head): K and V are fetched once and stay while it
 by.
 
 Why it should help: with 256 keys every tile of 128 rows of v6b fetches 128 KiB of K and V to
-produce 32 KiB of output; at 600 TFLOP/s that is 5 TB/s from the L2 cache, about all it has, and
-energy that the products cannot have on a chip at its power limit.
+produce 32 KiB of output: traffic for the L2 cache, and energy that the products lack.
 Why it may not: whole heads are coarser than tiles, and balance worse; an entry's first tile still
 waits for its K and V.
 
-| role    | warps | registers | work                                                       |
-|---------|-------|-----------|------------------------------------------------------------|
-| load    | 4     | what is left | resident: K and V of an entry, then its tiles of Q      |
-| math[0] | 4     | 240       | as v6b, rows 0..63 of one tile after another                |
-| math[1] | 4     | 240       | rows 64..127, the same                                     |
+| role     | warps | registers    | work                                                   |
+|----------|-------|--------------|--------------------------------------------------------|
+| load     | 4     | what is left | resident: K and V of an entry, then its tiles of Q     |
+| math (2) | 4     | 240          | as v6b, 64 rows each of one tile after another         |
 
-| barrier          | arrivals          | filled by -> drained by                        |
-|------------------|-------------------|------------------------------------------------|
-| q_full[role, 2]  | 1 and bytes       | TMA load of 64 rows of Q -> one math role      |
-| q_empty[role, 2] | 128 threads       | the last scores of its tile -> the load role   |
-| k_full, v_full   | 1 and bytes       | TMA load of a block -> both math roles         |
-| k_empty, v_empty | all 256 threads   | its product; resident: its last -> load role   |
+| barrier          | arrivals        | filled by -> drained by                       |
+|------------------|-----------------|-----------------------------------------------|
+| q_full[role, 2]  | 1 and bytes     | TMA load of 64 rows of Q -> one math role     |
+| q_empty[role, 2] | 128 threads     | the last scores of its tile -> the load role  |
+| k_full, v_full   | 1 and bytes     | TMA load of a block -> both math roles        |
+| k_empty, v_empty | all 256 threads | its product; resident: its last -> load role  |
 
-The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
-contiguous rows aligned to 16 bytes.
+Options and needs: as v4.
 """
 
 from dataclasses import dataclass

@@ -3,31 +3,25 @@
 Changes from v5_pingpong: as in v3, only as many programs as the device has multiprocessors, and
 each walks a list of tiles that exist. The load role runs on into the next tile while the math roles
 finish this one; O leaves through a buffer of its own, and the copy engine writes it while the next
-tile is computed. An entry of the list says all about its tile, and the next one is loaded before
-this one is computed: two trips to memory one after the other, 1,000 cycles and more, would delay
-the first copies of every tile.
+tile is computed. An entry of the list says all about its tile and is loaded one tile ahead.
 
 Why it should help: a program of v5 fills an SM alone, so nothing covers its beginning (barriers,
-descriptors, the first copies, 1.5 us) or its end (the store of O). Per tile of 512 keys that is a
-fifth of the time. Tiles without rows, half of them in a half-full batch, do not exist any more.
+descriptors, the first copies) or its end (the store of O). A list has no tiles without rows.
 Why it may not: two tiles of Q and the output take 96 KiB of shared memory; the list costs a launch.
-The turns of v5 are gone: they lost.
 
-| role    | warps | registers | work                                                       |
-|---------|-------|-----------|------------------------------------------------------------|
-| load    | 4     | what is left | Q, K, V of one tile after another, ahead of the math roles |
-| math[0] | 4     | 240       | as v5, rows 0..63 of one tile after another                 |
-| math[1] | 4     | 240       | rows 64..127, the same                                     |
+| role     | warps | registers    | work                                                          |
+|----------|-------|--------------|---------------------------------------------------------------|
+| load     | 4     | what is left | Q, K, V of one tile after another, ahead of the math roles    |
+| math (2) | 4     | 240          | as v5 without turns, 64 rows each of one tile after another   |
 
-| barrier          | arrivals          | filled by -> drained by                        |
-|------------------|-------------------|------------------------------------------------|
-| q_full[role, 2]  | 1 and bytes       | TMA load of 64 rows of Q -> one math role      |
-| q_empty[role, 2] | 128 threads       | the last scores of its tile -> the load role   |
-| k_full, v_full   | 1 and bytes       | TMA load of a block -> both math roles         |
-| k_empty, v_empty | all 256 threads   | the product that read it -> the load role      |
+| barrier          | arrivals        | filled by -> drained by                       |
+|------------------|-----------------|-----------------------------------------------|
+| q_full[role, 2]  | 1 and bytes     | TMA load of 64 rows of Q -> one math role     |
+| q_empty[role, 2] | 128 threads     | the last scores of its tile -> the load role  |
+| k_full, v_full   | 1 and bytes     | TMA load of a block -> both math roles        |
+| k_empty, v_empty | all 256 threads | the product that read it -> the load role     |
 
-The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
-contiguous rows aligned to 16 bytes.
+Options and needs: as v4.
 """
 
 from dataclasses import dataclass

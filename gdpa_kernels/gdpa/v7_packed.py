@@ -6,9 +6,8 @@ tanh where v6 spends 5.5 and one tanh. The last of them, p = x + x t, waits unti
 flight, where v6 converts P; until then a role carries x and t, as many registers as P in fp32.
 Up to head_dim 64 a program has four math roles.
 
-Why it should help: at the power limit an instruction costs energy that the tensor cores then lack.
-In the same kernel v6_short_kv, identity, relu, relu_squared and silu show about 3 % of the speed
-for every fp32 instruction per score, and more for a tanh: v7 should gain 4 to 8 %.
+Why it should help: an instruction costs an issue slot, and at the power limit energy that the
+tensor cores then lack.
 Why it may not: sm_90 has no packed tanh, a pair takes two; and the result is less accurate, about
 as PyTorch's in bf16, which rounds the scores in the same way. Other activations and fp16 are
 computed as in v6.

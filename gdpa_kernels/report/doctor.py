@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 TORCH = "torch==2.13.0"
 FBTRITON = "fbtriton==3.7.4"
+RUNGS = "implementations of "
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,46 @@ def findings(data_dir: str | Path | None = None) -> list[Finding]:
 
 
 def report(found: Iterable[Finding]) -> str:
-    """The findings as text: a line each, by group, then the repairs in order."""
+    """The findings as text: by group, those of one reason on one line, then the verdict."""
     found = list(found)
-    width = max((len(f.name) for f in found), default=0)
     lines = []
     for group in dict.fromkeys(f.group for f in found):
-        members = [f for f in found if f.group == group]
-        if members:
-            lines.append(group)
-            lines += [
-                f"  {f.name:{width}}  {'yes' if f.ok else 'no ':3}  {f.detail}".rstrip()
-                for f in members
-            ]
+        names: dict[tuple[bool, str], list[str]] = {}
+        for finding in found:
+            if finding.group == group:
+                names.setdefault((finding.ok, finding.detail), []).append(finding.name)
+        lines.append(group)
+        for (ok, detail), alike in names.items():
+            line = f"  {'yes' if ok else 'no ':3}  {', '.join(alike)}: {detail}"
+            lines += textwrap.wrap(
+                line, 100, subsequent_indent=" " * 7, break_on_hyphens=False, break_long_words=False
+            )
+    return "\n".join([*lines, "", verdict(found)]) + "\n"
+
+
+def verdict(found: Iterable[Finding]) -> str:
+    """What to do next or, with nothing to repair, what this machine is good for."""
+    found = list(found)
     commands = repairs(found)
     if commands:
-        lines += ["repair", *(f"  {command}" for command in commands)]
-    return "\n".join(lines) + "\n"
+        things = "1 thing" if len(commands) == 1 else f"{len(commands)} things"
+        said = "\n".join([f"{things} to repair:", *(f"  {command}" for command in commands)])
+    elif any(f.name == "gpu" and f.ok for f in found):
+        last = {
+            f.group.removeprefix(RUNGS): f.name
+            for f in found
+            if f.group.startswith(RUNGS) and f.ok and f.name != "reference"
+        }
+        reach = ", ".join(f"{operator} up to {impl}" for operator, impl in last.items())
+        said = f"This machine measures {reach or 'nothing'}."
+    else:
+        said = (
+            "No usable GPU: the book builds, the tests run, the kernels run in the emulator; "
+            "nothing can be measured."
+        )
+    if any(f.group == "data" and not f.ok for f in found):
+        said += "\nThe records need attention: see data."
+    return said
 
 
 def repairs(found: Iterable[Finding]) -> list[str]:
@@ -217,22 +243,37 @@ def check_implementations() -> list[Finding]:
     if isinstance(ladder, Exception):
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
     return [
-        _ask(f"implementations of {operator}", impl, ladder.availability, impl, None, operator)
+        _ask(RUNGS + operator, impl, ladder.availability, impl, None, operator)
         for operator in ladder.LADDERS
         for impl in ladder.impls(operator)
     ]
 
 
 def check_baselines() -> list[Finding]:
-    """Every baseline: can it run here, and why."""
-    baselines = _module("measuring.baselines")
-    if isinstance(baselines, Exception):
-        return [Finding("baselines", "baselines", False, f"cannot be imported: {baselines}")]
-    return [_ask("baselines", n, b.availability) for n, b in baselines.BASELINES.items()]
+    """Every baseline of both operators: can it run here, and why."""
+    found = _module("measuring.baselines")
+    if isinstance(found, Exception):
+        return [Finding("baselines", "baselines", False, f"cannot be imported: {found}")]
+    tables = {"gdpa": found.BASELINES, "block_attention": found.BLOCK_BASELINES}
+    return [
+        _ask(f"baselines of {operator}", name, baseline.availability)
+        for operator, table in tables.items()
+        for name, baseline in table.items()
+    ]
+
+
+def no_records(data_dir: str | Path | None) -> str | None:
+    """Why `data_dir` cannot hold a record, or None; None is the repository's own folder."""
+    if data_dir is None or (Path(data_dir) / "records").is_dir():
+        return None
+    return f"--data-dir must be a folder that holds records/, got {str(data_dir)!r}"
 
 
 def check_records(data_dir: str | Path | None = None) -> Finding:
     """How many records load, and which are refused and why."""
+    problem = no_records(data_dir)
+    if problem is not None:
+        return Finding("data", "records", False, problem)
     record = _module("measuring.record")
     if isinstance(record, Exception):
         return Finding("data", "records", False, f"cannot be read: {record}")

@@ -27,7 +27,6 @@
 # %% tags=["remove-cell"]
 import inspect
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -564,12 +563,6 @@ ARITHMETIC = ("FADD", "FMUL", "FFMA", "FSEL", "SEL", "FSETP", "FMNMX")
 A_THREAD = 16  # elements
 
 
-def documented(module, name: str) -> tuple[int, int]:
-    """(fp32, MUFU) instructions of one element, from the table in a module's docstring."""
-    row = re.search(rf"^\| `{name}` +\| (?:about )?(\d+)(?: \+ (\d+) MUFU)?", module.__doc__, re.M)
-    return int(row[1]), int(row[2] or 0)
-
-
 def counted(name: str | None) -> dict[str, int]:
     types = {"s_ptr": "*fp32", "y_ptr": "*fp32", "slope_ptr": "*fp32", "scale": "fp32"}
     made = compile_check.build(
@@ -584,7 +577,7 @@ costs = []
 for name in reference.ACTIVATIONS:
     made = counted(name)
     here = {kind: (made[kind] - moved[kind]) / A_THREAD for kind in made}
-    forward, both = documented(activations, name), documented(derivatives, name)
+    forward, both = activations.INSTRUCTIONS[name], derivatives.INSTRUCTIONS[name]
     assert here["MUFU"] == both[1] and 0 <= here["fp32"] - both[0] <= 0.5, name
     costs.append(
         {

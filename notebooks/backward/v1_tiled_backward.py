@@ -60,6 +60,7 @@ SELF, CROSS = "gdpa-self-full-1024", "gdpa-cross-full-2048"
 HEAD_DIM = 128
 GRADIENTS = ("dq", "dk", "dv")
 VERDICT = {True: "kept", False: "broken"}
+PREDICTED = (200, 260)  # useful TFLOP/s on SELF
 KEYS, QUERIES = (default_config(kernel, HEAD_DIM, torch.bfloat16) for kernel in ("keys", "queries"))
 
 
@@ -235,17 +236,10 @@ figures.source("emulated", f"one head of {TOKENS} tokens, head_dim {HEAD_DIM}, d
 #
 # ## Prediction
 #
-# The lab notes, written when nothing had run on a GPU (2026-11-21):
-
-# %% tags=["remove-input"]
-notes = (ROOT / "notebooks" / "notes" / "gdpa_backward.md").read_text()
-promise = re.search(r"^- v1 \(7 products\): (\d+) to (\d+) at 1024\.$", notes, flags=re.M)
-Markdown("> " + promise[0].removeprefix("- "))
-
-# %% [markdown]
-# in useful TFLOP/s, on gdpa-self-full-1024. It was a guess by analogy; above 260 or below 200 it is
-# broken. Two yardsticks, which are no predictions, since they were made after a first run on a GPU
-# that left no record:
+# Written when nothing had run on a GPU (2026-11-21): {glue:text}`seven_least:.0f` to
+# {glue:text}`seven_most:.0f` useful TFLOP/s on gdpa-self-full-1024. It was a guess by analogy;
+# outside that range it is broken. Two yardsticks, which are no predictions, since they were made
+# after a first run on a GPU that left no record:
 #
 # - *Five sevenths.* If the seven products went as fast as the two of forward v1, the useful rate
 #   would be 5/7 of forward's: {glue:text}`seven_five_sevenths:.0f` TFLOP/s at 1,024 tokens. More
@@ -291,8 +285,7 @@ ahead = everything[
 forward_rate = ahead.set_index("workload")["tflops"].reindex(NAMES)
 executed = 7 / 5 * rates[IMPL]
 
-counted = re.search(r"\| `gelu_tanh` +\| (\d+) \+ (\d+) MUFU", derivatives.__doc__)
-fp32, mufu = (int(number) for number in counted.groups())
+fp32, mufu = derivatives.INSTRUCTIONS["gelu_tanh"]
 # Beside value and slope a product with dP; a pack of two for P and for dS. Without the value there
 # is one instruction less, and one pack.
 SLOTS = {"keys": fp32 + mufu + 1 + 1.0, "queries": fp32 - 1 + mufu + 1 + 0.5}
@@ -747,7 +740,7 @@ glue("two_spills", two["bytes spilled"])
 ALL_PEERS = [peer for peer in PEERS if peer in times and times[peer].notna().any()]
 over = {peer: (times[peer] / times[IMPL]).dropna() for peer in ALL_PEERS}
 assert len(over["fa2_varlen"]) == len(NAMES), "FlashAttention-2 has a time everywhere"
-least, most = (float(number) for number in promise.groups())
+least, most = PREDICTED
 rate = rates[IMPL][SELF]
 glue("rate", rate)
 glue("percent", shares[IMPL][SELF])

@@ -105,7 +105,9 @@ code(inspect.cleandoc("\n" + loop))
 # %% [markdown]
 # The first way is a copy by TMA that adds: the tile goes through shared memory, and the copy engine
 # sends it to L2, which adds. The second is an instruction of each thread, `red.global.add.f32`, on
-# four elements at a time. Both are atomic for each element; neither says when.
+# four elements at a time. Both are atomic for each element; neither says when. The walk over the
+# query heads of a key head is one loop with that over their rows, so that copies run ahead across
+# heads.
 
 # %% tags=["remove-input"]
 Markdown(
@@ -263,9 +265,10 @@ figures.show_table(costs.round(2))
 # %% tags=["remove-input"]
 figures.save_csv(costs, "gdpa-dq-costs")
 figures.source(
-    "modelled", "bytes by the counts above; rates of a product and of a copy: 10_figures' record",
+    "modelled",
+    "bytes by the counts above; rates of a product and a copy: the record of the forward results",
     csv="gdpa-dq-costs",
-)  # fmt: skip
+)
 
 # %% [markdown]
 # Zero fill and rounding are {glue:text}`five_share_long:.0f` % of the products' time for 2,048 keys

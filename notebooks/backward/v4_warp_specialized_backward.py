@@ -13,15 +13,15 @@
 # :::{admonition} In this chapter
 # - One role loads, two own 64 keys each. P and dS are operands where they lie, in registers; only
 #   dQ needs dS in shared memory. Products and shared memory bound a step of 64 rows and 128 keys at
-#   {glue:text}`b31_products:,.0f` and {glue:text}`b31_shared:,.0f` clocks (modelled).
-# - Without the ideas below it took about {glue:text}`b31_step_none:,.0f` clocks a step, from
+#   {glue:text}`bw4_products:,.0f` and {glue:text}`bw4_shared:,.0f` clocks (modelled).
+# - Without the ideas below it took about {glue:text}`bw4_step_none:,.0f` clocks a step, from
 #   measured times; the bound was not a unit of the SM but the instructions of a role, one after the
 #   other.
-# - Six small ideas against that: {glue:text}`b31_gain_1024` % of time on full batches of 1,024
-#   tokens, {glue:text}`b31_gain_512` % on half-full ones of 512. The largest single share:
-#   {glue:text}`b31_largest`.
-# - Against v2 that is {glue:text}`b31_over_v2_1024:.2f` times the rate on full batches of 1,024,
-#   without the six {glue:text}`b31_none_over_v2_1024:.2f` times.
+# - Six small ideas against that: {glue:text}`bw4_gain_1024` % of time on full batches of 1,024
+#   tokens, {glue:text}`bw4_gain_512` % on half-full ones of 512. The largest single share:
+#   {glue:text}`bw4_largest`.
+# - Against v2 that is {glue:text}`bw4_over_v2_1024:.2f` times the rate on full batches of 1,024,
+#   without the six {glue:text}`bw4_none_over_v2_1024:.2f` times.
 # :::
 
 # %% tags=["remove-cell"]
@@ -65,21 +65,15 @@ VERDICT = {True: "kept", False: "broken"}
 
 
 def glue(name: str, value: float) -> None:
-    figures.glue_number(f"b31_{name}", value)
+    figures.glue_number(f"bw4_{name}", value)
 
 
 def glue_word(name: str, value: str) -> None:
-    figures.glue_text(f"b31_{name}", value)
+    figures.glue_text(f"bw4_{name}", value)
 
 
 def code(text: str, language: str = "python") -> Markdown:
     return Markdown(f"```{language}\n{text.rstrip()}\n```")
-
-
-def paragraph(module, start: str) -> str:
-    """The paragraph of a module's docstring that begins with `start`, on one line."""
-    (found,) = (p for p in inspect.getdoc(module).split("\n\n") if p.startswith(start))
-    return " ".join(found.split())
 
 
 # %% [markdown]
@@ -95,7 +89,8 @@ def paragraph(module, start: str) -> str:
 # | products, bytes | | the same |
 #
 # The forward rungs took this road step by step, from {doc}`../forward/v4_warp_specialized` to
-# {doc}`../forward/v8_own_waits`; here it is taken in one. Roles and barriers, from the head of the
+# {doc}`../forward/v8_own_waits`; here it is taken in one. The list is forward's with queries and
+# keys exchanged: tiles with the most queries come first. Roles and barriers, from the head of the
 # file:
 
 # %% tags=["remove-input"]
@@ -211,7 +206,7 @@ written = 2 * KEYS * ROWS * 2  # dS
 passing = 2 * ROWS * HEAD_DIM * 4  # dQ, in and out
 landing = 2 * ROWS * HEAD_DIM * 2  # Q and dO
 shared = (sum(READ.values()) + written + passing + landing) / 128
-assert per_step == 2560 and 2900 <= shared <= 2950, "the counts of the docstring"
+assert per_step == 2560 and 2900 <= shared <= 2950, "the counts of the prediction"
 assert all(counted[n] == 2 * computed[n] * (2 if n == "dQ" else 1) for n in READ)
 glue("products", per_step)
 glue("shared", shared)
@@ -235,18 +230,16 @@ figures.source(
 #
 # ## Prediction
 #
-# From the head of the file:
-
-# %% tags=["remove-input"]
-promise = paragraph(v4_warp_specialized_backward, "Why it should help:")
-for piece in ("2,560 clocks", "12 instructions", "about 2,900 clocks", "bound of this design"):
-    assert piece in promise, "the chapter judges these"
-Markdown("> " + promise)
-
-# %% [markdown]
-# Products read {glue:text}`b31_read_kb:.0f` KB of shared memory in a step; with dS, dQ and the
-# loads {glue:text}`b31_moved_kb:.0f` KB pass it, at 128 bytes a clock {glue:text}`b31_shared:,.0f`
-# clocks. From that, in the lab notes (2026-11-21, before any run on a GPU):
+# Written before any run on a GPU (2026-11-21):
+#
+# > A step is 5 products, 2,560 clocks of the tensor cores for 64 rows and 128 keys of head_dim 128;
+# > activation and derivative are about 12 instructions for each of 8,192 scores, 770 clocks. One
+# > role's activation runs beside the other's products. What it costs: the reads and writes of
+# > shared memory take about 2,900 clocks, more than the products: the bound of this design.
+#
+# Products read {glue:text}`bw4_read_kb:.0f` KB of shared memory in a step; with dS, dQ and the
+# loads {glue:text}`bw4_moved_kb:.0f` KB pass it, at 128 bytes a clock {glue:text}`bw4_shared:,.0f`
+# clocks. From that, in the lab notes of the same day:
 #
 # 1. *A step* takes 3,400 to 3,900 clocks at about 1.55 GHz, 550 to 630 TFLOP/s in the steady state.
 #    Steps of less than 3,000 clocks would refute it: shared memory cannot do that.
@@ -270,7 +263,7 @@ glue("emulated_busy", 100 * sum(e.end - e.start for e in busy) / (inner[1] - inn
 assert step_emulated < 1.15 * per_step, "the text: in the model the tensor cores are the bound"
 
 # %% tags=["remove-input"]
-# | name: fig-b31-timeline
+# | name: fig-bw4-timeline
 # | caption: >
 # |   v4 in the middle of a tile of 128 keys, two steps of 64 rows. Roles above, engines below; an
 # |   arrow leads from the arrival that completed a phase to the wait that it ended. Modelled
@@ -285,8 +278,8 @@ display(SVG(timeline.svg(start=inner[0], end=inner[1], width=760)))
 figures.source("emulated", f"gdpa_kernels/gdpa/{V4}.py, modelled schedule; cycles are modelled")
 
 # %% [markdown]
-# In the model a step takes {glue:text}`b31_emulated_step:,.0f` cycles and the tensor core is busy
-# for {glue:text}`b31_emulated_busy:.0f` % of them. The roles have fallen out of step by themselves,
+# In the model a step takes {glue:text}`bw4_emulated_step:,.0f` cycles and the tensor core is busy
+# for {glue:text}`bw4_emulated_busy:.0f` % of them. The roles have fallen out of step by themselves,
 # and one evaluates while the other multiplies. So much for a model without issue slots and without
 # a bandwidth of shared memory. It tells whether the barriers are right, and who *could* overlap
 # with whom. How long a role takes to issue what it does it cannot tell.
@@ -306,7 +299,7 @@ figures.source("emulated", f"gdpa_kernels/gdpa/{V4}.py, modelled schedule; cycle
 #   to one of the warp.
 #
 # No unit is the bound: shared memory, by the count above, was busy for
-# {glue:text}`b31_shared_share:.0f` % of the clocks. A role is a chain: issue a product, wait, 300
+# {glue:text}`bw4_shared_share:.0f` % of the clocks. A role is a chain: issue a product, wait, 300
 # instructions of arithmetic, store, fence, issue, wait. Each of the four schedulers of an SM has
 # one warp of each role, so there are two warps to choose from, and most of the time one of them
 # waits. If a step has two chains of $t$ clocks each, and they overlap but are not shorter for it,
@@ -377,8 +370,8 @@ code(inspect.getsource(tiles.uniform.fn))
 # dQ of the step before has to be waited for, and so has S of this step. If S of the *next* step is
 # issued before dQ of the *last*, one wait serves both. In the last step there is no next S; it
 # computes its own once more, since a product that is sometimes issued would cost more than one that
-# is useless: of {glue:text}`b31_waste_steps:.0f` steps one S too many,
-# {glue:text}`b31_waste_1024:.1f` % of the tensor cores' work with 1,024 rows.
+# is useless: of {glue:text}`bw4_waste_steps:.0f` steps one S too many,
+# {glue:text}`bw4_waste_1024:.1f` % of the tensor cores' work with 1,024 rows.
 #
 # ### 6. Addresses where they are used
 #
@@ -572,15 +565,15 @@ figures.source(
 )
 
 # %% [markdown]
-# - The loop went from {glue:text}`b31_loop_none:.0f` instructions to {glue:text}`b31_loop_all:.0f`.
-#   Folding takes floating-point instructions of a score from {glue:text}`b31_fp32_none:.0f` to
-#   {glue:text}`b31_fp32_all:.0f`: nearly all of the difference.
-# - R2UR are {glue:text}`b31_r2ur_fold:.0f` with one slot of K and {glue:text}`b31_r2ur_early:.0f`
-#   with two. Ideas 4 and 5 bring them back, {glue:text}`b31_r2ur_five:.0f`, `uniform` leaves
-#   {glue:text}`b31_r2ur_late:.0f`, late addresses {glue:text}`b31_r2ur_all:.0f`. Spills go with
-#   them: {glue:text}`b31_spilled_five:.0f`, {glue:text}`b31_spilled_late:.0f` and
-#   {glue:text}`b31_spilled_all:.0f` bytes. And the sixth idea makes the second one superfluous:
-#   without `uniform` the loop has {glue:text}`b31_r2ur_uniform:.0f` R2UR as well.
+# - The loop went from {glue:text}`bw4_loop_none:.0f` instructions to {glue:text}`bw4_loop_all:.0f`.
+#   Folding takes floating-point instructions of a score from {glue:text}`bw4_fp32_none:.0f` to
+#   {glue:text}`bw4_fp32_all:.0f`: nearly all of the difference.
+# - R2UR are {glue:text}`bw4_r2ur_fold:.0f` with one slot of K and {glue:text}`bw4_r2ur_early:.0f`
+#   with two. Ideas 4 and 5 bring them back, {glue:text}`bw4_r2ur_five:.0f`, `uniform` leaves
+#   {glue:text}`bw4_r2ur_late:.0f`, late addresses {glue:text}`bw4_r2ur_all:.0f`. Spills go with
+#   them: {glue:text}`bw4_spilled_five:.0f`, {glue:text}`bw4_spilled_late:.0f` and
+#   {glue:text}`bw4_spilled_all:.0f` bytes. And the sixth idea makes the second one superfluous:
+#   without `uniform` the loop has {glue:text}`bw4_r2ur_uniform:.0f` R2UR as well.
 # - S beside dK compiles without spills. S *and* dQ beside dK is too much: three results under way
 #   and no registers left, so ptxas makes all products wait for each other (its warning C7512).
 #
@@ -665,7 +658,7 @@ for name, errors in said.items():
 code("\n".join(lines), "text")
 
 # %% [markdown]
-# All three are found under each of {glue:text}`b31_schedules:.0f` schedules. What the emulator does
+# All three are found under each of {glue:text}`bw4_schedules:.0f` schedules. What the emulator does
 # not check is the fence itself: it takes for granted that TMA sees what was written before it.
 # Idea 4 rests on that fence, and on the GPU's own check of the results below.
 #
@@ -791,7 +784,7 @@ glue_word(
 # ### From none to six
 
 # %% tags=["remove-input"]
-# | name: fig-b31-ladder
+# | name: fig-bw4-ladder
 # | caption: >
 # |   Left: full batches of 1,024, right: half-full ones of 512. Filled: the ideas added one after
 # |   the other. Hollow: all but one. Line: v2.
@@ -849,25 +842,25 @@ if len(failed):
     display(figures.show_table(failed[["workload", "impl", "variant", "failure"]]))
 
 # %% [markdown]
-# All {glue:text}`b31_checked:.0f` variants with a time passed the check. One idea taken away, time
+# All {glue:text}`bw4_checked:.0f` variants with a time passed the check. One idea taken away, time
 # on full batches of 1,024 and on half-full ones of 512:
 #
 # | without | 1,024, % | 512, % |
 # |:--|--:|--:|
-# | fold | {glue:text}`b31_lost_fold_1024` | {glue:text}`b31_lost_fold_512` |
-# | uniform | {glue:text}`b31_lost_uniform_1024` | {glue:text}`b31_lost_uniform_512` |
-# | K ahead | {glue:text}`b31_lost_ahead_1024` | {glue:text}`b31_lost_ahead_512` |
-# | dQ put aside | {glue:text}`b31_lost_aside_1024` | {glue:text}`b31_lost_aside_512` |
-# | S first | {glue:text}`b31_lost_first_1024` | {glue:text}`b31_lost_first_512` |
-# | late addresses | {glue:text}`b31_lost_late_1024` | {glue:text}`b31_lost_late_512` |
+# | fold | {glue:text}`bw4_lost_fold_1024` | {glue:text}`bw4_lost_fold_512` |
+# | uniform | {glue:text}`bw4_lost_uniform_1024` | {glue:text}`bw4_lost_uniform_512` |
+# | K ahead | {glue:text}`bw4_lost_ahead_1024` | {glue:text}`bw4_lost_ahead_512` |
+# | dQ put aside | {glue:text}`bw4_lost_aside_1024` | {glue:text}`bw4_lost_aside_512` |
+# | S first | {glue:text}`bw4_lost_first_1024` | {glue:text}`bw4_lost_first_512` |
+# | late addresses | {glue:text}`bw4_lost_late_1024` | {glue:text}`bw4_lost_late_512` |
 #
-# {glue:text}`b31_useless`. On the long batch these six losses add up to {glue:text}`b31_sum` %;
-# taken away together they cost {glue:text}`b31_all_lost` %. If the two were equal the ideas would
+# {glue:text}`bw4_useless`. On the long batch these six losses add up to {glue:text}`bw4_sum` %;
+# taken away together they cost {glue:text}`bw4_all_lost` %. If the two were equal the ideas would
 # be independent; the compiler's table has shown some that are not.
 #
-# *S beside dK* changes the time by {glue:text}`b31_beside_1024` and {glue:text}`b31_beside_512` %,
-# 232 registers instead of 240 by {glue:text}`b31_232_1024` and {glue:text}`b31_232_512` %, one slot
-# of K with two of Q and dO by {glue:text}`b31_two_1024` and {glue:text}`b31_two_512` %.
+# *S beside dK* changes the time by {glue:text}`bw4_beside_1024` and {glue:text}`bw4_beside_512` %,
+# 232 registers instead of 240 by {glue:text}`bw4_232_1024` and {glue:text}`bw4_232_512` %, one slot
+# of K with two of Q and dO by {glue:text}`bw4_two_1024` and {glue:text}`bw4_two_512` %.
 #
 # ### Was the prediction right?
 #
@@ -966,29 +959,29 @@ figures.source(
 )
 
 # %% [markdown]
-# 1. *A step*: {glue:text}`b31_step_none:,.0f` clocks without the six ideas, for which the
-#    prediction was made, **{glue:text}`b31_verdict_1_none`**; {glue:text}`b31_step_all:,.0f` with
-#    them, **{glue:text}`b31_verdict_1_all`**, {glue:text}`b31_refuted_1` the 3,000 that shared
+# 1. *A step*: {glue:text}`bw4_step_none:,.0f` clocks without the six ideas, for which the
+#    prediction was made, **{glue:text}`bw4_verdict_1_none`**; {glue:text}`bw4_step_all:,.0f` with
+#    them, **{glue:text}`bw4_verdict_1_all`**, {glue:text}`bw4_refuted_1` the 3,000 that shared
 #    memory allows.
-# 2. *The pass*: of four ranges {glue:text}`b31_inside_none:.0f` without the ideas and
-#    {glue:text}`b31_inside_all:.0f` with them. At 2,048 v4 without them makes
-#    {glue:text}`b31_rate_none_2048:.0f` TFLOP/s, so the design was **{glue:text}`b31_refuted_2`**
-#    by its own test; with them {glue:text}`b31_rate_all_2048:.0f`,
-#    {glue:text}`b31_refuted_2_all` the 430.
-# 3. *dP first*: {glue:text}`b31_dp_1024` % of time with 1,024 tokens, {glue:text}`b31_dp_512` % on
-#    half-full batches of 512, **{glue:text}`b31_verdict_3`**.
+# 2. *The pass*: of four ranges {glue:text}`bw4_inside_none:.0f` without the ideas and
+#    {glue:text}`bw4_inside_all:.0f` with them. At 2,048 v4 without them makes
+#    {glue:text}`bw4_rate_none_2048:.0f` TFLOP/s, so the design was **{glue:text}`bw4_refuted_2`**
+#    by its own test; with them {glue:text}`bw4_rate_all_2048:.0f`,
+#    {glue:text}`bw4_refuted_2_all` the 430.
+# 3. *dP first*: {glue:text}`bw4_dp_1024` % of time with 1,024 tokens, {glue:text}`bw4_dp_512` % on
+#    half-full batches of 512, **{glue:text}`bw4_verdict_3`**.
 #
-# The line leaves {glue:text}`b31_ends_none:,.0f` and {glue:text}`b31_ends_all:,.0f` clocks for a
-# tile besides its steps, where the notes had said 6,000. {glue:text}`b31_ends_word` All of this
+# The line leaves {glue:text}`bw4_ends_none:,.0f` and {glue:text}`bw4_ends_all:,.0f` clocks for a
+# tile besides its steps, where the notes had said 6,000. {glue:text}`bw4_ends_word` All of this
 # assumes one clock rate; the record has no clock of each launch.
 #
 # ## The surprise: a bound that no count contains
 #
-# The docstring counts products, instructions and bytes of shared memory, and takes the largest for
+# The prediction counts products, instructions and bytes of shared memory, and takes the largest for
 # the bound. That is a roofline of a unit, and it is right when there are enough independent chains
 # to keep the unit fed. Here are two. In a chain the terms do not compete, they *add*. With
-# the six ideas products take {glue:text}`b31_tensor_all:.0f` % of a step, before
-# {glue:text}`b31_tensor_none:.0f` %. Of what is left no unit can be blamed.
+# the six ideas products take {glue:text}`bw4_tensor_all:.0f` % of a step, before
+# {glue:text}`bw4_tensor_none:.0f` %. Of what is left no unit can be blamed.
 #
 # A third math role would be a third chain. It does not fit: dK and dV of 64 keys take 128 registers
 # of each thread, and 65,536 are all that an SM has.
@@ -999,7 +992,7 @@ figures.source(
 # ## Exercises
 #
 # :::{exercise} Fold hardswish
-# :label: ex-b31-fold
+# :label: ex-bw4-fold
 #
 # Hardswish is $x \cdot \min(\max(x + 3, 0), 6) / 6$. Which factor of value and
 # derivative can be left to the sums? And why would ReLU gain next to nothing? *(paper, ten
@@ -1021,7 +1014,7 @@ per_role = KEYS * ROWS // 128
 glue("tile_registers", per_role)
 
 # %% [markdown]
-# :::{solution} ex-b31-fold
+# :::{solution} ex-bw4-fold
 # :class: dropdown
 #
 # With $m = \min(\max(x + 3, 0), 6)$ the value is $\tfrac16 x m$ and the derivative
@@ -1031,23 +1024,23 @@ glue("tile_registers", per_role)
 # :::
 #
 # :::{exercise} A third role
-# :label: ex-b31-third
+# :label: ex-bw4-third
 #
 # Suppose three math roles of 64 keys and a load role with 24 registers a thread. How many registers
 # can a thread of a math role have? What does it need? *(paper, five minutes)*
 # :::
 #
-# :::{solution} ex-b31-third
+# :::{solution} ex-bw4-third
 # :class: dropdown
 #
-# {glue:text}`b31_three_roles:.0f`. dK and dV take {glue:text}`b31_accumulators:.0f` of them, one
-# tile of scores in fp32 {glue:text}`b31_tile_registers:.0f` more, and S or its slope, dP and dQ are
+# {glue:text}`bw4_three_roles:.0f`. dK and dV take {glue:text}`bw4_accumulators:.0f` of them, one
+# tile of scores in fp32 {glue:text}`bw4_tile_registers:.0f` more, and S or its slope, dP and dQ are
 # never alone: nothing would be left for addresses. Smaller roles, of 32 keys, do not exist: a wgmma
 # has 64 rows.
 # :::
 #
 # :::{exercise} The useless product
-# :label: ex-b31-useless
+# :label: ex-bw4-useless
 #
 # In a copy of the file, let the last step leave the loop before it computes S again, by a branch
 # around the product. Compile it. What do you expect of its registers, and of the loop? *(code,
@@ -1071,12 +1064,12 @@ except Exception as error:  # what the compiler says is the answer
     glue_word("guarded", f"the compiler gives up ({type(error).__name__})")
 
 # %% [markdown]
-# :::{solution} ex-b31-useless
+# :::{solution} ex-bw4-useless
 # :class: dropdown
 #
 # A product under way behind a branch is a result that exists on one path only, and the wait for it
 # stands on both. The compiler has to make the accumulator whole where the paths meet. Here:
-# {glue:text}`b31_guarded`.
+# {glue:text}`bw4_guarded`.
 # :::
 #
 # ## Takeaways

@@ -13,17 +13,17 @@
 # :::{admonition} In this chapter
 # - Two programs, a *cluster*, hold all keys of a sequence's head. They exchange dS through each
 #   other's shared memory, and each computes half of the columns of dQ, whole. No fp32 sum, no zero
-#   fill, no rounding pass, no additions: {glue:text}`b32_bytes_v5:,.0f` bytes a row instead of
-#   {glue:text}`b32_bytes_v4:,.0f` (counted).
-# - v5 takes {glue:text}`b32_over_cross_2048:.2f` of v4's time with 2,048 queries on 256 keys,
-#   {glue:text}`b32_over_cross_512:.2f` with 512 and {glue:text}`b32_over_self_256:.2f` on full
-#   batches of 256: {glue:text}`b32_faster`.
+#   fill, no rounding pass, no additions: {glue:text}`bw5_bytes_v5:,.0f` bytes a row instead of
+#   {glue:text}`bw5_bytes_v4:,.0f` (counted).
+# - v5 takes {glue:text}`bw5_over_cross_2048:.2f` of v4's time with 2,048 queries on 256 keys,
+#   {glue:text}`bw5_over_cross_512:.2f` with 512 and {glue:text}`bw5_over_self_256:.2f` on full
+#   batches of 256: {glue:text}`bw5_faster`.
 # - Addresses were the largest cost. Kept from before the loop, as the compiler wants it, they are
-#   {glue:text}`b32_spilled_kept:.0f` bytes of spills, and v5 takes
-#   {glue:text}`b32_kept_cross_2048` % more time than with addresses computed where they are used,
-#   {glue:text}`b32_spilled_v5:.0f` bytes.
-# - Its dQ has the same bits in every run ({glue:text}`b32_bits`), and a step of training needs
-#   {glue:text}`b32_memory_v5:.2f` GiB where v4 needs {glue:text}`b32_memory_v4:.2f` (measured).
+#   {glue:text}`bw5_spilled_kept:.0f` bytes of spills, and v5 takes
+#   {glue:text}`bw5_kept_cross_2048` % more time than with addresses computed where they are used,
+#   {glue:text}`bw5_spilled_v5:.0f` bytes.
+# - Its dQ has the same bits in every run ({glue:text}`bw5_bits`), and a step of training needs
+#   {glue:text}`bw5_memory_v5:.2f` GiB where v4 needs {glue:text}`bw5_memory_v4:.2f` (measured).
 # :::
 
 # %% tags=["remove-cell"]
@@ -78,21 +78,15 @@ VERDICT = {True: "kept", False: "broken"}
 
 
 def glue(name: str, value: float) -> None:
-    figures.glue_number(f"b32_{name}", value)
+    figures.glue_number(f"bw5_{name}", value)
 
 
 def glue_word(name: str, value: str) -> None:
-    figures.glue_text(f"b32_{name}", value)
+    figures.glue_text(f"bw5_{name}", value)
 
 
 def code(text: str, language: str = "python") -> Markdown:
     return Markdown(f"```{language}\n{text.rstrip()}\n```")
-
-
-def paragraph(module, start: str) -> str:
-    """The paragraph of a module's docstring that begins with `start`, on one line."""
-    (found,) = (p for p in inspect.getdoc(module).split("\n\n") if p.startswith(start))
-    return " ".join(found.split())
 
 
 # %% [markdown]
@@ -115,7 +109,7 @@ def paragraph(module, start: str) -> str:
 #
 # ## What dQ costs when keys are few
 #
-# In units of q, for one head of {glue:text}`b32_rows:.0f` rows and 256 keys, the emulator counts
+# In units of q, for one head of {glue:text}`bw5_rows:.0f` rows and 256 keys, the emulator counts
 # what the kernels load and store. The zero fill is PyTorch's. An addition loads and stores.
 
 
@@ -181,7 +175,7 @@ figures.source("emulated", "bytes that the kernels load and store; the zero fill
 # %% [markdown]
 # Q and dO are loaded twice by both: in v4 by the tiles of 128 keys, in v5 by the two programs of
 # the cluster, at the same time, so that memory sees one of them. v4 stores
-# {glue:text}`b32_stored_v4:.1f` times q, v5 {glue:text}`b32_stored_v5:.1f` times: dQ, dK and dV.
+# {glue:text}`bw5_stored_v4:.1f` times q, v5 {glue:text}`bw5_stored_v5:.1f` times: dQ, dK and dV.
 # Now by the bytes of a row at head_dim 128, and against the five products at the measured rate:
 
 # %% tags=["remove-cell"]
@@ -205,7 +199,7 @@ def bytes_of_a_row(keys: int) -> dict:
 rows = pd.DataFrame(bytes_of_a_row(keys) for keys in (64, 128, 256, 512, 1024))
 rows.loc[rows["keys"] > 256, ["v5 (bytes)", "v5 (ns)"]] = float("nan")
 at_256 = rows.set_index("keys").loc[256]
-assert at_256["v4 (ns)"] > at_256["products (ns)"] > at_256["v5 (ns)"], "the docstring and the text"
+assert at_256["v4 (ns)"] > at_256["products (ns)"] > at_256["v5 (ns)"], "the text"
 glue("bytes_v4", at_256["v4 (bytes)"])
 glue("bytes_v5", at_256["v5 (bytes)"])
 glue("ns_v4", at_256["v4 (ns)"] / at_256["products (ns)"])
@@ -216,12 +210,13 @@ figures.show_table(rows.round(2))
 
 # %% tags=["remove-input"]
 figures.source(
-    "modelled", "bytes by the counts above; rates of a product and of a copy: 10_figures' record"
+    "modelled",
+    "bytes by the counts above; rates of a product and a copy: the record of the forward results",
 )
 
 # %% [markdown]
-# All of v4's bytes at the rate of a copy take {glue:text}`b32_ns_v4:.2f` times as long as the five
-# products with 256 keys, those of v5 {glue:text}`b32_ns_v5:.2f` times. Not all of v4's go to
+# All of v4's bytes at the rate of a copy take {glue:text}`bw5_ns_v4:.2f` times as long as the five
+# products with 256 keys, those of v5 {glue:text}`bw5_ns_v5:.2f` times. Not all of v4's go to
 # memory: L2 adds by itself, and may still hold what it added to. But they all pass it.
 #
 # ## Prediction
@@ -362,7 +357,7 @@ dots = Counter(e.name.split("[")[0] for e in products[0])
 assert dots["ds"] == dots["peer"] == 2 * STEPS, "the text: half of dQ's products from the other's"
 
 # %% tags=["remove-input"]
-# | name: fig-b32-timeline-0
+# | name: fig-bw5-timeline-0
 # | caption: >
 # |   v5, rank 0 of a cluster. dS of the other program comes by the copies into `peer`. Modelled
 # |   cycles.
@@ -375,7 +370,7 @@ display(SVG(timeline.svg(cta=0, start=left, end=right, width=760)))
 figures.source("emulated", f"gdpa_kernels/gdpa/{V5}.py, modelled schedule; cycles are modelled")
 
 # %% tags=["remove-input"]
-# | name: fig-b32-timeline-1
+# | name: fig-bw5-timeline-1
 # | caption: >
 # |   The same cycles of rank 1.
 # | alt: >
@@ -386,10 +381,10 @@ display(SVG(timeline.svg(cta=1, start=left, end=right, width=760)))
 figures.source("emulated", f"gdpa_kernels/gdpa/{V5}.py, modelled schedule; cycles are modelled")
 
 # %% [markdown]
-# {glue:text}`b32_crossed_kb:.0f` KB of dS leave each program in a step and as many come in, beside
-# {glue:text}`b32_reads_kb:.0f` KB that its products read of shared memory:
-# {glue:text}`b32_crossing_share:.0f` % more. In the model the tensor core is busy for
-# {glue:text}`b32_busy:.0f` % of the cycles shown; {doc}`v4_warp_specialized_backward` says what
+# {glue:text}`bw5_crossed_kb:.0f` KB of dS leave each program in a step and as many come in, beside
+# {glue:text}`bw5_reads_kb:.0f` KB that its products read of shared memory:
+# {glue:text}`bw5_crossing_share:.0f` % more. In the model the tensor core is busy for
+# {glue:text}`bw5_busy:.0f` % of the cycles shown; {doc}`v4_warp_specialized_backward` says what
 # such a number is worth.
 #
 # ## Four ways to get it wrong
@@ -554,18 +549,18 @@ figures.source(
 # More tiles in shared memory are more addresses. A pair of steps has its buffers to itself, so
 # every address is known before the loop over pairs, and the compiler computes them there:
 # descriptors of 64 bits, one for every 16 columns that a wgmma reads. They do not fit into
-# registers. *Kept*, they are {glue:text}`b32_spilled_kept:.0f` bytes of spills,
-# {glue:text}`b32_local_kept:.0f` accesses to them in a step and {glue:text}`b32_r2ur_kept:.0f`
+# registers. *Kept*, they are {glue:text}`bw5_spilled_kept:.0f` bytes of spills,
+# {glue:text}`bw5_local_kept:.0f` accesses to them in a step and {glue:text}`bw5_r2ur_kept:.0f`
 # R2UR, in front of products that wait for them. `nothing` ({doc}`v4_warp_specialized_backward`)
-# leaves {glue:text}`b32_spilled_v5:.0f` bytes, {glue:text}`b32_local_v5:.0f` accesses in a step and
-# {glue:text}`b32_r2ur_v5:.0f` R2UR. A step is {glue:text}`b32_step_v5:.0f` instructions of a role
-# instead of {glue:text}`b32_step_kept:.0f`, {glue:text}`b32_step_v4:.0f` in v4: hardly fewer, but
+# leaves {glue:text}`bw5_spilled_v5:.0f` bytes, {glue:text}`bw5_local_v5:.0f` accesses in a step and
+# {glue:text}`bw5_r2ur_v5:.0f` R2UR. A step is {glue:text}`bw5_step_v5:.0f` instructions of a role
+# instead of {glue:text}`bw5_step_kept:.0f`, {glue:text}`bw5_step_v4:.0f` in v4: hardly fewer, but
 # none of them waits for memory.
 #
 # ## Measurement
 #
 # This cell measures; it runs with `make measure NOTEBOOKS=backward/v5_short_kv_backward`, on a GPU.
-# At last v4 and v5 run {glue:text}`b32_runs:.0f` times on the same inputs, and their gradients are
+# At last v4 and v5 run {glue:text}`bw5_runs:.0f` times on the same inputs, and their gradients are
 # compared with those of the first run, bit by bit.
 
 # %% tags=["hide-input"]
@@ -669,7 +664,7 @@ total = workload(CROSS).total_q * workload(CROSS).num_heads_q * HEAD_DIM * 4 / 2
 glue("fp32_dq", total)
 
 # %% tags=["remove-input"]
-# | name: fig-b32-rungs
+# | name: fig-bw5-rungs
 # | caption: >
 # |   TFLOP/s of the pass. Filled: rungs with their defaults. Hollow: variants of v5.
 # | alt: >
@@ -738,31 +733,31 @@ slower = {name: of(name, V5, FEWER) / of(name, V5) - 1 for name in NAMES}
 glue_word("verdict_4", VERDICT[bool(max(slower.values()) < 0.05)])
 
 # %% [markdown]
-# All {glue:text}`b32_checked:.0f` rows with a time passed the check. The whole ladder and the peers
+# All {glue:text}`bw5_checked:.0f` rows with a time passed the check. The whole ladder and the peers
 # are in {doc}`results`.
 #
-# 1. *Cross-attention, 2,048 on 256*: v5 {glue:text}`b32_rate_v5_cross_2048:.0f` TFLOP/s,
-#    **{glue:text}`b32_verdict_1_v5`**, v4 {glue:text}`b32_rate_v4_cross_2048:.0f`,
-#    **{glue:text}`b32_verdict_1_v4`**. v5 is {glue:text}`b32_wins`: the design is
-#    **{glue:text}`b32_refuted`**.
-# 2. *Full batches of 256*: {glue:text}`b32_rate_v5_self_256:.0f` TFLOP/s,
-#    **{glue:text}`b32_verdict_2`**.
-# 3. *Folding*: {glue:text}`b32_fold_cross_2048` % of time on the first,
-#    **{glue:text}`b32_verdict_3`**; {glue:text}`b32_fold_cross_512` and
-#    {glue:text}`b32_fold_self_256` % on the others.
-# 4. *232 registers*: {glue:text}`b32_fewer_cross_2048`, {glue:text}`b32_fewer_cross_512` and
-#    {glue:text}`b32_fewer_self_256` %, **{glue:text}`b32_verdict_4`**.
+# 1. *Cross-attention, 2,048 on 256*: v5 {glue:text}`bw5_rate_v5_cross_2048:.0f` TFLOP/s,
+#    **{glue:text}`bw5_verdict_1_v5`**, v4 {glue:text}`bw5_rate_v4_cross_2048:.0f`,
+#    **{glue:text}`bw5_verdict_1_v4`**. v5 is {glue:text}`bw5_wins`: the design is
+#    **{glue:text}`bw5_refuted`**.
+# 2. *Full batches of 256*: {glue:text}`bw5_rate_v5_self_256:.0f` TFLOP/s,
+#    **{glue:text}`bw5_verdict_2`**.
+# 3. *Folding*: {glue:text}`bw5_fold_cross_2048` % of time on the first,
+#    **{glue:text}`bw5_verdict_3`**; {glue:text}`bw5_fold_cross_512` and
+#    {glue:text}`bw5_fold_self_256` % on the others.
+# 4. *232 registers*: {glue:text}`bw5_fewer_cross_2048`, {glue:text}`bw5_fewer_cross_512` and
+#    {glue:text}`bw5_fewer_self_256` %, **{glue:text}`bw5_verdict_4`**.
 #
-# *Addresses.* Kept, they cost {glue:text}`b32_kept_cross_2048`, {glue:text}`b32_kept_cross_512` and
-# {glue:text}`b32_kept_self_256` % more time, and no byte, no product and no instruction of the
+# *Addresses.* Kept, they cost {glue:text}`bw5_kept_cross_2048`, {glue:text}`bw5_kept_cross_512` and
+# {glue:text}`bw5_kept_self_256` % more time, and no byte, no product and no instruction of the
 # algorithm is another.
 #
-# *Bits.* No element of v5's gradients differed in {glue:text}`b32_runs:.0f` runs on each batch.
-# {glue:text}`b32_bits_v4` ({doc}`v2_fused_backward`).
+# *Bits.* No element of v5's gradients differed in {glue:text}`bw5_runs:.0f` runs on each batch.
+# {glue:text}`bw5_bits_v4` ({doc}`v2_fused_backward`).
 #
-# *Memory.* A step of training on the first batch needs {glue:text}`b32_memory_v4:.2f` GiB with v4
-# and {glue:text}`b32_memory_v5:.2f` with v5, beside its inputs, by the record of
-# {doc}`results`. The fp32 sum that is missing has {glue:text}`b32_fp32_dq:.2f` GiB.
+# *Memory.* A step of training on the first batch needs {glue:text}`bw5_memory_v4:.2f` GiB with v4
+# and {glue:text}`bw5_memory_v5:.2f` with v5, beside its inputs, by the record of
+# {doc}`results`. The fp32 sum that is missing has {glue:text}`bw5_fp32_dq:.2f` GiB.
 #
 # ## Where the time goes
 #
@@ -816,10 +811,10 @@ figures.source(
 )
 
 # %% [markdown]
-# What v5 saves is {glue:text}`b32_of_bytes_least:.2f` to {glue:text}`b32_of_bytes_most:.2f` times
-# what the bytes that it does not move take at the rate of a copy, {glue:text}`b32_hidden`. A row
-# takes {glue:text}`b32_of_products_long:.2f` times its products with 2,048 queries and
-# {glue:text}`b32_of_products_self:.2f` times with 256: an item of 256 rows is four steps, and K, V,
+# What v5 saves is {glue:text}`bw5_of_bytes_least:.2f` to {glue:text}`bw5_of_bytes_most:.2f` times
+# what the bytes that it does not move take at the rate of a copy, {glue:text}`bw5_hidden`. A row
+# takes {glue:text}`bw5_of_products_long:.2f` times its products with 2,048 queries and
+# {glue:text}`bw5_of_products_self:.2f` times with 256: an item of 256 rows is four steps, and K, V,
 # dK and dV have to come and go for them. What is left is the chain of
 # {doc}`v4_warp_specialized_backward`, longer here by the way to the other program.
 #
@@ -831,7 +826,7 @@ figures.source(
 #
 # ## The surprise: the other program is nearer than L2
 #
-# The two programs of a cluster hand over {glue:text}`b32_crossed_kb:.0f` KB of dS in each direction
+# The two programs of a cluster hand over {glue:text}`bw5_crossed_kb:.0f` KB of dS in each direction
 # for every 64 rows. In v4 the same sum was two fp32 tiles of 32 KB on their way to L2, and a zero
 # fill and a rounding besides. Exchanging *operands* in bf16 before the product moves fewer bytes
 # than adding *results* in fp32 behind it, and it has an order. It is the same choice as between an
@@ -840,7 +835,7 @@ figures.source(
 # ## Exercises
 #
 # :::{exercise} A cluster of four
-# :label: ex-b32-four
+# :label: ex-bw5-four
 #
 # With four programs 512 keys would fit. Each computes a quarter of the columns of dQ. How many KB
 # of dS does a program send and receive in a step, and how much K of the others does it hold? Does
@@ -892,44 +887,44 @@ glue("item_kb", item_bytes / KB)
 glue("item_rows", item_bytes / row_bytes)
 
 # %% [markdown]
-# :::{solution} ex-b32-four
+# :::{solution} ex-bw5-four
 # :class: dropdown
 #
-# It sends its dS to three others and receives theirs, {glue:text}`b32_sent_four:.0f` KB each way,
-# three times as much, and holds {glue:text}`b32_others_four:.0f` KB of their K. A program of v5 has
-# {glue:text}`b32_shared_two:.0f` KB; four would take {glue:text}`b32_shared_four:.0f`. It does not
-# fit, and with one slot for dS it still has {glue:text}`b32_shared_four_one:.0f`. One slot for Q
+# It sends its dS to three others and receives theirs, {glue:text}`bw5_sent_four:.0f` KB each way,
+# three times as much, and holds {glue:text}`bw5_others_four:.0f` KB of their K. A program of v5 has
+# {glue:text}`bw5_shared_two:.0f` KB; four would take {glue:text}`bw5_shared_four:.0f`. It does not
+# fit, and with one slot for dS it still has {glue:text}`bw5_shared_four_one:.0f`. One slot for Q
 # and dO too would do, and every step would wait for its loads and for three other programs.
 # :::
 #
 # :::{exercise} Half a cluster
-# :label: ex-b32-half
+# :label: ex-bw5-half
 #
 # A sequence has 128 keys. What does the second program of its cluster compute? By what factor do
 # v5's products exceed v4's? Check with the emulator's trace. *(code, fifteen minutes, no GPU)*
 # :::
 #
-# :::{solution} ex-b32-half
+# :::{solution} ex-bw5-half
 # :class: dropdown
 #
 # Its keys lie beyond the end, TMA brings zeros, and it multiplies them: S, dP, dV and dK of 128
 # keys that do not exist. It is also needed: half of the columns of dQ are its own. In all
-# {glue:text}`b32_short_ratio:.2f` times v4's products (v4 computes an S of its last step twice).
+# {glue:text}`bw5_short_ratio:.2f` times v4's products (v4 computes an S of its last step twice).
 # For batches whose keys are mostly at most 128, a program without a partner would be the better
 # kernel.
 # :::
 #
 # :::{exercise} How many queries?
-# :label: ex-b32-queries
+# :label: ex-bw5-queries
 #
 # K, V, dK and dV of an item pass memory once. With how many rows of Q do Q, dO and dQ move as many
 # bytes? What does that say about the three workloads? *(paper, five minutes)*
 # :::
 #
-# :::{solution} ex-b32-queries
+# :::{solution} ex-bw5-queries
 # :class: dropdown
 #
-# {glue:text}`b32_item_kb:.0f` KB of keys against 768 bytes a row: {glue:text}`b32_item_rows:.0f`
+# {glue:text}`bw5_item_kb:.0f` KB of keys against 768 bytes a row: {glue:text}`bw5_item_rows:.0f`
 # rows. On full batches of 256 most bytes belong to keys, with 2,048 queries one in seven. The
 # advantage over v4 is in bytes of rows, so it should grow with queries; the table above says
 # whether it did.

@@ -11,7 +11,7 @@
 # copy engine does the addressing?
 #
 # :::{admonition} In this chapter
-# - The head of the file promised less time than {doc}`v1 <v1_one_tile>` needs. That is
+# - The prediction was less time than {doc}`v1 <v1_one_tile>` needs. That is
 #   **{glue:text}`slab_verdict_1`**. Forward, the best of {glue:text}`slab_variants:.0f` variants of
 #   v2 runs at {glue:text}`slab_best_forward_128:.0f` % of a copy at head_dim 128 and
 #   {glue:text}`slab_best_forward_64:.0f` % at 64, v1 at {glue:text}`slab_v1_forward_128:.0f` and
@@ -79,12 +79,6 @@ def code(text: str, language: str = "python") -> Markdown:
 def docstring_tables(module) -> list[str]:
     """The Markdown tables of a module's docstring: roles, barriers."""
     return re.findall(r"(?:^\|.*\n)+", inspect.getdoc(module) + "\n", flags=re.MULTILINE)
-
-
-def paragraph(module, start: str) -> str:
-    """The paragraph of a module's docstring that begins with `start`, on one line."""
-    (found,) = (p for p in inspect.getdoc(module).split("\n\n") if p.startswith(start))
-    return " ".join(found.split())
 
 
 # %% [markdown]
@@ -196,15 +190,13 @@ code(inspect.getsource(ragged.load_rows.fn) + "\n\n" + inspect.getsource(v2_slab
 #
 # ## Prediction
 #
-# It stands at the head of the file, and was written before the kernel had run:
-
-# %% tags=["remove-input"]
-promise = paragraph(v2_slab, "Why it should help:")
-for piece in ("contiguous memory", "all the time", "the registers go to the tiles"):
-    assert piece in promise, "the chapter examines these three promises"
-Markdown("> " + promise)
-
-# %% [markdown]
+# Three promises, written before the kernel had run:
+#
+# > The heads of a token lie side by side, so a slab [64, num_heads * head_dim] is contiguous
+# > memory, and its rows of sin and cos come from memory once: the other heads find them in cache. A
+# > program of v1 has loads in flight only until its products start; here they are in flight all the
+# > time. TMA needs no pointers and no masks: the registers go to the tiles.
+#
 # 1. So v2 should take less time than v1, in both directions and at both sizes of a head. It is kept
 #    if the best variant does so by more than the 3 % that runs differ by, in all four cases.
 #
@@ -1092,7 +1084,7 @@ for h in NAMES:
 #
 # If all lengths are multiples of 64, the place of a block is its number times 64, and no list is
 # needed. Change `place` in a copy of the file, compile with two and three stages, and say what the
-# loop does now. Is it the kernel that the head of the file promised? *(code, half an hour, no GPU)*
+# loop does now. Is it the kernel that the prediction promised? *(code, half an hour, no GPU)*
 # :::
 #
 # :::{solution} ex-slab-list

@@ -147,12 +147,6 @@ def code(text: str, language: str = "python") -> Markdown:
     return Markdown(f"```{language}\n{text.rstrip()}\n```")
 
 
-def paragraph(module, start: str) -> str:
-    """The paragraph of a module's docstring that begins with `start`, on one line."""
-    (found,) = (p for p in inspect.getdoc(module).split("\n\n") if p.startswith(start))
-    return " ".join(found.split())
-
-
 # %% [markdown]
 # ## What stays, what changes
 #
@@ -231,15 +225,14 @@ figures.source("modelled", "fewest bytes of each pass, at the measured rates of 
 #
 # ## Prediction
 #
-# From the head of the file:
-
-# %% tags=["remove-input"]
-promise = paragraph(v4_rotary, "Why it should help, in bytes:")
-for piece in ("read once for all heads", "0.3 MB of traffic", "under way meanwhile"):
-    assert piece in promise, "the chapter examines these"
-Markdown("> " + promise)
-
-# %% [markdown]
+# Written with the kernel:
+#
+# > Attention backward moves 7 tensors. A rotary kernel of its own moves 4 more, 6 if v is rotated,
+# > and sin and cos; fused, only sin and cos remain, read once for all heads. It costs shared
+# > memory: 32 KB for a slot of fp32 sin and cos, and, backward, 0.3 MB of traffic for an item
+# > beside the 0.3 MB of v3. At 128 bytes a clock that is less time than the item's bytes take on
+# > their way from memory, if another item is under way meanwhile.
+#
 # In numbers (2026-11-21; scripts without a record had timed a prototype, with sin and cos in fp32
 # and 4 heads, without turning v):
 #
@@ -871,19 +864,14 @@ figures.source(
 # (rot-role)=
 # ## A role that turns
 #
-# v4 does not reach what memory allows. Does memory hold it up at all? The next rung, v4a, begins
+# v4 does not reach what memory allows. Does memory hold it up at all? The next rung, v4a, began
 # with a count:
-
-# %% tags=["remove-input"]
-count = paragraph(v4a_turning_role, "Why it should help, in instructions.")
-for piece in (
-    "11,000",
-    "6,450",
-    "one warp per scheduler",
-    "took the gradient through shared memory",
-):
-    assert piece in count, "the chapter examines these"
-Markdown("> " + count)
+#
+# > v4's backward (head_dim 128, 3 heads, v turned too) took
+# > {glue:text}`rot_stated_v4_backward:,.0f` clocks an item where memory needs
+# > {glue:text}`rot_stated_memory_backward:,.0f`: one warp per scheduler had 2,991 instructions to
+# > issue, 3.7 clocks each. About 1,140 of them turned q, k and v. About 600 read sin and cos anew
+# > for each gradient, and took the gradient through shared memory to where sin and cos lay.
 
 
 # %% tags=["remove-cell"]
@@ -989,6 +977,12 @@ figures.source(
 # where the accumulators lie. Nothing large is converted, and `turned` is the obvious form again,
 # the tile taken apart first. {glue:text}`rot_instructions_less:,.0f` instructions of a backward
 # item, a third of those for a block included, are not moved to the other role but gone.
+#
+# *What limits it.* sin and cos do not always fit into registers: at head_dim 128, beside the sums
+# dk and dv of grouped heads or beside a second math role, the math role reads them for each
+# gradient, as v4 does. There is one turn role whatever the number of math roles, since a second one
+# would leave 122 registers to each of the four. With two math roles it takes slots in the order of
+# their loads, from two blocks in turn, and reads sin and cos for each slot.
 
 # %% tags=["remove-input"]
 body = inspect.getsource(v4a_turning_role.turn.fn)
@@ -1093,7 +1087,22 @@ print(f"{compared} tensors of v4a have the bits of v4")
 # %% [markdown]
 # ### What was predicted
 #
-# From the docstring of the file:
+# Written with the kernel, before any measurement (2026-11-21):
+#
+# > At 3.7 clocks an instruction: backward 5,000 clocks an item for the math role and 3,250 for the
+# > turn role, at the same time on different items, so that memory is the bound again:
+# > {glue:text}`rot_stated_least_backward:,.0f` to {glue:text}`rot_stated_most_backward:,.0f`
+# > clocks, 83 to 92 % of what memory allows. Two slots are the weak point. An item's way through
+# > its slot is 4,700 clocks of loading, 3,250 of turning, 5,000 of math and some 500 of its stores:
+# > {glue:text}`rot_stated_way:,.0f`, of which two slots hide half, 6,700 an item. Forward, three
+# > slots: {glue:text}`rot_stated_least_forward:,.0f` to {glue:text}`rot_stated_most_forward:,.0f`
+# > clocks where v4 took {glue:text}`rot_stated_v4_forward:,.0f` and memory needs
+# > {glue:text}`rot_stated_memory_forward:,.0f`. Refuted if backward takes more than
+# > {glue:text}`rot_stated_refuted_backward:,.0f` clocks, or forward more than
+# > {glue:text}`rot_stated_refuted_forward:,.0f`: then the roles, which share schedulers and shared
+# > memory, are in each other's way. If backward does, but 16-bit sin and cos and a third slot
+# > (`num_stages` 3, `num_turns` 1) bring it below {glue:text}`rot_stated_third:,.0f`, the way
+# > through the slots was the bound.
 
 # %% tags=["remove-cell"]
 STATED = {
@@ -1101,9 +1110,11 @@ STATED = {
     "backward": {"memory": 6450, "v4": 11000, "least": 7000, "most": 7800, "refuted": 8500},
 }
 THIRD, WAY = 7200, 13450
-foretold = paragraph(v4a_turning_role, "Predicted, before any measurement,")
-for number in (*STATED["forward"].values(), *STATED["backward"].values(), THIRD, WAY):
-    assert f"{number:,}" in count + foretold, "the chapter takes its numbers from there"
+for d in DIRECTIONS:
+    for key, stated in STATED[d].items():
+        glue(f"stated_{key}_{d}", stated)
+glue("stated_third", THIRD)
+glue("stated_way", WAY)
 PREDICTED_FOR = {
     "forward": f"v4a, {label(1, 3, 2)}", "backward": f"v4a, {label(1, 2, 2)}",
 }  # fmt: skip
@@ -1113,12 +1124,12 @@ anchors = [
     for d in DIRECTIONS
     for key, took in (("memory", FLOOR[d]), ("v4", us(d, DEFAULT[d])))
 ]
-glue("docstring_mhz_least", min(anchors))
-glue("docstring_mhz_most", max(anchors))
+glue("stated_mhz_least", min(anchors))
+glue("stated_mhz_most", max(anchors))
 
 
-def by_docstring(direction: str, case: str) -> float:
-    """Clocks for an item on the scale where memory needs what the docstring says."""
+def by_prediction(direction: str, case: str) -> float:
+    """Clocks for an item on the scale where memory needs what the prediction says."""
     return STATED[direction]["memory"] * us(direction, case) / FLOOR[direction]
 
 
@@ -1126,24 +1137,20 @@ def by_clock(direction: str, case: str) -> float:
     return clocks(us(direction, case))
 
 
-SCALES = {"docstring": by_docstring, "highest": by_clock}
+SCALES = {"judged": by_prediction, "highest": by_clock}
 for d in DIRECTIONS:
     numbers = STATED[d]
     glue(f"most_share_{d}", 100 * numbers["memory"] / numbers["least"])
     glue(f"least_share_{d}", 100 * numbers["memory"] / numbers["most"])
     glue(f"refuted_share_{d}", 100 * numbers["memory"] / numbers["refuted"])
-    glue(f"most_{d}", numbers["most"])
 glue("third_share", 100 * STATED["backward"]["memory"] / THIRD)
 
-# %% tags=["remove-input"]
-Markdown("> " + foretold)
-
 # %% [markdown]
-# A count of clocks needs a clock, and the docstring does not name its own. Its numbers for what was
-# measured before, the times of v4 and of memory, give it away:
-# {glue:text}`rot_docstring_mhz_least:,.0f` to {glue:text}`rot_docstring_mhz_most:,.0f` MHz. The
+# A count of clocks needs a clock, and the prediction does not name its own. Its numbers for what
+# was measured before, the times of v4 and of memory, give it away:
+# {glue:text}`rot_stated_mhz_least:,.0f` to {glue:text}`rot_stated_mhz_most:,.0f` MHz. The
 # machine's highest clock is {glue:text}`rot_mhz:,.0f` MHz, and the record saw
-# {glue:text}`rot_seen_mhz:,.0f` MHz when the measurement ended. The docstring's limits lie on the
+# {glue:text}`rot_seen_mhz:,.0f` MHz when the measurement ended. The predicted limits lie on the
 # same scale as its number for memory, so in shares of what memory allows the clock drops out. In
 # these shares (2026-11-21, before any measurement of v4a):
 #
@@ -1167,7 +1174,7 @@ for d in DIRECTIONS:
             {
                 "direction": d, "case": case, "ms": f"{us(d, case) / 1e3:.3f}",
                 "% of what memory allows": round(share[d, case], 1),
-                "clocks of the docstring": f"{by_docstring(d, case):,.0f}",
+                "clocks of the prediction": f"{by_prediction(d, case):,.0f}",
                 "predicted": f"{STATED[d]['least']:,} to {STATED[d]['most']:,}" if asked else "",
                 f"clocks at {machine.max_sm_clock_mhz:,.0f} MHz": f"{by_clock(d, case):,.0f}",
             }
@@ -1176,7 +1183,7 @@ outcome = pd.DataFrame(outcome)
 
 
 def verdicts(scale) -> dict[str, str]:
-    """The docstring's prediction and what would refute it, held against the record on one scale."""
+    """The prediction and what would refute it, held against the record on one scale."""
     took = {d: scale(d, PREDICTED_FOR[d]) for d in DIRECTIONS}
     refuted = {d: took[d] > STATED[d]["refuted"] for d in DIRECTIONS}
     third = scale("backward", THIRD_SLOT) < THIRD
@@ -1214,12 +1221,10 @@ change("one_turn_letter", us("backward", TWO_ONE) / us("backward", PREDICTED_FOR
 change("third_forward", us("forward", V4A["forward"][1]) / us("forward", V4A["forward"][0]))
 over_floor = {c: us("backward", c) - FLOOR["backward"] for c in (TWO_ONE, THIRD_SLOT)}
 glue("third_wins", 100 * (1 - over_floor[THIRD_SLOT] / over_floor[TWO_ONE]))
-glue("way", 2 * by_docstring("backward", PREDICTED_FOR["backward"]))
-glue("way_third", 2 * by_docstring("backward", PREDICTED_FOR["backward"]) / 3)
-glue("docstring_way", WAY)
-glue("docstring_memory", STATED["backward"]["memory"])
+glue("way", 2 * by_prediction("backward", PREDICTED_FOR["backward"]))
+glue("way_third", 2 * by_prediction("backward", PREDICTED_FOR["backward"]) / 3)
 assert third_slot < 0.97 and third_slot < third_of_v4 - 0.03, "the text: it was a bound of v4a's"
-assert 2 / 3 * by_docstring("backward", PREDICTED_FOR["backward"]) < STATED["backward"]["memory"]
+assert 2 / 3 * by_prediction("backward", PREDICTED_FOR["backward"]) < STATED["backward"]["memory"]
 
 # %% tags=["remove-input"]
 figures.show_table(outcome)
@@ -1229,15 +1234,15 @@ figures.provenance(own, csv="rotary-times", data_dir=Path(data_dir))
 
 # %% [markdown]
 # 1. *Backward, two slots*: {glue:text}`rot_letter_share_backward:.1f` % of what memory allows,
-#    {glue:text}`rot_docstring_clocks_backward:,.0f` clocks of the docstring of at most
-#    {glue:text}`rot_most_backward:,.0f`, **{glue:text}`rot_docstring_backward`**.
+#    {glue:text}`rot_judged_clocks_backward:,.0f` clocks of the prediction of at most
+#    {glue:text}`rot_stated_most_backward:,.0f`, **{glue:text}`rot_judged_backward`**.
 # 2. *Forward, three slots*: {glue:text}`rot_letter_share_forward:.1f` %,
-#    {glue:text}`rot_docstring_clocks_forward:,.0f` clocks of the docstring of at most
-#    {glue:text}`rot_most_forward:,.0f`, **{glue:text}`rot_docstring_forward`**.
-# 3. Backward is **{glue:text}`rot_docstring_refuted_backward`**, forward
-#    **{glue:text}`rot_docstring_refuted_forward`**.
-# 4. The third slot: {glue:text}`rot_docstring_third:,.0f` clocks of the docstring. Its clause on
-#    the way through the slots **{glue:text}`rot_docstring_clause`**.
+#    {glue:text}`rot_judged_clocks_forward:,.0f` clocks of the prediction of at most
+#    {glue:text}`rot_stated_most_forward:,.0f`, **{glue:text}`rot_judged_forward`**.
+# 3. Backward is **{glue:text}`rot_judged_refuted_backward`**, forward
+#    **{glue:text}`rot_judged_refuted_forward`**.
+# 4. The third slot: {glue:text}`rot_judged_third:,.0f` clocks of the prediction. Its clause on
+#    the way through the slots **{glue:text}`rot_judged_clause`**.
 #
 # Whoever counts at {glue:text}`rot_mhz:,.0f` MHz and leaves the limits as they are finds
 # {glue:text}`rot_highest_clocks_backward:,.0f` clocks backward ({glue:text}`rot_highest_backward`,
@@ -1251,11 +1256,11 @@ figures.provenance(own, csv="rotary-times", data_dir=Path(data_dir))
 # of sin and cos, a third slot changes the time of v4a by {glue:text}`rot_third_slot` % and that of
 # v4 by {glue:text}`rot_three_backward` %. One slot of sin and cos in place of two changes v4a's by
 # {glue:text}`rot_one_turn_letter` %. Backward v4 waits for its math role, and another slot has
-# nothing to hide. v4a with two slots waited for slots, as the docstring had feared: the third wins
+# nothing to hide. v4a with two slots waited for slots, as the prediction had feared: the third wins
 # back {glue:text}`rot_third_wins:.0f` % of what two take longer than memory. If nothing else held
 # it up, an item's way through its slot took the time of two items, {glue:text}`rot_way:,.0f` clocks
-# of the docstring, which had reckoned {glue:text}`rot_docstring_way:,.0f`; a third of that,
-# {glue:text}`rot_way_third:,.0f`, is less than the {glue:text}`rot_docstring_memory:,.0f` of
+# of the prediction, which had reckoned {glue:text}`rot_stated_way:,.0f`; a third of that,
+# {glue:text}`rot_way_third:,.0f`, is less than the {glue:text}`rot_stated_memory_backward:,.0f` of
 # memory. Forward the third slot changes the time of v4a by {glue:text}`rot_third_forward` % and
 # that of v4 by {glue:text}`rot_three_forward` %. Backward it takes 16-bit sin and cos to make room
 # for it: in fp32 a third slot does not fit.

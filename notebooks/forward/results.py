@@ -51,13 +51,13 @@ data_dir = "data"
 # uniform from 1 to that length; in the *cross* figure queries have that length and keys and
 # values 256. The published script keeps K and V dense at the full length in the half figure too:
 # we measure that (`dense`), and the batch the title promises, with K/V lengths equal to Q lengths
-# (`jagged`). {doc}`Chapter 3 <../operator/workloads>` counts their FLOPs and bytes, {doc}`chapter 5
-# <../measuring/protocol>` describes the protocol.
+# (`jagged`). {doc}`Jagged workloads <../operator/workloads>` counts their FLOPs and bytes,
+# {doc}`How we measure <../measuring/protocol>` describes the protocol.
 #
 # Inputs are drawn from N(0, 1) as published; the scale is 1/sqrt(head_dim) instead of 1, so that
 # GELU sees logits of standard deviation 1 and not 11, where it is a straight line on one side and
-# zero on the other ({doc}`chapter 2 <../operator/activations>`).
-# {doc}`Chapter 5 <../measuring/protocol>` shows what the choice does to time.
+# zero on the other ({doc}`Activations <../operator/activations>`). What the choice does to time is
+# part of {doc}`How we measure <../measuring/protocol>`.
 #
 # This cell measures; it runs with `make measure NOTEBOOKS=forward/results`, on a GPU.
 
@@ -261,8 +261,8 @@ figures.show_table(numbers(shown("gdpa-self-fwd-full")))
 # {glue:text}`most_over_fa4:.2f` times as fast, {glue:text}`over_fa4_gdpa-cross-full-256:.2f` to
 # {glue:text}`over_fa4_gdpa-cross-full-2048:.2f` times between 256 and 2,048 queries on 256 keys.
 # The published comparison was made on a B200, with another FlashAttention-4 of another date;
-# {doc}`chapter 11 <../tools/claims>` holds the two side by side, and they say nothing about each
-# other.
+# {doc}`the ledger of claims <../tools/claims>` holds the two side by side, and they say nothing
+# about each other.
 #
 # Nor is it the peer to beat on this machine. On every dense batch cuDNN is the stronger one: `fa4`
 # takes {glue:text}`fa4_by_cudnn_least:.2f` to {glue:text}`fa4_by_cudnn_most:.2f` times as long.
@@ -503,7 +503,7 @@ figures.provenance(kernels[kernels["impl"].isin(CLIMB)])
 # make it. v3 makes its schedule anew for each call. From v6a on the list is made by one small
 # kernel (`gdpa_kernels/gdpa/work_list.py`) and remembered as long as the tensors of offsets are the
 # same and unmodified: here it was made in a warm-up call, and no sample contains it.
-# {doc}`Chapter 15 <v6_short_kv>` times the list alone.
+# {doc}`v6's chapter <v6_short_kv>` times the list alone.
 
 # %% tags=["remove-cell"]
 ops = table[(table["scope"] == "op") & (table["direction"] == "forward")]
@@ -541,7 +541,7 @@ figures.show_table(
 # {glue:text}`overhead_v3:.0f` µs for v3, and {glue:text}`overhead_least:.0f` to
 # {glue:text}`overhead_most:.0f` µs for the other fused rungs. v3 makes its schedule of dozens of
 # small device operations, and its call costs more than twice its kernel on full batches of 256
-# tokens; {doc}`chapter 9 <v3_persistent>` takes that apart. The whole call of v8 is
+# tokens; {doc}`v3's chapter <v3_persistent>` takes that apart. The whole call of v8 is
 # {glue:text}`call_least:.2f` to {glue:text}`call_most:.2f` times as fast as v2's. Where sequences
 # have at most 256 tokens, {glue:text}`part_least:.0f` to {glue:text}`part_most:.0f` % of it is not
 # the kernel. On full self-attention of 2,048 tokens the kernels themselves scatter by more than the
@@ -616,7 +616,8 @@ draw_comparison() if mode == "compare" else draw_others()
 #
 # The bars of the CuTeDSL kernel and of Triton. Here it is the quotient of two rows of the table
 # under {numref}`fig-self-fwd-full`. The denominators differ: the published Triton kernel was not
-# tuned for that length. {doc}`Chapter 11 <../tools/claims>` computes the quotient for every claim.
+# tuned for that length. {doc}`The ledger of claims <../tools/claims>` computes the quotient for
+# every claim.
 # :::
 #
 # :::{exercise} Bytes at 256

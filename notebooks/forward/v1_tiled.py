@@ -255,8 +255,7 @@ Markdown("\n".join(re.findall(r"(?:^\|.*\n)+", v1_tiled.__doc__, flags=re.MULTIL
 # clocks of an SM per score.
 
 # %% tags=["remove-cell"]
-counted = re.search(r"\| `gelu_tanh` +\| (\d+) \+ (\d+) MUFU", activations.__doc__)
-fp32, mufu = (int(number) for number in counted.groups())
+fp32, mufu = activations.INSTRUCTIONS["gelu_tanh"]
 clocks = max((fp32 + mufu + 0.5) / 128, mufu / 16)
 assert clocks == mufu / 16, "the text says that MUFU is the limit of the activation"
 figures.glue_number("v1_fp32", fp32)

@@ -120,10 +120,7 @@ def docstring_tables(module) -> list[str]:
 
 # %% tags=["remove-cell"]
 TENSOR, FP32, MUFU = 4096, 128, 16
-counts = re.search(
-    r"^\| `gelu_tanh`\s*\| (\d+) \+ (\d+) MUFU", activations.__doc__, flags=re.MULTILINE
-)
-fp32, mufu = int(counts[1]), int(counts[2])
+fp32, mufu = activations.INSTRUCTIONS["gelu_tanh"]
 elements = 64 * KEYS
 product = 2 * elements * HEAD_DIM / TENSOR
 least = mufu * elements / MUFU

@@ -174,9 +174,8 @@ def problem(seqlens_q, seqlens_k, *, num_heads: int = 1, head_dim: int = 32) -> 
 #
 # ## Prediction
 #
-# Three predictions, one for each step, and a control. They are those of the kernels' docstrings of
-# 2026-11-21, put into numbers; scripts had timed prototypes by then, but the records that judge
-# them below did not exist.
+# Three predictions, one for each step, and a control (2026-11-21). Scripts had timed prototypes by
+# then, but the records that judge them below did not exist.
 #
 # 1. *Resident programs save the same time on every tile*, a fifth of a tile with 512 keys: the
 #    first copies, the set-up of barriers, the store. If a tile takes that constant plus a time
@@ -521,7 +520,7 @@ assert moved[True] < 0.6 * moved[False]
 # its beginning and end left out, it works {glue:text}`v6_core_v6a_persistent:.0f` % of the time in
 # v6a and {glue:text}`v6_core_v6b_stream:.0f` % in v6b; the launch of v6b, with its unwanted scores
 # after only four tiles, takes {glue:text}`v6_emulated_ratio:.2f` times the modelled cycles of
-# v6a's. The model says what the docstring did not: two roles out of step already fill each other's
+# v6a's. The model says what the prediction did not: two roles out of step already fill each other's
 # gaps.
 #
 # For the third step the emulator counts bytes. A sequence of 512 rows and 256 keys at head_dim 64

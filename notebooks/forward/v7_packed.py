@@ -241,7 +241,7 @@ figures.source("modelled", "nvdisasm of both kernels compiled for sm_90a, head_d
 #
 # ## Prediction
 #
-# From the kernel's docstring of 2026-11-21, before the records below existed. It rests on one
+# Written on 2026-11-21, before the records below existed. It rests on one
 # assumption, which scripts had suggested by then: an fp32 instruction for each score costs 3 % of
 # the rate, whether or not there is room to issue it.
 #

@@ -143,7 +143,7 @@ def gain(after: str, before: str, names) -> pd.Series:
 # for many sequences. For bf16 inputs GELU and SiLU are computed in bf16, two scores in one
 # instruction; the factor `scale / 2`, which every score has in common, moves into the output; and
 # the last step, $p = x + x t$, takes the place of the conversion of P. A score then costs 3
-# instructions and a `tanh`, where v6 spends 5.5 and a `tanh` (the kernel's docstring). The price is
+# instructions and a `tanh`, where v6 spends 5.5 and a `tanh` ({doc}`v7_packed`). The price is
 # accuracy: scores are rounded to bf16 before the activation, as PyTorch does in bf16. Up to
 # head_dim 64 a program of v7 has four math roles instead of two.
 

@@ -10,6 +10,8 @@ import torch
 
 from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import reference
+from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.testing import assert_close
 
@@ -104,20 +106,16 @@ def suited(rung: str, case: Case) -> Case:
 
 def supports(rung: str, case: Case, dtype: torch.dtype) -> bool:
     """Whether a rung takes the case."""
-    requires = getattr(RUNGS[rung], "requires", None)
-    if requires is None:
-        return rung != "v0_flash" or dtype != torch.float32
-    tensors, options = case.tensors(dtype), case.options()
-    call = (case.block_size, tensors["q"], tensors["k"], tensors["v"], options["rotary"])
-    return requires(*call) is None
+    _, *others = case.tensors(dtype).values()
+    return ladder.rung(rung, "block_attention").problem(Batch(*others, **case.options())) is None
 
 
 def results(module, tensors: dict, options: dict, **more) -> tuple[torch.Tensor, ...]:
     """(out, dq, dk, dv) of a rung."""
     grad_out, *others = tensors.values()
     with kernels_run():
-        out, saved = module.forward(*others, **options, **more)
-        return out, *module.backward(grad_out, *others, saved, **options, **more)
+        out, saved = module.forward(Batch(*others, **options), **more)
+        return out, *module.backward(grad_out, Batch(*others, **options), saved, **more)
 
 
 def defined(tensors: dict, options: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -127,8 +125,8 @@ def defined(tensors: dict, options: dict, dtype: torch.dtype) -> tuple[torch.Ten
     )
     if dtype == torch.float64 and options["rotary"] is not None:
         options = options | {"rotary": tuple(t.double() for t in options["rotary"])}
-    out = reference.forward(*others, ends, **options)
-    return out, *reference.backward(grad_out, *others, ends, **options)
+    out = reference.forward(Batch(*others, ends, **options))[0]
+    return out, *reference.backward(grad_out, Batch(*others, ends, **options))
 
 
 def check(

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from triton.compiler import CompiledKernel
 
-from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.measuring.compile_check import Compiled, build_launch, read
 from tests.block_attention.cases import RUNGS, Case, suited
 
@@ -59,11 +59,11 @@ def compiled(
     options = shape.options()
     if options["rotary"] is not None:
         options["rotary"] = tuple(t.cpu().to(turns) for t in options["rotary"])
-    blocks = BlockList(torch.zeros(3, 2, dtype=torch.int32), 2)
+    blocks = (torch.zeros(3, 2, dtype=torch.int32),)
 
     def call():
-        _, saved = RUNGS[rung].forward(*others, **options, schedule=blocks)
-        RUNGS[rung].backward(grad_out, *others, saved, **options, schedule=blocks)
+        _, saved = RUNGS[rung].forward(Batch(*others, **options), schedule=blocks)
+        RUNGS[rung].backward(grad_out, Batch(*others, **options), saved, schedule=blocks)
 
     return {
         kernel.__name__: compile_launch(kernel, args, options)

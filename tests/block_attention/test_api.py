@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdpa_kernels import block_attention, emulator
 from gdpa_kernels.block_attention import api, choices, reference
-from gdpa_kernels.calling import calls, ladder
+from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.testing import assert_close
 from tests.block_attention.cases import NAMES, Case, defined
@@ -128,7 +129,11 @@ WRONG = {
         ValueError,
         "rotate_v must be False without rotary, got True",
     ),
-    "no lengths": ({"cu_seqlens": [0, 21]}, TypeError, "cu_seqlens must be a tensor, got list"),
+    "no lengths": (
+        {"cu_seqlens": [0, 21]},
+        TypeError,
+        "cu_seqlens must be a tensor or Lengths, got list",
+    ),
     "int64 lengths": (
         {"cu_seqlens": torch.tensor([0, 4, 4, 21])},
         ValueError,
@@ -179,7 +184,8 @@ def everything_measured(monkeypatch):
 def test_auto_is_the_first_that_supports_the_call(everything_measured):
     def of(size=64, dim=64, dtype=torch.bfloat16, impl="auto", change=lambda q: q, turns=None):
         q = torch.zeros(9, 2, dim, dtype=dtype)
-        found = {api.resolve(impl, d, q, change(q), q, turns, size) for d in DIRECTIONS}
+        batch = Batch(q, change(q), q, ends(0, 9), 1.0, size, turns)
+        found = {api.resolve(impl, d, batch).impl for d in DIRECTIONS}
         assert len(found) == 1
         return found.pop()
 
@@ -334,7 +340,8 @@ def test_a_second_derivative_is_refused(impl):
 @pytest.mark.parametrize("rotary, rotate_v", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("impl", ("reference", *RUNGS))
 def test_what_is_saved(impl, rotary, rotate_v):
-    """q, k, v, cu_seqlens, sin and cos themselves, and of v0_flash what it computed besides."""
+    """q, k, v, cu_seqlens, sin and cos themselves, the list of blocks, and of v0_flash what it
+    computed besides."""
     dtype, dim = torch.bfloat16, 64
     leaves = [draw(9, heads, dim, dtype=dtype).requires_grad_() for heads in (2, 1, 1)]
     lengths, pair = ends(0, 9), turns(9, dim // 2) if rotary else None
@@ -345,6 +352,9 @@ def test_what_is_saved(impl, rotary, rotate_v):
     given = [*leaves, lengths, *(pair or ())]
     assert [t.data_ptr() for t in saved[: len(given)]] == [t.data_ptr() for t in given]
     own = saved[len(given) :]
+    if impl != "reference":
+        blocks = own.pop(0)
+        assert blocks.dtype == torch.int32 and blocks[1].tolist() == [0, 9]
     if impl != "v0_flash":
         assert own == []
         return
@@ -360,17 +370,6 @@ def test_lengths_modified_before_backward_are_noticed():
     call["cu_seqlens"][1] = 3
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_backward_gets_the_very_tensor_of_lengths(monkeypatch):
-    """So that the list of blocks which forward made is found again."""
-    call, seen = required(arguments()), []
-    backward = reference.backward
-    monkeypatch.setattr(
-        reference, "backward", lambda *a, **options: seen.append(a[4]) or backward(*a, **options)
-    )
-    block_attention(**call).sum().backward()
-    assert len(seen) == 1 and seen[0] is call["cu_seqlens"]
 
 
 @pytest.mark.parametrize("impl", ("reference", *RUNGS))
@@ -422,14 +421,11 @@ def test_a_derivative_is_never_dropped():
     def loss(q):
         return block_attention(**call | {"q": q}).sum()
 
-    with pytest.raises(RuntimeError):
-        torch.func.grad(loss)(call["q"])
-    with pytest.raises(RuntimeError, match="has no forward-mode derivative"):
+    (expected,) = torch.autograd.grad(loss(leaf := call["q"].clone().requires_grad_()), leaf)
+    assert torch.equal(torch.func.grad(loss)(call["q"]), expected)
+    with pytest.raises(RuntimeError, match="forward mode AD|jvp"):
         torch.func.jvp(loss, (call["q"],), (call["q"],))
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(RuntimeError, match="has no forward-mode derivative"),
-    ):
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward mode AD|jvp"):
         loss(forward_ad.make_dual(call["q"], call["q"].clone()))
     with torch.no_grad():
         assert not block_attention(**required(call)).requires_grad
@@ -442,27 +438,26 @@ def test_a_derivative_is_never_dropped():
 
 @pytest.mark.parametrize("rotary", (False, True))
 def test_opcheck(rotary):
-    call = required(arguments())
+    call = arguments()
     pair = turns() if rotary else (None, None)
     inputs = [call[n] for n in ("q", "k", "v", "cu_seqlens")]
-    options = (16, 0.25, rotary, "reference")
-    torch.library.opcheck(api._FORWARD, (*inputs, *pair, *options))
-    plain = [t.detach() for t in inputs]
-    torch.library.opcheck(api._BACKWARD, (draw(21, 4, 16), *plain, *pair, [], *options))
+    options = (0.25, 16, rotary, "reference")
+    torch.library.opcheck(api._FORWARD, (*inputs, *pair, None, *options))
+    torch.library.opcheck(api._BACKWARD, (draw(21, 4, 16), *inputs, *pair, None, [], *options))
 
 
 @pytest.mark.parametrize("rotary, rotate_v", [(False, False), (True, False), (True, True)])
 def test_opcheck_of_what_v0_saves(rotary, rotate_v):
     call = arguments(torch.bfloat16)
     inputs = [call[n] for n in ("q", "k", "v", "cu_seqlens")]
-    pair, options = turns() if rotary else (None, None), (16, 0.25, rotate_v, "v0_flash")
+    pair, options = turns() if rotary else (None, None), (0.25, 16, rotate_v, "v0_flash")
     tests = ("test_schema", "test_faketensor")
     with emulator.enabled():
-        torch.library.opcheck(api._FORWARD, (*inputs, *pair, *options), test_utils=tests)
-        out, own = api._FORWARD(*inputs, *pair, *options)
+        torch.library.opcheck(api._FORWARD, (*inputs, *pair, None, *options), test_utils=tests)
+        out, own = api._FORWARD(*inputs, *pair, None, *options)
         saved = [out, *own]
         torch.library.opcheck(
-            api._BACKWARD, (out.clone(), *inputs, *pair, saved, *options), test_utils=tests
+            api._BACKWARD, (out.clone(), *inputs, *pair, None, saved, *options), test_utils=tests
         )
 
 
@@ -548,124 +543,3 @@ def test_modes_see_the_operators(grad):
     ours = [name for name in seen.names if name.startswith("gdpa_kernels::")]
     both = ["gdpa_kernels::block_attention_forward", "gdpa_kernels::block_attention_backward"]
     assert ours == both[: 1 + grad]
-
-
-# -- The way past the dispatcher ---------------------------------------------------------------
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """CPU tensors are taken for tensors on a GPU, the definition for all there is; the list of what
-    was called: an operator, or a function of the rung."""
-    ways = []
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(api, "_resolved", {})
-
-    def watched(name, function):
-        def call(*args, **options):
-            ways.append(name)
-            return function(*args, **options)
-
-        return call
-
-    for name in ("forward", "backward"):
-        function, operator = getattr(reference, name), getattr(api, f"_{name.upper()}")
-        monkeypatch.setattr(reference, name, watched(f"rung {name}", function))
-        operator = torch.compiler.disable(watched(f"operator {name}", operator))
-        monkeypatch.setattr(api, f"_{name.upper()}", operator)
-    return ways
-
-
-def test_a_call_that_nobody_can_see_goes_straight_to_the_rung(on_a_gpu):
-    call = arguments(rotary=turns())
-    expected = required(call)
-    with Seen():
-        out = block_attention(**expected)
-        out.backward(torch.ones_like(out))
-    both = ["rung forward", "rung backward"]
-    assert on_a_gpu == ["operator forward", both[0], "operator backward", both[1]]
-    on_a_gpu.clear()
-    for _ in range(2):
-        ours = required(call)
-        again = block_attention(**ours)
-        assert torch.equal(again, out)
-        again.sum().backward()
-        for name in "qkv":
-            assert torch.equal(ours[name].grad, expected[name].grad)
-    assert on_a_gpu == both * 2
-    assert not block_attention(**call).requires_grad
-    assert len(api._resolved) == 1
-    again = block_attention(**required(call))
-    on_a_gpu.clear()
-    with Seen():
-        again.sum().backward()
-    assert on_a_gpu == ["operator backward", both[1]]
-
-
-def test_the_short_way_refuses_a_second_derivative_too(on_a_gpu):
-    call = required(arguments())
-    out = block_attention(**call)
-    (dq,) = torch.autograd.grad(out.sum(), call["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="block_attention has no second derivative"):
-        dq.sum().backward()
-    assert on_a_gpu == ["rung forward", "operator backward", "rung backward"]
-
-
-def test_the_short_way_knows_autocast(on_a_gpu):
-    call = required(arguments(torch.float32))
-    block_attention(**call)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = block_attention(**call)
-    expected = block_attention(**{n: t.bfloat16() if n in "qkv" else t for n, t in call.items()})
-    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
-    assert on_a_gpu == ["rung forward"] * 3
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_say_so_after_a_right_call(on_a_gpu, case):
-    changes, error, message = WRONG[case]
-    block_attention(**arguments())
-    block_attention(**arguments(rotary=turns()))
-    for _ in range(2):
-        with pytest.raises(error, match=message):
-            block_attention(**arguments(**changes))
-
-
-def test_what_was_resolved_is_forgotten_in_time(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(calls, "MOST", 4)
-    for heads in range(1, 10):
-        q = draw(5, heads, 16)
-        block_attention(q, q, q, ends(0, 5))
-        assert len(api._resolved) <= 4
-
-
-def test_batches_of_any_number_of_tokens_are_resolved_once(on_a_gpu):
-    for total in range(1, 10):
-        q = draw(total, 2, 16)
-        block_attention(q, q, q, ends(0, total), rotary=turns(total))
-    assert len(api._resolved) == 1
-    with pytest.raises(ValueError, match="sin of rotary must have shape"):
-        block_attention(q, q, q, ends(0, total), rotary=turns(8))
-    with pytest.raises(ValueError, match="k must have q's 9 tokens, got 8"):
-        block_attention(q, q[1:], q[1:], ends(0, total))
-    assert len(api._resolved) == 1
-    block_attention(q[:0], q[:0], q[:0], ends(0), rotary=turns(0))
-    assert len(api._resolved) == 2
-
-
-def test_the_choice_is_made_again_for_another_block_size(
-    on_a_gpu, everything_measured, monkeypatch
-):
-    monkeypatch.setattr(ladder.Requires, "of_device", lambda self, device: None)
-    took = []
-    for impl in ("v1_one_tile", "v3_warp_specialized"):
-        monkeypatch.setattr(
-            ladder.rung(impl, "block_attention").module(),
-            "forward",
-            lambda q, *a, impl=impl, **o: took.append(impl) or (q.clone(), ()),
-        )
-    q = torch.zeros(9, 2, 64, dtype=torch.bfloat16)
-    for size in (64, 32, 64, 32):
-        block_attention(q, q, q, ends(0, 9), block_size=size)
-    assert took == ["v3_warp_specialized", "v1_one_tile"] * 2

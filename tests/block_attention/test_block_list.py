@@ -16,10 +16,10 @@ def check(lengths, block_size):
     with kernels_run():
         made = make_block_list(ends, sum(lengths), block_size)
     tokens = reference.tokens_of_blocks(ends, block_size)
-    count = int(made.entries[0, 0])
-    assert count == len(tokens) <= made.max_blocks == len(made.entries) - 1
-    assert made.entries.dtype == torch.int32
-    first_row, rows = made.entries[1 : 1 + count].unbind(1)
+    count = int(made[0, 0])
+    assert count == len(tokens) <= len(made) - 1
+    assert made.dtype == torch.int32
+    first_row, rows = made[1 : 1 + count].unbind(1)
     assert torch.equal(first_row.long(), tokens[:, 0])
     assert torch.equal(rows.long(), (tokens >= 0).sum(1))
 

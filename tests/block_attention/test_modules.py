@@ -163,11 +163,16 @@ def test_torch_compile_sees_one_graph(nested):
 WRONG = {
     "num_heads": ({"num_heads": 5}, "num_heads must be a positive divisor of embed_dim 64, got 5"),
     "no heads": ({"num_heads": 0}, "num_heads must be a positive divisor .* got 0"),
+    "half heads": ({"num_heads": 2.0}, "num_heads must be a positive divisor .* got 2.0"),
+    "embed_dim": ({"embed_dim": 64.0}, "embed_dim must be an integer of at least 1, got 64.0"),
     "num_kv_heads": (
         {"num_kv_heads": 3},
         "num_kv_heads must be a positive divisor of num_heads 4, got 3",
     ),
     "block_size": ({"block_size": 48}, "block_size must be one of 16, 32, 64, 128, got 48"),
+    "block_size of floats": ({"block_size": 16.0}, "block_size must be one of .*, got 16.0"),
+    "impl": ({"impl": "nope"}, "impl must be 'auto' or one of reference, v0_flash, .*, got 'nope'"),
+    "rotary of text": ({"rotary": "1e4"}, "rotary must be None or a base above 0, got '1e4'"),
     "rotary": ({"rotary": True}, "rotary must be None or a base above 0, got True"),
     "rotary below 0": ({"rotary": -1.0}, "rotary must be None or a base above 0, got -1.0"),
     "rotate_v alone": ({"rotate_v": True}, "rotate_v must be False without rotary, got True"),
@@ -198,13 +203,17 @@ def test_wrong_inputs_say_what_is_wrong():
         layer((values[:, :32], offsets))
     with pytest.raises(TypeError, match="offsets must be int32 or int64, got torch.float32"):
         layer((values, offsets.float()))
-    with pytest.raises(TypeError, match="offsets must be a tensor, got list"):
+    with pytest.raises(TypeError, match="offsets must be a tensor or Lengths, got list"):
         layer((values, offsets.tolist()))
     for wrong in (offsets[:0], offsets[None], offsets.to("meta")):
         with pytest.raises(ValueError, match=r"offsets must have shape \[batch \+ 1\] on cpu, got"):
             layer((values, wrong))
     with pytest.raises(ValueError, match="cu_seqlens must run from 0 to the 42 rows"):
         layer((values, offsets[:-1]))
+    far = torch.tensor([0, 2**40, 42])  # 2**40 is 0 in int32
+    with pytest.raises(ValueError, match=f"cu_seqlens must not decrease, got {2**40} followed by"):
+        layer((values, far))
+    assert make(validate=False)((values, far))[0].isfinite().all()
     holes = torch.nested.narrow(
         values.view(2, 21, 64), 1, torch.tensor([0, 3]), torch.tensor([4, 5]), torch.jagged
     )

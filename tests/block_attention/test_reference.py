@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gdpa_kernels.block_attention import reference
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
 
@@ -17,7 +18,7 @@ def test_two_tokens_by_hand():
     k = torch.tensor([[[0.0, 5.0]], [[2.0, 0.0]]]).double()
     v = torch.tensor([[[4.0, 0.0]], [[0.0, 8.0]]]).double()
     scale = torch.tensor(3.0).double().log().item() / 2
-    out = reference.forward(q, k, v, cu_seqlens([2], "cpu"), block_size=16, scale=scale)
+    out = reference.forward(Batch(q, k, v, cu_seqlens([2], "cpu"), block_size=16, scale=scale))[0]
     torch.testing.assert_close(out[:, 0], torch.tensor([[1.0, 6.0], [2.0, 4.0]]).double())
 
 
@@ -46,15 +47,19 @@ def test_gradients_are_those_of_autograd(rotary):
     }
     ends, grad_out = cu_seqlens([17, 0, 16, 12], "cpu"), draw(45, 4, 16)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    expected = torch.autograd.grad(reference.forward(q, k, v, ends, **options), leaves, grad_out)
+    expected = torch.autograd.grad(
+        reference.forward(Batch(q, k, v, ends, **options))[0], leaves, grad_out
+    )
     with torch.no_grad():
-        actual = reference.backward(grad_out, q, k, v, ends, **options)
+        actual = reference.backward(grad_out, Batch(q, k, v, ends, **options))
     torch.testing.assert_close(actual, expected)
 
 
 def test_a_block_is_attention_of_its_own():
     q, k, v = (draw(80, 2, 16) for _ in range(3))
-    out = reference.forward(q, k, v, cu_seqlens([30, 50], "cpu"), block_size=32, scale=0.25)
+    out = reference.forward(Batch(q, k, v, cu_seqlens([30, 50], "cpu"), block_size=32, scale=0.25))[
+        0
+    ]
     for rows in (slice(0, 30), slice(30, 62), slice(62, 80)):
         own = (t[rows].transpose(0, 1) for t in (q, k, v))
         expected = torch.nn.functional.scaled_dot_product_attention(*own, scale=0.25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from unittest import mock
 
@@ -16,6 +17,7 @@ from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import slots
 from gdpa_kernels.block_attention import v3_warp_specialized as v3
 from gdpa_kernels.block_attention import v4_rotary as v4
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.slots import slot_of
 from gdpa_kernels.calling.launch import launch
 from tests.block_attention.cases import (
@@ -62,8 +64,8 @@ def scheduled(module, case: Case, schedule: str | int, config=None) -> tuple[tor
     grad_out, *others = case.tensors(torch.bfloat16).values()
     options = case.options() | {"config": config}
     with emulator.enabled(schedule=schedule, max_steps=50_000):
-        out, saved = module.forward(*others, **options)
-        return out, *module.backward(grad_out, *others, saved, **options)
+        out, saved = module.forward(Batch(*others, **options))
+        return out, *module.backward(grad_out, Batch(*others, **options), saved)
 
 
 @cache
@@ -178,11 +180,13 @@ def test_sin_and_cos_of_any_dtype(turned, dtype, head_dim):
 
 def test_says_what_it_needs_of_rotary():
     q, turns = torch.zeros(3, 2, 64, dtype=torch.bfloat16), torch.zeros(3, 32)
-    assert v3.requires(64, q, q, q, (turns, turns)) == "needs rotary None, got (sin, cos)"
-    assert v4.requires(64, q, q, q) == "needs rotary (sin, cos), got None"
+    plain = Batch(q, q, q, None, 1.0)
+    turned = replace(plain, rotary=(turns, turns))
+    assert v3.requires(turned) == "needs rotary None, got (sin, cos)"
+    assert v4.requires(plain) == "needs rotary (sin, cos), got None"
 
     def needs(sin, cos):
-        return v4.requires(64, q, q, q, (sin, cos))
+        return v4.requires(replace(plain, rotary=(sin, cos)))
 
     halves = torch.zeros(3, 64).split(32, dim=1)
     assert needs(turns, turns) is needs(*halves) is needs(*(t.half() for t in halves)) is None
@@ -195,20 +199,6 @@ def test_says_what_it_needs_of_rotary():
     assert needs(torch.zeros(3, 33)[:, 1:], turns) == f"needs sin {unreadable} strides (33, 1)"
     shifted = torch.zeros(3, 36)[:, 1:33]
     assert needs(turns, shifted) == f"needs cos {unreadable} strides (36, 1)"
-
-
-@pytest.mark.parametrize(
-    "module, rotary, text",
-    ((v3, True, r"needs rotary None, got \(sin, cos\)"), (v4, False, r"needs rotary .*, got None")),
-)
-def test_refuses_a_call_with_the_wrong_rotary(module, rotary, text):
-    case = Case("refused", (5,), rotary=rotary)
-    grad_out, *others = case.tensors(torch.bfloat16).values()
-    with kernels_run():
-        with pytest.raises(NotImplementedError, match=text):
-            module.forward(*others, **case.options())
-        with pytest.raises(NotImplementedError, match=text):
-            module.backward(grad_out, *others, **case.options())
 
 
 @pytest.mark.parametrize(
@@ -236,9 +226,9 @@ def test_refuses_loads_that_wait_for_each_other(module):
     text = "heads_together must divide the number of query heads, 3, got 2"
     with kernels_run():
         with pytest.raises(ValueError, match=text):
-            module.forward(*others, **options)
+            module.forward(Batch(*others, **options))
         with pytest.raises(ValueError, match=text):
-            module.backward(grad_out, *others, **options)
+            module.backward(grad_out, Batch(*others, **options))
 
 
 # Rows for five units of one program: the first role has one more than the second.
@@ -266,9 +256,9 @@ def _launch(case: Case, direction: str, stages: int, expected, module, schedule)
     one_program = mock.patch.object(module, "multiprocessors", lambda device: 1)
     with one_program, emulator.enabled(schedule=schedule, max_steps=50_000):
         if direction == "forward":
-            assert torch.equal(module.forward(*others, **options)[0], out)
+            assert torch.equal(module.forward(Batch(*others, **options))[0], out)
         else:
-            found = module.backward(grad_out, *others, **options)
+            found = module.backward(grad_out, Batch(*others, **options))
             assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
 
 

@@ -26,7 +26,7 @@ def test_the_transpose_is_that_of_autograd_in_fp64():
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
 def test_matches_the_definition(dtype, head_dim, transposed):
     q, k, v = draw(70, 3, head_dim, dtype=dtype), *draw(2, 70, 1, head_dim, dtype=dtype)
-    turns = tuple(draw(2, 70, head_dim // 2))
+    turns = tuple(2 * torch.rand(2, 70, head_dim // 2, device=DEVICE) - 1)  # as in cases.py
     with kernels_run():
         actual = rotary(q, k, v, turns, transposed=transposed)
     apply = reference.rotate_transposed if transposed else reference.rotate

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gdpa_kernels.block_attention import eliminations, v1_one_tile, v2_slab
+from gdpa_kernels.block_attention.batch import Batch
 from tests.block_attention.cases import (
     BLOCKS,
     CASES,
@@ -74,7 +75,7 @@ def test_says_what_it_needs(rung, change, text):
     block_size, head_dim = change.get("block_size", 64), change.get("head_dim", 64)
     q = torch.zeros(3, 2, head_dim, dtype=change.get("dtype", torch.bfloat16))
     turns = turns_of(rung, 3, head_dim // 2)
-    assert RUNGS[rung].requires(block_size, q, q, q, turns) == text
+    assert RUNGS[rung].requires(Batch(q, q, q, None, 1.0, block_size, turns)) == text
 
 
 @pytest.mark.parametrize("rung", BY_TMA)
@@ -82,9 +83,12 @@ def test_says_which_tensor_it_cannot_read(rung):
     q, turns = torch.zeros(3, 2, 64, dtype=torch.bfloat16), turns_of(rung, 3, 32)
     shifted = torch.zeros(3, 2, 72, dtype=torch.bfloat16)[..., 1:65]
     crossed = torch.zeros(3, 64, 2, dtype=torch.bfloat16).transpose(1, 2)
-    requires = RUNGS[rung].requires
-    assert requires(64, q, shifted, q, turns).startswith("needs k with contiguous rows")
-    assert requires(64, q, q, crossed, turns).startswith("needs v with contiguous rows")
+
+    def needs(k, v):
+        return RUNGS[rung].requires(Batch(q, k, v, None, 1.0, 64, turns))
+
+    assert needs(shifted, q).startswith("needs k with contiguous rows")
+    assert needs(q, crossed).startswith("needs v with contiguous rows")
 
 
 def strided(tensors):
@@ -244,7 +248,7 @@ def test_backward_needs_nothing_of_forward(rung):
     tensors = case.tensors(torch.bfloat16)
     _, *others = tensors.values()
     with kernels_run():
-        assert RUNGS[rung].forward(*others, **case.options())[1] == ()
+        assert RUNGS[rung].forward(Batch(*others, **case.options()))[1] == ()
 
 
 V1_CONFIGS = (

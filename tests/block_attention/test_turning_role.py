@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import v4_rotary as v4
 from gdpa_kernels.block_attention import v4a_turning_role as v4a
-from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.measuring.compile_check import build_launch, disassemble, read
 from tests.block_attention.cases import (
     BLOCKS,
@@ -25,7 +25,6 @@ from tests.block_attention.cases import (
     NEIGHBOURS,
     Case,
     check,
-    kernels_run,
     poisoned,
     results,
 )
@@ -37,9 +36,8 @@ emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
 
 
 def supported(case: Case, dtype: torch.dtype) -> bool:
-    tensors, options = case.tensors(dtype), case.options()
-    call = (tensors["q"], tensors["k"], tensors["v"], options["rotary"])
-    return v4a.requires(case.block_size, *call) is None
+    _, *others = case.tensors(dtype).values()
+    return v4a.requires(Batch(*others, **case.options())) is None
 
 
 def assert_same_bits(found, expected, note=None) -> None:
@@ -108,8 +106,8 @@ def scheduled(case: Case, schedule: str | int, config=None) -> tuple[torch.Tenso
     grad_out, *others = case.tensors(BF16).values()
     options = case.options() | {"config": config}
     with emulator.enabled(schedule=schedule, max_steps=50_000):
-        out, saved = v4a.forward(*others, **options)
-        return out, *v4a.backward(grad_out, *others, saved, **options)
+        out, saved = v4a.forward(Batch(*others, **options))
+        return out, *v4a.backward(grad_out, Batch(*others, **options), saved)
 
 
 @cache
@@ -210,24 +208,21 @@ def test_needs_what_v4_needs():
     q, turns = torch.zeros(3, 2, 64, dtype=BF16), torch.zeros(3, 32)
     shifted = torch.zeros(3, 2, 72, dtype=BF16)[..., 1:65]
     calls = (
-        *((64, q, q, q), (64, q, q, q, (turns, turns)), (32, q, q, q, (turns, turns))),
-        *((64, q, shifted, q, (turns, turns)), (64, q, q, q, (turns.double(), turns))),
-        *((64, q, q, q, (turns, turns[:1].expand(3, 32))), (64, q.float(), q, q, (turns, turns))),
-        (64, q[..., :48], q[..., :48], q[..., :48], (turns, turns)),
+        (64, q, q, q, []),
+        (64, q, q, q, [(turns, turns)]),
+        (32, q, q, q, [(turns, turns)]),
+        (64, q, shifted, q, [(turns, turns)]),
+        (64, q, q, q, [(turns.double(), turns)]),
+        (64, q, q, q, [(turns, turns[:1].expand(3, 32))]),
+        (64, q.float(), q, q, [(turns, turns)]),
+        (64, q[..., :48], q[..., :48], q[..., :48], [(turns, turns)]),
     )
-    assert [v4a.requires(*call) for call in calls] == [v4.requires(*call) for call in calls]
-    assert sum(v4a.requires(*call) is None for call in calls) == 1
-
-
-def test_refuses_a_call_without_rotary():
-    case = Case("refused", (5,))
-    grad_out, *others = case.tensors(BF16).values()
-    text = r"impl 'v4a_turning_role' needs rotary \(sin, cos\), got None"
-    with kernels_run():
-        with pytest.raises(NotImplementedError, match=text):
-            v4a.forward(*others, **case.options())
-        with pytest.raises(NotImplementedError, match=text):
-            v4a.backward(grad_out, *others, **case.options())
+    batches = [
+        Batch(*tensors, None, 1.0, block_size, *rotary) for block_size, *tensors, rotary in calls
+    ]
+    found = [v4a.requires(batch) for batch in batches]
+    assert found == [v4.requires(batch) for batch in batches]
+    assert found.count(None) == 1
 
 
 @pytest.mark.parametrize(
@@ -264,9 +259,9 @@ def _launch(case: Case, direction: str, config: v4a.Config, module, schedule) ->
     one_program = mock.patch.object(module, "multiprocessors", lambda device: 1)
     with one_program, emulator.enabled(schedule=schedule, max_steps=50_000):
         if direction == "forward":
-            assert torch.equal(module.forward(*others, **options)[0], out)
+            assert torch.equal(module.forward(Batch(*others, **options))[0], out)
         else:
-            found = module.backward(grad_out, *others, **options)
+            found = module.backward(grad_out, Batch(*others, **options))
             assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
 
 
@@ -322,14 +317,15 @@ def built(module, direction: str, dtype=BF16, turns=FP32, heads_k=4, config=None
     """The kernel of one direction, compiled for sm_90a, for 4 heads on the CPU."""
     shape = Case("compiled", (64, 3), num_heads=4, num_heads_k=heads_k, rotary=True, **case)
     grad_out, *others = (t.cpu() for t in shape.tensors(dtype).values())
-    options = shape.options() | {"schedule": BlockList(torch.zeros(3, 2, dtype=torch.int32), 2)}
+    options = shape.options()
     options["rotary"] = tuple(t.cpu().to(turns) for t in options["rotary"])
-    options["config"] = config
+    batch = Batch(*others, **options)
+    given = {"config": config, "schedule": (torch.zeros(3, 2, dtype=torch.int32),)}
 
     def call():
         if direction == "forward":
-            return module.forward(*others, **options)
-        return module.backward(grad_out, *others, **options)
+            return module.forward(batch, **given)
+        return module.backward(grad_out, batch, **given)
 
     ((kernel, args, constants),) = launches(module, call)
     return build_launch(kernel, args, constants)

@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
@@ -203,8 +204,8 @@ def _block_calls(
 
 def _both(module: ModuleType, grad_out: torch.Tensor, q, k, v, ends, options: dict) -> None:
     """Forward, then backward with what forward saved."""
-    _, saved = module.forward(q, k, v, ends, **options)
-    module.backward(grad_out, q, k, v, ends, saved, **options)
+    _, saved = module.forward(Batch(q, k, v, ends, **options))
+    module.backward(grad_out, Batch(q, k, v, ends, **options), saved)
 
 
 def parse(impl: str, tool: str, text: str) -> Finding:

@@ -424,7 +424,6 @@ def pipelines(draw, lucky: bool = False) -> Pipeline:
 
 SETTINGS = {
     "deadline": None,
-    "derandomize": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much],
 }
 

@@ -257,6 +257,7 @@ def test_two_programs_may_store_the_same_bits():
         ((4, 16), 17, "multiples of 16"),
         ((0, 16), 16, "sizes in"),
         ((4, 16), 2**38, "below 2"),
+        ((4, 16), 0, "strides above 0 along dimensions longer than 1, got .0, 4."),
     ),
 )
 def test_descriptor_rules(shape, stride, message):
@@ -265,6 +266,10 @@ def test_descriptor_rules(shape, stride, message):
             device_desc_kernel, (1,), torch.ones(64), torch.ones(64), *shape, stride,
             ROWS=4, KIND="store",
         )  # fmt: skip
+
+
+def test_a_dimension_of_one_element_may_have_any_stride():
+    run(device_desc_kernel, (1,), torch.ones(64), torch.ones(64), 1, 16, 0, ROWS=4, KIND="store")
 
 
 def test_descriptor_base_must_be_aligned():

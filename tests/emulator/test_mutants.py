@@ -8,7 +8,7 @@ computes the same, without a race; or, for the wait for a last TMA store, what i
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
 from . import handover
@@ -64,13 +65,12 @@ class RungLaunch:
         q, k, v = tokens(self.lengths_q), tokens(self.lengths_k), tokens(self.lengths_k)
         ends = [cu_seqlens(list(n), "cpu") for n in (self.lengths_q, self.lengths_k)]
         sizes = max(self.lengths_q), max(self.lengths_k)
-        options = {"activation": ("relu",), "scale": 32**-0.5, "output_scale": 1.0}
-        options |= {"causal": False, "window": None}
+        batch = Batch(q, k, v, *ends, *sizes, activation=("relu",), scale=32**-0.5)
         with emulator.enabled(schedule=schedule, max_steps=MAX_STEPS):
             config = module.Config(**dict(self.config))
-            out = module.forward(q, k, v, *ends, *sizes, config=config, **options)
-        exact = reference.forward(q.double(), k.double(), v.double(), *ends, *sizes, **options)
-        same = reference.forward(q, k, v, *ends, *sizes, **options)
+            out = module.forward(batch, config=config)
+        same = reference.forward(batch)
+        exact = reference.forward(replace(batch, q=q.double(), k=k.double(), v=v.double()))
         cases.assert_near("out", out, exact, same)
 
 

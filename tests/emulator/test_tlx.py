@@ -1083,9 +1083,9 @@ def test_command_line(script, capsys):
     assert out.startswith("2 CTAs on sm_90: 0 matrix products")
     assert "warps: default 4, task0 4; shared memory 72 bytes, tensor memory 0 columns" in out
     assert out.endswith("nothing found under the modelled and 4 random schedules\n")
-    assert main([f"{script}:right", "--arch", "sm_100", "--schedules", "0"]) == 0
+    assert main([f"{script}:right", "--arch", "sm_100", "--schedules", "1"]) == 0
     out = capsys.readouterr().out
-    assert "2 CTAs on sm_100" in out and "the modelled and 0 random" in out
+    assert "2 CTAs on sm_100" in out and "the modelled and 1 random" in out
 
 
 def test_command_line_with_a_finding(script, capsys):
@@ -1102,18 +1102,34 @@ def test_command_line_with_a_finding(script, capsys):
 
 
 @pytest.mark.parametrize(
-    "target, message",
+    "arguments, message",
     (
-        ("{}", "target must be FILE.py:FUNCTION"),
-        ("missing.py:right", "target must be FILE.py:FUNCTION"),
-        ("{}:absent", "must define a function 'absent'"),
-        ("{}:number", "must define a function 'number'"),
+        (["{}"], "target must be FILE.py:FUNCTION, got '{}'"),
+        (["{}:"], "target must be FILE.py:FUNCTION, got '{}:'"),
+        (["kernel.txt:right"], "target must be FILE.py:FUNCTION, got 'kernel.txt:right'"),
+        (["missing.py:right"], "target must name an existing file, got 'missing.py'"),
+        (["{}:absent"], "{} must define a function 'absent', got none"),
+        (["{}:number"], "{} must define a function 'number', got int"),
+        (["{}:right", "--schedules", "-1"], "must be an integer of at least 1, got '-1'"),
+        (["{}:right", "--schedules", "0"], "must be an integer of at least 1, got '0'"),
+        (["{}:right", "--schedules", "x"], "must be an integer of at least 1, got 'x'"),
     ),
 )
-def test_a_bad_command_line(script, capsys, target, message):
+def test_a_bad_command_line(script, capsys, arguments, message):
     with pytest.raises(SystemExit) as caught:
-        main([target.format(script)])
-    assert caught.value.code == 2 and message in capsys.readouterr().err
+        main([argument.format(script) for argument in arguments])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(message.format(script))
+
+
+def test_a_file_that_is_not_python(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text("def right():\n    return (\n")
+    with pytest.raises(SystemExit) as caught:
+        main([f"{tmp_path}/broken.py:right"])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"valid Python, got '(' was never closed at {tmp_path}/broken.py:2")
 
 
 def test_command_line_writes_traces(script, tmp_path, capsys):

@@ -49,7 +49,7 @@ def test_one_head_of_512_rows_is_quick(arch, build, seconds):
     times = []
     for _ in range(4):
         launch = build()
-        start = time.perf_counter()
+        start = time.process_time()
         emulator.run(launch.kernel, launch.grid, *launch.args, arch=arch, **launch.kwargs)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < seconds

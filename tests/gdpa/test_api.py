@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdpa_kernels import emulator, gdpa
-from gdpa_kernels.calling import calls, ladder
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import api, choices, reference, v0_eager, v1_tiled_backward
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
 
@@ -90,7 +87,36 @@ WRONG = {
         ValueError,
         "backward_impl must be 'auto' or one of reference, v1_tiled_backward, .*, got 'v1_tiled'",
     ),
+    "no head_dim": (
+        {name: torch.randn(9, 4, 0) for name in "qkv"},
+        ValueError,
+        "q must have a head_dim of at least 1, got 0",
+    ),
+    "sparse": (
+        {"k": torch.randn(9, 4, 16).to_sparse()},
+        TypeError,
+        "k must be a dense tensor, got",
+    ),
+    "nested": (
+        {"q": torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.jagged)},
+        TypeError,
+        "q must be a dense tensor, got a nested one",
+    ),
+    "no activation": ({"activation": None}, TypeError, "activation must be a name or .*got None"),
+    "a number": ({"activation": 5}, TypeError, "activation must be a name or a tuple .*got 5"),
+    "nested activations": ({"activation": (("relu",),)}, TypeError, "activation must be a name"),
     "scale": ({"scale": "1"}, TypeError, "scale must be a float, got str"),
+    "a bool for a scale": ({"scale": True}, TypeError, "scale must be a float, got bool"),
+    "an infinite scale": (
+        {"output_scale": float("inf")},
+        ValueError,
+        "output_scale must be a finite number, got inf",
+    ),
+    "no longest sequence": (
+        {"max_seqlen_k": None},
+        TypeError,
+        "max_seqlen_k must be given unless cu_seqlens_k is Lengths, got None",
+    ),
     "window": ({"window": -1}, ValueError, "window must be None or an integer .* got -1"),
     "int64 lengths": (
         {"cu_seqlens_q": torch.tensor([0, 4, 4, 9])},
@@ -103,7 +129,7 @@ WRONG = {
         "cu_seqlens_k must be a contiguous int32",
     ),
     "batches differ": (
-        {"cu_seqlens_q": ends(0, 9)},
+        {"cu_seqlens_q": ends(0, 9), "max_seqlen_q": 9},
         ValueError,
         "cu_seqlens_q must have cu_seqlens_k's",
     ),
@@ -150,7 +176,7 @@ def test_lengths_are_trusted_when_told_to():
     assert gdpa(**wrong, validate=False).shape == (9, 4, 16)
 
 
-def test_checked_lengths_are_checked_again_once_modified():
+def test_lengths_are_checked_in_each_call():
     call = arguments()
     gdpa(**call)
     call["cu_seqlens_k"][1] = 7
@@ -158,43 +184,48 @@ def test_checked_lengths_are_checked_again_once_modified():
         gdpa(**call)
 
 
+def resolved(impl: str, **call) -> str:
+    return api.resolve(impl, Batch(**call, activation=("gelu_tanh",), scale=1.0)).impl
+
+
 def test_auto_on_a_cpu_is_eager_and_an_explicit_kernel_is_refused():
     call = arguments()
-    assert api.resolve("auto", *(call[n] for n in "qkv"), 9, 9) == "v0_eager"
+    assert resolved("auto", **call) == "v0_eager"
     for impl in ("v1_tiled", "v2_tma", "v3_persistent"):
         with pytest.raises(NotImplementedError, match=f"impl '{impl}' needs .*CUDA.*got .*CPU"):
             gdpa(**call, impl=impl)
 
 
 def test_auto_prefers_the_first_kernel_that_supports_the_call():
-    longest = {"max_seqlen_q": 9, "max_seqlen_k": 9}
+    longest = {name: value for name, value in arguments().items() if name not in "qkv"}
+    longest |= {"max_seqlen_q": 9, "max_seqlen_k": 9}
     half = {name: torch.randn(9, 4, 16).bfloat16() for name in "qkv"}
     odd = {name: torch.randn(9, 4, 20).bfloat16() for name in "qkv"}
     single = {name: torch.randn(9, 4, 16) for name in "qkv"}
     with emulator.enabled():
         assert (
-            api.resolve("auto", **half, **longest)
+            resolved("auto", **half, **longest)
             == choices.order(9, "forward", "bfloat16", 16, 9, 9)[0]
         )
         wide = {name: torch.randn(9, 4, 136).bfloat16() for name in "qkv"}
-        assert api.resolve("auto", **wide, **longest) == "v2_tma"
-        assert api.resolve("auto", **odd, **longest) == "v1_tiled"
-        assert api.resolve("auto", **single, **longest) == "v1_tiled"
+        assert resolved("auto", **wide, **longest) == "v2_tma"
+        assert resolved("auto", **odd, **longest) == "v1_tiled"
+        assert resolved("auto", **single, **longest) == "v1_tiled"
         with pytest.raises(NotImplementedError, match="v2_tma' needs dtype bfloat16 or float16"):
-            api.resolve("v2_tma", **single, **longest)
+            resolved("v2_tma", **single, **longest)
         with pytest.raises(NotImplementedError, match="multiple of 8, got 20"):
-            api.resolve("v2_tma", **odd, **longest)
+            resolved("v2_tma", **odd, **longest)
         flipped = half | {"k": torch.randn(16, 4, 9).bfloat16().permute(2, 1, 0)}
         with pytest.raises(NotImplementedError, match="needs k with contiguous rows"):
-            api.resolve("v2_tma", **flipped, **longest)
+            resolved("v2_tma", **flipped, **longest)
         with pytest.raises(
             NotImplementedError, match="v6_short_kv' needs a head_dim of at most 128"
         ):
-            api.resolve("v6_short_kv", **wide, **longest)
+            resolved("v6_short_kv", **wide, **longest)
     with emulator.enabled(arch="sm_100"):
-        assert api.resolve("auto", **half, **longest) == "v2_tma"
+        assert resolved("auto", **half, **longest) == "v2_tma"
         with pytest.raises(NotImplementedError, match="needs sm_90, got an emulated sm_100"):
-            api.resolve("v6_short_kv", **half, **longest)
+            resolved("v6_short_kv", **half, **longest)
 
 
 def test_any_strides_reach_the_general_kernel():
@@ -204,6 +235,31 @@ def test_any_strides_reach_the_general_kernel():
     with emulator.enabled():
         out = gdpa(**call, impl="v1_tiled")
     torch.testing.assert_close(out, gdpa(**call, impl="reference"))
+
+
+@pytest.mark.parametrize("operator", ladder.LADDERS)
+def test_a_row_that_stands_for_many_is_not_read_by_tma(operator):
+    tensor, row = torch.randn(9, 4, 128).bfloat16(), torch.randn(1, 1, 128).bfloat16()
+    for name, expanded in (
+        ("rows", row.expand(9, 4, -1)),
+        ("heads", tensor[:, :1].expand_as(tensor)),
+    ):
+        for rung in ladder.LADDERS[operator]:
+            problem = rung.requires.of_call(tensor, tensor, expanded)
+            if rung.requires.aligned:
+                wanted = "needs v with contiguous rows whose strides are positive multiples of 16"
+                assert problem.startswith(wanted) and "got strides" in problem, (rung.impl, name)
+            else:
+                assert problem is None, (rung.impl, name)
+
+
+def test_an_expanded_tensor_reaches_the_general_kernel():
+    call = {n: t.bfloat16() if n in "qkv" else t for n, t in arguments().items()}
+    call["v"] = call["v"][:1].expand(9, 4, 16)
+    with emulator.enabled():
+        assert torch.equal(gdpa(**call), gdpa(**call, impl="v1_tiled"))
+        with pytest.raises(NotImplementedError, match="impl 'v8_own_waits' needs v with contig"):
+            gdpa(**call, impl="v8_own_waits")
 
 
 def test_double_precision_runs_everywhere():
@@ -216,11 +272,10 @@ def test_opcheck(shared):
     q = torch.randn(4 if shared else 9, 4, 16)
     k, v = (torch.randn(9, 4, 16) for _ in range(2))
     lengths = cu_seqlens([4, 0, 5], "cpu")
-    ends_and_sizes = None if shared else lengths, lengths, 4 if shared else 5, 5
+    ends_and_sizes = None if shared else lengths, lengths, [], 4 if shared else 5, 5
     options = "gelu_tanh", 0.25, 1.0, False, None
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(
-        api._FORWARD, (*leaves, *ends_and_sizes, *options, "v0_eager", "reference")
+        api._FORWARD, (q, k, v, *ends_and_sizes, *options, "v0_eager", "reference")
     )
     grad_out = torch.randn(12 if shared else 9, 4, 16)
     for needs in ((True, True, True), (False, True, False)):
@@ -246,7 +301,9 @@ def test_a_compiled_program_does_not_look_into_the_operator():
     # Nor does one that calls it from a function which is not compiled itself.
     torch._dynamo.reset()
     forward = torch._dynamo.disable(api._FORWARD, recursive=False)
-    call = (*call.values(), "gelu_tanh", 0.25, 1.0, False, None, "v0_eager", "auto")
+    *tensors, longest_q, longest_k = call.values()
+    options = "gelu_tanh", 0.25, 1.0, False, None, "v0_eager", "auto"
+    call = (*tensors, [], longest_q, longest_k, *options)
     counter = CompileCounter()
     compiled = torch.compile(lambda: forward(*call) * 2, backend=counter)
     torch.testing.assert_close(compiled(), api._FORWARD(*call) * 2)
@@ -305,9 +362,10 @@ def test_a_derivative_is_never_dropped():
     def loss(q):
         return gdpa(**call | {"q": q}).sum()
 
-    with pytest.raises(RuntimeError):
-        torch.func.grad(loss)(call["q"])
-    forward_mode = pytest.raises(RuntimeError, match="gdpa has no forward-mode derivative")
+    required_q = call["q"].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(required_q), required_q)
+    assert torch.equal(torch.func.grad(loss)(call["q"]), expected)
+    forward_mode = pytest.raises(RuntimeError, match="forward mode AD|jvp")
     with forward_mode:
         torch.func.jvp(loss, (call["q"],), (call["q"],))
     with forward_ad.dual_level():
@@ -417,7 +475,8 @@ def test_gradients_are_those_of_the_rung(impl):
         out.backward(grad_out)
         plain = {n: t.detach() if n in "qkv" else t for n, t in call.items()}
         module = ladder.rung(impl, api.BACKWARD).module()
-        expected = module.backward(grad_out, **plain, **options, activation=("silu",))
+        batch = Batch(**plain, **options, activation=("silu",))
+        expected = module.backward(grad_out, batch)
     for name, gradient in zip("qkv", expected, strict=True):
         assert torch.equal(call[name].grad, gradient) and gradient.any(), name
 
@@ -520,8 +579,8 @@ def test_auto_takes_the_first_backward_that_supports_the_call(monkeypatch):
     monkeypatch.setattr(choices, "order", lambda *call: order)
 
     def of(call):
-        *tensors, ends_q, _, longest_q, longest_k = call.values()
-        return api.resolve_backward("auto", *tensors, ends_q, longest_q, longest_k)
+        batch = Batch(**call, activation=("gelu_tanh",), scale=1.0)
+        return api.resolve_backward("auto", batch).impl
 
     assert of(wide()) == "reference"
     with emulator.enabled():
@@ -557,17 +616,6 @@ def test_lengths_modified_before_backward_are_noticed():
         out.sum().backward()
 
 
-def test_backward_gets_the_very_tensors_of_lengths(monkeypatch):
-    """So that what was made from them for forward is found again."""
-    call, seen, backward = required(arguments()), [], reference.backward
-    monkeypatch.setattr(
-        reference, "backward", lambda *a, **options: seen.append(a[4:6]) or backward(*a, **options)
-    )
-    gdpa(**call).sum().backward()
-    assert len(seen) == 1
-    assert seen[0][0] is call["cu_seqlens_q"] and seen[0][1] is call["cu_seqlens_k"]
-
-
 @pytest.mark.parametrize("lengths", ([], [0, 0], [1]))
 def test_hardly_any_tokens(lengths):
     total, offsets = sum(lengths), cu_seqlens(lengths, "cpu")
@@ -594,11 +642,7 @@ def test_autocast_casts_as_pytorchs_attention_does(dtype):
 
 
 @pytest.mark.parametrize("module, direction", [(v0_eager, "forward"), (reference, "backward")])
-@pytest.mark.parametrize("way", ("operator", "short"))
-def test_autocast_does_not_reach_into_an_implementation(module, direction, way, request):
-    if way == "short":
-        request.getfixturevalue("on_a_gpu")
-    monkeypatch = request.getfixturevalue("monkeypatch")
+def test_autocast_does_not_reach_into_an_implementation(module, direction, monkeypatch):
     function, products = getattr(module, direction), []
 
     def watched(*args, **options):
@@ -643,315 +687,6 @@ def test_torch_compile_under_autocast():
         assert torch.equal(compiled(**call), gdpa(**call))
 
 
-# -- The way past the dispatcher -------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """CPU tensors are taken for tensors on a GPU, eager PyTorch and the definition's backward for
-    all there is; the list of the ways that calls took: "rung" or "operator", and the same of
-    backward."""
-    ways = []
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(api, "_resolved", {})
-
-    def watched(way, function):
-        def call(*args, **options):
-            ways.append(way)
-            return function(*args, **options)
-
-        return call
-
-    monkeypatch.setattr(v0_eager, "forward", watched("rung", v0_eager.forward))
-    monkeypatch.setattr(reference, "backward", watched("rung backward", reference.backward))
-    for name, way in (("_FORWARD", "operator"), ("_BACKWARD", "operator backward")):
-        operator = torch.compiler.disable(watched(way, getattr(api, name)))
-        monkeypatch.setattr(api, name, operator)
-    return ways
-
-
-def test_a_call_that_nobody_can_see_goes_straight_to_the_rung(on_a_gpu):
-    call = arguments()
-    out = gdpa(**call)
-    for _ in range(2):
-        assert torch.equal(gdpa(**call), out)
-    with torch.inference_mode():
-        assert torch.equal(gdpa(**call), out)
-    with torch.no_grad():
-        parameter = torch.nn.Parameter(call["q"])
-        again = gdpa(**call | {"q": parameter})
-    assert torch.equal(again, out) and type(again) is torch.Tensor and not again.requires_grad
-    assert on_a_gpu == ["rung"] * 5
-    assert torch.equal(out, gdpa(**call, impl="v0_eager")) and len(api._resolved) == 2
-
-
-class Subclass(torch.Tensor):
-    """A tensor that may do anything when an operator sees it."""
-
-
-class SeenFunctions(TorchFunctionMode):
-    """As `Seen`, for functions."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-WATCHED = {
-    "a dispatch mode": Seen,
-    "a function mode": SeenFunctions,
-    "a profiler": lambda: torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU]
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("known", (False, True))
-@pytest.mark.parametrize("watcher", WATCHED)
-def test_a_call_that_somebody_can_see_is_the_operators(on_a_gpu, watcher, known):
-    call = arguments()
-    if known:
-        gdpa(**call)
-        on_a_gpu.clear()
-    with WATCHED[watcher]():
-        gdpa(**call)
-    assert on_a_gpu == ["operator", "rung"]
-
-
-def test_so_does_its_derivative(on_a_gpu, monkeypatch):
-    resolved = []
-    for name in ("resolve", "resolve_backward"):
-        function = getattr(api, name)
-        monkeypatch.setattr(api, name, lambda *a, n=name, f=function: resolved.append(n) or f(*a))
-    call = arguments()
-    expected = required(call)
-    with Seen():
-        out = gdpa(**expected)
-        out.backward(torch.ones_like(out))
-    both = ["rung", "rung backward"]
-    assert on_a_gpu == ["operator", both[0], "operator backward", both[1]]
-    on_a_gpu.clear()
-    resolved.clear()
-    for _ in range(3):
-        ours = required(call)
-        again = gdpa(**ours)
-        assert torch.equal(again, out) and again.requires_grad
-        again.sum().backward()
-        for name in "qkv":
-            assert torch.equal(ours[name].grad, expected[name].grad)
-    assert on_a_gpu == both * 3
-    assert sorted(resolved) == ["resolve", "resolve_backward"] and len(api._resolved) == 1
-    only = required(call, "k")
-    gdpa(**only).sum().backward()
-    assert torch.equal(only["k"].grad, expected["k"].grad)
-    assert only["q"].grad is only["v"].grad is None
-    # Who looks at backward alone sees its operator.
-    again = gdpa(**required(call))
-    on_a_gpu.clear()
-    with Seen():
-        again.sum().backward()
-    assert on_a_gpu == ["operator backward", both[1]]
-
-
-def test_the_short_way_refuses_a_second_derivative_too(on_a_gpu):
-    call = required(arguments())
-    out = gdpa(**call)
-    (dq,) = torch.autograd.grad(out.sum(), call["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="gdpa has no second derivative"):
-        dq.sum().backward()
-    assert on_a_gpu == ["rung", "operator backward", "rung backward"]
-
-
-@pytest.mark.parametrize("shared", (False, True))
-def test_the_short_way_saves_no_more(on_a_gpu, shared):
-    call = required(arguments())
-    if shared:
-        call |= {"cu_seqlens_q": None, "max_seqlen_q": 9}
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        out = gdpa(**call)
-    given = [value for value in call.values() if isinstance(value, torch.Tensor)]
-    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in given]
-    out.sum().backward()
-    assert on_a_gpu == ["rung", "rung backward"]
-
-
-def test_the_short_way_knows_autocast(on_a_gpu):
-    call = required(arguments())
-    gdpa(**call)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = gdpa(**call)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, gdpa(**cast(call, torch.bfloat16)))
-    assert on_a_gpu == ["rung"] * 3
-
-
-@pytest.mark.parametrize("grad", (False, True))
-def test_the_short_way_refuses_a_backward_that_cannot_take_the_call(on_a_gpu, grad):
-    call = required(arguments()) if grad else arguments()
-    gdpa(**call)
-    for _ in range(2):
-        with pytest.raises(NotImplementedError, match="backward_impl 'v1_tiled_backward' needs"):
-            gdpa(**call, backward_impl="v1_tiled_backward")
-
-
-def test_subclasses_transforms_and_tracers_get_the_operator(on_a_gpu):
-    call = arguments()
-    gdpa(**call)
-    gdpa(**call | {"q": call["q"].as_subclass(Subclass)})
-    assert on_a_gpu == ["rung", "operator", "rung"]
-    torch.func.vmap(lambda q: gdpa(**call | {"q": q}))(call["q"][None])
-    assert on_a_gpu[3] == "operator"
-    traced = make_fx(lambda q: gdpa(**call | {"q": q}))(call["q"])
-    assert "gdpa_forward" in traced.code
-    count = len(on_a_gpu)
-    torch.jit.trace(lambda q: gdpa(**call | {"q": q}), (call["q"],), check_trace=False)
-    assert on_a_gpu[count] == "operator"
-
-
-def test_a_compiled_program_does_not_look_into_a_rung(on_a_gpu):
-    """Not even if it calls `gdpa` from a function that is not compiled itself."""
-    call = arguments()
-    gdpa(**call)
-    on_a_gpu.clear()
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    outside = torch._dynamo.disable(gdpa, recursive=False)
-    torch.compile(lambda: outside(**call) * 2, backend=counter)()
-    assert on_a_gpu == ["operator", "rung"]
-    assert counter.op_count == 1  # the product by 2
-
-
-def test_another_pytorch_has_the_operator_alone(on_a_gpu, monkeypatch):
-    expected = gdpa(**(call := arguments()))
-    monkeypatch.setattr(calls, "KNOWN", False)
-    assert torch.equal(gdpa(**call), expected)
-    assert on_a_gpu == ["rung", "operator", "rung"]
-
-
-def test_the_pinned_pytorch_is_known():
-    assert calls.KNOWN
-    assert calls._len_torch_dispatch_stack() == calls._len_torch_function_stack() == 0
-    assert calls.peek_interpreter_stack() is calls._get_tracing_state() is None
-    assert calls.get_eval_frame_callback() is None and not calls._profiler_enabled()
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_say_so_after_a_right_call(on_a_gpu, case):
-    changes, error, message = WRONG[case]
-    call = arguments()
-    gdpa(**call)
-    with pytest.raises(error, match=message):
-        gdpa(**call | changes)
-    with pytest.raises(error, match=message):
-        gdpa(**call | changes)
-
-
-def test_an_integer_is_not_taken_for_a_known_bool_nor_a_list_for_a_hash(on_a_gpu):
-    call = arguments(
-        cu_seqlens_q=ends(*range(10)), cu_seqlens_k=ends(*range(10)),
-        max_seqlen_q=1, max_seqlen_k=1,
-    )  # fmt: skip
-    out = gdpa(**call)
-    with pytest.raises(ValueError, match="max_seqlen_k must be an integer"):
-        gdpa(**call | {"max_seqlen_k": True})
-    assert torch.equal(gdpa(**call, activation=["gelu_tanh"]), out)
-    with pytest.raises(TypeError, match="unhashable"):
-        gdpa(**call, activation=[["gelu_tanh"]])
-    with pytest.raises(TypeError, match="not iterable"):
-        gdpa(**call, activation=3)
-
-
-def test_the_choice_is_made_again_for_what_it_depends_on(on_a_gpu, monkeypatch):
-    def of_device(self, device):
-        return None if self.capability in (None, (9, 0)) and not self.only_major else "is not there"
-
-    monkeypatch.setattr(ladder.Requires, "of_device", of_device)
-    took = []
-    for impl in ("v0_eager", "v2_tma"):
-        module = ladder.rung(impl).module()
-        monkeypatch.setattr(
-            module, "forward", lambda q, *a, impl=impl, **o: took.append(impl) or q.clone()
-        )
-    storage = torch.zeros(4096).bfloat16()
-    aligned, odd = storage[: 9 * 64].view(9, 4, 16), storage[1 : 1 + 9 * 64].view(9, 4, 16)
-    strided = torch.zeros(9, 4, 18).bfloat16()[..., :16]
-    right = arguments(q=aligned, k=aligned, v=aligned)
-    for _ in range(2):
-        gdpa(**right)
-        gdpa(**right, impl="v2_tma")
-        for wrong in (odd, strided):
-            for name in "qkv":
-                gdpa(**right | {name: wrong}, validate=False)
-                with pytest.raises(NotImplementedError, match=f"'v2_tma' needs {name} "):
-                    gdpa(**right | {name: wrong}, impl="v2_tma")
-    assert took == ["v2_tma", "v2_tma", *["v0_eager"] * 6] * 2
-
-
-def test_batches_of_any_number_of_rows_are_resolved_once(on_a_gpu):
-    call = arguments()
-    gdpa(**call)
-    last = {name: ends(0, 4, 4, 8) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    gdpa(**call | last | {name: call[name][:8] for name in "qkv"})
-    assert len(api._resolved) == 1
-    gdpa(**call | {"q": call["q"][:8], "cu_seqlens_q": last["cu_seqlens_q"]})
-    assert len(api._resolved) == 2, "fewer queries than keys"
-    with pytest.raises(ValueError, match="v must have k's shape"):
-        gdpa(**call | {"v": call["v"][:8]})
-    none = {name: call[name][:0] for name in "kv"} | {"cu_seqlens_k": ends(0, 0, 0, 0)}
-    gdpa(**call | none)
-    assert len(api._resolved) == 3
-
-
-def test_what_was_checked_once_is_forgotten_in_time(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(calls, "MOST", 4)
-    call = arguments()
-    for longest in range(5, 15):
-        gdpa(**call | {"max_seqlen_k": longest})
-        assert len(api._resolved) <= 4
-    assert on_a_gpu == ["rung"] * 10
-
-
-@pytest.mark.parametrize("way", ("element", "view", "data", "resize_"))
-def test_checked_lengths_are_checked_again_however_they_are_modified(on_a_gpu, way):
-    call = arguments()
-    gdpa(**call)
-    gdpa(**call)
-    lengths = call["cu_seqlens_k"]
-    match way:
-        case "element":
-            lengths[1] = 7
-        case "view":
-            lengths[1:2].add_(3)
-        case "data":
-            lengths.data = ends(0, 7, 4, 9)
-        case "resize_":
-            lengths.resize_(3)
-    with pytest.raises(ValueError, match="cu_seqlens_k must|must have cu_seqlens_k's"):
-        gdpa(**call)
-
-
-def test_the_memory_that_was_checked_is_kept_so_that_its_address_stays_its_own(on_a_gpu):
-    array = np.array([0, 4, 4, 9], np.int32)
-    memory = weakref.ref(array)
-    call = arguments(cu_seqlens_k=torch.from_numpy(array))
-    del array
-    gdpa(**call)
-    call["cu_seqlens_k"].data = ends(0, 5, 5, 9)  # the version stays
-    assert memory() is not None
-    gdpa(**call)
-    assert memory() is None
-
-
-def test_checked_lengths_go_with_their_tensor(on_a_gpu):
-    before = len(calls._checked)
-    call = arguments()
-    gdpa(**call)
-    assert len(calls._checked) == before + 2
-    del call
-    assert len(calls._checked) == before
-
-
 LADDERS = ("gdpa", api.BACKWARD)
 
 
@@ -974,6 +709,13 @@ def test_every_rung_names_its_predecessor(operator):
         assert text.startswith(f"--- gdpa/{rung.predecessor}.py\n+++ gdpa/{rung.impl}.py\n")
         assert 0 < ladder.changed_lines(rung.impl, operator) < 460
         known.append(rung.impl)
+
+
+@pytest.mark.parametrize("operator", ladder.LADDERS)
+def test_docstrings_of_rungs_are_short(operator):
+    _, *rungs = ladder.LADDERS[operator]
+    lines = {r.impl: len(r.module().__doc__.strip().splitlines()) for r in rungs}
+    assert {impl: count for impl, count in lines.items() if count > 25} == {}
 
 
 def test_no_rung_imports_another_and_no_kernel_imports_the_definition():

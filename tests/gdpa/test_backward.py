@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference, v1_tiled_backward, v2_fused_backward, v2a_ordered_backward
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.testing import assert_close
 from tests.gdpa.cases import CASES, DEVICE, Case
@@ -33,7 +34,7 @@ TENSORS = ("grad_out", "q", "k", "v")
 
 
 def call_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict:
-    """Keyword arguments of a rung's `backward`; grad_out from N(0, 1)."""
+    """grad_out from N(0, 1), and the fields of a rung's batch."""
     options = {
         "activation": ("gelu_tanh",), "scale": case.head_dim**-0.5, "output_scale": 1.0,
         "causal": False, "window": None,
@@ -47,16 +48,21 @@ def call_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict:
     return {"grad_out": torch.randn(rows, *q.shape[1:], generator=make).to(q), **call}
 
 
+def batch_of(call: dict) -> Batch:
+    """The batch of a rung's call, without its grad_out."""
+    return Batch(**{name: value for name, value in call.items() if name != "grad_out"})
+
+
 def gradients(impl: str, call: dict, **more) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv) of a rung; `more` are options that only some rungs have."""
     with kernels_run():
-        return RUNGS[impl].backward(**call, **more)
+        return RUNGS[impl].backward(call["grad_out"], batch_of(call), **more)
 
 
 def defined(call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv) of the definition, computed in `dtype`."""
     cast = {name: x.to(dtype) if name in TENSORS else x for name, x in call.items()}
-    return reference.backward(**cast)
+    return reference.backward(cast["grad_out"], batch_of(cast))
 
 
 def check(
@@ -278,7 +284,7 @@ def test_only_what_is_needed(impl, shared_q):
     case = Case("needs", (20,) * batch, (30, 90)[:batch], num_heads_k=1, shared_q=shared_q)
     call = call_of(case, BF16)
     full = gradients(impl, call)
-    assert RUNGS[impl].TAKES_NEEDS
+    assert "needs" in ladder.rung(impl, "gdpa_backward").has
     for needs in NEEDS:
         found = gradients(impl, call, needs=needs)
         for need, a, b in zip(needs, found, full, strict=True):
@@ -393,7 +399,8 @@ def test_launches_of_the_ordered_rung(max_seqlen_k, slices, launches):
     call["max_seqlen_k"] = max_seqlen_k
     seen = []
     with mock.patch.object(v2a_ordered_backward, "launch", lambda k, grid, *a, **o: seen.append(k)):
-        v2a_ordered_backward.backward(**call, config=v2a_ordered_backward.Config(slices=slices))
+        config = v2a_ordered_backward.Config(slices=slices)
+        v2a_ordered_backward.backward(call["grad_out"], batch_of(call), config=config)
     assert len(seen) == launches + 1
 
 

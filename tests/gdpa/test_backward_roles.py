@@ -21,7 +21,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa import v5_short_kv_backward as v5
-from gdpa_kernels.gdpa.work_list import WorkList
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.compile_check import Compiled
 from gdpa_kernels.measuring.testing import assert_close
 from tests.block_attention.compiling import compile_launch
@@ -37,7 +37,7 @@ emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
 
 
 def call_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict:
-    """Keyword arguments of a rung's `backward`; grad_out from N(0, 1)."""
+    """grad_out from N(0, 1), and the fields of a rung's batch."""
     options = {
         "activation": ("gelu_tanh",), "scale": case.head_dim**-0.5, "output_scale": 1.0,
         "causal": False, "window": None,
@@ -52,25 +52,26 @@ def call_of(case: Case, dtype: torch.dtype, seed: int = 0) -> dict:
     return {"grad_out": grad_out, **found}
 
 
+def batch_of(call: dict) -> Batch:
+    """The batch of a rung's call, without its grad_out."""
+    return Batch(**{name: value for name, value in call.items() if name != "grad_out"})
+
+
 def problem(impl: str, call: dict) -> str | None:
     """Why a rung cannot take a call, or None."""
-    found = ladder.rung(impl, "gdpa_backward").requires.of_call(*(call[name] for name in "qkv"))
-    own = getattr(RUNGS[impl], "requires", None)
-    if found is None and own is not None:
-        found = own(call["cu_seqlens_q"], call["max_seqlen_k"])
-    return found
+    return ladder.rung(impl, "gdpa_backward").problem(batch_of(call))
 
 
 def gradients(module, call: dict, **more) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of a rung."""
     with kernels_run():
-        return module.backward(**call, **more)
+        return module.backward(call["grad_out"], batch_of(call), **more)
 
 
 def defined(call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of the definition, computed in `dtype`."""
     cast = {name: t.to(dtype) if name in TENSORS else t for name, t in call.items()}
-    return reference.backward(**cast)
+    return reference.backward(cast["grad_out"], batch_of(cast))
 
 
 def check(
@@ -157,7 +158,8 @@ def test_any_logits(impl, scale):
 def scheduled(impl: str, call: dict, schedule: str | int, config: dict) -> tuple:
     """(dq, dk, dv), the roles ordered by `schedule`."""
     with emulator.enabled(schedule=schedule, max_steps=100_000):
-        return RUNGS[impl].backward(**call, config=RUNGS[impl].Config(**config))
+        config = RUNGS[impl].Config(**config)
+        return RUNGS[impl].backward(call["grad_out"], batch_of(call), config=config)
 
 
 # Slots are used several times over, by several items; the last round of items is not full.
@@ -454,7 +456,7 @@ def _launch(impl: str, case: Case, expected: tuple | None, module, schedule: str
         emulator.enabled(schedule=schedule, max_steps=50_000),
         mock.patch.object(module, "multiprocessors", lambda device: programs),
     ):
-        found = module.backward(**call)
+        found = module.backward(call["grad_out"], batch_of(call))
     if expected is not None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     return found
@@ -495,16 +497,16 @@ def compiled(
     call = {
         n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in call_of(case, dtype).items()
     }
-    schedule = torch.zeros(2, dtype=torch.int32)
+    schedule = (torch.zeros(2, dtype=torch.int32),)
     if impl == "v4_warp_specialized_backward":
-        schedule = WorkList(torch.zeros(5, 8, dtype=torch.int32), 4)
+        schedule = (torch.zeros(5, 8, dtype=torch.int32),)
     seen = []
 
     def record(kernel, grid, device, *args, **options):
         seen.append((kernel, args, options, grid))
 
     with mock.patch.object(RUNGS[impl], "launch", record):
-        RUNGS[impl].backward(**call, schedule=schedule)
+        RUNGS[impl].backward(call["grad_out"], batch_of(call), schedule=schedule)
     kernel, args, options, grid = seen[0]
     return compile_launch(kernel, args, options), grid, options
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gdpa_kernels.gdpa import gradients, v1_tiled_backward, v2_fused_backward, v2a_ordered_backward
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.compile_check import Compiled, build, read
 from tests.block_attention.compiling import compile_launch, launches
 
@@ -32,10 +33,8 @@ def compiled(
     more = {} if config is None else {"config": config}
 
     def call():
-        RUNGS[impl].backward(
-            q, q, k, k, ends, ends, 130, 130, activation=activation, scale=0.1, output_scale=1.0,
-            causal=causal, window=window, needs=needs, **more,
-        )  # fmt: skip
+        batch = Batch(q, k, k, ends, ends, 130, 130, activation, 0.1, 1.0, causal, window)
+        RUNGS[impl].backward(q, batch, needs=needs, **more)
 
     return {
         kernel.__name__: compile_launch(kernel, args, options)

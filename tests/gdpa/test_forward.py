@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gdpa_kernels import emulator, gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference, v3_persistent
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.testing import assert_close
 from tests.gdpa.cases import CASES, DEVICE, Case
@@ -180,10 +181,8 @@ def test_any_schedule_gives_the_same_result(order, programs_per_sm):
     plain = call("v2_tma", arguments)
     config = v3_persistent.Config(BLOCK_N=32, programs_per_sm=programs_per_sm, order=order)
     with kernels_run():
-        out = v3_persistent.forward(
-            **arguments, activation=("gelu_tanh",), scale=64**-0.5, output_scale=1.0, causal=False,
-            window=None, config=config,
-        )  # fmt: skip
+        batch = Batch(**arguments, activation=("gelu_tanh",), scale=64**-0.5)
+        out = v3_persistent.forward(batch, config=config)
     assert torch.equal(out, plain)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from tests.gdpa.cases import CASES, Case
 
@@ -97,6 +98,17 @@ def test_masked_pairs_contribute_exactly_zero():
     ]
 
 
+def test_a_masked_nan_reaches_its_own_sequence_alone():
+    call = call_of(Case("nan", (3, 4), options={"causal": True}))
+    clean = reference.forward(Batch(**call))
+    call["v"][2] = float("nan")  # the last key of the first sequence, which its last row alone sees
+    out = reference.forward(Batch(**call))
+    assert out[:3].isnan().all() and torch.equal(out[3:], clean[3:])
+    dq, dk, dv = reference.backward(torch.ones_like(out), Batch(**call))
+    assert dq[:3].isnan().all()
+    assert all(gradient[3:].isfinite().all() for gradient in (dq, dk, dv))
+
+
 def call_of(case: Case) -> dict:
     """Keyword arguments of `reference.forward` in fp64."""
     options = {
@@ -106,18 +118,18 @@ def call_of(case: Case) -> dict:
     return options | case.arguments(torch.float64)
 
 
-def assert_backward_is_autograds(call: dict) -> None:
+def assert_backward_is_autograds(call: dict, atol: float = 1e-11) -> None:
     call = call | {name: call[name].detach().requires_grad_() for name in "qkv"}
-    out = reference.forward(**call)
+    out = reference.forward(Batch(**call))
     grad_out = torch.randn_like(out)
     # Added, since autograd gives None for what the output of an empty batch does not depend on.
     total = (out * grad_out).sum() + sum(0 * call[name].sum() for name in "qkv")
     expected = torch.autograd.grad(total, [call[name] for name in "qkv"])
     with torch.no_grad():
-        found = reference.backward(grad_out, **call)
+        found = reference.backward(grad_out, Batch(**call))
     for name, actual, wanted in zip("qkv", found, expected, strict=True):
         torch.testing.assert_close(
-            actual, wanted, atol=1e-11, rtol=1e-11, msg=lambda m, n=name: n + m
+            actual, wanted, atol=atol, rtol=1e-11, msg=lambda m, n=name: n + m
         )
 
 
@@ -129,8 +141,11 @@ def test_backward_is_the_derivative_of_forward(case):
 @pytest.mark.parametrize("name", reference.ACTIVATIONS)
 def test_backward_of_every_activation(name):
     options = {"activation": (name,), "scale": 0.7, "output_scale": -0.5}
-    case = Case("activation", (20, 0, 7), (9, 4, 30), num_heads=4, options=options)
-    assert_backward_is_autograds(call_of(case))
+    call = call_of(Case("activation", (20, 0, 7), (9, 4, 30), num_heads=4, options=options))
+    scores = 0.7 * torch.einsum("qhd,khd->hqk", call["q"], call["k"].repeat_interleave(2, 1))
+    steepest = reference.ACTIVATIONS[name].derivative(scores).abs().max().item()
+    # 130 roundings each way, of terms whose sizes sum to at most 1000 slopes (gelu_taylor6: 1e5).
+    assert_backward_is_autograds(call, atol=2 * 130 * 2**-53 * 1000 * steepest)
 
 
 def test_backward_against_differences():
@@ -145,11 +160,11 @@ def test_backward_against_differences():
         @staticmethod
         def forward(ctx, q, k, v):
             ctx.save_for_backward(q, k, v)
-            return reference.forward(**call | {"q": q, "k": k, "v": v})
+            return reference.forward(Batch(**call | {"q": q, "k": k, "v": v}))
 
         @staticmethod
         def backward(ctx, grad_out):
             q, k, v = ctx.saved_tensors
-            return reference.backward(grad_out, **call | {"q": q, "k": k, "v": v})
+            return reference.backward(grad_out, Batch(**call | {"q": q, "k": k, "v": v}))
 
     assert torch.autograd.gradcheck(Call.apply, [call[name].requires_grad_() for name in "qkv"])

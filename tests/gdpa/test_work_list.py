@@ -31,9 +31,9 @@ def check(lengths_q, lengths_k, *, num_heads, rows_per_item, block_n, num_progra
             max_tiles=bound, max_seqlen_q=longest, num_heads=num_heads,
             rows_per_item=rows_per_item, block_n=block_n, num_programs=num_programs,
         )  # fmt: skip
-    entries = made.entries.tolist()
+    entries = made.tolist()
     count = entries[0][0]
-    assert count == len(expected) <= made.max_items
+    assert count == len(expected) <= len(made) - 1
     starts_q = [0, *itertools.accumulate(lengths_q)]
     starts_k = [0, *itertools.accumulate(lengths_k)]
     assert [tuple(row[:7]) for row in entries[1 : 1 + count]] == [
@@ -80,4 +80,4 @@ def test_an_empty_batch_has_an_empty_list():
         none, none, max_tiles=0, max_seqlen_q=0, num_heads=2, rows_per_item=128, block_n=128,
         num_programs=3,
     )  # fmt: skip
-    assert int(made.entries[0, 0]) == 0 and made.max_items == 0
+    assert int(made[0, 0]) == 0 and len(made) == 1

@@ -1,6 +1,7 @@
 """The timers, on a GPU: a pause of known length is measured, and launch overhead is not."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,19 +48,20 @@ def test_functions_take_turns():
     assert rounds == [["a", "b", "c"]] * 5
 
 
-def test_calls_in_a_row_take_turns_and_the_first_turn_warms_up():
+def test_calls_in_a_row_take_turns_and_the_first_turn_warms_up(monkeypatch):
     order: list[str] = []
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def call(name: str) -> None:
         order.append(name)
-        if len(order) > 8:  # beyond the first turn of both
-            time.sleep(0.002 if name == "slow" else 0)
+        # A second each in the first turn of both.
+        now[0] += 1 if len(order) <= 8 else {"slow": 0.002, "fast": 0.001}[name]
 
     functions = {name: lambda name=name: call(name) for name in ("slow", "fast")}
     samples = timing.sample_calls(functions, torch.device("cpu"), in_a_row=4, rounds=3)
     assert order == (["slow"] * 4 + ["fast"] * 4) * 4
-    assert [len(times) for times in samples.values()] == [12, 12]
-    assert min(samples["slow"]) > 2000 > sorted(samples["fast"])[6]
+    assert samples == {"slow": pytest.approx([2000] * 12), "fast": pytest.approx([1000] * 12)}
 
 
 @needs_gpu

@@ -13,6 +13,7 @@ import pytest
 
 from gdpa_kernels import __main__
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring import baselines
 from gdpa_kernels.report import doctor
 from gdpa_kernels.report.doctor import Finding, TritonInstall
 
@@ -21,15 +22,68 @@ CURE = "pip install --force-reinstall --no-deps fbtriton==3.7.4"
 GOOD = TritonInstall(imported="3.7.4+fb", fbtriton="3.7.4")
 
 
-def test_this_machine():
-    found = doctor.findings(ROOT / "nowhere")
+def test_this_machine(tmp_path):
+    (tmp_path / "records").mkdir()
+    found = doctor.findings(tmp_path)
     names = [f.name for f in found]
     assert names[:3] == ["gpu", "torch", "triton"]
     assert set(ladder.impls()) <= set(names)
+    of_blocks = [f.name for f in found if f.group == "baselines of block_attention"]
+    assert of_blocks == list(baselines.BLOCK_BASELINES)
     assert all(f.detail for f in found)
-    text = doctor.report(found)
-    assert all(f.name in text and f.detail in text for f in found)
+    text = " ".join(doctor.report(found).split())
+    assert all(f.name in text and " ".join(f.detail.split()) in text for f in found)
     assert "0 read, 0 refused" in text
+
+
+def rungs(**reasons: str) -> list[Finding]:
+    """Rungs of an operator that run, where there is no reason against it."""
+    group = f"{doctor.RUNGS}gdpa"
+    return [Finding(group, name, not why, why or "runs on cuda:0") for name, why in reasons.items()]
+
+
+def test_rungs_of_one_reason_share_a_line():
+    found = rungs(reference="", v0="", v1="needs sm_80", v2="needs sm_90", v3="needs sm_90")
+    lines = doctor.report(found).splitlines()
+    assert lines[:4] == [
+        "implementations of gdpa",
+        "  yes  reference, v0: runs on cuda:0",
+        "  no   v1: needs sm_80",
+        "  no   v2, v3: needs sm_90",
+    ]
+    wide = doctor.report(rungs(**{f"v{i}_of_a_long_name": "needs sm_90" for i in range(9)}))
+    assert max(map(len, wide.splitlines()[:-1])) <= 100
+    assert wide.splitlines()[2].startswith("       v")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (
+            [Finding("machine", "gpu", True, "x"), *rungs(reference="", v1="", v2="", v3="no")]
+            + [Finding(f"{doctor.RUNGS}block_attention", "v0", True, "x")],
+            "This machine measures gdpa up to v2, block_attention up to v0.",
+        ),
+        (
+            [Finding("machine", "gpu", True, "x"), *rungs(reference="", v1="no")],
+            "This machine measures nothing.",
+        ),
+        (
+            [Finding("machine", "gpu", False, "x"), *rungs(reference="", v0="")],
+            "No usable GPU: the book builds, the tests run, the kernels run in the emulator; "
+            "nothing can be measured.",
+        ),
+        ([Finding("machine", "gpu", False, "x", "cure")], "1 thing to repair:\n  cure"),
+        (
+            [Finding("machine", "gpu", True, "x"), *rungs(v1="")]
+            + [Finding("data", "records", False, "x")],
+            "This machine measures gdpa up to v1.\nThe records need attention: see data.",
+        ),
+    ],
+)
+def test_the_verdict_comes_last(found, said):
+    assert doctor.verdict(found) == said
+    assert doctor.report(found).endswith(f"\n\n{said}\n")
 
 
 def test_fbtriton_is_intact_here():
@@ -205,7 +259,7 @@ def test_repairs_come_once_and_fbtriton_last():
         Finding("machine", "gpu", False, "x", torch),
     ]
     assert doctor.repairs(found) == [torch, fb]
-    assert doctor.report(found).endswith(f"repair\n  {torch}\n  {fb}\n")
+    assert doctor.verdict(found) == f"2 things to repair:\n  {torch}\n  {fb}"
 
 
 def test_a_repair_uses_this_python(monkeypatch, tmp_path):
@@ -228,7 +282,7 @@ def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
             raise OSError("no libcudart")
 
     def module(name):
-        if name == "ladder":
+        if name == "calling.ladder":
             raise_reason = {"a": (True, "fine"), "b": (False, "needs sm_90 or newer, got sm_80")}
             return SimpleNamespace(
                 LADDERS=["one", "other"],
@@ -237,7 +291,9 @@ def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
                     ok=raise_reason[impl][0], reason=raise_reason[impl][1]
                 ),
             )
-        return SimpleNamespace(BASELINES={"fa2": Yes(), "fa3": Crash()})
+        return SimpleNamespace(
+            BASELINES={"fa2": Yes(), "fa3": Crash()}, BLOCK_BASELINES={"fa2": Yes()}
+        )
 
     monkeypatch.setattr(doctor, "_module", module)
     assert doctor.check_implementations() == [
@@ -246,9 +302,19 @@ def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
         Finding("implementations of other", "a", True, "fine"),
     ]
     assert doctor.check_baselines() == [
-        Finding("baselines", "fa2", True, "runs on cuda:0"),
-        Finding("baselines", "fa3", False, "OSError: no libcudart"),
+        Finding("baselines of gdpa", "fa2", True, "runs on cuda:0"),
+        Finding("baselines of gdpa", "fa3", False, "OSError: no libcudart"),
+        Finding("baselines of block_attention", "fa2", True, "runs on cuda:0"),
     ]
+
+
+def test_a_folder_without_records_is_refused(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        said = f"--data-dir must be a folder that holds records/, got {str(folder)!r}"
+        assert __main__.main(["doctor", "--data-dir", str(folder)]) == 1
+        assert said in " ".join(capsys.readouterr().out.split())
+        assert __main__.main(["results", "--data-dir", str(folder)]) == 1
+        assert capsys.readouterr() == ("", f"{said}\n")
 
 
 def test_refused_records_are_named(tmp_path, capsys):
@@ -263,6 +329,7 @@ def test_refused_records_are_named(tmp_path, capsys):
 
 @pytest.mark.parametrize("triton", ["raise ImportError('damaged')\n", ""])
 def test_doctor_answers_when_triton_is_broken(tmp_path, triton):
+    (tmp_path / "records").mkdir()
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(triton)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -279,7 +346,9 @@ def test_doctor_answers_when_triton_is_broken(tmp_path, triton):
 
 
 def test_reading_and_diagnosing_imports_no_torch_or_triton_first():
-    for name in ("doctor", "record", "system", "results", "__main__"):
+    for name in (
+        "report/doctor", "report/results", "measuring/record", "measuring/system", "__main__"
+    ):  # fmt: skip
         tree = ast.parse((ROOT / "gdpa_kernels" / f"{name}.py").read_text())
         imported = {a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names}
         imported |= {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
@@ -294,5 +363,6 @@ def test_the_pins_are_those_of_the_environment():
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="has an NVIDIA driver")
 def test_no_gpu_is_no_damage(capsys, tmp_path):
+    (tmp_path / "records").mkdir()
     assert __main__.main(["doctor", "--data-dir", str(tmp_path)]) == 0
-    assert "repair" not in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("nothing can be measured.\n")

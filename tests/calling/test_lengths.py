@@ -1,0 +1,277 @@
+"""`Lengths`, and that nothing is remembered behind the caller's back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gdpa_kernels import (
+    PFFN,
+    PMA,
+    BlockAttention,
+    GDPASelfAttention,
+    Lengths,
+    block_attention,
+    emulator,
+    gdpa,
+)
+from gdpa_kernels.block_attention import block_list
+from gdpa_kernels.gdpa import work_list
+
+FIRST, SECOND = [0, 40, 40, 47], [0, 7, 20, 47]
+
+
+def offsets(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def leaves(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> list[torch.Tensor]:
+    return [torch.randn(47, 2, head_dim, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def gradients(out: torch.Tensor, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return out, *torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+
+# -- What it holds -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_holds_checked_offsets(dtype):
+    given = offsets(FIRST, dtype)
+    lengths = Lengths(given)
+    assert lengths.cu_seqlens.dtype == torch.int32 and lengths.cu_seqlens.tolist() == FIRST
+    assert (lengths.max_seqlen, lengths.total, lengths.batch) == (40, 47, 3)
+    given[1] = 3
+    assert lengths.cu_seqlens.tolist() == FIRST, "a later write changes nothing"
+    assert Lengths(given, 64).max_seqlen == 64
+    assert repr(lengths) == "Lengths(3 sequences of 47 rows on cpu)"
+    assert Lengths.uniform(3, 5, "cpu").cu_seqlens.tolist() == [0, 5, 10, 15]
+    assert Lengths(offsets([0])).max_seqlen == 0
+
+
+@pytest.mark.parametrize(
+    "given, error, text",
+    (
+        ([0, 3], TypeError, "cu_seqlens must be a tensor, got list"),
+        (
+            offsets([0, 3]).float(),
+            TypeError,
+            "cu_seqlens must be int32 or int64, got torch.float32",
+        ),
+        (offsets([[0, 3]]), ValueError, r"cu_seqlens must have shape \[batch \+ 1\], got \[1, 2\]"),
+        (offsets([0, 2**40], torch.int64), ValueError, "must end below 2.*31, got 1099511627776"),
+        (offsets([0, 2**40, 9], torch.int64), ValueError, "must not decrease"),
+        (offsets([1, 3]), ValueError, "must run from 0 to the 3 rows"),
+        (offsets([0, -3]), ValueError, "must end below 2.*31, got -3"),
+        (offsets([0, 3]).to("meta"), ValueError, "must have values to read"),
+    ),
+    ids=str,
+)
+def test_wrong_offsets_say_what_is_wrong(given, error, text):
+    with pytest.raises(error, match=text):
+        Lengths(given)
+
+
+def test_wrong_uses_say_what_is_wrong():
+    q, k, v = leaves()
+    lengths, short = Lengths(offsets(FIRST)), Lengths(offsets([0, 40, 46]))
+    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 40 .*got 8"):
+        Lengths(offsets(FIRST), 8)
+    with pytest.raises(ValueError, match="cu_seqlens_q must be of 47 rows .*got Lengths.*46 rows"):
+        gdpa(q, k, v, short, lengths)
+    with pytest.raises(ValueError, match="cu_seqlens must be of 47 rows .*got Lengths.*46 rows"):
+        block_attention(q, k, v, short)
+    with pytest.raises(ValueError, match="max_seqlen_k must be at least 40, got 39"):
+        gdpa(q, k, v, lengths, lengths, None, 39)
+    with pytest.raises(ValueError, match="cu_seqlens_q must be on q's device cpu"):
+        gdpa(q, k, v, Lengths(offsets(FIRST), device="meta"), lengths)
+
+
+# -- Calls -------------------------------------------------------------------------------------
+
+
+def test_calls_give_what_they_give_with_offsets():
+    plain, lengths = offsets(FIRST), Lengths(offsets(FIRST))
+    tensors = leaves()
+    with emulator.enabled():
+        expected = gradients(gdpa(*tensors, plain, plain, 40, 40), tensors)
+        for _ in range(2):
+            found = gradients(gdpa(*tensors, lengths, lengths), tensors)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        mixed = gradients(gdpa(*tensors, plain, lengths, 40), tensors)
+        assert all(torch.equal(a, b) for a, b in zip(mixed, expected, strict=True))
+        expected = gradients(block_attention(*tensors, plain), tensors)
+        for _ in range(2):
+            found = gradients(block_attention(*tensors, lengths), tensors)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[str]:
+    """The kernels that made lists of work."""
+    seen = []
+    for module in (work_list, block_list):
+        launch = module.launch
+        monkeypatch.setattr(
+            module,
+            "launch",
+            lambda kernel, *a, f=launch, **o: seen.append(kernel.__name__) or f(kernel, *a, **o),
+        )
+    return seen
+
+
+def test_a_list_is_made_once_for_lengths_and_in_each_call_for_offsets(made):
+    impls = {"impl": "v8_own_waits", "backward_impl": "v4_warp_specialized_backward"}
+    tensors, lengths, plain = leaves(head_dim=128), Lengths(offsets(FIRST)), offsets(FIRST)
+    with emulator.enabled():
+        for _ in range(2):
+            gradients(gdpa(*tensors, lengths, lengths, **impls), tensors)
+        assert made == ["work_list_kernel"] * 2  # forward's and backward's
+        made.clear()
+        for _ in range(2):
+            gradients(gdpa(*tensors, plain, plain, 40, 40, **impls), tensors)
+        assert made == ["work_list_kernel"] * 4
+        made.clear()
+        for _ in range(2):
+            gradients(block_attention(*tensors, lengths, impl="v1_one_tile"), tensors)
+        assert made == ["block_list_kernel"]
+        made.clear()
+        gradients(block_attention(*tensors, plain, impl="v1_one_tile"), tensors)
+        assert made == ["block_list_kernel"], "backward has forward's"
+
+
+def test_lists_are_told_apart(made):
+    """By heads, by the other lengths and by launch constants."""
+    lengths, others = Lengths(offsets(FIRST)), Lengths(offsets(SECOND))
+    q, k, v = leaves(head_dim=128)
+    with emulator.enabled(), torch.no_grad():
+        for of_q in (lengths, others):
+            for heads in (1, 2):
+                call = (q[:, :heads], k[:, :heads], v[:, :heads])
+                found = gdpa(*call, of_q, lengths, impl="v8_own_waits")
+                ends = of_q.cu_seqlens, lengths.cu_seqlens
+                assert torch.equal(found, gdpa(*call, *ends, 40, 40, impl="v8_own_waits"))
+    assert len(made) == 8
+
+
+def test_layers_take_lengths():
+    x, lengths = torch.randn(47, 32), Lengths(offsets(FIRST, torch.int64))
+    layers = {
+        "self": GDPASelfAttention(32, 2),
+        "pma": PMA(32, 2, 3),
+        "pffn": PFFN(32, 2, 8, 5),
+        "block": BlockAttention(32, 2, block_size=16, rotary=1e4),
+    }
+    for name, layer in layers.items():
+        more = (torch.randn(3, 8),) if name == "pffn" else ()
+        for _ in range(2):
+            out, expected = layer((x, lengths), *more), layer((x, lengths.cu_seqlens), *more)
+            if name != "pma":
+                assert out[1] is lengths
+                out, expected = out[0], expected[0]
+            assert torch.equal(out, expected), name
+
+
+def test_compiled_calls_take_lengths():
+    tensors, lengths = leaves(torch.float32, 16), Lengths(offsets(FIRST))
+    for function in (gdpa, block_attention):
+        arguments = (lengths,) * (2 if function is gdpa else 1)
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        expected = gradients(function(*tensors, *arguments), tensors)
+        found = gradients(compiled(*tensors, *arguments), tensors)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_one_tensor_for_several_arguments_compiles():
+    torch._dynamo.reset()  # it explains a recompilation by arguments that only Lengths have
+    x, ends = torch.randn(47, 2, 16, requires_grad=True), offsets(FIRST)
+    compiled = torch.compile(gdpa, fullgraph=True, backend="aot_eager")
+    expected = gradients(gdpa(x, x, x, ends, ends, 40, 40), [x])
+    found = gradients(compiled(x, x, x, ends, ends, 40, 40), [x])
+    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# -- Nothing is remembered ---------------------------------------------------------------------
+
+
+def collective(ends: torch.Tensor) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.scatter(ends, [offsets(SECOND)], src=0)
+
+
+WRITES = {
+    "copy_": lambda ends: ends.copy_(offsets(SECOND)),
+    "data": lambda ends: ends.data.copy_(offsets(SECOND)),
+    "dlpack": lambda ends: torch.from_dlpack(ends.__dlpack__()).copy_(offsets(SECOND)),
+    "alias": lambda ends: (
+        torch.empty(0, dtype=torch.int32)
+        .set_(ends.untyped_storage(), 0, (4,))
+        .copy_(offsets(SECOND))
+    ),
+    "another library": lambda ends: np.asarray(ends).__setitem__(slice(None), SECOND),
+    "collective": collective,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_offsets_written_in_any_way_are_read_anew(write):
+    q, k, v = (t.detach() for t in leaves())
+    ends, after = offsets(FIRST), offsets(SECOND)
+    impls = {"impl": "v8_own_waits"}
+    with emulator.enabled(), torch.no_grad():
+        gdpa(q, k, v, ends, ends, 47, 47, **impls)
+        block_attention(q, k, v, ends, impl="v3_warp_specialized")
+        WRITES[write](ends)
+        found = gdpa(q, k, v, ends, ends, 47, 47, **impls)
+        assert torch.equal(found, gdpa(q, k, v, after, after, 47, 47, **impls))
+        found = block_attention(q, k, v, ends, impl="v3_warp_specialized")
+        assert torch.equal(found, block_attention(q, k, v, after, impl="v3_warp_specialized"))
+
+
+@pytest.mark.parametrize("window", (2**31 - 1, 2**31 - 64, 2**40, 46, 47, 200))
+@pytest.mark.parametrize("impl", ("v1_tiled", "v8_own_waits"))
+def test_a_window_of_any_size_masks_what_is_outside(impl, window):
+    tensors, ends = leaves(), offsets([0, 47])
+    backward = {"v1_tiled": "v1_tiled_backward", "v8_own_waits": "v4_warp_specialized_backward"}
+    impls = {"impl": impl, "backward_impl": backward[impl]}
+    with emulator.enabled():
+        found = gradients(gdpa(*tensors, ends, ends, 47, 47, window=window, **impls), tensors)
+        expected = gradients(gdpa(*tensors, ends, ends, 47, 47, **impls), tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7)
+
+
+def negative(x: torch.Tensor) -> torch.Tensor:
+    """-x as a tensor with the negative bit."""
+    found = torch.complex(torch.zeros_like(x), x).conj().imag
+    assert found.is_neg()
+    return found
+
+
+def test_tensors_with_the_negative_bit_are_negated():
+    q, k, v = (torch.randn(47, 2, 16) for _ in range(3))
+    ends = offsets(FIRST)
+    found = gdpa(negative(q), k, negative(v), ends, ends, 40, 40)
+    assert torch.equal(found, gdpa(-q, k, -v, ends, ends, 40, 40))
+    found = block_attention(negative(q), k, negative(v), ends)
+    assert torch.equal(found, block_attention(-q, k, -v, ends))
+
+
+def test_deterministic_algorithms_are_asked_for():
+    q, k, v = leaves()
+    ends = offsets([0, 47])
+    torch.use_deterministic_algorithms(True)
+    try:
+        with emulator.enabled(), pytest.raises(RuntimeError, match="must be deterministic"):
+            out = gdpa(q, k, v, ends, ends, 47, 300, backward_impl="v2_fused_backward")
+        with emulator.enabled():
+            out = gdpa(q, k, v, ends, ends, 47, 300)
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert q.grad is not None
