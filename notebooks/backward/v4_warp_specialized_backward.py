@@ -410,51 +410,51 @@ NOT_UNIFORM = (("        steps = uniform(steps)\n", ""),)
 KEPT = (("            zero = nothing(step)\n", "            zero = 0\n"),)
 SEND_LATER = """            if step > 1:
                 head, row = place(step - 2, steps, start, head_k, GROUP)
-                add_rows(dq_desc, staging[role + zero], start_out, len_q, head, row, COLUMN)
+                add_rows(gradients.dq, staging[role + zero], start_out, len_q, head, row, COLUMN)
 """
 PUT = "            put_aside(staging[role + zero], dq)\n"
 SEND_NOW = """            tlx.fence("async_shared")
             head, row = place(step - 1, steps, start, head_k, GROUP)
-            add_rows(dq_desc, staging[role + zero], start_out, len_q, head, row, COLUMN)
+            add_rows(gradients.dq, staging[role + zero], start_out, len_q, head, row, COLUMN)
 """
 SEND_LAST = """        tlx.fence("async_shared")
         if steps * GROUP > 1:
             head, row = place(steps * GROUP - 2, steps, start, head_k, GROUP)
-            add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN)
+            add_rows(gradients.dq, staging[role], start_out, len_q, head, row, COLUMN)
 """
 DQ_AT_ONCE = ((SEND_LATER, ""), (PUT, PUT + SEND_NOW), (SEND_LAST, ""))
 
-FIRST_NEXT = """        s = scores(k[k_at + role], q, q_full, tl.minimum(count + 1, last), Q_STAGES)
+FIRST_NEXT = """        s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
         s = tlx.async_dot_wait(0, s)
-        tlx.barrier_arrive(q_empty"""
+        tlx.barrier_arrive(q.empty"""
 NEXT = """\
-            s = scores(k[k_at + role + zero], q, q_full, tl.minimum(now + 1, last), Q_STAGES)
+            s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
 """
 BOTH = "            s = tlx.async_dot_wait(0, s)\n            dq = tlx.async_dot_wait"
 ZERO = "            zero = nothing(step)\n"
-OWN = """            s = scores(k[k_at + role + zero], q, q_full, now, Q_STAGES)
+OWN = """            s = scores(k.buffer[k_at + role + zero], q, now, Q_STAGES)
             s = tlx.async_dot_wait(0, s)
 """
 S_AFTER_DQ = (
-    (FIRST_NEXT, "        tlx.barrier_arrive(q_empty"),
+    (FIRST_NEXT, "        tlx.barrier_arrive(q.empty"),
     (NEXT, ""),
     (BOTH, "            dq = tlx.async_dot_wait"),
     (ZERO, ZERO + OWN),
 )
 
-DK = "            dk = tlx.async_dot(d, q[now % Q_STAGES], dk)\n"
+DK = "            dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)\n"
 DONE = """            dv = tlx.async_dot_wait(0, dv)
             dk = tlx.async_dot_wait(0, dk)
-            tlx.barrier_arrive(g_empty[now % G_STAGES])
+            tlx.barrier_arrive(g.empty[now % options.G_STAGES])
 """
-DQ = "            dq = dq_product(role, ds, k, k_at + zero, ds_full, now - 1, HEAD_DIM)\n"
+DQ = "            dq = dq_product(role, ds, k, k_at + zero, now - 1, HEAD_DIM)\n"
 S_BESIDE_DK = ((DK + DONE + NEXT, DK + NEXT + DONE.replace("wait(0", "wait(1")),)
 BOTH_BESIDE_DK = ((DK + DONE + NEXT + DQ, DK + NEXT + DQ + DONE),)
 
 SOURCE = inspect.getsource(v4_warp_specialized_backward)
-DP = "    tlx.barrier_wait(g_full[g_at]"
+DP = "    tlx.barrier_wait(g.full[at]"
 ACTIVATION = SOURCE[SOURCE.index("    p, slope = value_and_factor(") : SOURCE.index(DP)]
-ISSUE = SOURCE[SOURCE.index(DP) : SOURCE.index("    dv = tlx.async_dot(p.to(DTYPE)")]
+ISSUE = SOURCE[SOURCE.index(DP) : SOURCE.index("    dv = tlx.async_dot(p.to(options.DTYPE)")]
 DP_FIRST = ((ACTIVATION + ISSUE, ISSUE + ACTIVATION),)
 
 THREE = {"q_stages": 3, "g_stages": 3, "k_stages": 1}
@@ -627,7 +627,7 @@ MISTAKES = {
         "    tlx.async_descriptor_store_wait(0)\n    tlx.local_store(buffer, x)",
         "    tlx.local_store(buffer, x)",
     ),
-    "dS over dS": ("    tlx.barrier_wait(ds_empty[at], ((count // 2) & 1) ^ 1)\n", ""),
+    "dS over dS": ("    tlx.barrier_wait(ds.empty[at], ((count // 2) & 1) ^ 1)\n", ""),
 }
 SCHEDULES = ("modelled", 0, 1)
 

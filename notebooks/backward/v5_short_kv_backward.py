@@ -263,16 +263,14 @@ code(inspect.cleandoc("\n" + body[body.index("        for role in tl.static") : 
 # other program. The copy arrives on a barrier *there*, with its bytes, as a load by TMA would:
 
 # %% tags=["remove-input"]
-body = inspect.getsource(v5_short_kv_backward.differentiate.fn)
-code(inspect.cleandoc("\n" + body[body.index("    tlx.barrier_wait(ds_empty") : body.index(
-    "    dk_own = tlx.async_dot(")]))  # fmt: skip
+code(inspect.getsource(v5_short_kv_backward.share.fn))
 
 # %% [markdown]
 # The math roles take turns with dQ, one step each. [64 rows, 64 columns] from 256 keys are four
 # products: two from its own program's dS, two from the other's.
 
 # %% tags=["remove-input"]
-code(inspect.getsource(v5_short_kv_backward.write_dq.fn))
+code(inspect.getsource(v5_short_kv_backward.dq_product.fn))
 
 # %% [markdown]
 # ### Who may write where, and when
@@ -281,14 +279,19 @@ code(inspect.getsource(v5_short_kv_backward.write_dq.fn))
 # *here*: this program's dS of the step has been multiplied. And it arrives *there*: the other's dS,
 # which lay in `peer`, has been multiplied too. With both arrivals a role knows that its own dS was
 # read by its own program's product, and that its copy has come and been used: so it may overwrite
-# both. That is why the barrier counts two.
-#
+# both. That is why the barrier counts two:
+
+# %% tags=["remove-input"]
+body = inspect.getsource(v5_short_kv_backward.math.fn)
+code(inspect.cleandoc("\n" + body[body.index("            dq = dq_product(") : body.index(
+    "            tlx.async_descriptor_store_wait(0)")]))  # fmt: skip
+
+# %% [markdown]
 # A program must not end while the other may still write into it, or arrive on its barriers. The
 # compiler lets the programs of a cluster meet when a kernel begins, not when it ends. So the math
 # roles wait at the end for the other's last arrivals, on both slots of `ds_empty`:
 
 # %% tags=["remove-input"]
-body = inspect.getsource(v5_short_kv_backward.math.fn)
 code(inspect.cleandoc("\n" + body[body.index("    # The other program still arrives") :]))
 
 # %% [markdown]
@@ -394,16 +397,16 @@ figures.source("emulated", f"gdpa_kernels/gdpa/{V5}.py, modelled schedule; cycle
 
 # %% tags=["remove-cell"]
 MISTAKES = {
-    "no wait for the other's dS": ("    tlx.barrier_wait(peer_full[at], phase)\n", ""),
+    "no wait for the other's dS": ("    tlx.barrier_wait(peer.full[role], phase)\n", ""),
     "the other is not told": (
-        "    tlx.barrier_arrive(ds_empty[at], 1, remote_cta_rank=1 - rank)\n", "",
+        "            tlx.barrier_arrive(ds.empty[role], 1, remote_cta_rank=1 - rank)\n", "",
     ),
     "bytes not announced": (
-        "    if role == 0:\n        tlx.barrier_expect_bytes(peer_full[at], TILE * ROWS * 2)\n", "",
+        "    if role == 0:\n        tlx.barrier_expect_bytes(peer.full[at], TILE * ROWS * 2)\n", "",
     ),
     "no wait at the end": (
         "    for at in tl.static_range(PAIR):\n"
-        "        tlx.barrier_wait(ds_empty[at], (count & 1) ^ 1)\n", "",
+        "        tlx.barrier_wait(ds.empty[at], (count & 1) ^ 1)\n", "",
     ),
 }  # fmt: skip
 SCHEDULES = ("modelled", 0, 1)
