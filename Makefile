@@ -17,7 +17,8 @@ book: $(READY)
 	$(EXECUTE) --mode replay
 	@rm -rf book/_build book/extra/data
 	@mkdir -p book/extra/data book/assets/mathjax
-	@cp -R data/claims.yml data/published data/records data/systems book/extra/data/
+	@cp -R data/claims.yml data/manifest.sha256 data/published data/records data/systems \
+	  book/extra/data/
 	@cp "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(MATHJAX)" \
 	  book/assets/mathjax/
 	$(BIN)/jupyter-book build book --config "$(CURDIR)/_config.yml" --toc "$(CURDIR)/_toc.yml" \

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import sys
-import warnings
 from collections.abc import Sequence
 
+from gdpa_kernels.measuring.manifest import RecordError
 from gdpa_kernels.report import doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status."""
+    """Run a command and return its exit status; refused records are named on stderr, status 1."""
     options = _parser().parse_args(arguments)
     commands = {"doctor": _doctor, "results": _results, "choices": _choices, "readme": _readme}
-    return commands[options.command](options)
+    try:
+        return commands[options.command](options)
+    except RecordError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,15 +55,11 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _choices(options: argparse.Namespace) -> int:
-    from gdpa_kernels.block_attention import choices as block_choices
-    from gdpa_kernels.gdpa import choices
     from gdpa_kernels.measuring import record
+    from gdpa_kernels.report import rankings
 
-    for table in (choices, block_choices):
-        text = table.made_from(record.DATA_DIR)
-        changed = not table.PATH.exists() or table.PATH.read_text() != text
-        table.PATH.write_text(text)
-        name = table.PATH.relative_to(record.ROOT)
+    for path, changed in rankings.update(record.DATA_DIR).items():
+        name = path.relative_to(record.ROOT)
         sys.stdout.write(f"{name} {'rewritten' if changed else 'was up to date'}\n")
     return 0
 
@@ -80,21 +80,16 @@ def _results(options: argparse.Namespace) -> int:
     from gdpa_kernels.report import results
 
     data_dir = options.data_dir or record.DATA_DIR
-    _, refused = record.load_all(data_dir)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", results.RefusedRecordWarning)
-        table = results.table(
-            data_dir, system=options.system, workload=options.workload, latest=not options.all
-        )
+    table = results.table(
+        data_dir, system=options.system, workload=options.workload, latest=not options.all
+    )
     if options.figure is not None:
         table = table[[fnmatch.fnmatchcase(f, options.figure) for f in table["figure"]]]
     convert = results.to_csv if options.format == "csv" else results.to_markdown
     sys.stdout.write(convert(table))
-    for error in refused:
-        sys.stderr.write(f"refused {error}\n")
     if table.empty:
         sys.stderr.write("no result matches\n")
-    return 1 if refused or table.empty else 0
+    return 1 if table.empty else 0
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
 """What `impl="auto"` tries first: the order measured for such a call.
 
-The table, choices.csv, is made from the records (rankings.py): for each direction, with and without
-rotary, at each measured head_dim, the implementations, fastest first. A call takes the row of its
-device's major compute capability with the nearest head_dim, of its own dtype if there is one. Where
-nothing was measured, and after what was, come the implementations that run anywhere (`UNMEASURED`).
-What saves something for backward is left out, so that the directions choose freely.
+The table, choices.csv, is made from the records (report/rankings.py): for each direction, with and
+without rotary, at each measured head_dim, the implementations, fastest first. A call takes the row
+of its device's major compute capability with the nearest head_dim, of its own dtype if there is
+one. Where nothing was measured, and after what was, come the implementations that run anywhere
+(`UNMEASURED`). What saves something for backward is left out, so that the directions choose freely.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
 from gdpa_kernels.calling import ladder, rankings
-from gdpa_kernels.calling.rankings import Ranking, Shape
+from gdpa_kernels.calling.rankings import Ranking
 
 PATH = Path(__file__).with_name("choices.csv")
 UNMEASURED = ("v1_one_tile", "reference")
@@ -49,15 +48,3 @@ def order(
 def load() -> tuple[Ranking, ...]:
     """The table as it is in the package."""
     return tuple(rankings.parse(PATH.read_text(), COLUMNS))
-
-
-def made_from(data_dir: str | Path) -> str:
-    """The text of the table that the records make."""
-    return rankings.render(rankings.from_records(data_dir, "block_attention", _shape), COLUMNS)
-
-
-def _shape(capability: int, direction: str, workload: Mapping) -> Shape | None:
-    rotary = int(bool(workload.get("rotary")))
-    if workload.get("block_size") != 64:
-        return None
-    return capability, workload["dtype"], direction, rotary, int(workload["head_dim"])

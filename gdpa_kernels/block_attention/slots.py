@@ -14,6 +14,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
 from gdpa_kernels.device.ragged import BOUND, is_readable
+from gdpa_kernels.device.rows import put_rows
 
 BLOCK = 64
 
@@ -89,6 +90,38 @@ def requires_turns(rotary: tuple[torch.Tensor, torch.Tensor]) -> str | None:
     return None
 
 
+@triton.aggregate
+class Tiles:
+    """Slots of an item's tiles, and their barriers.
+
+    full[i] completes when all tiles of slot i have arrived, empty[i] when it may be filled again.
+    """
+
+    q: tlx.buffered_tensor
+    k: tlx.buffered_tensor
+    v: tlx.buffered_tensor
+    full: tlx.mbarrier
+    empty: tlx.mbarrier
+
+
+@triton.aggregate
+class Turns:
+    """Slots of sin and cos of a block, and their barriers, as those of `Tiles`."""
+
+    sin: tlx.buffered_tensor
+    cos: tlx.buffered_tensor
+    full: tlx.mbarrier
+    empty: tlx.mbarrier
+
+
+@triton.aggregate
+class Block:
+    """A block of tokens."""
+
+    first_row: tl.tensor
+    rows: tl.tensor
+
+
 @triton.jit
 def count_units(blocks_ptr):
     """How many blocks this program works on: p, p + P, p + 2 P, ... belong to program p of P."""
@@ -97,26 +130,34 @@ def count_units(blocks_ptr):
 
 @triton.jit
 def place(blocks_ptr, unit):
-    """(first_row, rows) of one of this program's blocks."""
-    return block_entry(blocks_ptr, tl.program_id(0) + unit * tl.num_programs(0))
+    """One of this program's blocks."""
+    first_row, rows = block_entry(blocks_ptr, tl.program_id(0) + unit * tl.num_programs(0))
+    return Block(first_row, rows)
 
 
 @triton.jit
-def slot_of(
-    unit, head, NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr
-):
+def slot_of(unit, head, options):
     """(stage, phase) of a head of a unit: its role takes slots role, role + MATH_ROLES, ... in
     turn, whether or not other roles have units left."""
-    OWN: tl.constexpr = NUM_STAGES // MATH_ROLES
-    turn = unit // MATH_ROLES * NUM_HEADS + head
+    MATH_ROLES: tl.constexpr = options.MATH_ROLES
+    OWN: tl.constexpr = options.NUM_STAGES // MATH_ROLES
+    turn = unit // MATH_ROLES * options.NUM_HEADS + head
     return unit % MATH_ROLES + turn % OWN * MATH_ROLES, (turn // OWN) & 1
 
 
 @triton.jit
-def fetch(desc, buffer, full, first_row, rows, head):
-    """Start the copy of a block of one head; rows from `rows` on become zero."""
-    at = [BOUND, first_row + rows, head, BOUND - rows, 0]
+def fetch(desc, buffer, full, block, head):
+    """Start the copy of a block of one head; the rows beyond it become zero."""
+    at = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, 0]
     tlx.async_descriptor_load(desc, buffer, at, full)
+
+
+@triton.jit
+def put(desc, buffer, block, head, values):
+    """Start the store of `values`, rounded once, through `buffer`; rows beyond the block are
+    dropped."""
+    values = values.to(tlx.dtype_of(desc))
+    put_rows(desc, buffer, block.first_row, block.rows, head, 0, values)
 
 
 @triton.jit

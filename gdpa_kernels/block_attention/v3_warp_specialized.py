@@ -35,11 +35,13 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import make_schedule
 from gdpa_kernels.block_attention.slots import (
+    Tiles,
     check_slots,
     count_units,
     fetch,
     heads_together,
     place,
+    put,
     release,
     requires_tiles,
     slot_of,
@@ -47,7 +49,6 @@ from gdpa_kernels.block_attention.slots import (
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.ragged import ragged_descriptor, readable
-from gdpa_kernels.device.rows import put_rows
 
 
 @dataclass(frozen=True)
@@ -82,99 +83,101 @@ def requires(batch: Batch) -> str | None:
     return requires_tiles(batch)
 
 
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    NUM_HEADS: tl.constexpr
+    GROUP: tl.constexpr
+    MATH_ROLES: tl.constexpr
+    NUM_STAGES: tl.constexpr
+    TOGETHER: tl.constexpr
+
+
 @triton.jit
-def load(
-    grad_desc, q_desc, k_desc, v_desc, grad, q, k, v, full, empty, blocks_ptr,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr,
-    NUM_STAGES: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
+def load(grad_desc, q_desc, k_desc, v_desc, grad, tiles, blocks_ptr, options):
     """The load role: slot after slot, those of TOGETHER heads of a block at a time, tensor by
     tensor. grad_desc None: forward."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
     BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
     units = count_units(blocks_ptr)
-    for first in tl.range(0, units, MATH_ROLES):
-        for head in tl.range(0, NUM_HEADS, TOGETHER):
-            for unit in tl.range(first, tl.minimum(first + MATH_ROLES, units)):
-                first_row, rows = place(blocks_ptr, unit)
-                for i in tl.static_range(TOGETHER):
-                    stage, phase = slot_of(unit, head + i, NUM_HEADS, MATH_ROLES, NUM_STAGES)
-                    tlx.barrier_wait(empty[stage], phase ^ 1)
-                    tlx.barrier_expect_bytes(full[stage], TILES * BYTES)
+    for first in tl.range(0, units, options.MATH_ROLES):
+        for head in tl.range(0, options.NUM_HEADS, options.TOGETHER):
+            for unit in tl.range(first, tl.minimum(first + options.MATH_ROLES, units)):
+                block = place(blocks_ptr, unit)
+                for i in tl.static_range(options.TOGETHER):
+                    stage, phase = slot_of(unit, head + i, options)
+                    tlx.barrier_wait(tiles.empty[stage], phase ^ 1)
+                    tlx.barrier_expect_bytes(tiles.full[stage], TILES * BYTES)
                 for tile in tl.static_range(TILES):
-                    for i in tl.static_range(TOGETHER):
-                        stage, _ = slot_of(unit, head + i, NUM_HEADS, MATH_ROLES, NUM_STAGES)
-                        head_k = (head + i) // GROUP
+                    for i in tl.static_range(options.TOGETHER):
+                        stage, _ = slot_of(unit, head + i, options)
+                        head_k = (head + i) // options.GROUP
                         if tile == 0:
-                            fetch(q_desc, q[stage], full[stage], first_row, rows, head + i)
+                            fetch(q_desc, tiles.q[stage], tiles.full[stage], block, head + i)
                         elif tile == 1:
-                            fetch(k_desc, k[stage], full[stage], first_row, rows, head_k)
+                            fetch(k_desc, tiles.k[stage], tiles.full[stage], block, head_k)
                         elif tile == 2:
-                            fetch(v_desc, v[stage], full[stage], first_row, rows, head_k)
+                            fetch(v_desc, tiles.v[stage], tiles.full[stage], block, head_k)
                         else:
-                            fetch(grad_desc, grad[stage], full[stage], first_row, rows, head + i)
+                            fetch(grad_desc, grad[stage], tiles.full[stage], block, head + i)
 
 
 @triton.jit
-def math_forward(
-    role: tl.constexpr, out_desc, q, k, v, full, empty, blocks_ptr, scale,
-    NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+def math_forward(role: tl.constexpr, tiles, out_desc, blocks_ptr, scale, options):
     """A math role: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
-    LATER: tl.constexpr = NUM_STAGES > MATH_ROLES
+    LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
     before = -1
-    for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
-        first_row, rows = place(blocks_ptr, unit)
-        for head in tl.range(0, NUM_HEADS, num_stages=0):
-            stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
-            tlx.barrier_wait(full[stage], phase)
-            s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
+    for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
+        block = place(blocks_ptr, unit)
+        for head in tl.range(0, options.NUM_HEADS, num_stages=0):
+            stage, phase = slot_of(unit, head, options)
+            tlx.barrier_wait(tiles.full[stage], phase)
+            s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]))
             s = tlx.async_dot_wait(0, s)
             if LATER:
-                release(empty, before)
-            p, total = softmax_parts(s, scale, rows)
-            out = tlx.async_dot(p.to(DTYPE), v[stage])
+                release(tiles.empty, before)
+            p, total = softmax_parts(s, scale, block.rows)
+            out = tlx.async_dot(p.to(DTYPE), tiles.v[stage])
             out = tlx.async_dot_wait(0, out)
-            out = out * (1 / total)[:, None]
-            put_rows(out_desc, q[stage], first_row, rows, head, 0, out.to(DTYPE))
+            put(out_desc, tiles.q[stage], block, head, out * (1 / total)[:, None])
             if not LATER:
-                release(empty, stage)
+                release(tiles.empty, stage)
             before = stage
     if LATER:
-        release(empty, before)
+        release(tiles.empty, before)
 
 
 @triton.jit
 def math_backward(
-    role: tl.constexpr, dq_desc, dk_desc, dv_desc, grad, q, k, v, p, ds_tile, full, empty,
-    blocks_ptr, scale,
-    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    role: tl.constexpr, tiles, dq_desc, dk_desc, dv_desc, grad, p, ds_tile, blocks_ptr, scale,
+    options,
 ):  # fmt: skip
     """A math role: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
     BLOCK: tl.constexpr = dq_desc.block_shape[3]
     HEAD_DIM: tl.constexpr = dq_desc.block_shape[4]
-    LATER: tl.constexpr = NUM_STAGES > MATH_ROLES
+    GROUP: tl.constexpr = options.GROUP
+    LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
     before = -1
-    for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
-        first_row, rows = place(blocks_ptr, unit)
-        for head_k in tl.range(0, NUM_HEADS_K, num_stages=0):
+    for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
+        block = place(blocks_ptr, unit)
+        for head_k in tl.range(0, options.NUM_HEADS // GROUP, num_stages=0):
             dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
             dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
             for member in tl.range(0, GROUP, num_stages=0):
                 head = head_k * GROUP + member
-                stage, phase = slot_of(unit, head, NUM_HEADS_K * GROUP, MATH_ROLES, NUM_STAGES)
-                tlx.barrier_wait(full[stage], phase)
-                s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
-                dp = tlx.async_dot(grad[stage], tlx.local_trans(v[stage]))
+                stage, phase = slot_of(unit, head, options)
+                tlx.barrier_wait(tiles.full[stage], phase)
+                s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]))
+                dp = tlx.async_dot(grad[stage], tlx.local_trans(tiles.v[stage]))
                 if LATER:
-                    release(empty, before)
+                    release(tiles.empty, before)
                 s = tlx.async_dot_wait(1, s)
-                weights, total = softmax_parts(s, scale, rows)
+                weights, total = softmax_parts(s, scale, block.rows)
                 weights = weights * (1 / total)[:, None]
                 dp = tlx.async_dot_wait(0, dp)
                 p_tile = p[stage * (HEAD_DIM // BLOCK)]
@@ -183,24 +186,24 @@ def math_backward(
                 tlx.local_store(ds_tile, ds.to(DTYPE))
                 tlx.fence("async_shared")
                 dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
-                dq = tlx.async_dot(ds_tile, k[stage])
+                dq = tlx.async_dot(ds_tile, tiles.k[stage])
                 dv = tlx.async_dot_wait(1, dv)
                 if GROUP == 1:
-                    put_rows(dv_desc, v[stage], first_row, rows, head_k, 0, dv.to(DTYPE))
-                dk = tlx.async_dot(tlx.local_trans(ds_tile), q[stage], dk)
+                    put(dv_desc, tiles.v[stage], block, head_k, dv)
+                dk = tlx.async_dot(tlx.local_trans(ds_tile), tiles.q[stage], dk)
                 dq = tlx.async_dot_wait(1, dq)
-                dead = grad[stage] if GROUP == 1 else v[stage]
-                put_rows(dq_desc, dead, first_row, rows, head, 0, dq.to(DTYPE))
+                dead = grad[stage] if GROUP == 1 else tiles.v[stage]
+                put(dq_desc, dead, block, head, dq)
                 dk = tlx.async_dot_wait(0, dk)
                 if member == GROUP - 1:
                     if GROUP > 1:
-                        put_rows(dv_desc, grad[stage], first_row, rows, head_k, 0, dv.to(DTYPE))
-                    put_rows(dk_desc, k[stage], first_row, rows, head_k, 0, dk.to(DTYPE))
+                        put(dv_desc, grad[stage], block, head_k, dv)
+                    put(dk_desc, tiles.k[stage], block, head_k, dk)
                 if not LATER:
-                    release(empty, stage)
+                    release(tiles.empty, stage)
                 before = stage
     if LATER:
-        release(empty, before)
+        release(tiles.empty, before)
 
 
 @triton.jit
@@ -212,23 +215,19 @@ def forward_kernel(
 ):  # fmt: skip
     """softmax(scale Q K^T) V for the blocks of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(NUM_HEADS, GROUP, MATH_ROLES, NUM_STAGES, TOGETHER)
     q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     full = tlx.alloc_barriers(NUM_STAGES)
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+    tiles = Tiles(q, k, v, full, empty)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(
-                None, q_desc, k_desc, v_desc, None, q, k, v, full, empty, blocks_ptr,
-                NUM_HEADS, GROUP, MATH_ROLES, NUM_STAGES, TOGETHER,
-            )  # fmt: skip
+            load(None, q_desc, k_desc, v_desc, None, tiles, blocks_ptr, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
-            math_forward(
-                tlx.async_task_replica_id(), out_desc, q, k, v, full, empty, blocks_ptr, scale,
-                NUM_HEADS, MATH_ROLES, NUM_STAGES,
-            )  # fmt: skip
+            math_forward(tlx.async_task_replica_id(), tiles, out_desc, blocks_ptr, scale, options)
 
 
 @triton.jit
@@ -240,6 +239,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dq, dk and dv for the blocks of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(NUM_HEADS_K * GROUP, GROUP, MATH_ROLES, NUM_STAGES, TOGETHER)
     grad = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
@@ -248,19 +248,16 @@ def backward_kernel(
     ds = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
     full = tlx.alloc_barriers(NUM_STAGES)
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+    tiles = Tiles(q, k, v, full, empty)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(
-                grad_desc, q_desc, k_desc, v_desc, grad, q, k, v, full, empty, blocks_ptr,
-                NUM_HEADS_K * GROUP, GROUP, MATH_ROLES, NUM_STAGES, TOGETHER,
-            )  # fmt: skip
+            load(grad_desc, q_desc, k_desc, v_desc, grad, tiles, blocks_ptr, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             role: tl.constexpr = tlx.async_task_replica_id()
             math_backward(
-                role, dq_desc, dk_desc, dv_desc, grad, q, k, v, p, ds[role], full, empty,
-                blocks_ptr, scale,
-                NUM_HEADS_K, GROUP, MATH_ROLES, NUM_STAGES,
+                role, tiles, dq_desc, dk_desc, dv_desc, grad, p, ds[role], blocks_ptr, scale,
+                options,
             )  # fmt: skip
 
 

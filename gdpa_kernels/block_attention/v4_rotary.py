@@ -35,11 +35,14 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import make_schedule
 from gdpa_kernels.block_attention.slots import (
+    Tiles,
+    Turns,
     check_slots,
     count_units,
     fetch,
     heads_together,
     place,
+    put,
     release,
     requires_tiles,
     requires_turns,
@@ -48,7 +51,6 @@ from gdpa_kernels.block_attention.slots import (
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.ragged import ragged_descriptor, readable
-from gdpa_kernels.device.rows import put_rows
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,23 @@ def requires(batch: Batch) -> str | None:
     return requires_tiles(batch) or requires_turns(batch.rotary)
 
 
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    NUM_HEADS: tl.constexpr
+    GROUP: tl.constexpr
+    ROTATE_V: tl.constexpr
+    MATH_ROLES: tl.constexpr
+    NUM_STAGES: tl.constexpr
+    NUM_TURNS: tl.constexpr
+    TOGETHER: tl.constexpr
+
+
 @triton.jit
 def load(
-    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, q, k, v, sin, cos,
-    full, empty, turns_full, turns_empty, blocks_ptr,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, MATH_ROLES: tl.constexpr,
-    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr,
-):  # fmt: skip
+    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns, blocks_ptr, options
+):
     """The load role: slot after slot, those of TOGETHER heads of a block at a time, tensor by
     tensor. grad_desc None: forward."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
@@ -96,34 +108,35 @@ def load(
         * (tlx.dtype_of(sin_desc).primitive_bitwidth + tlx.dtype_of(cos_desc).primitive_bitwidth)
         // 8
     )  # fmt: skip
+    NUM_TURNS: tl.constexpr = options.NUM_TURNS
     units = count_units(blocks_ptr)
-    for first in tl.range(0, units, MATH_ROLES):
-        for head in tl.range(0, NUM_HEADS, TOGETHER):
-            for unit in tl.range(first, tl.minimum(first + MATH_ROLES, units)):
-                first_row, rows = place(blocks_ptr, unit)
-                for i in tl.static_range(TOGETHER):
-                    stage, phase = slot_of(unit, head + i, NUM_HEADS, MATH_ROLES, NUM_STAGES)
-                    tlx.barrier_wait(empty[stage], phase ^ 1)
-                    tlx.barrier_expect_bytes(full[stage], TILES * BYTES)
+    for first in tl.range(0, units, options.MATH_ROLES):
+        for head in tl.range(0, options.NUM_HEADS, options.TOGETHER):
+            for unit in tl.range(first, tl.minimum(first + options.MATH_ROLES, units)):
+                block = place(blocks_ptr, unit)
+                for i in tl.static_range(options.TOGETHER):
+                    stage, phase = slot_of(unit, head + i, options)
+                    tlx.barrier_wait(tiles.empty[stage], phase ^ 1)
+                    tlx.barrier_expect_bytes(tiles.full[stage], TILES * BYTES)
                 for tile in tl.static_range(TILES):
-                    for i in tl.static_range(TOGETHER):
-                        stage, _ = slot_of(unit, head + i, NUM_HEADS, MATH_ROLES, NUM_STAGES)
-                        head_k = (head + i) // GROUP
+                    for i in tl.static_range(options.TOGETHER):
+                        stage, _ = slot_of(unit, head + i, options)
+                        head_k = (head + i) // options.GROUP
                         if tile == 0:
-                            fetch(q_desc, q[stage], full[stage], first_row, rows, head + i)
+                            fetch(q_desc, tiles.q[stage], tiles.full[stage], block, head + i)
                         elif tile == 1:
-                            fetch(k_desc, k[stage], full[stage], first_row, rows, head_k)
+                            fetch(k_desc, tiles.k[stage], tiles.full[stage], block, head_k)
                         elif tile == 2:
-                            fetch(v_desc, v[stage], full[stage], first_row, rows, head_k)
+                            fetch(v_desc, tiles.v[stage], tiles.full[stage], block, head_k)
                         else:
-                            fetch(grad_desc, grad[stage], full[stage], first_row, rows, head + i)
+                            fetch(grad_desc, grad[stage], tiles.full[stage], block, head + i)
                     if tile == 1:  # noqa: SIM102, known when compiled
                         if head == 0:
                             turn = unit % NUM_TURNS
-                            tlx.barrier_wait(turns_empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
-                            tlx.barrier_expect_bytes(turns_full[turn], TURN_BYTES)
-                            fetch(sin_desc, sin[turn], turns_full[turn], first_row, rows, 0)
-                            fetch(cos_desc, cos[turn], turns_full[turn], first_row, rows, 0)
+                            tlx.barrier_wait(turns.empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
+                            tlx.barrier_expect_bytes(turns.full[turn], TURN_BYTES)
+                            fetch(sin_desc, turns.sin[turn], turns.full[turn], block, 0)
+                            fetch(cos_desc, turns.cos[turn], turns.full[turn], block, 0)
 
 
 @triton.jit
@@ -146,97 +159,94 @@ def turned(x, sin, cos, BACK: tl.constexpr):
 
 
 @triton.jit
-def turn(buffer, sin, cos):
+def turn_tile(buffer, sin, cos):
     """Turn a tile in place; rounded to its own dtype."""
     x = tlx.local_load(buffer)
     tlx.local_store(buffer, turned(x.to(tl.float32), sin, cos, False).to(x.dtype))
 
 
 @triton.jit
-def put_turned(desc, buffer, first_row, rows, head, x, sin, cos, TURN: tl.constexpr):
-    """Start the store of a gradient x, fp32, turned back if TURN, through `buffer`."""
-    if TURN:
-        x = turned(x, sin, cos, True)
-    put_rows(desc, buffer, first_row, rows, head, 0, x.to(tlx.dtype_of(desc)))
+def turn(tiles, stage, turns, at, options):
+    """Turn q and k (and v, if asked) of a slot in place, for products to read."""
+    turn_tile(tiles.q[stage], turns.sin[at], turns.cos[at])
+    turn_tile(tiles.k[stage], turns.sin[at], turns.cos[at])
+    if options.ROTATE_V:
+        turn_tile(tiles.v[stage], turns.sin[at], turns.cos[at])
+    tlx.fence("async_shared")
 
 
 @triton.jit
-def math_forward(
-    role: tl.constexpr, out_desc, q, k, v, sin, cos, full, empty, turns_full, turns_empty,
-    blocks_ptr, scale,
-    NUM_HEADS: tl.constexpr, ROTATE_V: tl.constexpr, MATH_ROLES: tl.constexpr,
-    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr,
-):  # fmt: skip
+def put_turned(desc, buffer, block, head, x, sin, cos, TURN: tl.constexpr):
+    """Start the store of a gradient x, fp32, turned back if TURN, through `buffer`."""
+    if TURN:
+        x = turned(x, sin, cos, True)
+    put(desc, buffer, block, head, x)
+
+
+@triton.jit
+def math_forward(role: tl.constexpr, tiles, turns, out_desc, blocks_ptr, scale, options):
     """A math role: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
-    LATER: tl.constexpr = NUM_STAGES > MATH_ROLES
+    LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
     before = -1
-    for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
-        first_row, rows = place(blocks_ptr, unit)
-        at = unit % NUM_TURNS
-        tlx.barrier_wait(turns_full[at], (unit // NUM_TURNS) & 1)
-        for head in tl.range(0, NUM_HEADS, num_stages=0):
-            stage, phase = slot_of(unit, head, NUM_HEADS, MATH_ROLES, NUM_STAGES)
-            tlx.barrier_wait(full[stage], phase)
-            turn(q[stage], sin[at], cos[at])
-            turn(k[stage], sin[at], cos[at])
-            if ROTATE_V:
-                turn(v[stage], sin[at], cos[at])
-            tlx.fence("async_shared")
-            s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
+    for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
+        block = place(blocks_ptr, unit)
+        at = unit % options.NUM_TURNS
+        tlx.barrier_wait(turns.full[at], (unit // options.NUM_TURNS) & 1)
+        for head in tl.range(0, options.NUM_HEADS, num_stages=0):
+            stage, phase = slot_of(unit, head, options)
+            tlx.barrier_wait(tiles.full[stage], phase)
+            turn(tiles, stage, turns, at, options)
+            s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]))
             s = tlx.async_dot_wait(0, s)
             if LATER:
-                release(empty, before)
-            p, total = softmax_parts(s, scale, rows)
-            out = tlx.async_dot(p.to(DTYPE), v[stage])
+                release(tiles.empty, before)
+            p, total = softmax_parts(s, scale, block.rows)
+            out = tlx.async_dot(p.to(DTYPE), tiles.v[stage])
             out = tlx.async_dot_wait(0, out)
-            out = out * (1 / total)[:, None]
-            put_rows(out_desc, q[stage], first_row, rows, head, 0, out.to(DTYPE))
+            put(out_desc, tiles.q[stage], block, head, out * (1 / total)[:, None])
             if not LATER:
-                release(empty, stage)
+                release(tiles.empty, stage)
             before = stage
-        tlx.barrier_arrive(turns_empty[at])
+        tlx.barrier_arrive(turns.empty[at])
     if LATER:
-        release(empty, before)
+        release(tiles.empty, before)
 
 
 @triton.jit
 def math_backward(
-    role: tl.constexpr, dq_desc, dk_desc, dv_desc, grad, q, k, v, sin, cos, p, ds_tile,
-    full, empty, turns_full, turns_empty, blocks_ptr, scale,
-    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr,
-    MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr,
+    role: tl.constexpr, tiles, turns, dq_desc, dk_desc, dv_desc, grad, p, ds_tile, blocks_ptr,
+    scale, options,
 ):  # fmt: skip
     """A math role: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
     BLOCK: tl.constexpr = dq_desc.block_shape[3]
     HEAD_DIM: tl.constexpr = dq_desc.block_shape[4]
-    LATER: tl.constexpr = NUM_STAGES > MATH_ROLES
+    GROUP: tl.constexpr = options.GROUP
+    ROTATE_V: tl.constexpr = options.ROTATE_V
+    LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
     before = -1
-    for unit in tl.range(role, units, MATH_ROLES, num_stages=0):
-        first_row, rows = place(blocks_ptr, unit)
-        at = unit % NUM_TURNS
-        tlx.barrier_wait(turns_full[at], (unit // NUM_TURNS) & 1)
-        for head_k in tl.range(0, NUM_HEADS_K, num_stages=0):
+    for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
+        block = place(blocks_ptr, unit)
+        at = unit % options.NUM_TURNS
+        tlx.barrier_wait(turns.full[at], (unit // options.NUM_TURNS) & 1)
+        for head_k in tl.range(0, options.NUM_HEADS // GROUP, num_stages=0):
             dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
             dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
             for member in tl.range(0, GROUP, num_stages=0):
                 head = head_k * GROUP + member
-                stage, phase = slot_of(unit, head, NUM_HEADS_K * GROUP, MATH_ROLES, NUM_STAGES)
-                tlx.barrier_wait(full[stage], phase)
-                turn(q[stage], sin[at], cos[at])
-                turn(k[stage], sin[at], cos[at])
-                if ROTATE_V:
-                    turn(v[stage], sin[at], cos[at])
-                tlx.fence("async_shared")
-                s = tlx.async_dot(q[stage], tlx.local_trans(k[stage]))
-                dp = tlx.async_dot(grad[stage], tlx.local_trans(v[stage]))
+                stage, phase = slot_of(unit, head, options)
+                tlx.barrier_wait(tiles.full[stage], phase)
+                turn(tiles, stage, turns, at, options)
+                sin, cos = turns.sin[at], turns.cos[at]
+                s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]))
+                dp = tlx.async_dot(grad[stage], tlx.local_trans(tiles.v[stage]))
                 if LATER:
-                    release(empty, before)
+                    release(tiles.empty, before)
                 s = tlx.async_dot_wait(1, s)
-                weights, total = softmax_parts(s, scale, rows)
+                weights, total = softmax_parts(s, scale, block.rows)
                 weights = weights * (1 / total)[:, None]
                 dp = tlx.async_dot_wait(0, dp)
                 p_tile = p[stage * (HEAD_DIM // BLOCK)]
@@ -245,32 +255,25 @@ def math_backward(
                 tlx.local_store(ds_tile, ds.to(DTYPE))
                 tlx.fence("async_shared")
                 dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
-                dq = tlx.async_dot(ds_tile, k[stage])
+                dq = tlx.async_dot(ds_tile, tiles.k[stage])
                 dv = tlx.async_dot_wait(1, dv)
                 if GROUP == 1:
-                    put_turned(
-                        dv_desc, v[stage], first_row, rows, head_k, dv, sin[at], cos[at], ROTATE_V
-                    )
-                dk = tlx.async_dot(tlx.local_trans(ds_tile), q[stage], dk)
+                    put_turned(dv_desc, tiles.v[stage], block, head_k, dv, sin, cos, ROTATE_V)
+                dk = tlx.async_dot(tlx.local_trans(ds_tile), tiles.q[stage], dk)
                 dq = tlx.async_dot_wait(1, dq)
-                dead = grad[stage] if GROUP == 1 else v[stage]
-                put_turned(dq_desc, dead, first_row, rows, head, dq, sin[at], cos[at], True)
+                dead = grad[stage] if GROUP == 1 else tiles.v[stage]
+                put_turned(dq_desc, dead, block, head, dq, sin, cos, True)
                 dk = tlx.async_dot_wait(0, dk)
                 if member == GROUP - 1:
                     if GROUP > 1:
-                        put_turned(
-                            dv_desc, grad[stage], first_row, rows, head_k, dv, sin[at], cos[at],
-                            ROTATE_V,
-                        )  # fmt: skip
-                    put_turned(
-                        dk_desc, k[stage], first_row, rows, head_k, dk, sin[at], cos[at], True
-                    )
+                        put_turned(dv_desc, grad[stage], block, head_k, dv, sin, cos, ROTATE_V)
+                    put_turned(dk_desc, tiles.k[stage], block, head_k, dk, sin, cos, True)
                 if not LATER:
-                    release(empty, stage)
+                    release(tiles.empty, stage)
                 before = stage
-        tlx.barrier_arrive(turns_empty[at])
+        tlx.barrier_arrive(turns.empty[at])
     if LATER:
-        release(empty, before)
+        release(tiles.empty, before)
 
 
 @triton.jit
@@ -282,6 +285,7 @@ def forward_kernel(
 ):  # fmt: skip
     """softmax(scale Q K^T) V for the blocks of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(NUM_HEADS, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER)
     q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
@@ -291,20 +295,19 @@ def forward_kernel(
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
     turns_full = tlx.alloc_barriers(NUM_TURNS)
     turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
+    tiles = Tiles(q, k, v, full, empty)
+    turns = Turns(sin, cos, turns_full, turns_empty)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             load(
-                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, q, k, v, sin, cos,
-                full, empty, turns_full, turns_empty, blocks_ptr,
-                NUM_HEADS, GROUP, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER,
+                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, tiles, turns,
+                blocks_ptr, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math_forward(
-                tlx.async_task_replica_id(), out_desc, q, k, v, sin, cos, full, empty,
-                turns_full, turns_empty, blocks_ptr, scale,
-                NUM_HEADS, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS,
-            )  # fmt: skip
+                tlx.async_task_replica_id(), tiles, turns, out_desc, blocks_ptr, scale, options
+            )
 
 
 @triton.jit
@@ -317,6 +320,9 @@ def backward_kernel(
 ):  # fmt: skip
     """dq, dk and dv for the blocks of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(
+        NUM_HEADS_K * GROUP, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER
+    )
     grad = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
     k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
@@ -329,20 +335,20 @@ def backward_kernel(
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
     turns_full = tlx.alloc_barriers(NUM_TURNS)
     turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
+    tiles = Tiles(q, k, v, full, empty)
+    turns = Turns(sin, cos, turns_full, turns_empty)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
             load(
-                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, q, k, v, sin, cos,
-                full, empty, turns_full, turns_empty, blocks_ptr,
-                NUM_HEADS_K * GROUP, GROUP, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER,
+                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns,
+                blocks_ptr, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             role: tl.constexpr = tlx.async_task_replica_id()
             math_backward(
-                role, dq_desc, dk_desc, dv_desc, grad, q, k, v, sin, cos, p, ds[role],
-                full, empty, turns_full, turns_empty, blocks_ptr, scale,
-                NUM_HEADS_K, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS,
+                role, tiles, turns, dq_desc, dk_desc, dv_desc, grad, p, ds[role], blocks_ptr, scale,
+                options,
             )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ import difflib
 import functools
 import importlib
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -68,6 +69,8 @@ class Requires:
     """What an implementation needs of the device and of the call.
 
     capability: the least compute capability; with only_major, no later major version will do.
+    head_dim_max_of: the most head_dim on devices of a major compute capability, where its tiles
+    fit in a program's memory only up to less than head_dim_max.
     """
 
     capability: tuple[int, int] | None = None
@@ -75,6 +78,7 @@ class Requires:
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     head_dim_multiple: int = 1
     head_dim_max: int = 256
+    head_dim_max_of: Mapping[int, int] = field(default_factory=dict, hash=False)
     aligned: bool = False
 
     def of_device(self, device: torch.device) -> str | None:
@@ -108,10 +112,12 @@ class Requires:
         dtype = _dtype_name(q.dtype)
         if dtype not in self.dtypes:
             return f"needs dtype {' or '.join(self.dtypes)}, got {dtype}"
-        head_dim = q.shape[-1]
-        if head_dim > self.head_dim_max or head_dim % self.head_dim_multiple:
+        head_dim, head_dim_max, where = q.shape[-1], self.head_dim_max, ""
+        if self.head_dim_max_of and (major := capability(q.device)) in self.head_dim_max_of:
+            head_dim_max, where = self.head_dim_max_of[major], f" on sm_{major}0"
+        if head_dim > head_dim_max or head_dim % self.head_dim_multiple:
             return (
-                f"needs a head_dim of at most {self.head_dim_max} that is a multiple of "
+                f"needs a head_dim of at most {head_dim_max}{where} that is a multiple of "
                 f"{self.head_dim_multiple}, got {head_dim}"
             )
         if not self.aligned:
@@ -158,16 +164,23 @@ class Rung:
         """Its module, imported when first asked for."""
         return _module(self.impl, self.operator)
 
-    def config(self, batch: Any, direction: str = "forward") -> Any:
-        """Its launch constants for a call, a frozen dataclass; None if it has none."""
+    def config(
+        self, batch: Any, direction: str = "forward", module: ModuleType | None = None
+    ) -> Any:
+        """Its launch constants for a call, a frozen dataclass; None if it has none. `module`: a
+        changed one in place of its own."""
         if "config" not in self.has:
             return None
-        choose = self.module().default_config
+        choose = (module or self.module()).default_config
         return choose(direction, batch) if self.operator == "block_attention" else choose(batch)
 
-    def schedule(self, batch: Any, config: Any) -> tuple[torch.Tensor, ...] | None:
+    def schedule(
+        self, batch: Any, config: Any, module: ModuleType | None = None
+    ) -> tuple[torch.Tensor, ...] | None:
         """Its list of work for a call, made on the device; None if it needs none."""
-        return self.module().make_schedule(batch, config) if "schedule" in self.has else None
+        if "schedule" not in self.has:
+            return None
+        return (module or self.module()).make_schedule(batch, config)
 
     def problem(self, batch: Any) -> str | None:
         """Why it cannot take a call, or None; the device aside."""
@@ -367,7 +380,7 @@ STUDIES = {
 }
 """What is measured like a rung of block attention and stands on no ladder."""
 
-_PASS = dataclasses.replace(_TMA, head_dim_max=128)
+_PASS = dataclasses.replace(_TMA, head_dim_max=128, head_dim_max_of={10: 64})
 
 BACKWARD_REFERENCE = dataclasses.replace(REFERENCE, operator="gdpa_backward")
 

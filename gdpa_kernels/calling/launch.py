@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-EMULATED_MULTIPROCESSORS = 3
+from gdpa_kernels.calling import launches
 
 
 def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options) -> None:
@@ -19,6 +19,8 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
     Raises RuntimeError for CPU tensors outside `emulator.enabled()`.
     """
     if 0 in grid:
+        return
+    if launches.recorders and not launches.note(kernel, grid, args, options):
         return
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -31,14 +33,15 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
             f"{kernel.__name__} needs tensors on a CUDA device, got tensors on {device}; to "
             "execute the kernel on the CPU use `with gdpa_kernels.emulator.enabled():`"
         )
-    how = emulator.current_options()
-    emulator.run(kernel, grid, *args, arch=emulator.current_arch(), **how, **options)
+    emulator.run_enabled(kernel, grid, *args, **options)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of `device`; on the CPU a few, so that emulated programs share tiles."""
+    """Multiprocessors of `device`, or of the one emulated."""
     if device.type != "cuda":
-        return EMULATED_MULTIPROCESSORS
+        from gdpa_kernels import emulator
+
+        return emulator.current_multiprocessors()
     index = device.index
     return _multiprocessors(torch.cuda.current_device() if index is None else index)
 

@@ -19,7 +19,8 @@ def define(
     differentiates it is an `autograd.Function` around it."""
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     # A compiled program that calls it must not have Dynamo look into the implementation.
-    implementation = torch.compiler.disable(implementation)
+    # `torch.compiler.disable` does the same, and imports Dynamo and Triton with this package.
+    implementation = torch._disable_dynamo(implementation)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gdpa_kernels::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.gdpa_kernels, name).default

@@ -21,6 +21,7 @@ import contextvars
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,21 +74,32 @@ __all__ = [
     "UninitializedRead",
     "Unsupported",
     "current_arch",
-    "current_options",
+    "current_multiprocessors",
     "enabled",
     "intercept",
     "is_enabled",
     "run",
+    "run_enabled",
 ]
 
 ARCHITECTURES = ("sm_90", "sm_100")
+MULTIPROCESSORS = 3
 
 # Launch options, as opposed to arguments of the kernel; most do not change its results.
 _OPTIONS = frozenset(CUDAOptions.__dataclass_fields__)
 
-_ENABLED: contextvars.ContextVar[tuple[str, dict[str, Any]] | None] = contextvars.ContextVar(
-    "emulator", default=None
-)
+
+@dataclass(frozen=True)
+class _Enabled:
+    """What `enabled` was given, and the reports of the launches in it."""
+
+    arch: str
+    multiprocessors: int
+    options: dict[str, Any]
+    reports: list[Report]
+
+
+_ENABLED: contextvars.ContextVar[_Enabled | None] = contextvars.ContextVar("emulator", default=None)
 
 
 def _check_arch(arch: str) -> None:
@@ -96,14 +108,32 @@ def _check_arch(arch: str) -> None:
 
 
 @contextlib.contextmanager
-def enabled(arch: str = "sm_90", **options: Any) -> Iterator[None]:
-    """Within this context, launchers that are given CPU tensors call `run`, with these options."""
+def enabled(
+    arch: str = "sm_90", *, multiprocessors: int = MULTIPROCESSORS, **options: Any
+) -> Iterator[list[Report]]:
+    """Within this context launchers that are given CPU tensors call `run_enabled`.
+
+    Yields the reports of their launches, one after the other. The emulated device has
+    `multiprocessors` of them: a few, so that resident programs share work. `options` are those of
+    `run`.
+    """
     _check_arch(arch)
-    token = _ENABLED.set((arch, options))
+    opened = _Enabled(arch, multiprocessors, options, [])
+    token = _ENABLED.set(opened)
     try:
-        yield
+        yield opened.reports
     finally:
         _ENABLED.reset(token)
+
+
+def run_enabled(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    """`run` on the device of the open `enabled` context, which gets the report.
+
+    Raises RuntimeError without such a context, and what `run` raises.
+    """
+    opened = _opened()
+    report = run(kernel, grid, *args, arch=opened.arch, **opened.options, **kwargs)
+    opened.reports.append(report)
 
 
 def is_enabled() -> bool:
@@ -113,15 +143,16 @@ def is_enabled() -> bool:
 
 def current_arch() -> str:
     """The architecture of the open `enabled` context; RuntimeError without one."""
-    return _opened()[0]
+    return _opened().arch
 
 
-def current_options() -> dict[str, Any]:
-    """The options of `run` that the open `enabled` context was given; RuntimeError without one."""
-    return _opened()[1]
+def current_multiprocessors() -> int:
+    """The multiprocessors of the open `enabled` context; without one, what it has by default."""
+    opened = _ENABLED.get()
+    return MULTIPROCESSORS if opened is None else opened.multiprocessors
 
 
-def _opened() -> tuple[str, dict[str, Any]]:
+def _opened() -> _Enabled:
     opened = _ENABLED.get()
     if opened is None:
         raise RuntimeError("emulator.enabled() must be open, got no open context")
@@ -194,7 +225,7 @@ def run(
     if any(size % ctas for size, ctas in zip(sizes, shape, strict=True)):
         raise ValueError(f"grid must be divisible by ctas_per_cga {shape}, got {sizes}")
 
-    report = Report(arch)
+    report = Report(arch, kernel.fn.__name__)
     lowering = Lowering({**MODULES, **TLX_MODULES}, {**NAMES, "__tasks__": Region})
     launch = Launch(
         arch, sizes, shape, options.get("num_warps") or 4, report, races, uninitialized, lowering

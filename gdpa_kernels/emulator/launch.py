@@ -19,7 +19,7 @@ def _no_checks() -> dict[str, int]:
 
 @dataclass
 class Report:
-    """What one launch did.
+    """What one launch of `kernel` did.
 
     programs: CTAs executed (with cluster launch control fewer than the grid has). bytes_loaded,
     bytes_stored: of global memory; active lanes, unclipped elements of boxes, atomics as both.
@@ -29,6 +29,7 @@ class Report:
     """
 
     arch: str
+    kernel: str = ""
     programs: int = 0
     bytes_loaded: int = 0
     bytes_stored: int = 0

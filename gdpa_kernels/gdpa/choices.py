@@ -1,16 +1,15 @@
 """What `impl="auto"` tries first: the order measured at the nearest shape.
 
-The table, choices.csv, is made from the records (rankings.py): for each direction of each measured
-workload with GELU the implementations, fastest first. A call takes the row of its direction and of
-its device's major compute capability whose head_dim and longest sequences are nearest, by their
-ratios; a row of the call's own dtype comes first. Where nothing was measured, and after what was,
-come the implementations that run anywhere (`UNMEASURED`).
+The table, choices.csv, is made from the records (report/rankings.py): for each direction of each
+measured workload with GELU the implementations, fastest first. A call takes the row of its
+direction and of its device's major compute capability whose head_dim and longest sequences are
+nearest, by their ratios; a row of the call's own dtype comes first. Where nothing was measured, and
+after what was, come the implementations that run anywhere (`UNMEASURED`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -54,15 +53,3 @@ def order(
 def load() -> tuple[Ranking, ...]:
     """The table as it is in the package."""
     return tuple(rankings.parse(PATH.read_text(), COLUMNS))
-
-
-def made_from(data_dir: str | Path) -> str:
-    """The text of the table that the records make."""
-    return rankings.render(rankings.from_records(data_dir, "gdpa", _shape), COLUMNS)
-
-
-def _shape(capability: int, direction: str, workload: Mapping) -> Shape | None:
-    if workload.get("activation") != "gelu_tanh":
-        return None
-    sizes = (int(workload[name]) for name in ("head_dim", "max_seqlen_q", "max_seqlen_k"))
-    return capability, direction, workload["dtype"], *sizes

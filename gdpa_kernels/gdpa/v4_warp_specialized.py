@@ -33,6 +33,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
 from gdpa_kernels.device.rows import fetch_rows, sequence
 from gdpa_kernels.gdpa.activations import activate_per_head
@@ -57,50 +58,66 @@ def default_config(batch: Batch) -> Config:
     return Config()
 
 
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    ACTIVATION: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_D: tl.constexpr
+    NUM_STAGES: tl.constexpr
+
+
 @triton.jit
-def load(
-    q_desc, k_desc, v_desc, q, k, v, q_full, k_full, k_empty, v_full, v_empty,
-    start_q, len_q, start_k, len_k, head, GROUP: tl.constexpr, first_row, start, blocks,
-    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+def load(q_desc, k_desc, v_desc, q, q_full, k, v, tile, options):
     """The load role: every buffer is filled as soon as both math roles have drained it."""
+    NUM_STAGES: tl.constexpr = options.NUM_STAGES
+    blocks, first_row, head, len_k, len_q, start, start_k, _, start_q = tile
     for role in tl.static_range(MATH_ROLES):
         fetch_rows(q_desc, q[role], q_full[role], start_q, len_q, head, first_row + role * ROWS)
+    kv_head = head // options.GROUP
     for block in tl.range(0, blocks):
-        first_key = start + block * BLOCK_N
+        first_key = start + block * options.BLOCK_N
         stage = block % NUM_STAGES
         phase = (block // NUM_STAGES) & 1
-        tlx.barrier_wait(k_empty[stage], phase ^ 1)
-        fetch_rows(k_desc, k[stage], k_full[stage], start_k, len_k, head // GROUP, first_key)
-        tlx.barrier_wait(v_empty[stage], phase ^ 1)
-        fetch_rows(v_desc, v[stage], v_full[stage], start_k, len_k, head // GROUP, first_key)
+        tlx.barrier_wait(k.empty[stage], phase ^ 1)
+        fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, first_key)
+        tlx.barrier_wait(v.empty[stage], phase ^ 1)
+        fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, first_key)
 
 
 @triton.jit
-def math(
-    role: tl.constexpr, out_desc, q, k, v, q_full, k_full, k_empty, v_full, v_empty,
-    start_out, len_q, head, first_row, start, blocks, scale, output_scale,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+def probabilities(s, scale, head, first_row, first_key, options):
+    """activation(scale * s) with masked pairs zero."""
+    p = activate_per_head(s, scale, head, options.ACTIVATION, True)
+    return mask_probabilities(p, first_row, first_key, options.CAUSAL, options.WINDOW)
+
+
+@triton.jit
+def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scale, options):
     """A math role: 64 rows of the tile against all its keys."""
+    NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    blocks, first_row, head, _, len_q, start, _, start_out, _ = tile
     first_row += role * ROWS
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
     tlx.barrier_wait(q_full[role], 0)
     for block in tl.range(0, blocks):
         stage = block % NUM_STAGES
         phase = (block // NUM_STAGES) & 1
-        tlx.barrier_wait(k_full[stage], phase)
-        s = tlx.async_dot(q[role], tlx.local_trans(k[stage]))
+        tlx.barrier_wait(k.full[stage], phase)
+        s = tlx.async_dot(q[role], tlx.local_trans(k.buffer[stage]))
         s = tlx.async_dot_wait(0, s)
-        tlx.barrier_arrive(k_empty[stage])
-        p = activate_per_head(s, scale, head, ACTIVATION, True)
-        p = mask_probabilities(p, first_row, start + block * BLOCK_N, CAUSAL, WINDOW).to(DTYPE)
-        tlx.barrier_wait(v_full[stage], phase)
-        acc = tlx.async_dot(p, v[stage], acc)
+        tlx.barrier_arrive(k.empty[stage])
+        first_key = start + block * options.BLOCK_N
+        p = probabilities(s, scale, head, first_row, first_key, options).to(DTYPE)
+        tlx.barrier_wait(v.full[stage], phase)
+        acc = tlx.async_dot(p, v.buffer[stage], acc)
         acc = tlx.async_dot_wait(0, acc)
-        tlx.barrier_arrive(v_empty[stage])
+        tlx.barrier_arrive(v.empty[stage])
     store_rows(out_desc, start_out, len_q, head, first_row, (acc * output_scale).to(DTYPE))
 
 
@@ -116,6 +133,7 @@ def specialized_kernel(
     """output_scale * activation(scale * Q K^T) V for 128 rows of one (sequence, head)."""
     BLOCK_M: tl.constexpr = MATH_ROLES * ROWS
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(GROUP, ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES)
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     first_row = pid % blocks * BLOCK_M
@@ -125,6 +143,7 @@ def specialized_kernel(
     )
     start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     blocks = tl.where(first_row < len_q, tl.cdiv(end - start, BLOCK_N), 0)  # 0: a tile without rows
+    tile = blocks, first_row, head, len_k, len_q, start, start_k, start_out, start_q
 
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -134,20 +153,16 @@ def specialized_kernel(
     v_full = tlx.alloc_barriers(NUM_STAGES)
     k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
     v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(
-                q_desc, k_desc, v_desc, q, k, v, q_full, k_full, k_empty, v_full, v_empty,
-                start_q, len_q, start_k, len_k, head, GROUP, first_row, start, blocks,
-                BLOCK_N, NUM_STAGES,
-            )  # fmt: skip
+            load(q_desc, k_desc, v_desc, q, q_full, k, v, tile, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
-                tlx.async_task_replica_id(), out_desc, q, k, v,
-                q_full, k_full, k_empty, v_full, v_empty,
-                start_out, len_q, head, first_row, start, blocks, scale, output_scale,
-                ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES,
+                tlx.async_task_replica_id(), q, q_full, k, v, out_desc, tile, scale, output_scale,
+                options,
             )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.activations import activate_per_head
@@ -72,11 +73,22 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
     return list_of_queries(batch, rows, config.BLOCK_N)
 
 
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    ACTIVATION: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_D: tl.constexpr
+    NUM_STAGES: tl.constexpr
+    RESIDENT: tl.constexpr
+
+
 @triton.jit
-def tile_of(
-    len_q, len_k, first, step, rows_per_item, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, RESIDENT: tl.constexpr,
-):  # fmt: skip
+def tile_of(len_q, len_k, first, step, rows_per_item, options):
     """Tile `step` of an entry: (first row, first key, blocks of keys, tiles of the entry).
 
     At least one block, so that every product has its place; without keys it is zero or masked.
@@ -84,18 +96,15 @@ def tile_of(
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
     row = first + step * TILE
     start, end = 0, len_k
-    if not RESIDENT:
-        start, end = key_range(row, len_k, TILE, BLOCK_N, CAUSAL, WINDOW)
-    return row, start, tl.maximum(tl.cdiv(end - start, BLOCK_N), 1), steps
+    if not options.RESIDENT:
+        start, end = key_range(row, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW)
+    return row, start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1), steps
 
 
 @triton.jit
-def load(
-    q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    list_ptr, rows_per_item, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, RESIDENT: tl.constexpr,
-):  # fmt: skip
+def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
     """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    NUM_STAGES: tl.constexpr = options.NUM_STAGES
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     tile, kv = 0, 0
@@ -106,38 +115,38 @@ def load(
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
             for step in tl.range(0, steps):
-                row, start, blocks, _ = tile_of(
-                    len_q, len_k, first, step, rows_per_item, BLOCK_N, CAUSAL, WINDOW, RESIDENT
-                )
-                fetch_q(q_desc, q, q_full, q_empty, tile, start_q, len_q, head, row)
-                if RESIDENT:
+                row, start, blocks, _ = tile_of(len_q, len_k, first, step, rows_per_item, options)
+                fetch_q(q_desc, q, tile, start_q, len_q, head, row)
+                if options.RESIDENT:
                     blocks = tl.where(step == 0, blocks, 0)
+                kv_head = head // options.GROUP
                 for block in tl.range(0, blocks):
                     stage = (kv + block) % NUM_STAGES
                     free = (((kv + block) // NUM_STAGES) & 1) ^ 1
-                    key = start + block * BLOCK_N
-                    tlx.barrier_wait(k_empty[stage], free)
-                    fetch_rows(k_desc, k[stage], k_full[stage], start_k, len_k, head // GROUP, key)
-                    tlx.barrier_wait(v_empty[stage], free)
-                    fetch_rows(v_desc, v[stage], v_full[stage], start_k, len_k, head // GROUP, key)
+                    key = start + block * options.BLOCK_N
+                    tlx.barrier_wait(k.empty[stage], free)
+                    fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
+                    tlx.barrier_wait(v.empty[stage], free)
+                    fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
                 kv += blocks
                 tile += 1
             start_q, _, len_q, start_k, len_k, head, first = following
     # Beside the last product run the scores of a tile that nobody wants.
     if tile > 0:
-        fetch_q(q_desc, q, q_full, q_empty, tile, 0, 0, 0, 0)
-        tlx.barrier_wait(k_empty[kv % NUM_STAGES], ((kv // NUM_STAGES) & 1) ^ 1)
-        fetch_rows(k_desc, k[kv % NUM_STAGES], k_full[kv % NUM_STAGES], 0, 0, 0, 0)
+        fetch_q(q_desc, q, tile, 0, 0, 0, 0)
+        stage = kv % NUM_STAGES
+        tlx.barrier_wait(k.empty[stage], ((kv // NUM_STAGES) & 1) ^ 1)
+        fetch_rows(k_desc, k.buffer[stage], k.full[stage], 0, 0, 0, 0)
 
 
 @triton.jit
-def fetch_q(q_desc, q, q_full, q_empty, tile, start, length, head, row):
+def fetch_q(q_desc, q, tile, start, length, head, row):
     """The rows of the tile-th tile for both math roles."""
     slot = tile % Q_SLOTS
     for role in tl.static_range(MATH_ROLES):
         mine = role * Q_SLOTS + slot
-        tlx.barrier_wait(q_empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
-        fetch_rows(q_desc, q[mine], q_full[mine], start, length, head, row + role * ROWS)
+        tlx.barrier_wait(q.empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
+        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
 
 
 @triton.jit
@@ -150,43 +159,36 @@ def release(empty, last, RESIDENT: tl.constexpr):
 
 
 @triton.jit
-def probabilities(
-    s, scale, head, first_row, first_key,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+def probabilities(s, scale, head, first_row, first_key, options):
     """activation(scale * s) with masked pairs zero."""
-    p = activate_per_head(s, scale, head, ACTIVATION, True)
-    return mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
+    p = activate_per_head(s, scale, head, options.ACTIVATION, True)
+    return mask_probabilities(p, first_row, first_key, options.CAUSAL, options.WINDOW)
 
 
 @triton.jit
 def math(
-    role: tl.constexpr, out_desc, q, k, v, out, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    list_ptr, rows_per_item, scale, output_scale,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-    RESIDENT: tl.constexpr,
+    role: tl.constexpr, q, k, v, out_desc, out, list_ptr, rows_per_item, scale, output_scale,
+    options,
 ):  # fmt: skip
     """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     step, tile, kv = 0, 0, 0
     if item < num_items:
         _, start_out, len_q, _, len_k, head, first = entry(list_ptr, item)
-        row, start, blocks, steps = tile_of(
-            len_q, len_k, first, step, rows_per_item, BLOCK_N, CAUSAL, WINDOW, RESIDENT
-        )
+        row, start, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, options)
         row += role * ROWS
-        tlx.barrier_wait(q_full[role * Q_SLOTS], 0)
-        tlx.barrier_wait(k_full[0], 0)
-        s = tlx.async_dot(q[role * Q_SLOTS], tlx.local_trans(k[0]))
+        tlx.barrier_wait(q.full[role * Q_SLOTS], 0)
+        tlx.barrier_wait(k.full[0], 0)
+        s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
         s = tlx.async_dot_wait(0, s)
-        release(k_empty[0], steps == 1, RESIDENT)
-        p = probabilities(s, scale, head, row, start, ACTIVATION, CAUSAL, WINDOW)
+        release(k.empty[0], steps == 1, options.RESIDENT)
+        p = probabilities(s, scale, head, row, start, options)
         while item < num_items:
             last = step + 1 == steps
-            if RESIDENT:
+            if options.RESIDENT:
                 item += tl.where(last, tl.num_programs(0), 0)
                 step = tl.where(last, 0, step + 1)
             else:
@@ -194,49 +196,49 @@ def math(
             # Loaded now and used after the blocks: memory answers meanwhile.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             mine = role * Q_SLOTS + tile % Q_SLOTS
-            acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+            acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
                 stage = (kv + block) % NUM_STAGES
                 before = (kv + block - 1) % NUM_STAGES
-                tlx.barrier_wait(k_full[stage], ((kv + block) // NUM_STAGES) & 1)
-                tlx.barrier_wait(v_full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
                 p = p.to(DTYPE)
-                s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
-                acc = tlx.async_dot(p, v[before], acc)
+                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[before], acc)
                 s = tlx.async_dot_wait(1, s)
-                release(k_empty[stage], last, RESIDENT)
-                key = start + block * BLOCK_N
-                p = probabilities(s, scale, head, row, key, ACTIVATION, CAUSAL, WINDOW)
+                release(k.empty[stage], last, options.RESIDENT)
+                key = start + block * options.BLOCK_N
+                p = probabilities(s, scale, head, row, key, options)
                 acc = tlx.async_dot_wait(0, acc)
-                release(v_empty[before], last, RESIDENT)
-            tlx.barrier_arrive(q_empty[mine])
+                release(v.empty[before], last, options.RESIDENT)
+            tlx.barrier_arrive(q.empty[mine])
 
             # The first scores of the next tile beside the last product of this one.
             _, next_out, next_len_q, _, len_k, next_head, first = following
             next_row, start, next_blocks, steps = tile_of(
-                next_len_q, len_k, first, step, rows_per_item, BLOCK_N, CAUSAL, WINDOW, RESIDENT
+                next_len_q, len_k, first, step, rows_per_item, options
             )
             next_row += role * ROWS
             tile += 1
             before = (kv + blocks - 1) % NUM_STAGES
             v_phase = ((kv + blocks - 1) // NUM_STAGES) & 1
-            if RESIDENT:
+            if options.RESIDENT:
                 kv += tl.where(last, blocks, 0)
             else:
                 kv += blocks
             mine = role * Q_SLOTS + tile % Q_SLOTS
             stage = kv % NUM_STAGES
-            tlx.barrier_wait(q_full[mine], (tile // Q_SLOTS) & 1)
-            tlx.barrier_wait(k_full[stage], (kv // NUM_STAGES) & 1)
-            tlx.barrier_wait(v_full[before], v_phase)
+            tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
+            tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
+            tlx.barrier_wait(v.full[before], v_phase)
             p = p.to(DTYPE)
-            s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
-            acc = tlx.async_dot(p, v[before], acc)
+            s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+            acc = tlx.async_dot(p, v.buffer[before], acc)
             s = tlx.async_dot_wait(1, s)
-            release(k_empty[stage], step + 1 == steps, RESIDENT)
-            p = probabilities(s, scale, next_head, next_row, start, ACTIVATION, CAUSAL, WINDOW)
+            release(k.empty[stage], step + 1 == steps, options.RESIDENT)
+            p = probabilities(s, scale, next_head, next_row, start, options)
             acc = tlx.async_dot_wait(0, acc)
-            release(v_empty[before], last, RESIDENT)
+            release(v.empty[before], last, options.RESIDENT)
             tlx.async_descriptor_store_wait(0)
             rows = (acc * output_scale).to(DTYPE)
             put_rows(out_desc, out[role], start_out, len_q, head, row, rows)
@@ -255,6 +257,7 @@ def short_kv_kernel(
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(GROUP, ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT)
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -265,19 +268,17 @@ def short_kv_kernel(
     v_full = tlx.alloc_barriers(NUM_STAGES)
     k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
     v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+    q = Ring(q, q_full, q_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(
-                q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                list_ptr, rows_per_item, GROUP, CAUSAL, WINDOW, BLOCK_N, NUM_STAGES, RESIDENT,
-            )  # fmt: skip
+            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
-                tlx.async_task_replica_id(), out_desc, q, k, v, out,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                list_ptr, rows_per_item, scale, output_scale,
-                ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
+                tlx.async_task_replica_id(), q, k, v, out_desc, out, list_ptr, rows_per_item,
+                scale, output_scale, options,
             )  # fmt: skip
 
 

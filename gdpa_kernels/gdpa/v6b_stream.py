@@ -23,6 +23,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.activations import activate_per_head
@@ -57,23 +58,33 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
     return list_of_queries(batch, rows, config.BLOCK_N)
 
 
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    ACTIVATION: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_D: tl.constexpr
+    NUM_STAGES: tl.constexpr
+
+
 @triton.jit
-def blocks_of(row, len_k, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def blocks_of(row, len_k, options):
     """(first key, blocks of keys) of the tile at `row`.
 
     At least one block, so that every product has its place; without keys it is zero or masked.
     """
-    start, end = key_range(row, len_k, TILE, BLOCK_N, CAUSAL, WINDOW)
-    return start, tl.maximum(tl.cdiv(end - start, BLOCK_N), 1)
+    start, end = key_range(row, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW)
+    return start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
 
 
 @triton.jit
-def load(
-    q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    list_ptr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
     """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    NUM_STAGES: tl.constexpr = options.NUM_STAGES
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     tile, kv = 0, 0
@@ -82,110 +93,105 @@ def load(
         while item < num_items:
             item += tl.num_programs(0)
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
-            start, blocks = blocks_of(row, len_k, BLOCK_N, CAUSAL, WINDOW)
-            fetch_q(q_desc, q, q_full, q_empty, tile, start_q, len_q, head, row)
+            start, blocks = blocks_of(row, len_k, options)
+            fetch_q(q_desc, q, tile, start_q, len_q, head, row)
+            kv_head = head // options.GROUP
             for block in tl.range(0, blocks):
                 stage = (kv + block) % NUM_STAGES
                 free = (((kv + block) // NUM_STAGES) & 1) ^ 1
-                key = start + block * BLOCK_N
-                tlx.barrier_wait(k_empty[stage], free)
-                fetch_rows(k_desc, k[stage], k_full[stage], start_k, len_k, head // GROUP, key)
-                tlx.barrier_wait(v_empty[stage], free)
-                fetch_rows(v_desc, v[stage], v_full[stage], start_k, len_k, head // GROUP, key)
+                key = start + block * options.BLOCK_N
+                tlx.barrier_wait(k.empty[stage], free)
+                fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
+                tlx.barrier_wait(v.empty[stage], free)
+                fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
             kv += blocks
             tile += 1
             start_q, _, len_q, start_k, len_k, head, row = following
     # Beside the last product run the scores of a tile that nobody wants.
     if tile > 0:
-        fetch_q(q_desc, q, q_full, q_empty, tile, 0, 0, 0, 0)
-        tlx.barrier_wait(k_empty[kv % NUM_STAGES], ((kv // NUM_STAGES) & 1) ^ 1)
-        fetch_rows(k_desc, k[kv % NUM_STAGES], k_full[kv % NUM_STAGES], 0, 0, 0, 0)
+        fetch_q(q_desc, q, tile, 0, 0, 0, 0)
+        stage = kv % NUM_STAGES
+        tlx.barrier_wait(k.empty[stage], ((kv // NUM_STAGES) & 1) ^ 1)
+        fetch_rows(k_desc, k.buffer[stage], k.full[stage], 0, 0, 0, 0)
 
 
 @triton.jit
-def fetch_q(q_desc, q, q_full, q_empty, tile, start, length, head, row):
+def fetch_q(q_desc, q, tile, start, length, head, row):
     """The rows of the tile-th tile for both math roles."""
     slot = tile % Q_SLOTS
     for role in tl.static_range(MATH_ROLES):
         mine = role * Q_SLOTS + slot
-        tlx.barrier_wait(q_empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
-        fetch_rows(q_desc, q[mine], q_full[mine], start, length, head, row + role * ROWS)
+        tlx.barrier_wait(q.empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
+        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
 
 
 @triton.jit
-def probabilities(
-    s, scale, head, first_row, first_key,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+def probabilities(s, scale, head, first_row, first_key, options):
     """activation(scale * s) with masked pairs zero."""
-    p = activate_per_head(s, scale, head, ACTIVATION, True)
-    return mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
+    p = activate_per_head(s, scale, head, options.ACTIVATION, True)
+    return mask_probabilities(p, first_row, first_key, options.CAUSAL, options.WINDOW)
 
 
 @triton.jit
-def math(
-    role: tl.constexpr, out_desc, q, k, v, out, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    list_ptr, scale, output_scale,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_scale, options):
     """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     tile, kv = 0, 0
     if item < num_items:
         _, start_out, len_q, _, len_k, head, row = entry(list_ptr, item)
-        start, blocks = blocks_of(row, len_k, BLOCK_N, CAUSAL, WINDOW)
+        start, blocks = blocks_of(row, len_k, options)
         row += role * ROWS
-        tlx.barrier_wait(q_full[role * Q_SLOTS], 0)
-        tlx.barrier_wait(k_full[0], 0)
-        s = tlx.async_dot(q[role * Q_SLOTS], tlx.local_trans(k[0]))
+        tlx.barrier_wait(q.full[role * Q_SLOTS], 0)
+        tlx.barrier_wait(k.full[0], 0)
+        s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
         s = tlx.async_dot_wait(0, s)
-        tlx.barrier_arrive(k_empty[0])
-        p = probabilities(s, scale, head, row, start, ACTIVATION, CAUSAL, WINDOW)
+        tlx.barrier_arrive(k.empty[0])
+        p = probabilities(s, scale, head, row, start, options)
         while item < num_items:
             item += tl.num_programs(0)
             # Loaded now and used after the blocks: memory answers meanwhile.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             mine = role * Q_SLOTS + tile % Q_SLOTS
-            acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+            acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
                 stage = (kv + block) % NUM_STAGES
                 before = (kv + block - 1) % NUM_STAGES
-                tlx.barrier_wait(k_full[stage], ((kv + block) // NUM_STAGES) & 1)
-                tlx.barrier_wait(v_full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
                 p = p.to(DTYPE)
-                s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
-                acc = tlx.async_dot(p, v[before], acc)
+                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[before], acc)
                 s = tlx.async_dot_wait(1, s)
-                tlx.barrier_arrive(k_empty[stage])
-                key = start + block * BLOCK_N
-                p = probabilities(s, scale, head, row, key, ACTIVATION, CAUSAL, WINDOW)
+                tlx.barrier_arrive(k.empty[stage])
+                key = start + block * options.BLOCK_N
+                p = probabilities(s, scale, head, row, key, options)
                 acc = tlx.async_dot_wait(0, acc)
-                tlx.barrier_arrive(v_empty[before])
-            tlx.barrier_arrive(q_empty[mine])
+                tlx.barrier_arrive(v.empty[before])
+            tlx.barrier_arrive(q.empty[mine])
 
             # The first scores of the next tile beside the last product of this one.
             _, next_out, next_len_q, _, len_k, next_head, next_row = following
-            start, next_blocks = blocks_of(next_row, len_k, BLOCK_N, CAUSAL, WINDOW)
+            start, next_blocks = blocks_of(next_row, len_k, options)
             next_row += role * ROWS
             tile += 1
             kv += blocks
             mine = role * Q_SLOTS + tile % Q_SLOTS
             stage = kv % NUM_STAGES
             before = (kv - 1) % NUM_STAGES
-            tlx.barrier_wait(q_full[mine], (tile // Q_SLOTS) & 1)
-            tlx.barrier_wait(k_full[stage], (kv // NUM_STAGES) & 1)
-            tlx.barrier_wait(v_full[before], ((kv - 1) // NUM_STAGES) & 1)
+            tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
+            tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
+            tlx.barrier_wait(v.full[before], ((kv - 1) // NUM_STAGES) & 1)
             p = p.to(DTYPE)
-            s = tlx.async_dot(q[mine], tlx.local_trans(k[stage]))
-            acc = tlx.async_dot(p, v[before], acc)
+            s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+            acc = tlx.async_dot(p, v.buffer[before], acc)
             s = tlx.async_dot_wait(1, s)
-            tlx.barrier_arrive(k_empty[stage])
-            p = probabilities(s, scale, next_head, next_row, start, ACTIVATION, CAUSAL, WINDOW)
+            tlx.barrier_arrive(k.empty[stage])
+            p = probabilities(s, scale, next_head, next_row, start, options)
             acc = tlx.async_dot_wait(0, acc)
-            tlx.barrier_arrive(v_empty[before])
+            tlx.barrier_arrive(v.empty[before])
             tlx.async_descriptor_store_wait(0)
             rows = (acc * output_scale).to(DTYPE)
             put_rows(out_desc, out[role], start_out, len_q, head, row, rows)
@@ -204,6 +210,7 @@ def stream_kernel(
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed tiles of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(GROUP, ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES)
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -214,18 +221,17 @@ def stream_kernel(
     v_full = tlx.alloc_barriers(NUM_STAGES)
     k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
     v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+    q = Ring(q, q_full, q_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(
-                q_desc, k_desc, v_desc, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                list_ptr, GROUP, CAUSAL, WINDOW, BLOCK_N, NUM_STAGES,
-            )  # fmt: skip
+            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
-                tlx.async_task_replica_id(), out_desc, q, k, v, out,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, list_ptr, scale, output_scale,
-                ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES,
+                tlx.async_task_replica_id(), q, k, v, out_desc, out, list_ptr, scale, output_scale,
+                options,
             )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from gdpa_kernels.gdpa import v0_eager
 from gdpa_kernels.measuring.inputs import BlockInputs, Inputs
+from gdpa_kernels.measuring.workload import STEP
 
 
 class Availability(NamedTuple):
@@ -49,10 +50,6 @@ class Baseline:
         """Whether this machine has what the peer needs."""
         problem = self.needs()
         return Availability(problem is None, problem or "runs on cuda:0")
-
-
-STEP = "forward and backward"
-"""The direction, for `differentiate`, of a whole step of training."""
 
 
 def differentiate(

@@ -11,32 +11,27 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa.activations import foldable
+from gdpa_kernels.calling.launches import Launch, launches
+from gdpa_kernels.gdpa.batch import Batch
 
-KERNELS = {
-    "v1_tiled": "tiled_kernel",
-    "v2_tma": "tma_kernel",
-    "v3_persistent": "persistent_kernel",
-    "v4_warp_specialized": "specialized_kernel",
-    "v5_pingpong": "pipelined_kernel",
-    "v6a_persistent": "persistent_pipeline_kernel",
-    "v6b_stream": "stream_kernel",
-    "v6_short_kv": "short_kv_kernel",
-    "v7_packed": "packed_kernel",
-    "v8_own_waits": "own_waits_kernel",
-}
+SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
+"""Shared memory of a program at most, by compute capability."""
+TENSOR_COLUMNS = 512
+"""Columns of tensor memory, of 128 lanes and 4 bytes; sm_100 has them."""
 
 
 @dataclass(frozen=True)
@@ -58,72 +53,47 @@ class Compiled:
 
 
 @cache
-def compile_rung(impl: str, **options: object) -> Compiled:
+def compile_rung(impl: str | ModuleType, **options: object) -> Compiled:
     """`read(build_rung(impl, **options))`, compiled once."""
     return read(build_rung(impl, **options))
 
 
 def build_rung(
-    impl: str,
+    impl: str | ModuleType,
     *,
     capability: int = 90,
     head_dim: int = 128,
-    dtype: str = "bf16",
+    dtype: torch.dtype = torch.bfloat16,
     activation: str = "gelu_tanh",
     causal: bool = False,
     window: int | None = None,
     config: object | None = None,
     max_seqlen_k: int = 1024,
 ) -> CompiledKernel:
-    """Compile the kernel of rung `impl` for sm_<capability> as its launcher would.
+    """Compile for sm_<capability> the kernel that rung `impl` launches last, on one sequence of
+    `max_seqlen_k` tokens with 4 heads.
 
-    `dtype` is Triton's name: bf16, fp16 or fp32. Raises ValueError for a rung without a kernel.
+    impl: of the ladder "gdpa", or a module like one of its rungs. config: None for the rung's own
+    choice. Raises ValueError for a rung that launches nothing, and what `build` raises.
     """
-    if impl not in KERNELS:
-        raise ValueError(f"impl must be one of {', '.join(KERNELS)}, got {impl!r}")
-    module = ladder.rung(impl).module()
-    kernel = getattr(module, KERNELS[impl])
-    full = {name: full for full, name in _DTYPES.items()}[dtype]
-    masked = causal or window is not None
-    config = config or ladder.rung(impl).config(head_dim, full, max_seqlen_k, masked=masked)
-    launch = asdict(config)
-    specialized = ladder.rung(impl).requires.only_major  # its products are at least 32 wide
-    width = max(32 if specialized else 16, triton.next_power_of_2(head_dim))
-    launch.setdefault("BLOCK_M", 64)  # the rows of a math role
-    launch.setdefault("num_warps", 4)
-    strides = (4 * head_dim, head_dim, 1)
-    constants = {
-        "NUM_HEADS": 4, "GROUP": 1, "HEAD_DIM": head_dim, "ACTIVATION": activation,
-        "CAUSAL": causal, "WINDOW": window, "BLOCK_D": width,
-        "PAIRS": foldable(tuple(activation.split(",")), full),
-        **{name: launch[name] for name in ("BLOCK_M", "BLOCK_N")},
-        **{name.upper(): value for name, value in launch.items() if name.islower()},
-        **{f"{name}_STRIDES": strides for name in ("Q", "K", "V", "OUT")},
-    }  # fmt: skip
-    types = {
-        name: _type(name, dtype, launch, width)
-        for name in kernel.arg_names
-        if name not in constants
-    }
-    options = {"num_warps": launch["num_warps"], "num_stages": launch["num_stages"]}
-    return build(kernel, types, constants, capability=capability, options=options)
-
-
-def _type(name: str, dtype: str, launch: Mapping[str, int], width: int) -> str:
-    """The type of a kernel argument, by the naming rules of the rungs."""
-    if name.endswith("_desc"):
-        rows = launch["BLOCK_M"] if name in ("q_desc", "out_desc") else launch["BLOCK_N"]
-        return f"tensordesc<{dtype}[1, 1, 1, {rows}, {width}]>"
-    if name in ("q_ptr", "k_ptr", "v_ptr", "out_ptr"):
-        return f"*{dtype}"
-    if name.endswith("_ptr"):
-        return "*i32"
-    return "fp32" if name.endswith("scale") else "i32"
+    module = impl if isinstance(impl, ModuleType) else ladder.rung(impl).module()
+    x = torch.zeros(max_seqlen_k, 4, head_dim, dtype=dtype)
+    ends = torch.tensor([0, max_seqlen_k], dtype=torch.int32)
+    options = {} if config is None else {"config": config}
+    names, lengths = tuple(activation.split(",")), (ends, ends, max_seqlen_k, max_seqlen_k)
+    batch = Batch(x, x, x, *lengths, names, head_dim**-0.5, causal=causal, window=window)
+    with launches(run=False) as seen:
+        module.forward(batch, **options)
+    if not seen:
+        raise ValueError(f"impl must be a rung that launches a kernel, got {impl!r}")
+    return build_launch(seen[-1], capability=capability)
 
 
 _DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
 }  # fmt: skip
+# What of PTX writes to global memory: a thread, an atomic operation, or the copy engine.
+_WRITES = re.compile(r"\b(st|red|atom)\.\S*global|\bcp\.(reduce\.)?async\.bulk\S*\.global\.shared")
 
 
 def type_of(value: object) -> str:
@@ -149,8 +119,11 @@ def build(
 
     `types` holds Triton's types of the arguments that a launch gives, e.g. "*bf16", "i32" or
     "tensordesc<bf16[64, 128]>"; pointers are taken to be aligned to 16 bytes. All other arguments
-    are `constants`. `options` are num_warps and the like.
+    are `constants`. `options` are num_warps and the like. Raises OutOfResources, as a launch would,
+    for a kernel that needs more memory than there is, and ValueError for one that writes nothing.
     """
+    if capability not in SHARED_BYTES:
+        raise ValueError(f"capability must be one of {(*SHARED_BYTES,)}, got {capability}")
     signature, values, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name not in types:
@@ -159,21 +132,27 @@ def build(
         signature[name] = types[name]
         if types[name].startswith("*") or name in multiples_of_16:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    return triton.compile(
+    made = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes),
         target=GPUTarget("cuda", capability, 32),
         options=dict(options),
     )
+    columns = made.metadata.tmem_size or 0
+    if made.metadata.shared > SHARED_BYTES[capability]:
+        raise OutOfResources(made.metadata.shared, SHARED_BYTES[capability], "shared memory")
+    if columns > TENSOR_COLUMNS:
+        raise OutOfResources(columns, TENSOR_COLUMNS, "tensor memory")
+    if not _WRITES.search(made.asm["ptx"]):
+        raise ValueError(f"kernel must write to memory, got {kernel.__name__}, which does not")
+    return made
 
 
-def build_launch(
-    kernel: triton.JITFunction, arguments: Sequence[object], options: Mapping[str, object]
-) -> CompiledKernel:
-    """`build` for sm_90a of what `launch(kernel, grid, device, *arguments, **options)` launches."""
-    given = dict(zip(kernel.arg_names, arguments, strict=False))
-    types = {name: type_of(value) for name, value in given.items() if value is not None}
-    own = {name: value for name, value in options.items() if name not in kernel.arg_names}
-    return build(kernel, types, given | options, options=own)
+def build_launch(launch: Launch, *, capability: int = 90) -> CompiledKernel:
+    """`build` of what a launch launched; of its numbers it knows the types alone."""
+    given = launch.arguments.items()
+    types = {name: type_of(value) for name, value in given if value is not None}
+    constants = launch.arguments | launch.constants
+    return build(launch.kernel, types, constants, capability=capability, options=launch.options)
 
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)((?:\.\w+)*)", re.M)

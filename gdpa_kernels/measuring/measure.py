@@ -32,6 +32,7 @@ def candidate(
 ) -> Candidate:
     """A rung or a baseline on `inputs`; `options` go to the rung, e.g. `config` or `schedule`.
 
+    The option `module`, a changed copy of the rung's own (`studies.changed`), stands in for it.
     A rung's schedule is made here, outside what is timed, and so is what its backward needs of its
     forward; their cost is a measurement of its own. Raises whatever the baseline or rung raises
     when it cannot take the workload.
@@ -131,13 +132,12 @@ def measure(
             made, error, peak = ready[i]
             times = samples[f"{made.impl} {variant}"]
             what = {"error": error, "peak_bytes": peak, "config": dict(made.config)}
-            nothing = {"flops": 0, "bytes_read": 0, "bytes_written": 0}
             if scope == "schedule":
-                what = nothing
+                what = {}
             elif scope == "host":
-                what = nothing | {"error": error, "config": dict(made.config)}
+                what["peak_bytes"] = None
             elif variant == STEP and variant != made.variant:
-                what |= _work_of_a_step(workload) | {"peak_bytes": None}
+                what["peak_bytes"] = None
                 what["config"]["forward"] = operator.forward_of_step()
             rows.append(
                 record.Row.of(
@@ -168,8 +168,7 @@ def measure_rotary(
     operation by operation, impl "rotary_eager".
 
     Forward turns q and k, and v if the workload rotates it; backward turns tensors of the same
-    shapes back. Both read sin and cos. A row's bytes are those of the turned tensors, twice, and of
-    sin and cos; its FLOPs are three for each element.
+    shapes back. Both read sin and cos. What a row counts: `record.Row.of`.
     """
     from gdpa_kernels.block_attention import reference
     from gdpa_kernels.block_attention.rotary import rotary
@@ -189,15 +188,9 @@ def measure_rotary(
     def eager() -> tuple[torch.Tensor, ...]:
         return tuple(turn(tensor, *turns) for tensor in tensors)
 
-    moved = sum(tensor.nbytes for tensor in tensors)
-    work = {
-        "flops": 3 * sum(tensor.numel() for tensor in tensors),
-        "bytes_read": moved + sum(tensor.nbytes for tensor in turns),
-        "bytes_written": moved,
-    }
     rows, ready, errors = [], {}, {}
     for impl, call in (("rotary", kernel), ("rotary_eager", eager)):
-        common = {"impl": impl, "math": "rotary", "scope": "kernel", **work}
+        common = {"impl": impl, "math": "rotary", "scope": "kernel"}
         try:
             result, peak = run_once(Candidate(impl, "rotary", call))
             comparisons = _check_turned(turn, tensors, turns, result)
@@ -360,16 +353,6 @@ def _sampler(scope: str) -> Callable[..., dict[str, list[float]]]:
     """The timer of `scope`."""
     on_host = {"op": timing.sample_ops, "host": timing.sample_hosts}
     return on_host.get(scope, timing.sample_kernels)
-
-
-def _work_of_a_step(workload: Workload) -> dict[str, int]:
-    """FLOPs and bytes of forward and backward together, as fields of a row."""
-    counts = {
-        "flops": workload.flops,
-        "bytes_read": workload.bytes_read,
-        "bytes_written": workload.bytes_written,
-    }
-    return {name: count("forward") + count("backward") for name, count in counts.items()}
 
 
 def free() -> None:

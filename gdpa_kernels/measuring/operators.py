@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
+from types import ModuleType
 
 import torch
 
@@ -141,19 +142,15 @@ class Gdpa(_Checked):
             _peer(baseline)
             call = baseline.prepare(inputs, self._direction)
             return Candidate(impl, baseline.math, call, {}, variant)
-        if self._direction == "backward":
-            return self._backward(impl, variant, options)
         from gdpa_kernels.gdpa import api
 
         batch = inputs.batch()
-        if self._direction == "forward":
-            rung = api.resolve(impl, batch)
-            arguments = _prepared(rung, batch, "forward", options)
-            run, given = rung.module().forward, (batch,)
+        if self._direction == "backward":
+            rung, given = api.resolve_backward(impl, batch), (inputs.grad_out, batch)
         else:
-            rung = api.resolve_backward(impl, batch)
-            arguments = _prepared(rung, batch, "backward", options)
-            run, given = rung.module().backward, (inputs.grad_out, batch)
+            rung, given = api.resolve(impl, batch), (batch,)
+        module, arguments = _prepared(rung, batch, self._direction, options)
+        run = getattr(module, self._direction)
         config = arguments.get("config")
         return Candidate(
             impl,
@@ -239,14 +236,16 @@ class Gdpa(_Checked):
 
 def _prepared(
     rung: ladder.Rung, batch: object, direction: str, options: Mapping[str, object]
-) -> dict[str, object]:
-    """The options of a rung with its config and schedule, made here and not in what is timed."""
+) -> tuple[ModuleType, dict[str, object]]:
+    """The module of a rung, or the option `module` in its place, and its other options with a
+    config and a schedule, which are made here and not in what is timed."""
     found = dict(options)
+    module = found.pop("module", None) or rung.module()
     if found.get("config") is None and "config" in rung.has:
-        found["config"] = rung.config(batch, direction)
+        found["config"] = rung.config(batch, direction, module)
     if found.get("schedule") is None and "schedule" in rung.has:
-        found["schedule"] = rung.schedule(batch, found["config"])
-    return found
+        found["schedule"] = rung.schedule(batch, found["config"], module)
+    return module, found
 
 
 class BlockAttention(_Checked):
@@ -276,8 +275,8 @@ class BlockAttention(_Checked):
             rung = api.resolve(impl, direction, batch)
         elif (problem := rung.problem(batch)) is not None:
             raise baselines.Unsupported(f"{impl} {problem}")
-        forward, backward = rung.module().forward, rung.module().backward
-        arguments = _prepared(rung, batch, direction, options)
+        module, arguments = _prepared(rung, batch, direction, options)
+        forward, backward = module.forward, module.backward
         config = arguments.get("config")
         if direction == "forward":
             call = lambda: forward(batch, **arguments)[0]  # noqa: E731

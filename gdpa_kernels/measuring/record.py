@@ -2,8 +2,8 @@
 
 `data/records/<id>.json` is written once and never changed. Rates, speedups and percentages are not
 stored; `results` derives them when read. Every key is explained in data/README.md, and
-record.schema.json states the structure. A file that is damaged, foreign or of a newer schema is
-refused with its name and the reason, and the others still load.
+record.schema.json states the structure. A file that is damaged, foreign, edited or of a newer
+schema is refused with its name and the reason: see refusals.py and manifest.py.
 """
 
 from __future__ import annotations
@@ -11,40 +11,27 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import math
 import os
 import re
 import subprocess
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 import gdpa_kernels
+from gdpa_kernels.measuring import manifest, refusals
 from gdpa_kernels.measuring import system as systems
+from gdpa_kernels.measuring.manifest import DATA_DIR, RecordError
+from gdpa_kernels.measuring.refusals import SCHEMA_VERSION
+from gdpa_kernels.measuring.rows import Ceiling, Error, Protocol, Row, Table
 from gdpa_kernels.measuring.workload import Workload
 
-SCHEMA_VERSION = 1
-ROOT = Path(__file__).resolve().parents[2]
-DATA_DIR = ROOT / "data"
+ROOT = DATA_DIR.parent
 COMMIT_VARIABLE = "GDPA_KERNELS_COMMIT"
-
-_CREATED = "%Y-%m-%dT%H:%M:%SZ"
-_LONGEST_REASON = 300
-
-
-class RecordError(ValueError):
-    """A record that cannot be used: `file` is its path and `reason` says why."""
-
-    def __init__(self, file: str | Path, reason: str) -> None:
-        self.file = Path(file)
-        self.reason = reason
-        super().__init__(f"{self.file.parent.name}/{self.file.name}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -77,134 +64,6 @@ class Package:
 def renames() -> Mapping[str, Mapping[str, str]]:
     """What older records call by another name: "notebooks", old path -> path now."""
     return json.loads(Path(__file__).with_name("renames.json").read_text(encoding="utf-8"))
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """How time was taken.
-
-    `timer`: what measured it, e.g. "cuda events". `warmup` and `samples`: calls before, and calls
-    timed, per row. `l2_flush_bytes`: bytes written before each call to empty the L2 cache, 0 for
-    none. `interleaved`: whether rows took turns. `statistic`: what one sample is, e.g. "one call".
-    """
-
-    timer: str
-    warmup: int
-    samples: int
-    l2_flush_bytes: int
-    interleaved: bool
-    statistic: str
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """A limit of the device, measured in the same run.
-
-    `kind`: "matmul" or "copy". `shape`: what ran, for people. `flops`, `bytes_read`,
-    `bytes_written`: per call. `samples_us`: microseconds, one per timed call.
-    """
-
-    kind: str
-    shape: str
-    samples_us: tuple[float, ...]
-    flops: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))
-
-
-@dataclass(frozen=True)
-class Error:
-    """The check of an output before it was timed.
-
-    `max_abs`: largest absolute error against `reference`, None if the output was not finite.
-    `budget`: largest error allowed. `elements`: numbers compared.
-    """
-
-    max_abs: float | None
-    budget: float
-    passed: bool
-    elements: int
-    reference: str = "fp64"
-
-    @staticmethod
-    def judge(max_abs: float, budget: float, *, elements: int, reference: str = "fp64") -> Error:
-        """The error of a measured `max_abs`, which passes if it is finite and within `budget`."""
-        finite = math.isfinite(max_abs)
-        return Error(
-            max_abs=float(max_abs) if finite else None,
-            budget=float(budget),
-            passed=finite and max_abs <= budget,
-            elements=elements,
-            reference=reference,
-        )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One implementation on one workload.
-
-    `workload`: a name in the record's `workloads`. `math`: "activation" or "softmax". `scope`: what
-    was timed, "kernel" (the launch alone), "op" (the whole call), "host" (the call until it
-    returns) or "schedule" (making one). `variant` tells apart rows that share all the rest, e.g. a
-    schedule's order. `config`: constants of the implementation. `flops`, `bytes_read`,
-    `bytes_written`: useful FLOPs and fewest bytes of one call. `samples_us`: microseconds, one per
-    timed call, empty when `failure` says why. `peak_bytes`: most device memory allocated during one
-    call, None if not measured.
-    """
-
-    workload: str
-    operator: str
-    direction: str
-    impl: str
-    math: str
-    scope: str
-    flops: int
-    bytes_read: int
-    bytes_written: int
-    samples_us: tuple[float, ...] = ()
-    error: Error | None = None
-    failure: str | None = None
-    variant: str = ""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    peak_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))
-
-    @staticmethod
-    def of(workload: Workload, direction: str, **values: Any) -> Row:
-        """A row whose operator, FLOPs and bytes are those of `workload` in `direction`.
-
-        `values` are the other fields; a value for one of those replaces it (a schedule has no
-        FLOPs).
-        """
-        derived = {
-            "operator": workload.operator,
-            "flops": workload.flops(direction),
-            "bytes_read": workload.bytes_read(direction),
-            "bytes_written": workload.bytes_written(direction),
-        }
-        return Row(workload=workload.name, direction=direction, **{**derived, **values})
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What tells a row from the others of its record."""
-        return (self.workload, self.direction, self.impl, self.scope, self.variant)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Measurements of a notebook that are no timings: named columns, rows of plain values."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "columns", tuple(self.columns))
-        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
 
 
 @dataclass(frozen=True)
@@ -246,10 +105,12 @@ class Record:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Record:
         """Rebuild a record from `to_dict`; ValueError with the reason if it is not a valid one."""
-        reason = _refusal(data)
+        reason = refusals.refusal(data)
         if reason is not None:
             raise ValueError(reason)
-        values = {key: value for key, value in data.items() if key != "schema_version"}
+        values = {
+            key: value for key, value in data.items() if key not in ("schema_version", "digest")
+        }
         errors = (row["error"] for row in data["rows"])
         return Record(
             **{
@@ -291,8 +152,8 @@ def new_record(
     name = Path(notebook or "run").with_suffix("").as_posix().removeprefix("notebooks/")
     stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return Record(
-        id=f"{now:%Y%m%dT%H%M%SZ}-{stem}-{system.id}",
-        created=now.strftime(_CREATED),
+        id=f"{now.strftime(refusals.STAMP)}-{stem}-{system.id}",
+        created=now.strftime(refusals.CREATED),
         command=command,
         notebook=notebook,
         package=package_state(notebook=notebook, commit=commit),
@@ -376,17 +237,17 @@ def _code_hash(text: str) -> str:
 
 
 def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
-    """Write `data_dir`/records/<id>.json and return its path.
+    """Write `data_dir`/records/<id>.json, list it in the manifest if there is one; its path.
 
     RecordError if the record is not valid or its system is not in `data_dir`/systems;
     FileExistsError if the file exists: records are append-only.
     """
     path = Path(data_dir) / "records" / f"{record.id}.json"
     data = record.to_dict()
-    reason = _refusal(data) or _system_refusal(record.system, data_dir)
+    reason = refusals.refusal(data) or _system_refusal(record.system, data_dir)
     if reason is not None:
         raise RecordError(path, reason)
-    text = _dumps(data)
+    text = _dumps({**data, "digest": refusals.digest(data)})
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         file = path.open("x", encoding="utf-8")
@@ -394,50 +255,75 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
         raise FileExistsError(f"records/{path.name} exists, and records are append-only") from error
     with file:
         file.write(text)
+    manifest.add(path)
     return path
 
 
-def load(path: str | Path, *, data_dir: str | Path | None = None) -> Record:
-    """Read one record; with `data_dir`, its system must be there. RecordError if it is refused."""
-    path = Path(path)
+def load(path: str | Path) -> Record:
+    """Read one record of a data folder, <folder>/records/<id>.json.
+
+    RecordError if it is refused: it cannot be read, is not what the folder's manifest lists, is not
+    valid, or its system is not in <folder>/systems. A folder without a manifest lists nothing.
+    """
+    path = Path(path).absolute()
+    sha256 = manifest.expected(path)
     try:
         seen = path.stat()
-        record = _parse(path, seen.st_mtime_ns, seen.st_size)
     except OSError as error:
         raise RecordError(path, f"cannot be read: {error.strerror}") from error
-    reason = None
-    if record.id != path.stem:
-        reason = f"id must be the file name {path.stem!r}, got {record.id!r}"
-        if path.with_name(f"{record.id}.json").exists():
-            reason += f", a duplicate of {record.id}.json"
-    elif data_dir is not None:
-        reason = _system_refusal(record.system, data_dir)
+    record = _parse(path, seen.st_mtime_ns, seen.st_size, sha256)
+    named = path.with_name(f"{record.id}.json")
+    if path != named:
+        reason = f"must be named {named.name}, after its id"
+        raise RecordError(path, reason + " (a duplicate of that file)" * named.exists())
+    reason = _system_refusal(record.system, path.parent.parent)
     if reason is not None:
         raise RecordError(path, reason)
     return record
 
 
 @cache
-def _parse(path: Path, changed: int, size: int) -> Record:
+def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
     """The record in `path`, read once for each state of the file."""
+    text = manifest.contents(path, sha256)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
-        return Record.from_dict(data)
-    except json.JSONDecodeError as error:
-        raise RecordError(path, f"not JSON, or cut short: {error}") from error
+        return Record.from_dict(refusals.parse(text))
     except ValueError as error:
         raise RecordError(path, str(error)) from error
 
 
-def load_all(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
-    """Every record in `data_dir`/records, oldest first, and an error for each refused file."""
+def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
+    """Every record in `data_dir`/records, oldest first, and an error for each refused file: each
+    one there that is no record, and each record of the manifest that is not there."""
+    data_dir = Path(data_dir)
+    folder = data_dir / "records"
+    try:
+        listed = manifest.listed(data_dir) or ()
+        paths = {data_dir / name for name in listed if name.startswith("records/")}
+        if folder.exists():
+            paths |= {path for path in folder.iterdir() if not path.name.startswith(".")}
+    except RecordError as error:
+        return [], [error]
+    except OSError as error:
+        return [], [RecordError(folder, f"cannot be read: {error.strerror}")]
     records, errors = [], []
-    for path in sorted((Path(data_dir) / "records").glob("*.json")):
+    for path in sorted(paths):
         try:
-            records.append(load(path, data_dir=data_dir))
+            records.append(load(path))
         except RecordError as error:
             errors.append(error)
     return sorted(records, key=lambda r: (r.created, r.id)), errors
+
+
+def load_all(data_dir: str | Path = DATA_DIR) -> list[Record]:
+    """Every record in `data_dir`/records, oldest first; RecordError naming every refused file."""
+    if not Path(data_dir).is_dir():
+        raise RecordError(data_dir, "must be a folder with records/ and systems/")
+    records, errors = survey(data_dir)
+    if errors:
+        named = "".join(f"\nrefused {error}" for error in errors)
+        raise RecordError(Path(data_dir) / "records", f"{len(errors)} refused{named}")
+    return records
 
 
 def _plain(value: Any) -> Any:
@@ -456,105 +342,6 @@ def _dumps(data: Mapping[str, Any]) -> str:
     # JSON strings hold no line break, so a bracket followed by one opens a list.
     numbers = re.compile(r"\[\n[^\[\]{}\"]*\]")
     return numbers.sub(lambda m: re.sub(r"\n\s*", " ", m[0]), text) + "\n"
-
-
-def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
-    if repeated:
-        raise ValueError(f"every key of an object must be unique, got {repeated} twice")
-    return dict(pairs)
-
-
-@cache
-def _validator() -> jsonschema.protocols.Validator:
-    schema = json.loads(Path(__file__).with_name("record.schema.json").read_text(encoding="utf-8"))
-    times = schema["$defs"]["samples_us"]["items"]
-    every_item = jsonschema.Draft202012Validator.VALIDATORS["items"]
-
-    def items(validator: Any, rule: Any, found: Any, parent: Any) -> Iterator[Any]:
-        # One by one, the library takes 0.5 s for a record of 12,000 samples; this, 0.1 s.
-        if rule == times and all(type(x) in (int, float) and x > 0 for x in found):
-            return iter(())
-        return every_item(validator, rule, found, parent)
-
-    return jsonschema.validators.extend(jsonschema.Draft202012Validator, {"items": items})(schema)
-
-
-def _refusal(data: Any) -> str | None:
-    """Why `data` is no valid record, None if it is one."""
-    version = data.get("schema_version") if isinstance(data, Mapping) else None
-    if type(version) is not int:
-        return "not a record: it has no schema_version"
-    if version > SCHEMA_VERSION:
-        return f"schema_version must be at most {SCHEMA_VERSION}, got the newer {version}"
-    reason = next(_not_json(data, ""), None)
-    if reason is not None:
-        return reason
-    error = jsonschema.exceptions.best_match(_validator().iter_errors(data))
-    if error is not None:
-        where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error.absolute_path)
-        reason = error.schema.get("$comment", error.message)
-        if len(reason) > _LONGEST_REASON:
-            reason = f"{reason[:_LONGEST_REASON]}..."
-        return f"{where.lstrip('.') or 'record'}: {reason}"
-    return next(_contradictions(data), None)
-
-
-def _not_json(value: Any, where: str) -> Iterator[str]:
-    """Reasons why `value`, found at `where`, would not come back from a JSON file as it is."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                yield f"{where} must have strings as keys, got {key!r}"
-            yield from _not_json(item, f"{where}.{key}" if where else str(key))
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _not_json(item, f"{where}[{i}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{where} must be a finite number, got {value}"
-    elif not isinstance(value, str | int | float | None):
-        yield f"{where} must be a JSON value, got {value!r} of type {type(value).__name__}"
-
-
-def _contradictions(data: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons to refuse a record of the right structure."""
-    try:
-        datetime.strptime(data["created"], _CREATED)
-    except ValueError:
-        yield f"created must be a date and time, got {data['created']!r}"
-    for name, values in data["workloads"].items():
-        try:
-            workload = Workload.from_dict(values)
-        except (TypeError, ValueError) as error:
-            yield f"workloads.{name}: {error}"
-        else:
-            if workload.name != name:
-                yield f"workloads.{name}: name must be its key, got {workload.name!r}"
-    seen: dict[tuple[str, ...], int] = {}
-    for i, row in enumerate(data["rows"]):
-        if row["workload"] not in data["workloads"]:
-            yield (
-                f"rows[{i}].workload must be one of {sorted(data['workloads'])}, "
-                f"got {row['workload']!r}"
-            )
-        error = row["error"] or {"passed": False}
-        if error["passed"] and (error["max_abs"] is None or error["max_abs"] > error["budget"]):
-            yield (
-                f"rows[{i}].error: max_abs must be at most the budget {error['budget']} to pass, "
-                f"got {error['max_abs']}"
-            )
-        key = tuple(row[name] for name in ("workload", "direction", "impl", "scope", "variant"))
-        if key in seen:
-            yield f"rows[{i}] must differ from rows[{seen[key]}], got {'/'.join(key)} twice"
-        seen[key] = i
-    for name, table in data["tables"].items():
-        for i, row in enumerate(table["rows"]):
-            if len(row) != len(table["columns"]):
-                yield (
-                    f"tables.{name}.rows[{i}] must have {len(table['columns'])} values, "
-                    f"got {len(row)}"
-                )
 
 
 def _system_refusal(system: str, data_dir: str | Path) -> str | None:

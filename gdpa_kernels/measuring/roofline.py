@@ -7,8 +7,12 @@ bytes at the measured copy rate. Perfect overlap of the two gives the lower time
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
+from gdpa_kernels.measuring.rows import Ceiling
 from gdpa_kernels.measuring.workload import Workload
 
 
@@ -37,6 +41,29 @@ class Ceilings:
         mixes = [mix for mix, _ in self.copies]
         if any(a >= b for a, b in zip(mixes, mixes[1:], strict=False)):
             raise ValueError(f"copies must have strictly rising read shares, got {mixes}")
+
+    @staticmethod
+    def measured(ceilings: Iterable[Ceiling]) -> Ceilings | None:
+        """The limits that `ceilings` show, from the median of each one's samples.
+
+        The fastest matrix product counts, and the fastest copy of each read : written mix. None if
+        either kind is missing.
+        """
+        tflops, copies = 0.0, {}
+        for c in ceilings:
+            time_us = float(np.median(c.samples_us))
+            if c.kind == "matmul":
+                tflops = max(tflops, c.flops / time_us / 1e6)
+            else:
+                mix = c.bytes_read / c.bytes_written
+                rate = (c.bytes_read + c.bytes_written) / time_us / 1e3
+                copies[mix] = max(rate, copies.get(mix, 0.0))
+        return Ceilings(tflops, tuple(sorted(copies.items()))) if tflops and copies else None
+
+    def floor_us(self, flops: int, read: int, written: int) -> float:
+        """Microseconds that `flops` FLOPs, or the bytes, need at least: the larger of the two."""
+        memory_us = (read + written) / self.gbytes_per_s(read, written) / 1e3
+        return max(flops / self.tflops / 1e6, memory_us)
 
     def gbytes_per_s(self, read: int, written: int) -> float:
         """GB/s for `read` and `written` bytes.

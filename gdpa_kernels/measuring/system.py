@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from gdpa_kernels.measuring import manifest
+
 THROTTLE_REASONS = {
     0x001: "gpu_idle",
     0x002: "applications_clocks_setting",
@@ -162,24 +164,28 @@ def state(device: int | None = None) -> dict[str, Any]:
 
 
 def save(system: System, data_dir: str | Path) -> Path:
-    """Write `data_dir`/systems/<id>.json and return its path; an equal file is left as it is."""
+    """Write `data_dir`/systems/<id>.json, list it in the manifest if there is one; its path. An
+    equal file is left as it is."""
     path = Path(data_dir) / "systems" / f"{system.id}.json"
     if path.exists():
         load(path)
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(system.to_dict(), indent=2) + "\n", encoding="utf-8")
+    manifest.add(path)
     return path
 
 
 def load(path: str | Path) -> System:
-    """Read a system file; ValueError if it is damaged or its name is not its id."""
-    path = Path(path)
+    """Read a system file, <folder>/systems/<id>.json; ValueError if it cannot be read, is not what
+    the folder's manifest lists, is damaged, or its name is not its id."""
+    path = Path(path).absolute()
+    text = manifest.contents(path, manifest.expected(path))
     try:
-        system = System.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        system = System.from_dict(json.loads(text.decode("utf-8")))
     except json.JSONDecodeError as error:
         raise ValueError(f"systems/{path.name} must be JSON, got {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"systems/{path.name}: {error}") from error
     if path.stem != system.id:
         raise ValueError(f"systems/{path.name} must be named {system.id}.json, after its id")

@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 
 DIRECTIONS = ("forward", "backward")
+STEP = "forward and backward"
+"""A whole step of training, where a direction or the variant of a row is told."""
+
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPERATORS = ("gdpa", "block_attention")
 BLOCK_SIZES = (16, 32, 64, 128)

@@ -277,11 +277,14 @@ def check_records(data_dir: str | Path | None = None) -> Finding:
     record = _module("measuring.record")
     if isinstance(record, Exception):
         return Finding("data", "records", False, f"cannot be read: {record}")
-    records, errors = record.load_all(record.DATA_DIR if data_dir is None else data_dir)
-    detail = f"{len(records)} read, {len(errors)} refused"
-    return Finding(
-        "data", "records", not errors, "; ".join([detail, *(str(error) for error in errors)])
-    )
+    data_dir = Path(record.DATA_DIR if data_dir is None else data_dir)
+    records, errors = record.survey(data_dir)
+    found = [f"{len(records)} read, {len(errors)} refused", *map(str, errors)]
+    if not (data_dir / record.manifest.NAME).exists():
+        found.append(f"no {record.manifest.NAME} to hold them to")
+    if not data_dir.is_dir():
+        found.append(f"{data_dir} is no folder")
+    return Finding("data", "records", data_dir.is_dir() and not errors, "; ".join(found))
 
 
 def _ask(group: str, name: str, availability: Any, *arguments: Any) -> Finding:

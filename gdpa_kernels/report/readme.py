@@ -155,7 +155,10 @@ def _block_table(rows: dict[tuple[str, str], pd.Series], title: str, workload: s
 
 
 def update(root: Path = record.ROOT) -> bool:
-    """Rewrite the block in README.md and the figure; whether anything changed."""
+    """Rewrite the block in README.md and the figure; whether anything changed.
+
+    Nothing is written if a record is refused: RecordError.
+    """
     readme = root / "README.md"
     old = readme.read_text(encoding="utf-8")
     new = re.sub(
@@ -164,11 +167,11 @@ def update(root: Path = record.ROOT) -> bool:
         old,
         flags=re.DOTALL,
     )
-    readme.write_text(new, encoding="utf-8")
     rungs = [rung.impl for rung in ladder.RUNGS]
     drawn = figures.figure_ladder(_rows(root / "data"), WORKLOAD, rungs, None).to_svg()
     path = root / FIGURE
     changed = new != old or not path.exists() or path.read_text(encoding="utf-8") != drawn
+    readme.write_text(new, encoding="utf-8")
     path.write_text(drawn, encoding="utf-8")
     return changed
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring.record import DATA_DIR, ROOT, Ceiling, Record, Row, load_all
+from gdpa_kernels.measuring.record import DATA_DIR, ROOT, Record, Row, load_all
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.workload import BLOCK_WORKLOADS, WORKLOADS, figures_of
 
@@ -45,10 +44,6 @@ COLUMNS = (*_IDENTITY, *_NUMBERS, "correct", "failure", "stale", "samples")
 _MOST_LISTED = 20
 
 
-class RefusedRecordWarning(UserWarning):
-    """A file in data/records was refused; the others are used."""
-
-
 def table(
     data_dir: str | Path = DATA_DIR,
     *,
@@ -71,13 +66,13 @@ def table(
     `figure`: the published figure that shows the workload, or "". `stale`: the file of the
     implementation, or the definition of the workload, has changed since. `samples`: how many.
 
-    A refused record is named in a RefusedRecordWarning. ValueError for another `per`.
+    RecordError naming every refused file; ValueError for another `per`.
     """
     if per not in ("system", "gpu"):
         raise ValueError(f"per must be 'system' or 'gpu', got {per!r}")
     rows: list[dict[str, Any]] = []
     gpus: dict[str, str] = {}
-    for record in _load(data_dir):
+    for record in load_all(data_dir):
         if record.system not in gpus:
             path = Path(data_dir) / "systems" / f"{record.system}.json"
             gpus[record.system] = systems.load(path).gpu or ""
@@ -128,9 +123,10 @@ def latest_record(
 ) -> Record:
     """The newest record of `notebook` (path relative to the repository) on `system`.
 
-    `system`: part of the system's id. LookupError saying what exists if there is none.
+    `system`: part of the system's id. LookupError saying what exists if there is none; RecordError
+    naming every refused file.
     """
-    records = _load(data_dir)
+    records = load_all(data_dir)
     found = [
         r
         for r in records
@@ -156,21 +152,8 @@ def notebook_table(record: Record, name: str) -> pd.DataFrame:
 
 
 def ceilings(record: Record) -> Ceilings | None:
-    """The ceilings measured in `record`, from the median of each one's samples.
-
-    The fastest matrix product counts, and the fastest copy of each read : written mix. None if
-    either kind is missing.
-    """
-    tflops = [c.flops / _median_us(c) / 1e6 for c in record.ceilings if c.kind == "matmul"]
-    copies: dict[float, float] = {}
-    for c in record.ceilings:
-        if c.kind == "copy":
-            mix = c.bytes_read / c.bytes_written
-            rate = (c.bytes_read + c.bytes_written) / _median_us(c) / 1e3
-            copies[mix] = max(rate, copies.get(mix, 0.0))
-    if not tflops or not copies:
-        return None
-    return Ceilings(tflops=max(tflops), copies=tuple(sorted(copies.items())))
+    """The ceilings measured in `record`; None if either kind is missing."""
+    return Ceilings.measured(record.ceilings)
 
 
 def to_csv(table: pd.DataFrame) -> str:
@@ -191,13 +174,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     return " ".join(str(value).split()).replace("|", "\\|")
-
-
-def _load(data_dir: str | Path) -> list[Record]:
-    records, errors = load_all(data_dir)
-    for error in errors:
-        warnings.warn(f"refused {error}", RefusedRecordWarning, stacklevel=3)
-    return records
 
 
 def _derive(record: Record, row: Row, limits: Ceilings | None, gpu: str) -> list[dict[str, Any]]:
@@ -234,15 +210,9 @@ def _derive(record: Record, row: Row, limits: Ceilings | None, gpu: str) -> list
 
 def _floor_us(row: Row, limits: Ceilings | None) -> float:
     """The larger of the compute and memory floors of `row`, as `roofline.bracket` has it."""
-    size = row.bytes_read + row.bytes_written
-    if limits is None or not row.flops or not size:
+    if limits is None or not row.flops:
         return math.nan
-    rate = limits.gbytes_per_s(row.bytes_read, row.bytes_written)
-    return max(row.flops / limits.tflops / 1e6, size / rate / 1e3)
-
-
-def _median_us(ceiling: Ceiling) -> float:
-    return float(np.median(ceiling.samples_us))
+    return limits.floor_us(row.flops, row.bytes_read, row.bytes_written)
 
 
 def _is_stale(record: Record, row: Row) -> bool:

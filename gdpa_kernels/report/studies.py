@@ -1,4 +1,4 @@
-"""What the chapters do to a rung to show what a line of it is for, and to measure it changed."""
+"""What the chapters do to a rung to show what a line of it is for: a changed copy of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-
-from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.inputs import Inputs
-from gdpa_kernels.measuring.measure import candidate
-from gdpa_kernels.measuring.operators import Candidate
-
-OPERATORS = {"forward": "gdpa", "backward": "gdpa_backward"}
 
 
 @cache
@@ -26,6 +19,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 def changed(module: ModuleType, *changes: tuple[str, str]) -> ModuleType:
     """A copy of `module`, pieces of its source replaced: (old, new), one after the other.
 
+    `measure.measure`, as the option `module` of a rung, and `compile_check` take it for the rung.
     Raises ValueError unless each `old` occurs once.
     """
     text = Path(module.__file__).read_text(encoding="utf-8")
@@ -39,34 +33,4 @@ def changed(module: ModuleType, *changes: tuple[str, str]) -> ModuleType:
     made = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = made
     spec.loader.exec_module(made)
-    return made
-
-
-def with_module(
-    impl: str,
-    inputs: Inputs,
-    *,
-    module: ModuleType | None = None,
-    direction: str = "forward",
-    **options: object,
-) -> Candidate:
-    """As `measure.candidate`, of GDPA; `module`, a changed one, stands in for the rung's own.
-
-    Put in place of `measure.candidate` it lets a notebook measure (impl, variant, {"module": ..,
-    "config": ..}). A schedule is made by `module` too, outside what is timed. Raises ValueError for
-    a module without a config.
-    """
-    made = candidate(impl, inputs, direction=direction, **options)
-    if module is None:
-        return made
-    if options.get("config") is None:
-        raise ValueError(f"config must be given with a module, got none for {impl}")
-    batch, config = inputs.batch(), options["config"]
-    given = {"config": config}
-    if "schedule" in ladder.rung(impl, OPERATORS[direction]).has:
-        given["schedule"] = module.make_schedule(batch, config)
-    if direction == "forward":
-        made.call = lambda: module.forward(batch, **given)
-    else:
-        made.call = lambda: module.backward(inputs.grad_out, batch, **given)
     return made

@@ -29,7 +29,6 @@ import difflib
 import inspect
 import re
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -39,6 +38,7 @@ from matplotlib.patches import Rectangle
 
 from gdpa_kernels import emulator, gdpa
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import derivatives, reference, v1_tiled, v1_tiled_backward
 from gdpa_kernels.gdpa.v1_tiled_backward import Config, default_config
 from gdpa_kernels.measuring import baselines, compile_check, system, testing
@@ -190,14 +190,9 @@ def call_of(
 
 def emulated(module, call: dict, **how) -> tuple[tuple, dict]:
     """(gradients, reports of the launches by kernel) of a backward in the emulator."""
-    reports, launch = {}, emulator.run
-
-    def keep(kernel, *arguments, **options):
-        reports[kernel.__name__] = launch(kernel, *arguments, **options)
-        return reports[kernel.__name__]
-
-    with mock.patch.object(emulator, "run", keep), emulator.enabled(**how):
-        return module.backward(**call), reports
+    with emulator.enabled(**how) as reports:
+        gradients = module.backward(**call)
+    return gradients, {report.kernel: report for report in reports}
 
 
 TOKENS = 512
@@ -420,17 +415,12 @@ KINDS = {
 def built(module, head_dim=HEAD_DIM, dtype=torch.bfloat16, **configs) -> dict:
     """The kernels of a call with 4 heads, compiled for sm_90a, and their constants, by name."""
     call = call_of((130,), (130,), heads=4, heads_k=4, head_dim=head_dim, dtype=dtype)
-    seen = []
-
-    def keep(kernel, grid, device, *given, **options):
-        seen.append((kernel, given, options))
-
-    with mock.patch.object(module, "launch", keep):
+    with launches(run=False) as seen:
         module.backward(**call, **configs)
-    made = {}
-    for kernel, given, options in seen:
-        made[kernel.__name__] = compile_check.build_launch(kernel, given, options), options
-    return made
+    return {
+        launch.name: (compile_check.build_launch(launch), launch.constants | launch.options)
+        for launch in seen
+    }
 
 
 def on_an_sm(made: compile_check.Compiled, warps: int) -> int:

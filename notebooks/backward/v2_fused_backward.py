@@ -32,7 +32,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -41,6 +40,7 @@ from IPython.display import Markdown, display
 
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import (
     gradients,
     reference,
@@ -166,18 +166,11 @@ def problem(lengths, lengths_k=None, heads=1, heads_k=1, head_dim=128, seed=2025
 
 
 def emulated(module, given: dict, schedule="modelled", **more) -> tuple:
-    """(gradients, dQ in fp32 before it is rounded or None, [(kernel, report)]) of a rung."""
-    sums, reports, launch = [], [], emulator.run
-
-    def keep(kernel, grid, *arguments, **options):
-        if kernel.__name__ == "round_kernel":
-            sums.append(arguments[0].clone())
-        reports.append((kernel.__name__, launch(kernel, grid, *arguments, **options)))
-        return reports[-1][1]
-
-    with mock.patch.object(emulator, "run", keep), emulator.enabled(schedule=schedule):
+    """(gradients, dQ in fp32 before it is rounded or None, reports of the launches) of a rung."""
+    with emulator.enabled(schedule=schedule) as reports, launches() as seen:
         found = module.backward(**given, **more)
-    return found, sums[0] if sums else None, reports
+    rounded = [launch.arguments["sums_ptr"] for launch in seen if launch.name == "round_kernel"]
+    return found, rounded[0] if rounded else None, reports
 
 
 MODULES = {V1: v1_tiled_backward, V2: v2_fused_backward, V2A: v2a_ordered_backward}
@@ -188,7 +181,7 @@ for impl, module in MODULES.items():
     _, _, reports = emulated(module, one_head)
     zero = 0 if impl == V1 else 2
     counted += [("zero fill", impl, 0.0, float(zero))] if zero else []
-    counted += [(name, impl, r.bytes_loaded / unit, r.bytes_stored / unit) for name, r in reports]
+    counted += [(r.kernel, impl, r.bytes_loaded / unit, r.bytes_stored / unit) for r in reports]
 counted = pd.DataFrame(counted, columns=["kernel", "rung", "loaded", "stored"])
 moved = counted.groupby("rung")[["loaded", "stored"]].sum()
 fused = counted.set_index(["rung", "kernel"]).loc[V2, "fused_kernel"]
@@ -444,21 +437,12 @@ code(inspect.getsource(v2a_ordered_backward.count_slices))
 
 
 # %% tags=["remove-cell"]
-def launches(module, **more) -> list[tuple]:
-    """(kernel, arguments, options) of a call with four heads of 128, which runs nothing."""
-    seen = []
-    with mock.patch.object(
-        module, "launch",
-        lambda kernel, grid, device, *arguments, **options: seen.append(
-            (kernel, arguments, options)
-        ),
-    ):  # fmt: skip
+def compiled(module, name: str, **more) -> compile_check.Compiled:
+    """The kernel of that name in a call with four heads of 128."""
+    with launches(run=False) as seen:
         module.backward(**problem((130,), heads=4, heads_k=4), **more)
-    return seen
-
-
-def compiled(kernel, arguments: tuple, options: dict) -> compile_check.Compiled:
-    return compile_check.read(compile_check.build_launch(kernel, arguments, options))
+    (launch,) = (launch for launch in seen if launch.name == name)
+    return compile_check.read(compile_check.build_launch(launch))
 
 
 LOOKED_AT = (
@@ -472,7 +456,7 @@ LOOKED_AT = (
 )  # fmt: skip
 facts = []
 for title, module, name, more in LOOKED_AT:
-    made = compiled(*next(found for found in launches(module, **more) if found[0].__name__ == name))
+    made = compiled(module, name, **more)
     assert not made.serialised, title
     facts.append(
         {

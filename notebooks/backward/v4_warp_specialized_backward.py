@@ -25,12 +25,10 @@
 # :::
 
 # %% tags=["remove-cell"]
-import contextlib
 import inspect
 import re
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -39,6 +37,7 @@ from IPython.display import SVG, Markdown, display
 
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import rows as tiles
 from gdpa_kernels.gdpa import derivatives, reference, v4_warp_specialized_backward
 from gdpa_kernels.gdpa.v4_warp_specialized_backward import Config
@@ -48,7 +47,7 @@ from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import figures, results
 from gdpa_kernels.report.house import INK
-from gdpa_kernels.report.studies import changed, with_module
+from gdpa_kernels.report.studies import changed
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -142,21 +141,11 @@ def problem(lengths, lengths_k=None, heads=1, heads_k=1, head_dim=128, seed=2025
     }  # fmt: skip
 
 
-def emulated(module, given: dict, *, programs=None, config=None, **how) -> tuple:
+def emulated(module, given: dict, *, programs: int, config=None, **how) -> tuple:
     """(gradients, the main kernel's report) of v4; `how` goes to the emulator."""
-    reports, launch = {}, emulator.run
-
-    def keep(kernel, grid, *arguments, **options):
-        reports[kernel.__name__] = launch(kernel, grid, *arguments, **options)
-        return reports[kernel.__name__]
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(emulator, "run", keep))
-        stack.enter_context(emulator.enabled(**how))
-        if programs is not None:
-            stack.enter_context(mock.patch.object(module, "multiprocessors", lambda _: programs))
+    with emulator.enabled(multiprocessors=programs, **how) as reports:
         found = module.backward(**given, config=config)
-    return found, reports["backward_kernel"]
+    return found, next(report for report in reports if report.kernel == "backward_kernel")
 
 
 STEPS = 8
@@ -492,17 +481,10 @@ LADDER = [
 # %% tags=["remove-cell"]
 def built(module, config):
     """The main kernel of v4 for four heads of 128, compiled; nothing runs."""
-    seen = []
     no_list = WorkList(torch.zeros(5, 8, dtype=torch.int32), 4)
-    with mock.patch.object(
-        module, "launch",
-        lambda kernel, grid, device, *arguments, **options: seen.append(
-            (kernel, arguments, options)
-        ),
-    ):  # fmt: skip
+    with launches(run=False) as seen:
         module.backward(**problem((130,), heads=4, heads_k=4), config=config, schedule=no_list)
-    kernel, arguments, options = seen[0]
-    return compile_check.build_launch(kernel, arguments, options)
+    return compile_check.build_launch(seen[0])
 
 
 def loop_of(binary, steps: int = 1) -> list[str]:
@@ -680,7 +662,6 @@ def listed(name: str) -> list[str]:
 
 
 if mode == "measure":
-    from gdpa_kernels.measuring import measure
     from gdpa_kernels.measuring.session import Session
 
     modules = {
@@ -688,13 +669,12 @@ if mode == "measure":
         for name, (changes, _) in VARIANTS.items()
     }
     session = Session(NOTEBOOK, device)
-    with mock.patch.object(measure, "candidate", with_module):
-        for name in (*LONG, FULL[256], FULL[512], FULL[2048]):
-            entries = [
-                (V4, variant, {"config": VARIANTS[variant][1], "module": modules[variant]})
-                for variant in listed(name)
-            ]
-            session.measure(workload(name), [(V2, "default", {}), *entries], direction="backward")
+    for name in (*LONG, FULL[256], FULL[512], FULL[2048]):
+        entries = [
+            (V4, variant, {"config": VARIANTS[variant][1], "module": modules[variant]})
+            for variant in listed(name)
+        ]
+        session.measure(workload(name), [(V2, "default", {}), *entries], direction="backward")
     print(session.write(data_dir))
 
 # %% tags=["remove-cell"]

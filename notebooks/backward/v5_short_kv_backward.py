@@ -27,12 +27,10 @@
 # :::
 
 # %% tags=["remove-cell"]
-import contextlib
 import inspect
 import re
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -41,6 +39,7 @@ from IPython.display import SVG, Markdown, display
 
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import (
     reference,
     v2_fused_backward,
@@ -54,7 +53,7 @@ from gdpa_kernels.measuring import compile_check, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import figures, results
-from gdpa_kernels.report.studies import changed, with_module
+from gdpa_kernels.report.studies import changed
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -131,21 +130,11 @@ def problem(lengths, lengths_k=None, heads=1, heads_k=1, head_dim=128, seed=2025
     }  # fmt: skip
 
 
-def emulated(module, given: dict, *, programs=None, config=None, **how) -> tuple:
+def emulated(module, given: dict, *, programs: int, config=None, **how) -> tuple:
     """(gradients, reports by kernel) of a rung; `how` goes to the emulator."""
-    reports, launch = {}, emulator.run
-
-    def keep(kernel, grid, *arguments, **options):
-        reports[kernel.__name__] = launch(kernel, grid, *arguments, **options)
-        return reports[kernel.__name__]
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(emulator, "run", keep))
-        stack.enter_context(emulator.enabled(**how))
-        if programs is not None:
-            stack.enter_context(mock.patch.object(module, "multiprocessors", lambda _: programs))
+    with emulator.enabled(multiprocessors=programs, **how) as reports:
         found = module.backward(**given, config=config)
-    return found, reports
+    return found, {report.kernel: report for report in reports}
 
 
 one_item = problem((512,), (256,))
@@ -481,19 +470,12 @@ assert all(same)
 # %% tags=["remove-cell"]
 def built(module, config):
     """The main kernel of a rung for four heads of 128, compiled; nothing runs."""
-    seen = []
     no_list = torch.zeros(2, dtype=torch.int32)
     if module is v4_warp_specialized_backward:
         no_list = WorkList(torch.zeros(5, 8, dtype=torch.int32), 4)
-    with mock.patch.object(
-        module, "launch",
-        lambda kernel, grid, device, *arguments, **options: seen.append(
-            (kernel, arguments, options)
-        ),
-    ):  # fmt: skip
+    with launches(run=False) as seen:
         module.backward(**problem((130,), heads=4, heads_k=4), config=config, schedule=no_list)
-    kernel, arguments, options = seen[0]
-    return compile_check.build_launch(kernel, arguments, options)
+    return compile_check.build_launch(seen[0])
 
 
 def loop_of(binary, steps: int = 1) -> list[str]:
@@ -581,14 +563,13 @@ LISTED = [
 ]
 
 if mode == "measure":
-    from gdpa_kernels.measuring import measure, record
+    from gdpa_kernels.measuring import record
     from gdpa_kernels.measuring.inputs import make_inputs
     from gdpa_kernels.measuring.session import Session
 
     session, bits = Session(NOTEBOOK, device), []
     for name in NAMES:
-        with mock.patch.object(measure, "candidate", with_module):
-            session.measure(workload(name), LISTED, direction="backward")
+        session.measure(workload(name), LISTED, direction="backward")
         inputs = make_inputs(workload(name), device=session.device)
         arguments, grad = inputs.rung_arguments(), inputs.grad_out
         for impl in (V4, V5):

@@ -27,7 +27,6 @@ import inspect
 import math
 import re
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -235,28 +234,19 @@ tile_q, tile_k, tile_v, tile_grad = (
     torch.randn(BLOCK, 1, HEAD_DIM, generator=make).bfloat16() for _ in range(4)
 )
 how = {"block_size": BLOCK, "scale": HEAD_DIM**-0.5}
-moved, launch = {}, emulator.run
-
-
-def count(kernel, *arguments, **keywords):
-    report = launch(kernel, *arguments, **keywords)
-    moved.setdefault(rung, []).append(
-        (kernel.__name__, report.bytes_loaded / tile_q.nbytes, report.bytes_stored / tile_q.nbytes)
-    )
-    return report
-
-
+moved = []
 for rung, module in (("v0_flash", v0_flash), ("v1_one_tile", v1_one_tile), ("v2_slab", v2_slab)):
-    with mock.patch.object(emulator, "run", count), emulator.enabled():
+    with emulator.enabled():
         _, saved = module.forward(tile_q, tile_k, tile_v, tokens, **how)
-        moved[rung].clear()
+    with emulator.enabled() as reports:
         module.backward(tile_grad, tile_q, tile_k, tile_v, tokens, saved, **how)
-figures.show_table(
-    pd.DataFrame(
-        [(rung, *kernel) for rung, kernels in moved.items() for kernel in kernels],
-        columns=["rung", "kernel of backward", "loaded", "stored"],
-    ).query("`kernel of backward` != 'block_list_kernel'")
-)
+    moved += [
+        (rung, r.kernel, r.bytes_loaded / tile_q.nbytes, r.bytes_stored / tile_q.nbytes)
+        for r in reports
+        if r.kernel != "block_list_kernel"
+    ]
+moved = pd.DataFrame(moved, columns=["rung", "kernel of backward", "loaded", "stored"])
+figures.show_table(moved)
 
 # %% tags=["remove-input"]
 figures.source(
@@ -265,10 +255,7 @@ figures.source(
 )
 
 # %% tags=["remove-cell"]
-sums = {
-    rung: tuple(sum(k[i] for k in kernels if k[0] != "block_list_kernel") for i in (1, 2))
-    for rung, kernels in moved.items()
-}
+sums = {rung: (r.loaded.sum(), r.stored.sum()) for rung, r in moved.groupby("rung")}
 assert abs(sums["v2_slab"][0] - 4) < 0.02 and sums["v2_slab"][1] == sums["v1_one_tile"][1] == 3
 assert abs(sums["v1_one_tile"][0] - 7) < 0.02, "the text: three tiles are loaded twice in v1"
 assert abs(sum(sums["v0_flash"]) - 13) < 0.2

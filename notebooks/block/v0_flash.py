@@ -27,7 +27,6 @@ import functools
 import inspect
 import re
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -37,6 +36,7 @@ from IPython.display import Markdown, display
 from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import reference, v0_flash
 from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.measuring import compile_check, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
@@ -304,22 +304,13 @@ figures.show_table(wide.rename(columns={d: f"head_dim {d} (us)" for d in WORK}).
 
 
 # %% tags=["remove-cell"]
-TYPES = {
-    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", float: "fp32", int: "i32",
-}  # fmt: skip
-
-
-def launches(module, dim: int, direction: str, config) -> list[tuple]:
-    """(kernel, arguments, constants) of every launch of one pass; nothing runs."""
-    seen = []
+def launched(module, dim: int, direction: str, config) -> list[Launch]:
+    """Every launch of one pass; nothing runs."""
     tensor = torch.zeros(67, 4, dim, dtype=torch.bfloat16)
     blocks = BlockList(torch.zeros(3, 2, dtype=torch.int32), 2)
     options = {"block_size": 64, "scale": dim**-0.5, "config": config, "schedule": blocks}
 
-    def note(kernel, grid, device, *args, **constants):
-        seen.append((kernel, args, constants))
-
-    with mock.patch.object(module, "launch", note):
+    with launches(run=False) as seen:
         if direction == "forward":
             module.forward(tensor, tensor, tensor, None, **options)
         else:
@@ -331,18 +322,10 @@ def launches(module, dim: int, direction: str, config) -> list[tuple]:
 @functools.cache
 def compiled(module, dim: int, direction: str, config) -> dict[str, compile_check.Compiled]:
     """The kernels of one pass by name, compiled for Hopper with 4 warps."""
-    made = {}
-    for kernel, args, constants in launches(module, dim, direction, config):
-        given = dict(zip(kernel.arg_names, args, strict=False))
-        types = {
-            name: TYPES[value.dtype if isinstance(value, torch.Tensor) else type(value)]
-            for name, value in given.items()
-        }
-        options = {n: v for n, v in constants.items() if n not in kernel.arg_names}
-        assert options["num_warps"] == 4, "the text and programs_on_an_sm speak of 4 warps"
-        built = compile_check.build(kernel, types, given | constants, options=options)
-        made[kernel.__name__] = compile_check.read(built)
-    return made
+    seen = launched(module, dim, direction, config)
+    for launch in seen:
+        assert launch.options["num_warps"] == 4, "the text and programs_on_an_sm speak of 4 warps"
+    return {launch.name: compile_check.read(compile_check.build_launch(launch)) for launch in seen}
 
 
 def programs_on_an_sm(made: compile_check.Compiled) -> int:
@@ -479,17 +462,11 @@ assert checked["correct"].fillna(False).astype(bool).all(), "a check of v0 on th
 # %% tags=["remove-cell"]
 def emulated(module, tensors: dict, config=None, **options) -> dict[str, emulator.Report]:
     """The reports of the kernels of forward and backward, by name."""
-    reports, run = {}, emulator.run
-
-    def keep(kernel, *args, **kwargs):
-        reports[kernel.__name__] = run(kernel, *args, **kwargs)
-        return reports[kernel.__name__]
-
     grad_out, *others = tensors.values()
-    with mock.patch.object(emulator, "run", keep), emulator.enabled():
+    with emulator.enabled() as reports:
         _, saved = module.forward(*others, **OPTIONS | options, config=config)
         module.backward(grad_out, *others, saved, **OPTIONS | options, config=config)
-    return reports
+    return {report.kernel: report for report in reports}
 
 
 FULL_BLOCKS = problem((128, 64), head_dim=128)

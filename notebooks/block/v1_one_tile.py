@@ -27,9 +27,9 @@
 import functools
 import inspect
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -41,6 +41,7 @@ from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import eliminations, reference, v0_flash, v1_one_tile
 from gdpa_kernels.block_attention.block_list import BlockList
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.measuring import compile_check, system, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
@@ -330,22 +331,13 @@ Markdown("\n".join(tables))
 
 
 # %% tags=["remove-cell"]
-TYPES = {
-    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", float: "fp32", int: "i32",
-}  # fmt: skip
-
-
-def launches(module, dim: int, direction: str, config) -> list[tuple]:
-    """(kernel, arguments, constants) of every launch of one pass; nothing runs."""
-    seen = []
+def launched(module, dim: int, direction: str, config) -> list[Launch]:
+    """Every launch of one pass; nothing runs."""
     tensor = torch.zeros(67, 4, dim, dtype=torch.bfloat16)
     blocks = BlockList(torch.zeros(3, 2, dtype=torch.int32), 2)
     options = {"block_size": 64, "scale": dim**-0.5, "config": config, "schedule": blocks}
 
-    def note(kernel, grid, device, *args, **constants):
-        seen.append((kernel, args, constants))
-
-    with mock.patch.object(module, "launch", note):
+    with launches(run=False) as seen:
         if direction == "forward":
             module.forward(tensor, tensor, tensor, None, **options)
         else:
@@ -364,18 +356,9 @@ def first_batch(cubin: bytes) -> int:
 def built(module, dim: int, direction: str, config) -> list[tuple]:
     """(compiled kernel, warps) of the kernels with products of one pass."""
     made = []
-    for kernel, args, constants in launches(module, dim, direction, config):
-        if kernel.__name__ == "delta_kernel":
-            continue
-        given = dict(zip(kernel.arg_names, args, strict=False))
-        types = {
-            name: TYPES[value.dtype if isinstance(value, torch.Tensor) else type(value)]
-            for name, value in given.items()
-            if value is not None
-        }
-        options = {n: v for n, v in constants.items() if n not in kernel.arg_names}
-        kernel = compile_check.build(kernel, types, given | constants, options=options)
-        made.append((kernel, options["num_warps"]))
+    for launch in launched(module, dim, direction, config):
+        if launch.name != "delta_kernel":
+            made.append((compile_check.build_launch(launch), launch.options["num_warps"]))
     return made
 
 
@@ -535,19 +518,15 @@ glue("checked", len(checked))
 
 def asked(module, tensors: dict, config=None) -> dict[str, float]:
     """Tensors of q's size that each kernel asks for and writes, in the emulator."""
-    counts, launch = {}, emulator.run
-
-    def keep(kernel, *args, **kwargs):
-        report = launch(kernel, *args, **kwargs)
-        moved = (report.bytes_loaded + report.bytes_stored) / tensors["q"].nbytes
-        counts[kernel.__name__] = counts.get(kernel.__name__, 0.0) + moved
-        return report
-
     grad_out, *others = tensors.values()
-    with mock.patch.object(emulator, "run", keep), emulator.enabled():
+    with emulator.enabled() as reports:
         _, saved = module.forward(*others, **OPTIONS, config=config)
         module.backward(grad_out, *others, saved, **OPTIONS, config=config)
-    counts.pop("block_list_kernel", None)
+    counts = Counter()
+    for report in reports:
+        if report.kernel != "block_list_kernel":
+            moved = report.bytes_loaded + report.bytes_stored
+            counts[report.kernel] += moved / tensors["q"].nbytes
     return counts
 
 

@@ -31,7 +31,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -43,6 +42,7 @@ from gdpa_kernels.block_attention import reference, v1_one_tile, v2_slab
 from gdpa_kernels.block_attention.block_list import BlockList
 from gdpa_kernels.block_attention.v2_slab import Config
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import ragged
 from gdpa_kernels.measuring import compile_check, system, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -239,9 +239,9 @@ Markdown(
 
 
 # %% tags=["remove-cell"]
-def launched(module, direction: str, head_dim: int, config) -> tuple:
-    """(kernel, arguments, options) of a launch on four heads, which runs nothing."""
-    seen, total = [], BLOCK + 3
+def built(module, direction: str, head_dim: int, config):
+    """The kernel of a launch on four heads, compiled for sm_90a."""
+    total = BLOCK + 3
     tensors = [torch.zeros(total, 4, head_dim, dtype=torch.bfloat16) for _ in range(4)]
     ends = cu_seqlens((total,), "cpu")
     options = {
@@ -249,22 +249,13 @@ def launched(module, direction: str, head_dim: int, config) -> tuple:
         "schedule": BlockList(torch.zeros(3, 2, dtype=torch.int32), 2),
     }  # fmt: skip
 
-    def keep(kernel, grid, device, *arguments, **options):
-        seen.append((kernel, arguments, options))
-
-    with mock.patch.object(module, "launch", keep):
+    with launches(run=False) as seen:
         if direction == "forward":
             module.forward(*tensors[:3], ends, **options)
         else:
             module.backward(*tensors, ends, (), **options)
     (only,) = seen
-    return only
-
-
-def built(module, direction: str, head_dim: int, config):
-    """The kernel that a launch with `config` would run, compiled for sm_90a."""
-    kernel, arguments, options = launched(module, direction, head_dim, config)
-    return compile_check.build_launch(kernel, arguments, options)
+    return compile_check.build_launch(only)
 
 
 STEPS = (

@@ -29,7 +29,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -41,6 +40,7 @@ from gdpa_kernels.block_attention import reference, slots, v1_one_tile, v3_warp_
 from gdpa_kernels.block_attention.block_list import BlockList
 from gdpa_kernels.block_attention.v3_warp_specialized import Config
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.emulator.timeline import Timeline
 from gdpa_kernels.measuring import compile_check, system, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -318,15 +318,9 @@ def problem(lengths, num_heads=2, head_dim=128, seed=2025) -> dict:
 
 def emulated(module, direction: str, config, given: dict, **how) -> tuple:
     """(results of a pass, the report of its own kernel); `how` goes to the emulator."""
-    reports, launch = [], emulator.run
-
-    def keep(*arguments, **options):
-        reports.append(launch(*arguments, **options))
-        return reports[-1]
-
     grad_out, *others = given.values()
     options = {"block_size": BLOCK, "scale": given["q"].shape[-1] ** -0.5, "config": config}
-    with mock.patch.object(emulator, "run", keep), emulator.enabled(**how):
+    with emulator.enabled(**how) as reports:
         if direction == "forward":
             found = (module.forward(*others, **options)[0],)
         else:
@@ -429,30 +423,22 @@ figures.source(
 
 
 # %% tags=["remove-cell"]
-def launched(direction: str, head_dim: int, config) -> tuple:
-    """(kernel, arguments, options) of a launch on four heads, which runs nothing."""
-    seen, total = [], BLOCK + 3
+def compiled(direction: str, head_dim: int, config) -> compile_check.Compiled:
+    """The kernel of a launch on four heads, compiled for sm_90a."""
+    total = BLOCK + 3
     tensors = [torch.zeros(total, 4, head_dim, dtype=torch.bfloat16) for _ in range(4)]
     options = {
         "block_size": BLOCK, "scale": head_dim**-0.5, "config": config,
         "schedule": BlockList(torch.zeros(3, 2, dtype=torch.int32), 2),
     }  # fmt: skip
 
-    def keep(kernel, grid, device, *arguments, **options):
-        seen.append((kernel, arguments, options))
-
-    with mock.patch.object(v3_warp_specialized, "launch", keep):
+    with launches(run=False) as seen:
         if direction == "forward":
             v3_warp_specialized.forward(*tensors[:3], None, **options)
         else:
             v3_warp_specialized.backward(*tensors, None, (), **options)
     (only,) = seen
-    return only
-
-
-def compiled(direction: str, head_dim: int, config) -> compile_check.Compiled:
-    kernel, arguments, options = launched(direction, head_dim, config)
-    return compile_check.read(compile_check.build_launch(kernel, arguments, options))
+    return compile_check.read(compile_check.build_launch(only))
 
 
 def tile_bytes(direction: str, head_dim: int, config) -> int:
@@ -947,10 +933,10 @@ glue("own_backward", own_backward)
 glue("own_kb", (7 * tile + BLOCK * BLOCK * 2) / 1024)
 
 # Exercise 2: dead and not dead.
-TAKEN = "dead = grad[stage] if GROUP == 1 else v[stage]"
-DQ_OVER_Q = changed(v3_warp_specialized, (TAKEN, "dead = q[stage] if GROUP == 1 else v[stage]"))
-PUT_DV = "put_rows(dv_desc, v[stage], first_row, rows, head_k, 0, dv.to(DTYPE))"
-DV_OVER_Q = changed(v3_warp_specialized, (PUT_DV, PUT_DV.replace("v[stage]", "q[stage]")))
+TAKEN = "dead = grad[stage] if GROUP == 1"
+DQ_OVER_Q = changed(v3_warp_specialized, (TAKEN, TAKEN.replace("grad[stage]", "tiles.q[stage]")))
+PUT_DV = "put(dv_desc, tiles.v[stage], block, head_k, dv)"
+DV_OVER_Q = changed(v3_warp_specialized, (PUT_DV, PUT_DV.replace("tiles.v", "tiles.q")))
 assert finding(DQ_OVER_Q, "backward", Config(1, 2)).startswith("Race")
 assert all(
     finding(DV_OVER_Q, "backward", Config(1, 2), s) == "nothing found" for s in ("modelled", 0, 1)

@@ -34,7 +34,6 @@ import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -54,6 +53,7 @@ from gdpa_kernels.block_attention import (
 from gdpa_kernels.block_attention.block_list import BlockList
 from gdpa_kernels.block_attention.v4_rotary import Config
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.emulator.timeline import Timeline
 from gdpa_kernels.measuring import compile_check, system, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -249,18 +249,20 @@ figures.source("modelled", "fewest bytes of each pass, at the measured rates of 
 #
 # ## What changed in the code
 #
-# `turned` takes a tile apart into pairs, `turn` does it in place, `put_turned` on the way out:
+# `turned` takes a tile apart into pairs, `turn` does it in place with the tiles of a slot,
+# `put_turned` with a gradient on the way out:
 
 # %% tags=["remove-input"]
 code(
     "\n\n".join(
-        inspect.getsource(f.fn) for f in (v4_rotary.turned, v4_rotary.turn, v4_rotary.put_turned)
+        inspect.getsource(getattr(v4_rotary, name).fn)
+        for name in ("turned", "turn_tile", "turn", "put_turned")
     )
 )
 
 # %% tags=["remove-input"]
 body = inspect.getsource(v4_rotary.math_forward.fn)
-body = body[body.index("        at = unit % NUM_TURNS") :]
+body = body[body.index("        at = unit % options.NUM_TURNS") :]
 code(inspect.cleandoc("\n" + body[: body.index("            p, total = softmax_parts")]))
 
 # %% tags=["remove-input"]
@@ -314,7 +316,7 @@ KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 def built(module, direction: str, config=None, dtype=torch.bfloat16):
     """The kernel of a launch with sin and cos of `dtype` (None: without), compiled for sm_90a."""
-    seen, total = [], BLOCK + 3
+    total = BLOCK + 3
     tensors = [torch.zeros(total, HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4)]
     options = {
         "block_size": BLOCK, "scale": HEAD_DIM**-0.5, "config": config,
@@ -324,16 +326,13 @@ def built(module, direction: str, config=None, dtype=torch.bfloat16):
         angles = tuple(torch.zeros(total, HEAD_DIM // 2, dtype=dtype) for _ in range(2))
         options |= {"rotary": angles, "rotate_v": True}
 
-    def keep(kernel, grid, device, *arguments, **constants):
-        seen.append((kernel, arguments, constants))
-
-    with mock.patch.object(module, "launch", keep):
+    with launches(run=False) as seen:
         if direction == "forward":
             module.forward(*tensors[:3], None, **options)
         else:
             module.backward(*tensors, None, (), **options)
-    ((kernel, arguments, constants),) = seen
-    return compile_check.build_launch(kernel, arguments, constants)
+    (only,) = seen
+    return compile_check.build_launch(only)
 
 
 source = Path(v4_rotary.__file__).read_text()
@@ -490,14 +489,8 @@ def problem(lengths, num_heads=2, head_dim=HEAD_DIM, dtype=torch.bfloat16, seed=
 
 def emulated(module, direction: str, config, given: dict, **how) -> tuple:
     """(results of a pass, the report of its own kernel); `how` goes to the emulator."""
-    reports, launch = [], emulator.run
-
-    def keep(*arguments, **options):
-        reports.append(launch(*arguments, **options))
-        return reports[-1]
-
     grad_out, *others, options = given.values()
-    with mock.patch.object(emulator, "run", keep), emulator.enabled(**how):
+    with emulator.enabled(**how) as reports:
         if direction == "forward":
             found = (module.forward(*others, **options, config=config)[0],)
         else:
@@ -986,7 +979,7 @@ figures.source(
 
 # %% tags=["remove-input"]
 body = inspect.getsource(v4a_turning_role.turn.fn)
-body = body[body.index("                turn_tile(q[stage]") :]
+body = body[body.index("                turn_tile(tiles.q[stage]") :]
 code(
     "\n\n".join(
         (
@@ -1357,8 +1350,7 @@ lost = [(d, case) for d in DIRECTIONS for case in CASES[d] if not fit[d, case, 4
 assert lost == [("forward", (2, 4, 2)), ("backward", (1, 3, 1))], "the answer names them"
 assert shared_kb("backward", 1, 3, 1, 4) > 226.5, "the text: no third slot of v4a in fp32"
 glue("tight", shared_kb("backward", 2, 2, 2, 4))
-FENCE = '                turn(v[stage], sin[at], cos[at])\n            tlx.fence("async_shared")\n'
-NO_FENCE = changed(v4_rotary, (FENCE, FENCE.split("            tlx.fence")[0]))
+NO_FENCE = changed(v4_rotary, ('    tlx.fence("async_shared")\n\n', "\n"))
 given = problem((130,), head_dim=64)
 (with_fence,), _ = emulated(v4_rotary, "forward", Config(), given)
 (without_fence,), _ = emulated(NO_FENCE, "forward", Config(), given)

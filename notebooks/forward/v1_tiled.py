@@ -22,12 +22,9 @@
 
 # %% tags=["remove-cell"]
 import difflib
-import importlib.util
 import inspect
 import re
-import tempfile
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -42,6 +39,7 @@ from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import WORKLOADS, workload
 from gdpa_kernels.report import figures, results
 from gdpa_kernels.report.house import INK
+from gdpa_kernels.report.studies import changed
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -192,8 +190,7 @@ code(inspect.cleandoc(" " * 4 + kernel_source[start:].lstrip()))
 
 # %% tags=["remove-cell"]
 assert kernel_source[start:].count("\n") < 25
-changed = ladder.changed_lines("v1_tiled")
-figures.glue_number("v1_changed_lines", changed)
+figures.glue_number("v1_changed_lines", ladder.changed_lines("v1_tiled"))
 
 # %% [markdown]
 # The diff against v0 ({glue:text}`v1_changed_lines:.0f` changed lines) has hardly a line in common:
@@ -622,38 +619,33 @@ LOOP = "    for first_key in tl.range(start, end, BLOCK_N):\n"
 LAST = "acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)\n"
 K, V = (TILE.format(x=x, X=x.upper()) for x in "kv")
 
-hoisted = Path(v1_tiled.__file__).read_text()
-for old, new in (
+hoisted = changed(
+    v1_tiled,
     (K, "mask = (first_key + tl.arange(0, BLOCK_N) < len_k)[:, None]\n"),
     (" " * 8 + V, ""),
     (LOOP, "".join(" " * 4 + t.replace("first_key", "start") for t in (K, V)) + LOOP),
     (LAST, LAST + "".join(f"        {x}_ptrs += BLOCK_N * {x.upper()}_STRIDES[0]\n" for x in "kv")),
-):
-    assert hoisted.count(old) == 1
-    hoisted = hoisted.replace(old, new)
+)
 
 # %% tags=["remove-input"]
-lines = (text.splitlines(keepends=True) for text in (Path(v1_tiled.__file__).read_text(), hoisted))
+lines = (
+    Path(module.__file__).read_text().splitlines(keepends=True) for module in (v1_tiled, hoisted)
+)
 code("".join(list(difflib.unified_diff(*lines, n=1))[2:]), "diff")
 
 # %% [markdown]
 # Compiled for sm_90a, both:
 
 # %% tags=["hide-input"]
-with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "v1_hoisted.py"
-    path.write_text(hoisted)
-    spec = importlib.util.spec_from_file_location("v1_hoisted", path)
-    variant = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(variant)
-    made = {"computed in each turn (v1)": compile_check.compile_rung("v1_tiled")}
-    tensors, lengths = cases["packed qkv"]
-    with mock.patch.object(v1_tiled, "tiled_kernel", variant.tiled_kernel):
-        made["computed once, advanced"] = compile_check.compile_rung.__wrapped__("v1_tiled")
-        with emulator.enabled():
-            advanced = gdpa(*tensors, *lengths, impl="v1_tiled")
+made = {
+    "computed in each turn (v1)": compile_check.compile_rung(v1_tiled),
+    "computed once, advanced": compile_check.compile_rung(hoisted),
+}
+tensors, lengths = cases["packed qkv"]
+how = {"activation": ("gelu_tanh",), "scale": tensors[0].shape[-1] ** -0.5, "output_scale": 1.0}
+how |= {"causal": False, "window": None}
 with emulator.enabled():
-    assert torch.equal(advanced, gdpa(*tensors, *lengths, impl="v1_tiled"))
+    assert torch.equal(*(m.forward(*tensors, *lengths, **how) for m in (v1_tiled, hoisted)))
 figures.show_table(
     pd.DataFrame(
         {

@@ -21,12 +21,10 @@
 # :::
 
 # %% tags=["remove-cell"]
-import contextlib
 import inspect
 import re
 import textwrap
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -42,7 +40,7 @@ from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import figures, results
 from gdpa_kernels.report.house import INK
-from gdpa_kernels.report.studies import changed, with_module
+from gdpa_kernels.report.studies import changed
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -245,13 +243,7 @@ def one_tile(queries: int, keys: int, head_dim: int = HEAD_DIM) -> dict:
 
 def traced(module, call: dict, config) -> emulator.Timeline:
     """The timeline of a launch in the emulator."""
-    reports, launch = [], emulator.run
-
-    def keep(*arguments, **options):
-        reports.append(launch(*arguments, **options))
-        return reports[-1]
-
-    with mock.patch.object(emulator, "run", keep), emulator.enabled(trace=True):
+    with emulator.enabled(trace=True) as reports:
         module.forward(**call, config=config)
     return reports[0].timeline
 
@@ -307,12 +299,12 @@ figures.source(
 #
 # ## Two ways to get it wrong
 #
-# One line of the loop forgotten, `tlx.barrier_arrive(k_empty[stage])`, and one moved up by a line,
+# One line of the loop forgotten, `tlx.barrier_arrive(k.empty[stage])`, and one moved up by a line,
 # before the wait for the product that reads the buffer:
 
 # %% tags=["remove-cell"]
 WAIT = "        s = tlx.async_dot_wait(0, s)\n"
-ARRIVE = "        tlx.barrier_arrive(k_empty[stage])\n"
+ARRIVE = "        tlx.barrier_arrive(k.empty[stage])\n"
 MISTAKES = {
     "forgotten": changed(v4_warp_specialized, (WAIT + ARRIVE, WAIT)),
     "too early": changed(v4_warp_specialized, (WAIT + ARRIVE, ARRIVE + WAIT)),
@@ -516,17 +508,15 @@ VARIANTS = {
 MEASURED = ("gdpa-self-full-512", "gdpa-self-full-2048", "gdpa-cross-full-1024")
 EMPTY = "gdpa-self-half-dense-512"
 if mode == "measure":
-    from gdpa_kernels.measuring import measure
     from gdpa_kernels.measuring.session import Session
 
     session = Session("notebooks/forward/v4_warp_specialized.py", device)
     early = {"config": Config(), "module": changed(v4_warp_specialized, EARLY)}
-    with mock.patch.object(measure, "candidate", with_module):
-        for name in MEASURED:
-            listed = [(IMPL, variant, {"config": c}) for variant, c in VARIANTS.items()]
-            session.measure(workload(name), [("v2_tma", "default", {}), *listed])
-        listed = [(IMPL, "128 keys", {"config": Config()}), (IMPL, "early return", early)]
-        session.measure(workload(EMPTY), [("v2_tma", "default", {}), *listed])
+    for name in MEASURED:
+        listed = [(IMPL, variant, {"config": c}) for variant, c in VARIANTS.items()]
+        session.measure(workload(name), [("v2_tma", "default", {}), *listed])
+    listed = [(IMPL, "128 keys", {"config": Config()}), (IMPL, "early return", early)]
+    session.measure(workload(EMPTY), [("v2_tma", "default", {}), *listed])
     print(session.write(data_dir))
 
 # %% [markdown]
@@ -952,9 +942,7 @@ assert STAGES[64, 1] > 1.10 * STAGES[64, 2], "the answer says that 64 keys do no
 leaving = changed(v4_warp_specialized, EARLY)
 with emulator.enabled():
     assert torch.equal(leaving.forward(**call), out), "the answer says that nothing changes"
-with contextlib.ExitStack() as stack:
-    stack.enter_context(mock.patch.object(ladder, "_module", lambda *_: leaving))
-    compiled = compile_check.compile_rung.__wrapped__(IMPL)
+compiled = compile_check.compile_rung(leaving)
 assert compiled.spill_bytes == 0 and not compiled.serialised
 glue("leaving_registers", compiled.registers)
 

@@ -29,7 +29,6 @@ import inspect
 import re
 import textwrap
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -44,7 +43,7 @@ from gdpa_kernels.measuring import compile_check, record, system, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import figures, results
-from gdpa_kernels.report.studies import changed, with_module
+from gdpa_kernels.report.studies import changed
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -233,13 +232,7 @@ def one_tile(queries: int, keys: int, head_dim: int = HEAD_DIM) -> dict:
 
 def traced(module, call: dict, config) -> emulator.Timeline:
     """The timeline of a launch in the emulator."""
-    reports, launch = [], emulator.run
-
-    def keep(*arguments, **options):
-        reports.append(launch(*arguments, **options))
-        return reports[-1]
-
-    with mock.patch.object(emulator, "run", keep), emulator.enabled(trace=True):
+    with emulator.enabled(trace=True) as reports:
         module.forward(**call, config=config)
     return reports[0].timeline
 
@@ -351,9 +344,9 @@ figures.source("emulated", "gdpa_kernels/gdpa/v5_pingpong.py, modelled schedule"
 # The two products issued in the other order, and, with `turns=True`, the first turn not given:
 
 # %% tags=["remove-cell"]
-S_FIRST = "        s = tlx.async_dot(q[role], tlx.local_trans(k[stage]))\n"
-PV_NEXT = "        acc = tlx.async_dot(p, v[before], acc)\n"
-FIRST_TURN = "    if role == 1:\n        pass_turn(role, TURNS)\n"
+S_FIRST = "        s = tlx.async_dot(q[role], tlx.local_trans(k.buffer[stage]))\n"
+PV_NEXT = "        acc = tlx.async_dot(p, v.buffer[before], acc)\n"
+FIRST_TURN = "    if role == 1:\n        pass_turn(role, options.TURNS)\n"
 SCHEDULES = ("modelled", 0, 1, 2)
 
 
@@ -462,15 +455,14 @@ assert torch.equal(turned, out) and torch.equal(previous, out), "the text says: 
 # %% tags=["remove-cell"]
 FOR = "    for block in tl.range(1, blocks):\n"
 WHILE = "    block = 1\n    while block < blocks:\n"
-LAST = "        tlx.barrier_arrive(v_empty[before])\n"
+LAST = "        tlx.barrier_arrive(v.empty[before])\n"
 as_while = changed(v5_pingpong, (FOR, WHILE), (LAST, LAST + "        block += 1\n"))
 
 
 @functools.cache
 def built_for_hopper(module, config):
-    """What Triton makes of the rung, its source taken from `module`."""
-    with mock.patch.object(ladder, "_module", lambda *_: module):
-        return compile_check.build_rung(IMPL, config=config)
+    """What Triton makes of the rung's module, or of a changed one."""
+    return compile_check.build_rung(module, config=config)
 
 
 @functools.cache
@@ -557,7 +549,6 @@ VARIANTS = {
 }
 MEASURED = ("gdpa-self-full-512", "gdpa-self-full-2048", "gdpa-cross-full-1024")
 if mode == "measure":
-    from gdpa_kernels.measuring import measure
     from gdpa_kernels.measuring.session import Session
 
     session = Session("notebooks/forward/v5_pingpong.py", device)
@@ -565,9 +556,8 @@ if mode == "measure":
         (IMPL, variant, {"config": config, "module": module})
         for variant, (module, config) in VARIANTS.items()
     ]
-    with mock.patch.object(measure, "candidate", with_module):
-        for name in MEASURED:
-            session.measure(workload(name), [(BEFORE, "v4", {}), *listed])
+    for name in MEASURED:
+        session.measure(workload(name), [(BEFORE, "v4", {}), *listed])
     print(session.write(data_dir))
 
 # %% [markdown]

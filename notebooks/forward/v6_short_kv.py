@@ -25,13 +25,9 @@
 # :::
 
 # %% tags=["remove-cell"]
-import importlib.util
 import inspect
 import math
 import re
-import tempfile
-from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -54,6 +50,7 @@ from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import figures, results
 from gdpa_kernels.report.house import INK
+from gdpa_kernels.report.studies import changed
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -127,14 +124,8 @@ def difference(impl: str) -> Markdown:
 
 def emulated(module, call: dict, **options) -> emulator.Report:
     """The report of the kernel's own launch; the one before it makes the list."""
-    reports, run = [], emulator.run
-
-    def keep(*args, **kwargs):
-        reports.append(run(*args, **kwargs))
-        return reports[-1]
-
     config = options.pop("config", None)
-    with mock.patch.object(emulator, "run", keep), emulator.enabled(**options):
+    with emulator.enabled(**options) as reports:
         module.forward(**call, config=config)
     return reports[-1]
 
@@ -1186,22 +1177,8 @@ assert 0 <= left < 1024, "the rest is barriers"
 
 
 # %% tags=["remove-cell"]
-def changed(old: str, new: str):
-    """v6_short_kv with one change, as a module of its own."""
-    text = Path(v6_short_kv.__file__).read_text()
-    assert text.count(old) == 1, old
-    folder = tempfile.mkdtemp(dir=SCRATCH.name)
-    path = Path(folder) / "changed.py"
-    path.write_text(text.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"changed_{Path(folder).name}", path)
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict("sys.modules", {spec.name: module}):
-        spec.loader.exec_module(module)
-    return module
-
-
-SCRATCH = tempfile.TemporaryDirectory()
-early = changed("release(k_empty[0], steps == 1, RESIDENT)", "tlx.barrier_arrive(k_empty[0])")
+AT_ONCE = ("release(k.empty[0], steps == 1, options.RESIDENT)", "tlx.barrier_arrive(k.empty[0])")
+early = changed(v6_short_kv, AT_ONCE)
 outcomes = {}
 for rows in (100, 128, 129, 300):
     arguments = problem([rows], [200])
@@ -1214,7 +1191,7 @@ for rows in (100, 128, 129, 300):
 assert outcomes[100] == outcomes[128] == "" and outcomes[129] and outcomes[300], outcomes
 figures.glue_text("v6_early", " and ".join(dict.fromkeys(filter(None, outcomes.values()))))
 
-one_slot = changed("Q_SLOTS = tl.constexpr(2)", "Q_SLOTS = tl.constexpr(1)")
+one_slot = changed(v6_short_kv, ("Q_SLOTS = tl.constexpr(2)", "Q_SLOTS = tl.constexpr(1)"))
 slots = {
     count: max(
         event.end

@@ -24,14 +24,10 @@
 # :::
 
 # %% tags=["remove-cell"]
-import importlib.util
 import inspect
 import math
 import re
-import sys
-import tempfile
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -52,6 +48,7 @@ from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import figures, results
 from gdpa_kernels.report.house import INK
+from gdpa_kernels.report.studies import changed
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -63,7 +60,6 @@ NOTEBOOK = "notebooks/forward/v7_packed.py"
 TENSOR = 4096  # bf16 FLOPs of an SM in a clock
 LENGTHS = (256, 512, 1024, 2048)
 VERDICT = {True: "kept", False: "broken"}
-SCRATCH = tempfile.TemporaryDirectory()
 
 found = results.latest_record(data_dir, notebook="notebooks/forward/results.py", system="h200")
 
@@ -97,17 +93,6 @@ def code(text: str) -> Markdown:
     return Markdown(f"```python\n{text.rstrip()}\n```")
 
 
-def imported(text: str, name: str):
-    """A module of this text; its kernels can be compiled."""
-    path = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / f"{name}.py"
-    path.write_text(text)
-    spec = importlib.util.spec_from_file_location(f"{name}_{path.parent.name}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def problem(seqlens_q, seqlens_k, *, num_heads=1, head_dim=32, dtype=torch.bfloat16) -> dict:
     """Seeded arguments of a rung's `forward`, on the CPU."""
     make = torch.Generator().manual_seed(2025)
@@ -126,13 +111,7 @@ def problem(seqlens_q, seqlens_k, *, num_heads=1, head_dim=32, dtype=torch.bfloa
 
 def emulated(module, call: dict, config) -> emulator.Report:
     """The report of the kernel's own launch; the one before it makes the list."""
-    reports, run = [], emulator.run
-
-    def keep(*args, **kwargs):
-        reports.append(run(*args, **kwargs))
-        return reports[-1]
-
-    with mock.patch.object(emulator, "run", keep), emulator.enabled(trace=True):
+    with emulator.enabled(trace=True) as reports:
         module.forward(**call, config=config)
     return reports[-1]
 
@@ -274,8 +253,8 @@ Markdown(
 )
 
 # %% [markdown]
-# Most of it threads the number of math roles through. The arithmetic is `begin` and `finish`, and
-# this in the launcher:
+# Much of it serves the number of math roles. The arithmetic is `begin` and `finish`, and this in
+# the launcher:
 
 # %% tags=["remove-input"]
 body = inspect.getsource(v7_packed.forward)
@@ -512,13 +491,12 @@ text = Path(activations.__file__).read_text()
 first, last = (
     text.index(f"@triton.jit\ndef {name}") for name in ("tanh_cubic_pairs", "tanh_linear_pairs")
 )
-steps_apart = imported(text[:first] + MULTIPLY + "\n" + APART + "\n\n" + text[last:], "apart")
-OLD = "from gdpa_kernels.gdpa.activations import"
-text = Path(v7_packed.__file__).read_text()
-assert text.count(OLD) == 1
-kernel_apart = imported(text.replace(OLD, f"from {steps_apart.__name__} import"), "v7_apart")
-with mock.patch.object(ladder, "_module", lambda *_: kernel_apart):
-    apart = compile_check.compile_rung.__wrapped__("v7_packed")
+steps_apart = changed(activations, (text[first:last], MULTIPLY + "\n" + APART + "\n\n"))
+kernel_apart = changed(
+    v7_packed,
+    ("from gdpa_kernels.gdpa.activations import", f"from {steps_apart.__name__} import"),
+)
+apart = compile_check.compile_rung(kernel_apart)
 together = COMPILED["v7_packed", "gelu_tanh"]
 few = problem((40,), (70,))
 with emulator.enabled():

@@ -28,7 +28,6 @@ import inspect
 import math
 import re
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -119,13 +118,7 @@ def problem(seqlens_q, seqlens_k, *, num_heads: int = 1, head_dim: int = 128) ->
 
 def emulated(module, call: dict, config) -> emulator.Report:
     """The report of the kernel's own launch; the one before it makes the list."""
-    reports, run = [], emulator.run
-
-    def keep(*args, **kwargs):
-        reports.append(run(*args, **kwargs))
-        return reports[-1]
-
-    with mock.patch.object(emulator, "run", keep), emulator.enabled(trace=True):
+    with emulator.enabled(trace=True) as reports:
         module.forward(**call, config=config)
     return reports[-1]
 
@@ -221,10 +214,9 @@ Markdown("```python\n" + inspect.cleandoc("\n" + body) + "\n```")
 
 # %% tags=["remove-cell"]
 @functools.cache
-def built_for_hopper(module, impl: str, config):
-    """What Triton makes of rung `impl`, its source taken from `module`."""
-    with mock.patch.object(ladder, "_module", lambda *_: module):
-        return compile_check.build_rung(impl, config=config)
+def built_for_hopper(module, config):
+    """What Triton makes of a rung's module."""
+    return compile_check.build_rung(module, config=config)
 
 
 def role_steps(text: str) -> list[str]:
@@ -242,9 +234,9 @@ def role_steps(text: str) -> list[str]:
     return steps
 
 
-def ir_loop(module, impl: str) -> tuple[list[str], list[str]]:
+def ir_loop(module) -> tuple[list[str], list[str]]:
     """The steps in the first math role's `for` loop, and from its end to the next loop's end."""
-    text = built_for_hopper(module, impl, module.Config()).asm["ttgir"]
+    text = built_for_hopper(module, module.Config()).asm["ttgir"]
     text = text[text.index("partition0(") :]
     steps = role_steps(text[text.index("scf.for ") :])
     end = steps.index("end")
@@ -266,9 +258,9 @@ def machine_loops(cubin: bytes) -> list[list[str]]:
     return bodies
 
 
-def machine_loop(module, impl: str) -> tuple[list[str], int]:
+def machine_loop(module) -> tuple[list[str], int]:
     """(steps in the loop of a math role, one for each instruction; its barriers of warps)."""
-    built = built_for_hopper(module, impl, module.Config())
+    built = built_for_hopper(module, module.Config())
     products = (128 + 128) // 16  # instructions of S and of P V
     bodies = machine_loops(built.asm["cubin"])
     body = min((b for b in bodies if sum("HGMMA" in i for i in b) == products), key=len)
@@ -304,9 +296,9 @@ def beside(steps: list[str]) -> int:
 
 written = ["S", "P V", "wait 1", "activation", "wait 0"]
 ir, boundary, machine, barriers = {}, {}, {}, {}
-for label, (impl, module) in {"v7": (BEFORE, v7_packed), "v8": (IMPL, v8_own_waits)}.items():
-    ir[label], boundary[label] = ir_loop(module, impl)
-    machine[label], barriers[label] = machine_loop(module, impl)
+for label, module in MODULES.items():
+    ir[label], boundary[label] = ir_loop(module)
+    machine[label], barriers[label] = machine_loop(module)
     glue(f"beside_{label}", beside(machine[label]))
     glue(f"barriers_{label}", barriers[label])
 assert ir["v8"] == written, "the text says that v8 stays as written"
@@ -355,7 +347,7 @@ HEAD = "tl.range(1, blocks, num_stages=0)"
 tried = {"num_stages=0": ir["v8"]}
 for stages in (1, 2):
     other = changed(v8_own_waits, (HEAD, HEAD.replace("0)", f"{stages})")))
-    tried[f"num_stages={stages}"] = ir_loop(other, IMPL)[0]
+    tried[f"num_stages={stages}"] = ir_loop(other)[0]
 assert tried["num_stages=1"] == written, "the text: 1 leaves the loop alone as well"
 assert tried["num_stages=2"] == ir["v7"], "the text: 2 brings the waits of v7 back"
 
@@ -432,8 +424,8 @@ figures.source(
 
 # %% tags=["remove-cell"]
 COMPILED = {
-    (label, case): compile_check.read(built_for_hopper(module, impl, module.Config(**constants)))
-    for label, (impl, module) in {"v7": (BEFORE, v7_packed), "v8": (IMPL, v8_own_waits)}.items()
+    (label, case): compile_check.read(built_for_hopper(module, module.Config(**constants)))
+    for label, module in MODULES.items()
     for case, constants in {
         "128 keys": {},
         "64 keys": {"BLOCK_N": 64, "num_stages": 4},
@@ -737,7 +729,7 @@ assert FULL[256] in bound and FULL[512] not in bound
 V4 = "v4_warp_specialized"
 V4_HEAD = (
     "    for block in tl.range(0, blocks):\n        stage = block % NUM_STAGES\n"
-    "        phase = (block // NUM_STAGES) & 1\n        tlx.barrier_wait(k_full"
+    "        phase = (block // NUM_STAGES) & 1\n        tlx.barrier_wait(k.full"
 )
 V4_OWN = V4_HEAD.replace("(0, blocks)", "(0, blocks, num_stages=0)")
 v4_ir, v4_machine = {}, {}
@@ -745,7 +737,7 @@ for label, module in {
     "v4": v4_warp_specialized,
     "v4, num_stages=0": changed(v4_warp_specialized, (V4_HEAD, V4_OWN)),
 }.items():
-    text = built_for_hopper(module, V4, module.Config()).asm["ttgir"]
+    text = built_for_hopper(module, module.Config()).asm["ttgir"]
     steps = role_steps(text[text.index("scf.for ", text.index("partition0(")) :])
     v4_ir[label] = steps[: steps.index("end")]
     v4_machine[label] = machine_loop(module, V4)[0]

@@ -182,7 +182,7 @@ figures.source("emulated", "v1_tiled on a CPU while this page was built.")
 
 # %% tags=["remove-cell"]
 NOTEBOOK = "notebooks/measuring/protocol.py"
-runs = [r for r in records.load_all(data_dir)[0] if "h200" in r.system]
+runs = [r for r in records.load_all(data_dir) if "h200" in r.system]
 complete = {r.system for r in runs if r.chapter == "notebooks/forward/results.py"}
 RECORD = [r for r in runs if r.chapter == NOTEBOOK and r.system in complete][-1]
 runs = [r for r in runs if r.system == RECORD.system]

@@ -32,7 +32,6 @@ import tempfile
 import textwrap
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -1066,13 +1065,12 @@ alarms = []
 with tempfile.TemporaryDirectory() as folder:
     repaired = Path(folder) / GDPA.name
     repaired.write_text(GDPA.read_text().replace(asks, 'tlx.async_task("default")'))
-    module = test_mutants._import(repaired)
+    kernel = test_mutants._import(repaired).gdpa_kernel_tma_ws_blackwell.fn
     for schedule in ("modelled", 0, 1, 2):
-        with mock.patch.object(blackwell, "load", lambda file: module):
-            prepared = by_name["blackwell_gdpa"].build()
+        prepared = by_name["blackwell_gdpa"].build()
         try:
             emulator.run(
-                prepared.kernel, prepared.grid, *prepared.args, arch="sm_100", schedule=schedule,
+                kernel, prepared.grid, *prepared.args, arch="sm_100", schedule=schedule,
                 **prepared.kwargs,
             )  # fmt: skip
             raise AssertionError("nothing was found")

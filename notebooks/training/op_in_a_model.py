@@ -32,7 +32,6 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import pandas as pd
 import torch
@@ -42,9 +41,11 @@ from IPython.display import Markdown, display
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator, gdpa
 from gdpa_kernels.calling import ladder, replay
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import api, reference
 from gdpa_kernels.measuring import baselines, record
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -331,20 +332,15 @@ glue("graphs", len(graphs) // 2)
 # %%
 def launched(impl: str, needs: str) -> list[str]:
     """Kernels that the backward pass launches if the arguments in `needs` want a gradient."""
-    names, module = [], ladder.rung(impl, api.BACKWARD).module()
-
-    def launch(kernel, *arguments, **options):
-        names.append(kernel.__name__.removesuffix("_kernel"))
-        return plain(kernel, *arguments, **options)
-
-    plain = module.launch
     half = leaves(128, 1, torch.bfloat16)
     for name, x in zip("qkv", half, strict=True):
         x.requires_grad_(name in needs)
-    with emulator.enabled(), mock.patch.object(module, "launch", launch):
-        gdpa(*half, *CALL, impl="v1_tiled", backward_impl=impl).sum().backward()
+    with emulator.enabled():
+        out = gdpa(*half, *CALL, impl="v1_tiled", backward_impl=impl).sum()
+        with launches() as seen:
+            out.backward()
     assert [x.grad is not None for x in half] == [name in needs for name in "qkv"]
-    return names
+    return [launch.name.removesuffix("_kernel") for launch in seen]
 
 
 NEEDED = {"q": "S, dP, dQ", "k": "S, dP, dK", "v": "S, dV", "qkv": "S, dP, dV, dK, dQ"}
@@ -482,30 +478,34 @@ print(f"out {out.dtype}, gradients {[str(x.grad.dtype) for x in single]}")
 # tensor until it is modified; the lists of work are made on the device and remembered likewise.
 # The cell counts how often the host reads the offsets:
 
+
 # %%
-reads: list[int] = []
-tolist = torch.Tensor.tolist
+class Reads(TorchFunctionMode):
+    """Counts how often the host asks for the numbers of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor):
+        super().__init__()
+        self.tensor, self.count = tensor, 0
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        if function is torch.Tensor.tolist and arguments[0] is self.tensor:
+            self.count += 1
+        return function(*arguments, **(keywords or {}))
+
+
 watched = ENDS.clone()
-
-
-def counted(tensor: torch.Tensor):
-    if tensor is watched:
-        reads.append(1)
-    return tolist(tensor)
-
-
 few = [x.detach() for x in leaves(16, dtype=torch.bfloat16)]
 reading = {}
-with mock.patch.object(torch.Tensor, "tolist", counted), emulator.enabled():
+with Reads(watched) as reads, emulator.enabled():
     for what in ("first call", "second call", "after a change", "a change, validate=False"):
         if "change" in what:
             watched.add_(0)  # the same values: PyTorch counts the modification
-        reads.clear()
+        before = reads.count
         gdpa(
             *few, watched, watched, *CALL[2:],
             impl="v1_tiled", validate="False" not in what,
         )  # fmt: skip
-        reading[what] = len(reads)
+        reading[what] = reads.count - before
 print(reading)
 
 # %% tags=["remove-cell"]
@@ -604,7 +604,7 @@ host_record = results.latest_record(
 glue("seen", replay.SEEN + 1)
 # Before the replay; then with it, by the older way of timing.
 OLDER = "20261121T225310Z", "20261122T021848Z", "20261122T023002Z"
-older = [r for r in record.load_all(data_dir)[0] if r.id.startswith(OLDER)]
+older = [r for r in record.load_all(data_dir) if r.id.startswith(OLDER)]
 assert len(older) == len(OLDER)
 host = results.notebook_table(host_record, "host")
 median = host.pivot(index=["workload", "call"], columns="what", values="median_us")

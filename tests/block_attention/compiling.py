@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from functools import cache
-from unittest import mock
 
 import torch
 from triton.compiler import CompiledKernel
 
 from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.measuring.compile_check import Compiled, build_launch, read
 from tests.block_attention.cases import RUNGS, Case, suited
-
-
-def launches(module, call) -> list[tuple]:
-    """(kernel, arguments, options) of every launch of `call`, which run nothing.
-
-    module: the one that `call` belongs to.
-    """
-    seen = []
-
-    def record(kernel, grid, device, *args, **options):
-        seen.append((kernel, args, options))
-
-    with mock.patch.object(module, "launch", record):
-        call()
-    return seen
-
 
 _READ: dict[str, Compiled] = {}
 
 
-def compile_launch(kernel, args: tuple, options: dict) -> Compiled:
+def compile_launch(launch: Launch) -> Compiled:
     """One launch compiled for sm_90a; tensors are taken to be aligned to 16 bytes."""
-    return read_once(build_launch(kernel, args, options))
+    return read_once(build_launch(launch))
 
 
 def read_once(built: CompiledKernel) -> Compiled:
@@ -61,11 +45,9 @@ def compiled(
         options["rotary"] = tuple(t.cpu().to(turns) for t in options["rotary"])
     blocks = (torch.zeros(3, 2, dtype=torch.int32),)
 
-    def call():
-        _, saved = RUNGS[rung].forward(Batch(*others, **options), schedule=blocks)
-        RUNGS[rung].backward(grad_out, Batch(*others, **options), saved, schedule=blocks)
+    batch = Batch(*others, **options)
+    with launches(run=False) as seen:
+        _, saved = RUNGS[rung].forward(batch, schedule=blocks)
+        RUNGS[rung].backward(grad_out, batch, saved, schedule=blocks)
 
-    return {
-        kernel.__name__: compile_launch(kernel, args, options)
-        for kernel, args, options in launches(RUNGS[rung], call)
-    }
+    return {launch.name: compile_launch(launch) for launch in seen}

@@ -6,14 +6,8 @@ from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.choices import UNMEASURED
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rankings import Ranking
-from gdpa_kernels.measuring import record
 
 OPERATOR = "block_attention"
-
-
-def test_the_table_is_what_the_records_say():
-    """After measuring: python -m gdpa_kernels choices."""
-    assert choices.PATH.read_text() == choices.made_from(record.DATA_DIR)
 
 
 def test_every_row_names_rungs_and_all_shapes_differ():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gdpa_kernels.calling.launches import launches
 from tests.block_attention.cases import RUNGS, rotaries
-from tests.block_attention.compiling import Compiled, compile_launch, compiled, launches
+from tests.block_attention.compiling import Compiled, compile_launch, compiled
 
 SMEM_OF_AN_SM = 228 * 1024
 SMEM_OF_A_PROGRAM = 227 * 1024
@@ -161,8 +162,10 @@ def test_rotation_is_local_to_a_thread():
 
     q = torch.zeros(64, 4, 128, dtype=torch.bfloat16)
     turns = (torch.zeros(64, 64), torch.zeros(64, 64))
-    ((kernel, args, options),) = launches(rotary, lambda: rotary.rotary(q, q, None, turns))
-    made = compile_launch(kernel, args, options)
+    with launches(run=False) as seen:
+        rotary.rotary(q, q, None, turns)
+    (only,) = seen
+    made = compile_launch(only)
     assert made.wide["LDG"] > 0 and made.wide["STG"] > 0
     assert made.instructions["SHFL"] == 0 and made.instructions["STS"] == 0
     assert made.spill_bytes == 0 and made.shared_bytes == 0

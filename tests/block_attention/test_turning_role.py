@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache, partial
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import v4_rotary as v4
 from gdpa_kernels.block_attention import v4a_turning_role as v4a
 from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.measuring.compile_check import build_launch, disassemble, read
 from tests.block_attention.cases import (
     BLOCKS,
@@ -28,7 +28,6 @@ from tests.block_attention.cases import (
     poisoned,
     results,
 )
-from tests.block_attention.compiling import launches
 from tests.emulator.mutants import surviving
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -256,8 +255,7 @@ def _launch(case: Case, direction: str, config: v4a.Config, module, schedule) ->
     options = case.options() | {"config": config}
     grad_out, *others = case.tensors(BF16).values()
     out, *gradients = of_v4(case)
-    one_program = mock.patch.object(module, "multiprocessors", lambda device: 1)
-    with one_program, emulator.enabled(schedule=schedule, max_steps=50_000):
+    with emulator.enabled(multiprocessors=1, schedule=schedule, max_steps=50_000):
         if direction == "forward":
             assert torch.equal(module.forward(Batch(*others, **options))[0], out)
         else:
@@ -287,16 +285,17 @@ LAUNCHES = {
 # Changes that do no harm.
 HARMLESS = {
     "forward": [
-        "drop barrier_wait(full[stage], phase)",  # of a math role: what is turned has landed
-        "q[stage] -> k",  # O may leave through the slot of K, which S has read too
+        "drop barrier_wait(tiles.full[stage], phase)",  # of a math role: what is turned has landed
+        "tiles.q[stage] -> tiles.k",  # O may leave through the slot of K, which S has read too
         # two blocks end one after the other; that the load role first waits for the later one
-        "turns_empty[at] -> next",
+        "turns.empty[at] -> next",
     ],
     "backward": [
-        "drop barrier_wait(full[stage], phase)",
+        "drop barrier_wait(tiles.full[stage], phase)",
         "ds[role] -> next",  # the roles trade their tiles
-        "grad[stage] -> q",  # of grouped heads dV may leave through the slot of Q, dead since dK
-        "turns_empty[at] -> next",  # of grouped heads at head_dim 128: no room for slots that race
+        # of grouped heads dV may leave through the slot of Q, dead since dK
+        "grad[stage] -> tiles.q",
+        "turns.empty[at] -> next",  # of grouped heads at head_dim 128: no room for slots that race
     ],
 }
 
@@ -322,13 +321,13 @@ def built(module, direction: str, dtype=BF16, turns=FP32, heads_k=4, config=None
     batch = Batch(*others, **options)
     given = {"config": config, "schedule": (torch.zeros(3, 2, dtype=torch.int32),)}
 
-    def call():
+    with launches(run=False) as seen:
         if direction == "forward":
-            return module.forward(batch, **given)
-        return module.backward(grad_out, batch, **given)
-
-    ((kernel, args, constants),) = launches(module, call)
-    return build_launch(kernel, args, constants)
+            module.forward(batch, **given)
+        else:
+            module.backward(grad_out, batch, **given)
+    (only,) = seen
+    return build_launch(only)
 
 
 SHARED_OF_A_PROGRAM = 227 * 1024

@@ -39,7 +39,7 @@ def test_multiprocessors_of_each_device(monkeypatch):
     devices = ("cuda:0", "cuda:1", "cuda", "cuda:0")
     assert [launching.multiprocessors(torch.device(d)) for d in devices] == [100, 101, 101, 100]
     assert asked == [0, 1]
-    assert launching.multiprocessors(torch.device("cpu")) == launching.EMULATED_MULTIPROCESSORS
+    assert launching.multiprocessors(torch.device("cpu")) == emulator.MULTIPROCESSORS
     launching._multiprocessors.cache_clear()
 
 

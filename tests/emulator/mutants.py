@@ -204,10 +204,10 @@ class _File:
             self.starts.append(self.starts[-1] + len(line))
         functions = (n for n in self.tree.body if isinstance(n, ast.FunctionDef))
         self.functions = {node.name: node for node in functions}
-        self.classes = {"Ring": ["buffer", "full", "empty"]} | {
-            node.name: [part.target.id for part in node.body if isinstance(part, ast.AnnAssign)]
-            for node in self.tree.body
-            if isinstance(node, ast.ClassDef)
+        self.groups = dict(_groups(self.tree))
+        # `options.BLOCK_N` is the member BLOCK_N of the group Options.
+        self.members = {
+            (group.lower(), member) for group, members in self.groups.items() for member in members
         }
         self.globals = {
             part.id
@@ -241,13 +241,17 @@ class _File:
                     found[node.targets[0].id] = _Array(_argument(call, "num"), shape)
                 elif kind in ("alloc_barriers", "alloc_warp_barrier"):
                     found[node.targets[0].id] = _Array(_argument(call, "num_barriers"), "")
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                group, name = ast.unparse(node.targets[0]), ast.unparse(node.value.func)
-                parts = [ast.unparse(argument) for argument in node.value.args]
-                for member, part in zip(self.classes.get(name, ()), parts, strict=False):
-                    if part in found:
-                        found[f"{group}.{member}"] = found.pop(part)
+        grouped = {
+            f"{node.targets[0].id}.{member}": ast.unparse(part)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Assign) and _operation(node.value) in self.groups
+            for member, part in zip(
+                self.groups[_operation(node.value)], node.value.args, strict=True
+            )
+        }
+        for name, part in grouped.items():
+            if part in found:
+                found[name] = found.pop(part)
         return found
 
     def reached_as(self, number: ast.expr, known: set[str]) -> ast.expr:
@@ -255,8 +259,7 @@ class _File:
         number = copy.deepcopy(number)
         for part in ast.walk(number):
             if isinstance(part, ast.Name) and part.id not in known:
-                # BLOCK_N of the class Options is `options.BLOCK_N`.
-                groups = (n.lower() for n, members in self.classes.items() if part.id in members)
+                groups = (group for group, name in self.members if name == part.id)
                 part.id = next((f"{g}.{part.id}" for g in groups if g in known), part.id)
         return ast.parse(ast.unparse(number), mode="eval").body
 
@@ -334,6 +337,19 @@ class _File:
             self._edit(operation, first),
             self._edit(release, "pass"),
         )
+
+
+def _groups(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
+    """The classes under `triton.aggregate` that a file defines or imports, with their members."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, [p.target.id for p in node.body if isinstance(p, ast.AnnAssign)]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                found = getattr(module, name.name, None)
+                if getattr(found, "__triton_aggregate__", False):
+                    yield name.asname or name.name, list(found.__annotations__)
 
 
 def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:

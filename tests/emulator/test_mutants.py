@@ -261,41 +261,39 @@ HARMLESS = {
         "141: drop barrier_wait(bar=empty_a_2nd, phase=p)": _IMPLIED_BY_B,
     },
     "v5_pingpong": {
-        "131: barrier_arrive(k_empty[stage]) before s = async_dot_wait(1, s) of line 130": (
+        "149: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 148": (
             _IMPLIED_BY_V
         ),
     },
     "v6a_persistent": {
-        "183: barrier_arrive(k_empty[stage]) before s = async_dot_wait(1, s) of line 182": (
+        "178: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 177": (
             _IMPLIED_BY_V
         ),
-        "198: out[role] -> next": _OWN_BUFFERS,
-        "200: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "200: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "193: out[role] -> next": _OWN_BUFFERS,
+        "195: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "195: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
     "v6b_stream": {
-        "111: drop barrier_wait(k_empty[kv % NUM_STAGES], kv // NUM_STAGES & 1 ^ 1)": (
+        "114: drop barrier_wait(k.empty[stage], kv // NUM_STAGES & 1 ^ 1)": _IMPLIED_BY_V,
+        "168: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 167": (
             _IMPLIED_BY_V
         ),
-        "172: barrier_arrive(k_empty[stage]) before s = async_dot_wait(1, s) of line 171": (
+        "191: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 190": (
             _IMPLIED_BY_V
         ),
-        "195: barrier_arrive(k_empty[stage]) before s = async_dot_wait(1, s) of line 194": (
-            _IMPLIED_BY_V
-        ),
-        "201: out[role] -> next": _OWN_BUFFERS,
-        "205: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "205: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "197: out[role] -> next": _OWN_BUFFERS,
+        "201: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "201: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
     "v6_short_kv": {
-        "255: out[role] -> next": _OWN_BUFFERS,
-        "259: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "259: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "247: out[role] -> next": _OWN_BUFFERS,
+        "251: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "251: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
     "v8_own_waits": {
-        "276: out[role] -> next": _OWN_BUFFERS,
-        "280: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "280: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "262: out[role] -> next": _OWN_BUFFERS,
+        "266: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "266: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
 }
 

@@ -182,5 +182,7 @@ def test_enabled():
         assert emulator.current_arch() == "sm_100"
     with pytest.raises(RuntimeError, match="no open context"):
         emulator.current_arch()
+    with pytest.raises(RuntimeError, match="no open context"):
+        emulator.run_enabled(ids_kernel, (1,), torch.zeros(1))
     with pytest.raises(ValueError, match="arch must be one of"), emulator.enabled("sm_80"):
         pass

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa import v5_short_kv_backward as v5
@@ -454,10 +454,7 @@ def _launch(impl: str, case: Case, expected: tuple | None, module, schedule: str
     """
     call = call_of(case, BF16) | {"activation": ("relu",)}
     programs = 2 if impl == "v5_short_kv_backward" else 1
-    with (
-        emulator.enabled(schedule=schedule, max_steps=50_000),
-        mock.patch.object(module, "multiprocessors", lambda device: programs),
-    ):
+    with emulator.enabled(multiprocessors=programs, schedule=schedule, max_steps=50_000):
         found = module.backward(call["grad_out"], batch_of(call))
     if expected is not None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -502,15 +499,9 @@ def compiled(
     schedule = (torch.zeros(2, dtype=torch.int32),)
     if impl == "v4_warp_specialized_backward":
         schedule = (torch.zeros(5, 8, dtype=torch.int32),)
-    seen = []
-
-    def record(kernel, grid, device, *args, **options):
-        seen.append((kernel, args, options, grid))
-
-    with mock.patch.object(RUNGS[impl], "launch", record):
+    with launches(run=False) as seen:
         RUNGS[impl].backward(call["grad_out"], batch_of(call), schedule=schedule)
-    kernel, args, options, grid = seen[0]
-    return compile_launch(kernel, args, options), grid, options
+    return compile_launch(seen[0]), seen[0].grid, seen[0].options
 
 
 SMEM_OF_A_PROGRAM = 227 * 1024

@@ -7,12 +7,6 @@ from gdpa_kernels.calling import ladder, rankings
 from gdpa_kernels.calling.rankings import Ranking
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.choices import UNMEASURED
-from gdpa_kernels.measuring import record
-
-
-def test_the_table_is_what_the_records_say():
-    """After measuring: python -m gdpa_kernels choices."""
-    assert choices.PATH.read_text() == choices.made_from(record.DATA_DIR)
 
 
 def test_every_row_names_rungs_and_all_shapes_differ():
@@ -71,7 +65,3 @@ def test_what_was_not_measured_runs_what_runs_anywhere(direction, operator):
 def test_another_header_is_refused():
     with pytest.raises(ValueError, match="choices.csv must have the columns .*, got"):
         rankings.parse("capability,impl\n9,v0_eager\n", choices.COLUMNS)
-
-
-def test_a_table_is_read_as_it_was_written():
-    assert rankings.parse(rankings.render(TABLE, choices.COLUMNS), choices.COLUMNS) == list(TABLE)

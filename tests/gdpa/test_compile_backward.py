@@ -6,10 +6,11 @@ import functools
 import pytest
 import torch
 
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import gradients, v1_tiled_backward, v2_fused_backward, v2a_ordered_backward
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.compile_check import Compiled, build, read
-from tests.block_attention.compiling import compile_launch, launches
+from tests.block_attention.compiling import compile_launch
 
 RUNGS = {
     "v1_tiled_backward": v1_tiled_backward,
@@ -32,14 +33,11 @@ def compiled(
     ends = torch.tensor([0, 130], dtype=torch.int32)
     more = {} if config is None else {"config": config}
 
-    def call():
-        batch = Batch(q, k, k, ends, ends, 130, 130, activation, 0.1, 1.0, causal, window)
+    batch = Batch(q, k, k, ends, ends, 130, 130, activation, 0.1, 1.0, causal, window)
+    with launches(run=False) as seen:
         RUNGS[impl].backward(q, batch, needs=needs, **more)
 
-    return {
-        kernel.__name__: compile_launch(kernel, args, options)
-        for kernel, args, options in launches(RUNGS[impl], call)
-    }
+    return {launch.name: compile_launch(launch) for launch in seen}
 
 
 def fused(impl: str = "v2_fused_backward", **options) -> Compiled:

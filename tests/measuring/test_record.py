@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import re
 import subprocess
 from dataclasses import replace
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gdpa_kernels
-from gdpa_kernels.measuring import record, system
+from gdpa_kernels.measuring import record, refusals, system
 from gdpa_kernels.measuring.record import Ceiling, Error, Protocol, Record, RecordError, Row, Table
 from gdpa_kernels.measuring.workload import WORKLOADS
 
@@ -48,6 +49,11 @@ def a_row(**values) -> Row:
     return Row.of(WORKLOAD, "forward", **{**defaults, **values})
 
 
+def a_schedule(**values) -> Row:
+    """A row whose times no ceiling bounds."""
+    return a_row(**{"impl": "longest_first", "scope": "schedule", "error": None, **values})
+
+
 def a_record(rows=None, **values) -> Record:
     made = record.new_record(
         command="make measure NOTEBOOKS=measuring/roofline",
@@ -77,14 +83,17 @@ def damage(data_dir: Path, change) -> str:
     """Write a good record and one changed by `change`; return why only the second is refused."""
     good = record.write(a_record(), data_dir)
     data = json.loads(good.read_text())
-    data["id"] = "damaged"
+    data["id"] = f"{good.stem}-damaged"
     changed = change(data) or data
-    text = changed if isinstance(changed, str) else json.dumps(changed)
-    (data_dir / "records" / "damaged.json").write_text(text)
-    loaded, errors = record.load_all(data_dir)
+    if not isinstance(changed, str):
+        changed = json.dumps(changed | {"digest": refusals.digest(changed)})
+    damaged = good.with_name(f"{good.stem}-damaged.json")
+    damaged.write_text(changed)
+    loaded, (error,) = record.survey(data_dir)
     assert [r.id for r in loaded] == [good.stem]
-    (error,) = errors
-    assert str(error).startswith("records/damaged.json: ")
+    assert str(error).startswith(f"records/{damaged.name}: ")
+    with pytest.raises(RecordError, match=f"records: 1 refused\nrefused records/{damaged.name}: "):
+        record.load_all(data_dir)
     return error.reason
 
 
@@ -92,8 +101,8 @@ def test_round_trip(data_dir):
     made = a_record()
     path = record.write(made, data_dir)
     assert path == data_dir / "records" / f"{made.id}.json"
-    assert record.load(path, data_dir=data_dir) == made
-    assert record.load_all(data_dir) == ([made], [])
+    assert record.load(path) == made
+    assert record.load_all(data_dir) == [made]
     assert made.workload(WORKLOAD.name) == WORKLOAD
     with pytest.raises(LookupError, match="gdpa-self-full-256"):
         made.workload("other")
@@ -101,7 +110,7 @@ def test_round_trip(data_dir):
 
 def test_numbers_are_kept_exactly_and_on_one_line(data_dir):
     samples = (0.1, 1e-3, 1234.5678901234567, 3.0)
-    path = record.write(a_record([a_row(samples_us=samples)]), data_dir)
+    path = record.write(a_record([a_schedule(samples_us=samples)]), data_dir)
     assert record.load(path).rows[0].samples_us == samples
     assert '"samples_us": [ 0.1, 0.001, 1234.5678901234567, 3.0 ]' in path.read_text()
 
@@ -113,7 +122,8 @@ def test_numbers_are_kept_exactly_and_on_one_line(data_dir):
     numbers=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3),
 )
 def test_any_value_survives_the_file_format(samples, texts, numbers):
-    row = a_row(samples_us=samples, variant=texts[0], config={"notes": texts, "numbers": numbers})
+    config = {"notes": texts, "numbers": numbers}
+    row = a_schedule(samples_us=samples, variant=texts[0], config=config)
     data = a_record([row]).to_dict()
     assert json.loads(record._dumps(data)) == data
     assert Record.from_dict(json.loads(record._dumps(data))).to_dict() == data
@@ -129,15 +139,17 @@ def test_records_are_append_only(data_dir):
 
 
 def test_a_missing_folder_holds_no_records(tmp_path):
-    assert record.load_all(tmp_path) == ([], [])
+    assert record.load_all(tmp_path) == []
+    with pytest.raises(RecordError, match="must be a folder with records/ and systems/"):
+        record.load_all(tmp_path / "elsewhere")
 
 
 def test_oldest_first(data_dir):
-    late = a_record(id="a", created="2026-11-21T00:00:00Z")
-    early = a_record(id="b", created="2026-11-20T23:59:59Z")
+    late = a_record(id="20261121T000000Z-a", created="2026-11-21T00:00:00Z")
+    early = a_record(id="20261120T235959Z-b", created="2026-11-20T23:59:59Z")
     record.write(late, data_dir)
     record.write(early, data_dir)
-    assert [r.id for r in record.load_all(data_dir)[0]] == ["b", "a"]
+    assert record.load_all(data_dir) == [early, late]
 
 
 def drop(*path):
@@ -193,6 +205,18 @@ def put(value, *path):
         (put("out of memory", "rows", 0, "failure"), "null when there are samples"),
         (put([], "rows", 0, "samples_us"), "must say why there are no samples"),
         (lambda d: d["rows"].append(d["rows"][0]), r"rows\[1\] must differ from rows\[0\]"),
+        (put(10**400, "rows", 0, "flops"), r"flops must be an integer of at most 63 bits"),
+        (put(10**30, "workloads", WORKLOAD.name, "batch"), "at most 63 bits, got 100 bits"),
+        (put("\ud800", "rows", 0, "variant"), r"rows\[0\].variant must be text"),
+        (put("../../x", "rows", 0, "impl"), r"rows\[0\].impl: '../../x' does not match"),
+        (put("v1_tiled\n", "rows", 0, "impl"), "does not match"),
+        (put("../x", "rows", 0, "operator"), "does not match"),
+        (put(WORKLOAD.to_dict(), "workloads", "../../x"), r"workloads: '../../x' does not match"),
+        (put("magic", "rows", 0, "math"), "'magic' is not one of"),
+        (put(None, "rows", 0, "samples_us"), "None is not of type 'array'"),
+        (put(1e308, "rows", 0, "samples_us", 0), "greater than the maximum"),
+        (put("2026-11-20T00:00:00Z", "created"), "id must begin with the time of created"),
+        (put("9999-12-31T23:59:59Z", "created"), "id must begin with the time of created"),
         (put("nvidia-b200-0123abcd", "system"), "'nvidia-b200-0123abcd', which is not"),
         (put("../../etc", "system"), "system: '../../etc' does not match"),
     ],
@@ -206,34 +230,77 @@ def test_a_copy_under_another_name_is_a_duplicate(data_dir):
     good = record.write(a_record(), data_dir)
     copy = good.with_name("copy.json")
     copy.write_bytes(good.read_bytes())
-    loaded, (error,) = record.load_all(data_dir)
+    loaded, (error,) = record.survey(data_dir)
     assert [r.id for r in loaded] == [good.stem]
     assert error.file == copy
-    assert f"a duplicate of {good.name}" in error.reason
-    good.unlink()
-    _, (error,) = record.load_all(data_dir)
-    assert error.reason == f"id must be the file name 'copy', got {good.stem!r}"
+    reason = f"must be named {good.name}, after its id"
+    assert error.reason == f"{reason} (a duplicate of that file)"
+    good.rename(good.with_suffix(".JSON"))
+    copy.unlink()
+    _, (error,) = record.survey(data_dir)
+    assert error.reason == reason
 
 
-def test_not_text_is_refused(data_dir):
+FILES = {
+    "empty": (b"", "cut short"),
+    "binary": (b"\x89PNG\xff", "utf-8"),
+    "utf-16": ('{"schema_version": 1}'.encode("utf-16"), "utf-8"),
+    "byte order mark": (b"\xef\xbb\xbf{}", "BOM"),
+    "null": (b"null", "no schema_version"),
+    "nested too deeply": (b"[" * 100_000, "nested too deeply"),
+    "a number of 5000 digits": (b'{"schema_version": 1' + b"0" * 5000 + b"}", "."),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_file_is_refused_with_a_reason(data_dir, name):
+    contents, reason = FILES[name]
     (data_dir / "records").mkdir()
-    (data_dir / "records" / "image.json").write_bytes(b"\x89PNG\xff")
-    _, (error,) = record.load_all(data_dir)
-    assert "utf-8" in error.reason
+    (data_dir / "records" / "x.json").write_bytes(contents)
+    loaded, (error,) = record.survey(data_dir)
+    assert loaded == [] and str(error).startswith("records/x.json: ")
+    assert re.search(reason, error.reason), error.reason
+
+
+def test_what_is_no_file_is_refused(data_dir):
+    folder = data_dir / "records"
+    (folder / "folder.json").mkdir(parents=True)
+    os.mkfifo(folder / "pipe.json")
+    (folder / "dangling.json").symlink_to(folder / "nowhere")
+    (folder / "device.json").symlink_to("/dev/zero")
+    (folder / "notes.txt").write_text("not a record")
+    (folder / ".hidden").write_text("an editor's, and no record")
+    loaded, errors = record.survey(data_dir)
+    assert loaded == []
+    assert [(error.file.stem, error.reason[:18]) for error in errors] == [
+        ("dangling", "cannot be read: No"),
+        ("device", "must be a file"),
+        ("folder", "must be a file"),
+        ("notes", "not JSON, or cut s"),
+        ("pipe", "must be a file"),
+    ]
 
 
 def test_a_missing_or_damaged_system_is_refused(data_dir):
     made = a_record()
     record.write(made, data_dir)
     path = data_dir / "systems" / f"{made.system}.json"
-    path.write_text(path.read_text().replace('"torch": "', '"torch": "9'))
-    _, (error,) = record.load_all(data_dir)
-    assert "id must be" in error.reason
+    for damaged, reason in (
+        (path.read_bytes().replace(b'"torch": "', b'"torch": "9'), "id must be"),
+        (b"[" * 100_000, "recursion"),
+        (path.read_text().encode("utf-16"), "utf-8"),
+    ):
+        path.write_bytes(damaged)
+        _, (error,) = record.survey(data_dir)
+        assert f"systems/{path.name}: " in error.reason and reason in error.reason
     path.unlink()
-    _, (error,) = record.load_all(data_dir)
+    _, (error,) = record.survey(data_dir)
     assert "which is not" in error.reason
     with pytest.raises(RecordError, match="which is not"):
-        record.write(replace(made, id="other"), data_dir)
+        record.write(replace(made, id=f"{made.id}-other"), data_dir)
+    path.mkdir()
+    _, (error,) = record.survey(data_dir)
+    assert error.reason == f"systems/{path.name}: must be a file"
 
 
 def test_a_long_reason_is_cut(data_dir):
@@ -270,7 +337,7 @@ def test_failed_rows_stay(data_dir):
             error=Error.judge(math.nan, 2e-3, elements=9),
             failure="output is not finite",
         ),
-        a_row(impl="longest_first", scope="schedule", error=None, flops=0),
+        a_schedule(),
     ]
     path = record.write(a_record(rows), data_dir)
     assert record.load(path).rows == tuple(rows)
@@ -439,8 +506,3 @@ def test_the_dictionary_explains_every_key():
     system_keys = system.describe().to_dict()
     missing = [k for k in {*keys_of(schema), *system_keys} if f"`{k}`" not in text]
     assert missing == []
-
-
-def test_the_repository_holds_only_good_records():
-    _, errors = record.load_all()
-    assert [str(error) for error in errors] == []

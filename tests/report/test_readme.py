@@ -48,7 +48,7 @@ PLAIN, ROTARY = (name for name, *_ in readme.BLOCK_TABLES)
 
 
 def block_record(
-    data_dir, *impls: str, samples=(2000.0,), day: int = 1, name: str = PLAIN
+    data_dir, *impls: str, samples=(4000.0,), day: int = 1, name: str = PLAIN
 ) -> record.Record:
     """A record of the tables of block attention, forward and backward of `impls`."""
     blocks, machine = workload(name), a_system()
@@ -63,8 +63,8 @@ def block_record(
         for direction in ("forward", "backward")
     )  # fmt: skip
     made = record.Record(
-        id=f"run-{day}",
-        created=f"2026-12-0{day}T12:00:00Z",
+        id=f"2026110{day}T120000Z-run",
+        created=f"2026-11-0{day}T12:00:00Z",
         command="make measure",
         notebook=readme.BLOCK_NOTEBOOK,
         package=record.Package("0.1.0", "a" * 40, False, sources()),
@@ -79,6 +79,17 @@ def block_record(
     return made
 
 
+def test_nothing_is_written_beside_a_refused_record(tmp_path, monkeypatch, capsys):
+    (tmp_path / "data" / "records").mkdir(parents=True)
+    (tmp_path / "data" / "records" / "cut.json").write_text("{")
+    (tmp_path / "README.md").write_text(README)
+    monkeypatch.setattr(readme.update, "__defaults__", (tmp_path,))
+    assert main(["readme"]) == 1
+    assert "refused records/cut.json: not JSON" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == README
+    assert not (tmp_path / readme.FIGURE).exists()
+
+
 def test_no_table_of_block_attention_without_a_record(tmp_path):
     assert readme._block_lines(tmp_path) == []
 
@@ -91,9 +102,9 @@ def test_the_table_of_block_attention_is_its_newest_record(tmp_path):
     assert [re.match(r"\| `(\w+)`", row)[1] for row in rows[1:]] == [
         "v0_flash", "v1_one_tile", "fa2_varlen",
     ]  # fmt: skip
-    # 4 tensors of 1,609,664 rows of 1024 bytes at 4301 GB/s in 2000 us
-    percent = 100 * 4 * 1_609_664 * 1024 / (4e9 / 930e-6) / 2000e-6
-    assert f"| 2.00 ms | {percent:.0f} | 2.00 ms |" in rows[2]
+    # 4 tensors of 1,609,664 rows of 1024 bytes at 4301 GB/s in 4000 us
+    percent = 100 * 4 * 1_609_664 * 1024 / (4e9 / 930e-6) / 4000e-6
+    assert f"| 4.00 ms | {percent:.0f} | 4.00 ms |" in rows[2]
     assert "9.00 ms" not in "".join(lines) and made.id in lines[-1]
 
 

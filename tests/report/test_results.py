@@ -1,5 +1,6 @@
 import csv
 import io
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -7,8 +8,17 @@ import pandas as pd
 import pytest
 
 from gdpa_kernels import __main__
-from gdpa_kernels.measuring import record, roofline, system
-from gdpa_kernels.measuring.record import Ceiling, Error, Package, Protocol, Record, Row, Table
+from gdpa_kernels.measuring import record, refusals, roofline, system
+from gdpa_kernels.measuring.record import (
+    Ceiling,
+    Error,
+    Package,
+    Protocol,
+    Record,
+    RecordError,
+    Row,
+    Table,
+)
 from gdpa_kernels.measuring.system import System
 from gdpa_kernels.measuring.workload import WORKLOADS, Full, Workload, workload
 from gdpa_kernels.report import results
@@ -69,7 +79,7 @@ def a_row(of=SELF, *, impl="v1_tiled", direction="forward", **values) -> Row:
         "impl": impl,
         "math": "activation",
         "scope": "kernel",
-        "samples_us": (1.0,),
+        "samples_us": (9000.0,),
         "error": GOOD,
     }
     return Row.of(of, direction, **{**defaults, **values})
@@ -83,7 +93,7 @@ def add(tmp_path):
         on = on or a_system()
         system.save(on, tmp_path)
         made = Record(
-            id=f"run-{day:02}-{on.id}",
+            id=f"202611{day:02}T120000Z-run-{on.id}",
             created=f"2026-11-{day:02}T12:00:00Z",
             command="make measure",
             notebook=notebook,
@@ -282,7 +292,7 @@ def test_failures_have_no_times_and_are_not_correct(add, tmp_path):
     assert results.one(found, impl="wrong").failure == "error 1 exceeds 0.001"
     schedule = results.one(found, impl="zigzag")
     assert schedule.correct is pd.NA
-    assert schedule.time_us_p50 == 1.0
+    assert schedule.time_us_p50 == 9000.0
     assert np.isnan(schedule.tflops) and np.isnan(schedule.percent_of_roofline)
 
 
@@ -293,12 +303,13 @@ def test_a_workload_appears_in_the_figure_of_its_direction(add, tmp_path):
 
 
 def test_latest_keeps_the_newest_of_each_row(add, tmp_path):
-    add(a_row(samples_us=(1.0,)), a_row(impl="v2_tma", samples_us=(2.0,)), day=2)
-    add(a_row(samples_us=(3.0,)), day=3)
-    add(a_row(samples_us=(4.0,)), a_row(variant="again", samples_us=(5.0,)), day=1)
+    add(a_row(samples_us=(9100.0,)), a_row(impl="v2_tma", samples_us=(9200.0,)), day=2)
+    add(a_row(samples_us=(9300.0,)), day=3)
+    add(a_row(samples_us=(9400.0,)), a_row(variant="again", samples_us=(9500.0,)), day=1)
     found = results.table(tmp_path)
-    assert sorted(found.time_us_p50) == [2.0, 3.0, 5.0]
-    assert sorted(results.table(tmp_path, latest=False).time_us_p50) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert sorted(found.time_us_p50) == [9200.0, 9300.0, 9500.0]
+    found = results.table(tmp_path, latest=False)
+    assert sorted(found.time_us_p50) == [9100.0, 9200.0, 9300.0, 9400.0, 9500.0]
 
 
 def test_a_newer_failure_replaces_an_older_time(add, tmp_path):
@@ -308,12 +319,12 @@ def test_a_newer_failure_replaces_an_older_time(add, tmp_path):
 
 
 def test_systems_stay_apart_unless_asked_per_gpu(add, tmp_path):
-    add(a_row(samples_us=(1.0,)), day=1, on=a_system("580.1"))
-    add(a_row(samples_us=(2.0,)), day=2, on=a_system("580.2"))
-    add(a_row(samples_us=(3.0,)), day=3, on=a_system(gpu="NVIDIA B200"))
-    assert list(results.table(tmp_path).time_us_p50) == [1.0, 2.0, 3.0]
-    assert list(results.table(tmp_path, per="gpu").time_us_p50) == [2.0, 3.0]
-    assert list(results.table(tmp_path, system="H200", per="gpu").time_us_p50) == [2.0]
+    add(a_row(samples_us=(9100.0,)), day=1, on=a_system("580.1"))
+    add(a_row(samples_us=(9200.0,)), day=2, on=a_system("580.2"))
+    add(a_row(samples_us=(9300.0,)), day=3, on=a_system(gpu="NVIDIA B200"))
+    assert list(results.table(tmp_path).time_us_p50) == [9100.0, 9200.0, 9300.0]
+    assert list(results.table(tmp_path, per="gpu").time_us_p50) == [9200.0, 9300.0]
+    assert list(results.table(tmp_path, system="H200", per="gpu").time_us_p50) == [9200.0]
     with pytest.raises(ValueError, match="per must be"):
         results.table(tmp_path, per="driver")
 
@@ -379,12 +390,21 @@ def test_a_deleted_record_fails_the_look_up(add, tmp_path):
         results.one(results.table(tmp_path), impl="v1_tiled")
 
 
-def test_refused_records_are_named(add, tmp_path):
-    add(a_row())
-    (tmp_path / "records" / "cut.json").write_text('{"schema_version": 1')
-    with pytest.warns(results.RefusedRecordWarning, match=r"refused records/cut\.json: not JSON"):
-        found = results.table(tmp_path)
-    assert len(found) == 1
+def test_nothing_is_read_beside_a_refused_record(add, tmp_path):
+    add(a_row(), day=1)
+    made = add(a_row(), day=2)
+    newest = tmp_path / "records" / f"{made.id}.json"
+    newest.write_text(newest.read_text()[:-100])
+    (tmp_path / "records" / "foreign.json").write_text("{}")
+    named = (
+        rf"records: 2 refused\nrefused records/{newest.name}: not JSON.*\n"
+        r"refused records/foreign.json: not a record"
+    )
+    for read in (results.table, results.latest_record):
+        with pytest.raises(RecordError, match=named):
+            read(tmp_path)
+    with pytest.raises(RecordError, match=named):
+        results.latest_record(tmp_path, notebook="notebooks/06_v3.py")
 
 
 def test_latest_record(add, tmp_path):
@@ -396,6 +416,7 @@ def test_latest_record(add, tmp_path):
     assert results.latest_record(tmp_path, system="h200") == new
     with pytest.raises(LookupError, match=r"there is: .*notebooks/05_v2.py on nvidia-b200-"):
         results.latest_record(tmp_path, notebook="notebooks/06_v3.py")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(LookupError, match="there is: no record"):
         results.latest_record(tmp_path / "empty")
 
@@ -436,7 +457,29 @@ def test_command_line_says_when_nothing_matches_or_a_file_is_refused(add, tmp_pa
     assert __main__.main(base) == 1
     captured = capsys.readouterr()
     assert "refused records/foreign.json: not a record" in captured.err
-    assert "v1_tiled" in captured.out
+    assert captured.out == ""
+    assert __main__.main(["results", "--data-dir", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere: must be a folder with records/" in capsys.readouterr().err
+
+
+RECORDS = sorted(path.name for path in (record.DATA_DIR / "records").iterdir())
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_record_of_the_repository_loads_and_can_be_evaluated(tmp_path, name):
+    path = record.DATA_DIR / "records" / name
+    made = record.load(path)
+    for folder in ("records", "systems"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(path, tmp_path / "records")
+    shutil.copy(record.DATA_DIR / "systems" / f"{made.system}.json", tmp_path / "systems")
+    found = results.table(tmp_path, latest=False)
+    assert set(found.workload) == {row.workload for row in made.rows}
+    timed = found[found.samples > 0]
+    assert (timed.time_us_p50 > 0).all() and (found[found.samples == 0].failure != "").all()
+    counted = timed[~timed.scope.isin(["schedule", "host"])]
+    assert counted.correct.all()
+    assert counted.percent_of_roofline.between(0, refusals.MOST_PERCENT).all()
 
 
 def test_markdown_cells():

@@ -7,15 +7,21 @@ import pytest
 import torch
 
 from gdpa_kernels import emulator
+from gdpa_kernels.block_attention import v1_one_tile
 from gdpa_kernels.gdpa import v1_tiled, v4_warp_specialized_backward, v5_short_kv_backward
 from gdpa_kernels.measuring import measure, timing
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workload import Full, Workload, workload
 from gdpa_kernels.report import house, studies
 
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=2, max_seqlen_q=9, max_seqlen_k=9
 )
+
+BLOCKS = Workload(
+    name="blocks", operator="block_attention", batch=2, num_heads_q=2, num_heads_k=2, head_dim=32,
+    max_seqlen_q=70, max_seqlen_k=70, lengths_q=Full(), block_size=32,
+)  # fmt: skip
 
 
 def test_every_change_is_made_and_the_module_stays_as_it_is():
@@ -30,30 +36,29 @@ def test_what_does_not_occur_once_is_refused(old):
         studies.changed(house, (old, "new"))
 
 
-def test_a_changed_module_is_checked_and_timed_like_the_rung(monkeypatch):
-    """As the notebooks do it, in place of `measure.candidate`."""
+@pytest.mark.parametrize("given", ({}, {"config": v1_tiled.Config(BLOCK_M=16, BLOCK_N=16)}))
+def test_a_changed_module_is_checked_and_timed_like_the_rung(monkeypatch, given):
     timed = []
 
     def sample(functions, device, protocol):
         timed.extend(functions)
         return dict.fromkeys(functions, [1.0])
 
-    monkeypatch.setattr(measure, "candidate", studies.with_module)
     monkeypatch.setattr(measure, "run_once", lambda ready: (ready.call(), 0))
     monkeypatch.setattr(timing, "sample_kernels", sample)
-    config = v1_tiled.Config(BLOCK_M=16, BLOCK_N=16)
     same = studies.changed(v1_tiled)
     wrong = studies.changed(v1_tiled, ("return out", "return -out"))
     listed = [
-        ("v1_tiled", "as it is", {"config": config}),
-        ("v1_tiled", "a copy", {"config": config, "module": same}),
-        ("v1_tiled", "wrong", {"config": config, "module": wrong}),
+        ("v1_tiled", "as it is", {**given, "module": None}),
+        ("v1_tiled", "a copy", {**given, "module": same}),
+        ("v1_tiled", "wrong", {**given, "module": wrong}),
     ]
     with emulator.enabled():
         rows = measure.measure(SMALL, listed, device=torch.device("cpu"), log=lambda text: None)
     right = [row for row in rows if row.failure is None]
     assert [row.variant for row in right] == ["as it is", "a copy"]
-    assert all(row.config == asdict(config) for row in right)
+    own = v1_tiled.default_config(SMALL.head_dim, torch.bfloat16, 9)
+    assert all(row.config == asdict(given.get("config", own)) for row in right)
     assert timed == ["v1_tiled as it is", "v1_tiled a copy"]
 
 
@@ -71,15 +76,17 @@ def test_a_changed_module_is_checked_and_timed_like_the_rung(monkeypatch):
 )
 def test_a_changed_backward_gets_a_schedule_of_its_own(rung, maker, asked):
     made_for = []
-    module = SimpleNamespace(
-        backward=lambda *given, **options: (given, options),
-        **{maker: lambda *given: made_for.append(given) or "its own"},
-    )
+
+    def backward(grad_out, *, config, **given):
+        return grad_out, given | {"config": config}
+
+    schedule = {maker: lambda *given: made_for.append(given) or "its own"}
+    module = SimpleNamespace(backward=backward, **schedule)
     inputs, config = make_inputs(SMALL, device="cpu"), rung.Config()
     impl, options = rung.__name__.split(".")[-1], {"direction": "backward", "config": config}
     with emulator.enabled():
-        made = studies.with_module(impl, inputs, module=module, variant="changed", **options)
-    (grad_out,), arguments = made.call()
+        made = measure.candidate(impl, inputs, module=module, variant="changed", **options)
+    grad_out, arguments = made.call()
     assert (made.impl, made.variant, made.config) == (impl, "changed", asdict(config))
     assert grad_out is inputs.grad_out
     assert arguments == inputs.rung_arguments() | {"config": config, "schedule": "its own"}
@@ -87,7 +94,16 @@ def test_a_changed_backward_gets_a_schedule_of_its_own(rung, maker, asked):
     assert all(a is getattr(inputs, name) for a, name in zip(given, asked, strict=True))
 
 
-def test_a_module_without_a_config_is_refused():
-    inputs = make_inputs(SMALL, device="cpu")
-    with pytest.raises(ValueError, match="config must be given with a module, got none for v1"):
-        studies.with_module("v1_tiled", inputs, module=v1_tiled)
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_a_changed_module_of_block_attention(direction):
+    inputs = make_inputs(BLOCKS, device="cpu")
+    change = ("return dq, dk, dv", "return dq, dk, -dv")
+    text = "return out, ()", "return -out, ()"
+    module = studies.changed(v1_one_tile, change if direction == "backward" else text)
+    with emulator.enabled():
+        made = [
+            measure.candidate("v1_one_tile", inputs, direction=direction, **options).call()
+            for options in ({}, {"module": module})
+        ]
+    last = [results if direction == "forward" else results[-1] for results in made]
+    assert torch.equal(last[0], -last[1]) and last[0].any()

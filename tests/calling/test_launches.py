@@ -1,0 +1,148 @@
+"""Launches are seen on a GPU, in the emulator and where nothing runs, from whatever thread."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels import emulator, gdpa
+from gdpa_kernels.calling import launch as launching
+from gdpa_kernels.calling import launches as recording
+from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa import v8_own_waits
+from gdpa_kernels.measuring.inputs import cu_seqlens
+from tests.calling.driver import CUDA, installed
+
+CPU = torch.device("cpu")
+
+
+@triton.jit
+def add_kernel(x_ptr, none_ptr, n, VALUE: tl.constexpr, BLOCK: tl.constexpr = 16):
+    i = tl.arange(0, BLOCK)
+    tl.atomic_add(x_ptr + i, VALUE, mask=i < n)
+
+
+def launch(x: torch.Tensor, device: torch.device = CPU, value: int = 5) -> None:
+    launching.launch(add_kernel, (2,), device, x, None, 7, VALUE=value, num_warps=2)
+
+
+def made_of(x: torch.Tensor) -> int:
+    """How many launches there were."""
+    assert set(x[7:].tolist()) == {0} and len(set(x[:7].tolist())) == 1
+    return x[0].item() // 10
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.int32)
+
+
+def test_everything_has_its_name(x):
+    with launches(run=False) as seen:
+        launch(x)
+    (only,) = seen
+    assert (only.kernel, only.name, only.grid) == (add_kernel, "add_kernel", (2,))
+    assert only.arguments["x_ptr"] is x
+    assert only.arguments == {"x_ptr": x, "none_ptr": None, "n": 7}
+    assert only.constants == {"VALUE": 5, "BLOCK": 16}
+    assert only.options == {"num_warps": 2}
+    assert made_of(x) == 0 and not recording.recorders
+
+
+def test_the_emulator_runs_what_is_seen(x):
+    with launches() as seen, emulator.enabled() as reports:
+        launch(x)
+        assert made_of(x) == len(seen) == len(reports) == 1
+    assert reports[0].kernel == "add_kernel" and reports[0].programs == 2
+    with emulator.enabled():
+        launch(x)
+    assert len(seen) == len(reports) == 1 and made_of(x) == 2
+
+
+def test_contexts_nest(x):
+    with emulator.enabled(), launches() as outer:
+        launch(x)
+        with launches(run=False) as inner, launches() as innermost:
+            launch(x)
+        launch(x)
+    assert (len(outer), len(inner), len(innermost)) == (3, 1, 1)
+    assert made_of(x) == 2
+
+
+def test_contexts_need_not_end_in_order(x):
+    first, second = launches(run=False), launches(run=False)
+    seen = first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    launch(x)
+    second.__exit__(None, None, None)
+    assert [len(each) for each in seen] == [0, 1] and not recording.recorders
+
+
+def test_an_error_ends_the_context(x):
+    with pytest.raises(RuntimeError, match="needs tensors on a CUDA device"), launches() as seen:
+        launch(x)
+    assert len(seen) == 1 and not recording.recorders
+
+
+def test_a_grid_without_programs_launches_nothing(x):
+    with launches(run=False) as seen:
+        launching.launch(add_kernel, (0,), CPU, x, None, 7, VALUE=5)
+    assert not seen
+
+
+def test_other_threads_are_seen(x):
+    """As autograd's, which launches the backward of tensors on a GPU."""
+    with launches(run=False) as seen:
+        thread = threading.Thread(target=launch, args=(x,))
+        thread.start()
+        thread.join()
+    assert len(seen) == 1 and made_of(x) == 0
+
+
+@pytest.mark.parametrize("device", (CUDA, torch.device("cuda", 1)), ids=str)
+def test_launches_on_a_gpu_are_seen_once(monkeypatch, x, device):
+    with installed(monkeypatch, [add_kernel]) as driver:
+        with launches() as seen:
+            launch(x, device)
+            launch(x, device)
+        assert len(seen) == len(driver.launched) == 2
+        assert seen[0].arguments["x_ptr"] is x
+        with launches(run=False) as seen:
+            launch(x, device)
+        assert len(seen) == 1 and len(driver.launched) == 2
+
+
+def call(requires_grad: bool) -> dict:
+    ends = cu_seqlens([40, 70], "cpu")
+    q, k, v = (torch.randn(110, 2, 128).bfloat16().requires_grad_(requires_grad) for _ in range(3))
+    return {
+        "q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends,
+        "max_seqlen_q": 70, "max_seqlen_k": 70,
+    }  # fmt: skip
+
+
+def test_forward_and_backward_of_a_call():
+    arguments = call(requires_grad=True)
+    impls = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
+    with launches() as seen, emulator.enabled() as reports:
+        gdpa(**arguments, **impls).sum().backward()
+    names = ["tiled_kernel", "keys_kernel", "queries_kernel"]
+    assert sorted(launch.name for launch in seen) == sorted(names)
+    assert [launch.name for launch in seen] == [report.kernel for report in reports]
+    assert seen[0].arguments["q_ptr"].data_ptr() == arguments["q"].data_ptr()
+
+
+def test_a_rung_that_does_not_run_needs_no_device():
+    options = {"activation": ("relu",), "scale": 1.0, "output_scale": 1.0}
+    arguments = call(requires_grad=False) | options | {"causal": False, "window": None}
+    with launches(run=False) as seen:
+        v8_own_waits.forward(**arguments)
+    assert [launch.name for launch in seen] == ["work_list_kernel", "own_waits_kernel"]
+    assert seen[1].constants["ACTIVATION"] == "relu" and seen[1].grid == (3,)
+    with emulator.enabled(multiprocessors=2), launches(run=False) as seen:
+        v8_own_waits.forward(**arguments)
+    assert seen[-1].grid == (2,)

@@ -1,0 +1,184 @@
+"""What a record of the right structure cannot say, and that no value anywhere in one goes further
+than a reason."""
+
+import json
+import sys
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gdpa_kernels.measuring import record, refusals
+from gdpa_kernels.measuring.record import Error, Record, Row
+from gdpa_kernels.measuring.workload import STEP, WORKLOADS, workload
+from gdpa_kernels.report import results
+from tests.measuring.test_record import WORKLOAD, a_record, a_row, put
+
+TURNED = workload("block-rotary-1735537")
+
+
+def refusal(change=None, of=None) -> str | None:
+    """Why the record `of` is refused after `change`, its digest made to fit."""
+    data = (of or a_record()).to_dict()
+    if change is not None:
+        change(data)
+    return refusals.refusal({**data, "digest": refusals.digest(data)})
+
+
+def a_row_of(of, direction="forward", **values) -> Row:
+    defaults = {"samples_us": [1e5], "error": Error.judge(0.0, 1.0, elements=1)}
+    return Row.of(of, direction, **{**defaults, **values})
+
+
+def test_an_edit_is_refused_by_the_digest():
+    data = a_record().to_dict()
+    whole = {**data, "digest": refusals.digest(data)}
+    assert refusals.refusal(whole) is None and refusals.refusal(data) is None
+    assert refusals.digest(whole) == refusals.digest(data)
+    assert refusals.digest(dict(reversed(data.items()))) == refusals.digest(data)
+    for value, *path in (
+        (1234.5, "rows", 0, "samples_us", 0),
+        (1234.5, "rows", 0, "error", "budget"),
+        (1391.0, "ceilings", 0, "samples_us", 0),
+        ("0" * 40, "package", "commit"),
+    ):
+        edited = json.loads(json.dumps(whole))
+        put(value, *path)(edited)
+        assert refusals.refusal(edited).startswith("digest must be ")
+
+
+def test_a_written_record_has_its_digest(tmp_path):
+    made = a_record()
+    record.systems.save(record.systems.describe(), tmp_path)
+    data = json.loads(record.write(made, tmp_path).read_text())
+    assert data["digest"] == refusals.digest(data) == refusals.digest(made.to_dict())
+
+
+@pytest.mark.parametrize("name", ["flops", "bytes_read", "bytes_written"])
+@pytest.mark.parametrize("factor", [0, 10])
+def test_work_other_than_the_workloads_is_refused(name, factor):
+    right = a_row().__dict__[name]
+    assert refusal(put(right * factor, "rows", 0, name)) == (
+        f"rows[0].{name} must be {right}, its workload's, got {right * factor}"
+    )
+
+
+def test_the_operator_and_the_work_are_those_of_the_workload():
+    reason = refusal(put("block_attention", "rows", 0, "operator"))
+    assert reason == "rows[0].operator must be 'gdpa', its workload's, got 'block_attention'"
+    reason = refusal(put(WORKLOAD.batch // 2, "workloads", WORKLOAD.name, "batch"))
+    assert reason.startswith("rows[0].flops must be 77309411328, its workload's, got 154618822656")
+
+
+def test_what_a_row_counts():
+    rows = [
+        a_row_of(TURNED, impl="a", math="softmax", scope="kernel"),
+        a_row_of(TURNED, "backward", impl="a", math="softmax", scope="op", variant=STEP),
+        a_row_of(TURNED, "backward", impl="a", math="softmax", scope="kernel", variant=STEP),
+        a_row_of(TURNED, impl="a", math="softmax", scope="host"),
+        a_row_of(TURNED, impl="a", math="softmax", scope="schedule", error=None),
+        a_row_of(TURNED, impl="a", math="rotary", scope="kernel", variant="alone"),
+    ]
+    both = [TURNED.flops("forward"), TURNED.flops("backward")]
+    turned = 3 * 1_735_537 * 3 * 128  # q, k and v
+    assert [row.flops for row in rows] == [both[0], sum(both), both[1], 0, 0, 3 * turned]
+    assert rows[1].bytes_read == TURNED.bytes_read("forward") + TURNED.bytes_read("backward")
+    assert (rows[5].bytes_written, rows[5].bytes_read) == (2 * turned, 2 * (turned + turned // 9))
+    made = a_record(rows, workloads={TURNED.name: TURNED.to_dict()})
+    assert refusal(of=made) is None
+    for i in (3, 4):
+        assert f"rows[{i}].flops must be 0" in refusal(put(both[0], "rows", i, "flops"), made)
+    assert "rows[5].flops must be" in refusal(put(both[0], "rows", 5, "flops"), made)
+    assert "must have rotary" in refusal(put("rotary", "rows", 0, "math"))
+
+
+def test_a_row_above_the_roofline_of_its_record_is_refused():
+    made = a_record()
+    floor = results.ceilings(made).floor_us(
+        made.rows[0].flops, made.rows[0].bytes_read, made.rows[0].bytes_written
+    )
+    # 3 tensors read and one written at the rate of the copy, 2e9 bytes in 500 us
+    assert floor == pytest.approx(4 * 1152 * 256 * 4 * 128 * 2 / 4e12 * 1e6)
+    for percent, reason in (
+        (104.9, None),
+        (105.1, "rows[0].samples_us must be at most 105 % of the roofline that the ceilings"),
+        (963, "make, got 963 %"),
+    ):
+        found = refusal(put([floor * 100 / percent] * 3, "rows", 0, "samples_us"))
+        assert found is None if reason is None else reason in found
+    slower = put([5000.0], "ceilings", 1, "samples_us")  # of ten times less bandwidth
+    assert "of the roofline" in refusal(slower)
+    assert refusal(put([floor / 10], "rows", 0, "samples_us"), replace(made, ceilings=())) is None
+
+
+def test_no_record_is_from_the_future():
+    def made(ahead: timedelta) -> Record:
+        when = datetime.now(timezone.utc) + ahead
+        stamp, created = when.strftime(refusals.STAMP), when.strftime(refusals.CREATED)
+        return a_record(id=f"{stamp}-x", created=created)
+
+    assert refusal(of=made(timedelta(hours=23))) is None
+    assert refusal(of=made(timedelta(hours=25))).startswith("created must be in the past")
+
+
+def test_a_batch_that_nobody_can_draw_is_refused_at_once():
+    reason = refusal(put(10**12, "workloads", WORKLOAD.name, "batch"))
+    assert reason == f"workloads.{WORKLOAD.name}.batch must be at most 1048576"
+    law = {"kind": "log_normal", "sigma": 1e308, "loc": 0.0, "scale": 1.0, "minimum": 1}
+    reason = refusal(put(law, "workloads", WORKLOAD.name, "lengths_q"))
+    assert reason.startswith(f"rows[0]: the work of '{WORKLOAD.name}' cannot be counted: ")
+
+
+def paths(value, at=()):
+    """Every place in JSON values, as the keys that lead there."""
+    if at:
+        yield at
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from paths(value[key], (*at, key))
+
+
+def nested(depth: int) -> list:
+    found: list = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+def test_deep_nesting_is_refused():
+    data = a_record().to_dict()
+    put(nested(sys.getrecursionlimit()), "rows", 0, "config", "x")(data)
+    assert refusals.refusal(data) == "not a record: nested too deeply"
+
+
+@cache
+def example() -> dict:
+    real = WORKLOADS["gdpa-self-ml1m-1024"]
+    rows = [a_row(), a_row_of(real, impl="v2_tma", math="activation", scope="kernel")]
+    workloads = {of.name: of.to_dict() for of in (WORKLOAD, real)}
+    return a_record(rows, workloads=workloads).to_dict()
+
+
+PLACES = st.deferred(lambda: st.sampled_from(list(paths(example()))))
+VALUES = (
+    None, True, -1, 0, 1, 2**62, 10**400, 0.5, -0.0, 1e12, 1e308, 5e-324, "", "a", "x\n", "../x",
+    "\ud800", [], [1, 2], ["a"], {}, {"a": None}, {"kind": "full"}, nested(200),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(PLACES, st.sampled_from(VALUES))
+def test_no_value_goes_further_than_a_reason(path, value):
+    data = json.loads(json.dumps(example()))
+    put(value, *path)(data)
+    data["digest"] = refusals.digest(data)
+    try:
+        made = Record.from_dict(refusals.parse(json.dumps(data).encode()))
+    except ValueError as error:
+        assert str(error)
+    else:
+        results.ceilings(made)
+        assert made.to_dict() == {key: value for key, value in data.items() if key != "digest"}
