@@ -561,4 +561,4 @@ def test_programs_of_v5_come_in_clusters_of_two():
 )
 def test_v5_says_what_it_needs(change, text):
     call = call_of(Case("needs", (256,), head_dim=128), BF16) | change
-    assert v5.requires(call["cu_seqlens_q"], call["max_seqlen_k"]) == text
+    assert v5.requires(batch_of(call)) == text
