@@ -6,6 +6,15 @@ import triton.language as tl
 from gdpa_kernels.device.ragged import BOUND
 
 
+@triton.aggregate
+class Gradients:
+    """The TMA descriptors of all three."""
+
+    dq: tl.tensor_descriptor
+    dk: tl.tensor_descriptor
+    dv: tl.tensor_descriptor
+
+
 @triton.jit
 def add_rows(desc, start, length, head, first_row, rows):
     """Add `rows` of one head at first_row, by a TMA reduction; rows from `length` on are dropped.

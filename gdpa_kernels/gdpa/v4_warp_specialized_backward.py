@@ -33,11 +33,12 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import round_kernel
+from gdpa_kernels.gdpa.gradients import Gradients, round_kernel
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
@@ -79,6 +80,23 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
     return list_of_keys(batch, TILE.value, ROWS.value)
 
 
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    SHARED_Q: tl.constexpr
+    ACTIVATION: tl.constexpr
+    FOLD: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    Q_STAGES: tl.constexpr
+    G_STAGES: tl.constexpr
+    K_STAGES: tl.constexpr
+    DTYPE: tl.constexpr
+
+
 @triton.jit
 def steps_of(key, len_q, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """(first row, steps) of the tile at `key`.
@@ -98,94 +116,90 @@ def place(step, steps, start, head_k, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load(
-    q_desc, k_desc, v_desc, g_desc, q, k, v, g, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    g_full, g_empty, list_ptr,
-    GROUP: tl.constexpr, SHARED_Q: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, K_STAGES: tl.constexpr,
-):  # fmt: skip
+def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     """The load role: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start_q = 0 if SHARED_Q else start_out
-        start, steps = steps_of(key, len_q, CAUSAL, WINDOW)
+        start_q = 0 if options.SHARED_Q else start_out
+        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
         tile = item // tl.num_programs(0)
-        at = tile % K_STAGES
-        tlx.barrier_wait(k_empty[at], (tile // K_STAGES & 1) ^ 1)
-        fetch_both(k_desc, k, at, k_full, start_k, len_k, head_k, key)
+        at = tile % options.K_STAGES
+        tlx.barrier_wait(k.empty[at], (tile // options.K_STAGES & 1) ^ 1)
+        fetch_both(k_desc, k, at, start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
             head, row = place(step, steps, start, head_k, GROUP)
-            at = (count + step) % Q_STAGES
-            tlx.barrier_wait(q_empty[at], (((count + step) // Q_STAGES) & 1) ^ 1)
-            fetch_rows(q_desc, q[at], q_full[at], start_q, len_q, head, row)
+            at = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
             if step == 0:
-                tlx.barrier_wait(v_empty[0], (tile & 1) ^ 1)
-                fetch_both(v_desc, v, 0, v_full, start_k, len_k, head_k, key)
-            at = (count + step) % G_STAGES
-            tlx.barrier_wait(g_empty[at], (((count + step) // G_STAGES) & 1) ^ 1)
-            fetch_rows(g_desc, g[at], g_full[at], start_out, len_q, head, row)
+                tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
+                fetch_both(v_desc, v, 0, start_k, len_k, head_k, key)
+            at = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
         count += steps * GROUP
 
 
 @triton.jit
-def fetch_both(desc, buffers, stage, full, start, length, head, key):
+def fetch_both(desc, ring, stage, start, length, head, key):
     """Start the copies of both math roles' keys; both arrive on the stage's one barrier."""
     WIDTH: tl.constexpr = desc.block_shape[4]
     BYTES: tl.constexpr = TILE * WIDTH * 2
-    tlx.barrier_expect_bytes(full[stage], BYTES)
+    tlx.barrier_expect_bytes(ring.full[stage], BYTES)
     for role in tl.static_range(MATH_ROLES):
         place = [BOUND, start + length, head, BOUND - length + key + role * KEYS, 0]
-        tlx.async_descriptor_load(desc, buffers[stage * MATH_ROLES + role], place, full[stage])
+        buffer = ring.buffer[stage * MATH_ROLES + role]
+        tlx.async_descriptor_load(desc, buffer, place, ring.full[stage])
 
 
 @triton.jit
-def scores(k, q, q_full, count, Q_STAGES: tl.constexpr):
+def scores(k, q, count, Q_STAGES: tl.constexpr):
     """S of a step, transposed, under way."""
     at = count % Q_STAGES
-    tlx.barrier_wait(q_full[at], (count // Q_STAGES) & 1)
-    return tlx.async_dot(k, tlx.local_trans(q[at]))
+    tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
+    return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))
 
 
 @triton.jit
-def differentiate(
-    s, v, g, ds, g_full, ds_full, ds_empty, dv, count, scale, head, row, key,
-    ACTIVATION: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    G_STAGES: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """dS of a step, and dv with its product under way; dS is in `ds` too, for the other role.
-
-    `count` counts steps of all tiles.
-    """
-    g_at, at = count % G_STAGES, count & 1
-    p, slope = value_and_factor(s, scale, head, ACTIVATION, FOLD)
-    p = mask_transposed(p, row, key, CAUSAL, WINDOW)
-    slope = mask_slope(slope, row, key, CAUSAL, WINDOW, FOLD)
-    tlx.barrier_wait(g_full[g_at], (count // G_STAGES) & 1)
-    dp = tlx.async_dot(v, tlx.local_trans(g[g_at]))
-    dv = tlx.async_dot(p.to(DTYPE), g[g_at], dv)
+def differentiate(s, v, g, dv, count, scale, head, row, key, options):
+    """dS of a step, and dv with its product under way. `count` counts steps of all tiles."""
+    at = count % options.G_STAGES
+    p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
+    p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
+    slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
+    tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
+    dp = tlx.async_dot(v, tlx.local_trans(g.buffer[at]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at], dv)
     dp = tlx.async_dot_wait(1, dp)
-    d = times_slope(dp, slope, FOLD).to(DTYPE)
-    tlx.barrier_wait(ds_empty[at], ((count // 2) & 1) ^ 1)
-    tlx.local_store(ds, d)
-    tlx.fence("async_shared")
-    tlx.barrier_arrive(ds_full[at])
-    return d, dv
+    return times_slope(dp, slope, options.FOLD).to(options.DTYPE), dv
 
 
 @triton.jit
-def dq_product(role: tl.constexpr, ds, k, k_at, ds_full, count, HEAD_DIM: tl.constexpr):
+def share(ds, own, d, count):
+    """Store dS of a step in `own`, of ds, for both roles to read."""
+    at = count & 1
+    tlx.barrier_wait(ds.empty[at], ((count // 2) & 1) ^ 1)
+    tlx.local_store(own, d)
+    tlx.fence("async_shared")
+    tlx.barrier_arrive(ds.full[at])
+
+
+@triton.jit
+def dq_product(role: tl.constexpr, ds, k, k_at, count, HEAD_DIM: tl.constexpr):
     """dS K of a step, under way: the role's half of the columns; at head_dim 64 its keys' part."""
     at = count & 1
-    tlx.barrier_wait(ds_full[at], (count // 2) & 1)
+    tlx.barrier_wait(ds.full[at], (count // 2) & 1)
     if HEAD_DIM == 64:
-        dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES + role]), k[k_at + role])
+        own = tlx.local_trans(ds.buffer[at * MATH_ROLES + role])
+        dq = tlx.async_dot(own, k.buffer[k_at + role])
     else:
-        here = tlx.local_slice(k[k_at], [0, role * 64], [KEYS, 64])
-        dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES]), here)
-        here = tlx.local_slice(k[k_at + 1], [0, role * 64], [KEYS, 64])
-        dq = tlx.async_dot(tlx.local_trans(ds[at * MATH_ROLES + 1]), here, dq)
+        here = tlx.local_slice(k.buffer[k_at], [0, role * 64], [KEYS, 64])
+        dq = tlx.async_dot(tlx.local_trans(ds.buffer[at * MATH_ROLES]), here)
+        here = tlx.local_slice(k.buffer[k_at + 1], [0, role * 64], [KEYS, 64])
+        dq = tlx.async_dot(tlx.local_trans(ds.buffer[at * MATH_ROLES + 1]), here, dq)
     return dq
 
 
@@ -205,15 +219,14 @@ def add_rows(desc, buffer, start, length, head, row, column):
 
 @triton.jit
 def math(
-    role: tl.constexpr, dq_desc, dk_desc, dv_desc, q, k, v, g, ds, staging, staged,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty, ds_full, ds_empty,
-    list_ptr, scale, output_scale,
-    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
-    K_STAGES: tl.constexpr,
+    role: tl.constexpr, q, k, v, g, ds, staging, staged, gradients, list_ptr, scale, output_scale,
+    options,
 ):  # fmt: skip
     """A math role: 64 keys of every tile."""
-    DTYPE: tl.constexpr = tlx.dtype_of(dk_desc)
+    GROUP: tl.constexpr = options.GROUP
+    HEAD_DIM: tl.constexpr = options.HEAD_DIM
+    Q_STAGES: tl.constexpr = options.Q_STAGES
+    K_STAGES: tl.constexpr = options.K_STAGES
     COLUMN: tl.constexpr = role * 64 if HEAD_DIM == 128 else 0
     num_items = count_items(list_ptr)
     count = 0
@@ -221,71 +234,70 @@ def math(
         tile = item // tl.num_programs(0)
         k_at = tile % K_STAGES * MATH_ROLES
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, CAUSAL, WINDOW)
+        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
         steps = uniform(steps)
         key += role * KEYS
         dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
         dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
-        tlx.barrier_wait(k_full[tile % K_STAGES], tile // K_STAGES & 1)
+        tlx.barrier_wait(k.full[tile % K_STAGES], tile // K_STAGES & 1)
         last = count + steps * GROUP - 1
-        s = scores(k[k_at + role], q, q_full, count, Q_STAGES)
+        s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
         s = tlx.async_dot_wait(0, s)
-        tlx.barrier_wait(v_full[0], tile & 1)
+        tlx.barrier_wait(v.full[0], tile & 1)
+        own = ds.buffer[(count & 1) * MATH_ROLES + role]
         d, dv = differentiate(
-            s, v[role], g, ds[(count & 1) * MATH_ROLES + role], g_full, ds_full, ds_empty, dv,
-            count, scale, head_k * GROUP, start, key,
-            ACTIVATION, FOLD, CAUSAL, WINDOW, G_STAGES, DTYPE,
-        )  # fmt: skip
-        dk = tlx.async_dot(d, q[count % Q_STAGES], dk)
+            s, v.buffer[role], g, dv, count, scale, head_k * GROUP, start, key, options
+        )
+        share(ds, own, d, count)
+        dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
         dv = tlx.async_dot_wait(0, dv)
         dk = tlx.async_dot_wait(0, dk)
-        tlx.barrier_arrive(g_empty[count % G_STAGES])
-        s = scores(k[k_at + role], q, q_full, tl.minimum(count + 1, last), Q_STAGES)
+        tlx.barrier_arrive(g.empty[count % options.G_STAGES])
+        s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
         s = tlx.async_dot_wait(0, s)
-        tlx.barrier_arrive(q_empty[count % Q_STAGES])
+        tlx.barrier_arrive(q.empty[count % Q_STAGES])
         for step in tl.range(1, steps * GROUP, num_stages=0):
             now = count + step
             zero = nothing(step)
             head, row = place(step, steps, start, head_k, GROUP)
+            own = ds.buffer[(now & 1) * MATH_ROLES + role]
             d, dv = differentiate(
-                s, v[role + zero], g, ds[(now & 1) * MATH_ROLES + role], g_full, ds_full, ds_empty,
-                dv, now, scale, head, row, key,
-                ACTIVATION, FOLD, CAUSAL, WINDOW, G_STAGES, DTYPE,
-            )  # fmt: skip
+                s, v.buffer[role + zero], g, dv, now, scale, head, row, key, options
+            )
+            share(ds, own, d, now)
             if step > 1:
                 head, row = place(step - 2, steps, start, head_k, GROUP)
-                add_rows(dq_desc, staging[role + zero], start_out, len_q, head, row, COLUMN)
-            dk = tlx.async_dot(d, q[now % Q_STAGES], dk)
+                add_rows(gradients.dq, staging[role + zero], start_out, len_q, head, row, COLUMN)
+            dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
             dv = tlx.async_dot_wait(0, dv)
             dk = tlx.async_dot_wait(0, dk)
-            tlx.barrier_arrive(g_empty[now % G_STAGES])
-            s = scores(k[k_at + role + zero], q, q_full, tl.minimum(now + 1, last), Q_STAGES)
-            dq = dq_product(role, ds, k, k_at + zero, ds_full, now - 1, HEAD_DIM)
+            tlx.barrier_arrive(g.empty[now % options.G_STAGES])
+            s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
+            dq = dq_product(role, ds, k, k_at + zero, now - 1, HEAD_DIM)
             s = tlx.async_dot_wait(0, s)
             dq = tlx.async_dot_wait(0, dq)
-            tlx.barrier_arrive(q_empty[now % Q_STAGES])
-            tlx.barrier_arrive(ds_empty[(now - 1) & 1])
+            tlx.barrier_arrive(q.empty[now % Q_STAGES])
+            tlx.barrier_arrive(ds.empty[(now - 1) & 1])
             put_aside(staging[role + zero], dq)
         count += steps * GROUP
-        dq = dq_product(role, ds, k, k_at, ds_full, count - 1, HEAD_DIM)
+        dq = dq_product(role, ds, k, k_at, count - 1, HEAD_DIM)
         dq = tlx.async_dot_wait(0, dq)
-        tlx.barrier_arrive(k_empty[tile % K_STAGES])
-        tlx.barrier_arrive(ds_empty[(count - 1) & 1])
+        tlx.barrier_arrive(k.empty[tile % K_STAGES])
+        tlx.barrier_arrive(ds.empty[(count - 1) & 1])
         tlx.fence("async_shared")
         if steps * GROUP > 1:
             head, row = place(steps * GROUP - 2, steps, start, head_k, GROUP)
-            add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN)
+            add_rows(gradients.dq, staging[role], start_out, len_q, head, row, COLUMN)
         put_aside(staging[role], dq)
-        dv = dv * (0.5 * scale * output_scale if FOLD else output_scale)
-        put_rows(dv_desc, v[role], start_k, len_k, head_k, key, dv.to(DTYPE))
+        dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+        put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
         head, row = place(steps * GROUP - 1, steps, start, head_k, GROUP)
-        add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN)
-        dk = dk * (0.5 * scale * output_scale if FOLD else scale * output_scale)
+        add_rows(gradients.dq, staging[role], start_out, len_q, head, row, COLUMN)
+        dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
         tlx.async_descriptor_store_wait(0)
-        put_rows(
-            dk_desc, staged[role * (128 // HEAD_DIM)], start_k, len_k, head_k, key, dk.to(DTYPE)
-        )
-        tlx.barrier_arrive(v_empty[0])
+        own = staged[role * (128 // HEAD_DIM)]
+        put_rows(gradients.dk, own, start_k, len_k, head_k, key, dk.to(options.DTYPE))
+        tlx.barrier_arrive(v.empty[0])
     tlx.async_descriptor_store_wait(0)
 
 
@@ -298,6 +310,10 @@ def backward_kernel(
 ):  # fmt: skip
     """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(
+        GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES, K_STAGES,
+        DTYPE,
+    )  # fmt: skip
     q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
     k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, K_STAGES * MATH_ROLES)
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
@@ -316,21 +332,20 @@ def backward_kernel(
     g_empty = tlx.alloc_warp_barrier(G_STAGES, 4, MATH_ROLES)
     ds_full = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
     ds_empty = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
+    q = Ring(q, q_full, q_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
+    g = Ring(g, g_full, g_empty)
+    ds = Ring(ds, ds_full, ds_empty)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(
-                q_desc, k_desc, v_desc, g_desc, q, k, v, g,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty, list_ptr,
-                GROUP, SHARED_Q, CAUSAL, WINDOW, Q_STAGES, G_STAGES, K_STAGES,
-            )  # fmt: skip
+            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
-                tlx.async_task_replica_id(), dq_desc, dk_desc, dv_desc,
-                q, k, v, g, ds, staging, staged,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
-                ds_full, ds_empty, list_ptr, scale, output_scale,
-                GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES, K_STAGES,
+                tlx.async_task_replica_id(), q, k, v, g, ds, staging, staged, gradients,
+                list_ptr, scale, output_scale, options,
             )  # fmt: skip
 
 

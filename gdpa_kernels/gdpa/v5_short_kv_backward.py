@@ -33,10 +33,12 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, sequence
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import Gradients
 from gdpa_kernels.gdpa.masks import mask_transposed
 
 MATH_ROLES = tl.constexpr(2)
@@ -76,14 +78,45 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
     return (torch.argsort(batch.cu_seqlens_q.diff(), descending=True, stable=True).int(),)
 
 
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    NUM_HEADS_K: tl.constexpr
+    GROUP: tl.constexpr
+    ACTIVATION: tl.constexpr
+    FOLD: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    DTYPE: tl.constexpr
+
+
+@triton.aggregate
+class Items:
+    """What there is to do: `count` pairs of a sequence, in this order, and a key head."""
+
+    order_ptr: tl.tensor
+    cu_seqlens_q_ptr: tl.tensor
+    cu_seqlens_k_ptr: tl.tensor
+    count: tl.tensor | tl.constexpr  # a constant if it is 1
+    max_seqlen_q: tl.tensor | tl.constexpr
+
+
+@triton.aggregate
+class Inbox:
+    """Buffers that the other program fills; full[i] completes when those of step i may be read."""
+
+    buffer: tlx.buffered_tensor
+    full: tlx.mbarrier
+
+
 @triton.jit
-def work(
-    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, item, max_seqlen_q, NUM_HEADS_K: tl.constexpr
-):
+def entry(items, item, NUM_HEADS_K: tl.constexpr):
     """(start_q, start_out, len_q, start_k, len_k, key head) of an item."""
-    batch = tl.load(order_ptr + item // NUM_HEADS_K)
+    batch = tl.load(items.order_ptr + item // NUM_HEADS_K)
     start_q, start_out, len_q, start_k, len_k = sequence(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q
+        items.cu_seqlens_q_ptr, items.cu_seqlens_k_ptr, batch, items.max_seqlen_q
     )
     return start_q, start_out, len_q, start_k, len_k, item % NUM_HEADS_K
 
@@ -111,114 +144,102 @@ def fetch_half(desc, buffer, full, start, length, head, row, column):
 
 
 @triton.jit
-def load(
-    q_desc, k_desc, v_desc, g_desc, q, k, v, g, half,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
-    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q,
-    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
     """The load role: of each item K, the first rows of Q, V, then dO and Q in the order of use."""
+    GROUP: tl.constexpr = options.GROUP
     HALF_BYTES: tl.constexpr = ROWS * 64 * 2
     rank = tlx.cluster_cta_rank()
     clusters = tl.num_programs(0) // PROGRAMS
     count = 0
-    for item in tl.range(tl.program_id(0) // PROGRAMS, num_items, clusters):
-        start_q, start_out, len_q, start_k, len_k, head_k = work(
-            order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, item, max_seqlen_q, NUM_HEADS_K
-        )
+    for item in tl.range(tl.program_id(0) // PROGRAMS, items.count, clusters):
+        start_q, start_out, len_q, start_k, len_k, head_k = entry(items, item, options.NUM_HEADS_K)
         steps = steps_of(len_q)
         free = (item // clusters & 1) ^ 1
-        tlx.barrier_wait(k_empty[0], free)
-        tlx.barrier_expect_bytes(k_full[0], 6 * HALF_BYTES)
+        tlx.barrier_wait(k.empty[0], free)
+        tlx.barrier_expect_bytes(k.full[0], 6 * HALF_BYTES)
         for role in tl.static_range(MATH_ROLES):
             key = rank * TILE + role * KEYS
             other = (1 - rank) * TILE + role * KEYS
-            fetch_half(k_desc, k[role * 2], k_full[0], start_k, len_k, head_k, key, rank)
-            fetch_half(k_desc, k[role * 2 + 1], k_full[0], start_k, len_k, head_k, key, 1 - rank)
-            fetch_half(k_desc, half[role], k_full[0], start_k, len_k, head_k, other, rank)
+            fetch_half(k_desc, k.buffer[role * 2], k.full[0], start_k, len_k, head_k, key, rank)
+            fetch_half(
+                k_desc, k.buffer[role * 2 + 1], k.full[0], start_k, len_k, head_k, key, 1 - rank
+            )
+            fetch_half(k_desc, half[role], k.full[0], start_k, len_k, head_k, other, rank)
         for step in tl.range(0, steps * GROUP):
             head, row = place(step, steps, head_k, GROUP)
             at = step % PAIR
             unused = ((count + step // PAIR) & 1) ^ 1
-            tlx.barrier_wait(q_empty[at], unused)
-            tlx.barrier_expect_bytes(q_full[at], 2 * HALF_BYTES)
-            fetch_half(q_desc, q[at * 2], q_full[at], start_q, len_q, head, row, rank)
-            fetch_half(q_desc, q[at * 2 + 1], q_full[at], start_q, len_q, head, row, 1 - rank)
+            tlx.barrier_wait(q.empty[at], unused)
+            tlx.barrier_expect_bytes(q.full[at], 2 * HALF_BYTES)
+            fetch_half(q_desc, q.buffer[at * 2], q.full[at], start_q, len_q, head, row, rank)
+            fetch_half(
+                q_desc, q.buffer[at * 2 + 1], q.full[at], start_q, len_q, head, row, 1 - rank
+            )
             if step == 0:
-                tlx.barrier_wait(v_empty[0], free)
-                tlx.barrier_expect_bytes(v_full[0], 4 * HALF_BYTES)
+                tlx.barrier_wait(v.empty[0], free)
+                tlx.barrier_expect_bytes(v.full[0], 4 * HALF_BYTES)
                 for role in tl.static_range(MATH_ROLES):
                     row_of_v = BOUND - len_k + rank * TILE + role * KEYS
                     where = [BOUND, start_k + len_k, head_k, row_of_v, 0]
-                    tlx.async_descriptor_load(v_desc, v[role], where, v_full[0])
-            tlx.barrier_wait(g_empty[at], unused)
-            fetch_rows(g_desc, g[at], g_full[at], start_out, len_q, head, row)
+                    tlx.async_descriptor_load(v_desc, v.buffer[role], where, v.full[0])
+            tlx.barrier_wait(g.empty[at], unused)
+            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
         count += steps * GROUP // PAIR
 
 
 @triton.jit
-def differentiate(
-    role: tl.constexpr, q, k, v, g, ds, peer, q_full, q_empty, g_full, g_empty,
-    ds_full, ds_empty, peer_full, dk_own, dk_other, dv, at: tl.constexpr, zero, phase, rank,
-    scale, head, row, key, ACTIVATION: tl.constexpr, FOLD: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """dk in two halves of the columns, and dv, with the step's part; dS is here, and on its way to
-    the other program.
+def scores(role: tl.constexpr, k, q, at: tl.constexpr, zero, phase):
+    """S of a step, transposed, under way: the sum over both halves of the columns.
 
     `at`: which step of the pair it is; `zero`: `nothing`; `phase` counts pairs of all items.
     """
-    tlx.barrier_wait(q_full[at], phase)
-    s = tlx.async_dot(k[role * 2 + zero], tlx.local_trans(q[at * 2 + zero]))
-    s = tlx.async_dot(k[role * 2 + 1 + zero], tlx.local_trans(q[at * 2 + 1 + zero]), s)
-    s = tlx.async_dot_wait(0, s)
-    p, slope = value_and_factor(s, scale, head, ACTIVATION, FOLD)
-    p = mask_transposed(p, row, key, CAUSAL, WINDOW)
-    slope = mask_slope(slope, row, key, CAUSAL, WINDOW, FOLD)
-    tlx.barrier_wait(g_full[at], phase)
-    dp = tlx.async_dot(v[role + zero], tlx.local_trans(g[at + zero]))
-    dv = tlx.async_dot(p.to(DTYPE), g[at + zero], dv)
-    dp = tlx.async_dot_wait(1, dp)
-    d = times_slope(dp, slope, FOLD).to(DTYPE)
-    tlx.barrier_wait(ds_empty[at], phase ^ 1)
-    if role == 0:
-        tlx.barrier_expect_bytes(peer_full[at], TILE * ROWS * 2)
-    mine = at * MATH_ROLES + role + zero
-    tlx.local_store(ds[mine], d)
-    tlx.fence("async_shared")
-    tlx.async_remote_shmem_copy(peer[mine], ds[mine], 1 - rank, peer_full[at])
-    tlx.barrier_arrive(ds_full[at])
-    dk_own = tlx.async_dot(d, q[at * 2 + zero], dk_own)
-    dk_other = tlx.async_dot(d, q[at * 2 + 1 + zero], dk_other)
-    dv = tlx.async_dot_wait(0, dv)
-    dk_own = tlx.async_dot_wait(0, dk_own)
-    dk_other = tlx.async_dot_wait(0, dk_other)
-    tlx.barrier_arrive(q_empty[at])
-    tlx.barrier_arrive(g_empty[at])
-    return dk_own, dk_other, dv
+    tlx.barrier_wait(q.full[at], phase)
+    s = tlx.async_dot(k.buffer[role * 2 + zero], tlx.local_trans(q.buffer[at * 2 + zero]))
+    s = tlx.async_dot(
+        k.buffer[role * 2 + 1 + zero], tlx.local_trans(q.buffer[at * 2 + 1 + zero]), s
+    )
+    return s
 
 
 @triton.jit
-def write_dq(
-    dq_desc, staging, ds, peer, k, half, ds_full, ds_empty, peer_full,
-    at: tl.constexpr, zero, phase, rank, start, length, head, row, factor,
-):  # fmt: skip
-    """Half of the columns of dQ of a step, from all keys."""
-    first = at * MATH_ROLES + zero
-    tlx.barrier_wait(ds_full[at], phase)
-    dq = tlx.async_dot(tlx.local_trans(ds[first]), k[zero])
-    dq = tlx.async_dot(tlx.local_trans(ds[first + 1]), k[2 + zero], dq)
-    tlx.barrier_wait(peer_full[at], phase)
-    dq = tlx.async_dot(tlx.local_trans(peer[first]), half[zero], dq)
-    dq = tlx.async_dot(tlx.local_trans(peer[first + 1]), half[1 + zero], dq)
-    dq = tlx.async_dot_wait(0, dq)
-    tlx.barrier_arrive(ds_empty[at])
-    tlx.barrier_arrive(ds_empty[at], 1, remote_cta_rank=1 - rank)
-    tlx.async_descriptor_store_wait(0)
-    tlx.local_store(staging, (dq * factor).to(tlx.dtype_of(dq_desc)))
+def differentiate(
+    role: tl.constexpr, s, v, g, dv, at: tl.constexpr, zero, phase, scale, head, row, key, options
+):
+    """dS of a step, and dv with its product under way."""
+    p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
+    p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
+    slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
+    tlx.barrier_wait(g.full[at], phase)
+    dp = tlx.async_dot(v.buffer[role + zero], tlx.local_trans(g.buffer[at + zero]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at + zero], dv)
+    dp = tlx.async_dot_wait(1, dp)
+    return times_slope(dp, slope, options.FOLD).to(options.DTYPE), dv
+
+
+@triton.jit
+def share(role: tl.constexpr, ds, peer, d, at: tl.constexpr, zero, phase, rank):
+    """Store dS of a step for both roles to read, here and in the other program."""
+    tlx.barrier_wait(ds.empty[at], phase ^ 1)
+    if role == 0:
+        tlx.barrier_expect_bytes(peer.full[at], TILE * ROWS * 2)
+    own = at * MATH_ROLES + role + zero
+    tlx.local_store(ds.buffer[own], d)
     tlx.fence("async_shared")
-    at_row = [BOUND, start + length, head, BOUND - length + row, rank * 64]
-    tlx.async_descriptor_store(dq_desc, staging, at_row)
+    tlx.async_remote_shmem_copy(peer.buffer[own], ds.buffer[own], 1 - rank, peer.full[at])
+    tlx.barrier_arrive(ds.full[at])
+
+
+@triton.jit
+def dq_product(role: tl.constexpr, ds, peer, k, half, zero, phase):
+    """dS K of the role's step of the pair, under way: half of the columns, from all keys."""
+    first = role * MATH_ROLES + zero
+    tlx.barrier_wait(ds.full[role], phase)
+    dq = tlx.async_dot(tlx.local_trans(ds.buffer[first]), k.buffer[zero])
+    dq = tlx.async_dot(tlx.local_trans(ds.buffer[first + 1]), k.buffer[2 + zero], dq)
+    tlx.barrier_wait(peer.full[role], phase)
+    dq = tlx.async_dot(tlx.local_trans(peer.buffer[first]), half[zero], dq)
+    dq = tlx.async_dot(tlx.local_trans(peer.buffer[first + 1]), half[1 + zero], dq)
+    return dq
 
 
 @triton.jit
@@ -232,62 +253,67 @@ def put_half(desc, buffer, start, length, head, row, column, x):
 
 @triton.jit
 def math(
-    role: tl.constexpr, dq_desc, dk_desc, dv_desc, q, k, v, g, half, ds, peer, staging,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
-    ds_full, ds_empty, peer_full,
-    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, scale, output_scale,
-    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    role: tl.constexpr, q, k, v, g, half, ds, peer, staging, gradients, items, scale, output_scale,
+    options,
 ):  # fmt: skip
     """A math role: 64 keys of every item, and dQ of a step of each pair. `count` counts pairs."""
-    DTYPE: tl.constexpr = tlx.dtype_of(dk_desc)
+    GROUP: tl.constexpr = options.GROUP
+    HEAD_DIM: tl.constexpr = options.HEAD_DIM
     rank = tlx.cluster_cta_rank()
     clusters = tl.num_programs(0) // PROGRAMS
     key = rank * TILE + role * KEYS
-    factor = 0.5 * scale * output_scale if FOLD else scale * output_scale
+    factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
     count = 0
-    for item in tl.range(tl.program_id(0) // PROGRAMS, num_items, clusters, num_stages=0):
-        _, start_out, len_q, start_k, len_k, head_k = work(
-            order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, item, max_seqlen_q, NUM_HEADS_K
-        )
+    for item in tl.range(tl.program_id(0) // PROGRAMS, items.count, clusters, num_stages=0):
+        _, start_out, len_q, start_k, len_k, head_k = entry(items, item, options.NUM_HEADS_K)
         steps = steps_of(len_q)
         phase = item // clusters & 1
         dk_own = tl.zeros([KEYS, 64], tl.float32)
         dk_other = tl.zeros([KEYS, 64], tl.float32)
         dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
-        tlx.barrier_wait(k_full[0], phase)
-        tlx.barrier_wait(v_full[0], phase)
+        tlx.barrier_wait(k.full[0], phase)
+        tlx.barrier_wait(v.full[0], phase)
         for step in tl.range(0, steps * GROUP, PAIR, num_stages=0):
             zero = nothing(step)
             now = (count + step // PAIR) & 1
             for at in tl.static_range(PAIR):
                 head, row = place(step + at, steps, head_k, GROUP)
-                dk_own, dk_other, dv = differentiate(
-                    role, q, k, v, g, ds, peer, q_full, q_empty, g_full, g_empty,
-                    ds_full, ds_empty, peer_full, dk_own, dk_other, dv,
-                    at, zero, now, rank, scale, head, row, key,
-                    ACTIVATION, FOLD, CAUSAL, WINDOW, DTYPE,
-                )  # fmt: skip
+                s = scores(role, k, q, at, zero, now)
+                s = tlx.async_dot_wait(0, s)
+                d, dv = differentiate(
+                    role, s, v, g, dv, at, zero, now, scale, head, row, key, options
+                )
+                share(role, ds, peer, d, at, zero, now, rank)
+                dk_own = tlx.async_dot(d, q.buffer[at * 2 + zero], dk_own)
+                dk_other = tlx.async_dot(d, q.buffer[at * 2 + 1 + zero], dk_other)
+                dv = tlx.async_dot_wait(0, dv)
+                dk_own = tlx.async_dot_wait(0, dk_own)
+                dk_other = tlx.async_dot_wait(0, dk_other)
+                tlx.barrier_arrive(q.empty[at])
+                tlx.barrier_arrive(g.empty[at])
             head, row = place(step + role, steps, head_k, GROUP)
-            write_dq(
-                dq_desc, staging[role], ds, peer, k, half, ds_full, ds_empty, peer_full,
-                role, zero, now, rank, start_out, len_q, head, row, factor,
-            )  # fmt: skip
+            dq = dq_product(role, ds, peer, k, half, zero, now)
+            dq = tlx.async_dot_wait(0, dq)
+            tlx.barrier_arrive(ds.empty[role])
+            tlx.barrier_arrive(ds.empty[role], 1, remote_cta_rank=1 - rank)
+            tlx.async_descriptor_store_wait(0)
+            dq = dq * factor
+            put_half(gradients.dq, staging[role], start_out, len_q, head, row, rank, dq)
         count += steps * GROUP // PAIR
-        tlx.barrier_arrive(k_empty[0])
-        dv = dv * (0.5 * scale * output_scale if FOLD else output_scale)
-        put_rows(dv_desc, v[role], start_k, len_k, head_k, key, dv.to(DTYPE))
+        tlx.barrier_arrive(k.empty[0])
+        dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+        put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
         dk_own = dk_own * factor
         dk_other = dk_other * factor
         tlx.async_descriptor_store_wait(0)
-        tlx.barrier_arrive(v_empty[0])
-        put_half(dk_desc, staging[role], start_k, len_k, head_k, key, rank, dk_own)
+        tlx.barrier_arrive(v.empty[0])
+        put_half(gradients.dk, staging[role], start_k, len_k, head_k, key, rank, dk_own)
         tlx.async_descriptor_store_wait(0)
-        put_half(dk_desc, staging[role], start_k, len_k, head_k, key, 1 - rank, dk_other)
+        put_half(gradients.dk, staging[role], start_k, len_k, head_k, key, 1 - rank, dk_other)
     tlx.async_descriptor_store_wait(0)
     # The other program still arrives here: this one's memory must not go before it has.
     for at in tl.static_range(PAIR):
-        tlx.barrier_wait(ds_empty[at], (count & 1) ^ 1)
+        tlx.barrier_wait(ds.empty[at], (count & 1) ^ 1)
 
 
 @triton.jit
@@ -299,6 +325,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dQ, dK and dV of this cluster's items."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(NUM_HEADS_K, GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE)
     q = tlx.local_alloc((ROWS, 64), DTYPE, PAIR * 2)
     k = tlx.local_alloc((KEYS, 64), DTYPE, MATH_ROLES * 2)
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
@@ -318,24 +345,22 @@ def backward_kernel(
     ds_full = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
     ds_empty = tlx.alloc_barriers(PAIR, arrive_count=PROGRAMS)
     peer_full = tlx.alloc_barriers(PAIR)
+    q = Ring(q, q_full, q_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
+    g = Ring(g, g_full, g_empty)
+    ds = Ring(ds, ds_full, ds_empty)
+    peer = Inbox(peer, peer_full)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc)
+    items = Items(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(
-                q_desc, k_desc, v_desc, g_desc, q, k, v, g, half,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
-                order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q,
-                NUM_HEADS_K, GROUP,
-            )  # fmt: skip
+            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math(
-                tlx.async_task_replica_id(), dq_desc, dk_desc, dv_desc,
-                q, k, v, g, half, ds, peer, staging,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, g_full, g_empty,
-                ds_full, ds_empty, peer_full,
-                order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q,
-                scale, output_scale,
-                NUM_HEADS_K, GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM,
+                tlx.async_task_replica_id(), q, k, v, g, half, ds, peer, staging, gradients,
+                items, scale, output_scale, options,
             )  # fmt: skip
 
 

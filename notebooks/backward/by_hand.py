@@ -40,6 +40,7 @@ from matplotlib.patches import Rectangle
 
 from gdpa_kernels import emulator, gdpa
 from gdpa_kernels.gdpa import activations, derivatives, reference
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check, roofline, system
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import FIGURES, Workload, workload
@@ -299,11 +300,8 @@ q = torch.randn(7, 6, 16, generator=make, dtype=torch.float64)
 k, v = (torch.randn(sum(lengths_k), 2, 16, generator=make, dtype=torch.float64) for _ in range(2))
 grad_out = torch.randn(7 * len(lengths_k), 6, 16, generator=make, dtype=torch.float64)
 ends = cu_seqlens(lengths_k, "cpu")
-options = {
-    "activation": ("gelu_tanh",), "scale": 0.25, "output_scale": 1.0, "causal": False,
-    "window": None,
-}  # fmt: skip
-found = reference.backward(grad_out, q, k, v, None, ends, 7, 9, **options)
+batch = Batch(q, k, v, None, ends, 7, 9, activation=("gelu_tanh",), scale=0.25)
+found = reference.backward(grad_out, batch)
 print(f"{gap(found, copies_by_autograd(q, k, v, grad_out, lengths_k, group)):.1e}")
 
 # %% tags=["remove-cell"]
@@ -381,21 +379,22 @@ FORGOT = changed(
 class Forgetful(torch.autograd.Function):
     """The definition forward, the changed one backward, causal."""
 
-    OPTIONS = {**options, "causal": True}
-
     @staticmethod
     def forward(ctx, q, k, v):
         ctx.save_for_backward(q, k, v)
-        return reference.forward(q, k, v, SHORT, SHORT, 4, 4, **Forgetful.OPTIONS)
+        return reference.forward(short(q, k, v))
 
     @staticmethod
     def backward(ctx, grad_out):
-        return FORGOT.backward(
-            grad_out, *ctx.saved_tensors, SHORT, SHORT, 4, 4, **Forgetful.OPTIONS
-        )
+        return FORGOT.backward(grad_out, short(*ctx.saved_tensors))
 
 
-SHORT = cu_seqlens((4, 2), "cpu")
+def short(q, k, v) -> Batch:
+    """Sequences of 4 and of 2 tokens under a causal mask."""
+    ends = cu_seqlens((4, 2), "cpu")
+    return Batch(q, k, v, ends, ends, 4, 4, activation=("gelu_tanh",), scale=0.25, causal=True)
+
+
 small = tuple(
     torch.randn(6, 1, 3, generator=make, dtype=torch.float64).requires_grad_() for _ in range(3)
 )
@@ -440,13 +439,15 @@ def difference_errors(activation: str, steps) -> list[float]:
     )  # fmt: skip
     grad_out = torch.randn(at[0].shape, generator=make, dtype=torch.float64)
     ends = cu_seqlens(lengths_q, "cpu"), cu_seqlens(lengths_k, "cpu")
-    how = {**options, "activation": (activation,)}
+
+    def moved(h: float) -> Batch:
+        tensors = (x + h * direction for x, direction in zip(at, along, strict=True))
+        return Batch(*tensors, *ends, 14, 12, activation=(activation,), scale=0.25)
 
     def loss(h: float) -> float:
-        moved = (x + h * direction for x, direction in zip(at, along, strict=True))
-        return (grad_out * reference.forward(*moved, *ends, 14, 12, **how)).sum().item()
+        return (grad_out * reference.forward(moved(h))).sum().item()
 
-    gradients = reference.backward(grad_out, *at, *ends, 14, 12, **how)
+    gradients = reference.backward(grad_out, moved(0))
     slope = sum((g * d).sum() for g, d in zip(gradients, along, strict=True)).item()
     return [abs((loss(h) - loss(-h)) / (2 * h) / slope - 1) for h in steps]
 

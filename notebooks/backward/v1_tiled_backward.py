@@ -28,6 +28,7 @@
 import difflib
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -40,7 +41,8 @@ from gdpa_kernels import emulator, gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import derivatives, reference, v1_tiled, v1_tiled_backward
-from gdpa_kernels.gdpa.v1_tiled_backward import Config, default_config
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.v1_tiled_backward import Config, Tile
 from gdpa_kernels.measuring import baselines, compile_check, system, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.record import ROOT
@@ -61,7 +63,7 @@ HEAD_DIM = 128
 GRADIENTS = ("dq", "dk", "dv")
 VERDICT = {True: "kept", False: "broken"}
 PREDICTED = (200, 260)  # useful TFLOP/s on SELF
-KEYS, QUERIES = (default_config(kernel, HEAD_DIM, torch.bfloat16) for kernel in ("keys", "queries"))
+KEYS, QUERIES = Config().keys, Config().queries
 
 
 def glue(name: str, value: float) -> None:
@@ -170,28 +172,26 @@ figures.source("modelled", "drawn from the loops of keys_kernel and queries_kern
 def call_of(
     lengths_q, lengths_k, *, heads=1, heads_k=1, head_dim=HEAD_DIM, dtype=torch.bfloat16, seed=2025,
     shared_q=False, **options,
-) -> dict:  # fmt: skip
-    """Keyword arguments of `backward`: N(0, 1), a ragged batch."""
+) -> tuple[torch.Tensor, Batch]:  # fmt: skip
+    """(grad_out, batch), the arguments of `backward`: N(0, 1), a ragged batch."""
     make = torch.Generator().manual_seed(seed)
 
     def draw(rows: int, count: int) -> torch.Tensor:
         return torch.randn(rows, count, head_dim, generator=make).to(dtype)
 
-    return {
-        "grad_out": draw(sum(lengths_q), heads),
-        "q": draw(max(lengths_q) if shared_q else sum(lengths_q), heads),
-        "k": draw(sum(lengths_k), heads_k), "v": draw(sum(lengths_k), heads_k),
-        "cu_seqlens_q": None if shared_q else cu_seqlens(lengths_q, "cpu"),
-        "cu_seqlens_k": cu_seqlens(lengths_k, "cpu"), "max_seqlen_q": max(lengths_q),
-        "max_seqlen_k": max(lengths_k), "activation": ("gelu_tanh",), "scale": head_dim**-0.5,
-        "output_scale": 1.0, "causal": False, "window": None,
-    } | options  # fmt: skip
+    return draw(sum(lengths_q), heads), Batch(
+        draw(max(lengths_q) if shared_q else sum(lengths_q), heads),
+        draw(sum(lengths_k), heads_k), draw(sum(lengths_k), heads_k),
+        None if shared_q else cu_seqlens(lengths_q, "cpu"), cu_seqlens(lengths_k, "cpu"),
+        max(lengths_q), max(lengths_k),
+        **{"activation": ("gelu_tanh",), "scale": head_dim**-0.5} | options,
+    )  # fmt: skip
 
 
-def emulated(module, call: dict, **how) -> tuple[tuple, dict]:
+def emulated(module, call: tuple[torch.Tensor, Batch], **how) -> tuple[tuple, dict]:
     """(gradients, reports of the launches by kernel) of a backward in the emulator."""
     with emulator.enabled(**how) as reports:
-        gradients = module.backward(**call)
+        gradients = module.backward(*call)
     return gradients, {report.kernel: report for report in reports}
 
 
@@ -412,11 +412,11 @@ KINDS = {
 }  # fmt: skip
 
 
-def built(module, head_dim=HEAD_DIM, dtype=torch.bfloat16, **configs) -> dict:
+def built(module, head_dim=HEAD_DIM, dtype=torch.bfloat16, **more) -> dict:
     """The kernels of a call with 4 heads, compiled for sm_90a, and their constants, by name."""
     call = call_of((130,), (130,), heads=4, heads_k=4, head_dim=head_dim, dtype=dtype)
     with launches(run=False) as seen:
-        module.backward(**call, **configs)
+        module.backward(*call, **more)
     return {
         launch.name: (compile_check.build_launch(launch), launch.constants | launch.options)
         for launch in seen
@@ -432,8 +432,7 @@ def on_an_sm(made: compile_check.Compiled, warps: int) -> int:
 NORMAL = built(v1_tiled_backward)
 compared = []
 for name, module in (("K Q^T (v1)", v1_tiled_backward), ("Q K^T, turned", TURNED)):
-    tiles = {"config_keys": Config(64, 128), "needs": (False, True, True)}
-    compiled, _ = built(module, **tiles)["keys_kernel"]
+    compiled, _ = built(module, needs=(False, True, True))["keys_kernel"]
     facts = compile_check.read(compiled)
     compared.append(
         {
@@ -544,16 +543,15 @@ CASES = {
 }  # fmt: skip
 
 
-def defined(call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv) of the definition in `dtype`."""
-    names = ("grad_out", "q", "k", "v")
-    return reference.backward(**call | {name: call[name].to(dtype) for name in names})
+def defined(grad_out: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) of the definition in fp64."""
+    wide = {name: getattr(batch, name).double() for name in ("q", "k", "v")}
+    return reference.backward(grad_out.double(), replace(batch, **wide))
 
 
-closest = []
 for name, call in CASES.items():
     gradients, _ = emulated(v1_tiled_backward, call)
-    exact, plain = defined(call, torch.float64), defined(call, call["q"].dtype)
+    exact, plain = defined(*call), reference.backward(*call)
     of_budget = []
     for label, a, e, b in zip(GRADIENTS, gradients, exact, plain, strict=True):
         comparison = testing.compare(name=label, actual=a, expected=e, baseline=b)
@@ -573,10 +571,9 @@ print("three random orders of programs: the same bits")
 
 pair_of = call_of((65, 70), (66, 40))
 clean, _ = emulated(v1_tiled_backward, pair_of)
-for name in ("grad_out", "q", "k", "v"):
-    rows = 65 if name in ("grad_out", "q") else 66
-    pair_of[name] = pair_of[name].clone()
-    pair_of[name][rows:] = torch.nan
+grad_out, batch = pair_of
+for tensor, rows in ((grad_out, 65), (batch.q, 65), (batch.k, 66), (batch.v, 66)):
+    tensor[rows:] = torch.nan
 poisoned, _ = emulated(v1_tiled_backward, pair_of)
 same = [torch.equal(a[:n], b[:n]) for a, b, n in zip(poisoned, clean, (65, 66, 66), strict=True)]
 print(f"beside a sequence of NaN: {'the same bits' if all(same) else 'other bits'}")
@@ -602,11 +599,11 @@ ends = cu_seqlens((33, 0, 7), "cpu")
 with emulator.enabled():
     out = gdpa(q, k, v, ends, ends, 33, 33, impl="v1_tiled", backward_impl="v1_tiled_backward")
     out.sum().backward()
+wide = (x.detach().double() for x in (q, k, v))
 wanted = reference.backward(
-    torch.ones(40, 4, 64, dtype=torch.float64), *(x.detach().double() for x in (q, k, v)), ends,
-    ends, 33, 33, activation=("gelu_tanh",), scale=0.125, output_scale=1.0, causal=False,
-    window=None,
-)  # fmt: skip
+    torch.ones(40, 4, 64, dtype=torch.float64),
+    Batch(*wide, ends, ends, 33, 33, activation=("gelu_tanh",), scale=0.125),
+)
 for name, x, right in zip(GRADIENTS, (q, k, v), wanted, strict=True):
     print(f"{name}: {((x.grad - right).abs().max() / right.abs().max()).item():.1e}")
 
@@ -690,11 +687,11 @@ TRIED = {
     "queries": ((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 3), (64, 128, 4, 2)),
 }  # fmt: skip
 variants = []
-for kernel, config in (("keys", KEYS), ("queries", QUERIES)):
-    others = [Config(*shape) for shape in TRIED[kernel] if Config(*shape) != config]
-    for candidate in (config, *others):
+for kernel, tile in (("keys", KEYS), ("queries", QUERIES)):
+    others = [Tile(*shape) for shape in TRIED[kernel] if Tile(*shape) != tile]
+    for candidate in (tile, *others):
         needs = (kernel == "queries", kernel == "keys", kernel == "keys")
-        made = built(v1_tiled_backward, needs=needs, **{f"config_{kernel}": candidate})
+        made = built(v1_tiled_backward, needs=needs, config=Config(**{kernel: candidate}))
         variants.append(fact_row(f"{kernel}_kernel", *made[f"{kernel}_kernel"]))
 variants = pd.DataFrame(variants).drop(columns=["HGMMA", "HMMA", "MUFU"])
 figures.show_table(variants)
@@ -966,7 +963,7 @@ assert (
 # Exercise 2: a causal batch.
 starts = [first // KEYS.BLOCK_M * KEYS.BLOCK_M for first in range(0, TOKENS, KEYS.BLOCK_N)]
 by_hand = sum(TOKENS - start for start in starts) / (TOKENS * len(starts))
-_, masked = emulated(v1_tiled_backward, one_head | {"causal": True})
+_, masked = emulated(v1_tiled_backward, (one_head[0], replace(one_head[1], causal=True)))
 kept = {name: masked[name].dots / reports[name].dots for name in reports}
 for name, part in kept.items():
     glue(f"causal_{name}", 100 * part)

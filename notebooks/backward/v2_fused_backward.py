@@ -48,6 +48,7 @@ from gdpa_kernels.gdpa import (
     v2_fused_backward,
     v2a_ordered_backward,
 )
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import Workload, workload
@@ -148,34 +149,32 @@ Markdown(
 
 
 # %% tags=["remove-cell"]
-def problem(lengths, lengths_k=None, heads=1, heads_k=1, head_dim=128, seed=2025) -> dict:
-    """Arguments of a backward rung on a ragged batch, from N(0, 1), bf16."""
+def problem(lengths, lengths_k=None, heads=1, heads_k=1, head_dim=128, seed=2025) -> tuple:
+    """(grad_out, batch), the arguments of a backward rung: a ragged batch from N(0, 1), bf16."""
     make = torch.Generator().manual_seed(seed)
     keys = lengths if lengths_k is None else lengths_k
 
     def draw(rows: int, count: int) -> torch.Tensor:
         return torch.randn(rows, count, head_dim, generator=make).bfloat16()
 
-    return {
-        "grad_out": draw(sum(lengths), heads), "q": draw(sum(lengths), heads),
-        "k": draw(sum(keys), heads_k), "v": draw(sum(keys), heads_k),
-        "cu_seqlens_q": cu_seqlens(lengths, "cpu"), "cu_seqlens_k": cu_seqlens(keys, "cpu"),
-        "max_seqlen_q": max(lengths), "max_seqlen_k": max(keys), "activation": ("gelu_tanh",),
-        "scale": head_dim**-0.5, "output_scale": 1.0, "causal": False, "window": None,
-    }  # fmt: skip
+    return draw(sum(lengths), heads), Batch(
+        draw(sum(lengths), heads), draw(sum(keys), heads_k), draw(sum(keys), heads_k),
+        cu_seqlens(lengths, "cpu"), cu_seqlens(keys, "cpu"), max(lengths), max(keys),
+        activation=("gelu_tanh",), scale=head_dim**-0.5,
+    )  # fmt: skip
 
 
-def emulated(module, given: dict, schedule="modelled", **more) -> tuple:
+def emulated(module, given: tuple, schedule="modelled", **more) -> tuple:
     """(gradients, dQ in fp32 before it is rounded or None, reports of the launches) of a rung."""
     with emulator.enabled(schedule=schedule) as reports, launches() as seen:
-        found = module.backward(**given, **more)
+        found = module.backward(*given, **more)
     rounded = [launch.arguments["sums_ptr"] for launch in seen if launch.name == "round_kernel"]
     return found, rounded[0] if rounded else None, reports
 
 
 MODULES = {V1: v1_tiled_backward, V2: v2_fused_backward, V2A: v2a_ordered_backward}
 one_head = problem((128,), (256,))
-unit = one_head["q"].nbytes
+unit = one_head[1].q.nbytes
 counted = []
 for impl, module in MODULES.items():
     _, _, reports = emulated(module, one_head)
@@ -440,7 +439,7 @@ code(inspect.getsource(v2a_ordered_backward.count_slices))
 def compiled(module, name: str, **more) -> compile_check.Compiled:
     """The kernel of that name in a call with four heads of 128."""
     with launches(run=False) as seen:
-        module.backward(**problem((130,), heads=4, heads_k=4), **more)
+        module.backward(*problem((130,), heads=4, heads_k=4), **more)
     (launch,) = (launch for launch in seen if launch.name == name)
     return compile_check.read(compile_check.build_launch(launch))
 
@@ -498,9 +497,10 @@ figures.source(
 
 # %%
 given = problem((0, 1, 63, 65, 130), (3, 0, 128, 129, 257), heads=4, heads_k=2, head_dim=64)
-TENSORS = ("grad_out", "q", "k", "v")
-exact = reference.backward(**given | {name: given[name].double() for name in TENSORS})
-plain = reference.backward(**given)
+grad_out, batch = given
+wide = {name: getattr(batch, name).double() for name in ("q", "k", "v")}
+exact = reference.backward(grad_out.double(), replace(batch, **wide))
+plain = reference.backward(grad_out, batch)
 variants = {
     "v2, by TMA": (v2_fused_backward, v2_fused_backward.Config()),
     "v2, by threads": (v2_fused_backward, v2_fused_backward.Config(by_tma=False)),
@@ -589,9 +589,9 @@ if mode == "measure":
     for given in (workload(LONG), workload(CROSS), SMALL):
         session.measure(given, listed(given.name), direction="backward")
         inputs = make_inputs(given, device=session.device)
-        arguments, q, grad = inputs.rung_arguments(), inputs.q, inputs.grad_out
+        batch, q, grad = inputs.batch(), inputs.q, inputs.grad_out
         sums, dq = q.new_zeros(q.shape, dtype=torch.float32), torch.empty_like(q)
-        factor = arguments["scale"] * arguments["output_scale"]
+        factor = batch.scale * batch.output_scale
 
         def zero(q=q):
             return q.new_zeros(q.shape, dtype=torch.float32)
@@ -603,11 +603,11 @@ if mode == "measure":
                 BLOCK=4096,
             )  # fmt: skip
 
-        def without(grad=grad, arguments=arguments):
-            return v2_fused_backward.backward(grad, **arguments, needs=(False, True, True))
+        def without(grad=grad, batch=batch):
+            return v2_fused_backward.backward(grad, batch, needs=(False, True, True))
 
-        def wrongly(grad=grad, arguments=arguments):
-            return stored.backward(grad, **arguments)
+        def wrongly(grad=grad, batch=batch):
+            return stored.backward(grad, batch)
 
         parts = {"zero fill": zero, "rounding": rounding, "without dQ": without, "stored": wrongly}
         timed = timing.sample_kernels(parts, session.device, session.protocol)
@@ -615,9 +615,9 @@ if mode == "measure":
         del sums, dq, parts, zero, rounding
         for impl, variant, options in listed(given.name):
             module = MODULES[impl]
-            first = [g.clone() for g in module.backward(grad, **arguments, **options)]
+            first = [g.clone() for g in module.backward(grad, batch, **options)]
             for run in range(1, RUNS):
-                again = module.backward(grad, **arguments, **options)
+                again = module.backward(grad, batch, **options)
                 for name, one, two in zip(GRADIENTS, first, again, strict=True):
                     pieces = zip(one.split(2**16), two.split(2**16), strict=True)
                     most = max(float((a.float() - b.float()).abs().max()) for a, b in pieces)

@@ -28,6 +28,7 @@
 import inspect
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -40,8 +41,8 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import rows as tiles
 from gdpa_kernels.gdpa import derivatives, reference, v4_warp_specialized_backward
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.v4_warp_specialized_backward import Config
-from gdpa_kernels.gdpa.work_list import WorkList
 from gdpa_kernels.measuring import compile_check, system, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
@@ -59,7 +60,6 @@ NOTEBOOK = "notebooks/backward/v4_warp_specialized_backward.py"
 V2, V4 = "v2_fused_backward", "v4_warp_specialized_backward"
 ROWS, KEYS, TILE, HEAD_DIM = 64, 64, 128, 128
 GRADIENTS = ("dq", "dk", "dv")
-TENSORS = ("grad_out", "q", "k", "v")
 VERDICT = {True: "kept", False: "broken"}
 
 
@@ -124,27 +124,25 @@ Markdown(
 
 
 # %% tags=["remove-cell"]
-def problem(lengths, lengths_k=None, heads=1, heads_k=1, head_dim=128, seed=2025) -> dict:
-    """Arguments of a backward rung on a ragged batch, from N(0, 1), bf16."""
+def problem(lengths, lengths_k=None, heads=1, heads_k=1, head_dim=128, seed=2025) -> tuple:
+    """(grad_out, batch), the arguments of a backward rung: a ragged batch from N(0, 1), bf16."""
     make = torch.Generator().manual_seed(seed)
     keys = lengths if lengths_k is None else lengths_k
 
     def draw(rows: int, count: int) -> torch.Tensor:
         return torch.randn(rows, count, head_dim, generator=make).bfloat16()
 
-    return {
-        "grad_out": draw(sum(lengths), heads), "q": draw(sum(lengths), heads),
-        "k": draw(sum(keys), heads_k), "v": draw(sum(keys), heads_k),
-        "cu_seqlens_q": cu_seqlens(lengths, "cpu"), "cu_seqlens_k": cu_seqlens(keys, "cpu"),
-        "max_seqlen_q": max(lengths), "max_seqlen_k": max(keys), "activation": ("gelu_tanh",),
-        "scale": head_dim**-0.5, "output_scale": 1.0, "causal": False, "window": None,
-    }  # fmt: skip
+    return draw(sum(lengths), heads), Batch(
+        draw(sum(lengths), heads), draw(sum(keys), heads_k), draw(sum(keys), heads_k),
+        cu_seqlens(lengths, "cpu"), cu_seqlens(keys, "cpu"), max(lengths), max(keys),
+        activation=("gelu_tanh",), scale=head_dim**-0.5,
+    )  # fmt: skip
 
 
-def emulated(module, given: dict, *, programs: int, config=None, **how) -> tuple:
+def emulated(module, given: tuple, *, programs: int, config=None, **how) -> tuple:
     """(gradients, the main kernel's report) of v4; `how` goes to the emulator."""
     with emulator.enabled(multiprocessors=programs, **how) as reports:
-        found = module.backward(**given, config=config)
+        found = module.backward(*given, config=config)
     return found, next(report for report in reports if report.kernel == "backward_kernel")
 
 
@@ -399,51 +397,51 @@ NOT_UNIFORM = (("        steps = uniform(steps)\n", ""),)
 KEPT = (("            zero = nothing(step)\n", "            zero = 0\n"),)
 SEND_LATER = """            if step > 1:
                 head, row = place(step - 2, steps, start, head_k, GROUP)
-                add_rows(dq_desc, staging[role + zero], start_out, len_q, head, row, COLUMN)
+                add_rows(gradients.dq, staging[role + zero], start_out, len_q, head, row, COLUMN)
 """
 PUT = "            put_aside(staging[role + zero], dq)\n"
 SEND_NOW = """            tlx.fence("async_shared")
             head, row = place(step - 1, steps, start, head_k, GROUP)
-            add_rows(dq_desc, staging[role + zero], start_out, len_q, head, row, COLUMN)
+            add_rows(gradients.dq, staging[role + zero], start_out, len_q, head, row, COLUMN)
 """
 SEND_LAST = """        tlx.fence("async_shared")
         if steps * GROUP > 1:
             head, row = place(steps * GROUP - 2, steps, start, head_k, GROUP)
-            add_rows(dq_desc, staging[role], start_out, len_q, head, row, COLUMN)
+            add_rows(gradients.dq, staging[role], start_out, len_q, head, row, COLUMN)
 """
 DQ_AT_ONCE = ((SEND_LATER, ""), (PUT, PUT + SEND_NOW), (SEND_LAST, ""))
 
-FIRST_NEXT = """        s = scores(k[k_at + role], q, q_full, tl.minimum(count + 1, last), Q_STAGES)
+FIRST_NEXT = """        s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
         s = tlx.async_dot_wait(0, s)
-        tlx.barrier_arrive(q_empty"""
+        tlx.barrier_arrive(q.empty"""
 NEXT = """\
-            s = scores(k[k_at + role + zero], q, q_full, tl.minimum(now + 1, last), Q_STAGES)
+            s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
 """
 BOTH = "            s = tlx.async_dot_wait(0, s)\n            dq = tlx.async_dot_wait"
 ZERO = "            zero = nothing(step)\n"
-OWN = """            s = scores(k[k_at + role + zero], q, q_full, now, Q_STAGES)
+OWN = """            s = scores(k.buffer[k_at + role + zero], q, now, Q_STAGES)
             s = tlx.async_dot_wait(0, s)
 """
 S_AFTER_DQ = (
-    (FIRST_NEXT, "        tlx.barrier_arrive(q_empty"),
+    (FIRST_NEXT, "        tlx.barrier_arrive(q.empty"),
     (NEXT, ""),
     (BOTH, "            dq = tlx.async_dot_wait"),
     (ZERO, ZERO + OWN),
 )
 
-DK = "            dk = tlx.async_dot(d, q[now % Q_STAGES], dk)\n"
+DK = "            dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)\n"
 DONE = """            dv = tlx.async_dot_wait(0, dv)
             dk = tlx.async_dot_wait(0, dk)
-            tlx.barrier_arrive(g_empty[now % G_STAGES])
+            tlx.barrier_arrive(g.empty[now % options.G_STAGES])
 """
-DQ = "            dq = dq_product(role, ds, k, k_at + zero, ds_full, now - 1, HEAD_DIM)\n"
+DQ = "            dq = dq_product(role, ds, k, k_at + zero, now - 1, HEAD_DIM)\n"
 S_BESIDE_DK = ((DK + DONE + NEXT, DK + NEXT + DONE.replace("wait(0", "wait(1")),)
 BOTH_BESIDE_DK = ((DK + DONE + NEXT + DQ, DK + NEXT + DQ + DONE),)
 
 SOURCE = inspect.getsource(v4_warp_specialized_backward)
-DP = "    tlx.barrier_wait(g_full[g_at]"
+DP = "    tlx.barrier_wait(g.full[at]"
 ACTIVATION = SOURCE[SOURCE.index("    p, slope = value_and_factor(") : SOURCE.index(DP)]
-ISSUE = SOURCE[SOURCE.index(DP) : SOURCE.index("    dv = tlx.async_dot(p.to(DTYPE)")]
+ISSUE = SOURCE[SOURCE.index(DP) : SOURCE.index("    dv = tlx.async_dot(p.to(options.DTYPE)")]
 DP_FIRST = ((ACTIVATION + ISSUE, ISSUE + ACTIVATION),)
 
 THREE = {"q_stages": 3, "g_stages": 3, "k_stages": 1}
@@ -481,9 +479,9 @@ LADDER = [
 # %% tags=["remove-cell"]
 def built(module, config):
     """The main kernel of v4 for four heads of 128, compiled; nothing runs."""
-    no_list = WorkList(torch.zeros(5, 8, dtype=torch.int32), 4)
+    no_list = (torch.zeros(5, 8, dtype=torch.int32),)
     with launches(run=False) as seen:
-        module.backward(**problem((130,), heads=4, heads_k=4), config=config, schedule=no_list)
+        module.backward(*problem((130,), heads=4, heads_k=4), config=config, schedule=no_list)
     return compile_check.build_launch(seen[0])
 
 
@@ -583,8 +581,10 @@ for title, names in {"after": bodies[ALL], "before": dp_first}.items():
 
 # %%
 given = problem((0, 1, 63, 130), (3, 70, 129, 257), heads=2)
-exact = reference.backward(**given | {name: given[name].double() for name in TENSORS})
-plain = reference.backward(**given)
+grad_out, batch = given
+wide = {name: getattr(batch, name).double() for name in ("q", "k", "v")}
+exact = reference.backward(grad_out.double(), replace(batch, **wide))
+plain = reference.backward(grad_out, batch)
 CHECKED = (ALL, NONE, "without dQ put aside", "without S first", "S beside dK")
 for name in CHECKED:
     changes, config = VARIANTS[name]
@@ -609,7 +609,7 @@ MISTAKES = {
         "    tlx.async_descriptor_store_wait(0)\n    tlx.local_store(buffer, x)",
         "    tlx.local_store(buffer, x)",
     ),
-    "dS over dS": ("    tlx.barrier_wait(ds_empty[at], ((count // 2) & 1) ^ 1)\n", ""),
+    "dS over dS": ("    tlx.barrier_wait(ds.empty[at], ((count // 2) & 1) ^ 1)\n", ""),
 }
 SCHEDULES = ("modelled", 0, 1)
 

@@ -30,6 +30,7 @@
 import inspect
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -47,8 +48,8 @@ from gdpa_kernels.gdpa import (
     v4_warp_specialized_backward,
     v5_short_kv_backward,
 )
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.v5_short_kv_backward import Config
-from gdpa_kernels.gdpa.work_list import WorkList
 from gdpa_kernels.measuring import compile_check, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
@@ -72,7 +73,6 @@ MODULES = {
 }
 ROWS, KEYS, TILE, HEAD_DIM = 64, 64, 128, 128
 GRADIENTS = ("dq", "dk", "dv")
-TENSORS = ("grad_out", "q", "k", "v")
 VERDICT = {True: "kept", False: "broken"}
 
 
@@ -113,32 +113,30 @@ def code(text: str, language: str = "python") -> Markdown:
 
 
 # %% tags=["remove-cell"]
-def problem(lengths, lengths_k=None, heads=1, heads_k=1, head_dim=128, seed=2025) -> dict:
-    """Arguments of a backward rung on a ragged batch, from N(0, 1), bf16."""
+def problem(lengths, lengths_k=None, heads=1, heads_k=1, head_dim=128, seed=2025) -> tuple:
+    """(grad_out, batch), the arguments of a backward rung: a ragged batch from N(0, 1), bf16."""
     make = torch.Generator().manual_seed(seed)
     keys = lengths if lengths_k is None else lengths_k
 
     def draw(rows: int, count: int) -> torch.Tensor:
         return torch.randn(rows, count, head_dim, generator=make).bfloat16()
 
-    return {
-        "grad_out": draw(sum(lengths), heads), "q": draw(sum(lengths), heads),
-        "k": draw(sum(keys), heads_k), "v": draw(sum(keys), heads_k),
-        "cu_seqlens_q": cu_seqlens(lengths, "cpu"), "cu_seqlens_k": cu_seqlens(keys, "cpu"),
-        "max_seqlen_q": max(lengths), "max_seqlen_k": max(keys), "activation": ("gelu_tanh",),
-        "scale": head_dim**-0.5, "output_scale": 1.0, "causal": False, "window": None,
-    }  # fmt: skip
+    return draw(sum(lengths), heads), Batch(
+        draw(sum(lengths), heads), draw(sum(keys), heads_k), draw(sum(keys), heads_k),
+        cu_seqlens(lengths, "cpu"), cu_seqlens(keys, "cpu"), max(lengths), max(keys),
+        activation=("gelu_tanh",), scale=head_dim**-0.5,
+    )  # fmt: skip
 
 
-def emulated(module, given: dict, *, programs: int, config=None, **how) -> tuple:
+def emulated(module, given: tuple, *, programs: int, config=None, **how) -> tuple:
     """(gradients, reports by kernel) of a rung; `how` goes to the emulator."""
     with emulator.enabled(multiprocessors=programs, **how) as reports:
-        found = module.backward(**given, config=config)
+        found = module.backward(*given, config=config)
     return found, {report.kernel: report for report in reports}
 
 
 one_item = problem((512,), (256,))
-unit = one_item["q"].nbytes
+unit = one_item[1].q.nbytes
 lines = []
 for impl in (V4, V5):
     _, reports = emulated(MODULES[impl], one_item, programs=2)
@@ -252,16 +250,14 @@ code(inspect.cleandoc("\n" + body[body.index("        for role in tl.static") : 
 # other program. The copy arrives on a barrier *there*, with its bytes, as a load by TMA would:
 
 # %% tags=["remove-input"]
-body = inspect.getsource(v5_short_kv_backward.differentiate.fn)
-code(inspect.cleandoc("\n" + body[body.index("    tlx.barrier_wait(ds_empty") : body.index(
-    "    dk_own = tlx.async_dot(")]))  # fmt: skip
+code(inspect.getsource(v5_short_kv_backward.share.fn))
 
 # %% [markdown]
 # The math roles take turns with dQ, one step each. [64 rows, 64 columns] from 256 keys are four
 # products: two from its own program's dS, two from the other's.
 
 # %% tags=["remove-input"]
-code(inspect.getsource(v5_short_kv_backward.write_dq.fn))
+code(inspect.getsource(v5_short_kv_backward.dq_product.fn))
 
 # %% [markdown]
 # ### Who may write where, and when
@@ -270,14 +266,19 @@ code(inspect.getsource(v5_short_kv_backward.write_dq.fn))
 # *here*: this program's dS of the step has been multiplied. And it arrives *there*: the other's dS,
 # which lay in `peer`, has been multiplied too. With both arrivals a role knows that its own dS was
 # read by its own program's product, and that its copy has come and been used: so it may overwrite
-# both. That is why the barrier counts two.
-#
+# both. That is why the barrier counts two:
+
+# %% tags=["remove-input"]
+body = inspect.getsource(v5_short_kv_backward.math.fn)
+code(inspect.cleandoc("\n" + body[body.index("            dq = dq_product(") : body.index(
+    "            tlx.async_descriptor_store_wait(0)")]))  # fmt: skip
+
+# %% [markdown]
 # A program must not end while the other may still write into it, or arrive on its barriers. The
 # compiler lets the programs of a cluster meet when a kernel begins, not when it ends. So the math
 # roles wait at the end for the other's last arrivals, on both slots of `ds_empty`:
 
 # %% tags=["remove-input"]
-body = inspect.getsource(v5_short_kv_backward.math.fn)
 code(inspect.cleandoc("\n" + body[body.index("    # The other program still arrives") :]))
 
 # %% [markdown]
@@ -383,16 +384,16 @@ figures.source("emulated", f"gdpa_kernels/gdpa/{V5}.py, modelled schedule; cycle
 
 # %% tags=["remove-cell"]
 MISTAKES = {
-    "no wait for the other's dS": ("    tlx.barrier_wait(peer_full[at], phase)\n", ""),
+    "no wait for the other's dS": ("    tlx.barrier_wait(peer.full[role], phase)\n", ""),
     "the other is not told": (
-        "    tlx.barrier_arrive(ds_empty[at], 1, remote_cta_rank=1 - rank)\n", "",
+        "            tlx.barrier_arrive(ds.empty[role], 1, remote_cta_rank=1 - rank)\n", "",
     ),
     "bytes not announced": (
-        "    if role == 0:\n        tlx.barrier_expect_bytes(peer_full[at], TILE * ROWS * 2)\n", "",
+        "    if role == 0:\n        tlx.barrier_expect_bytes(peer.full[at], TILE * ROWS * 2)\n", "",
     ),
     "no wait at the end": (
         "    for at in tl.static_range(PAIR):\n"
-        "        tlx.barrier_wait(ds_empty[at], (count & 1) ^ 1)\n", "",
+        "        tlx.barrier_wait(ds.empty[at], (count & 1) ^ 1)\n", "",
     ),
 }  # fmt: skip
 SCHEDULES = ("modelled", 0, 1)
@@ -442,8 +443,10 @@ code("\n".join(lines), "text")
 
 # %%
 given = problem((0, 1, 70, 130), (3, 129, 256, 64), heads=2)
-exact = reference.backward(**given | {name: given[name].double() for name in TENSORS})
-plain = reference.backward(**given)
+grad_out, batch = given
+wide = {name: getattr(batch, name).double() for name in ("q", "k", "v")}
+exact = reference.backward(grad_out.double(), replace(batch, **wide))
+plain = reference.backward(grad_out, batch)
 right_one, _ = emulated(v5_short_kv_backward, given, programs=2)
 for name, actual, wanted, other in zip(GRADIENTS, right_one, exact, plain, strict=True):
     error = testing.compare(name=name, actual=actual, expected=wanted, baseline=other)
@@ -467,11 +470,10 @@ assert all(same)
 # %% tags=["remove-cell"]
 def built(module, config):
     """The main kernel of a rung for four heads of 128, compiled; nothing runs."""
-    no_list = torch.zeros(2, dtype=torch.int32)
-    if module is v4_warp_specialized_backward:
-        no_list = WorkList(torch.zeros(5, 8, dtype=torch.int32), 4)
+    shape = (5, 8) if module is v4_warp_specialized_backward else (2,)
+    no_list = (torch.zeros(shape, dtype=torch.int32),)
     with launches(run=False) as seen:
-        module.backward(**problem((130,), heads=4, heads_k=4), config=config, schedule=no_list)
+        module.backward(*problem((130,), heads=4, heads_k=4), config=config, schedule=no_list)
     return compile_check.build_launch(seen[0])
 
 
@@ -568,16 +570,16 @@ if mode == "measure":
     for name in NAMES:
         session.measure(workload(name), LISTED, direction="backward")
         inputs = make_inputs(workload(name), device=session.device)
-        arguments, grad = inputs.rung_arguments(), inputs.grad_out
+        batch, grad = inputs.batch(), inputs.grad_out
         for impl in (V4, V5):
-            first = [g.clone() for g in MODULES[impl].backward(grad, **arguments)]
+            first = [g.clone() for g in MODULES[impl].backward(grad, batch)]
             for run in range(1, RUNS):
-                again = MODULES[impl].backward(grad, **arguments)
+                again = MODULES[impl].backward(grad, batch)
                 for gradient, one, two in zip(GRADIENTS, first, again, strict=True):
                     count = int((one != two).sum())
                     bits.append((name, impl, gradient, run, count, one.numel()))
             del first, again, one, two
-        del inputs, arguments, grad
+        del inputs, batch, grad
     session.tables["bits"] = record.Table(
         ("workload", "impl", "gradient", "run", "different", "elements"), bits
     )

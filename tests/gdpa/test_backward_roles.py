@@ -401,23 +401,25 @@ SURVIVORS = {
             "async_dot_wait(s): pendings=1": 1,
             "drop async_dot_wait(0, dq)": 1,
             "async_dot_wait(dq): pendings=1": 1,
-            "barrier_arrive(g_empty[count % G_STAGES]) before dk = async_dot_wait(0, dk)": 1,
-            "barrier_arrive(g_empty[now % G_STAGES]) before dk = async_dot_wait(0, dk)": 1,
-            "barrier_arrive(q_empty[now % Q_STAGES]) before dq = async_dot_wait(0, dq)": 1,
-            "barrier_arrive(ds_empty[now - 1 & 1]) before dq = async_dot_wait(0, dq)": 1,
+            "barrier_arrive(g.empty[count % options.G_STAGES]) before "
+            "dk = async_dot_wait(0, dk)": 1,
+            "barrier_arrive(g.empty[now % options.G_STAGES]) before "
+            "dk = async_dot_wait(0, dk)": 1,
+            "barrier_arrive(q.empty[now % Q_STAGES]) before dq = async_dot_wait(0, dq)": 1,
+            "barrier_arrive(ds.empty[now - 1 & 1]) before dq = async_dot_wait(0, dq)": 1,
         },
         "With as many slots of Q, q_empty says it: awaited before, given later.": {
-            "drop barrier_wait(g_empty[at], (count + step) // G_STAGES & 1 ^ 1)": 1,
+            "drop barrier_wait(g.empty[at], (count + step) // options.G_STAGES & 1 ^ 1)": 1,
         },
         "Both roles give V back at the end of a tile, and its next load is awaited before all of"
         " these are used again.": {
-            "drop barrier_wait(k_empty[at], tile // K_STAGES & 1 ^ 1)": 1,
-            "barrier_arrive(k_empty[tile % K_STAGES]) before dq = async_dot_wait(0, dq)": 1,
-            "barrier_arrive(q_empty[count % Q_STAGES]) before s = async_dot_wait(0, s)": 1,
-            "barrier_arrive(ds_empty[count - 1 & 1]) before dq = async_dot_wait(0, dq)": 1,
+            "drop barrier_wait(k.empty[at], tile // options.K_STAGES & 1 ^ 1)": 1,
+            "barrier_arrive(k.empty[tile % K_STAGES]) before dq = async_dot_wait(0, dq)": 1,
+            "barrier_arrive(q.empty[count % Q_STAGES]) before s = async_dot_wait(0, s)": 1,
+            "barrier_arrive(ds.empty[count - 1 & 1]) before dq = async_dot_wait(0, dq)": 1,
         },
         "The roles trade slots of V: ds_full of the last step says that both have read theirs.": {
-            "v[role] -> next": 1,
+            "v.buffer[role] -> next": 1,
         },
         AT_EXIT: {
             "drop async_descriptor_store_wait(0)": 1,
@@ -432,14 +434,14 @@ SURVIVORS = {
             "async_dot_wait(dk_own): pendings=1": 1,
             "drop async_dot_wait(0, dk_other)": 1,
             "async_dot_wait(dk_other): pendings=1": 1,
-            "barrier_arrive(q_empty[at]) before dk_other = async_dot_wait(0, dk_other)": 1,
-            "barrier_arrive(g_empty[at]) before dk_other = async_dot_wait(0, dk_other)": 1,
+            "barrier_arrive(q.empty[at]) before dk_other = async_dot_wait(0, dk_other)": 1,
+            "barrier_arrive(g.empty[at]) before dk_other = async_dot_wait(0, dk_other)": 1,
         },
         AT_EXIT: {
             "drop async_descriptor_store_wait(0)": 1,
             "async_descriptor_store_wait(0): pendings=1": 1,
-            "drop barrier_wait(ds_empty[at], count & 1 ^ 1)": 1,
-            "ds_empty[at] -> next": 1,
+            "drop barrier_wait(ds.empty[at], count & 1 ^ 1)": 1,
+            "ds.empty[at] -> next": 1,
         },
     },
 }  # fmt: skip
@@ -559,4 +561,4 @@ def test_programs_of_v5_come_in_clusters_of_two():
 )
 def test_v5_says_what_it_needs(change, text):
     call = call_of(Case("needs", (256,), head_dim=128), BF16) | change
-    assert v5.requires(call["cu_seqlens_q"], call["max_seqlen_k"]) == text
+    assert v5.requires(batch_of(call)) == text
