@@ -274,10 +274,14 @@ def gradients(rounded: set[str]) -> tuple[torch.Tensor, ...]:
 
 
 # %% tags=["remove-cell"]
-options = given.rung_arguments()
-options |= {name: options[name].double() for name in "qkv"}
-options["rotary"] = tuple(turn.double() for turn in given.rotary)
-EXACT = reference.backward(given.grad_out.double(), **options)
+in_fp64 = replace(
+    given.batch(),
+    q=given.q.double(),
+    k=given.k.double(),
+    v=given.v.double(),
+    rotary=tuple(turn.double() for turn in given.rotary),
+)
+EXACT = reference.backward(given.grad_out.double(), in_fp64)
 NAMES = ("dq", "dk", "dv")
 PLACES = ("rotated q, k, v", "P and dS", "at the end", "before turning")
 
