@@ -26,6 +26,7 @@
 import inspect
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from IPython.display import Markdown, display
 
 from gdpa_kernels import block_attention, emulator
 from gdpa_kernels.block_attention import reference, v0_flash, v1_one_tile, v2_slab
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.measuring import testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
@@ -212,10 +214,10 @@ q, k, v, grad_out = (
     torch.randn(total, heads, 16, generator=make, dtype=torch.float64) for heads in (4, 2, 2, 4)
 )
 turns = tuple(torch.randn(total, 8, generator=make, dtype=torch.float64) for _ in range(2))
-options = {"block_size": 64, "scale": 0.25, "rotary": turns, "rotate_v": True}
-by_formula = reference.backward(grad_out, q, k, v, ends, **options)
+options = {"scale": 0.25, "rotary": turns, "rotate_v": True}
+by_formula = reference.backward(grad_out, Batch(q, k, v, ends, **options))
 leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-out = reference.forward(*leaves, ends, **options)
+out, _ = reference.forward(Batch(*leaves, ends, **options))
 by_autograd = torch.autograd.grad(out, leaves, grad_out)
 print(f"by formula against autograd: {gap(by_formula, by_autograd):.1e}")
 
@@ -229,19 +231,16 @@ assert gap(by_formula, by_autograd) < 1e-12
 # kernels load and store, here for one full block and one head of dimension 128, in units of q:
 
 # %%
-tokens = cu_seqlens((BLOCK,), "cpu")
-tile_q, tile_k, tile_v, tile_grad = (
-    torch.randn(BLOCK, 1, HEAD_DIM, generator=make).bfloat16() for _ in range(4)
-)
-how = {"block_size": BLOCK, "scale": HEAD_DIM**-0.5}
+*tiles, grad = (torch.randn(BLOCK, 1, HEAD_DIM, generator=make).bfloat16() for _ in range(4))
+batch = Batch(*tiles, cu_seqlens((BLOCK,), "cpu"), scale=HEAD_DIM**-0.5)
 moved = []
 for rung, module in (("v0_flash", v0_flash), ("v1_one_tile", v1_one_tile), ("v2_slab", v2_slab)):
     with emulator.enabled():
-        _, saved = module.forward(tile_q, tile_k, tile_v, tokens, **how)
+        _, saved = module.forward(batch)
     with emulator.enabled() as reports:
-        module.backward(tile_grad, tile_q, tile_k, tile_v, tokens, saved, **how)
+        module.backward(grad, batch, saved)
     moved += [
-        (rung, r.kernel, r.bytes_loaded / tile_q.nbytes, r.bytes_stored / tile_q.nbytes)
+        (rung, r.kernel, r.bytes_loaded / grad.nbytes, r.bytes_stored / grad.nbytes)
         for r in reports
         if r.kernel != "block_list_kernel"
     ]
@@ -334,7 +333,7 @@ wrong = changed(v1_one_tile, ("GRAD_STRIDES=grad_out.stride()", "GRAD_STRIDES=q.
 ones = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
 try:
     with emulator.enabled():
-        wrong.backward(ones, q, k, v, ends, block_size=64, scale=0.125)
+        wrong.backward(ones, Batch(q, k, v, ends, scale=0.125))
 except emulator.EmulatorError as error:
     message = re.sub(r"/\S*/(?=[\w-]+\.py:\d)", "", str(error))
     print(f"{type(error).__name__}: {message.splitlines()[0]}")
@@ -362,13 +361,15 @@ q, k, v, grad_out = (
     torch.randn(total, heads, 64, generator=make).bfloat16() for heads in (4, 2, 2, 4)
 )
 turns = tuple(torch.randn(total, 32, generator=make) for _ in range(2))
-options = {"block_size": 64, "scale": 0.125, "rotary": turns, "rotate_v": True}
-in_fp64 = options | {"rotary": tuple(t.double() for t in turns)}
-exact = reference.backward(*(t.double() for t in (grad_out, q, k, v)), ends, **in_fp64)
-plain = reference.backward(grad_out, q, k, v, ends, **options)
+batch = Batch(q, k, v, ends, scale=0.125, rotary=turns, rotate_v=True)
+in_fp64 = replace(
+    batch, q=q.double(), k=k.double(), v=v.double(), rotary=tuple(t.double() for t in turns)
+)
+exact = reference.backward(grad_out.double(), in_fp64)
+plain = reference.backward(grad_out, batch)
 for module in (v1_one_tile, v2_slab):
     with emulator.enabled():
-        found = module.backward(grad_out, q, k, v, ends, (), **options)
+        found = module.backward(grad_out, batch)
     for name, a, e, b in zip(GRADIENTS, found, exact, plain, strict=True):
         comparison = testing.compare(name=name, actual=a, expected=e, baseline=b)
         print(module.__name__.split(".")[-1], comparison)
@@ -503,11 +504,11 @@ flat = [x.transpose(1, 2).flatten(0, 1) for x in inputs[:4]]  # [tokens, heads, 
 angles = inputs[4][:, 0].flatten(0, 1)
 turns = angles.imag.contiguous(), angles.real.contiguous()
 ends = cu_seqlens((2 * BLOCK,), "cpu")
-how = {"block_size": BLOCK, "scale": HEAD_DIM**-0.5, "rotary": turns, "rotate_v": True}
+batch = Batch(*flat[:3], ends, scale=HEAD_DIM**-0.5, rotary=turns, rotate_v=True)
 with emulator.enabled():
-    fused = v1_one_tile.backward(flat[3], *flat[:3], ends, (), **how)
-    _, saved = v0_flash.forward(*flat[:3], ends, **how)
-    separate = v0_flash.backward(flat[3], *flat[:3], ends, saved, **how)
+    fused = v1_one_tile.backward(flat[3], batch)
+    _, saved = v0_flash.forward(batch)
+    separate = v0_flash.backward(flat[3], batch, saved)
 exact = emulated_gradients(inputs, torch.float64)
 agreement = {}
 for label, kernel, study in (

@@ -395,7 +395,8 @@ assert [names[t.data_ptr()] for t in kept] == ["q", "k", "v", "cu_seqlens"]
 
 # %% [markdown]
 # What is kept exists anyway. The activations that this layer adds to the memory of a training step
-# are q, k and v; where they are slices of one projection, not even copies of these.
+# are q, k and v; where they are slices of one projection, not even copies of these. A kernel's
+# forward also hands its list of blocks to backward, 8 bytes for each block.
 #
 # ## The same call on a kernel
 #

@@ -32,6 +32,7 @@ from matplotlib.patches import Rectangle
 
 from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import v0_flash
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.measuring import roofline
 from gdpa_kernels.measuring import system as systems
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -292,10 +293,10 @@ for way in DIRECTIONS:
 def emulated(length: int, block_size: int) -> dict[str, tuple[float, float]]:
     """(loaded, stored) by each of v0's kernels, in units of q."""
     q, k, v, grad = (torch.randn(length, 1, 128).bfloat16() for _ in range(4))
-    tokens, how = cu_seqlens([length], "cpu"), {"block_size": block_size, "scale": 128**-0.5}
+    batch = Batch(q, k, v, cu_seqlens([length], "cpu"), 128**-0.5, block_size)
     with emulator.enabled() as reports:
-        _, saved = v0_flash.forward(q, k, v, tokens, **how)
-        v0_flash.backward(grad, q, k, v, tokens, saved, **how)
+        _, saved = v0_flash.forward(batch)
+        v0_flash.backward(grad, batch, saved)
     return {
         report.kernel: (report.bytes_loaded / q.nbytes, report.bytes_stored / q.nbytes)
         for report in reports

@@ -26,6 +26,7 @@
 import functools
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -35,7 +36,7 @@ from IPython.display import Markdown, display
 
 from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import reference, v0_flash
-from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.measuring import compile_check, testing
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -140,9 +141,16 @@ Markdown(f"```python\n{inspect.cleandoc(chr(10) + body)}\n```")
 # At the first step $m = -\infty$, so that $f = 0$ and multiplies zeros. Here there is no second
 # step:
 
+
 # %%
-for work in WORK.values():
-    config = v0_flash.default_config("forward", work.head_dim, work.block_size)
+def blank(dim: int) -> Batch:
+    """One sequence of four heads, with nothing in it."""
+    q = torch.zeros(67, 4, dim, dtype=torch.bfloat16)
+    return Batch(q, q, q, cu_seqlens((len(q),), "cpu"), dim**-0.5)
+
+
+for dim, work in WORK.items():
+    config = v0_flash.default_config("forward", blank(dim))
     trips = -(-work.block_size // config.BLOCK_N)
     print(f"{work.name}: {work.blocks:,} blocks, at most {trips} trip of the loop")
 
@@ -306,16 +314,14 @@ figures.show_table(wide.rename(columns={d: f"head_dim {d} (us)" for d in WORK}).
 # %% tags=["remove-cell"]
 def launched(module, dim: int, direction: str, config) -> list[Launch]:
     """Every launch of one pass; nothing runs."""
-    tensor = torch.zeros(67, 4, dim, dtype=torch.bfloat16)
-    blocks = BlockList(torch.zeros(3, 2, dtype=torch.int32), 2)
-    options = {"block_size": 64, "scale": dim**-0.5, "config": config, "schedule": blocks}
-
+    batch = blank(dim)
+    options = {"config": config, "schedule": (torch.zeros(3, 2, dtype=torch.int32),)}
     with launches(run=False) as seen:
         if direction == "forward":
-            module.forward(tensor, tensor, tensor, None, **options)
+            module.forward(batch, **options)
         else:
-            saved = (tensor, torch.zeros(4, 67))
-            module.backward(tensor, tensor, tensor, tensor, None, saved, **options)
+            saved = (batch.q, torch.zeros(4, batch.total))
+            module.backward(batch.q, batch, saved, **options)
     return seen
 
 
@@ -339,7 +345,7 @@ COMPILED = {
     for dim in WORK
     for direction in DIRECTIONS
     for kernel, made in compiled(
-        v0_flash, dim, direction, v0_flash.default_config(direction, dim, 64)
+        v0_flash, dim, direction, v0_flash.default_config(direction, blank(dim))
     ).items()
 }
 facts = pd.DataFrame(
@@ -398,36 +404,33 @@ figures.source(
 
 
 # %%
-def problem(lengths, num_heads=2, num_heads_k=2, head_dim=64, seed=2025) -> dict:
-    make = torch.Generator().manual_seed(seed)
+def problem(lengths, num_heads=2, num_heads_k=2, head_dim=64, block_size=64):
+    """(the gradient of the output, the batch)."""
+    make = torch.Generator().manual_seed(2025)
 
     def draw(heads):
         return torch.randn(sum(lengths), heads, head_dim, generator=make).bfloat16()
 
     q, k, v = draw(num_heads), draw(num_heads_k), draw(num_heads_k)
-    tensors = {"grad_out": draw(num_heads), "q": q, "k": k, "v": v}
-    return tensors | {"cu_seqlens": cu_seqlens(lengths, "cpu")}
+    batch = Batch(q, k, v, cu_seqlens(lengths, "cpu"), scale=0.125, block_size=block_size)
+    return draw(num_heads), batch
 
 
-OPTIONS = {"block_size": 64, "scale": 0.125}
+def defined(grad_out, batch, dtype) -> tuple[torch.Tensor, ...]:
+    """out, dq, dk and dv by the definition, computed in `dtype`."""
+    batch = replace(batch, **{name: getattr(batch, name).to(dtype) for name in "qkv"})
+    return reference.forward(batch)[0], *reference.backward(grad_out.to(dtype), batch)
+
+
 RAGGED = (0, 1, 63, 64, 65, 0, 130)
-grad_out, q, k, v, ends = problem(RAGGED).values()
-exact = [t.double() for t in (grad_out, q, k, v)]
-expected = (
-    reference.forward(*exact[1:], ends, **OPTIONS),
-    *reference.backward(*exact, ends, **OPTIONS),
-)
-baseline = (
-    reference.forward(q, k, v, ends, **OPTIONS),
-    *reference.backward(grad_out, q, k, v, ends, **OPTIONS),
-)
+grad_out, batch = problem(RAGGED)
+expected = defined(grad_out, batch, torch.float64)
+baseline = defined(grad_out, batch, torch.bfloat16)
 for step in (64, 32):
     config = v0_flash.Config(BLOCK_N=step)
     with emulator.enabled():
-        out, saved = v0_flash.forward(q, k, v, ends, **OPTIONS, config=config)
-        gradients = v0_flash.backward(
-            grad_out, q, k, v, ends, saved, **OPTIONS, config=config
-        )  # fmt: skip
+        out, saved = v0_flash.forward(batch, config=config)
+        gradients = v0_flash.backward(grad_out, batch, saved, config=config)
     print(f"{step} keys a step")
     for name, *found_and_right in zip(
         ("out", "dq", "dk", "dv"), (out, *gradients), expected, baseline, strict=True
@@ -443,7 +446,8 @@ starts = [sum(RAGGED[:i]) for i in range(len(RAGGED))]
 for start, length in zip(starts, RAGGED, strict=True):
     for first in range(start, start + length, 64):
         rows = slice(first, min(first + 64, start + length))
-        scores = torch.einsum("qhd,khd->hqk", exact[1][rows], exact[2][rows]) * OPTIONS["scale"]
+        q, k = batch.q[rows].double(), batch.k[rows].double()
+        scores = torch.einsum("qhd,khd->hqk", q, k) * batch.scale
         right = scores.logsumexp(-1) / torch.tensor(2.0).log()
         torch.testing.assert_close(lse[:, rows].double(), right, atol=1e-4, rtol=1e-4)
 checked = ladder_rows[ladder_rows["impl"] == IMPL]
@@ -460,18 +464,17 @@ assert checked["correct"].fillna(False).astype(bool).all(), "a check of v0 on th
 
 
 # %% tags=["remove-cell"]
-def emulated(module, tensors: dict, config=None, **options) -> dict[str, emulator.Report]:
+def emulated(module, grad_out, batch, config=None) -> dict[str, emulator.Report]:
     """The reports of the kernels of forward and backward, by name."""
-    grad_out, *others = tensors.values()
     with emulator.enabled() as reports:
-        _, saved = module.forward(*others, **OPTIONS | options, config=config)
-        module.backward(grad_out, *others, saved, **OPTIONS | options, config=config)
+        _, saved = module.forward(batch, config=config)
+        module.backward(grad_out, batch, saved, config=config)
     return {report.kernel: report for report in reports}
 
 
 FULL_BLOCKS = problem((128, 64), head_dim=128)
-unit = FULL_BLOCKS["q"].nbytes
-asked = emulated(v0_flash, FULL_BLOCKS)
+unit = FULL_BLOCKS[0].nbytes
+asked = emulated(v0_flash, *FULL_BLOCKS)
 counts = counted[counted["head_dim"] == 128].set_index("kernel")
 for kernel, row in counts.iterrows():
     assert abs(asked[kernel].bytes_loaded / unit - row["read"]) < 0.01, kernel
@@ -700,7 +703,7 @@ for direction in DIRECTIONS:
             )  # fmt: skip
 for direction, dim in pipelined.index:
     glue(f"pipelined_{direction}_{dim}", pipelined[direction, dim])
-chosen = {d: v0_flash.default_config(d, 128, 64).num_stages for d in DIRECTIONS}
+chosen = {d: v0_flash.default_config(d, blank(128)).num_stages for d in DIRECTIONS}
 better = {d: 2 if pipelined[d].mean() < 1 else 1 for d in DIRECTIONS}
 elsewhere = [f"{better[d]} would be faster {d}" for d in DIRECTIONS if chosen[d] != better[d]]
 glue_word(
@@ -791,12 +794,12 @@ assert abs(tenth - 4.5) < 0.01, "the answer names it"
 
 # %% tags=["remove-cell"]
 grouped = problem((128, 64), num_heads=4, num_heads_k=1, head_dim=128)
-reports = emulated(v0_flash, grouped)
+reports = emulated(v0_flash, *grouped)
 moved = sum(
     reports[name].bytes_loaded + reports[name].bytes_stored
     for name in ("delta_kernel", "dk_dv_kernel", "dq_kernel")
 )
-moved /= grouped["q"].nbytes
+moved /= grouped[0].nbytes
 assert abs(moved - 10) < 0.2, "the answer counts ten"
 glue("grouped", moved)
 between = WORK[128].blocks * 64 * 128 * 2 * 2
@@ -825,9 +828,9 @@ assert between > 4 * 60e6, "the answer says that L2 is too small"
 # :::
 
 # %% tags=["remove-cell"]
-larger = problem((256, 128), head_dim=64)
-report = emulated(v0_flash, larger, config=v0_flash.Config(), block_size=128)["forward_kernel"]
-counted_128 = (report.bytes_loaded + report.bytes_stored) / larger["q"].nbytes
+larger = problem((256, 128), head_dim=64, block_size=128)
+report = emulated(v0_flash, *larger, config=v0_flash.Config())["forward_kernel"]
+counted_128 = (report.bytes_loaded + report.bytes_stored) / larger[0].nbytes
 assert abs(counted_128 - 6) < 0.1, "the answer counts six tensors"
 glue("two_tiles", counted_128)
 

@@ -39,7 +39,7 @@ from matplotlib.patches import Rectangle
 
 from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import eliminations, reference, v0_flash, v1_one_tile
-from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.measuring import compile_check, system, testing
@@ -61,9 +61,8 @@ data_dir = "data"
 if mode == "measure":
     from dataclasses import replace
 
-    import torch
-
     from gdpa_kernels.block_attention import eliminations, v0_flash, v1_one_tile
+    from gdpa_kernels.measuring.inputs import make_inputs
     from gdpa_kernels.measuring.session import Session
     from gdpa_kernels.measuring.workload import workload
 
@@ -73,9 +72,9 @@ if mode == "measure":
     session = Session("notebooks/block/v1_one_tile.py", device)
     for name in ("block-fill70-2000", "block-fill70-2000-d64"):
         work = workload(name)
+        small = make_inputs(replace(work, batch=1), device=device).batch()
         for direction in ("forward", "backward"):
-            shape = (direction, work.head_dim, work.block_size)
-            default = v1_one_tile.default_config(*shape, torch.bfloat16)
+            default = v1_one_tile.default_config(direction, small)
             listed = [("v1_one_tile", "default", {"config": default})]
             for order in ("inner", "outer"):
                 for warps in (4, 8):
@@ -88,7 +87,7 @@ if mode == "measure":
                 if case not in without_effect[direction]:
                     config = eliminations.Config(**dict.fromkeys(pieces, True))
                     listed.append(("eliminations", case, {"config": config}))
-            flash = v0_flash.default_config(*shape)
+            flash = v0_flash.default_config(direction, small)
             for stages, variant in ((1, "one stage"), (2, "two stages")):
                 config = replace(flash, num_stages=stages)
                 listed.append(("v0_flash", variant, {"config": config}))
@@ -331,18 +330,22 @@ Markdown("\n".join(tables))
 
 
 # %% tags=["remove-cell"]
+def blank(dim: int) -> Batch:
+    """One sequence of four heads, with nothing in it."""
+    q = torch.zeros(67, 4, dim, dtype=torch.bfloat16)
+    return Batch(q, q, q, cu_seqlens((len(q),), "cpu"), dim**-0.5)
+
+
 def launched(module, dim: int, direction: str, config) -> list[Launch]:
     """Every launch of one pass; nothing runs."""
-    tensor = torch.zeros(67, 4, dim, dtype=torch.bfloat16)
-    blocks = BlockList(torch.zeros(3, 2, dtype=torch.int32), 2)
-    options = {"block_size": 64, "scale": dim**-0.5, "config": config, "schedule": blocks}
-
+    batch = blank(dim)
+    options = {"config": config, "schedule": (torch.zeros(3, 2, dtype=torch.int32),)}
     with launches(run=False) as seen:
         if direction == "forward":
-            module.forward(tensor, tensor, tensor, None, **options)
+            module.forward(batch, **options)
         else:
-            saved = (tensor, torch.zeros(4, 67))
-            module.backward(tensor, tensor, tensor, tensor, None, saved, **options)
+            saved = (batch.q, torch.zeros(4, batch.total))
+            module.backward(batch.q, batch, saved, **options)
     return seen
 
 
@@ -383,8 +386,7 @@ def compiled(module, dim: int, direction: str, config) -> list[dict]:
 
 
 def v1_config(direction: str, dim: int, **changes) -> v1_one_tile.Config:
-    default = v1_one_tile.default_config(direction, dim, 64, torch.bfloat16)
-    return replace(default, **changes)
+    return replace(v1_one_tile.default_config(direction, blank(dim)), **changes)
 
 
 WITHOUT_BYTES = ("key_loop", "rescale", "accumulate", "lse")
@@ -457,33 +459,33 @@ figures.source(
 
 
 # %%
-def problem(lengths, num_heads=2, num_heads_k=2, head_dim=64, seed=2025) -> dict:
-    make = torch.Generator().manual_seed(seed)
+def problem(lengths, num_heads=2, num_heads_k=2, head_dim=64):
+    """(the gradient of the output, the batch)."""
+    make = torch.Generator().manual_seed(2025)
 
     def draw(heads):
         return torch.randn(sum(lengths), heads, head_dim, generator=make).bfloat16()
 
     q, k, v = draw(num_heads), draw(num_heads_k), draw(num_heads_k)
-    tensors = {"grad_out": draw(num_heads), "q": q, "k": k, "v": v}
-    return tensors | {"cu_seqlens": cu_seqlens(lengths, "cpu")}
+    batch = Batch(q, k, v, cu_seqlens(lengths, "cpu"), scale=0.125)
+    return draw(num_heads), batch
 
 
-OPTIONS = {"block_size": 64, "scale": 0.125}
 NAMES_OF = ("out", "dq", "dk", "dv")
 RAGGED = problem((0, 1, 63, 64, 65, 0, 130))
 
 
 def both(module, config=None) -> tuple[torch.Tensor, ...]:
-    grad_out, *others = RAGGED.values()
+    grad_out, batch = RAGGED
     with emulator.enabled():
-        out, saved = module.forward(*others, **OPTIONS, config=config)
-        return out, *module.backward(grad_out, *others, saved, **OPTIONS, config=config)
+        out, saved = module.forward(batch, config=config)
+        return out, *module.backward(grad_out, batch, saved, config=config)
 
 
 def defined(dtype) -> tuple[torch.Tensor, ...]:
-    grad_out, q, k, v, ends = (t.to(dtype) if t.is_floating_point() else t for t in RAGGED.values())
-    out = reference.forward(q, k, v, ends, **OPTIONS)
-    return out, *reference.backward(grad_out, q, k, v, ends, **OPTIONS)
+    grad_out, batch = RAGGED
+    batch = replace(batch, **{name: getattr(batch, name).to(dtype) for name in "qkv"})
+    return reference.forward(batch)[0], *reference.backward(grad_out.to(dtype), batch)
 
 
 exact, plain = defined(torch.float64), defined(torch.bfloat16)
@@ -516,24 +518,23 @@ assert checked["correct"].fillna(False).astype(bool).all(), "a check on the GPU 
 glue("checked", len(checked))
 
 
-def asked(module, tensors: dict, config=None) -> dict[str, float]:
+def asked(module, grad_out, batch, config=None) -> dict[str, float]:
     """Tensors of q's size that each kernel asks for and writes, in the emulator."""
-    grad_out, *others = tensors.values()
     with emulator.enabled() as reports:
-        _, saved = module.forward(*others, **OPTIONS, config=config)
-        module.backward(grad_out, *others, saved, **OPTIONS, config=config)
+        _, saved = module.forward(batch, config=config)
+        module.backward(grad_out, batch, saved, config=config)
     counts = Counter()
     for report in reports:
         if report.kernel != "block_list_kernel":
             moved = report.bytes_loaded + report.bytes_stored
-            counts[report.kernel] += moved / tensors["q"].nbytes
+            counts[report.kernel] += moved / batch.q.nbytes
     return counts
 
 
 FULL_BLOCKS = problem((128, 64), head_dim=128)
-once = asked(eliminations, FULL_BLOCKS, study("none"))
+once = asked(eliminations, *FULL_BLOCKS, study("none"))
 assert abs(once["forward_kernel"] - 4) < 0.01 and abs(once["backward_kernel"] - 7) < 0.01
-everything_back = asked(eliminations, FULL_BLOCKS, study("all"))
+everything_back = asked(eliminations, *FULL_BLOCKS, study("all"))
 moved_back = everything_back["delta_kernel"] + everything_back["backward_kernel"]
 assert abs(moved_back - tensors["backward", "all", 128]) < 0.01
 glue("emulated_forward", once["forward_kernel"])
@@ -671,7 +672,7 @@ glue_word(
 )
 flash = {
     direction: "two stages"
-    if v0_flash.default_config(direction, 128, 64).num_stages == 2
+    if v0_flash.default_config(direction, blank(128)).num_stages == 2
     else "one stage"
     for direction in DIRECTIONS
 }
@@ -1130,8 +1131,8 @@ glue_word(
 # :::
 
 # %% tags=["remove-cell"]
-twice_128 = asked(v1_one_tile, FULL_BLOCKS)["backward_kernel"]
-twice_256 = asked(v1_one_tile, problem((64,), num_heads=1, num_heads_k=1, head_dim=256))
+twice_128 = asked(v1_one_tile, *FULL_BLOCKS)["backward_kernel"]
+twice_256 = asked(v1_one_tile, *problem((64,), num_heads=1, num_heads_k=1, head_dim=256))
 assert abs(twice_128 - 10) < 0.02 and abs(twice_256["backward_kernel"] - 14) < 0.02
 tile_loads = 64 * 128 * 2 // (128 * 16)
 assert default_backward["loads"] == 4 * tile_loads, "the answer says so"

@@ -39,7 +39,7 @@ from IPython.display import Markdown, display
 
 from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import reference, v1_one_tile, v2_slab
-from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.v2_slab import Config
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
@@ -239,21 +239,21 @@ Markdown(
 
 
 # %% tags=["remove-cell"]
+def blank(head_dim: int) -> Batch:
+    """One sequence of four heads, with nothing in it."""
+    q = torch.zeros(BLOCK + 3, 4, head_dim, dtype=torch.bfloat16)
+    return Batch(q, q, q, cu_seqlens((len(q),), "cpu"), head_dim**-0.5)
+
+
 def built(module, direction: str, head_dim: int, config):
     """The kernel of a launch on four heads, compiled for sm_90a."""
-    total = BLOCK + 3
-    tensors = [torch.zeros(total, 4, head_dim, dtype=torch.bfloat16) for _ in range(4)]
-    ends = cu_seqlens((total,), "cpu")
-    options = {
-        "block_size": BLOCK, "scale": head_dim**-0.5, "config": config,
-        "schedule": BlockList(torch.zeros(3, 2, dtype=torch.int32), 2),
-    }  # fmt: skip
-
+    batch = blank(head_dim)
+    options = {"config": config, "schedule": (torch.zeros(3, 2, dtype=torch.int32),)}
     with launches(run=False) as seen:
         if direction == "forward":
-            module.forward(*tensors[:3], ends, **options)
+            module.forward(batch, **options)
         else:
-            module.backward(*tensors, ends, (), **options)
+            module.backward(batch.q, batch, **options)
     (only,) = seen
     return compile_check.build_launch(only)
 
@@ -379,7 +379,7 @@ def fit(made: compile_check.Compiled, num_warps: int) -> int:
 
 
 def v1_config(direction: str, head_dim: int):
-    return v1_one_tile.default_config(direction, head_dim, BLOCK, torch.bfloat16)
+    return v1_one_tile.default_config(direction, blank(head_dim))
 
 
 def stages(n: int) -> str:
@@ -538,8 +538,7 @@ assert PARTIAL, "the text: there are cases in which two programs fit"
 lengths = (0, 1, 63, 64, 65, 130)
 make = torch.Generator().manual_seed(2025)
 q, k, v, grad_out = (torch.randn(sum(lengths), 2, 64, generator=make).bfloat16() for _ in range(4))
-ends = cu_seqlens(lengths, "cpu")
-options = {"block_size": 64, "scale": 64**-0.5}
+batch = Batch(q, k, v, cu_seqlens(lengths, "cpu"), scale=64**-0.5)
 walks = {
     "as many slabs as it takes": Config(),
     "two slabs": Config(slabs_per_program=2),
@@ -547,15 +546,14 @@ walks = {
 }
 
 
-def run(module, q, k, v, **more):
-    out, _ = module.forward(q, k, v, ends, **options, **more)
-    return (out, *module.backward(grad_out, q, k, v, ends, **options, **more))
+def run(module, batch, grad_out=grad_out, **more):
+    return module.forward(batch, **more)[0], *module.backward(grad_out, batch, **more)
 
 
 with emulator.enabled():
-    expected = run(v1_one_tile, q, k, v)
+    expected = run(v1_one_tile, batch)
     for name, config in walks.items():
-        results_of = run(v2_slab, q, k, v, config=config)
+        results_of = run(v2_slab, batch, config=config)
         same = all(map(torch.equal, results_of, expected))
         print(f"{name:26} equal to v1: {same}")
         assert same
@@ -564,15 +562,9 @@ with emulator.enabled():
 # Against double precision, and with NaN in all rows that do not belong to the last sequence:
 
 # %%
-exact = [t.double() for t in (q, k, v)]
-oracle = (
-    reference.forward(*exact, ends, **options),
-    *reference.backward(grad_out.double(), *exact, ends, **options),
-)
-plain = (
-    reference.forward(q, k, v, ends, **options),
-    *reference.backward(grad_out, q, k, v, ends, **options),
-)
+exact = replace(batch, q=q.double(), k=k.double(), v=v.double())
+oracle = run(reference, exact, grad_out.double())
+plain = run(reference, batch)
 comparisons = [
     testing.compare(name=name, actual=a, expected=e, baseline=b)
     for name, a, e, b in zip(("out", "dq", "dk", "dv"), expected, oracle, plain, strict=True)
@@ -585,7 +577,7 @@ poisoned = [torch.full_like(t, float("nan")) for t in (q, k, v)]
 for alone, tensor in zip(poisoned, (q, k, v), strict=True):
     alone[own] = tensor[own]
 with emulator.enabled():
-    among_nan = run(v2_slab, *poisoned)
+    among_nan = run(v2_slab, replace(batch, **dict(zip("qkv", poisoned, strict=True))))
 alone = all(torch.equal(a[own], b[own]) for a, b in zip(among_nan, expected, strict=True))
 print("the last sequence, bitwise equal among NaN:", alone)
 
@@ -620,9 +612,8 @@ V1_CASES = {"blocks follow": False, "heads follow": True}
 if mode == "measure":
     from dataclasses import replace
 
-    import torch
-
     from gdpa_kernels.block_attention import v1_one_tile, v2_slab
+    from gdpa_kernels.measuring.inputs import make_inputs
     from gdpa_kernels.measuring.session import Session
     from gdpa_kernels.measuring.workload import workload
 
@@ -632,10 +623,9 @@ if mode == "measure":
         for case, constants in CASES.items()
     ]
     for name in ("block-fill70-2000", "block-fill70-2000-d64"):
+        small = make_inputs(replace(workload(name), batch=1), device=device).batch()
         for direction in ("forward", "backward"):
-            usual = v1_one_tile.default_config(
-                direction, workload(name).head_dim, 64, torch.bfloat16
-            )
+            usual = v1_one_tile.default_config(direction, small)
             short = [
                 ("v1_one_tile", case, {"config": replace(usual, heads_inner=inner)})
                 for case, inner in V1_CASES.items()

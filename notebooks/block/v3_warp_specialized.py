@@ -37,7 +37,7 @@ from IPython.display import SVG, Markdown, display
 
 from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import reference, slots, v1_one_tile, v3_warp_specialized
-from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.v3_warp_specialized import Config
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
@@ -108,9 +108,7 @@ def label(roles: int, slots: int, together: int = 1) -> str:
 
 
 if mode == "measure":
-    import torch
-
-    from gdpa_kernels.block_attention import v1_one_tile, v2_slab, v3_warp_specialized
+    from gdpa_kernels.block_attention import v3_warp_specialized
     from gdpa_kernels.measuring.session import Session
     from gdpa_kernels.measuring.workload import workload
 
@@ -118,12 +116,7 @@ if mode == "measure":
     for name in ("block-fill70-2000", "block-fill70-2000-d64"):
         head_dim = workload(name).head_dim
         for direction in ("backward", "forward"):
-            simple = v1_one_tile.default_config(direction, head_dim, 64, torch.bfloat16)
-            slab = v2_slab.default_config(direction, head_dim)
-            listed = [
-                ("v1_one_tile", "default", {"config": simple}),
-                ("v2_slab", "default", {"config": slab}),
-            ]
+            listed = [(impl, "default", {}) for impl in ("v1_one_tile", "v2_slab")]
             for case in [*cases(direction, head_dim), *bundles(direction, head_dim)]:
                 config = v3_warp_specialized.Config(*case)
                 listed.append(("v3_warp_specialized", label(*case), {"config": config}))
@@ -307,24 +300,25 @@ except ValueError as error:
 
 
 # %% tags=["remove-cell"]
-def problem(lengths, num_heads=2, head_dim=128, seed=2025) -> dict:
-    make = torch.Generator().manual_seed(seed)
-    shape = (sum(lengths), num_heads, head_dim)
-    tensors = {
-        name: torch.randn(shape, generator=make).bfloat16() for name in ("grad_out", "q", "k", "v")
-    }
-    return tensors | {"cu_seqlens": cu_seqlens(lengths, "cpu")}
+def problem(lengths, head_dim=128) -> tuple[torch.Tensor, Batch]:
+    """(the gradient of the output, the batch)."""
+    make = torch.Generator().manual_seed(2025)
+    shape = (sum(lengths), 2, head_dim)
+    grad_out, *tensors = (torch.randn(shape, generator=make).bfloat16() for _ in range(4))
+    return grad_out, Batch(*tensors, cu_seqlens(lengths, "cpu"), head_dim**-0.5)
 
 
-def emulated(module, direction: str, config, given: dict, **how) -> tuple:
+def run(module, direction: str, grad_out, batch, **options) -> tuple[torch.Tensor, ...]:
+    """The results of a pass."""
+    if direction == "forward":
+        return (module.forward(batch, **options)[0],)
+    return module.backward(grad_out, batch, **options)
+
+
+def emulated(module, direction: str, config, given: tuple, **how) -> tuple:
     """(results of a pass, the report of its own kernel); `how` goes to the emulator."""
-    grad_out, *others = given.values()
-    options = {"block_size": BLOCK, "scale": given["q"].shape[-1] ** -0.5, "config": config}
     with emulator.enabled(**how) as reports:
-        if direction == "forward":
-            found = (module.forward(*others, **options)[0],)
-        else:
-            found = module.backward(grad_out, *others, **options)
+        found = run(module, direction, *given, config=config)
     return found, reports[-1]
 
 
@@ -423,20 +417,21 @@ figures.source(
 
 
 # %% tags=["remove-cell"]
+def blank(head_dim: int) -> Batch:
+    """One sequence of four heads, with nothing in it."""
+    q = torch.zeros(BLOCK + 3, 4, head_dim, dtype=torch.bfloat16)
+    return Batch(q, q, q, cu_seqlens((len(q),), "cpu"), head_dim**-0.5)
+
+
+def default_config(direction: str, head_dim: int) -> Config:
+    return v3_warp_specialized.default_config(direction, blank(head_dim))
+
+
 def compiled(direction: str, head_dim: int, config) -> compile_check.Compiled:
     """The kernel of a launch on four heads, compiled for sm_90a."""
-    total = BLOCK + 3
-    tensors = [torch.zeros(total, 4, head_dim, dtype=torch.bfloat16) for _ in range(4)]
-    options = {
-        "block_size": BLOCK, "scale": head_dim**-0.5, "config": config,
-        "schedule": BlockList(torch.zeros(3, 2, dtype=torch.int32), 2),
-    }  # fmt: skip
-
+    batch, blocks = blank(head_dim), torch.zeros(3, 2, dtype=torch.int32)
     with launches(run=False) as seen:
-        if direction == "forward":
-            v3_warp_specialized.forward(*tensors[:3], None, **options)
-        else:
-            v3_warp_specialized.backward(*tensors, None, (), **options)
+        run(v3_warp_specialized, direction, batch.q, batch, config=config, schedule=(blocks,))
     (only,) = seen
     return compile_check.read(compile_check.build_launch(only))
 
@@ -448,8 +443,8 @@ def tile_bytes(direction: str, head_dim: int, config) -> int:
 
 
 LOOKED_AT = [
-    ("forward", 128, v3_warp_specialized.default_config("forward", 128, 4)),
-    ("backward", 128, v3_warp_specialized.default_config("backward", 128, 4)),
+    ("forward", 128, default_config("forward", 128)),
+    ("backward", 128, default_config("backward", 128)),
     ("backward", 128, Config(math_roles=2, num_stages=2)),
 ]
 facts = []
@@ -494,11 +489,9 @@ NAMES_OF = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 
 
 def defined(direction: str, dtype) -> tuple[torch.Tensor, ...]:
-    grad_out, q, k, v, ends = (t.to(dtype) if t.is_floating_point() else t for t in RAGGED.values())
-    options = {"block_size": BLOCK, "scale": 64**-0.5}
-    if direction == "forward":
-        return (reference.forward(q, k, v, ends, **options),)
-    return reference.backward(grad_out, q, k, v, ends, **options)
+    grad_out, batch = RAGGED
+    batch = replace(batch, **{name: getattr(batch, name).to(dtype) for name in "qkv"})
+    return run(reference, direction, grad_out.to(dtype), batch)
 
 
 closest = 0.0
@@ -577,7 +570,7 @@ passed = own[own["failure"] == ""]
 assert passed["correct"].astype(bool).all(), "timed without a passed check"
 glue("checked", len(passed))
 glue("failed", len(failed))
-DEFAULT = {(d, h): v3_warp_specialized.default_config(d, h, 4) for d, h in SHAPES}
+DEFAULT = {shape: default_config(*shape) for shape in SHAPES}
 
 
 def standing(value: float) -> str:

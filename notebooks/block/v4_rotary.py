@@ -50,7 +50,7 @@ from gdpa_kernels.block_attention import (
     v4_rotary,
     v4a_turning_role,
 )
-from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.v4_rotary import Config
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
@@ -314,23 +314,28 @@ code(inspect.getsource(rotary.rotate.fn))
 KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 
+def blank(dtype=torch.bfloat16) -> Batch:
+    """One sequence with nothing in it, sin and cos of `dtype` (None: without)."""
+    q = torch.zeros(BLOCK + 3, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    batch = Batch(q, q, q, cu_seqlens((len(q),), "cpu"), HEAD_DIM**-0.5)
+    if dtype is None:
+        return batch
+    angle = torch.zeros(len(q), HEAD_DIM // 2, dtype=dtype)
+    return replace(batch, rotary=(angle, angle), rotate_v=True)
+
+
+def run(module, direction: str, grad_out, batch, **options) -> tuple[torch.Tensor, ...]:
+    """The results of a pass."""
+    if direction == "forward":
+        return (module.forward(batch, **options)[0],)
+    return module.backward(grad_out, batch, **options)
+
+
 def built(module, direction: str, config=None, dtype=torch.bfloat16):
     """The kernel of a launch with sin and cos of `dtype` (None: without), compiled for sm_90a."""
-    total = BLOCK + 3
-    tensors = [torch.zeros(total, HEADS, HEAD_DIM, dtype=torch.bfloat16) for _ in range(4)]
-    options = {
-        "block_size": BLOCK, "scale": HEAD_DIM**-0.5, "config": config,
-        "schedule": BlockList(torch.zeros(3, 2, dtype=torch.int32), 2),
-    }  # fmt: skip
-    if dtype is not None:
-        angles = tuple(torch.zeros(total, HEAD_DIM // 2, dtype=dtype) for _ in range(2))
-        options |= {"rotary": angles, "rotate_v": True}
-
+    batch, blocks = blank(dtype), torch.zeros(3, 2, dtype=torch.int32)
     with launches(run=False) as seen:
-        if direction == "forward":
-            module.forward(*tensors[:3], None, **options)
-        else:
-            module.backward(*tensors, None, (), **options)
+        run(module, direction, batch.q, batch, config=config, schedule=(blocks,))
     (only,) = seen
     return compile_check.build_launch(only)
 
@@ -414,8 +419,8 @@ TILE, SQUARE = BLOCK * HEAD_DIM * 2, BLOCK * BLOCK * 2
 OPERANDS = {"forward": 3 * TILE, "backward": 7 * TILE + 3 * SQUARE}  # P is in registers forward
 TMA = {d: (READS[d] + WRITES[d]) * TILE for d in DIRECTIONS}
 configs = {
-    (BEFORE, d): v3_warp_specialized.default_config(d, HEAD_DIM, HEADS) for d in DIRECTIONS
-} | {(IMPL, d): v4_rotary.default_config(d, HEAD_DIM) for d in DIRECTIONS}  # fmt: skip
+    (BEFORE, d): v3_warp_specialized.default_config(d, blank(None)) for d in DIRECTIONS
+} | {(IMPL, d): v4_rotary.default_config(d, blank()) for d in DIRECTIONS}  # fmt: skip
 RATE = {d: limits.gbytes_per_s(ROTARY.bytes_read(d), ROTARY.bytes_written(d)) for d in DIRECTIONS}
 items = ROTARY.blocks * HEADS
 built_kernels, traffic = {}, []
@@ -472,29 +477,24 @@ figures.source(
 
 
 # %% tags=["remove-cell"]
-def problem(lengths, num_heads=2, head_dim=HEAD_DIM, dtype=torch.bfloat16, seed=2025) -> dict:
-    """Tensors, offsets and options of a pass; sin and cos lie on no circle."""
-    make = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
-    tensors = {
-        name: torch.randn(total, num_heads, head_dim, generator=make).bfloat16()
-        for name in ("grad_out", "q", "k", "v")
-    }
-    angles = tuple(torch.randn(total, head_dim // 2, generator=make).to(dtype) for _ in range(2))
-    options = {
-        "block_size": BLOCK, "scale": head_dim**-0.5, "rotary": angles, "rotate_v": True,
-    }  # fmt: skip
-    return {**tensors, "cu_seqlens": cu_seqlens(lengths, "cpu"), "options": options}
+def problem(lengths, head_dim=HEAD_DIM, dtype=torch.bfloat16) -> tuple[torch.Tensor, Batch]:
+    """(the gradient of the output, the batch); sin and cos lie on no circle."""
+    make = torch.Generator().manual_seed(2025)
+    shape = (sum(lengths), 2, head_dim)
+    grad_out, *tensors = (torch.randn(shape, generator=make).bfloat16() for _ in range(4))
+    sin, cos = (
+        torch.randn(sum(lengths), head_dim // 2, generator=make).to(dtype) for _ in range(2)
+    )
+    batch = Batch(
+        *tensors, cu_seqlens(lengths, "cpu"), head_dim**-0.5, rotary=(sin, cos), rotate_v=True
+    )
+    return grad_out, batch
 
 
-def emulated(module, direction: str, config, given: dict, **how) -> tuple:
+def emulated(module, direction: str, config, given: tuple, **how) -> tuple:
     """(results of a pass, the report of its own kernel); `how` goes to the emulator."""
-    grad_out, *others, options = given.values()
     with emulator.enabled(**how) as reports:
-        if direction == "forward":
-            found = (module.forward(*others, **options, config=config)[0],)
-        else:
-            found = module.backward(grad_out, *others, **options, config=config)
+        found = run(module, direction, *given, config=config)
     return found, reports[-1]
 
 
@@ -562,19 +562,16 @@ NAMES_OF = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 LENGTHS = (0, 1, 63, 64, 65, 130)
 
 
-def defined(direction: str, given: dict, dtype) -> tuple[torch.Tensor, ...]:
-    grad_out, q, k, v = (given[name].to(dtype) for name in ("grad_out", "q", "k", "v"))
-    angles = tuple(angle.to(dtype) for angle in given["options"]["rotary"])
-    options = given["options"] | {"rotary": angles}
-    if direction == "forward":
-        return (reference.forward(q, k, v, given["cu_seqlens"], **options),)
-    return reference.backward(grad_out, q, k, v, given["cu_seqlens"], **options)
+def defined(direction: str, grad_out, batch, dtype) -> tuple[torch.Tensor, ...]:
+    tensors = {name: getattr(batch, name).to(dtype) for name in "qkv"}
+    batch = replace(batch, **tensors, rotary=tuple(angle.to(dtype) for angle in batch.rotary))
+    return run(reference, direction, grad_out.to(dtype), batch)
 
 
 for dtype in (torch.bfloat16, torch.float32):
     given, closest = problem(LENGTHS, head_dim=64, dtype=dtype), 0.0
     for direction in DIRECTIONS:
-        exact, plain = (defined(direction, given, t) for t in (torch.float64, torch.bfloat16))
+        exact, plain = (defined(direction, *given, t) for t in (torch.float64, torch.bfloat16))
         for config in (Config(), Config(num_turns=1), Config(2), Config(2, 4)):
             for schedule in ("modelled", 0):
                 found, _ = emulated(v4_rotary, direction, config, given, schedule=schedule)
@@ -650,8 +647,7 @@ def fastest(direction: str, cases: list[str]) -> str:
     return min((c for c in cases if time[direction, c] > 0), key=lambda c: time[direction, c])
 
 
-configs |= {(AFTER, d): v4a_turning_role.default_config(d, HEAD_DIM, torch.bfloat16)
-            for d in DIRECTIONS}  # fmt: skip
+configs |= {(AFTER, d): v4a_turning_role.default_config(d, blank()) for d in DIRECTIONS}
 DEFAULT = {d: name_of(IMPL, configs[IMPL, d]) for d in DIRECTIONS}
 DEFAULT_A = {d: name_of(AFTER, configs[AFTER, d]) for d in DIRECTIONS}
 for d in DIRECTIONS:
@@ -824,7 +820,7 @@ for key, impl in (("v1", "v1_one_tile"), ("v2", "v2_slab"), ("v4", IMPL)):
 for key, impl in (("v2", "v2_slab"), ("v4", IMPL)):
     glue(f"threads_{key}", seen.loc[(impl, "forward"), "shared, threads (KB)"])
 assert seen.loc[("v2_slab", "forward"), "spilled (bytes)"] == 0
-assert v2_slab.default_config("forward", HEAD_DIM, rotary=True).num_stages == 1
+assert v2_slab.default_config("forward", blank()).num_stages == 1
 assert seen.loc[(IMPL, "backward"), "spilled (bytes)"] == 0
 assert seen["spilled (bytes)"].xs("backward", level="direction").drop(IMPL).min() > 0, "the text"
 assert (

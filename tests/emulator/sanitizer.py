@@ -28,15 +28,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 
 import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.gdpa import batch as gdpa_batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
@@ -49,7 +49,6 @@ LENGTHS_Q = (200, 0, 130, 65, 1)
 LENGTHS_K = (300, 17, 200, 64, 0)
 SHORT_K = (200, 17, 200, 64, 0)
 HEAD_DIMS = (64, 128)
-BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -152,60 +151,49 @@ def _tokens(
 def _gdpa_calls(
     rung: ladder.Rung, device: torch.device, make: torch.Generator
 ) -> list[Callable[[], object]]:
-    backward, module = rung.operator == "gdpa_backward", rung.module()
-    own = getattr(module, "requires", None)  # what `ladder.Requires` cannot say
-    made = []
+    backward, module, made = rung.operator == "gdpa_backward", rung.module(), []
     kinds = [(LENGTHS_K, False), (LENGTHS_K, True), (SHORT_K, False)]
     if backward:
         kinds.append((SHORT_K, True))
     for head_dim, (lengths_k, causal) in product(HEAD_DIMS, kinds):
         q = _tokens(LENGTHS_Q, head_dim, device, make)
         k, v = (_tokens(lengths_k, head_dim, device, make) for _ in range(2))
-        ends_q, ends_k = (cu_seqlens(list(each), device) for each in (LENGTHS_Q, lengths_k))
-        if rung.requires.of_call(q, k, v) is not None:
+        ends = (cu_seqlens(list(each), device) for each in (LENGTHS_Q, lengths_k))
+        batch = gdpa_batch.Batch(
+            q, k, v, *ends, max(LENGTHS_Q), max(lengths_k), ("gelu_tanh",), head_dim**-0.5,
+            causal=causal,
+        )  # fmt: skip
+        if rung.problem(batch) is not None:
             continue
-        if backward and own is not None and own(ends_q, max(lengths_k)) is not None:
-            continue
-        arguments = (q, k, v, ends_q, ends_k, max(LENGTHS_Q), max(lengths_k))
         if backward:
-            arguments = (_tokens(LENGTHS_Q, head_dim, device, make), *arguments)
-        function = module.backward if backward else module.forward
-        options = {
-            "scale": head_dim**-0.5, "output_scale": 1.0, "activation": ("gelu_tanh",),
-            "causal": causal, "window": None,
-        }  # fmt: skip
-        made.append(partial(function, *arguments, **options))
+            grad_out = _tokens(LENGTHS_Q, head_dim, device, make)
+            made.append(partial(module.backward, grad_out, batch))
+        else:
+            made.append(partial(module.forward, batch))
     return made
 
 
 def _block_calls(
     rung: ladder.Rung, device: torch.device, make: torch.Generator
 ) -> list[Callable[[], object]]:
-    module = rung.module()
-    own = getattr(module, "requires", None)
-    ends = cu_seqlens(list(LENGTHS_Q), device)
-    made = []
+    ends, made = cu_seqlens(list(LENGTHS_Q), device), []
     for head_dim, turned in product(HEAD_DIMS, (False, True)):
         grad_out, q, k, v = (_tokens(LENGTHS_Q, head_dim, device, make) for _ in range(4))
         rotary = None
         if turned:
             angles = torch.randn(sum(LENGTHS_Q), head_dim // 2, generator=make).to(device)
             rotary = (angles.sin(), angles.cos())
-        if rung.requires.of_call(q, k, v) is not None:
-            continue
-        if own is not None and own(BLOCK_SIZE, q, k, v, rotary) is not None:
-            continue
-        options = {
-            "block_size": BLOCK_SIZE, "scale": head_dim**-0.5, "rotary": rotary, "rotate_v": turned
-        }  # fmt: skip
-        made.append(partial(_both, module, grad_out, q, k, v, ends, options))
+        batch = block_batch.Batch(q, k, v, ends, head_dim**-0.5, rotary=rotary, rotate_v=turned)
+        if rung.problem(batch) is None:
+            made.append(partial(_both, rung, grad_out, batch))
     return made
 
 
-def _both(module: ModuleType, grad_out: torch.Tensor, q, k, v, ends, options: dict) -> None:
+def _both(rung: ladder.Rung, grad_out: torch.Tensor, batch: block_batch.Batch) -> None:
     """Forward, then backward with what forward saved."""
-    _, saved = module.forward(Batch(q, k, v, ends, **options))
-    module.backward(grad_out, Batch(q, k, v, ends, **options), saved)
+    module = rung.module()
+    _, saved = module.forward(batch)
+    module.backward(grad_out, batch, saved)
 
 
 def parse(impl: str, tool: str, text: str) -> Finding:

@@ -261,17 +261,17 @@ HARMLESS = {
         "141: drop barrier_wait(bar=empty_a_2nd, phase=p)": _IMPLIED_BY_B,
     },
     "v5_pingpong": {
-        "149: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 148": (
+        "144: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 143": (
             _IMPLIED_BY_V
         ),
     },
     "v6a_persistent": {
-        "178: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 177": (
+        "172: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 171": (
             _IMPLIED_BY_V
         ),
-        "193: out[role] -> next": _OWN_BUFFERS,
-        "195: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "195: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "187: out[role] -> next": _OWN_BUFFERS,
+        "189: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "189: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
     "v6b_stream": {
         "114: drop barrier_wait(k.empty[stage], kv // NUM_STAGES & 1 ^ 1)": _IMPLIED_BY_V,
@@ -286,9 +286,9 @@ HARMLESS = {
         "201: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
     "v6_short_kv": {
-        "247: out[role] -> next": _OWN_BUFFERS,
-        "251: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "251: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "244: out[role] -> next": _OWN_BUFFERS,
+        "248: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "248: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
     "v8_own_waits": {
         "262: out[role] -> next": _OWN_BUFFERS,

@@ -165,7 +165,7 @@ def test_kernels_are_those_that_the_tools_are_told_to_watch():
 
 
 class _Calls:
-    """The calls of a rung, its functions replaced: (direction, arguments by name) of each."""
+    """The calls of a rung, its functions replaced: (direction, batch, the other arguments)."""
 
     def __init__(self, name: str):
         module, self.made = sanitizer.rung_of(name).module(), []
@@ -175,10 +175,9 @@ class _Calls:
             self.returned = sanitizer.launch(name, CPU)
 
     def _noted(self, direction: str):
-        names = ("grad_out",) * (direction == "backward") + ("q", "k", "v")
-
-        def called(*args, **options):
-            self.made.append((direction, dict(zip(names, args, strict=False)), args, options))
+        def called(*args):
+            at = direction == "backward"
+            self.made.append((direction, args[at], (*args[:at], *args[at + 1 :])))
             return "out", "saved"
 
         return called
@@ -189,35 +188,35 @@ def test_every_rung_is_called(name):
     rung, calls = sanitizer.rung_of(name), _Calls(name)
     made = calls.made
     assert made, "a rung that is called with nothing is not checked"
-    assert all(rung.requires.of_call(t["q"], t["k"], t["v"]) is None for _, t, _, _ in made)
+    assert all(rung.problem(batch) is None for _, batch, _ in made)
     directions = [direction for direction, *_ in made]
     if rung.operator == "block_attention":
         assert directions == ["forward", "backward"] * calls.returned
-        assert all(args[5] == "saved" for direction, _, args, _ in made if direction == "backward")
+        assert all(args[1] == "saved" for direction, _, args in made if direction == "backward")
     else:
         direction = "backward" if rung.operator == "gdpa_backward" else "forward"
         assert directions == [direction] * calls.returned
-    for _, tensors, _, _ in made:
-        if "grad_out" in tensors:
-            assert tensors["grad_out"].shape == tensors["q"].shape
+    for direction, batch, args in made:
+        if direction == "backward":
+            assert args[0].shape == batch.q.shape
 
 
 def test_calls_of_gdpa():
     made = _Calls("v4_warp_specialized").made
-    seen = [(t["q"].shape[-1], args[6], options["causal"]) for _, t, args, options in made]
+    seen = [(batch.head_dim, batch.max_seqlen_k, batch.causal) for _, batch, _ in made]
     kinds = ((300, False), (300, True), (200, False))
     assert seen == [(head_dim, *kind) for head_dim, kind in product((64, 128), kinds)]
 
 
 def test_calls_of_the_backward_of_gdpa():
     made = _Calls("v4_warp_specialized_backward").made
-    seen = [(t["q"].shape[-1], args[7], options["causal"]) for _, t, args, options in made]
+    seen = [(batch.head_dim, batch.max_seqlen_k, batch.causal) for _, batch, _ in made]
     assert sorted(seen) == sorted(product((64, 128), (300, 200), (False, True)))
 
 
 def test_calls_that_a_rung_refuses_are_left_out():
     made = _Calls("v5_short_kv_backward").made
-    seen = [(t["q"].shape[-1], args[7], options["causal"]) for _, t, args, options in made]
+    seen = [(batch.head_dim, batch.max_seqlen_k, batch.causal) for _, batch, _ in made]
     assert seen == [(128, 200, False), (128, 200, True)]
 
 
@@ -227,7 +226,7 @@ def test_calls_that_a_rung_refuses_are_left_out():
 )
 def test_calls_of_block_attention(name, turned):
     made = _Calls(name).made
-    seen = {(t["q"].shape[-1], o["rotary"] is not None, o["rotate_v"]) for _, t, _, o in made}
+    seen = {(batch.head_dim, batch.rotary is not None, batch.rotate_v) for _, batch, _ in made}
     assert seen == {(head_dim, turn, turn) for head_dim in (64, 128) for turn in turned}
 
 
