@@ -21,8 +21,9 @@ v1 it is 2 bytes in all.
 
 The compiler makes the barriers. dQ is not deterministic: its additions come in another order from
 run to run.
-Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 128, contiguous rows of q, k and v
-aligned to 16 bytes. A grad_out that TMA cannot read is copied first.
+Needs: sm_90 or newer, bf16 or fp16, head_dim a multiple of 8 from 16 to 128 (on sm_100 to 64, more
+does not fit), contiguous rows of q, k and v aligned to 16 bytes. A grad_out that TMA cannot read is
+copied first.
 """
 
 from dataclasses import dataclass

@@ -726,7 +726,6 @@ assert FULL[256] in bound and FULL[512] not in bound
 # :::
 
 # %% tags=["remove-cell"]
-V4 = "v4_warp_specialized"
 V4_HEAD = (
     "    for block in tl.range(0, blocks):\n        stage = block % NUM_STAGES\n"
     "        phase = (block // NUM_STAGES) & 1\n        tlx.barrier_wait(k.full"
@@ -740,7 +739,7 @@ for label, module in {
     text = built_for_hopper(module, module.Config()).asm["ttgir"]
     steps = role_steps(text[text.index("scf.for ", text.index("partition0(")) :])
     v4_ir[label] = steps[: steps.index("end")]
-    v4_machine[label] = machine_loop(module, V4)[0]
+    v4_machine[label] = machine_loop(module)[0]
 v4_added = len(v4_ir["v4"]) - len(v4_ir["v4, num_stages=0"])
 assert v4_ir["v4, num_stages=0"] == ["S", "wait 0", "activation", "P V", "wait 0"]
 assert v4_added > 0, "the answer says that waits are added"

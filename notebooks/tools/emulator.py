@@ -83,7 +83,7 @@ from tests.emulator import mutants, sanitizer, test_mutants, test_tutorials  # n
 from tests.emulator.tutorials import blackwell, cases, hopper  # noqa: E402
 
 ROOT = Path.cwd()
-KERNELS = ROOT / "notebooks" / "kernels"
+KERNELS = ROOT / "notebooks" / "tools" / "kernels"
 SCHEDULES = ("modelled", *range(test_tutorials.RANDOM_SCHEDULES))
 MAX_STEPS = 100_000
 SCRATCH = tempfile.TemporaryDirectory()

@@ -26,7 +26,6 @@
 # :::
 
 # %% tags=["remove-cell"]
-import itertools
 import logging
 import math
 import textwrap
@@ -43,8 +42,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator, gdpa
-from gdpa_kernels.calling import ladder, replay
+from gdpa_kernels import PFFN, PMA, GDPASelfAttention, Lengths, emulator, gdpa
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import api, reference
 from gdpa_kernels.measuring import baselines, record
@@ -83,48 +82,59 @@ def code(text: str, language: str = "text") -> Markdown:
 # It fails if a call waits for the device.
 
 # %% tags=["hide-input"]
-FORWARD, KEPT_FOR, BACK = "forward", "forward, kept for gradients", "backward"
-NEW = "forward, new lengths"
+FORWARD, STEP_OF = "forward", "forward + backward"
+NEW, SHARED, GRAPH = "new offsets", "Lengths", "CUDA graph"
 HOST = ("workload", "call", "what", "median_us", "p20_us", "p80_us")
+TRIED = 1100  # batches: no call sees one again
 
 
-def new_lengths(arguments: dict) -> Iterator[dict]:
-    """The batch without its last tokens, one token less each time: every call is of a new kind. The
-    offsets are trusted; to check new ones is to wait for the device."""
+def batches(inputs) -> Iterator[dict]:
+    """The batch without its last tokens, one token less each time, as leaves; the offsets are
+    trusted, since to check them is to wait for the device."""
+    arguments = inputs.arguments()
     rows = {name: len(arguments[name]) for name in "qkv"}
     rows |= {"cu_seqlens": rows["k"], "cu_seqlens_q": rows["q"], "cu_seqlens_k": rows["k"]}
-    for n in itertools.count(1):
+    for n in range(1, TRIED):
         shorter = {}
         for name, x in arguments.items():
             if name in "qkv":
-                shorter[name] = x[: rows[name] - n]
+                shorter[name] = x[: rows[name] - n].detach().requires_grad_()
             elif name in rows and x is not None:
                 shorter[name] = x.clamp(max=rows[name] - n)
         yield arguments | shorter | {"validate": False}
 
 
+def step_of(function: Callable, call: dict, grad_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    out = function(**call)
+    leaves = [call[name] for name in "qkv"]
+    return torch.autograd.grad(out, leaves, grad_out[: len(out)], allow_unused=True)
+
+
 def host_calls(function: Callable, inputs) -> dict[str, Callable[[], object]]:
-    """Calls of a function of an operator's arguments."""
-    plain = inputs.arguments()
-    own = {x: plain[x].detach().requires_grad_() for x in "qkv"}
-    out, batches = function(**plain | own), list(itertools.islice(new_lengths(plain), 2000))
+    """Calls of a function of an operator's arguments, by what they are given."""
+    new = {what: list(batches(inputs)) for what in (FORWARD, STEP_OF)}
+    first = new[FORWARD][0]
+    lengths = {name: Lengths(x) for name, x in first.items() if name.startswith("cu_seqlens")}
+    shared = first | lengths
 
-    def backward():
-        torch.autograd.grad(
-            out, own.values(), inputs.grad_out, retain_graph=True, allow_unused=True
-        )
-
-    def forward():
+    def forward(call: dict) -> torch.Tensor:
         with torch.no_grad():
-            function(**plain)
+            return function(**call)
 
-    def new():
-        with torch.no_grad():
-            function(**batches.pop())
-
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step_of(function, first, inputs.grad_out)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        step_of(function, first, inputs.grad_out)
     return {
-        FORWARD: forward, KEPT_FOR: lambda: function(**plain | own), BACK: backward, NEW: new,
-    }  # fmt: skip
+        f"{FORWARD}, {NEW}": lambda: forward(new[FORWARD].pop()),
+        f"{FORWARD}, {SHARED}": lambda: forward(shared),
+        f"{STEP_OF}, {NEW}": lambda: step_of(function, new[STEP_OF].pop(), inputs.grad_out),
+        f"{STEP_OF}, {SHARED}": lambda: step_of(function, shared, inputs.grad_out),
+        f"{STEP_OF}, {GRAPH}": graph.replay,
+    }
 
 
 if mode == "measure":
@@ -258,8 +268,8 @@ except RuntimeError as error:
 # ## An operator of PyTorch
 #
 # `gdpa` checks its arguments and calls one operator; its gradients come from a second one. Both are
-# registered with `torch.library`, with a schema, a *fake kernel* that knows shapes and no values,
-# and the formula of their derivative.
+# registered with `torch.library`, with a schema and a *fake kernel* that knows shapes and no
+# values. An `autograd.Function` of a few lines makes them one differentiable function.
 
 # %% tags=["remove-input"]
 OPERATORS = torch.ops.gdpa_kernels.gdpa_forward, torch.ops.gdpa_kernels.gdpa_backward
@@ -267,15 +277,17 @@ code("\n".join(textwrap.fill(str(op.default._schema), 90) for op in OPERATORS))
 
 # %% [markdown]
 # `SymInt` says that a compiled program need not be compiled again for another longest sequence. The
-# fake kernel is what tools run that want shapes without work. `opcheck` holds schema, fake kernel
-# and derivative against the real ones:
+# fake kernel is what tools run that want shapes without work. `opcheck` holds schema and fake
+# kernel against the real ones:
 
 # %%
 with FakeTensorMode() as fake:
     shapes = [fake.from_tensor(x) for x in (*leaves(), ENDS)]
     print("fake:", gdpa(*shapes[:3], shapes[3], shapes[3], *CALL[2:]))
 
-arguments = (*leaves(16), *CALL, "gelu_tanh", 0.25, 1.0, False, None, "v0_eager", "reference")
+tensors = (*(x.detach() for x in leaves(16)), *CALL[:2], [])
+options = (*CALL[2:], "gelu_tanh", 0.25, 1.0, False, None, "v0_eager", "reference")
+arguments = (*tensors, *options)
 for name, verdict in torch.library.opcheck(OPERATORS[0].default, arguments).items():
     print(f"{name}: {verdict}")
 
@@ -363,7 +375,7 @@ figures.source("emulated", "kernels launched by the backward pass of a batch of 
 # %% tags=["remove-cell"]
 assert found["v1_tiled_backward"]["q"] == ["queries"]
 assert found["v1_tiled_backward"]["v"] == ["keys"]
-takes = {i: getattr(ladder.rung(i, api.BACKWARD).module(), "TAKES_NEEDS", False) for i in BACKWARD}
+takes = {impl: "needs" in ladder.rung(impl, api.BACKWARD).has for impl in BACKWARD}
 glue_word("thrifty", ", ".join(f"`{impl}`" for impl in BACKWARD if takes[impl]))
 rest = " and ".join(f"`{impl}`" for impl in BACKWARD if not takes[impl])
 rest = f"With {rest} all three are computed, and the operator drops what nobody wants."
@@ -474,55 +486,56 @@ print(f"out {out.dtype}, gradients {[str(x.grad.dtype) for x in single]}")
 # ## Without waiting for the device
 #
 # Offsets live on the GPU. Whoever reads them on the host waits until everything before them has
-# run, and the queue of kernels runs dry. `gdpa` reads them once, to check them, and remembers the
-# tensor until it is modified; the lists of work are made on the device and remembered likewise.
-# The cell counts how often the host reads the offsets:
+# run, and the queue of kernels runs dry. Unless it is told not to, `gdpa` reads them in each call,
+# to check them. It could remember which tensor it has checked, but a tensor says only of some of
+# its writers that they wrote: a collective, a CUDA graph or another library goes unnoticed, and old
+# lengths give wrong results. So nothing is remembered behind the caller's back. Whoever calls many
+# layers holds what they share: `Lengths(cu_seqlens)` copies the offsets, checks them once, and
+# keeps the lists of work that kernels make of them. The cell counts how often the host reads:
 
 
 # %%
 class Reads(TorchFunctionMode):
     """Counts how often the host asks for the numbers of a tensor."""
 
-    def __init__(self, tensor: torch.Tensor):
-        super().__init__()
-        self.tensor, self.count = tensor, 0
+    count = 0
 
     def __torch_function__(self, function, types, arguments=(), keywords=None):
-        if function is torch.Tensor.tolist and arguments[0] is self.tensor:
-            self.count += 1
+        self.count += function is torch.Tensor.tolist
         return function(*arguments, **(keywords or {}))
 
 
-watched = ENDS.clone()
 few = [x.detach() for x in leaves(16, dtype=torch.bfloat16)]
 reading = {}
-with Reads(watched) as reads, emulator.enabled():
-    for what in ("first call", "second call", "after a change", "a change, validate=False"):
-        if "change" in what:
-            watched.add_(0)  # the same values: PyTorch counts the modification
+with Reads() as reads, emulator.enabled():
+
+    def read(what: str, *offsets, **options) -> None:
         before = reads.count
-        gdpa(
-            *few, watched, watched, *CALL[2:],
-            impl="v1_tiled", validate="False" not in what,
-        )  # fmt: skip
+        for _ in range(4):
+            gdpa(*few, *offsets, impl="v1_tiled", **options)
         reading[what] = reads.count - before
-print(reading)
+
+    read("offsets", *CALL)
+    read("offsets, validate=False", *CALL, validate=False)
+    lengths = Lengths(ENDS)
+    read("Lengths", lengths, lengths)
+print(f"four calls: {reading}")
 
 # %% tags=["remove-cell"]
-assert list(reading.values()) == [1, 0, 1, 0], reading
+assert list(reading.values()) == [8, 0, 0], reading
 
 # %% [markdown]
-# The layers need one more number, the longest sequence. With `max_seqlen=None` they read it from
-# the offsets, once for each new tensor of offsets; with a number they do not.
+# The layers take `Lengths` in place of offsets, and need one more number, the longest sequence:
+# that of `Lengths`, or `max_seqlen=` of the layer, or they read it from the offsets in each call.
 #
 # A **CUDA graph** records launches and replays them without Python. Whatever the host decided while
 # it was captured stays decided:
 #
 # | what is needed | why |
 # |:--|:--|
-# | longest sequences as numbers, `max_seqlen=` of the layers | to read them is to wait |
+# | longest sequences as numbers, and `validate=False` | to read them is to wait |
 # | fixed rows, batch, longest sequence | they are recorded; *lengths* may change between replays |
-# | offsets that are written in place | the recorded kernels read that address, each time |
+# | offsets that are written in place, no `Lengths` | the recorded kernels read that address |
 # | offsets that are right | a replay cannot check them: an ordinary call before can |
 # | an ordinary call or two before | kernels are compiled and loaded at the first of their kind |
 #
@@ -532,7 +545,7 @@ assert list(reading.values()) == [1, 0, 1, 0], reading
 # %%
 if torch.device(device).type == "cuda":
     layer = GDPASelfAttention(
-        256, 2, max_seqlen=90, device=device, dtype=torch.bfloat16,
+        256, 2, max_seqlen=90, device=device, dtype=torch.bfloat16, validate=False,
         backward_impl="v1_tiled_backward",  # deterministic
     )  # fmt: skip
     rows = torch.randn(sum(LENGTHS), 256, device=device).bfloat16().requires_grad_()
@@ -568,67 +581,45 @@ if torch.device(device).type == "cuda":
 # ahead its time costs nothing. So what counts is the host's time for a call among calls, with the
 # device still busy with those before, and without ever waiting for it.
 #
-# A call of ours is Python: checks, the choice of a rung, the rung's own constants, descriptors, and
-# Triton's launcher, which looks at every argument again. Nearly all of it comes to the same result
-# for every call of a kind: for tensors of the same shapes, strides and types, and the same options.
-# What the rung does then is a straight line, allocations and launches. `replay.py` writes it down
-# at call {glue:text}`train_seen:.0f` of a kind, and runs the line from then on with the tensors of
-# each call.
+# Each call runs Python: checks, the choice of a rung, its constants, TMA descriptors, a kernel that
+# makes the list of work, then Triton's launcher, which specializes every argument again. The cell
+# at the top measures it on batches whose offsets no call has seen before, as training on jagged
+# data has them; with `Lengths` that many layers share; and as a CUDA graph.
 #
-# Not skipped: the checks of the offsets, whether somebody watches (a profiler, a mode, a hook of
-# Triton's), and the question whether the list of work is still that of these offsets. Other shapes
-# are another kind: a model whose batches all have their own number of tokens sees each kind once a
-# layer, and replays only where it has many layers.
+# An earlier version of this package remembered lists, launched kernels through Triton's internals
+# and replayed whole calls; a repeated call took 32 to 45 µs and a call with new lengths 99 to 115
+# (record `20261122T023917Z`). Only benchmarks repeat calls, and what was remembered could be wrong.
 #
-# Predictions (2026-11-21; a script without a record had shown 55 to 70 µs forward and 270 µs
-# backward on one machine):
+# Predictions (2026-11-22, from a script that timed the parts: an empty operator 7 µs, an
+# `autograd.Function` 10, a launch of the list 17 and of the main kernel 32, a descriptor 5; on that
+# host `exp` took 6 µs and its gradient 59):
 #
-# 1. *Forward*, nothing to be differentiated: 40 to 75 µs for both operators.
-# 2. *Forward, kept for gradients*: 10 to 25 µs more.
-# 3. *Backward*: 100 to 250 µs more than PyTorch needs for the gradient of `exp`. It runs in a
-#    thread of autograd's own, where the same Python takes more than twice the time.
-#
-# The first record broke the first of them: {glue:text}`train_host_first_least:.0f` to
-# {glue:text}`train_host_first_most:.0f` µs, and block attention was the slowest.
-# Profiled, its kernel took Triton's way at every call: the shortcut knew options that are numbers
-# and text, and strides and the sizes of clusters are tuples. Hence the replay, and a prediction of
-# 2026-11-22, when a script on such a machine showed 89 to 138 µs forward, with `exp` at 7 to 10:
-#
-# 4. *Replayed*: forward 35 to 45 µs; of *new lengths* at each call, which are never a kind that was
-#    seen before, 90 to 160 µs.
+# 1. *Forward, new offsets*: 75 to 120 µs. More than 120 would mean that the removed machinery is
+#    missed by users too.
+# 2. *Forward + backward, new offsets*: 200 to 350 µs, autograd's own 60 among them.
+# 3. *`Lengths`* save the launch of the list in each direction: 15 to 40 µs of a step.
+# 4. *CUDA graph*: less than 15 µs for all kernels of a step.
 
 # %% tags=["remove-cell"]
 host_record = results.latest_record(
     data_dir, notebook="notebooks/training/op_in_a_model.py", system="h200"
 )
-glue("seen", replay.SEEN + 1)
-# Before the replay; then with it, by the older way of timing.
-OLDER = "20261121T225310Z", "20261122T021848Z", "20261122T023002Z"
-older = [r for r in record.load_all(data_dir) if r.id.startswith(OLDER)]
-assert len(older) == len(OLDER)
 host = results.notebook_table(host_record, "host")
 median = host.pivot(index=["workload", "call"], columns="what", values="median_us")
 ours = median[median.index.get_level_values("call") != "exp"]
 floor = median.xs("exp", level="call")
-assert ours[BACK].min() > 1.5 * floor[BACK].max(), "the text: mostly ours"
-added = ours[KEPT_FOR] - ours[FORWARD]
-beyond = ours[BACK] - floor[BACK].reindex(ours.index.get_level_values("workload")).to_numpy()
-first, *timed = (results.notebook_table(r, "host") for r in older)
-theirs = [t[t["call"] != "exp"].set_index("what")["median_us"] for t in (first, *timed)]
-exp_once = timed[0].query("call == 'exp'").set_index("what")["median_us"]
-replayed = pd.concat([t.loc[FORWARD] for t in theirs[1:]])
+spared = ours[f"{STEP_OF}, {NEW}"] - ours[f"{STEP_OF}, {SHARED}"]
 for key, values in (
-    ("forward", ours[FORWARD]), ("added", added), ("back", ours[BACK]), ("beyond", beyond),
-    ("exp_back", floor[BACK]), ("new", ours[NEW]), ("first", theirs[0].loc[FORWARD]),
-    ("others", replayed), ("once", theirs[1].loc[NEW]), ("exp_once", exp_once.loc[NEW]),
+    ("new", ours[f"{FORWARD}, {NEW}"]), ("shared", ours[f"{FORWARD}, {SHARED}"]),
+    ("step", ours[f"{STEP_OF}, {NEW}"]), ("step_shared", ours[f"{STEP_OF}, {SHARED}"]),
+    ("graph", ours[f"{STEP_OF}, {GRAPH}"]), ("spared", spared),
+    ("exp", floor[f"{FORWARD}, {NEW}"]), ("exp_step", floor[f"{STEP_OF}, {NEW}"]),
 ):  # fmt: skip
     glue(f"host_{key}_least", values.min())
     glue(f"host_{key}_most", values.max())
-ends = sorted({f"{floor[FORWARD].min():.0f}", f"{floor[FORWARD].max():.0f}"}, key=float)
-glue_word("host_exp", " to ".join(ends))
 for key, values, low, high in (
-    ("1", ours[FORWARD], 40, 75), ("2", added, 10, 25), ("3", beyond, 100, 250),
-    ("4", ours[FORWARD], 35, 45), ("5", ours[NEW], 90, 160),
+    ("1", ours[f"{FORWARD}, {NEW}"], 75, 120), ("2", ours[f"{STEP_OF}, {NEW}"], 200, 350),
+    ("3", spared, 15, 40), ("4", ours[f"{STEP_OF}, {GRAPH}"], 0, 15),
 ):  # fmt: skip
     inside, less = values.between(low, high).all(), values.max() <= high
     glue_word(f"host_verdict_{key}", "kept" if inside else "broken" + ": less" * bool(less))
@@ -642,7 +633,7 @@ spread = host.assign(
 )
 figures.show_table(
     spread.pivot(index=["workload", "call"], columns="what", values="text")[
-        [FORWARD, NEW, KEPT_FOR, BACK]
+        list(dict.fromkeys(host["what"]))
     ].reset_index()
 )
 
@@ -652,33 +643,19 @@ figures.provenance([host_record.id], data_dir=Path(data_dir))
 # %% [markdown]
 # Microseconds, median (p20 to p80). No call waited for the device.
 #
-# 1. *Forward*: {glue:text}`train_host_forward_least:.0f` to
-#    {glue:text}`train_host_forward_most:.0f` µs, **{glue:text}`train_host_verdict_1`**. PyTorch
-#    takes {glue:text}`train_host_exp` µs for `exp`, the launch of one kernel.
-# 2. *Kept for gradients*: {glue:text}`train_host_added_least:.1f` to
-#    {glue:text}`train_host_added_most:.1f` µs, **{glue:text}`train_host_verdict_2`**.
-# 3. *Backward*: {glue:text}`train_host_back_least:.0f` to {glue:text}`train_host_back_most:.0f` µs,
-#    {glue:text}`train_host_beyond_least:.0f` to {glue:text}`train_host_beyond_most:.0f` µs more
-#    than that of `exp`, **{glue:text}`train_host_verdict_3`**.
-# 4. *Replayed* forward calls are those of 1: **{glue:text}`train_host_verdict_4`**. Of *new
-#    lengths* a call takes {glue:text}`train_host_new_least:.0f` to
-#    {glue:text}`train_host_new_most:.0f` µs: **{glue:text}`train_host_verdict_5`**, at the second
-#    try. The first record of it had {glue:text}`train_host_once_least:.0f` to
-#    {glue:text}`train_host_once_most:.0f` µs. Rungs were then chosen anew for every number of rows;
-#    and that host was slower, with up to {glue:text}`train_host_exp_once_most:.0f` µs for `exp`.
-#    So the records do not say how much of the difference is ours.
+# 1. *Forward, new offsets*: {glue:text}`train_host_new_least:.0f` to
+#    {glue:text}`train_host_new_most:.0f` µs, **{glue:text}`train_host_verdict_1`**, where PyTorch
+#    takes {glue:text}`train_host_exp_most:.0f` for `exp`, one kernel.
+# 2. *Forward + backward, new offsets*: {glue:text}`train_host_step_least:.0f` to
+#    {glue:text}`train_host_step_most:.0f` µs, **{glue:text}`train_host_verdict_2`**; `exp` takes
+#    {glue:text}`train_host_exp_step_most:.0f`, nearly all of it autograd's own.
+# 3. *`Lengths`* save {glue:text}`train_host_spared_least:.0f` to
+#    {glue:text}`train_host_spared_most:.0f` µs of a step: **{glue:text}`train_host_verdict_3`**.
+# 4. *CUDA graph*: at most {glue:text}`train_host_graph_most:.1f` µs for a step,
+#    **{glue:text}`train_host_verdict_4`**.
 #
-# The time of a call depends on the host's processor and on who else uses it:
-# two older records of 2026-11-22, of fewer calls and of functions that did not take turns, have
-# {glue:text}`train_host_others_least:.0f` to
-# {glue:text}`train_host_others_most:.0f` µs for the same replays. It depends on what the process
-# has done, too: after a first `torch.compile`, Dynamo looks at every call of a Python function, and
-# a script without a record showed a tenth more. So this chapter measures before it compiles.
-#
-# Autograd's own part of a backward call is beyond our reach: the gradient of `exp` alone takes
-# {glue:text}`train_host_exp_back_least:.0f` to {glue:text}`train_host_exp_back_most:.0f` µs. A
-# layer whose kernels take less than its calls leaves the device waiting. Then the CUDA graph above
-# is worth its trouble.
+# A layer whose kernels take less than its calls leaves the device waiting. Then the graph is worth
+# its trouble: it is the documented way to spare the host, and it is PyTorch's own.
 
 # %% [markdown]
 # ## Which backward
