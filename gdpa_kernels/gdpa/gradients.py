@@ -8,7 +8,7 @@ from gdpa_kernels.device.ragged import BOUND
 
 @triton.aggregate
 class Gradients:
-    """The TMA descriptors of all three."""
+    """Where dQ, or what adds up to it, dK and dV go: TMA descriptors."""
 
     dq: tl.tensor_descriptor
     dk: tl.tensor_descriptor

@@ -545,7 +545,7 @@ figures.source("emulated", "notebooks/tools/kernels/turns.py, each slot used twi
 
 
 # %% tags=["remove-cell"]
-every = {m.description: m for m in mutants.enumerate_mutants(PIPELINE, "pipeline_kernel")}
+every = {m.what: m for m in mutants.enumerate_mutants(PIPELINE, "pipeline_kernel")}
 VARIANTS = {
     "no wait on k_empty": "drop barrier_wait(k_empty[stage]",
     "flipped parity": "barrier_wait(k_full[stage]): phase=",
@@ -556,7 +556,7 @@ timelines, sources, outcomes = {"correct": trace}, {"correct": PIPELINE.read_tex
 outcomes["correct"] = "Nothing found: no race, no misuse of a barrier, and the right result."
 found = []
 for name, what in VARIANTS.items():
-    (mutant,) = (mutant for description, mutant in every.items() if what in description)
+    (mutant,) = (mutant for change, mutant in every.items() if what in change)
     try:
         run_main(imported(mutant.source, PIPELINE.name), trace=True)
         raise AssertionError(f"{name}: nothing was found")
@@ -711,7 +711,8 @@ figures.show_table(
     pd.DataFrame(
         {
             "kind": mutant.kind,
-            "line: change": f"`{mutant.description}`",
+            "line": mutant.lines[0],
+            "change": f"`{mutant.what}`",
             "found as": verdict.error or "-",
         }
         for mutant, verdict in verdicts
@@ -721,16 +722,16 @@ figures.show_table(
 # %% tags=["remove-cell"]
 glue("small", len(verdicts))
 missed = [mutant for mutant, verdict in verdicts if not verdict.error]
-assert not missed, [mutant.description for mutant in missed]
+assert not missed, [mutant.what for mutant in missed]
 subjects = {name: [m for m, _ in test_mutants._executed(name)[0]] for name in test_mutants.SUBJECTS}
 counted = []
 for name, tested in subjects.items():
     harmless = test_mutants.HARMLESS.get(name, {})
-    assert set(harmless) <= {mutant.description for mutant in tested}
+    assert set(harmless) <= {mutant.what for mutant in tested}
     row = {"kernel": name}
     for kind in mutants.KINDS:
         of_kind = [mutant for mutant in tested if mutant.kind == kind]
-        lost = sum(mutant.description in harmless for mutant in of_kind)
+        lost = sum(mutant.what in harmless for mutant in of_kind)
         row[kind] = f"{len(of_kind) - lost}/{len(of_kind)}" if of_kind else ""
     row |= {"found": len(tested) - len(harmless), "mutants": len(tested)}
     counted.append(row)

@@ -17,8 +17,9 @@ functions of the file that it uses:
 - swap: one view takes the next buffer, or the next barrier, of its array, or the same buffer of
   another array of that shape.
 
-A change keeps the line numbers, so a mutant is named by its line and what is changed there. A
-launch that does not execute the changed statement cannot tell; see `executed_lines`.
+A mutant is named by what is changed, and in which function, so that other changes of the file leave
+its name alone; it keeps the line numbers. A launch that does not execute the changed statement
+cannot tell; see `executed_lines`.
 Where an array has one element, the next one is the same: choose launches with two or more.
 """
 
@@ -92,8 +93,9 @@ Edit = tuple[int, int, str]
 class Mutant:
     """One change of a file.
 
-    lines: first and last line of the changed statement. edits: begin, end and new text, of the file
-    as bytes.
+    lines: first and last line of the changed statement. what: the change, "math: " before it in a
+    function math that the kernel uses, " (2)" behind it where the same occurs again. edits: begin,
+    end and new text, of the file as bytes.
     """
 
     path: Path
@@ -101,10 +103,6 @@ class Mutant:
     lines: tuple[int, int]
     what: str
     edits: tuple[Edit, ...]
-
-    @property
-    def description(self) -> str:
-        return f"{self.lines[0]}: {self.what}"
 
     @property
     def source(self) -> str:
@@ -127,13 +125,16 @@ class Verdict:
 def enumerate_mutants(path: Path, kernel: str) -> list[Mutant]:
     """All mutants of the function `kernel` of a file, and of the functions that it uses."""
     file = _File(path)
-    mutants = [m for function in file.reached(kernel) for m in file.mutants(function)]
+    mutants = []
+    for function in file.reached(kernel):
+        where = "" if function.name == kernel else f"{function.name}: "
+        mutants += [replace(m, what=where + m.what) for m in file.mutants(function)]
     mutants.sort(key=lambda m: (m.lines, KINDS.index(m.kind)))
     seen: Counter[str] = Counter()
     for i, mutant in enumerate(mutants):
-        seen[mutant.description] += 1
-        if seen[mutant.description] > 1:
-            mutants[i] = replace(mutant, what=f"{mutant.what} ({seen[mutant.description]})")
+        seen[mutant.what] += 1
+        if seen[mutant.what] > 1:
+            mutants[i] = replace(mutant, what=f"{mutant.what} ({seen[mutant.what]})")
     return mutants
 
 
@@ -333,7 +334,7 @@ class _File:
         yield self._mutant(
             "early",
             release,
-            f"{_show(release)} before {_show(operation)} of line {operation.lineno}",
+            f"{_show(release)} before {_show(operation)}",
             self._edit(operation, first),
             self._edit(release, "pass"),
         )

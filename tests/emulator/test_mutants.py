@@ -227,73 +227,60 @@ _LAST_STORE = (
 # Kernel -> mutants that nothing notices -> why they are harmless.
 HARMLESS = {
     "attention, pipelined": {
-        "193: barrier_arrive(k_empty, 1) before qk = async_dot_wait(1, qk) of line 190": (
-            _IMPLIED_BY_V
-        ),
-        "229: drop barrier_arrive(v_empty, 1)": _LAST_V,
-        "229: barrier_arrive(v_empty, 1) before acc = async_dot_wait(0, acc) of line 226": _LAST_V,
+        "barrier_arrive(k_empty, 1) before qk = async_dot_wait(1, qk)": _IMPLIED_BY_V,
+        "drop barrier_arrive(v_empty, 1) (2)": _LAST_V,
+        "barrier_arrive(v_empty, 1) before acc = async_dot_wait(0, acc) (2)": _LAST_V,
     },
     "attention, ping-pong": {
-        "76: q_fulls[cid] -> next": _SAME_BYTES,
-        "78: q_fulls[cid] -> next": _ORDERED_BY_PINGPONG,
-        "116: q_fulls[cid] -> next": _ORDERED_BY_PINGPONG,
-        "206: barrier_arrive(k_empties[k_buf_id], 1) before qk = async_dot_wait(1, qk) of line "
-        "204": _IMPLIED_BY_V,
-        "238: drop barrier_arrive(v_empties[v_buf_id], 1)": _LAST_V,
-        "238: barrier_arrive(v_empties[v_buf_id], 1) before acc = async_dot_wait(0, acc) of line "
-        "236": _LAST_V,
+        "q_fulls[cid] -> next": _SAME_BYTES,
+        "q_fulls[cid] -> next (2)": _ORDERED_BY_PINGPONG,
+        "q_fulls[cid] -> next (3)": _ORDERED_BY_PINGPONG,
+        "barrier_arrive(k_empties[k_buf_id], 1) before qk = async_dot_wait(1, qk)": _IMPLIED_BY_V,
+        "drop barrier_arrive(v_empties[v_buf_id], 1) (2)": _LAST_V,
+        "barrier_arrive(v_empties[v_buf_id], 1) before acc = async_dot_wait(0, acc) (2)": _LAST_V,
     },
     "attention, ping-pong, persistent": {
-        "295: barrier_arrive(k_empties[k_bufIdx], 1) before qk = async_dot_wait(1, qk) of line "
-        "293": _IMPLIED_BY_V,
-        "325: drop async_dot_wait(1, acc)": _NOTHING_IN_FLIGHT,
-        "325: async_dot_wait(acc): pendings=2": _NOTHING_IN_FLIGHT,
-        "326: barrier_arrive(q_empties[q_bufIdx + cid * NUM_BUFFERS_Q], 1) before acc = "
-        "async_dot_wait(1, acc) of line 325": _NOTHING_IN_FLIGHT,
+        "barrier_arrive(k_empties[k_bufIdx], 1) before qk = async_dot_wait(1, qk)": _IMPLIED_BY_V,
+        "drop async_dot_wait(1, acc)": _NOTHING_IN_FLIGHT,
+        "async_dot_wait(acc): pendings=2": _NOTHING_IN_FLIGHT,
+        "barrier_arrive(q_empties[q_bufIdx + cid * NUM_BUFFERS_Q], 1) before acc = "
+        "async_dot_wait(1, acc)": _NOTHING_IN_FLIGHT,
     },
     "GEMM, specialized": {
-        "584: local_view(cta_bars, buf) -> next": (
+        "local_view(cta_bars, buf) -> next": (
             "Both arrivals and the wait use this view, in both CTAs: the barriers trade places."
         ),
-        "623: drop barrier_wait(bar=empty_a_2nd, phase=p ^ 1)": _IMPLIED_BY_B,
+        "drop barrier_wait(bar=empty_a_2nd, phase=p ^ 1)": _IMPLIED_BY_B,
     },
     "GEMM, cooperative": {
-        "141: drop barrier_wait(bar=empty_a_2nd, phase=p)": _IMPLIED_BY_B,
+        "drop barrier_wait(bar=empty_a_2nd, phase=p)": _IMPLIED_BY_B,
     },
     "v5_pingpong": {
-        "144: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 143": (
-            _IMPLIED_BY_V
-        ),
+        "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s)": _IMPLIED_BY_V,
     },
     "v6a_persistent": {
-        "172: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 171": (
-            _IMPLIED_BY_V
-        ),
-        "187: out[role] -> next": _OWN_BUFFERS,
-        "189: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "189: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s)": _IMPLIED_BY_V,
+        "math: out[role] -> next": _OWN_BUFFERS,
+        "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
+        "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
     },
     "v6b_stream": {
-        "114: drop barrier_wait(k.empty[stage], kv // NUM_STAGES & 1 ^ 1)": _IMPLIED_BY_V,
-        "168: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 167": (
-            _IMPLIED_BY_V
-        ),
-        "191: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) of line 190": (
-            _IMPLIED_BY_V
-        ),
-        "197: out[role] -> next": _OWN_BUFFERS,
-        "201: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "201: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "load: drop barrier_wait(k.empty[stage], kv // NUM_STAGES & 1 ^ 1)": _IMPLIED_BY_V,
+        "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s)": _IMPLIED_BY_V,
+        "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) (2)": _IMPLIED_BY_V,
+        "math: out[role] -> next": _OWN_BUFFERS,
+        "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
+        "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
     },
     "v6_short_kv": {
-        "244: out[role] -> next": _OWN_BUFFERS,
-        "248: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "248: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "math: out[role] -> next": _OWN_BUFFERS,
+        "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
+        "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
     },
     "v8_own_waits": {
-        "262: out[role] -> next": _OWN_BUFFERS,
-        "266: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "266: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
+        "math: out[role] -> next": _OWN_BUFFERS,
+        "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
+        "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
     },
 }
 
@@ -334,12 +321,12 @@ def test_what_is_not_found_is_harmless(name):
         if verdict.error:
             found[mutant.kind] += 1
         else:
-            survivors.append(mutant.description)
+            survivors.append(mutant.what)
     shares = ", ".join(f"{kind} {found[kind]}/{total[kind]}" for kind in KINDS if total[kind])
     by = ", ".join(f"{error} {count}" for error, count in errors.most_common() if error)
     print(f"\n{name}: {found.total()} of {len(tested)} found: {shares}; by {by}")
     for mutant in others:
-        print(f"  not executed: {mutant.description}")
+        print(f"  not executed: {mutant.lines[0]}: {mutant.what}")
     assert sorted(survivors) == sorted(HARMLESS.get(name, {}))
 
 
@@ -357,41 +344,41 @@ def test_nearly_all_are_found():
 
 
 HANDOVER = """\
-11: alloc_barriers: arrive_count=2
-12: alloc_barriers: arrive_count=2
-16: drop barrier_wait(empty[i % 2], (i // 2 + 1) % 2)
-16: barrier_wait(empty[i % 2]): phase=(i // 2 + 1) % 2 ^ 1
-16: empty[i % 2] -> next
-20: drop barrier_expect_bytes(full[i % 2], 4 * SIZE)
-20: barrier_expect_bytes(full[i % 2]): size=4 * SIZE * 2
-20: barrier_expect_bytes(full[i % 2]): size=4 * SIZE // 2
-20: full[i % 2] -> next
-21: tiles[i % 2] -> next
-21: full[i % 2] -> next
-23: drop barrier_arrive(full[i % 2])
-23: barrier_arrive(full[i % 2]): arrive_count=2
-23: full[i % 2] -> next
-26: drop barrier_wait(full[i % 2], i // 2 % 2)
-26: barrier_wait(full[i % 2]): phase=i // 2 % 2 ^ 1
-26: full[i % 2] -> next
-27: tiles[i % 2] -> next
-28: drop barrier_arrive(empty[i % 2])
-28: barrier_arrive(empty[i % 2]): arrive_count=2
-28: barrier_arrive(empty[i % 2]) before tile = local_load(tiles[i % 2]) of line 27
-28: empty[i % 2] -> next
+alloc_barriers: arrive_count=2
+alloc_barriers: arrive_count=2 (2)
+drop barrier_wait(empty[i % 2], (i // 2 + 1) % 2)
+barrier_wait(empty[i % 2]): phase=(i // 2 + 1) % 2 ^ 1
+empty[i % 2] -> next
+drop barrier_expect_bytes(full[i % 2], 4 * SIZE)
+barrier_expect_bytes(full[i % 2]): size=4 * SIZE * 2
+barrier_expect_bytes(full[i % 2]): size=4 * SIZE // 2
+full[i % 2] -> next
+tiles[i % 2] -> next
+full[i % 2] -> next (2)
+drop barrier_arrive(full[i % 2])
+barrier_arrive(full[i % 2]): arrive_count=2
+full[i % 2] -> next (3)
+drop barrier_wait(full[i % 2], i // 2 % 2)
+barrier_wait(full[i % 2]): phase=i // 2 % 2 ^ 1
+full[i % 2] -> next (4)
+tiles[i % 2] -> next (2)
+drop barrier_arrive(empty[i % 2])
+barrier_arrive(empty[i % 2]): arrive_count=2
+barrier_arrive(empty[i % 2]) before tile = local_load(tiles[i % 2])
+empty[i % 2] -> next (2)
 """
 
 
 def test_an_ordinary_file():
     mutants = enumerate_mutants(Path(handover.__file__), "handover_kernel")
-    assert [mutant.description for mutant in mutants] == HANDOVER.splitlines()
+    assert [mutant.what for mutant in mutants] == HANDOVER.splitlines()
     path = mutants[0].path
     lines = executed_lines(path, partial(_hand_over, handover))
     for mutant in mutants:
         assert mutant.source.count("\n") == path.read_text().count("\n")
         assert (mutant.lines[0] in lines) == (mutant.lines[0] != 23)
         if mutant.lines[0] in lines:
-            assert judge(mutant, import_file, [_hand_over]).error, mutant.description
+            assert judge(mutant, import_file, [_hand_over]).error, mutant.what
 
 
 def _hand_over(module: ModuleType, schedule: str | int = "modelled") -> None:
