@@ -55,14 +55,21 @@ class Package:
         been no such file, and be none."""
         if not path.exists():
             return name not in self.sources
-        if self.code is None:
-            return self.sources.get(name) == source_hash(path)
-        return self.code.get(name) == code_hash(path)
+        kept, now = self.sources.get(name), source_hash(path)
+        if self.code is not None:
+            kept, now = self.code.get(name), code_hash(path)
+        same = renames()["code"].get(name, {})
+        return kept == now or (same.get("now") == code_hash(path) and kept in same["before"])
 
 
 @cache
-def renames() -> Mapping[str, Mapping[str, str]]:
-    """What older records call by another name: "notebooks", old path -> path now."""
+def renames() -> Mapping[str, Mapping[str, Any]]:
+    """What older records know under another name.
+
+    "notebooks": the path then -> the path now. "code": of a file of the package, `code_hash` "now"
+    and, "before", hashes of earlier texts that became the same machine code, of which the numbers
+    of older records are true. An edit changes the hash, and "before" counts no more.
+    """
     return json.loads(Path(__file__).with_name("renames.json").read_text(encoding="utf-8"))
 
 

@@ -10,9 +10,10 @@ import triton.language.extra.tlx as tlx
 from triton.runtime.errors import OutOfResources
 
 from gdpa_kernels import emulator
-from gdpa_kernels.block_attention.block_list import BlockList
+from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check
 
 
@@ -80,18 +81,16 @@ def launched(rung: ladder.Rung, head_dim: int) -> list:
     x = torch.zeros(130, 4, head_dim, dtype=torch.bfloat16)
     with launches(run=False) as seen:
         if rung.operator == "block_attention":
-            blocks = BlockList(torch.zeros(3, 2, dtype=torch.int32), 3)
-            options = {"block_size": 64, "scale": 1.0, "schedule": blocks}
-            _, saved = module.forward(x, x, x, ends, **options)
-            module.backward(x, x, x, x, ends, saved, **options)
+            batch = block_batch.Batch(x, x, x, ends, 1.0)
+            blocks = (torch.zeros(3, 2, dtype=torch.int32),)
+            _, saved = module.forward(batch, schedule=blocks)
+            module.backward(x, batch, saved, schedule=blocks)
             return seen
-        options = {"activation": ("gelu_tanh",), "scale": 1.0, "output_scale": 1.0}
-        call = (x, x, x, ends, ends, 130, 130)
-        options |= {"causal": False, "window": None}
+        batch = Batch(x, x, x, ends, ends, 130, 130, ("gelu_tanh",), 1.0)
         if rung.operator == "gdpa":
-            module.forward(*call, **options)
+            module.forward(batch)
         else:
-            module.backward(x, *call, **options)
+            module.backward(x, batch)
     return seen
 
 

@@ -134,7 +134,9 @@ def test_block_attention_takes_its_arguments():
 
     x = make_inputs(replace(BLOCKS, block_size=16, dtype="float32"), device="cpu")
     assert x.arguments()["block_size"] == 16 and x.arguments()["rotate_v"]
-    assert x.rung_arguments() == x.arguments() | {"scale": 16**-0.5}
+    batch = x.batch()
+    assert batch.scale == 16**-0.5 and batch.q is x.q and batch.rotary is x.rotary
+    assert batch.block_size == 16 and batch.rotate_v
     assert block_attention(**x.arguments()).shape == x.q.shape
 
 

@@ -245,14 +245,14 @@ def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path
     figures.save_csv(rows, "ladder-v1")
     line = figures.provenance(rows, csv="ladder-v1", data_dir=folder).data
     assert line.startswith('<p class="provenance" data-kind="measured">')
-    assert line.count(f'<a href="../data/records/{run.id}.json">') == 1
+    assert line.count(f'<a href="../../data/records/{run.id}.json">') == 1
     assert "NVIDIA H200" in line
     assert run.created[:10] in line
     assert "commit <code>0123456789</code> with local changes" in line
-    assert '<a href="../figures/ladder-v1.csv">' in line
+    assert '<a href="../../figures/ladder-v1.csv">' in line
     assert "stale" not in line
     assert figures.provenance([run.id], data_dir=folder).data in line.replace(
-        ' <a href="../figures/ladder-v1.csv">Data of this figure (CSV)</a>.', ""
+        ' <a href="../../figures/ladder-v1.csv">Data of this figure (CSV)</a>.', ""
     )
 
 

@@ -459,7 +459,7 @@ def test_command_line_says_when_nothing_matches_or_a_file_is_refused(add, tmp_pa
     assert "refused records/foreign.json: not a record" in captured.err
     assert captured.out == ""
     assert __main__.main(["results", "--data-dir", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere: must be a folder with records/" in capsys.readouterr().err
+    assert "--data-dir must be a folder that holds records/, got" in capsys.readouterr().err
 
 
 RECORDS = sorted(path.name for path in (record.DATA_DIR / "records").iterdir())
