@@ -42,12 +42,14 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
 def _run(kernel, grid: tuple[int, ...], args: tuple, options: dict) -> None:
     """By position, without options that are Triton's own: its C paths take nothing else
     (TRITON_ENABLE_C_CACHE, TRITON_USE_C_DISPATCHER)."""
-    names = kernel.arg_names
-    constants = [options[name] for name in names[len(args) :]]
+    names = kernel.arg_names[len(args) :]
     own = {name: value for name, value in options.items() if name not in names}
     if own.get("num_warps") == 4:
         del own["num_warps"]
-    kernel[grid](*args, *constants, **own)
+    if all(name in options for name in names):
+        kernel[grid](*args, *(options[name] for name in names), **own)
+    else:  # one has a default
+        kernel[grid](*args, **options)
 
 
 def multiprocessors(device: torch.device) -> int:

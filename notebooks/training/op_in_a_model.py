@@ -654,8 +654,12 @@ figures.provenance([host_record.id], data_dir=Path(data_dir))
 # 4. *CUDA graph*: at most {glue:text}`train_host_graph_most:.1f` µs for a step,
 #    **{glue:text}`train_host_verdict_4`**.
 #
-# A layer whose kernels take less than its calls leaves the device waiting. Then the graph is worth
-# its trouble: it is the documented way to spare the host, and it is PyTorch's own.
+# The predictions are of a host that takes 6 µs for `exp`. Hosts of one kind of machine differ by a
+# factor of three, and every row moves with the row of `exp` beside it: compare the ratios. What
+# remains is PyTorch's autograd, whose thread runs the same Python at half the speed, and Triton's
+# launcher, which looks at every argument anew. A layer whose kernels take less than its calls
+# leaves the device waiting. Then the graph is worth its trouble: it is the documented way to spare
+# the host, and it is PyTorch's own.
 
 # %% [markdown]
 # ## Which backward

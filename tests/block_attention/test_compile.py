@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling.launches import launches
 from tests.block_attention.cases import RUNGS, rotaries
 from tests.block_attention.compiling import Compiled, compile_launch, compiled
@@ -74,7 +75,9 @@ def test_programs_of_v2_fit_as_its_config_says(head_dim, rotary):
     """Programs that take a few slabs and end must share an SM, or nothing hides their ends."""
     made = compiled("v2_slab", head_dim=head_dim, rotary=rotary)
     for direction in ("forward", "backward"):
-        config = RUNGS["v2_slab"].default_config(direction, head_dim, rotary=rotary)
+        q = torch.empty(3, 4, head_dim, dtype=torch.bfloat16)
+        turns = (torch.empty(3, head_dim // 2),) * 2 if rotary else None
+        config = RUNGS["v2_slab"].default_config(direction, Batch(q, q, q, None, 1.0, 64, turns))
         fit = programs_on_an_sm(made[f"{direction}_kernel"], config.num_warps)
         assert fit >= (2 if config.slabs_per_program else config.programs_per_sm)
 

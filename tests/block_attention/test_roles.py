@@ -63,10 +63,10 @@ def configs(rung: str, heads: int) -> list:
 def scheduled(module, case: Case, schedule: str | int, config=None) -> tuple[torch.Tensor, ...]:
     """(out, dq, dk, dv), the roles ordered by `schedule`."""
     grad_out, *others = case.tensors(torch.bfloat16).values()
-    options = case.options() | {"config": config}
+    batch = Batch(*others, **case.options())
     with emulator.enabled(schedule=schedule, max_steps=50_000):
-        out, saved = module.forward(Batch(*others, **options))
-        return out, *module.backward(grad_out, Batch(*others, **options), saved)
+        out, saved = module.forward(batch, config=config)
+        return out, *module.backward(grad_out, batch, saved, config=config)
 
 
 @cache
@@ -224,13 +224,13 @@ def test_refuses_loads_that_wait_for_each_other(module):
         module.Config(math_roles=2, num_stages=4, heads_together=2)
     case = Case("refused", (5,), num_heads=3, num_heads_k=3, rotary=module is v4)
     grad_out, *others = case.tensors(torch.bfloat16).values()
-    options = case.options() | {"config": module.Config(num_stages=3, heads_together=2)}
+    batch, config = Batch(*others, **case.options()), module.Config(num_stages=3, heads_together=2)
     text = "heads_together must divide the number of query heads, 3, got 2"
     with kernels_run():
         with pytest.raises(ValueError, match=text):
-            module.forward(Batch(*others, **options))
+            module.forward(batch, config=config)
         with pytest.raises(ValueError, match=text):
-            module.backward(grad_out, Batch(*others, **options))
+            module.backward(grad_out, batch, config=config)
 
 
 # Rows for five units of one program: the first role has one more than the second.
@@ -252,14 +252,14 @@ def _expected(rung, heads_k: int) -> tuple[torch.Tensor, ...]:
 def _launch(case: Case, direction: str, stages: int, expected, module, schedule) -> None:
     """One direction of v3 or v4, or of a changed one: a wrong result is an AssertionError."""
     rung = v4 if case.rotary else v3
-    options = case.options() | {"config": rung.Config(math_roles=2, num_stages=stages)}
     grad_out, *others = case.tensors(torch.bfloat16).values()
+    batch, config = Batch(*others, **case.options()), rung.Config(math_roles=2, num_stages=stages)
     out, *gradients = expected
     with emulator.enabled(multiprocessors=1, schedule=schedule, max_steps=50_000):
         if direction == "forward":
-            assert torch.equal(module.forward(Batch(*others, **options))[0], out)
+            assert torch.equal(module.forward(batch, config=config)[0], out)
         else:
-            found = module.backward(grad_out, Batch(*others, **options))
+            found = module.backward(grad_out, batch, config=config)
             assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
 
 

@@ -103,10 +103,10 @@ def configs(heads: int) -> list[v4a.Config]:
 def scheduled(case: Case, schedule: str | int, config=None) -> tuple[torch.Tensor, ...]:
     """(out, dq, dk, dv) of v4a, the roles ordered by `schedule`."""
     grad_out, *others = case.tensors(BF16).values()
-    options = case.options() | {"config": config}
+    batch = Batch(*others, **case.options())
     with emulator.enabled(schedule=schedule, max_steps=50_000):
-        out, saved = v4a.forward(Batch(*others, **options))
-        return out, *v4a.backward(grad_out, Batch(*others, **options), saved)
+        out, saved = v4a.forward(batch, config=config)
+        return out, *v4a.backward(grad_out, batch, saved, config=config)
 
 
 @cache
@@ -252,14 +252,14 @@ ONE, TWO = {}, {"math_roles": 2, "registers": 184, "turn_registers": 112}
 
 def _launch(case: Case, direction: str, config: v4a.Config, module, schedule) -> None:
     """One direction of v4a or of a changed one: a wrong result is an AssertionError."""
-    options = case.options() | {"config": config}
     grad_out, *others = case.tensors(BF16).values()
+    batch = Batch(*others, **case.options())
     out, *gradients = of_v4(case)
     with emulator.enabled(multiprocessors=1, schedule=schedule, max_steps=50_000):
         if direction == "forward":
-            assert torch.equal(module.forward(Batch(*others, **options))[0], out)
+            assert torch.equal(module.forward(batch, config=config)[0], out)
         else:
-            found = module.backward(grad_out, Batch(*others, **options))
+            found = module.backward(grad_out, batch, config=config)
             assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
 
 
