@@ -45,7 +45,7 @@ def check_float(name: str, value: object) -> None:
     """Raises TypeError or ValueError unless `value` is a finite number and no bool."""
     if isinstance(value, bool) or not isinstance(value, float | int):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not torch.compiler.is_compiling() and not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
 
 

@@ -46,6 +46,7 @@ from gdpa_kernels import PFFN, PMA, GDPASelfAttention, Lengths, emulator, gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import api, reference
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import baselines, record
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
@@ -689,9 +690,9 @@ def choice(
     """The rung that takes the call, or "" if `impl` does not."""
     q = torch.empty(8, 4, dim, dtype=dtype)
     k, v = (torch.empty(8, kv_heads, dim, dtype=dtype) for _ in range(2))
-    ends_q = None if shared else ENDS
+    lengths = None if shared else ENDS, ENDS, 8 if shared else keys, keys
     try:
-        return api.resolve_backward(impl, q, k, v, ends_q, 8 if shared else keys, keys)
+        return api.resolve_backward(impl, Batch(q, k, v, *lengths, ("gelu_tanh",), 1.0)).impl
     except NotImplementedError:
         return ""
 
