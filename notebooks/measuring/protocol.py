@@ -757,7 +757,7 @@ figures.show_table(shown.round({"times differ by (%)": 1, "ratios differ by (%)"
 # The limit of this chapter: where two kernels compete, each also heats the other's chip. A kernel
 # that is measured among slow, cool rivals looks a little better than it will in a model full of its
 # own kind. Our figures share their circumstances within a record, they do not share yours; that is
-# what `make compare` is for ({doc}`../reproduce`).
+# what `make compare` is for ({doc}`../../reproduce`).
 
 # %% tags=["remove-input"]
 
