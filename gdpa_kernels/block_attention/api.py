@@ -72,9 +72,11 @@ def block_attention(
     Source: the block attention of the published TLX kernels; see the chapter "What is block
     attention".
     """
-    _check_types(q, k, v, rotary)
     q, k, v = checks.autocast(q, k, v)
-    _check_tensors(q, k, v)
+    checks.check_tensors(q, k, v)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
+    _check_rotary_type(rotary)
     _check_options(q, rotary, block_size, rotate_v, impl)
     if scale is not None:
         checks.check_float("scale", scale)
@@ -217,10 +219,7 @@ _BACKWARD = define(
 )
 
 
-def _check_types(q, k, v, rotary) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+def _check_rotary_type(rotary) -> None:
     if rotary is None:
         return
     if not isinstance(rotary, tuple | list) or len(rotary) != 2:
@@ -231,12 +230,6 @@ def _check_types(q, k, v, rotary) -> None:
     for name, tensor in zip(("sin", "cos"), rotary, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} of rotary must be a tensor, got {type(tensor).__name__}")
-
-
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    checks.check_tensors(q, k, v)
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
 
 
 def _check_options(q: torch.Tensor, rotary, block_size, rotate_v, impl) -> None:

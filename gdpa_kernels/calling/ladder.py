@@ -26,10 +26,14 @@ def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+def _of_gpu(device: torch.device) -> tuple[int, int]:
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def capability(device: torch.device) -> int | None:
     """The major compute capability of a device, or of the one emulated; None without a GPU."""
     if device.type == "cuda":
-        return _capability(torch.cuda.current_device() if device.index is None else device.index)[0]
+        return _of_gpu(device)[0]
     emulator = sys.modules.get("gdpa_kernels.emulator")  # not imported: not enabled
     if device.type == "cpu" and emulator is not None and emulator.is_enabled():
         return int(emulator.current_arch().removeprefix("sm_")) // 10
@@ -87,7 +91,7 @@ class Requires:
             return None
         got = None
         if device.type == "cuda":
-            got = _capability(torch.cuda.current_device() if device.index is None else device.index)
+            got = _of_gpu(device)
             if got >= self.capability and not (self.only_major and got[0] != self.capability[0]):
                 return None
         name = "sm_{}{}".format(*self.capability)
