@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from gdpa_kernels.calling.heads import Heads
+
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Schedule = tuple[torch.Tensor, ...]
 """A list of work on a device: what `block_list.make_schedule` returns."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Heads):
     """A jagged batch and what is to be computed of it; already validated.
 
     q `[total, num_heads, head_dim]`, k and v `[total, num_heads_k, head_dim]`; cu_seqlens int32
@@ -31,31 +33,6 @@ class Batch:
     @property
     def total(self) -> int:
         return self.q.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.q.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.q.dtype
-
-    @property
-    def num_heads(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def num_heads_k(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def group(self) -> int:
-        """Query heads of a key head."""
-        return self.q.shape[1] // self.k.shape[1]
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[2]
 
     def new_gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Memory for dq, dk and dv, contiguous."""

@@ -7,12 +7,14 @@ from functools import cached_property
 
 import torch
 
+from gdpa_kernels.calling.heads import Heads
+
 Schedule = tuple[torch.Tensor, ...]
 """A list of work on a device: what `make_schedule` of a rung returns."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Heads):
     """A jagged batch and what is to be computed of it; already validated.
 
     q `[total_q, num_heads, head_dim]`, or `[max_seqlen_q, num_heads, head_dim]` with cu_seqlens_q
@@ -47,31 +49,6 @@ class Batch:
         """Rows of the output."""
         rows = self.q.shape[0]
         return rows * self.sequences if self.cu_seqlens_q is None else rows
-
-    @property
-    def device(self) -> torch.device:
-        return self.q.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.q.dtype
-
-    @property
-    def num_heads(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def num_heads_k(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def group(self) -> int:
-        """Query heads of a key head."""
-        return self.q.shape[1] // self.k.shape[1]
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[2]
 
     @property
     def mean_seqlen_k(self) -> float:
