@@ -107,7 +107,7 @@ def resolve(impl: str, direction: str, batch: Batch) -> Rung:
         if problem is not None:
             raise NotImplementedError(f"impl {impl!r} {problem}")
         return rung
-    dtype = str(batch.dtype).removeprefix("torch.")
+    dtype = ladder.dtype_name(batch.dtype)
     kind = dtype, direction, batch.rotary is not None, batch.head_dim
     for candidate in choices.order(ladder.capability(batch.device), *kind):
         rung = ladder.rung(candidate, OPERATOR)

@@ -41,7 +41,8 @@ def capability(device: torch.device) -> int | None:
 
 
 @functools.cache
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As records and rankings name it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -113,7 +114,7 @@ class Requires:
 
     def of_call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         """Why it cannot take these tensors `[total, num_heads, head_dim]`, or None."""
-        dtype = _dtype_name(q.dtype)
+        dtype = dtype_name(q.dtype)
         if dtype not in self.dtypes:
             return f"needs dtype {' or '.join(self.dtypes)}, got {dtype}"
         head_dim, head_dim_max, where = q.shape[-1], self.head_dim_max, ""

@@ -140,7 +140,7 @@ def _resolve(name: str, impl: str, operator: str, batch: Batch) -> Rung:
             )
         return rung
     direction = "backward" if operator == BACKWARD else "forward"
-    dtype = str(batch.dtype).removeprefix("torch.")
+    dtype = ladder.dtype_name(batch.dtype)
     sizes = batch.head_dim, batch.max_seqlen_q, batch.max_seqlen_k
     for candidate in choices.order(ladder.capability(batch.device), direction, dtype, *sizes):
         rung = ladder.rung(candidate, operator)
