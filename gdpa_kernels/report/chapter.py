@@ -1,0 +1,252 @@
+"""`Chapter`: where the numbers of a chapter come from, and how they reach the page.
+
+One call shows one exhibit: a chart or a table, its data as a download, and the line that says
+whether it was measured, published, modelled or emulated. A prediction stands with its verdict.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from IPython.display import SVG, Markdown, display
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.emulator import Timeline
+from gdpa_kernels.measuring import record as records
+from gdpa_kernels.report import figures, page, results
+from gdpa_kernels.report.house import Figure
+
+CHANGES_DIR = records.ROOT / "book" / "extra" / "changes"
+MOST_CHANGED = 60
+"""Lines of a difference that a page shows; the whole of it is a download."""
+
+
+class Chapter:
+    """A chapter as its source sees it.
+
+    Args:
+        slug: its file without the ending, such as "forward/v5_pingpong".
+        mode: "replay", "measure" or "compare"; device, data_dir: as papermill gives them.
+        system: part of the id of the system whose records it quotes.
+    """
+
+    def __init__(
+        self,
+        slug: str,
+        *,
+        mode: str = "replay",
+        device: str = "cpu",
+        data_dir: str | Path = records.DATA_DIR,
+        system: str = "h200",
+    ):
+        self.slug, self.mode, self.device, self.system = slug, mode, device, system
+        self.data_dir = Path(data_dir)
+        self._tables = self._predictions = 0
+
+    # Records.
+
+    def measure(self, run: Callable[[Any], None]) -> None:
+        """In mode "measure": `run(session)`, then write the record. Otherwise nothing.
+
+        >>> @chapter.measure                                            # doctest: +SKIP
+        ... def _(session):
+        ...     session.measure(workload("gdpa-self-full-1024"), ["v4_warp_specialized"])
+        """
+        if self.mode != "measure":
+            return
+        from gdpa_kernels.measuring.session import Session
+
+        session = Session(f"notebooks/{self.slug}.py", self.device)
+        run(session)
+        print(session.write(self.data_dir))
+
+    def record(self, of: str | None = None) -> records.Record:
+        """The newest record of a chapter, this one by default. LookupError if there is none."""
+        notebook = f"notebooks/{of or self.slug}.py"
+        return results.latest_record(self.data_dir, notebook=notebook, system=self.system)
+
+    def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
+        """A table of that record. LookupError naming those there are."""
+        return results.notebook_table(self.record(of), table)
+
+    def rows(self, of: str | None = None, **filters: Any) -> pd.DataFrame:
+        """The rows of that record, as `results.table` has them, each once.
+
+        `filters`: a value or a list of values for a column; `scope="kernel"` and `variant=""`
+        unless they are among them, None for any. LookupError if nothing is left.
+        """
+        found = results.table(self.data_dir, system=self.system, latest=False)
+        found = found[found["record"] == self.record(of).id]
+        found = found.drop_duplicates(["workload", "direction", "impl", "scope", "variant"])
+        for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():
+            if wanted is not None:
+                wanted = [wanted] if isinstance(wanted, str) else list(wanted)
+                found = found[found[column].isin(wanted)]
+        if found.empty:
+            raise LookupError(f"{self.record(of).id} must hold rows of {filters}, got none")
+        return found
+
+    def times(
+        self,
+        of: str | None = None,
+        value: str = "time_us_p50",
+        columns: str = "impl",
+        **filters: Any,
+    ) -> pd.DataFrame:
+        """`rows` as a table: a row for each workload, a column for each `columns`, in their order
+        in the record."""
+        rows = self.rows(of, **filters)
+        made = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
+        return made[[name for name in dict.fromkeys(rows[columns]) if name in made]]
+
+    # Exhibits.
+
+    def figure(
+        self, chart: Figure | Timeline | str, *, data: pd.DataFrame | None = None, **origin: Any
+    ) -> None:
+        """Show a chart, a timeline or SVG text, in a cell whose `# |` lines name and describe it.
+
+        `origin` is one of measured= (rows of `results.table`, or ids of records), published=,
+        modelled=, emulated= (a sentence: from what). `data`: what the reader downloads; None: the
+        measured rows.
+        """
+        if isinstance(chart, Timeline):
+            chart = chart.svg(width=760)
+        display(SVG(chart) if isinstance(chart, str) else chart)
+        display(self._origin(data, origin))
+
+    def table(
+        self, frame: pd.DataFrame, *, data: pd.DataFrame | None = None, **origin: Any
+    ) -> None:
+        """Show a table, four significant digits; the rest as for `figure`."""
+        display(page.show_table(frame))
+        display(self._origin(data, origin))
+
+    def ladder(self, impl: str, workload: str, of: str = "forward/results") -> None:
+        """Show the forward ladder up to a rung on a workload, with the peers of that record."""
+        rows = self.rows(of, workload=workload, direction="forward")
+        names = [rung.impl for rung in ladder.RUNGS if rung.impl in set(rows["impl"])]
+        rungs = names[: names.index(impl) + 1]
+        self.figure(figures.figure_ladder(rows, workload, rungs, impl), measured=rows)
+
+    def _origin(self, data: pd.DataFrame | None, origin: dict[str, Any]) -> Markdown:
+        if len(origin) != 1 or not set(origin) <= set(page.KINDS):
+            raise TypeError(f"origin must be one of {', '.join(page.KINDS)}, got {list(origin)}")
+        ((kind, values),) = origin.items()
+        if data is None and isinstance(values, pd.DataFrame):
+            data = values
+        csv = None
+        if data is not None:
+            self._tables += 1
+            csv = f"{self.slug.replace('/', '-')}-{self._tables}"
+            page.save_csv(data, csv)
+        if kind == "measured":
+            return page.provenance(values, csv, data_dir=self.data_dir)
+        return page.source(kind, values, csv)
+
+    def code(
+        self, source: Any, begin: str = "", end: str = "", *, language: str = "python"
+    ) -> None:
+        """Show a function of a kernel, or text, from the line with `begin` to before that with
+        `end`. ValueError if they are not in it."""
+        text = (
+            source if isinstance(source, str) else inspect.getsource(getattr(source, "fn", source))
+        )
+        lines = text.splitlines()
+        first = _line_of(begin, lines, 0)
+        last = _line_of(end, lines, first + 1) if end else len(lines)
+        shown = textwrap.dedent("\n".join(lines[first:last])).rstrip()
+        display(Markdown(f"```{language}\n{shown}\n```"))
+
+    def roles(self, impl: str, operator: str = "gdpa") -> None:
+        """Show the tables of roles and barriers in the docstring of a rung."""
+        text = ast.get_docstring(ast.parse(ladder.rung(impl, operator).path.read_text())) or ""
+        display(Markdown("\n".join(re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE))))
+
+    def changes(self, impl: str, operator: str = "gdpa") -> None:
+        """Show what a rung changes in the functions of its predecessor's kernel: at most
+        `MOST_CHANGED` lines, function by function; the whole difference is a download."""
+        before = ladder.rung(ladder.rung(impl, operator).predecessor, operator).path
+        after = ladder.rung(impl, operator).path
+        lines: list[str] = []
+        left_out: list[str] = []
+        old = _kernel_functions(before)
+        for name, source in _kernel_functions(after).items():
+            change = list(difflib.unified_diff(old.get(name, []), source, n=1, lineterm=""))[2:]
+            change = [f"@@ {name} @@" if line.startswith("@@") else line for line in change]
+            if change and len(lines) + len(change) <= MOST_CHANGED:
+                lines += change
+            elif change:
+                left_out.append(f"<code>{name}</code>")
+        CHANGES_DIR.mkdir(parents=True, exist_ok=True)
+        file = f"{operator}-{impl}.diff"
+        (CHANGES_DIR / file).write_text(ladder.diff(impl, operator=operator), encoding="utf-8")
+        rest = f", {', '.join(left_out)} among it" if left_out else ""
+        link = f'<a href="../../changes/{file}">The whole difference of the two files</a>'
+        if lines:
+            self.code("\n".join(lines), language="diff")
+        display(Markdown(f'<p class="provenance">{link}{rest}.</p>'))
+
+    # Numbers and sentences.
+
+    def glue(self, **values: float | str) -> None:
+        """Give numbers and words to the text: {glue:text}`name:.1f`."""
+        for name, value in values.items():
+            give = page.glue_text if isinstance(value, str) else page.glue_number
+            give(name, value)
+
+    def predict(
+        self,
+        text: str,
+        found: float,
+        *,
+        least: float = -math.inf,
+        most: float = math.inf,
+        form: str = ".2f",
+        unit: str = "",
+    ) -> None:
+        """Show a prediction with its limits, what was found, and the verdict. ValueError without a
+        limit: it could not fail."""
+        if math.isinf(least) and math.isinf(most):
+            raise ValueError("least or most must be given, got neither")
+        self._predictions += 1
+        low, high, got = (f"{x:{form}}{unit}" for x in (least, most, found))
+        limits = f"{low} to {high}"
+        if math.isinf(most):
+            limits = f"at least {low}"
+        elif math.isinf(least):
+            limits = f"at most {high}"
+        verdict = "kept" if least <= found <= most else "broken"
+        display(
+            Markdown(
+                f"**Prediction {self._predictions}** {text} *Predicted: {limits}. Found: {got}:* "
+                f"**{verdict}**."
+            )
+        )
+
+
+def _line_of(marker: str, lines: list[str], first: int) -> int:
+    for number, line in enumerate(lines[first:], first):
+        if marker in line:
+            return number
+    raise ValueError(f"the source must have a line with {marker!r} from line {first}, got none")
+
+
+def _kernel_functions(path: Path) -> dict[str, list[str]]:
+    """The lines of each function and aggregate of a file that Triton compiles."""
+    text = path.read_text(encoding="utf-8")
+    return {
+        node.name: (ast.get_source_segment(text, node) or "").splitlines()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and any("triton." in ast.unparse(decorator) for decorator in node.decorator_list)
+    }

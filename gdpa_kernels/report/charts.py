@@ -1,0 +1,154 @@
+"""Three charts that chapters draw of their own tables, in the house style.
+
+At most three series stand out, in their colours; the others are grey. Labels stand at the lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from gdpa_kernels.report.house import INK, Figure, colour, style, subplots
+
+MOST_COLOURED = 3
+GREY = "#a8a8a8"
+_MARKS = "os^Dv"
+
+
+def lines(
+    frame: pd.DataFrame,
+    *,
+    xlabel: str,
+    ylabel: str,
+    highlight: Sequence[str],
+    names: Mapping[str, str] | None = None,
+    ceiling: float | None = None,
+    log: bool = True,
+) -> Figure:
+    """A line for each column of `frame` over its index, labels at the right ends.
+
+    `highlight`: the columns in colour, at most three; `names`: what labels say; `ceiling`: a dashed
+    line; `log`: powers of two to the right. Rates and times begin at zero.
+    """
+    _check_highlight(highlight, frame.columns)
+    with style():
+        chart, axis = subplots(width=6.8, height=3.9)
+        for column in sorted(frame, key=lambda name: name in highlight):
+            series, strong = frame[column].dropna(), column in highlight
+            axis.plot(
+                series.index, series, "o-", color=_colour(column, strong),
+                linewidth=1.8 if strong else 1.0,
+            )  # fmt: skip
+        if ceiling is not None:
+            axis.axhline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+        if log:
+            axis.set_xscale("log", base=2)
+        axis.set_xticks(list(frame.index), [f"{x:,}" for x in frame.index])
+        axis.minorticks_off()
+        axis.set_ylim(0, 1.08 * max(frame.max().max(), ceiling or 0))
+        axis.set_xlabel(xlabel)
+        axis.set_ylabel(ylabel)
+        _label_ends(axis, frame, highlight, names or {})
+        return chart
+
+
+def bars(
+    values: pd.Series,
+    *,
+    xlabel: str,
+    highlight: Sequence[str],
+    names: Mapping[str, str] | None = None,
+    ceiling: float | None = None,
+    form: str = ".0f",
+) -> Figure:
+    """A horizontal bar for each entry of `values`, from the top, with its number."""
+    _check_highlight(highlight, values.index)
+    with style():
+        chart, axis = subplots(width=7.0, height=0.9 + 0.34 * len(values))
+        for place, (name, value) in enumerate(values.items()):
+            strong = name in highlight
+            axis.barh(place, value, 0.62, color=_colour(name, strong))
+            axis.annotate(
+                f"{value:{form}}", (value, place), xytext=(5, 0), textcoords="offset points",
+                va="center", fontweight="bold" if strong else "normal",
+            )  # fmt: skip
+        if ceiling is not None:
+            axis.axvline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+        _list(axis, [(names or {}).get(name, name) for name in values.index])
+        axis.set_xlim(0, 1.12 * max(values.max(), ceiling or 0))
+        axis.set_xlabel(xlabel)
+        return chart
+
+
+def dots(
+    frame: pd.DataFrame,
+    *,
+    xlabel: str,
+    low: pd.DataFrame | None = None,
+    high: pd.DataFrame | None = None,
+    baseline: float = 1.0,
+    colours: Sequence[str] = (INK,),
+) -> Figure:
+    """A row for each index entry of `frame`, a mark for each column; a line at `baseline`.
+
+    `low` and `high`: ends of error bars, shaped as `frame`. `colours`: one, or one for each column.
+    """
+    with style():
+        chart, axis = subplots(width=7.4, height=1.3 + 0.42 * len(frame))
+        axis.axvline(baseline, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+        for number, column in enumerate(frame):
+            shift = (number - (frame.shape[1] - 1) / 2) * 0.22
+            errors = None
+            if low is not None and high is not None:
+                errors = [frame[column] - low[column], high[column] - frame[column]]
+            axis.errorbar(
+                frame[column], [place + shift for place in range(len(frame))], xerr=errors,
+                fmt=_MARKS[number % len(_MARKS)], linestyle="none", elinewidth=1, label=column,
+                color=colours[number % len(colours)],
+                markerfacecolor="none" if number % 2 else None,
+            )  # fmt: skip
+        _list(axis, list(frame.index))
+        axis.set_xlabel(xlabel)
+        if frame.shape[1] > 1:
+            axis.legend(
+                loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, frame.shape[1]), fontsize=8.5
+            )
+        return chart
+
+
+def _check_highlight(highlight: Sequence[str], names: Sequence[str]) -> None:
+    missing = [name for name in highlight if name not in names]
+    if missing or not 1 <= len(highlight) <= MOST_COLOURED:
+        raise ValueError(
+            f"highlight must name one to {MOST_COLOURED} of {', '.join(map(str, names))}, "
+            f"got {', '.join(highlight) or 'none'}"
+        )
+
+
+def _colour(name: str, strong: bool) -> str:
+    return colour(name) if strong else GREY
+
+
+def _list(axis: Axes, names: Sequence[str]) -> None:
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    axis.grid(visible=False, axis="y")
+    axis.grid(visible=True, axis="x")
+    axis.tick_params(axis="y", length=0)
+
+
+def _label_ends(
+    axis: Axes, frame: pd.DataFrame, highlight: Sequence[str], names: Mapping[str, str]
+) -> None:
+    """Each column's name right of its last value, moved apart where two would meet."""
+    ends = sorted((frame[column].dropna().iloc[-1], column) for column in frame)
+    step, level = 0.062 * axis.get_ylim()[1], float("-inf")
+    for value, column in ends:
+        level = max(value, level + step)
+        axis.annotate(
+            names.get(column, column), (frame[column].dropna().index[-1], value),
+            xytext=(1.02, level), textcoords=("axes fraction", "data"), va="center", fontsize=8.5,
+            color=_colour(column, True) if column in highlight else INK, annotation_clip=False,
+        )  # fmt: skip
