@@ -1,4 +1,7 @@
-"""What chapters do with a rung: small batches, what the emulator says of it, changed copies."""
+"""What chapters do with a rung: small batches, what the emulator says of it, changed copies.
+
+Of block attention: `block_studies`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from triton.compiler import CompiledKernel
 
 from gdpa_kernels import emulator
+from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check, testing
@@ -23,6 +29,7 @@ from gdpa_kernels.measuring.inputs import cu_seqlens
 
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
 """Lengths around the edges of a role's 64 rows and of a tile of 128."""
+GRADIENTS = ("dq", "dk", "dv")
 
 
 def batch(
@@ -102,6 +109,91 @@ def comparison(module: ModuleType, given: Batch, config: object = None) -> pd.Da
     return pd.DataFrame(rows, columns=["length", "elements", "largest error", "allowed"])
 
 
+def gradient(given: Batch) -> torch.Tensor:
+    """A seeded gradient of a batch's output."""
+    make = torch.Generator().manual_seed(2026)
+    shape = given.rows, *given.q.shape[1:]
+    return torch.randn(shape, generator=make).to(given.q.dtype)
+
+
+class Backward(NamedTuple):
+    """What a backward in the emulator gave: (dq, dk, dv), None where it was not asked for; by the
+    name of a kernel, the report of its last launch and what that was given."""
+
+    gradients: tuple[torch.Tensor | None, ...]
+    reports: dict[str, emulator.Report]
+    launched: dict[str, Launch]
+
+
+def backward(
+    module: ModuleType,
+    given: Batch,
+    config: object = None,
+    *,
+    grad_out: torch.Tensor | None = None,
+    needs: tuple[bool, bool, bool] | None = None,
+    **how: Any,
+) -> Backward:
+    """A rung's backward in the emulator, of `gradient(given)` unless `grad_out` is given.
+
+    needs: for rungs that take it. `how`: of `emulator.enabled`, e.g. trace, schedule, max_steps,
+    multiprocessors.
+    """
+    grad_out = gradient(given) if grad_out is None else grad_out
+    asked = {} if needs is None else {"needs": needs}
+    with emulator.enabled(**how) as reports, launches() as seen:
+        found = module.backward(grad_out, given, config=config, **asked)
+    return Backward(found, {r.kernel: r for r in reports}, {x.name: x for x in seen})
+
+
+def compare_gradients(
+    found: Sequence[torch.Tensor], given: Batch, grad_out: torch.Tensor | None = None
+) -> pd.DataFrame:
+    """Errors of (dq, dk, dv) against fp64, a row for each: elements, largest error, what is
+    allowed, and the one in percent of the other.
+
+    Raises AssertionError if one of them fails `testing.compare`.
+    """
+    grad_out = gradient(given) if grad_out is None else grad_out
+    wide = replace(given, **{x: getattr(given, x).double() for x in "qkv"})
+    exact, same = reference.backward(grad_out.double(), wide), reference.backward(grad_out, given)
+    rows = []
+    for name, actual, expected, baseline in zip(GRADIENTS, found, exact, same, strict=True):
+        error = testing.compare(name=name, actual=actual, expected=expected, baseline=baseline)
+        assert error.passed, error
+        share = 100 * error.max_abs / error.max_abs_budget
+        rows.append((name, error.elements, error.max_abs, error.max_abs_budget, share))
+    columns = ["gradient", "elements", "largest error", "allowed", "% of allowed"]
+    return pd.DataFrame(rows, columns=columns).set_index("gradient")
+
+
+def build_backward(
+    module: ModuleType,
+    kernel: str = "backward_kernel",
+    config: object = None,
+    *,
+    given: Batch | None = None,
+    needs: tuple[bool, bool, bool] | None = None,
+) -> CompiledKernel:
+    """A kernel that a rung's backward launches, compiled for sm_90a; nothing runs. `given`: None
+    for 130 tokens and four heads of 128. ValueError if it launches none of that name."""
+    given = batch((130,), heads=4) if given is None else given
+    asked = {} if needs is None else {"needs": needs}
+    with launches(run=False) as seen:
+        module.backward(gradient(given), given, config=config, **asked)
+    found = [launch for launch in seen if launch.name == kernel]
+    if not found:
+        raise ValueError(f"kernel must be one of {[x.name for x in seen]}, got {kernel!r}")
+    return compile_check.build_launch(found[-1])
+
+
+def facts(built: dict[str, CompiledKernel], mnemonics: Sequence[str] = ()) -> pd.DataFrame:
+    """What the compiler made of kernels, by label, with the columns of `compiled`."""
+    return pd.DataFrame(
+        _row(label, compile_check.read(kernel), mnemonics) for label, kernel in built.items()
+    )
+
+
 def compiled(
     modules: dict[str, tuple[str | ModuleType, object]], mnemonics: Sequence[str] = ()
 ) -> pd.DataFrame:
@@ -110,10 +202,14 @@ def compiled(
     rows = []
     for label, (module, config) in modules.items():
         made = compile_check.compile_rung(module, **({"config": config} if config else {}))
-        row = {"kernel": label, "registers": made.registers, "spilled (B)": made.spill_bytes}
-        row["serialised"] = "yes" if made.serialised else "no"
-        rows.append(row | {name: made.instructions[name] for name in mnemonics})
+        rows.append(_row(label, made, mnemonics))
     return pd.DataFrame(rows)
+
+
+def _row(label: str, made: compile_check.Compiled, mnemonics: Sequence[str]) -> dict[str, Any]:
+    row = {"kernel": label, "registers": made.registers, "spilled (B)": made.spill_bytes}
+    row["serialised"] = "yes" if made.serialised else "no"
+    return row | {name: made.instructions[name] for name in mnemonics}
 
 
 @cache
