@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gdpa_kernels import emulator
-from gdpa_kernels.block_attention import v0_flash, v1_one_tile
+from gdpa_kernels.block_attention import v1_one_tile
 from gdpa_kernels.gdpa import (
     v1_tiled,
     v2_fused_backward,
@@ -126,32 +126,3 @@ def test_kernels_of_a_backward_are_compiled_by_name():
     assert facts["HGMMA"][0] > 0 and facts["kernel"][0] == "v2"
     with pytest.raises(ValueError, match="kernel must be one of .*fused_kernel.*, got 'none'"):
         studies.build_backward(v2_fused_backward, "none", given=given)
-
-
-@pytest.mark.parametrize("rung", (v0_flash, v1_one_tile))
-@pytest.mark.parametrize("rotary", (None, torch.float32))
-def test_a_pass_of_block_attention_is_compared_with_fp64(rung, rotary):
-    given = studies.block_batch((0, 17, 33), head_dim=32, block_size=16, rotary=rotary)
-    found = studies.block_comparison(rung, given)
-    assert list(found["tensor"]) == list(studies.RESULTS)
-    wrong = studies.changed(v1_one_tile, ("return out, ()", "return -out, ()"))
-    with pytest.raises(AssertionError, match="out"):
-        studies.block_comparison(wrong, given)
-
-
-def test_the_traffic_of_one_tile():
-    given = studies.block_batch((128,), head_dim=128)
-    counted = studies.block_traffic(v1_one_tile, given).set_index("kernel")
-    assert counted.loc["forward_kernel"].round().tolist() == [3, 1]
-    assert counted.loc["backward_kernel", "written"] == 3
-
-
-def test_the_timeline_of_one_program():
-    given = studies.block_batch((64, 64), heads=1, head_dim=32, rotary=torch.bfloat16)
-    line = studies.block_timeline(v1_one_tile, given, program=1, lanes={"default": "all warps"})
-    assert {event.cta for event in line.events} == {1} and "all warps" in line.lanes(1)
-
-
-def test_what_the_compiler_makes_of_a_pass():
-    (row,) = studies.block_compiled({"v1": (v1_one_tile, "forward")}, ["HGMMA"]).to_dict("records")
-    assert row["kernel"] == "forward_kernel" and row["HGMMA"] and row["programs on an SM"] > 1
