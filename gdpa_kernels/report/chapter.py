@@ -131,12 +131,15 @@ class Chapter:
         display(page.show_table(frame))
         display(self._origin(data, origin))
 
-    def ladder(self, impl: str, workload: str, of: str = "forward/results") -> None:
-        """Show the forward ladder up to a rung on a workload, with the peers of that record."""
-        rows = self.rows(of, workload=workload, direction="forward")
-        names = [rung.impl for rung in ladder.RUNGS if rung.impl in set(rows["impl"])]
+    def ladder(self, impl: str, workload: str, of: str = "", direction: str = "forward") -> None:
+        """Show the ladder up to a rung on a workload, with the peers of that record; `of`: the
+        results of the direction unless given."""
+        rows = self.rows(of or f"{direction}/results", workload=workload, direction=direction)
+        listed = ladder.RUNGS if direction == "forward" else ladder.BACKWARD_RUNGS
+        names = [rung.impl for rung in listed if rung.impl in set(rows["impl"])]
         rungs = names[: names.index(impl) + 1]
-        self.figure(figures.figure_ladder(rows, workload, rungs, impl), measured=rows)
+        chart = figures.figure_ladder(rows, workload, rungs, impl, direction)
+        self.figure(chart, measured=rows)
 
     def _origin(self, data: pd.DataFrame | None, origin: dict[str, Any]) -> Markdown:
         if len(origin) != 1 or not set(origin) <= set(page.KINDS):

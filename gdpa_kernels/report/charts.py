@@ -1,20 +1,29 @@
-"""Three charts that chapters draw of their own tables, in the house style.
+"""Charts that chapters draw of their own tables, in the house style.
 
 At most three series stand out, in their colours; the others are grey. Labels stand at the lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
 
 from gdpa_kernels.report.house import INK, Figure, colour, style, subplots
 
 MOST_COLOURED = 3
 GREY = "#a8a8a8"
 _MARKS = "os^Dv"
+_LOOKS: dict[str, tuple[bool, dict[str, object]]] = {
+    "filled": (True, {}),
+    "pale": (True, {"alpha": 0.35}),
+    "hollow": (False, {}),
+    "hatched": (False, {"hatch": "////"}),
+}
 
 
 def lines(
@@ -116,6 +125,108 @@ def dots(
                 loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, frame.shape[1]), fontsize=8.5
             )
         return chart
+
+
+def stacked(
+    frame: pd.DataFrame,
+    *,
+    xlabel: str,
+    looks: Mapping[str, str],
+    hue: str = "",
+    inside: bool = False,
+    marks: pd.Series | None = None,
+    ceiling: float | None = None,
+) -> Figure:
+    """A horizontal bar for each row of `frame`, its columns end to end.
+
+    `looks`: "filled", "pale", "hollow" or "hatched" for each column; `inside`: names and values in
+    the parts, instead of a legend. `marks`: a point for each row, named in the legend. `hue`: the
+    implementation whose colour the marks have, or the bars if there are none.
+    """
+    if missing := [name for name in frame if looks.get(name) not in _LOOKS]:
+        raise ValueError(f"looks must be {', '.join(_LOOKS)} for each column, not so {missing}")
+    shown = colour(hue) if hue and marks is None else INK
+    with style():
+        chart, axis = subplots(width=7.8, height=1.1 + (0.6 if inside else 0.3) * len(frame))
+        left = pd.Series(0.0, index=frame.index)
+        for name in frame:
+            fill, options = _LOOKS[looks[name]]
+            axis.barh(
+                range(len(frame)), frame[name], 0.66, left=left, edgecolor=shown, label=name,
+                color=shown if fill else "none", **options,
+            )  # fmt: skip
+            for place, (start, width) in enumerate(zip(left, frame[name], strict=True)):
+                if inside and width > 0.05 * frame.sum(axis=1).max():
+                    axis.text(
+                        start + width / 2, place, f"{name}\n{width:.1f}", fontsize=8, ha="center",
+                        va="center", color="white" if looks[name] == "filled" else INK,
+                    )  # fmt: skip
+            left = left + frame[name]
+        if marks is not None:
+            axis.plot(marks, range(len(frame)), "o", markersize=7, color=colour(hue),
+                      markeredgecolor="white", label=marks.name)  # fmt: skip
+        if ceiling is not None:
+            axis.axvline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+        _list(axis, list(frame.index))
+        axis.set_xlabel(xlabel)
+        if not inside:
+            axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8.5)
+        return chart
+
+
+class Tiles(NamedTuple):
+    """A panel of `tiles`: the tile at hand, as (row, column); shaded ones; strips around the grid,
+    from the inside out, as (name, "left", "right", "above" or "below", summed)."""
+
+    tile: tuple[int, int]
+    shaded: Collection[tuple[int, int]]
+    strips: Sequence[tuple[str, str, bool]]
+
+
+def tiles(panels: Mapping[str, Tiles], count: int = 5) -> Figure:
+    """Grids of `count` x `count` tiles of scores, queries down and keys to the right, by title.
+
+    The tile at hand is filled. In each strip, of a tensor with the rows of queries or of keys, its
+    part is framed, or filled if it is a sum.
+    """
+    sides = ("left", "right", "above", "below")
+    placed = [[side for _, side, _ in panel.strips] for panel in panels.values()]
+    most = {side: 0.75 * max(found.count(side) for found in placed) for side in sides}
+    with style():
+        chart, axes = subplots(1, len(panels), width=4.1 * len(panels), height=4.1, squeeze=False)
+        for axis, (title, panel) in zip(axes[0], panels.items(), strict=True):
+            for row in range(count):
+                for column in range(count):
+                    pale = 0.3 if (row, column) in panel.shaded else 0
+                    _cell(axis, column, row, 1 if (row, column) == panel.tile else pale)
+            used = dict.fromkeys(sides, 0.0)
+            for name, side, summed in panel.strips:
+                used[side] += 0.75
+                out = -used[side] if side in ("left", "above") else count + used[side] - 0.55
+                down = side in ("left", "right")
+                for place in range(count):
+                    mine = place == panel.tile[0 if down else 1]
+                    at, size = ((out, place), (0.55, 1)) if down else ((place, out), (1, 0.55))
+                    _cell(axis, *at, summed * mine, size, framed=mine)
+                at = (out + 0.27, -0.2) if down else (-0.2, out + 0.27)
+                axis.text(*at, name, ha="center" if down else "right", va="bottom" if down
+                          else "center")  # fmt: skip
+            axis.set_xlim(-most["left"] - 0.7, count + most["right"] + 0.2)
+            axis.set_ylim(count + most["below"] + 0.2, -most["above"] - 0.7)
+            axis.set_title(title)
+            axis.set_aspect("equal")
+            axis.set_axis_off()
+        return chart
+
+
+def _cell(
+    axis: Axes, x: float, y: float, filled: float, size: tuple[float, float] = (1, 1), *,
+    framed: bool = False,
+) -> None:  # fmt: skip
+    shown = colour("v1_tiled")
+    face = (*to_rgb(shown), filled)
+    edge = {"edgecolor": shown if framed else INK, "linewidth": 1.8 if framed else 0.6}
+    axis.add_patch(Rectangle((x, y), *size, facecolor=face, zorder=2 if framed else 1, **edge))
 
 
 def _check_highlight(highlight: Sequence[str], names: Sequence[str]) -> None:

@@ -128,9 +128,13 @@ def figure_tflops(
 
 
 def figure_ladder(
-    table: pd.DataFrame, workload: str, rungs: Sequence[str], highlight: str | None
+    table: pd.DataFrame,
+    workload: str,
+    rungs: Sequence[str],
+    highlight: str | None,
+    direction: str = "forward",
 ) -> Figure:
-    """The ladder so far on one workload, forward: a bar for each rung, then each baseline.
+    """The ladder so far on one workload: a bar for each rung, then each baseline.
 
     `table`: rows of `results.table` of one system. `rungs`: in the order to show; `highlight`: the
     one in colour (None: all). Every baseline of the table with a time is shown, slowest first.
@@ -138,7 +142,7 @@ def figure_ladder(
     """
     if highlight is not None and highlight not in rungs:
         raise ValueError(f"highlight must be one of {', '.join(rungs)}, got {highlight!r}")
-    rows, baselines = _ladder_rows(table, workload, rungs)
+    rows, baselines = _ladder_rows(table, workload, rungs, direction)
     order = [*rungs, *baselines]
     with style():
         chart, axis = subplots(width=7.0, height=1.1 + 0.34 * len(order))
@@ -362,11 +366,11 @@ def _place_labels(axis: Axes) -> None:
 
 
 def _ladder_rows(
-    table: pd.DataFrame, workload: str, rungs: Sequence[str]
+    table: pd.DataFrame, workload: str, rungs: Sequence[str], direction: str = "forward"
 ) -> tuple[pd.DataFrame, list[str]]:
-    rows = _kernel_rows(table, "forward", None)
+    rows = _kernel_rows(table, direction, None)
     rows = rows[rows["workload"] == workload].drop_duplicates(["impl", "system"], keep="last")
-    _require_impls(rows, rungs, f"{workload}, forward")
+    _require_impls(rows, rungs, f"{workload}, {direction}")
     others = rows[[not is_rung(impl) and impl not in rungs for impl in rows["impl"]]]
     others = others.dropna(subset=["tflops"]).sort_values("tflops")
     return rows, list(others["impl"])
