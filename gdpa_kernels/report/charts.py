@@ -5,6 +5,7 @@ At most three series stand out, in their colours; the others are grey. Labels st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullFormatter
 
-from gdpa_kernels.report.house import INK, Figure, colour, style, subplots
+from gdpa_kernels.report.house import INK, RUNG_COLOURS, Figure, colour, is_rung, style, subplots
 
 MOST_COLOURED = 3
 GREY = "#a8a8a8"
@@ -99,10 +101,12 @@ def dots(
     high: pd.DataFrame | None = None,
     baseline: float = 1.0,
     colours: Sequence[str] = (INK,),
+    log: bool = False,
 ) -> Figure:
     """A row for each index entry of `frame`, a mark for each column; a line at `baseline`.
 
     `low` and `high`: ends of error bars, shaped as `frame`. `colours`: one, or one for each column.
+    `log`: powers of two to the right.
     """
     with style():
         chart, axis = subplots(width=7.4, height=1.3 + 0.42 * len(frame))
@@ -119,11 +123,64 @@ def dots(
                 markerfacecolor="none" if number % 2 else None,
             )  # fmt: skip
         _list(axis, list(frame.index))
+        if log:
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axis.set_xlabel(xlabel)
         if frame.shape[1] > 1:
             axis.legend(
                 loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, frame.shape[1]), fontsize=8.5
             )
+        return chart
+
+
+def curves(
+    frame: pd.DataFrame,
+    *,
+    xlabel: str,
+    ylabel: str,
+    highlight: Sequence[str],
+    ylim: tuple[float, float],
+    marks: Mapping[float, str] | None = None,
+) -> Figure:
+    """A smooth line for each column of `frame` over its index, both axes logarithmic, labels at the
+    right ends.
+
+    `highlight`: the columns in colour, at most three; what is grey is dashed. `marks`: points on
+    the first highlighted line, a text by x. Nothing is drawn beyond `ylim`.
+    """
+    _check_highlight(highlight, frame.columns)
+    colours = dict(zip(highlight, (RUNG_COLOURS[i] for i in (3, 1, 2)), strict=False))
+    with style():
+        chart, axis = subplots(width=6.6, height=3.8)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_ylim(*ylim)
+        ends = []
+        for column in frame:
+            series = frame[column].dropna()
+            series = series[series.between(*ylim)]
+            strong = column in highlight
+            axis.plot(
+                series.index, series, color=colours.get(column, INK),
+                linestyle="-" if strong else (0, (4, 2)), linewidth=1.8 if strong else 1.2,
+            )  # fmt: skip
+            ends.append((math.log(series.iloc[-1] / ylim[0]) / math.log(ylim[1] / ylim[0]), column))
+        level = -1.0
+        for end, column in sorted(ends):
+            level = max(end, level + 0.065)
+            axis.annotate(column, (1.02, level), xycoords="axes fraction", va="center",
+                          fontsize=8.5, color=colours.get(column, INK))  # fmt: skip
+        first = frame[highlight[0]]
+        for x, text in (marks or {}).items():
+            y = first.iloc[(abs(first.index - x)).argmin()]
+            axis.plot(x, y, "o", color=colours[highlight[0]])
+            axis.annotate(text, (x, y), xytext=(-8, 2), textcoords="offset points", ha="right")
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_minor_formatter(NullFormatter())
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axis.set_xlabel(xlabel)
+        axis.set_ylabel(ylabel)
         return chart
 
 
@@ -229,6 +286,84 @@ def _cell(
     axis.add_patch(Rectangle((x, y), *size, facecolor=face, zorder=2 if framed else 1, **edge))
 
 
+def curves(
+    frame: pd.DataFrame,
+    *,
+    xlabel: str,
+    ylabel: str,
+    highlight: Sequence[str],
+    levels: Mapping[str, float] | None = None,
+    lowest: float | None = None,
+) -> Figure:
+    """A curve without marks for each column of `frame` over its index, and a legend above.
+
+    `levels`: dashed horizontal lines by label. `lowest`: where a logarithmic axis begins; None: the
+    axis is linear, from zero. Colours are those of rungs, or the first free ones.
+    """
+    _check_highlight(highlight, frame.columns)
+    shades = _shades(highlight)
+    with style():
+        chart, axis = subplots(width=7.2, height=3.6)
+        for column in sorted(frame, key=lambda name: name in highlight):
+            axis.plot(frame.index, frame[column], color=shades.get(column, GREY), label=column)
+        for label, level in (levels or {}).items():
+            axis.axhline(level, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+            axis.annotate(label, (frame.index[-1], level), xytext=(0, 2), ha="right", va="bottom",
+                          textcoords="offset points", fontsize=8.5)  # fmt: skip
+        if lowest is None:
+            axis.set_ylim(bottom=0)
+        else:
+            axis.set_yscale("log")
+            axis.set_ylim(bottom=lowest)
+        axis.set_xlabel(xlabel)
+        axis.set_ylabel(ylabel)
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, fontsize=8.5)
+        return chart
+
+
+def scatter(
+    groups: Mapping[str, pd.DataFrame],
+    *,
+    xlabel: str,
+    ylabel: str,
+    shifts: Mapping[str, tuple[float, float]] | None = None,
+    levels: Mapping[str, float] | None = None,
+    limits: Mapping[str, float] | None = None,
+) -> Figure:
+    """At most three groups of points, a mark and a colour each; x is logarithmic, y from zero.
+
+    A frame has a row for each point, its name as the index, x in the first column and y in the
+    second. Names stand at the points; `shifts` moves some by points. `levels`: dashed horizontal
+    lines by label, `limits`: dotted vertical ones.
+    """
+    shades = _shades(list(groups))
+    with style():
+        chart, axis = subplots(width=7.6, height=4.4)
+        for number, (group, points) in enumerate(groups.items()):
+            x, y = points.iloc[:, 0], points.iloc[:, 1]
+            axis.plot(x, y, _MARKS[number], markersize=7, color=shades[group], label=group)
+            for name, *at in zip(points.index, x, y, strict=True):
+                right, up = (shifts or {}).get(name, (7, -3))
+                axis.annotate(name, at, xytext=(right, up), textcoords="offset points",
+                              fontsize=8, ha="left" if right > 0 else "right")  # fmt: skip
+        axis.set_xscale("log")
+        axis.set_ylim(0, 1.15 * max(points.iloc[:, 1].max() for points in groups.values()))
+        axis.margins(x=0.14)
+        for label, level in (levels or {}).items():
+            axis.axhline(level, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+            axis.annotate(label, (1, level), xycoords=("axes fraction", "data"), xytext=(0, 2),
+                          textcoords="offset points", ha="right", fontsize=8.5)  # fmt: skip
+        for label, limit in (limits or {}).items():
+            axis.axvline(limit, color=INK, linewidth=1, linestyle=":")
+            axis.annotate(label, (limit, 0), xytext=(2, 3), textcoords="offset points",
+                          fontsize=8.5)  # fmt: skip
+        axis.minorticks_off()
+        axis.set_xlabel(xlabel)
+        axis.set_ylabel(ylabel)
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=8.5)
+        return chart
+
+
 def _check_highlight(highlight: Sequence[str], names: Sequence[str]) -> None:
     missing = [name for name in highlight if name not in names]
     if missing or not 1 <= len(highlight) <= MOST_COLOURED:
@@ -240,6 +375,14 @@ def _check_highlight(highlight: Sequence[str], names: Sequence[str]) -> None:
 
 def _colour(name: str, strong: bool) -> str:
     return colour(name) if strong else GREY
+
+
+def _shades(names: Sequence[str]) -> dict[str, str]:
+    """A colour for each name: a rung's own, or the next of the rungs' colours."""
+    if len(names) > MOST_COLOURED:
+        raise ValueError(f"names must be at most {MOST_COLOURED}, got {', '.join(names)}")
+    free = iter(RUNG_COLOURS[1:])
+    return {name: colour(name) if is_rung(name) else next(free) for name in names}
 
 
 def _list(axis: Axes, names: Sequence[str]) -> None:

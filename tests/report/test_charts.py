@@ -1,5 +1,7 @@
 """Charts of chapters: what each draws, read from the figure."""
 
+import pandas as pd
+
 from gdpa_kernels.report import charts
 
 
@@ -13,3 +15,21 @@ def test_tiles_fill_one_tile_and_the_sums_and_frame_what_is_held():
     assert [text.get_text() for text in axis.texts] == ["Q", "dQ"]
     framed = [patch for patch in axis.patches if patch.get_linewidth() > 1]
     assert len(framed) == 2
+
+
+def test_curves_colour_the_highlighted_and_draw_levels():
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]}, index=[0.0, 1.0])
+    chart = charts.curves(frame, xlabel="x", ylabel="y", highlight=["b"], levels={"top": 5.0})
+    grey, strong, level = chart.axes[0].get_lines()
+    assert grey.get_color() == charts.GREY != strong.get_color()
+    assert list(strong.get_ydata()) == [3.0, 4.0] and level.get_ydata()[0] == 5.0
+
+
+def test_scatter_names_its_points():
+    groups = {
+        "one": pd.DataFrame({"x": [1e-3], "y": [4.0]}, index=["p"]),
+        "two": pd.DataFrame({"x": [1e-2], "y": [8.0]}, index=["q"]),
+    }
+    chart = charts.scatter(groups, xlabel="x", ylabel="y", levels={"need": 6.0})
+    assert [text.get_text() for text in chart.axes[0].texts] == ["p", "q", "need"]
+    assert chart.axes[0].get_xscale() == "log" and chart.axes[0].get_ylim()[0] == 0
