@@ -69,6 +69,17 @@ class Chapter:
         run(session)
         print(session.write(self.data_dir))
 
+    def compare(self, run: Callable[[Any], None]) -> Any:
+        """In mode "compare": the session after `run(session)`, of which nothing is kept. Otherwise
+        None."""
+        if self.mode != "compare":
+            return None
+        from gdpa_kernels.measuring.session import Session
+
+        session = Session(f"notebooks/{self.slug}.py", self.device)
+        run(session)
+        return session
+
     def record(self, of: str | None = None) -> records.Record:
         """The newest record of a chapter, this one by default. LookupError if there is none."""
         notebook = f"notebooks/{of or self.slug}.py"

@@ -134,7 +134,7 @@ def dots(
         return chart
 
 
-def curves(
+def loglog(
     frame: pd.DataFrame,
     *,
     xlabel: str,
@@ -213,7 +213,7 @@ def stacked(
                 color=shown if fill else "none", **options,
             )  # fmt: skip
             for place, (start, width) in enumerate(zip(left, frame[name], strict=True)):
-                if inside and width > 0.05 * frame.sum(axis=1).max():
+                if inside and 100 * width > len(name) * frame.sum(axis=1).max():
                     axis.text(
                         start + width / 2, place, f"{name}\n{width:.1f}", fontsize=8, ha="center",
                         va="center", color="white" if looks[name] == "filled" else INK,

@@ -109,13 +109,22 @@ def glue_text(key: str, value: str) -> None:
     _glue(key, value)
 
 
+def glue_html(key: str, text: str) -> None:
+    """Give HTML to the text, for example a table that another page shows: ```{glue} key```."""
+    _display("text/html", key, text)
+
+
 def _glue(key: str, value: float | str) -> None:
+    _display("text/plain", key, repr(value))
+
+
+def _display(kind: str, key: str, value: str) -> None:
     """What `myst_nb.glue(key, value, display=False)` displays; a machine that measures lacks it."""
     from IPython.display import display
 
     prefix = "application/papermill.record/"
     display(
-        {f"{prefix}text/plain": repr(value)},
+        {f"{prefix}{kind}": value},
         raw=True,
         metadata={"scrapbook": {"name": key, "mime_prefix": prefix}},
     )

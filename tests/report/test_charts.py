@@ -33,3 +33,21 @@ def test_scatter_names_its_points():
     chart = charts.scatter(groups, xlabel="x", ylabel="y", levels={"need": 6.0})
     assert [text.get_text() for text in chart.axes[0].texts] == ["p", "q", "need"]
     assert chart.axes[0].get_xscale() == "log" and chart.axes[0].get_ylim()[0] == 0
+
+
+def test_loglog_draws_what_is_within_and_marks_the_first_line():
+    frame = pd.DataFrame({"a": [1e-3, 1.0, 1e3], "b": [1.0, 2.0, 3.0]}, index=[0.1, 1.0, 10.0])
+    chart = charts.loglog(
+        frame, xlabel="x", ylabel="y", highlight=["a"], ylim=(1e-2, 1e2), marks={1.0: "one"}
+    )
+    first, second, mark = chart.axes[0].get_lines()
+    assert list(first.get_ydata()) == [1.0] and len(second.get_ydata()) == 3
+    assert mark.get_color() == first.get_color() != second.get_color()
+    assert [text.get_text() for text in chart.axes[0].texts] == ["a", "b", "one"]
+
+
+def test_dots_on_a_logarithmic_axis_show_plain_numbers():
+    frame = pd.DataFrame({"ratio": [0.25, 64.0]}, index=["a", "b"])
+    (axis,) = charts.dots(frame, xlabel="x", log=True).axes
+    assert axis.get_xscale() == "log"
+    assert axis.xaxis.get_major_formatter()(0.25, 0) == "0.25"

@@ -1,0 +1,42 @@
+"""Pictures of batches: what they must show stands in them, and nothing else is asked."""
+
+import pandas as pd
+
+from gdpa_kernels.measuring.roofline import Ceilings
+from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.report import drawings
+
+
+def texts(axis) -> list[str]:
+    return [text.get_text() for text in axis.texts]
+
+
+def test_a_jagged_batch_shows_every_token_twice_and_the_empty_places():
+    axis = drawings.jagged((3, 0, 2)).axes[0]
+    assert len(axis.patches) == 2 * 5 + 4
+    assert {"0", "3", "5", "[0]", "[1], [2]", "[3]"} <= set(texts(axis))
+
+
+def test_scores_are_drawn_to_scale():
+    axis = drawings.scores({"self": [(6, 6)], "pooled": [(4, 9), (4, 2)]}).axes[1]
+    assert [(box.get_width(), box.get_height()) for box in axis.patches] == [(9, 4), (2, 4)]
+
+
+def test_laws_name_the_fill():
+    full, half = (workload(f"gdpa-self-{kind}-256") for kind in ("full", "half-dense"))
+    chart = drawings.laws({"all": full, "half": half, "again": half})
+    assert "fill 1.00" in chart.axes[0].get_title(loc="left")
+
+
+def test_a_workload_belongs_to_the_first_family_that_fits():
+    points = pd.DataFrame(
+        {"intensity": [128.0, 256.0], "low": [300.0, 400.0], "high": [568.0, 796.0]},
+        index=["a-b-256", "a-512"],
+    )
+    limits = Ceilings(796.0, ((1.0, 4221.0), (3.0, 4440.0)))
+    chart = drawings.roofline(
+        points, limits, {"a-b": "first", "": "rest"}, {"tanh": 2141.0}, {"a-512": "512"}
+    )
+    marks = [line for line in chart.axes[0].lines if line.get_label() in ("first", "rest")]
+    assert [list(line.get_xdata()) for line in marks] == [[128.0], [256.0]]
+    assert {"tanh", "512", "bf16 matmul: 796"} <= set(texts(chart.axes[0]))
