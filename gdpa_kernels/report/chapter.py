@@ -51,6 +51,8 @@ class Chapter:
         self.slug, self.mode, self.device, self.system = slug, mode, device, system
         self.data_dir = Path(data_dir)
         self._tables = self._predictions = 0
+        self._records: dict[str, records.Record] = {}
+        self._rows: dict[str, pd.DataFrame] = {}
 
     # Records.
 
@@ -68,6 +70,7 @@ class Chapter:
         session = Session(f"notebooks/{self.slug}.py", self.device)
         run(session)
         print(session.write(self.data_dir))
+        self._records.clear()
 
     def compare(self, run: Callable[[Any], None]) -> Any:
         """In mode "compare": the session after `run(session)`, of which nothing is kept. Otherwise
@@ -82,8 +85,12 @@ class Chapter:
 
     def record(self, of: str | None = None) -> records.Record:
         """The newest record of a chapter, this one by default. LookupError if there is none."""
-        notebook = f"notebooks/{of or self.slug}.py"
-        return results.latest_record(self.data_dir, notebook=notebook, system=self.system)
+        slug = of or self.slug
+        if slug not in self._records:
+            self._records[slug] = results.latest_record(
+                self.data_dir, notebook=f"notebooks/{slug}.py", system=self.system
+            )
+        return self._records[slug]
 
     def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
         """A table of that record. LookupError naming those there are."""
@@ -95,16 +102,21 @@ class Chapter:
         `filters`: a value or a list of values for a column; `scope="kernel"` and `variant=""`
         unless they are among them, None for any. LookupError if nothing is left.
         """
-        found = results.table(self.data_dir, system=self.system, latest=False)
-        found = found[found["record"] == self.record(of).id]
-        found = found.drop_duplicates(["workload", "direction", "impl", "scope", "variant"])
+        of = self.record(of).id
+        if of not in self._rows:
+            rows = results.table(self.data_dir, system=self.system, latest=False)
+            rows = rows.drop_duplicates(
+                ["record", "workload", "direction", "impl", "scope", "variant"]
+            )
+            self._rows = {name: own for name, own in rows.groupby("record", sort=False)}
+        found = self._rows.get(of, pd.DataFrame(columns=list(results.COLUMNS)))
         for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():
             if wanted is not None:
                 wanted = [wanted] if isinstance(wanted, str) else list(wanted)
                 found = found[found[column].isin(wanted)]
         if found.empty:
-            raise LookupError(f"{self.record(of).id} must hold rows of {filters}, got none")
-        return found
+            raise LookupError(f"{of} must hold rows of {filters}, got none")
+        return found.copy()
 
     def times(
         self,
