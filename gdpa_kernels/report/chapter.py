@@ -108,7 +108,7 @@ class Chapter:
             rows = rows.drop_duplicates(
                 ["record", "workload", "direction", "impl", "scope", "variant"]
             )
-            self._rows = {name: own for name, own in rows.groupby("record", sort=False)}
+            self._rows = dict(list(rows.groupby("record", sort=False)))
         found = self._rows.get(of, pd.DataFrame(columns=list(results.COLUMNS)))
         for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():
             if wanted is not None:
