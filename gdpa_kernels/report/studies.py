@@ -218,6 +218,14 @@ def _folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory()
 
 
+def piece(module: ModuleType, begin: str, end: str) -> str:
+    """The source of `module` from `begin` to before `end`, for `changed`. ValueError if they are
+    not in it."""
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    start = text.index(begin)
+    return text[start : text.index(end, start)]
+
+
 def changed(module: ModuleType, *changes: tuple[str, str]) -> ModuleType:
     """A copy of `module`, pieces of its source replaced: (old, new), one after the other.
 

@@ -126,3 +126,11 @@ def test_kernels_of_a_backward_are_compiled_by_name():
     assert facts["HGMMA"][0] > 0 and facts["kernel"][0] == "v2"
     with pytest.raises(ValueError, match="kernel must be one of .*fused_kernel.*, got 'none'"):
         studies.build_backward(v2_fused_backward, "none", given=given)
+
+
+def test_a_piece_of_a_source_ends_before_the_next_one():
+    found = studies.piece(v1_tiled, "@triton.jit", "\n\n\n")
+    assert found.startswith("@triton.jit\ndef ") and "\n\n\n" not in found
+    studies.changed(v1_tiled, (studies.piece(v1_tiled, '"""v1', '"""\n'), '"""'))
+    with pytest.raises(ValueError, match="substring not found"):
+        studies.piece(v1_tiled, "no such text", "")
