@@ -209,7 +209,8 @@ def stacked(
         for name in frame:
             fill, options = _LOOKS[looks[name]]
             axis.barh(
-                range(len(frame)), frame[name], 0.66, left=left, edgecolor=shown, label=name,
+                range(len(frame)), frame[name], 0.66, left=left, label=name,
+                edgecolor="white" if looks[name] == "filled" else shown,
                 color=shown if fill else "none", **options,
             )  # fmt: skip
             for place, (start, width) in enumerate(zip(left, frame[name], strict=True)):
