@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -24,8 +24,12 @@ from gdpa_kernels import emulator
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring import compile_check, testing
+from gdpa_kernels.measuring import compile_check, record, testing, timing
 from gdpa_kernels.measuring.inputs import cu_seqlens
+
+if TYPE_CHECKING:
+    from gdpa_kernels.measuring.session import Session
+    from gdpa_kernels.measuring.workload import Workload
 
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
 """Lengths around the edges of a role's 64 rows and of a tile of 128."""
@@ -210,6 +214,21 @@ def _row(label: str, made: compile_check.Compiled, mnemonics: Sequence[str]) -> 
     row = {"kernel": label, "registers": made.registers, "spilled (B)": made.spill_bytes}
     row["serialised"] = "yes" if made.serialised else "no"
     return row | {name: made.instructions[name] for name in mnemonics}
+
+
+def measure_lists(
+    session: Session, work: Workload, impl: str, makers: dict[str, Callable[[], object]]
+) -> None:
+    """Time what makes lists of work, on the device and on the host: rows of scope "schedule" in the
+    session's record, variants "<name>, device time" and "<name>, host time"."""
+    for how, sampler in (("device", timing.sample_kernels), ("host", timing.sample_ops)):
+        for name, times in sampler(makers, session.device, session.protocol).items():
+            row = record.Row.of(
+                work, "forward", impl=impl, math="activation", scope="schedule",
+                variant=f"{name}, {how} time", samples_us=times,
+                flops=0, bytes_read=0, bytes_written=0,
+            )  # fmt: skip
+            session.add(work, row)
 
 
 @cache

@@ -134,3 +134,20 @@ def test_a_piece_of_a_source_ends_before_the_next_one():
     studies.changed(v1_tiled, (studies.piece(v1_tiled, '"""v1', '"""\n'), '"""'))
     with pytest.raises(ValueError, match="substring not found"):
         studies.piece(v1_tiled, "no such text", "")
+
+
+def test_measure_lists_adds_a_row_for_each_clock(monkeypatch):
+    def sample(makers, device, protocol):
+        return {name: [1.0, 2.0] for name in makers}
+
+    monkeypatch.setattr(timing, "sample_kernels", sample)
+    monkeypatch.setattr(timing, "sample_ops", sample)
+    rows = []
+    session = SimpleNamespace(
+        device="cpu", protocol=None, add=lambda work, *added: rows.extend(added)
+    )
+    studies.measure_lists(session, workload("gdpa-self-full-256"), "v3_persistent", {"zigzag": int})
+    assert [row.variant for row in rows] == ["zigzag, device time", "zigzag, host time"]
+    assert {(row.scope, row.impl, len(row.samples_us)) for row in rows} == {
+        ("schedule", "v3_persistent", 2)
+    }
