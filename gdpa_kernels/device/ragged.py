@@ -15,7 +15,6 @@ The same descriptor stores: rows beyond the sequence are not written. The idea i
 `triton.tools.ragged_tma`; here the head is a dimension too, which makes five.
 """
 
-import copy
 import functools
 
 import torch
@@ -46,23 +45,24 @@ def ragged_descriptor(
     row_stride, head_stride, _ = tensor.stride()
     width = width or max(min_width, 1 << (head_dim - 1).bit_length())
     layout = num_heads, head_dim, row_stride, head_stride, block_rows, width
-    made = copy.copy(_somewhere(tensor.dtype, *layout))
-    made.base = tensor
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    vars(made).update(_checked(tensor.dtype, *layout), base=tensor)
     return made
 
 
 @functools.lru_cache(maxsize=1024)
-def _somewhere(
+def _checked(
     dtype: torch.dtype, num_heads: int, head_dim: int, row_stride: int, head_stride: int,
     block_rows: int, width: int,
-) -> TensorDescriptor:  # fmt: skip
-    """A descriptor of no tensor: Triton checks shapes and strides each time that one is made."""
-    return TensorDescriptor(
+) -> dict[str, object]:  # fmt: skip
+    """The fields of a descriptor of no tensor: Triton checks them each time that one is made."""
+    made = TensorDescriptor(
         torch.empty(0, dtype=dtype),
         shape=[ANY, ANY, num_heads, BOUND.value, head_dim],
         strides=[2**34 - row_stride, row_stride, head_stride, row_stride, 1],
         block_shape=[1, 1, 1, block_rows, width],
     )
+    return vars(made)
 
 
 def is_readable(tensor: torch.Tensor) -> bool:

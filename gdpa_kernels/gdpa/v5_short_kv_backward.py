@@ -40,6 +40,7 @@ from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import Gradients
 from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.work_list import longest_first
 
 MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a math role
@@ -75,7 +76,7 @@ def default_config(batch: Batch) -> Config:
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
     """(order,): the sequences, int32 `[sequences]`, those with the most queries first."""
-    return (torch.argsort(batch.cu_seqlens_q.diff(), descending=True, stable=True).int(),)
+    return (longest_first(batch.cu_seqlens_q),)
 
 
 @triton.aggregate

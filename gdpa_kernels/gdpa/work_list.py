@@ -139,6 +139,37 @@ def work_list(
     return entries
 
 
+@triton.jit
+def order_kernel(cu_seqlens_ptr, order_ptr, batch, OWN: tl.constexpr, OTHERS: tl.constexpr):
+    """The places of OWN sequences: after those with more rows, and those with as many and a smaller
+    number."""
+    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    at = cu_seqlens_ptr + mine
+    rows = tl.load(at + 1, mask=mine < batch, other=0) - tl.load(at, mask=mine < batch, other=0)
+    place = tl.zeros([OWN], tl.int32)
+    for first in tl.range(0, batch, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        inside = others < batch
+        at = cu_seqlens_ptr + others
+        theirs = tl.load(at + 1, mask=inside, other=0) - tl.load(at, mask=inside, other=0)
+        equal = (theirs[None, :] == rows[:, None]) & (others[None, :] < mine[:, None])
+        sooner = (theirs[None, :] > rows[:, None]) | equal
+        place += tl.sum((sooner & inside[None, :]).to(tl.int32), 1)
+    tl.store(order_ptr + place, mine, mask=mine < batch)
+
+
+def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The sequences of `cu_seqlens`, int32 `[sequences]`, those with the most rows first."""
+    sequences = cu_seqlens.numel() - 1
+    order = cu_seqlens.new_empty(sequences)
+    own = 4
+    launch(
+        order_kernel, (triton.cdiv(sequences, own),), cu_seqlens.device,
+        cu_seqlens, order, sequences, OWN=own, OTHERS=2048, num_warps=4,
+    )  # fmt: skip
+    return order
+
+
 def list_of_queries(batch: Batch, rows_per_item: int, block_n: int) -> Schedule:
     """The list of tiles of queries, those with the most keys first."""
     return (

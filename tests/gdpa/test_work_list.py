@@ -81,3 +81,19 @@ def test_an_empty_batch_has_an_empty_list():
         num_programs=3,
     )  # fmt: skip
     assert int(made[0, 0]) == 0 and len(made) == 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
+def test_longest_first_is_a_stable_sort(lengths):
+    with emulator.enabled():
+        order = lists.longest_first(cu_seqlens(lengths, DEVICE))
+    expected = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    assert order.tolist() == expected and order.dtype == torch.int32
+
+
+def test_longest_first_of_more_sequences_than_one_pass_compares():
+    lengths = torch.randint(0, 50, (2500,), generator=torch.Generator().manual_seed(0))
+    with emulator.enabled():
+        order = lists.longest_first(cu_seqlens(lengths.tolist(), DEVICE))
+    assert torch.equal(order.cpu().long(), lengths.argsort(descending=True, stable=True))
