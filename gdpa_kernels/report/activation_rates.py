@@ -1,0 +1,173 @@
+"""What the chapter on activation arithmetic measures, and what it reads from its record.
+
+`run_all` fills a session: errors of every sequence ("accuracy", "extremes"), its clocks in
+registers ("checks", "repeat", "times", "clocks"), and `v6_short_kv` with seven activations on the
+same inputs, in turns (rows). What fails stands in the table "failures" and is not timed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
+
+import pandas as pd
+import torch
+
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.measuring import inputs, measure, operators, record, timing
+from gdpa_kernels.measuring.session import Session
+from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.report import activation_sequences as sequences
+from gdpa_kernels.report.chapter import Chapter
+
+NAMES = [sequence.name for sequence in sequences.SEQUENCES]
+IN_KERNEL = ("identity", "relu", "gelu_tanh", "silu", "gelu", "hardswish", "gelu_taylor6")
+LIMITS = (4.0, 60.0)
+"""Errors are kept for abs(x) up to each of these."""
+
+_FUNCTIONS = {name: known.function for name, known in reference.ACTIVATIONS.items()}
+
+
+def exact(name: str):
+    """The function, in fp64, that a sequence stands for."""
+    return _FUNCTIONS[sequences.BY_NAME[name].exact]
+
+
+@dataclass
+class _Run:
+    session: Session
+    failures: list[tuple[str, str, str]]
+
+    @contextmanager
+    def attempt(self, part: str, name: str) -> Iterator[None]:
+        """Whatever raises becomes a row among the failures."""
+        try:
+            yield
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            self.fail(part, name, f"{type(error).__name__}: {lines[0][:200]}")
+
+    def fail(self, part: str, name: str, text: str) -> None:
+        self.failures.append((part, name, text))
+        self.session.log(f"  {part} {name}: {text}")
+
+
+def run_all(session: Session) -> None:
+    """Everything that the chapter shows, into the tables and rows of `session`."""
+    run = _Run(session, [])
+    x = torch.linspace(-60, 60, 2**22 + 1, device=session.device)
+    session.tables["accuracy"], session.tables["extremes"] = errors(x, run)
+    _rates(run)
+    for head_dim in (128, 64):
+        _kernels(run, head_dim)
+        torch.cuda.empty_cache()
+    session.tables["failures"] = record.Table(("part", "name", "failure"), run.failures)
+
+
+def errors(
+    x: torch.Tensor, run: _Run, names: Iterable[str] = NAMES
+) -> tuple[record.Table, record.Table]:
+    """Tables of `sequences.accuracy` at `x` and of `sequences.extremes`; after the sequences, what
+    rounding the exact functions makes."""
+    rows, corners = [], []
+    for name in names:
+        with run.attempt("accuracy", name):
+            rows += map(astuple, sequences.accuracy(name, exact(name), x, LIMITS))
+        with run.attempt("extremes", name):
+            found = sequences.extremes(name, exact(name), x.device)
+            corners += [(name, *map(repr, values)) for values in found]
+    for name in ("gelu_tanh", "gelu", "silu"):
+        for row in sequences.accuracy("exact", _FUNCTIONS[name], x, LIMITS):
+            rows.append((f"exact {name}", *astuple(row)[1:]))
+    finite = [row for row in rows if all(map(math.isfinite, row[1:]))]
+    for row in rows:
+        if row not in finite:
+            run.fail("accuracy", row[0], "not finite")
+    columns = [field.name for field in fields(sequences.Accuracy)]
+    return record.Table(columns, finite), record.Table(("sequence", "x", "y", "exact"), corners)
+
+
+def _rates(run: _Run) -> None:
+    session = run.session
+    repeated = sequences.Repeated.make(session.device, session.system.num_sms, rounds=256)
+    checked = []
+    for name in (sequences.LOOP, *NAMES):
+        known = sequences.BY_NAME.get(name)
+        budget = 1e-5 + 1.5 * ((known.bound or 0.0) if known else 0.0)
+        with run.attempt("rate", name):
+            # The published polynomial is checked against itself, not against GELU.
+            function = _FUNCTIONS.get(name) or (exact(name) if known else None)
+            error = repeated.error_per_x(name, function)
+            if error <= budget:
+                checked.append((name, error, budget))
+            else:
+                run.fail("rate", name, f"check failed: {error:.3g} per x, budget {budget:.3g}")
+    session.tables["checks"] = record.Table(("sequence", "error_per_x", "budget"), checked)
+    session.tables["repeat"] = record.Table(
+        ("programs", "warps", "block", "evaluations"),
+        [(repeated.x.shape[0], sequences.WARPS, repeated.x.shape[1], repeated.evaluations)],
+    )
+    calls = {name: partial(repeated.run, name) for name, *_ in checked}
+    times = timing.sample_kernels(calls, session.device, session.protocol)
+    session.tabulate("times", ("sequence",), {(name,): taken for name, taken in times.items()})
+    rows = []
+    for sample in range(10):
+        for name, call in calls.items():
+            call()
+            cycles, sms = repeated.cycles()
+            cycles.sort()
+            rows.append((name, sample, sms, cycles[0], cycles[len(cycles) // 2], cycles[-1]))
+    columns = ("sequence", "sample", "sms", "least", "median", "most")
+    session.tables["clocks"] = record.Table(columns, rows)
+
+
+def _kernels(run: _Run, head_dim: int) -> None:
+    """`v6_short_kv` on gdpa-self-full-1024 with each activation, on the same inputs in turns."""
+    session = run.session
+    base = replace(workload("gdpa-self-full-1024"), head_dim=head_dim)
+    tensors = inputs.make_inputs(base, device=session.device)
+    ready, calls = {}, {}
+    for name in IN_KERNEL:
+        work = replace(base, name=f"activation-{name}-{head_dim}", activation=name)
+        common = {"impl": "v6_short_kv", "math": "activation", "scope": "kernel"}
+        before = len(run.failures)
+        with run.attempt("kernel", work.name):
+            mine = replace(tensors, workload=work)
+            made = measure.candidate("v6_short_kv", mine)
+            out, peak = measure.run_once(made)
+            (found,) = operators.of(mine, "forward").check("activation", (out,))
+            error = record.Error(
+                max_abs=found.to_dict()["max_abs"], budget=found.max_abs_budget,
+                passed=found.passed, elements=found.elements,
+            )  # fmt: skip
+            common |= {"config": dict(made.config), "error": error}
+            if not found.passed:
+                raise AssertionError(f"check failed: {found}")
+            ready[name], calls[name] = (work, common | {"peak_bytes": peak}), made.call
+        if len(run.failures) > before:
+            failure = run.failures[-1][2]
+            session.add(work, record.Row.of(work, "forward", **common, failure=failure))
+    times = timing.sample_kernels(calls, session.device, session.protocol)
+    for name, (work, common) in ready.items():
+        session.add(work, record.Row.of(work, "forward", **common, samples_us=times[name]))
+
+
+def speeds(chapter: Chapter) -> pd.DataFrame:
+    """By sequence, from the chapter's record: `clocks` of an SM for one element, `rate` (elements a
+    clock), `error` (the largest share of abs(x) up to 60), and `GHz`.
+
+    AssertionError if programs shared an SM, or if the SM's clock and CUDA's events disagree.
+    """
+    (setup,) = chapter.recorded("repeat").to_dict("records")
+    clocks = chapter.recorded("clocks")
+    assert (clocks["sms"] > 0.9 * setup["programs"]).all(), "programs shared an SM"
+    median = clocks.groupby("sequence", sort=False)["median"].median()
+    took = chapter.recorded("times").groupby("sequence")["time_us"].median()
+    accuracy = chapter.recorded("accuracy")
+    error = accuracy[accuracy["limit"] == LIMITS[-1]].set_index("sequence")["per_x"]
+    found = pd.DataFrame({"clocks": median / setup["evaluations"], "GHz": median / took / 1e3})
+    assert found["GHz"].between(0.5, 2.2).all(), "clock and events disagree"
+    return found.assign(rate=1 / found["clocks"], error=error)
