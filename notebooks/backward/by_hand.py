@@ -143,7 +143,7 @@ def mask_on_scores(Q, K, V, dO, m):
 print(gaps(mask_on_scores(Q, K, V, dO, m), expected))
 
 # %% [markdown]
-# dV is right; dQ and dK lose large parts of themselves. A check of the output or of dV finds nothing.
+# dV is right; dQ and dK lose large parts of themselves. A check of output or dV finds nothing.
 #
 # *Rows and keys that do not exist* need no mask, whatever the slope. Tails are loaded as zeros
 # ({doc}`../forward/v1_tiled`). A query that does not exist has $dO = 0$, a key that does not exist
