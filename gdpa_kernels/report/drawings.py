@@ -1,6 +1,6 @@
-"""Pictures of batches and of ceilings: the jagged layout, shapes of scores, laws of length, a roof.
+"""Pictures of the operator: the jagged layout, scores, activations, laws of length, a roof.
 
-They show what a batch is before any kernel runs, from lengths, counts and measured ceilings alone.
+They show what there is before any kernel runs, from definitions, lengths and measured ceilings.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from itertools import accumulate
 
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.workload import Workload
 from gdpa_kernels.report.house import INK, RUNG_COLOURS, Figure, style, subplots
@@ -85,6 +87,19 @@ def laws(workloads: Mapping[str, Workload]) -> Figure:
             axis.set_yticks([0, 1], ["0", "N"])
         for axis in axes.flat[-3:]:
             axis.set_xlabel("sequences")
+        return chart
+
+
+def activations(names: Sequence[str]) -> Figure:
+    """A panel for each activation from -4 to 4, four in a row: solid, its derivative dashed."""
+    x = torch.linspace(-4, 4, 401, dtype=torch.float64)
+    rows = -(-len(names) // 4)
+    with style():
+        chart, axes = subplots(rows, 4, width=8.4, height=2.1 * rows, sharex=True, sharey=True)
+        for axis, name in zip(axes.flat, names, strict=True):
+            axis.plot(x, ACTIVATIONS[name].function(x), color=COLOURS[0])
+            axis.plot(x, ACTIVATIONS[name].derivative(x), color=COLOURS[2], linestyle=(0, (4, 2)))
+            axis.set(title=name, ylim=(-1.2, 4), xticks=[-4, -2, 0, 2, 4])
         return chart
 
 

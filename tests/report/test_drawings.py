@@ -40,3 +40,9 @@ def test_a_workload_belongs_to_the_first_family_that_fits():
     marks = [line for line in chart.axes[0].lines if line.get_label() in ("first", "rest")]
     assert [list(line.get_xdata()) for line in marks] == [[128.0], [256.0]]
     assert {"tanh", "512", "bf16 matmul: 796"} <= set(texts(chart.axes[0]))
+
+
+def test_an_activation_is_drawn_with_its_derivative():
+    panels = drawings.activations(("relu", "gelu", "silu", "identity")).axes
+    assert [axis.get_title(loc="left") for axis in panels] == ["relu", "gelu", "silu", "identity"]
+    assert list(panels[3].lines[1].get_ydata()) == [1.0] * 401
