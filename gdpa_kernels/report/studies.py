@@ -171,6 +171,21 @@ def compare_gradients(
     return pd.DataFrame(rows, columns=columns).set_index("gradient")
 
 
+def differences(
+    run: Callable[[], Sequence[torch.Tensor]], runs: int
+) -> list[tuple[str, int, int, int, float]]:
+    """How a backward differs from its first run, bit by bit: gradient, run, elements that differ,
+    elements, the most that two are apart. `run` returns (dq, dk, dv)."""
+    first = [x.clone() for x in run()]
+    found = []
+    for number in range(1, runs):
+        for name, one, two in zip(GRADIENTS, first, run(), strict=True):
+            pieces = zip(one.split(2**16), two.split(2**16), strict=True)
+            most = max(float((a.float() - b.float()).abs().max()) for a, b in pieces)
+            found.append((name, number, int((one != two).sum()), one.numel(), most))
+    return found
+
+
 def build_backward(
     module: ModuleType,
     kernel: str = "backward_kernel",

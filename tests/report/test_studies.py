@@ -151,3 +151,12 @@ def test_measure_lists_adds_a_row_for_each_clock(monkeypatch):
     assert {(row.scope, row.impl, len(row.samples_us)) for row in rows} == {
         ("schedule", "v3_persistent", 2)
     }
+
+
+def test_runs_of_a_backward_are_compared_with_the_first():
+    results = iter([torch.zeros(3, 2)] * 3 for _ in range(2))
+    moved = [torch.zeros(3, 2), torch.zeros(3, 2), torch.tensor([[0, 0], [0, 0.5], [0, 0]])]
+    returned = [next(results), moved, next(results)]
+    found = studies.differences(lambda: returned.pop(0), 3)
+    assert [row for row in found if row[2]] == [("dv", 1, 1, 6, 0.5)]
+    assert len(found) == 2 * 3
