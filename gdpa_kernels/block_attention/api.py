@@ -8,9 +8,9 @@ import torch
 from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.batch import Batch, Rotary
 from gdpa_kernels.calling import checks, ladder
-from gdpa_kernels.calling.ladder import Rung
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import define, distinct, final, needed
+from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 
 OPERATOR = "block_attention"
 IMPLS = tuple(ladder.impls(OPERATOR))
@@ -96,30 +96,14 @@ def block_attention(
 
 
 def resolve(impl: str, direction: str, batch: Batch) -> Rung:
-    """The rung that runs in a direction, "forward" or "backward": "auto" resolved, an explicit one
-    checked.
+    """The rung that runs in a direction, "forward" or "backward". Raises what `ladder.resolve`
+    raises."""
 
-    Raises NotImplementedError if an explicit impl does not support the device or the call.
-    """
-    if impl != "auto":
-        rung = ladder.rung(impl, OPERATOR)
-        problem = rung.requires.of_device(batch.device) or rung.problem(batch)
-        if problem is not None:
-            raise NotImplementedError(f"impl {impl!r} {problem}")
-        return rung
-    dtype = ladder.dtype_name(batch.dtype)
-    kind = dtype, direction, batch.rotary is not None, batch.head_dim
-    for candidate in choices.order(ladder.capability(batch.device), *kind):
-        rung = ladder.rung(candidate, OPERATOR)
-        if (
-            ladder.availability(candidate, batch.device, OPERATOR).ok
-            and rung.problem(batch) is None
-        ):
-            return rung
-    raise NotImplementedError(
-        "impl 'auto' needs dtype bfloat16, float16, float32 or float64, "
-        f"got {batch.dtype} on {batch.device}"
-    )
+    def order() -> tuple[str, ...]:
+        kind = capability(batch.device), dtype_name(batch.dtype), direction
+        return choices.order(*kind, batch.rotary is not None, batch.head_dim)
+
+    return ladder.resolve(impl, OPERATOR, batch, order)
 
 
 class _BlockAttention(torch.autograd.Function):

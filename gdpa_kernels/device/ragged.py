@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.calling.ladder import unreadable
+from gdpa_kernels.calling.rung import unreadable
 
 BOUND = tl.constexpr(2**30)
 ANY = 2**31 - 2**16

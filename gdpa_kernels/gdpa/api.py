@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 
 from gdpa_kernels.calling import checks, ladder
-from gdpa_kernels.calling.ladder import Rung
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import define, distinct, final, needed
+from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
@@ -107,53 +107,19 @@ def gdpa(
 
 
 def resolve(impl: str, batch: Batch) -> Rung:
-    """The rung that computes the output: "auto" resolved, an explicit one checked.
-
-    "auto" is the first that supports the call in the order measured at the nearest shape
-    (choices.py).
-
-    Raises NotImplementedError if an explicit impl does not support the device or the call.
-    """
-    return _resolve("impl", impl, "gdpa", batch)
+    """The rung that computes the output: "auto" is the first that supports the call in the order
+    measured at the nearest shape (choices.py). Raises what `ladder.resolve` raises."""
+    return ladder.resolve(impl, "gdpa", batch, lambda: _order("forward", batch))
 
 
 def resolve_backward(impl: str, batch: Batch) -> Rung:
-    """`resolve` for the gradients: a rung of the ladder "gdpa_backward".
-
-    Raises RuntimeError for an explicit one that is not deterministic for this call where
-    `torch.use_deterministic_algorithms` asks for it; "auto" takes another.
-    """
-    return _resolve("backward_impl", impl, BACKWARD, batch)
+    """`resolve` for the gradients: a rung of the ladder "gdpa_backward"."""
+    return ladder.resolve(impl, BACKWARD, batch, lambda: _order("backward", batch), "backward_impl")
 
 
-def _resolve(name: str, impl: str, operator: str, batch: Batch) -> Rung:
-    strict = torch.are_deterministic_algorithms_enabled()
-    if impl != "auto":
-        rung = ladder.rung(impl, operator)
-        problem = rung.requires.of_device(batch.device) or rung.problem(batch)
-        if problem is not None:
-            raise NotImplementedError(f"{name} {impl!r} {problem}")
-        if strict and not rung.is_deterministic(batch):
-            raise RuntimeError(
-                f"{name} must be deterministic under torch.use_deterministic_algorithms, got "
-                f"{impl!r}, which is not for this call"
-            )
-        return rung
-    direction = "backward" if operator == BACKWARD else "forward"
-    dtype = ladder.dtype_name(batch.dtype)
-    sizes = batch.head_dim, batch.max_seqlen_q, batch.max_seqlen_k
-    for candidate in choices.order(ladder.capability(batch.device), direction, dtype, *sizes):
-        rung = ladder.rung(candidate, operator)
-        if (
-            rung.problem(batch) is None
-            and ladder.availability(candidate, batch.device, operator).ok
-            and not (strict and not rung.is_deterministic(batch))
-        ):
-            return rung
-    raise NotImplementedError(
-        f"{name} 'auto' needs dtype bfloat16, float16, float32 or float64, "
-        f"got {batch.dtype} on {batch.device}"
-    )
+def _order(direction: str, batch: Batch) -> tuple[str, ...]:
+    kind = capability(batch.device), direction, dtype_name(batch.dtype)
+    return choices.order(*kind, batch.head_dim, batch.max_seqlen_q, batch.max_seqlen_k)
 
 
 class _Gdpa(torch.autograd.Function):
@@ -271,6 +237,8 @@ _BACKWARD = define(
 def check_activation(activation: object, num_heads: int) -> tuple[str, ...]:
     """The names of the activations, one or one for each query head. Raises TypeError or ValueError
     for anything else."""
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        return (activation,)
     names = (activation,) if isinstance(activation, str) else activation
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"activation must be a name or a tuple of names, got {activation!r}")

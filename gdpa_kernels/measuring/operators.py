@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import reference as gdpa_reference
 from gdpa_kernels.measuring import baselines, testing
 from gdpa_kernels.measuring.baselines import STEP
@@ -235,7 +236,7 @@ class Gdpa(_Checked):
 
 
 def _prepared(
-    rung: ladder.Rung, batch: object, direction: str, options: Mapping[str, object]
+    rung: Rung, batch: object, direction: str, options: Mapping[str, object]
 ) -> tuple[ModuleType, dict[str, object]]:
     """The module of a rung, or the option `module` in its place, and its other options with a
     config and a schedule, which are made here and not in what is timed."""

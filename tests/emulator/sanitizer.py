@@ -36,6 +36,7 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import batch as gdpa_batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
@@ -104,7 +105,7 @@ def rungs() -> list[str]:
     ]
 
 
-def rung_of(impl: str) -> ladder.Rung:
+def rung_of(impl: str) -> Rung:
     """The rung of that name, on whichever ladder. Raises ValueError unless it has kernels."""
     if impl not in rungs():
         known = ", ".join((*CONTROLS, *rungs()))
@@ -149,7 +150,7 @@ def _tokens(
 
 
 def _gdpa_calls(
-    rung: ladder.Rung, device: torch.device, make: torch.Generator
+    rung: Rung, device: torch.device, make: torch.Generator
 ) -> list[Callable[[], object]]:
     backward, module, made = rung.operator == "gdpa_backward", rung.module(), []
     kinds = [(LENGTHS_K, False), (LENGTHS_K, True), (SHORT_K, False)]
@@ -174,7 +175,7 @@ def _gdpa_calls(
 
 
 def _block_calls(
-    rung: ladder.Rung, device: torch.device, make: torch.Generator
+    rung: Rung, device: torch.device, make: torch.Generator
 ) -> list[Callable[[], object]]:
     ends, made = cu_seqlens(list(LENGTHS_Q), device), []
     for head_dim, turned in product(HEAD_DIMS, (False, True)):
@@ -189,7 +190,7 @@ def _block_calls(
     return made
 
 
-def _both(rung: ladder.Rung, grad_out: torch.Tensor, batch: block_batch.Batch) -> None:
+def _both(rung: Rung, grad_out: torch.Tensor, batch: block_batch.Batch) -> None:
     """Forward, then backward with what forward saved."""
     module = rung.module()
     _, saved = module.forward(batch)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdpa_kernels import emulator, gdpa
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling import rung as rungs
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import api, choices, reference, v0_eager
 from gdpa_kernels.gdpa.batch import Batch
@@ -406,7 +407,7 @@ def test_tensors_of_inference_mode_are_ordinary():
 
 
 def test_the_capability_of_each_device_is_asked_once(monkeypatch):
-    ladder._capability.cache_clear()
+    rungs._capability.cache_clear()
     asked = []
 
     def capability(index):
@@ -422,7 +423,7 @@ def test_the_capability_of_each_device_is_asked_once(monkeypatch):
             assert requires.of_device(torch.device(name)) == "needs sm_90, got sm_100"
     assert ladder.rung("v2_tma").requires.of_device(torch.device("cuda:1")) is None
     assert asked == [0, 1]
-    ladder._capability.cache_clear()
+    rungs._capability.cache_clear()
 
 
 # -- Gradients -------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.calling.rung import Requires
 from gdpa_kernels.gdpa import reference, v1_tiled_backward, v2_fused_backward, v2a_ordered_backward
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -28,7 +29,7 @@ RUNGS = {
     "v2a_ordered_backward": v2a_ordered_backward,
 }
 FUSED = ("v2_fused_backward", "v2a_ordered_backward")
-BY_TMA = ladder.Requires(capability=(9, 0), head_dim_multiple=8, head_dim_max=128, aligned=True)
+BY_TMA = Requires(capability=(9, 0), head_dim_multiple=8, head_dim_max=128, aligned=True)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = ("dq", "dk", "dv")
 TENSORS = ("grad_out", "q", "k", "v")

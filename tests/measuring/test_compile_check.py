@@ -13,6 +13,7 @@ from gdpa_kernels import emulator
 from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check
 
@@ -75,7 +76,7 @@ def test_a_module_stands_for_its_rung():
     assert other.hash != built[0].hash
 
 
-def launched(rung: ladder.Rung, head_dim: int) -> list:
+def launched(rung: Rung, head_dim: int) -> list:
     """What forward, backward or both of a rung launch on 130 tokens with 4 heads in bf16."""
     module, ends = rung.module(), torch.tensor([0, 130], dtype=torch.int32)
     x = torch.zeros(130, 4, head_dim, dtype=torch.bfloat16)
