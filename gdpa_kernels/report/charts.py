@@ -365,6 +365,35 @@ def scatter(
         return chart
 
 
+def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequence[str]) -> Figure:
+    """A strip for each row, a cell for each of its steps in order, such as `loops.in_sass` lists.
+
+    `highlight`: kinds of steps in colour. Other steps are taller, and what follows the first word
+    of such a step stands above it: "wait 1" as 1.
+    """
+    shades = _shades(highlight)
+    with style():
+        chart, axis = subplots(width=8.2, height=0.9 + 0.55 * len(rows))
+        for place, steps in enumerate(rows.values()):
+            for number, step in enumerate(steps):
+                kind, _, label = step.partition(" ")
+                strong = kind in shades
+                axis.barh(
+                    place, 0.86, 0.44 if strong else 0.66, left=number,
+                    color=shades.get(kind, INK), linewidth=0,
+                )  # fmt: skip
+                axis.annotate(label, (number + 0.43, place - 0.34), ha="center", va="bottom")
+        others = {step.split()[0] for steps in rows.values() for step in steps} - set(shades)
+        for kind in (*shades, *sorted(others)):
+            axis.barh(0, 0, color=shades.get(kind, INK), label=kind)
+        _list(axis, list(rows))
+        axis.set_ylim(len(rows) - 0.5, -0.75)
+        axis.grid(visible=False)
+        axis.set_xlabel(xlabel)
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8.5)
+        return chart
+
+
 def _check_highlight(highlight: Sequence[str], names: Sequence[str]) -> None:
     missing = [name for name in highlight if name not in names]
     if missing or not 1 <= len(highlight) <= MOST_COLOURED:

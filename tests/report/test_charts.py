@@ -51,3 +51,11 @@ def test_dots_on_a_logarithmic_axis_show_plain_numbers():
     (axis,) = charts.dots(frame, xlabel="x", log=True).axes
     assert axis.get_xscale() == "log"
     assert axis.xaxis.get_major_formatter()(0.25, 0) == "0.25"
+
+
+def test_strips_draw_a_cell_for_each_step_and_label_waits():
+    rows = {"v7": ["S", "wait 0", "tanh"], "v8": ["S", "tanh"]}
+    (axis,) = charts.strips(rows, xlabel="x", highlight=["S", "tanh"]).axes
+    assert sum(patch.get_width() > 0 for patch in axis.patches) == 5
+    assert [text.get_text() for text in axis.texts if text.get_text()] == ["0"]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["S", "tanh", "wait"]
