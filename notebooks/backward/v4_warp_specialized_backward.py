@@ -109,7 +109,7 @@ chapter.figure(timeline.svg(start=done[5], end=done[9], width=760), emulated="v4
 #
 # ## No unit is busy
 #
-# The first v4 was profiled once (2026-11-21; Nsight Compute, full batches of 1,024; a note without a
+# The first v4 was profiled once (2026-11-21; Nsight Compute, full batches of 1,024; without a
 # record). A step took about 5,200 cycles, and the tensor pipe was active for 49.5 % of them, the
 # issue slots for 33 %. A consumer spent 31 % of its loop in activation and derivative, 13 % waiting
 # for MMAs, 12 % on fences and writing dQ to shared memory. Of the loop's 805 instructions 62 were
