@@ -82,6 +82,7 @@ chapter.figure(
 # %%
 record = chapter.record("block/results")
 limits = results.ceilings(record)
+machine = systems.load(chapter.data_dir / "systems" / f"{record.system}.json")
 rate = {"forward": limits.gbytes_per_s(3, 1), "backward": limits.gbytes_per_s(4, 3)}
 ridge = {way: 1e3 * limits.tflops / each for way, each in rate.items()}
 
@@ -136,7 +137,6 @@ chapter.table(
     moved.rename_axis("design").reset_index(),
     modelled=f"bytes of {main.name} over the copy rates measured in record {record.id}",
 )
-machine = systems.load(chapter.data_dir / "systems" / f"{record.system}.json")
 size, floor = moved["GB"], moved["floor (µs)"]
 lse = block_bytes.size_of("lse", main)
 chapter.glue(
