@@ -394,6 +394,31 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
         return chart
 
 
+def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str, columns: int = 2) -> Figure:
+    """Bars on lanes over time, a panel for each title: frames with the columns lane, start, time
+    and label; a bar without a label is thin and grey."""
+    rows = -(-len(panels) // columns)
+    lanes = 1 + max(frame["lane"].max() for frame in panels.values())
+    with style():
+        chart, axes = subplots(rows, columns, width=7.6, height=0.4 + rows * (0.6 + 0.24 * lanes),
+                               sharex=True, sharey=True, squeeze=False)  # fmt: skip
+        for axis in axes.flat[len(panels) :]:
+            axis.set_axis_off()
+        for axis, (title, frame) in zip(axes.flat, panels.items(), strict=False):
+            for bar in frame.itertuples():
+                axis.barh(
+                    bar.lane, bar.time, 0.74 if bar.label else 0.24, left=bar.start, linewidth=0.6,
+                    color=colour(hue) if bar.label else GREY, edgecolor="white",
+                )  # fmt: skip
+                axis.text(bar.start + bar.time / 2, bar.lane, bar.label, color="white", ha="center",
+                          va="center", fontsize=8)  # fmt: skip
+            axis.set_title(title)
+            _list(axis, list(range(lanes)))
+        for axis in axes[-1]:
+            axis.set_xlabel(xlabel)
+        return chart
+
+
 def _check_highlight(highlight: Sequence[str], names: Sequence[str]) -> None:
     missing = [name for name in highlight if name not in names]
     if missing or not 1 <= len(highlight) <= MOST_COLOURED:

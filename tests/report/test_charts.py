@@ -59,3 +59,24 @@ def test_strips_draw_a_cell_for_each_step_and_label_waits():
     assert sum(patch.get_width() > 0 for patch in axis.patches) == 5
     assert [text.get_text() for text in axis.texts if text.get_text()] == ["0"]
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["S", "tanh", "wait"]
+
+
+def test_parts_of_a_bar_begin_where_the_one_before_ends():
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 1.0]}, index=["x", "y"])
+    chart = charts.stacked(frame, xlabel="ms", looks={"a": "filled", "b": "hollow"}, inside=True)
+    (axis,) = chart.axes
+    assert [(bar.get_x(), bar.get_width()) for bar in axis.patches] == [
+        (0, 1),
+        (0, 2),
+        (1, 3),
+        (2, 1),
+    ]
+    assert [text.get_text() for text in axis.texts] == ["a\n1.0", "a\n2.0", "b\n3.0", "b\n1.0"]
+
+
+def test_bars_on_lanes_lie_at_their_times():
+    bars = pd.DataFrame({"lane": [0, 1], "start": [0, 2], "time": [2, 1], "label": ["7", ""]})
+    chart = charts.gantt({"one": bars}, xlabel="blocks", hue="v3_persistent", columns=1)
+    (axis,) = chart.axes
+    assert [(bar.get_x(), bar.get_width()) for bar in axis.patches] == [(0, 2), (2, 1)]
+    assert axis.patches[0].get_height() > axis.patches[1].get_height()
