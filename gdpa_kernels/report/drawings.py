@@ -20,6 +20,15 @@ from gdpa_kernels.measuring.workload import Workload
 from gdpa_kernels.report.house import INK, RUNG_COLOURS, Figure, style, subplots
 
 COLOURS = tuple(RUNG_COLOURS[i] for i in (1, 0, 3, 2, 4))
+FAMILIES = {
+    "gdpa-self-full": "self, full",
+    "gdpa-self-half-dense": "self, half, dense keys",
+    "gdpa-self-half-jagged": "self, half, jagged",
+    "gdpa-cross-full": "cross, 256 keys",
+    "": "real histories",
+}
+"""The workloads of `gdpa`, by the beginning of their names."""
+
 _MARKS = "os^Dv"
 
 
@@ -106,15 +115,15 @@ def activations(names: Sequence[str]) -> Figure:
 def roofline(
     points: pd.DataFrame,
     ceilings: Ceilings,
-    families: Mapping[str, str],
     levels: Mapping[str, float],
     labels: Mapping[str, str],
+    families: Mapping[str, str] = FAMILIES,
 ) -> Figure:
     """Workloads under a roof, both axes logarithmic: a mark at `high`, a line down to `low`.
 
-    `points`: by workload, columns `intensity` (FLOP/byte), `low` and `high` (TFLOP/s). `families`:
-    what the legend says of the workloads that begin so, the first that fits. `levels`: further
-    horizontal lines, TFLOP/s by text. `labels`: texts beside marks, by workload.
+    `points`: by workload, columns `intensity` (FLOP/byte), `low` and `high` (TFLOP/s). `levels`:
+    further horizontal lines, TFLOP/s by text. `labels`: texts beside marks, by workload.
+    `families`: what the legend says of workloads that begin so, the first that fits.
     """
     with style():
         chart, axis = subplots(width=8.2, height=5.0)

@@ -35,7 +35,7 @@ def test_a_workload_belongs_to_the_first_family_that_fits():
     )
     limits = Ceilings(796.0, ((1.0, 4221.0), (3.0, 4440.0)))
     chart = drawings.roofline(
-        points, limits, {"a-b": "first", "": "rest"}, {"tanh": 2141.0}, {"a-512": "512"}
+        points, limits, {"tanh": 2141.0}, {"a-512": "512"}, {"a-b": "first", "": "rest"}
     )
     marks = [line for line in chart.axes[0].lines if line.get_label() in ("first", "rest")]
     assert [list(line.get_xdata()) for line in marks] == [[128.0], [256.0]]
