@@ -150,8 +150,9 @@ def order_kernel(cu_seqlens_ptr, order_ptr, batch, OWN: tl.constexpr, OTHERS: tl
     for first in tl.range(0, batch, OTHERS):
         others = first + tl.arange(0, OTHERS)
         inside = others < batch
-        at = cu_seqlens_ptr + others
-        theirs = tl.load(at + 1, mask=inside, other=0) - tl.load(at, mask=inside, other=0)
+        their_at = cu_seqlens_ptr + others
+        theirs = tl.load(their_at + 1, mask=inside, other=0)
+        theirs -= tl.load(their_at, mask=inside, other=0)
         equal = (theirs[None, :] == rows[:, None]) & (others[None, :] < mine[:, None])
         sooner = (theirs[None, :] > rows[:, None]) | equal
         place += tl.sum((sooner & inside[None, :]).to(tl.int32), 1)

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdpa_kernels import emulator
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa import work_list as lists
+from gdpa_kernels.measuring import compile_check
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,3 +99,17 @@ def test_longest_first_of_more_sequences_than_one_pass_compares():
     with emulator.enabled():
         order = lists.longest_first(cu_seqlens(lengths.tolist(), DEVICE))
     assert torch.equal(order.cpu().long(), lengths.argsort(descending=True, stable=True))
+
+
+@pytest.mark.parametrize("make", (
+    lambda ends: lists.longest_first(ends),
+    lambda ends: lists.work_list(
+        ends, ends, max_tiles=8, max_seqlen_q=8, num_heads=2, rows_per_item=4, block_n=4,
+        num_programs=2,
+    ),
+))  # fmt: skip
+def test_the_kernels_that_make_lists_compile(make):
+    """The emulator takes what the compiler refuses, such as a name of two shapes in a loop."""
+    with launches(run=False) as seen:
+        make(torch.tensor([0, 3, 8], dtype=torch.int32))
+    assert compile_check.read(compile_check.build_launch(seen[-1])).spill_bytes == 0
