@@ -1,0 +1,32 @@
+"""Answers to exercises of the chapters on block attention that take an emulated launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gdpa_kernels.block_attention import v3_warp_specialized
+from gdpa_kernels.block_attention.v3_warp_specialized import Config
+from gdpa_kernels.report import block_studies, studies
+
+DEAD = "dead = grad[stage] if GROUP == 1"
+PUT_DV = "put(dv_desc, tiles.v[stage], block, head_k, dv)"
+GIVEN = block_studies.batch((5 * 64,), head_dim=128)
+
+
+def backward(module):
+    return block_studies.emulated(module, GIVEN, "backward", config=Config(1, 2))[0]
+
+
+def test_dq_over_q_is_a_race():
+    over_q = studies.changed(v3_warp_specialized, (DEAD, DEAD.replace("grad[", "tiles.q[")))
+    assert studies.findings(lambda: backward(over_q), ("modelled",))[0].startswith("Race")
+
+
+@pytest.mark.parametrize("schedule", ("modelled", 0))
+def test_dv_over_q_is_no_race_and_wrong(schedule):
+    over_q = studies.changed(v3_warp_specialized, (PUT_DV, PUT_DV.replace("tiles.v", "tiles.q")))
+    options = {"config": Config(1, 2), "schedule": schedule}
+    found, _ = block_studies.emulated(over_q, GIVEN, "backward", **options)
+    right = backward(v3_warp_specialized)
+    assert [torch.equal(a, b) for a, b in zip(found, right, strict=True)] == [True, False, True]
