@@ -10,8 +10,9 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,11 +22,12 @@ import torch
 from triton.compiler import CompiledKernel
 
 from gdpa_kernels import emulator
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check, record, testing, timing
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
 
 if TYPE_CHECKING:
     from gdpa_kernels.measuring.session import Session
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
 """Lengths around the edges of a role's 64 rows and of a tile of 128."""
 GRADIENTS = ("dq", "dk", "dv")
+BITS = (
+    "workload", "impl", "variant", "gradient", "run", "different", "elements", "most_apart",
+)  # fmt: skip
 
 
 def batch(
@@ -78,14 +83,20 @@ def tensor_core(of: emulator.Timeline) -> pd.Series:
 
 
 def findings(
-    call: Callable[[], object], schedules: Sequence[str | int] = ("modelled", 0, 1, 2)
+    call: Callable[[], object],
+    schedules: Sequence[str | int] = ("modelled", 0, 1, 2),
+    within: Callable[..., AbstractContextManager] = emulator.enabled,
 ) -> list[str]:
-    """What the emulator says of a call under each schedule: kind and text of its error, or ""."""
+    """What the emulator says of a call under each schedule: kind and text of its error, or "".
+
+    `within`: `emulator.enabled` for launchers of this package, `emulator.intercept` for calls that
+    launch kernel[grid] themselves.
+    """
     found = []
     for schedule in schedules:
         text = ""
         try:
-            with emulator.enabled(schedule=schedule, max_steps=100_000):
+            with within(schedule=schedule, max_steps=100_000):
                 call()
         except emulator.EmulatorError as error:
             text = f"{type(error).__name__}: {error}"
@@ -184,6 +195,20 @@ def differences(
             most = max(float((a.float() - b.float()).abs().max()) for a, b in pieces)
             found.append((name, number, int((one != two).sum()), one.numel(), most))
     return found
+
+
+def repeat_backward(
+    session: Session, work: Workload, listed: Sequence[tuple[str, str, dict]], runs: int = 5
+) -> None:
+    """Run backward rungs, as (impl, variant, options), `runs` times each on the same inputs: their
+    `differences` join the table "bits" of the session's record."""
+    inputs = make_inputs(work, device=session.device)
+    rows = list(session.tables["bits"].rows) if "bits" in session.tables else []
+    for impl, variant, options in listed:
+        module = ladder.rung(impl, "gdpa_backward").module()
+        run = partial(module.backward, inputs.grad_out, inputs.batch(), **options)
+        rows += [(work.name, impl, variant, *row) for row in differences(run, runs)]
+    session.tables["bits"] = record.Table(BITS, tuple(rows))
 
 
 def build_backward(

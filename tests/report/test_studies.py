@@ -160,3 +160,17 @@ def test_runs_of_a_backward_are_compared_with_the_first():
     found = studies.differences(lambda: returned.pop(0), 3)
     assert [row for row in found if row[2]] == [("dv", 1, 1, 6, 0.5)]
     assert len(found) == 2 * 3
+
+
+def test_rungs_are_repeated_into_a_table_of_the_session():
+    session = SimpleNamespace(device=torch.device("cpu"), tables={})
+    listed = [("v1_tiled_backward", "default", {})]
+    with emulator.enabled():
+        for _ in range(2):
+            studies.repeat_backward(session, SMALL, listed, runs=2)
+    table = session.tables["bits"]
+    assert [row[:5] for row in table.rows[:3]] == [
+        ("small", "v1_tiled_backward", "default", name, 1) for name in studies.GRADIENTS
+    ]
+    assert len(table.rows) == 2 * 3
+    assert all(row[table.columns.index("different")] == 0 for row in table.rows)
