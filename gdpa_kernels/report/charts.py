@@ -72,23 +72,35 @@ def bars(
     highlight: Sequence[str],
     names: Mapping[str, str] | None = None,
     ceiling: float | None = None,
+    marks: Mapping[str, float] | None = None,
     form: str = ".0f",
 ) -> Figure:
-    """A horizontal bar for each entry of `values`, from the top, with its number."""
+    """A horizontal bar for each entry of `values`, from the top, with its number.
+
+    `ceiling`: a dashed line; `marks`: thin lines with a name and a number above the bars.
+    """
     _check_highlight(highlight, values.index)
     with style():
         chart, axis = subplots(width=7.0, height=0.9 + 0.34 * len(values))
         for place, (name, value) in enumerate(values.items()):
             strong = name in highlight
             axis.barh(place, value, 0.62, color=_colour(name, strong))
+            inside = bool(marks) and value > 0.2 * values.max()  # clear of the lines
             axis.annotate(
-                f"{value:{form}}", (value, place), xytext=(5, 0), textcoords="offset points",
-                va="center", fontweight="bold" if strong else "normal",
+                f"{value:{form}}", (value, place), xytext=(-5 if inside else 5, 0),
+                textcoords="offset points", va="center", ha="right" if inside else "left",
+                color="white" if inside else INK, fontweight="bold" if strong else "normal",
             )  # fmt: skip
         if ceiling is not None:
             axis.axvline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+        for height, (name, value) in enumerate(sorted((marks or {}).items(), key=lambda m: -m[1])):
+            axis.axvline(value, color=INK, linewidth=1.0)
+            axis.annotate(
+                f"{name} {value:{form}}", (value, 1), xycoords=("data", "axes fraction"),
+                xytext=(3, 3 + 12 * height), textcoords="offset points", fontsize=8.5,
+            )  # fmt: skip
         _list(axis, [(names or {}).get(name, name) for name in values.index])
-        axis.set_xlim(0, 1.12 * max(values.max(), ceiling or 0))
+        axis.set_xlim(0, 1.12 * max(values.max(), ceiling or 0, *(marks or {"": 0}).values()))
         axis.set_xlabel(xlabel)
         return chart
 

@@ -1,4 +1,4 @@
-"""The first screen of README.md, written from the records: ladders as tables, one as a figure.
+"""What README.md says of speed, written from the records: one table and one figure.
 
 `python -m gdpa_kernels readme` rewrites them; a test holds them equal to the records.
 """
@@ -6,152 +6,87 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring import baselines, record, system
-from gdpa_kernels.report import figures, results
+from gdpa_kernels.measuring import baselines, record
+from gdpa_kernels.report import charts, results
+from gdpa_kernels.report.house import Figure
 
-WORKLOAD = "gdpa-self-full-1024"
-BACKWARD_WORKLOADS = {"gdpa-self-full-1024": "1,024 x 1,024", "gdpa-cross-full-2048": "2,048 x 256"}
-BACKWARD_NOTEBOOK = "notebooks/backward/results.py"
-BLOCK_TABLES = (
-    (
-        "block-fill70-2000",
-        "Block attention, softmax inside blocks of 64 tokens",
-        "batch 1152, lengths uniform in 800 .. 1999, 4 heads",
-    ),
-    (
-        "block-rotary-1735537",
-        "Block attention with rotary, q, k and v turned inside the kernels",
-        "1,735,537 tokens in 1152 sequences, 3 heads, sin and cos in bf16",
-    ),
-)
-BLOCK_NOTEBOOK = "notebooks/block/results.py"
 SYSTEM = "h200"
-DIRECTIONS = ("forward", "backward")
-SHARE = "percent_of_roofline"
 FIGURE = Path("book/assets/ladder.svg")
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+WORKLOAD = "gdpa-self-full-1024"
+PEERS = {"cudnn": "cuDNN", "fa4": "FlashAttention-4", "fa2_varlen": "FlashAttention-2"}
 
 
-def ladder_block(data_dir: Path = record.DATA_DIR) -> str:
-    """The Markdown between the markers: tables of rungs and baselines, and their records."""
-    table = _rows(data_dir)
+class Line(NamedTuple):
+    """A row of the table: what is computed, on which workload, in which chapter's record."""
+
+    title: str
+    workload: str
+    direction: str
+    chapter: str
+
+
+LINES = (
+    Line("GDPA, 1,024 × 1,024", WORKLOAD, "forward", "forward/results"),
+    Line("GDPA, 1,024 × 256", "gdpa-cross-full-1024", "forward", "forward/results"),
+    Line("GDPA, 1,024 × 1,024", WORKLOAD, "backward", "backward/results"),
+    Line("GDPA, 2,048 × 256", "gdpa-cross-full-2048", "backward", "backward/results"),
+    Line("block attention", "block-fill70-2000", "forward", "block/results"),
+    Line("block attention", "block-fill70-2000", "backward", "block/results"),
+    Line("with rotary fused", "block-rotary-1735537", "forward", "block/results"),
+    Line("with rotary fused", "block-rotary-1735537", "backward", "block/results"),
+)
+
+
+def block(data_dir: Path = record.DATA_DIR) -> str:
+    """The Markdown between the markers: best rung against best peer, and the records.
+
+    LookupError if a row has no record, no rung or no peer.
+    """
     lines = [
-        "| `impl` | idea | changed lines | time | TFLOP/s | % of roofline |",
-        "|---|---|--:|--:|--:|--:|",
+        "| | | best rung | time | rate | of the ceiling | best peer | time | faster |",
+        "|---|---|---|--:|--:|--:|---|--:|--:|",
     ]
-    for rung in ladder.RUNGS:
-        row = results.one(table, impl=rung.impl)
-        changed = str(ladder.changed_lines(rung.impl)) if rung.predecessor else ""
-        lines.append(_line(f"`{rung.impl}`", rung.idea, changed, row))
-    peers = table[table["impl"].isin(baselines.BASELINES) & table["time_us_p50"].notna()]
-    for _, row in peers.sort_values("time_us_p50", ascending=False).iterrows():
-        peer = baselines.BASELINES[row["impl"]]
-        lines.append(_line(f"`{peer.impl}`", f"{peer.title}; computes {peer.math}", "", row))
-    row = results.one(table, impl=ladder.RUNGS[0].impl)
-    machine = system.load(data_dir / "systems" / f"{row['system']}.json")
+    quoted: dict[str, str] = {}
+    for line in LINES:
+        rows = _rows(data_dir, line)
+        ours = _fastest(rows, {r.impl for r in _rungs(line)}, f"{line.workload}, a rung")
+        theirs = _fastest(rows, set(_peers(line)), f"{line.workload}, a peer")
+        rate = f"{ours['tflops']:.0f} TFLOP/s"
+        if line.workload.startswith("block"):
+            rate = f"{ours['gbytes_per_s']:,.0f} GB/s"
+        us, peer_us = ours["time_us_p50"], theirs["time_us_p50"]
+        lines.append(
+            f"| {line.title} | {line.direction} | `{ours['impl']}` | {us / 1e3:.2f} ms | {rate} | "
+            f"{ours['percent_of_roofline']:.0f} % | {_peers(line)[theirs['impl']]} | "
+            f"{peer_us / 1e3:.2f} ms | {peer_us / us:.2f}× |"
+        )
+        quoted[ours["record"]] = f"{ours['gpu']}, {ours['date'][:10]}"
+    places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
     lines += [
         "",
-        f"Measured on one {machine.gpu}, {row['date'][:10]}: `{WORKLOAD}`, batch 1152, 4 heads, "
-        f"head_dim 128, bf16, forward. Record: "
-        f"[`{row['record']}`](data/records/{row['record']}.json).",
+        f"Measured, {'; '.join(dict.fromkeys(quoted.values()))}; records {', '.join(places)}.",
     ]
-    return "\n".join((*lines, *_backward_lines(data_dir), *_block_lines(data_dir)))
+    return "\n".join(lines)
 
 
-def _kernel_rows(data_dir: Path, notebook: str) -> pd.DataFrame:
-    """Kernel times of the newest record of a notebook, default constants; empty without one."""
-    table = results.table(data_dir, system=SYSTEM, latest=False)
-    try:
-        found = results.latest_record(data_dir, notebook=notebook, system=SYSTEM).id
-    except LookupError:
-        return table.iloc[:0]
-    keep = (table["record"] == found) & (table["scope"] == "kernel") & (table["variant"] == "")
-    return table[keep & table["time_us_p50"].notna()]
-
-
-def _backward_lines(data_dir: Path) -> list[str]:
-    """The table of the gradients of GDPA and its record; nothing without a record."""
-    table = _kernel_rows(data_dir, BACKWARD_NOTEBOOK)
-    table = table[table["workload"].isin(BACKWARD_WORKLOADS)].drop_duplicates(["workload", "impl"])
-    if table.empty:
-        return []
-    rows = {(row["impl"], row["workload"]): row for _, row in table.iterrows()}
-    titles = " | ".join(f"{title} | TFLOP/s" for title in BACKWARD_WORKLOADS.values())
-    lines = [
-        "",
-        "Backward, rows of Q by rows of K; all kernels of the pass, five products counted:",
-        "",
-        f"| `impl` | idea | changed lines | {titles} |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-
-    present = {impl for impl, _ in rows}
-    for rung in ladder.BACKWARD_RUNGS:
-        if rung.impl in present:
-            changed = ladder.changed_lines(rung.impl, "gdpa_backward") if rung.predecessor else ""
-            lines.append(
-                _pair(rung.impl, rung.idea, str(changed), rows, BACKWARD_WORKLOADS, "tflops")
-            )
-    for impl in baselines.BASELINES:
-        if impl in present:
-            peer = baselines.BASELINES[impl]
-            idea = f"{peer.title}; computes {peer.math}"
-            lines.append(_pair(impl, idea, "", rows, BACKWARD_WORKLOADS, "tflops"))
-    row = next(iter(rows.values()))
-    lines += [
-        "",
-        f"Measured on one {row['gpu']}, {row['date'][:10]}: batch 1152, 4 heads, head_dim 128, "
-        f"bf16. Record: [`{row['record']}`](data/records/{row['record']}.json).",
-    ]
-    return lines
-
-
-def _block_lines(data_dir: Path) -> list[str]:
-    """The tables of block attention and their record; nothing without a record of its notebook."""
-    table = _kernel_rows(data_dir, BLOCK_NOTEBOOK)
-    lines = []
-    for workload, title, batch in BLOCK_TABLES:
-        of_it = table[table["workload"] == workload]
-        rows = {(row["impl"], row["direction"]): row for _, row in of_it.iterrows()}
-        if rows:
-            lines += _block_table(rows, title, f"`{workload}`, {batch}")
-    return lines
-
-
-def _block_table(rows: dict[tuple[str, str], pd.Series], title: str, workload: str) -> list[str]:
-    lines = [
-        "",
-        f"{title}:",
-        "",
-        "| `impl` | idea | changed lines | forward | % of copy | backward | % of copy |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for rung in ladder.BLOCK_RUNGS:
-        if (rung.impl, "forward") in rows:
-            changed = str(ladder.changed_lines(rung.impl, "block_attention") or "")
-            lines.append(_pair(rung.impl, rung.idea, changed, rows, DIRECTIONS, SHARE))
-    peers = [
-        (rows[impl, "forward"]["time_us_p50"], impl)
-        for impl in baselines.BLOCK_BASELINES
-        if (impl, "forward") in rows
-    ]
-    for _, impl in sorted(peers, reverse=True):
-        name = baselines.BLOCK_BASELINES[impl].title
-        lines.append(_pair(impl, name, "", rows, DIRECTIONS, SHARE))
-    row = next(iter(rows.values()))
-    lines += [
-        "",
-        f"Measured on one {row['gpu']}, {row['date'][:10]}: {workload}, head_dim 128, bf16; 100 % "
-        "is the fastest copy with as many bytes read for each one written. Record: "
-        f"[`{row['record']}`](data/records/{row['record']}.json).",
-    ]
-    return lines
+def hero(data_dir: Path = record.DATA_DIR) -> Figure:
+    """The forward ladder as bars, the ceiling and the best peers as lines."""
+    rows = _rows(data_dir, LINES[0]).set_index("impl")
+    rungs = [rung.impl for rung in ladder.RUNGS if rung.impl in rows.index]
+    last = rows.loc[rungs[-1]]
+    ceiling = 100 * last["tflops"] / last["percent_of_roofline"]
+    peers = {title: rows.loc[impl, "tflops"] for impl, title in PEERS.items() if impl in rows.index}
+    return charts.bars(
+        rows.loc[rungs, "tflops"], xlabel=f"TFLOP/s, {WORKLOAD}, forward, {last['gpu']}",
+        highlight=[rungs[-1]], marks=peers | {"roofline": ceiling},
+    )  # fmt: skip
 
 
 def update(root: Path = record.ROOT) -> bool:
@@ -159,51 +94,41 @@ def update(root: Path = record.ROOT) -> bool:
 
     Nothing is written if a record is refused: RecordError.
     """
-    readme = root / "README.md"
+    readme, path = root / "README.md", root / FIGURE
     old = readme.read_text(encoding="utf-8")
-    new = re.sub(
-        f"(?<={re.escape(BEGIN)}\n).*(?={re.escape(END)})",
-        lambda _: ladder_block(root / "data") + "\n",
-        old,
-        flags=re.DOTALL,
-    )
-    rungs = [rung.impl for rung in ladder.RUNGS]
-    drawn = figures.figure_ladder(_rows(root / "data"), WORKLOAD, rungs, None).to_svg()
-    path = root / FIGURE
+    between = f"(?<={re.escape(BEGIN)}\n).*(?={re.escape(END)})"
+    new = re.sub(between, lambda _: block(root / "data") + "\n", old, flags=re.DOTALL)
+    drawn = hero(root / "data").to_svg()
     changed = new != old or not path.exists() or path.read_text(encoding="utf-8") != drawn
     readme.write_text(new, encoding="utf-8")
     path.write_text(drawn, encoding="utf-8")
     return changed
 
 
-def _rows(data_dir: Path) -> pd.DataFrame:
-    table = results.table(data_dir, system=SYSTEM, workload=WORKLOAD)
-    keep = (table["scope"] == "kernel") & (table["variant"] == "")
-    keep &= (table["direction"] == "forward") & (table["figure"] == "gdpa-self-fwd-full")
-    return table[keep]
+def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
+    """Kernel times of a row of the table, default constants, from the chapter's newest record."""
+    run = results.latest_record(data_dir, notebook=f"notebooks/{line.chapter}.py", system=SYSTEM)
+    table = results.table(data_dir, system=SYSTEM, workload=line.workload, latest=False)
+    keep = (table["record"] == run.id) & (table["direction"] == line.direction)
+    keep &= (table["scope"] == "kernel") & (table["variant"] == "") & table["time_us_p50"].notna()
+    return table[keep].drop_duplicates("impl")
 
 
-def _line(impl: str, idea: str, changed: str, row: pd.Series) -> str:
-    return (
-        f"| {impl} | {idea.rstrip('.')} | {changed} | {row['time_us_p50'] / 1e3:.2f} ms | "
-        f"{row['tflops']:.0f} | {row['percent_of_roofline']:.0f} |"
-    )
+def _rungs(line: Line) -> tuple:
+    if line.workload.startswith("block"):
+        return ladder.BLOCK_RUNGS
+    return ladder.BACKWARD_RUNGS if line.direction == "backward" else ladder.RUNGS
 
 
-def _pair(
-    impl: str,
-    idea: str,
-    changed: str,
-    rows: dict[tuple[str, str], pd.Series],
-    keys: Iterable[str],
-    number: str,
-) -> str:
-    """A line with time and `number` of (impl, key) for each key, empty where there is no row."""
-    cells = []
-    for key in keys:
-        row = rows.get((impl, key))
-        if row is None:
-            cells += ("", "")
-        else:
-            cells += (f"{row['time_us_p50'] / 1e3:.2f} ms", f"{row[number]:.0f}")
-    return f"| `{impl}` | {idea.rstrip('.')} | {changed} | {' | '.join(cells)} |"
+def _peers(line: Line) -> dict[str, str]:
+    """Titles of the baselines by impl; softmax for GDPA's, which has the same FLOPs."""
+    block = line.workload.startswith("block")
+    known = baselines.BLOCK_BASELINES if block else baselines.BASELINES
+    return {impl: peer.title for impl, peer in known.items()}
+
+
+def _fastest(rows: pd.DataFrame, impls: set[str], what: str) -> pd.Series:
+    found = rows[rows["impl"].isin(impls)]
+    if found.empty:
+        raise LookupError(f"a record must hold a time of {what}, got none")
+    return found.loc[found["time_us_p50"].idxmin()]

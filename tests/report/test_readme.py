@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from gdpa_kernels.__main__ import main
+from gdpa_kernels.emulator.__main__ import main as emulate
 from gdpa_kernels.measuring import record, system
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import readme
@@ -15,7 +18,12 @@ README = (record.ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_results_are_the_records():
     block = README.split(readme.BEGIN)[1].split(readme.END)[0].strip()
-    assert block == readme.ladder_block(), "run `python -m gdpa_kernels readme`"
+    assert block == readme.block(), "run `python -m gdpa_kernels readme`"
+    assert (record.ROOT / readme.FIGURE).read_text(encoding="utf-8") == readme.hero().to_svg()
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 100
 
 
 def test_commands_exist_and_ci_runs_them():
@@ -35,6 +43,14 @@ def test_python_example_runs():
     assert scope["out"].shape == (8, 4, 64)
 
 
+def test_the_picture_of_the_emulator_is_what_its_command_draws(tmp_path, monkeypatch):
+    command = re.search(r"-m gdpa_kernels.emulator (\S+) --svg", README)[1]
+    monkeypatch.chdir(record.ROOT)
+    assert emulate([command, "--svg", str(tmp_path / "drawn.svg")]) == 0
+    drawn = record.ROOT / "book" / "assets" / "pipeline.svg"
+    assert (tmp_path / "drawn.svg").read_text() == drawn.read_text()
+
+
 def test_results_command_prints_the_ladder(capsys):
     assert (
         main(["results", "--format", "csv", "--system", "h200", "--workload", readme.WORKLOAD]) == 0
@@ -44,29 +60,26 @@ def test_results_command_prints_the_ladder(capsys):
     assert "v1_tiled" in printed and "fa2_varlen" in printed
 
 
-PLAIN, ROTARY = (name for name, *_ in readme.BLOCK_TABLES)
+LINE = next(line for line in readme.LINES if line.title == "block attention")
 
 
-def block_record(
-    data_dir, *impls: str, samples=(4000.0,), day: int = 1, name: str = PLAIN
-) -> record.Record:
-    """A record of the tables of block attention, forward and backward of `impls`."""
-    blocks, machine = workload(name), a_system()
+def a_record(data_dir, times: dict[str, float], day: int = 1) -> record.Record:
+    """A record of block attention forward: microseconds by implementation, NaN for a failure."""
+    blocks, machine = workload(LINE.workload), a_system()
     system.save(machine, data_dir)
     rows = tuple(
         record.Row.of(
-            blocks, direction, impl=impl, math="softmax", scope="kernel",
-            samples_us=samples if impl != "fa3" else (), error=GOOD if impl != "fa3" else None,
-            failure="not installed" if impl == "fa3" else None,
+            blocks, "forward", impl=impl, math="softmax", scope="kernel",
+            samples_us=(us,) if us == us else (), error=GOOD if us == us else None,
+            failure=None if us == us else "not installed",
         )
-        for impl in impls
-        for direction in ("forward", "backward")
+        for impl, us in times.items()
     )  # fmt: skip
     made = record.Record(
         id=f"2026110{day}T120000Z-run",
         created=f"2026-11-0{day}T12:00:00Z",
         command="make measure",
-        notebook=readme.BLOCK_NOTEBOOK,
+        notebook=f"notebooks/{LINE.chapter}.py",
         package=record.Package("0.1.0", "a" * 40, False, sources()),
         system=machine.id,
         state={"before": STATE, "after": STATE},
@@ -79,6 +92,28 @@ def block_record(
     return made
 
 
+def test_a_line_quotes_the_fastest_of_the_newest_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "LINES", (LINE,))
+    a_record(tmp_path, {"v0_flash": 9100.0, "v1_one_tile": 9300.0, "fa2_varlen": 9900.0})
+    nan = float("nan")
+    times = {"v0_flash": 4500.0, "v1_one_tile": 4000.0, "fa3": nan, "fa2_varlen": 6000.0}
+    made = a_record(tmp_path, times, day=2)
+    text = readme.block(tmp_path)
+    (line,) = (x for x in text.splitlines() if x.startswith("| block attention"))
+    # 4 tensors of 1,609,664 rows of 1024 bytes at 4301 GB/s in 4000 us
+    percent = 100 * 4 * 1_609_664 * 1024 / (4e9 / 930e-6) / 4000e-6
+    assert "`v1_one_tile` | 4.00 ms" in line and f"| {percent:.0f} %" in line
+    assert "FlashAttention-2" in line and "6.00 ms | 1.50×" in line
+    assert made.id in text and "20261101" not in text
+
+
+def test_a_line_without_a_peer_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "LINES", (LINE,))
+    a_record(tmp_path, {"v0_flash": 9000.0})
+    with pytest.raises(LookupError, match="must hold a time of block-fill70-2000, a peer"):
+        readme.block(tmp_path)
+
+
 def test_nothing_is_written_beside_a_refused_record(tmp_path, monkeypatch, capsys):
     (tmp_path / "data" / "records").mkdir(parents=True)
     (tmp_path / "data" / "records" / "cut.json").write_text("{")
@@ -88,29 +123,3 @@ def test_nothing_is_written_beside_a_refused_record(tmp_path, monkeypatch, capsy
     assert "refused records/cut.json: not JSON" in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == README
     assert not (tmp_path / readme.FIGURE).exists()
-
-
-def test_no_table_of_block_attention_without_a_record(tmp_path):
-    assert readme._block_lines(tmp_path) == []
-
-
-def test_the_table_of_block_attention_is_its_newest_record(tmp_path):
-    block_record(tmp_path, "v0_flash", "v1_one_tile", "fa2_varlen", samples=(9000.0,))
-    made = block_record(tmp_path, "v0_flash", "v1_one_tile", "fa3", "fa2_varlen", day=2)
-    lines = readme._block_lines(tmp_path)
-    rows = [line for line in lines if line.startswith("| `")]
-    assert [re.match(r"\| `(\w+)`", row)[1] for row in rows[1:]] == [
-        "v0_flash", "v1_one_tile", "fa2_varlen",
-    ]  # fmt: skip
-    # 4 tensors of 1,609,664 rows of 1024 bytes at 4301 GB/s in 4000 us
-    percent = 100 * 4 * 1_609_664 * 1024 / (4e9 / 930e-6) / 4000e-6
-    assert f"| 4.00 ms | {percent:.0f} | 4.00 ms |" in rows[2]
-    assert "9.00 ms" not in "".join(lines) and made.id in lines[-1]
-
-
-def test_what_turns_has_a_table_of_its_own(tmp_path):
-    block_record(tmp_path, "v4_rotary", "v4a_turning_role", "rotary_kernel", name=ROTARY)
-    text = "\n".join(readme._block_lines(tmp_path))
-    assert f"`{ROTARY}`" in text and PLAIN not in text and text.count("| `impl` |") == 1
-    assert text.index("| `v4_rotary`") < text.index("| `v4a_turning_role`")
-    assert text.index("| `v4a_turning_role`") < text.index("| `rotary_kernel`")
