@@ -57,13 +57,9 @@ strips = [("dQ", "left", True), ("dK", "below", True), ("dV", "below", True)]
 chapter.figure(charts.tiles({"": charts.Tiles((2, 3), cross, strips)}), modelled="the five MMAs")
 
 # %% [markdown]
-# ## What stays, what changes
-#
-# | | forward, {doc}`../operator/gdpa` | backward |
-# |:--|:--|:--|
-# | given | q, k, v, offsets | the same, and the gradient of the output |
-# | MMAs of a tile | 2 | 5, of which the first is forward's |
-# | per score | an activation | the activation and its derivative |
+# Forward is given q, k, v and offsets ({doc}`../operator/gdpa`); backward the same and the gradient
+# of the output. Forward wants one tensor, backward three, and the derivative of the activation
+# beside its value.
 #
 # ## One sequence, one head
 #
@@ -221,22 +217,24 @@ chapter.predict(text, relu.min() / relu[0], most=1e-3, form=".0e")
 # \alpha' = \tfrac12 (1 + t) + \tfrac12 x\,u'\,(1 - t^2) .
 # $$
 #
-# The derivative of tanh is a polynomial in tanh, so one `tanh.approx` serves both, and slope costs
-# {glue:text}`both:.0f` fp32 instructions instead of {glue:text}`alone:.0f` for the value alone.
-# SiLU {cite}`elfwing2017silu` is alike; the exact form, `gelu`, needs an exponential beside its
-# error function. So MUFU, which takes half as long as the MMAs forward at head_dim 128, takes a
-# fifth as long backward. The forward rungs fought for the activation
-# ({doc}`../forward/activation_arithmetic`); backward it is not where the time can go. The fight
-# will be for registers and shared memory.
+# The derivative of tanh is a polynomial in tanh, so one `tanh.approx` serves both. Value and slope
+# take {glue:text}`both:.0f` fp32 instructions, the value alone {glue:text}`alone:.0f`. SiLU
+# {cite}`elfwing2017silu` is alike; the exact form, `gelu`, needs an exponential beside its error
+# function. So MUFU, which takes half as long as the MMAs forward at head_dim 128, takes a fifth as
+# long backward. The forward rungs fought for the activation
+# ({doc}`../forward/activation_arithmetic`). Backward its share is smaller, and the fight will be
+# for registers and shared memory.
 #
 # ## The surprise: memory is the easier part
 #
 # One expects backward to be the harder half, and for issue slots and registers it is. Five MMAs are
 # *useful*, however many a kernel makes: four have operands that did not exist forward, and keeping
 # $T$ costs more than it saves (the first exercise). At equal lengths backward moves seven tensors
-# where forward moves four. So its intensity is 10/7 of forward's, and the roofline of a short batch
-# lies higher: {glue:text}`roof_backward:.0f` TFLOP/s at 256 tokens, {glue:text}`roof_forward:.0f`
-# forward (modelled).
+# where forward moves four. So its intensity is 10/7 of forward's, and short batches may run faster.
+# Forward {glue:text}`memory_forward:.0f` of {glue:text}`workloads:.0f` workloads are memory-bound,
+# backward {glue:text}`memory_backward:.0f`; self-attention is compute-bound from
+# {glue:text}`ridge_forward:.0f` tokens on forward, from {glue:text}`ridge_backward:.0f` backward
+# (modelled).
 
 # %% tags=["remove-input"]
 # | name: fig-hand-roofline
@@ -262,14 +260,10 @@ ridge = {d: limits.tflops * 1e3 / limits.gbytes_per_s(SAME.bytes_read(d), SAME.b
 chapter.glue(
     **{f"memory_{d}": n for d, n in bound.items()}, workloads=len(NAMES), ridge=ridge["backward"],
     ridge_forward=2 * ridge["forward"], ridge_backward=1.4 * ridge["backward"],
-    **{f"roof_{d}": roofs[d]["self-full-256"] for d in bound},
     alone=activations.INSTRUCTIONS["gelu_tanh"][0], both=derivatives.INSTRUCTIONS["gelu_tanh"][0],
 )  # fmt: skip
 
 # %% [markdown]
-# Forward {glue:text}`memory_forward:.0f` of {glue:text}`workloads:.0f` workloads are memory-bound,
-# backward {glue:text}`memory_backward:.0f`. Self-attention is compute-bound from
-# {glue:text}`ridge_forward:.0f` tokens on forward, from {glue:text}`ridge_backward:.0f` backward.
 # These are the fewest bytes. A kernel that owns keys adds up dQ in memory, in fp32, and moves more.
 #
 # ## What forward must leave behind

@@ -74,11 +74,7 @@ chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "if dk_desc
 # The first way is a TMA reduce-add: the tile goes through shared memory, and the copy engine sends
 # it to L2, which adds. The second is `red.global.add.f32` of each thread, four elements at a time.
 # Both are atomic for each element. Neither says when.
-
-# %% tags=["remove-input"]
-chapter.roles(V2, "gdpa_backward")
-
-# %% [markdown]
+#
 # ## Counting
 #
 # Bytes of one element of dQ, by who makes it; an addition sends 4 bytes to L2:
