@@ -208,7 +208,7 @@ chapter.glue(
 #
 # ## What the bytes leave open
 #
-# The forward kernel with pieces that move no bytes, or hardly any, compiled for sm_90a:
+# The forward kernel with pieces that move no bytes, or hardly any: compiled for sm_90a, timed:
 
 # %%
 SMALL = ("none", "rescale", "lse", "key_loop", "accumulate")
