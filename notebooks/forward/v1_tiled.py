@@ -67,7 +67,7 @@ chapter.ladder(V1, SELF)
 # |:--|:--|:--|
 # | work split | a library kernel for each step | a program for `BLOCK_M` rows of one head |
 # | data path | scores through memory, six times | scores stay in registers |
-# | synchronisation | between kernels | `cp.async` groups inside a program |
+# | synchronisation | between kernels | commit groups of `cp.async`, counted by `wait_group` |
 #
 # The mathematics stays. A program holds its rows of Q, walks over the keys, and for each block of
 # them computes a tile of scores, applies the activation, and multiplies with the same block of V
