@@ -5,13 +5,16 @@
 
 A notebook that fails leaves its output in book/executed/failed/ and none elsewhere, so the book
 never shows it. Ids of cells are deterministic and timestamps are dropped: two runs that
-compute the same write the same bytes.
+compute the same write the same bytes. A replay of all leaves out the chapters whose source, data,
+package and pins are those of their last run; `make clean` forgets them.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import functools
+import hashlib
 import json
 import os
 import re
@@ -120,6 +123,32 @@ def select(mode: str, names: list[str]) -> list[Path]:
     return [path for path, name in zip(paths, slugs, strict=True) if is_meant(path, name)]
 
 
+@functools.cache
+def shared_inputs() -> str:
+    """A hash of what every chapter depends on: data, package, tools, pins and this interpreter."""
+    made = hashlib.sha256(sys.version.encode())
+    files = [Path(__file__), ROOT / "constraints.txt"]
+    for folder in ("data", "gdpa_kernels", "notebooks/tools/kernels"):
+        files += (file for file in (ROOT / folder).rglob("*") if file.is_file())
+    for file in sorted(file for file in files if file.suffix != ".pyc"):
+        made.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return made.hexdigest()
+
+
+def inputs(path: Path) -> str:
+    """A hash of what decides the output of a replay."""
+    return hashlib.sha256(path.read_bytes() + shared_inputs().encode()).hexdigest()
+
+
+def is_current(path: Path) -> bool:
+    """Whether the page is what a replay of this source would give."""
+    target = EXECUTED / f"{slug(path)}.ipynb"
+    if not target.exists():
+        return False
+    kept = json.loads(target.read_text(encoding="utf-8")).get("metadata", {})
+    return kept.get("provenance", {}).get("inputs") == inputs(path)
+
+
 def finish(notebook: nbformat.NotebookNode, path: Path, parameters: dict[str, str]) -> None:
     """Drop what differs from run to run; keep where the notebook comes from."""
     for index, cell in enumerate(notebook.cells):
@@ -131,6 +160,8 @@ def finish(notebook: nbformat.NotebookNode, path: Path, parameters: dict[str, st
             cell.metadata["tags"] = sorted({*tags, "remove-cell"})
     notebook.metadata.pop("papermill")
     notebook.metadata["provenance"] = {"notebook": f"notebooks/{slug(path)}.py", **parameters}
+    if parameters["mode"] == "replay":
+        notebook.metadata["provenance"]["inputs"] = inputs(path)
 
 
 def execute(path: Path, parameters: dict[str, str]) -> tuple[str, float, str]:
@@ -142,6 +173,8 @@ def execute(path: Path, parameters: dict[str, str]) -> tuple[str, float, str]:
     for old in (target, failed):
         old.parent.mkdir(parents=True, exist_ok=True)
         old.unlink(missing_ok=True)
+    for old in FIGURES.glob(f"{name.replace('/', '-')}-*.csv"):
+        old.unlink()
     problem = ""
     with tempfile.TemporaryDirectory() as folder:
         source, output = Path(folder) / "source.ipynb", Path(folder) / "output.ipynb"
@@ -177,6 +210,17 @@ def execute(path: Path, parameters: dict[str, str]) -> tuple[str, float, str]:
     return name, time.perf_counter() - start, problem
 
 
+def remove_strangers(paths: list[Path]) -> None:
+    """Remove pages and data of figures that belong to no chapter."""
+    slugs = {slug(path) for path in paths}
+    for old in EXECUTED.glob("*/*.ipynb"):
+        if old.relative_to(EXECUTED).with_suffix("").as_posix() not in slugs:
+            old.unlink()
+    for old in FIGURES.glob("*.csv"):
+        if old.stem.rpartition("-")[0] not in {name.replace("/", "-") for name in slugs}:
+            old.unlink()
+
+
 def use_this_interpreter(folder: Path, mode: str) -> None:
     """Make `python3` mean sys.executable with the repository on its path, whatever is installed."""
     kernel = folder / "kernels" / "python3"
@@ -205,9 +249,13 @@ def main() -> int:
         paths = select(options.mode, options.notebooks.split())
     except NotebookError as error:
         parser.error(str(error))
-    if paths == select("replay", []):
-        for old in (*EXECUTED.glob("*/*.ipynb"), *FIGURES.glob("*.csv")):
-            old.unlink()
+    if not options.notebooks:
+        remove_strangers(chapters())
+        if options.mode == "replay":
+            known, paths = paths, [path for path in paths if not is_current(path)]
+            print(
+                f"{len(known) - len(paths)} of {len(known)} chapters are as they were", flush=True
+            )
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         use_this_interpreter(Path(folder), options.mode)

@@ -114,11 +114,14 @@ def test_two_runs_write_the_same_bytes_and_keep_the_origin(runner, monkeypatch, 
     (runner.FIGURES / "removed.csv").write_text("")
     status, out = run(runner, monkeypatch, capfd)
     assert status == 0
-    assert out.split()[0] == "part/a"
+    assert out.splitlines()[0] == "0 of 1 chapters are as they were"
+    assert out.splitlines()[1].split()[0] == "part/a"
     assert out.split()[-1] == "ok"
-    first = (runner.EXECUTED / "part" / "a.ipynb").read_bytes()
+    page = runner.EXECUTED / "part" / "a.ipynb"
+    first = page.read_bytes()
+    page.unlink()
     assert run(runner, monkeypatch, capfd)[0] == 0
-    assert (runner.EXECUTED / "part" / "a.ipynb").read_bytes() == first
+    assert page.read_bytes() == first
     assert [path.name for path in runner.EXECUTED.glob("*/*.ipynb")] == ["a.ipynb"]
     assert list(runner.FIGURES.iterdir()) == []
 
@@ -128,12 +131,26 @@ def test_two_runs_write_the_same_bytes_and_keep_the_origin(runner, monkeypatch, 
         "mode": "replay",
         "device": "cpu",
         "data_dir": "data",
+        "inputs": runner.inputs(runner.SOURCES / "part" / "a.py"),
     }
     printed = notebook.cells[-1].outputs[0].text
     assert printed.split() == ["replay", "cpu", sys.executable]
     shown = [c for c in notebook.cells if c.cell_type == "code"]
     assert ["remove-cell" in c.metadata.get("tags", []) for c in shown] == [True, True, False]
     assert json.loads(first)["cells"][0]["id"] == "cell-000"
+
+
+def test_a_chapter_is_replayed_again_only_if_something_changed(runner, monkeypatch, capfd):
+    first, other = (write(runner, f"{name}.py", HEADER) for name in "ab")
+    assert run(runner, monkeypatch, capfd)[0] == 0
+    status, out = run(runner, monkeypatch, capfd)
+    assert (status, out) == (0, "2 of 2 chapters are as they were\n")
+    other.write_text(HEADER + "# %%\n1\n")
+    status, out = run(runner, monkeypatch, capfd)
+    assert status == 0 and "1 of 2" in out and "part/b" in out and "part/a" not in out
+    (runner.EXECUTED / "part" / "a.ipynb").unlink()
+    assert "part/a" in run(runner, monkeypatch, capfd)[1]
+    assert "part/a" in run(runner, monkeypatch, capfd, "--notebooks", "part/a")[1]  # named
 
 
 def test_a_failed_notebook_leaves_no_page(runner, monkeypatch, capfd):
