@@ -6,7 +6,8 @@ outputs must agree within one rounding of the output's dtype, beside the roundin
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels import emulator, gdpa
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring import record
 from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.session import Session
 
+from . import sanitizer
 from .tutorials import hopper
 from .tutorials.cases import Case, Prepared
 
@@ -135,3 +139,14 @@ def everything(device: torch.device | str) -> list[Agreement]:
         for dtype in (torch.bfloat16, torch.float16):
             found += compare_rung(rung.impl, dtype, device)
     return found
+
+
+def measure(session: Session) -> None:
+    """What the chapter on the emulator measures: the tables "agreement" and "sanitizer"."""
+    kernels = sanitizer.newest_first([*sanitizer.CONTROLS, *sanitizer.rungs()])
+    with ThreadPoolExecutor(1) as other:  # nothing here is timed
+        said = other.submit(sanitizer.findings, kernels, seconds=400)
+        agreement = everything(session.device)
+    for name, rows in {"agreement": agreement, "sanitizer": said.result()}.items():
+        columns = [field.name for field in fields(rows[0])]
+        session.tables[name] = record.Table(columns, [list(asdict(row).values()) for row in rows])

@@ -8,7 +8,7 @@ import torch
 
 from gdpa_kernels import emulator
 
-from .tutorials import blackwell, hopper
+from .tutorials import blackwell, cases, hopper
 from .tutorials.cases import run_case
 
 CASES = {case.name: case for case in (*hopper.CASES, *blackwell.CASES)}
@@ -28,6 +28,29 @@ def test_faults_of_the_tutorials_are_found(case, errors):
     with pytest.raises(emulator.EmulatorError) as caught:
         run_case(case)
     assert type(caught.value).__name__ in errors
+
+
+def test_the_published_gdpa_races_once_its_registers_are_not_refused(tmp_path):
+    """Its output is read while the product that completes it may still run."""
+    asks = 'tlx.async_task("default", registers=ACT_REGS)'
+    text = (cases.FOLDER / "blackwell-gdpa.py").read_text()
+    assert text.count(asks) == 1
+    repaired = tmp_path / "blackwell-gdpa.py"
+    repaired.write_text(text.replace(asks, 'tlx.async_task("default")'))
+    kernel = cases.load.__wrapped__(str(repaired)).gdpa_kernel_tma_ws_blackwell.fn
+    (build,) = {case.build for case, _ in blackwell.FAULTY if case.name == "blackwell_gdpa"}
+    for schedule in ("modelled", 0, 1, 2):
+        made = build()
+        with pytest.raises(emulator.Race) as caught:
+            emulator.run(
+                kernel, made.grid, *made.args, arch="sm_100", schedule=schedule, **made.kwargs
+            )
+        lines = repaired.read_text().splitlines()
+        (read,) = [
+            n for n in {caught.value.line, caught.value.other[1]}
+            if "local_load(o0_view)" in lines[n - 1]
+        ]  # fmt: skip
+        assert any("FIXME" in line for line in lines[read - 4 : read])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""Modules with a `main` in the emulator: what is found in copies, and the page that steps."""
+
+from pathlib import Path
+
+from gdpa_kernels.report import emulated, page, studies
+from notebooks.tools.kernels import deadlock, phase, pipeline, race
+
+RELEASE = "        tlx.barrier_arrive(k_empty[stage])\n"
+WAIT = "        tlx.barrier_wait(k_full[stage], phase)\n"
+EARLY = [(RELEASE, ""), (WAIT, WAIT + RELEASE)]
+
+
+def test_an_early_release_is_found_under_every_schedule_and_seldom_in_the_result():
+    early = studies.changed(pipeline, *EARLY)
+    assert {text.split(":")[0] for text in emulated.findings(early.main)} == {"Race"}
+    assert 0 < emulated.wrong_results(early) < len(emulated.SCHEDULES)
+    assert emulated.findings(pipeline.main, ["modelled", 0]) == ["", ""]
+    assert emulated.wrong_results(pipeline, [0]) == 0
+
+
+def test_the_page_holds_every_copy_and_no_folder_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "CSV_DIR", tmp_path)
+    found = emulated.step_page(pipeline, {"right": [], "early": EARLY}, "steps.html", "Steps")
+    assert found["right"] == "" and found["early"].startswith("Race: pipeline.py:")
+    text = Path(tmp_path, "steps.html").read_text()
+    assert "Nothing found, and the right result." in text
+    assert studies.__file__.split("/gdpa_kernels")[0] not in text and str(tmp_path) not in text
+
+
+def found(call) -> str:
+    (text,) = emulated.findings(call, ["modelled"])
+    return text.split(":")[0]
+
+
+def test_the_exercises_have_the_answers_of_the_chapter():
+    assert found(deadlock.main) == "Deadlock" and found(race.main) == "Race"
+    assert found(lambda: deadlock.main(64)) == found(lambda: deadlock.main(128)) == ""
+    ceil = ("tl.range(rows // BLOCK)", "tl.range(tl.cdiv(rows, BLOCK))")
+    repaired = studies.changed(deadlock, ceil)
+    assert [found(lambda rows=rows: repaired.main(rows)) for rows in (1, 31, 100)] == [""] * 3
+    release = "        tlx.barrier_arrive(empty[stage])\n"
+    previous = "        if i > 0:\n            tlx.barrier_arrive(empty[(i + 1) % 2])\n"
+    assert found(studies.changed(race, (release, previous)).main) == ""
+    assert [n for n in range(1, 13) if not found(lambda n=n: phase.main(n))] == [4, 8, 12]
