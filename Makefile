@@ -12,17 +12,19 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 
 .PHONY: book test measure compare lint clean
 
-# The rendered book: replay every notebook from the records, build, check the built site.
+# The rendered book: replay the chapters that changed, build, check the built site.
 book: $(READY)
 	$(EXECUTE) --mode replay
-	@rm -rf book/_build book/extra/data
-	@mkdir -p book/extra/data book/assets/mathjax
+	@rm -rf book/extra/data
+	@mkdir -p book/extra/data book/assets/mathjax book/notes
+	@cp -p notebooks/notes/*.md book/notes/
 	@cp -R data/claims.yml data/manifest.sha256 data/published data/records data/systems \
 	  book/extra/data/
 	@cp "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(MATHJAX)" \
 	  book/assets/mathjax/
 	$(BIN)/jupyter-book build book --config "$(CURDIR)/_config.yml" --toc "$(CURDIR)/_toc.yml" \
-	  --path-output book -W -n --keep-going --all --quiet
+	  --path-output book -W -n --keep-going --quiet
+	$(BIN)/python notebooks/lengths.py
 	$(PYTEST) tests/site
 	@echo "The book is in book/_build/html/index.html"
 
@@ -42,9 +44,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# What was built. The environment stays; rm -rf .venv removes it.
+# What was built, and with it what is known of chapters that did not change. The environment stays.
 clean:
-	rm -rf book/_build book/executed book/extra/data book/extra/figures book/assets/mathjax
+	rm -rf book/_build book/executed book/extra book/assets/mathjax book/notes
 
 # Installed once, and again when a pin changes. With a CUDA build of torch, pip also installs triton,
 # whose files are those of fbtriton; the last line puts fbtriton's back if they were overwritten.

@@ -1,4 +1,10 @@
-"""Command line: `python -m gdpa_kernels doctor`, `... results`, `... choices` and `... readme`."""
+"""`python -m gdpa_kernels COMMAND`; `--help` after a command lists its options.
+
+- `doctor`: what runs on this machine, why the rest does not, and what mends it.
+- `results`: every measured row as CSV or Markdown; `--system`, `--workload`, `--figure`, `--all`.
+- `choices`: rewrite from the records what `impl="auto"` tries first.
+- `readme`: rewrite from the records the table and the figure of README.md.
+"""
 
 from __future__ import annotations
 

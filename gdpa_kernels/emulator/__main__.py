@@ -1,4 +1,10 @@
-"""Runs the kernels of a Python file in the emulator: python -m gdpa_kernels.emulator --help"""
+"""`python -m gdpa_kernels.emulator FILE.py:FUNCTION`: run what a function launches in the emulator.
+
+The function takes no argument and launches kernels on CPU tensors. They run under the modelled and
+some random schedules (`--schedules`); `--arch` names the device, `--svg` and `--trace` keep a
+timeline of the first launch. The exit status is 0 if nothing was found, 1 after a finding, 2 for a
+wrong command line.
+"""
 
 import argparse
 import importlib.util
