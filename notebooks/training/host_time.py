@@ -1,0 +1,400 @@
+# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# measures: true
+# ---
+
+# %% [markdown]
+# # What does a call cost the host?
+#
+# A program that trains enqueues kernels, and the device works them off. When is the host too slow?
+#
+# :::{admonition} In this chapter (15 minutes)
+# You will measure the host's time for a call without fooling yourself, share offsets between layers
+# with `Lengths`, and know when a CUDA graph is worth its trouble. On the H200's host a forward call
+# with new offsets takes {glue:text}`new_least:.0f` to {glue:text}`new_most:.0f` µs and a step
+# {glue:text}`step_least:,.0f` to {glue:text}`step_most:,.0f`; the replay of a CUDA graph takes at
+# most {glue:text}`graph_most:.1f`.
+# :::
+
+# %%
+from collections.abc import Callable, Iterator
+
+import pandas as pd
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gdpa_kernels import GDPASelfAttention, Lengths, block_attention, emulator, gdpa
+from gdpa_kernels.gdpa import api
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.measuring import baselines, record, timing
+from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
+from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.report import charts
+from gdpa_kernels.report.chapter import Chapter
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("training/host_time", mode=mode, device=device, data_dir=data_dir)
+BIG, V4, STEP = "gdpa-self-full-1024", "v4_warp_specialized_backward", baselines.STEP
+
+# %% [markdown]
+# ## How it is measured
+#
+# As long as the host is ahead, its time costs nothing. So what counts is its time for a call among
+# calls, with the device still busy with those before; a call that waits for the device is an error
+# here. Only benchmarks repeat offsets, so each batch is the one before without its last token.
+
+# %%
+FORWARD, STEP_OF = "forward", "forward + backward"
+NEW, SHARED, GRAPH = "new offsets", "Lengths", "CUDA graph"
+HOST = ("workload", "call", "what", "median_us", "p20_us", "p80_us")
+
+
+def batches(inputs, count: int = 1100) -> Iterator[dict]:
+    """The arguments for ever shorter batches; offsets are trusted, since to check is to wait."""
+    arguments = inputs.arguments()
+    rows = {name: len(arguments[name]) for name in "qkv"}
+    rows |= {"cu_seqlens": rows["k"], "cu_seqlens_q": rows["q"], "cu_seqlens_k": rows["k"]}
+    for n in range(1, count):
+        shorter = {}
+        for name, x in arguments.items():
+            if name in "qkv":
+                shorter[name] = x[: rows[name] - n].detach().requires_grad_()
+            elif name in rows and x is not None:
+                shorter[name] = x.clamp(max=rows[name] - n)
+        yield arguments | shorter | {"validate": False}
+
+
+def forward(function: Callable, call: dict) -> torch.Tensor:
+    with torch.no_grad():
+        return function(**call)
+
+
+def step_of(function: Callable, call: dict, grad_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    out = function(**call)
+    leaves = [call[name] for name in "qkv"]
+    return torch.autograd.grad(out, leaves, grad_out[: len(out)], allow_unused=True)
+
+
+def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a call."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def host_calls(function: Callable, inputs) -> dict[str, Callable[[], object]]:
+    """Calls of a function of an operator's arguments, by what they are given."""
+    new = {what: list(batches(inputs)) for what in (FORWARD, STEP_OF)}
+    first, grad = new[FORWARD][0], inputs.grad_out
+    shared = first | {x: Lengths(y) for x, y in first.items() if x.startswith("cu_seqlens")}
+    return {
+        f"{FORWARD}, {NEW}": lambda: forward(function, new[FORWARD].pop()),
+        f"{FORWARD}, {SHARED}": lambda: forward(function, shared),
+        f"{STEP_OF}, {NEW}": lambda: step_of(function, new[STEP_OF].pop(), grad),
+        f"{STEP_OF}, {SHARED}": lambda: step_of(function, shared, grad),
+        f"{STEP_OF}, {GRAPH}": graph_of(lambda: step_of(function, first, grad)).replay,
+    }
+
+
+@chapter.measure
+def _(session):
+    lines = []
+    for name in ("gdpa-self-half-jagged-256", "gdpa-cross-full-512", "block-fill70-2000-d64"):
+        session.workloads[name] = workload(name)
+        inputs = make_inputs(workload(name), device=session.device)
+        operator = block_attention if name.startswith("block") else gdpa
+        calls = {operator.__name__: operator, "exp": lambda q, **_: q.exp()}
+        ways = {
+            (call, what): way
+            for call, function in calls.items()
+            for what, way in host_calls(function, inputs).items()
+        }
+        for way, times in timing.sample_calls(ways, session.device).items():
+            at = [sorted(times)[int(share * len(times))] for share in (0.5, 0.2, 0.8)]
+            lines.append((name, *way, *at))
+    session.tables["host"] = record.Table(HOST, lines)
+
+
+# %% [markdown]
+# Each workload is measured with `exp` of q in place of the operator too: one kernel, launched by
+# PyTorch. Hosts of one kind of machine differ by a factor of three, so `exp` is the unit.
+#
+# ## What was found
+
+# %%
+OF = chapter.slug if chapter.has_record() else "training/op_in_a_model"  # measured there before
+host = chapter.recorded("host", OF)
+median = host.pivot(index=["workload", "call"], columns="what", values="median_us")
+floor = median.xs("exp", level="call")
+ours = median.drop("exp", level="call").droplevel("call")
+
+# %% tags=["remove-cell"]
+new, step = ours[f"{FORWARD}, {NEW}"], ours[f"{STEP_OF}, {NEW}"]
+shared = ours[f"{STEP_OF}, {SHARED}"]
+graph, exp, exp_step = ours[f"{STEP_OF}, {GRAPH}"], floor[f"{FORWARD}, {NEW}"], floor[step.name]
+for key, values in {"new": new, "step": step, "graph": graph}.items():
+    chapter.glue(**{f"{key}_least": values.min(), f"{key}_most": values.max()})
+chapter.glue(eight_new=8 * step.min() / 1e3, eight_shared=8 * shared.min() / 1e3)
+
+# %% tags=["remove-input"]
+# | name: fig-host-calls
+# | caption: >
+# |   Host time of a call on gdpa-cross-full-512: median of calls in a row, µs.
+# | alt: >
+# |   Horizontal bars in microseconds. A forward call takes a few hundred, a step over a thousand,
+# |   with Lengths somewhat less; exp takes a tenth of that, the replay of a CUDA graph next to
+# |   nothing.
+one = median.loc["gdpa-cross-full-512"][list(dict.fromkeys(host["what"]))]
+bars = pd.concat([one.loc["gdpa"], one.loc["exp"].iloc[[0, 2]].rename(lambda x: f"exp, {x}")])
+chart = charts.bars(bars, xlabel="µs", highlight=list(one)[:3:2])
+chapter.figure(chart, measured=[chapter.record(OF).id], data=host)
+
+# %% tags=["remove-input"]
+chapter.table(ours.round(0).T.reset_index(names="µs, median"), measured=[chapter.record(OF).id])
+
+# %% [markdown]
+# The predictions of 2026-11-22 came from a script that timed the parts on a host where `exp` took
+# 6 µs and its gradient 59: an empty operator 7 µs, an `autograd.Function` 10, the launch of the
+# list of work 17 and of the main kernel 32, a descriptor 5.
+
+# %% tags=["remove-input"]
+US = {"form": ",.0f", "unit": " µs"}
+chapter.predict("Forward, new offsets, slowest workload.", new.max(), least=75, most=120, **US)
+chapter.predict("The same in units of `exp`.", (new / exp).max(), least=13, most=20, form=".0f")
+chapter.predict("A step, new offsets.", step.max(), least=200, most=350, **US)
+chapter.predict("The same in steps of `exp`.", (step / exp_step).max(), least=3, most=5, form=".0f")
+chapter.predict("`Lengths` save of a step.", (step - shared).min(), least=15, most=40, **US)
+chapter.predict("A CUDA graph of a step.", graph.max(), most=15, form=".1f", unit=" µs")
+
+# %% [markdown]
+# ## The surprise: the same Python in another thread
+#
+# Counted in `exp`, forward is what the parts add up to. A step is not, and what it has more than
+# forward is no launch. Autograd runs the backward pass of tensors on a GPU in a thread of its own,
+# where the same Python takes far longer. A script without a record had 943 to 1,142 µs for a step,
+# and 620 to 690 with `torch.autograd.set_multithreading_enabled(False)`.
+#
+# A call runs Python: checks, the choice of a rung, its constants, TMA descriptors, a kernel that
+# makes the list of work, then Triton's launcher, which specializes every argument again. An earlier
+# version remembered lists and replayed whole calls: 99 to 115 µs for a call with new lengths
+# (record `20261122T023917Z`). It is gone, because what was remembered could be wrong.
+#
+# ## `Lengths`: what many layers share
+#
+# Offsets live on the GPU. Whoever reads them on the host waits until everything before them has
+# run, and the queue of kernels runs dry. Unless told not to, `gdpa` reads them in each call, to
+# check them. It could remember which tensor it has checked; but a tensor says only of some of its
+# writers that they wrote, and a collective, a CUDA graph or another library goes unnoticed. So
+# nothing is remembered behind the caller's back. `Lengths(cu_seqlens)` copies the offsets, checks
+# them once, and keeps the lists of work that kernels make of them:
+
+
+# %%
+class Reads(TorchFunctionMode):
+    """Counts how often the host asks for the numbers of a tensor."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        self.count += function is torch.Tensor.tolist
+        return function(*arguments, **(keywords or {}))
+
+
+LENGTHS = [40, 0, 7, 90, 23]
+ENDS = cu_seqlens(LENGTHS, "cpu")
+few = [torch.randn(sum(LENGTHS), 2, 16).bfloat16() for _ in range(3)]
+lengths = Lengths(ENDS)
+ways = {"offsets": ((ENDS, ENDS, 90, 90), {}), "validate=False": ((ENDS, ENDS, 90, 90),
+        {"validate": False}), "Lengths": ((lengths, lengths), {})}  # fmt: skip
+with Reads() as reads, emulator.enabled():
+    for what, (offsets, options) in ways.items():
+        before = reads.count
+        for _ in range(4):
+            gdpa(*few, *offsets, impl="v1_tiled", **options)
+        print(f"{what}: {reads.count - before} reads in four calls")
+
+# %% [markdown]
+# Layers take `Lengths` in place of offsets, and the longest sequence from it.
+#
+# ## CUDA graphs
+#
+# A CUDA graph records launches and replays them without Python. Whatever the host decided during
+# capture stays decided:
+#
+# | what is needed | why |
+# |:--|:--|
+# | longest sequences as numbers, and `validate=False` | to read them is to wait |
+# | fixed rows, batch, longest sequence | they are recorded; *lengths* may change between replays |
+# | offsets that are written in place, no `Lengths` | the recorded kernels read that address |
+# | offsets that are right | a replay cannot check them: an ordinary call before can |
+# | an ordinary call or two before | kernels are compiled and loaded at the first of their kind |
+#
+# The next cell needs a GPU. It fails if a step waits for the device, or if a replay with other
+# lengths is not what an ordinary step gives.
+
+# %%
+if torch.device(device).type == "cuda":
+    layer = GDPASelfAttention(
+        256, 2, max_seqlen=90, device=device, dtype=torch.bfloat16, validate=False,
+        backward_impl="v1_tiled_backward",  # deterministic
+    )  # fmt: skip
+    rows = torch.randn(sum(LENGTHS), 256, device=device).bfloat16().requires_grad_()
+    ends, leaves = ENDS.to(device), [rows, *layer.parameters()]
+
+    def whole() -> tuple[torch.Tensor, ...]:
+        y, _ = layer((rows, ends))
+        return y, *torch.autograd.grad(y.square().sum(), leaves)
+
+    whole()
+    torch.cuda.set_sync_debug_mode("error")
+    whole()
+    torch.cuda.set_sync_debug_mode("default")
+    recorded = []
+    replay = graph_of(lambda: recorded.append(whole())).replay
+    ends.copy_(cu_seqlens(LENGTHS[::-1], device))
+    replay()
+    for one, other in zip(recorded[-1], whole(), strict=True):
+        torch.testing.assert_close(one, other)
+    print("a replay with other lengths is an ordinary step")
+
+# %% [markdown]
+# ## Which backward
+#
+# `backward_impl="auto"` takes the first rung that can compute the call, in the order that was
+# measured at the nearest shape on this kind of device; where nothing was measured come the rungs
+# that run anywhere. It looks at type, head_dim, longest sequences and layout, not at lengths. On a
+# Hopper GPU:
+
+
+# %%
+def choice(keys, dim=128, shared=False, dtype=torch.bfloat16) -> str:
+    """The backward rung that takes a call with so many keys."""
+    x = torch.empty(8, 4, dim, dtype=dtype)
+    lengths = None if shared else ENDS, ENDS, 8 if shared else keys, keys
+    return api.resolve_backward("auto", Batch(x, x, x, *lengths, ("gelu_tanh",), 1.0)).impl
+
+
+with emulator.enabled():
+    print(f"256 keys:                 {choice(256)}")
+    print(f"1,024 keys:               {choice(1024)}")
+    print(f"1,024 keys, head_dim 64:  {choice(1024, dim=64)}")
+    print(f"256 keys, shared q (PMA): {choice(256, shared=True)}")
+    print(f"256 keys, fp32:           {choice(256, dtype=torch.float32)}")
+
+# %% [markdown]
+# Name a rung for two reasons: to compare, and for results that repeat bit for bit. Beyond 256 keys
+# (128 at head_dim 64) dQ of v2 and v4 is added up in an order that differs from run to run
+# ({doc}`../backward/v2_fused_backward`). A rung that is named never hands the work to another one.
+#
+# ## A whole step
+#
+# From the record of {doc}`../backward/results`: autograd's backward of the operator and a whole
+# step, each from the call, on an idle device, to completion.
+
+# %% tags=["remove-cell"]
+of = {"of": "backward/results", "direction": "backward"}
+kernel = chapter.times(**of) / 1e3
+back = chapter.times(**of, scope="op") / 1e3
+whole_step = chapter.times(**of, scope="op", variant=STEP) / 1e3
+parts = pd.DataFrame({"backward": back.loc[BIG], "forward": whole_step.loc[BIG] - back.loc[BIG]})
+parts = parts.dropna().sort_values("backward", ascending=False)
+best = parts.index[-1]
+host_share = 100 * (back / kernel - 1).stack()
+slow, slow_impl = host_share.idxmax()
+memory = chapter.recorded("memory", "backward/results").set_index(["workload", "impl"])["bytes"]
+q_bytes = workload(BIG).total_q * workload(BIG).num_heads_q * 128 * 2
+chapter.glue(step_ms=parts.loc[best].sum(), best=best, gib=memory[BIG, best] / 2**30,
+             worst=f"{slow_impl} on {slow}", worst_kernel=kernel[slow_impl][slow],
+             worst_more=back[slow_impl][slow] - kernel[slow_impl][slow])  # fmt: skip
+
+# %% tags=["remove-input"]
+# | name: fig-train-step
+# | caption: >
+# |   A step on gdpa-self-full-1024 with each backward rung.
+# | alt: >
+# |   Horizontal bars of milliseconds in two parts: backward, filled, and forward, hollow. The
+# |   backward part shrinks from rung to rung; forward is the smaller part of each.
+chapter.figure(
+    charts.stacked(parts, xlabel="ms", looks={"backward": "filled", "forward": "hollow"}),
+    measured=chapter.rows("backward/results", direction="backward", scope="op", variant=STEP),
+)
+PERCENT = {"form": ".1f", "unit": " %"}
+text = "Autograd's backward takes at most 5 % more than its kernels alone."
+chapter.predict(text, host_share.max(), most=5, **PERCENT)
+share = 100 * parts.loc[best, "forward"] / parts.loc[best].sum()
+chapter.predict("Forward is 18 to 28 % of the step.", share, least=18, most=28, **PERCENT)
+text = "A step of v4 needs output, three gradients and a dQ in fp32: measured over counted."
+chapter.predict(text, memory[BIG, V4] / (6 * q_bytes), least=0.97, most=1.03)
+
+# %% [markdown]
+# The fastest step takes {glue:text}`step_ms:.1f` ms, backward by {glue:text}`best`, and needs
+# {glue:text}`gib:.2f` GiB beside its inputs. The broken prediction is of {glue:text}`worst`: its
+# kernels take {glue:text}`worst_kernel:.2f` ms and the call {glue:text}`worst_more:.2f` ms more,
+# since on an idle device the host's time comes first. When calls follow each other it does not, as
+# long as the host is ahead.
+#
+# ## Exercises
+#
+# :::{exercise} Who waits for whom?
+# :label: ex-host-ahead
+#
+# A model has eight attention layers. Take the host's time for a step with new offsets from the
+# table, and assume that a layer's kernels take 0.3 ms forward and backward together. Is the device
+# busy? What do `Lengths` change, what a CUDA graph? *(paper, five minutes)*
+# :::
+#
+# :::{solution} ex-host-ahead
+# :class: dropdown
+#
+# Eight layers are 2.4 ms of kernels and {glue:text}`eight_new:.1f` ms of host at the least: the
+# device waits most of the time. With `Lengths` it is {glue:text}`eight_shared:.1f` ms, better and
+# still not enough. One graph of the whole step takes microseconds, and the device is busy.
+# :::
+#
+# :::{exercise} One user fewer
+# :label: ex-host-fewer
+#
+# A graph was captured for 64 users and 8,000 rows. The next batch has 63 users and 7,950 rows. How
+# can it be replayed? *(paper, five minutes)*
+# :::
+#
+# :::{solution} ex-host-fewer
+# :class: dropdown
+#
+# Batch and rows are recorded, lengths are not. The 64th user becomes the owner of the 50 rows that
+# are left over: the last offset stays 8,000, every row has an owner, and the loss leaves that user
+# out. Its length must not exceed the longest sequence of the capture.
+# :::
+#
+# :::{exercise} `Lengths` in a graph
+# :label: ex-host-lengths
+#
+# Why may a step that is captured not use `Lengths`, if lengths change between replays? *(paper,
+# five minutes)*
+# :::
+#
+# :::{solution} ex-host-lengths
+# :class: dropdown
+#
+# `Lengths` holds a copy of the offsets and lists of work made of that copy. New offsets written
+# into the original tensor do not reach them, and the recorded kernels go on reading the old list.
+# With plain offsets the kernel that makes the list is recorded too, and runs in each replay.
+# :::
+#
+# ## Takeaways
+#
+# - Measure host time on calls in a row, with inputs that no call has seen, in units of a call of
+#   PyTorch. An absolute time is a property of that host.
+# - Remember nothing that somebody else can change. Let the caller hold what is shared.
+# - Where the host is the bound, a CUDA graph is the documented way out, and it is PyTorch's own.
