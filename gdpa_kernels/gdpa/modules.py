@@ -137,7 +137,7 @@ class GDPASelfAttention(_Layer):
         output_scale: multiplies the attention's result, before the output projection.
         causal, window: which pairs of tokens count; as `gdpa`.
         qk_norm: RMSNorm of each head's rows of q and of k, with learned weights w_q and w_k that
-            start at 1. The size of a score is then at most |scale| * head_dim * max |w_q w_k|:
+            start at 1. A score is then at most `scale * head_dim * max(abs(w_q * w_k))` in size:
             scale=1 / head_dim makes it a cosine at first, where the polynomial "gelu_taylor6" is
             accurate; the other activations need no bound. With it q and k are copies, and only v is
             read where it lies. False: the operator alone.
