@@ -81,8 +81,7 @@ chapter.ladder(V7, LONGEST)
 #   left.
 
 # %% tags=["remove-input"]
-chapter.code(activations.tanh_cubic_pairs, "@triton", "One block")
-chapter.code(activations.tanh_cubic_pairs, "return", "dtype=")
+chapter.code(activations.tanh_cubic_pairs)
 chapter.code(v7_packed.begin, "if options.PAIRS", "else:")
 chapter.code(v7_packed.finish)
 
