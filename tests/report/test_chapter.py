@@ -1,0 +1,124 @@
+"""`Chapter`: what it quotes, what it shows, and what it refuses."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.gdpa import v5_pingpong
+from gdpa_kernels.measuring import record
+from gdpa_kernels.report import chapter as chapters
+from gdpa_kernels.report import house, page
+from gdpa_kernels.report.chapter import Chapter
+
+
+@pytest.fixture
+def shown(monkeypatch, tmp_path) -> list:
+    """What a chapter displays, with its downloads in `tmp_path`."""
+    outputs: list = []
+    monkeypatch.setattr(chapters, "display", outputs.append)
+    monkeypatch.setattr(page, "CSV_DIR", tmp_path / "figures")
+    monkeypatch.setattr(chapters, "CHANGES_DIR", tmp_path / "changes")
+    return outputs
+
+
+@pytest.fixture
+def chapter() -> Chapter:
+    return Chapter("forward/v5_pingpong", data_dir=record.ROOT / "data")
+
+
+def test_rows_are_those_of_the_newest_record(chapter):
+    rows = chapter.rows("forward/results", direction="forward")
+    assert set(rows["record"]) == {chapter.record("forward/results").id}
+    assert set(rows["scope"]) == {"kernel"} and set(rows["variant"]) == {""}
+    assert not rows.duplicated(["workload", "impl"]).any()
+    chosen = chapter.rows("forward/results", workload=["gdpa-self-full-256"], impl="v1_tiled")
+    assert len(chosen) == 1
+    times = chapter.times("forward/results", workload="gdpa-self-full-256")
+    assert times.loc["gdpa-self-full-256", "v1_tiled"] == chosen["time_us_p50"].iloc[0]
+
+
+def test_what_no_record_holds_is_refused(chapter):
+    with pytest.raises(LookupError, match="must hold rows of .*nothing"):
+        chapter.rows(impl="nothing")
+    with pytest.raises(LookupError, match="notebook='notebooks/forward/none.py'"):
+        chapter.record("forward/none")
+
+
+def test_nothing_is_measured_in_replay(chapter):
+    chapter.measure(lambda session: pytest.fail("measured"))
+    assert chapter.compare(lambda session: pytest.fail("measured")) is None
+
+
+def test_an_exhibit_has_its_data_and_its_origin(chapter, shown, tmp_path):
+    rows = chapter.rows("forward/results", workload="gdpa-self-full-256")
+    chapter.table(rows[["impl", "tflops"]], measured=rows)
+    table, origin = (output.data for output in shown)
+    assert table.startswith("| impl | tflops |")
+    assert 'data-kind="measured"' in origin and rows["record"].iloc[0] in origin
+    (csv,) = (tmp_path / "figures").iterdir()
+    assert csv.name == "forward-v5_pingpong-1.csv" and csv.name in origin
+    assert len(pd.read_csv(csv)) == len(rows)
+
+
+@pytest.mark.parametrize("origin", ({}, {"guessed": "x"}, {"modelled": "x", "emulated": "y"}))
+def test_an_exhibit_without_one_origin_is_refused(chapter, shown, origin):
+    with pytest.raises(TypeError, match="origin must be one of measured, published, modelled"):
+        chapter.figure(house.subplots()[0], **origin)
+
+
+@pytest.mark.parametrize(
+    "limits, verdict, said",
+    (
+        ({"most": 1.0}, "broken", "at most 1.00"),
+        ({"least": 1.0}, "kept", "at least 1.00"),
+        ({"least": 1.0, "most": 1.1}, "broken", "1.00 to 1.10"),
+    ),
+)
+def test_a_prediction_stands_with_its_verdict(chapter, shown, limits, verdict, said):
+    chapter.predict("It is so.", 1.25, **limits)
+    text = shown[0].data
+    assert f"Predicted: {said}. Found: 1.25" in text and f"**{verdict}**" in text
+
+
+def test_a_prediction_that_cannot_fail_is_refused(chapter):
+    with pytest.raises(ValueError, match="least or most must be given"):
+        chapter.predict("It is so.", 1.0)
+
+
+def test_code_is_shown_between_two_lines(chapter, shown):
+    chapter.code(v5_pingpong.math, "for block in", "store_rows")
+    lines = shown[0].data.splitlines()
+    assert lines[0] == "```python" and lines[1].startswith("for block in")
+    assert "store_rows" not in shown[0].data
+    with pytest.raises(ValueError, match="must have a line with 'no such line'"):
+        chapter.code(v5_pingpong.math, "no such line")
+
+
+@pytest.mark.parametrize(
+    "operator, impl",
+    [(o, r.impl) for o in ladder.LADDERS for r in ladder.LADDERS[o] if r.predecessor],
+)
+def test_changes_are_of_the_kernel_and_short(chapter, shown, tmp_path, operator, impl):
+    chapter.changes(impl, operator)
+    code = [output.data for output in shown if output.data.startswith("```diff")]
+    assert sum(len(text.splitlines()) - 2 for text in code) <= chapters.MOST_CHANGED
+    assert "def forward(" not in "".join(code)
+    link = shown[-1].data
+    (file,) = (tmp_path / "changes").iterdir()
+    assert file.name in link and file.read_text().startswith("--- ")
+
+
+def test_roles_are_the_tables_of_the_docstring(chapter, shown):
+    chapter.roles("v5_pingpong")
+    assert "| barrier" in shown[0].data and "Changes from" not in shown[0].data
+
+
+def test_glue_gives_numbers_and_words(chapter, monkeypatch):
+    given = {}
+    monkeypatch.setattr(page, "_glue", given.__setitem__)
+    chapter.glue(number=2, word="kept")
+    assert given == {"number": 2.0, "word": "kept"}
+    with pytest.raises(ValueError, match="value of 'bad' must be a finite number"):
+        chapter.glue(bad=float("nan"))
