@@ -1,0 +1,121 @@
+"""The same kernel measured again: by other protocols, and in other records of one machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring.record import Record
+
+KEY = ["workload", "impl", "config", "source"]
+"""What makes two forward rows of different records the same kernel."""
+
+REPLICATES = "notebooks/measuring/protocol.py"
+"""Its variants are replicates of one kernel; those of other chapters are other kernels."""
+
+
+def apparent(table: pd.DataFrame) -> pd.DataFrame:
+    """What protocols would have printed, by protocol and workload, from a table of samples.
+
+    Columns: time_us (median), tflops, and relative, low and high: the rate at p50, p80 and p20 over
+    that of "ours" at the same batch, where a protocol's name ends in ", batch 32" or does not.
+    """
+    samples = table.groupby(["protocol", "workload", "flops"], sort=False)["time_us"]
+    times = samples.quantile([0.2, 0.5, 0.8]).unstack().reset_index("flops")
+    found = pd.DataFrame({"time_us": times[0.5], "tflops": times["flops"] / times[0.5] / 1e6})
+    ours = [
+        found["tflops"]["ours, batch 32" if name.endswith(", batch 32") else "ours", workload]
+        for name, workload in found.index
+    ]
+    found["relative"] = found["tflops"] / ours
+    found["low"] = found["relative"] * times[0.5] / times[0.8]
+    found["high"] = found["relative"] * times[0.5] / times[0.2]
+    return found
+
+
+def repeated(runs: Sequence[Record]) -> pd.DataFrame:
+    """Rungs that ran in more than one of `runs` with the same source, configuration and workload.
+
+    A row for each kernel and record: KEY, record, notebook, time_us_p50 (of replicates the median)
+    and slower: the time over that in the fastest record, in per cent.
+    """
+    rungs = {rung.impl for rung in ladder.RUNGS}
+    seen = [
+        {
+            "workload": row.workload,
+            "impl": row.impl,
+            "config": json.dumps(row.config, sort_keys=True),
+            "source": run.package.sources[f"gdpa_kernels/gdpa/{row.impl}.py"],
+            "record": run.id,
+            "notebook": run.chapter.removeprefix("notebooks/").removesuffix(".py"),
+            "time_us_p50": float(np.median(row.samples_us)),
+        }
+        for run in runs
+        for row in run.rows
+        if row.impl in rungs and row.scope == "kernel" and row.samples_us
+        if not row.variant or run.chapter == REPLICATES
+    ]
+    columns = [*KEY, "record", "notebook", "time_us_p50"]
+    found = pd.DataFrame(seen, columns=columns)
+    found = found.groupby(columns[:-1], as_index=False).median()
+    found = found[found.groupby(KEY)["record"].transform("nunique") > 1]
+    fastest = found.groupby(KEY)["time_us_p50"].transform("min")
+    return found.assign(slower=100 * (found["time_us_p50"] / fastest - 1))
+
+
+def worst(found: pd.DataFrame) -> pd.DataFrame:
+    """By workload and impl of `repeated`: the least time (us) and the largest `slower`."""
+    return found.groupby(["workload", "impl"], as_index=False).agg(
+        time_us=("time_us_p50", "min"), slower=("slower", "max")
+    )
+
+
+def median_interval(run: Record, workload: str, impl: str) -> tuple[float, float]:
+    """Two sorted samples (us) that enclose the true median of a kernel time with 96 %, whatever the
+    distribution: the 10th and the 21st of 30. ValueError for another number of samples."""
+    (samples,) = (
+        row.samples_us
+        for row in run.rows
+        if (row.workload, row.impl, row.scope, row.variant) == (workload, impl, "kernel", "")
+    )
+    if len(samples) != 30:
+        raise ValueError(f"{impl} on {workload} must have 30 samples, got {len(samples)}")
+    ordered = sorted(samples)
+    return ordered[9], ordered[20]
+
+
+def ratios(found: pd.DataFrame) -> pd.DataFrame:
+    """For each pair of rungs that met on a workload in two or more records of `repeated`: by how
+    many per cent the time of either, and their ratio, differ between records."""
+    rows = []
+    for workload, kernels in found.groupby("workload"):
+        wide = kernels.pivot_table(index="record", columns=KEY[1:], values="time_us_p50")
+        for first, second in combinations(wide.columns, 2):
+            met = wide[[first, second]].dropna()
+            if first[0] != second[0] and len(met) > 1:
+                ratio = met[first] / met[second]
+                times = (met.max() / met.min()).max()
+                moved = (100 * (x - 1) for x in (times, ratio.max() / ratio.min()))
+                rows.append((workload, f"{first[0]} / {second[0]}", *moved))
+    columns = ["workload", "ratio of", "times differ by (%)", "ratios differ by (%)"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def states(runs: Sequence[Record], times: pd.Series) -> pd.DataFrame:
+    """The device after the last sample of each of `runs` that `times` (us, by record) names, by
+    rising time."""
+    rows = []
+    for run in runs:
+        if run.id in times:
+            after = run.state["after"]
+            notebook = run.chapter.removeprefix("notebooks/").removesuffix(".py")
+            reasons = ", ".join(after["throttle_reasons"]) or "none"
+            measured = after["sm_clock_mhz"], after["power_w"], after["temperature_c"]
+            rows.append((times[run.id], notebook, *measured, reasons))
+    columns = ["p50 (µs)", "notebook", "SM clock (MHz)", "power (W)", "°C", "throttle reasons"]
+    return pd.DataFrame(rows, columns=columns).sort_values(columns[0], ignore_index=True)

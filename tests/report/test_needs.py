@@ -1,0 +1,37 @@
+"""What the page on reproducing says of a reader's GPU."""
+
+from types import SimpleNamespace
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.report import needs
+
+
+def test_every_rung_says_what_it_needs():
+    table = needs.support()
+    assert len(table) == len(ladder.RUNGS)
+    assert set(table["device"]) >= {"any", "sm_80 or newer"} and "sm_90" in set(table["device"])
+    assert needs.support_html().count("<code>") == len(table)
+
+
+def test_bytes_follow_from_the_workload():
+    name = "gdpa-self-full-256"
+    tokens = 1152 * 256
+    assert needs.input_bytes(name) == 3 * tokens * 4 * 128 * 2
+    assert needs.check_bytes(name) > 5 * tokens * 4 * 128 * 2
+
+
+def test_peaks_and_the_heaviest_are_those_of_the_record():
+    def row(workload, **changes):
+        values = {"impl": "v1_tiled", "scope": "kernel", "variant": "", "samples_us": (1.0,)}
+        return SimpleNamespace(workload=workload, peak_bytes=7, **(values | changes))
+
+    small, large = "gdpa-self-full-256", "gdpa-self-full-1024"
+    longest = [
+        row("gdpa-self-full-2048", impl=i) for i in ("v0_eager", "torch_compile", "v1_tiled")
+    ]
+    found = needs.gigabytes(SimpleNamespace(rows=longest), [SimpleNamespace(rows=longest)])
+    assert found["rung_peak_gb"] == found["v0_peak_gb"] == 7e-9
+    assert found["v0_total_gb"] == found["compile_total_gb"] > found["inputs_gb"]
+    run = SimpleNamespace(rows=[row(small), row(large, scope="op"), row("unknown")])
+    assert needs.peak_bytes(run, small) == {"v1_tiled": 7} and needs.peak_bytes(run, large) == {}
+    assert needs.heaviest([run]) == large

@@ -1,0 +1,89 @@
+"""Kernels measured again: what other protocols say, and how far records differ."""
+
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from gdpa_kernels.report import repeats
+
+
+def run(name: str, times: dict[str, float], chapter: str = "forward/results", **changes):
+    """A record with a row for each implementation, one sample each."""
+    rows = [
+        SimpleNamespace(
+            workload="w", impl=impl, scope="kernel", variant=changes.get("variant", ""), config={},
+            samples_us=(time,),
+        )
+        for impl, time in times.items()
+    ]  # fmt: skip
+    sources = {f"gdpa_kernels/gdpa/{impl}.py": changes.get("source", "a") for impl in times}
+    after = {"sm_clock_mhz": 1980, "power_w": 500.0, "temperature_c": 40, "throttle_reasons": []}
+    return SimpleNamespace(
+        id=name, chapter=f"notebooks/{chapter}.py", rows=rows, state={"after": after},
+        package=SimpleNamespace(sources=sources),
+    )  # fmt: skip
+
+
+RUNS = [
+    run("one", {"v1_tiled": 100.0, "v2_tma": 50.0, "cudnn": 1.0}),
+    run("two", {"v1_tiled": 110.0, "v2_tma": 55.0}),
+    run("new", {"v1_tiled": 300.0}, source="b"),
+    run("idea", {"v1_tiled": 300.0}, variant="an idea"),
+    run("same", {"v1_tiled": 120.0}, chapter="measuring/protocol", variant="replicate 1"),
+]
+
+
+def test_only_the_same_kernel_is_compared():
+    found = repeats.repeated(RUNS)
+    assert set(found["record"]) == {"one", "two", "same"}
+    assert found.groupby("impl")["slower"].max().to_dict() == pytest.approx(
+        {"v1_tiled": 20, "v2_tma": 10}
+    )
+
+
+def test_a_ratio_may_hold_where_times_move():
+    (row,) = repeats.ratios(repeats.repeated(RUNS)).to_dict("records")
+    assert row["ratio of"] == "v1_tiled / v2_tma"
+    assert row["times differ by (%)"] == pytest.approx(10)
+    assert row["ratios differ by (%)"] == pytest.approx(0)
+
+
+def test_states_are_sorted_by_time():
+    found = repeats.states(RUNS, pd.Series({"two": 110.0, "one": 100.0}))
+    assert list(found["p50 (µs)"]) == [100, 110] and set(found["throttle reasons"]) == {"none"}
+
+
+def test_the_interval_of_a_median_is_two_of_its_samples():
+    one = run("one", {"v1_tiled": 0.0})
+    one.rows[0].samples_us = tuple(range(30, 0, -1))
+    assert repeats.median_interval(one, "w", "v1_tiled") == (10, 21)
+    one.rows[0].samples_us = (1.0,)
+    with pytest.raises(ValueError, match="must have 30 samples, got 1"):
+        repeats.median_interval(one, "w", "v1_tiled")
+
+
+def test_the_worst_is_kept_for_each_kernel():
+    found = repeats.worst(repeats.repeated(RUNS)).set_index("impl")
+    assert found["time_us"].to_dict() == {"v1_tiled": 100, "v2_tma": 50}
+    assert found["slower"]["v1_tiled"] == pytest.approx(20)
+
+
+def test_a_protocol_is_held_against_ours_at_its_batch():
+    rows = [
+        (name, "w", flops, sample, time)
+        for name, flops, times in (
+            ("ours", 1e8, (10.0, 10.0)),
+            ("warm", 1e8, (4.0, 6.0)),
+            ("ours, batch 32", 1e7, (2.0, 2.0)),
+            ("bare, batch 32", 1e7, (8.0, 8.0)),
+        )
+        for sample, time in enumerate(times)
+    ]
+    table = pd.DataFrame(rows, columns=["protocol", "workload", "flops", "sample", "time_us"])
+    found = repeats.apparent(table).xs("w", level="workload")
+    assert found["tflops"]["ours"] == 10
+    assert found["relative"].to_dict() == {
+        "ours": 1, "warm": 2, "ours, batch 32": 1, "bare, batch 32": 0.25
+    }  # fmt: skip
+    assert found["low"]["warm"] < 2 < found["high"]["warm"]
