@@ -225,7 +225,6 @@ same = chapter.rows(variant=[f"replicate {i}" for i in range(8)])
 p20, p50, p80 = (
     same.pivot(index="variant", columns="workload", values=f"time_us_p{q}") for q in (20, 50, 80)
 )
-middle = p50.median()
 noise = 100 * (p50.max() / p50.min() - 1)
 scatter = (100 * (p80 - p20) / p50).median()
 
@@ -238,8 +237,8 @@ scatter = (100 * (p80 - p20) / p50).median()
 # |   Eight rows, two marks each. The marks stay within half a percent of one; the bars reach about
 # |   one percent down, and further up.
 chart = charts.dots(
-    p50 / middle, low=p20 / middle, high=p80 / middle, xlabel="time / median of all replicates",
-    colours=(RUNG_COLOURS[2], RUNG_COLOURS[3]),
+    p50 / p50.median(), low=p20 / p50.median(), high=p80 / p50.median(),
+    xlabel="time / median of all replicates", colours=(RUNG_COLOURS[2], RUNG_COLOURS[3]),
 )  # fmt: skip
 chapter.figure(chart, measured=same)
 assert (noise < scatter).all(), "the text: medians agree better than samples"
@@ -328,7 +327,7 @@ chapter.predict(
 # measured among slow, cool rivals looks a little better than in a model full of its own kind. For
 # your circumstances there is `make compare` ({doc}`../../reproduce`).
 
-# %% tags=["remove-cell"]
+# %% tags=["remove-input"]
 page.glue_html("support", needs.support_html())  # for book/reproduce.md, as what follows
 v2, v3 = ([time / 1e3 for time in repeats.median_interval(kernels, "gdpa-self-full-2048", impl)]
           for impl in ("v2_tma", "v3_persistent"))  # fmt: skip
@@ -337,6 +336,8 @@ chapter.glue(v2_low=v2[0], v2_high=v2[1], v3_low=v3[0], v3_high=v3[1],
              **needs.gigabytes(kernels, runs))  # fmt: skip
 assert needs.heaviest(runs) == "gdpa-self-kuairand1k-4096", "book/reproduce.md names it"
 if compared:
+    both = {"noise floor (%)": repeats.noise(compared.rows), "record": noise}
+    display(page.show_table(pd.DataFrame(both).rename_axis("workload").reset_index()))
     taken = compared.tables["protocols"]
     here = repeats.apparent(pd.DataFrame(list(taken.rows), columns=list(taken.columns)))
     display(page.show_table(here["relative"].unstack().reset_index()))
