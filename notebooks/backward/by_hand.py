@@ -7,18 +7,16 @@
 # %% [markdown]
 # # The backward by hand
 #
-# What must a backward pass compute when softmax is gone, and what must forward leave behind?
+# What must backward compute when softmax is gone, and what must forward leave behind?
 #
 # :::{admonition} In this chapter (20 minutes)
-# You will derive the three gradients and check them against differences. The result: five MMAs,
-# {glue:text}`flops_ratio:.1f` times the FLOPs of forward for {glue:text}`bytes_ratio:.2f` times its
-# bytes, from q, k, v and dO alone. No output, no log-sum-exp, no row sums.
+# You will derive the three gradients, see where a mask must stand, and decide who owns which sum.
+# The result: five MMAs, {glue:text}`flops_ratio:.1f` times the FLOPs of forward for
+# {glue:text}`bytes_ratio:.2f` times its bytes, from q, k, v and dO alone: no output, no
+# log-sum-exp, no row sums.
 # :::
 
 # %%
-from dataclasses import replace
-
-import pandas as pd
 import torch
 import torch.nn.functional as F
 
@@ -27,7 +25,7 @@ from gdpa_kernels.gdpa import activations, derivatives, reference
 from gdpa_kernels.measuring import roofline
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import FIGURES, workload
-from gdpa_kernels.report import charts, results, studies
+from gdpa_kernels.report import charts, results
 from gdpa_kernels.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -41,7 +39,7 @@ NAMES = list(dict.fromkeys(n for figure in FIGURES if "-bwd-" in figure for n in
 SAME = workload("gdpa-self-full-1024")
 limits = results.ceilings(chapter.record("forward/results"))
 ratios = {x: getattr(SAME, x)("backward") / getattr(SAME, x)("forward") for x in ("flops", "bytes")}
-chapter.glue(flops_ratio=ratios["flops"], bytes_ratio=ratios["bytes"], batch=SAME.batch)
+chapter.glue(flops_ratio=ratios["flops"], bytes_ratio=ratios["bytes"])
 
 # %% tags=["remove-input"]
 # | name: fig-hand-owners
@@ -57,10 +55,6 @@ strips = [("dQ", "left", True), ("dK", "below", True), ("dV", "below", True)]
 chapter.figure(charts.tiles({"": charts.Tiles((2, 3), cross, strips)}), modelled="the five MMAs")
 
 # %% [markdown]
-# Forward is given q, k, v and offsets ({doc}`../operator/gdpa`); backward the same and the gradient
-# of the output. Forward wants one tensor, backward three, and the derivative of the activation
-# beside its value.
-#
 # ## One sequence, one head
 #
 # With $m_{ij}$ 1 where a pair counts and 0 elsewhere,
@@ -70,21 +64,19 @@ chapter.figure(charts.tiles({"": charts.Tiles((2, 3), cross, strips)}), modelled
 # $$
 #
 # where $s$ is `scale`, $c$ is `output_scale` and $\alpha$ the activation. Given $dO$, the gradient
-# of a loss $L$ with respect to $O$, we want $dQ$, $dK$ and $dV$. One rule does it. To first order
-# $\delta L = \langle dO, \delta O \rangle$, and if $C = A B$, then
+# of a loss with respect to $O$, we want $dQ$, $dK$ and $dV$. One rule does it: if $C = A B$, then
 #
 # $$
 # dA = dC\,B^{\mathsf T}, \qquad dB = A^{\mathsf T} dC :
 # $$ (eq-hand-product)
 #
-# a matmul forward becomes two backward, with its two operands. Three steps from the end:
+# so that each matmul forward becomes two backward. From the end to the beginning:
 #
 # - Through $O = c\,P V$: $dP = c\,dO\,V^{\mathsf T}$ and $dV = c\,P^{\mathsf T} dO$.
-# - Through the activation: $P_{ij}$ depends on $S_{ij}$ alone, so
-#   $dS = m \odot \alpha'(S) \odot dP$.
+# - Through the activation, score by score: $dS = m \odot \alpha'(S) \odot dP$.
 # - Through $S = s\,Q K^{\mathsf T}$: $dQ = s\,dS\,K$ and $dK = s\,dS^{\mathsf T} Q$.
 #
-# In double precision against PyTorch's autograd, with a causal mask:
+# In fp64 against PyTorch's autograd, with a causal mask:
 
 # %%
 make = torch.Generator().manual_seed(2025)
@@ -114,23 +106,19 @@ expected = torch.autograd.grad(c * (m * alpha.function(s * q @ k.T)) @ v, (q, k,
 print(gaps(by_hand(Q, K, V, dO, m), expected))
 
 # %% [markdown]
-# In the code $c$ has moved from $dP$ to the end. That saves a multiplication for each score, and it
-# matters for accuracy: an MMA takes dS in 16 bits, and with `output_scale` 1 / 2048, as in Kunlun
-# {cite}`hou2026kunlun`, small gradients underflow in fp16. Our rungs apply both factors at the end.
-#
-# `reference.backward` is the same with heads and a batch around it: in fp64 the oracle of all
-# tests, in bf16 the base of a kernel's budget of errors ({doc}`../measuring/protocol`).
+# In the code, as in our rungs, $c$ has moved from $dP$ to the end. That saves a multiplication per
+# score and keeps fp16 accurate: an MMA takes dS in 16 bits, and with `output_scale` 1 / 2048, as in
+# Kunlun {cite}`hou2026kunlun`, small gradients would underflow. `reference.backward` does the same
+# for heads and a batch; tests hold it against finite differences of the forward pass.
 #
 # ## Masks act twice
 #
-# $m$ stands in $P$ and in $dS$. The first looks superfluous: all our activations are 0 at 0, so one
-# may as well set the masked *scores* to 0, and forward is right. Backward is not, because
-# $\alpha'(0)$ of GELU is ½:
+# $m$ stands in $P$ and in $dS$. All our activations are 0 at 0, so it seems enough to set masked
+# *scores* to 0. Forward it is. Backward it is not, because $\alpha'(0)$ of GELU is ½:
 
 
 # %%
 def mask_on_scores(Q, K, V, dO, m):
-    """`by_hand` with the mask where it does forward no harm."""
     S = m * (s * Q @ K.T)
     dS = alpha.derivative(S) * (dO @ V.T)
     return s * c * dS @ K, s * c * dS.T @ Q, c * alpha.function(S).T @ dO
@@ -139,73 +127,16 @@ def mask_on_scores(Q, K, V, dO, m):
 print(gaps(mask_on_scores(Q, K, V, dO, m), expected))
 
 # %% [markdown]
-# dV is right; dQ and dK lose large parts of themselves. A check of output or dV finds nothing.
+# dV is right. dQ and dK are wrong by more than half of their largest number: they pick up gradient
+# from pairs that do not count. A check of the output or of dV finds nothing.
 #
-# *Rows and keys that do not exist* need no mask, whatever the slope. Tails are loaded as zeros
-# ({doc}`../forward/v1_tiled`). A query that does not exist has $dO = 0$, a key that does not exist
-# has $V = 0$, so $dP = dO\,V^{\mathsf T} = 0$ either way, and $P = \alpha(0) = 0$. Both must be
-# real zeros: behind a sequence in memory lies the next one, and $0 \cdot \text{NaN}$ is NaN.
+# *Rows and keys beyond the end* need no mask. Tails are loaded as zeros
+# ({doc}`../forward/v1_tiled`), so dO or V is 0 there, hence $dP = 0$, and $P = \alpha(0) = 0$. The
+# zeros must be real: the next sequence lies behind in memory, and $0 \cdot \text{NaN}$ is NaN.
 #
-# ## A batch, groups, and one q for all
-#
-# Sequences share nothing: the gradient of a packed batch is that of each sequence, put where its
-# rows are. A tensor that is used several times gets a sum. With grouped heads
-# {cite}`ainslie2023gqa` dK and dV are sums over the query heads of a group. With a shared q, the
-# learned seeds of a pooling layer {cite}`lee2019settransformer`, dQ is a sum over the batch,
-# {glue:text}`batch:,.0f` sequences at the published size. The order of such a sum decides whether
-# two runs agree to the bit. {doc}`v1_tiled_backward` adds in a fixed order;
-# {doc}`v2_fused_backward` shows what it costs when the order is free.
-#
-# ## Is it right?
-#
-# Autograd might share a mistake with us; differences of the forward pass cannot. Move q, k and v
-# along one random direction by $h$ up and down: the difference quotient of $\langle dO, O \rangle$
-# should be the inner product of the gradients with that direction. A definition that forgets the
-# mask on the slope must fail:
-
-
-# %%
-def difference_error(given, h, backward=reference.backward) -> float:
-    """Relative error of a central difference against the gradients, along one direction."""
-    make = torch.Generator().manual_seed(11)
-    grad, at = studies.gradient(given), {x: getattr(given, x) for x in "qkv"}
-    along = {n: torch.randn(x.shape, generator=make, dtype=torch.float64) for n, x in at.items()}
-
-    def loss(h):
-        moved = {n: x + h * along[n] for n, x in at.items()}
-        return (grad * reference.forward(replace(given, **moved))).sum()
-
-    slope = sum((g * along[n]).sum() for n, g in zip(at, backward(grad, given), strict=True))
-    return abs((loss(h) - loss(-h)) / (2 * h) / slope - 1).item()
-
-
-def ragged(activation, **options):
-    given = studies.batch((9, 14), (12, 7), heads=2, head_dim=8, activation=activation, **options)
-    return replace(given, **{x: getattr(given, x).double() for x in "qkv"})
-
-
-steps = [10.0**-e for e in range(1, 11)]
-errors = pd.DataFrame({"h": [f"{h:.0e}" for h in steps]})
-for name in ("gelu_tanh", "relu"):
-    errors[name] = [difference_error(ragged(name), h) for h in steps]
-forgot = studies.changed(reference, (", slope.masked_fill(~keep, 0)", ", slope"))
-causal = ragged("gelu_tanh", causal=True)
-print(f"no mask on the slope: {difference_error(causal, 1e-5, forgot.backward):.1f}")
-
-# %% tags=["remove-input"]
-chapter.table(errors, modelled="relative error of a central difference of the definition, in fp64")
-gelu, relu = errors["gelu_tanh"], errors["relu"]
-text = "The error of GELU falls as the square of $h$: from 0.1 to 0.001 by 10,000, within 2 times."
-chapter.predict(text, gelu[0] / gelu[2], least=5e3, most=2e4, form=",.0f")
-text = "ReLU falls too, but not smoothly: in all to less than a thousandth."
-chapter.predict(text, relu.min() / relu[0], most=1e-3, form=".0e")
-
-# %% [markdown]
-# ReLU does not fall as a square: a score nearer to 0 than the step counts with the mean of its two
-# slopes, and one such score is enough. Below some step none is left, and the error is gone at once.
-# A difference in bf16 would be useless, since its rounding is $10^{-3}$ and not $10^{-16}$. So
-# kernels are compared with the definition, and the definition with differences: here along one
-# direction, in the tests by `gradcheck`, which moves every element.
+# *A tensor that is used several times* gets a sum: with grouped heads {cite}`ainslie2023gqa` dK and
+# dV over the query heads of a group, with a shared q dQ over the batch. If the order of such a sum
+# is free, two runs need not agree to the bit ({doc}`v2_fused_backward`).
 #
 # ## Value and slope from one transcendental
 #
@@ -218,73 +149,53 @@ chapter.predict(text, relu.min() / relu[0], most=1e-3, form=".0e")
 # $$
 #
 # The derivative of tanh is a polynomial in tanh, so one `tanh.approx` serves both. Value and slope
-# take {glue:text}`both:.0f` fp32 instructions, the value alone {glue:text}`alone:.0f`. SiLU
-# {cite}`elfwing2017silu` is alike; the exact form, `gelu`, needs an exponential beside its error
-# function. So MUFU, which takes half as long as the MMAs forward at head_dim 128, takes a fifth as
-# long backward. The forward rungs fought for the activation
-# ({doc}`../forward/activation_arithmetic`). Backward its share is smaller, and the fight will be
-# for registers and shared memory.
+# take {glue:text}`both:.0f` fp32 instructions, the value alone {glue:text}`alone:.0f`. At head_dim
+# 128 MUFU needs half as long as the tensor cores forward, and a fifth as long backward. Forward the
+# fight was for the activation. Backward it will be for registers and shared memory.
 #
 # ## The surprise: memory is the easier part
 #
-# One expects backward to be the harder half, and for issue slots and registers it is. Five MMAs are
-# *useful*, however many a kernel makes: four have operands that did not exist forward, and keeping
-# $T$ costs more than it saves (the first exercise). At equal lengths backward moves seven tensors
-# where forward moves four. So its intensity is 10/7 of forward's, and short batches may run faster.
-# Forward {glue:text}`memory_forward:.0f` of {glue:text}`workloads:.0f` workloads are memory-bound,
-# backward {glue:text}`memory_backward:.0f`; self-attention is compute-bound from
-# {glue:text}`ridge_forward:.0f` tokens on forward, from {glue:text}`ridge_backward:.0f` backward
-# (modelled).
-
-# %% tags=["remove-input"]
-# | name: fig-hand-roofline
-# | caption: >
-# |   The published workloads that are memory-bound in one direction or both. Dashed: the rate of
-# |   large matmuls.
-# | alt: >
-# |   A dot plot with two marks a row. Backward lies right of forward in each row; in three of seven
-# |   it has reached the dashed line.
-brackets = {
-    d: {n.removeprefix("gdpa-"): roofline.bracket(workload(n), d, limits) for n in NAMES}
-    for d in ("forward", "backward")
-}
-roofs = pd.DataFrame({d: {n: b.tflops_at_lower for n, b in x.items()} for d, x in brackets.items()})
-short = roofs[roofs.min(axis=1) < 0.999 * limits.tflops]
-chart = charts.dots(short, xlabel="TFLOP/s at the roofline", baseline=limits.tflops)
-chapter.figure(chart, data=roofs.reset_index(), modelled="from ceilings measured on the H200")
+# One expects backward to be the harder half, and for issue slots and registers it is. For memory it
+# is not: it has 5 MMAs where forward has 2, and at equal lengths it moves 7 tensors where forward
+# moves 4, so its intensity is 10/7 of forward's. Of {glue:text}`workloads:.0f` workloads
+# {glue:text}`memory_forward:.0f` are memory-bound forward, {glue:text}`memory_backward:.0f`
+# backward (modelled). Forward, self-attention is compute-bound from
+# {glue:text}`ridge_forward:.0f` tokens on; from where it is backward, the third exercise asks.
 
 # %% tags=["remove-cell"]
-bound = {d: sum(b.bound == "memory" for b in x.values()) for d, x in brackets.items()}
-ridge = {d: limits.tflops * 1e3 / limits.gbytes_per_s(SAME.bytes_read(d), SAME.bytes_written(d))
-         for d in bound}  # fmt: skip
+ridge = {}
+for d in ("forward", "backward"):
+    speed = limits.gbytes_per_s(SAME.bytes_read(d), SAME.bytes_written(d))
+    ridge[d] = limits.tflops * 1e3 / speed
+    bounds = [roofline.bracket(workload(name), d, limits).bound for name in NAMES]
+    chapter.glue(**{f"memory_{d}": bounds.count("memory")})
 chapter.glue(
-    **{f"memory_{d}": n for d, n in bound.items()}, workloads=len(NAMES), ridge=ridge["backward"],
+    workloads=len(NAMES), ridge=ridge["backward"],
     ridge_forward=2 * ridge["forward"], ridge_backward=1.4 * ridge["backward"],
     alone=activations.INSTRUCTIONS["gelu_tanh"][0], both=derivatives.INSTRUCTIONS["gelu_tanh"][0],
 )  # fmt: skip
 
 # %% [markdown]
-# These are the fewest bytes. A kernel that owns keys adds up dQ in memory, in fp32, and moves more.
+# These are the fewest bytes. A kernel that owns keys and adds up dQ in memory, in fp32, moves more.
 #
 # ## What forward must leave behind
 #
-# $Q$, $K$, $V$, $dO$, the mask, two numbers. Softmax attention needs more, and it is worth seeing
-# where. With $P_{ij} = e^{S_{ij}} / Z_i$ each probability depends on its whole row, and
+# Nothing: the gradients need its inputs, $dO$ and two numbers. Softmax attention needs more. With
+# $P_{ij} = e^{S_{ij}} / Z_i$ each probability depends on its whole row, and
 #
 # $$
 # dS_{ik} = P_{ik} \bigl( dP_{ik} - D_i \bigr), \qquad
 # D_i = \sum_j P_{ij}\,dP_{ij} = \sum_c dO_{ic} O_{ic} .
 # $$ (eq-hand-softmax)
 #
-# $Z_i$ and $D_i$ are sums over all keys, and a kernel that has a tile of keys cannot form them. It
-# needs the log-sum-exp from forward, and $D_i$ before the first tile, which takes the output and a
-# kernel of its own {cite}`dao2024flashattention2`. The Jacobian of an activation is diagonal. What
-# autograd keeps between forward and backward, on 200 tokens, 2 heads of 64:
+# $Z_i$ and $D_i$ are sums over all keys, which a kernel with a tile of keys cannot form. It needs
+# the log-sum-exp from forward, and $D_i$ before the first tile, which takes the output and a kernel
+# of its own {cite}`dao2024flashattention2`. The Jacobian of an activation is diagonal. What
+# autograd keeps beside the inputs, on 200 tokens, 2 heads of 64:
 
 
 # %%
 def kept_by(function, inputs) -> list:
-    """Shapes of what autograd keeps beside the inputs."""
     kept, known = [], {x.data_ptr() for x in inputs}
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x)
     with hooks, emulator.enabled():
@@ -299,10 +210,9 @@ print("gdpa:", kept_by(lambda: gdpa(*qkv, ends, ends, 200, 200), [*qkv, ends]) o
 print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 
 # %% [markdown]
-# The log-sum-exp is small, and the next layer may keep the output anyway. What counts is the kernel
-# that forms $D$: it reads output and dO once more, two tensors beside the seven.
-# {doc}`../block/backward_alone` has the third case, softmax on rows so short that they lie in one
-# tile. The criterion is: *is everything that a score's derivative depends on in one tile?*
+# The log-sum-exp is small. The cost is the kernel that forms $D$: it reads output and dO once more,
+# two tensors beside the seven. Ask of any attention: *is everything that a score's derivative
+# depends on in one tile?* {doc}`../block/backward_alone` has a softmax where it is.
 #
 # ## Who owns what, and which way round
 #
@@ -315,23 +225,22 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 # | $dQ = dS\,K$ | queries × head_dim | **keys** | $dS$, queries down | K |
 #
 # *Who owns what.* A program that walks down a column of tiles in {numref}`fig-hand-owners` sums dK
-# and dV in registers and scatters dQ; one that walks along a row, the other way round.
+# and dV in registers and scatters dQ; one that walks along a row does the reverse.
 # {doc}`v1_tiled_backward` has a kernel of each kind and computes $T$ and $dP$ twice.
 # {doc}`v2_fused_backward` walks columns and adds up dQ in memory. {doc}`v5_short_kv_backward` gives
 # all columns to one cluster.
 #
 # *Which way round.* What a Hopper tensor core leaves in registers can be the first operand of the
-# next MMA as it stands, not transposed ({doc}`../forward/v4_warp_specialized`). With scores as
-# $Q K^{\mathsf T}$, dQ needs no transpose, dV and dK one each, through shared memory. With
-# $K Q^{\mathsf T}$ it is dQ alone. A kernel of all three gradients needs one transpose at least;
-# two kernels, each with its own orientation, need none.
+# next MMA as it stands, but not transposed ({doc}`../forward/v4_warp_specialized`). With scores as
+# $Q K^{\mathsf T}$, dV and dK need a transpose each; with $K Q^{\mathsf T}$ only dQ does. A kernel
+# of all three gradients transposes at least once, two kernels never.
 #
 # ## Exercises
 #
 # :::{exercise} Keep P
 # :label: ex-hand-keep
 #
-# Suppose forward wrote $P$ in bf16 and backward read it. For gdpa-self-full-1024: how many GB is
+# Suppose forward wrote $P$ in bf16 and backward read it. On gdpa-self-full-1024, how many GB is
 # that? How long do writing and reading take at the rate of a copy, and how long the MMA that they
 # save? What would backward still lack? *(paper, ten minutes)*
 # :::
@@ -385,8 +294,7 @@ chapter.glue(store_gb=stored / 1e9, store_ms=there_and_back, mma_ms=mma)
 #
 # ## Takeaways
 #
-# - A matmul forward is two matmuls backward. Two are four; with the scores computed again five.
-# - What forward must leave behind depends on how far a derivative reaches. An activation's reaches
-#   no further than its own score.
+# - A matmul forward is two matmuls backward. Two become four, and five with the scores recomputed.
+# - What forward must leave behind depends on how far a derivative reaches.
 # - A mask belongs to the activation *and* to its derivative. Zeros that were loaded need no mask.
 # - dK and dV are sums over queries, dQ is one over keys. No walk through the tiles suits both.
