@@ -1,0 +1,51 @@
+"""What measures the host's time of calls: every call is new, and the parts make the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gdpa_kernels import gdpa
+from gdpa_kernels.measuring import host
+from gdpa_kernels.measuring.inputs import make_inputs
+from gdpa_kernels.measuring.workload import workload
+
+SMALL = replace(
+    workload("gdpa-self-half-jagged-256"), name="small", batch=200, num_heads_q=1, num_heads_k=1,
+    head_dim=16, max_seqlen_q=16, max_seqlen_k=16,
+)  # fmt: skip
+
+
+def test_every_batch_has_other_offsets():
+    inputs = make_inputs(SMALL, device=torch.device("cpu"))
+    ends = [call["cu_seqlens_k"] for call in host.batches(inputs, 30)]
+    assert len({tuple(x.tolist()) for x in ends}) == len(ends) == 29
+    for call in host.batches(inputs, 5):
+        assert call["cu_seqlens_q"][-1] == len(call["q"]) and not call["validate"]
+        assert torch.equal(
+            gdpa(**call), gdpa(**call | {"validate": True})
+        )  # right offsets, and the same result
+
+
+def test_rows_of_every_call(monkeypatch):
+    monkeypatch.setattr(host, "batches", lambda inputs, count=0, all=host.batches: all(inputs, 90))
+    rows = host.rows(SMALL, "cpu", in_a_row=5, rounds=2)
+    named = {(call, what) for _, call, what, *_ in rows}
+    ways = {f"{a}, {b}" for a in (host.FORWARD, host.STEP) for b in (host.NEW, host.SHARED)}
+    assert named == {(c, w) for c in ("gdpa", "exp") for w in (*ways, *host.PARTS)} | {
+        ("Python", "a loop")
+    }
+    assert all(0 < p20 <= median <= p80 for *_, median, p20, p80 in rows)
+
+
+def test_the_parts_of_a_backward_are_its_time():
+    inputs = make_inputs(SMALL, device=torch.device("cpu"))
+    parts = host.parts(lambda q, **_: q.exp(), inputs, 20)
+    assert set(parts) == set(host.PARTS) and {len(times) for times in parts.values()} == {18}
+
+
+def test_a_launcher_that_is_not_known_is_refused():
+    with pytest.raises(KeyError):
+        host.measure(["gdpa-cross-full-512"], "cpu", "none")
