@@ -1,0 +1,161 @@
+"""How rungs stand against peers and against each other in a record of results: published charts
+redrawn, the best rung against the best peer, ranges of quotients, another GPU beside ours."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+from IPython.display import Markdown, display
+
+from gdpa_kernels.measuring.workload import figure_direction
+from gdpa_kernels.report import claims, figures, page, results
+from gdpa_kernels.report.house import is_rung
+
+if TYPE_CHECKING:
+    from gdpa_kernels.calling.rung import Rung
+    from gdpa_kernels.measuring.session import Session
+    from gdpa_kernels.report.chapter import Chapter
+
+
+def short(name: str) -> str:
+    """A workload's name without what all of gdpa share."""
+    return name.removeprefix("gdpa-")
+
+
+def listed(items: Sequence[str]) -> str:
+    """Items as a list in a sentence; "none" without any."""
+    items = list(items)
+    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1]))) if items else "none"
+
+
+def spread(values: pd.Series) -> str:
+    """'a to b': the least and the most of some quotients."""
+    return f"{values.min():.2f} to {values.max():.2f}"
+
+
+def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "") -> None:
+    """Show a published chart beside ours (`figures.figure_tflops`), of those of `impls` that have a
+    time. `keys`: a part of the workloads' names, where the figure has two families."""
+    rows = chapter.rows(direction=figure_direction(figure))
+    rows = rows[(rows["figure"] == figure) & rows["workload"].str.contains(keys)]
+    timed = set(rows["impl"][rows["tflops"].notna()])
+    chart = figures.figure_tflops(
+        rows, figure, system=chapter.system, impls=[impl for impl in impls if impl in timed],
+        published=claims.published_figures(chapter.data_dir),
+    )  # fmt: skip
+    chapter.figure(chart, measured=rows)
+
+
+def best(rows: pd.DataFrame) -> pd.DataFrame:
+    """The best rung and the best peer of each workload among rows of `Chapter.rows`, by time.
+
+    Columns: roofline and rates in TFLOP/s, shares of that roofline in percent, and the peer's time
+    over the rung's. LookupError for a workload without either.
+    """
+    timed = rows.dropna(subset=["time_us_p50"])
+    found = []
+    for name, group in timed.groupby("workload", sort=False):
+        group = group.sort_values("time_us_p50")
+        ours = [is_rung(impl) for impl in group["impl"]]
+        theirs = [not mine for mine in ours]
+        if not any(ours) or not any(theirs):
+            raise LookupError(f"rows must hold times of a rung and of a peer on {name}")
+        rung, peer = group[ours].iloc[0], group[theirs].iloc[0]
+        found.append({
+            "workload": name,
+            "roofline": 100 * rung["tflops"] / rung["percent_of_roofline"],
+            "best rung": rung["impl"],
+            "rate": rung["tflops"],
+            "share (%)": rung["percent_of_roofline"],
+            "best peer": peer["impl"],
+            "its rate": peer["tflops"],
+            "its share (%)": peer["percent_of_roofline"],
+            "peer / rung (time)": peer["time_us_p50"] / rung["time_us_p50"],
+        })  # fmt: skip
+    return pd.DataFrame(found).set_index("workload")
+
+
+def shown(standing: pd.DataFrame) -> pd.DataFrame:
+    """`best` as a page shows it: short names, rates and shares without decimals."""
+    whole = standing.drop(columns="peer / rung (time)").round(0)
+    found = whole.join(standing["peer / rung (time)"].round(2))
+    return found.rename(index=short).reset_index()
+
+
+def glued(standing: pd.DataFrame) -> dict[str, float]:
+    """Rate and share of `best` for `Chapter.glue`: best_self-full_256, share_self-full_256."""
+    return {
+        f"{key}_{'_'.join(short(name).rsplit('-', 1))}": value
+        for key, column in (("best", "rate"), ("share", "share (%)"))
+        for name, value in standing[column].items()
+    }
+
+
+def steps(times: pd.DataFrame, rungs: Sequence[Rung]) -> pd.DataFrame:
+    """The time of each rung's predecessor over its own, of `Chapter.times`: columns "v1 / v2"."""
+    made = {
+        f"{rung.predecessor.split('_')[0]} / {rung.impl.split('_')[0]}": times[rung.predecessor]
+        / times[rung.impl]
+        for rung in rungs
+        if rung.predecessor in times and rung.impl in times
+    }
+    return pd.DataFrame(made)
+
+
+def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
+    """Of each column of `quotients` over workloads the least, the median, the most, where the first
+    and the last are, and how many there are; `of`: what the columns are called."""
+    found = []
+    for name, column in quotients.items():
+        column = column.dropna()
+        found.append({
+            of: name,
+            "least": column.min(),
+            "on": short(column.idxmin()),
+            "median": column.median(),
+            "most": column.max(),
+            "on ": short(column.idxmax()),
+            "workloads": len(column),
+        })  # fmt: skip
+    return pd.DataFrame(found)
+
+
+def others(chapter: Chapter, session: Session | None, direction: str) -> None:
+    """Show rates of another GPU beside those of the chapter's record: of the session of
+    `Chapter.compare`, of which nothing is kept, or without one of each other GPU in the records."""
+    ours = chapter.rows(direction=direction)
+    if session is not None:
+        machines = {"This machine": _measured(session)}
+    else:
+        everything = results.table(chapter.data_dir, per="gpu")
+        away = everything[~everything["system"].str.contains(chapter.system)]
+        machines = dict(list(away[away["figure"] != ""].groupby("gpu")))
+    for machine, rows in machines.items():
+        rows = rows[(rows["scope"] == "kernel") & (rows["variant"] == "")]
+        rows = rows[rows["direction"] == direction].drop_duplicates(["workload", "impl"])
+        if len(rows):
+            display(Markdown(f"**{machine}**, TFLOP/s beside those of the record."))
+            display(page.show_table(_beside(rows, ours)))
+    if not machines:
+        display(Markdown("No other machine has been measured yet."))
+
+
+def _beside(rows: pd.DataFrame, ours: pd.DataFrame) -> pd.DataFrame:
+    both = rows[["workload", "impl", "tflops", "percent_of_roofline", "failure"]].merge(
+        ours[["workload", "impl", "tflops"]], on=["workload", "impl"], how="left",
+        suffixes=("", "_record"),
+    )  # fmt: skip
+    return both.assign(ratio=both["tflops"] / both["tflops_record"]).round(2)
+
+
+def _measured(session: Session) -> pd.DataFrame:
+    """The rows of a session, written to a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        for part in ("records", "systems"):
+            (Path(folder) / part).mkdir()
+        session.write(folder)
+        return results.table(folder)

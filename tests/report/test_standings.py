@@ -1,0 +1,105 @@
+"""The best rung against the best peer, and another machine beside the record."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring import record
+from gdpa_kernels.report import results, standings
+from gdpa_kernels.report.chapter import Chapter
+
+NAME = "gdpa-self-full-256"
+RATES = {"v1_tiled": 300.0, "v2_tma": 400.0, "cudnn": 500.0, "fa2_varlen": 200.0}
+
+
+def rows(rates=RATES, name=NAME) -> pd.DataFrame:
+    made = [
+        {"workload": name, "impl": impl, "tflops": rate, "time_us_p50": 1000 / rate,
+         "percent_of_roofline": rate / 8}
+        for impl, rate in rates.items()
+    ]  # fmt: skip
+    return pd.DataFrame(made)
+
+
+def test_the_best_rung_stands_beside_the_best_peer():
+    found = standings.best(rows())
+    line = found.loc[NAME]
+    assert (line["best rung"], line["best peer"]) == ("v2_tma", "cudnn")
+    assert line["roofline"] == pytest.approx(800)
+    assert line["peer / rung (time)"] == pytest.approx(0.8)
+    assert standings.glued(found) == {"best_self-full_256": 400, "share_self-full_256": 50}
+    assert standings.shown(found)["workload"].tolist() == ["self-full-256"]
+
+
+def test_a_row_without_a_time_does_not_count_and_one_of_each_kind_is_needed():
+    table = rows()
+    table.loc[table["impl"] == "cudnn", "time_us_p50"] = float("nan")
+    assert standings.best(table).loc[NAME, "best peer"] == "fa2_varlen"
+    with pytest.raises(LookupError, match=f"of a rung and of a peer on {NAME}"):
+        standings.best(table[table["impl"] != "fa2_varlen"])
+
+
+def test_a_step_is_from_the_predecessor_and_ranges_say_where():
+    times = pd.DataFrame(
+        {"v2_tma": [4.0, 6.0], "v3_persistent": [2.0, 2.0], "v4_warp_specialized": [8.0, 6.0]},
+        index=["gdpa-a", "gdpa-b"],
+    )
+    steps = standings.steps(times, ladder.RUNGS)
+    assert list(steps) == ["v2 / v3", "v2 / v4"]
+    first, second = standings.ranges(steps, "step").to_dict("records")
+    assert (first["least"], first["on"], first["most"], first["on "]) == (2, "a", 3, "b")
+    assert (second["least"], second["median"], second["workloads"]) == (0.5, 0.75, 2)
+
+
+def test_sentences():
+    assert standings.listed(["a", "b", "c"]) == "a, b and c"
+    assert (standings.listed(["a"]), standings.listed([])) == ("a", "none")
+    assert standings.spread(pd.Series([1.234, 2])) == "1.23 to 2.00"
+
+
+class Again:
+    """A session that has just measured what a record holds."""
+
+    def __init__(self, of: record.Record):
+        self.of = of
+
+    def write(self, folder) -> Path:
+        machine = f"systems/{self.of.system}.json"
+        (Path(folder) / machine).write_text((record.DATA_DIR / machine).read_text())
+        return record.write(self.of, folder)
+
+
+def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(monkeypatch):
+    chapter, shown, folders = Chapter("backward/results"), [], []
+    monkeypatch.setattr(standings, "display", lambda shown_: shown.append(shown_.data))
+    monkeypatch.setattr(results, "table", _remembering(results.table, folders))
+    standings.others(chapter, Again(chapter.record()), "backward")
+    title, table = shown
+    assert title == "**This machine**, TFLOP/s beside those of the record."
+    ratios = [line.split("|")[-2].strip() for line in table.splitlines()[2:]]
+    assert len(ratios) > 50 and set(ratios) <= {"1", ""}
+    assert folders and not Path(folders[0]).exists()
+
+
+def test_without_a_session_other_machines_of_the_records_are_shown(monkeypatch):
+    chapter, shown = Chapter("backward/results"), []
+    monkeypatch.setattr(standings, "display", lambda shown_: shown.append(shown_.data))
+    standings.others(chapter, None, "backward")
+    systems = {
+        json.loads(path.read_text())["system"]
+        for path in (record.DATA_DIR / "records").glob("*.json")
+    }
+    if all(chapter.system in system for system in systems):
+        assert shown == ["No other machine has been measured yet."]
+
+
+def _remembering(table, folders):
+    def called(folder, **options):
+        if Path(folder) != record.DATA_DIR:
+            folders.append(folder)
+        return table(folder, **options)
+
+    return called
