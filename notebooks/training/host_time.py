@@ -18,17 +18,16 @@
 # :::
 
 # %%
-from collections.abc import Callable, Iterator
-
 import pandas as pd
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gdpa_kernels import GDPASelfAttention, Lengths, block_attention, emulator, gdpa
+from gdpa_kernels import GDPASelfAttention, Lengths, emulator, gdpa
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring import baselines, record, timing
-from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
+from gdpa_kernels.measuring import baselines, record
+from gdpa_kernels.measuring import host as hosts
+from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import charts
 from gdpa_kernels.report.chapter import Chapter
@@ -40,112 +39,62 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("training/host_time", mode=mode, device=device, data_dir=data_dir)
-BIG, V4, STEP = "gdpa-self-full-1024", "v4_warp_specialized_backward", baselines.STEP
+BIG, STEP = "gdpa-self-full-1024", baselines.STEP
 
 # %% [markdown]
 # ## How it is measured
 #
 # As long as the host is ahead, its time costs nothing. So what counts is its time for a call among
 # calls, with the device still busy with those before; a call that waits for the device is an error
-# here. Only benchmarks repeat offsets, so each batch is the one before without its last token.
+# here. Only benchmarks repeat offsets, so each batch is the one before without its last token:
 
-# %%
-FORWARD, STEP_OF = "forward", "forward + backward"
-NEW, SHARED, GRAPH = "new offsets", "Lengths", "CUDA graph"
-HOST = ("workload", "call", "what", "median_us", "p20_us", "p80_us")
+# %% tags=["remove-input"]
+chapter.code(hosts.batches)
 
 
-def batches(inputs, count: int = 1100) -> Iterator[dict]:
-    """The arguments for ever shorter batches; offsets are trusted, since to check is to wait."""
-    arguments = inputs.arguments()
-    rows = {name: len(arguments[name]) for name in "qkv"}
-    rows |= {"cu_seqlens": rows["k"], "cu_seqlens_q": rows["q"], "cu_seqlens_k": rows["k"]}
-    for n in range(1, count):
-        shorter = {}
-        for name, x in arguments.items():
-            if name in "qkv":
-                shorter[name] = x[: rows[name] - n].detach().requires_grad_()
-            elif name in rows and x is not None:
-                shorter[name] = x.clamp(max=rows[name] - n)
-        yield arguments | shorter | {"validate": False}
-
-
-def forward(function: Callable, call: dict) -> torch.Tensor:
-    with torch.no_grad():
-        return function(**call)
-
-
-def step_of(function: Callable, call: dict, grad_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    out = function(**call)
-    leaves = [call[name] for name in "qkv"]
-    return torch.autograd.grad(out, leaves, grad_out[: len(out)], allow_unused=True)
-
-
-def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of a call."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
-def host_calls(function: Callable, inputs) -> dict[str, Callable[[], object]]:
-    """Calls of a function of an operator's arguments, by what they are given."""
-    new = {what: list(batches(inputs)) for what in (FORWARD, STEP_OF)}
-    first, grad = new[FORWARD][0], inputs.grad_out
-    shared = first | {x: Lengths(y) for x, y in first.items() if x.startswith("cu_seqlens")}
-    return {
-        f"{FORWARD}, {NEW}": lambda: forward(function, new[FORWARD].pop()),
-        f"{FORWARD}, {SHARED}": lambda: forward(function, shared),
-        f"{STEP_OF}, {NEW}": lambda: step_of(function, new[STEP_OF].pop(), grad),
-        f"{STEP_OF}, {SHARED}": lambda: step_of(function, shared, grad),
-        f"{STEP_OF}, {GRAPH}": graph_of(lambda: step_of(function, first, grad)).replay,
-    }
-
-
+# %% tags=["hide-input"]
 @chapter.measure
 def _(session):
-    lines = []
-    for name in ("gdpa-self-half-jagged-256", "gdpa-cross-full-512", "block-fill70-2000-d64"):
-        session.workloads[name] = workload(name)
-        inputs = make_inputs(workload(name), device=session.device)
-        operator = block_attention if name.startswith("block") else gdpa
-        calls = {operator.__name__: operator, "exp": lambda q, **_: q.exp()}
-        ways = {
-            (call, what): way
-            for call, function in calls.items()
-            for what, way in host_calls(function, inputs).items()
-        }
-        for way, times in timing.sample_calls(ways, session.device).items():
-            at = [sorted(times)[int(share * len(times))] for share in (0.5, 0.2, 0.8)]
-            lines.append((name, *way, *at))
-    session.tables["host"] = record.Table(HOST, lines)
+    names = ("gdpa-self-half-jagged-256", "gdpa-cross-full-512", "block-fill70-2000-d64")
+    session.workloads |= {name: workload(name) for name in names}
+    found = [
+        (launcher, *row)
+        for launcher in hosts.LAUNCHERS
+        for row in hosts.measure(names, device, launcher)
+    ]
+    session.tables["host"] = record.Table(("launcher", *hosts.COLUMNS), found)
 
 
 # %% [markdown]
 # Each workload is measured with `exp` of q in place of the operator too: one kernel, launched by
-# PyTorch. Hosts of one kind of machine differ by a factor of three, so `exp` is the unit.
+# PyTorch. And with a loop of plain Python, which says how fast this host interprets. Hosts of one
+# kind of machine differ by a factor of three, and so does one host from minute to minute, so times
+# are read in these units. `TRITON_ENABLE_C_CACHE=1 TRITON_USE_C_DISPATCHER=1` makes Triton launch
+# in C where a kernel allows it; both launchers are measured.
 #
 # ## What was found
 
 # %%
-OF = chapter.slug if chapter.has_record() else "training/op_in_a_model"  # measured there before
-host = chapter.recorded("host", OF)
-median = host.pivot(index=["workload", "call"], columns="what", values="median_us")
-floor = median.xs("exp", level="call")
-ours = median.drop("exp", level="call").droplevel("call")
+host = chapter.recorded("host")
+host["call"] = host["call"].replace({"gdpa": "ours", "block_attention": "ours"})
+us = host.pivot(index=["launcher", "workload"], columns=["call", "what"], values="median_us")
+FORWARD, STEP_OF = (f"{call}, {hosts.NEW}" for call in (hosts.FORWARD, hosts.STEP))
+default, in_c = us.loc["default"], us.loc["C"]
+ours = default["ours"]
 
 # %% tags=["remove-cell"]
-new, step = ours[f"{FORWARD}, {NEW}"], ours[f"{STEP_OF}, {NEW}"]
-shared = ours[f"{STEP_OF}, {SHARED}"]
-graph, exp, exp_step = ours[f"{STEP_OF}, {GRAPH}"], floor[f"{FORWARD}, {NEW}"], floor[step.name]
-for key, values in {"new": new, "step": step, "graph": graph}.items():
-    chapter.glue(**{f"{key}_least": values.min(), f"{key}_most": values.max()})
-chapter.glue(eight_new=8 * step.min() / 1e3, eight_shared=8 * shared.min() / 1e3)
+new, step, shared = ours[FORWARD], ours[STEP_OF], ours[f"{hosts.STEP}, {hosts.SHARED}"]
+graph, exp = ours[f"{hosts.STEP}, {hosts.GRAPH}"], default["exp"]
+begins, itself, returns = (ours[part] for part in hosts.PARTS)
+chapter.glue(
+    new_least=new.min(), new_most=new.max(), step_least=step.min(), step_most=step.max(),
+    in_c_least=in_c["ours", FORWARD].min(), in_c_most=in_c["ours", FORWARD].max(),
+    step_c_least=in_c["ours", STEP_OF].min(), step_c_most=in_c["ours", STEP_OF].max(),
+    around=(begins + returns).median(), itself=itself.median(), graph_most=graph.max(),
+    python_least=us["Python", "a loop"].min(), python_most=us["Python", "a loop"].max(),
+    in_exp=(new / exp[FORWARD]).max(), in_steps=(step / exp[STEP_OF]).max(),
+    eight_new=8 * step.min() / 1e3, eight_shared=8 * shared.min() / 1e3,
+)  # fmt: skip
 
 # %% tags=["remove-input"]
 # | name: fig-host-calls
@@ -155,13 +104,17 @@ chapter.glue(eight_new=8 * step.min() / 1e3, eight_shared=8 * shared.min() / 1e3
 # |   Horizontal bars in microseconds. A forward call takes a few hundred, a step over a thousand,
 # |   with Lengths somewhat less; exp takes a tenth of that, the replay of a CUDA graph next to
 # |   nothing.
-one = median.loc["gdpa-cross-full-512"][list(dict.fromkeys(host["what"]))]
-bars = pd.concat([one.loc["gdpa"], one.loc["exp"].iloc[[0, 2]].rename(lambda x: f"exp, {x}")])
-chart = charts.bars(bars, xlabel="µs", highlight=list(one)[:3:2])
-chapter.figure(chart, measured=[chapter.record(OF).id], data=host)
+one = us.xs("gdpa-cross-full-512", level="workload")
+bars = {"exp, forward": one.loc["default", ("exp", FORWARD)], "CUDA graph of a step": graph.max()}
+for what, name in ((FORWARD, "forward"), (STEP_OF, "step")):
+    bars |= {name: one.loc["default", ("ours", what)]}
+    bars |= {f"{name}, launched in C": one.loc["C", ("ours", what)]}
+bars = pd.Series(bars | {"exp, step": one.loc["default", ("exp", STEP_OF)]}).sort_values()
+chart = charts.bars(bars, xlabel="µs", highlight=["forward", "step"])
+chapter.figure(chart, measured=[chapter.record().id], data=host)
 
 # %% tags=["remove-input"]
-chapter.table(ours.round(0).T.reset_index(names="µs, median"), measured=[chapter.record(OF).id])
+chapter.table(ours.T.round(0).reset_index(names="µs"), measured=[chapter.record().id])
 
 # %% [markdown]
 # The predictions of 2026-11-22 came from a script that timed the parts on a host where `exp` took
@@ -171,24 +124,32 @@ chapter.table(ours.round(0).T.reset_index(names="µs, median"), measured=[chapte
 # %% tags=["remove-input"]
 US = {"form": ",.0f", "unit": " µs"}
 chapter.predict("Forward, new offsets, slowest workload.", new.max(), least=75, most=120, **US)
-chapter.predict("The same in units of `exp`.", (new / exp).max(), least=13, most=20, form=".0f")
 chapter.predict("A step, new offsets.", step.max(), least=200, most=350, **US)
-chapter.predict("The same in steps of `exp`.", (step / exp_step).max(), least=3, most=5, form=".0f")
 chapter.predict("`Lengths` save of a step.", (step - shared).min(), least=15, most=40, **US)
 chapter.predict("A CUDA graph of a step.", graph.max(), most=15, form=".1f", unit=" µs")
+ratio = (in_c["ours"][FORWARD] / new).median()
+chapter.predict("Launched in C, forward takes of its time (median of workloads).", ratio, most=0.75)
 
 # %% [markdown]
-# ## The surprise: the same Python in another thread
+# ## The surprise: the way to another thread and back
 #
-# Counted in `exp`, forward is what the parts add up to. A step is not, and what it has more than
-# forward is no launch. Autograd runs the backward pass of tensors on a GPU in a thread of its own,
-# where the same Python takes far longer. A script without a record had 943 to 1,142 µs for a step,
-# and 620 to 690 with `torch.autograd.set_multithreading_enabled(False)`.
+# Forward is {glue:text}`in_exp:.0f` times an `exp`, which is what its parts add up to. A step is
+# {glue:text}`in_steps:.0f` steps of `exp`, where 3 to 5 were expected. Autograd runs the backward
+# pass of tensors on a GPU in a thread of its own. Until the operator's backward begins there, and
+# from its end until the call returns, pass {glue:text}`around:.0f` µs (median of the workloads):
+# two threads wake each other, and each takes Python's lock. Backward itself takes
+# {glue:text}`itself:.0f` µs, with seven descriptors where forward has four.
 #
-# A call runs Python: checks, the choice of a rung, its constants, TMA descriptors, a kernel that
-# makes the list of work, then Triton's launcher, which specializes every argument again. An earlier
-# version remembered lists and replayed whole calls: 99 to 115 µs for a call with new lengths
-# (record `20261122T023917Z`). It is gone, because what was remembered could be wrong.
+# Launches in C bring forward to {glue:text}`in_c_least:.0f` to {glue:text}`in_c_most:.0f` µs and a
+# step to {glue:text}`step_c_least:,.0f` to {glue:text}`step_c_most:,.0f`. `v5_short_kv_backward`
+# gains nothing: the C dispatcher takes at most 62 arguments, and seven descriptors are 77. The
+# variables are off by default, since the C cache compares the globals of a kernel after it has
+# launched it.
+#
+# While this record was made, the loop of plain Python took {glue:text}`python_least:.0f` to
+# {glue:text}`python_most:.0f` µs. An earlier version of this package remembered lists and replayed
+# whole calls: 99 to 115 µs for a call with new lengths (record `20261122T023917Z`). It is gone,
+# because what was remembered could be wrong.
 #
 # ## `Lengths`: what many layers share
 #
@@ -261,7 +222,7 @@ if torch.device(device).type == "cuda":
     whole()
     torch.cuda.set_sync_debug_mode("default")
     recorded = []
-    replay = graph_of(lambda: recorded.append(whole())).replay
+    replay = hosts.graph_of(lambda: recorded.append(whole())).replay
     ends.copy_(cu_seqlens(LENGTHS[::-1], device))
     replay()
     for one, other in zip(recorded[-1], whole(), strict=True):
@@ -312,9 +273,7 @@ parts = parts.dropna().sort_values("backward", ascending=False)
 best = parts.index[-1]
 host_share = 100 * (back / kernel - 1).stack()
 slow, slow_impl = host_share.idxmax()
-memory = chapter.recorded("memory", "backward/results").set_index(["workload", "impl"])["bytes"]
-q_bytes = workload(BIG).total_q * workload(BIG).num_heads_q * 128 * 2
-chapter.glue(step_ms=parts.loc[best].sum(), best=best, gib=memory[BIG, best] / 2**30,
+chapter.glue(step_ms=parts.loc[best].sum(), best=best,
              worst=f"{slow_impl} on {slow}", worst_kernel=kernel[slow_impl][slow],
              worst_more=back[slow_impl][slow] - kernel[slow_impl][slow])  # fmt: skip
 
@@ -334,12 +293,9 @@ text = "Autograd's backward takes at most 5 % more than its kernels alone."
 chapter.predict(text, host_share.max(), most=5, **PERCENT)
 share = 100 * parts.loc[best, "forward"] / parts.loc[best].sum()
 chapter.predict("Forward is 18 to 28 % of the step.", share, least=18, most=28, **PERCENT)
-text = "A step of v4 needs output, three gradients and a dQ in fp32: measured over counted."
-chapter.predict(text, memory[BIG, V4] / (6 * q_bytes), least=0.97, most=1.03)
 
 # %% [markdown]
-# The fastest step takes {glue:text}`step_ms:.1f` ms, backward by {glue:text}`best`, and needs
-# {glue:text}`gib:.2f` GiB beside its inputs. The broken prediction is of {glue:text}`worst`: its
+# The fastest step takes {glue:text}`step_ms:.1f` ms, backward by {glue:text}`best`. The broken prediction is of {glue:text}`worst`: its
 # kernels take {glue:text}`worst_kernel:.2f` ms and the call {glue:text}`worst_more:.2f` ms more,
 # since on an idle device the host's time comes first. When calls follow each other it does not, as
 # long as the host is ahead.
