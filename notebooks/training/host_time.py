@@ -76,7 +76,7 @@ def _(session):
 
 # %%
 host = chapter.recorded("host")
-host["call"] = host["call"].replace({"gdpa": "ours", "block_attention": "ours"})
+host = host.replace({"call": {"gdpa": "ours", "block_attention": "ours"}})
 us = host.pivot(index=["launcher", "workload"], columns=["call", "what"], values="median_us")
 FORWARD, STEP_OF = (f"{call}, {hosts.NEW}" for call in (hosts.FORWARD, hosts.STEP))
 default, in_c = us.loc["default"], us.loc["C"]
@@ -288,17 +288,16 @@ chapter.figure(
     charts.stacked(parts, xlabel="ms", looks={"backward": "filled", "forward": "hollow"}),
     measured=chapter.rows("backward/results", direction="backward", scope="op", variant=STEP),
 )
+more, share = host_share.max(), 100 * parts.loc[best, "forward"] / parts.loc[best].sum()
 PERCENT = {"form": ".1f", "unit": " %"}
-text = "Autograd's backward takes at most 5 % more than its kernels alone."
-chapter.predict(text, host_share.max(), most=5, **PERCENT)
-share = 100 * parts.loc[best, "forward"] / parts.loc[best].sum()
+chapter.predict("Autograd's backward takes so much more than its kernels.", more, most=5, **PERCENT)
 chapter.predict("Forward is 18 to 28 % of the step.", share, least=18, most=28, **PERCENT)
 
 # %% [markdown]
-# The fastest step takes {glue:text}`step_ms:.1f` ms, backward by {glue:text}`best`. The broken prediction is of {glue:text}`worst`: its
-# kernels take {glue:text}`worst_kernel:.2f` ms and the call {glue:text}`worst_more:.2f` ms more,
-# since on an idle device the host's time comes first. When calls follow each other it does not, as
-# long as the host is ahead.
+# The fastest step takes {glue:text}`step_ms:.1f` ms, backward by {glue:text}`best`. The broken
+# prediction is of {glue:text}`worst`: its kernels take {glue:text}`worst_kernel:.2f` ms and the
+# call {glue:text}`worst_more:.2f` ms more, since on an idle device the host's time comes first.
+# When calls follow each other it does not, as long as the host is ahead.
 #
 # ## Exercises
 #
