@@ -270,8 +270,7 @@ back = chapter.times(**of, scope="op") / 1e3
 whole_step = chapter.times(**of, scope="op", variant=STEP) / 1e3
 parts = pd.DataFrame({"backward": back.loc[BIG], "forward": whole_step.loc[BIG] - back.loc[BIG]})
 parts = parts.dropna().sort_values("backward", ascending=False)
-best = parts.index[-1]
-host_share = 100 * (back / kernel - 1).stack()
+best, host_share = parts.index[-1], 100 * (back / kernel - 1).stack()
 slow, slow_impl = host_share.idxmax()
 chapter.glue(step_ms=parts.loc[best].sum(), best=best,
              worst=f"{slow_impl} on {slow}", worst_kernel=kernel[slow_impl][slow],
