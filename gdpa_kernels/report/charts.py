@@ -244,6 +244,28 @@ def stacked(
         return chart
 
 
+def panels(
+    frames: Mapping[str, pd.DataFrame], *, xlabel: str, ylabel: str, highlight: Sequence[str]
+) -> Figure:
+    """Line charts side by side on one scale from zero, by title; a line for each column of a frame
+    over its index, named at its right end. Other columns than those of `highlight` are grey."""
+    shades = _shades(highlight)
+    with style():
+        chart, axes = subplots(
+            1, len(frames), width=4.3 * len(frames), height=3.6, sharey=True, squeeze=False
+        )
+        axes[0, 0].set_ylim(0, 1.1 * max(frame.max().max() for frame in frames.values()))
+        axes[0, 0].set_ylabel(ylabel)
+        for axis, (title, frame) in zip(axes[0], frames.items(), strict=True):
+            for column in frame:
+                series = frame[column].dropna()
+                axis.plot(series.index, series, "o-", color=shades.get(column, GREY))
+            _label_ends(axis, frame, highlight, {}, shades)
+            axis.set_title(title)
+            axis.set_xlabel(xlabel)
+        return chart
+
+
 class Tiles(NamedTuple):
     """A panel of `tiles`: the tile at hand, as (row, column); shaded ones; strips around the grid,
     from the inside out, as (name, "left", "right", "above" or "below", summed)."""
@@ -461,7 +483,11 @@ def _list(axis: Axes, names: Sequence[str]) -> None:
 
 
 def _label_ends(
-    axis: Axes, frame: pd.DataFrame, highlight: Sequence[str], names: Mapping[str, str]
+    axis: Axes,
+    frame: pd.DataFrame,
+    highlight: Sequence[str],
+    names: Mapping[str, str],
+    shades: Mapping[str, str] | None = None,
 ) -> None:
     """Each column's name right of its last value, moved apart where two would meet."""
     ends = sorted((frame[column].dropna().iloc[-1], column) for column in frame)
@@ -471,5 +497,6 @@ def _label_ends(
         axis.annotate(
             names.get(column, column), (frame[column].dropna().index[-1], value),
             xytext=(1.02, level), textcoords=("axes fraction", "data"), va="center", fontsize=8.5,
-            color=_colour(column, True) if column in highlight else INK, annotation_clip=False,
+            color=(shades or {}).get(column, _colour(column, column in highlight))
+            if column in highlight else INK, annotation_clip=False,
         )  # fmt: skip

@@ -80,3 +80,16 @@ def test_bars_on_lanes_lie_at_their_times():
     (axis,) = chart.axes
     assert [(bar.get_x(), bar.get_width()) for bar in axis.patches] == [(0, 2), (2, 1)]
     assert axis.patches[0].get_height() > axis.patches[1].get_height()
+
+
+def test_panels_share_a_scale_and_name_lines_at_their_ends():
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, None]}, index=[1000, 2000])
+    frames = {"ours": frame, "theirs": frame + 1}
+    chart = charts.panels(frames, xlabel="x", ylabel="y", highlight=["a"])
+    left, right = chart.axes
+    assert left.get_ylim() == right.get_ylim() == (0, 1.1 * 4)
+    strong, grey = left.get_lines()
+    assert grey.get_color() == charts.GREY != strong.get_color()
+    assert len(grey.get_xdata()) == 1
+    assert {text.get_text() for text in left.texts} == {"a", "b"}
+    assert (left.get_title("left"), right.get_title("left")) == ("ours", "theirs")
