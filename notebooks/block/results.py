@@ -204,10 +204,10 @@ chapter.predict(text, spread, most=10, **percent)
 
 # %% [markdown]
 # "The speed-up does not depend on the lengths" holds here better than in the published chart, whose
-# bars spread by {glue:text}`old_forward:.0f` % forward and {glue:text}`old_backward:.0f` % backward.
-# The reason is plain. A program sees one block, wherever it lies and however long its sequence is. The shares of the copy say the same
-# without a baseline, on all sixteen batches: {glue:text}`swept_forward` % forward and
-# {glue:text}`swept_backward` % backward.
+# bars spread by {glue:text}`old_forward:.0f` % forward and {glue:text}`old_backward:.0f` %
+# backward. The reason is plain. A program sees one block, wherever it lies and however long its
+# sequence is. The shares of the copy say the same without a baseline, on all sixteen batches:
+# {glue:text}`swept_forward` % forward and {glue:text}`swept_backward` % backward.
 
 # %%
 failed = six["quotient"].isna()
