@@ -92,7 +92,7 @@ def block_attention(
     tensors = distinct(q, k, v, cu_seqlens, sin, cos)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options = scale, block_size, bool(rotate_v), impl
-    return _BlockAttention.apply(lengths, *tensors, *options)
+    return _BlockAttention.apply(lengths, *tensors, options)
 
 
 def resolve(impl: str, direction: str, batch: Batch) -> Rung:
@@ -111,7 +111,7 @@ class _BlockAttention(torch.autograd.Function):
     forward made is kept for backward."""
 
     @staticmethod
-    def forward(ctx, lengths, q, k, v, cu_seqlens, sin, cos, *options):
+    def forward(ctx, lengths, q, k, v, cu_seqlens, sin, cos, options):
         blocks = None
         if not torch.compiler.is_compiling():  # a compiled program makes it in each direction
             batch = _batch(q, k, v, cu_seqlens, sin, cos, *options[:-1])
@@ -127,12 +127,12 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         if grad_out is None:
-            return (None,) * 11
+            return (None,) * 8
         q, k, v, cu_seqlens, sin, cos, blocks, *saved = ctx.saved_tensors
         tensors = grad_out, q, k, v, cu_seqlens, sin, cos, blocks
         with torch.no_grad():
             gradients = needed(_BACKWARD(*tensors, saved, *ctx.options), ctx.needs_input_grad[1:4])
-        return None, *final(OPERATOR, gradients, tensors[:4]), *(None,) * 7
+        return None, *final(OPERATOR, gradients, tensors[:4]), *(None,) * 4
 
 
 def _blocks(lengths: Lengths | None, rung: Rung, batch: Batch) -> torch.Tensor | None:

@@ -103,7 +103,7 @@ def gdpa(
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(output_scale), bool(causal),
         window, impl, backward_impl,
     )  # fmt: skip
-    return _Gdpa.apply(_shared(given), *tensors, *options)
+    return _Gdpa.apply(_shared(given), *tensors, options)
 
 
 def resolve(impl: str, batch: Batch) -> Rung:
@@ -126,7 +126,7 @@ class _Gdpa(torch.autograd.Function):
     """The operators of both directions as one differentiable function."""
 
     @staticmethod
-    def forward(ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, *options):
+    def forward(ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, options):
         ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k)
         ctx.set_materialize_grads(False)
         ctx.lengths, ctx.options = lengths, options
@@ -139,7 +139,7 @@ class _Gdpa(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         if grad_out is None:
-            return (None,) * 15
+            return (None,) * 7
         *options, _, impl = ctx.options
         needs, schedule = ctx.needs_input_grad[1:4], []
         if ctx.lengths is not None:
@@ -148,7 +148,7 @@ class _Gdpa(torch.autograd.Function):
         tensors = grad_out, *ctx.saved_tensors
         with torch.no_grad():
             gradients = needed(_BACKWARD(*tensors, schedule, *options, *needs, impl), needs)
-        return None, *final("gdpa", gradients, tensors[:4]), *(None,) * 11
+        return None, *final("gdpa", gradients, tensors[:4]), None, None, None
 
 
 def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
