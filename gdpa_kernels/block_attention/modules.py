@@ -22,8 +22,8 @@ class BlockAttention(nn.Module):
         num_heads: query heads; must divide embed_dim. head_dim is embed_dim // num_heads.
         num_kv_heads: key and value heads; must divide num_heads. None means num_heads.
         block_size: 16, 32, 64 or 128 tokens.
-        rotary: the base of a rotary embedding of q and k, or None for none. Pair i of a head turns
-            by position * base ** (-2 i / head_dim) radians; positions start at 0 with each
+        rotary: the base of a rotary embedding of q and k, or None for none. Pair i of a head is
+            rotated by position * base ** (-2 i / head_dim) radians; positions start at 0 with each
             sequence, and do not start again with each block.
         rotate_v: rotate v too.
         bias: whether the two projections have one.

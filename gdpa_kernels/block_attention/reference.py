@@ -10,7 +10,7 @@ The gradients of dO need nothing but Q, K and V:
     dV = P^T dO,   dP = dO V^T,   dS = P * (dP - rowsum(P * dP)),
     dQ = scale dS K,   dK = scale dS^T Q,
 
-turned back by the transpose of the rotation. Every step is done in the dtype of the arguments: fp64
+rotated back by the transpose. Every step is done in the dtype of the arguments: fp64
 tensors make this the oracle, bf16 tensors make it the honest low-precision baseline that the error
 budget of `testing` is computed from. No kernel imports this.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def rotate(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (x[..., 2i], x[..., 2i + 1]) of x `[total, num_heads, head_dim]`.
+    """Rotate the pairs (x[..., 2i], x[..., 2i + 1]) of x `[total, num_heads, head_dim]`.
 
     sin, cos `[total, head_dim // 2]`: y[2i] = cos x[2i] - sin x[2i + 1] and y[2i + 1] = cos x[2i +
     1] + sin x[2i]. Nothing is assumed of them. Rounded once, to the dtype of x.

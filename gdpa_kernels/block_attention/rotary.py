@@ -1,6 +1,6 @@
 """Interleaved rotary embedding: pieces for the kernels, and a kernel of its own.
 
-The pair (x[2i], x[2i + 1]) of a token is turned by its (sin[i], cos[i]), the same for every head.
+The pair (x[2i], x[2i + 1]) of a token is rotated by its (sin[i], cos[i]), the same for every head.
 The transpose of that map carries gradients back; nothing is assumed of sin and cos, so it need not
 be the inverse.
 
@@ -17,7 +17,7 @@ from gdpa_kernels.calling.launch import launch
 
 @triton.jit
 def rotate(x, sin, cos):
-    """Turn the pairs of adjacent columns of x [rows, width], fp32; sin, cos [rows, width // 2]."""
+    """Rotate pairs of adjacent columns of x [rows, width], fp32; sin, cos [rows, width // 2]."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))

@@ -1,7 +1,7 @@
-"""What the rungs with roles share: what they ask of a call and of their launch constants, which
-blocks a program works on, which slot an item takes, how a slot is filled and given back.
+"""What the warp-specialized rungs share: what they need of a call and of their launch constants,
+which blocks a program works on, which slot an item takes, how a slot is filled and released.
 
-The roles themselves, and what lies in a slot when, are each rung's own.
+The roles themselves, and what a slot holds when, are each rung's own.
 """
 
 from typing import Protocol
@@ -20,7 +20,7 @@ BLOCK = 64
 
 
 class Slots(Protocol):
-    """Launch constants with math roles, slots of all of them, and heads whose loads are issued
+    """Launch constants with consumers, slots of all of them, and heads whose loads are issued
     together."""
 
     math_roles: int
@@ -30,10 +30,10 @@ class Slots(Protocol):
 
 def check_slots(config: Slots, *others: str) -> None:
     """Raise ValueError where a slot would have two owners, or where loads that are issued together
-    would wait for each other: the kernel would compute nonsense, or wait for ever.
+    would wait for each other: the kernel would compute nonsense, or deadlock.
 
-    others: the launch constants that count slots of another kind. A role gives a slot back when the
-    next one has arrived.
+    others: the launch constants that count slots of another kind. A consumer releases a slot when
+    the next one has arrived.
     """
     for name in ("num_stages", *others):
         if getattr(config, name) % config.math_roles:
@@ -147,14 +147,14 @@ def slot_of(unit, head, options):
 
 @triton.jit
 def fetch(desc, buffer, full, block, head):
-    """Start the copy of a block of one head; the rows beyond it become zero."""
+    """Start the TMA load of a block of one head; the rows beyond it become zero."""
     at = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, 0]
     tlx.async_descriptor_load(desc, buffer, at, full)
 
 
 @triton.jit
 def put(desc, buffer, block, head, values):
-    """Start the store of `values`, rounded once, through `buffer`; rows beyond the block are
+    """Start the TMA store of `values`, rounded once, through `buffer`; rows beyond the block are
     dropped."""
     values = values.to(tlx.dtype_of(desc))
     put_rows(desc, buffer, block.first_row, block.rows, head, 0, values)
@@ -162,6 +162,6 @@ def put(desc, buffer, block, head, values):
 
 @triton.jit
 def release(empty, stage):
-    """Give a slot back once its stores have read it; -1: there is none."""
+    """Release a slot once its stores have read it; -1: there is none."""
     tlx.async_descriptor_store_wait(0)
     tlx.barrier_arrive(empty[tl.maximum(stage, 0)], pred=stage >= 0)

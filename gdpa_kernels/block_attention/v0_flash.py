@@ -7,11 +7,11 @@ of queries. Rotary is a kernel of its own, before and after (see rotary.py).
 
 What it costs: with E elements in q, forward moves 4 E. Backward reads out and grad_out for the row
 sums, then q, k, v and grad_out twice, and writes three gradients: 13 E where 7 E would do, if no
-tile is met in L2 again. At 32 to 46 FLOP per byte nothing else matters.
+tile hits in L2. At 32 to 46 FLOP per byte nothing else matters.
 
-| role      | warps     | registers | work                                                      |
-|-----------|-----------|-----------|-----------------------------------------------------------|
-| all warps | num_warps | up to 255 | loads, both products of a step, the running maximum       |
+| role      | warps     | registers | work                                            |
+|-----------|-----------|-----------|-------------------------------------------------|
+| all warps | num_warps | up to 255 | loads, both MMAs of a step, the running maximum |
 
 There is no barrier of our own. Every option of `block_attention`, deterministic: no atomics.
 Needs: sm_80, bf16 or fp16.
@@ -141,7 +141,7 @@ def dk_dv_kernel(
 ):  # fmt: skip
     """dk and dv for BLOCK_M keys of one (block, key head), looping over BLOCK_N queries.
 
-    Scores are held transposed, [keys, queries], as both products want them.
+    Scores are held transposed, [keys, queries], the layout that both MMAs need.
     """
     first_row, rows, first_key = own_tile(blocks_ptr, TILES, BLOCK_M)
     if first_key >= rows:

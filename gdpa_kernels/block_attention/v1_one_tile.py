@@ -4,17 +4,17 @@ Changes from v0_flash: one program owns one block of one head (of one key head, 
 its whole score matrix. Five things disappear: the loop over keys; the running maximum and its
 rescaling; the log-sum-exp written forward and read backward; the kernel that computes rowsum(O *
 dO) from the output; the accumulation of gradients over tiles. Backward is one kernel that needs q,
-k, v and grad_out alone; rotary is part of both kernels.
+k, v and grad_out alone; rotary is fused into both kernels.
 
 Why it should help: at 32 (forward) and 46 (backward) FLOP per byte only bytes count. v0 backward
 reads q, k, v and grad_out twice, out once and grad_out a third time: 13 tensors' worth of traffic
 with what it writes. Here it is 7. rowsum(P * dP) equals rowsum(O * dO), and P and dP are here.
 
-| role      | warps     | registers | work                                                      |
-|-----------|-----------|-----------|-----------------------------------------------------------|
-| all warps | num_warps | up to 255 | loads of all tiles, products, softmax, stores             |
+| role      | warps     | registers | work                                      |
+|-----------|-----------|-----------|-------------------------------------------|
+| all warps | num_warps | up to 255 | loads of all tiles, MMAs, softmax, stores |
 
-There is no barrier of our own: a program loads, computes, stores and ends. What overlaps are the
+There is no barrier of our own: a program loads, computes, stores and ends. Overlap comes from the
 programs that share an SM.
 
 A head_dim above `Config.WIDTH` is cut: a program sums the scores over all pieces and writes the
@@ -147,7 +147,7 @@ def store_gradient(
     STRIDES: tl.constexpr, TURN_STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Write a gradient [rows, width], fp32, turned back if ROTATE and rounded once."""
+    """Write a gradient [rows, width], fp32, rotated back if ROTATE and rounded once."""
     if ROTATE:
         ROWS: tl.constexpr = gradient.shape[0]
         WIDTH: tl.constexpr = gradient.shape[1]

@@ -1,17 +1,17 @@
 """v2: a program walks over the heads of a block, and over blocks; TMA does the addressing.
 
 Changes from v1_one_tile: programs take `slabs_per_program` slabs of `heads_per_program` heads of a
-block, one (block, head) after another, and ask for the next tiles while they work on these. Tiles
+block, one (block, head) after another, and prefetch the next tiles while they work on these. Tiles
 come and go by TMA, clipped at the end of the block (device/ragged.py).
 
 Why it should help: the heads of a token lie side by side, so a slab [64, num_heads * head_dim] is
-contiguous memory, and its rows of sin and cos come from memory once: the other heads find them in
-cache. A program of v1 has loads in flight only until its products start; here they are in flight
+contiguous memory, and its rows of sin and cos come from memory once: for the other heads they hit
+in cache. A program of v1 has loads in flight only until its MMAs start; here they are in flight
 all the time. TMA needs no pointers and no masks: the registers go to the tiles.
 
-| role      | warps     | registers | work                                                       |
-|-----------|-----------|-----------|------------------------------------------------------------|
-| all warps | num_warps | up to 255 | products and softmax; thread 0 issues TMA loads and stores |
+| role      | warps     | registers | work                                                   |
+|-----------|-----------|-----------|--------------------------------------------------------|
+| all warps | num_warps | up to 255 | MMAs and softmax; thread 0 issues TMA loads and stores |
 
 | barrier       | arrivals    | filled by -> drained by                                         |
 |---------------|-------------|-----------------------------------------------------------------|
@@ -54,8 +54,8 @@ class Config:
 
     heads_per_program: how many heads of a block follow each other in a program, a divisor of their
     number; 0 means all. slabs_per_program: how many such slabs a program takes; 0 means that
-    `programs_per_sm` programs on every SM share them all. num_stages: what the compiler's pipeliner
-    is asked for; part of it goes to the loads of the list.
+    `programs_per_sm` programs on every SM share them all. num_stages: what the compiler's software
+    pipeliner is asked for; part of it goes to the loads of the list.
     """
 
     heads_per_program: int = 0
@@ -128,7 +128,7 @@ def turn(x, sin, cos, ROTATE: tl.constexpr):
 
 @triton.jit
 def turn_back(gradient, sin, cos, ROTATE: tl.constexpr):
-    """A gradient, fp32, taken back through the rotation if ROTATE."""
+    """A gradient, fp32, rotated back (by the transpose) if ROTATE."""
     return rotate_transposed(gradient, sin, cos) if ROTATE else gradient
 
 

@@ -1,22 +1,23 @@
-"""v3: one role copies, another computes, and results leave through the slots they came by.
+"""v3: a producer copies, consumers compute, and results leave through the slots they came by.
 
-Changes from v2_slab: warps have roles. The load role fetches all tiles of a (block, head) into one
-of `num_stages` slots; math roles of four warps take the slots in turn. A math role writes each
-result over the tile that nothing needs any more, starts its store, and gives the slot back when the
-store has read it. A role that owns another slot does that one item later, beside its products.
+Changes from v2_slab: warp specialization. The producer (role `load`) fills one of `num_stages`
+slots with all tiles of a (block, head); consumers (role `math`), a warp group each, take the slots
+in turn. A consumer writes each result over a tile that is dead by then, starts its TMA store, and
+releases the slot when the store has read it. With another slot to work on, it does that one item
+later, overlapped with its MMAs.
 
 Why it should help: bytes are the bound, and they stay v2's. Specialization saves none; it keeps
-more of them under way, since the load role asks for the next slots while a math role computes.
+more of them in flight, since the producer issues the next loads while a consumer computes.
 
-| role       | warps | registers | work                                                          |
-|------------|-------|-----------|---------------------------------------------------------------|
-| load       | 4     | 24        | one thread issues the TMA loads of a slot                     |
-| math (1-2) | 4     | 240       | all heads of every (second) block: products, softmax, stores  |
+| role       | warps | registers | work                                                     |
+|------------|-------|-----------|----------------------------------------------------------|
+| load       | 4     | 24        | one thread issues the TMA loads of a slot                |
+| math (1-2) | 4     | 240       | all heads of every (second) block: MMAs, softmax, stores |
 
-| barrier       | arrivals            | filled by -> drained by                                |
-|---------------|---------------------|--------------------------------------------------------|
-| full[stage]   | 1 and bytes         | TMA loads of all tiles of an item -> its math role     |
-| empty[stage]  | 128 threads, 1 each | math role, its stores have read the slot -> load role  |
+| barrier      | arrivals            | filled by -> drained by                             |
+|--------------|---------------------|-----------------------------------------------------|
+| full[stage]  | 1 and bytes         | TMA loads of all tiles of an item -> its consumer   |
+| empty[stage] | 128 threads, 1 each | consumer, its stores have read the slot -> producer |
 
 Where results wait: O over Q; P over V, then dV over P; dQ over grad_out; dK over K. The query heads
 of a key head follow each other; their dK and dV are summed in registers.
@@ -53,8 +54,8 @@ from gdpa_kernels.device.ragged import ragged_descriptor, readable
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: math roles, slots of all of them, heads of a block whose loads are issued
-    together, registers of a thread of a math role."""
+    """Launch constants: consumers, slots of all of them, heads of a block whose loads are issued
+    together, registers of a consumer thread."""
 
     math_roles: int = 1
     num_stages: int = 2
@@ -66,7 +67,7 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """One math role, and the slots that were fastest in runs without a record."""
+    """One consumer, and the slots that were fastest in runs without a record."""
     if direction == "forward":
         return Config(
             num_stages=3 if batch.head_dim == 128 else 5, heads_together=gcd(batch.num_heads, 2)
@@ -96,7 +97,7 @@ class Options:
 
 @triton.jit
 def load(grad_desc, q_desc, k_desc, v_desc, grad, tiles, blocks_ptr, options):
-    """The load role: slot after slot, those of TOGETHER heads of a block at a time, tensor by
+    """The producer: slot after slot, those of TOGETHER heads of a block at a time, tensor by
     tensor. grad_desc None: forward."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
     BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
@@ -125,7 +126,7 @@ def load(grad_desc, q_desc, k_desc, v_desc, grad, tiles, blocks_ptr, options):
 
 @triton.jit
 def math_forward(role: tl.constexpr, tiles, out_desc, blocks_ptr, scale, options):
-    """A math role: all heads of units role, role + MATH_ROLES, ..."""
+    """A consumer: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
@@ -155,7 +156,7 @@ def math_backward(
     role: tl.constexpr, tiles, dq_desc, dk_desc, dv_desc, grad, p, ds_tile, blocks_ptr, scale,
     options,
 ):  # fmt: skip
-    """A math role: all heads of units role, role + MATH_ROLES, ..."""
+    """A consumer: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
     BLOCK: tl.constexpr = dq_desc.block_shape[3]
     HEAD_DIM: tl.constexpr = dq_desc.block_shape[4]

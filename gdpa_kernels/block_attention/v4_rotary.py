@@ -1,24 +1,24 @@
 """v4: rotary inside the kernels: no tensor is read or written once more for it.
 
-Changes from v3_warp_specialized: the load role fetches sin and cos of a block too, once for all its
-heads, into one of `num_turns` slots of their own. A math role turns q and k (and v, if asked) in
-place, in shared memory, before the first product; it turns dq and dk (and dv) back as fp32
-accumulators, on their way into the slots that they leave by. One rounding, as without rotary.
+Changes from v3_warp_specialized: the producer loads sin and cos of a block too, once for all its
+heads, into one of `num_turns` slots of their own. A consumer applies rotary to q and k (and v, if
+asked) in place, in shared memory, before the first MMA, and its transpose to the fp32 accumulators
+dq and dk (and dv), on their way into the slots they leave by. One rounding, as without rotary.
 
 Why it should help, in tensors of q's size: attention moves 4 forward and 7 backward. A rotary
-kernel of its own moves 4 more, 6 if v is turned; here only sin and cos are read besides.
+kernel of its own moves 4 more, 6 if v is rotated; here only sin and cos are read besides.
 
-| role       | warps | registers | work                                                           |
-|------------|-------|-----------|----------------------------------------------------------------|
-| load       | 4     | 24        | one thread issues the TMA loads of a slot, and of sin and cos  |
-| math (1-2) | 4     | 240       | all heads of every (second) block: turning, products, stores   |
+| role       | warps | registers | work                                                          |
+|------------|-------|-----------|---------------------------------------------------------------|
+| load       | 4     | 24        | one thread issues the TMA loads of a slot, and of sin and cos |
+| math (1-2) | 4     | 240       | all heads of every (second) block: rotary, MMAs, stores       |
 
-| barrier           | arrivals            | filled by -> drained by                                |
-|-------------------|---------------------|--------------------------------------------------------|
-| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> its math role     |
-| empty[stage]      | 128 threads, 1 each | math role, its stores have read the slot -> load role  |
-| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> its math role   |
-| turns_empty[turn] | 128 threads, 1 each | math role, done with the block -> load role            |
+| barrier           | arrivals            | filled by -> drained by                             |
+|-------------------|---------------------|-----------------------------------------------------|
+| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> its consumer   |
+| empty[stage]      | 128 threads, 1 each | consumer, its stores have read the slot -> producer |
+| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> its consumer |
+| turns_empty[turn] | 128 threads, 1 each | consumer, done with the block -> producer           |
 
 Needs: sm_90, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16, contiguous rows of q, k, v, sin
 and cos aligned to 16 bytes; sin and cos in fp32, bf16 or fp16. A grad_out that TMA cannot read is
@@ -55,8 +55,8 @@ from gdpa_kernels.device.ragged import ragged_descriptor, readable
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: math roles, slots of all of them, slots of sin and cos, heads of a block
-    whose loads are issued together, registers of a thread of a math role."""
+    """Launch constants: consumers, slots of all of them, slots of sin and cos, heads of a block
+    whose loads are issued together, registers of a consumer thread."""
 
     math_roles: int = 1
     num_stages: int = 2
@@ -69,7 +69,7 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """One math role, and the slots that were fastest in runs without a record."""
+    """One consumer, and the slots that were fastest in runs without a record."""
     if direction == "forward":
         return Config(num_stages=3 if batch.head_dim == 128 else 4)
     return Config(num_stages=2 if batch.head_dim == 128 else 4)
@@ -99,7 +99,7 @@ class Options:
 def load(
     grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns, blocks_ptr, options
 ):
-    """The load role: slot after slot, those of TOGETHER heads of a block at a time, tensor by
+    """The producer: slot after slot, those of TOGETHER heads of a block at a time, tensor by
     tensor. grad_desc None: forward."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
     BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
@@ -141,8 +141,8 @@ def load(
 
 @triton.jit
 def turned(x, sin, cos, BACK: tl.constexpr):
-    """x [rows, width], fp32, its pairs of columns turned by sin and cos [rows, width // 2], buffers
-    in shared memory; BACK: by the transpose."""
+    """x [rows, width], fp32, its pairs of columns rotated by sin and cos [rows, width // 2],
+    buffers in shared memory; BACK: by the transpose."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     sin = tlx.local_load(sin).to(tl.float32)
@@ -160,14 +160,14 @@ def turned(x, sin, cos, BACK: tl.constexpr):
 
 @triton.jit
 def turn_tile(buffer, sin, cos):
-    """Turn a tile in place; rounded to its own dtype."""
+    """Apply rotary to a tile in place; rounded to its own dtype."""
     x = tlx.local_load(buffer)
     tlx.local_store(buffer, turned(x.to(tl.float32), sin, cos, False).to(x.dtype))
 
 
 @triton.jit
 def turn(tiles, stage, turns, at, options):
-    """Turn q and k (and v, if asked) of a slot in place, for products to read."""
+    """Apply rotary to q and k (and v, if asked) of a slot in place, for MMAs to read."""
     turn_tile(tiles.q[stage], turns.sin[at], turns.cos[at])
     turn_tile(tiles.k[stage], turns.sin[at], turns.cos[at])
     if options.ROTATE_V:
@@ -177,7 +177,7 @@ def turn(tiles, stage, turns, at, options):
 
 @triton.jit
 def put_turned(desc, buffer, block, head, x, sin, cos, TURN: tl.constexpr):
-    """Start the store of a gradient x, fp32, turned back if TURN, through `buffer`."""
+    """Start the store of a gradient x, fp32, rotated back if TURN, through `buffer`."""
     if TURN:
         x = turned(x, sin, cos, True)
     put(desc, buffer, block, head, x)
@@ -185,7 +185,7 @@ def put_turned(desc, buffer, block, head, x, sin, cos, TURN: tl.constexpr):
 
 @triton.jit
 def math_forward(role: tl.constexpr, tiles, turns, out_desc, blocks_ptr, scale, options):
-    """A math role: all heads of units role, role + MATH_ROLES, ..."""
+    """A consumer: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
@@ -219,7 +219,7 @@ def math_backward(
     role: tl.constexpr, tiles, turns, dq_desc, dk_desc, dv_desc, grad, p, ds_tile, blocks_ptr,
     scale, options,
 ):  # fmt: skip
-    """A math role: all heads of units role, role + MATH_ROLES, ..."""
+    """A consumer: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
     BLOCK: tl.constexpr = dq_desc.block_shape[3]
     HEAD_DIM: tl.constexpr = dq_desc.block_shape[4]

@@ -1,25 +1,26 @@
-"""v4a: q, k and v are turned by a role of their own, beside the products of another item.
+"""v4a: rotary in a role of its own, overlapped with the MMAs of another item.
 
-Changes from v4_rotary: between the load role and the math role stands a turn role, which turns the
-tiles of a slot in place. sin and cos of a block are read once by each role and stay in registers.
+Changes from v4_rotary: between producer and consumer stands a rotary role (`turn`), which rotates
+q, k (and v) of a slot in place. Each role reads sin and cos of a block once and keeps them in
+registers.
 
-Why it should help: v4's math role turns, multiplies and turns back, one after the other, with one
-warp on each scheduler. Here one item is turned while another is multiplied, and v4's conversion of
-every gradient to the layout of sin and cos is gone.
+Why it should help: v4's consumer applies rotary, runs the MMAs and applies rotary to the gradients,
+one after the other, with one warp on each scheduler. Here one item is rotated while the MMAs of
+another run, and v4's conversion of every gradient to the layout of sin and cos is gone.
 
-| role       | warps | registers | work                                                           |
-|------------|-------|-----------|----------------------------------------------------------------|
-| load       | 4     | 24        | one thread issues the TMA loads of a slot, and of sin and cos  |
-| turn       | 4     | 240       | q, k (and v) of every slot, turned in place                    |
-| math (1-2) | 4     | 240       | all heads of every (second) block: products, turning back      |
+| role       | warps | registers | work                                                          |
+|------------|-------|-----------|---------------------------------------------------------------|
+| load       | 4     | 24        | one thread issues the TMA loads of a slot, and of sin and cos |
+| turn       | 4     | 240       | rotary of q, k (and v) of every slot, in place                |
+| math (1-2) | 4     | 240       | all heads of every (second) block: MMAs, rotary of gradients  |
 
-| barrier           | arrivals            | filled by -> drained by                                |
-|-------------------|---------------------|--------------------------------------------------------|
-| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> turn, math role   |
-| ready[stage]      | 128 threads, 1 each | turn role, the tiles are turned -> math role           |
-| empty[stage]      | 128 threads, 1 each | math role, its stores have read the slot -> load role  |
-| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> turn, math role |
-| turns_empty[turn] | 128 a role, 1 each  | turn role, backward math role too, done -> load role   |
+| barrier           | arrivals            | filled by -> drained by                              |
+|-------------------|---------------------|------------------------------------------------------|
+| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> turn, math      |
+| ready[stage]      | 128 threads, 1 each | rotary role, the tiles are rotated -> consumer       |
+| empty[stage]      | 128 threads, 1 each | consumer, its stores have read the slot -> producer  |
+| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> turn, math    |
+| turns_empty[turn] | 128 a role, 1 each  | rotary role, backward consumer too, done -> producer |
 
 Needs: as v4.
 """
@@ -57,8 +58,8 @@ REGISTERS = 512  # of an SM, for each of the 128 threads of a role
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: math roles, slots of all of them, slots of sin and cos, heads of a block
-    whose loads are issued together, registers of a thread of a math role and of the turn role."""
+    """Launch constants: consumers, slots of all of them, slots of sin and cos, heads of a block
+    whose loads are issued together, registers of a consumer thread and of a rotary thread."""
 
     math_roles: int = 1
     num_stages: int = 2
@@ -84,7 +85,7 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """One math role, and the slots that were fastest in runs without a record. `turns` is the dtype
+    """One consumer, and the slots that were fastest in runs without a record. `turns` is the dtype
     of sin and cos: in 16 bits they leave room for a third slot in backward."""
     if batch.head_dim == 64:
         return Config(num_stages=6 if direction == "forward" else 3)
@@ -116,7 +117,7 @@ class Options:
 def load(
     grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns, blocks_ptr, options
 ):
-    """The load role: slot after slot, those of TOGETHER heads of a block at a time, tensor by
+    """The producer: slot after slot, those of TOGETHER heads of a block at a time, tensor by
     tensor. grad_desc None: forward."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
     BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
@@ -158,7 +159,7 @@ def load(
 
 @triton.jit
 def turned(x, sin, cos, BACK: tl.constexpr):
-    """x [rows, width], fp32, its pairs of columns turned by sin and cos [rows, width // 2], fp32;
+    """x [rows, width], fp32, its pairs of columns rotated by sin and cos [rows, width // 2], fp32;
     BACK: by the transpose."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
@@ -178,14 +179,14 @@ def turns_of(sin, cos):
 
 @triton.jit
 def turn_tile(buffer, sin, cos):
-    """Turn a tile in place; rounded to its own dtype."""
+    """Apply rotary to a tile in place; rounded to its own dtype."""
     x = tlx.local_load(buffer)
     tlx.local_store(buffer, turned(x.to(tl.float32), sin, cos, False).to(x.dtype))
 
 
 @triton.jit
 def turn(tiles, turns, ready, blocks_ptr, options):
-    """The turn role: slot after slot, in the order of the load role."""
+    """The rotary role: slot after slot, in the order of the producer."""
     MATH_ROLES: tl.constexpr = options.MATH_ROLES
     NUM_TURNS: tl.constexpr = options.NUM_TURNS
     units = count_units(blocks_ptr)
@@ -214,12 +215,12 @@ def turn(tiles, turns, ready, blocks_ptr, options):
 
 @triton.jit
 def unbound(buffer):
-    """What a buffer [rows, width] holds, as fp32, lying in registers as its use asks.
+    """What a buffer [rows, width] holds, as fp32, in the register layout that its use needs.
 
-    What is loaded from shared memory lies as shared memory likes it, and so does what is computed
-    from it: in a product with an accumulator the accumulator is taken there, through shared memory.
-    A gather, here of every row by its own number, ends that: instead the buffer's values are taken
-    to where the accumulator lies, once for all products.
+    A shared-memory load has a register layout of its own, and what is computed from it keeps it: an
+    accumulator that meets it is converted to it, through shared memory, rather than the reverse. A
+    gather, here of every row by its own number, ends that: the buffer's values are converted to the
+    accumulator's layout instead, once for all uses.
     """
     ROWS: tl.constexpr = buffer.shape[0]
     WIDTH: tl.constexpr = buffer.shape[1]
@@ -229,9 +230,9 @@ def unbound(buffer):
 
 @triton.jit
 def put_turned(desc, buffer, block, head, x, sin, cos, TURN: tl.constexpr, KEPT: tl.constexpr):
-    """Start the store of a gradient x, fp32, turned back if TURN, through `buffer`.
+    """Start the store of a gradient x, fp32, rotated back if TURN, through `buffer`.
 
-    KEPT: by sin and cos; else by what these two buffers hold.
+    KEPT: sin and cos are in registers; else in these two buffers.
     """
     if TURN:
         if not KEPT:
@@ -242,7 +243,7 @@ def put_turned(desc, buffer, block, head, x, sin, cos, TURN: tl.constexpr, KEPT:
 
 @triton.jit
 def math_forward(role: tl.constexpr, tiles, ready, out_desc, blocks_ptr, scale, options):
-    """A math role: all heads of units role, role + MATH_ROLES, ..."""
+    """A consumer: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
@@ -273,7 +274,7 @@ def math_backward(
     role: tl.constexpr, tiles, turns, ready, dq_desc, dk_desc, dv_desc, grad, p, ds_tile,
     blocks_ptr, scale, options,
 ):  # fmt: skip
-    """A math role: all heads of units role, role + MATH_ROLES, ..."""
+    """A consumer: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
     BLOCK: tl.constexpr = dq_desc.block_shape[3]
     HEAD_DIM: tl.constexpr = dq_desc.block_shape[4]

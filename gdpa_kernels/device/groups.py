@@ -11,7 +11,7 @@ import triton.language.extra.tlx as tlx
 
 @triton.aggregate
 class Ring:
-    """Buffers that one role fills and others read in turn, with the barriers of both directions.
+    """Ring of buffers between a producer and its consumers, with the barriers of both directions.
 
     full[i] completes when buffer[i] may be read, empty[i] when it may be filled again.
     """

@@ -1,6 +1,6 @@
-"""What the warp-specialized rungs do with tiles: find their sequence, fetch and store their rows.
+"""What the warp-specialized rungs do with tiles: find their sequence, load and store their rows.
 
-The copies are those of ragged.py, started by a role and awaited on a barrier.
+The copies are those of ragged.py, issued by a role and awaited on an mbarrier.
 """
 
 import triton
@@ -29,11 +29,10 @@ def sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q):
 
 @triton.jit
 def uniform(x):
-    """The int32 scalar x, known to the compiler to be the same in all threads of a warp.
+    """The int32 scalar x, which the compiler then knows to be uniform across a warp.
 
-    Of a number that was loaded it does not know that. It keeps what it computes from one, stages
-    and their addresses, in a register of every thread, and moves it to a register of the warp
-    before each product.
+    Of a loaded number it does not know that. It keeps what it computes from one, stages and their
+    addresses, in a register of every thread, and moves it to a uniform register before each MMA.
     """
     return tl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True,
@@ -43,11 +42,11 @@ def uniform(x):
 
 @triton.jit
 def nothing(x):
-    """0, of which the compiler does not know that it is 0 whatever x is; the assembler does.
+    """0, which the compiler takes for a value that depends on x; ptxas knows that it is 0.
 
-    Added to the number of a buffer in a loop over x it keeps the compiler from computing all
-    addresses of buffers ahead of the loop. There are more of them than registers: they would be
-    spilled, and each product would wait for a load and for a move to a register of the warp.
+    Added to a buffer's index in a loop over x, it keeps the compiler from hoisting all buffer
+    addresses out of the loop. There are more of them than registers: they would spill, and each
+    MMA would wait for a load and for a move to a uniform register.
     """
     return tl.inline_asm_elementwise(
         "xor.b32 $0, $1, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
@@ -56,7 +55,7 @@ def nothing(x):
 
 @triton.jit
 def fetch_rows(desc, buffer, full, start, length, head, first_row):
-    """Start the copy of rows first_row .. of one head; it arrives on `full`.
+    """Start the TMA load of rows first_row .. of one head; it arrives on `full`.
 
     Rows from `length` on become zero; the copy counts the bytes of the whole box all the same.
     """
@@ -69,7 +68,7 @@ def fetch_rows(desc, buffer, full, start, length, head, first_row):
 
 @triton.jit
 def put_rows(desc, buffer, start, length, head, first_row, rows):
-    """Start the store of `rows` through `buffer`; rows from `length` on are dropped.
+    """Start the TMA store of `rows` through `buffer`; rows from `length` on are dropped.
 
     The buffer is free again when `tlx.async_descriptor_store_wait` says so.
     """

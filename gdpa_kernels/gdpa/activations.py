@@ -162,8 +162,8 @@ def multiply_add_pairs(a, b, c):
 def tanh_cubic_pairs(s, linear, cubic):
     """(x, tanh(x (linear + cubic x^2))) in bf16, in pairs, with x = s rounded.
 
-    One block of assembly: apart, the compiler takes pairs to pieces and keeps more of the
-    intermediate values than there are registers.
+    One block of assembly: given the instructions one by one, the compiler unpacks the pairs and
+    keeps more intermediate values live than there are registers.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -197,7 +197,7 @@ def tanh_linear_pairs(s, linear):
 def tanh_of_pairs(s, scale, NAME: tl.constexpr):
     """(x, t) in bf16 with x = s and x + x t = activation(scale * s) / (scale / 2); NAME: FOLDABLE.
 
-    GELU and SiLU are scale / 2 * s * (1 + tanh(u)): the factor is left to the caller's sum. The
+    GELU and SiLU are scale / 2 * s * (1 + tanh(u)): the factor is left to the epilogue. The
     scores are rounded to bf16 first, as PyTorch rounds them. By the documented errors of the
     instructions the result is within 0.016 abs(x); emulated, within 0.010, where PyTorch's own GELU
     of bf16 scores is within 0.0078 and one rounding of the exact result within 0.0039.

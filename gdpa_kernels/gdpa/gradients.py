@@ -17,7 +17,7 @@ class Gradients:
 
 @triton.jit
 def add_rows(desc, start, length, head, first_row, rows):
-    """Add `rows` of one head at first_row, by a TMA reduction; rows from `length` on are dropped.
+    """Add `rows` of one head at first_row, by a TMA reduce-add; rows from `length` on are dropped.
 
     Addressed as in `ragged.store_rows`. Each element is added atomically, in any order.
     """
@@ -29,8 +29,7 @@ def add_rows(desc, start, length, head, first_row, rows):
 def add_rows_by_threads(
     ptr, start, length, head, first_row, rows, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
-    """`add_rows` to a contiguous `[total, NUM_HEADS, HEAD_DIM]`, by an atomic instruction of each
-    thread."""
+    """`add_rows` to a contiguous `[total, NUM_HEADS, HEAD_DIM]`, by atomic adds of every thread."""
     row = first_row + tl.arange(0, rows.shape[0])
     dim = tl.arange(0, rows.shape[1])
     first = (tl.cast(start, tl.int64) * NUM_HEADS + head) * HEAD_DIM

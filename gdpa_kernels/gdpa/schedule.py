@@ -1,4 +1,4 @@
-"""Schedules: which output tile a persistent program computes, and when.
+"""Tile schedules: which output tile a persistent program computes, and when.
 
 A tile is BLOCK_M query rows of one head of one sequence. A schedule is a flat list of tiles; the
 program p of P takes positions p, p + P, p + 2 P, ... The order of the list decides the balance:

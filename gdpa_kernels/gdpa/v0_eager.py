@@ -1,11 +1,11 @@
 """v0: what one would write first in PyTorch.
 
-Predecessor: none. Pad the jagged batch to [batch, heads, max_seqlen, head_dim], multiply, activate,
-multiply, unpad. Three library calls do the arithmetic, each as fast as the library can make it.
+Predecessor: none. Pad the jagged batch to [batch, heads, max_seqlen, head_dim]; matmul, activation,
+matmul; unpad. Three library calls do the arithmetic, each as fast as the library can make it.
 
 Why it cannot be fast: the scores go through memory. For each of the batch * heads * max_seqlen_q *
-max_seqlen_k scores the first product writes 2 bytes, the activation reads and writes them, the mask
-and the second product read them: at least 8 bytes a score against 4 * head_dim FLOPs. At head_dim
+max_seqlen_k scores the first matmul writes 2 bytes, the activation reads and writes them, the mask
+and the second matmul read them: at least 8 bytes a score against 4 * head_dim FLOPs. At head_dim
 128 that is 64 FLOP per byte, about a third of what keeps the tensor cores of an H200 busy; and
 half-full batches pay for padding.
 

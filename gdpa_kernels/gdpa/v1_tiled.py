@@ -1,6 +1,6 @@
 """v1: one fused kernel on jagged tensors; the scores never reach memory.
 
-Changes from v0_eager: a program owns BLOCK_M query rows of one (sequence, head) and walks over the
+Changes from v0_eager: a program owns BLOCK_M query rows of one (sequence, head) and loops over the
 keys in blocks of BLOCK_N. S = Q K^T, the activation and P V stay in registers; the batch is never
 padded.
 
@@ -9,17 +9,17 @@ tokens a head's scores are 2 MB against 1 MB of q, k, v and out together. Here t
 inputs and the output alone. Without softmax there is no running maximum, no sum and no rescaling:
 blocks of keys simply add up.
 
-| role      | warps     | registers | work                                                       |
-|-----------|-----------|-----------|------------------------------------------------------------|
-| all warps | num_warps | 127       | addresses, cp.async of K and V, both products, the store   |
+| role      | warps     | registers | work                                                 |
+|-----------|-----------|-----------|------------------------------------------------------|
+| all warps | num_warps | 127       | addresses, cp.async of K and V, both MMAs, the store |
 
-| barrier         | arrivals  | filled by -> drained by                                        |
-|-----------------|-----------|----------------------------------------------------------------|
-| cp.async groups | all warps | K and V, num_stages - 1 blocks ahead -> both products          |
+| barrier         | arrivals  | filled by -> drained by                           |
+|-----------------|-----------|---------------------------------------------------|
+| cp.async groups | all warps | K and V, num_stages - 1 blocks ahead -> both MMAs |
 
 At the default shape two programs fit on an SM, four warp groups in all: while one evaluates its
-activation another keeps the tensor cores busy. That is the only overlap here, and the hardware
-arranges it.
+activation, another keeps the tensor cores busy. That is the only overlap here, and it is left to
+the warp schedulers.
 
 Every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and fp32, any strides. Needs: sm_80.
 """
@@ -63,7 +63,7 @@ def tile(
     """Pointers [ROWS, BLOCK_D] to the rows from first_row on, and which of them exist.
 
     Offsets are 64-bit and start from the row's number: pointers the compiler can hoist out of the
-    loop stay alive across both products, and spill.
+    loop stay alive across both MMAs, and spill.
     """
     rows = first_row + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)

@@ -1,23 +1,23 @@
 """v1, backward: two fused kernels on jagged tensors; one owns keys, the other queries.
 
-Nothing is read but q, k, v and the gradient of the output: without softmax there is no log-sum-exp
-and no rowsum(O * dO). The first kernel owns BLOCK_N keys of one (sequence, key head), walks over
-the queries that see them, of all its query heads, and sums dK and dV. The second owns BLOCK_M
-queries of one (sequence, head), walks over their keys and sums dQ.
+The inputs are q, k, v and the gradient of the output alone: without softmax there is no log-sum-exp
+and no rowsum(O * dO). A program of the first kernel owns BLOCK_N keys of one (sequence, key head),
+loops over the queries that see them, of all its query heads, and accumulates dK and dV. One of the
+second owns BLOCK_M queries of one (sequence, head), loops over their keys and accumulates dQ.
 
     S = scale Q K^T, dP = dO V^T, dS = activation'(S) * dP,
     dV = output_scale activation(S)^T dO, dK = scale output_scale dS^T Q, dQ likewise dS K.
 
-The price: S and dP are computed twice, 7 products of tiles where 5 are necessary. The first kernel
-computes them as [keys, queries]: then P and dS are A operands of what follows, as they stand.
+The price: S and dP are computed twice, 7 matmuls where 5 suffice. The first kernel computes them as
+[keys, queries]: P and dS are then A operands of the next MMAs in the layout that they have.
 
-| role      | warps     | registers | work                                                       |
-|-----------|-----------|-----------|------------------------------------------------------------|
-| all warps | num_warps | up to 255 | addresses, cp.async of the other side's tiles, products    |
+| role      | warps     | registers | work                                                |
+|-----------|-----------|-----------|-----------------------------------------------------|
+| all warps | num_warps | up to 255 | addresses, cp.async of the other side's tiles, MMAs |
 
-| barrier         | arrivals  | filled by -> drained by                                        |
-|-----------------|-----------|----------------------------------------------------------------|
-| cp.async groups | all warps | the walked tiles, num_stages - 1 blocks ahead -> products      |
+| barrier         | arrivals  | filled by -> drained by                                 |
+|-----------------|-----------|---------------------------------------------------------|
+| cp.async groups | all warps | the streamed tiles, num_stages - 1 blocks ahead -> MMAs |
 
 Deterministic: both kernels write what they own once. A shared q: PyTorch sums a dQ of each
 sequence, in fp32 and in a fixed order. Every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and

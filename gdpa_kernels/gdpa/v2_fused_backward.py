@@ -1,25 +1,25 @@
 """v2, backward: one pass over the keys makes all three gradients.
 
 Changes from v1_tiled_backward: the second kernel is gone. The program that owns BLOCK_N keys of one
-(sequence, key head) holds dS of each block of queries anyway; it also multiplies it by its K and
-adds the product to an fp32 dQ in memory. All tensors are reached by TMA, dQ too: the copy engine
-adds a tile [BLOCK_M, head_dim] where L2 is (gradients.py), and drops the rows beyond the sequence.
+(sequence, key head) holds dS of each block of queries anyway; it also computes dS K and adds it to
+an fp32 dQ in memory. All tensors are accessed by TMA, dQ too: a reduce-add of a tile [BLOCK_M,
+head_dim], done in L2 (gradients.py), which drops the rows beyond the sequence.
 
-Why it should help: S and dP are computed once, 5 products instead of 7, and so is the activation.
+Why it should help: S and dP are computed once, 5 matmuls instead of 7, and so is the activation.
 Why it may not: of every element of dQ, 4 bytes are filled with zero, 4 are added by each block of
 keys that sees its row, and at last 4 are read and 2 written by a kernel that scales and rounds. In
 v1 it is 2 bytes in all.
 
-| role      | warps     | registers | work                                                        |
-|-----------|-----------|-----------|-------------------------------------------------------------|
-| all warps | num_warps | up to 255 | five products; thread 0 issues TMA loads, stores, additions |
+| role      | warps     | registers | work                                                      |
+|-----------|-----------|-----------|-----------------------------------------------------------|
+| all warps | num_warps | up to 255 | five MMAs; thread 0 issues TMA loads, stores, reduce-adds |
 
-| barrier       | arrivals    | filled by -> drained by                                          |
-|---------------|-------------|------------------------------------------------------------------|
-| one per stage | 1 and bytes | TMA load of Q or dO, num_stages - 1 blocks ahead -> products     |
-| bulk group    | TMA         | addition of a dQ tile has read its buffer -> the next tile of dQ |
+| barrier       | arrivals    | filled by -> drained by                                            |
+|---------------|-------------|--------------------------------------------------------------------|
+| one per stage | 1 and bytes | TMA load of Q or dO, num_stages - 1 blocks ahead -> MMAs           |
+| bulk group    | TMA         | reduce-add of a dQ tile has read its buffer -> the next tile of dQ |
 
-The compiler makes the barriers. dQ is not deterministic: its additions come in any order.
+The compiler makes the barriers. dQ is not deterministic: its reduce-adds land in any order.
 Needs: sm_90 or newer, bf16 or fp16, head_dim a multiple of 8 from 16 to 128 (64 on sm_100), rows of
 q, k and v contiguous and aligned to 16 bytes. A grad_out that TMA cannot read is copied first.
 """
@@ -57,7 +57,7 @@ def default_config(batch: Batch) -> Config:
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to a zero commute; with a third their order shows."""
+    """Two additions to zero commute; with a third their order shows."""
     return batch.max_seqlen_k <= 2 * Config.BLOCK_N and not batch.shared_q
 
 
@@ -72,7 +72,7 @@ def fused_kernel(
     """dK and dV of BLOCK_N keys of one (sequence, key head), and what they add to dQ, unscaled.
 
     cu_seqlens_q_ptr None: one q for all sequences. dq_desc, or else dq_ptr, says how dQ is added.
-    A gradient for which there is neither is not needed, and the compiler drops its product.
+    A gradient for which there is neither is not needed, and the compiler drops its MMA.
     """
     blocks = tl.cdiv(max_seqlen_k, BLOCK_N)
     pid = tl.program_id(0)
@@ -162,7 +162,7 @@ def backward(
         ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=k_desc.block_shape[-1],
         num_warps=config.num_warps, num_stages=config.num_stages,
-        early_tma_store_lowering=False,  # waits for an addition where the next one needs its buffer
+        early_tma_store_lowering=False,  # waits only where the next reduce-add needs the buffer
     )  # fmt: skip
     if not needs[0]:
         return None, dk, dv

@@ -1,22 +1,22 @@
 """v2: let the copy engine do the addressing.
 
-Changes from v1_tiled: q, k, v and out are reached through TMA descriptors. One thread asks for a
-whole tile; rows beyond the sequence read as zero and are not written (device/ragged.py), so no mask
-and no pointer is left.
+Changes from v1_tiled: q, k, v and out are accessed through TMA descriptors. One thread issues the
+copy of a whole tile; rows beyond the sequence read as zero and are not written (device/ragged.py),
+so no mask and no pointer is left.
 
 Why it should help: v1 computes a 64-bit pointer and a predicate for every 16 bytes it copies, in
 every thread, for every block of keys; the instructions compete with the activation for issue slots,
 the values for registers. Without them one warp group can own 128 rows and 64 keys: its accumulator
-and scores take 192 of a thread's 255 registers, and every K or V block fetched from shared memory
+and scores take 192 of a thread's 255 registers, and every K or V block read from shared memory
 feeds twice the rows.
 
-| role      | warps     | registers | work                                                         |
-|-----------|-----------|-----------|--------------------------------------------------------------|
-| all warps | num_warps | up to 255 | both products; thread 0 issues TMA loads and the TMA store   |
+| role      | warps     | registers | work                                                   |
+|-----------|-----------|-----------|--------------------------------------------------------|
+| all warps | num_warps | up to 255 | both MMAs; thread 0 issues TMA loads and the TMA store |
 
-| barrier           | arrivals    | filled by -> drained by                                   |
-|-------------------|-------------|-----------------------------------------------------------|
-| one per stage     | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> product |
+| barrier       | arrivals    | filled by -> drained by                                |
+|---------------|-------------|--------------------------------------------------------|
+| one per stage | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> MMA |
 
 The compiler makes the barriers; v4 will make its own. The same options as v1.
 Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 256, contiguous rows aligned to 16

@@ -3,22 +3,22 @@
 Changes from v2_fused_backward: not one launch for all blocks of keys, but one after another, each
 for `slices` of them. The block at place i of a launch adds to slice i of an fp32 buffer [slices,
 total_q, num_heads, head_dim]. So within a launch no two programs add to the same element, launches
-follow each other, and at the end PyTorch sums the slices in a fixed order.
+are serial, and at the end PyTorch sums the slices in a fixed order.
 
-What it costs: a launch for every BLOCK_N keys up to max_seqlen_k, each of which ends with
-multiprocessors that wait for its last programs. Where launches would be small they take several
-blocks (`count_slices`), and a slice costs 8 bytes for every element of dQ. The shapes of the call
-alone decide, not the device: the order of additions is the same everywhere.
+What it costs: a launch for every BLOCK_N keys up to max_seqlen_k, each with a tail in which SMs
+idle until its last programs end. Where launches would be small they take several blocks
+(`count_slices`), and a slice costs 8 bytes for every element of dQ. The shapes of the call alone
+decide, not the device: the order of additions is the same everywhere.
 
-| role      | warps     | registers | work                                                        |
-|-----------|-----------|-----------|-------------------------------------------------------------|
-| all warps | num_warps | up to 255 | five products; thread 0 issues TMA loads, stores, additions |
+| role      | warps     | registers | work                                                      |
+|-----------|-----------|-----------|-----------------------------------------------------------|
+| all warps | num_warps | up to 255 | five MMAs; thread 0 issues TMA loads, stores, reduce-adds |
 
-| barrier       | arrivals    | filled by -> drained by                                          |
-|---------------|-------------|------------------------------------------------------------------|
-| one per stage | 1 and bytes | TMA load of Q or dO, num_stages - 1 blocks ahead -> products     |
-| bulk group    | TMA         | addition of a dQ tile has read its buffer -> the next tile of dQ |
-| launch        | all         | additions of its blocks of keys -> those of the next launch      |
+| barrier       | arrivals    | filled by -> drained by                                            |
+|---------------|-------------|--------------------------------------------------------------------|
+| one per stage | 1 and bytes | TMA load of Q or dO, num_stages - 1 blocks ahead -> MMAs           |
+| bulk group    | TMA         | reduce-add of a dQ tile has read its buffer -> the next tile of dQ |
+| launch        | all         | reduce-adds of its blocks of keys -> those of the next launch      |
 
 Deterministic. A shared q: every sequence has rows of its own in the buffer. Needs: as v2.
 """
@@ -77,7 +77,7 @@ def ordered_kernel(
 
     The launch has `slices` blocks of keys from first_block on; a slice of dQ has `rows` rows.
     cu_seqlens_q_ptr None: one q for all sequences. A gradient whose descriptor is None is not
-    needed, and the compiler drops its product.
+    needed, and the compiler drops its MMA.
     """
     pid = tl.program_id(0)
     first_key = (first_block + pid % slices) * BLOCK_N
@@ -173,7 +173,7 @@ def backward(
             ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
             BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=k_desc.block_shape[-1],
             num_warps=config.num_warps, num_stages=config.num_stages,
-            early_tma_store_lowering=False,  # waits for an addition where the next needs its buffer
+            early_tma_store_lowering=False,  # waits only where the next reduce-add needs the buffer
         )  # fmt: skip
     if not needs[0]:
         return None, dk, dv

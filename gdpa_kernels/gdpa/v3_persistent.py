@@ -1,23 +1,23 @@
-"""v3: as many programs as fit on the device, over a list of tiles.
+"""v3: a persistent kernel: as many programs as fit on the device walk a list of tiles.
 
-Changes from v2_tma: the grid no longer covers (sequence, head, block of max_seqlen_q). A schedule
-lists the tiles that exist, in an order of our choice; program p takes the entries p, p + P, p + 2
-P, ...
+Changes from v2_tma: the grid no longer covers (sequence, head, block of max_seqlen_q). A tile
+scheduler lists the tiles that exist, in an order of our choice; program p takes the entries p, p +
+P, p + 2 P, ...
 
 Why it should help: on a half-full batch nearly half of v2's programs find nothing to do, and with
 real length laws the heaviest tile may be started last. A list has no empty tiles and can start with
 the longest.
-Why it may not: an empty program of v2 costs one load and one comparison, the hardware hands the
-next program to the first free slot, and a loop over tiles drains the copy pipeline at every tile,
-as a launch does.
+Why it may not: an empty program of v2 costs one load and one comparison, the hardware gives the
+next program to the first free slot, and a loop over tiles drains the software pipeline at every
+tile, as a launch does.
 
-| role      | warps     | registers | work                                                         |
-|-----------|-----------|-----------|--------------------------------------------------------------|
-| all warps | num_warps | up to 255 | as v2, for one tile after another                            |
+| role      | warps     | registers | work                              |
+|-----------|-----------|-----------|-----------------------------------|
+| all warps | num_warps | up to 255 | as v2, for one tile after another |
 
-| barrier           | arrivals    | filled by -> drained by                                   |
-|-------------------|-------------|-----------------------------------------------------------|
-| one per stage     | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> product |
+| barrier       | arrivals    | filled by -> drained by                                |
+|---------------|-------------|--------------------------------------------------------|
+| one per stage | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> MMA |
 
 The schedule is an argument: its cost is measured apart from the kernel's. The same options as v1.
 Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 256, contiguous rows aligned to 16

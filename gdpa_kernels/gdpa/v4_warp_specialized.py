@@ -1,25 +1,25 @@
-"""v4: one role copies, two roles compute.
+"""v4: warp specialization: a producer copies, two consumers compute.
 
-Changes from v2_tma: the program is split into tasks. A load role asks the copy engine for K and V
-as soon as a buffer is free; two math roles own 64 of the tile's 128 rows each. Barriers of our own
-carry full and empty buffers between them. The math roles take the registers that loading leaves.
+Changes from v2_tma: warps have roles, TLX tasks. The producer (role `load`) issues the TMA loads of
+K and V as soon as a buffer is free; two consumers (role `math`) own 64 of the tile's 128 rows each.
+Full and empty mbarriers of our own hand buffers over. Registers move from producer to consumers.
 
 Why it should help: in v2 the warps that compute also issue copies and wait for them, and all warps
-stand in one line: while the activation runs, the tensor core rests. Two math roles that run freely
-can overlap: one multiplies while the other evaluates the activation.
-Why it may not: inside a role the two products and the activation still follow each other, and a
-program now fills an SM, so nothing covers its beginning and its end.
+move in step: while the activation runs, the tensor core idles. Two consumers that run freely can
+overlap: one issues MMAs while the other evaluates the activation.
+Why it may not: within a consumer the two MMAs and the activation are still serial, and with one
+program per SM nothing hides its prologue and epilogue.
 
-| role     | warps | registers    | work                                                        |
-|----------|-------|--------------|-------------------------------------------------------------|
-| load     | 4     | what is left | Q once, then K and V of one block after another             |
-| math (2) | 4     | 240          | of 64 rows each: S = Q K^T, P = activation(S), O += P V     |
+| role     | warps | registers    | work                                                    |
+|----------|-------|--------------|---------------------------------------------------------|
+| load     | 4     | what is left | Q once, then K and V of one block after another         |
+| math (2) | 4     | 240          | of 64 rows each: S = Q K^T, P = activation(S), O += P V |
 
-| barrier          | arrivals        | filled by -> drained by                    |
-|------------------|-----------------|--------------------------------------------|
-| q_full[role]     | 1 and bytes     | TMA load of 64 rows of Q -> one math role  |
-| k_full, v_full   | 1 and bytes     | TMA load of a block -> both math roles     |
-| k_empty, v_empty | all 256 threads | the product that read it -> the load role  |
+| barrier          | arrivals        | filled by -> drained by                |
+|------------------|-----------------|----------------------------------------|
+| q_full[role]     | 1 and bytes     | TMA load of 64 rows of Q -> a consumer |
+| k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers  |
+| k_empty, v_empty | all 256 threads | the MMA that read it -> producer       |
 
 The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
 contiguous rows aligned to 16 bytes.
@@ -46,7 +46,7 @@ ROWS = tl.constexpr(64)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: keys of a block, K/V blocks in flight, registers of a math thread."""
+    """Launch constants: keys of a block, K/V blocks in flight, registers of a consumer thread."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -73,7 +73,7 @@ class Options:
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, q_full, k, v, tile, options):
-    """The load role: every buffer is filled as soon as both math roles have drained it."""
+    """The producer: every buffer is filled as soon as both consumers have drained it."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     blocks, first_row, head, len_k, len_q, start, start_k, _, start_q = tile
     for role in tl.static_range(MATH_ROLES):
@@ -98,7 +98,7 @@ def probabilities(s, scale, head, first_row, first_key, options):
 
 @triton.jit
 def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scale, options):
-    """A math role: 64 rows of the tile against all its keys."""
+    """A consumer: 64 rows of the tile against all its keys."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     blocks, first_row, head, _, len_q, start, _, start_out, _ = tile

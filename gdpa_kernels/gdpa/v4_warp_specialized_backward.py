@@ -1,26 +1,26 @@
-"""v4, backward: a load role, two math roles that own 64 keys each, and dQ added up by TMA.
+"""v4, backward: a producer, two consumers that own 64 keys each, and TMA reduce-adds of dQ.
 
-Changes from v2_fused_backward: warps have roles, and programs walk a list of tiles of 128 keys.
-Each math role keeps dK and dV of its keys in registers and computes S and dP as [keys, rows]: P and
-dS are then A operands as they lie in registers. dS goes through shared memory, where the other role
-finds it, and each role computes half of the columns of dQ; at head_dim 64 the part of its own keys.
+Changes from v2_fused_backward: warp specialization, in a persistent kernel over tiles of 128 keys.
+Each consumer keeps dK and dV of its keys in registers and computes S and dP as [keys, rows]: P and
+dS are then A operands in the layout that they have. dS goes through shared memory, where the other
+consumer reads it, and each computes half of the columns of dQ; at head_dim 64 its own keys' part.
 
 Why it should help: a step of 64 rows is 2,560 clocks of the tensor cores at head_dim 128 and 770 of
-issue slots for the activation, and one role's activation runs beside the other's products.
+issue slots for the activation, and one consumer's activation overlaps with the other's MMAs.
 
 | role     | warps | registers | work                                                          |
 |----------|-------|-----------|---------------------------------------------------------------|
 | load     | 4     | 24        | one thread issues the TMA loads                               |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys |
 
-| barrier          | arrivals            | filled by -> drained by                                |
-|------------------|---------------------|--------------------------------------------------------|
-| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both math roles          |
-| k_empty, v_empty | 256 threads, 1 each | math roles, done with the tile -> load role            |
-| q_full, g_full   | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both math roles    |
-| q_empty, g_empty | 256 threads, 1 each | math roles, done with the rows -> load role            |
-| ds_full[2]       | 256 threads, 1 each | math roles, dS is stored -> math roles                 |
-| ds_empty[2]      | 256 threads, 1 each | math roles, dQ of these rows is computed -> math roles |
+| barrier          | arrivals            | filled by -> drained by                              |
+|------------------|---------------------|------------------------------------------------------|
+| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both consumers         |
+| k_empty, v_empty | 256 threads, 1 each | consumers, done with the tile -> producer            |
+| q_full, g_full   | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both consumers   |
+| q_empty, g_empty | 256 threads, 1 each | consumers, done with the rows -> producer            |
+| ds_full[2]       | 256 threads, 1 each | consumers, dS is stored -> consumers                 |
+| ds_empty[2]      | 256 threads, 1 each | consumers, dQ of these rows is computed -> consumers |
 
 dQ is deterministic up to 256 keys, 128 at head_dim 64. Needs: as v2, TLX, head_dim 64 or 128.
 """
@@ -43,7 +43,7 @@ from gdpa_kernels.gdpa.masks import mask_transposed, row_range
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
 MATH_ROLES = tl.constexpr(2)
-KEYS = tl.constexpr(64)  # of a math role
+KEYS = tl.constexpr(64)  # of a consumer
 ROWS = tl.constexpr(64)  # of a step
 TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)
 
@@ -54,7 +54,7 @@ class Config:
 
     q_stages, g_stages: steps of Q and of dO in shared memory. k_stages: tiles of K there; 2 loads
     the next one while a tile is worked on. fold: leave factors of the activation to the sums where
-    `derivatives.foldable`. registers: of a thread of a math role.
+    `derivatives.foldable`. registers: of a consumer thread.
     """
 
     q_stages: int = 2
@@ -65,12 +65,12 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As many steps as shared memory holds beside two tiles of K."""
+    """As many steps as fit in shared memory next to two tiles of K."""
     return Config(q_stages=3, g_stages=3) if batch.head_dim == 64 else Config()
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to a zero commute; with a third their order shows. A tile of keys makes one
+    """Two additions to zero commute; with a third their order shows. A tile of keys makes one
     at head_dim 128, and two at 64."""
     return batch.max_seqlen_k <= (256 if batch.head_dim == 128 else 128) and not batch.shared_q
 
@@ -101,7 +101,7 @@ class Options:
 def steps_of(key, len_q, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """(first row, steps) of the tile at `key`.
 
-    At least one step, so that every product has its place; without rows it adds zero.
+    At least one step: prologue and epilogue need one. Without rows it adds zero.
     """
     start, end = row_range(key, len_q, ROWS, TILE, CAUSAL, WINDOW)
     return start, tl.maximum(tl.cdiv(end - start, ROWS), 1)
@@ -117,7 +117,7 @@ def place(step, steps, start, head_k, GROUP: tl.constexpr):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
-    """The load role: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
     count = 0
@@ -145,7 +145,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
 
 @triton.jit
 def fetch_both(desc, ring, stage, start, length, head, key):
-    """Start the copies of both math roles' keys; both arrive on the stage's one barrier."""
+    """Start the copies of both consumers' keys; both arrive on the stage's one barrier."""
     WIDTH: tl.constexpr = desc.block_shape[4]
     BYTES: tl.constexpr = TILE * WIDTH * 2
     tlx.barrier_expect_bytes(ring.full[stage], BYTES)
@@ -157,7 +157,7 @@ def fetch_both(desc, ring, stage, start, length, head, key):
 
 @triton.jit
 def scores(k, q, count, Q_STAGES: tl.constexpr):
-    """S of a step, transposed, under way."""
+    """S of a step, transposed, in flight."""
     at = count % Q_STAGES
     tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
     return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))
@@ -165,7 +165,7 @@ def scores(k, q, count, Q_STAGES: tl.constexpr):
 
 @triton.jit
 def differentiate(s, v, g, dv, count, scale, head, row, key, options):
-    """dS of a step, and dv with its product under way. `count` counts steps of all tiles."""
+    """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
     at = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
     p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
@@ -189,7 +189,7 @@ def share(ds, own, d, count):
 
 @triton.jit
 def dq_product(role: tl.constexpr, ds, k, k_at, count, HEAD_DIM: tl.constexpr):
-    """dS K of a step, under way: the role's half of the columns; at head_dim 64 its keys' part."""
+    """dS K of a step, in flight: the role's half of the columns; at head_dim 64 its keys' part."""
     at = count & 1
     tlx.barrier_wait(ds.full[at], (count // 2) & 1)
     if HEAD_DIM == 64:
@@ -212,7 +212,7 @@ def put_aside(buffer, x):
 
 @triton.jit
 def add_rows(desc, buffer, start, length, head, row, column):
-    """Start adding `buffer` to what memory holds. A fence must lie behind `put_aside`."""
+    """Start the TMA reduce-add of `buffer` to memory. A fence must follow `put_aside`."""
     place = [BOUND, start + length, head, BOUND - length + row, column]
     tlx.async_descriptor_store(desc, buffer, place, store_reduce="add")
 
@@ -222,7 +222,7 @@ def math(
     role: tl.constexpr, q, k, v, g, ds, staging, staged, gradients, list_ptr, scale, output_scale,
     options,
 ):  # fmt: skip
-    """A math role: 64 keys of every tile."""
+    """A consumer: 64 keys of every tile."""
     GROUP: tl.constexpr = options.GROUP
     HEAD_DIM: tl.constexpr = options.HEAD_DIM
     Q_STAGES: tl.constexpr = options.Q_STAGES

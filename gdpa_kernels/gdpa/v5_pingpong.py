@@ -1,26 +1,26 @@
-"""v5: a math role multiplies while it evaluates the activation.
+"""v5: software pipelining: a consumer's activation is overlapped with its own MMA.
 
-Changes from v4_warp_specialized: the loop is turned by half a block. The scores of the next block
-are issued before P V of this one, so while the activation of the new scores runs, the product of
-the old ones is still in flight. The probabilities wait in fp32 and are converted when nothing is:
+Changes from v4_warp_specialized: the loop is software-pipelined by half an iteration. Q K^T of the
+next block is issued before P V of this one, so P V is still in flight while the activation of the
+new scores runs. The probabilities wait in fp32 and are converted when no MMA is in flight:
 registers that a wgmma reads must not be written while another one runs.
 
-Why it should help: v4's role multiplies for 1,024 cycles a block and needs about 700 for the
-activation; one after the other is 60 % of the peak, unless the other role happens to fill the gap.
-Why it may not: scores and probabilities are alive together, 64 + 64 + 32 registers beside the
-accumulator's 64. `turns`, a variant, makes the roles take turns at issuing products.
+Why it should help: v4's consumer runs MMAs for 1,024 cycles a block and needs about 700 for the
+activation; serially that is 60 % of the peak, unless the other consumer happens to fill the gap.
+Why it may not: scores and probabilities are live together, 64 + 64 + 32 registers on top of the
+accumulator's 64. `turns`, a variant, makes the consumers issue MMAs in turns, as ping-pong does.
 
-| role     | warps | registers    | work                                                         |
-|----------|-------|--------------|--------------------------------------------------------------|
-| load     | 4     | what is left | as v4                                                        |
-| math (2) | 4     | 240          | of 64 rows: S of block j + 1 and P V of block j, activation  |
+| role     | warps | registers    | work                                                        |
+|----------|-------|--------------|-------------------------------------------------------------|
+| load     | 4     | what is left | as v4                                                       |
+| math (2) | 4     | 240          | of 64 rows: S of block j + 1 and P V of block j, activation |
 
-| barrier          | arrivals        | filled by -> drained by                    |
-|------------------|-----------------|--------------------------------------------|
-| q_full[role]     | 1 and bytes     | TMA load of 64 rows of Q -> one math role  |
-| k_full, v_full   | 1 and bytes     | TMA load of a block -> both math roles     |
-| k_empty, v_empty | all 256 threads | the product that read it -> the load role  |
-| 8, 9 (turns)     | 256 threads     | the other role has issued -> this one may  |
+| barrier          | arrivals        | filled by -> drained by                       |
+|------------------|-----------------|-----------------------------------------------|
+| q_full[role]     | 1 and bytes     | TMA load of 64 rows of Q -> a consumer        |
+| k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers         |
+| k_empty, v_empty | all 256 threads | the MMA that read it -> producer              |
+| 8, 9 (turns)     | 256 threads     | the other consumer has issued -> this one may |
 
 Options and needs: as v4.
 """
@@ -46,7 +46,7 @@ ROWS = tl.constexpr(64)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v4's, and whether the math roles take turns."""
+    """Launch constants: v4's, and whether the consumers take turns."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -75,7 +75,7 @@ class Options:
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, q_full, k, v, tile, options):
-    """The load role: every buffer is filled as soon as both math roles have drained it."""
+    """The producer: every buffer is filled as soon as both consumers have drained it."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     blocks, first_row, head, len_k, len_q, start, start_k, _, start_q = tile
     for role in tl.static_range(MATH_ROLES):
@@ -93,14 +93,14 @@ def load(q_desc, k_desc, v_desc, q, q_full, k, v, tile, options):
 
 @triton.jit
 def take_turn(role: tl.constexpr, TURNS: tl.constexpr):
-    """Wait until the other math role has issued its products."""
+    """Wait until the other consumer has issued its MMAs."""
     if TURNS:
         tlx.named_barrier_wait(8 + role, 256)
 
 
 @triton.jit
 def pass_turn(role: tl.constexpr, TURNS: tl.constexpr):
-    """Let the other math role issue its products."""
+    """Let the other consumer issue its MMAs."""
     if TURNS:
         tlx.named_barrier_arrive(9 - role, 256)
 
@@ -114,7 +114,7 @@ def probabilities(s, scale, head, first_row, first_key, options):
 
 @triton.jit
 def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scale, options):
-    """A math role: 64 rows of the tile against all its keys."""
+    """A consumer: 64 rows of the tile against all its keys."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     blocks, first_row, head, _, len_q, start, _, start_out, _ = tile
@@ -177,7 +177,7 @@ def pipelined_kernel(
     )
     start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     blocks = tl.where(first_row < len_q, tl.cdiv(end - start, BLOCK_N), 0)  # 0: a tile without rows
-    # At least one block, so that every product has its place; without keys it is zero or masked.
+    # At least one block: prologue and epilogue need one. Without keys it is zero or masked.
     blocks = tl.maximum(blocks, 1)
     tile = blocks, first_row, head, len_k, len_q, start, start_k, start_out, start_q
 

@@ -1,26 +1,26 @@
-"""v5, backward for short K and V: two programs own all keys of a head; dQ is written once.
+"""v5, backward for short K and V: a cluster of two programs owns all keys; dQ is written once.
 
 Changes from v4_warp_specialized_backward: a cluster of two programs takes all keys, up to 256, of a
-(sequence, key head), 128 each, while Q and dO stream by once. dS crosses the cluster, and each
-program computes half of the columns of dQ from the dS of all keys. So dQ leaves in the output's
-type: no fp32 sum in memory, no zero fill, no conversion; deterministic.
+(sequence, key head), 128 each, while Q and dO stream by once. They exchange dS through distributed
+shared memory, and each computes half of the columns of dQ from the dS of all keys. So dQ leaves in
+the output's dtype: no fp32 sum in memory, no zero fill, no conversion; deterministic.
 
 Why it should help, in bytes for a row of head_dim 128: v4 reads 512, fills 512 with zeros, adds 512
-twice at 256 keys, reads them again and writes 256. Here are 512 read and 256 written.
+twice at 256 keys, reads them again and writes 256. Here 512 are read and 256 written.
 
 | role     | warps | registers | work                                                              |
 |----------|-------|-----------|-------------------------------------------------------------------|
 | load     | 4     | 24        | one thread issues the TMA loads                                   |
 | math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK; 64 keys; every other dQ |
 
-| barrier             | arrivals            | filled by -> drained by                              |
-|---------------------|---------------------|------------------------------------------------------|
-| k_full, v_full      | 1 and bytes         | TMA loads of K, half of the other's K, of V -> math  |
-| q_full, g_full      | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both math roles  |
-| k_, v_, q_, g_empty | 256 threads, 1 each | math roles, done with the item, the rows -> load     |
-| ds_full[2]          | 256 threads, 1 each | math roles, dS is stored -> the step's dQ            |
-| peer_full[2]        | 1 and bytes         | the other program's copies of dS -> the step's dQ    |
-| ds_empty[2]         | 2 roles             | the step's dQ, here and there -> math roles          |
+| barrier             | arrivals            | filled by -> drained by                             |
+|---------------------|---------------------|-----------------------------------------------------|
+| k_full, v_full      | 1 and bytes         | TMA loads of K, half of the peer's K, V -> math     |
+| q_full, g_full      | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both consumers  |
+| k_, v_, q_, g_empty | 256 threads, 1 each | consumers, done with the item, the rows -> producer |
+| ds_full[2]          | 256 threads, 1 each | consumers, dS is stored -> the step's dQ            |
+| peer_full[2]        | 1 and bytes         | the peer's copies of dS -> the step's dQ            |
+| ds_empty[2]         | 2 roles             | the step's dQ, here and in the peer -> consumers    |
 
 Needs: as v4, head_dim 128, a max_seqlen_k of at most 256, a q of every sequence's own.
 """
@@ -43,7 +43,7 @@ from gdpa_kernels.gdpa.masks import mask_transposed
 from gdpa_kernels.gdpa.work_list import longest_first
 
 MATH_ROLES = tl.constexpr(2)
-KEYS = tl.constexpr(64)  # of a math role
+KEYS = tl.constexpr(64)  # of a consumer
 ROWS = tl.constexpr(64)  # of a step
 TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)  # keys of a program
 PAIR = tl.constexpr(2)  # steps that are worked on in turn, each in buffers of its own
@@ -54,7 +54,7 @@ MOST_KEYS = TILE.value * PROGRAMS.value
 @dataclass(frozen=True)
 class Config:
     """Launch constants: whether factors of the activation are left to the sums where
-    `derivatives.foldable`; registers of a thread of a math role."""
+    `derivatives.foldable`; registers of a consumer thread."""
 
     fold: bool = True
     registers: int = 240
@@ -146,7 +146,7 @@ def fetch_half(desc, buffer, full, start, length, head, row, column):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
-    """The load role: of each item K, the first rows of Q, V, then dO and Q in the order of use."""
+    """The producer: of each item K, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
     HALF_BYTES: tl.constexpr = ROWS * 64 * 2
     rank = tlx.cluster_cta_rank()
@@ -190,7 +190,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
 
 @triton.jit
 def scores(role: tl.constexpr, k, q, at: tl.constexpr, zero, phase):
-    """S of a step, transposed, under way: the sum over both halves of the columns.
+    """S of a step, transposed, in flight: the sum over both halves of the columns.
 
     `at`: which step of the pair it is; `zero`: `nothing`; `phase` counts pairs of all items.
     """
@@ -206,7 +206,7 @@ def scores(role: tl.constexpr, k, q, at: tl.constexpr, zero, phase):
 def differentiate(
     role: tl.constexpr, s, v, g, dv, at: tl.constexpr, zero, phase, scale, head, row, key, options
 ):
-    """dS of a step, and dv with its product under way."""
+    """dS of a step, and dv with its MMA in flight."""
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
     p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
     slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
@@ -232,7 +232,7 @@ def share(role: tl.constexpr, ds, peer, d, at: tl.constexpr, zero, phase, rank):
 
 @triton.jit
 def dq_product(role: tl.constexpr, ds, peer, k, half, zero, phase):
-    """dS K of the role's step of the pair, under way: half of the columns, from all keys."""
+    """dS K of the role's step of the pair, in flight: half of the columns, from all keys."""
     first = role * MATH_ROLES + zero
     tlx.barrier_wait(ds.full[role], phase)
     dq = tlx.async_dot(tlx.local_trans(ds.buffer[first]), k.buffer[zero])
@@ -257,7 +257,7 @@ def math(
     role: tl.constexpr, q, k, v, g, half, ds, peer, staging, gradients, items, scale, output_scale,
     options,
 ):  # fmt: skip
-    """A math role: 64 keys of every item, and dQ of a step of each pair. `count` counts pairs."""
+    """A consumer: 64 keys of every item, and dQ of a step of each pair. `count` counts pairs."""
     GROUP: tl.constexpr = options.GROUP
     HEAD_DIM: tl.constexpr = options.HEAD_DIM
     rank = tlx.cluster_cta_rank()

@@ -1,25 +1,25 @@
-"""v6: short K and V stay.
+"""v6: short K and V stay in shared memory.
 
 Changes from v6b_stream: where the keys of a sequence fit in the buffers (`resident`), an entry of
-the list is a whole (sequence, head): K and V are fetched once and stay while its tiles of Q stream
-by.
+the list is a whole (sequence, head): K and V are loaded once and stay in shared memory while its
+tiles of Q stream by.
 
-Why it should help: with 256 keys every tile of 128 rows of v6b fetches 128 KiB of K and V to
-produce 32 KiB of output: traffic for the L2 cache, and energy that the products lack.
+Why it should help: with 256 keys every tile of 128 rows of v6b loads 128 KiB of K and V to produce
+32 KiB of output: L2 traffic, and energy that the tensor cores then lack.
 Why it may not: whole heads are coarser than tiles, and balance worse; an entry's first tile still
 waits for its K and V.
 
-| role     | warps | registers    | work                                                   |
-|----------|-------|--------------|--------------------------------------------------------|
-| load     | 4     | what is left | resident: K and V of an entry, then its tiles of Q     |
-| math (2) | 4     | 240          | as v6b, 64 rows each of one tile after another         |
+| role     | warps | registers    | work                                               |
+|----------|-------|--------------|----------------------------------------------------|
+| load     | 4     | what is left | resident: K and V of an entry, then its tiles of Q |
+| math (2) | 4     | 240          | as v6b, 64 rows each of one tile after another     |
 
-| barrier          | arrivals        | filled by -> drained by                       |
-|------------------|-----------------|-----------------------------------------------|
-| q_full[role, 2]  | 1 and bytes     | TMA load of 64 rows of Q -> one math role     |
-| q_empty[role, 2] | 128 threads     | the last scores of its tile -> the load role  |
-| k_full, v_full   | 1 and bytes     | TMA load of a block -> both math roles        |
-| k_empty, v_empty | all 256 threads | its product; resident: its last -> load role  |
+| barrier          | arrivals        | filled by -> drained by                 |
+|------------------|-----------------|-----------------------------------------|
+| q_full[role, 2]  | 1 and bytes     | TMA load of 64 rows of Q -> a consumer  |
+| q_empty[role, 2] | 128 threads     | the last scores of its tile -> producer |
+| k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers   |
+| k_empty, v_empty | all 256 threads | its MMA; resident: its last -> producer |
 
 Options and needs: as v4.
 """
@@ -68,7 +68,7 @@ def default_config(batch: Batch) -> Config:
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
-    """The list of work for these sequences, made on their device without waiting for it."""
+    """The work list of these sequences, made on their device without waiting for it."""
     rows = config.rows_per_item(batch.max_seqlen_q)
     return list_of_queries(batch, rows, config.BLOCK_N)
 
@@ -91,7 +91,7 @@ class Options:
 def tile_of(len_q, len_k, first, step, rows_per_item, options):
     """Tile `step` of an entry: (first row, first key, blocks of keys, tiles of the entry).
 
-    At least one block, so that every product has its place; without keys it is zero or masked.
+    At least one block: prologue and epilogue need one. Without keys it is zero or masked.
     """
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
     row = first + step * TILE
@@ -103,7 +103,7 @@ def tile_of(len_q, len_k, first, step, rows_per_item, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
-    """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
@@ -131,7 +131,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
                 kv += blocks
                 tile += 1
             start_q, _, len_q, start_k, len_k, head, first = following
-    # Beside the last product run the scores of a tile that nobody wants.
+    # The scores of a dummy tile, overlapped with the last P V.
     if tile > 0:
         fetch_q(q_desc, q, tile, 0, 0, 0, 0)
         stage = kv % NUM_STAGES
@@ -141,7 +141,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 
 @triton.jit
 def fetch_q(q_desc, q, tile, start, length, head, row):
-    """The rows of the tile-th tile for both math roles."""
+    """The rows of the tile-th tile for both consumers."""
     slot = tile % Q_SLOTS
     for role in tl.static_range(MATH_ROLES):
         mine = role * Q_SLOTS + slot
@@ -151,7 +151,7 @@ def fetch_q(q_desc, q, tile, start, length, head, row):
 
 @triton.jit
 def release(empty, last, RESIDENT: tl.constexpr):
-    """Give a buffer of K or V back; where they stay, only after the last tile of the entry."""
+    """Release a buffer of K or V; where they stay, only after the last tile of the entry."""
     if RESIDENT:
         tlx.barrier_arrive(empty, pred=last)
     else:
@@ -170,7 +170,7 @@ def math(
     role: tl.constexpr, q, k, v, out_desc, out, list_ptr, rows_per_item, scale, output_scale,
     options,
 ):  # fmt: skip
-    """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
@@ -193,7 +193,7 @@ def math(
                 step = tl.where(last, 0, step + 1)
             else:
                 item += tl.num_programs(0)
-            # Loaded now and used after the blocks: memory answers meanwhile.
+            # Prefetched: the loop over blocks hides the latency.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             mine = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
@@ -213,7 +213,7 @@ def math(
                 release(v.empty[before], last, options.RESIDENT)
             tlx.barrier_arrive(q.empty[mine])
 
-            # The first scores of the next tile beside the last product of this one.
+            # The first scores of the next tile, overlapped with the last P V of this one.
             _, next_out, next_len_q, _, len_k, next_head, first = following
             next_row, start, next_blocks, steps = tile_of(
                 next_len_q, len_k, first, step, rows_per_item, options

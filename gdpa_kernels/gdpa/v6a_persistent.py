@@ -1,25 +1,25 @@
-"""v6a: resident programs, a list of work, and stores that nobody waits for.
+"""v6a: a persistent kernel: a list of tiles, loads that run ahead, asynchronous stores.
 
-Changes from v5_pingpong: as in v3, only as many programs as the device has multiprocessors, and
-each walks a list of tiles that exist. The load role runs on into the next tile while the math roles
-finish this one; O leaves through a buffer of its own, and the copy engine writes it while the next
-tile is computed. An entry of the list says all about its tile and is loaded one tile ahead.
+Changes from v5_pingpong: as in v3, only as many programs as the device has SMs, and each walks a
+list of tiles that exist. The producer runs on into the next tile while the consumers finish this
+one; O has a buffer of its own, and its TMA store is overlapped with the next tile. An entry of the
+list says all about its tile and is prefetched one tile ahead.
 
-Why it should help: a program of v5 fills an SM alone, so nothing covers its beginning (barriers,
-descriptors, the first copies) or its end (the store of O). A list has no tiles without rows.
+Why it should help: with one program of v5 per SM, nothing hides its prologue (barriers,
+descriptors, the first copies) or its epilogue (the store of O). A list has no tiles without rows.
 Why it may not: two tiles of Q and the output take 96 KiB of shared memory; the list costs a launch.
 
-| role     | warps | registers    | work                                                          |
-|----------|-------|--------------|---------------------------------------------------------------|
-| load     | 4     | what is left | Q, K, V of one tile after another, ahead of the math roles    |
-| math (2) | 4     | 240          | as v5 without turns, 64 rows each of one tile after another   |
+| role     | warps | registers    | work                                                        |
+|----------|-------|--------------|-------------------------------------------------------------|
+| load     | 4     | what is left | Q, K, V of one tile after another, ahead of the consumers   |
+| math (2) | 4     | 240          | as v5 without turns, 64 rows each of one tile after another |
 
-| barrier          | arrivals        | filled by -> drained by                       |
-|------------------|-----------------|-----------------------------------------------|
-| q_full[role, 2]  | 1 and bytes     | TMA load of 64 rows of Q -> one math role     |
-| q_empty[role, 2] | 128 threads     | the last scores of its tile -> the load role  |
-| k_full, v_full   | 1 and bytes     | TMA load of a block -> both math roles        |
-| k_empty, v_empty | all 256 threads | the product that read it -> the load role     |
+| barrier          | arrivals        | filled by -> drained by                 |
+|------------------|-----------------|-----------------------------------------|
+| q_full[role, 2]  | 1 and bytes     | TMA load of 64 rows of Q -> a consumer  |
+| q_empty[role, 2] | 128 threads     | the last scores of its tile -> producer |
+| k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers   |
+| k_empty, v_empty | all 256 threads | the MMA that read it -> producer        |
 
 Options and needs: as v4.
 """
@@ -57,12 +57,12 @@ class Config:
 
 def default_config(batch: Batch) -> Config:
     """Short sequences take blocks of 64 keys, which waste less at their ends, and long ones blocks
-    of 128, which cost less bandwidth of shared memory."""
+    of 128, which cost less shared-memory bandwidth."""
     return Config(BLOCK_N=64, num_stages=4) if batch.mean_seqlen_k <= 640 else Config()
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
-    """The list of work for these sequences, made on their device without waiting for it."""
+    """The work list of these sequences, made on their device without waiting for it."""
     rows = TILE.value
     return list_of_queries(batch, rows, config.BLOCK_N)
 
@@ -84,7 +84,7 @@ class Options:
 def blocks_of(row, len_k, options):
     """(first key, blocks of keys) of the tile at `row`.
 
-    At least one block, so that every product has its place; without keys it is zero or masked.
+    At least one block: prologue and epilogue need one. Without keys it is zero or masked.
     """
     start, end = key_range(row, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW)
     return start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
@@ -92,7 +92,7 @@ def blocks_of(row, len_k, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
-    """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
@@ -120,7 +120,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 
 @triton.jit
 def fetch_q(q_desc, q, tile, start, length, head, row):
-    """The rows of the tile-th tile for both math roles."""
+    """The rows of the tile-th tile for both consumers."""
     slot = tile % Q_SLOTS
     for role in tl.static_range(MATH_ROLES):
         mine = role * Q_SLOTS + slot
@@ -137,7 +137,7 @@ def probabilities(s, scale, head, first_row, first_key, options):
 
 @triton.jit
 def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_scale, options):
-    """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
@@ -147,7 +147,7 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
         _, start_out, len_q, _, len_k, head, row = entry(list_ptr, item)
         while item < num_items:
             item += tl.num_programs(0)
-            # Loaded now and used after the blocks: memory answers meanwhile.
+            # Prefetched: the loop over blocks hides the latency.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             start, blocks = blocks_of(row, len_k, options)
             row += role * ROWS

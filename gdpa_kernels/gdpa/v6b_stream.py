@@ -1,13 +1,14 @@
-"""v6b: one stream of products from tile to tile.
+"""v6b: one software pipeline from tile to tile.
 
 Changes from v6a_persistent: the loops over tiles and blocks become one. The first scores of the
-next tile are issued before the last P V of this one, so a math role always has a product beside its
-activation, at the boundary of two tiles too. After the last tile the role computes the scores of a
-tile that nobody wants; the load role supplies zeros for it.
+next tile are issued before the last P V of this one, so a consumer always has an MMA to overlap its
+activation with, at the boundary of two tiles too. After the last tile the consumer computes the
+scores of a dummy tile, for which the producer supplies zeros.
 
-Why it should help: v6a waits twice per tile with empty hands, for the first scores and for the last
-P V: about one block's time, of a tile that has two or four. The shorter the keys, the more.
-Why it may not: the other math role may have filled the gap already.
+Why it should help: v6a waits twice per tile with nothing in flight, for the first scores and for
+the last P V: about one block's time, of a tile that has two or four. The shorter the keys, the
+more.
+Why it may not: the other consumer may have filled the gap already.
 
 Roles and barriers: as v6a_persistent.
 
@@ -48,12 +49,12 @@ class Config:
 
 def default_config(batch: Batch) -> Config:
     """Short sequences take blocks of 64 keys, which waste less at their ends, and long ones blocks
-    of 128, which cost less bandwidth of shared memory."""
+    of 128, which cost less shared-memory bandwidth."""
     return Config(BLOCK_N=64, num_stages=4) if batch.mean_seqlen_k <= 640 else Config()
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
-    """The list of work for these sequences, made on their device without waiting for it."""
+    """The work list of these sequences, made on their device without waiting for it."""
     rows = TILE.value
     return list_of_queries(batch, rows, config.BLOCK_N)
 
@@ -75,7 +76,7 @@ class Options:
 def blocks_of(row, len_k, options):
     """(first key, blocks of keys) of the tile at `row`.
 
-    At least one block, so that every product has its place; without keys it is zero or masked.
+    At least one block: prologue and epilogue need one. Without keys it is zero or masked.
     """
     start, end = key_range(row, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW)
     return start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
@@ -83,7 +84,7 @@ def blocks_of(row, len_k, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
-    """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
@@ -107,7 +108,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
             kv += blocks
             tile += 1
             start_q, _, len_q, start_k, len_k, head, row = following
-    # Beside the last product run the scores of a tile that nobody wants.
+    # The scores of a dummy tile, overlapped with the last P V.
     if tile > 0:
         fetch_q(q_desc, q, tile, 0, 0, 0, 0)
         stage = kv % NUM_STAGES
@@ -117,7 +118,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
 
 @triton.jit
 def fetch_q(q_desc, q, tile, start, length, head, row):
-    """The rows of the tile-th tile for both math roles."""
+    """The rows of the tile-th tile for both consumers."""
     slot = tile % Q_SLOTS
     for role in tl.static_range(MATH_ROLES):
         mine = role * Q_SLOTS + slot
@@ -134,7 +135,7 @@ def probabilities(s, scale, head, first_row, first_key, options):
 
 @triton.jit
 def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_scale, options):
-    """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
@@ -152,7 +153,7 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
         p = probabilities(s, scale, head, row, start, options)
         while item < num_items:
             item += tl.num_programs(0)
-            # Loaded now and used after the blocks: memory answers meanwhile.
+            # Prefetched: the loop over blocks hides the latency.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             mine = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
@@ -172,7 +173,7 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
                 tlx.barrier_arrive(v.empty[before])
             tlx.barrier_arrive(q.empty[mine])
 
-            # The first scores of the next tile beside the last product of this one.
+            # The first scores of the next tile, overlapped with the last P V of this one.
             _, next_out, next_len_q, _, len_k, next_head, next_row = following
             start, next_blocks = blocks_of(next_row, len_k, options)
             next_row += role * ROWS

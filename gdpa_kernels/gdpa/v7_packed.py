@@ -1,10 +1,10 @@
 """v7: two scores in one instruction.
 
-Changes from v6_short_kv: GELU and SiLU of bf16 inputs are computed in bf16, two scores at a time,
-and without the factor scale / 2, which goes into the output. A score costs 3 instructions and one
-tanh where v6 spends 5.5 and one tanh. The last of them, p = x + x t, waits until no product is in
-flight, where v6 converts P; until then a role carries x and t, as many registers as P in fp32.
-Up to head_dim 64 a program has four math roles.
+Changes from v6_short_kv: GELU and SiLU of bf16 inputs are computed in packed bf16, two scores at a
+time, and without the factor scale / 2, which goes into the output. A score costs 3 instructions and
+one tanh where v6 spends 5.5 and one tanh. The last of them, p = x + x t, waits until no MMA is in
+flight, where v6 converts P; until then a consumer holds x and t, as many registers as P in fp32.
+Up to head_dim 64 a program has four consumers.
 
 Why it should help: an instruction costs an issue slot, and at the power limit energy that the
 tensor cores then lack.
@@ -12,7 +12,7 @@ Why it may not: sm_90 has no packed tanh, a pair takes two; and the result is le
 as PyTorch's in bf16, which rounds the scores in the same way. Other activations and fp16 are
 computed as in v6.
 
-Roles and barriers: as v6_short_kv; with four math roles 112 registers each, and 512 threads where
+Roles and barriers: as v6_short_kv; with four consumers 112 registers each, and 512 threads where
 it says 256.
 
 The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
@@ -46,7 +46,7 @@ Q_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v6's, and the number of math roles; a tile has 64 rows for each."""
+    """Launch constants: v6's, and the number of consumers; a tile has 64 rows for each."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
@@ -61,8 +61,8 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As v6. Up to head_dim 64 the registers suffice for four math roles, which hide more of each
-    other's waiting. A mask takes registers too: blocks of 64 keys, of which it also skips more."""
+    """As v6. Up to head_dim 64 the registers suffice for four consumers, which hide more of each
+    other's latency. A mask takes registers too: blocks of 64 keys, of which it also skips more."""
     if batch.masked:
         return Config(BLOCK_N=64, num_stages=4)
     if batch.head_dim <= 64:
@@ -73,7 +73,7 @@ def default_config(batch: Batch) -> Config:
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
-    """The list of work for these sequences, made on their device without waiting for it."""
+    """The work list of these sequences, made on their device without waiting for it."""
     rows = config.rows_per_item(batch.max_seqlen_q)
     return list_of_queries(batch, rows, config.BLOCK_N)
 
@@ -98,7 +98,7 @@ class Options:
 def tile_of(len_q, len_k, first, step, rows_per_item, options):
     """Tile `step` of an entry: (first row, first key, blocks of keys, tiles of the entry).
 
-    At least one block, so that every product has its place; without keys it is zero or masked.
+    At least one block: prologue and epilogue need one. Without keys it is zero or masked.
     """
     TILE: tl.constexpr = options.MATH_ROLES * ROWS
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
@@ -111,7 +111,7 @@ def tile_of(len_q, len_k, first, step, rows_per_item, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
-    """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
@@ -139,7 +139,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
                 kv += blocks
                 tile += 1
             start_q, _, len_q, start_k, len_k, head, first = following
-    # Beside the last product run the scores of a tile that nobody wants.
+    # The scores of a dummy tile, overlapped with the last P V.
     if tile > 0:
         fetch_q(q_desc, q, tile, 0, 0, 0, 0, options)
         stage = kv % NUM_STAGES
@@ -149,7 +149,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 
 @triton.jit
 def fetch_q(q_desc, q, tile, start, length, head, row, options):
-    """The rows of the tile-th tile for all math roles."""
+    """The rows of the tile-th tile for all consumers."""
     slot = tile % Q_SLOTS
     for role in tl.static_range(options.MATH_ROLES):
         mine = role * Q_SLOTS + slot
@@ -159,7 +159,7 @@ def fetch_q(q_desc, q, tile, start, length, head, row, options):
 
 @triton.jit
 def release(empty, last, RESIDENT: tl.constexpr):
-    """Give a buffer of K or V back; where they stay, only after the last tile of the entry."""
+    """Release a buffer of K or V; where they stay, only after the last tile of the entry."""
     if RESIDENT:
         tlx.barrier_arrive(empty, pred=last)
     else:
@@ -183,7 +183,7 @@ def begin(s, scale, head, first_row, first_key, options):
 
 @triton.jit
 def finish(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
-    """The probabilities, in registers that a product reads: only when none is in flight."""
+    """The probabilities, in registers that an MMA reads: only when none is in flight."""
     return multiply_add_pairs(x, t, x) if PAIRS else x.to(DTYPE)
 
 
@@ -192,7 +192,7 @@ def math(
     role: tl.constexpr, q, k, v, out_desc, out, list_ptr, rows_per_item, scale, output_scale,
     options,
 ):  # fmt: skip
-    """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
@@ -215,7 +215,7 @@ def math(
                 step = tl.where(last, 0, step + 1)
             else:
                 item += tl.num_programs(0)
-            # Loaded now and used after the blocks: memory answers meanwhile.
+            # Prefetched: the loop over blocks hides the latency.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             mine = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
@@ -235,7 +235,7 @@ def math(
                 release(v.empty[before], last, options.RESIDENT)
             tlx.barrier_arrive(q.empty[mine])
 
-            # The first scores of the next tile beside the last product of this one.
+            # The first scores of the next tile, overlapped with the last P V of this one.
             _, next_out, next_len_q, _, len_k, next_head, first = following
             next_row, start, next_blocks, steps = tile_of(
                 next_len_q, len_k, first, step, rows_per_item, options

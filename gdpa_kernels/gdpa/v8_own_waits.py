@@ -1,14 +1,14 @@
 """v8: the loop keeps the waits it was written with.
 
-Changes from v7_packed: `num_stages=0` at the loop over blocks. Without it the compiler takes the
-loop for one that it has to pipeline: behind each `async_dot` it puts a wait for that product, so
-the scores were complete before P V was issued, in every rung since v4. With it the loop runs as its
-source says: both products are issued, the scores are awaited, and the activation runs beside P V.
+Changes from v7_packed: `num_stages=0` on the loop over blocks. Without it the compiler takes the
+loop for one that it has to software-pipeline: after each `async_dot` it inserts a wait for that
+MMA, so the scores were complete before P V was issued, in every rung since v4. With it the loop
+runs as written: both MMAs are issued, the scores are awaited, and the activation overlaps with P V.
 
-Why it should help: a role no longer waits for its scores with nothing else in flight, 512 cycles
-per block of 128 keys at least, and more while the other role has the tensor cores.
-Why it may not: the assembler had moved the activation between the instructions of P V, so that some
-of it was covered already; now it moves the last wait up, in front of half of the activation.
+Why it should help: a consumer no longer waits for its scores with nothing else in flight, at least
+512 cycles per block of 128 keys, and more while the other consumer has the tensor cores.
+Why it may not: ptxas had already moved the activation between the instructions of P V, which hid
+some of it; now it moves the last wait up, ahead of half of the activation.
 
 Roles and barriers: as v7_packed.
 
@@ -69,7 +69,7 @@ def default_config(batch: Batch) -> Config:
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
-    """The list of work for these sequences, made on their device without waiting for it."""
+    """The work list of these sequences, made on their device without waiting for it."""
     rows = config.rows_per_item(batch.max_seqlen_q)
     return list_of_queries(batch, rows, config.BLOCK_N)
 
@@ -94,7 +94,7 @@ class Options:
 def tile_of(len_q, len_k, first, step, rows_per_item, options):
     """Tile `step` of an entry: (first row, first key, blocks of keys, tiles of the entry).
 
-    At least one block, so that every product has its place; without keys it is zero or masked.
+    At least one block: prologue and epilogue need one. Without keys it is zero or masked.
     """
     TILE: tl.constexpr = options.MATH_ROLES * ROWS
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
@@ -107,7 +107,7 @@ def tile_of(len_q, len_k, first, step, rows_per_item, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
-    """The load role: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
@@ -135,7 +135,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
                 kv += blocks
                 tile += 1
             start_q, _, len_q, start_k, len_k, head, first = following
-    # Beside the last product run the scores of a tile that nobody wants.
+    # The scores of a dummy tile, overlapped with the last P V.
     if tile > 0:
         fetch_q(q_desc, q, tile, 0, 0, 0, 0, options)
         stage = kv % NUM_STAGES
@@ -145,7 +145,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 
 @triton.jit
 def fetch_q(q_desc, q, tile, start, length, head, row, options):
-    """The rows of the tile-th tile for all math roles."""
+    """The rows of the tile-th tile for all consumers."""
     slot = tile % Q_SLOTS
     for role in tl.static_range(options.MATH_ROLES):
         mine = role * Q_SLOTS + slot
@@ -155,7 +155,7 @@ def fetch_q(q_desc, q, tile, start, length, head, row, options):
 
 @triton.jit
 def release(empty, last, RESIDENT: tl.constexpr):
-    """Give a buffer of K or V back; where they stay, only after the last tile of the entry."""
+    """Release a buffer of K or V; where they stay, only after the last tile of the entry."""
     if RESIDENT:
         tlx.barrier_arrive(empty, pred=last)
     else:
@@ -179,7 +179,7 @@ def begin(s, scale, head, first_row, first_key, options):
 
 @triton.jit
 def finish(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
-    """The probabilities, in registers that a product reads: only when none is in flight."""
+    """The probabilities, in registers that an MMA reads: only when none is in flight."""
     return multiply_add_pairs(x, t, x) if PAIRS else x.to(DTYPE)
 
 
@@ -188,7 +188,7 @@ def math(
     role: tl.constexpr, q, k, v, out_desc, out, list_ptr, rows_per_item, scale, output_scale,
     options,
 ):  # fmt: skip
-    """A math role: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
@@ -211,7 +211,7 @@ def math(
                 step = tl.where(last, 0, step + 1)
             else:
                 item += tl.num_programs(0)
-            # Loaded now and used after the blocks: memory answers meanwhile.
+            # Prefetched: the loop over blocks hides the latency.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             mine = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
@@ -231,7 +231,7 @@ def math(
                 release(v.empty[before], last, options.RESIDENT)
             tlx.barrier_arrive(q.empty[mine])
 
-            # The first scores of the next tile beside the last product of this one.
+            # The first scores of the next tile, overlapped with the last P V of this one.
             _, next_out, next_len_q, _, len_k, next_head, first = following
             next_row, start, next_blocks, steps = tile_of(
                 next_len_q, len_k, first, step, rows_per_item, options

@@ -1,10 +1,10 @@
-"""The list of work of `schedule.py`, order "zigzag": made by one small kernel, read by the rungs.
+"""The work list of `schedule.py`, order "zigzag": made by one small kernel, read by the rungs.
 
 `schedule.build_on_device` takes about thirty PyTorch operations; here each program ranks a few
 sequences against all others, which is batch ** 2 comparisons in all, and writes their entries.
 
 The list is int32 `[1 + max_items, 8]`. The first row holds the number of entries. An entry holds
-all that a role must know of its tile, so that one trip to memory finds it:
+all that a role must know of its tile, so that one load finds it:
 start_q, start_out, len_q, start_k, len_k (rows of the packed tensors), head, first_row, 0.
 """
 
