@@ -149,8 +149,26 @@ def is_current(path: Path) -> bool:
     return kept.get("provenance", {}).get("inputs") == inputs(path)
 
 
+def part_captions(notebook: nbformat.NotebookNode) -> None:
+    """Leave a captioned cell its picture; what else it shows goes to a cell behind it, since every
+    output of such a cell would get the caption."""
+    cells = []
+    for cell in notebook.cells:
+        cells.append(cell)
+        if "mystnb" not in cell.metadata:
+            continue
+        pictures = [x for x in cell.outputs if "image/svg+xml" in x.get("data", {})]
+        rest = [x for x in cell.outputs if x not in pictures[:1]]
+        if pictures and rest:
+            cell.outputs = pictures[:1]
+            hidden = {"tags": ["remove-input"]}
+            cells.append(nbformat.v4.new_code_cell(outputs=rest, metadata=hidden))
+    notebook.cells = cells
+
+
 def finish(notebook: nbformat.NotebookNode, path: Path, parameters: dict[str, str]) -> None:
     """Drop what differs from run to run; keep where the notebook comes from."""
+    part_captions(notebook)
     for index, cell in enumerate(notebook.cells):
         cell.id = f"cell-{index:03d}"
         for name in ("papermill", "execution"):

@@ -140,6 +140,20 @@ def test_two_runs_write_the_same_bytes_and_keep_the_origin(runner, monkeypatch, 
     assert json.loads(first)["cells"][0]["id"] == "cell-000"
 
 
+def test_the_caption_is_of_the_picture_alone(runner, monkeypatch, capfd):
+    shown = (
+        "from IPython.display import SVG\nprint('before')\ndisplay(SVG('<svg/>'))\nprint('after')\n"
+    )
+    write(runner, "a.py", HEADER + FIGURE.replace("value = 1\n", shown))
+    assert run(runner, monkeypatch, capfd)[0] == 0
+    notebook = nbformat.read(runner.EXECUTED / "part" / "a.ipynb", as_version=4)
+    figure, rest = notebook.cells[-2:]
+    assert "mystnb" in figure.metadata and "mystnb" not in rest.metadata
+    assert [list(x["data"]) for x in figure.outputs] == [["image/svg+xml", "text/plain"]]
+    assert [x["text"] for x in rest.outputs] == ["before\n", "after\n"]
+    assert rest.metadata["tags"] == ["remove-input"] and rest.source == ""
+
+
 def test_a_chapter_is_replayed_again_only_if_something_changed(runner, monkeypatch, capfd):
     first, other = (write(runner, f"{name}.py", HEADER) for name in "ab")
     assert run(runner, monkeypatch, capfd)[0] == 0
