@@ -1,13 +1,13 @@
-"""Runs unmodified `@triton.jit` kernels, TLX included, on CPU tensors, and checks what they do.
+"""Runs unmodified Triton and TLX kernels on CPU tensors, and checks what they do.
 
     report = run(kernel, (programs,), x, y, n, BLOCK=128)
 
 Arithmetic is done in the real dtypes with Triton's promotion rules. Warp-specialized kernels run as
-they are written: every task is a role of its own, with barriers, asynchronous copies and tensor
-cores between them. Races, deadlocks, misused barriers, waits that may pass a phase too early, reads
-of what nobody wrote, accesses out of bounds and broken descriptors are found; `errors` lists the
-findings. An operation the emulator does not know raises `Unsupported`; it never guesses. Registers,
-layouts and real time are not modelled.
+written: every task is a role of its own, with barriers, asynchronous copies and MMAs between them.
+Reported are races, deadlocks, barrier misuse, waits that may pass a phase too early, uninitialized
+reads, out-of-bounds accesses and invalid descriptors; `errors` lists the kinds. An operation the
+emulator does not know raises `Unsupported`; it never guesses. Registers, layouts and real time are
+not modelled.
 
 `rewrite` turns the kernel's source into Python on tiles, and `aggregates` its classes; `tile` is
 the arithmetic; `language` and `tlx` the operations; `instructions` inline PTX; `memory` global
@@ -114,7 +114,7 @@ def enabled(
     """Within this context launchers that are given CPU tensors call `run_enabled`.
 
     Yields the reports of their launches, one after the other. The emulated device has
-    `multiprocessors` of them: a few, so that resident programs share work. `options` are those of
+    `multiprocessors` of them: a few, so that persistent programs share work. `options` are those of
     `run`.
     """
     _check_arch(arch)

@@ -55,7 +55,7 @@ def load(target: str) -> Callable[[], object]:
 def summary(report: Report) -> str:
     """One launch in a few lines."""
     lines = [
-        f"{report.programs} CTAs on {report.arch}: {report.dots} matrix products, "
+        f"{report.programs} CTAs on {report.arch}: {report.dots} MMAs, "
         f"{report.bytes_loaded} bytes loaded, {report.bytes_stored} stored"
     ]
     if report.warps:

@@ -1,7 +1,7 @@
 """Barriers: mbarriers, named barriers, and the barrier of a cluster.
 
-An mbarrier counts arrivals and bytes. Its phase completes when the expected arrivals and bytes have
-come; the next phase starts at once. A wait names a parity: it passes if the phase of that parity is
+An mbarrier counts arrivals and bytes. Its phase completes when the expected arrivals and bytes are
+in; the next phase starts at once. A wait names a parity: it passes if the phase of that parity is
 the last completed one. So a fresh barrier lets a wait for parity 1 pass, which is how a producer
 finds its buffers empty, and a barrier that completes two phases while somebody waits for the first
 has been missed.
@@ -18,10 +18,10 @@ the role must have known before it that phase k - 1 was over: it has waited for 
 or for something that comes after it. If it has not, the order of this run was luck, and the wait is
 an `AliasedWait`. Like a race it is found in the clocks, under any schedule. A wait for phase 0 or
 for the phase of a fresh barrier, -1, has nothing to prove. The typical case is a ring of slots that
-several roles consume in turn, where the number of slots is no multiple of the number of roles: a
-slot goes from role to role, and who waits for a filling has not waited for the one before. If the
-slots are filled by the stores of one role, to have waited for a later slot is proof enough; copies
-complete in any order.
+several consumers take in turn, where the number of slots is no multiple of the number of consumers:
+a slot passes from one to another, and who waits for a fill has not waited for the fill before. If
+the slots are filled by the stores of one role, to have waited for a later slot is proof enough;
+copies complete in any order.
 """
 
 from dataclasses import dataclass, field

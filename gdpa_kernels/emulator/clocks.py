@@ -1,4 +1,4 @@
-"""Happens-before: what every role knows, and which bytes of a storage it may touch.
+"""Happens-before: what every role knows, and which bytes of a storage it may access.
 
 Two accesses to the same bytes, one of them a write, race unless one happens before the other:
 unless a chain of program order and synchronisation (arrive -> wait, fork -> join, issue ->

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 KINDS = {
     "compute": "compute",
-    "mma": "matrix product",
+    "mma": "MMA",
     "copy": "TMA load",
     "store": "TMA store",
     "read": "read a buffer",

@@ -257,7 +257,7 @@ def dot(
     out_dtype: tl.dtype = tl.float32,
     attrs: Any = None,
 ) -> Tile:
-    """Matrix product in fp32 (fp64 for fp64, int32 for int8); products of 16-bit floats are exact.
+    """Matmul in fp32 (fp64 for fp64, int32 for int8); products of 16-bit floats are exact.
 
     fp32 operands are rounded to tf32, 10 fraction bits, unless input_precision is "ieee"; the
     hardware may truncate instead. The short accumulator of fp8 on Hopper is not modelled.

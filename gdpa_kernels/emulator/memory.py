@@ -301,7 +301,7 @@ class Memory:
     ) -> Tile:
         """Read-modify-write with `update(old, *values)` on torch data; returns the old values.
 
-        Lanes that name the same element take their turns. sem: as in Triton, None is "acq_rel";
+        Lanes that name the same element take turns. sem: as in Triton, None is "acq_rel";
         only a scalar atomic orders other accesses.
         """
         region, index, active = self._lanes("atomic", pointer, mask)

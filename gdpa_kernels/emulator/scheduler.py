@@ -2,7 +2,7 @@
 
 A `Role` is one instruction stream of a CTA: the kernel itself, or an `async_task` of it. Roles are
 greenlets: exactly one runs, until it reaches an operation that another role can notice. There the
-scheduler chooses who continues. Asynchronous hardware (copies, tensor cores) is a queue of events.
+scheduler chooses who continues. Asynchronous units (TMA, tensor cores) are a queue of events.
 
 `schedule="modelled"`: the role or event with the smallest modelled time goes first. An integer
 seeds random choices instead: every interleaving that the barriers permit can occur. Copies then
@@ -12,7 +12,7 @@ first time: it is among the candidates of one choice in LATENESS, and of those w
 
 Modelled time is in cycles and serves the timeline only. A role pays one cycle for 32 results per
 warp, up to 128, since an SM issues four warp instructions a cycle; shared memory moves 128 bytes a
-cycle. COPY_LATENCY is what a TMA copy takes on an idle machine, to the nearest hundred cycles.
+cycle. COPY_LATENCY is that of a TMA copy on an idle machine, to the nearest hundred cycles.
 """
 
 import contextvars
@@ -41,7 +41,7 @@ class Role:
 
     dots, stores, copies: asynchronous operations that the role waits for by their order (wgmma,
     TMA stores, cp.async groups), oldest first. mma: the tcgen05 operations to be committed.
-    dots_issued: the bits of all its matrix products; they execute in order.
+    dots_issued: the bits of all its MMAs; they execute in order.
     """
 
     def __init__(self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable):
@@ -191,7 +191,7 @@ class Scheduler:
         return role
 
     def checkpoint(self, cycles: float = 0.0) -> Role:
-        """Before an operation that others can notice: let whoever comes first go first."""
+        """Before an operation that other roles can notice: whatever is due first runs first."""
         role = self.role
         role.charge()
         self.numbers["steps"] += 1

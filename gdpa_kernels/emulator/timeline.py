@@ -1,4 +1,4 @@
-"""What happened when in an emulated launch: a trace, a figure of it, and a page to step through.
+"""The timeline of an emulated launch: a trace, a figure of it, and a page to step through.
 
 Times are modelled cycles, not measured ones. Needs the standard library only.
 """
@@ -183,7 +183,7 @@ def buffer_states(
     uses: dict[str, list[Event]] = {}
     for event in events:
         if event.kind in ("copy", "write", "read", "store", "mma"):
-            for name in event.target.split(" @ "):  # the operands of a product
+            for name in event.target.split(" @ "):  # the operands of an MMA
                 if name and name != "registers":
                     uses.setdefault(name, []).append(event)
     states = {}

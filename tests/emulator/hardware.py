@@ -1,6 +1,6 @@
 """The emulator against a GPU: the same kernels on the same inputs, compared element by element.
 
-What may differ: the order of fp32 sums inside a matrix product, and approximate instructions. So
+What may differ: the order of fp32 sums inside an MMA, and approximate instructions. So
 outputs must agree within one rounding of the output's dtype, beside the rounding of fp32 sums.
 """
 

@@ -1,4 +1,4 @@
-"""Whole kernels through `run`: attention, a persistent matrix product, and the launch itself."""
+"""Whole kernels through `run`: attention, a persistent matmul, and the launch itself."""
 
 import time
 

@@ -158,11 +158,11 @@ def test_svg_says_what_it_shows():
     assert root.find(f"{SVG}title").text == "Two <stages>"
     assert root.find(f"{SVG}desc").text == (
         "CTA 0, modelled cycles 0 to 3640. Lanes: load, math[0], TMA, tensor core. Boxes: "
-        "18 compute, 6 matrix product, 6 TMA load, 18 wait, 18 arrive. "
+        "18 compute, 6 MMA, 6 TMA load, 18 wait, 18 arrive. "
         "10 arrows from an arrival to a wait."
     )
     words = [text.text for text in root.iter(f"{SVG}text")]
-    for word in ("cycles (modelled)", "500", "matrix product", "TMA load", "wait k_empty[0]"):
+    for word in ("cycles (modelled)", "500", "MMA", "TMA load", "wait k_empty[0]"):
         assert word in words
     copies = [box.find(f"{SVG}title").text for box in group(root, "copy")]
     assert copies[0] == f"load k[0]: cycles 60 to 520, line {LINE['load(k_desc']}"

@@ -1080,7 +1080,7 @@ def script(tmp_path):
 def test_command_line(script, capsys):
     assert main([f"{script}:right"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("2 CTAs on sm_90: 0 matrix products")
+    assert out.startswith("2 CTAs on sm_90: 0 MMAs")
     assert "warps: default 4, task0 4; shared memory 72 bytes, tensor memory 0 columns" in out
     assert out.endswith("nothing found under the modelled and 4 random schedules\n")
     assert main([f"{script}:right", "--arch", "sm_100", "--schedules", "1"]) == 0

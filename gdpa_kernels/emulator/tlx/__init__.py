@@ -13,8 +13,7 @@ found although it would have got the right bytes.
 - tcgen05 operations of a CTA execute in order. A commit, or a barrier in `mBarriers`, arrives when
   all earlier ones are complete. Without a barrier, and without `force_async`, `async_dot` waits.
 - In a pair of CTAs the even one issues: `acc[cta] += A[cta] @ [B[even] | B[odd]]`, and commits
-  arrive
-  in both CTAs.
+  arrive in both CTAs.
 
 The compiler inserts what TLX leaves out, and so it is not asked for here: proxy fences, the cluster
 synchronisation after barriers are initialised, and the one at the end.

@@ -64,7 +64,7 @@ def clc_producer(
 
 
 def _clc_issue(response: Buffer, barrier: MBarrier) -> None:
-    """try_cancel: take a cluster that has not started, or nothing; all CTAs of this one hear."""
+    """try_cancel: take a cluster that has not started, or nothing; all CTAs of this one learn."""
     role, launch = point(), current()
     program = launch.steal()
     answer = torch.tensor([*program, 1] if program else [-1, -1, -1, 0], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Matrix products: wgmma on sm_90, tcgen05 on sm_100."""
+"""MMAs: wgmma on sm_90, tcgen05 on sm_100."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from .table import blackwell_only, holds, op, point
 
 
 class Pending(Tile):
-    """The accumulator of a wgmma in flight: its elements must not be looked at."""
+    """The accumulator of a wgmma in flight: its elements must not be read."""
 
     __slots__ = ("operation", "result")
 
@@ -41,7 +41,7 @@ class Pending(Tile):
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
-    """A product as the tensor core forms it: exact products, sums in fp32."""
+    """A matmul as the tensor core computes it: exact products, sums in fp32."""
     if dtype.name == "fp32":
         a, b = round_fraction(a, 10), round_fraction(b, 10)
     return a.to(torch.float32) @ b.to(torch.float32)
@@ -59,7 +59,7 @@ def _check_dot(a: Any, b: Buffer, columns: int) -> None:
 
 
 def _issue_dot(role: Role) -> Operation:
-    """A matrix product, which follows all earlier ones of the role."""
+    """An MMA, which follows all earlier ones of the role."""
     operation = role.scheduler.issue("async_dot", role.dots_issued)
     role.dots_issued |= operation.bit
     return operation

@@ -1,4 +1,4 @@
-"""Buffers: allocation, views, and the way from registers and back."""
+"""Buffers: allocation, views, and copies from and to registers."""
 
 import math
 from typing import Any
