@@ -35,7 +35,7 @@ RUNGS: tuple[Rung, ...] = (
     Rung(
         "v0_eager",
         "eager PyTorch",
-        "Pad the batch; two matrix products around an activation.",
+        "Pad the batch; two matmuls around an activation.",
         None,
         Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
     ),
@@ -58,39 +58,39 @@ RUNGS: tuple[Rung, ...] = (
     Rung(
         "v3_persistent",
         "a list of tiles",
-        "Resident programs walk a schedule of real tiles.",
+        "Persistent programs walk a tile schedule without empty tiles.",
         "v2_tma",
         _TMA,
         has=_LISTED,
     ),
     Rung(
         "v4_warp_specialized",
-        "roles for warps",
-        "One role copies, two roles compute, barriers between them.",
+        "warp specialization",
+        "A producer copies, two consumers compute, mbarriers between them.",
         "v2_tma",
         _WGMMA,
         has=_CONFIG,
     ),
     Rung(
         "v5_pingpong",
-        "products beside activations",
-        "The next block's scores are issued before this block's P V.",
+        "software pipelining",
+        "The next block's Q K^T is issued before this block's P V.",
         "v4_warp_specialized",
         _WGMMA,
         has=_CONFIG,
     ),
     Rung(
         "v6a_persistent",
-        "resident programs",
-        "Programs walk a list; copies run ahead, stores run behind.",
+        "persistent programs",
+        "They walk a list of tiles; loads run ahead, stores are asynchronous.",
         "v5_pingpong",
         _WGMMA,
         has=_LISTED,
     ),
     Rung(
         "v6b_stream",
-        "one stream of tiles",
-        "The next tile's first scores are issued before this one's last P V.",
+        "a pipeline across tiles",
+        "The next tile's first Q K^T is issued before this one's last P V.",
         "v6a_persistent",
         _WGMMA,
         has=_LISTED,
@@ -98,7 +98,7 @@ RUNGS: tuple[Rung, ...] = (
     Rung(
         "v6_short_kv",
         "short K and V stay",
-        "K and V that fit are fetched once; Q streams by.",
+        "K and V that fit are loaded once; Q streams by.",
         "v6b_stream",
         _WGMMA,
         has=_LISTED,
@@ -106,7 +106,7 @@ RUNGS: tuple[Rung, ...] = (
     Rung(
         "v7_packed",
         "two scores in one instruction",
-        "GELU and SiLU in pairs of bf16; their factor moves to the output.",
+        "GELU and SiLU in packed bf16; their factor moves to the epilogue.",
         "v6_short_kv",
         _WGMMA,
         has=_LISTED,
@@ -161,8 +161,8 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         "v3_warp_specialized",
-        "roles for warps",
-        "One role copies, math roles compute; results leave through dead input slots.",
+        "warp specialization",
+        "A producer copies, consumers compute; results leave through dead input slots.",
         "v2_slab",
         _WGMMA,
         operator="block_attention",
@@ -171,7 +171,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
     Rung(
         "v4_rotary",
         "rotary in the kernels",
-        "Tiles are turned in shared memory, gradients in registers on their way out.",
+        "Applied to tiles in shared memory, to gradients in registers on their way out.",
         "v3_warp_specialized",
         _WGMMA,
         operator="block_attention",
@@ -179,8 +179,8 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         "v4a_turning_role",
-        "a role that turns",
-        "Tiles of one item are turned while another's are multiplied.",
+        "a rotary role",
+        "Rotary of one item is overlapped with the MMAs of another.",
         "v4_rotary",
         _WGMMA,
         operator="block_attention",
@@ -199,7 +199,7 @@ STUDIES = {
         has=_LISTED | {"requires"},
     )
 }
-"""What is measured like a rung of block attention and stands on no ladder."""
+"""Measured like a rung of block attention, but on no ladder."""
 
 _PASS = dataclasses.replace(_TMA, head_dim_max=128, head_dim_max_of={10: 64})
 
@@ -209,7 +209,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
     Rung(
         "v1_tiled_backward",
         "two fused kernels",
-        "One owns keys, the other queries; nothing is read but q, k, v and the gradient.",
+        "One owns keys, the other queries; they read q, k, v and the gradient alone.",
         None,
         Requires(capability=(8, 0), dtypes=_ALL_DTYPES),
         operator="gdpa_backward",
@@ -218,7 +218,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
     Rung(
         "v2_fused_backward",
         "one pass over the keys",
-        "The owner of the keys multiplies dS by K too; the copy engine adds up dQ.",
+        "The owner of the keys computes dS K too; TMA reduce-adds accumulate dQ.",
         "v1_tiled_backward",
         _PASS,
         operator="gdpa_backward",
@@ -235,8 +235,8 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         "v4_warp_specialized_backward",
-        "roles for warps",
-        "dK and dV stay in registers; dS is shared; each math role computes half of dQ.",
+        "warp specialization",
+        "dK and dV stay in registers; dS is shared; each consumer computes half of dQ.",
         "v2_fused_backward",
         dataclasses.replace(_WGMMA, head_dim_multiple=64),
         operator="gdpa_backward",
@@ -245,7 +245,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
     Rung(
         "v5_short_kv_backward",
         "two programs own all keys",
-        "dS crosses a cluster; dQ is complete where it is computed.",
+        "A cluster exchanges dS; dQ is complete where it is computed.",
         "v4_warp_specialized_backward",
         dataclasses.replace(_WGMMA, head_dim_multiple=128),
         operator="gdpa_backward",

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Lengths:
-    """The offsets of a jagged batch, checked, with the lists of work that kernels make of them.
+    """The offsets of a jagged batch, checked, with the work lists that kernels make of them.
 
     It stands wherever the operators and layers take `cu_seqlens`, and brings `max_seqlen`:
 
@@ -22,7 +22,7 @@ class Lengths:
     ...     x = layer((x, lengths))[0]
 
     Making one waits for the device, once; calls that are given it do not wait. The offsets are
-    copied: a later write to `cu_seqlens` changes nothing here. A list of work is made by the first
+    copied: a later write to `cu_seqlens` changes nothing here. A work list is made by the first
     call that needs it, on the stream of that call, and serves all later ones there. In the capture
     of a CUDA graph none is kept, and the graph repeats these lengths; a graph that is to read new
     offsets takes a tensor.

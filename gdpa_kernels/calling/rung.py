@@ -137,13 +137,13 @@ class Rung:
 
     - "config": `default_config(batch)`, launch constants that a direction takes as `config=`; in
       block attention `default_config(direction, batch)`;
-    - "schedule": `make_schedule(batch, config)`, a list of work that it takes as `schedule=`;
-    - "requires": `requires(batch)`, what a call must have that the field `requires` cannot say;
+    - "schedule": `make_schedule(batch, config)`, a work list that it takes as `schedule=`;
+    - "requires": `requires(batch)`, what a call must meet that the field `requires` cannot say;
     - "needs": `backward` computes only what `needs=` asks for of dq, dk and dv;
     - "saved": `forward` keeps tensors for `backward`, `empty_saved(batch)` in shape and dtype;
     - "is_deterministic": `is_deterministic(batch)`; without it the rung always is.
 
-    The ladder "gdpa_backward" lives in gdpa's folder, beside the forward rungs.
+    The ladder "gdpa_backward" lives in gdpa's folder, next to the forward rungs.
     """
 
     impl: str
@@ -176,7 +176,7 @@ class Rung:
     def schedule(
         self, batch: Any, config: Any, module: ModuleType | None = None
     ) -> tuple[torch.Tensor, ...] | None:
-        """Its list of work for a call, made on the device; None if it needs none."""
+        """Its work list for a call, made on the device; None if it needs none."""
         if "schedule" not in self.has:
             return None
         return (module or self.module()).make_schedule(batch, config)
