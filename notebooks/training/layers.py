@@ -1,0 +1,400 @@
+# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# ---
+
+# %% [markdown]
+# # Layers, and a model of user histories
+#
+# How do you know that a layer is right, and what do sums give a model that averages do not?
+#
+# :::{admonition} In this chapter (20 minutes)
+# You will test layers against their references through whole training runs, train a small model of
+# user histories of which one in five is empty, and see what padding and masks do to gradients. The
+# model comes within {glue:text}`excess_sums:.3f` of the best possible loss; with averages instead
+# of sums it stays {glue:text}`excess_averages:.3f` above it.
+# :::
+
+# %%
+from collections.abc import Callable
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.report import charts, histories
+from gdpa_kernels.report.chapter import Chapter
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("training/layers", mode=mode, device=device, data_dir=data_dir)
+LENGTHS = [40, 0, 7, 90, 23]
+ENDS = cu_seqlens(LENGTHS, "cpu")
+GELU = reference.ACTIVATIONS["gelu_tanh"].function
+
+# %% [markdown]
+# ## Three layers
+#
+# $g$ is `gdpa`, x tokens, e learned seeds, s a summary of each sample; $W_o$ projects the result:
+#
+# | | `GDPASelfAttention` | `PMA` | `PFFN` |
+# |:--|:--|:--|:--|
+# | before $W_o$ | $g(W_q x, W_k x, W_v x)$ | $g(e, W_k x, W_v x)$ | $g(W_q x, W_k s, W_v s)$ |
+# | queries | a sample's tokens | `num_seeds`, the same for all | a sample's tokens |
+# | keys | its tokens | its tokens | `num_keys`, made from s |
+# | gives | `[tokens, embed_dim]` | `[batch, num_seeds, embed_dim]` | `[tokens, embed_dim]` |
+# | dQ | per token | summed over the batch | per token |
+# | without tokens | no rows | zeros, then the bias of $W_o$ | no rows |
+#
+# The operator is Kunlun's {cite}`hou2026kunlun`; pooling by seeds comes from Set Transformer
+# {cite}`lee2019settransformer`, the feed-forward layer whose weights are data from InterFormer
+# {cite}`zeng2024interformer`. Layers take pairs `(values, offsets)` or nested tensors of layout
+# `torch.jagged`: the same rows in memory. Residuals and norms are the caller's.
+#
+# Their references are plain PyTorch, one sequence after another, without padding and without an
+# operator of ours:
+
+
+# %%
+def attend(layer, *qkv: torch.Tensor) -> torch.Tensor:
+    """One sequence, `[rows or keys, heads * head_dim]` each -> `[rows, embed_dim]`."""
+    q, k, v = (x.unflatten(1, (-1, layer.head_dim)).transpose(0, 1) for x in qkv)
+    p = F.gelu(layer.head_dim**-0.5 * q @ k.mT, approximate="tanh")
+    return layer.out((layer.output_scale * p @ v).transpose(0, 1).flatten(1))
+
+
+def plain(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+    """What the layer computes, from PyTorch's parts."""
+    found = []
+    for tokens, own in zip(rows.split(LENGTHS), summary, strict=True):
+        if isinstance(layer, GDPASelfAttention):
+            found.append(attend(layer, *layer.qkv(tokens).chunk(3, 1)))
+        elif isinstance(layer, PMA):
+            found.append(attend(layer, layer.seeds, *layer.kv(tokens).chunk(2, 1)))
+        else:
+            hidden = layer.kv(own).view(layer.num_keys, -1)
+            found.append(attend(layer, layer.q(tokens), *hidden.chunk(2, 1)))
+    return torch.cat(found)
+
+
+def by_layer(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
+    if isinstance(layer, PMA):
+        return layer((rows, ENDS)).flatten(0, 1)
+    return layer((rows, ENDS), *([summary] if isinstance(layer, PFFN) else []))[0]
+
+
+# %% [markdown]
+# Each layer learns what a teacher of the same form, with other weights, computes: as plain PyTorch,
+# as the layer in fp32 from the same start, and as the layer in bf16 by emulated kernels.
+
+# %%
+SUMMARY = 8
+MADE = {
+    "GDPASelfAttention": lambda **o: GDPASelfAttention(32, 2, output_scale=1 / 16, **o),
+    "PMA": lambda **o: PMA(32, 2, 4, output_scale=1 / 16, **o),
+    "PFFN": lambda **o: PFFN(32, 2, SUMMARY, 12, output_scale=1 / 4, **o),
+}
+
+
+def fit(model, loss_of: Callable, steps: int, rate: float, end: float = 1.0) -> pd.Series:
+    """Losses of training a model on `loss_of(step)`; the rate falls to `end` times itself."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, end, steps)
+    found = []
+    for step in range(steps):
+        loss = loss_of(step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        found.append(loss.item())
+    return pd.Series(found)
+
+
+def learned(kind: str, call: Callable, steps: int, **options) -> pd.Series:
+    torch.manual_seed(1)
+    student, teacher = MADE[kind](**options), MADE[kind]()
+    given = torch.randn(sum(LENGTHS), 32), torch.randn(len(LENGTHS), SUMMARY)
+    target = plain(teacher, *given).detach()
+
+    def loss_of(_) -> torch.Tensor:
+        return F.mse_loss(call(student, *given).float(), target) / target.var()
+
+    return fit(student, loss_of, steps, 0.01)
+
+
+kernels = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
+in_bf16 = torch.autocast("cpu", dtype=torch.bfloat16)(by_layer)
+apart = {}
+for kind in MADE:
+    right = learned(kind, plain, 40)
+    assert right.iloc[-1] < 0.7 * right.iloc[0], "losses must fall"
+    apart[f"{kind}, fp32"] = (learned(kind, by_layer, 40) / right - 1).abs()
+    with emulator.enabled():
+        apart[f"{kind}, bf16"] = (learned(kind, in_bf16, 12, **kernels) / right - 1).abs()
+apart = pd.DataFrame(apart)
+
+# %% tags=["remove-input"]
+# | name: fig-train-layers
+# | caption: >
+# |   How far the loss of a layer is from that of plain PyTorch at the same step, relative to it.
+# | alt: >
+# |   Curves on a logarithmic axis. Those in bf16 stay near one thousandth; those in fp32 are grey
+# |   and lie several powers of ten below.
+bf16, fp32 = ([f"{kind}, {dtype}" for kind in MADE] for dtype in ("bf16", "fp32"))
+chart = charts.curves(apart.clip(lower=1e-8), xlabel="step", ylabel="relative difference",
+                      highlight=bf16, lowest=1e-8)  # fmt: skip
+chapter.figure(chart, emulated="bf16 by the emulator, fp32 by PyTorch on a CPU", data=apart)
+text = "Over 40 steps in fp32 losses differ by less than 0.01 %."
+chapter.predict(text, 100 * apart[fp32].max().max(), most=0.01, form=".5f", unit=" %")
+text = "Over 12 steps in bf16, by emulated kernels, by less than 3 %."
+chapter.predict(text, 100 * apart[bf16].max().max(), most=3, form=".1f", unit=" %")
+
+# %% [markdown]
+# Training forgives wrong gradients that point downhill. The same curve, step by step, does not.
+#
+# ## A model of histories
+#
+# A user has a history of events and is shown something. Will there be a click? Here the answer is
+# known, because we make it. An event is of one of three kinds, so is what is shown; with $n$ events
+# of the shown kind in the history a click has the probability $\sigma(0.8\, n - 1.5)$. One user in
+# five has no history; the other lengths are uniform from 1 to 15.
+#
+# The model has one of each layer. Events attend to each other, PMA pools them into four rows, PFFN
+# sends these through a perceptron made from what is shown, and a linear layer makes a logit. With
+# `average=True` the sums of the first two layers are divided by the length of each history; without
+# it by 5, a constant.
+
+
+# %%
+WIDTH, SEEDS, DIVISOR = 16, 4, 5
+
+
+class Clicks(nn.Module):
+    """The logit of a click from (events, offsets, shown)."""
+
+    def __init__(self, average: bool = False):
+        super().__init__()
+        self.average = average
+        self.event, self.shown = (nn.Embedding(histories.KINDS, WIDTH) for _ in range(2))
+        common = {"output_scale": 1 / DIVISOR, "max_seqlen": histories.LONGEST}
+        self.mix = GDPASelfAttention(WIDTH, 2, **common)
+        self.pool = PMA(WIDTH, 2, SEEDS, **common)
+        self.personal = PFFN(WIDTH, 2, WIDTH, 8, max_seqlen=SEEDS)
+        self.logit = nn.Linear(SEEDS * WIDTH, 1)
+
+    def by_length(self, layer, y: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """y, for averages as if output_scale had been 1 / length."""
+        factor = (DIVISOR / lengths.clamp(min=1)).view(-1, *[1] * (y.dim() - 1))
+        return factor * (y - layer.out.bias) + layer.out.bias if self.average else y
+
+    def forward(self, events, ends, shown):
+        lengths, x = ends.diff(), self.event(events)
+        mixed = self.mix((x, ends))[0]
+        x = x + self.by_length(self.mix, mixed, torch.repeat_interleave(lengths, lengths))
+        pooled = self.by_length(self.pool, self.pool((x, ends)), lengths).flatten(0, 1)
+        rows = torch.arange(len(shown) + 1, dtype=torch.int32) * SEEDS
+        pooled = pooled + self.personal((pooled, rows), self.shown(shown))[0]
+        return self.logit(pooled.view(len(shown), -1))[:, 0]
+
+
+def train(average: bool) -> tuple[Clicks, pd.Series]:
+    torch.manual_seed(0)
+    model = Clicks(average)
+
+    def loss_of(step: int) -> torch.Tensor:
+        *given, _, _, clicked = histories.users(64, 1000 + step)
+        return F.binary_cross_entropy_with_logits(model(*given), clicked)
+
+    return model, fit(model, loss_of, 120, 8e-3, end=0.05)
+
+
+trained = {"sums": train(False), "averages": train(True)}
+
+# %% [markdown]
+# The smallest possible loss is the mean entropy of the true probabilities. Averages tell the
+# *shares* of the three kinds alone, and have a larger bound.
+
+# %%
+best = histories.best_losses()
+print({name: round(loss, 4) for name, loss in best.items()})
+
+# %% tags=["remove-cell"]
+*test, same, logit, _ = histories.users(4000, 1)
+true, empty, many = torch.sigmoid(logit), test[1].diff() == 0, same >= 5
+least = F.binary_cross_entropy(true, true)
+excess = {}
+with torch.no_grad():
+    for name, (model, _) in trained.items():
+        said = torch.sigmoid(model(*test))
+        excess[name] = (F.binary_cross_entropy(said, true) - least).item()
+        chapter.glue(**{f"excess_{name}": excess[name], f"many_{name}": said[many].mean().item(),
+                        f"empty_{name}": said[empty].mean().item()})  # fmt: skip
+assert 1.5 * excess["sums"] < excess["averages"], excess
+chapter.glue(best=best["counts"], neither=best["no history"],
+             empty_true=true[empty][0].item(), many_true=true[many].mean().item())  # fmt: skip
+
+# %% tags=["remove-input"]
+# | name: fig-train-clicks
+# | caption: >
+# |   Loss above that of the true probabilities on the same batch, mean of 20 batches. Dashed: what
+# |   shares cannot avoid.
+# | alt: >
+# |   Two curves fall. That of the sums ends near zero; that of the averages stays above the line.
+seen = [histories.users(64, 1000 + step) for step in range(120)]
+true_losses = [F.binary_cross_entropy_with_logits(x.logit, x.clicked).item() for x in seen]
+curve = pd.DataFrame({name: found - true_losses for name, (_, found) in trained.items()})
+chart = charts.curves(curve.rolling(20).mean(), xlabel="batch of 64 users", ylabel="excess loss",
+                      highlight=["sums", "averages"],
+                      levels={"shares": best["shares"] - best["counts"]})  # fmt: skip
+chapter.figure(chart, emulated="trained on a CPU in fp32", data=curve)
+
+# %% [markdown]
+# The model of sums ends {glue:text}`excess_sums:.3f` above the best loss on 4,000 new users, which
+# is about {glue:text}`best:.2f`; without the history it would be {glue:text}`neither:.2f`. To users
+# without a history it gives a click with probability {glue:text}`empty_sums:.2f`; the truth is
+# {glue:text}`empty_true:.2f`. PMA gives them zeros, and the batch needs no special case.
+#
+# ### The surprise: an average cannot count
+#
+# The rows of softmax attention are averages, and it is tempting to divide by the length of each
+# history. But then two events of four and five of ten are the same. To users with five events or
+# more of the shown kind, who click with probability {glue:text}`many_true:.2f`, the model of
+# averages gives {glue:text}`many_averages:.2f` and the model of sums {glue:text}`many_sums:.2f`.
+# The authors of HSTU gave up softmax for this reason, among others {cite}`zhai2024hstu`.
+#
+# ## What padding does
+#
+# The pooling layer of the trained model again, padded, with four ways to deal with what is not
+# there; then the jagged layer. The loss leaves out the user without a history.
+
+# %%
+WAYS = {
+    "no mask": lambda s, there: GELU(s),
+    "score = -inf": lambda s, there: GELU(s.masked_fill(~there, -torch.inf)),
+    "softmax, score = -inf": lambda s, there: s.masked_fill(~there, -torch.inf).softmax(-1),
+    "P = 0": lambda s, there: GELU(s).masked_fill(~there, 0),
+}
+pool, HISTORY = trained["sums"][0].pool, [3, 0, 15, 6]
+there = torch.arange(15) < torch.tensor(HISTORY)[:, None]
+packed = torch.randn(sum(HISTORY), WIDTH)
+padded = torch.zeros(4, 15, WIDTH).masked_scatter(there[..., None], packed)
+
+
+def padded_pool(x: torch.Tensor, there: torch.Tensor, way: str) -> torch.Tensor:
+    """PMA of padded rows x `[users, longest, width]`, of which `there` `[users, longest]` exist."""
+    k, v = pool.kv(x).unflatten(2, (-1, pool.head_dim)).transpose(1, 2).chunk(2, 1)
+    q = pool.seeds.unflatten(1, (pool.num_heads, -1)).transpose(0, 1)
+    p = WAYS[way](pool.head_dim**-0.5 * q @ k.mT, there[:, None, None])
+    return pool.out((pool.output_scale * p @ v).transpose(1, 2).flatten(2))
+
+
+def judged(y: torch.Tensor, alone: torch.Tensor) -> list[str]:
+    """Results of all users, of the first alone."""
+    depends = (y[:1] - alone).abs().max().item() > 1e-5 or y[0].isnan().any()
+    loss = y[torch.tensor(HISTORY) > 0].square().sum()
+    found = y[1], torch.cat([x.flatten() for x in torch.autograd.grad(loss, [*pool.parameters()])])
+    return ["yes" if depends else "no", *("finite" if x.isfinite().all() else "NaN" for x in found)]
+
+
+one = packed[None, :3], there[:1, :3]
+naive = {way: judged(padded_pool(padded, there, way), padded_pool(*one, way)) for way in WAYS}
+whole, alone = (pool((packed[: sum(n)], cu_seqlens(n, "cpu"))) for n in (HISTORY, [3]))
+naive["gdpa, jagged"] = judged(whole, alone)
+
+# %% tags=["remove-input"]
+columns = ["depends on the batch", "user without history", "gradients"]
+table = pd.DataFrame(naive, index=columns).T
+chapter.table(table.reset_index(names="pooling with"), emulated="fp32 on a CPU")
+
+# %% [markdown]
+# - *No mask*: a projection has a bias, so padded keys and values are not zeros, and a user's result
+#   depends on the longest history in the batch.
+# - *Score -inf*: the habit from softmax. GELU of -inf is not a number.
+# - *Softmax*: a user without a history is 0/0. The loss leaves that user out and is finite, and
+#   still the gradients of the weights are NaN: zero times NaN on the way back.
+# - *P = 0* is right as long as padding holds numbers: zero times NaN is NaN.
+#
+# In a jagged tensor there is no padding, but a tile of a kernel reaches beyond the end of its
+# sequence into the next one. Our rungs load zeros there, by a predicate on each load or by TMA
+# descriptors that end where the sequence ends. A NaN stays with the user who brought it.
+#
+# ## Choosing the scales
+#
+# **The output.** A row over $n$ keys is a sum: it grows as $\sqrt n$ for values of mean 0 and as
+# $n$ otherwise. Divide by a constant, the longest sequence of the *model*, as Kunlun and HSTU do
+# ({doc}`../operator/gdpa`). Not by each sequence's own length, unless counts must not matter, and
+# not by the longest sequence of the *batch*: a user's result would depend on the others again.
+#
+# **The scores.** $1/\sqrt d$ gives scores of about 1, where GELU bends. With `scale=1/2048` GELU is
+# $x/2$: linear attention at the cost of attention. Large scores learn little: GELU's slope is below
+# 0.01 for {glue:text}`dead_1:.1f` % of scores of standard deviation 1 and for
+# {glue:text}`dead_8:.0f` % at 8. `qk_norm=True` bounds them, with a learned weight.
+#
+# ## Exercises
+#
+# :::{exercise} Averages after all
+# :label: ex-train-average
+#
+# Divide the output of each sequence by its own length in two ways without changing the operator,
+# one after it and one before it. Which one changes dK? *(code, ten minutes)*
+# :::
+
+# %% tags=["remove-cell"]
+normal = torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+slope = reference.ACTIVATIONS["gelu_tanh"].derivative
+dead = {f"dead_{std}": 100 * (slope(std * normal).abs() < 0.01).double().mean() for std in (1, 8)}
+chapter.glue(**{name: share.item() for name, share in dead.items()})
+
+# %% [markdown]
+# :::{solution} ex-train-average
+# :class: dropdown
+#
+# Divide the rows of the output by the length of their sequence; or the rows of v, since the output
+# is linear in v. Both give the same output and gradients. What must not be divided are the scores:
+# inside the activation a factor makes another function.
+# :::
+#
+# :::{exercise} Right forward, wrong backward
+# :label: ex-train-mask
+#
+# Somebody masks padded pairs by setting their *scores* to 0 before GELU, and writes the backward
+# pass by hand from the same masked scores. Which gradients are wrong, and why do tests of the
+# output and of dV not find it? *(paper, fifteen minutes)*
+# :::
+#
+# :::{solution} ex-train-mask
+# :class: dropdown
+#
+# GELU(0) = 0, so the output is right, and dV = PᵀdO too. But GELU'(0) = 0.5: dS of a masked pair is
+# half of dP, not 0. dQ is wrong by the masked keys, dK by the masked queries. If padded K, V and dO
+# are zeros, dP and K vanish there, and it is right by luck. With a causal mask, or with tiles that
+# reach into the neighbour, it is wrong. Our rungs mask P and the slope.
+# :::
+#
+# :::{exercise} Scores in fp16
+# :label: ex-train-fp16
+#
+# fp16 ends at 65,504, and P is rounded to it. From which score on is P infinite with GELU, from
+# which with squared ReLU? *(paper, five minutes)*
+# :::
+#
+# :::{solution} ex-train-fp16
+# :class: dropdown
+#
+# GELU of a large score is the score: above 65,504. Squared ReLU: from 256 on.
+# :::
+#
+# ## Takeaways
+#
+# - A falling loss proves little. A loss that follows the reference's, step by step, does.
+# - Sums count and averages do not. Divide by a constant of the model, not by a length of the batch.
+# - A mask on scores is no mask. Ask what is at masked places: a number, a NaN, a neighbour.
