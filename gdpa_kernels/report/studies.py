@@ -110,7 +110,7 @@ def comparison(module: ModuleType, given: Batch, config: object = None) -> pd.Da
     Raises AssertionError if a sequence fails `testing.compare`.
     """
     with emulator.enabled():
-        out = module.forward(given, config=config)
+        out = module.forward(given, **({} if config is None else {"config": config}))
     exact = reference.forward(replace(given, **{x: getattr(given, x).double() for x in "qkv"}))
     same, ends = reference.forward(given), given.cu_seqlens_q.tolist()
     rows = []
