@@ -1,7 +1,7 @@
 """Peers behind one signature: what a user could install instead.
 
-Each says whether its mathematics is the activation's or softmax. A softmax peer computes another
-function at the same FLOPs and bytes: it is compared on time only, and checked against softmax
+Each says whether its mathematics is the activation's or softmax. A softmax peer does the same FLOPs
+and bytes on a different function: only its run time is compared, and it is checked against softmax
 before it is timed.
 """
 
@@ -260,7 +260,7 @@ class BlockBaseline:
 
     `prepare(inputs, direction, **options)` does what its layout needs, untimed, and returns the
     call to be timed; backward that is autograd's, of a forward pass that was made before.
-    `metadata`, where there is any, makes on the device what the call needs to know of the blocks.
+    `metadata`, where there is any, makes on the device the offsets that the call needs.
     """
 
     impl: str

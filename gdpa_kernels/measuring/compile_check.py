@@ -1,8 +1,8 @@
 """Compile a kernel for a GPU that is not here, and read what the compiler made of it.
 
 Registers and spills come from ptxas, instructions from the disassembly; both ship with Triton. A
-kernel that spills or whose wgmma are serialised is slow on every machine, and shows so on a CPU
-within seconds.
+kernel that spills or whose wgmma are serialised is slow on every machine, and a CPU shows it within
+seconds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TENSOR_COLUMNS = 512
 class Compiled:
     """What one kernel became: per-thread registers, bytes spilled, bytes of shared memory.
 
-    `serialised`: ptxas reported that wgmma instructions wait for each other.
+    `serialised`: ptxas reported that it serialised wgmma instructions.
     `instructions`: how often each SASS mnemonic occurs, e.g. HGMMA, UTMALDG, LDGSTS, MUFU.
     `wide`: how often each occurs with the modifier .128, which moves 16 bytes a thread: LDG, STG,
     LDGSTS, LDS, STS.
@@ -92,7 +92,7 @@ def build_rung(
 _DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
 }  # fmt: skip
-# What of PTX writes to global memory: a thread, an atomic operation, or the copy engine.
+# PTX that writes to global memory: a store, an atomic operation, or TMA.
 _WRITES = re.compile(r"\b(st|red|atom)\.\S*global|\bcp\.(reduce\.)?async\.bulk\S*\.global\.shared")
 
 

@@ -1,8 +1,7 @@
 """Copies with the mixes of attention: three tensors read for one written, four for three.
 
-A forward pass reads q, k and v and writes its output; a backward pass that needs nothing else also
-reads the output's gradient, and writes those of q, k and v. PyTorch has no one kernel for the
-second.
+Forward reads q, k and v and writes its output; backward also reads the output's gradient, and
+writes those of q, k and v. PyTorch has no single kernel for the second mix.
 """
 
 import torch

@@ -167,8 +167,8 @@ def measure_rotary(
     """Rotary alone on the tensors of a workload that has it: our kernel, impl "rotary", and PyTorch
     operation by operation, impl "rotary_eager".
 
-    Forward turns q and k, and v if the workload rotates it; backward turns tensors of the same
-    shapes back. Both read sin and cos. What a row counts: `record.Row.of`.
+    Forward rotates q and k, and v if the workload rotates it; backward applies the transpose to
+    tensors of the same shapes. Both read sin and cos. What a row counts: `record.Row.of`.
     """
     from gdpa_kernels.block_attention import reference
     from gdpa_kernels.block_attention.rotary import rotary
@@ -220,7 +220,7 @@ def _check_turned(
     turns: Sequence[torch.Tensor],
     results: Sequence[torch.Tensor],
 ) -> list[testing.Comparison]:
-    """Every element of turned tensors, in parts of `operators.BlockAttention.PART` rows."""
+    """Every element of rotated tensors, in parts of `operators.BlockAttention.PART` rows."""
     rows = operators.BlockAttention.PART
     found = []
     for name, tensor, result in zip("qkv", tensors, results, strict=False):
@@ -246,7 +246,7 @@ def memory(
     log: Callable[[str], None] = print,
 ) -> record.Table:
     """The most device memory that a step of training had allocated at once, forward and backward,
-    beside q, k, v and the gradient of the output.
+    on top of q, k, v and the gradient of the output.
 
     `impls`: rungs of the ladder "gdpa_backward", each behind the fastest forward, or baselines.
     Columns `MEMORY`; bytes is None, and the log says why, where the step failed or a gradient was

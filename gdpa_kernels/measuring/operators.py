@@ -126,7 +126,7 @@ class _Checked:
 
 
 class Gdpa(_Checked):
-    """GDPA, forward or backward; lists of work are made before."""
+    """GDPA, forward or backward; work lists are made before."""
 
     results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 
@@ -224,7 +224,7 @@ class Gdpa(_Checked):
         return lambda q, k, v: gdpa(**arguments | {"q": q, "k": k, "v": v})
 
     def schedule(self, impl: str) -> Call | None:
-        """What makes the list of work of a backward rung; None without any.
+        """What makes the work list of a backward rung; None without any.
 
         Forward None: the notebook of the schedules measures them by order and clock.
         """

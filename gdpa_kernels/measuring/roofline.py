@@ -1,6 +1,6 @@
 """Roofline: a bracket of time for a workload from measured ceilings, before any kernel runs.
 
-A kernel cannot finish before its useful FLOPs at the measured matrix rate, nor before its fewest
+A kernel cannot finish before its useful FLOPs at the measured matmul rate, nor before its fewest
 bytes at the measured copy rate. Perfect overlap of the two gives the lower time, none the upper.
 """
 
@@ -20,7 +20,7 @@ from gdpa_kernels.measuring.workload import Workload
 class Ceilings:
     """Measured limits of one device.
 
-    `tflops`: dense matrix products, TFLOP/s. `copies`: (bytes read per byte written, GB/s) of each
+    `tflops`: dense matmuls, TFLOP/s. `copies`: (bytes read per byte written, GB/s) of each
     measured copy, with GB/s = (read + written) / time and 1 GB = 1e9 bytes, by rising read share.
     ValueError if a number is not positive and finite, or the mixes do not rise.
     """
@@ -46,7 +46,7 @@ class Ceilings:
     def measured(ceilings: Iterable[Ceiling]) -> Ceilings | None:
         """The limits that `ceilings` show, from the median of each one's samples.
 
-        The fastest matrix product counts, and the fastest copy of each read : written mix. None if
+        The fastest matmul counts, and the fastest copy of each read : written mix. None if
         either kind is missing.
         """
         tflops, copies = 0.0, {}

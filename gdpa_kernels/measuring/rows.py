@@ -140,7 +140,7 @@ def work(
 
     Those of `workload` in `direction`, with these exceptions: a schedule and the time on the host
     count nothing; an op that is a whole step counts both directions; rotary alone counts three
-    FLOPs for each element it turns, each read and written once, and sines and cosines read once.
+    FLOPs for each element it rotates, each read and written once, and sines and cosines read once.
     """
     if scope in ("schedule", "host"):
         return {"flops": 0, "bytes_read": 0, "bytes_written": 0}

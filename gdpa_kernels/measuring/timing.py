@@ -178,7 +178,7 @@ class Ceiling:
 
 
 def measure_ceilings(device: torch.device, protocol: Protocol = DEFAULT) -> list[Ceiling]:
-    """The device's limits: a bf16 matrix product of 8192^3 on random data, and copies.
+    """The device's limits: a bf16 matmul of 8192^3 on random data, and copies.
 
     The copies read one, two and three bytes for each byte they write, over tensors of 1 GiB: a
     kernel's memory floor is taken from the copy with its own mix.

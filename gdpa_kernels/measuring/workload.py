@@ -424,8 +424,8 @@ class Workload:
     def flops(self, direction: str) -> int:
         """Useful FLOPs: forward 4 * num_heads_q * head_dim * pairs; backward 2.5 times that.
 
-        Forward is two matrix products (Q K^T and P V) of 2 FLOPs per multiply-add; backward needs
-        five. The activation is not counted. Recomputed products do not count for anybody.
+        Forward is two matmuls (Q K^T and P V) of 2 FLOPs per multiply-add; backward needs five. The
+        activation is not counted, nor is a matmul that an implementation recomputes.
         """
         _check_direction(direction)
         products = {"forward": 2, "backward": 5}[direction]
