@@ -35,9 +35,9 @@ def block_attention(
     A sequence is cut into blocks of `block_size` tokens from its start; the last one may be
     shorter. For each block and head, O = softmax(scale Q K^T) V.
 
-    The gradients of q, k and v need only q, k, v, cu_seqlens, sin and cos, which are all that is
-    kept beside the list of blocks (impl "v0_flash" also keeps its output, its log-sum-exp and what
-    it rotated). They are deterministic, and have no gradient of their own.
+    Only q, k, v, cu_seqlens, sin and cos are saved for backward, and the list of blocks (impl
+    "v0_flash" also saves its output, its log-sum-exp and what it rotated). The gradients are
+    deterministic, and cannot be differentiated again.
 
     Under autocast q, k and v are cast to its dtype, fp64 excepted, as for PyTorch's
     scaled_dot_product_attention; sin and cos stay as they are.

@@ -14,7 +14,7 @@ from gdpa_kernels.calling.lengths import Lengths
 class BlockAttention(nn.Module):
     """Self-attention inside blocks of consecutive tokens of each sequence of a jagged batch.
 
-    One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
+    One linear layer makes q, k and v, which the kernels read in place; another one mixes the
     heads: y = W_out block_attention(W_qkv x). Under autocast it follows its linear layers.
 
     Args:

@@ -42,8 +42,8 @@ def gdpa(
     activation stands where softmax would be. A pair that is masked out counts as 0 after the
     activation; a NaN in a row of v reaches the rows of its own sequence all the same, and no other.
 
-    The gradients of q, k and v need only q, k, v and the offsets, which are all that is kept. They
-    have no gradient of their own.
+    Only q, k, v and the offsets are saved for backward. The gradients cannot be differentiated
+    again.
 
     Under autocast q, k and v are cast to its dtype, fp64 excepted, as for PyTorch's
     scaled_dot_product_attention.
@@ -152,7 +152,7 @@ class _Gdpa(torch.autograd.Function):
 
 
 def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
-    """The Lengths that keep lists of work for this call, if all of its offsets are some; compiled
+    """The Lengths that keep work lists for this call, if all of its offsets are some; compiled
     programs make their lists in each call."""
     q, k = given
     if torch.compiler.is_compiling() or not isinstance(k, Lengths):
@@ -163,7 +163,7 @@ def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
 def _schedule(
     lengths: tuple[Lengths | None, Lengths], rung: Rung, batch: Batch
 ) -> list[torch.Tensor]:
-    """The list of work of a rung, made once for these lengths; empty if it needs none."""
+    """The work list of a rung, made once for these lengths; empty if it needs none."""
     if "schedule" not in rung.has:
         return []
     config = rung.config(batch)

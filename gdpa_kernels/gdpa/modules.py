@@ -121,7 +121,7 @@ class _Layer(nn.Module):
 class GDPASelfAttention(_Layer):
     """Self-attention with an element-wise activation for softmax, on a jagged batch.
 
-    One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
+    One linear layer makes q, k and v, which the kernels read in place; another one mixes the
     heads: y = W_out gdpa(W_qkv x). Nothing is added to y: a residual is the caller's. Under
     autocast the layer follows its linear layers.
 
@@ -140,7 +140,7 @@ class GDPASelfAttention(_Layer):
             start at 1. A score is then at most `scale * head_dim * max(abs(w_q * w_k))` in size:
             scale=1 / head_dim makes it a cosine at first, where the polynomial "gelu_taylor6" is
             accurate; the other activations need no bound. With it q and k are copies, and only v is
-            read where it lies. False: the operator alone.
+            read in place. False: the operator alone.
         bias: whether the two projections have one.
         max_seqlen: at least the longest sequence, in tokens. None takes that of `Lengths`, or reads
             it from the offsets in each call, which waits for the device; a CUDA graph's capture

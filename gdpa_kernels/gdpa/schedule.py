@@ -57,7 +57,7 @@ class Schedule:
         """Modelled time of each tile, in units of one K/V block.
 
         A tile takes `prologue` plus its K/V blocks; an empty one takes `empty_cost`. The defaults
-        charge one block for loading Q and storing O, and 0.15 for finding out that nothing is due.
+        charge one block for loading Q and storing O, and 0.15 for finding that it is empty.
         """
         return [
             empty_cost if empty else prologue + cost
