@@ -2,7 +2,7 @@
 
 `run_all` fills a session: errors of every sequence ("accuracy", "extremes"), its clocks in
 registers ("checks", "repeat", "times", "clocks"), and `v6_short_kv` with seven activations on the
-same inputs, in turns (rows). What fails stands in the table "failures" and is not timed.
+same inputs, interleaved (rows). What fails goes to the table "failures" and is not timed.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _rates(run: _Run) -> None:
 
 
 def _kernels(run: _Run, head_dim: int) -> None:
-    """`v6_short_kv` on gdpa-self-full-1024 with each activation, on the same inputs in turns."""
+    """`v6_short_kv` on gdpa-self-full-1024 by activation, interleaved on the same inputs."""
     session = run.session
     base = replace(workload("gdpa-self-full-1024"), head_dim=head_dim)
     tensors = inputs.make_inputs(base, device=session.device)

@@ -93,7 +93,7 @@ def emulated(
 
 
 def traffic(module: ModuleType, given: Batch, config: object = None) -> pd.DataFrame:
-    """What each kernel of a pass forward and backward asks for and writes, in tensors of q's size,
+    """What each kernel of a pass forward and backward loads and stores, in tensors of q's size,
     in the emulator: without caches."""
     _, reports = emulated(module, given, config=config)
     unit = given.q.nbytes
@@ -146,7 +146,7 @@ def timeline(
 
 
 def blank(head_dim: int, *, heads: int = 4, rotary: torch.dtype | None = None) -> Batch:
-    """One sequence of 67 tokens with nothing in it, to compile for and to ask for constants."""
+    """One sequence of 67 tokens, to compile for and to get constants from."""
     given = batch((67,), heads=heads, head_dim=head_dim, rotary=rotary)
     return replace(given, rotate_v=rotary is not None)
 

@@ -1,5 +1,5 @@
 """What the chapter on the emulator does with kernels whose module has a `main` that launches them
-as kernel[grid] and checks the result: run, ask, and step through broken copies."""
+as kernel[grid] and checks the result: run, check, and step through broken copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader's GPU needs: what rungs ask of it, and the memory of a call and of its check."""
+"""What a reader's GPU needs: what rungs require, and the memory of a call and of its check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdpa_kernels.measuring.workload import WORKLOADS, workload
 
 
 def support() -> pd.DataFrame:
-    """What each rung of the forward ladder asks of the GPU and of the call, in words."""
+    """What each rung of the forward ladder requires of the GPU and of the call, in words."""
     rows = []
     for rung in ladder.RUNGS:
         wants = rung.requires
@@ -42,7 +42,7 @@ def input_bytes(name: str) -> int:
 
 
 def peak_bytes(run: Record, name: str) -> dict[str, int]:
-    """What one call of each implementation allocated beside its inputs, in a record."""
+    """What one call of each implementation allocated on top of its inputs, in a record."""
     return {
         row.impl: row.peak_bytes
         for row in run.rows

@@ -1,4 +1,4 @@
-"""What the compiler's pipeliner made of a loop that loads by TMA: what it asks for, and when."""
+"""What the compiler's software pipeliner made of a loop of TMA loads: which it issues, and when."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STEPS = (
 class Pipeline(NamedTuple):
     """steps: in program order, "ask q" (the start of a TMA load), "wait" (for tiles), "MMA",
     "store" (the start of a TMA store), "stored" (the wait until it has read shared memory), "list"
-    (a load by threads). ahead: how many iterations' tiles are asked for before the loop. room: for
+    (a load by threads). ahead: how many iterations' tiles are loaded in the prologue. room: for
     how many iterations' tiles there are buffers."""
 
     steps: list[str]
@@ -29,7 +29,7 @@ class Pipeline(NamedTuple):
     room: int
 
     def shown(self) -> str:
-        """The steps on one line, tiles asked for in a row together: "wait | MMA | ask q k v"."""
+        """The steps on one line, loads issued in a row together: "wait | MMA | ask q k v"."""
         runs = groupby(self.steps, key=lambda step: step.split()[0])
         parts = [(word, [step.split()[-1] for step in steps]) for word, steps in runs]
         return " | ".join(f"ask {' '.join(x)}" if word == "ask" else " | ".join(x)

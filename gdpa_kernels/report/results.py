@@ -231,13 +231,13 @@ def _matching(table: pd.DataFrame, filters: dict[str, Any]) -> pd.DataFrame:
 
 
 def _alternatives(table: pd.DataFrame, filters: dict[str, Any]) -> str:
-    """For each filter, the values that exist beside the other filters, or else at all."""
+    """For each filter, the values that exist with the other filters, or else at all."""
     parts = []
     for name in filters:
         others = {n: v for n, v in filters.items() if n != name}
         rows = _matching(table, others)
         values = sorted({str(v) for v in (rows if len(rows) else table)[name]})
-        beside = "beside the others" if len(rows) and others else "in the table"
+        beside = "with the others" if len(rows) and others else "in the table"
         listed = ", ".join(values[:_MOST_LISTED]) or "nothing"
         more = f" and {len(values) - _MOST_LISTED} more" if len(values) > _MOST_LISTED else ""
         parts.append(f"{name} {beside}: {listed}{more}")

@@ -1,5 +1,5 @@
 """How rungs stand against peers and against each other in a record of results: published charts
-redrawn, the best rung against the best peer, ranges of quotients, another GPU beside ours."""
+redrawn, the best rung against the best peer, ranges of ratios, another GPU next to ours."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def spread(values: pd.Series) -> str:
 
 
 def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "") -> None:
-    """Show a published chart beside ours (`figures.figure_tflops`), of those of `impls` that have a
-    time. `keys`: a part of the workloads' names, where the figure has two families."""
+    """Show a published chart next to ours (`figures.figure_tflops`), of those of `impls` that have
+    a time. `keys`: a part of the workloads' names, where the figure has two families."""
     rows = chapter.rows(direction=figure_direction(figure))
     rows = rows[(rows["figure"] == figure) & rows["workload"].str.contains(keys)]
     timed = set(rows["impl"][rows["tflops"].notna()])
@@ -125,7 +125,7 @@ def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
 
 
 def others(chapter: Chapter, session: Session | None, direction: str) -> None:
-    """Show rates of another GPU beside those of the chapter's record: of the session of
+    """Show rates of another GPU next to those of the chapter's record: of the session of
     `Chapter.compare`, of which nothing is kept, or without one of each other GPU in the records."""
     ours = chapter.rows(direction=direction)
     if session is not None:
@@ -138,7 +138,7 @@ def others(chapter: Chapter, session: Session | None, direction: str) -> None:
         rows = rows[(rows["scope"] == "kernel") & (rows["variant"] == "")]
         rows = rows[rows["direction"] == direction].drop_duplicates(["workload", "impl"])
         if len(rows):
-            display(Markdown(f"**{machine}**, TFLOP/s beside those of the record."))
+            display(Markdown(f"**{machine}**, TFLOP/s next to those of the record."))
             display(page.show_table(_beside(rows, ours)))
     if not machines:
         display(Markdown("No other machine has been measured yet."))

@@ -373,7 +373,7 @@ def test_one_names_what_exists(add, tmp_path):
     assert "one row must match workload='gdpa-self-full-1024', impl='v3_persistent'" in str(
         caught.value
     )
-    assert "impl beside the others: v1_tiled, v2_tma" in str(caught.value)
+    assert "impl with the others: v1_tiled, v2_tma" in str(caught.value)
     with pytest.raises(LookupError, match=r"got 2, which differ in:\s+impl\s+v1_tiled\s+v2_tma"):
         results.one(found, workload=SELF.name)
     with pytest.raises(ValueError, match=r"filters must be columns .* got \['speed'\]"):

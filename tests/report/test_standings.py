@@ -78,7 +78,7 @@ def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(monkeypatch):
     monkeypatch.setattr(results, "table", _remembering(results.table, folders))
     standings.others(chapter, Again(chapter.record()), "backward")
     title, table = shown
-    assert title == "**This machine**, TFLOP/s beside those of the record."
+    assert title == "**This machine**, TFLOP/s next to those of the record."
     ratios = [line.split("|")[-2].strip() for line in table.splitlines()[2:]]
     assert len(ratios) > 50 and set(ratios) <= {"1", ""}
     assert folders and not Path(folders[0]).exists()
