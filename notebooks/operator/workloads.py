@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.gdpa import schedule, v3_persistent
-from gdpa_kernels.measuring.workload import MOVIELENS, WORKLOADS, Workload, workload
+from gdpa_kernels.measuring.workload import WORKLOADS, Workload, workload
 from gdpa_kernels.report import charts, drawings
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import INK, RUNG_COLOURS
@@ -63,28 +63,28 @@ chapter.figure(
 # ## A workload is a name without tensors
 #
 # Every measurement in this book names its workload: sizes, a *length law* for queries and perhaps
-# another for keys, and a seed. The lengths follow, the same on every machine, and from the lengths
-# everything that can be said in advance.
+# another for keys, and a seed. From these follow the lengths, the same on every machine, and from
+# the lengths everything that can be said in advance. The batch is 1,152 sequences with 4 heads of
+# head_dim 128 in bf16, as published. `self` is self-attention; `cross` has 256 dense keys for every
+# length of queries, the shape of a PFFN ({doc}`gdpa`).
 
 # %%
 w = workload("gdpa-self-half-jagged-1024")
 print(w.lengths_q, "first lengths:", w.seqlens_q[:6])
-
 n = np.array(w.seqlens_q)
 pairs = int((n * n).sum())  # self-attention
 flops = 4 * w.num_heads_q * w.head_dim * pairs
-row = w.num_heads_q * w.head_dim * 2  # one bf16 row, in bytes
-read, written = 3 * int(n.sum()) * row, int(n.sum()) * row
-
-assert (pairs, flops) == (w.pairs, w.flops("forward"))
-assert (read, written) == (w.bytes_read("forward"), w.bytes_written("forward"))
-print(f"{pairs:,} pairs, {flops:.3e} FLOP, {read + written:,} bytes")
+moved = 4 * int(n.sum()) * w.num_heads_q * w.head_dim * 2  # q, k, v read, o written, bf16
+assert (pairs, flops, moved) == (w.pairs, w.flops("forward"), w.bytes("forward"))
+print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 
 # %% [markdown]
 # These lines hold the conventions of the book. A pair costs $4 \cdot \mathtt{head\_dim}$ FLOPs per
 # head, a multiply-add in each of two matmuls. The activation is not counted, nor is work on
 # padding, for anybody. The fewest bytes are $Q$, $K$ and $V$ read once and $O$ written once. The
-# backward pass has five matmuls and counts 2.5 times the FLOPs.
+# backward pass has five matmuls and counts 2.5 times the FLOPs. FLOPs per byte span
+# {glue:text}`least:.0f` to {glue:text}`most:.0f` over the workloads of the forward pass;
+# {doc}`../measuring/roofline` says which of them are limited by the memory of an H200.
 #
 # ## Laws of length
 #
@@ -94,13 +94,15 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {read + written:,} bytes")
 # {cite}`adsmodelkernellibrary`. Real histories look different ({numref}`fig-workload-laws`):
 #
 # - **MovieLens**: ratings per user follow a shifted log-normal law; we use the fits of the LensKit
-#   Codex {cite}`lenskitcodex,harper2015movielens`. Users with fewer than 20 ratings are not in
-#   these data sets.
-# - **KuaiRand**: interactions per user, from published quantiles
-#   {cite}`gao2022kuairand,kuairandlongseq`, linear in the logarithm of the length between two of
-#   them. The mean of this law is a few percent above the reported one.
+#   Codex {cite}`lenskitcodex,harper2015movielens`.
+# - **KuaiRand**: interactions per user, interpolated between published quantiles
+#   {cite}`gao2022kuairand,kuairandlongseq`.
 #
 # Every history is capped at `max_seqlen`, as in a model. No raw data is part of this repository.
+#
+# These laws count each user once. A ranking model is trained on *events*, and the history of an
+# event is what its user did before. Active users have more events, with longer histories, so the
+# batch that a trainer sees is fuller. A fill belongs to a trainer as much as to a data set.
 #
 # ## What padding wastes
 #
@@ -122,99 +124,37 @@ def padding(work: Workload) -> dict:
     variation = n.std() / n.mean()
     useful = work.pairs / (work.batch * work.max_seqlen_q * work.max_seqlen_k)
     assert np.isclose(useful, work.fill**2 * (1 + variation**2))
-    return {
-        "workload": work.name,
-        "fill": work.fill,
-        "CV": variation,
-        "useful pairs, %": 100 * useful,
-        "padded / useful": 1 / useful,
-    }
+    return {"fill": work.fill, "CV": variation, "useful pairs, %": 100 * useful}
 
 
-# %% tags=["remove-input"]
-waste = pd.DataFrame([padding(WORKLOADS[name]) for name in SHOWN])
-ml20m = waste.set_index("workload").loc["gdpa-self-ml20m-2048"]
-chapter.glue(waste=ml20m["padded / useful"], fill=100 * ml20m["fill"])
-chapter.table(waste, modelled="lengths drawn from the laws, counted")
+waste = pd.DataFrame({name: padding(WORKLOADS[name]) for name in SHOWN}).T
+chapter.table(waste.reset_index(names="workload"), modelled="lengths of the laws, counted")
+
+# %% tags=["remove-cell"]
+ml20m = waste.loc["gdpa-self-ml20m-2048"]
+intensity = [work.flops("forward") / work.bytes("forward") for work in WORKLOADS.values()]
+chapter.glue(waste=100 / ml20m["useful pairs, %"], fill=100 * ml20m["fill"],
+             least=min(intensity), most=max(intensity))  # fmt: skip
+for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048")):
+    counts = [replace(WORKLOADS[f"gdpa-self-{name}"], seed=seed).pairs for seed in range(20)]
+    chapter.glue(**{key: 100 * np.std(counts) / np.mean(counts)})
 
 # %% [markdown]
-# For MovieLens 20M, capped at 2,048, {glue:text}`fill:.0f` % of the places are used. No improvement
-# of a padded kernel makes up for the rest, which is why all rungs after
+# For MovieLens 20M, capped at 2,048, {glue:text}`fill:.0f` % of the places are used. No padded
+# kernel is good enough to make up for the rest, which is why all rungs after
 # {doc}`v0 <../forward/v0_eager>` work on the jagged layout.
 #
 # ## Dense keys in a jagged batch
 #
 # One of the published charts is called self-attention with sparsity 0.5. Its script shortens the
 # queries only: keys and values stay at full length for every sequence
-# {cite}`adsmodelkernellibrary`. That is not self-attention on a jagged batch. We measure both, as
-# `half-dense` and `half-jagged`:
-
-# %%
-dense, jagged = (workload(f"gdpa-self-half-{kind}-1024") for kind in ("dense", "jagged"))
-assert dense.seqlens_q == jagged.seqlens_q
-for work in (dense, jagged):
-    print(f"{work.name}: {work.total_q:,} query tokens, {work.total_k:,} key tokens, "
-          f"{work.pairs / work.total_q:.0f} keys per query")  # fmt: skip
-
-# %% tags=["remove-cell"]
-chapter.glue(dense_over_jagged=dense.pairs / jagged.pairs)
-
-# %% [markdown]
-# With dense keys the batch has {glue:text}`dense_over_jagged:.2f` times the FLOPs of the jagged
-# one. More important, *every tile of queries costs the same*, because each walks over the same
-# number of keys. Such a batch shows what skipping empty tiles is worth. It cannot show what a
-# clever order of tiles is worth. The published kernel has one, zigzag, and the published chart
-# cannot tell whether it helps.
+# {cite}`adsmodelkernellibrary`. That is not self-attention on a jagged batch, where each query meets
+# {glue:text}`keys:.0f` keys on average instead of 1,024. We measure both, as `half-dense` and
+# `half-jagged`; the dense one has {glue:text}`dense_over_jagged:.2f` times the FLOPs.
 #
-# ## Whose histories?
-#
-# The laws above count each user once. A ranking model is trained on *events*, and the history of an
-# event is what its user did before. Active users have more events, and their events have longer
-# histories, so the batch that a trainer sees is fuller than the law of users suggests. From the
-# fitted law of MovieLens 25M:
-
-# %%
-rng = np.random.Generator(np.random.PCG64(2025))
-users = np.array(MOVIELENS["ml25m"].sample(50_000, 10**6, rng))  # no cap yet
-
-prefixes = np.arange(1, users.max() + 1)
-events = users.size - np.searchsorted(np.sort(users), prefixes)  # with a history this long
-assert events.sum() == users.sum()
-
-for cap in (256, 1024):
-    per_user = np.minimum(users, cap).mean() / cap
-    per_event = (np.minimum(prefixes, cap) * events).sum() / events.sum() / cap
-    print(f"cap {cap}: fill {per_user:.2f} per user, {per_event:.2f} per event")
-
-# %% [markdown]
-# Neither is the published 0.5, and production systems differ again: caps, several kinds of events,
-# subsampling. A fill belongs to a trainer as much as to a data set. Our workloads named after data
-# sets weight users.
-#
-# ## All workloads
-#
-# The batch is 1,152 sequences with 4 heads of head_dim 128 in bf16, as published. `cross` has 256
-# dense keys for every length of queries, the shape of a PFFN ({doc}`gdpa`).
-
-# %% tags=["remove-input"]
-everything = pd.DataFrame(
-    {
-        "workload": work.name,
-        "fill": work.fill,
-        "pairs, M": round(work.pairs / 1e6),
-        "GFLOP": round(work.flops("forward") / 1e9),
-        "GB": work.bytes("forward") / 1e9,
-        "FLOP/byte": work.flops("forward") / work.bytes("forward"),
-    }
-    for work in WORKLOADS.values()
-)
-chapter.glue(least=everything["FLOP/byte"].min(), most=everything["FLOP/byte"].max())
-chapter.table(everything, data=everything, modelled="forward pass, counted from the lengths")
-
-# %% [markdown]
-# The last column spans {glue:text}`least:.0f` to {glue:text}`most:.0f` FLOP per byte.
-# {doc}`../measuring/roofline` says which of them the memory of an H200 limits, and which its tensor
-# cores.
+# With dense keys *every tile of queries costs the same*. Such a batch shows what skipping empty
+# tiles is worth, but not what a clever order of tiles is worth. The published kernel has one,
+# zigzag, and the published chart cannot tell whether it helps.
 #
 # ## Who gets which tile
 #
@@ -233,23 +173,19 @@ chapter.table(everything, data=everything, modelled="forward pass, counted from 
 # %%
 config = v3_persistent.Config()
 PROGRAMS = 132 * config.programs_per_sm  # an H200 has 132 SMs
-
-
-def tiles(work: Workload, order: str) -> schedule.Schedule:
-    """The list that the kernel of v3 would walk."""
-    return schedule.build(
-        order, work.seqlens_q, work.seqlens_k, num_heads=work.num_heads_q,
-        num_programs=PROGRAMS, block_m=config.BLOCK_M, block_n=config.BLOCK_N,
-        max_seqlen_q=work.max_seqlen_q, fastest="block",
-    )  # fmt: skip
-
-
 BATCHES = ("full-1024", "half-dense-1024", "half-jagged-1024",
            "ml1m-1024", "ml20m-2048", "kuairandpure-512")  # fmt: skip
 balance = {}
 for batch in BATCHES:
     work = workload(f"gdpa-self-{batch}")
-    lists = {order: tiles(work, order) for order in ("padded", "valid", "zigzag")}
+    lists = {
+        order: schedule.build(
+            order, work.seqlens_q, work.seqlens_k, num_heads=work.num_heads_q,
+            num_programs=PROGRAMS, block_m=config.BLOCK_M, block_n=config.BLOCK_N,
+            max_seqlen_q=work.max_seqlen_q, fastest="block",
+        )
+        for order in ("padded", "valid", "zigzag")
+    }  # fmt: skip
     balance[batch] = {order: made.imbalance() for order, made in lists.items()}
     balance[batch]["by the hardware"] = lists["padded"].imbalance(dynamic=True)
 balance = pd.DataFrame(balance).T
@@ -282,21 +218,22 @@ chapter.figure(
 # of existing tiles per row block predicts the imbalance:
 
 # %%
+dense, jagged = (workload(f"gdpa-self-half-{kind}-1024") for kind in ("dense", "jagged"))
 exists = [np.mean(np.array(dense.seqlens_q) > config.BLOCK_M * block) for block in range(8)]
 resonance = max(exists) / np.mean(exists)
 
 # %% tags=["remove-input"]
 padded = balance["padded"]["half-dense-1024"]
-real = balance.loc[["ml1m-1024", "ml20m-2048", "kuairandpure-512"]]
 chapter.predict(
     f"The imbalance is {resonance:.2f}, within 3 %.",
     padded, least=0.97 * resonance, most=1.03 * resonance,
 )  # fmt: skip
 chapter.glue(
-    padded_half=padded, valid_worst=real["valid"].max(),
+    dense_over_jagged=dense.pairs / jagged.pairs, keys=jagged.pairs / jagged.total_q,
+    padded_half=padded, valid_worst=balance["valid"].max(),
     zigzag_worst=100 * (balance["zigzag"].max() - 1), queue_worst=balance["by the hardware"].max(),
 )  # fmt: skip
-assert balance["valid"]["half-dense-1024"] < 1.05, "the text: repaired with dense keys"
+assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the text: repaired"
 
 # %% [markdown]
 # **Leaving out empty tiles** repairs that with dense keys. With real histories up to
@@ -330,13 +267,7 @@ assert balance["valid"]["half-dense-1024"] < 1.05, "the text: repaired with dens
 # seed for `gdpa-self-half-jagged-1024` and for `gdpa-self-ml20m-2048`, then draw twenty seeds with
 # `dataclasses.replace(work, seed=...)`. *(one line to change)*
 # :::
-
-# %% tags=["remove-cell"]
-for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048")):
-    counts = [replace(WORKLOADS[f"gdpa-self-{name}"], seed=seed).pairs for seed in range(20)]
-    chapter.glue(**{key: 100 * np.std(counts) / np.mean(counts)})
-
-# %% [markdown]
+#
 # :::{solution} ex-workloads-seed
 # :class: dropdown
 #
@@ -348,18 +279,16 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 # :::{exercise} Your own histories
 # :label: ex-workloads-own
 #
-# Write the deciles of your own data as a `Quantiles` law, make a `Workload` of it, and compute its
-# share of useful pairs and the imbalance of the lists above. At which cap does the valid order stop
-# being good enough? *(open)*
+# Write the deciles of your own data as a `Quantiles` law, make a `Workload` of it, and compute the
+# imbalance of the lists above. At which cap is the valid order no longer good enough? *(open)*
 # :::
 #
 # :::{solution} ex-workloads-own
 # :class: dropdown
 #
-# There are two limits. A cap far below the median makes the batch nearly full, and any order does
-# (KuaiRand-1K at 4,096). A cap far above it leaves most of the pairs to a few long sequences; the
-# natural order fails first. With few enough sequences a single tile can be longer than the mean
-# load, where no order helps and only splitting the keys does.
+# A cap far below the median makes the batch nearly full, and any order does (KuaiRand-1K at 4,096).
+# A cap far above it leaves most of the pairs to a few long sequences: the natural order fails
+# first, and in the end a single tile is longer than the mean load. Then only splitting keys helps.
 # :::
 #
 # ## Takeaways
