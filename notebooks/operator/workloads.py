@@ -148,7 +148,7 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 #
 # One of the published charts is called self-attention with sparsity 0.5. Its script shortens the
 # queries only: keys and values stay at full length for every sequence
-# {cite}`adsmodelkernellibrary`. That is not self-attention on a jagged batch, where each query meets
+# {cite}`adsmodelkernellibrary`. That is not self-attention on a jagged batch, where a query meets
 # {glue:text}`keys:.0f` keys on average instead of 1,024. We measure both, as `half-dense` and
 # `half-jagged`; the dense one has {glue:text}`dense_over_jagged:.2f` times the FLOPs.
 #
