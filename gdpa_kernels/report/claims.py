@@ -26,47 +26,23 @@ OPERATORS = ("gdpa", "block_attention", "jagged_attention")
 KINDS = ("speedup", "rate", "accuracy", "ratio", "qualitative")
 STATUSES = ("open", "measured", "not_comparable", "refuted_by_arithmetic")
 SELECTOR_KINDS = ("best_rate", "best_time", "max_ratio")
-REDUCTIONS = {"max": max, "min": min}
+REDUCTIONS = ("max", "min")
 
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PUBLISHED_HARDWARE = "NVIDIA B200"
-
-_RESULT_COLUMNS = [
-    "figure",
-    "workload",
-    "direction",
-    "impl",
-    "scope",
-    "variant",
-    "system",
-    "gpu",
-    "record",
-    "time_us_p50",
-    "tflops",
-    "correct",
-    "failure",
-    "stale",
-]
+_RESULT_COLUMNS = (
+    "figure", "workload", "direction", "impl", "scope", "variant", "system", "gpu", "record",
+    "time_us_p50", "tflops", "correct", "failure", "stale",
+)  # fmt: skip
 _FIGURE_COLUMNS = [
-    "figure",
-    "attention",
-    "direction",
-    "fill",
-    "length",
-    "kv_length",
-    "kernel",
-    "tflops",
+    "figure", "attention", "direction", "fill", "length", "kv_length", "kernel", "tflops",
     "tflops_error",
-]
+]  # fmt: skip
 _VALUE_COLUMNS = {
     "gdpa_figures.csv": ("tflops", "tflops_error"),
     "block_attention_times.csv": ("time_ms",),
     "block_attention_speedups.csv": ("speedup_vs_fa2_jfa", "error"),
     "block_attention_accuracy.csv": ("fa2_jfa", "tlx_block_attention"),
-}
-_ERROR_COLUMNS = {
-    "gdpa_figures.csv": "tflops_error",
-    "block_attention_speedups.csv": "error",
 }
 
 
@@ -269,8 +245,10 @@ def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
         if not pd.api.types.is_numeric_dtype(table[name]) or not _positive(table[name]).all():
             raise ValueError(f"{path}: {name} must hold positive numbers only")
     table["workload"] = [
-        _workload_name(*row)
-        for row in table[["attention", "fill", "length"]].itertuples(index=False)
+        f"gdpa-{attention}-{'full' if fill == 1 else 'half-dense'}-{length}"
+        for attention, fill, length in table[["attention", "fill", "length"]].itertuples(
+            index=False
+        )
     ]
     table["hardware"] = PUBLISHED_HARDWARE
     table["suspect"] = (table["figure"] == "gdpa-cross-bwd-full") & (
@@ -279,69 +257,31 @@ def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
     return table
 
 
-def published_value(claim: Claim, data_dir: str | Path = DATA_DIR) -> tuple[float, float]:
-    """(value, error) that the published CSV rows of `claim.data` give, in the claim's unit.
-
-    The error adds the relative reading errors of a quotient; it is 0 for printed numbers.
-    ValueError if the claim has no `data` or its rows do not exist.
-    """
-    if claim.data is None:
-        raise ValueError(f"claim must have data, got {claim.id!r} without")
-    data = claim.data
-    table = pd.read_csv(Path(data_dir) / "published" / data.file)
-    values = _VALUE_COLUMNS[data.file]
-    unknown = sorted({*data.where, *(data.over or {}), data.column} - set(table.columns))
-    if unknown:
-        raise ValueError(f"{claim.id}: data must name columns of {data.file}, got {unknown}")
-    rows = table[_equal(table, data.where)]
-    if rows.empty:
-        raise ValueError(f"{claim.id}: data.where must match rows of {data.file}, got none")
-    error = _ERROR_COLUMNS.get(data.file)
-    pairs = []
-    for _, row in rows.iterrows():
-        value, relative = row[data.column], row[error] / row[data.column] if error else 0.0
-        if data.over is not None:
-            same = [c for c in table.columns if c not in values and c not in data.over]
-            other = table[_equal(table, {**{c: row[c] for c in same}, **data.over})]
-            if len(other) != 1:
-                raise ValueError(
-                    f"{claim.id}: data.over must match one row per row, got {len(other)}"
-                )
-            divisor = other.iloc[0]
-            relative += divisor[error] / divisor[data.column] if error else 0.0
-            value = value / divisor[data.column]
-        pairs.append((float(value), float(abs(value) * relative)))
-    return REDUCTIONS[data.reduce](pairs)
-
-
 def _ledger_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
     evidence = claim.ours.evaluate(results) if claim.ours is not None else None
     status = claim.status
     if claim.ours is not None:
         status = "measured" if evidence is not None else "open"
-    ratio = within = None
-    if evidence is not None and claim.value is not None:
-        ratio = evidence.value / claim.value
-        if claim.tolerance is not None and _same_hardware(claim.hardware, evidence.gpu):
-            within = abs(ratio - 1) <= claim.tolerance
+    found = evidence or Evidence(math.nan, "", "", "", "", "", (), False)
+    published = math.nan if claim.value is None else claim.value
+    ratio, within = found.value / published, None
+    if claim.tolerance is not None and _same_hardware(claim.hardware, found.gpu):
+        within = abs(ratio - 1) <= claim.tolerance
     return {
         "id": claim.id,
         "operator": claim.operator,
         "kind": claim.kind,
         "figure": claim.figure or "",
         "claim": claim.claim,
-        "published": math.nan if claim.value is None else claim.value,
+        "published": published,
         "unit": claim.unit or "",
         "hardware": claim.hardware,
-        "ours": math.nan if evidence is None else evidence.value,
-        "ours_gpu": "" if evidence is None else evidence.gpu,
-        "ours_system": "" if evidence is None else evidence.system,
-        "ours_workload": "" if evidence is None else evidence.workload,
-        "ours_impl": "" if evidence is None else evidence.impl,
-        "ours_baseline": "" if evidence is None else evidence.baseline,
-        "ours_record": "" if evidence is None else ", ".join(evidence.records),
-        "stale": evidence is not None and evidence.stale,
-        "ratio": math.nan if ratio is None else ratio,
+        "ours": found.value,
+        **{f"ours_{x}": getattr(found, x) for x in ("gpu", "system", "workload", "impl")},
+        "ours_baseline": found.baseline,
+        "ours_record": ", ".join(found.records),
+        "stale": found.stale,
+        "ratio": ratio,
         "within_tolerance": within,
         "status": status,
         "how_to_check": claim.how_to_check,
@@ -407,18 +347,6 @@ def _names(rows: Iterable[pd.Series], column: str) -> str:
     return ", ".join(dict.fromkeys(str(row[column]) for row in rows))
 
 
-def _workload_name(attention: str, fill: float, length: int) -> str:
-    shape = "full" if fill == 1.0 else "half-dense"
-    return f"gdpa-{attention}-{shape}-{length}"
-
-
-def _equal(table: pd.DataFrame, values: Mapping[str, Any]) -> pd.Series:
-    keep = pd.Series(True, index=table.index)
-    for name, value in values.items():
-        keep &= table[name].isna() if pd.isna(value) else table[name] == value
-    return keep
-
-
 def _check(ok: bool, field: str, expectation: str, got: object) -> None:
     if not ok:
         raise ClaimError(f"{field} must be {expectation}, got {got!r}")
@@ -470,23 +398,10 @@ def _parse_claim(entry: Any) -> Claim:
         _check(value is not None, "value", "a number beside ours", value)
     data = None if entry.get("data") is None else _parse_data(entry["data"])
     _check(data is None or value is not None, "value", "a number beside data", value)
-    return Claim(
-        id=identifier,
-        operator=entry["operator"],
-        claim=entry["claim"].strip(),
-        value=None if value is None else float(value),
-        unit=entry["unit"],
-        sources=_parse_sources(entry["source"]),
-        hardware=entry["hardware"],
-        kind=entry["kind"],
-        how_to_check=entry["how_to_check"].strip(),
-        figure=entry["figure"],
-        ours=ours,
-        tolerance=tolerance,
-        status=status,
-        note=(entry["note"] or "").strip(),
-        data=data,
-    )
+    parsed = {"sources": _parse_sources(entry["source"]), "ours": ours, "data": data}
+    parsed["value"] = None if value is None else float(value)
+    parsed |= {name: (entry[name] or "").strip() for name in ("claim", "how_to_check", "note")}
+    return Claim(**{name: entry[name] for name in required - {"source"}} | parsed)
 
 
 def _parse_sources(entry: Any) -> tuple[Source, ...]:

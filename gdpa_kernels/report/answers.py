@@ -1,0 +1,202 @@
+"""What a reader of the ledger sees: published claims with our answer and where it stands.
+
+Records answer a claim through its selector (`claims.ledger`). Statements about mathematics, design
+or causes have none; chapters answer some of them, and `ANSWERS` says which and how.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from gdpa_kernels.measuring.workload import FIGURES
+
+if TYPE_CHECKING:
+    from gdpa_kernels.report.chapter import Chapter
+
+ANSWERS: dict[str, tuple[str, str]] = {
+    "gdpa-production-gap-causes": (
+        "forward/results",
+        "FlashAttention-2 falls from {fa2_full} TFLOP/s (self, full, 1024) to {fa2_cross} with 256 "
+        "keys and {fa2_jagged} half jagged, at 256. Batches are of one size here.",
+    ),
+    "gdpa-one-operator": ("operator/gdpa", "Shown: only lengths and the origin of q, k, v differ."),
+    "gdpa-no-row-statistics": ("operator/gdpa", "True, up to rounding."),
+    "gdpa-backward-five-products": ("backward/by_hand", "Derived: five matmuls."),
+    "gdpa-scale-inside": ("operator/gdpa", "Our argument `scale`. Inside is not outside."),
+    "gdpa-scale-outside": ("operator/gdpa", "Our argument `output_scale`."),
+    "gdpa-outer-loop-pipelining": (
+        "forward/v6_short_kv",
+        "{stay} times the rate if copies and stores cross tiles, times {stream} if MMAs do. Which "
+        "is claimed is not said.",
+    ),
+    "gdpa-zigzag-skew": (
+        "forward/v3_persistent",
+        "{zigzag_real} of the time in the hardware's order on four laws of real histories, "
+        "{zigzag_uniform} on uniform lengths.",
+    ),
+    "gdpa-empty-tiles-skipped": (
+        "forward/v3_persistent",
+        "{valid} of the time on half-dense batches: empty programs are nearly free.",
+    ),
+    "gdpa-taylor-gelu-range": (
+        "operator/activations",
+        "Within 4e-3 of GELU below 1.18. Scores of standard deviation 1 already leave that range.",
+    ),
+    "gdpa-role-swap-short-keys": (
+        "forward/v6_short_kv",
+        "{kept} times the rate with 256 keys.",
+    ),
+    "jfa-split-dq": (
+        "backward/v2_fused_backward",
+        "For GDPA the reverse: five matmuls that add dQ in memory take {added} of the time of "
+        "seven that do not.",
+    ),
+    "block-speedup-constant": (
+        "block/results",
+        "Within {spread} % over the batches that FlashAttention-2 runs.",
+    ),
+    "block-five-eliminations": ("block/v1_one_tile", "True; each piece is put back and priced."),
+    "block-arithmetic-intensity": ("block/counting_bytes", "32 by count."),
+    "block-rounding-twice": (
+        "block/backward_alone",
+        "At most 0.39 % each time. Twice instead of once: mean error of dq times {twice}.",
+    ),
+    "gdpa-benchmark-computes-gelu": ("", "A polynomial outside its range is timed."),
+    "gdpa-half-fill-is-jagged": ("", "Keys are dense: half the scores, not a third."),
+    "gdpa-cross-bwd-full-over-fa4": ("", "The bars of FA4 are those of the forward chart."),
+    "block-lse-round-trip": ("", "That tensor is 0.2 % of the bytes."),
+    "block-forward-registers": ("", "71,168 of 65,536 registers."),
+    "block-backward-registers": ("", "88,064 of 65,536 registers."),
+    "block-shared-memory": ("", "An SM has 228 KB; 256 is its tensor memory."),
+    "block-seventy-percent-sparsity": ("", "More than 95 % of the scores; 0.7 is a fill."),
+}
+"""By id: the chapter ("": the ledger's own) and the answer, with names of `numbers`."""
+
+SERIES = {"over Triton": "over-triton", "over FMHA": "over-fmha", "over FA4": "over-fa4"}
+_BLOCK = ("forward", "backward", "total")
+_TABLES = {"table 5": "over-fa2", "table 6, fill 0.7": "scaling-fill-07",
+           "table 6, fill 1.0": "scaling-fill-10"}  # fmt: skip
+
+
+def numbers(chapter: Chapter) -> dict[str, str]:
+    """The measured numbers that `ANSWERS` quotes, from the newest records of their chapters."""
+    us = chapter.times("forward/results", direction="forward")
+    tflops = chapter.times("forward/results", value="tflops", direction="forward")["fa2_varlen"]
+    short = [name for name in us.index if re.search("cross-full|self-full-256$", name)]
+    lists = chapter.times("forward/v3_persistent", columns="variant", variant=None)
+    lists = lists.div(lists["hardware"], axis=0)
+    uniform = lists.index.str.contains("full|half")
+    four = [n for n in lists.index[~uniform] if "kuairand1k" not in n]
+    back = chapter.times("backward/results", direction="backward")
+    kept = chapter.times("forward/v6_short_kv", columns="variant", impl="v6_short_kv", variant=None)
+    kept = pd.concat([kept[f"{n} keys, fetched"] / kept[f"{n} keys, stay"] for n in (64, 128)])
+    table6 = chapter.rows("block/results", direction=("forward", "backward"))
+    table6 = table6[table6["workload"].str.fullmatch(r"block-fill\d+-\d+")]
+    ms = table6.pivot(index=["workload", "direction"], columns="impl", values="time_us_p50")
+    over = ms["fa2_varlen"] / ms[["v0_flash", "v1_one_tile", "v3_warp_specialized"]].min(axis=1)
+    over = over.groupby("direction").agg(["min", "max"])
+    errors = chapter.recorded("accuracy", "block/results").astype({"roundings": int})
+    errors = errors.set_index(["gradient", "roundings"])["mean_abs"]
+    return {
+        "fa2_full": f"{tflops['gdpa-self-full-1024']:.0f}",
+        "fa2_cross": f"{tflops['gdpa-cross-full-1024']:.0f}",
+        "fa2_jagged": f"{tflops['gdpa-self-half-jagged-256']:.0f}",
+        "stay": spread((us["v5_pingpong"] / us["v6a_persistent"])[short]),
+        "stream": spread((us["v6a_persistent"] / us["v6b_stream"])[short]),
+        "zigzag_real": spread(lists["zigzag"][four]),
+        "zigzag_uniform": spread(lists["zigzag"][uniform]),
+        "valid": spread(lists["valid"][lists.index.str.contains("half-dense")]),
+        "kept": spread(kept),
+        "added": spread(back["v2_fused_backward"] / back["v1_tiled_backward"]),
+        "spread": f"{100 * (over['max'] / over['min'] - 1).max():.0f}",
+        "twice": f"{errors['dq', 2] / errors['dq', 1]:.2f}",
+    }
+
+
+def spread(values: pd.Series) -> str:
+    """'a to b'."""
+    return f"{values.min():.2f} to {values.max():.2f}"
+
+
+def amount(value: float, unit: str) -> str:
+    """A number and its unit."""
+    if unit == "x":
+        return f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
+def both(row: pd.Series) -> str:
+    """'published → ours', or why there is none."""
+    theirs = amount(row["published"], row["unit"])
+    ours = {"measured": amount(row["ours"], row["unit"]) if row["ours"] == row["ours"] else ""}
+    stale = " (stale)" if row["stale"] else ""
+    return f"{theirs} → {ours.get(row['status'], row['status'].split('_')[0])}{stale}"
+
+
+def plotted(ledger: pd.DataFrame, value: str = "") -> pd.DataFrame:
+    """The claims of the six charts: a row for each, `SERIES` and the rate as columns. `value`: a
+    column of the ledger instead of `both`."""
+    by_id = ledger.set_index("id")
+    series = SERIES if value else {**SERIES, "rate, TFLOP/s": "rate"}
+    made = {}
+    for figure in FIGURES:
+        rows = {name: by_id.loc[f"{figure}-{end}"] for name, end in series.items()}
+        _, kind, way, fill = figure.split("-")
+        title = f"{kind}, {fill}, {'forward' if way == 'fwd' else 'backward'}"
+        made[title] = {n: row[value] if value else both(row) for n, row in rows.items()}
+    made = pd.DataFrame(made).T
+    return made if value else made.replace(" TFLOP/s", "", regex=True)
+
+
+def tabulated(ledger: pd.DataFrame) -> pd.DataFrame:
+    """The quotients of tables 5 and 6 of block attention: a row for each direction."""
+    by_id = ledger.set_index("id")
+    return pd.DataFrame(
+        {name: [both(by_id.loc[f"block-{way}-{end}"]) for way in _BLOCK]
+         for name, end in _TABLES.items()}, index=pd.Index(_BLOCK, name="direction"),
+    )  # fmt: skip
+
+
+def in_tables(name: str) -> bool:
+    """Whether `plotted` or `tabulated` shows a claim."""
+    ends = "|".join([*SERIES.values(), "rate"])
+    block = rf"block-({'|'.join(_BLOCK)})-({'|'.join(_TABLES.values())})"
+    return bool(re.fullmatch(rf"({'|'.join(FIGURES)})-({ends})|{block}", name))
+
+
+def sources(ledger: pd.DataFrame) -> dict[str, str]:
+    """A letter for the first source of each claim, by its key in the bibliography."""
+    first = dict.fromkeys(source.split(":")[0] for source in ledger["source"])
+    return dict(zip(first, "abcdefghijklmnopqrstuvwxyz", strict=False))
+
+
+def answered(ledger: pd.DataFrame, found: dict[str, str]) -> pd.DataFrame:
+    """Every other claim as the page shows it: status, claim, ours, where; a letter of `sources`
+    stands behind the claim.
+
+    `found`: of `numbers`. A claim that a chapter answers has the status "answered".
+    """
+    letters = sources(ledger)
+    rows = []
+    for row in ledger[~ledger["id"].map(in_tables)].itertuples():
+        status = row.status.replace("_by_arithmetic", "").replace("_", " ")
+        slug = re.search(r"NOTEBOOKS=([\w/]+)$", row.how_to_check)
+        ours, where = "", _link(slug[1]) if slug else row.how_to_check.partition(";")[0]
+        if row.id in ANSWERS:
+            place, sentence = ANSWERS[row.id]
+            status = "answered" if status == "open" else status
+            ours, where = sentence.format(**found), _link(place) if place else "below"
+        elif status == "measured":
+            against = f" over {row.ours_baseline}" if row.ours_baseline else ""
+            ours = f"{amount(row.ours, row.unit)}{' (stale)' if row.stale else ''}: "
+            ours += f"{row.ours_impl}{against}, {row.ours_workload}"
+        claim = f"{row.claim}<sup>{letters[row.source.split(':')[0]]}</sup>"
+        rows.append((row.id, row.operator, status, claim, ours, where))
+    return pd.DataFrame(rows, columns=["id", "operator", "status", "claim", "ours", "where"])
+
+
+def _link(slug: str) -> str:
+    return f"{{doc}}`{slug} <../{slug}>`"

@@ -1,0 +1,89 @@
+"""The ledger as a reader sees it: nothing is left out, and what is said has a place."""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from gdpa_kernels.measuring.workload import FIGURES
+from gdpa_kernels.report import answers, claims
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIMS = claims.load()
+BY_ID = {claim.id: claim for claim in CLAIMS}
+ROWS = pd.DataFrame(columns=list(claims._RESULT_COLUMNS))
+LEDGER = claims.ledger(ROWS, claims=CLAIMS)
+NAMES = set(re.findall(r"\{(\w+)\}", str(answers.ANSWERS)))
+
+
+@pytest.fixture
+def found():
+    return dict.fromkeys(NAMES, "1.00 to 2.00")
+
+
+def test_every_claim_is_shown_once(found):
+    listed = set(answers.answered(LEDGER, found)["id"])
+    in_tables = {claim.id for claim in CLAIMS if answers.in_tables(claim.id)}
+    assert listed | in_tables == set(BY_ID) and not listed & in_tables
+    charts = {f"{figure}-{end}" for figure in FIGURES for end in (*answers.SERIES.values(), "rate")}
+    assert len(charts) == 24 and charts < in_tables and len(in_tables) == 24 + 9
+    assert answers.plotted(LEDGER).shape == (6, 4) and answers.tabulated(LEDGER).shape == (3, 3)
+
+
+@pytest.mark.parametrize("name", answers.ANSWERS)
+def test_an_answer_has_a_claim_without_a_selector_and_a_place(name):
+    place, sentence = answers.ANSWERS[name]
+    claim = BY_ID[name]
+    assert claim.ours is None and sentence.endswith(".")
+    assert claim.status == ("open" if place else "refuted_by_arithmetic")
+    assert not place or (ROOT / "notebooks" / f"{place}.py").exists()
+
+
+def test_every_refuted_claim_has_a_reason():
+    refuted = {claim.id for claim in CLAIMS if claim.status == "refuted_by_arithmetic"}
+    assert refuted <= set(answers.ANSWERS)
+
+
+def test_what_is_open_says_what_is_missing(found):
+    """Whatever a command could decide is measured or answered."""
+    shown = answers.answered(LEDGER, found)
+    selected = {claim.id for claim in CLAIMS if claim.ours is not None}
+    waiting = shown[(shown["status"] == "open") & ~shown["id"].isin(selected)]
+    assert len(waiting) and waiting["where"].str.startswith("missing: ").all()
+    assert shown["where"].ne("").all()
+    letters = shown["claim"].str.extract(r"<sup>(\w)</sup>$")[0]
+    assert set(letters) <= set(answers.sources(LEDGER).values())
+
+
+def test_a_measured_claim_names_what_was_compared(found):
+    row = LEDGER[LEDGER["id"] == "gdpa-forward-over-triton"].assign(
+        status="measured", ours=1.5, ours_impl="v9", ours_baseline="v1", ours_workload="w"
+    )
+    (shown,) = answers.answered(row, found).itertuples()
+    assert (shown.status, shown.ours) == ("measured", "1.50×: v9 over v1, w")
+    assert shown.where == "{doc}`forward/results <../forward/results>`"
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"status": "measured", "ours": 1.5, "stale": False}, "2.08× → 1.50×"),
+        ({"status": "measured", "ours": 12.0, "stale": True}, "2.08× → 12.0× (stale)"),
+        ({"status": "open"}, "2.08× → open"),
+        ({"status": "refuted_by_arithmetic"}, "2.08× → refuted"),
+    ],
+    ids=str,
+)
+def test_cells_of_the_charts(changes, shown):
+    row = LEDGER.set_index("id").loc["gdpa-self-fwd-full-over-triton"]
+    assert answers.both(pd.Series({**row, **changes})) == shown
+
+
+def test_numbers_come_from_the_records():
+    from gdpa_kernels.report.chapter import Chapter
+
+    quoted = answers.numbers(Chapter("tools/claims", data_dir=ROOT / "data"))
+    assert set(quoted) == NAMES
+    least, most = map(float, quoted["stay"].split(" to "))
+    assert 1 < least <= most
