@@ -285,6 +285,8 @@ chapter.glue(reached=(of["v2"] >= 7 / 5).sum(), **{name: spread(x) for name, x i
 # Training calls forward and backward. A *step* is `gdpa` on tensors that require gradients and
 # `torch.autograd.grad` of its result: checks, allocations, lists, launches, waiting for the end.
 # Forward is the rung that `impl="auto"` takes. *Backward, op* is autograd's backward alone.
+# A record up to 2026-11-21 is of a package that kept lists and launches between calls, so its whole
+# calls are shorter than today's; its kernels are the same.
 
 # %%
 ops, step = (chapter.times(direction="backward", scope="op", variant=v).loc[STEPS]
