@@ -232,11 +232,11 @@ for way in DIRECTIONS:
 # 1,735,537 tokens, 3 heads, rotary on q, k and v. The published table is about the backward pass:
 
 # %%
-back, ahead = (ms.loc[(ROTARY.name, way)].dropna() for way in ("backward", "forward"))
+back = ms.loc[(ROTARY.name, "backward")].dropna()
 fused = back[WITH_ROTARY].idxmin()
 of = share.loc[(ROTARY.name, "backward")]
 seven = block_tables.rotary(rows, (PLAIN.name, ROTARY.name), fused, chapter.data_dir)
-_, over_eager, over_kernel = seven.loc["one after the other / fused"]
+published, over_eager, over_kernel = seven.loc["one after the other / fused"]
 sin_cos = ROTARY.bytes("backward") - PLAIN.bytes("backward")
 alone = 2 * PLAIN.bytes_written("backward") + sin_cos  # bytes of rotary alone
 bound = (PLAIN.bytes("backward") + alone) / ROTARY.bytes("backward")
@@ -266,11 +266,9 @@ chapter.predict("Fused over PyTorch's operations.", over_eager, least=4, form=".
 
 # %% tags=["remove-cell"]
 chapter.glue(
-    published_fused=seven.iloc[4, 0], over_kernel=over_kernel, over_eager=over_eager, bound=bound,
+    published_fused=published, over_kernel=over_kernel, over_eager=over_eager, bound=bound,
     slow=100 * alone / seven.iloc[1, 0] / block_tables.NOMINAL, eager_share=of["rotary_eager"],
     kernel_share=of["rotary"], over_v4=back["rotary_kernel"] / back["v4_rotary"],
-    ahead_kernel=ahead["rotary_kernel"] / ahead[WITH_ROTARY].min(),
-    ahead_eager=ahead["eager_rotary"] / ahead[WITH_ROTARY].min(),
 )  # fmt: skip
 
 # %% [markdown]
@@ -282,10 +280,8 @@ chapter.glue(
 #
 # By bytes alone, fusing could be worth {glue:text}`bound:.2f`, and the best fused rung gets all of
 # it. `v4_rotary` moves the same bytes and gets {glue:text}`over_v4:.2f`, because it applies rotary
-# in the warp groups that also multiply ({doc}`v4_rotary`); the broken prediction was made for that
-# form. Forward, which the table does not show, the best fused rung is
-# {glue:text}`ahead_kernel:.2f` times as fast as two kernels and {glue:text}`ahead_eager:.0f` times
-# as fast as with PyTorch's operations.
+# in the warp groups that also multiply; the broken prediction was made for that form.
+# {doc}`v4_rotary` shows forward too.
 #
 # ## Table 8: one rounding or two
 #
@@ -312,28 +308,26 @@ chapter.glue(mean_dq=eight.loc["dq", "mean, published"])
 #
 # ## The whole call
 #
-# A caller pays for more than the kernel: checks, the output, descriptors, and the list of blocks.
-# FlashAttention-2 needs an offset for each block, which the caller makes. On the batch of table 5,
-# in µs:
+# A caller pays for more than the kernel: checks, the output, descriptors, and the list of blocks,
+# or for FlashAttention-2 an offset for each block. On the batch of table 5:
 
 # %%
-scopes = {"kernel": "kernel", "op": "whole call", "schedule": "list or offsets"}
-calls = chapter.rows(scope=list(scopes), workload=TABLE5.name, impl=[*RUNGS, "fa2_varlen"])
+calls = chapter.rows(scope=["kernel", "op", "schedule"], workload=TABLE5.name)
 calls = calls.pivot(index=["direction", "impl"], columns="scope", values="time_us_p50")
-calls = calls.rename(columns=scopes).loc[list(DIRECTIONS)]
-more = (100 * (1 - calls["kernel"] / calls["whole call"])).groupby("direction").max()
+forward, backward = (100 * (1 - calls["kernel"] / calls["op"])[way] for way in DIRECTIONS)
+lists = calls["schedule"]["forward"]
+print(f"v1 forward, not the kernel: {forward['v1_one_tile']:.0f} % of its whole call")
+print(f"v3 backward: {backward['v3_warp_specialized']:.0f} %")
+print(f"a list: {lists['v1_one_tile']:.0f} us; offsets in PyTorch: {lists['fa2_varlen']:.0f} us")
 
-# %% tags=["remove-input"]
-chapter.table(calls.round(0).reset_index(), measured=[chapter.record().id])
-chapter.glue(more_forward=more["forward"], more_backward=more["backward"])
+# %% tags=["remove-cell"]
 chapter.glue(made=chapter.record().created[:16].replace("T", ", "))
 
 # %% [markdown]
-# What is not the kernel is at most {glue:text}`more_forward:.0f` % of a whole call forward and
-# {glue:text}`more_backward:.0f` % backward. Times of kernels contain neither list nor offsets, for
-# anybody. Whether a whole call contains its list depends on the record: until 22 November 2026,
-# 07:28 UTC, the library kept lists from call to call; since then a forward call makes its own and
-# hands it to its backward. The record shown here is of {glue:text}`made` UTC.
+# Times of kernels contain neither, for anybody. Whether a whole call contains its list depends on
+# the record: until 22 November 2026, 07:28 UTC, the library kept lists from call to call; since
+# then a forward call makes its own and hands it to its backward. The record shown here is of
+# {glue:text}`made` UTC.
 #
 # {doc}`The ledger of claims <../tools/claims>` sets each published number of these tables beside
 # ours.
@@ -343,9 +337,8 @@ chapter.glue(made=chapter.record().created[:16].replace("T", ", "))
 # :::{exercise} sin and cos for each head
 # :label: ex-tables-turns
 #
-# A fused backward kernel walks through all blocks of one head, then through those of the next. How
-# many bytes does it read that v4 and v4a do not, and what share of the fewest is that? *(paper,
-# five minutes)*
+# A fused backward kernel walks through all blocks of one head, then of the next. How many bytes
+# does it read that v4 and v4a do not, and what share of the fewest is that? *(paper)*
 # :::
 #
 # :::{solution} ex-tables-turns
@@ -375,18 +368,16 @@ chapter.glue(made=chapter.record().created[:16].replace("T", ", "))
 # :::{exercise} A peer of your own
 # :label: ex-tables-peer
 #
-# Add FlexAttention with a mask of blocks to `BLOCK_BASELINES`, and let this chapter measure it.
-# What must `prepare` return, what belongs into `metadata`, and what happens if the mask lets a
-# token see the next sequence? *(one function, a GPU)*
+# Add FlexAttention with a mask of blocks to `BLOCK_BASELINES`. What must `prepare` return, what
+# belongs into `metadata`, and what if the mask lets a token see the next sequence? *(a GPU)*
 # :::
 #
 # :::{solution} ex-tables-peer
 # :class: dropdown
 #
-# `prepare(inputs, direction)` does what its layout needs and returns the call to be timed: the
-# output, or with `differentiate` the three gradients. The block mask depends on the offsets alone,
-# so its making is metadata, timed in the scope `schedule`. A wrong mask gives outputs beyond the
-# budget: the row says "check failed" and has no samples.
+# `prepare(inputs, direction)` returns the call to be timed: the output, or with `differentiate` the
+# three gradients. The block mask depends on the offsets alone, so making it is metadata, timed in
+# the scope `schedule`. A wrong mask gives a row that says "check failed" and has no samples.
 # :::
 #
 # ## Takeaways
