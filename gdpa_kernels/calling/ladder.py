@@ -344,22 +344,3 @@ def diff(impl: str, context: int = 2, operator: str = "gdpa") -> str:
             n=context,
         )
     )
-
-
-def changed_lines(impl: str, operator: str = "gdpa") -> int:
-    """Lines of code added plus removed against the predecessor, docstrings and blank lines
-    aside."""
-    current = rung(impl, operator)
-    if current.predecessor is None:
-        return 0
-    before, after = (
-        _code_lines(path) for path in (rung(current.predecessor, operator).path, current.path)
-    )
-    changes = difflib.ndiff(before, after)
-    return sum(line[:2] in ("+ ", "- ") for line in changes)
-
-
-def _code_lines(path: Path) -> list[str]:
-    """The lines of a module after its opening docstring, blank ones dropped."""
-    body = path.read_text().split('"""', 2)[2]
-    return [line for line in body.splitlines() if line.strip()]

@@ -92,13 +92,6 @@ class Chapter:
             )
         return self._records[slug]
 
-    def has_record(self) -> bool:
-        """Whether there is a record of this chapter."""
-        try:
-            return bool(self.record().id)
-        except LookupError:
-            return False
-
     def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
         """A table of that record. LookupError naming those there are."""
         return results.notebook_table(self.record(of), table)

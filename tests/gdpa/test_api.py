@@ -698,14 +698,13 @@ def test_ladders_list_every_rung_file():
 @pytest.mark.parametrize("operator", LADDERS)
 def test_every_rung_names_its_predecessor(operator):
     _, first, *others = ladder.LADDERS[operator]
-    assert first.predecessor is None and ladder.changed_lines(first.impl, operator) == 0
+    assert first.predecessor is None
     known = [first.impl]
     for rung in others:
         assert rung.predecessor in known
         assert f"Changes from {rung.predecessor}" in rung.path.read_text()
         text = ladder.diff(rung.impl, operator=operator)
         assert text.startswith(f"--- gdpa/{rung.predecessor}.py\n+++ gdpa/{rung.impl}.py\n")
-        assert 0 < ladder.changed_lines(rung.impl, operator) < 460
         known.append(rung.impl)
 
 
