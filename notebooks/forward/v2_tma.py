@@ -100,8 +100,8 @@ print("descriptor of the tensor:", loaded[0, :, 0].tolist())
 print("descriptor of this book: ", loaded[1, :, 0].tolist())
 
 # %% [markdown]
-# The activation cannot repair this: P of a missing key is 0 at best, and 0 x NaN = NaN. A descriptor
-# for each sequence would clip rightly, but the device would have to make one before each tile.
+# The activation cannot repair this: P of a missing key is 0 at best, and 0 x NaN = NaN. With a
+# descriptor for each sequence the clipping is right, but the device must make one before each tile.
 #
 # ## Five dimensions
 #
