@@ -14,7 +14,7 @@
 # You will be able to tell from a compiled loop whether its loads are overlapped with anything, and
 # contiguous in memory from contiguous in time. The best variant of v2 takes
 # {glue:text}`forward_128:.2f` times the time of v1 forward and {glue:text}`backward_128:.2f` times
-# backward at head_dim 128. Only there does it gain, and only with five stages.
+# backward at head_dim 128. It gains only in this last case, and only with five stages.
 # :::
 
 # %%
