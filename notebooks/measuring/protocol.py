@@ -212,13 +212,12 @@ chapter.glue(
 # %% [markdown]
 # Kernels shorter than 2 ms repeat within {glue:text}`short:.1f` %. v2 on full self-attention at
 # 1,024 differs by {glue:text}`between_worst:.0f` % between {glue:text}`records:.0f` records,
-# {glue:text}`factor:.0f` times the noise floor. No error bar inside a record shows that, because
-# all samples of a record share their circumstances. In the slow records, those of this chapter, the
-# kernel competed with copies of itself only. In the others it took turns with kernels of all kinds,
-# some of which mostly wait for memory. A long kernel that keeps the tensor cores busy meets the
-# board's power limit, and the clock that is left depends on what ran just before:
-# {glue:text}`fast_clock:.0f` MHz after the fastest record, {glue:text}`slow_clock:.0f` after the
-# slowest. That fits the explanation without proving it.
+# {glue:text}`factor:.0f` times the noise floor. No error bar shows that: the samples of a record
+# share their circumstances. In the slow records, those of this chapter, the kernel competed with
+# copies of itself only. In the others it took turns with kernels of all kinds, some of which mostly
+# wait for memory. A long kernel that keeps the tensor cores busy meets the board's power limit, and
+# the clock that is left depends on what ran just before: {glue:text}`fast_clock:.0f` MHz after the
+# fastest record, {glue:text}`slow_clock:.0f` after the slowest. This fits, but is no proof.
 #
 # What survives is the **ratio** of two kernels of one record. For {glue:text}`pairs:.0f` pairs of
 # rungs that met on the same workload in two or more records:
