@@ -162,7 +162,8 @@ def part_captions(notebook: nbformat.NotebookNode) -> None:
         if pictures and rest:
             cell.outputs = pictures[:1]
             hidden = {"tags": ["remove-input"]}
-            cells.append(nbformat.v4.new_code_cell(outputs=rest, metadata=hidden))
+            note = "# what the cell above shows besides"  # a cell without source is not rendered
+            cells.append(nbformat.v4.new_code_cell(note, outputs=rest, metadata=hidden))
     notebook.cells = cells
 
 

@@ -47,9 +47,9 @@ def hidden_lines(source: str) -> int:
 
 
 def words(page: Path) -> int:
-    """Words of the article of a built page, code included."""
+    """Words of the article of a built page, code included; 0 without one."""
     soup = BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser")
-    article = soup.select_one("article")
+    article = soup.select_one("article") or soup.new_tag("article")
     for part in article.select("svg, script, style, .headerlink"):
         part.decompose()
     return len(article.get_text(" ").split())
