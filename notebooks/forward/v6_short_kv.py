@@ -7,15 +7,14 @@
 # %% [markdown]
 # # v6: the pipeline never drains
 #
-# A CTA of v5 fills an SM, computes one tile and exits. What is gained if it stays, if its MMAs run
-# on from one tile into the next, and if short K and V stay as well?
+# A CTA of v5 fills an SM, computes one tile and exits. What is gained if it stays, if it pipelines
+# across tiles, and if short K and V stay in shared memory as well?
 #
 # :::{admonition} In this chapter (25 minutes)
 # You will make a warp-specialized kernel persistent, pipeline it across tiles, and learn to tell a
 # gap worth closing from one that is filled already. On the H200 persistent CTAs (`v6a_persistent`)
 # run at {glue:text}`stay_min:.2f` to {glue:text}`stay_max:.2f` times the rate of v5 on full
-# batches, up to {glue:text}`stay_half:.1f` times on half-full ones. The other two steps gain
-# nothing that the record can tell from noise.
+# batches, up to {glue:text}`stay_half:.1f` times on half-full ones. The other steps gain nothing.
 # :::
 
 # %%
@@ -23,10 +22,8 @@ from functools import partial
 from itertools import pairwise
 
 import pandas as pd
-import torch
 
-from gdpa_kernels import emulator
-from gdpa_kernels.gdpa import v5_pingpong, v6_short_kv, v6a_persistent, v6b_stream
+from gdpa_kernels.gdpa import v6_short_kv, v6a_persistent, v6b_stream
 from gdpa_kernels.measuring.inputs import make_inputs
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import charts, studies
@@ -40,6 +37,7 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("forward/v6_short_kv", mode=mode, device=device, data_dir=data_dir)
+NARROW = {"BLOCK_N": 64, "num_stages": 4}
 V5, V6A, V6B, V6 = "v5_pingpong", "v6a_persistent", "v6b_stream", "v6_short_kv"
 us = chapter.times("forward/results", direction="forward")
 steps = pd.DataFrame(
@@ -52,8 +50,8 @@ stay, stream, short = (steps[name] for name in steps)
 # | caption: >
 # |   Rate of each step over the rate of the step before, forward, kernel alone.
 # | alt: >
-# |   A dot plot over workloads. v6a over v5 is far right of 1, most with 256 keys and on half-full
-# |   batches, and falls toward 1 with 2,048 keys. The marks of the other two steps stay near 1.
+# |   Dots for each workload. v6a over v5 is far right of 1, most with 256 keys and on half-full
+# |   batches, and falls toward 1 with 2,048 keys. The other two steps stay near 1.
 shown = steps[~steps.index.str.contains("dense|cross-full-256")]
 chapter.figure(
     charts.dots(shown, xlabel="rate / rate of the step before", colours=RUNG_COLOURS[1:4]),
@@ -68,7 +66,6 @@ chapter.figure(
 # | a CTA | one tile | walks a list of tiles | as v6a | as v6a |
 # | with a tile's last P V runs | nothing | nothing | the next tile's first S | as v6b |
 # | K and V are fetched | for each tile | for each tile | for each tile | once a head, if they fit |
-# | the store of O | awaited | overlapped with the next tile | as v6a | as v6a |
 #
 # Inside a tile nothing has changed since {doc}`v5 <v5_pingpong>`; all three steps are about what
 # lies between two tiles. {doc}`v3 <v3_persistent>` was persistent too and gained nothing by it: two
@@ -80,72 +77,41 @@ chapter.figure(
 # *Persistent CTAs* save the same time on every tile, a fifth of a tile with 512 keys: barrier
 # set-up, the first copies, the store. *The stream* saves one block's time on every tile, n instead
 # of n + 1, since a consumer of v6a waits twice with nothing in flight, for the first S and for the
-# last P V:
+# last P V. *K and V that stay* spare L2 128 KiB a tile of 256 keys, and should be worth 3 to 6 %.
+# The control: with more than 256 keys v6 does what v6b does.
 
 # %%
 keys = pd.Series([256, 512, 1024, 2048], [f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)])
 grows = 0.8 * keys / 512  # of the time of a tile with 512 keys in v5
 blocks = keys / keys.map(lambda n: 64 if n <= 640 else 128)  # as default_config
 table = pd.DataFrame({"keys": keys})
-table["v6a / v5: predicted"] = (grows + 0.2) / grows
-table["found"] = stay[keys.index]
-table["v6b / v6a: predicted"] = (blocks + 1) / blocks
-table["found "] = stream[keys.index]
-table["saved by v6a (µs a tile)"] = (us[V5] - us[V6A]) * 132 / (1152 * 4 * keys / 128)
+table["v6a / v5: predicted"], table["found"] = (grows + 0.2) / grows, stay[keys.index]
+table["v6b / v6a: predicted"], table["found "] = (blocks + 1) / blocks, stream[keys.index]
+stay_share = (stay[keys.index] - 1) / (0.2 / grows)  # of the predicted gain
+stream_share = (stream[keys.index] - 1) * blocks
+long = [name for name in us.index if workload(name).max_seqlen_k > 256]
+noise = 100 * (short[long] - 1).abs().max()
 
 # %% tags=["remove-input"]
 chapter.table(table.round(2), measured=chapter.rows("forward/results", workload=keys.index))
-
-# %% [markdown]
-# *K and V that stay* spare L2 128 KiB a tile of 256 keys, and should be worth 3 to 6 %. The
-# control: with more than 256 keys v6 does what v6b does, and should take the same time within 3 %.
-
-# %%
-stay_share = (stay[keys.index] - 1) / (table["v6a / v5: predicted"] - 1)  # of the predicted gain
-stream_share = (stream[keys.index] - 1) / (table["v6b / v6a: predicted"] - 1)
-long = [name for name in us.index if workload(name).max_seqlen_k > 256]
-noise = (short[long] - 1).abs().max()
-
-# %% tags=["remove-input"]
-farthest = max(stay_share, key=lambda x: abs(x - 1))
-chapter.predict("v6a, share of the gain: the one farthest off.", farthest, least=0.5, most=1.5)
-chapter.predict(
-    "v6b, share of the gain with 256 and 512 keys.", stream_share.iloc[:2].min(), least=0.5
-)
+text = "v6a, share of the predicted gain: the one farthest off."
+chapter.predict(text, max(stay_share, key=lambda x: abs(x - 1)), least=0.5, most=1.5)
+text = "v6b, share of the predicted gain with 256 and 512 keys."
+chapter.predict(text, stream_share.iloc[:2].min(), least=0.5)
 cross = short["gdpa-cross-full-1024"]
 chapter.predict("v6 / v6b on gdpa-cross-full-1024.", cross, least=1.03, form=".3f")
-chapter.predict("Control, largest difference.", 100 * noise, most=3, form=".1f", unit=" %")
+chapter.predict("Control, largest difference.", noise, most=3, form=".1f", unit=" %")
 
 # %% [markdown]
 # The broken control is the most useful number of the four. Two rungs that do the same work differ
-# by {glue:text}`noise:.1f` %, so a change of that size means nothing here. The saving of v6a is not
-# the constant of its model: it is largest for short tiles. Half-full batches gain more than full
-# ones, since tiles without rows vanish too.
-#
-# ## The list
-#
-# A list made from the lengths says which tiles exist, as in v3, longest first and every second
-# round of CTAs in reverse. In v3 an entry named a tile, and the CTA then looked up its rows in
-# `cu_seqlens`: two dependent trips to memory before the first copy. Here an entry says everything:
-
-# %%
-given = studies.batch((300, 0, 70, 129))
-with emulator.enabled():
-    (entries,) = v6_short_kv.make_schedule(given, v6_short_kv.Config())
-FIELDS = ("start_q", "start_out", "len_q", "start_k", "len_k", "head", "first_row", "unused")
-listed = pd.DataFrame(entries[1 : 1 + entries[0, 0]].tolist(), columns=FIELDS)
-
-# %% tags=["remove-input"]
-chapter.table(listed.iloc[:, :7], emulated="the list of sequences of 300, 0, 70 and 129 tokens")
-
-# %% [markdown]
-# One small kernel makes it (`work_list.py`): each of its programs ranks a few sequences against all
-# others. It takes {glue:text}`list_us:.0f` µs, {glue:text}`list_share:.1f` % of v6's kernel on
-# gdpa-self-full-256, and all layers of a model share it.
+# by {glue:text}`noise:.1f` %, so a change of that size means nothing here. Half-full batches gain
+# more from v6a than full ones, since tiles without rows vanish too.
 #
 # ## Step one: stay
 #
-# An entry is loaded one tile ahead, so memory has a tile's time to answer:
+# As in v3, a list made from the lengths says which tiles exist. An entry now holds all that a tile
+# needs, so no lookup in `cu_seqlens` follows. One small kernel makes the list, in
+# {glue:text}`list_share:.1f` % of v6's time on gdpa-self-full-256. It is read one tile ahead:
 
 # %% tags=["remove-input"]
 chapter.code(v6a_persistent.math, "while item", "row += role")
@@ -163,8 +129,8 @@ chapter.code(v6a_persistent.math, "while item", "row += role")
 chapter.code(v6b_stream.math, "tlx.barrier_wait(q.full[mine]", "tlx.async_descriptor_store_wait")
 
 # %% [markdown]
-# After the last tile it computes scores that nobody wants. The producer supplies zeros for them,
-# which is cheaper than a second copy of the loop's body.
+# After the last tile it computes scores that nobody wants, of zeros. That is cheaper than a second
+# copy of the loop's body.
 #
 # ## Step three: short K and V stay
 #
@@ -174,9 +140,6 @@ chapter.code(v6b_stream.math, "tlx.barrier_wait(q.full[mine]", "tlx.async_descri
 # %% tags=["remove-input"]
 chapter.code(v6_short_kv.release)
 
-# %% tags=["remove-input"]
-chapter.roles(V6)
-
 # %% [markdown]
 # ## The boundary of two tiles
 #
@@ -184,8 +147,7 @@ chapter.roles(V6)
 
 # %%
 picture = studies.batch([128] * 12, [256] * 12)
-before = studies.timeline(v6a_persistent, picture, v6a_persistent.Config())
-after = studies.timeline(v6b_stream, picture, v6b_stream.Config())
+before, after = (studies.timeline(m, picture, m.Config()) for m in (v6a_persistent, v6b_stream))
 mine = [e for e in before.events if (e.cta, e.lane) == (0, "math[0]") and e.end > e.start]
 mine.sort(key=lambda e: (e.start, e.end))
 idle = [y for x, y in pairwise(mine) if (x.kind, y.kind) == ("write", "wait")]
@@ -197,11 +159,11 @@ waited = sum(wait.end - wait.start for wait in idle)
 # %% tags=["remove-input"]
 # | name: fig-v6a-timeline
 # | caption: >
-# |   v6a at the boundary of two tiles of 256 keys. After writing its output (magenta) a consumer
-# |   waits for the first scores of its next tile. Modelled cycles.
+# |   v6a at the boundary of two tiles. After writing its output (magenta) a consumer waits for the
+# |   first scores of its next tile. Modelled cycles.
 # | alt: >
-# |   Five lanes. Each math role writes its output, waits, then evaluates the activation. The tensor
-# |   core's row is full nearly all the time, also while a role waits.
+# |   Five lanes. Each math role writes its output, waits, then evaluates the activation. The lane
+# |   of the tensor core is nearly full, also while a role waits.
 chapter.figure(before.svg(width=720, start=6000, end=13000), emulated="v6a, 12 tiles on 3 CTAs")
 
 # %% tags=["remove-input"]
@@ -209,120 +171,68 @@ chapter.figure(before.svg(width=720, start=6000, end=13000), emulated="v6a, 12 t
 # | caption: >
 # |   v6b at the same place: the next tile's first S is issued with this tile's last P V.
 # | alt: >
-# |   The same lanes. The order within a math role has changed; the row of the tensor core is as
-# |   full as before.
+# |   The same lanes. The order within a math role has changed; the tensor core is as full.
 chapter.figure(after.svg(width=720, start=6000, end=13000), emulated="v6b, 12 tiles on 3 CTAs")
 
 # %% [markdown]
 # A consumer of v6a does wait at the boundary, {glue:text}`idle:.0f` cycles each time. But during
 # these waits the tensor core is busy {glue:text}`busy:.0f` % of the time, for the other consumer.
 #
-# ## Is it right?
-#
-# With blocks of 128 keys v5 and the three steps add the same numbers in the same order:
-
-# %%
-given = studies.batch((200, 0, 1, 131, 17), (70, 33, 5, 250, 0))
-checked = studies.comparison(v6_short_kv, given, v6_short_kv.Config(resident=True))
-with emulator.enabled():
-    first, *others = (
-        module.forward(given, config=module.Config())
-        for module in (v5_pingpong, v6a_persistent, v6b_stream, v6_short_kv)
-    )
-print("the same bits:", [torch.equal(first, other) for other in others])
-
-# %% tags=["remove-input"]
-chapter.table(checked, emulated="K and V that stay; one head, bf16, 0 to 250 keys")
-
-# %% [markdown]
 # ## Measurement
 #
-# The ladder is measured in {doc}`results`. This chapter measures block sizes, K and V that stay or
-# do not, and the list:
-
-# %%
-SIZES = {64: {"BLOCK_N": 64, "num_stages": 4}, 128: {}}
-
-
-def variants(impl, module, suffix="", **more):
-    return [
-        (impl, f"{n} keys{suffix}", {"config": module.Config(**size, **more)})
-        for n, size in SIZES.items()
-    ]
-
-
-STREAMS = variants(V6A, v6a_persistent) + variants(V6B, v6b_stream)
-FETCHED = variants(V6, v6_short_kv, ", fetched")
-STAY = variants(V6, v6_short_kv, ", stay", resident=True)
+# {doc}`results` measures the ladder, this chapter the list, and K and V that stay:
 
 
 # %% tags=["hide-input"]
 @chapter.measure
 def _(session):
-    for name in ("gdpa-self-full-512", "gdpa-self-full-1024", "gdpa-self-half-jagged-1024"):
-        session.measure(workload(name), STREAMS)
+    listed = []
+    for keys, size in ((64, NARROW), (128, {})):
+        for name, resident in (("fetched", False), ("stay", True)):
+            config = v6_short_kv.Config(**size, resident=resident)
+            listed.append((V6, f"{keys} keys, {name}", {"config": config}))
     for name in ("gdpa-self-full-256", "gdpa-cross-full-1024"):
-        session.measure(workload(name), [*STREAMS, *FETCHED, *STAY])
-    for name in ("gdpa-self-full-256", "gdpa-self-full-1024", "gdpa-self-half-jagged-1024"):
-        given = make_inputs(workload(name), device=session.device).batch()
-        make = partial(v6b_stream.make_schedule, given, v6b_stream.Config(**SIZES[64]))
-        studies.measure_lists(session, workload(name), V6, {"list": make})
+        session.measure(workload(name), listed)
+    work = workload("gdpa-self-full-256")
+    given = make_inputs(work, device=session.device).batch()
+    make = partial(v6b_stream.make_schedule, given, v6b_stream.Config(**NARROW))
+    studies.measure_lists(session, work, V6, {"list": make})
 
-
-# %% tags=["remove-input"]
-# | name: fig-v6-ladder
-# | caption: >
-# |   The ladder up to v6 on gdpa-self-full-512, forward, kernel alone.
-# | alt: >
-# |   Bars of TFLOP/s. The three steps of v6 are close to each other, well ahead of v5 and next to
-# |   cuDNN, below the dashed line of the roofline.
-chapter.ladder(V6, "gdpa-self-full-512")
-
-# %%
-own = chapter.times(columns="variant", impl=V6, variant=None)
-kept = pd.concat([own[f"{n} keys, fetched"] / own[f"{n} keys, stay"] for n in (64, 128)])
-sizes = chapter.times(columns="variant", impl=V6B, variant=None)
-narrow = 100 * (sizes["64 keys"] / sizes["128 keys"] - 1)["gdpa-self-full-512"]
-lists = chapter.times(columns="variant", scope="schedule", variant=None)["list, device time"]
-list_us = lists["gdpa-self-full-256"]
 
 # %% tags=["remove-cell"]
+own = chapter.times(columns="variant", impl=V6, variant=None)
+kept = pd.concat([own[f"{n} keys, fetched"] / own[f"{n} keys, stay"] for n in (64, 128)])
+lists = chapter.times(columns="variant", scope="schedule", variant=None)["list, device time"]
 peer = us["cudnn"] / us[[V6A, V6B, V6]].min(axis=1)
-assert (stream - 1).abs().max() < noise and short.max() - 1 < noise, "the text says so"
-chapter.glue(stay_half=stay.max(), noise=100 * noise, idle=waited / len(idle), narrow=narrow)
-chapter.glue(few=short["gdpa-self-half-jagged-256"], busy=100 * busy / waited, list_us=list_us)
-chapter.glue(list_share=100 * list_us / us.loc["gdpa-self-full-256", V6])
-for name, values in (
-    ("stay", stay[keys.index]),
-    ("stream", stream),
-    ("kept", kept),
-    ("peer", peer),
-):
-    chapter.glue(**{f"{name}_min": values.min(), f"{name}_max": values.max()})
+assert 100 * max((stream - 1).abs().max(), short.max() - 1) < noise, "the text says so"
+chapter.glue(
+    stay_min=stay[keys.index].min(), stay_max=stay[keys.index].max(), stay_half=stay.max(),
+    stream_min=stream.min(), stream_max=stream.max(), kept_min=kept.min(), kept_max=kept.max(),
+    peer_min=peer.min(), peer_max=peer.max(), noise=noise, idle=waited / len(idle),
+    few=short["gdpa-self-half-jagged-256"], busy=100 * busy / waited,
+    list_share=(100 * lists / us[V6])["gdpa-self-full-256"],
+)  # fmt: skip
 
 # %% [markdown]
-# The best of the three steps runs at {glue:text}`peer_min:.2f` to {glue:text}`peer_max:.2f` times
-# the rate of cuDNN's softmax attention on full batches. With equal blocks, K and V that stay give
-# {glue:text}`kept_min:.2f` to {glue:text}`kept_max:.2f` times the rate. The rule for the block
-# size, 64 keys up to a mean of 640, came from prototypes. This record is against it: on
-# gdpa-self-full-512 v6b takes {glue:text}`narrow:.0f` % longer with 64 keys than with 128.
+# With equal blocks K and V that stay give {glue:text}`kept_min:.2f` to {glue:text}`kept_max:.2f`
+# times the rate. On full batches the best of the three steps runs at {glue:text}`peer_min:.2f` to
+# {glue:text}`peer_max:.2f` times the rate of cuDNN's softmax attention.
 #
 # ## The surprise: the gap was filled already
 #
 # The stream is the harder half of this kernel: a loop pipelined twice, a tile that nobody wants, an
-# activation compiled a third time. Over all workloads it gives
-# {glue:text}`stream_min:.2f` to {glue:text}`stream_max:.2f` times the rate.
+# activation compiled a third time. On all workloads it gives {glue:text}`stream_min:.2f` to
+# {glue:text}`stream_max:.2f` times the rate.
 #
 # The prediction counted what one consumer waits for. The tensor core does not care which consumer
 # feeds it. Two consumers drift apart until one multiplies while the other evaluates; then a wait at
-# the boundary gives the tensor core to the other one. A gap is worth closing if nobody else is in
-# it. The gap between two CTAs of v5 was such a gap: it stopped both consumers and the copies.
+# the boundary gives the tensor core to the other one. The gap between two CTAs of v5 was different:
+# it stopped both consumers and the copies.
 #
-# K and V that stay save L2 bandwidth that nobody was short of, and they have a price where a head
-# has few tiles: {glue:text}`few:.2f` times the rate on gdpa-self-half-jagged-256. There an entry is
-# a whole head, and blocks have 128 keys where v6b takes 64; no record separates the two. Both steps
-# stay in the ladder because {doc}`v7 <v7_packed>` builds on them: it makes a score cheaper, and
-# cheaper scores leave longer gaps.
+# K and V that stay save L2 bandwidth that was not short. On gdpa-self-half-jagged-256 they give
+# {glue:text}`few:.2f` times the rate: an entry is a whole head there, and blocks have 128 keys
+# instead of 64; no record separates the two. Both steps stay because {doc}`v7 <v7_packed>` makes a
+# score cheaper, and cheaper scores leave longer gaps.
 #
 # ## Exercises
 #
@@ -344,9 +254,9 @@ for name, values in (
 # :::{exercise} A buffer given back too early
 # :label: ex-v6-release
 #
-# Before its loop over tiles a consumer releases `k[0]` with `steps == 1`. Let it release the buffer
-# without a condition. For which batches is the kernel still right? Try 128 and 129 query rows and
-# 200 keys that stay, under several schedules. *(emulator, fifteen minutes)*
+# Before its loop over tiles a consumer releases `k[0]` if `steps == 1`. Drop the condition. For
+# which batches is the kernel still right? Try 128 and 129 query rows on 200 keys that stay.
+# *(emulator, fifteen minutes)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -364,31 +274,27 @@ chapter.glue(one_slot=100 * (slower / as_is - 1))
 # :class: dropdown
 #
 # With one tile in an entry `steps == 1` is true, and nothing changes. From 129 rows on the buffer
-# is given back again at the entry's last tile. The emulator reports a misused barrier or a race,
-# depending on the schedule: the surplus arrivals complete a later phase too early, and new keys
-# overwrite those that a tile still reads.
+# is released again at the entry's last tile. The emulator reports a misused barrier or a race: the
+# surplus arrivals complete a later phase too early, and new keys overwrite those still in use.
 # :::
 #
 # :::{exercise} One slot of Q
 # :label: ex-v6-slots
 #
-# With one slot of Q for each consumer 32 KiB are free, enough for a fifth stage of 64 keys. What do
-# you lose? Set `Q_SLOTS` to 1 and compare timelines. *(code, an hour; measuring needs a GPU)*
+# With one slot of Q for each consumer 32 KiB are free. What do you lose? Set `Q_SLOTS` to 1 and
+# compare timelines. *(code, an hour)*
 # :::
 #
 # :::{solution} ex-v6-slots
 # :class: dropdown
 #
-# The next Q can be fetched only after the last scores of this tile, so its latency lies open at
+# The next Q can be fetched only after the last scores of this tile, so its latency is exposed at
 # every boundary: {glue:text}`one_slot:.0f` % more modelled cycles in the launch of
-# {numref}`fig-v6b-timeline`. Both consumers wait for a copy, so nobody fills this gap. It may still
-# pay where tiles have many blocks.
+# {numref}`fig-v6b-timeline`. Both consumers wait for a copy, so nobody fills this gap.
 # :::
 #
 # ## Takeaways
 #
-# - A CTA that fills an SM must not end: its prologue and epilogue are time of the whole SM, once
-#   for each tile.
-# - Before closing a gap of one warp group, look at the resource. If another one uses it meanwhile,
-#   nothing is gained.
+# - A CTA that fills an SM must not end: its prologue and epilogue cost the whole SM, every tile.
+# - Before closing a gap in one warp group, see whether another one uses the resource meanwhile.
 # - Put a control beside small gains: two kernels that do the same.
