@@ -107,9 +107,9 @@ print(gaps(by_hand(Q, K, V, dO, m), expected))
 
 # %% [markdown]
 # In the code, as in our rungs, $c$ has moved from $dP$ to the end. That saves a multiplication per
-# score and keeps fp16 accurate: an MMA takes dS in 16 bits, and with `output_scale` 1 / 2048, as in
-# Kunlun {cite}`hou2026kunlun`, small gradients would underflow. `reference.backward` does the same
-# for heads and a batch; tests hold it against finite differences of the forward pass.
+# score and keeps fp16 accurate: an {term}`MMA` takes dS in 16 bits, and with `output_scale` 1 /
+# 2048, as in Kunlun {cite}`hou2026kunlun`, small gradients would underflow. `reference.backward`
+# does the same for heads and a batch; tests hold it against finite differences of the forward pass.
 #
 # ## Masks act twice
 #
@@ -228,7 +228,7 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 # and dV in registers and scatters dQ; one that walks along a row does the reverse.
 # {doc}`v1_tiled_backward` has a kernel of each kind and computes $T$ and $dP$ twice.
 # {doc}`v2_fused_backward` walks columns and adds up dQ in memory. {doc}`v5_short_kv_backward` gives
-# all columns to one cluster.
+# all columns to one {term}`cluster`.
 #
 # *Which way round.* What a Hopper tensor core leaves in registers can be the first operand of the
 # next MMA as it stands, but not transposed ({doc}`../forward/v4_warp_specialized`). With scores as

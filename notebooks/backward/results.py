@@ -155,8 +155,8 @@ chapter.predict(
 # %% [markdown]
 # A tile of keys or a step of rows that is partly empty costs as much as a full one, and its FLOPs
 # do not count. At 256 tokens the best rung falls from {glue:text}`best_self-full_256:.0f` TFLOP/s
-# on the full batch to {glue:text}`best_self-half-jagged_256:.0f` with jagged keys, at 2,048 from
-# {glue:text}`best_self-full_2048:.0f` to {glue:text}`best_self-half-jagged_2048:.0f`.
+# on the full batch to {glue:text}`best_self-half-jagged_256:.0f` with {term}`jagged` keys, at 2,048
+# from {glue:text}`best_self-full_2048:.0f` to {glue:text}`best_self-half-jagged_2048:.0f`.
 #
 # ## Cross-attention with 256 keys
 
@@ -174,7 +174,7 @@ standings.redrawn(chapter, "gdpa-cross-bwd-full", DRAWN)
 # %% [markdown]
 # Here dQ is most of what is written. An fp32 dQ is filled with zeros, added to twice and read
 # again; v5 does none of it. With 2,048 queries it has {glue:text}`share_cross-full_2048:.0f` % of
-# the roofline.
+# the {term}`roofline`.
 #
 # ### The hatched bars
 #
@@ -264,11 +264,11 @@ chapter.glue(reached=(of["v2"] >= 7 / 5).sum(), **{name: spread(x) for name, x i
 
 # %% [markdown]
 # **v2**, one pass instead of two, gives {glue:text}`v2`. By matmuls alone it would be 7/5, reached
-# on {glue:text}`reached:.0f` workloads: dQ now goes through memory in fp32. **v4**, warp
-# specialization, gives {glue:text}`v4`, and **v5**, with keys that stay, {glue:text}`v5` where it
-# applies. All together it is {glue:text}`all` over v1. One rung is slower than its predecessor on
-# every workload, by up to {glue:text}`price:.0f` %: v2a, which adds in a fixed order so that its
-# gradients have the same bits in every run.
+# on {glue:text}`reached:.0f` workloads: dQ now goes through memory in fp32. **v4**,
+# {term}`warp specialization`, gives {glue:text}`v4`, and **v5**, with keys that stay,
+# {glue:text}`v5` where it applies. All together it is {glue:text}`all` over v1. One rung is slower
+# than its predecessor on every workload, by up to {glue:text}`price:.0f` %: v2a, which adds in a
+# fixed order so that its gradients have the same bits in every run.
 #
 # The surprise is at 256 tokens. With v5 a full batch of 256 runs at
 # {glue:text}`best_self-full_256:.0f` TFLOP/s, one of 512 at {glue:text}`best_self-full_512:.0f`: v5

@@ -87,10 +87,10 @@ chapter.figure(charts.tiles(walks), modelled="the loops of keys_kernel and queri
 # | dK | $dS^{\mathsf T} Q$ | | once |
 # | dQ | | $dS\,K$ | once |
 #
-# Two MMAs of seven are repetitions, and so is the activation's slope. Each gradient is stored once.
-# What is loaded grows with the length: every block of keys reads all of Q and dO, every block of
-# queries all of K and V. Neighbours in the grid read the same rows at about the same time, so L2
-# can answer.
+# Two {term}`MMAs <MMA>` of seven are repetitions, and so is the activation's slope. Each gradient
+# is stored once. What is loaded grows with the length: every block of keys reads all of Q and dO,
+# every block of queries all of K and V. Neighbours in the grid read the same rows at about the same
+# time, so L2 can answer.
 #
 # The loop of the first kernel, where `member` counts the query heads that share a key head:
 
@@ -98,9 +98,9 @@ chapter.figure(charts.tiles(walks), modelled="the loops of keys_kernel and queri
 chapter.code(v1_tiled_backward.keys_kernel, "for member", "dk_ptrs")
 
 # %% [markdown]
-# The second kernel is its mirror image, with one accumulator. A row of a gradient belongs to one
-# program, which adds its tiles, and the heads of a group, in the order of a loop: the result is
-# deterministic. A kernel whose gradients nobody wants is not launched.
+# The second kernel is its mirror image, with one {term}`accumulator`. A row of a gradient belongs
+# to one program, which adds its tiles, and the heads of a group, in the order of a loop: the result
+# is deterministic. A kernel whose gradients nobody wants is not launched.
 #
 # ## Nothing is transposed in registers
 #
@@ -140,11 +140,11 @@ spills, more_spills = orders["spilled (B)"]
 chapter.glue(spills=spills, more_spills=more_spills)
 
 # %% [markdown]
-# *It is slower code.* A Hopper tensor core takes its first operand from shared memory, or from
-# registers in the layout in which it leaves results. P transposed is in neither place, so it is
-# written to shared memory and read back between two barriers, and {glue:text}`more_spills:.0f`
-# bytes of registers spill instead of {glue:text}`spills:.0f`. What v1 transposes are *loaded*
-# tiles, `q.T` and `grad.T`. Those lie in shared memory, and `wgmma` reads them either way.
+# *It is slower code.* A Hopper tensor core takes its first operand from {term}`shared memory`, or
+# from registers in the layout in which it leaves results. P transposed is in neither place, so it
+# is written to shared memory and read back between two barriers, and {glue:text}`more_spills:.0f`
+# bytes of registers {term}`spill` instead of {glue:text}`spills:.0f`. What v1 transposes are
+# *loaded* tiles, `q.T` and `grad.T`. Those lie in shared memory, and `wgmma` reads them either way.
 #
 # *It was wrong code.* On Hopper, Triton compiled exactly this pattern, `tl.dot(tl.trans(x), ...)`
 # with an `x` that comes from another MMA, to wrong results. It was reported [for

@@ -68,8 +68,8 @@ chapter.ladder(V2, LONG, direction="backward")
 chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_ptr")
 
 # %% [markdown]
-# `add_rows` is a TMA reduce-add: the tile goes through shared memory, and the copy engine sends it
-# to L2, which adds. It is atomic for each element, and nothing fixes the order.
+# `add_rows` is a {term}`TMA` reduce-add: the tile goes through {term}`shared memory`, and the copy
+# engine sends it to L2, which adds. It is atomic for each element, and nothing fixes the order.
 #
 # ## Counting
 #
@@ -82,8 +82,8 @@ chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_pt
 # | v2, 1,024 keys: eight | 4 | 32 | 4 | 2 | 42 |
 #
 # Not all of that reaches memory: L2 adds by itself, and a row of dQ may still be there when the
-# next block of keys comes. MMAs and additions grow with the number of keys, zero fill and rounding
-# do not. The fewer keys, the larger their share.
+# next block of keys comes. {term}`MMAs <MMA>` and additions grow with the number of keys, zero fill
+# and rounding do not. The fewer keys, the larger their share.
 #
 # ## The order of additions
 #

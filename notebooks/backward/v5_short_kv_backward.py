@@ -145,11 +145,11 @@ chapter.predict(
 #
 # ## The lines that matter
 #
-# **Who computes which columns.** A CTA has a rank, 0 or 1, and owns 128 keys: K, V, dK, dV. Of dQ
-# it computes the 64 columns of its rank, from all 256 keys, so it also loads that half of the other
-# CTA's K. A slice of a tile in shared memory has to be named at compile time, but the rank is known
-# only at run time. So K and Q come as two tiles of 64 columns, *the CTA's own half first*: the rank
-# decides where TMA fetches from.
+# **Who computes which columns.** A {term}`CTA` has a rank, 0 or 1, and owns 128 keys: K, V, dK, dV.
+# Of dQ it computes the 64 columns of its rank, from all 256 keys, so it also loads that half of the
+# other CTA's K. A slice of a tile in {term}`shared memory` has to be named at compile time, but the
+# rank is known only at run time. So K and Q come as two tiles of 64 columns, *the CTA's own half
+# first*: the rank decides where {term}`TMA` fetches from.
 #
 # **How dS crosses.** A consumer stores its dS, then starts a copy into the buffer `peer` of the
 # other CTA. The copy arrives with its bytes on a barrier *there*, as a TMA load would:
@@ -159,7 +159,7 @@ chapter.code(v5.share, "tlx.barrier_wait")
 
 # %% [markdown]
 # **dQ.** The consumers take turns, one step each. [64 rows, 64 columns] from 256 keys are four
-# MMAs, two on the CTA's own dS and two on the other's:
+# {term}`MMAs <MMA>`, two on the CTA's own dS and two on the other's:
 
 # %% tags=["remove-input"]
 chapter.code(v5.dq_product, "first =")
@@ -174,8 +174,8 @@ chapter.code(v5.math, "dq = dq_product(", "tlx.async_descriptor_store_wait(0)")
 
 # %% [markdown]
 # **The end.** A CTA must not exit while the other may still write into its shared memory or arrive
-# on its barriers. The compiler synchronises a cluster at the start of a kernel but not at its end,
-# so the consumers wait for the last arrivals from the other CTA:
+# on its barriers. The compiler synchronises a {term}`cluster` at the start of a kernel but not at
+# its end, so the consumers wait for the last arrivals from the other CTA:
 
 # %% tags=["remove-input"]
 chapter.code(v5.math, "# The other program")

@@ -137,16 +137,16 @@ chapter.code(v1_one_tile.backward_kernel, "        p, total = softmax_parts")
 # Each row of each gradient is written once, by one program. There are no atomics and no sum whose
 # order depends on scheduling, so every run gives the same bits. With grouped heads, $dK$ and $dV$
 # are sums over a group of query heads: one program takes the whole group (`member` counts through
-# it) and adds in its accumulators in a fixed order.
+# it) and adds in its {term}`accumulators <accumulator>` in a fixed order.
 #
 # ## The transpose, not the inverse
 #
-# With rotary embeddings the kernel computes attention of $R q$ and $R k$, where $R$ is
+# With {term}`rotary` embeddings the kernel computes attention of $R q$ and $R k$, where $R$ is
 # block-diagonal with $\begin{pmatrix} c & -s \\ s & c \end{pmatrix}$ for each pair of columns. The
 # gradient of $q$ is $R^{\mathsf T}$ times that of $R q$, whatever $R$ is. Only if $s^2 + c^2 = 1$
 # is this also $R^{-1}$. The operator takes sin and cos as they come, as the published one does
-# {cite}`adsmodelkernellibrary`. With numbers that lie on no circle, $R^{\mathsf T} R\,x$ is
-# $(s^2 + c^2)\,x$:
+# {cite}`adsmodelkernellibrary`. With numbers that lie on no circle, $R^{\mathsf T} R\,x$ is $(s^2 +
+# c^2)\,x$:
 
 # %%
 x, y = (torch.randn(50, 3, 16, generator=make, dtype=torch.float64) for _ in range(2))
@@ -184,15 +184,15 @@ chapter.glue(
 
 # %% [markdown]
 # The source of v1 loads three tiles twice, because a wide head comes in pieces. At head_dim 128 the
-# compiler sees that they are the same and moves seven as well; a test counts the loads in the SASS.
-# At the measured rates of copies, moving thirteen tensors takes {glue:text}`floor:.2f` times as
-# long as moving seven (modelled).
+# compiler sees that they are the same and moves seven as well; a test counts the loads in the
+# {term}`SASS`. At the measured rates of copies, moving thirteen tensors takes
+# {glue:text}`floor:.2f` times as long as moving seven (modelled).
 #
 # ## Gradients as they come
 #
 # `out.sum().backward()` hands over a gradient whose strides are all 0: one number in memory. v1
-# passes the strides to its kernel. v2 reads by TMA, which cannot step by zero, so it copies such a
-# gradient first. What must not happen is to assume that a gradient is laid out like q:
+# passes the strides to its kernel. v2 reads by {term}`TMA`, which cannot step by zero, so it copies
+# such a gradient first. What must not happen is to assume that a gradient is laid out like q:
 
 # %%
 given = block_studies.batch((70, 3))
@@ -227,7 +227,7 @@ chapter.table(checked, emulated="bf16; allowed: twice PyTorch's error and one ro
 # %% [markdown]
 # ## What each rounding costs
 #
-# Between loads and stores everything is fp32, except for the operands of MMAs:
+# Between loads and stores everything is fp32, except for the operands of {term}`MMAs <MMA>`:
 #
 # | rounding | what is rounded | in which kernels |
 # |:--|:--|:--|

@@ -82,8 +82,8 @@ assert (p > 0).sum() == 16**2 + 4**2 + 16**2 + 5**2
 # in both directions, with $s = 1/\sqrt{\mathtt{head\_dim}}$ unless given. Across blocks: nothing.
 #
 # "Sparse attention" names what is missing. What is left is a batch of small dense problems, so any
-# kernel for jagged batches can run it: let each block be a sequence of its own. Four query heads
-# share two heads of keys and values here {cite}`shazeer2019mqa,ainslie2023gqa`:
+# kernel for {term}`jagged` batches can run it: let each block be a sequence of its own. Four query
+# heads share two heads of keys and values here {cite}`shazeer2019mqa,ainslie2023gqa`:
 
 # %%
 q, k, v = (torch.randn(total, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
@@ -128,9 +128,9 @@ chapter.glue(blocks=main.blocks, fill=main.fill, empty=0.3 * main.max_seqlen_q)
 #
 # ## Rotary embeddings
 #
-# A rotary embedding {cite}`su2021roformer` rotates pairs of numbers of q and k by an angle that
-# depends on the position. The operator takes sines and cosines as they are, `rotary=(sin, cos)`,
-# each `[total_tokens, head_dim // 2]`, the same for all heads:
+# A {term}`rotary` embedding {cite}`su2021roformer` rotates pairs of numbers of q and k by an angle
+# that depends on the position. The operator takes sines and cosines as they are,
+# `rotary=(sin, cos)`, each `[total_tokens, head_dim // 2]`, the same for all heads:
 #
 # $$
 # \begin{pmatrix} y_{2i} \\ y_{2i+1} \end{pmatrix} =

@@ -277,10 +277,10 @@ chapter.glue(held_forward=held["forward"], held_backward=held["backward"],
 # :::{exercise} Rotary in a kernel of its own
 # :label: ex-bytes-rotary
 #
-# A batch has 3 heads and rotary embeddings on q, k and v; sin and cos, in bf16, hold `head_dim / 2`
-# numbers per token each, the same for all heads. Backward, compare a fused kernel with attention
-# followed by a kernel that rotates the three gradients in place. What is fusing worth by bytes?
-# *(paper, five minutes)*
+# A batch has 3 heads and {term}`rotary` embeddings on q, k and v; sin and cos, in bf16, hold
+# `head_dim / 2` numbers per token each, the same for all heads. Backward, compare a fused kernel
+# with attention followed by a kernel that rotates the three gradients in place. What is fusing
+# worth by bytes? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-bytes-rotary

@@ -274,14 +274,14 @@ chapter.glue(
 # %% [markdown]
 # The same fused kernel is {glue:text}`over_kernel:.2f` or {glue:text}`over_eager:.0f` times as fast
 # as two passes. The baseline decides. PyTorch's operations reach {glue:text}`eager_share:.0f` % of
-# the rate of a copy, our rotary kernel {glue:text}`kernel_share:.0f` %. The published rotary pass
-# moves its bytes at {glue:text}`slow:.0f` % of the nominal rate, so most of the published factor is
-# that pass.
+# the rate of a copy, our {term}`rotary` kernel {glue:text}`kernel_share:.0f` %. The published
+# rotary pass moves its bytes at {glue:text}`slow:.0f` % of the nominal rate, so most of the
+# published factor is that pass.
 #
 # By bytes alone, fusing could be worth {glue:text}`bound:.2f`, and the best fused rung gets all of
 # it. `v4_rotary` moves the same bytes and gets {glue:text}`over_v4:.2f`, because it applies rotary
-# in the warp groups that also multiply; the broken prediction was made for that form.
-# {doc}`v4_rotary` shows forward too.
+# in the {term}`warp groups <warp group>` that also multiply; the broken prediction was made for
+# that form. {doc}`v4_rotary` shows forward too.
 #
 # ## Table 8: one rounding or two
 #
@@ -308,8 +308,8 @@ chapter.glue(mean_dq=eight.loc["dq", "mean, published"])
 #
 # ## The whole call
 #
-# A caller pays for more than the kernel: checks, the output, descriptors, and the list of blocks,
-# or for FlashAttention-2 an offset for each block. On the batch of table 5:
+# A caller pays for more than the kernel: checks, the output, {term}`descriptors <descriptor>`, and
+# the list of blocks, or for FlashAttention-2 an offset for each block. On the batch of table 5:
 
 # %%
 calls = chapter.rows(scope=["kernel", "op", "schedule"], workload=TABLE5.name)

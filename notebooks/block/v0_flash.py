@@ -157,8 +157,8 @@ for way, dim in share.index:
 # {glue:text}`of_backward_128:.0f` % backward. At head_dim 64 it is {glue:text}`of_forward_64:.0f`
 # and {glue:text}`of_backward_64:.0f` %. The missing {glue:text}`beyond_forward_128:,.0f` and
 # {glue:text}`beyond_backward_128:,.0f` µs at head_dim 128 are not spent in the tensor cores: at the
-# rate of a large matmul, the MMAs take {glue:text}`compute_forward_128:.0f` % of v0's time forward
-# and {glue:text}`compute_backward_128:.0f` % backward.
+# rate of a large matmul, the {term}`MMAs <MMA>` take {glue:text}`compute_forward_128:.0f` % of v0's
+# time forward and {glue:text}`compute_backward_128:.0f` % backward.
 #
 # ## Is it right, and is it a fair baseline?
 #
@@ -219,7 +219,7 @@ assert kernels["shared (KiB)"].round().tolist() == [48, 80], "an answer says so"
 
 # %% [markdown]
 # A pipeline also changes the path of the data. With one stage, K and V are loaded into registers,
-# and the warps store them to shared memory once they have arrived. A pipeline uses LDGSTS
+# and the warps store them to {term}`shared memory` once they have arrived. A pipeline uses LDGSTS
 # (`cp.async`): the data go straight to shared memory, and the warp is free until its `wait_group`.
 # The number of programs stays the same and so does the arithmetic, yet forward is faster. Backward,
 # two stages help at head_dim 128 and hurt at 64, so v0 has two stages forward and one backward. A
@@ -269,7 +269,7 @@ chapter.glue(lse_forward=100 * (1 - 4 / extra["forward"]),
 # Two stages: both. Three times 80 KiB do not fit, and three programs leave $65{,}536 / 384 = 170$
 # registers a thread. One stage: shared memory has room for four programs, so only registers are in
 # the way. `acc` takes $64 \cdot 128 / 128 = 64$ of them, and it exists from before the loop, while
-# tiles are still being loaded. {doc}`v1_one_tile` has no such accumulator.
+# tiles are still being loaded. {doc}`v1_one_tile` has no such {term}`accumulator`.
 # :::
 #
 # :::{exercise} Online softmax by hand

@@ -194,10 +194,10 @@ chapter.glue(fits=fits["none"], fits_accumulate=fits["accumulate"])
 
 # %% [markdown]
 # Registers are the second currency. The tiles of Q, K and V pass through registers on their way to
-# shared memory, 96 per thread. An accumulator of a loop, 64 per thread, must exist before the loop
-# begins, while those tiles are being loaded. The output of a single tile exists only after the
-# scores, when the tiles are gone. So {glue:text}`fits_accumulate:.0f` programs share an SM with the
-# accumulation and {glue:text}`fits:.0f` without it.
+# {term}`shared memory`, 96 per thread. An {term}`accumulator` of a loop, 64 per thread, must exist
+# before the loop begins, while those tiles are being loaded. The output of a single tile exists
+# only after the scores, when the tiles are gone. So {glue:text}`fits_accumulate:.0f` programs share
+# an SM with the accumulation and {glue:text}`fits:.0f` without it.
 #
 # Why do programs count? A program asks, waits, computes and stores, and nothing in it overlaps with
 # itself. Memory is kept busy by the other programs on the SM, and the more there are, the longer

@@ -102,8 +102,8 @@ chapter.figure(charts.dots(ratio, xlabel="time / time of v1", colours=COLOURS), 
 chapter.code(v2_slab.forward_kernel, "    for step in")
 
 # %% [markdown]
-# `load_rows` and `store_rows` use the descriptors of {doc}`../forward/v2_tma`, which end wherever a
-# block ends, so one descriptor per tensor serves all blocks and heads.
+# `load_rows` and `store_rows` use the {term}`descriptors <descriptor>` of {doc}`../forward/v2_tma`,
+# which end wherever a block ends, so one descriptor per tensor serves all blocks and heads.
 #
 # In memory a slab is contiguous. In time it is not: in any one step all programs of v2 work on the
 # same head, a quarter of each slab, while programs of v1 that run together own whole blocks
@@ -112,7 +112,7 @@ chapter.code(v2_slab.forward_kernel, "    for step in")
 # ## Prediction
 #
 # A slab is contiguous memory. Loads are always in flight, where a program of v1 has none once its
-# MMAs start. TMA frees registers. Runs differ by 3 %.
+# {term}`MMAs <MMA>` start. {term}`TMA` frees registers. Runs differ by 3 %.
 
 # %% tags=["remove-input"]
 chapter.predict(
@@ -124,8 +124,8 @@ chapter.predict(
 # ## What the compiler made of it
 #
 # These are the steps of the forward loop in Triton's GPU IR. *ask* starts TMA loads, *wait* waits
-# for tiles, *stored* waits until a TMA store has read shared memory, *list* loads from the list of
-# blocks:
+# for tiles, *stored* waits until a TMA store has read {term}`shared memory`, *list* loads from the
+# list of blocks:
 
 # %%
 BUFFERS = {1: 1, 2: 2, 3: 2, 5: 3}

@@ -81,9 +81,9 @@ chapter.figure(
 chapter.roles("v3_warp_specialized", "block_attention")
 
 # %% [markdown]
-# The loop of a consumer, forward. `put` starts the TMA store of a result, here over the tile of Q;
-# `release` waits until stores have read a slot and gives it back, one item later where there is
-# another slot to go on with (`LATER`):
+# The loop of a consumer, forward. `put` starts the {term}`TMA` store of a result, here over the
+# tile of Q; `release` waits until stores have read a slot and gives it back, one item later where
+# there is another slot to go on with (`LATER`):
 
 # %% tags=["remove-input"]
 chapter.code(
@@ -93,8 +93,8 @@ chapter.code(
 # %% [markdown]
 # ### The life of a slot
 #
-# TMA stores from shared memory, so results need room there. v3 has none of its own for them: when a
-# result is ready, some tile of its item is dead and has the same shape. Backward:
+# TMA stores from {term}`shared memory`, so results need room there. v3 has none of its own for
+# them: when a result is ready, some tile of its item is dead and has the same shape. Backward:
 #
 # | when | grad_out | Q | K | V | 8 KB apart |
 # |:--|:--|:--|:--|:--|:--|
@@ -116,17 +116,17 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# A wait on an mbarrier sees the parity of its phase and no more. A consumer that takes over a slot
-# whose previous filling it did not see cannot tell "not yet filled" from "filled twice". Variants
-# that shared slots failed on the H200 in some of many launches. {doc}`../tools/emulator` has the
-# smallest example.
+# A wait on an {term}`mbarrier` sees the parity of its phase and no more. A consumer that takes over
+# a slot whose previous filling it did not see cannot tell "not yet filled" from "filled twice".
+# Variants that shared slots failed on the H200 in some of many launches. {doc}`../tools/emulator`
+# has the smallest example.
 #
 # ## Prediction
 #
-# In {doc}`../forward/v4_warp_specialized` roles were a step towards MMAs that overlap with
-# activations. Here the tensor cores idle whoever asks for the tiles. All that can be gained is the
-# time in which nothing is in flight. Little's law says how much must be in flight, here with 1 µs
-# of latency (an assumption) and measured copy rates:
+# In {doc}`../forward/v4_warp_specialized` roles were a step towards {term}`MMAs <MMA>` that overlap
+# with activations. Here the tensor cores idle whoever asks for the tiles. All that can be gained is
+# the time in which nothing is in flight. Little's law says how much must be in flight, here with 1
+# µs of latency (an assumption) and measured copy rates:
 
 # %%
 run = chapter.record("block/results")

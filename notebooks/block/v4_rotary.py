@@ -80,8 +80,8 @@ chapter.figure(
 # | gradients on their way out | rounded | rotary transposed is applied in fp32, then rounded |
 # | roles, slots, MMAs | | the same |
 #
-# *Interleaved* rotary multiplies columns $2i$ and $2i + 1$ of a token by a matrix of the token's
-# angle number $i$, the same for all heads:
+# *Interleaved* {term}`rotary` multiplies columns $2i$ and $2i + 1$ of a token by a matrix of the
+# token's angle number $i$, the same for all heads:
 #
 # $$
 # \begin{pmatrix} y_{2i} \\ y_{2i+1} \end{pmatrix} =
@@ -208,8 +208,8 @@ chapter.glue(two_forward=two["forward"], two_backward=two["backward"])
 #
 # ## Count what a warp issues
 #
-# Instructions of one warp for an item, one head of one block, backward, from the SASS. v4a is the
-# answer to this table:
+# Instructions of one warp for an item, one head of one block, backward, from the {term}`SASS`. v4a
+# is the answer to this table:
 
 # %%
 v4_built, v4a_built = (
@@ -323,7 +323,7 @@ chapter.glue(
 #
 # Fusing saves a pass over memory, whoever does it. Yet backward the fused v1 and v2 take
 # {glue:text}`v1_lost:.2f` and {glue:text}`v2_lost:.2f` times the time of two kernels one after the
-# other. Bytes a thread that the fused kernels spill, backward:
+# other. Bytes a thread that the fused kernels {term}`spill`, backward:
 
 # %%
 RUNGS = {"v1": v1_one_tile, "v2": v2_slab, "v4": v4_rotary, "v4a": v4a_turning_role}

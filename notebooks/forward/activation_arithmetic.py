@@ -148,9 +148,9 @@ chapter.glue(clamped=100 * worst["published, clamped"], fitted=100 * worst["degr
 # ## Counted, and measured in registers
 #
 # One program of 16 warps on each SM evaluates a sequence 1,024 times on 4,096 elements in
-# registers. Each argument depends on the last result. It reads the SM's clock before and after.
-# The model counts the SASS of this loop and takes the slowest of the three limits. Errors are the
-# largest on $2^{22}$ scores from -60 to 60.
+# registers. Each argument depends on the last result. It reads the SM's clock before and after. The
+# model counts the {term}`SASS` of this loop and takes the slowest of the three limits. Errors are
+# the largest on $2^{22}$ scores from -60 to 60.
 
 # %%
 SHOWN = (
@@ -220,7 +220,7 @@ chapter.glue(ones_min=ones.min(), ones_max=ones.max(), mix_gelu=mix["gelu_tanh"]
 
 # %% [markdown]
 # *Why the model breaks.* It takes the slowest of three limits, as if the other two were idle. GELU
-# and SiLU have the same first limit, one MUFU. The second, issue, stands at
+# and SiLU have the same first limit, one {term}`MUFU`. The second, issue, stands at
 # {glue:text}`issue_gelu:.0f` % of the first for GELU and at {glue:text}`issue_silu:.0f` % for SiLU,
 # and SiLU runs at {glue:text}`ones_max:.1f` elements a clock where the slowest runs at
 # {glue:text}`ones_min:.1f`. Two limits that are close to each other cost more than either.

@@ -174,11 +174,11 @@ standings.redrawn(chapter, "gdpa-cross-fwd-full", DRAWN)
 # %% [markdown]
 # Longer queries add work without adding keys, and at 2,048 the limit is the tensor cores. Up to v5
 # the rungs do not follow: v5 stays at {glue:text}`v5_cross:.0f` TFLOP/s. With 256 keys a tile has
-# two to eight blocks, and each tile pays for a prologue and an epilogue that nothing hides. From
-# v6a on the kernel is persistent, and copies for the next tile run ahead: the best rung reaches
-# {glue:text}`best_cross-full_2048:.0f` TFLOP/s, {glue:text}`share_cross-full_2048:.0f` % of the
-# roofline. On the B200 the same workload held back all kernels but the one that overlaps across
-# tiles.
+# two to eight blocks, and each tile pays for a {term}`prologue` and an {term}`epilogue` that
+# nothing hides. From v6a on the kernel is persistent, and copies for the next tile run ahead: the
+# best rung reaches {glue:text}`best_cross-full_2048:.0f` TFLOP/s,
+# {glue:text}`share_cross-full_2048:.0f` % of the {term}`roofline`. On the B200 the same workload
+# held back all kernels but the one that overlaps across tiles.
 #
 # ## Best rung, best peer
 #
@@ -261,7 +261,7 @@ chapter.glue(
 )
 
 # %% [markdown]
-# Three steps carry the gain. **v6a**, persistent CTAs with a list of tiles, gives
+# Three steps carry the gain. **v6a**, persistent {term}`CTAs <CTA>` with a list of tiles, gives
 # {glue:text}`v6a`, most where sequences are short. **v7**, two scores in one instruction, gives
 # {glue:text}`v7`. **v8**, the loop without the compiler's waits, gives {glue:text}`v8`. From v1 to
 # v8 it is {glue:text}`all_v1`, from v2, the best of the plain kernels, {glue:text}`all`.

@@ -170,9 +170,9 @@ chapter.glue(
 # %% [markdown]
 # ## Measurement
 #
-# v0 reaches {glue:text}`percent:.0f` % of the roofline and takes {glue:text}`over_fa2:.1f` times
-# the time of FlashAttention-2, which computes softmax and writes no scores. `torch.compile` fuses
-# the element-wise steps; its two matmuls stay library kernels with the scores between them.
+# v0 reaches {glue:text}`percent:.0f` % of the {term}`roofline` and takes {glue:text}`over_fa2:.1f`
+# times the time of FlashAttention-2, which computes softmax and writes no scores. `torch.compile`
+# fuses the element-wise steps; its two matmuls stay library kernels with the scores between them.
 #
 # On gdpa-self-half-jagged-1024, where lengths are uniform up to 1,024, only
 # {glue:text}`useful:.0f` % of the FLOPs are useful ({doc}`../operator/workloads`). v0 still takes

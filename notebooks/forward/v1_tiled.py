@@ -88,7 +88,7 @@ chapter.roles(V1)
 
 # %% [markdown]
 # **No maximum.** A softmax kernel carries the largest score and the sum of each row from block to
-# block and rescales its accumulator when the maximum rises
+# block and rescales its {term}`accumulator` when the maximum rises
 # {cite}`milakov2018online,dao2022flashattention`. Here blocks just add up
 # ({doc}`../operator/gdpa`), in the accumulator of the tensor cores: `tl.dot(p, v, acc)`.
 #
@@ -143,9 +143,9 @@ chapter.glue(
 
 # %% [markdown]
 # With perfect overlap v1 takes the largest of the three, with none their sum. Inside a program they
-# hardly overlap: copies run ahead, but a warp group needs its scores before it can evaluate the
-# activation, and meanwhile gives the tensor cores nothing to do. Only another program on the same
-# SM can use them, and nothing makes the two alternate. Still, some overlap should be left:
+# hardly overlap: copies run ahead, but a {term}`warp group` needs its scores before it can evaluate
+# the activation, and meanwhile gives the tensor cores nothing to do. Only another program on the
+# same SM can use them, and nothing makes the two alternate. Still, some overlap should be left:
 
 # %% tags=["remove-input"]
 chapter.predict(
@@ -168,7 +168,7 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 # At 1,024 tokens v1 is {glue:text}`over_v0:.1f` times as fast as v0; when the batch is half full,
 # {glue:text}`over_v0_half:.0f` times, because it skips the padding. It beats FlashAttention-2
 # everywhere. On full batches dense cuDNN is ahead, {glue:text}`cudnn:.2f` times as fast at 1,024
-# tokens; it computes softmax, and takes no jagged batch.
+# tokens; it computes softmax, and takes no {term}`jagged` batch.
 #
 # ## The surprise: as if nothing overlapped
 
@@ -196,9 +196,9 @@ chapter.figure(chart, measured=chapter.rows("forward/results", direction="forwar
 # ## Which tile
 #
 # The constants of a rung are chosen by measurement, within what fits. A program keeps its rows of Q
-# and `num_stages` blocks of K and V in shared memory, and in registers at least the accumulator, a
-# tile of scores and its bf16 copy. An SM has 65,536 registers and 228 KiB of shared memory, of
-# which each program takes one KiB more:
+# and `num_stages` blocks of K and V in {term}`shared memory`, and in registers at least the
+# accumulator, a tile of scores and its bf16 copy. An SM has 65,536 registers and 228 KiB of shared
+# memory, of which each program takes one KiB more:
 
 
 # %%
@@ -280,8 +280,8 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 # :label: ex-v1-pointers
 #
 # `tile` computes the pointers of each block from the row's number, in every iteration. Computed
-# once and advanced by a constant, they would stay alive through both MMAs. Say that this takes 8
-# registers more than the table above shows. How many programs fit on an SM? *(paper)*
+# once and advanced by a constant, they would stay alive through both {term}`MMAs <MMA>`. Say that
+# this takes 8 registers more than the table above shows. How many programs fit on an SM? *(paper)*
 # :::
 #
 # :::{solution} ex-v1-pointers

@@ -75,9 +75,9 @@ chapter.figure(charts.dots(gain, xlabel="time of v1 / time of v2"), measured=swe
 #
 # ## The tail of a sequence
 #
-# Our tensors are packed, `[total, num_heads, head_dim]`, and an obvious descriptor has exactly
-# these sizes. It clips at `total`. A sequence of three rows, loaded in a box of eight, then brings
-# five rows of its neighbours. In this kernel, run in the emulator, they are NaN:
+# Our tensors are packed, `[total, num_heads, head_dim]`, and an obvious {term}`descriptor` has
+# exactly these sizes. It clips at `total`. A sequence of three rows, loaded in a box of eight, then
+# brings five rows of its neighbours. In this kernel, run in the emulator, they are NaN:
 
 
 # %%
@@ -135,8 +135,8 @@ chapter.code(v2_tma.tma_kernel, "q = load_rows")
 # %% [markdown]
 # ## Prediction
 #
-# Bytes and FLOPs stay the same. What may change is what the warps do besides, and SASS shows that
-# without a GPU. A shape is `BLOCK_M` x `BLOCK_N` x `num_warps` x `num_stages`:
+# Bytes and FLOPs stay the same. What may change is what the warps do besides, and {term}`SASS`
+# shows that without a GPU. A shape is `BLOCK_M` x `BLOCK_N` x `num_warps` x `num_stages`:
 
 
 # %%
@@ -167,13 +167,13 @@ bracket = (count["tensor"] + count["issue"])["v1_tiled"] / (count["tensor"] + co
 assert 0.84 < count["loop"][V2][WIDE] / count["loop"]["v1_tiled"][WIDE] < 0.88, "by a seventh"
 
 # %% [markdown]
-# At 128x64x4x2 the accumulator and the scores take 192 registers of each thread; with its pointers
-# v1 spills. v2 fits, and its loop is shorter by a seventh. At v1's own shape there was room, and
-# hardly an instruction goes.
+# At 128x64x4x2 the {term}`accumulator` and the scores take 192 registers of each thread; with its
+# pointers v1 {term}`spills <spill>`. v2 fits, and its loop is shorter by a seventh. At v1's own
+# shape there was room, and hardly an instruction goes.
 #
 # Two programs share an SM. If they overlap perfectly, the tensor cores are the limit and fewer
 # instructions gain nothing. If nothing overlaps, issue and tensor cycles add up. A gain above the
-# ratio of these sums would mean that TMA saves more than issue slots:
+# ratio of these sums would mean that {term}`TMA` saves more than issue slots:
 
 # %% tags=["remove-input"]
 for shape in COUNTED:
@@ -241,13 +241,13 @@ chapter.glue(once_v1=once["v1_tiled"][OURS], once_v2=once[V2][OURS])
 #
 # At v1's own shape the loop gained nothing, as its count said, and *all* of the gain is at the two
 # ends of a tile: {glue:text}`once_v1:.1f` µs become {glue:text}`once_v2:.1f` µs. v1 carries Q
-# through registers into shared memory and shuffles the output back into rows before every thread
-# stores its part; v2 does either in one instruction. With 64 rows the ends did not get shorter; the
-# record does not say why, and each line goes through two points only.
+# through registers into {term}`shared memory` and shuffles the output back into rows before every
+# thread stores its part; v2 does either in one instruction. With 64 rows the ends did not get
+# shorter; the record does not say why, and each line goes through two points only.
 #
-# Still, the same warps wait for a copy, issue the MMAs and evaluate the activation, one after the
-# other. And in a half-full batch nearly half of the programs find that their rows do not exist:
-# {doc}`v3_persistent` asks what these cost.
+# Still, the same warps wait for a copy, issue the {term}`MMAs <MMA>` and evaluate the activation,
+# one after the other. And in a half-full batch nearly half of the programs find that their rows do
+# not exist: {doc}`v3_persistent` asks what these cost.
 #
 # ## Exercises
 #

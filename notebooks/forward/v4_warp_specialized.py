@@ -71,11 +71,11 @@ chapter.figure(
 # | barriers | made by the compiler | five arrays of mbarriers, made by us |
 # | CTAs per SM | two | one |
 #
-# Up to here all warps of a CTA ran the same code and the compiler decided when to copy. Now
+# Up to here all warps of a {term}`CTA` ran the same code and the compiler decided when to copy. Now
 # `tlx.async_tasks` splits the CTA {cite}`guan2026tlx`. Each task is an instruction stream with its
-# own warps and its own registers. TLX calls producer and consumer warp groups tasks; our code calls
-# them roles, `load` and `math`. The list of {doc}`v3 <v3_persistent>` is left out and returns in
-# {doc}`v6 <v6_short_kv>`.
+# own warps and its own registers. {term}`TLX` calls producer and
+# {term}`consumer warp groups <consumer warp group>` tasks; our code calls them roles, `load` and
+# `math`. The list of {doc}`v3 <v3_persistent>` is left out and returns in {doc}`v6 <v6_short_kv>`.
 #
 # ## The lines that matter
 #
@@ -85,7 +85,7 @@ chapter.figure(
 chapter.code(v4_warp_specialized.math, "for block in", "store_rows")
 
 # %% [markdown]
-# `async_dot` issues a `wgmma` as a commit group of its own. `async_dot_wait(0, s)` is PTX's
+# `async_dot` issues a `wgmma` as a {term}`commit group` of its own. `async_dot_wait(0, s)` is PTX's
 # `wait_group 0`: it returns when no group is in flight. The producer does the reverse:
 
 # %% tags=["remove-input"]
@@ -134,7 +134,7 @@ chapter.table(
 # epilogue now stop the SM. Prototypes had shown both before they were written down.
 #
 # The third prediction is about registers. A consumer keeps 64 values of S a thread, 64 of the
-# accumulator and 32 registers of bf16 P: 160. An even share of the register file is 168, so
+# {term}`accumulator` and 32 registers of bf16 P: 160. An even share of the register file is 168, so
 # `setmaxnreg`, which moves registers from producer to consumers, should buy nothing. This cell
 # measures the variants:
 
@@ -196,11 +196,11 @@ chapter.glue(busy=core["busy"], ends=100 - core["busy"] * core["span"] / end)
 chapter.figure(trace, emulated="gdpa_kernels/gdpa/v4_warp_specialized.py, modelled schedule")
 
 # %% [markdown]
-# From its first MMA to its last the tensor core is busy {glue:text}`busy:.0f` % of the time. The
-# model serves one MMA after the other, so the second consumer starts half a block late and stays
-# there. That is luck, and a model without noise always has it. For {glue:text}`ends:.0f` % of the
-# tile no MMA runs: that is prologue, epilogue and the few gaps between. In v2 a second CTA would
-# use that time.
+# From its first {term}`MMA` to its last the tensor core is busy {glue:text}`busy:.0f` % of the
+# time. The model serves one MMA after the other, so the second consumer starts half a block late
+# and stays there. That is luck, and a model without noise always has it. For
+# {glue:text}`ends:.0f` % of the tile no MMA runs: that is {term}`prologue`, {term}`epilogue` and the
+# few gaps between. In v2 a second CTA would use that time.
 #
 # ## Two ways to get it wrong
 #
@@ -233,7 +233,7 @@ with emulator.enabled(races=False):
 # %% [markdown]
 # ## Is it right?
 #
-# Lengths around the edges of a warp group and a tile, in the emulator, against fp64:
+# Lengths around the edges of a {term}`warp group` and a tile, in the emulator, against fp64:
 
 # %%
 edges = studies.batch(studies.EDGES, heads=2)
@@ -291,9 +291,9 @@ assert list(built["spilled (B)"] > 0) == [True, False, False, True], "the text s
 
 # %% [markdown]
 # What makes room for 128 keys is the split into two consumers. One warp group with all 128 rows
-# spills; two with 64 rows do not, even with an even share of the registers. Below that the price is
-# steep: with 152 registers ptxas spills and serialises the `wgmma`, and v4 takes at least
-# {glue:text}`spilling:.1f` times as long.
+# {term}`spills <spill>`; two with 64 rows do not, even with an even share of the registers. Below
+# that the price is steep: with 152 registers ptxas spills and serialises the `wgmma`, and v4 takes
+# at least {glue:text}`spilling:.1f` times as long.
 #
 # ## The surprise: empty tiles are no longer free
 #
@@ -341,10 +341,10 @@ chapter.glue(price_v2=price[V2], price_v4=price[V4], doubt=doubt[V4], saved=save
 # :::{solution} ex-v4-head-dim
 # :class: dropdown
 #
-# The MMAs halve to 1,024 cycles; the activation keeps its 1,024 cycles of MUFU. In step that is
-# 50 % of the peak. Perfectly out of step, tensor cores and MUFU are both busy all the time, and any
-# other instruction is too many. Fewer instructions for an activation would then be worth more than
-# better overlap.
+# The MMAs halve to 1,024 cycles; the activation keeps its 1,024 cycles of {term}`MUFU`. In step
+# that is 50 % of the peak. Perfectly out of step, tensor cores and MUFU are both busy all the time,
+# and any other instruction is too many. Fewer instructions for an activation would then be worth
+# more than better overlap.
 # :::
 #
 # :::{exercise} How many stages?

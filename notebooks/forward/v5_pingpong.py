@@ -70,10 +70,10 @@ chapter.code(v5_pingpong.math, "for block in", "store_rows")
 # is still in flight. Groups complete in order, so S is ready and P V may still run. Before the loop
 # stands a prologue, the first block's S and activation; after it an epilogue, the last block's P V.
 #
-# P waits in fp32 and is converted just before its MMA, because registers that a `wgmma` reads must
-# not be written while another one runs. S, P in both formats and the accumulator take 224
-# registers, where an even share of the register file is 168. So `setmaxnreg` now pays: the producer
-# gives up what the consumers need.
+# P waits in fp32 and is converted just before its {term}`MMA`, because registers that a `wgmma`
+# reads must not be written while another one runs. S, P in both formats and the {term}`accumulator`
+# take 224 registers, where an even share of the register file is 168. So `setmaxnreg` now pays: the
+# producer gives up what the consumers need.
 #
 # An option adds the *turns* of FlashAttention-3's ping-pong schedule: with a pair of named barriers
 # (`take_turn`, `pass_turn`) one consumer issues its MMAs while the other evaluates.
@@ -82,8 +82,8 @@ chapter.code(v5_pingpong.math, "for block in", "store_rows")
 #
 # A consumer owns 64 rows. Per block of 128 keys, each of its two MMAs takes 512 cycles if it has
 # the tensor core to itself. Its activation takes at least {glue:text}`least:.0f` cycles, those of
-# MUFU, and at most {glue:text}`most:.0f`, if MUFU and the FMA pipe never overlap. In v4 the three
-# add up. In v5 the longer of P V and activation counts:
+# {term}`MUFU`, and at most {glue:text}`most:.0f`, if MUFU and the FMA pipe never overlap. In v4 the
+# three add up. In v5 the longer of P V and activation counts:
 
 # %%
 fp32, mufu = activations.INSTRUCTIONS["gelu_tanh"]
@@ -136,7 +136,7 @@ chapter.figure(studies.timeline(after, tile, NEW), emulated="v5 with one consume
 #
 # ## Is it right?
 #
-# Lengths around the edges of a warp group and a tile, in the emulator, against fp64:
+# Lengths around the edges of a {term}`warp group` and a tile, in the emulator, against fp64:
 
 # %%
 checked = studies.comparison(v5_pingpong, studies.batch(studies.EDGES, heads=2))
@@ -185,13 +185,13 @@ chapter.predict("Written as a while loop, v5 is not faster.", loop.min(), least=
 
 # %% [markdown]
 # On half-full batches v5 takes {glue:text}`half_min:.2f` to {glue:text}`half_max:.2f` times the
-# time of v4. Prologue and epilogue need at least one block, so an empty tile now fetches one and
-# multiplies zeros. {doc}`v6_short_kv` ends that: it never starts an empty tile.
+# time of v4. Prologue and {term}`epilogue` need at least one block, so an empty tile now fetches
+# one and multiplies zeros. {doc}`v6_short_kv` ends that: it never starts an empty tile.
 #
 # ## The surprise: waits that nobody wrote
 #
 # The emulator runs the source, and the source overlaps. The GPU runs what the compiler makes of it.
-# Here is the consumer's loop in Triton's IR and in SASS, as it is and with `num_stages=0`:
+# Here is the consumer's loop in Triton's IR and in {term}`SASS`, as it is and with `num_stages=0`:
 
 # %%
 as_is = studies.changed(v5_pingpong, (FOR, FOR.replace("blocks)", "blocks, num_stages=0)")))
@@ -221,8 +221,8 @@ chapter.glue(tanh=tanh, under_v5=under_v5, under_as_is=under_as_is)
 # With `num_stages=0` the IR is as written, but ptxas moves the last wait up, and only
 # {glue:text}`under_as_is:.0f` `tanh` still run under P V. Which loop is faster? The `while` loop
 # was meant to answer that, since the pass leaves `while` loops alone. But there the compiler also
-# converts the accumulator through shared memory in each block, so its time says little about the
-# waits. {doc}`v8_own_waits` measures `num_stages=0`.
+# converts the accumulator through {term}`shared memory` in each block, so its time says little
+# about the waits. {doc}`v8_own_waits` measures `num_stages=0`.
 #
 # Turns fail for the same reason. The source passes the turn as soon as both MMAs are issued. In
 # SASS the consumer waits for both first, so its whole activation lies within its turn.
@@ -285,11 +285,11 @@ chapter.glue(spilled=cut["spilled (B)"]["200"], even=cut["spilled (B)"]["even"])
 # :::{solution} ex-v5-registers
 # :class: dropdown
 #
-# With 200 it spills {glue:text}`spilled:.0f` bytes: it interleaves the activation with the HGMMAs
-# of P V, so S, P in both formats and the accumulator are alive together. With 168 it spills
-# {glue:text}`even:.0f` bytes and serializes the MMAs, one HGMMA and one wait after another. With
-# `num_stages=0` nothing spills, because most of the activation comes after P V. Overlap costs
-# registers, whoever arranges it.
+# With 200 it {term}`spills <spill>` {glue:text}`spilled:.0f` bytes: it interleaves the activation
+# with the HGMMAs of P V, so S, P in both formats and the accumulator are alive together. With 168
+# it spills {glue:text}`even:.0f` bytes and serializes the MMAs, one HGMMA and one wait after
+# another. With `num_stages=0` nothing spills, because most of the activation comes after P V.
+# Overlap costs registers, whoever arranges it.
 # :::
 #
 # ## Takeaways

@@ -84,8 +84,8 @@ chapter.code(v7_packed.finish)
 # %% [markdown]
 # ## What the compiler makes of it
 #
-# Counted in SASS, for head_dim 128. There is one tanh per score, so dividing by `MUFU` gives
-# instructions per score:
+# Counted in {term}`SASS`, for head_dim 128. There is one tanh per score, so dividing by `MUFU`
+# gives instructions per score:
 
 # %%
 ARITHMETIC = ["FFMA", "FMUL", "HFMA2", "HMUL2", "F2FP", "PRMT"]
@@ -198,9 +198,9 @@ chapter.predict("`gelu` in v7 runs at the rate of `gelu_tanh`: only the coeffici
 # ## The surprise: the clock goes down
 #
 # What were the instructions paid with? The timelines of {doc}`v6_short_kv` show tensor cores that
-# are busy nearly all the time. Our guess was energy: at the power limit, what is not executed
-# leaves power to the tensor cores, and the clock rises. So the H200 was asked for its clock while
-# it repeated each kernel on gdpa-self-full-2048:
+# are busy nearly all the time. Our guess was energy: at the {term}`power limit`, what is not
+# executed leaves power to the tensor cores, and the clock rises. So the H200 was asked for its
+# clock while it repeated each kernel on gdpa-self-full-2048:
 
 # %%
 state = power.summary(chapter.recorded("power"))
@@ -226,8 +226,8 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 # %% [markdown]
 # Half of the guess was right: power limits the clock in every snapshot. But v7 runs at the *lower*
 # clock and does more in each cycle. v6 leaves its tensor cores idle for more of the time than its
-# emulated timeline shows, which knows no latency of an instruction and gives each warp group units
-# of its own.
+# emulated timeline shows, which knows no latency of an instruction and gives each
+# {term}`warp group` units of its own.
 #
 # Power then takes a part back. A cycle in which the tensor cores work takes more energy than one in
 # which they wait, and at the limit more energy for a cycle means fewer cycles a second. A kernel
@@ -278,18 +278,18 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 # :::{exercise} How many registers has a consumer?
 # :label: ex-v7-registers
 #
-# At head_dim 64 each thread of four consumer warp groups has 112 registers, and the producer what
-# is left. Explain why 104 or 120 would be worse. How many consumers of 64 rows would fit at
-# head_dim 128? *(paper; then `compile_check.compile_rung`)*
+# At head_dim 64 each thread of four {term}`consumer warp groups <consumer warp group>` has 112
+# registers, and the producer what is left. Explain why 104 or 120 would be worse. How many
+# consumers of 64 rows would fit at head_dim 128? *(paper; then `compile_check.compile_rung`)*
 # :::
 #
 # :::{solution} ex-v7-registers
 # :class: dropdown
 #
 # An SM has 65,536 registers, 512 for one thread of every warp group. Four times 112 leave 64 for
-# the producer, four times 120 only 32, and its offsets spill. With 104 the consumers spill. At
-# head_dim 128 the accumulator takes 64 registers, the scores of 128 keys 64 more, $x$ and $t$
-# another 64: two consumers of 240.
+# the producer, four times 120 only 32, and its offsets {term}`spill`. With 104 the consumers spill.
+# At head_dim 128 the {term}`accumulator` takes 64 registers, the scores of 128 keys 64 more, $x$
+# and $t$ another 64: two consumers of 240.
 # :::
 #
 # ## Takeaways

@@ -126,8 +126,8 @@ chapter.figure(
 # scores between them: all {glue:text}`hidden_v7:.0f` of a thread are overlapped with P V. So v7 did
 # overlap, though not as its source says. What it lacks is anything in flight while it waits for S.
 #
-# In v8 both MMAs are issued back to back, and the consumer waits for S with P V queued behind it.
-# But ptxas has moved the *last* wait up: only {glue:text}`hidden_v8:.0f` of the
+# In v8 both {term}`MMAs <MMA>` are issued back to back, and the consumer waits for S with P V
+# queued behind it. But ptxas has moved the *last* wait up: only {glue:text}`hidden_v8:.0f` of the
 # {glue:text}`tanh:.0f` `tanh` come before it. During the other {glue:text}`after:.0f` this consumer
 # has nothing in flight.
 #
@@ -170,9 +170,9 @@ assert gain[FULL[1024]] < gain[FULL[2048]] <= gain[FULL[512]], "the text says so
 #
 # ### How far from the roofline
 #
-# The aim is 90 % of the roofline. Where v8 misses it most, sequences end inside tiles: a tile has
-# 128 rows and a block 64 or 128 keys, whatever the sequence has left, and the roofline counts real
-# pairs only. On gdpa-self-half-jagged-512, with blocks of 64 keys:
+# The aim is 90 % of the {term}`roofline`. Where v8 misses it most, sequences end inside tiles: a
+# tile has 128 rows and a block 64 or 128 keys, whatever the sequence has left, and the roofline
+# counts real pairs only. On gdpa-self-half-jagged-512, with blocks of 64 keys:
 
 # %%
 LEAST = "gdpa-self-half-jagged-512"
@@ -216,9 +216,9 @@ for module in (v7_packed, v8_own_waits):
 # the list, power. All of it was plausible, some of it was tested, and none of it needed the waits.
 #
 # {doc}`v5_pingpong` saw the waits and asked the right question with the wrong instrument. Its
-# `while` loop has no added waits either, but it also converts its accumulator through shared
-# memory, and it was slower. One experiment that changed two things closed the question up to v7;
-# `num_stages=0` changes one.
+# `while` loop has no added waits either, but it also converts its {term}`accumulator` through
+# {term}`shared memory`, and it was slower. One experiment that changed two things closed the
+# question up to v7; `num_stages=0` changes one.
 #
 # Nor does counting explain the gain: by the `tanh` that are overlapped with P V, v7 is the better
 # kernel. The count misses that a consumer drains its queue of MMAs twice a block in v7, after S and
@@ -248,8 +248,8 @@ chapter.glue(v4_added=len(loops.in_ir(plain)) - len(loops.in_ir(changed)))
 #
 # It adds {glue:text}`v4_added:.0f`. They do not matter: v4 waits for each MMA itself before it does
 # anything else, so an added wait finds nothing to wait for. With and without them, MMAs and `tanh`
-# come in the same order in SASS. Waits matter where a rung issues one MMA before it waits for
-# another: v5 to v7.
+# come in the same order in {term}`SASS`. Waits matter where a rung issues one MMA before it waits
+# for another: v5 to v7.
 # :::
 #
 # :::{exercise} Why the boundary was never affected
@@ -270,7 +270,7 @@ chapter.glue(v4_added=len(loops.in_ir(plain)) - len(loops.in_ir(changed)))
 # :::{exercise} The price of a wait moved up
 # :label: ex-v8-price
 #
-# MUFU takes 8 cycles for one `tanh` of a warp. In v8 {glue:text}`after:.0f` of
+# {term}`MUFU` takes 8 cycles for one `tanh` of a warp. In v8 {glue:text}`after:.0f` of
 # {glue:text}`tanh:.0f` come after the wait for P V. For how many cycles of a block does a consumer
 # have nothing in flight, at least? What share of the block is that if it has the SM to itself, and
 # how much of it must remain with two consumers? *(paper, ten minutes)*

@@ -95,7 +95,7 @@ chapter.figure(
 # A workload knows its useful FLOPs and its fewest bytes without any kernel. Forward, with $h$ heads
 # of dimension $d$ and 2 bytes per number, a sequence of $n$ queries and $m$ keys needs two matmuls
 # of two FLOPs per multiply-add; q, k and v are read once and o is written once. Heads and head
-# dimension cancel in the quotient, the **arithmetic intensity**
+# dimension cancel in the quotient, the **{term}`arithmetic intensity`**
 #
 # $$
 # I = \frac{4\,h\,d\,n\,m}{2\,h\,d\,(2n + 2m)} = \frac{n\,m}{n + m} \;\text{FLOP/byte}.
@@ -106,12 +106,12 @@ chapter.figure(
 #
 # ## Two ceilings, measured
 #
-# A roofline {cite}`williams2009roofline` is usually drawn from a data sheet. Ours is measured, in
-# the same run as every kernel that is held against it: a long matmul draws more power than the
-# board may have, and the clock falls until it does not. The compute ceiling is one large matmul of
-# random bf16 matrices, {glue:text}`matmul:.0f` TFLOP/s. The memory ceiling is a copy with the
-# kernel's own mix of reads and writes. Self-attention reads three tensors and writes one. A plain
-# copy is slower, because DRAM loses time whenever it turns from reading to writing. Between
+# A {term}`roofline` {cite}`williams2009roofline` is usually drawn from a data sheet. Ours is
+# measured, in the same run as every kernel that is held against it: a long matmul draws more power
+# than the board may have, and the clock falls until it does not. The compute ceiling is one large
+# matmul of random bf16 matrices, {glue:text}`matmul:.0f` TFLOP/s. The memory ceiling is a copy with
+# the kernel's own mix of reads and writes. Self-attention reads three tensors and writes one. A
+# plain copy is slower, because DRAM loses time whenever it turns from reading to writing. Between
 # measured mixes the rate is interpolated:
 
 # %%

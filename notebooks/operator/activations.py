@@ -221,10 +221,10 @@ assert 2.0**-11 / tangent > 8, "the text: far better than documented"
 #
 # ## What each one costs
 #
-# Per clock a Hopper SM delivers 16 MUFU results, 128 fp32 instructions ([CUDA programming
+# Per clock a Hopper SM delivers 16 {term}`MUFU` results, 128 fp32 instructions ([CUDA programming
 # guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions)) and 4,096
-# bf16 FLOPs of MMA. A score of head_dim 128 is $4 \cdot 128$ FLOPs: 1/8 of a clock in the tensor
-# cores, and 1/16 per MUFU. Instructions as the kernels execute them for bf16:
+# bf16 FLOPs of {term}`MMA`. A score of head_dim 128 is $4 \cdot 128$ FLOPs: 1/8 of a clock in the
+# tensor cores, and 1/16 per MUFU. Instructions as the kernels execute them for bf16:
 
 # %%
 cost = pd.DataFrame(activations.INSTRUCTIONS, index=["fp32", "MUFU"]).T

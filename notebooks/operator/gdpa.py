@@ -113,9 +113,9 @@ chapter.figure(drawings.jagged(lengths), modelled="drawn from the lengths 3, 0, 
 #
 # Softmax attention {cite}`vaswani2017attention` divides each exponential by the sum over its row. A
 # kernel that sees one block of keys at a time knows neither that sum nor the maximum that keeps the
-# exponential finite. It carries both along and rescales its accumulator whenever the maximum rises
-# {cite}`milakov2018online,dao2022flashattention`. With an element-wise activation each block of
-# keys adds its share and is done:
+# exponential finite. It carries both along and rescales its {term}`accumulator` whenever the
+# maximum rises {cite}`milakov2018online,dao2022flashattention`. With an element-wise activation
+# each block of keys adds its share and is done:
 
 
 # %%
@@ -165,10 +165,10 @@ for some in (blocks, blocks[::-1]):
 # The panels of {numref}`fig-gdpa-uses` differ in where the rows come from. In **self-attention**
 # all three tensors are projections of the same tokens, as in the first cell.
 #
-# **PMA**, pooling by multi-head attention {cite}`lee2019settransformer`, summarises a history of
-# any length in a fixed number of rows. The original uses softmax; GDPA keeps its shape. The queries
-# are learned *seeds*, the same for every sample. `q` holds them once, `cu_seqlens_q=None` says so,
-# and the output has their rows once for each sample:
+# **{term}`PMA`**, pooling by multi-head attention {cite}`lee2019settransformer`, summarises a
+# history of any length in a fixed number of rows. The original uses softmax; GDPA keeps its shape.
+# The queries are learned *seeds*, the same for every sample. `q` holds them once,
+# `cu_seqlens_q=None` says so, and the output has their rows once for each sample:
 
 # %%
 seeds = draw(4)
@@ -177,9 +177,9 @@ assert (pooled[4:8] == 0).all()  # sequence 1 has no tokens
 print(f"{list(seeds.shape)} -> {list(pooled.shape)}")
 
 # %% [markdown]
-# **PFFN**, the personalised feed-forward network of InterFormer {cite}`zeng2024interformer` and
-# Kunlun {cite}`hou2026kunlun`, sends every token of a sample through a two-layer perceptron whose
-# weights belong to that sample: they are computed from its context features, which are not a
+# **{term}`PFFN`**, the personalised feed-forward network of InterFormer {cite}`zeng2024interformer`
+# and Kunlun {cite}`hou2026kunlun`, sends every token of a sample through a two-layer perceptron
+# whose weights belong to that sample: they are computed from its context features, which are not a
 # sequence. In {eq}`eq-gdpa`, $K^{\mathsf T}$ is the first layer's weight matrix $W_1$ and $V$ the
 # second layer's $W_2$. The number of keys is the width of the hidden layer.
 

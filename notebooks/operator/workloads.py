@@ -66,7 +66,7 @@ chapter.figure(
 # another for keys, and a seed. From these follow the lengths, the same on every machine, and from
 # the lengths everything that can be said in advance. The batch is 1,152 sequences with 4 heads of
 # head_dim 128 in bf16, as published. `self` is self-attention; `cross` has 256 dense keys for every
-# length of queries, the shape of a PFFN ({doc}`gdpa`).
+# length of queries, the shape of a {term}`PFFN` ({doc}`gdpa`).
 
 # %%
 w = workload("gdpa-self-half-jagged-1024")
@@ -142,7 +142,7 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 # %% [markdown]
 # For MovieLens 20M, capped at 2,048, {glue:text}`fill:.0f` % of the places are used. No padded
 # kernel is good enough to make up for the rest, which is why all rungs after
-# {doc}`v0 <../forward/v0_eager>` work on the jagged layout.
+# {doc}`v0 <../forward/v0_eager>` work on the {term}`jagged` layout.
 #
 # ## Dense keys in a jagged batch
 #
@@ -241,8 +241,8 @@ assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the tex
 # {glue:text}`zigzag_worst:.0f` %. **A queue needs no list**: where the hardware gives the next tile
 # to the first free slot, the imbalance is at most {glue:text}`queue_worst:.2f`.
 #
-# That is the surprise of this chapter. A tile scheduler has to beat a launch grid that costs
-# nothing to make. {doc}`../forward/v3_persistent` measures whether it does.
+# That is the surprise of this chapter. A {term}`tile scheduler` has to beat a launch grid that
+# costs nothing to make. {doc}`../forward/v3_persistent` measures whether it does.
 #
 # ## Exercises
 #

@@ -168,10 +168,10 @@ chapter.predict(text, 100 * apart[bf16].max().max(), most=3, form=".1f", unit=" 
 # of the shown kind in the history a click has the probability $\sigma(0.8\, n - 1.5)$. One user in
 # five has no history; the other lengths are uniform from 1 to 15.
 #
-# The model has one of each layer. Events attend to each other, PMA pools them into four rows, PFFN
-# sends these through a perceptron made from what is shown, and a linear layer makes a logit. With
-# `average=True` the sums of the first two layers are divided by the length of each history; without
-# it by 5, a constant.
+# The model has one of each layer. Events attend to each other, {term}`PMA` pools them into four
+# rows, {term}`PFFN` sends these through a perceptron made from what is shown, and a linear layer
+# makes a logit. With `average=True` the sums of the first two layers are divided by the length of
+# each history; without it by 5, a constant.
 
 
 # %%
@@ -274,7 +274,7 @@ chapter.figure(chart, emulated="trained on a CPU in fp32", data=curve)
 # ## What padding does
 #
 # The pooling layer of the trained model again, padded, with four ways to deal with what is not
-# there; then the jagged layer. The loss leaves out the user without a history.
+# there; then the {term}`jagged` layer. The loss leaves out the user without a history.
 
 # %%
 WAYS = {

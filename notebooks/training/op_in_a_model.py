@@ -247,8 +247,8 @@ print(f"the bits of the contiguous copy in {sum(same)} of {len(same)} cases")
 
 # %% [markdown]
 # A kernel that took the rows as adjacent would read beyond that one number. v1 has the strides of
-# its arguments as constants; the others copy a gradient that TMA cannot read, and nothing else. q,
-# k and v may be strided too: slices of one packed projection are read where they are.
+# its arguments as constants; the others copy a gradient that {term}`TMA` cannot read, and nothing
+# else. q, k and v may be strided too: slices of one packed projection are read where they are.
 #
 # ## What is refused
 #
