@@ -14,7 +14,7 @@
 # You will make a warp-specialized kernel persistent, pipeline it across tiles, and learn to tell a
 # gap worth closing from one that is filled already. On the H200 persistent CTAs (`v6a_persistent`)
 # run at {glue:text}`stay_min:.2f` to {glue:text}`stay_max:.2f` times the rate of v5 on full
-# batches, up to {glue:text}`stay_half:.1f` times on half-full ones. The other steps gain nothing.
+# batches, up to {glue:text}`stay_half:.1f` times on half-full ones. The others stay within noise.
 # :::
 
 # %%
