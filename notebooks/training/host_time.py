@@ -7,7 +7,7 @@
 # %% [markdown]
 # # What does a call cost the host?
 #
-# A program that trains enqueues kernels, and the device works them off. When is the host too slow?
+# A training step enqueues kernels, and the device works them off. When is the host too slow?
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will measure the host's time for a call without fooling yourself, share offsets between layers
@@ -23,10 +23,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gdpa_kernels import GDPASelfAttention, Lengths, emulator, gdpa
-from gdpa_kernels.gdpa import api
-from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring import baselines, record
 from gdpa_kernels.measuring import host as hosts
+from gdpa_kernels.measuring import record
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import charts
@@ -39,7 +37,6 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("training/host_time", mode=mode, device=device, data_dir=data_dir)
-BIG, STEP = "gdpa-self-full-1024", baselines.STEP
 
 # %% [markdown]
 # ## How it is measured
@@ -66,11 +63,11 @@ def _(session):
 
 
 # %% [markdown]
-# Each workload is measured with `exp` of q in place of the operator too: one kernel, launched by
-# PyTorch. And with a loop of plain Python, which says how fast this host interprets. Hosts of one
-# kind of machine differ by a factor of three, and so does one host from minute to minute, so times
-# are read in these units. `TRITON_ENABLE_C_CACHE=1 TRITON_USE_C_DISPATCHER=1` makes Triton launch
-# in C where a kernel allows it; both launchers are measured.
+# Each workload is also measured with `exp` of q in place of the operator: one kernel, launched by
+# PyTorch. And a loop of plain Python says how fast this host interprets. Hosts of one kind of
+# machine differ by a factor of three, and one host changes from minute to minute, so compare with
+# `exp`. `TRITON_ENABLE_C_CACHE=1 TRITON_USE_C_DISPATCHER=1` makes Triton launch in C where a kernel
+# allows it; both launchers are measured.
 #
 # ## What was found
 
@@ -91,7 +88,6 @@ chapter.glue(
     in_c_least=in_c["ours", FORWARD].min(), in_c_most=in_c["ours", FORWARD].max(),
     step_c_least=in_c["ours", STEP_OF].min(), step_c_most=in_c["ours", STEP_OF].max(),
     around=(begins + returns).median(), itself=itself.median(), graph_most=graph.max(),
-    python_least=us["Python", "a loop"].min(), python_most=us["Python", "a loop"].max(),
     in_exp=(new / exp[FORWARD]).max(), in_steps=(step / exp[STEP_OF]).max(),
     eight_new=8 * step.min() / 1e3, eight_shared=8 * shared.min() / 1e3,
 )  # fmt: skip
@@ -101,9 +97,8 @@ chapter.glue(
 # | caption: >
 # |   Host time of a call on gdpa-cross-full-512: median of calls in a row, µs.
 # | alt: >
-# |   Horizontal bars in microseconds. A forward call takes a few hundred, a step over a thousand,
-# |   with Lengths somewhat less; exp takes a tenth of that, the replay of a CUDA graph next to
-# |   nothing.
+# |   Bars in microseconds. A forward call takes a few hundred, a step nearly a thousand; exp takes
+# |   about a tenth of that, the replay of a CUDA graph next to nothing.
 one = us.xs("gdpa-cross-full-512", level="workload")
 bars = {"exp, forward": one.loc["default", ("exp", FORWARD)], "CUDA graph of a step": graph.max()}
 for what, name in ((FORWARD, "forward"), (STEP_OF, "step")):
@@ -125,7 +120,7 @@ chapter.table(ours.T.round(0).reset_index(names="µs"), measured=[chapter.record
 US = {"form": ",.0f", "unit": " µs"}
 chapter.predict("Forward, new offsets, slowest workload.", new.max(), least=75, most=120, **US)
 chapter.predict("A step, new offsets.", step.max(), least=200, most=350, **US)
-chapter.predict("`Lengths` save of a step.", (step - shared).min(), least=15, most=40, **US)
+chapter.predict("`Lengths` save of a step.", (step - shared).max(), least=15, most=40, **US)
 chapter.predict("A CUDA graph of a step.", graph.max(), most=15, form=".1f", unit=" µs")
 ratio = (in_c["ours"][FORWARD] / new).median()
 chapter.predict("Launched in C, forward takes of its time (median of workloads).", ratio, most=0.75)
@@ -136,29 +131,23 @@ chapter.predict("Launched in C, forward takes of its time (median of workloads).
 # Forward is {glue:text}`in_exp:.0f` times an `exp`, which is what its parts add up to. A step is
 # {glue:text}`in_steps:.0f` steps of `exp`, where 3 to 5 were expected. Autograd runs the backward
 # pass of tensors on a GPU in a thread of its own. Until the operator's backward begins there, and
-# from its end until the call returns, pass {glue:text}`around:.0f` µs (median of the workloads):
+# from its end until the call returns, {glue:text}`around:.0f` µs pass (median of the workloads):
 # two threads wake each other, and each takes Python's lock. Backward itself takes
 # {glue:text}`itself:.0f` µs, with seven descriptors where forward has four.
 #
 # Launches in C bring forward to {glue:text}`in_c_least:.0f` to {glue:text}`in_c_most:.0f` µs and a
 # step to {glue:text}`step_c_least:,.0f` to {glue:text}`step_c_most:,.0f`. `v5_short_kv_backward`
-# gains nothing: the C dispatcher takes at most 62 arguments, and seven descriptors are 77. The
-# variables are off by default, since the C cache compares the globals of a kernel after it has
-# launched it.
-#
-# While this record was made, the loop of plain Python took {glue:text}`python_least:.0f` to
-# {glue:text}`python_most:.0f` µs. An earlier version of this package remembered lists and replayed
-# whole calls: 99 to 115 µs for a call with new lengths (record `20261122T023917Z`). It is gone,
-# because what was remembered could be wrong.
+# gains nothing: the C dispatcher takes at most 62 arguments, and seven descriptors are 77. Both are
+# off by default, since the C cache compares the globals of a kernel after it has launched it.
 #
 # ## `Lengths`: what many layers share
 #
 # Offsets live on the GPU. Whoever reads them on the host waits until everything before them has
 # run, and the queue of kernels runs dry. Unless told not to, `gdpa` reads them in each call, to
-# check them. It could remember which tensor it has checked; but a tensor says only of some of its
-# writers that they wrote, and a collective, a CUDA graph or another library goes unnoticed. So
-# nothing is remembered behind the caller's back. `Lengths(cu_seqlens)` copies the offsets, checks
-# them once, and keeps the lists of work that kernels make of them:
+# check them. It could remember which tensor it has checked, but a collective, a CUDA graph or
+# another library can write to a tensor without leaving a trace. So nothing is remembered behind the
+# caller's back. `Lengths(cu_seqlens)` copies the offsets, checks them once, and keeps the lists of
+# work that kernels make of them:
 
 
 # %%
@@ -230,71 +219,28 @@ if torch.device(device).type == "cuda":
     print("a replay with other lengths is an ordinary step")
 
 # %% [markdown]
-# ## Which backward
+# ## Which backward, and a whole step
 #
-# `backward_impl="auto"` takes the first rung that can compute the call, in the order that was
-# measured at the nearest shape on this kind of device; where nothing was measured come the rungs
-# that run anywhere. It looks at type, head_dim, longest sequences and layout, not at lengths. On a
-# Hopper GPU:
-
-
-# %%
-def choice(keys, dim=128, shared=False, dtype=torch.bfloat16) -> str:
-    """The backward rung that takes a call with so many keys."""
-    x = torch.empty(8, 4, dim, dtype=dtype)
-    lengths = None if shared else ENDS, ENDS, 8 if shared else keys, keys
-    return api.resolve_backward("auto", Batch(x, x, x, *lengths, ("gelu_tanh",), 1.0)).impl
-
-
-with emulator.enabled():
-    print(f"256 keys:                 {choice(256)}")
-    print(f"1,024 keys:               {choice(1024)}")
-    print(f"1,024 keys, head_dim 64:  {choice(1024, dim=64)}")
-    print(f"256 keys, shared q (PMA): {choice(256, shared=True)}")
-    print(f"256 keys, fp32:           {choice(256, dtype=torch.float32)}")
-
-# %% [markdown]
-# Name a rung for two reasons: to compare, and for results that repeat bit for bit. Beyond 256 keys
-# (128 at head_dim 64) dQ of v2 and v4 is added up in an order that differs from run to run
-# ({doc}`../backward/v2_fused_backward`). A rung that is named never hands the work to another one.
+# `backward_impl="auto"` takes the first rung that can compute the call, in the order measured at
+# the nearest shape on this kind of device; it does not look at lengths. Name a rung to compare, or
+# for results that repeat bit for bit ({doc}`../backward/v2_fused_backward`): a rung that is named
+# never hands the work to another one.
 #
-# ## A whole step
-#
-# From the record of {doc}`../backward/results`: autograd's backward of the operator and a whole
-# step, each from the call, on an idle device, to completion.
-
-# %% tags=["remove-cell"]
-of = {"of": "backward/results", "direction": "backward"}
-kernel = chapter.times(**of) / 1e3
-back = chapter.times(**of, scope="op") / 1e3
-whole_step = chapter.times(**of, scope="op", variant=STEP) / 1e3
-parts = pd.DataFrame({"backward": back.loc[BIG], "forward": whole_step.loc[BIG] - back.loc[BIG]})
-parts = parts.dropna().sort_values("backward", ascending=False)
-best, host_share = parts.index[-1], 100 * (back / kernel - 1).stack()
-slow, slow_impl = host_share.idxmax()
-chapter.glue(step_ms=parts.loc[best].sum(), best=best,
-             worst=f"{slow_impl} on {slow}", worst_kernel=kernel[slow_impl][slow],
-             worst_more=back[slow_impl][slow] - kernel[slow_impl][slow])  # fmt: skip
+# {doc}`../backward/results` also times autograd's backward of the operator from the call, on an
+# idle device, to completion.
 
 # %% tags=["remove-input"]
-# | name: fig-train-step
-# | caption: >
-# |   A step on gdpa-self-full-1024 with each backward rung.
-# | alt: >
-# |   Horizontal bars of milliseconds in two parts: backward, filled, and forward, hollow. The
-# |   backward part shrinks from rung to rung; forward is the smaller part of each.
-chapter.figure(
-    charts.stacked(parts, xlabel="ms", looks={"backward": "filled", "forward": "hollow"}),
-    measured=chapter.rows("backward/results", direction="backward", scope="op", variant=STEP),
-)
-more, share = host_share.max(), 100 * parts.loc[best, "forward"] / parts.loc[best].sum()
-PERCENT = {"form": ".1f", "unit": " %"}
-chapter.predict("Autograd's backward takes so much more than its kernels.", more, most=5, **PERCENT)
-chapter.predict("Forward is 18 to 28 % of the step.", share, least=18, most=28, **PERCENT)
+of = {"of": "backward/results", "direction": "backward"}
+kernel, back = chapter.times(**of) / 1e3, chapter.times(**of, scope="op") / 1e3
+more = 100 * (back / kernel - 1).stack()
+slow, impl = more.idxmax()
+text = "From the call, backward takes so much more than its kernels."
+chapter.predict(text, more.max(), most=5, form=".1f", unit=" %")
+chapter.glue(worst=f"{impl} on {slow}", worst_kernel=kernel[impl][slow],
+             worst_more=(back - kernel)[impl][slow])  # fmt: skip
 
 # %% [markdown]
-# The fastest step takes {glue:text}`step_ms:.1f` ms, backward by {glue:text}`best`. The broken
-# prediction is of {glue:text}`worst`: its kernels take {glue:text}`worst_kernel:.2f` ms and the
+# The most is that of {glue:text}`worst`: its kernels take {glue:text}`worst_kernel:.2f` ms and the
 # call {glue:text}`worst_more:.2f` ms more, since on an idle device the host's time comes first.
 # When calls follow each other it does not, as long as the host is ahead.
 #
