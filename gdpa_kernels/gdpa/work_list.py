@@ -162,7 +162,7 @@ def order_kernel(cu_seqlens_ptr, order_ptr, batch, OWN: tl.constexpr, OTHERS: tl
 def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
     """The sequences of `cu_seqlens`, int32 `[sequences]`, those with the most rows first."""
     sequences = cu_seqlens.numel() - 1
-    order = cu_seqlens.new_empty(sequences)
+    order = torch.empty(sequences, dtype=torch.int32, device=cu_seqlens.device)
     own = 4
     launch(
         order_kernel, (triton.cdiv(sequences, own),), cu_seqlens.device,
