@@ -19,7 +19,7 @@
 # %%
 from pathlib import Path
 
-from gdpa_kernels import emulator
+from gdpa_kernels import emulator, gdpa
 from gdpa_kernels.emulator import clocks
 from gdpa_kernels.report import emulated, studies
 from gdpa_kernels.report.chapter import Chapter
@@ -72,8 +72,19 @@ chapter.code(pipeline.math, "for i in", "tl.store")
 # operation that another role can notice. There the *schedule* decides who goes on. "modelled" gives
 # every role and engine a clock in cycles and lets whoever is behind go first. An integer seeds
 # random choices, which reach orders that a GPU would show once in years. A finding is raised as an
-# error, with file and line: inside `with emulator.intercept(schedule=7):`, or under five schedules
-# by `python -m gdpa_kernels.emulator FILE.py:FUNCTION`; `--svg` draws the figure above.
+# error, with file and line:
+
+# %%
+given = studies.batch((70, 0, 33))
+q, ends = given.q, given.cu_seqlens_q
+with emulator.enabled(schedule=7):  # this package's operators
+    gdpa(q, q, q, ends, ends, 70, 70, impl="v4_warp_specialized")
+with emulator.intercept(schedule=7):  # any host code that launches kernel[grid]
+    pipeline.main()
+
+# %% [markdown]
+# `python -m gdpa_kernels.emulator FILE.py:FUNCTION` does it under five schedules; `--svg` draws the
+# figure above.
 #
 # ## A barrier is two counters and a parity
 #
