@@ -111,9 +111,9 @@ assert ours == 0 and theirs > 4 * 3 * q.nbytes, "the text: its arguments and not
 chapter.glue(eager_times=1 + theirs / (3 * q.nbytes))
 
 # %% [markdown]
-# A model does not always save the output: the linear layer after the attention needs it for the
-# gradient of its weight. What is always saved is the log-sum-exp, and the kernel that a row sum of
-# $dO \odot O$ would need.
+# A model does not always get rid of the output: the linear layer after the attention needs it for
+# the gradient of its weight. What it always gets rid of is the log-sum-exp, and the kernel that a
+# row sum of $dO \odot O$ would need.
 #
 # What is kept must not change before it is used. Autograd checks the version of the offsets as it
 # does that of any tensor:
@@ -211,7 +211,7 @@ found = {needs: [launched(impl, needs) for impl in SHOWN] for needs in MATMULS}
 frame = pd.DataFrame(found, index=[impl.split("_")[0] for impl in SHOWN]).T
 frame.insert(0, "matmuls needed", MATMULS)
 takes = [impl for impl in BACKWARD if "needs" in ladder.rung(impl, "gdpa_backward").has]
-chapter.glue(thrifty=", ".join(f"`{impl}`" for impl in takes))
+chapter.glue(thrifty=", ".join(takes))
 assert found["q"][0] == "queries" and found["v"][0] == "keys", "the text says so"
 chapter.table(frame.reset_index(names="gradients of"), emulated="kernels of a backward pass")
 
@@ -330,9 +330,9 @@ assert size == sum(LENGTHS) * (1536 + 512) * 2, "the answer says so"
 # :class: dropdown
 #
 # The input x, for the gradient of the first projection; q, k and v, slices of one tensor of width
-# 1,536; and the output of `gdpa`, which is the input of the second projection. That is 512 + 1,536
-# + 512 numbers a row, 4.77 GiB. Softmax adds a log-sum-exp, 4 bytes for each head and row: 0.015
-# GiB. Here the two differ little; what GDPA does not need is the row sum of $dO \odot O$, and
+# 1,536; and the output of `gdpa`, which is the input of the second projection. That is 512 +
+# 1,536 + 512 numbers a row, 4.77 GiB. Softmax adds a log-sum-exp, 4 bytes for each head and row:
+# 0.015 GiB. Here the two differ little; what GDPA does not need is the row sum of $dO \odot O$, and
 # reading the output for it.
 # :::
 #
