@@ -149,8 +149,9 @@ chapter.glue(blocks=main.blocks, fill=main.fill, empty=0.3 * main.max_seqlen_q)
 # Given $dO$, the gradients of one block and one head are
 #
 # $$
-# dV = P^{\mathsf T} dO, \quad dP = dO\, V^{\mathsf T}, \quad
-# dS_{ij} = P_{ij} (dP_{ij} - D_i), \quad dQ = s\, dS\, K, \quad dK = s\, dS^{\mathsf T} Q
+# \begin{gathered} dV = P^{\mathsf T} dO, \qquad dP = dO\, V^{\mathsf T}, \qquad
+# dS_{ij} = P_{ij} (dP_{ij} - D_i), \\
+# dQ = s\, dS\, K, \qquad dK = s\, dS^{\mathsf T} Q \end{gathered}
 # $$ (eq-block-gradients)
 #
 # with $D_i = \sum_j P_{ij}\, dP_{ij} = \sum_c O_{ic}\, dO_{ic}$, one number for each row. A kernel
