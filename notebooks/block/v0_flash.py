@@ -112,8 +112,8 @@ chapter.code(v0_flash.forward_kernel, "highest = tl.full")
 # Let $m$ be a row's maximum so far, $l$ its sum and $a$ its output. A step with scores $t$ (base 2)
 # sets
 #
-# $$m' = \max(m, \max_j t_j), \quad f = 2^{m - m'}, \quad l' = f l + \sum_j 2^{t_j - m'}, \quad
-# a' = f a + \sum_j 2^{t_j - m'} v_j .$$
+# $$\begin{gathered} m' = \max(m, \max_j t_j), \qquad f = 2^{m - m'}, \\
+# l' = f l + \sum_j 2^{t_j - m'}, \qquad a' = f a + \sum_j 2^{t_j - m'} v_j . \end{gathered}$$
 #
 # At the first step $m = -\infty$, so $f = 0$ and the rescaling multiplies zeros. On a block of 64
 # there is no second step, but the compiler cannot know that: the number of rows is read from a list
