@@ -269,8 +269,8 @@ ragged = block_studies.batch((0, 1, 63, 64, 65, 130))
 for config in (Config(1, 1), Config(1, 3, 2), Config(2, 4)):
     checked = block_studies.comparison(v3_warp_specialized, ragged, config, schedule=0)
     worst = 100 * (checked["largest error"] / checked["allowed"]).max()
-    print(f"{config.math_roles} x math, {config.num_stages} slots: errors at most {worst:.0f} % "
-          "of what is allowed")  # fmt: skip
+    print(f"consumers: {config.math_roles}, slots: {config.num_stages}; errors {worst:.0f} % "
+          "of what is allowed, at most")  # fmt: skip
 
 # %% [markdown]
 # One line less: `release` without its wait, so that a slot goes back while its stores may still
