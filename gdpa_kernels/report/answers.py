@@ -19,18 +19,17 @@ if TYPE_CHECKING:
 ANSWERS: dict[str, tuple[str, str]] = {
     "gdpa-production-gap-causes": (
         "forward/results",
-        "FlashAttention-2 falls from {fa2_full} TFLOP/s (self, full, 1024) to {fa2_cross} with 256 "
-        "keys and {fa2_jagged} half jagged, at 256. Batches are of one size here.",
+        "FlashAttention-2: {fa2_full} TFLOP/s (self, full, 1024), {fa2_cross} with 256 keys, "
+        "{fa2_jagged} half jagged, at 256.",
     ),
-    "gdpa-one-operator": ("operator/gdpa", "Shown: only lengths and the origin of q, k, v differ."),
+    "gdpa-one-operator": ("operator/gdpa", "Only lengths and origins differ."),
     "gdpa-no-row-statistics": ("operator/gdpa", "True, up to rounding."),
-    "gdpa-backward-five-products": ("backward/by_hand", "Derived: five matmuls."),
-    "gdpa-scale-inside": ("operator/gdpa", "Our argument `scale`. Inside is not outside."),
-    "gdpa-scale-outside": ("operator/gdpa", "Our argument `output_scale`."),
+    "gdpa-backward-five-products": ("backward/by_hand", "Derived."),
+    "gdpa-scale-inside": ("operator/gdpa", "Our `scale`."),
+    "gdpa-scale-outside": ("operator/gdpa", "Our `output_scale`."),
     "gdpa-outer-loop-pipelining": (
         "forward/v6_short_kv",
-        "{stay} times the rate if copies and stores cross tiles, times {stream} if MMAs do. Which "
-        "is claimed is not said.",
+        "{stay} times the rate if copies and stores cross tiles, times {stream} if MMAs do.",
     ),
     "gdpa-zigzag-skew": (
         "forward/v3_persistent",
@@ -39,11 +38,11 @@ ANSWERS: dict[str, tuple[str, str]] = {
     ),
     "gdpa-empty-tiles-skipped": (
         "forward/v3_persistent",
-        "{valid} of the time on half-dense batches: empty programs are nearly free.",
+        "{valid} of the time on half-dense batches.",
     ),
     "gdpa-taylor-gelu-range": (
         "operator/activations",
-        "Within 4e-3 of GELU below 1.18. Scores of standard deviation 1 already leave that range.",
+        "Within 4e-3 below 1.18. Scores of standard deviation 1 leave it.",
     ),
     "gdpa-role-swap-short-keys": (
         "forward/v6_short_kv",
@@ -51,18 +50,17 @@ ANSWERS: dict[str, tuple[str, str]] = {
     ),
     "jfa-split-dq": (
         "backward/v2_fused_backward",
-        "For GDPA the reverse: five matmuls that add dQ in memory take {added} of the time of "
-        "seven that do not.",
+        "GDPA, the reverse: adding dQ in memory takes {added} of the time.",
     ),
     "block-speedup-constant": (
         "block/results",
-        "Within {spread} % over the batches that FlashAttention-2 runs.",
+        "Within {spread} %.",
     ),
-    "block-five-eliminations": ("block/v1_one_tile", "True; each piece is put back and priced."),
+    "block-five-eliminations": ("block/v1_one_tile", "True."),
     "block-arithmetic-intensity": ("block/counting_bytes", "32 by count."),
     "block-rounding-twice": (
         "block/backward_alone",
-        "At most 0.39 % each time. Twice instead of once: mean error of dq times {twice}.",
+        "At most 0.39 %. Rounding twice: mean error of dQ times {twice}.",
     ),
     "gdpa-benchmark-computes-gelu": ("", "A polynomial outside its range is timed."),
     "gdpa-half-fill-is-jagged": ("", "Keys are dense: half the scores, not a third."),
