@@ -59,11 +59,11 @@ chapter.roles(V4, "gdpa_backward")
 # %% [markdown]
 # ### Where the operands of five matmuls are
 #
-# A `wgmma` reads B from shared memory and A from there or from registers, where its result stays. S
-# is computed transposed, so a thread's part of P^T has the layout that the A operand of dV needs.
-# The same holds for dS^T and dK. dQ sums over keys, half of which belong to the other consumer: for
-# it alone dS goes through shared memory. In a step of 64 rows and 128 keys of head_dim 128, each
-# matmul takes 512 cycles:
+# A `wgmma` reads B from {term}`shared memory` and A from there or from registers, where its result
+# stays. S is computed transposed, so a thread's part of P^T has the layout that the A operand of dV
+# needs. The same holds for dS^T and dK. dQ sums over keys, half of which belong to the other
+# consumer: for it alone dS goes through shared memory. In a step of 64 rows and 128 keys of
+# head_dim 128, each matmul takes 512 cycles:
 #
 # | matmul | A | B | shared memory read |
 # |:--|:--|:--|--:|
@@ -83,10 +83,10 @@ chapter.roles(V4, "gdpa_backward")
 # record). A step took about 5,200 cycles. The tensor pipe was active for 49.5 % of them, the issue
 # slots for 33 %. Of the loop's 805 instructions 62 were R2UR: register to uniform register.
 #
-# Each consumer is a chain: issue an MMA, wait, run 300 instructions of arithmetic, store, fence,
-# issue, wait. Each of an SM's four schedulers has two warps to choose from, one of each consumer,
-# and mostly one of them waits. With two chains of $t$ cycles a step takes $t$, however idle the
-# units are, and *every* instruction counts. Six ideas make the chain shorter:
+# Each consumer is a chain: issue an {term}`MMA`, wait, run 300 instructions of arithmetic, store,
+# fence, issue, wait. Each of an SM's four schedulers has two warps to choose from, one of each
+# consumer, and mostly one of them waits. With two chains of $t$ cycles a step takes $t$, however
+# idle the units are, and *every* instruction counts. Six ideas make the chain shorter:
 #
 # **1. Fold.** With $x = s \cdot scale$ and $t = \tanh u(x)$, GELU is
 # $\tfrac{scale}{2} \cdot s(1 + t)$ and its derivative $\tfrac12(1 + c)$ with
@@ -96,8 +96,8 @@ chapter.roles(V4, "gdpa_backward")
 #
 # **2. Uniform.** The number of steps is loaded from a list. The compiler cannot know that all
 # threads of a warp loaded the same number, so stages and addresses derived from it live in ordinary
-# registers. `wgmma` and TMA want uniform ones: an R2UR before each MMA. A shuffle from lane 0
-# changes no value; it tells the compiler that there is only one.
+# registers. `wgmma` and {term}`TMA` want uniform ones: an R2UR before each MMA. A shuffle from lane
+# 0 changes no value; it tells the compiler that there is only one.
 #
 # **3. K ahead.** The last MMA of a tile still reads K. A second stage lets the next K be requested
 # earlier. It costs one stage of Q and one of dO.
@@ -224,8 +224,8 @@ assert four > two > six and facts["spilled (B)"].iloc[-1] == 0, "the text says s
 chapter.table(facts, modelled="compiled for sm_90a when this page was built")
 
 # %% [markdown]
-# *S first* brings more addresses into the loop, and with them R2UR and spills. Late addresses take
-# the spills and most R2UR away, with or without *uniform*.
+# *S first* brings more addresses into the loop, and with them R2UR and {term}`spills <spill>`. Late
+# addresses take the spills and most R2UR away, with or without *uniform*.
 #
 # ## Is it right?
 #
@@ -242,11 +242,11 @@ for name in (ALL, NONE):
 # %% [markdown]
 # ## The surprise: a bound that no count contains
 #
-# The prediction counted MMAs, instructions and bytes and took the largest: a roofline of units. It
-# holds when enough independent chains feed the units, and two do not. Inside a chain the terms
-# *add*. By the measured times the matmuls take {glue:text}`tensor_none:.0f` % of a step without
-# the ideas and {glue:text}`tensor_all:.0f` % with them. A third chain would be a third consumer,
-# which does not fit (second exercise). {doc}`v5_short_kv_backward` pays less for dQ.
+# The prediction counted MMAs, instructions and bytes and took the largest: a {term}`roofline` of
+# units. It holds when enough independent chains feed the units, and two do not. Inside a chain the
+# terms *add*. By the measured times the matmuls take {glue:text}`tensor_none:.0f` % of a step
+# without the ideas and {glue:text}`tensor_all:.0f` % with them. A third chain would be a third
+# consumer, which does not fit (second exercise). {doc}`v5_short_kv_backward` pays less for dQ.
 #
 # ## Exercises
 #

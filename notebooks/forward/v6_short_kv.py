@@ -74,11 +74,11 @@ chapter.figure(
 #
 # ## Prediction
 #
-# *Persistent CTAs* save the same time on every tile, a fifth of a tile with 512 keys: barrier
-# set-up, the first copies, the store. *The stream* saves one block's time on every tile, n instead
-# of n + 1, since a consumer of v6a waits twice with nothing in flight, for the first S and for the
-# last P V. *K and V that stay* spare L2 128 KiB a tile of 256 keys, and should be worth 3 to 6 %.
-# The control: with more than 256 keys v6 does what v6b does.
+# *Persistent {term}`CTAs <CTA>`* save the same time on every tile, a fifth of a tile with 512 keys:
+# barrier set-up, the first copies, the store. *The stream* saves one block's time on every tile, n
+# instead of n + 1, since a consumer of v6a waits twice with nothing in flight, for the first S and
+# for the last P V. *K and V that stay* spare L2 128 KiB a tile of 256 keys, and should be worth 3
+# to 6 %. The control: with more than 256 keys v6 does what v6b does.
 
 # %%
 keys = pd.Series([256, 512, 1024, 2048], [f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)])
@@ -117,7 +117,7 @@ chapter.predict("Control, largest difference.", noise, most=3, form=".1f", unit=
 chapter.code(v6a_persistent.math, "while item", "row += role")
 
 # %% [markdown]
-# O has a buffer of its own. TMA drains it while the next tile is computed, and
+# O has a buffer of its own. {term}`TMA` drains it while the next tile is computed, and
 # `async_descriptor_store_wait(0)` comes a whole tile later, before the buffer is written again.
 #
 # ## Step two: one stream
@@ -239,8 +239,8 @@ chapter.glue(
 # :::{exercise} Where 224 KiB go
 # :label: ex-v6-memory
 #
-# At head_dim 128 in bf16: how much shared memory do two slots of Q for each consumer, K and V in
-# two stages of 128 keys, and the output take? How many keys can stay? *(paper, five minutes)*
+# At head_dim 128 in bf16: how much {term}`shared memory` do two slots of Q for each consumer, K and
+# V in two stages of 128 keys, and the output take? How many keys can stay? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-v6-memory

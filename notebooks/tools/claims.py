@@ -115,8 +115,8 @@ chapter.glue(
 # %% [markdown]
 # **A maximum finds the weakest rival.** On half-full batches we are {glue:text}`ragged:.1f` times
 # as fast as FMHA's stand-in at 256 tokens, where the ragged cuDNN reaches
-# {glue:text}`ragged_share:.0f` % of its roofline, and {glue:text}`ragged_long:.2f` times at 2,048.
-# Over the best peer at each length it is {glue:text}`peers_least:.2f` to
+# {glue:text}`ragged_share:.0f` % of its {term}`roofline`, and {glue:text}`ragged_long:.2f` times at
+# 2,048. Over the best peer at each length it is {glue:text}`peers_least:.2f` to
 # {glue:text}`peers_most:.2f`: the numbers to remember.
 #
 # **FlashAttention-4 is not the strong peer here.** With 256 keys we are {glue:text}`fa4_least:.2f`
@@ -168,8 +168,8 @@ assert inside < 0.1 and off > 1e4
 #
 # ### "Sparsity 0.5" is half jagged
 #
-# In self-attention on a jagged batch a sequence of $l$ tokens has $l^2$ scores. The script draws
-# query lengths and leaves keys at the maximum:
+# In self-attention on a {term}`jagged` batch a sequence of $l$ tokens has $l^2$ scores. The script
+# draws query lengths and leaves keys at the maximum:
 
 # %%
 square = workload("gdpa-self-full-1024").pairs

@@ -88,9 +88,9 @@ with emulator.intercept(schedule=7):  # any host code that launches kernel[grid]
 #
 # ## A barrier is two counters and a parity
 #
-# An mbarrier {cite}`nvidiaptx` counts down the arrivals that its current phase still lacks, and the
-# bytes that were announced and have not come. At zero of both the next phase begins. A wait names
-# no phase, only a parity, and passes if the phase of that parity is the last one completed:
+# An {term}`mbarrier` {cite}`nvidiaptx` counts down the arrivals that its current phase still lacks,
+# and the bytes that were announced and have not come. At zero of both the next phase begins. A wait
+# names no phase, only a parity, and passes if the phase of that parity is the last one completed:
 
 
 # %%

@@ -112,9 +112,9 @@ chapter.figure(chart, measured=[chapter.record().id], data=host)
 chapter.table(ours.T.round(0).reset_index(names="µs"), measured=[chapter.record().id])
 
 # %% [markdown]
-# The predictions of 2026-11-22 came from a script that timed the parts on a host where `exp` took
-# 6 µs and its gradient 59: an empty operator 7 µs, an `autograd.Function` 10, the launch of the
-# list of work 17 and of the main kernel 32, a descriptor 5.
+# The predictions of 2026-11-22 came from a script that timed the parts on a host where `exp` took 6
+# µs and its gradient 59: an empty operator 7 µs, an `autograd.Function` 10, the launch of the list
+# of work 17 and of the main kernel 32, a {term}`descriptor` 5.
 
 # %% tags=["remove-input"]
 US = {"form": ",.0f", "unit": " µs"}
