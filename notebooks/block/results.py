@@ -138,7 +138,7 @@ assert fa2["backward"] > fa2["forward"], "the text: backward gains more"
 assert limits["backward"].iloc[[1, 3]].between(20, 30).all(), "the text: about a quarter"
 
 # %% tags=["remove-input"]
-chapter.table(five.replace({"best rung": "_.*"}, "", regex=True).round(3), measured=of_five)
+chapter.table(five.replace("_.*", "", regex=True).round(2), measured=of_five)
 percent = {"form": ".1f", "unit": " %"}
 chapter.predict("v1 forward, share of the copy.", v1["forward"], least=95, most=100, **percent)
 chapter.predict("v3 backward, share of the copy.", v3["backward"], least=87, most=94, **percent)
