@@ -174,6 +174,7 @@ def finish(notebook: nbformat.NotebookNode, path: Path, parameters: dict[str, st
         cell.id = f"cell-{index:03d}"
         for name in ("papermill", "execution"):
             cell.metadata.pop(name, None)
+        cell.source = cell.source.replace("  # fmt: skip", "")  # is of the source, not of the page
         tags = cell.metadata.get("tags", [])
         if {"parameters", "injected-parameters"} & set(tags):
             cell.metadata["tags"] = sorted({*tags, "remove-cell"})

@@ -190,7 +190,7 @@ class Chapter:
         lines = text.splitlines()
         first = _line_of(begin, lines, 0)
         last = _line_of(end, lines, first + 1) if end else len(lines)
-        shown = textwrap.dedent("\n".join(lines[first:last])).rstrip()
+        shown = textwrap.dedent("\n".join(lines[first:last])).rstrip().replace("  # fmt: skip", "")
         display(Markdown(f"```{language}\n{shown}\n```"))
 
     def roles(self, impl: str, operator: str = "gdpa") -> None:

@@ -14,7 +14,7 @@
 # with `Lengths`, and know when a CUDA graph is worth its trouble. On the H200's host a forward call
 # with new offsets takes {glue:text}`new_least:.0f` to {glue:text}`new_most:.0f` µs and a step
 # {glue:text}`step_least:,.0f` to {glue:text}`step_most:,.0f`; the replay of a CUDA graph takes at
-# most {glue:text}`graph_most:.1f`.
+# most {glue:text}`graph_most:.1f` µs.
 # :::
 
 # %%
@@ -118,12 +118,12 @@ chapter.table(ours.T.round(0).reset_index(names="µs"), measured=[chapter.record
 
 # %% tags=["remove-input"]
 US = {"form": ",.0f", "unit": " µs"}
-chapter.predict("Forward, new offsets, slowest workload.", new.max(), least=75, most=120, **US)
-chapter.predict("A step, new offsets.", step.max(), least=200, most=350, **US)
-chapter.predict("`Lengths` save of a step.", (step - shared).max(), least=15, most=40, **US)
-chapter.predict("A CUDA graph of a step.", graph.max(), most=15, form=".1f", unit=" µs")
+chapter.predict("Forward with new offsets, slowest workload.", new.max(), least=75, most=120, **US)
+chapter.predict("A step with new offsets.", step.max(), least=200, most=350, **US)
+chapter.predict("`Lengths` save so much of a step.", (step - shared).max(), least=15, most=40, **US)
+chapter.predict("The replay of a step's CUDA graph.", graph.max(), most=15, form=".1f", unit=" µs")
 ratio = (in_c["ours"][FORWARD] / new).median()
-chapter.predict("Launched in C, forward takes of its time (median of workloads).", ratio, most=0.75)
+chapter.predict("Launched in C, forward takes this share of its time (median).", ratio, most=0.75)
 
 # %% [markdown]
 # ## The surprise: the way to another thread and back
