@@ -86,10 +86,11 @@ def bars(
             strong = name in highlight
             axis.barh(place, value, 0.62, color=_colour(name, strong))
             inside = bool(marks) and value > 0.2 * values.max()  # clear of the lines
+            shade = ("white" if strong else "black") if inside else INK
             axis.annotate(
-                f"{value:{form}}", (value, place), xytext=(-5 if inside else 5, 0),
-                textcoords="offset points", va="center", ha="right" if inside else "left",
-                color="white" if inside else INK, fontweight="bold" if strong else "normal",
+                f"{value:{form}}", (0 if inside else value, place), xytext=(5, 0),
+                textcoords="offset points", va="center", color=shade,
+                fontweight="bold" if strong else "normal",
             )  # fmt: skip
         if ceiling is not None:
             axis.axvline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
@@ -416,7 +417,8 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
                     place, 0.86, 0.44 if strong else 0.66, left=number,
                     color=shades.get(kind, INK), linewidth=0,
                 )  # fmt: skip
-                axis.annotate(label, (number + 0.43, place - 0.34), ha="center", va="bottom")
+                axis.annotate(label, (number + 0.43, place - 0.34), ha="center", va="bottom",
+                              fontsize=7)  # fmt: skip
         others = {step.split()[0] for steps in rows.values() for step in steps} - set(shades)
         for kind in (*shades, *sorted(others)):
             axis.barh(0, 0, color=shades.get(kind, INK), label=kind)
