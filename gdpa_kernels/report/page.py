@@ -141,5 +141,6 @@ def _provenance(kind: str, text: str, csv: str | None) -> Markdown:
     if csv is not None:
         if not (CSV_DIR / f"{csv}.csv").exists():
             raise ValueError(f"csv must be a name that save_csv was given, got {csv!r}")
-        data = f" {_link(f'figures/{csv}.csv', 'Data of this figure (CSV)')}."
+        stop = "" if text.endswith(".") else "."
+        data = f"{stop} {_link(f'figures/{csv}.csv', 'Data of this figure (CSV)')}."
     return Markdown(f'<p class="provenance" data-kind="{kind}"><b>{kind}</b>: {text}{data}</p>')
