@@ -50,8 +50,8 @@ def launches(*, run: bool = True) -> Iterator[list[Launch]]:
     """Within this context every launch of this package, in any thread, joins the list that it
     yields, before it is made.
 
-        with launches(run=False) as seen:
-            module.forward(batch)
+        >>> with launches(run=False) as seen:
+        ...     module.forward(batch)
 
     run=False: none is made; results are what memory held. A rung's own `forward` and `backward`
     then take tensors on the CPU; public calls look at the device first, and need
