@@ -36,7 +36,7 @@ data_dir = "data"
 # %% [markdown]
 # ## What runs
 #
-# The workloads of the published benchmark: batch 1152, 4 heads, head_dim 128, bf16. In the *full*
+# The workloads of the published benchmark: batch 1,152, 4 heads, head_dim 128, bf16. In the *full*
 # charts all sequences have the length on the axis. In the *half* chart lengths are uniform from 1
 # to that length. In the *cross* chart queries have that length, and keys and values 256. The
 # published script keeps K and V dense at full length in the half chart too: we measure that
