@@ -88,7 +88,7 @@ chapter.code(ledger.Ledger, "def __torch_dispatch__")
 # A step reads each of its inputs once and writes its result once. It runs at the rate of a copy
 # with the same mix of reads and writes, or at the rate of a large matmul, whichever takes longer;
 # steps do not overlap. The rates are the ceilings measured with the record. This runs v0 on the
-# full problem, 1152 sequences of 1,024 tokens, in milliseconds and without a GPU:
+# full problem, 1,152 sequences of 1,024 tokens, in milliseconds and without a GPU:
 
 
 # %%
