@@ -180,8 +180,8 @@ chapter.figure(
     measured=chapter.rows(variant=None),
 )
 turns, loop = (p50.loc[f"128 keys, {x}"] / p50.loc["128 keys"] for x in ("turns", "while loop"))
-chapter.predict("Turns save 3 % or more.", turns.max(), most=0.97)
-chapter.predict("Written as a while loop, v5 is not faster.", loop.min(), least=0.97)
+chapter.predict("Turns save 3 % or more of v5's time.", turns.max(), most=0.97)
+chapter.predict("Written as a while loop, v5 is not faster than as it is.", loop.min(), least=0.97)
 
 # %% [markdown]
 # On half-full batches v5 takes {glue:text}`half_min:.2f` to {glue:text}`half_max:.2f` times the
