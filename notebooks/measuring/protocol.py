@@ -216,8 +216,8 @@ chapter.glue(
 # share their circumstances. In the slow records, those of this chapter, the kernel competed with
 # copies of itself only. In the others it took turns with kernels of all kinds, some of which mostly
 # wait for memory. A long kernel that keeps the tensor cores busy meets the board's power limit, and
-# the clock that is left depends on what ran just before: {glue:text}`fast_clock:.0f` MHz after the
-# fastest record, {glue:text}`slow_clock:.0f` after the slowest. This fits, but is no proof.
+# the clock that is left depends on what ran just before: {glue:text}`fast_clock:,.0f` MHz after the
+# fastest record, {glue:text}`slow_clock:,.0f` after the slowest. This fits, but is no proof.
 #
 # What survives is the **ratio** of two kernels of one record. For {glue:text}`pairs:.0f` pairs of
 # rungs that met on the same workload in two or more records:
