@@ -12,9 +12,9 @@
 # :::{admonition} In this chapter (20 minutes)
 # You will put any workload between two times, one for perfect overlap of arithmetic and traffic and
 # one for none, from two measured ceilings: matmuls at {glue:text}`matmul:.0f` TFLOP/s, copies at
-# {glue:text}`copy_gbytes:.0f` to {glue:text}`copy_high:.0f` GB/s. {glue:text}`memory_bound:.0f` of
-# the {glue:text}`published:.0f` published shapes are memory-bound, and a kernel whose tensor cores
-# wait for the tanh ends at {glue:text}`in_turns:.0f` TFLOP/s.
+# {glue:text}`copy_gbytes:,.0f` to {glue:text}`copy_high:,.0f` GB/s. Of the
+# {glue:text}`published:.0f` published shapes {glue:text}`memory_bound:.0f` are memory-bound, and a
+# kernel whose tensor cores wait for the tanh ends at {glue:text}`in_turns:.0f` TFLOP/s.
 # :::
 
 # %%
@@ -128,7 +128,7 @@ gain = 100 * (rates["zeros"] / rates["random"] - 1)
 # | name: fig-roofline-ceilings
 # | caption: >
 # |   Square bf16 matmuls by size, of random numbers and of zeros: the same instructions. Dashed:
-# |   the ceiling of this record, a matmul of 8192.
+# |   the ceiling of this record, a matmul of 8,192.
 # | alt: >
 # |   Two lines over a logarithmic size axis. Both rise steeply from 1024 to 4096 and level off near
 # |   the dashed ceiling, zeros above random numbers.
@@ -145,15 +145,15 @@ chapter.glue(
 assert (gain[gain.index >= 2048] > 0).all() and abs(gain[1024]) < 2, "the text says so"
 
 # %% [markdown]
-# *Small problems do not reach the ceiling.* A matmul of 1024 has 64 output tiles of 128 by 128 for
+# *Small problems do not reach the ceiling.* A matmul of 1,024 has 64 output tiles of 128 by 128 for
 # {glue:text}`sms:.0f` SMs and ends at {glue:text}`small_matmul:.0f` TFLOP/s. The bracket knows
 # nothing about that. It is meant for launches that fill the machine, as batch 1,152 does.
 #
-# *Zeros are faster*, by {glue:text}`zeros_4096:.1f` % at 4096 and {glue:text}`zeros_8192:.1f` % at
-# 8192, and not at all at 1024, where nothing is hot. The likely reason is power: zeros switch fewer
-# transistors, and under a limit of {glue:text}`watts:.0f` W energy that is not spent comes back as
-# clock frequency. A benchmark that allocates its inputs with `zeros` or `empty` measures another
-# chip.
+# *Zeros are faster*, by {glue:text}`zeros_4096:.1f` % at 4,096 and {glue:text}`zeros_8192:.1f` % at
+# 8,192, and not at all at 1,024, where nothing is hot. The likely reason is power: zeros switch
+# fewer transistors, and under a limit of {glue:text}`watts:.0f` W energy that is not spent comes
+# back as clock frequency. A benchmark that allocates its inputs with `zeros` or `empty` measures
+# another chip.
 #
 # ## The bracket
 #
@@ -203,9 +203,9 @@ chapter.glue(
 #
 # `tanh.approx` runs on the special function units, which deliver 16 results per SM and clock. One
 # score costs one of them and $4d$ FLOPs of matmul. At the highest clock of this machine,
-# {glue:text}`clock:.0f` MHz on {glue:text}`sms:.0f` SMs, that is {glue:text}`tera:.2f` · 10¹²
-# scores per second, or {glue:text}`tanh:.0f` TFLOP/s of useful work at head_dim 128 (modelled), and
-# half of that at 64.
+# {glue:text}`clock:,.0f` MHz on {glue:text}`sms:.0f` SMs, that is {glue:text}`tera:.2f` · 10¹²
+# scores per second, or {glue:text}`tanh:,.0f` TFLOP/s of useful work at head_dim 128 (modelled),
+# and half of that at 64.
 #
 # So the tanh of a tile takes {glue:text}`share:.0f` % of the time of its two matmuls. Overlapped
 # with them it costs nothing. *Between* them it costs all of that, because scores must be multiplied
@@ -269,9 +269,9 @@ chapter.glue(b200_gbytes=gbytes.max(), b200_busiest=gbytes.idxmax(),
 # :class: dropdown
 #
 # Useful FLOPs at a rate $r$ move at least $r / I$ bytes per second. That bar implies at least
-# {glue:text}`b200_gbytes:.0f` GB/s (a published rate, our arithmetic), {glue:text}`over_memory:.1f`
-# times our fastest copy. A rate from that machine says nothing about a kernel on this one. A share
-# of a ceiling can be compared, or a ratio of two kernels on one machine.
+# {glue:text}`b200_gbytes:,.0f` GB/s (a published rate, our arithmetic),
+# {glue:text}`over_memory:.1f` times our fastest copy. A rate from that machine says nothing about a
+# kernel on this one. Shares of a ceiling can be compared, or ratios of kernels on one machine.
 # :::
 #
 # :::{exercise} A ceiling that is too low
