@@ -83,7 +83,7 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 # head, a multiply-add in each of two matmuls. The activation is not counted, nor is work on
 # padding, for anybody. The fewest bytes are $Q$, $K$ and $V$ read once and $O$ written once. The
 # backward pass has five matmuls and counts 2.5 times the FLOPs. FLOPs per byte span
-# {glue:text}`least:.0f` to {glue:text}`most:.0f` over the workloads of the forward pass;
+# {glue:text}`least:.0f` to {glue:text}`most:,.0f` over the workloads of the forward pass;
 # {doc}`../measuring/roofline` says which of them are limited by the memory of an H200.
 #
 # ## Laws of length
