@@ -88,9 +88,10 @@ class Selector:
     `best_rate` is the highest tflops over the selected workloads and the impls matching `impl`,
     `best_time` the lowest time_us_p50, in milliseconds. `max_ratio` is the highest, over the
     selected workloads, of time_us_p50 of the fastest impl matching `baseline` divided by that of
-    the fastest other impl matching `impl`, on one system; with several of `direction`, of the sums
-    over them. Rows are picked by `figure`, or by `workload` and `direction` where there is no
-    figure. Patterns are shell globs. Only kernel times (scope "kernel", variant "") count.
+    the fastest other impl matching `impl`, in one record, that which compares most of them; with
+    several of `direction`, of the sums over them. Rows are picked by `figure`, or by `workload` and
+    `direction` where there is no figure. Patterns are shell globs. Only kernel times (scope
+    "kernel", variant "") count.
     """
 
     kind: str
@@ -114,6 +115,9 @@ class Selector:
             rows = rows[rows["direction"].isin(self.direction)]
         if self.kind == "max_ratio":
             return self._max_ratio(rows)
+        rows = rows.drop_duplicates(
+            ["figure", "system", "workload", "direction", "impl"], keep="last"
+        )
         rows = rows[_matches(rows["impl"], self.impl)]
         return self._best_rate(rows) if self.kind == "best_rate" else self._best_time(rows)
 
@@ -133,17 +137,21 @@ class Selector:
         is_baseline = _matches(rows["impl"], self.baseline)
         is_ours = _matches(rows["impl"], self.impl) & ~is_baseline
         best: Evidence | None = None
-        for _, group in rows.groupby(["system", "workload"], sort=True):
-            slow, fast = [], []
-            for direction in self.direction or sorted(set(group["direction"])):
-                part = group[group["direction"] == direction]
-                slow.append(_fastest(part[is_baseline.loc[part.index]]))
-                fast.append(_fastest(part[is_ours.loc[part.index]]))
-            if any(row is None for row in (*slow, *fast)):
+        for _, group in rows[is_baseline | is_ours].groupby(["system", "workload"], sort=True):
+            compared: dict[str, Evidence] = {}
+            for record, run in group.groupby("record", sort=True):
+                directions = self.direction or sorted(set(run["direction"]))
+                parts = [run[run["direction"] == direction] for direction in directions]
+                slow = [_fastest(part[is_baseline.loc[part.index]]) for part in parts]
+                fast = [_fastest(part[is_ours.loc[part.index]]) for part in parts]
+                if all(row is not None for row in (*slow, *fast)):
+                    compared[record] = _evidence(_time(slow) / _time(fast), fast, slow)
+            if not compared:
                 continue
-            ratio = _time(slow) / _time(fast)
-            if best is None or ratio > best.value:
-                best = _evidence(ratio, fast, slow)
+            sizes = group["record"].value_counts()
+            found = compared[max(compared, key=lambda record: (sizes[record], record))]
+            if best is None or found.value > best.value:
+                best = found
         return best
 
 

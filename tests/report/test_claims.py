@@ -56,7 +56,8 @@ def results_table(*rows):
     return pd.DataFrame([results_row(**row) for row in rows])
 
 
-# v1 at 6000 us, v3 at 4800 us; fa4 at 5400 us on one workload and 9000 us on the other.
+# v1 at 6000 us, v2 at 5000, in another run v3 at 4800 us; fa4 at 5400 us on one workload and
+# 9000 us on the other.
 SYNTHETIC = [
     {},
     {"impl": "v2_tma", "time_us_p50": 5000.0, "tflops": 480.0},
@@ -339,13 +340,13 @@ def test_fa4_series_of_the_cross_backward_chart_repeats_the_forward_chart():
 def test_ratios_by_hand():
     table = ledger(results_table(*SYNTHETIC))
     over_triton = entry_of(table, "gdpa-self-fwd-full-over-triton")
-    assert over_triton["ours"] == pytest.approx(6000 / 4800)
-    assert over_triton["ratio"] == pytest.approx(1.25 / 2.08)
-    assert over_triton["ours_impl"] == "v3_persistent"
+    assert over_triton["ours"] == pytest.approx(6000 / 5000)  # v3 was measured in another run
+    assert over_triton["ratio"] == pytest.approx(1.2 / 2.08)
+    assert over_triton["ours_impl"] == "v2_tma"
     assert over_triton["ours_baseline"] == "v1_tiled"
-    assert over_triton["ours_record"] == "record-b, record-a"
+    assert over_triton["ours_record"] == "record-a"
     over_fa4 = entry_of(table, "gdpa-self-fwd-full-over-fa4")
-    assert over_fa4["ours"] == pytest.approx(5400 / 4800)
+    assert over_fa4["ours"] == pytest.approx(5400 / 5000)
     short_keys = entry_of(table, "gdpa-forward-over-fa4")
     assert short_keys["ours"] == pytest.approx(2.25)
     assert short_keys["ratio"] == pytest.approx(2.25 / 3.5)
@@ -422,7 +423,9 @@ def test_claims_without_a_selector_keep_their_status():
 
 
 def test_the_records_of_the_repository_answer_every_selector():
-    table = claims.ledger(real_results.table(ROOT / "data", system="h200"), claims=CLAIMS)
+    table = claims.ledger(
+        real_results.table(ROOT / "data", system="h200", latest=False), claims=CLAIMS
+    )
     answered = table[table["id"].isin([claim.id for claim in CLAIMS if claim.ours is not None])]
     backward = answered["figure"].str.contains("-bwd-")
     status = answered[~backward].groupby("operator")["status"].agg(set)
