@@ -230,6 +230,11 @@ class Chapter:
             give = page.glue_text if isinstance(value, str) else page.glue_number
             give(name, value)
 
+    def glue_origin(self, name: str, rows: pd.DataFrame) -> None:
+        """Give a page at the root of the book the line under a figure of measured rows."""
+        line = page.provenance(rows, data_dir=self.data_dir).data
+        page.glue_html(name, line.replace('href="../../', 'href="'))
+
     def predict(
         self,
         text: str,

@@ -81,7 +81,8 @@ assert timed["correct"].all(), "the text says that nothing is timed without a pa
 chapter.glue(over_peer=spread(best["peer / rung (time)"]), first=(over[V8] == 1).sum(),
              count=len(us), behind=100 * (over[V8].max() - 1), checked=len(timed),
              over_v1=over[V1]["gdpa-self-full-256"], v5_cross=rates[V5]["gdpa-cross-full-2048"],
-             record=chapter.record().id, **standings.glued(best))  # fmt: skip
+             **standings.glued(best))  # fmt: skip
+chapter.glue_origin("front", rows[rows["workload"] == "gdpa-self-full-1024"])
 
 # %% [markdown]
 # All {glue:text}`checked:.0f` kernel times belong to outputs that were compared, element by

@@ -120,5 +120,10 @@ def test_glue_gives_numbers_and_words(chapter, monkeypatch):
     monkeypatch.setattr(page, "_glue", given.__setitem__)
     chapter.glue(number=2, word="kept")
     assert given == {"number": 2.0, "word": "kept"}
+    rows = chapter.rows("forward/results", workload="gdpa-self-full-256")
+    monkeypatch.setattr(page, "glue_html", given.__setitem__)
+    chapter.glue_origin("front", rows)
+    assert f'href="data/records/{rows["record"].iloc[0]}.json"' in given["front"]
+    assert "../" not in given["front"] and 'data-kind="measured"' in given["front"]
     with pytest.raises(ValueError, match="value of 'bad' must be a finite number"):
         chapter.glue(bad=float("nan"))

@@ -12,7 +12,7 @@ from bs4 import BeautifulSoup, Tag
 from gdpa_kernels.measuring import record
 from gdpa_kernels.report import page
 
-GENERATED = {"genindex.html", "search.html"}
+GENERATED = {"genindex.html", "py-modindex.html", "search.html"}
 ORIGIN = "figure, p.provenance"
 LOADED = {
     "script": "src",
