@@ -59,6 +59,11 @@ def worst(formula: Formula, limit: float = 20.0) -> float:
     return (formula(both) - gelu(both)).abs().max().item()
 
 
+def within(formula: Formula, allowed: float) -> float:
+    """The smallest x above 0 at which `formula` is more than `allowed` off GELU."""
+    return GRID[(formula(GRID) - gelu(GRID)).abs() > allowed].min().item()
+
+
 def leaves(error: torch.Tensor, value: torch.Tensor) -> float:
     """The smallest |x| at which `error` exceeds the yardstick of `value`, both given on `GRID`;
     infinity if nowhere."""

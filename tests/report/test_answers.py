@@ -87,3 +87,11 @@ def test_numbers_come_from_the_records():
     assert set(quoted) == NAMES
     least, most = map(float, quoted["stay"].split(" to "))
     assert 1 < least <= most
+
+
+def test_the_download_has_every_claim_and_the_statuses_of_the_page(found):
+    shown = answers.answered(LEDGER, found)
+    told = answers.told(LEDGER, shown).set_index("id")["status"]
+    assert set(told.index) == set(BY_ID)
+    assert (told[shown["id"]] == shown.set_index("id")["status"]).all()
+    assert (told == "answered").sum() == sum(bool(place) for place, _ in answers.ANSWERS.values())
