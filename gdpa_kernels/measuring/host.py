@@ -127,13 +127,14 @@ def parts(function: Callable, inputs, count: int = 400) -> dict[str, list[float]
     """Microseconds of the parts of autograd's backward: from the call to the first line of the
     operator's own, that one, and from its end to the return. On a GPU another thread runs it."""
     times: dict[str, list[float]] = {part: [] for part in PARTS}
+    marks: list[float] = []
+
+    def mark(*_: object) -> None:
+        marks.append(time.perf_counter())
+
     for number, call in enumerate(batches(inputs, count + 1)):
         out = function(**call)
-        marks: list[float] = []
-
-        def mark(*_: object, marks: list[float] = marks) -> None:
-            marks.append(time.perf_counter())
-
+        marks.clear()
         out.grad_fn.register_prehook(mark)
         out.grad_fn.register_hook(mark)
         leaves, grad = [call[name] for name in "qkv"], inputs.grad_out[: len(out)]

@@ -1,8 +1,7 @@
 """Records -> axes: the charts of the book.
 
 One scale for ours and theirs, rates from zero, the ceiling always drawn, the best baseline marked,
-labels beside the lines instead of a legend. A notebook imports this module alone: it also offers
-the house style (`house`) and what stands under a figure (`page`).
+labels beside the lines instead of a legend.
 """
 
 from __future__ import annotations
@@ -17,31 +16,6 @@ from matplotlib.axes import Axes
 
 from gdpa_kernels.measuring.workload import WORKLOADS, figure_direction
 from gdpa_kernels.report.house import INK, Figure, colour, is_rung, style, subplots
-from gdpa_kernels.report.page import (
-    glue_number,
-    glue_text,
-    provenance,
-    save_csv,
-    show_table,
-    source,
-)
-
-__all__ = [
-    "Figure",
-    "colour",
-    "figure_ladder",
-    "figure_tflops",
-    "glue_number",
-    "glue_text",
-    "is_rung",
-    "ladder_table",
-    "provenance",
-    "save_csv",
-    "show_table",
-    "source",
-    "style",
-    "subplots",
-]
 
 PUBLISHED_COLOURS = {
     "triton_gdpa": "#1f83c4",

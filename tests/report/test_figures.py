@@ -196,9 +196,9 @@ def test_colours_read_on_white_and_on_black(colour, background):
 
 
 def test_a_rung_keeps_its_colour_and_baselines_are_grey():
-    assert len({figures.colour(f"v{n}_x") for n in range(8)}) == 8
-    assert figures.colour("v1_tiled") == figures.colour("v1_other")
-    assert figures.colour("fa2") == figures.colour("vanilla") == house.INK
+    assert len({house.colour(f"v{n}_x") for n in range(8)}) == 8
+    assert house.colour("v1_tiled") == house.colour("v1_other")
+    assert house.colour("fa2") == house.colour("vanilla") == house.INK
 
 
 def test_drawing_leaves_the_settings_of_matplotlib_alone(table):
@@ -242,8 +242,8 @@ def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path
     folder, run = data_dir
     monkeypatch.setattr(page, "CSV_DIR", tmp_path / "figures")
     rows = frame(row(LADDER, "v1_tiled", record=run.id), row(LADDER, "fa2", record=run.id))
-    figures.save_csv(rows, "ladder-v1")
-    line = figures.provenance(rows, csv="ladder-v1", data_dir=folder).data
+    page.save_csv(rows, "ladder-v1")
+    line = page.provenance(rows, csv="ladder-v1", data_dir=folder).data
     assert line.startswith('<p class="provenance" data-kind="measured">')
     assert line.count(f'<a href="../../data/records/{run.id}.json">') == 1
     assert "NVIDIA H200" in line
@@ -251,7 +251,7 @@ def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path
     assert "commit <code>0123456789</code> with local changes" in line
     assert '<a href="../../figures/ladder-v1.csv">' in line
     assert "stale" not in line
-    assert figures.provenance([run.id], data_dir=folder).data in line.replace(
+    assert page.provenance([run.id], data_dir=folder).data in line.replace(
         ' <a href="../../figures/ladder-v1.csv">Data of this figure (CSV)</a>.', ""
     )
 
@@ -259,40 +259,40 @@ def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path
 def test_provenance_warns_of_changed_kernels_and_refuses_a_missing_record(data_dir):
     folder, run = data_dir
     rows = frame(row(LADDER, "v1_tiled", record=run.id, stale=True))
-    assert "The source of <code>v1_tiled</code>" in figures.provenance(rows, data_dir=folder).data
+    assert "The source of <code>v1_tiled</code>" in page.provenance(rows, data_dir=folder).data
     with pytest.raises(record.RecordError):
-        figures.provenance(["no-such-run"], data_dir=folder)
+        page.provenance(["no-such-run"], data_dir=folder)
     with pytest.raises(ValueError, match="at least one record"):
-        figures.provenance(frame(), data_dir=folder)
+        page.provenance(frame(), data_dir=folder)
     with pytest.raises(ValueError, match="csv must be a name"):
-        figures.provenance(rows, csv="never-saved", data_dir=folder)
+        page.provenance(rows, csv="never-saved", data_dir=folder)
 
 
 def test_a_figure_without_measurements_says_what_it_is():
-    line = figures.source("modelled", "a < b").data
+    line = page.source("modelled", "a < b").data
     assert line == '<p class="provenance" data-kind="modelled"><b>modelled</b>: a &lt; b</p>'
     with pytest.raises(ValueError, match="kind must be one of published, modelled, emulated"):
-        figures.source("measured", "trust me")
+        page.source("measured", "trust me")
 
 
 def test_save_csv_writes_the_table_and_refuses_other_names(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "CSV_DIR", tmp_path / "figures")
-    path = figures.save_csv(pd.DataFrame({"a": [1, 2], "b": [0.1, math.nan]}), "a-table")
+    path = page.save_csv(pd.DataFrame({"a": [1, 2], "b": [0.1, math.nan]}), "a-table")
     assert path.read_text() == "a,b\n1,0.1\n2,\n"
     with pytest.raises(ValueError, match="name must be"):
-        figures.save_csv(pd.DataFrame(), "../elsewhere")
+        page.save_csv(pd.DataFrame(), "../elsewhere")
 
 
 def test_show_table_aligns_numbers_to_the_right():
-    text = figures.show_table(pd.DataFrame({"impl": ["a"], "tflops": [123.456]})).data
+    text = page.show_table(pd.DataFrame({"impl": ["a"], "tflops": [123.456]})).data
     assert text.splitlines() == ["| impl | tflops |", "| :-- | --: |", "| a | 123.5 |"]
 
 
 def test_glue_refuses_what_the_text_could_not_print():
     with pytest.raises(ValueError, match="finite number, got nan"):
-        figures.glue_number("speedup", math.nan)
+        page.glue_number("speedup", math.nan)
     with pytest.raises(ValueError, match="must be a word"):
-        figures.glue_text("best", "")
+        page.glue_text("best", "")
 
 
 def test_glue_displays_what_myst_nb_would(monkeypatch):
@@ -310,8 +310,8 @@ def test_glue_displays_what_myst_nb_would(monkeypatch):
     monkeypatch.setattr(
         IPython.core.formatters, "format_display_data", lambda value: formatter.format(value)
     )
-    figures.glue_number("speedup", np.float32(1.5))
-    figures.glue_text("best", "fa2")
+    page.glue_number("speedup", np.float32(1.5))
+    page.glue_text("best", "fa2")
     library.glue("speedup", 1.5, display=False)
     library.glue("best", "fa2", display=False)
     assert shown[:2] == shown[2:]
