@@ -31,6 +31,10 @@ class Line(NamedTuple):
     direction: str
     chapter: str
 
+    @property
+    def of_blocks(self) -> bool:
+        return self.chapter.startswith("block")
+
 
 LINES = (
     Line("GDPA, 1,024 × 1,024", WORKLOAD, "forward", "forward/results"),
@@ -59,7 +63,7 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
         ours = _fastest(rows, {r.impl for r in _rungs(line)}, f"{line.workload}, a rung")
         theirs = _fastest(rows, set(_peers(line)), f"{line.workload}, a peer")
         rate = f"{ours['tflops']:.0f} TFLOP/s"
-        if line.workload.startswith("block"):
+        if line.of_blocks:
             rate = f"{ours['gbytes_per_s']:,.0f} GB/s"
         us, peer_us = ours["time_us_p50"], theirs["time_us_p50"]
         lines.append(
@@ -115,15 +119,14 @@ def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
 
 
 def _rungs(line: Line) -> tuple:
-    if line.workload.startswith("block"):
+    if line.of_blocks:
         return ladder.BLOCK_RUNGS
     return ladder.BACKWARD_RUNGS if line.direction == "backward" else ladder.RUNGS
 
 
 def _peers(line: Line) -> dict[str, str]:
-    """Titles of the baselines by impl; softmax for GDPA's, which has the same FLOPs."""
-    block = line.workload.startswith("block")
-    known = baselines.BLOCK_BASELINES if block else baselines.BASELINES
+    """Titles of the baselines by impl."""
+    known = baselines.BLOCK_BASELINES if line.of_blocks else baselines.BASELINES
     return {impl: peer.title for impl, peer in known.items()}
 
 
