@@ -22,6 +22,8 @@ _WGMMA = Requires(
     capability=(9, 0), only_major=True, head_dim_multiple=8, head_dim_max=128, aligned=True
 )
 
+_TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
+
 REFERENCE = Rung(
     "reference",
     "the definition",
@@ -120,6 +122,8 @@ RUNGS: tuple[Rung, ...] = (
     ),
 )
 
+BLACKWELL_RUNGS: tuple[Rung, ...] = ()
+"""For sm_100: accumulators in tensor memory. They follow `RUNGS` on the ladder "gdpa"."""
 
 BLOCK_REFERENCE = Rung(
     "reference",
@@ -187,6 +191,8 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
     ),
 )
 
+BLACKWELL_BLOCK_RUNGS: tuple[Rung, ...] = ()
+
 STUDIES = {
     "eliminations": Rung(
         "eliminations",
@@ -252,10 +258,12 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
     ),
 )
 
+BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = ()
+
 LADDERS = {
-    "gdpa": (REFERENCE, *RUNGS),
-    "gdpa_backward": (BACKWARD_REFERENCE, *BACKWARD_RUNGS),
-    "block_attention": (BLOCK_REFERENCE, *BLOCK_RUNGS),
+    "gdpa": (REFERENCE, *RUNGS, *BLACKWELL_RUNGS),
+    "gdpa_backward": (BACKWARD_REFERENCE, *BACKWARD_RUNGS, *BLACKWELL_BACKWARD_RUNGS),
+    "block_attention": (BLOCK_REFERENCE, *BLOCK_RUNGS, *BLACKWELL_BLOCK_RUNGS),
 }
 _BY_IMPL = {(rung.operator, rung.impl): rung for rungs in LADDERS.values() for rung in rungs}
 

@@ -191,11 +191,11 @@ class Gdpa(_Checked):
         from gdpa_kernels import gdpa
 
         if self._direction == "forward":
-            if impl not in {rung.impl for rung in ladder.RUNGS}:
+            if impl not in ladder.impls()[1:]:
                 return {}
             arguments = self._inputs.arguments()
             return {"": lambda: gdpa(**arguments, impl=impl)}
-        if impl not in {rung.impl for rung in ladder.BACKWARD_RUNGS}:
+        if impl not in ladder.impls("gdpa_backward")[1:]:
             return {}
         backward = baselines.differentiate(self._function(impl), self._inputs, "backward")
         return {"": backward, STEP: self.step(impl).call}
@@ -322,7 +322,7 @@ class BlockAttention(_Checked):
         backward of it; empty for what is no rung."""
         from gdpa_kernels.block_attention.api import block_attention
 
-        if impl not in {rung.impl for rung in ladder.BLOCK_RUNGS}:
+        if impl not in ladder.impls("block_attention")[1:]:
             return {}
         arguments = self._inputs.arguments()
         if self._direction == "forward":

@@ -63,7 +63,7 @@ _STYLE: dict[str, Any] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "gdpa-kernels",
 }
-_RUNG = re.compile(r"v(\d+)(?!\d)")
+_RUNG = re.compile(r"[bv](\d+)(?!\d)")
 
 
 class Figure(BaseFigure):
@@ -99,7 +99,7 @@ def subplots(
 
 
 def is_rung(impl: str) -> bool:
-    """True for a rung of the ladder (v0_eager, v1_tiled, ...), False for a baseline."""
+    """True for a rung (v0_eager, ..., b1_tensor_memory, ...), False for a baseline."""
     return _RUNG.match(impl) is not None
 
 

@@ -689,7 +689,7 @@ LADDERS = ("gdpa", api.BACKWARD)
 
 
 def test_ladders_list_every_rung_file():
-    files = {path.stem for path in (ladder.PACKAGE / "gdpa").glob("v[0-9]*_*.py")}
+    files = {path.stem for path in (ladder.PACKAGE / "gdpa").glob("[bv][0-9]*_*.py")}
     backward = {name for name in files if name.endswith("_backward")}
     assert set(ladder.impls(api.BACKWARD)) == backward | {"reference"}
     assert set(ladder.impls("gdpa")) == files - backward | {"reference"}

@@ -17,13 +17,16 @@ from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.testing import assert_close
 from tests.gdpa.cases import CASES, DEVICE, Case
 
-IMPLS = [rung.impl for rung in ladder.RUNGS]
+BLACKWELL = [rung.impl for rung in ladder.BLACKWELL_RUNGS]
+IMPLS = [rung.impl for rung in ladder.RUNGS] + (BLACKWELL if DEVICE == "cpu" else [])
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def kernels_run():
-    """The context in which kernels run on DEVICE."""
-    return emulator.enabled() if DEVICE == "cpu" else contextlib.nullcontext()
+def kernels_run(impl: str = ""):
+    """The context in which kernels run on DEVICE, those of a Blackwell rung as on sm_100."""
+    if DEVICE == "cuda":
+        return contextlib.nullcontext()
+    return emulator.enabled("sm_100" if impl in BLACKWELL else "sm_90")
 
 
 def supports(impl: str, case: Case, dtype: torch.dtype) -> bool:
@@ -32,7 +35,7 @@ def supports(impl: str, case: Case, dtype: torch.dtype) -> bool:
 
 
 def call(impl: str, arguments: dict) -> torch.Tensor:
-    with kernels_run():
+    with kernels_run(impl):
         return gdpa(**arguments, impl=impl)
 
 
@@ -86,7 +89,7 @@ OTHER_DTYPES = {
 )
 def test_matches_the_definition(impl, case, dtype):
     if not supports(impl, case, dtype):
-        with kernels_run(), pytest.raises(NotImplementedError, match=f"{impl}.* needs .* got"):
+        with kernels_run(impl), pytest.raises(NotImplementedError, match=f"{impl}.* needs .* got"):
             gdpa(**case.arguments(dtype), impl=impl)
         return
     check(impl, case, dtype)
