@@ -42,8 +42,11 @@ def call(impl: str, arguments: dict) -> torch.Tensor:
 def check(impl: str, case: Case, dtype: torch.dtype, seed: int = 0, elements: int = 2048) -> None:
     """Hold `impl` to its error budget, heads of their own activation to one each.
 
-    A small output is drawn several times over, until there are enough elements.
+    A small output is drawn several times over, until there are enough elements; more of fp32, whose
+    inputs are not rounded: its largest error is that of a few scores.
     """
+    if dtype == torch.float32:
+        elements = 8192
     actual, expected, baseline = [], [], []
     while not actual or 0 < sum(out.numel() for out in actual) < elements and len(actual) < 64:
         arguments = case.arguments(dtype, seed=seed + len(actual))
