@@ -19,15 +19,17 @@ A kernel that needs more accuracy than the device promises then fails its tests 
 
 Rounding to b fraction bits has a relative error of at most 2^-(b + 1). `.ftz` flushes subnormal
 inputs and results to zero. fma, add, sub, mul, min and max round once; `.sat` then clamps to
-0 .. 1 and makes NaN zero. `x2` forms work on pairs.
+0 .. 1 and makes NaN zero. `x2` forms work on pairs; in fp32 they are four, and need sm_100.
 """
 
 import re
+import struct
 from collections.abc import Callable
+from itertools import product
 
 import torch
 
-from .errors import Unsupported
+from .errors import InvalidKernel, Unsupported
 
 
 def round_fraction(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -65,6 +67,15 @@ def saturate(x: torch.Tensor) -> torch.Tensor:
     return x.nan_to_num(0.0).clamp(0, 1) + 0.0
 
 
+def _modified(function: Callable, flush: bool, clamp: bool) -> Callable:
+    def evaluate(*lanes: torch.Tensor) -> torch.Tensor:
+        value = function(*map(_flush, lanes)) if flush else function(*lanes)
+        value = saturate(value) if clamp else value
+        return _flush(value) if flush else value
+
+    return evaluate
+
+
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 _APPROXIMATE = (
     ("tanh.approx.f32", _F32, torch.tanh, 10),
@@ -78,23 +89,32 @@ _APPROXIMATE = (
     *((f"rsqrt.approx{ftz}.f32", _F32, torch.rsqrt, 22) for ftz in ("", ".ftz")),
     *((f"lg2.approx{ftz}.f32", _F32, torch.log2, 21) for ftz in ("", ".ftz")),
 )
+_FP32 = {
+    "fma.rn": fused_multiply_add,
+    **{
+        f"{name}{rounding}": getattr(torch, name)
+        for name, rounding in product(("add", "sub", "mul"), ("", ".rn"))
+    },
+}
 # Mnemonic, without x2 -> element type and function of lanes.
 INSTRUCTIONS: dict[str, tuple[torch.dtype, Callable]] = {
     **{
         name: (dtype, _approximate(exact, bits, ".ftz" in name))
         for name, dtype, exact, bits in _APPROXIMATE
     },
-    "fma.rn.f32": (_F32, fused_multiply_add),
-    "fma.rn.sat.f32": (_F32, lambda a, b, c: saturate(fused_multiply_add(a, b, c))),
-    **{f"add{rounding}.f32": (_F32, torch.add) for rounding in ("", ".rn")},
-    **{f"sub{rounding}.f32": (_F32, torch.sub) for rounding in ("", ".rn")},
-    **{f"mul{rounding}.f32": (_F32, torch.mul) for rounding in ("", ".rn")},
+    **{
+        f"{name}{ftz}{sat}.f32": (_F32, _modified(function, bool(ftz), bool(sat)))
+        for (name, function), ftz, sat in product(_FP32.items(), ("", ".ftz"), ("", ".sat"))
+    },
     "mul.rn.bf16": (_BF16, torch.mul),
     "fma.rn.bf16": (_BF16, fused_multiply_add),
     "min.f32": (_F32, torch.fmin),
     "max.f32": (_F32, torch.fmax),
     "xor.b32": (torch.int32, torch.bitwise_xor),
 }
+
+# Those of INSTRUCTIONS that exist for a pair of fp32, in a 64-bit register.
+PAIRS_OF_FP32 = {f"{name}{ftz}.f32" for name, ftz in product(_FP32, ("", ".ftz"))}
 
 # d = {low half: b, high half: a}, each rounded to nearest.
 PACKING = {"cvt.rn.bf16x2.f32": _BF16, "cvt.rn.f16x2.f32": _F16}
@@ -106,14 +126,21 @@ FROM_THREAD_0 = [["0"], ["31"], ["0xffffffff"]]
 Register = tuple[torch.Tensor, ...]
 
 
-def execute(asm: str, inputs: list[Register], num_outputs: int) -> list[Register]:
+def execute(
+    asm: str, inputs: list[Register], num_outputs: int, arch: str = "sm_100"
+) -> list[Register]:
     """Run the assembly; its operands $0, $1, ... are the outputs followed by the inputs.
 
-    `mov` joins and splits pairs: `mov.b64 r, {a, b}` and `mov.b64 {a, b}, r`. A `shfl` that gives
-    all threads the value of thread 0 is known for scalars, which are the same in all.
-    Raises Unsupported for anything else that is not in INSTRUCTIONS.
+    `mov` joins and splits pairs: `mov.b64 r, {a, b}` and `mov.b64 {a, b}, r`. `0f3F800000` is the
+    fp32 number of that pattern. A `shfl` that gives all threads the value of thread 0 is known for
+    scalars, which are the same in all.
+    Raises Unsupported for anything else that is not in INSTRUCTIONS, and InvalidKernel for pairs of
+    fp32 before sm_100.
     """
     registers = {f"${num_outputs + i}": register for i, register in enumerate(inputs)}
+    for literal in set(re.findall(r"\b0[fF][0-9a-fA-F]{8}\b", asm)):
+        number = torch.tensor(struct.unpack(">f", bytes.fromhex(literal[2:])), dtype=_F32)
+        registers[literal] = (number.expand(inputs[0][0].shape if inputs else 1),)
     body = re.sub(r"//.*", "", asm).strip()
     body = body[1:-1] if body.startswith("{") and body.endswith("}") else body
     for statement in filter(None, map(str.strip, body.split(";"))):
@@ -136,8 +163,13 @@ def execute(asm: str, inputs: list[Register], num_outputs: int) -> list[Register
                     raise ValueError("operands of another type")
                 result = (low.to(PACKING[mnemonic]), high.to(PACKING[mnemonic]))
             else:
-                dtype, function = INSTRUCTIONS[mnemonic.removesuffix("x2")]
-                lanes = 2 if mnemonic.endswith("x2") else 1
+                name = mnemonic.removesuffix("x2")
+                lanes, (dtype, function) = 1 + (name != mnemonic), INSTRUCTIONS[name]
+                if lanes == 2 and dtype == _F32:
+                    if name not in PAIRS_OF_FP32:
+                        raise ValueError("no instruction of PTX")
+                    if arch == "sm_90":
+                        raise InvalidKernel(f"{mnemonic} needs sm_100, got {arch}")
                 if any(len(value) != lanes or value[0].dtype != dtype for value in values):
                     raise ValueError("operands of another type")
                 result = tuple(function(*lane) for lane in zip(*values, strict=True))

@@ -363,7 +363,7 @@ def inline_asm_elementwise(
         step = lanes(t.dtype)
         inputs += [columns[i : i + step] for i in range(0, pack, step)]
     counts = [pack // lanes(element) for element in dtypes]
-    registers = execute(asm, inputs, sum(counts))
+    registers = execute(asm, inputs, sum(counts), current().arch)
     results = []
     for element, count in zip(dtypes, counts, strict=True):
         columns = [lane for register in registers[:count] for lane in register]

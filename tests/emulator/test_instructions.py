@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.device.rows import nothing
-from gdpa_kernels.emulator import Unsupported, instructions, run
+from gdpa_kernels.emulator import InvalidKernel, Unsupported, instructions, run
 from gdpa_kernels.emulator.instructions import INSTRUCTIONS, round_fraction
 
 
@@ -101,6 +101,8 @@ def test_one_instruction():
         "tanh.approx.bf16 $0, $1;",
         "fma.rn.f32 $0, $1;",
         "mov.b32 tmp, $1;",
+        "mul.f32 $0, $1, 0f3F8;",
+        "mul.f32 $0, $1, 0f3F8000000;",
     ),
 )
 def test_unknown_assembly_is_unsupported(asm):
@@ -133,8 +135,59 @@ def pairs_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
 
 def test_packed_pairs():
     a, b, out = torch.randn(64), torch.randn(64), torch.zeros(64)
-    run(pairs_kernel, (1,), a, b, out, N=64)
+    run(pairs_kernel, (1,), a, b, out, N=64, arch="sm_100")
     torch.testing.assert_close(out, (a.double() * b + b).float(), rtol=0, atol=0)
+    with pytest.raises(InvalidKernel, match=r"fma\.rn\.f32x2 needs sm_100, got sm_90"):
+        run(pairs_kernel, (1,), a, b, out, N=64, arch="sm_90")
+
+
+@pytest.mark.parametrize("name", ("fma.rn.sat.f32", "min.f32", "tanh.approx.f32", "ex2.approx.f32"))
+def test_there_are_no_other_pairs_of_fp32(name):
+    """ptxas 13.1 for sm_100a refuses each of them."""
+    pair = (torch.ones(1), torch.ones(1))
+    names = "fma" in name and "$1, $1, $1" or "min" in name and "$1, $1" or "$1"
+    with pytest.raises(Unsupported, match=name + "x2"):
+        instructions.execute(f"{name}x2 $0, {names};", [pair], 1)
+
+
+@triton.jit
+def horner_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    y = tl.inline_asm_elementwise(
+        """{
+        .reg .b64 x, a, b, c, y;
+        mov.b64 x, {$2, $3};
+        mov.b64 a, {0f3F000000, 0f3F000000};
+        mov.b64 b, {0FBFC00000, 0FBFC00000};
+        mov.b64 c, {0f40490FDB, 0f40490fdb};
+        mul.rn.f32x2 y, x, a;
+        add.rn.f32x2 y, y, b;
+        fma.rn.f32x2 y, y, x, c;
+        mov.b64 {$0, $1}, y;
+        }""",
+        "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+    tl.store(out_ptr + tl.arange(0, N), y)
+
+
+def test_literals_are_fp32_patterns():
+    """(x / 2 - 3 / 2) x + pi: each step rounds once."""
+    x, out = torch.randn(64), torch.zeros(64)
+    run(horner_kernel, (1,), x, out, N=64, arch="sm_100")
+    inner = x * 0.5 - 1.5
+    pi = torch.tensor(torch.pi)
+    assert torch.equal(out, (inner.double() * x.double() + pi.double()).float())
+    run(tanh_kernel, (1,), x, out, N=64, ASM="mov.b32 $0, 0fFF800000;")
+    assert torch.equal(out, torch.full((64,), -torch.inf))
+
+
+def test_subnormals_are_flushed_before_and_after():
+    tiny = torch.tensor([2.0**-127])
+    for asm, expected in (("mul.rn.f32", 2.0**-126), ("mul.rn.ftz.f32", 0.0)):
+        ((found,),) = instructions.execute(f"{asm} $0, $1, 0f40000000;", [(tiny,)], 1)
+        assert float(found) == expected
+    ((found,),) = instructions.execute("add.ftz.sat.f32 $0, $1, 0f00800000;", [(tiny,)], 1)
+    assert float(found) == 2.0**-126
 
 
 @triton.jit
