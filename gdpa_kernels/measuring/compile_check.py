@@ -195,8 +195,26 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
-_PLACE = re.compile(r"^\s*(\.L_x_\d+):")
-_WHOLE = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)(.*)")
+_LABEL = re.compile(r"\s*(\.L\w+):")
+_STATEMENT = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_BRANCH = re.compile(r"\bBRA\b.*?(\.L\w+)")
+
+
+def sass(built: CompiledKernel) -> tuple[list[str], list[range]]:
+    """The instructions of a compiled kernel and its loops, shortest first: each from a label to a
+    branch back to it, as a range of instructions."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    found = []
+    for line in disassemble(built.asm["cubin"]).splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif statement := _STATEMENT.search(line):
+            code.append(statement[1])
+            back = _BRANCH.search(statement[1])
+            if back and back[1] in labels:
+                found.append(range(labels[back[1]], len(code)))
+    return code, sorted(found, key=len)
 
 
 def shortest_loop(built: CompiledKernel, mnemonic: str, least: int) -> list[str]:
@@ -204,18 +222,10 @@ def shortest_loop(built: CompiledKernel, mnemonic: str, least: int) -> list[str]
 
     Raises ValueError if there is none.
     """
-    found: list[str] = []
-    labels: dict[str, int] = {}
-    jumps: list[tuple[int, str]] = []
-    for line in disassemble(built.asm["cubin"]).splitlines():
-        if label := _PLACE.match(line):
-            labels[label[1]] = len(found)
-        elif instruction := _WHOLE.match(line):
-            if instruction[1] == "BRA" and (target := re.search(r"\.L_x_\d+", instruction[2])):
-                jumps.append((len(found), target[0]))
-            found.append(instruction[1])
-    loops = [found[labels[to] : at + 1] for at, to in jumps if labels.get(to, len(found)) <= at]
-    loops = [body for body in loops if body.count(mnemonic) >= least]
-    if not loops:
-        raise ValueError(f"built must have a loop with {least} {mnemonic}, got none")
-    return min(loops, key=len)
+    code, loops = sass(built)
+    names = [re.sub(r"^@\S+\s+", "", line).split()[0].split(".")[0] for line in code]
+    for loop in loops:
+        body = [names[i] for i in loop]
+        if body.count(mnemonic) >= least:
+            return body
+    raise ValueError(f"built must have a loop with {least} {mnemonic}, got none")

@@ -1,18 +1,25 @@
-"""What became of a consumer loop: MMAs, waits and activations in order, in Triton IR and SASS."""
+"""What became of a loop: its steps in Triton's GPU IR and in SASS, its loads, its instructions."""
 
 from __future__ import annotations
 
 import re
 from itertools import groupby
+from typing import NamedTuple
 
+import pandas as pd
 from triton.compiler import CompiledKernel
 
 from gdpa_kernels.measuring import compile_check
 
 _WAIT = re.compile(r"pendings = (\d+)")
-_LABEL = re.compile(r"\.(L_x_\d+):")
-_SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
-_BRANCH = re.compile(r"BRA.*?(L_x_\d+)")
+_STEPS = (
+    (r"async_tma_copy_global_to_local %([a-z]+)", "ask "),
+    (r"async_tma_copy_local_to_global", "store"),
+    (r"async_tma_store_token_wait", "stored"),
+    (r"ttng\.wait_barrier", "wait"),
+    (r"ttng\.warp_group_dot ", "MMA"),
+    (r"tt\.load|ttg\.async_copy_global_to_local", "list"),
+)
 
 
 def in_ir(built: CompiledKernel) -> list[str]:
@@ -39,11 +46,13 @@ def in_ir(built: CompiledKernel) -> list[str]:
 def in_sass(built: CompiledKernel, mmas: int) -> list[str]:
     """The same of the shortest SASS loop with `mmas` HGMMA instructions, one entry each: "S", "PV",
     "wait n", "tanh", "arrive" (a named barrier). ValueError if there is none."""
-    bodies = [body for body in _loops(built) if sum("HGMMA" in i for i in body) == mmas]
-    if not bodies:
+    code, loops = compile_check.sass(built)
+    bodies = ([code[i] for i in loop] for loop in loops)
+    body = next((body for body in bodies if sum("HGMMA" in i for i in body) == mmas), None)
+    if body is None:
         raise ValueError(f"built must have a loop with {mmas} HGMMA, got none")
     found, mma = [], "S"
-    for instruction in min(bodies, key=len):
+    for instruction in body:
         if "HGMMA" in instruction:
             found.append(mma)
             if "gsb0" in instruction:  # the last of a matmul
@@ -69,17 +78,68 @@ def shown(steps: list[str]) -> str:
     return " | ".join(f"{step} x{count}" if count > 1 else step for step, count in runs)
 
 
-def _loops(built: CompiledKernel) -> list[list[str]]:
-    """The instructions from each label of the SASS to a branch back to it."""
-    labels: dict[str, int] = {}
-    instructions: list[str] = []
-    bodies = []
-    for line in compile_check.disassemble(built.asm["cubin"]).splitlines():
-        if label := _LABEL.match(line.strip()):
-            labels[label[1]] = len(instructions)
-        elif instruction := _SASS.search(line):
-            instructions.append(instruction[1])
-            back = _BRANCH.search(instruction[1])
-            if back and back[1] in labels:
-                bodies.append(instructions[labels[back[1]] :])
-    return bodies
+class Pipeline(NamedTuple):
+    """steps: in program order, "ask q" (the start of a TMA load), "wait" (for tiles), "MMA",
+    "store" (the start of a TMA store), "stored" (the wait until it has read shared memory), "list"
+    (a load by threads). ahead: how many iterations' tiles are loaded in the prologue. room: for
+    how many iterations' tiles there are buffers."""
+
+    steps: list[str]
+    ahead: int
+    room: int
+
+    def shown(self) -> str:
+        """The steps on one line, loads issued in a row together: "wait | MMA | ask q k v"."""
+        runs = groupby(self.steps, key=lambda step: step.split()[0])
+        parts = [(word, [step.split()[-1] for step in steps]) for word, steps in runs]
+        return " | ".join(f"ask {' '.join(x)}" if word == "ask" else " | ".join(x)
+                          for word, x in parts)  # fmt: skip
+
+
+def pipeline(built: CompiledKernel) -> Pipeline:
+    """The first loop of a kernel that loads tiles of q by TMA, in Triton's GPU IR. ValueError if it
+    has no loop."""
+    text = built.asm["ttgir"]
+    if "scf.for " not in text:
+        raise ValueError(f"built must have a loop, got {built.name} without one")
+    start = text.index("scf.for ")
+    steps = []
+    for line in text[start:].splitlines():
+        for pattern, name in _STEPS:
+            if found := re.search(pattern, line):
+                steps.append(name + (found[1] if found.groups() else ""))
+                break
+    rows, width = re.search(r"tensordesc<tensor<1x1x1x(\d+)x(\d+)xbf16", text).groups()
+    room = re.findall(rf"memdesc<(\d+)x{rows}x{width}xbf16", text[:start])
+    before = sum("global_to_local %q_desc" in line for line in text[:start].splitlines())
+    return Pipeline(steps, before, max(map(int, room), default=1))
+
+
+def of_an_item(built: CompiledKernel, *, matmuls: bool = True) -> pd.Series:
+    """Instructions in the loop over heads of the first role that has one: `for an item`, `for a
+    block` (those of the loop around it, besides), and of an item `shared memory` (LDS, STS, LDSM,
+    STSM) and `HGMMA`.
+
+    matmuls: of a role with HGMMA; else of one that applies rotary and has none. ValueError if there
+    is none of that kind.
+    """
+    code, loops = compile_check.sass(built)
+
+    def count(loop: range, names: str) -> int:
+        return sum(bool(re.search(rf"\b(?:{names})\b", code[i])) for i in loop)
+
+    for item in loops:
+        busy = count(item, "HGMMA") > 0
+        if busy == matmuls and (busy or count(item, "FFMA") > 50):
+            around = next(x for x in loops if x.start <= item.start < item.stop < x.stop)
+            break
+    else:
+        raise ValueError(f"built must have a role with matmuls {matmuls}, got {built.name}")
+    return pd.Series(
+        {
+            "for an item": len(item),
+            "for a block": len(around) - len(item),
+            "shared memory": count(item, "LDS|STS|LDSM|STSM"),
+            "HGMMA": count(item, "HGMMA"),
+        }
+    )

@@ -27,7 +27,7 @@ from gdpa_kernels.block_attention import v1_one_tile, v2_slab
 from gdpa_kernels.block_attention.v2_slab import Config
 from gdpa_kernels.measuring import system
 from gdpa_kernels.measuring.workload import workload
-from gdpa_kernels.report import block_studies, charts, pipelines
+from gdpa_kernels.report import block_studies, charts, loops
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS
 
@@ -131,7 +131,7 @@ chapter.predict(
 BUFFERS = {1: 1, 2: 2, 3: 2, 5: 3}
 for stages, buffers in BUFFERS.items():
     made = block_studies.built(v2_slab, "forward", Config(num_stages=stages))
-    loop = pipelines.of_loop(made["forward_kernel"])
+    loop = loops.pipeline(made["forward_kernel"])
     print(f"num_stages={stages}, buffers={buffers}: {loop.shown()}")
     assert (loop.ahead, loop.room) == (buffers - 1, buffers)
 
@@ -265,7 +265,7 @@ assert best["backward 128"] < 0.9 and min(best["forward 128"], best["forward 64"
 # :label: ex-slab-stages
 #
 # Compile the forward kernel at head_dim 64 with `num_stages` from 2 to 7, and count the buffers
-# (`pipelines.of_loop`). Find the rule. *(code, ten minutes, no GPU)*
+# (`loops.pipeline`). Find the rule. *(code, ten minutes, no GPU)*
 # :::
 #
 # :::{solution} ex-slab-stages

@@ -29,7 +29,7 @@ from gdpa_kernels.block_attention import v1_one_tile, v2_slab, v4_rotary, v4a_tu
 from gdpa_kernels.block_attention.v4_rotary import Config
 from gdpa_kernels.measuring import system
 from gdpa_kernels.measuring.workload import workload
-from gdpa_kernels.report import block_studies, charts, issued, studies
+from gdpa_kernels.report import block_studies, charts, loops, studies
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS
 
@@ -216,9 +216,9 @@ v4_built, v4a_built = (
     block_studies.built(module, "backward", None, BF16)["backward_kernel"] for module in MORE
 )
 roles = {
-    "v4, consumer": issued.of_an_item(v4_built),
-    "v4a, consumer": issued.of_an_item(v4a_built),
-    "v4a, rotary role": issued.of_an_item(v4a_built, matmuls=False),
+    "v4, consumer": loops.of_an_item(v4_built),
+    "v4a, consumer": loops.of_an_item(v4a_built),
+    "v4a, rotary role": loops.of_an_item(v4a_built, matmuls=False),
 }
 roles = pd.DataFrame(roles).T.rename_axis("role")
 whole = roles["for an item"] + roles["for a block"] / 3

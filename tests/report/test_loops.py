@@ -1,17 +1,17 @@
-"""The pipeliner's stages, read from v2 of block attention."""
+"""Loops of compiled kernels: the pipeliner's stages, the instructions of a role."""
 
 from __future__ import annotations
 
 import pytest
 
-from gdpa_kernels.block_attention import v2_slab
-from gdpa_kernels.report import block_studies, pipelines, studies
+from gdpa_kernels.block_attention import v2_slab, v3_warp_specialized
+from gdpa_kernels.report import block_studies, loops, studies
 
 
-def loop(stages: int) -> pipelines.Pipeline:
+def loop(stages: int) -> loops.Pipeline:
     config = v2_slab.Config(num_stages=stages)
     made = block_studies.built(v2_slab, "forward", config, block_studies.blank(64))
-    return pipelines.of_loop(made["forward_kernel"])
+    return loops.pipeline(made["forward_kernel"])
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_stages_are_shared_with_the_loads_of_the_list(stages, ahead, room):
 
 
 def test_tiles_asked_for_in_a_row_are_shown_together():
-    found = pipelines.Pipeline(["wait", "MMA", "list", "ask q", "ask k", "ask v"], 1, 2)
+    found = loops.Pipeline(["wait", "MMA", "list", "ask q", "ask k", "ask v"], 1, 2)
     assert found.shown() == "wait | MMA | list | ask q k v"
 
 
@@ -38,5 +38,14 @@ def test_without_a_list_all_stages_are_of_tiles():
         ),
     )
     made = block_studies.built(unlisted, "forward", v2_slab.Config(num_stages=3))
-    found = pipelines.of_loop(made["forward_kernel"])
+    found = loops.pipeline(made["forward_kernel"])
     assert (found.ahead, found.room) == (2, 3) and "list" not in found.steps
+
+
+def test_of_an_item_counts_the_loop_over_heads():
+    made = block_studies.built(v3_warp_specialized, "forward", given=block_studies.blank(64))
+    found = loops.of_an_item(made["forward_kernel"])
+    assert found["HGMMA"] == 8  # S and P V, 64 columns of each operand in steps of 16
+    assert 100 < found["for an item"] < 2000 and found["for a block"] > 0
+    with pytest.raises(ValueError, match="must have a role with matmuls False"):
+        loops.of_an_item(made["forward_kernel"], matmuls=False)
