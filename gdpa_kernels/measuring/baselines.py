@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,8 +37,8 @@ class Unsupported(Exception):
 class Baseline:
     """A peer of GDPA, forward or backward.
 
-    `prepare(inputs, direction="forward")` does what its layout needs, untimed, and returns the call
-    to be timed; `direction` as for `differentiate`.
+    `prepare(inputs, direction="forward", **options)` does what its layout needs, untimed, and
+    returns the call to be timed; `direction` as for `differentiate`.
     """
 
     impl: str
@@ -188,13 +189,18 @@ def _fa2_varlen(inputs: Inputs, direction: str = "forward") -> Callable[[], obje
     return differentiate(function, inputs, direction)
 
 
-def _cudnn(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
+def _dense(inputs: Inputs) -> tuple[int, ...]:
+    """[batch, length, num_heads, head_dim] for `view`; Unsupported for a jagged batch."""
     lengths = {*inputs.workload.seqlens_q}, {*inputs.workload.seqlens_k}
     if any(len(unique) != 1 for unique in lengths):
         raise Unsupported("needs sequences of one length, got a jagged batch")
-    shape = (len(inputs.workload.seqlens_q), -1, *inputs.q.shape[1:])
+    return (len(inputs.workload.seqlens_q), -1, *inputs.q.shape[1:])
+
+
+def _cudnn(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    shape = _dense(inputs)
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (tensor.view(shape).transpose(1, 2) for tensor in (q, k, v))
@@ -233,6 +239,37 @@ def _flash_attn_varlen(module: str) -> Callable[..., Callable[[], object]]:
     return prepare
 
 
+def _fa4(inputs: Inputs, direction: str = "forward", scan: bool = False) -> Callable[[], object]:
+    """FlashAttention-4 on ragged batches. `scan`: every CTA finds its sequence by walking over the
+    batch, as for up to 256 sequences; above that the library makes a table to look it up in."""
+    call = _flash_attn_varlen("flash_attn.cute")(inputs, direction)
+    if not scan:
+        return call
+    interface = importlib.import_module("flash_attn.cute.interface")
+
+    def scanning() -> object:
+        most = interface.BIN_BATCH_SEARCH_THRESH  # private: no argument of the call decides this
+        interface.BIN_BATCH_SEARCH_THRESH = math.inf
+        try:
+            return call()
+        finally:
+            interface.BIN_BATCH_SEARCH_THRESH = most
+
+    return scanning
+
+
+def _fa4_dense(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
+    attention = importlib.import_module("flash_attn.cute").flash_attn_func
+    shape = _dense(inputs)
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.view(shape) for tensor in (q, k, v))
+        out = attention(q, k, v, softmax_scale=_scale(inputs))
+        return (out[0] if isinstance(out, tuple) else out).view(inputs.q.shape)
+
+    return differentiate(function, inputs, direction)
+
+
 BASELINES: dict[str, Baseline] = {
     baseline.impl: baseline
     for baseline in (
@@ -247,8 +284,11 @@ BASELINES: dict[str, Baseline] = {
         ),
         Baseline(
             "fa4", "FlashAttention-4", "softmax",
-            _needs_module("flash_attn.cute", "flash-attn-4"),
-            _flash_attn_varlen("flash_attn.cute"),
+            _needs_module("flash_attn.cute", "flash-attn-4"), _fa4,
+        ),
+        Baseline(
+            "fa4_dense", "FlashAttention-4, dense", "softmax",
+            _needs_module("flash_attn.cute", "flash-attn-4"), _fa4_dense,
         ),
     )
 }  # fmt: skip

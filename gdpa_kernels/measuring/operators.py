@@ -141,8 +141,8 @@ class Gdpa(_Checked):
         if impl in baselines.BASELINES:
             baseline = baselines.BASELINES[impl]
             _peer(baseline)
-            call = baseline.prepare(inputs, self._direction)
-            return Candidate(impl, baseline.math, call, {}, variant)
+            call = baseline.prepare(inputs, self._direction, **options)
+            return Candidate(impl, baseline.math, call, options, variant)
         from gdpa_kernels.gdpa import api
 
         batch = inputs.batch()
