@@ -19,3 +19,14 @@ class Ring:
     buffer: tlx.buffered_tensor
     full: tlx.mbarrier
     empty: tlx.mbarrier
+
+
+@triton.aggregate
+class Handover:
+    """Buffers with a barrier in one direction: full[i] completes when buffer[i] may be read.
+
+    That it may be filled again is known from other barriers.
+    """
+
+    buffer: tlx.buffered_tensor
+    full: tlx.mbarrier
