@@ -10,6 +10,8 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +22,18 @@ from gdpa_kernels.measuring.operators import Candidate
 from gdpa_kernels.measuring.workload import Workload
 
 SCOPES = ("kernel", "op", "host", "schedule")
+Entry = str | tuple[str, str, Mapping[str, object]]
+"""A name, or (name, variant, options of the rung)."""
+
+
+class Attempt(NamedTuple):
+    """What came of an implementation: ready to be timed, with its error and its `run_once` peak, or
+    a failure."""
+
+    made: Candidate | None = None
+    error: record.Error | None = None
+    peak: int = 0
+    failure: str | None = None
 
 
 def candidate(
@@ -56,6 +70,27 @@ def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...],
     return result, torch.cuda.max_memory_allocated() - before
 
 
+def attempt(
+    entry: Entry,
+    operator: operators.Gdpa | operators.BlockAttention,
+    ran: Callable[[], None] = lambda: None,
+) -> Attempt:
+    """Make, run and check an entry; `ran` is called when its kernels have run."""
+    impl, variant, options = parts(entry)
+    try:
+        made = operator.candidate(impl, variant, **options)
+        result, peak = run_once(made)
+        ran()
+        comparisons = operator.check(made.math, _tensors(result))
+    except Exception as error:
+        return Attempt(failure=reason(error))
+    found = _error(comparisons)
+    if found.passed:
+        return Attempt(made, found, peak)
+    failed = "; ".join(str(c) for c in comparisons if not c.passed)
+    return Attempt(error=found, failure=f"check failed: {failed}")
+
+
 def _tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
@@ -78,12 +113,13 @@ def _error(comparisons: Sequence[testing.Comparison]) -> record.Error:
 
 def measure(
     workload: Workload,
-    impls: Sequence[str | tuple[str, str, Mapping[str, object]]],
+    impls: Sequence[Entry],
     *,
     device: torch.device,
     direction: str = "forward",
     protocol: timing.Protocol = timing.DEFAULT,
     scopes: Sequence[str] = ("kernel",),
+    failures: Mapping[int, Attempt] = MappingProxyType({}),
     log: Callable[[str], None] = print,
 ) -> list[record.Row]:
     """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
@@ -93,34 +129,23 @@ def measure(
     autograd's backward of it, and of GDPA's backward rungs also the variant `baselines.STEP`, with
     the FLOPs and bytes of both directions; "host", until that call returns; "schedule", what
     makes the lists and offsets that the kernels were given. The error of a backward row is that of
-    the gradient closest to its budget.
+    the gradient closest to its budget. `failures`: by their places in `impls`, what `probe.Probe`
+    found and must not run in this process.
     """
     inputs = make_inputs(workload, device=device)
     operator = operators.of(inputs, direction)
     ready: list[tuple[Candidate, record.Error, int]] = []
     rows: list[record.Row] = []
-    for entry in impls:
-        impl, variant, options = _entry(entry)
-        common = {"impl": impl, "variant": variant, "scope": "kernel", "math": operator.math(impl)}
-        try:
-            made = candidate(impl, inputs, direction=direction, variant=variant, **options)
-            result, peak = run_once(made)
-            comparisons = operator.check(made.math, _tensors(result))
-            del result
-        except Exception as error:
-            text = reason(error)
-            rows.append(record.Row.of(workload, direction, **common, failure=text))
-            log(f"  {impl}{' ' + variant if variant else ''}: {text}")
-            free()
-            continue
-        error = _error(comparisons)
-        if error.passed:
-            ready.append((made, error, peak))
+    for place, entry in enumerate(impls):
+        impl, variant, _ = parts(entry)
+        found = failures[place] if place in failures else attempt(entry, operator)
+        if found.failure is None:
+            ready.append((found.made, found.error, found.peak))
         else:
-            failed = "; ".join(str(c) for c in comparisons if not c.passed)
-            text = f"check failed: {failed}"
-            rows.append(record.Row.of(workload, direction, **common, error=error, failure=text))
-            log(f"  {impl}: {text}")
+            common = {"impl": impl, "variant": variant, "scope": "kernel"}
+            common |= {"math": operator.math(impl), "error": found.error, "failure": found.failure}
+            rows.append(record.Row.of(workload, direction, **common))
+            log(f"  {impl}{' ' + variant if variant else ''}: {found.failure}")
         free()
     operator = operators.of(inputs, direction)  # without what it remembered to check
     free()
@@ -277,7 +302,7 @@ def memory(
 
 def accuracy(
     workload: Workload,
-    impls: Mapping[int, str | tuple[str, str, Mapping[str, object]]],
+    impls: Mapping[int, Entry],
     *,
     device: torch.device,
 ) -> record.Table:
@@ -289,11 +314,11 @@ def accuracy(
     inputs = make_inputs(workload, device=device)
     operator = operators.of(inputs, "backward")
     found: dict[tuple[str, int, str], tuple[torch.Tensor, list[torch.Tensor]]] = {}
-    kinds = {operator.math(_entry(entry)[0]) for entry in impls.values()}
+    kinds = {operator.math(parts(entry)[0]) for entry in impls.values()}
     if len(kinds) != 1:
         raise ValueError(f"impls must have one mathematics, got {sorted(kinds)}")
     for roundings, entry in impls.items():
-        impl, variant, options = _entry(entry)
+        impl, variant, options = parts(entry)
         made = candidate(impl, inputs, direction="backward", variant=variant, **options)
         for name, gradient in zip(operator.results["backward"], made.call(), strict=True):
             found[name, roundings, impl] = gradient, []
@@ -313,9 +338,7 @@ def accuracy(
     return record.Table(("gradient", "roundings", "impl", "max_abs", "mean_abs"), sorted(lines))
 
 
-def _entry(
-    entry: str | tuple[str, str, Mapping[str, object]],
-) -> tuple[str, str, Mapping[str, object]]:
+def parts(entry: Entry) -> tuple[str, str, Mapping[str, object]]:
     """(name, variant, options) of an entry of `impls`."""
     return (entry, "", {}) if isinstance(entry, str) else entry
 

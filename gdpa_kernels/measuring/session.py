@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from gdpa_kernels.measuring import measure as measuring
-from gdpa_kernels.measuring import record, system, timing
+from gdpa_kernels.measuring import probe, record, system, timing
 from gdpa_kernels.measuring.workload import Workload
 
 
@@ -20,7 +20,8 @@ class Session:
     """One measuring run: state before, ceilings, rows and tables, then one record.
 
     What would begin more than `limit_s` seconds after the session is left out, and the log says so:
-    begin with what matters most.
+    begin with what matters most. A rung that no record in `data_dir` proves on such a GPU runs in a
+    child process first; see `probe`.
 
     >>> session = Session("notebooks/forward/results.py", device)      # doctest: +SKIP
     >>> session.measure(workload("gdpa-self-full-1024"), ["v1_tiled", "fa2_varlen"])
@@ -35,6 +36,7 @@ class Session:
         log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
         *,
         limit_s: float = math.inf,
+        data_dir: str | Path = record.DATA_DIR,
     ) -> None:
         self._deadline = time.monotonic() + limit_s
         self.device = torch.device(device)
@@ -47,6 +49,8 @@ class Session:
         self.log = log
         self.system = system.describe(self.device.index)
         self.before = system.state(self.device.index)
+        known = probe.proven(data_dir, self.system.compute_capability)
+        self._probe = probe.Probe(self.device, known, log)
         self.ceilings = timing.measure_ceilings(self.device, protocol)
         self._has_attention_copies = False
         self.rows: list[record.Row] = []
@@ -69,9 +73,10 @@ class Session:
         if not self._begins(f"{workload.name}, {direction}"):
             return
         self._prepare(workload, direction)
+        failures = self._probe.failures(workload, impls, direction)
         self.rows += measuring.measure(
             workload, impls, device=self.device, direction=direction, protocol=self.protocol,
-            scopes=scopes, log=self.log,
+            scopes=scopes, failures=failures, log=self.log,
         )  # fmt: skip
         measuring.free()
 
@@ -91,6 +96,8 @@ class Session:
         if not self._begins(f"{workload.name}, {name}"):
             return
         try:
+            for failed in self._probe.failures(workload, [*impls.values()], "backward").values():
+                raise RuntimeError(failed.failure)
             self.tables[name] = measuring.accuracy(workload, impls, device=self.device)
         except Exception as error:  # what was measured before must reach the record
             self.log(f"  no table {name}: {measuring.reason(error)}")
@@ -108,8 +115,13 @@ class Session:
             return
         self.workloads[workload.name] = workload
         before = self.tables.get("memory", record.Table(measuring.MEMORY, ()))
-        found = measuring.memory(workload, impls, device=self.device, log=self.log)
-        self.tables["memory"] = record.Table(measuring.MEMORY, (*before.rows, *found.rows))
+        failures = self._probe.failures(workload, impls, "backward")
+        for place, failed in failures.items():
+            self.log(f"  {impls[place]}: {failed.failure}")
+        sound = [impl for place, impl in enumerate(impls) if place not in failures]
+        found = measuring.memory(workload, sound, device=self.device, log=self.log)
+        lost = [(workload.name, impls[place], None) for place in failures]
+        self.tables["memory"] = record.Table(measuring.MEMORY, (*before.rows, *found.rows, *lost))
         measuring.free()
 
     def _prepare(self, workload: Workload, direction: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -730,6 +731,7 @@ def session(monkeypatch):
     made.__dict__.update(
         device=torch.device("cpu"), protocol=timing.DEFAULT, ceilings=[], rows=[], tables={},
         workloads={}, said=[], _has_attention_copies=True, _deadline=float("inf"),
+        _probe=SimpleNamespace(failures=lambda *_: {}),
     )  # fmt: skip
     made.log = made.said.append
     for name in ("measure", "measure_rotary"):
@@ -777,6 +779,30 @@ def test_memory_gathers_in_one_table(session):
     session._deadline = 0.0
     session.memory(CROSS, ["v1_tiled_backward"])
     assert session.tables["memory"] == table and "cross" not in session.workloads
+
+
+def test_what_fails_in_a_child_process_does_not_run_in_this_one(session, monkeypatch):
+    failure = measure.Attempt(failure="timeout after 120 s in a child process")
+    asked, given = [], {}
+
+    def failures(workload, impls, direction):
+        asked.append((workload.name, impls, direction))
+        return {0: failure}
+
+    session._probe = SimpleNamespace(failures=failures)
+    monkeypatch.setattr(measure, "measure", lambda *_, **options: given.update(options) or [])
+    session.measure(SMALL, ["v2_tma", "v1_tiled"])
+    session.memory(SMALL, ["v2_fused_backward", "v1_tiled_backward"])
+    session.accuracy("accuracy", SMALL, {1: "v2_fused_backward", 2: "v1_tiled_backward"})
+    assert given["failures"] == {0: failure}
+    assert session.tables["memory"].rows == (
+        ("small", "v1_tiled_backward", 8), ("small", "v2_fused_backward", None),
+    )  # fmt: skip
+    assert "accuracy" not in session.tables and failure.failure in session.said[-1]
+    assert asked == [
+        ("small", ["v2_tma", "v1_tiled"], "forward"),
+        *[("small", ["v2_fused_backward", "v1_tiled_backward"], "backward")] * 2,
+    ]
 
 
 def test_what_begins_too_late_is_left_out_aloud(session):
