@@ -171,8 +171,8 @@ def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
     return order
 
 
-def list_of_queries(batch: Batch, rows_per_item: int, block_n: int) -> Schedule:
-    """The list of tiles of queries, those with the most keys first."""
+def list_of_queries(batch: Batch, rows_per_item: int, block_n: int, ctas: int = 1) -> Schedule:
+    """The list of tiles of queries, those with the most keys first, for clusters of `ctas`."""
     return (
         work_list(
             batch.cu_seqlens_q,
@@ -184,7 +184,7 @@ def list_of_queries(batch: Batch, rows_per_item: int, block_n: int) -> Schedule:
             num_heads=batch.num_heads,
             rows_per_item=rows_per_item,
             block_n=block_n,
-            num_programs=multiprocessors(batch.device),
+            num_programs=max(multiprocessors(batch.device) // ctas, 1),
         ),
     )
 
