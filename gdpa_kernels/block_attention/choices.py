@@ -2,9 +2,9 @@
 
 The table, choices.csv, is made from the records (report/rankings.py): for each direction, with and
 without rotary, at each measured head_dim, the implementations, fastest first. A call takes the row
-of its device's major compute capability with the nearest head_dim, of its own dtype if there is
-one. Where nothing was measured, and after what was, come the implementations that run anywhere
-(`UNMEASURED`). What saves something for backward is left out, so that the directions choose freely.
+of its device's compute capability, major and minor, with the nearest head_dim, of its own dtype if
+there is one. Where nothing was measured, and after what was, come the implementations that run
+anywhere (`UNMEASURED`). What saves something for backward is left out, so that the directions choose freely.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ PATH = Path(__file__).with_name("choices.csv")
 UNMEASURED = ("v1_one_tile", "reference")
 SAVES = frozenset(r.impl for r in ladder.LADDERS["block_attention"] if "saved" in r.has)
 COLUMNS = {
-    "capability": int, "dtype": str, "direction": str, "rotary": int, "head_dim": int,
+    "capability": rankings.capability, "dtype": str, "direction": str, "rotary": int,
+    "head_dim": int,
 }  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
 def order(
-    capability: int | None, dtype: str, direction: str, rotary: bool, head_dim: int
+    capability: tuple[int, int] | None, dtype: str, direction: str, rotary: bool, head_dim: int
 ) -> tuple[str, ...]:
     """Implementations to try for a call, fastest first; capability None: no GPU."""
     rows = [

@@ -25,13 +25,13 @@ def _of_gpu(device: torch.device) -> tuple[int, int]:
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def capability(device: torch.device) -> int | None:
-    """The major compute capability of a device, or of the one emulated; None without a GPU."""
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a device, or of the one emulated; None without a GPU."""
     if device.type == "cuda":
-        return _of_gpu(device)[0]
+        return _of_gpu(device)
     emulator = sys.modules.get("gdpa_kernels.emulator")  # not imported: not enabled
     if device.type == "cpu" and emulator is not None and emulator.is_enabled():
-        return int(emulator.current_arch().removeprefix("sm_")) // 10
+        return divmod(int(emulator.current_arch().removeprefix("sm_")), 10)
     return None
 
 
@@ -112,8 +112,9 @@ class Requires:
         if dtype not in self.dtypes:
             return f"needs dtype {' or '.join(self.dtypes)}, got {dtype}"
         head_dim, head_dim_max, where = q.shape[-1], self.head_dim_max, ""
-        if self.head_dim_max_of and (major := capability(q.device)) in self.head_dim_max_of:
-            head_dim_max, where = self.head_dim_max_of[major], f" on sm_{major}0"
+        got = capability(q.device) if self.head_dim_max_of else None
+        if got is not None and got[0] in self.head_dim_max_of:
+            head_dim_max, where = self.head_dim_max_of[got[0]], " on sm_{}{}".format(*got)
         if head_dim > head_dim_max or head_dim % self.head_dim_multiple:
             return (
                 f"needs a head_dim of at most {head_dim_max}{where} that is a multiple of "

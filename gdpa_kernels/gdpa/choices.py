@@ -2,9 +2,10 @@
 
 The table, choices.csv, is made from the records (report/rankings.py): for each direction of each
 measured workload with GELU the implementations, fastest first. A call takes the row of its
-direction and of its device's major compute capability whose head_dim and longest sequences are
-nearest, by their ratios; a row of the call's own dtype comes first. Where nothing was measured, and
-after what was, come the implementations that run anywhere (`UNMEASURED`).
+direction and of its device's compute capability whose head_dim and longest sequences are nearest,
+by their ratios; a row of the call's own dtype comes first. Another minor version does not count.
+Where nothing was measured, and after what was, come the implementations that run anywhere
+(`UNMEASURED`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ UNMEASURED = {
     "backward": ("v1_tiled_backward", "reference"),
 }
 COLUMNS = {
-    "capability": int, "direction": str, "dtype": str, "head_dim": int, "max_seqlen_q": int,
-    "max_seqlen_k": int,
+    "capability": rankings.capability, "direction": str, "dtype": str, "head_dim": int,
+    "max_seqlen_q": int, "max_seqlen_k": int,
 }  # fmt: skip
 
 
@@ -37,8 +38,8 @@ def distance(shape: Shape, dtype: str, *sizes: int) -> tuple[bool, float]:
 
 @lru_cache(maxsize=1024)
 def order(
-    capability: int | None, direction: str, dtype: str, head_dim: int, max_seqlen_q: int,
-    max_seqlen_k: int,
+    capability: tuple[int, int] | None, direction: str, dtype: str, head_dim: int,
+    max_seqlen_q: int, max_seqlen_k: int,
 ) -> tuple[str, ...]:  # fmt: skip
     """Implementations to try for a call, fastest first; capability None: no GPU."""
     rows = [row for row in load() if row.shape[:2] == (capability, direction)]

@@ -14,24 +14,24 @@ import pandas as pd
 
 from gdpa_kernels.block_attention import choices as block_choices
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.rankings import Ranking, Shape
+from gdpa_kernels.calling.rankings import Ranking, Shape, capability
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.measuring import record, system
 from gdpa_kernels.report import results
 
 
-def _gdpa_shape(capability: int, direction: str, workload: Mapping) -> Shape | None:
+def _gdpa_shape(gpu: tuple[int, int], direction: str, workload: Mapping) -> Shape | None:
     if workload.get("activation") != "gelu_tanh":
         return None
     sizes = (int(workload[name]) for name in ("head_dim", "max_seqlen_q", "max_seqlen_k"))
-    return capability, direction, workload["dtype"], *sizes
+    return gpu, direction, workload["dtype"], *sizes
 
 
-def _block_shape(capability: int, direction: str, workload: Mapping) -> Shape | None:
+def _block_shape(gpu: tuple[int, int], direction: str, workload: Mapping) -> Shape | None:
     rotary = int(bool(workload.get("rotary")))
     if workload.get("block_size") != 64:
         return None
-    return capability, workload["dtype"], direction, rotary, int(workload["head_dim"])
+    return gpu, workload["dtype"], direction, rotary, int(workload["head_dim"])
 
 
 CHOICES = {"gdpa": choices, "block_attention": block_choices}
@@ -41,7 +41,7 @@ SHAPES: dict[str, Callable[[int, str, Mapping], Shape | None]] = {
     "gdpa": _gdpa_shape,
     "block_attention": _block_shape,
 }
-"""Operator -> major compute capability, direction and a workload's dictionary to the values of its
+"""Operator -> compute capability, direction and a workload's dictionary to the values of its
 table's columns, or to None for a workload that does not count."""
 
 
@@ -59,13 +59,13 @@ def made_from(data_dir: str | Path, operator: str) -> str:
     return render(from_records(data_dir, operator), CHOICES[operator].COLUMNS)
 
 
-def render(rankings: Iterable[Ranking], columns: Mapping[str, type]) -> str:
+def render(rankings: Iterable[Ranking], columns: Iterable[str]) -> str:
     """The text of the table."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow((*columns, "impls", "record"))
-    for ranking in rankings:
-        writer.writerow((*ranking.shape, " ".join(ranking.impls), ranking.record))
+    for (gpu, *shape), impls, made_by in rankings:
+        writer.writerow(("{}.{}".format(*gpu), *shape, " ".join(impls), made_by))
     return out.getvalue()
 
 
@@ -94,8 +94,7 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     ):
         workload = workloads[run, name]
         machine = system.load(Path(data_dir) / "systems" / f"{group['system'].iloc[0]}.json")
-        capability = int(machine.compute_capability.split(".")[0])
-        shape = shape_of(capability, direction, workload)
+        shape = shape_of(capability(machine.compute_capability), direction, workload)
         if workload["operator"] == operator and shape is not None and len(group) > 1:
             times = group.set_index("impl")["time_us_p50"]
             found.setdefault(shape, {}).setdefault(run, []).append(times)

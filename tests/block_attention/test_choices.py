@@ -24,11 +24,11 @@ def test_what_saves_something_for_backward_is_known():
 
 
 TABLE = (
-    Ranking((9, "bfloat16", "forward", 0, 64), ("v0_flash", "narrow"), "a"),
-    Ranking((9, "bfloat16", "forward", 0, 128), ("wide", "v0_flash"), "a"),
-    Ranking((9, "float16", "forward", 0, 128), ("half",), "a"),
-    Ranking((9, "bfloat16", "backward", 0, 128), ("back",), "a"),
-    Ranking((9, "bfloat16", "forward", 1, 128), ("turned",), "a"),
+    Ranking(((9, 0), "bfloat16", "forward", 0, 64), ("v0_flash", "narrow"), "a"),
+    Ranking(((9, 0), "bfloat16", "forward", 0, 128), ("wide", "v0_flash"), "a"),
+    Ranking(((9, 0), "float16", "forward", 0, 128), ("half",), "a"),
+    Ranking(((9, 0), "bfloat16", "backward", 0, 128), ("back",), "a"),
+    Ranking(((9, 0), "bfloat16", "forward", 1, 128), ("turned",), "a"),
 )
 
 
@@ -47,11 +47,12 @@ TABLE = (
 def test_a_call_gets_the_row_of_its_kind(call, expected, monkeypatch):
     monkeypatch.setattr(choices, "load", lambda: TABLE)
     choices.order.cache_clear()
-    found = choices.order(9, *call)
+    found = choices.order((9, 0), *call)
     choices.order.cache_clear()
     assert found == expected
 
 
 def test_what_was_not_measured_runs_what_runs_anywhere():
-    assert choices.order(10, "bfloat16", "forward", False, 128) == UNMEASURED
+    for capability in ((9, 1), (10, 0), (10, 3)):
+        assert choices.order(capability, "bfloat16", "forward", False, 128) == UNMEASURED
     assert choices.order(None, "bfloat16", "backward", True, 128) == UNMEASURED

@@ -207,7 +207,7 @@ def test_auto_prefers_the_first_kernel_that_supports_the_call():
     with emulator.enabled():
         assert (
             resolved("auto", **half, **longest)
-            == choices.order(9, "forward", "bfloat16", 16, 9, 9)[0]
+            == choices.order((9, 0), "forward", "bfloat16", 16, 9, 9)[0]
         )
         wide = {name: torch.randn(9, 4, 136).bfloat16() for name in "qkv"}
         assert resolved("auto", **wide, **longest) == "v2_tma"

@@ -1,9 +1,11 @@
 """The order of "auto" is the measured one, at the nearest measured shape."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from gdpa_kernels.calling import ladder, rankings
+from gdpa_kernels.calling import ladder, rankings, rung
 from gdpa_kernels.calling.rankings import Ranking
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.choices import UNMEASURED
@@ -20,10 +22,10 @@ def test_every_row_names_rungs_and_all_shapes_differ():
 
 
 TABLE = (
-    Ranking((9, "forward", "bfloat16", 128, 256, 256), ("short", "long"), "a"),
-    Ranking((9, "forward", "bfloat16", 128, 2048, 2048), ("long", "short"), "a"),
-    Ranking((9, "forward", "bfloat16", 64, 2048, 2048), ("narrow",), "a"),
-    Ranking((9, "forward", "float16", 128, 512, 512), ("half",), "a"),
+    Ranking(((9, 0), "forward", "bfloat16", 128, 256, 256), ("short", "long"), "a"),
+    Ranking(((9, 0), "forward", "bfloat16", 128, 2048, 2048), ("long", "short"), "a"),
+    Ranking(((9, 0), "forward", "bfloat16", 64, 2048, 2048), ("narrow",), "a"),
+    Ranking(((9, 0), "forward", "float16", 128, 512, 512), ("half",), "a"),
 )
 
 
@@ -41,8 +43,8 @@ TABLE = (
 def test_the_nearest_shape_decides(call, first, monkeypatch):
     monkeypatch.setattr(choices, "load", lambda: TABLE)
     choices.order.cache_clear()
-    found = choices.order(9, "forward", *call)
-    backward = choices.order(9, "backward", *call)
+    found = choices.order((9, 0), "forward", *call)
+    backward = choices.order((9, 0), "backward", *call)
     choices.order.cache_clear()
     last = UNMEASURED["forward"]
     assert found[0] == first and found[-len(last) :] == last
@@ -54,12 +56,32 @@ def test_the_nearest_shape_decides(call, first, monkeypatch):
 )
 def test_what_was_not_measured_runs_what_runs_anywhere(direction, operator):
     last = UNMEASURED[direction]
-    assert choices.order(10, direction, "bfloat16", 128, 1024, 1024) == last
+    for capability in ((9, 1), (10, 0), (10, 3)):
+        assert choices.order(capability, direction, "bfloat16", 128, 1024, 1024) == last
     assert choices.order(None, direction, "float32", 64, 10, 10) == last
     general = ladder.rung(last[-1], operator).requires
     tensor = torch.zeros(1, 1, 3)
     assert general.of_device(torch.device("cpu")) is None
     assert general.of_call(tensor, tensor, tensor) is None
+
+
+@pytest.mark.parametrize("measured_on", [(9, 0), (10, 0)])
+def test_a_record_of_another_minor_version_does_not_count(measured_on, monkeypatch):
+    """On a pretended 10.3, plain rungs until that GPU has been measured."""
+    last = (Ranking(((10, 3), "forward", "bfloat16", 64, 9, 9), ("v1_tiled",), "a"),)
+    first = (Ranking((measured_on, "forward", "bfloat16", 64, 9, 9), ("v3_persistent",), "a"),)
+    monkeypatch.setattr(rung, "_capability", lambda index: (10, 3))
+    q = torch.zeros(9, 1, 64, dtype=torch.bfloat16)
+    batch = SimpleNamespace(device=torch.device("cuda", 0), dtype=q.dtype, q=q, k=q, v=q)
+
+    def order():
+        return choices.order(rung.capability(batch.device), "forward", "bfloat16", 64, 9, 9)
+
+    for table, expected in ((first, "v2_tma"), (first + last, "v1_tiled")):
+        monkeypatch.setattr(choices, "load", lambda table=table: table)
+        choices.order.cache_clear()
+        assert ladder.resolve("auto", "gdpa", batch, order).impl == expected
+    choices.order.cache_clear()
 
 
 def test_another_header_is_refused():

@@ -2,16 +2,21 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from gdpa_kernels.__main__ import main
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rankings import Ranking, parse
+from gdpa_kernels.calling.rung import Requires, Rung
+from gdpa_kernels.gdpa import choices
 from gdpa_kernels.measuring import record
 from gdpa_kernels.report import rankings
-from tests.report.test_results import a_row, add  # noqa: F401  (a fixture)
+from tests.report.test_results import a_row, a_system, add  # noqa: F401  (a fixture)
 
 OPERATORS = sorted(rankings.CHOICES)
+LATER = {(10, 0): "b90_stand_in", (10, 3): "v2_tma", (10, 1): "v2_tma", (12, 0): "v2_tma"}
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -27,7 +32,7 @@ def test_the_record_that_compared_most_counts(add, tmp_path):  # noqa: F811
     add(rows[0], a_row(impl="v0_eager"), a_row(impl="fa2_varlen"), day=2)  # one rung beyond v0
     failed = a_row(impl="v3_persistent", samples_us=(), error=None, failure="out of memory")
     newest = add(*rows, failed, day=4)
-    shape = (9, "forward", "bfloat16", 128, 1024, 1024)
+    shape = ((9, 0), "forward", "bfloat16", 128, 1024, 1024)
     (found,) = rankings.from_records(tmp_path, "gdpa")
     assert found == Ranking(shape, ("v2_tma", "v1_tiled"), newest.id)
     three = add(*rows, a_row(impl="v3_persistent", samples_us=(8500.0,)), day=3)
@@ -41,8 +46,8 @@ def test_the_record_that_compared_most_counts(add, tmp_path):  # noqa: F811
 def test_a_table_is_read_as_it_was_written(operator):
     columns = rankings.CHOICES[operator].COLUMNS
     table = [
-        Ranking(tuple(kind(value) for kind in columns.values()), impls, f"record-{value}")
-        for value, impls in ((1, ("short", "long")), (2, ("long",)))
+        Ranking((gpu, *(kind(value) for kind in [*columns.values()][1:])), impls, f"record-{value}")
+        for gpu, value, impls in (((9, 0), 1, ("short", "long")), ((10, 3), 2, ("long",)))
     ]
     assert parse(rankings.render(table, columns), columns) == table
 
@@ -69,3 +74,30 @@ def test_an_operator_reads_its_table_without_what_measures():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):  # noqa: F811
+    """From records made up for this test, of a rung that there is not."""
+    stand_in = Rung("b90_stand_in", "", "", None, Requires((10, 0), only_major=True))
+    monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
+    times = {"9.0": (9500.0, 0.0), "10.0": (5000.0, 4000.0), "10.3": (4000.0, 5000.0)}
+    for (capability, (plain, other)), gpu in zip(
+        times.items(), ("H200", "B200", "B300"), strict=True
+    ):
+        rows = a_row(impl="v2_tma", samples_us=(plain,)), a_row(impl="v1_tiled")
+        if capability != "9.0":
+            rows += (a_row(impl=stand_in.impl, samples_us=(other,)),)
+        add(*rows, on=replace(a_system(gpu=f"NVIDIA {gpu}"), compute_capability=capability))
+    text = rankings.made_from(tmp_path, "gdpa")
+    table = parse(text, rankings.CHOICES["gdpa"].COLUMNS)
+    assert [(row.shape[0], row.impls) for row in table] == [
+        ((9, 0), ("v1_tiled", "v2_tma")),
+        ((10, 0), ("b90_stand_in", "v2_tma", "v1_tiled")),
+        ((10, 3), ("v2_tma", "b90_stand_in", "v1_tiled")),
+    ]
+    assert text.splitlines()[2].startswith("10.0,forward,bfloat16,128,1024,1024,b90_stand_in ")
+    monkeypatch.setattr(choices, "load", lambda: tuple(table))
+    choices.order.cache_clear()
+    found = {gpu: choices.order(gpu, "forward", "bfloat16", 128, 900, 900)[0] for gpu in LATER}
+    choices.order.cache_clear()
+    assert found == LATER
