@@ -2,9 +2,10 @@
 
 A `Storage` is the bytes of one allocation. Shared memory is a row of bytes in the logical order of
 the buffer (swizzles permute it within the allocation and are not modelled). Tensor memory is 128
-lanes of 32-bit columns; a buffer of 64 rows has its columns to itself here. Aliases are buffers on
-one storage: `reuse=` of another buffer, or an alias specification, which is laid out by its overlap
-definition when the first of its buffers is used.
+lanes of 32-bit columns; 64 rows take 16 of the 32 lanes of each warp, and another allocation may
+have the rest. The accumulator of a pair of CTAs, 64 rows in each, takes all lanes of half as many
+columns. Aliases are buffers on one storage: `reuse=` of another buffer, or an alias specification,
+which is laid out by its overlap definition when the first of its buffers is used.
 
 Contents start as NaN. Every access is recorded in the storage's `Shadow`: reads of bytes that
 nobody wrote are `UninitializedRead`, unordered accesses are `Race`. Tensor memory is recorded by
@@ -19,7 +20,7 @@ import torch
 import triton.language as tl
 
 from .clocks import Shadow
-from .errors import InvalidKernel, OutOfBounds, Race, UninitializedRead
+from .errors import InvalidKernel, OutOfBounds, Race, UninitializedRead, Unsupported
 from .launch import current
 from .scheduler import Operation, Role
 from .tile import RAW, from_raw, to_raw
@@ -30,13 +31,21 @@ _ALIGNMENT = 128
 
 @dataclass(eq=False)
 class Storage:
-    """Bytes of shared memory, or 128 lanes of `num_bytes` bytes of tensor memory."""
+    """Bytes of shared memory, or 128 lanes of `num_bytes` bytes of tensor memory.
+
+    Of tensor memory: columns: the most that its buffers of 64 rows and of 128 take. paired: whether
+    64 rows are those of a pair of CTAs, None before their first use. beside: the storage whose
+    lanes it shares, that of the other operand in tensor memory.
+    """
 
     cta: Any
     tensor: bool
     num_bytes: int = 0
     shadow: Shadow = field(default_factory=Shadow)
     masks: dict[Any, int] = field(default_factory=dict)
+    columns: dict[int, int] = field(default_factory=lambda: {64: 0, LANES: 0})
+    paired: bool | None = None
+    beside: "Storage | None" = None
     _data: torch.Tensor | None = None
 
     @property
@@ -46,11 +55,23 @@ class Storage:
             self._data = torch.full(shape, 0xFF, dtype=torch.uint8)
         return self._data
 
-    def reserve(self, num_bytes: int) -> None:
+    @property
+    def block(self) -> tuple[int, int]:
+        """Lanes and columns of tensor memory that are its own."""
+        narrow, wide = self.columns.values()
+        if self.paired:
+            return LANES, max(wide, -(-narrow // 2))
+        return LANES if wide else 64, max(wide, narrow)
+
+    def reserve(self, num_bytes: int, rows: int = LANES) -> None:
         """Grow to at least `num_bytes`; the hardware's limit is checked for the CTA."""
+        if self.tensor:
+            self.columns[rows] = max(self.columns[rows], -(-num_bytes // 4))
+            self.cta.reserve_columns(self)
         if num_bytes <= self.num_bytes:
             return
-        self.cta.reserve(self.tensor, num_bytes - self.num_bytes)
+        if not self.tensor:
+            self.cta.reserve(num_bytes - self.num_bytes)
         before, self._data, self.num_bytes = self._data, None, num_bytes
         if before is not None:
             self.data[..., : before.shape[-1]] = before
@@ -158,8 +179,8 @@ class Buffer:
 
     offset and strides count elements of dtype within the storage (for tensor memory, a lane is
     `num_bytes` long). placement: that of the allocation, shared by its views.
-    paired: 64 rows of tensor memory in a pair of CTAs, whose right half of columns lies in lanes 64
-    to 127.
+    halved: whether `units` are those of a pair of CTAs, which has to be known before their first
+    use where an alias specification lays them out; it is then taken for granted in a cluster.
     """
 
     storage: Storage
@@ -170,7 +191,7 @@ class Buffer:
     num: int
     name: str
     spec: AliasSpec | None = None
-    paired: bool = False
+    halved: bool = False
     placement: Placement = field(default_factory=Placement)
 
     @property
@@ -188,12 +209,17 @@ class Buffer:
     def units(self) -> int:
         """The size of one buffer: bytes of shared memory, columns of tensor memory."""
         if self.storage.tensor:
-            return -(-self.shape[1] * self.itemsize // (8 if self.paired else 4))
+            return -(-self.shape[1] * self.itemsize // (8 if self.halved else 4))
         return math.prod(self.shape) * self.itemsize
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+    @property
+    def paired(self) -> bool:
+        """Whether its right half of columns lies in lanes 64 to 127, under the left half."""
+        return bool(self.storage.paired) and self.shape[0] == 64
 
     @property
     def type(self) -> "Buffer":
@@ -219,7 +245,7 @@ class Buffer:
                     f"{self.name} must fit the {self.spec.limit} bytes of its storage_alias_spec, "
                     f"got {end * rows}"
                 )
-        self.storage.reserve(end)
+        self.storage.reserve(end, LANES if self.halved else self.shape[0])
 
     def __getitem__(self, index: Any) -> "Buffer":
         """`tlx.local_view`: buffer `index`; of a single buffer, the part at `index`."""
@@ -247,6 +273,8 @@ class Buffer:
         for at, size, extent in zip(start, shape, one.shape, strict=True):
             if at < 0 or at + size > extent:
                 raise OutOfBounds(f"slice {start} + {shape} leaves {self.label} {list(one.shape)}")
+        if one.storage.tensor and one.paired and shape[1] != one.shape[1]:
+            raise Unsupported(f"a slice of {self.name}, whose 64 rows are those of a pair of CTAs")
         move = sum(at * step for at, step in zip(start, one.strides, strict=True))
         return replace(one, offset=one.offset + move, shape=tuple(shape))
 
@@ -277,8 +305,11 @@ class Buffer:
         (rows, columns), lane = self.shape, flat.shape[1]
         if self.paired:
             shape, strides = (rows, 2, columns // 2), (lane, 64 * lane, 1)
-            return flat.as_strided(shape, strides, self.offset)
-        return flat.as_strided(self.shape, (lane, 1), self.offset)
+        elif rows == 64:
+            shape, strides = (4, 16, columns), (32 * lane, lane, 1)
+        else:
+            shape, strides = self.shape, (lane, 1)
+        return flat.as_strided(shape, strides, self.offset)
 
     @property
     def mask(self) -> int:
@@ -301,8 +332,21 @@ class Buffer:
             masks[key] = bits << self.offset * self.itemsize
         return masks[key]
 
+    def settle(self, paired: bool) -> None:
+        """Before its first use: whether these 64 rows are an accumulator of a pair of CTAs."""
+        storage = self.storage
+        if not storage.tensor or self.shape[0] != 64 or storage.paired == paired:
+            return
+        several = storage.columns[LANES] and storage.columns[64] > self.units
+        if storage.paired is not None or (paired and several):
+            raise Unsupported(f"{self.name}, 64 rows both of a pair of CTAs and of one CTA")
+        storage.paired = paired
+        storage.cta.reserve_columns(storage)
+
     def access(self, actor: Role | Operation, write: bool) -> None:
         """Record an access at the actor's present; raises Race and UninitializedRead."""
+        if self.storage.paired is None:
+            self.settle(False)
         launch, shadow, mask = current(), self.storage.shadow, self.mask
         launch.report.checks["shared"] += 1
         if not write and mask & ~shadow.written:

@@ -3,6 +3,8 @@
 import contextvars
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
 from typing import Any
 
 from .errors import EmulatorError, ResourceLimit
@@ -43,6 +45,29 @@ class Report:
     timeline: Timeline | None = None
 
 
+@cache
+def columns_of(blocks: tuple[tuple[int, int, int], ...]) -> int:
+    """Columns of tensor memory that hold all blocks, each (lanes, columns, number of an earlier).
+
+    As fbtriton 3.7.4 places them: one after the other, each at the first column where it fits; 64
+    lanes in the one or the other half (16 of every 32), that of the earlier block `number` if it
+    names one. The kernel gets the next power of two.
+    """
+    placed: list[tuple[int, int, int]] = []
+    for lanes, columns, earlier in blocks:
+        halves = (3,) if lanes == 128 else (1, 2)
+        if earlier >= 0 and placed[earlier][0] in halves:
+            halves = (placed[earlier][0],)
+        starts = sorted({0, *(end for _, _, end in placed)})
+        place = next(
+            (half, start, start + columns)
+            for start, half in product(starts, halves)
+            if not any(half & h and start < e and s < start + columns for h, s, e in placed)
+        )
+        placed.append(place)
+    return max((end for _, _, end in placed), default=0)
+
+
 @dataclass(eq=False)
 class Cluster:
     """CTAs that run together. `scheduler` runs their roles, `barrier` is their common barrier."""
@@ -57,7 +82,8 @@ class Cta:
     """A CTA: its place in the grid and in its cluster, its memory, and its barriers.
 
     allocations: storages and barriers in the order of allocation, so that a peer's counterpart is
-    the one with the same number. engines: when TMA and tensor core are free again, modelled.
+    the one with the same number. tensor: its storages of tensor memory. engines: when TMA and
+    tensor core are free again, modelled.
     """
 
     launch: "Launch"
@@ -68,26 +94,34 @@ class Cta:
     shared_bytes: int = 0
     tensor_columns: int = 0
     allocations: list[Any] = field(default_factory=list)
+    tensor: list[Any] = field(default_factory=list)
     waiting: list[tuple[int, Any]] = field(default_factory=list)
     named_barriers: dict[int, Any] = field(default_factory=dict)
     engines: dict[str, float] = field(default_factory=lambda: {"TMA": 0.0, "tensor core": 0.0})
 
-    def reserve(self, tensor: bool, num_bytes: int) -> None:
-        """Count an allocation: bytes of shared memory, or of a row of tensor memory."""
+    def reserve(self, num_bytes: int) -> None:
+        """Count an allocation of shared memory."""
         report = self.launch.report
-        if tensor:
-            self.tensor_columns += num_bytes // 4
-            report.tensor_columns = max(report.tensor_columns, self.tensor_columns)
-            if self.tensor_columns > TENSOR_COLUMNS:
-                raise ResourceLimit(
-                    f"tensor memory has {TENSOR_COLUMNS} columns, got {self.tensor_columns}"
-                )
-            return
         self.shared_bytes += num_bytes
         report.shared_bytes = max(report.shared_bytes, self.shared_bytes)
         if self.shared_bytes > SHARED_BYTES:
             raise ResourceLimit(
                 f"shared memory has {SHARED_BYTES} bytes per CTA, got {self.shared_bytes}"
+            )
+
+    def reserve_columns(self, storage: Any) -> None:
+        """Count the columns of all tensor memory, after `storage` came or changed."""
+        if storage not in self.tensor:
+            self.tensor.append(storage)
+        numbers = {each: i for i, each in enumerate(self.tensor)}
+        pairs = [sorted((i, numbers.get(each.beside, i))) for each, i in numbers.items()]
+        earlier = {late: early for early, late in pairs if early < late}
+        blocks = tuple((*each.block, earlier.get(i, -1)) for each, i in numbers.items())
+        self.tensor_columns, report = columns_of(blocks), self.launch.report
+        report.tensor_columns = max(report.tensor_columns, self.tensor_columns)
+        if self.tensor_columns > TENSOR_COLUMNS:
+            raise ResourceLimit(
+                f"tensor memory has {TENSOR_COLUMNS} columns, got {self.tensor_columns}"
             )
 
     def allocate(self, what: Any) -> None:

@@ -5,15 +5,18 @@ import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
+from triton.runtime.errors import OutOfResources
 
 from gdpa_kernels.emulator import (
     InvalidKernel,
     OutOfBounds,
     ResourceLimit,
     UninitializedRead,
+    Unsupported,
     run,
 )
 from gdpa_kernels.emulator.buffers import Storage
+from gdpa_kernels.measuring.compile_check import build
 from tests.emulator.checking import place
 
 
@@ -557,6 +560,162 @@ def test_64_rows_in_one_cta():
         assert torch.equal(out, sign * value) and report.tensor_columns == 64
 
 
+@triton.jit
+def packed_kernel(
+    out_ptr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Four allocations of A = (rows, columns, number) and so on: all written, then all read."""
+    a = tlx.local_alloc((A[0], A[1]), tl.float32, tl.constexpr(A[2]), tlx.storage_kind.tmem)
+    b = tlx.local_alloc((B[0], B[1]), tl.float32, tl.constexpr(B[2]), tlx.storage_kind.tmem)
+    c = tlx.local_alloc((C[0], C[1]), tl.float32, tl.constexpr(C[2]), tlx.storage_kind.tmem)
+    d = tlx.local_alloc((D[0], D[1]), tl.float32, tl.constexpr(D[2]), tlx.storage_kind.tmem)
+    tlx.local_store(a[A[2] - 1], tl.full((A[0], A[1]), 1.0, tl.float32))
+    tlx.local_store(b[B[2] - 1], tl.full((B[0], B[1]), 2.0, tl.float32))
+    tlx.local_store(c[C[2] - 1], tl.full((C[0], C[1]), 3.0, tl.float32))
+    tlx.local_store(d[D[2] - 1], tl.full((D[0], D[1]), 4.0, tl.float32))
+    tl.store(out_ptr, tl.sum(tlx.local_load(a[A[2] - 1])))
+    tl.store(out_ptr + 1, tl.sum(tlx.local_load(b[B[2] - 1])))
+    tl.store(out_ptr + 2, tl.sum(tlx.local_load(c[C[2] - 1])))
+    tl.store(out_ptr + 3, tl.sum(tlx.local_load(d[D[2] - 1])))
+
+
+@pytest.mark.parametrize(
+    "shapes, columns",
+    (
+        # Beside the three of 64 rows; then under them, since all 128 lanes are free there only.
+        (((64, 32, 3), (128, 64, 1), (64, 32, 1), (64, 64, 1)), 160),
+        (((64, 128, 2), (64, 64, 2), (64, 64, 1), (64, 64, 1)), 256),
+        (((64, 64, 1), (128, 64, 1), (64, 128, 1), (64, 64, 1)), 256),
+        (((128, 128, 1), (64, 64, 4), (64, 128, 3), (128, 16, 1)), 528),
+    ),
+)
+def test_64_rows_leave_half_of_the_lanes_to_another_allocation(shapes, columns):
+    """Columns as in the compiler's allocation, whose `tmem_size` is the next power of two."""
+    given = dict(zip("ABCD", shapes, strict=True))
+    types, options, out = {"out_ptr": "*fp32"}, {"num_warps": 4}, torch.zeros(4)
+    if columns > 512:
+        with pytest.raises(ResourceLimit, match=f"512 columns, got {columns}"):
+            run(packed_kernel, (1,), out, arch="sm_100", **given)
+        with pytest.raises(OutOfResources, match=f"tensor memory, Required: {columns}"):
+            build(packed_kernel, types, given, capability=100, options=options)
+        return
+    report = run(packed_kernel, (1,), out, arch="sm_100", **given)
+    sums = [value * rows * cols for value, (rows, cols, _) in enumerate(shapes, 1)]
+    assert out.tolist() == sums and report.tensor_columns == columns
+    pair = {"races": False, "ctas_per_cga": (2, 1, 1)}
+    assert run(packed_kernel, (2,), out, arch="sm_100", **given, **pair).tensor_columns == columns
+    made = build(packed_kernel, types, given, capability=100, options=options)
+    assert made.metadata.tmem_size == 2 ** (columns - 1).bit_length()
+
+
+@triton.jit
+def rows64_dot_kernel(
+    a_ptr, b_ptr, out_ptr, TWO: tl.constexpr, SLICES: tl.constexpr, ORDER: tl.constexpr
+):  # fmt: skip
+    """Two accumulators of 64 rows, and beside them other tensor memory of 64 rows."""
+    N: tl.constexpr = 64 if TWO else 128
+    a = tlx.local_alloc((64, 64), tl.bfloat16, 1)
+    b = tlx.local_alloc((64, N), tl.bfloat16, 1)
+    acc = tlx.local_alloc((64, 128), tl.float32, 2, tlx.storage_kind.tmem)
+    other = tlx.local_alloc((64, 64), tl.float32, 2, tlx.storage_kind.tmem)
+    done = tlx.alloc_barriers(1, 2)
+    rank = tlx.cluster_cta_rank()
+    rows, columns = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    tlx.local_store(a[0], tl.load(a_ptr + (rank * 64 + rows) * 64 + columns))
+    wide = tl.arange(0, N)[None, :]
+    tlx.local_store(b[0], tl.load(b_ptr + rows * 128 + (rank * 64 if TWO else 0) + wide))
+    if ORDER:
+        tlx.local_store(acc[0], tl.zeros((64, 128), tl.float32))
+    tlx.fence("async_shared")
+    tlx.cluster_barrier()
+    for i in tl.static_range(2):
+        tlx.async_dot(a[0], b[0], acc[i], use_acc=False, mBarriers=[done[0]], two_ctas=TWO)
+    tlx.barrier_wait(done[0], 0)
+    tlx.local_store(other[1], tl.zeros((64, 64), tl.float32))
+    out = out_ptr + (rank * 64 + rows) * 128
+    if SLICES:
+        for s in tl.static_range(2):
+            half = tlx.local_load(tlx.subslice(acc[1], s * 64, 64))
+            tl.store(out + s * 64 + columns, half)
+    else:
+        tl.store(out + tl.arange(0, 128)[None, :], tlx.local_load(acc[1]))
+    tl.store(out_ptr, tl.load(out_ptr) + tl.sum(tlx.local_load(other[1])))
+
+
+@pytest.mark.parametrize("two, columns", ((False, 256), (True, 256)))
+def test_64_rows_are_those_of_a_pair_if_a_product_of_the_pair_writes_them(two, columns):
+    """Alone: 256 columns of half the lanes, `other` in the other half. Of a pair: twice 64 columns
+    of all lanes, `other` after them in 128 of one half."""
+    a, b, out = torch.randn(128, 64), torch.randn(64, 128), torch.zeros(128, 128)
+    a, b = a.bfloat16(), b.bfloat16()
+    given = {"arch": "sm_100", "ctas_per_cga": (2, 1, 1), "races": False, "TWO": two}
+    report = run(rows64_dot_kernel, (2,), a, b, out, SLICES=not two, ORDER=0, **given)
+    torch.testing.assert_close(out, a.float() @ b.float())
+    assert report.tensor_columns == columns
+    types = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"}
+    constants = {"TWO": two, "SLICES": not two, "ORDER": 0}
+    options = {"num_warps": 4, "ctas_per_cga": (2, 1, 1)}
+    made = build(rows64_dot_kernel, types, constants, capability=100, options=options)
+    assert made.metadata.tmem_size == columns
+    if two:
+        for match, more in (
+            ("a slice of acc.1., whose 64 rows", {"SLICES": True, "ORDER": 0}),
+            ("acc.0., 64 rows both of a pair", {"SLICES": False, "ORDER": 1}),
+        ):
+            with pytest.raises(Unsupported, match=match):
+                run(rows64_dot_kernel, (2,), a, b, out, **more, **given)
+
+
+@triton.jit
+def beside_kernel(v_ptr, out_ptr, FIRST: tl.constexpr):
+    """A product of P in tensor memory: with the accumulator, in one half of the lanes."""
+    v = tlx.local_alloc((64, 128), tl.bfloat16, 1)
+    if FIRST == "acc":
+        acc = tlx.local_alloc((64, 128), tl.float32, 1, tlx.storage_kind.tmem)
+    p = tlx.local_alloc((64, 64), tl.bfloat16, 1, tlx.storage_kind.tmem)
+    if FIRST == "p":
+        acc = tlx.local_alloc((64, 128), tl.float32, 1, tlx.storage_kind.tmem)
+    done = tlx.alloc_barriers(1)
+    rows, columns = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
+    tlx.local_store(v[0], tl.load(v_ptr + rows * 128 + columns))
+    tlx.local_store(p[0], tl.full((64, 64), 1.0, tl.bfloat16))
+    tlx.fence("async_shared")
+    tlx.async_dot(p[0], v[0], acc[0], use_acc=False, mBarriers=[done[0]])
+    tlx.barrier_wait(done[0], 0)
+    tl.store(out_ptr + rows * 128 + columns, tlx.local_load(acc[0]))
+
+
+@pytest.mark.parametrize("first", ("p", "acc"))
+def test_operands_in_tensor_memory_share_their_lanes(first):
+    v, out = torch.randn(64, 128).bfloat16(), torch.zeros(64, 128)
+    report = run(beside_kernel, (1,), v, out, FIRST=first, arch="sm_100")
+    torch.testing.assert_close(out, v.float().sum(0).expand(64, 128))
+    assert report.tensor_columns == 160
+    types = {"v_ptr": "*bf16", "out_ptr": "*fp32"}
+    options = {"num_warps": 4}
+    made = build(beside_kernel, types, {"FIRST": first}, capability=100, options=options)
+    assert made.metadata.tmem_size == 256
+
+
+@triton.jit
+def lanes_kernel(out_ptr, ROWS: tl.constexpr, OVER: tl.constexpr):
+    first = tlx.local_alloc((ROWS, 64), tl.float32, 1, tlx.storage_kind.tmem)
+    over = tlx.local_alloc((OVER, 64), tl.float32, 1, tlx.storage_kind.tmem, reuse=first)
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 64)[None, :]
+    tlx.local_store(first[0], tl.zeros((ROWS, 64), tl.float32))
+    tlx.local_store(over[0], tl.full((OVER, 64), 1.0, tl.float32))
+    tl.store(out_ptr + rows * 64 + columns, tlx.local_load(first[0]))
+
+
+def test_64_rows_take_16_lanes_of_each_warp():
+    out = nothing(128, 64)
+    run(lanes_kernel, (1,), out, ROWS=128, OVER=64, arch="sm_100")
+    expected = (torch.arange(128) % 32 < 16).float()
+    assert torch.equal(out, expected[:, None].expand(128, 64))
+    with pytest.raises(InvalidKernel, match="reuse must have 128 rows .* got 64 in first"):
+        run(lanes_kernel, (1,), out, ROWS=64, OVER=128, arch="sm_100")
+
+
 # Limits.
 
 
@@ -670,7 +829,10 @@ def left_over_kernel():
 @pytest.mark.parametrize("tensor", (False, True))
 def test_a_storage_that_grows_keeps_what_was_written(tensor):
     class Cta:
-        def reserve(self, tensor, num_bytes):
+        def reserve(self, num_bytes):
+            pass
+
+        def reserve_columns(self, storage):
             pass
 
     storage = Storage(Cta(), tensor)

@@ -143,6 +143,10 @@ def _tensor_memory_dot(
     b = torch.cat([half.read() for half in halves], 1)
     for r in ranks:
         left, target = remote(A, r), remote(acc, r)
+        target.settle(two_ctas)
+        if left.storage.tensor and target.storage.beside is None:
+            target.storage.beside = left.storage
+            target.storage.cta.reserve_columns(target.storage)
         left.access(operation, write=False)
         if accumulate:
             target.access(operation, write=False)

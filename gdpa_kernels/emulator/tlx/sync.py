@@ -41,7 +41,7 @@ class Barriers:
 def _alloc_barriers(number: int, count: int, threads: bool) -> Barriers:
     role = point()
     barriers = Barriers(role.cta, static_int(number), static_int(count), threads)
-    role.cta.reserve(False, 8 * len(barriers.barriers))
+    role.cta.reserve(8 * len(barriers.barriers))
     for barrier in barriers.barriers:
         barrier.clock.join(role.clock)
     role.release()

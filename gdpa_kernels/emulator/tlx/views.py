@@ -36,11 +36,18 @@ def local_alloc(
         offset = reuse.offset * reuse.itemsize // item
     if where.tensor != tensor:
         raise InvalidKernel(f"reuse must be in {storage}, got another kind of memory")
+    alone = len(role.cta.cluster.ctas) == 1
+    if tensor and alone and isinstance(reuse, Buffer) and reuse.shape[0] < sizes[0]:
+        raise InvalidKernel(
+            f"reuse must have {sizes[0]} rows of tensor memory as the buffer, got {reuse.shape[0]} "
+            f"in {reuse.name}: the compiler may give its other lanes to another buffer"
+        )
     if tensor and (len(sizes) != 2 or sizes[0] not in (64, LANES)):
         raise Unsupported(f"tensor memory of shape {list(sizes)}")
     strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
-    paired = tensor and sizes[0] == 64 and len(role.cta.cluster.ctas) > 1
-    buffer = Buffer(where, dtype, sizes, strides, offset, static_int(num), "buffer", spec, paired)
+    halved = tensor and spec is not None and sizes[0] == 64 and not alone
+    where.paired = True if halved else where.paired
+    buffer = Buffer(where, dtype, sizes, strides, offset, static_int(num), "buffer", spec, halved)
     buffer.fit()
     if reuse is None:
         role.cta.allocate(where)
