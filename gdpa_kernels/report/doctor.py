@@ -11,8 +11,8 @@ import importlib.metadata
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 TORCH = "torch==2.13.0"
 FBTRITON = "fbtriton==3.7.4"
 RUNGS = "implementations of "
+UNPROVEN = "unproven here: measured in a child process first"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def findings(data_dir: str | Path | None = None) -> list[Finding]:
         check_gpu(),
         check_torch(),
         check_triton(triton_install()),
-        *check_implementations(),
+        *check_implementations(data_dir),
         *check_baselines(),
         check_records(data_dir),
     ]
@@ -237,16 +238,45 @@ def check_triton(install: TritonInstall) -> Finding:
     return Finding("machine", "triton", True, detail)
 
 
-def check_implementations() -> list[Finding]:
-    """The reference and every rung of each ladder: can it run here, and why."""
+def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
+    """The reference and every rung of each ladder: can it run here, and why; and whether a record
+    in `data_dir` has it right on such a GPU (`probe`)."""
     ladder = _module("calling.ladder")
     if isinstance(ladder, Exception):
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
-    return [
-        _ask(RUNGS + operator, impl, ladder.availability, impl, None, operator)
-        for operator in ladder.LADDERS
-        for impl in ladder.impls(operator)
-    ]
+    unproven = _unproven(data_dir)
+    found = []
+    for operator in ladder.LADDERS:
+        for impl in ladder.impls(operator):
+            answer = _ask(RUNGS + operator, impl, ladder.availability, impl, None, operator)
+            if answer.ok and unproven(operator, impl):
+                answer = replace(answer, detail=f"{answer.detail}, {UNPROVEN}")
+            found.append(answer)
+    return found
+
+
+def _unproven(data_dir: str | Path | None) -> Callable[[str, str], bool]:
+    """Whether the rung of a ladder has kernels that run on the first GPU and no record proves."""
+    probe, record = _module("measuring.probe"), _module("measuring.record")
+    try:
+        import torch
+
+        device = torch.device("cuda", 0)
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        known = probe.proven(record.DATA_DIR if data_dir is None else data_dir, capability)
+    except Exception:  # no GPU, or what the other findings name
+        return lambda operator, impl: False
+
+    ways = {"gdpa": ("forward",), "gdpa_backward": ("backward",)}
+
+    def answer(operator: str, impl: str) -> bool:
+        kind = operator.removesuffix("_backward")
+        return any(
+            probe.is_unproven(impl, kind, way, device, known)
+            for way in ways.get(operator, ("forward", "backward"))
+        )
+
+    return answer
 
 
 def check_baselines() -> list[Finding]:

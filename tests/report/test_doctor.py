@@ -6,16 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from gdpa_kernels import __main__
-from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling import ladder, rung
+from gdpa_kernels.calling.rung import Requires, Rung
 from gdpa_kernels.measuring import baselines
+from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import doctor
 from gdpa_kernels.report.doctor import Finding, TritonInstall
+from tests.report.test_results import a_row, a_system, add  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).parents[2]
 CURE = "pip install --force-reinstall --no-deps fbtriton==3.7.4"
@@ -366,3 +371,39 @@ def test_no_gpu_is_no_damage(capsys, tmp_path):
     (tmp_path / "records").mkdir()
     assert __main__.main(["doctor", "--data-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("nothing can be measured.\n")
+
+
+@pytest.mark.parametrize(("capability", "gpu"), [((10, 0), "B200"), ((9, 0), "H200")])
+def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, gpu):  # noqa: F811
+    """A pretended GPU, and records that prove two rungs on a B200 and one in a direction of two."""
+    stand_in = Rung("b90_stand_in", "", "", None, Requires((10, 0), only_major=True))
+    monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
+    monkeypatch.setitem(ladder._BY_IMPL, ("gdpa", stand_in.impl), stand_in)
+    monkeypatch.setitem(sys.modules, f"gdpa_kernels.gdpa.{stand_in.impl}", sys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {gpu}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capability)
+    monkeypatch.setattr(rung, "_capability", lambda index: capability)
+    blocks = workload("block-fill70-2000")
+    add(
+        a_row(impl="v2_tma"), a_row(impl="v1_tiled_backward", direction="backward"),
+        a_row(blocks, impl="v1_one_tile", math="softmax"),
+        on=replace(a_system(gpu="NVIDIA B200"), compute_capability="10.0"),
+        workloads={work.name: work.to_dict() for work in (workload("gdpa-self-full-1024"), blocks)},
+    )  # fmt: skip
+    found = doctor.findings(tmp_path)
+    said = {(f.group.removeprefix(doctor.RUNGS), f.name): (f.ok, f.detail) for f in found}
+    new = (True, f"runs on cuda:0, {doctor.UNPROVEN}")
+    assert said["gdpa", "v1_tiled"] == said["block_attention", "v1_one_tile"] == new
+    assert said["gdpa", "v0_eager"] == said["gdpa", "reference"] == (True, "runs on cuda:0")
+    if gpu == "B200":
+        assert said["gdpa", "b90_stand_in"] == new
+        assert said["gdpa", "v2_tma"] == (True, "runs on cuda:0")
+        assert said["gdpa_backward", "v1_tiled_backward"] == (True, "runs on cuda:0")
+        assert said["gdpa", "v8_own_waits"] == (False, "needs sm_90, got sm_100")
+        assert "gdpa up to b90_stand_in" in doctor.verdict(found)
+    else:
+        assert said["gdpa", "v8_own_waits"] == said["gdpa", "v2_tma"] == new
+        assert said["gdpa", "b90_stand_in"] == (False, "needs sm_100, got sm_90")
+    assert any(f.ok for f in found if f.group.startswith("baselines"))
