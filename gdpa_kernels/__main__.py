@@ -4,6 +4,7 @@
 - `results`: every measured row as CSV or Markdown; `--system`, `--workload`, `--figure`, `--all`.
 - `choices`: rewrite from the records what `impl="auto"` tries first.
 - `readme`: rewrite from the records the table and the figure of README.md.
+- `predictions`: what is predicted for a B200, and which of it records keep; `--record`, `--write`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from gdpa_kernels.report import doctor
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; refused records are named on stderr, status 1."""
     options = _parser().parse_args(arguments)
-    commands = {"doctor": _doctor, "results": _results, "choices": _choices, "readme": _readme}
+    commands = {
+        "doctor": _doctor,
+        "results": _results,
+        "choices": _choices,
+        "readme": _readme,
+        "predictions": _predictions,
+    }
     try:
         return commands[options.command](options)
     except RecordError as error:
@@ -43,7 +50,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("choices", help="rewrite what impl='auto' tries first from the records")
     commands.add_parser("readme", help="rewrite the results in README.md from the records")
-    for command in (doctor_, results_):
+    predictions_ = commands.add_parser(
+        "predictions",
+        help="print what is predicted for a B200, and what its records say of it",
+        epilog="Exit status: 1 if --record is of no B200 or a record is refused (named on stderr).",
+    )
+    predictions_.add_argument("--record", metavar="ID", help="scale by its ceilings, judge by it")
+    predictions_.add_argument(
+        "--write", action="store_true", help="rewrite data/predictions/b200.csv from the model"
+    )
+    for command in (doctor_, results_, predictions_):
         command.add_argument("--data-dir", help="folder of systems/ and records/")
     results_.add_argument("--format", choices=("csv", "markdown"), default="csv")
     results_.add_argument("--system", metavar="S", help="systems whose id contains S, e.g. h200")
@@ -74,6 +90,22 @@ def _readme(options: argparse.Namespace) -> int:
     from gdpa_kernels.report import readme
 
     sys.stdout.write("README.md rewritten\n" if readme.update() else "README.md was up to date\n")
+    return 0
+
+
+def _predictions(options: argparse.Namespace) -> int:
+    from gdpa_kernels.measuring import record
+    from gdpa_kernels.report import predictions
+
+    if options.write:
+        state = "rewritten" if predictions.update() else "was up to date"
+        sys.stdout.write(f"{predictions.PATH.relative_to(record.ROOT)} {state}\n")
+        return 0
+    try:
+        sys.stdout.write(predictions.report(options.data_dir or record.DATA_DIR, options.record))
+    except LookupError as error:
+        sys.stderr.write(f"{error.args[0]}\n")
+        return 1
     return 0
 
 

@@ -1,0 +1,189 @@
+"""Predictions for a B200: the file is the model's, and a record of a B200 judges them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from gdpa_kernels import __main__
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring import record, system, units
+from gdpa_kernels.measuring.record import Ceiling, Error, Package, Protocol, Record, Row
+from gdpa_kernels.measuring.roofline import Ceilings
+from gdpa_kernels.measuring.system import System
+from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.report import predictions, results
+
+SELF = workload("gdpa-self-full-1024")
+BLOCK = workload("block-fill70-2000")
+STATE = dict.fromkeys(
+    ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w", "throttle_reasons",
+     "other_processes")
+)  # fmt: skip
+MATMUL_US = 1000.0
+WRONG = Error.judge(1.0, 1e-3, elements=4)
+CEILINGS = (
+    Ceiling("matmul", "8192^3", (MATMUL_US,), flops=2 * 8192**3),
+    Ceiling("copy", "1:1", (1000.0,), bytes_read=3 * 10**9, bytes_written=3 * 10**9),
+    Ceiling("copy", "3:1", (1000.0,), bytes_read=45 * 10**8, bytes_written=15 * 10**8),
+)
+TFLOPS = 2 * 8192**3 / MATMUL_US / 1e6
+
+
+@pytest.fixture
+def add(tmp_path):
+    """Write a record of `rows` on a B200 limited to 1,000 W; the data folder is `tmp_path`."""
+
+    def write(*rows: Row, day=1, capability="10.0", ceilings=CEILINGS) -> Record:
+        on = System(
+            gpu="NVIDIA B200", compute_capability=capability, num_sms=148, memory_bytes=1,
+            l2_bytes=1, max_sm_clock_mhz=1965.0, max_memory_clock_mhz=3996.0, power_limit_w=1000.0,
+            driver=f"580.{capability}", cuda="13.0", torch="2.13.0", triton="3.7.4+fb",
+            fbtriton="3.7.4", python="3.12.3", platform="linux-x86_64", cpu=None,
+        )  # fmt: skip
+        system.save(on, tmp_path)
+        made = Record(
+            id=f"202611{day:02}T120000Z-run-{on.id}", created=f"2026-11-{day:02}T12:00:00Z",
+            command="make measure", notebook="notebooks/forward/results.py",
+            package=Package("0.1.0", "a" * 40, False, {"gdpa_kernels/__init__.py": "b" * 64}),
+            system=on.id, state={"before": STATE, "after": STATE},
+            protocol=Protocol("cuda events", 5, 30, 0, True, "one call"), ceilings=ceilings,
+            workloads={w.name: w.to_dict() for w in (SELF, BLOCK)}, rows=rows,
+        )  # fmt: skip
+        record.write(made, tmp_path)
+        return made
+
+    return write
+
+
+def timed(impl: str, of=SELF, direction="forward", us=1000.0, **values) -> Row:
+    known = {
+        "math": "softmax" if of is BLOCK else "activation",
+        "scope": "kernel",
+        "samples_us": (us,),
+        "error": Error.judge(1e-3, 2e-3, elements=64),
+    }
+    return Row.of(of, direction, impl=impl, **known | values)
+
+
+def at(tflops: float) -> float:
+    """The time of SELF, forward, at a rate."""
+    return SELF.flops("forward") / tflops / 1e6
+
+
+def one(table: pd.DataFrame, impl: str, workload=SELF.name, direction="forward") -> pd.Series:
+    return results.one(table, impl=impl, workload=workload, direction=direction)
+
+
+def test_the_committed_file_is_what_the_model_makes():
+    text = predictions.PATH.read_text(encoding="utf-8")
+    again = "python -m gdpa_kernels predictions --write, under another MODEL"
+    assert text == predictions.render(predictions.made()), again
+
+
+def test_every_prediction_lies_in_its_interval_and_below_its_ceiling():
+    table = predictions.registered()
+    assert (table["from"] < table["predicted"]).all() and (table["predicted"] < table["to"]).all()
+    assert (table["low"] < 1).all() and (table["high"] > 1).all()
+    assert table["of_copy"].between(0.3, 1).all()
+    assert table["of_matmul"].dropna().between(0.1, 1).all()
+    assert not table.duplicated(["figure", "workload", "direction", "impl"]).any()
+
+
+def test_every_blackwell_rung_of_the_ladder_is_predicted():
+    table = predictions.registered()
+    for rungs, direction in (
+        (ladder.BLACKWELL_RUNGS, "forward"),
+        (ladder.BLACKWELL_BACKWARD_RUNGS, "backward"),
+        (ladder.BLACKWELL_BLOCK_RUNGS, "forward"),
+    ):
+        predicted = set(table.loc[table["direction"] == direction, "impl"])
+        assert {rung.impl for rung in rungs} <= predicted
+
+
+def test_a_prediction_is_a_share_of_the_ceilings():
+    table = predictions.registered()
+    same = predictions.scaled(table, units.ASSUMED)
+    pd.testing.assert_frame_equal(same[table.columns], table)
+    double = Ceilings(2160.0, tuple((mix, 2 * rate) for mix, rate in units.ASSUMED.copies))
+    twice = predictions.scaled(table, double)
+    rates = table["unit"] == "TFLOP/s"
+    assert ((twice["predicted"] - 2 * table["predicted"])[rates].abs() <= 1).all()
+    assert (twice["predicted"] / table["predicted"])[~rates].between(0.499, 0.501).all()
+    fast = predictions.scaled(table, replace(units.ASSUMED, tflops=1e6))
+    row = one(fast, "b6_pair_stream")
+    share = SELF.bytes_read("forward"), SELF.bytes_written("forward")
+    memory_us = sum(share) / units.ASSUMED.gbytes_per_s(*share) / 1e3 / row["of_copy"]
+    assert row["predicted"] == round(SELF.flops("forward") / memory_us / 1e6), "memory bounds it"
+
+
+def test_without_a_b200_the_ceilings_are_assumed(tmp_path):
+    ground = predictions.basis(tmp_path)
+    assert ground[:2] == (units.ASSUMED, 750) and "assumed" in ground.origin
+    text = predictions.report(tmp_path)
+    assert "power limit 750 W" in text and "No row is measured" in text
+    assert "verdict" not in text
+
+
+def test_a_record_of_a_b200_scales_and_judges(add, tmp_path):
+    share = one(predictions.registered(), "b6_pair_stream")
+    centre = share["of_matmul"] * TFLOPS
+    b4 = one(predictions.registered(), "b4_mixed")
+    made = add(
+        timed("b6_pair_stream", us=at(centre)),
+        timed("b4_mixed", us=at(1.01 * b4["of_matmul"] * b4["high"] * TFLOPS)),
+        timed("b3_stream", us=at(50)),
+        timed("b2_two_tiles", samples_us=(), error=WRONG, failure="check failed"),
+        timed("b1_tensor_memory", us=at(50), variant="other"),
+        timed("b1_warp_specialized", BLOCK, us=1e5),
+    )
+    table = predictions.judged(predictions.registered(), tmp_path)
+    found = {impl: one(table, impl)["verdict"] for impl in ("b6_pair_stream", "b4_mixed")}
+    assert found == {"b6_pair_stream": "hit", "b4_mixed": "high"}
+    assert one(table, "b6_pair_stream")["predicted"] == pytest.approx(centre, abs=1)
+    assert one(table, "b3_stream")["verdict"] == "low"
+    assert one(table, "b2_two_tiles")["verdict"] == "", "its output was wrong"
+    assert one(table, "b1_tensor_memory")["verdict"] == "", "a variant is not the rung"
+    assert one(table, "b1_warp_specialized", BLOCK.name)["verdict"] == "high", "of time"
+    text = predictions.report(tmp_path)
+    assert made.id in text and "power limit 1000 W" in text
+    assert "1 of 4 measured rows within the 90 % interval" in text
+
+
+def test_each_row_is_judged_by_its_own_record_and_the_newest_counts(add, tmp_path):
+    share = one(predictions.registered(), "b6_pair_stream")["of_matmul"]
+    fast = (replace(CEILINGS[0], samples_us=(0.7 * MATMUL_US,)), *CEILINGS[1:])
+    old = add(timed("b6_pair_stream", us=at(share * TFLOPS)), day=1)
+    add(timed("b6_pair_stream", us=at(share * TFLOPS)), day=2, ceilings=fast)
+    newest = one(predictions.judged(predictions.registered(), tmp_path), "b6_pair_stream")
+    assert newest["verdict"] == "low" and newest["from"] > share * TFLOPS
+    first = predictions.judged(predictions.registered(), tmp_path, old.id)
+    assert one(first, "b6_pair_stream")["verdict"] == "hit"
+
+
+def test_what_is_no_record_of_a_b200_is_refused(add, tmp_path, capsys):
+    other = add(timed("v8_own_waits", us=at(500)), capability="9.0")
+    bare = add(timed("b3_stream", us=at(500)), day=2, ceilings=CEILINGS[:1])
+    assert predictions.basis(tmp_path).ceilings == units.ASSUMED
+    command = ["predictions", "--data-dir", str(tmp_path), "--record"]
+    for name, expectation in (
+        ("nothing", "record must be the id of a record, got 'nothing'"),
+        (other.id, f"record must be of compute capability 10.x, got {other.id} of 9.0"),
+        (bare.id, f"record must hold a matmul and a copy as ceilings, got {bare.id}"),
+    ):
+        assert __main__.main([*command, name]) == 1
+        assert expectation in capsys.readouterr().err
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
+    assert __main__.main(["predictions", "--data-dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n| ") == len(predictions.registered()) + 2
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(predictions, "PATH", tmp_path / "predictions" / "b200.csv")
+    monkeypatch.setattr(predictions.update, "__defaults__", (predictions.PATH,))
+    for state in ("rewritten", "was up to date"):
+        assert __main__.main(["predictions", "--write"]) == 0
+        assert capsys.readouterr().out == f"predictions/b200.csv {state}\n"
