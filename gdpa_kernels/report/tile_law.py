@@ -1,0 +1,72 @@
+"""The law of tiles: a kernel's time as a sum of a few constants times what it has to do.
+
+T = (queries / 128 * a + keys / 128 * b + pairs / 128^2 * c) / SMs, constants in microseconds of an
+SM. It is fitted to times, so it explains them and predicts nothing of another kernel; what it shows
+is where a kernel spends its time, and which batches do not follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+
+from gdpa_kernels.measuring import units
+from gdpa_kernels.measuring.workload import Workload, workload
+
+COLUMNS = ("queries", "keys", "pairs")
+SCAN_WIDTH = 31
+"""Sequences that FlashAttention-4's tile scheduler passes in a step: one for each lane but the
+last, which holds their sum (flash_attn/cute/tile_scheduler.py, VarlenDecoder)."""
+
+
+def amounts(
+    works: Sequence[Workload], sms: int, tile: tuple[int, int] = (128, 128)
+) -> pd.DataFrame:
+    """What each SM has to do on average: 128 queries, 128 keys and 128 x 128 pairs, lengths padded
+    to `tile`; a row for each workload, by name."""
+    rows = {work.name: [x / sms for x in units.counts(work, tile)] for work in works}
+    return pd.DataFrame.from_dict(rows, orient="index", columns=list(COLUMNS))
+
+
+def scan_steps(work: Workload, sms: int, tile: int = 256) -> float:
+    """Steps that the scheduler's scan takes on an SM, if each program walks over the batch.
+
+    A program with a tile of queries passes half of the batch on average, one beyond the end all of
+    it. There are as many as the batch could need: `total_q` and `tile` - 1 rows for each sequence.
+    """
+    tiles = sum(-(-n // tile) for n in work.seqlens_q)
+    programs = (work.total_q + work.batch * (tile - 1)) // tile
+    steps = work.batch / SCAN_WIDTH
+    return work.num_heads_q * (tiles * steps / 2 + (programs - tiles) * steps) / sms
+
+
+def fit(done: pd.DataFrame, us: pd.Series) -> pd.Series:
+    """Microseconds for each column of `done`, none negative: the least squares of relative errors
+    of the times `us`. ValueError with fewer times than columns."""
+    if len(us) < done.shape[1]:
+        raise ValueError(f"us must hold at least {done.shape[1]} times, got {len(us)}")
+    best, least = pd.Series(0.0, index=done.columns), np.inf
+    scaled = done.div(us, axis=0)
+    for count in range(1, done.shape[1] + 1):
+        for kept in map(list, combinations(done.columns, count)):
+            found = np.linalg.lstsq(scaled[kept], np.ones(len(us)), rcond=None)[0]
+            error = float(((scaled[kept] @ found - 1) ** 2).sum())
+            if (found >= 0).all() and error < least:
+                best, least = pd.Series(0.0, index=done.columns), error
+                best[kept] = found
+    return best
+
+
+def pair_tflops(law: pd.Series, sms: int, direction: str = "forward") -> float:
+    """The rate at which a kernel would run if pairs were all its work, TFLOP/s."""
+    products = {"forward": 2, "backward": 5}[direction]
+    return products * 2 * units.TILE**3 * sms / law["pairs"] / 1e6
+
+
+def published_us(bars: pd.DataFrame, direction: str) -> pd.Series:
+    """The times behind published rates: by `workload`, from `tflops`."""
+    flops = [workload(name).flops(direction) for name in bars["workload"]]
+    return pd.Series(np.array(flops) / bars["tflops"].to_numpy() / 1e6, index=bars["workload"])
