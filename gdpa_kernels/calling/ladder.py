@@ -122,7 +122,40 @@ RUNGS: tuple[Rung, ...] = (
     ),
 )
 
-BLACKWELL_RUNGS: tuple[Rung, ...] = ()
+BLACKWELL_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "b1_tensor_memory",
+        "accumulators in tensor memory",
+        "One thread issues the MMAs; the math role is left with the activation.",
+        "v4_warp_specialized",
+        _TCGEN05,
+        has=_CONFIG,
+    ),
+    Rung(
+        "b2_two_tiles",
+        "two tiles of queries",
+        "One tile's MMAs run beside the other's activation; P comes in slices.",
+        "b1_tensor_memory",
+        _TCGEN05,
+        has=_CONFIG,
+    ),
+    Rung(
+        "b3_stream",
+        "one stream of MMAs",
+        "The next item's first S is issued before this one's last P V.",
+        "b2_two_tiles",
+        _TCGEN05,
+        has=_LISTED,
+    ),
+    Rung(
+        "b4_mixed",
+        "a quarter by polynomial",
+        "FMA units take over one score of four from MUFU, within a proven bound.",
+        "b3_stream",
+        _TCGEN05,
+        has=_LISTED,
+    ),
+)
 """For sm_100: accumulators in tensor memory. They follow `RUNGS` on the ladder "gdpa"."""
 
 BLOCK_REFERENCE = Rung(
@@ -191,7 +224,17 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
     ),
 )
 
-BLACKWELL_BLOCK_RUNGS: tuple[Rung, ...] = ()
+BLACKWELL_BLOCK_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "b1_warp_specialized",
+        "a role for every step",
+        "Accumulators in tensor memory; rotary, softmax and output work on different items.",
+        "v4_rotary",
+        _TCGEN05,
+        operator="block_attention",
+        has=_LISTED | {"requires"},
+    ),
+)
 
 STUDIES = {
     "eliminations": Rung(
@@ -258,7 +301,26 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
     ),
 )
 
-BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = ()
+BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "b1_tensor_memory_backward",
+        "accumulators in tensor memory",
+        "One thread issues five MMAs a step; dQ lies where dP was.",
+        "v4_warp_specialized_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
+        operator="gdpa_backward",
+        has=_LISTED | {"is_deterministic"},
+    ),
+    Rung(
+        "b2_short_kv_backward",
+        "two CTAs own all keys",
+        "They exchange halves of dQ, which is written once.",
+        "b1_tensor_memory_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
+        operator="gdpa_backward",
+        has=_LISTED | {"requires"},
+    ),
+)
 
 LADDERS = {
     "gdpa": (REFERENCE, *RUNGS, *BLACKWELL_RUNGS),
