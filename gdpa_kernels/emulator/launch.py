@@ -25,7 +25,8 @@ class Report:
 
     programs: CTAs executed (with cluster launch control fewer than the grid has). bytes_loaded,
     bytes_stored: of global memory; active lanes, unclipped elements of boxes, atomics as both.
-    shared_bytes, tensor_columns, barriers: the most that one CTA allocated. warps: of each role of
+    shared_bytes, tensor_columns, barriers: the most that one CTA allocated, without what the
+    compiler adds for the values that tasks capture, some hundred bytes. warps: of each role of
     a CTA, default first. checks: accesses examined, by kind. uninitialized: reads of unwritten
     shared or tensor memory that were let pass. timeline: with `trace=True`.
     """

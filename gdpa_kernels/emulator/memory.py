@@ -31,7 +31,7 @@ import triton.language as tl
 
 from .clocks import Access, Clock
 from .errors import DescriptorError, InvalidKernel, OutOfBounds, Race, Unsupported
-from .launch import Launch
+from .launch import Launch, current
 from .scheduler import Operation, Role
 from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, scalar, to_raw, to_tile
 
@@ -496,6 +496,7 @@ class Descriptor:
         return tuple(scalar(step // self.region.itemsize, tl.int64) for step in self.steps)
 
     def load(self, offsets: Any, latency: int | None = None) -> Tile:
+        self._stage()
         return self.region.memory.load_box(self, offsets)
 
     def store(
@@ -510,7 +511,12 @@ class Descriptor:
             if store_reduce not in _REDUCTIONS or not reduced:
                 raise InvalidKernel(f"TMA has no reduction {store_reduce!r} of {self.dtype}")
             update = _REDUCTIONS[store_reduce]
+        if by is None:
+            self._stage()
         self.region.memory.store_box(self, offsets, value, update, by)
+
+    def _stage(self) -> None:
+        current().role.stage(math.prod(self.block_shape) * self.region.itemsize)
 
     def __getattr__(self, name: str) -> Callable:
         # atomic_add, atomic_min, ... are the reductions under another name.

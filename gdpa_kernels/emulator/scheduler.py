@@ -41,7 +41,8 @@ class Role:
 
     dots, stores, copies: asynchronous operations that the role waits for by their order (wgmma,
     TMA stores, cp.async groups), oldest first. mma: the tcgen05 operations to be committed.
-    dots_issued: the bits of all its MMAs; they execute in order.
+    dots_issued: the bits of all its MMAs; they execute in order. task: whether it is a task rather
+    than the kernel around it. staged: bytes of shared memory of `stage`.
     """
 
     def __init__(self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable):
@@ -57,6 +58,7 @@ class Role:
         self.copies: list[list[Operation]] = [[]]
         self.mma: list[Operation] = []
         self.dots_issued = 0
+        self.task, self.staged = False, 0
         self.greenlet = greenlet(lambda: self._run(body))
         self.greenlet.gr_context = contextvars.copy_context()
 
@@ -80,6 +82,16 @@ class Role:
         if work:
             self.scheduler.trace("compute", "", self, self.time, self.time + work)
         self.time += work + cycles
+
+    def stage(self, num_bytes: int) -> None:
+        """Count what a descriptor's own `load` or `store` of registers goes through.
+
+        The compiler allocates it, for each task anew, and for the kernel around the tasks where a
+        dead buffer may have been: that is not counted.
+        """
+        if self.task and num_bytes > self.staged:
+            self.cta.reserve(num_bytes - self.staged)
+            self.staged = num_bytes
 
     def release(self) -> Clock:
         """The clock to hand over; what the role does from now on is not in it."""

@@ -62,7 +62,7 @@ class Region:
 
             role = Role(scheduler, main.cta, name, warps, body)
             role.clock.join(start)
-            role.time, role.replica = main.time, replica
+            role.time, role.replica, role.task = main.time, replica, True
             running.append(role)
             scheduler.start(role)
 
