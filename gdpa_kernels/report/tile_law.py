@@ -70,3 +70,37 @@ def published_us(bars: pd.DataFrame, direction: str) -> pd.Series:
     """The times behind published rates: by `workload`, from `tflops`."""
     flops = [workload(name).flops(direction) for name in bars["workload"]]
     return pd.Series(np.array(flops) / bars["tflops"].to_numpy() / 1e6, index=bars["workload"])
+
+
+KERNELS = {"cutedsl_gdpa": "GDPA", "triton_gdpa": "Triton", "cutlass_fmha": "FMHA",
+           "cutedsl_fa4": "FA4"}  # fmt: skip
+
+
+def published(bars: pd.DataFrame, sms: int = units.B200.sms) -> pd.DataFrame:
+    """The laws of published kernels, a row for each direction and kernel, from the bars of
+    `claims.published_figures` that are not suspect.
+
+    Microseconds for what the columns say (`steps`: of FA4's scan, forward), the rate of pairs
+    alone, and by how many percent published times exceed the law's: the most of any full batch,
+    which the fit is made of, and each of the half chart, which it is not.
+    """
+    laws = {}
+    for (direction, kernel), found in bars.groupby(["direction", "kernel"], sort=False):
+        forward, fa4 = direction == "forward", kernel == "cutedsl_fa4"
+        tile = (256, 128) if forward and kernel != "triton_gdpa" else (128, 128)
+        terms = ["queries", "pairs", "steps"] if forward else ["keys", "pairs"]
+        terms = terms if fa4 else list(COLUMNS)
+        us = published_us(found, direction).drop("gdpa-cross-full-256", errors="ignore")
+        works = [workload(name) for name in us.index]  # without what self-256 is under another name
+        done = amounts(works, sms, tile).assign(steps=[scan_steps(work, sms) for work in works])
+        full = us.index.str.contains("full")
+        law = fit(done.loc[full, terms], us[full])
+        more = 100 * (us / (done[terms] @ law) - 1)
+        half = {f"half {name.rsplit('-')[-1]}": more[name] for name in us.index[~full]}
+        rate = {"pairs alone, TFLOP/s": pair_tflops(law, sms, direction)}
+        laws[direction, KERNELS[kernel]] = {
+            **law,
+            **rate,
+            "full, most": more[full].abs().max(),
+        } | half
+    return pd.DataFrame(laws).T.rename_axis(["direction", "kernel"])

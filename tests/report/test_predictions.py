@@ -187,3 +187,20 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     for state in ("rewritten", "was up to date"):
         assert __main__.main(["predictions", "--write"]) == 0
         assert capsys.readouterr().out == f"predictions/b200.csv {state}\n"
+
+
+def test_the_calibration_is_that_of_a_record_of_an_h200():
+    """EXPECTED quotes v8 over its ledger: .85, one deviation .05."""
+    (run,) = (r for r in record.load_all() if r.id.startswith("20261121T134948Z-10-figures"))
+    limits, shares = results.ceilings(run), []
+    rows = results.table(latest=False)
+    rows = rows[(rows["record"] == run.id) & (rows["impl"] == "v8_own_waits")]
+    for row in rows[(rows["scope"] == "kernel") & (rows["variant"] == "")].itertuples():
+        if "-full-" in row.workload and row.workload != "gdpa-cross-full-256":
+            work = workload(row.workload)
+            stay = work.max_seqlen_k <= 256
+            design = units.V8_RESIDENT if stay else units.V8_STREAM
+            shares.append(row.tflops / units.ledger(work, design, limits).tflops)
+    assert len(shares) == 7 and max(shares) < 1
+    assert sum(shares) / 7 == pytest.approx(0.855, abs=0.01)
+    assert pd.Series(shares).std() == pytest.approx(0.05, abs=0.01)

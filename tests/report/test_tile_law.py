@@ -44,3 +44,14 @@ def test_rates_and_times_are_each_others_inverse():
     us = tile_law.published_us(bars, "forward")
     rate = workload("gdpa-self-full-512").flops("forward") / us["gdpa-self-full-512"] / 1e6
     assert rate == pytest.approx(bars.set_index("workload")["tflops"]["gdpa-self-full-512"])
+
+
+def test_the_published_charts_give_the_laws_of_the_study():
+    bars = claims.published_figures().query("not suspect")
+    laws = tile_law.published(bars)
+    assert len(laws) == 8
+    gdpa, fa4 = laws.loc[("forward", "GDPA")], laws.loc[("forward", "FA4")]
+    assert gdpa["pairs alone, TFLOP/s"] == pytest.approx(1163, abs=1) and gdpa["keys"] == 0
+    assert fa4["steps"] == pytest.approx(0.291, abs=1e-3) and fa4["full, most"] < 3
+    assert laws.loc[("forward", "FMHA"), "half 2048"] > 40, "its half chart does not follow"
+    assert laws.loc[("backward", "GDPA"), "full, most"] < 1.5
