@@ -45,29 +45,26 @@ def figure_tflops(
     system: str,
     impls: Sequence[str],
     published: pd.DataFrame | None = None,
+    there: pd.DataFrame | None = None,
 ) -> Figure:
-    """A published chart redrawn: ours measured on the left, theirs on the right, one scale.
+    """A published chart redrawn: ours measured on the left, theirs on the right, one scale. Between
+    them, if there is any, what was measured on the hardware of the published one.
 
     `table`: rows of `results.table`; if `figure` has two families of workloads (dense and jagged
     keys), pass the rows of one. `system`: part of the system's id. `impls`: what to draw, rungs and
-    baselines. `published`: `claims.published_figures()`. Kernel times only (scope "kernel").
+    baselines. `published`: `claims.published_figures()`. `there`: rows of another system, of which
+    all are drawn. Kernel times only (scope "kernel").
 
     Error bars: p20-p80. Steps: the roofline of each workload, with the ceilings of its record.
     Ring: the best baseline at that length. Cross: a row that failed. ValueError if an impl has no
     row, if the rows come from two systems, or if one length has two workloads.
     """
-    rows = _kernel_rows(table, figure_direction(figure), impls)
-    rows = rows[
-        (rows["figure"] == figure) & rows["system"].str.contains(system.lower(), regex=False)
-    ]
-    _require_impls(rows, impls, f"{figure} on {system}")
-    rows = rows.assign(length=[WORKLOADS[name].max_seqlen_q for name in rows["workload"]])
-    for length, names in rows.groupby("length")["workload"].unique().items():
-        if len(names) > 1:
-            raise ValueError(
-                f"table must hold one workload per length, got {', '.join(names)} for {length}"
-            )
+    rows = _figure_rows(table, figure, system, impls)
     lengths = sorted(rows["length"].unique())
+    panels = [(rows, impls)]
+    if there is not None:
+        impls = list(dict.fromkeys(there["impl"]))
+        panels.append((_figure_rows(there, figure, "", impls), impls))
     theirs = None
     if published is not None:
         theirs = published[published["figure"] == figure]
@@ -76,28 +73,31 @@ def figure_tflops(
         found = sorted(theirs["length"].unique())
         if found != lengths:
             raise ValueError(f"published must hold the lengths {lengths}, got {found}")
+    widths = [1.05] * len(panels) + [1] * (theirs is not None)
     with style():
         chart, axes = subplots(
             1,
-            1 if theirs is None else 2,
-            width=6.0 if theirs is None else 8.8,
+            len(widths),
+            width=(6.0, 8.8, 12.4)[len(widths) - 1],
             height=4.4,
             sharey=True,
             squeeze=False,
-            gridspec_kw=None if theirs is None else {"width_ratios": (1.05, 1)},
+            gridspec_kw={"width_ratios": widths},
         )
-        left = axes[0, 0]
-        top = _draw_measured(left, rows, lengths, impls)
-        left.set_title(f"measured, {_machine(rows)}")
-        left.set_ylabel(RATE_LABEL)
+        tops = []
+        for axis, (measured, names) in zip(axes[0], panels, strict=False):
+            tops.append(_draw_measured(axis, measured, lengths, names))
+            axis.set_title(f"measured, {_machine(measured)}")
+        axes[0, 0].set_ylabel(RATE_LABEL)
         if theirs is not None:
-            top = max(top, _draw_published(axes[0, 1], theirs, lengths))
-            axes[0, 1].set_title(f"published, {_only(theirs, 'hardware')}")
+            tops.append(_draw_published(axes[0, -1], theirs, lengths))
+            axes[0, -1].set_title(f"published, {_only(theirs, 'hardware')}")
         for axis in axes[0]:
             axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
             axis.set_xlabel(LENGTH_LABEL)
-        left.set_ylim(0, top * _HEADROOM)
-        _place_labels(left)
+        axes[0, 0].set_ylim(0, max(tops) * _HEADROOM)
+        for axis in axes[0, : len(panels)]:
+            _place_labels(axis)
         return chart
 
 
@@ -160,6 +160,24 @@ def ladder_table(table: pd.DataFrame, workload: str, rungs: Sequence[str]) -> pd
     return shown[[*columns, "failure"] if (shown["failure"] != "").any() else columns]
 
 
+def _figure_rows(
+    table: pd.DataFrame, figure: str, system: str, impls: Sequence[str]
+) -> pd.DataFrame:
+    """The rows of `impls` in a figure, each with its `length`."""
+    rows = _kernel_rows(table, figure_direction(figure), impls)
+    rows = rows[
+        (rows["figure"] == figure) & rows["system"].str.contains(system.lower(), regex=False)
+    ]
+    _require_impls(rows, impls, f"{figure} on {system}" if system else figure)
+    rows = rows.assign(length=[WORKLOADS[name].max_seqlen_q for name in rows["workload"]])
+    for length, names in rows.groupby("length")["workload"].unique().items():
+        if len(names) > 1:
+            raise ValueError(
+                f"table must hold one workload per length, got {', '.join(names)} for {length}"
+            )
+    return rows
+
+
 def _kernel_rows(table: pd.DataFrame, direction: str, impls: Sequence[str] | None) -> pd.DataFrame:
     keep = (table["scope"] == "kernel") & (table["variant"] == "")
     keep &= table["direction"] == direction
@@ -216,11 +234,17 @@ def _draw_measured(
     axis: Axes, rows: pd.DataFrame, lengths: Sequence[int], impls: Sequence[str]
 ) -> float:
     place = {length: position for position, length in enumerate(lengths)}
-    ceilings = [_ceiling(rows[rows["length"] == length]) for length in lengths]
+    timed = set(rows["length"][rows["tflops"].notna()])
+    ceilings = [_ceiling(rows[rows["length"] == n]) if n in timed else np.nan for n in lengths]
     edges = np.arange(len(lengths) + 1) - 0.5
     axis.stairs(ceilings, edges, baseline=None, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+    first = int(np.argmax(np.isfinite(ceilings)))
     axis.annotate(
-        "roofline", (-0.5, ceilings[0]), xytext=(2, 4), textcoords="offset points", va="bottom"
+        "roofline",
+        (first - 0.5, ceilings[first]),
+        xytext=(2, 4),
+        textcoords="offset points",
+        va="bottom",
     )
     baselines = [impl for impl in impls if not is_rung(impl)]
     for impl in (*baselines, *(impl for impl in impls if is_rung(impl))):
@@ -256,7 +280,7 @@ def _draw_measured(
     notes = [] if best.empty else ["ring: best baseline"]
     notes += ["cross: failed"] if rows["tflops"].isna().any() else []
     _note(axis, "; ".join(notes))
-    return max([*ceilings, *rows["tflops"].dropna()])
+    return float(np.nanmax([*ceilings, *rows["tflops"]]))
 
 
 def _draw_published(axis: Axes, rows: pd.DataFrame, lengths: Sequence[int]) -> float:

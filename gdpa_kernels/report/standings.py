@@ -39,15 +39,35 @@ def spread(values: pd.Series) -> str:
 
 def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "") -> None:
     """Show a published chart next to ours (`figures.figure_tflops`), of those of `impls` that have
-    a time. `keys`: a part of the workloads' names, where the figure has two families."""
-    rows = chapter.rows(direction=figure_direction(figure))
-    rows = rows[(rows["figure"] == figure) & rows["workload"].str.contains(keys)]
-    timed = set(rows["impl"][rows["tflops"].notna()])
+    a time. `keys`: a part of the workloads' names, where the figure has two families. Where the
+    chapter has a record of the GPU of the published chart, it shows that too: its own rungs (b1 and
+    up; other rungs if none has a time) and the peers among `impls`."""
+    published = claims.published_figures(chapter.data_dir)
+    tables = chapter.rows(direction=figure_direction(figure)), _on(chapter, published)
+    rows, there = (x[(x["figure"] == figure) & x["workload"].str.contains(keys)] for x in tables)
+    timed, timed_there = (set(x["impl"][x["tflops"].notna()]) for x in (rows, there))
+    rungs = {impl for impl in timed_there if is_rung(impl)}
+    own = {impl for impl in rungs if impl.startswith("b")} or rungs
+    peers = {impl for impl in impls if not is_rung(impl)}
+    there = there[there["impl"].isin(own | (peers & timed_there))]
     chart = figures.figure_tflops(
         rows, figure, system=chapter.system, impls=[impl for impl in impls if impl in timed],
-        published=claims.published_figures(chapter.data_dir),
+        published=published, there=None if there.empty else there,
     )  # fmt: skip
-    chapter.figure(chart, measured=rows)
+    chapter.figure(chart, measured=rows if there.empty else pd.concat([rows, there]))
+
+
+def _on(chapter: Chapter, published: pd.DataFrame) -> pd.DataFrame:
+    """Kernel times of the chapter's newest record of the published GPU; none without one."""
+    system = published["hardware"].iloc[0].lower().replace(" ", "-")
+    notebook = f"notebooks/{chapter.slug}.py"
+    rows = results.table(chapter.data_dir, system=system, latest=False)
+    rows = rows[(rows["scope"] == "kernel") & (rows["variant"] == "")]
+    try:
+        run = results.latest_record(chapter.data_dir, notebook=notebook, system=system)
+    except LookupError:
+        return rows.iloc[:0]
+    return rows[(rows["record"] == run.id) & (chapter.system not in system)]
 
 
 def best(rows: pd.DataFrame) -> pd.DataFrame:

@@ -1,0 +1,167 @@
+"""A B200 that nobody has here: from a record of it, made up for this test, to the book's pages."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from gdpa_kernels import __main__
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.rankings import parse
+from gdpa_kernels.calling.rung import Requires, Rung
+from gdpa_kernels.measuring import probe, record, system
+from gdpa_kernels.report import claims, figures, page, rankings, readme, results, standings
+from gdpa_kernels.report.chapter import Chapter
+from tests.report.test_results import a_system
+
+B200 = replace(a_system(gpu="NVIDIA B200"), compute_capability="10.0")
+CHAPTERS = ("forward/results", "backward/results", "block/results")
+KEPT = "gdpa-(self-half-jagged|cross-full)-.*|gdpa-self-full-1024|block-fill70-2000|block-rotary-.*"
+OWN = ("b90_pretended", "b91_pretended")
+GPUS = ((9, 0), (10, 0))
+DRAWN = ["v1_tiled", "v8_own_waits", "v5_short_kv_backward", "fa2_varlen", "fa4", "cudnn"]
+
+
+def pretended(of: record.Record) -> record.Record:
+    """The record of an H200 as if a B200 had made it: 0.4 times the times, rungs for sm_90 fail,
+    and two rungs of its own are faster than v1."""
+    rows = []
+    for row in of.rows:
+        rung = next((r for rs in ladder.LADDERS.values() for r in rs if r.impl == row.impl), None)
+        if rung is not None and rung.requires.only_major:
+            failure = "needs sm_90, got sm_100"
+            rows.append(replace(row, samples_us=(), error=None, failure=failure))
+            continue
+        rows.append(replace(row, samples_us=tuple(0.4 * us for us in row.samples_us)))
+        if row.impl.startswith("v1_"):
+            for share, impl in zip((0.6, 0.5), OWN, strict=True):
+                times = tuple(share * 0.4 * us for us in row.samples_us)
+                rows.append(replace(row, impl=impl, samples_us=times))
+    limits = [
+        replace(ceiling, samples_us=tuple(0.2 * us for us in ceiling.samples_us))
+        for ceiling in of.ceilings
+    ]
+    name = of.id.replace(of.system, B200.id)
+    return replace(of, id=name, system=B200.id, rows=tuple(rows), ceilings=tuple(limits))
+
+
+def newest(chapter: str) -> record.Record:
+    """The rows of `KEPT` in the newest record of a chapter, found without reading the others."""
+    notebook = f"notebooks/{chapter}.py"
+    names = [
+        notebook,
+        *(old for old, new in record.renames()["notebooks"].items() if new == notebook),
+    ]
+    for path in sorted((record.DATA_DIR / "records").iterdir(), reverse=True):
+        if any(f'"notebook": "{name}"' in path.read_text()[:1000] for name in names):
+            run = record.load(path)
+            rows = (row for row in run.rows if row.scope == "kernel" and not row.variant)
+            return replace(run, rows=tuple(row for row in rows if re.fullmatch(KEPT, row.workload)))
+    raise LookupError(notebook)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A data folder with some of the newest H200 records of three chapters, and one with the same
+    of the B200 too."""
+    alone, both = (tmp_path_factory.mktemp(name) for name in ("alone", "both"))
+    runs = [newest(chapter) for chapter in CHAPTERS]
+    with pytest.MonkeyPatch.context() as patch:
+        for operator, rungs in ladder.LADDERS.items():
+            own = (
+                Rung(impl, "", "", None, Requires((10, 0), only_major=True), operator=operator)
+                for impl in OWN
+            )
+            patch.setitem(ladder.LADDERS, operator, (*rungs, *own))
+        for folder in (alone, both):
+            shutil.copytree(record.DATA_DIR / "systems", folder / "systems")
+            shutil.copytree(record.DATA_DIR / "published", folder / "published")
+            shutil.copy(record.DATA_DIR / "claims.yml", folder)
+        system.save(B200, both)
+        for run in runs:
+            record.write(run, alone)
+            record.write(run, both)
+            record.write(pretended(run), both)
+        patch.setattr(page, "CSV_DIR", both / "figures")
+        yield alone, both
+
+
+def test_what_is_said_of_the_h200_stays(folders):
+    def said(data_dir):
+        every = results.table(folders[1], system="h200", latest=False)
+        tables = [rankings.from_records(data_dir, operator) for operator in rankings.CHOICES]
+        kept = [row for table in tables for row in table if row.shape[0] == (9, 0)]
+        ledger = claims.ledger(every, claims=claims.load(data_dir))
+        assert kept and len(ledger)
+        return ledger.to_csv(), kept, readme.block(data_dir)
+
+    alone, both = folders
+    assert said(both) == said(alone)
+    readme.hero(both)
+
+
+def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
+    _, both = folders
+    known = probe.proven(both, "10.0")
+    assert ("gdpa", "forward", OWN[0]) in known and ("gdpa", "forward", "v8_own_waits") not in known
+    assert __main__.main(["results", "--data-dir", str(both), "--system", "b200"]) == 0
+    printed = capsys.readouterr().out
+    assert OWN[1] in printed and '"needs sm_90, got sm_100"' in printed
+
+    monkeypatch.setattr(record, "DATA_DIR", both)
+    monkeypatch.setattr(record, "ROOT", both)
+    for operator, module in rankings.CHOICES.items():
+        monkeypatch.setattr(module, "PATH", both / operator)
+    assert __main__.main(["choices"]) == 0
+    for operator, module in rankings.CHOICES.items():
+        rows = parse(module.PATH.read_text(), module.COLUMNS)
+        first = {gpu: {row.impls[0] for row in rows if row.shape[0] == gpu} for gpu in GPUS}
+        assert first[10, 0] == {OWN[1]}, operator
+        assert first[9, 0] and not first[9, 0] & {*OWN}
+
+    ledger = claims.ledger(results.table(both, system="b200"), claims=claims.load(both))
+    assert (ledger["ours_gpu"] == "NVIDIA B200").any()
+
+
+@pytest.mark.parametrize(
+    ("chapter", "figure", "keys"),
+    [
+        ("forward/results", "gdpa-self-fwd-half", "jagged"),
+        ("backward/results", "gdpa-cross-bwd-full", ""),
+    ],
+)
+def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, figure, keys):
+    drawn, shown = [], []
+    draw = figures.figure_tflops
+    monkeypatch.setattr(
+        figures, "figure_tflops", lambda *given, **how: drawn.append(draw(*given, **how))
+    )
+    monkeypatch.setattr("gdpa_kernels.report.chapter.display", shown.append)
+    monkeypatch.setattr(standings, "display", shown.append)
+    alone, both = (Chapter(chapter, data_dir=folder) for folder in folders)
+    standings.redrawn(alone, figure, DRAWN, keys)
+    standings.redrawn(both, figure, DRAWN, keys)
+    before, after = ([axis.get_title(loc="left") for axis in chart.axes] for chart in drawn)
+    assert [title.rpartition(", ")[0] for title in before] == ["measured, NVIDIA H200", "published"]
+    assert after[::2] == before and after[1].startswith("measured, NVIDIA B200, ")
+    h200, b200, _ = drawn[1].axes
+    labels = {container.get_label().split()[0] for container in b200.containers}
+    assert {*OWN, "fa2_varlen"} <= labels and not any(x.startswith("v") for x in labels)
+    assert {x.get_label() for x in h200.containers} & {
+        *DRAWN
+    } and h200.get_ylim() == b200.get_ylim()
+    assert "NVIDIA B200" in shown[-1].data and "NVIDIA H200" in shown[-1].data
+    standings.others(both, None, chapter.partition("/")[0])
+    assert shown[-2].data.startswith("**NVIDIA B200**") and OWN[0] in shown[-1].data
+    # At one length everything failed: the rest is drawn.
+    there = results.table(folders[1], system="b200", latest=False)
+    there = there[(there["figure"] == figure) & there["workload"].str.contains(keys)]
+    there = there[there["impl"] == OWN[0]]
+    there.loc[there["workload"].str.endswith("-256"), ["tflops", "percent_of_roofline"]] = None
+    rows = both.rows(direction=chapter.partition("/")[0])
+    rows = rows[(rows["figure"] == figure) & rows["workload"].str.contains(keys)]
+    chart = draw(rows, figure, system="h200", impls=["fa2_varlen"], there=there)
+    assert any(line.get_marker() == "x" for line in chart.axes[1].lines)
