@@ -51,6 +51,7 @@ from gdpa_kernels.block_attention.slots import (
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 
 ACCUMULATORS = tl.constexpr(2)  # of each kind
@@ -110,7 +111,7 @@ class Options:
 
 @triton.aggregate
 class Results:
-    """Accumulators of what leaves: O and dQ of an item, dK and dV of a group of them.
+    """Accumulators of dQ of an item, dK and dV of a group of them.
 
     full[i] completes when what an item adds has been computed, empty[i] when it has been read.
     """
@@ -215,7 +216,7 @@ def turn(tiles, turns, done, blocks_ptr, options):
 
 
 @triton.jit
-def mma_forward(tiles, ready, s, p, results, s_full, p_full, blocks_ptr, options):
+def mma_forward(tiles, ready, s, p, o, s_full, p_full, blocks_ptr, options):
     """S of an item, then O of the one before."""
     items = count_units(blocks_ptr) * options.NUM_HEADS
     for item in tl.range(0, tl.where(items > 0, items + 1, 0)):
@@ -231,10 +232,10 @@ def mma_forward(tiles, ready, s, p, results, s_full, p_full, blocks_ptr, options
             stage, _ = turn_of(item - 1, options.NUM_STAGES)
             at, phase = turn_of(item - 1, ACCUMULATORS)
             tlx.barrier_wait(p_full[at], phase)
-            tlx.barrier_wait(results.empty[at], phase ^ 1)
+            tlx.barrier_wait(o.empty[at], phase ^ 1)
             tlx.async_dot(
-                p[stage * options.PIECES], tiles.v[stage], results.q[at], use_acc=False,
-                mBarriers=[results.full[at]],
+                p[stage * options.PIECES], tiles.v[stage], o.buffer[at], use_acc=False,
+                mBarriers=[o.full[at]],
             )  # fmt: skip
 
 
@@ -256,14 +257,14 @@ def softmax_forward(s, p, s_full, p_full, blocks_ptr, scale, options):
 
 
 @triton.jit
-def output_forward(tiles, results, out_full, blocks_ptr, options):
+def output_forward(tiles, o, out_full, blocks_ptr, options):
     """O, over Q."""
     for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS):
         stage, _ = turn_of(item, options.NUM_STAGES)
         at, phase = turn_of(item, ACCUMULATORS)
-        tlx.barrier_wait(results.full[at], phase)
-        out = tlx.local_load(results.q[at])
-        tlx.barrier_arrive(results.empty[at])
+        tlx.barrier_wait(o.full[at], phase)
+        out = tlx.local_load(o.buffer[at])
+        tlx.barrier_arrive(o.empty[at])
         tlx.local_store(tiles.q[stage], out.to(options.DTYPE))
         tlx.fence("async_shared")
         tlx.barrier_arrive(out_full[stage])
@@ -421,7 +422,7 @@ def forward_kernel(
     o_full = tlx.alloc_barriers(ACCUMULATORS)
     o_empty = tlx.alloc_warp_barrier(ACCUMULATORS, 4)
     tiles = Tiles(q, k, v, full, empty)
-    results = Results(o, o, o, o_full, o_empty)
+    outputs = Ring(o, o_full, o_empty)
     turns, ready = None, full
     if ROTARY:
         sin = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(sin_desc), NUM_TURNS)
@@ -433,14 +434,14 @@ def forward_kernel(
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            output_forward(tiles, results, out_full, blocks_ptr, options)
+            output_forward(tiles, outputs, out_full, blocks_ptr, options)
         with tlx.async_task(num_warps=4, registers=SOFTMAX_REGISTERS):
             softmax_forward(s, p, s_full, p_full, blocks_ptr, scale, options)
         if ROTARY:
             with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
                 turn(tiles, turns, ready, blocks_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
-            mma_forward(tiles, ready, s, p, results, s_full, p_full, blocks_ptr, options)
+            mma_forward(tiles, ready, s, p, outputs, s_full, p_full, blocks_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
             load(
                 None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, tiles, turns, blocks_ptr,

@@ -155,6 +155,22 @@ BLACKWELL_RUNGS: tuple[Rung, ...] = (
         _TCGEN05,
         has=_LISTED,
     ),
+    Rung(
+        "b5_cta_pair",
+        "CTA pairs, K and V stay",
+        "Two CTAs hold halves of K and V that the MMAs of both read.",
+        "b4_mixed",
+        _TCGEN05,
+        has=_LISTED | {"requires"},
+    ),
+    Rung(
+        "b6_pair_stream",
+        "CTA pairs, K and V stream",
+        "Any number of keys; a block that is loaded once serves 512 queries.",
+        "b5_cta_pair",
+        _TCGEN05,
+        has=_LISTED,
+    ),
 )
 """For sm_100: accumulators in tensor memory. They follow `RUNGS` on the ladder "gdpa"."""
 

@@ -16,16 +16,23 @@ from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.testing import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLACKWELL = ("b1_warp_specialized",) if DEVICE == "cpu" else ()  # elsewhere only on an sm_100
 RUNGS = {
     name: importlib.import_module(f"gdpa_kernels.block_attention.{name}")
-    for name in ("v0_flash", "v1_one_tile", "v2_slab", "v3_warp_specialized", "v4_rotary")
+    for name in (
+        *("v0_flash", "v1_one_tile", "v2_slab", "v3_warp_specialized", "v4_rotary"),
+        *BLACKWELL,
+    )
 }
 NAMES = ("out", "dq", "dk", "dv")
 
 
-def kernels_run():
-    """The context in which kernels run on DEVICE."""
-    return emulator.enabled() if DEVICE == "cpu" else contextlib.nullcontext()
+def kernels_run(module=None):
+    """The context in which kernels run on DEVICE, those of a Blackwell rung as on sm_100."""
+    if DEVICE == "cuda":
+        return contextlib.nullcontext()
+    blackwell = module in [RUNGS[name] for name in BLACKWELL]
+    return emulator.enabled("sm_100" if blackwell else "sm_90")
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ def supports(rung: str, case: Case, dtype: torch.dtype) -> bool:
 def results(module, tensors: dict, options: dict, **more) -> tuple[torch.Tensor, ...]:
     """(out, dq, dk, dv) of a rung."""
     grad_out, *others = tensors.values()
-    with kernels_run():
+    with kernels_run(module):
         out, saved = module.forward(Batch(*others, **options), **more)
         return out, *module.backward(grad_out, Batch(*others, **options), saved, **more)
 

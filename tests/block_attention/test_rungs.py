@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gdpa_kernels.block_attention import eliminations, v1_one_tile, v2_slab
 from gdpa_kernels.block_attention.batch import Batch
 from tests.block_attention.cases import (
+    BLACKWELL,
     BLOCKS,
     CASES,
     DEVICE,
@@ -37,7 +38,7 @@ OTHER_DTYPES = {
     *("block_16_head_dim_128", "block_32_head_dim_64", "block_128_head_dim_16", "head_dim_256"),
 }
 ROLES = ("v3_warp_specialized", "v4_rotary")
-BY_TMA = ("v2_slab", *ROLES)
+BY_TMA = ("v2_slab", *ROLES, *BLACKWELL)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_backward_needs_nothing_of_forward(rung):
     case = suited(rung, Case("saved", (65, 3)))
     tensors = case.tensors(torch.bfloat16)
     _, *others = tensors.values()
-    with kernels_run():
+    with kernels_run(RUNGS[rung]):
         assert RUNGS[rung].forward(Batch(*others, **case.options()))[1] == ()
 
 

@@ -1,0 +1,168 @@
+"""b1, for sm_100: any order of events, mistakes that are found, what the compiler makes of it.
+
+Against the definition it is held with the other rungs, in test_rungs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+
+from gdpa_kernels import emulator
+from gdpa_kernels.block_attention import b1_warp_specialized as b1
+from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.block_attention.block_list import make_block_list
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.measuring.compile_check import SHARED_BYTES, build_launch, read
+from tests.block_attention.cases import DEVICE, NAMES, Case, check, results
+from tests.emulator.mutants import surviving
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
+# Three blocks of two heads: one program uses its slots more than once.
+PLAIN = Case("orders", (66, 0, 5))
+TURNED = replace(PLAIN, rotary=True, rotate_v=True)
+GROUPED = replace(TURNED, num_heads_k=1)
+WIDE = replace(GROUPED, head_dim=128)
+ONE_HEAD = replace(TURNED, seqlens=(130, 0, 70), num_heads=1, num_heads_k=1)
+FEW = b1.Config(num_stages=2)
+
+
+@cache
+def expected(case: Case) -> tuple[torch.Tensor, ...]:
+    return results(b1, case.tensors(BF16), case.options())
+
+
+@cache
+def schedule_of(case: Case) -> tuple[torch.Tensor]:
+    ends = case.tensors(BF16)["cu_seqlens"]
+    with emulator.enabled():
+        return (make_block_list(ends, sum(case.seqlens), 64),)
+
+
+def run(module, case: Case, direction: str, config, schedule: str | int) -> None:
+    """One direction of b1 or of a changed one: a wrong result is an AssertionError."""
+    grad_out, *others = case.tensors(BF16).values()
+    batch = Batch(*others, **case.options())
+    out, *gradients = expected(case)
+    given = {"config": config, "schedule": schedule_of(case)}
+    with emulator.enabled("sm_100", multiprocessors=1, schedule=schedule, max_steps=20_000):
+        if direction == "forward":
+            assert torch.equal(module.forward(batch, **given)[0], out)
+        else:
+            found = module.backward(grad_out, batch, **given)
+            for name, a, b in zip(NAMES[1:], found, gradients, strict=True):
+                assert torch.equal(a, b), name
+
+
+@emulated
+@pytest.mark.parametrize("case", (PLAIN, TURNED), ids=("plain", "rotary"))
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_any_order_of_events_gives_the_same_bits(direction, case):
+    for seed in range(20):
+        run(b1, case, direction, FEW if seed % 2 else None, seed)
+
+
+@emulated
+@pytest.mark.parametrize("config", (b1.Config(3), b1.Config(5, num_turns=2)), ids=str)
+@pytest.mark.parametrize("case", (GROUPED, ONE_HEAD), ids=("grouped", "one head"))
+def test_any_config_gives_the_same_bits(case, config):
+    for direction in ("forward", "backward"):
+        for schedule in ("modelled", 0):
+            run(b1, case, direction, config, schedule)
+
+
+@emulated
+def test_sums_of_a_group_at_head_dim_128_match_the_definition():
+    check(b1, replace(WIDE, num_heads=3), BF16)
+
+
+def test_refuses_one_slot():
+    with pytest.raises(ValueError, match="num_stages must be at least 2, .*; got 1"):
+        b1.Config(num_stages=1)
+
+
+def test_says_what_it_needs():
+    q, turns = torch.zeros(3, 2, 64, dtype=BF16), torch.zeros(3, 32)
+    plain = Batch(q, q, q, None, 1.0)
+
+    def needs(**changes):
+        return b1.requires(replace(plain, **changes))
+
+    assert needs() is needs(rotary=(turns, turns)) is None
+    assert needs(block_size=32) == "needs block_size 64, got 32"
+    assert needs(rotary=(turns.double(), turns)).startswith("needs sin of dtype float32")
+    assert needs(rotary=(turns, turns[:1].expand(3, 32))).startswith("needs cos with contiguous")
+    assert ladder.rung("b1_warp_specialized", "block_attention").requires.only_major
+
+
+LAUNCHES = {
+    "forward": ((ONE_HEAD, b1.Config(4, num_turns=2)), (TURNED, FEW), (PLAIN, None)),
+    "backward": (
+        *((ONE_HEAD, b1.Config(4, num_turns=2)), (TURNED, FEW)),
+        *((WIDE, None), (PLAIN, None)),
+    ),
+}
+
+
+@emulated
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_every_mistake_in_synchronisation_is_found(direction):
+    def launch(case, config, module, schedule):
+        run(module, case, direction, config, schedule)
+
+    for case, _ in LAUNCHES[direction]:
+        expected(case)  # its launches execute lines of the other direction
+    calls = [partial(launch, *options) for options in LAUNCHES[direction]]
+    tested, survivors = surviving(b1, f"{direction}_kernel", calls)
+    assert tested > 120 and [mutant.what for mutant in survivors] == []
+
+
+def built(direction: str, dtype=BF16, turns=FP32, heads_k=4, **case):
+    """The kernel of one direction, compiled for sm_100a, for 4 heads on the CPU."""
+    shape = Case("compiled", (64, 3), num_heads=4, num_heads_k=heads_k, **case)
+    grad_out, *others = (t.cpu() for t in shape.tensors(dtype).values())
+    options = shape.options()
+    if shape.rotary:
+        options["rotary"] = tuple(t.cpu().to(turns) for t in options["rotary"])
+    batch, schedule = Batch(*others, **options), (torch.zeros(3, 2, dtype=torch.int32),)
+    with launches(run=False) as seen:
+        if direction == "forward":
+            b1.forward(batch, schedule=schedule)
+        else:
+            b1.backward(grad_out, batch, schedule=schedule)
+    return build_launch(seen[-1], capability=100)
+
+
+OPTIONS = (
+    (BF16, FP32, {"head_dim": 64}),
+    (FP16, FP32, {"head_dim": 128}),
+    (FP16, BF16, {"head_dim": 64, "heads_k": 2, "rotary": True}),
+    (BF16, FP32, {"head_dim": 128, "rotary": True, "rotate_v": True}),
+)
+# Rotary at head_dim 128: what all roles need of the launch's arguments, stored once a program.
+MOST_SPILLED = 32
+
+
+@pytest.mark.parametrize("dtype, turns, case", OPTIONS, ids=str)
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_blackwell_code(direction, dtype, turns, case):
+    backward, wide = direction == "backward", case["head_dim"] == 128
+    kernel = built(direction, dtype, turns, **case)
+    made, columns = read(kernel), kernel.metadata.tmem_size
+    assert made.spill_bytes <= (MOST_SPILLED if wide and case.get("rotary") else 0)
+    assert made.registers == (128 if case.get("rotary") else 168)
+    assert made.shared_bytes <= SHARED_BYTES[100]
+    assert columns == (512 if backward else 2 * case["head_dim"])
+    # An MMA of 64 rows takes 16 columns or rows of K at a time: S and dP head_dim, others 64.
+    mmas = (2 if backward else 1) * case["head_dim"] // 16 + (3 if backward else 1) * 64 // 16
+    assert made.instructions["UTCHMMA"] == mmas and made.instructions["UTCBAR"] == 2
+    # 64 columns of one half of the lanes each, and of the other half
+    assert made.instructions["LDTM"] == (10 if backward else 4)
+    assert made.instructions["UTMALDG"] > 0 and made.instructions["UTMASTG"] > 0
+    assert made.instructions["USETMAXREG"] > 0 and made.instructions["HGMMA"] == 0
+    assert made.wide["LDG"] == made.wide["STG"] == 0
