@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from gdpa_kernels.measuring import units
 from gdpa_kernels.measuring.workload import FIGURES
 from gdpa_kernels.report import approximations
 
@@ -31,6 +32,10 @@ ANSWERS: dict[str, tuple[str, str]] = {
     "gdpa-outer-loop-pipelining": (
         "forward/v6_short_kv",
         "{stay} times the rate if copies and stores cross tiles, times {stream} if MMAs do.",
+    ),
+    "gdpa-tensor-core-utilisation": (
+        "blackwell/model",
+        "Both can be true at {busy_clock} GHz, {busy_nominal} % of the nominal clock.",
     ),
     "gdpa-zigzag-skew": (
         "forward/v3_persistent",
@@ -99,6 +104,7 @@ def numbers(chapter: Chapter) -> dict[str, str]:
     over = over.groupby("direction").agg(["min", "max"])
     errors = chapter.recorded("accuracy", "block/results").astype({"roundings": int})
     errors = errors.set_index(["gradient", "roundings"])["mean_abs"]
+    busy = units.B200.clock_ghz(1145 / 0.97)
     return {
         "fa2_full": f"{tflops['gdpa-self-full-1024']:.0f}",
         "fa2_cross": f"{tflops['gdpa-cross-full-1024']:.0f}",
@@ -113,6 +119,8 @@ def numbers(chapter: Chapter) -> dict[str, str]:
         "spread": f"{100 * (over['max'] / over['min'] - 1).max():.0f}",
         "taylor": f"{approximations.within(approximations.taylor6, 4e-3):.2f}",
         "ulp": f"{100 * 2**-8:.2f}",
+        "busy_clock": f"{busy:.2f}",
+        "busy_nominal": f"{100 * busy / 1.965:.0f}",
         "twice": f"{errors['dq', 2] / errors['dq', 1]:.2f}",
     }
 
