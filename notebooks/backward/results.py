@@ -56,6 +56,7 @@ data_dir = "data"
 # %%
 chapter = Chapter("backward/results", mode=mode, device=device, data_dir=data_dir)
 RUNGS = V1, V2, V2A, V4, V5 = [rung.impl for rung in ladder.BACKWARD_RUNGS]
+BLACKWELL = [rung.impl for rung in ladder.BLACKWELL_BACKWARD_RUNGS]
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-bwd-" in figure for n in FIGURES[figure]))
 STEPS = ["gdpa-self-full-1024", "gdpa-cross-full-2048", "gdpa-self-full-256"]
 
@@ -68,7 +69,7 @@ def rungs_on(name):
 def plan(session, names=NAMES, steps=STEPS):
     for name in names:
         ragged = ["cudnn_varlen"] if "half-dense" in name or name == STEPS[0] else []
-        impls = [*rungs_on(name), "fa2_varlen", "cudnn", *ragged, "fa3", "fa4"]
+        impls = [*rungs_on(name), *BLACKWELL, "fa2_varlen", "cudnn", *ragged, "fa3", "fa4"]
         scopes = ("kernel", "op") if name in steps else ("kernel",)
         session.measure(workload(name), impls, direction="backward", scopes=scopes)
     for name in steps[:2]:

@@ -32,6 +32,7 @@ TABLE5, NARROW = workload("block-fill70-2000"), workload("block-fill70-2000-d64"
 ROTARY = workload("block-rotary-1735537")
 PLAIN = replace(ROTARY, name="block-plain-1735537", rotary=False, rotate_v=False)
 RUNGS = [rung.impl for rung in ladder.BLOCK_RUNGS if not rung.impl.startswith("v4")]
+BLACKWELL = [rung.impl for rung in ladder.BLACKWELL_BLOCK_RUNGS]
 WITH_ROTARY = ["v1_one_tile", "v2_slab", "v4_rotary", "v4a_turning_role"]
 SWEPT = ["v1_one_tile", "v3_warp_specialized", "fa2_varlen", "v0_flash"]
 
@@ -78,19 +79,21 @@ def _(session):
         for way in DIRECTIONS:
             session.measure(work, impls, direction=way, scopes=scopes)
 
-    both(TABLE5, [*RUNGS, *peers], scopes)
+    both(TABLE5, [*RUNGS, *BLACKWELL, *peers], scopes)
     for way in reversed(DIRECTIONS):
         unfused = [(impl, "", AROUND[way]) for impl in ("rotary_kernel", "eager_rotary")]
-        session.measure(ROTARY, [*WITH_ROTARY, *unfused], direction=way, scopes=scopes[:3])
+        session.measure(
+            ROTARY, [*WITH_ROTARY, *BLACKWELL, *unfused], direction=way, scopes=scopes[:3]
+        )
         session.measure(PLAIN, ["v1_one_tile", "v3_warp_specialized"], direction=way)
         session.measure_rotary(ROTARY, direction=way)
     roundings = {1: "v4_rotary", 2: ("rotary_kernel", "", AROUND["backward"])}
     session.accuracy("accuracy", ROTARY, roundings)
-    both(NARROW, [*RUNGS, *peers], scopes)
+    both(NARROW, [*RUNGS, *BLACKWELL, *peers], scopes)
     for length in (1000, 4000, 8000, 2000, 6000, 3000, 5000, 7000):
         for name in (f"block-fill70-{length}", f"block-fill100-{length}"):
             if name != TABLE5.name:
-                both(workload(name), SWEPT)
+                both(workload(name), [*SWEPT, *BLACKWELL])
     both(TABLE5, ["torch_compile"])
 
 

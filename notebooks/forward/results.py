@@ -52,13 +52,13 @@ data_dir = "data"
 
 # %%
 chapter = Chapter("forward/results", mode=mode, device=device, data_dir=data_dir)
-RUNGS = [rung.impl for rung in ladder.RUNGS]
+RUNGS, BLACKWELL = ([rung.impl for rung in x] for x in (ladder.RUNGS, ladder.BLACKWELL_RUNGS))
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-fwd-" in figure for n in FIGURES[figure]))
 SLOW = ("v0_eager", "torch_compile")
 
 
 def plan(session, names=NAMES, left_out=()):
-    impls = [impl for impl in (*RUNGS, *BASELINES) if impl not in left_out]
+    impls = [impl for impl in (*RUNGS, *BLACKWELL, *BASELINES) if impl not in left_out]
     for name in names:
         session.measure(workload(name), impls, scopes=("kernel", "op"))
 
