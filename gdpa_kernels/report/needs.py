@@ -15,7 +15,7 @@ from gdpa_kernels.measuring.workload import WORKLOADS, workload
 def support() -> pd.DataFrame:
     """What each rung of the forward ladder requires of the GPU and of the call, in words."""
     rows = []
-    for rung in ladder.RUNGS:
+    for rung in (*ladder.RUNGS, *ladder.BLACKWELL_RUNGS):
         wants = rung.requires
         devices = "sm_{}{}".format(*wants.capability) if wants.capability else "any"
         if wants.capability and not wants.only_major:

@@ -8,7 +8,8 @@ from gdpa_kernels.report import needs
 
 def test_every_rung_says_what_it_needs():
     table = needs.support()
-    assert len(table) == len(ladder.RUNGS)
+    assert len(table) == len(ladder.LADDERS["gdpa"]) - 1  # all but the reference
+    assert table["device"].eq("sm_100").sum() == len(ladder.BLACKWELL_RUNGS)
     assert set(table["device"]) >= {"any", "sm_80 or newer"} and "sm_90" in set(table["device"])
     assert needs.support_html().count("<code>") == len(table)
 
