@@ -132,9 +132,11 @@ def timeline(
     *,
     program: int = 0,
     lanes: dict[str, str] | None = None,
+    **how: object,
 ) -> emulator.Timeline:
-    """The timeline of one program of the last kernel of a pass; `lanes`: other names for roles."""
-    _, reports = emulated(module, given, direction, config=config, trace=True)
+    """The timeline of one program of the last kernel of a pass; `lanes`: other names for roles.
+    `how`: as for `emulated`."""
+    _, reports = emulated(module, given, direction, config=config, trace=True, **how)
     whole, lanes = reports[-1].timeline, lanes or {}
     events = [replace(e, lane=lanes.get(e.lane, e.lane)) for e in whole.events if e.cta == program]
     arrows = [
@@ -152,9 +154,13 @@ def blank(head_dim: int, *, heads: int = 4, rotary: torch.dtype | None = None) -
 
 
 def built(
-    module: ModuleType, direction: str, config: object = None, given: Batch | None = None
+    module: ModuleType,
+    direction: str,
+    config: object = None,
+    given: Batch | None = None,
+    capability: int = 90,
 ) -> dict[str, CompiledKernel]:
-    """The kernels of a pass by name, compiled for sm_90a; given None: `blank(128)`."""
+    """The kernels of a pass by name, compiled for sm_<capability>a; given None: `blank(128)`."""
     given = given or blank(128)
     saved = (given.q, torch.zeros(given.q.shape[1], given.total))
     schedule = (torch.zeros(3, 2, dtype=torch.int32),)
@@ -163,7 +169,9 @@ def built(
             module.forward(given, config=config, schedule=schedule)
         else:
             module.backward(given.q, given, saved, config=config, schedule=schedule)
-    return {launch.name: compile_check.build_launch(launch) for launch in seen}
+    return {
+        launch.name: compile_check.build_launch(launch, capability=capability) for launch in seen
+    }
 
 
 def compiled(cases: dict[str, tuple], mnemonics: Sequence[str] = ()) -> pd.DataFrame:
