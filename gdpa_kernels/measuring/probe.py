@@ -98,8 +98,8 @@ class Probe:
                 options = sorted(options.items(), key=lambda x: not isinstance(x[1], ModuleType))
                 self._found[key] = child.run((impl, variant, dict(options)), self._limit_s)
                 self._timeouts[direction, impl] += child.timeout
-                if child.must_end:
-                    child = child.end()
+                if self._found[key].failure is not None:
+                    child = child.end()  # it may have written anywhere, or can launch nothing more
             if self._found[key].failure is not None:
                 failed[place] = self._found[key]
         if child is not None:
@@ -108,7 +108,7 @@ class Probe:
 
 
 class _Child:
-    """A process with the inputs of a workload; `must_end` after whatever was no result."""
+    """A process with the inputs of a workload."""
 
     def __init__(self, *what: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -116,26 +116,26 @@ class _Child:
         self._process = context.Process(target=_serve, args=(theirs, *what), daemon=True)
         self._process.start()
         theirs.close()
-        self._started = self.must_end = self.timeout = False
+        self._started = self.timeout = False
 
     def run(self, entry: Entry, limit_s: float) -> Attempt:
+        """What comes of an entry; `timeout` is whether it came too late."""
         try:
             self._connection.send(entry)
             if not self._started:
                 self._receive(START_S)
                 self._started = True
-            answer = self._receive(limit_s) or self._receive(None)  # None: it ran, now the check
+            return self._receive(limit_s) or self._receive(None)  # None: it ran, now the check
         except TimeoutError as error:
-            self.timeout, answer = self._started, Attempt(failure=f"timeout {error}")
+            self.timeout = self._started
+            return Attempt(failure=f"timeout {error}")
         except (EOFError, OSError):
             self._process.join(10)
             code = self._process.exitcode or 0
             how = signal.Signals(-code).name if code < 0 else f"status {code}"
-            answer = Attempt(failure=f"its child process ended with {how}")
+            return Attempt(failure=f"its child process ended with {how}")
         except Exception as error:
-            answer = Attempt(failure=f"no child process takes it: {measure.reason(error)}")
-        self.must_end = answer.failure is not None and answer.error is None
-        return answer
+            return Attempt(failure=f"no child process takes it: {measure.reason(error)}")
 
     def _receive(self, limit_s: float | None) -> Attempt | None:
         if not self._connection.poll(limit_s):
@@ -144,7 +144,7 @@ class _Child:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.join(10)  # a kernel that hangs may keep its process for a while
+        self._process.join(60)  # a kernel that hangs may keep its process for a while
         self._connection.close()
 
 

@@ -109,9 +109,3 @@ def test_a_correct_row_on_such_a_gpu_proves(add, tmp_path):  # noqa: F811
     assert probe.proven(tmp_path, "10.0") == right
     assert probe.proven(tmp_path, "10.3") == {("gdpa", "forward", "v7_packed")}
     assert probe.proven(tmp_path, "9.0") == set()
-
-
-def test_what_was_measured_here_is_proven_on_an_h200():
-    known = probe.proven(record.DATA_DIR, "9.0")
-    assert ("gdpa", "forward", "v8_own_waits") in known
-    assert ("block_attention", "backward", "v4_rotary") in known
