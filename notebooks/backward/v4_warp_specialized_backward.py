@@ -67,14 +67,14 @@ chapter.roles(V4, "gdpa_backward")
 #
 # | matmul | A | B | shared memory read |
 # |:--|:--|:--|--:|
-# | S^T = K Q^T | K, 64 keys | Q | 64 KB |
-# | dP^T = V dO^T | V, 64 keys | dO | 64 KB |
-# | dV += P^T dO | registers | dO | 32 KB |
-# | dK += dS^T Q | registers | Q | 32 KB |
-# | dQ = dS K | dS of all 128 keys | K, 64 columns | 64 KB |
+# | S^T = K Q^T | K, 64 keys | Q | 64 KiB |
+# | dP^T = V dO^T | V, 64 keys | dO | 64 KiB |
+# | dV += P^T dO | registers | dO | 32 KiB |
+# | dK += dS^T Q | registers | Q | 32 KiB |
+# | dQ = dS K | dS of all 128 keys | K, 64 columns | 64 KiB |
 #
-# Each consumer computes half of the columns of dQ. With dS stored (16 KB), dQ written and read
-# again (64) and Q and dO landing (32), 368 KB pass shared memory. At 128 bytes a cycle that is
+# Each consumer computes half of the columns of dQ. With dS stored (16 KiB), dQ written and read
+# again (64) and Q and dO landing (32), 368 KiB pass shared memory. At 128 bytes a cycle that is
 # 2,944 cycles, more than the matmuls' 2,560: the bound, it seems.
 #
 # ## No unit is busy

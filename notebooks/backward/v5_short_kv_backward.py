@@ -181,7 +181,7 @@ chapter.code(v5.math, "dq = dq_product(", "tlx.async_descriptor_store_wait(0)")
 chapter.code(v5.math, "# The other program")
 
 # %% [markdown]
-# Per step 16 KB of dS leave a CTA and as many come in. Exchanging *operands* in bf16 before the
+# Per step 16 KiB of dS leave a CTA and as many come in. Exchanging *operands* in bf16 before the
 # matmul moves fewer bytes than adding *results* in fp32 after it, and the sum has a fixed order. It
 # is the choice between all-gather and all-reduce among GPUs, inside one chip.
 #
@@ -247,18 +247,18 @@ chapter.table(facts.reset_index().round(1), modelled="compiled for sm_90a; of on
 # :::{exercise} A cluster of four
 # :label: ex-bw5-four
 #
-# With four CTAs 512 keys would fit. Each computes a quarter of the columns of dQ. How many KB of dS
-# does a CTA send and receive in a step, and how much of the others' K does it hold? A CTA of v5 has
-# 224 KB. Do four fit into 227 KB each? *(paper, ten minutes)*
+# With four CTAs 512 keys would fit. Each computes a quarter of the columns of dQ. How many KiB of
+# dS does a CTA send and receive in a step, and how much of the others' K does it hold? A CTA of v5
+# has 224 KiB. Do four fit into 227 KiB each? *(paper, ten minutes)*
 # :::
 #
 # :::{solution} ex-bw5-four
 # :class: dropdown
 #
-# 128 keys by 64 rows of dS are 16 KB. It sends them to three others, receives 48 KB, and holds
-# 3 x 128 x 32 numbers of K, 24 KB. Q and dO twice (64), its own K and V (64), two slots of dS (32),
-# the others' K (24), two slots of their dS (96) and staging (16) are 296 KB. With one slot of dS
-# each, 232 KB. With one of Q and dO too they fit, but each step waits for its loads.
+# 128 keys by 64 rows of dS are 16 KiB. It sends them to three others, receives 48 KiB, and holds
+# 3 x 128 x 32 numbers of K, 24 KiB. Q and dO twice (64), its own K and V (64), two slots of dS
+# (32), the others' K (24), two slots of their dS (96) and staging (16) are 296 KiB. With one slot
+# of dS each, 232 KiB. With one of Q and dO too they fit, but each step waits for its loads.
 # :::
 #
 # :::{exercise} Half a cluster
@@ -286,7 +286,7 @@ chapter.table(facts.reset_index().round(1), modelled="compiled for sm_90a; of on
 # :::{solution} ex-bw5-queries
 # :class: dropdown
 #
-# 4 x 256 keys x 256 bytes are 256 KB; at 768 bytes a row that is 341 rows. On full batches of 256
+# 4 x 256 keys x 256 bytes are 256 KiB; at 768 bytes a row that is 341 rows. On full batches of 256
 # most bytes belong to keys, with 2,048 queries one in seven. The fixed cost of an item is spread
 # over more rows, and the curve of v5 rises.
 # :::

@@ -181,10 +181,10 @@ chapter.glue(
 # memory and assume a microsecond. For each SM:
 
 # %%
-tile = 64 * 128 * 2 / 1e3  # KB: one tensor, one block, one head of dimension 128
+tile = 64 * 128 * 2 / 1024  # KiB: one tensor, one block, one head of dimension 128
 for way, (read, written) in {"forward": (3, 1), "backward": (4, 3)}.items():
-    per_us = rate[way] / machine.num_sms * read / (read + written)  # KB read, on each SM
-    print(f"{way:8} {per_us:.0f} KB in flight for 1 µs; a program loads {read * tile:.0f} KB")
+    per_us = rate[way] * 1e3 / 1024 / machine.num_sms * read / (read + written)  # KiB, of each SM
+    print(f"{way:8} {per_us:.0f} KiB in flight for 1 µs; a program loads {read * tile:.0f} KiB")
     assert 1.5 * per_us < read * tile
 
 # %% [markdown]

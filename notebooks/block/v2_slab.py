@@ -95,7 +95,7 @@ chapter.figure(charts.dots(ratio, xlabel="time / time of v1", colours=COLOURS), 
 #
 # The tensors are `[total, num_heads, head_dim]`: the heads of a token lie side by side. At head_dim
 # 128 in bf16 the tile of one head is 64 pieces of 256 bytes, 1,024 bytes apart. The tiles of all
-# four heads, a *slab*, are 64 KB without a gap. Each of $P$ programs takes every $P$-th slab. The
+# four heads, a *slab*, are 64 KiB without a gap. Each of $P$ programs takes every $P$-th slab. The
 # forward loop:
 
 # %% tags=["remove-input"]

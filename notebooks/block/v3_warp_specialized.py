@@ -96,7 +96,7 @@ chapter.code(
 # TMA stores from {term}`shared memory`, so results need room there. v3 has none of its own for
 # them: when a result is ready, some tile of its item is dead and has the same shape. Backward:
 #
-# | when | grad_out | Q | K | V | 8 KB apart |
+# | when | grad_out | Q | K | V | 8 KiB apart |
 # |:--|:--|:--|:--|:--|:--|
 # | the loads have landed | grad_out | Q | K | V | |
 # | $S = Q K^T$ and $dP = dO\, V^T$ are done | grad_out | Q | K | *dead* | |
@@ -137,10 +137,11 @@ for shape in SHAPES:
     work = workload(next(name for name in NAMES if NAMES[name] == dim))
     read, written = work.bytes_read(direction), work.bytes_written(direction)
     rate = results.ceilings(run).gbytes_per_s(read, written) * read / (read + written)
-    slot = (3 if direction == "forward" else 4) * 64 * int(dim) * 2 / 1e3
-    needed = rate * 1e9 * 1e-6 / sms / 1e3
+    slot = (3 if direction == "forward" else 4) * 64 * int(dim) * 2 / 1024
+    needed = rate * 1e9 * 1e-6 / sms / 1024
     slots_needed = 1 + math.ceil(needed / slot)
-    little[shape] = {"needed (KB)": needed, "slot (KB)": slot, "slots, by the count": slots_needed}
+    count = {"needed (KiB)": needed, "slot (KiB)": slot, "slots, by the count": slots_needed}
+    little[shape] = count
 little = pd.DataFrame(little).T
 
 # %% tags=["remove-input"]
@@ -155,7 +156,7 @@ text = "Backward at 128, where one program of v2 fills an SM, v3 takes 5 to 15 %
 chapter.predict(text, over_v2["backward 128"], least=0.85, most=0.95)
 
 # %% [markdown]
-# Three more, about slots and consumers. The variants of v3 that fit into 227 KB, and how they are
+# Three more, about slots and consumers. The variants of v3 that fit into 227 KiB, and how they are
 # measured:
 
 # %%
@@ -222,7 +223,7 @@ assert second.min() > 0.99, "the text: a second one gains nowhere"
 # The first two are broken for the better, the next two by the count. It asks for two slots forward
 # at 128 and backward at 64, and a third saves {glue:text}`third_forward:.0f` and
 # {glue:text}`third_backward:.0f` %: the latency is longer than 1 µs, or items vary. Backward at
-# 128, where a slot is 64 KB, two are enough.
+# 128, where a slot is 64 KiB, two are enough.
 #
 # ## A timeline
 #
@@ -333,16 +334,16 @@ chapter.glue(
 # :label: ex-roles-own
 #
 # Give the results tiles of their own in each slot: O forward; dQ, dK, dV and P backward. How many
-# slots fit into 227 KB at head_dim 128? What would such a kernel look like in the figures above?
+# slots fit into 227 KiB at head_dim 128? What would such a kernel look like in the figures above?
 # *(paper, ten minutes)*
 # :::
 #
 # :::{solution} ex-roles-own
 # :class: dropdown
 #
-# Forward a slot is 64 KB, three fit, and no harm is done. Backward it is 7 tiles of 16 KB and P,
-# 120 KB, and dS on top: one slot, with which nothing is in flight during the MMAs. Without the dead
-# tiles there would be no reason to have roles.
+# Forward a slot is 64 KiB, three fit, and no harm is done. Backward it is 7 tiles of 16 KiB and P,
+# 120 KiB, and dS on top: one slot, with which nothing is in flight during the MMAs. Without the
+# dead tiles there would be no reason to have roles.
 # :::
 #
 # :::{exercise} Dead or not
@@ -364,7 +365,7 @@ chapter.glue(
 # :::{exercise} Slots for a B200
 # :label: ex-roles-b200
 #
-# A B200 has 148 SMs and a nominal 8 TB/s {cite}`nvidiablackwell`. How many KB of loads must be in
+# A B200 has 148 SMs and a nominal 8 TB/s {cite}`nvidiablackwell`. How many KiB of loads must be in
 # flight to an SM at a latency of 1 µs, forward and backward, and how many slots is that at head_dim
 # 128? *(paper, five minutes)*
 # :::
@@ -373,7 +374,7 @@ chapter.glue(
 # :class: dropdown
 #
 # Forward three bytes of four are read: $8 \cdot 10^{12} \cdot \tfrac34 \cdot 10^{-6} / 148$, or
-# 41 KB, and backward with four of seven 31 KB. One slot holds 49 and 66 KB, so two slots are the
+# 40 KiB, and backward with four of seven 30 KiB. One slot holds 48 and 64 KiB, so two slots are the
 # count in both directions. Slots are not the problem. An item must become faster as well, and then
 # one consumer may no longer be enough.
 # :::

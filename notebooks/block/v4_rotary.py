@@ -363,15 +363,15 @@ chapter.glue(v1_lost=lost["v1"], v2_lost=lost["v2"], eager=eager, won=1 / lost["
 # :label: ex-rot-fp32
 #
 # sin and cos in fp32 take twice the room. Which of the measured variants of v4 no longer fit into
-# 227 KB? Count, then compile. *(paper, then code without a GPU)*
+# 227 KiB? Count, then compile. *(paper, then code without a GPU)*
 # :::
 #
 # :::{solution} ex-rot-fp32
 # :class: dropdown
 #
-# A slot is 48 KB forward and 64 KB backward, dS 8 KB for each consumer, a slot of sin and cos 32.
-# Forward, two consumers with four slots need 256 KB; backward, one with three slots needs 232. Two
-# consumers with two slots of each kind, 208 KB backward, still fit: P has the place of V.
+# A slot is 48 KiB forward and 64 KiB backward, dS 8 KiB for each consumer, a slot of sin and cos
+# 32. Forward, two consumers with four slots need 256 KiB; backward, one with three slots needs 232.
+# Two consumers with two slots of each kind, 208 KiB backward, still fit: P has the place of V.
 # :::
 #
 # :::{exercise} Without the fence

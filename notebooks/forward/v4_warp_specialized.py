@@ -39,8 +39,7 @@ V2, V4 = "v2_tma", "v4_warp_specialized"
 FULL = {n // 128: f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)}  # by blocks of a tile
 us = chapter.times("forward/results", direction="forward")[[V2, V4, "cudnn"]]
 ratio = us[V4] / us[V2]
-tiles = {n: 1152 * 4 * n for n in FULL}  # sequences, heads, tiles of 128 rows
-on_sm = pd.DataFrame({n: us.loc[name] * 132 / tiles[n] for n, name in FULL.items()}).T
+on_sm = pd.DataFrame({n: us.loc[x] * 132 / (1152 * 4 * n) for n, x in FULL.items()}).T  # a tile's
 peak = results.ceilings(chapter.record("forward/results")).tflops
 ideal = 4 * 128**3 * 132 / peak / 1e6  # of a block, in µs of an SM
 
@@ -76,7 +75,11 @@ chapter.figure(
 # own warps and its own registers. {term}`TLX` calls producer and
 # {term}`consumer warp groups <consumer warp group>` tasks; our code calls them roles, `load` and
 # `math`. The list of {doc}`v3 <v3_persistent>` is left out and returns in {doc}`v6 <v6_short_kv>`.
-#
+
+# %% tags=["remove-input"]
+chapter.code(v4_warp_specialized.specialized_kernel, "with tlx.async_tasks()")
+
+# %% [markdown]
 # ## The lines that matter
 #
 # A consumer waits for a full buffer, computes, and arrives on the empty barrier:
@@ -198,9 +201,8 @@ chapter.figure(trace, emulated="gdpa_kernels/gdpa/v4_warp_specialized.py, modell
 # %% [markdown]
 # From its first {term}`MMA` to its last the tensor core is busy {glue:text}`busy:.0f` % of the
 # time. The model serves one MMA after the other, so the second consumer starts half a block late
-# and stays there. That is luck, and a model without noise always has it. For
-# {glue:text}`ends:.0f` % of the tile no MMA runs: {term}`prologue`, {term}`epilogue` and the few
-# gaps between. In v2 a second CTA would use that time.
+# and stays there. That is luck, and a model without noise always has it. For {glue:text}`ends:.0f`
+# % of the tile no MMA runs; in v2 a second CTA would use that time.
 #
 # ## Two ways to get it wrong
 #
@@ -225,10 +227,8 @@ assert all(x.startswith("Deadlock") for x in hangs) and all(x.startswith("Race")
 two_blocks = studies.batch((128,), (256,))
 print("forgotten, 256 keys:", studies.findings(lambda: forgotten.forward(two_blocks))[0] or "right")
 with emulator.enabled(races=False):
-    print(
-        "too early, right bits:",
-        torch.equal(too_early.forward(tile), v4_warp_specialized.forward(tile)),
-    )
+    same = torch.equal(too_early.forward(tile), v4_warp_specialized.forward(tile))
+    print("too early, right bits:", same)
 
 # %% [markdown]
 # ## Is it right?
@@ -257,8 +257,8 @@ line = (fixed + 16 * block)[V4] / (fixed + 16 * block)[V2]
 
 # %% tags=["remove-cell"]
 assert fixed[V4] > 1.2 * fixed[V2] and block[V4] < block[V2], "the text says so"
-for label, impl in (("v2", V2), ("v4", V4), ("cudnn", "cudnn")):
-    chapter.glue(**{f"block_{label}": block[impl], f"fixed_{label}": fixed[impl]})
+chapter.glue(**{f"block_{impl[:2]}": block[impl] for impl in (V2, V4)})
+chapter.glue(**{f"fixed_{impl[:2]}": fixed[impl] for impl in (V2, V4, "cudnn")})
 assert not (us[V4] <= us["cudnn"]).any(), "the text says so"
 chapter.glue(half_v2=half[V2], half_v4=half[V4], line=line, ratio_2048=ratio[FULL[16]])
 chapter.glue(short_min=short.min(), short_max=short.max(), spilling=spilling.min())
@@ -266,7 +266,7 @@ chapter.glue(short_min=short.min(), short_max=short.max(), spilling=spilling.min
 # %% [markdown]
 # b is {glue:text}`block_v4:.2f` µs in v4 and {glue:text}`block_v2:.2f` in v2; a is
 # {glue:text}`fixed_v4:.1f` µs in v4, {glue:text}`fixed_v2:.1f` in v2 and
-# {glue:text}`fixed_cudnn:.1f` in cuDNN. So the rate follows n / (n + a / b): a tile of v4 needs
+# {glue:text}`fixed_cu:.1f` in cuDNN. So the rate follows n / (n + a / b): a tile of v4 needs
 # {glue:text}`half_v4:.1f` blocks for half the rate of an endless one, a tile of v2
 # {glue:text}`half_v2:.1f`.
 #

@@ -7,7 +7,9 @@
 # %% [markdown]
 # # v8: the waits as written
 #
-# Since v5 the loop says: issue the next S, issue P V, wait for S only. Does the GPU do that?
+# Since v5 the loop says: issue the next S, issue P V, wait for S only. v6 carries that across
+# tiles, from a list that persistent programs walk, with short K and V kept in shared memory; v7
+# computes the activation in packed bf16. Does the GPU do what the loop says?
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will find waits that nobody wrote, keep them out with one argument, and learn what an
@@ -103,7 +105,7 @@ chapter.glue(tanh=tanh, hidden_v7=hidden["v7"], hidden_v8=hidden["v8"], after=ta
 # stages, a launch option unless the loop sets its own. With `num_stages=0`, or 1, the pass leaves
 # the loop alone; 2 brings the waits back. (`NUM_STAGES` is the number of K and V buffers.)
 #
-# ptxas then reorders the instructions:
+# ptxas then reorders the instructions. A wait is `WARPGROUP.DEPBAR` there:
 
 # %% tags=["remove-input"]
 # | name: fig-v8-strips

@@ -209,7 +209,7 @@ assert flash.diff(axis=1).abs().max(axis=None) <= 7.5, "two errors of reading, 5
 # Two tables give registers per thread and warps for each stage. Forward that is
 # 32 (3 x 48 + 4 x 120 + 8 x 200) = 71,168 registers, backward 88,064; an SM has 65,536 (nominal).
 # They are requests, of which a compiler may grant less. Three stages of q, k, v (16 KiB each) and P
-# (8) are the 168 KiB of the forward kernel, and fit in the 228 KB that an SM has. 256 KiB is the
+# (8) are the 168 KiB of the forward kernel, and fit in the 228 KiB that an SM has. 256 KiB is the
 # size of *tensor* memory {cite}`nvidiaptx`.
 #
 # ### Seventy percent sparse
