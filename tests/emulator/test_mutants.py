@@ -55,6 +55,7 @@ class RungLaunch:
     lengths_q: tuple[int, ...]
     lengths_k: tuple[int, ...]
     config: tuple[tuple[str, int], ...]
+    arch: str = "sm_90"
 
     def run(self, module: ModuleType, schedule: str | int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -66,7 +67,7 @@ class RungLaunch:
         ends = [cu_seqlens(list(n), "cpu") for n in (self.lengths_q, self.lengths_k)]
         sizes = max(self.lengths_q), max(self.lengths_k)
         batch = Batch(q, k, v, *ends, *sizes, activation=("relu",), scale=32**-0.5)
-        with emulator.enabled(schedule=schedule, max_steps=MAX_STEPS):
+        with emulator.enabled(self.arch, schedule=schedule, max_steps=MAX_STEPS):
             config = module.Config(**dict(self.config))
             out = module.forward(batch, config=config)
         same = reference.forward(batch)
@@ -106,6 +107,8 @@ def _blocks(stages: int, **config: int) -> tuple[tuple[str, int], ...]:
 LONG = ((200, 0, 130), (300, 17, 200))
 SHORT = ((200, 0, 130, 300), (250, 17, 200, 256))
 SINGLE = ((300, 0, 130, 200), (60, 17, 64, 50))  # one block of keys: Q is what orders the roles
+# On sm_100: one block of keys, two and three; two tiles of queries, and one of them empty.
+TILES = ((300, 0, 100, 260), (300, 17, 200, 50))
 PERSISTENT = partial(
     hopper.attention, f"{hopper.LOOPING[0]}.py", hopper.LOOPING[1],
     head_dim=64, dtype=torch.float16, sms=1,
@@ -193,6 +196,14 @@ SUBJECTS = {
         RungLaunch(*LONG, _blocks(2)),
         RungLaunch(*SHORT, _blocks(4, resident=True)),
     ),
+    **{
+        impl: _rung(impl, kernel, RungLaunch(*TILES, _blocks(3), "sm_100"))
+        for impl, kernel in (
+            ("b1_tensor_memory", "tensor_memory_kernel"),
+            ("b2_two_tiles", "two_tiles_kernel"),
+            ("b3_stream", "stream_kernel"),
+        )
+    },
 }
 
 _IMPLIED_BY_V = (
@@ -218,6 +229,10 @@ _IMPLIED_BY_B = (
     "B to be released by both."
 )
 
+_BOTH_TILES = (
+    "The two tiles' barriers trade places. The producer waits for both, and first for what is now "
+    "the commit after the second tile's S: a commit announces all MMAs before it."
+)
 _OWN_BUFFERS = "Each role always takes the other's buffer for its output: they trade places."
 _LAST_STORE = (
     "After it nothing writes the buffer. Whether a CTA may end while a store still reads its "
@@ -278,6 +293,13 @@ HARMLESS = {
         "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
     },
     "v8_own_waits": {
+        "math: out[role] -> next": _OWN_BUFFERS,
+        "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
+        "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
+    },
+    "b3_stream": {
+        "load: q.empty[role] -> next": _BOTH_TILES,
+        "scores: q.empty[role] -> next": _BOTH_TILES,
         "math: out[role] -> next": _OWN_BUFFERS,
         "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
         "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,

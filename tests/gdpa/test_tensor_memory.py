@@ -1,0 +1,208 @@
+"""b1 to b4: any order of events, what the compiler makes of them, the bound of the polynomial."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels import emulator
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.activations import multiply_add_pairs
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.polynomial import POLYNOMIALS, mixed_pairs
+from gdpa_kernels.measuring import compile_check
+from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.testing import assert_close
+from tests.block_attention.compiling import read_once
+
+RUNGS = ("b1_tensor_memory", "b2_two_tiles", "b3_stream", "b4_mixed")
+
+
+def jagged(dtype: torch.dtype) -> Batch:
+    """Tiles with one block of keys and with several, with one tile of queries and two, empty
+    sequences of queries and of keys; each of the three programs has several items."""
+    lengths_q, lengths_k = (300, 0, 17, 129, 60), (130, 40, 0, 200, 1)
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(lengths), 2, 32, generator=make).to(dtype)
+        for lengths in (lengths_q, lengths_k, lengths_k)
+    )
+    ends = [cu_seqlens(list(lengths), "cpu") for lengths in (lengths_q, lengths_k)]
+    return Batch(
+        q, k, v, *ends, max(lengths_q), max(lengths_k), activation=("gelu_tanh",), scale=0.25
+    )
+
+
+@pytest.mark.parametrize("impl", RUNGS)
+def test_any_order_of_events_gives_the_same_result(impl):
+    """As modelled, and 20 random orders; races are looked for in each of them."""
+    batch, forward = jagged(torch.bfloat16), ladder.rung(impl).module().forward
+    outs = []
+    for schedule in ("modelled", *range(20)):
+        with emulator.enabled("sm_100", schedule=schedule) as reports:
+            outs.append(forward(batch))
+        assert reports[-1].checks["race"] > 0 and reports[-1].dots > 0
+    double = replace(batch, **{name: getattr(batch, name).double() for name in "qkv"})
+    assert_close(
+        name="out",
+        actual=outs[0],
+        expected=reference.forward(double),
+        baseline=reference.forward(batch),
+    )
+    for out in outs[1:]:
+        assert torch.equal(out, outs[0])
+
+
+def test_b4_synchronises_as_b3_does():
+    """So the mutants of b3 stand for those of b4."""
+    b3, b4 = (ladder.rung(impl).path.read_text() for impl in ("b3_stream", "b4_mixed"))
+    begin = "\nROWS = "
+    renamed = b4.replace("mixed_probabilities(", "probabilities(")
+    renamed = renamed.replace("mixed_kernel", "stream_kernel")
+    assert renamed[renamed.index(begin) :] == b3[b3.index(begin) :] != b4[b4.index(begin) :]
+
+
+OPTIONS = (
+    {},
+    {"head_dim": 64, "causal": True},
+    {"dtype": torch.float16, "causal": True, "window": 100},
+)
+COLUMNS = {"b1_tensor_memory": 256}
+# b1 does not spill. The others keep a few values that are known before the roles begin, an item's
+# place or the list's address, in memory; where they are read, a test below.
+SPILLED = {"b1_tensor_memory": 0, "b2_two_tiles": 16, "b3_stream": 16, "b4_mixed": 20}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("impl", RUNGS)
+def test_compiled_for_blackwell(impl, options):
+    built = compile_check.build_rung(impl, capability=100, **options)
+    made = read_once(built)
+    for name in ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "UTMASTG", "USETMAXREG"):
+        assert made.instructions[name] > 0, name
+    assert made.spill_bytes <= SPILLED[impl]
+    assert made.shared_bytes <= compile_check.SHARED_BYTES[100]
+    assert built.metadata.tmem_size == COLUMNS.get(impl, 512)
+    pairs = options.get("dtype") is None
+    assert (made.instructions["FFMA2"] > 0) == (impl == "b4_mixed" and pairs)
+
+
+@pytest.mark.parametrize("impl", RUNGS)
+def test_the_loop_over_blocks_keeps_its_values_in_registers(impl):
+    """A block of a math role: S read in two slices, P stored; MUFU for all scores, or 3 of 4."""
+    built = compile_check.build_rung(impl, capability=100)
+    loop = compile_check.shortest_loop(built, "STTM", 2)
+    assert loop.count("LDTM") == loop.count("STTM") == 2
+    assert loop.count("MUFU") == (96 if impl == "b4_mixed" else 128)
+    assert not {"STL", "LDL"} & set(loop)
+
+
+@pytest.mark.parametrize("impl", RUNGS)
+def test_p_is_stored_over_the_s_that_was_read(impl):
+    """64 scores are read from columns c .. c + 63; their P goes to 32 columns from c / 2 on."""
+    built = compile_check.build_rung(impl, capability=100)
+    code = compile_check.disassemble(built.asm["cubin"])
+    number = r"(LDTM\.x64|STTM\.x32)\D+?(?:\d+, )?tmem\[UR\d+(?:\+(0x[0-9a-f]+))?\]"
+    seen = [(kind, int(at or "0", 16)) for kind, at in re.findall(number, code)]
+    begin = seen.index(("STTM.x32", 0))
+    first = [("LDTM.x64", 0), ("STTM.x32", 0), ("LDTM.x64", 64), ("STTM.x32", 32)]
+    assert seen[begin - 1 : begin + 3] == first
+
+
+@triton.jit
+def mixed_kernel(s_ptr, y_ptr, t_ptr, scale, NAME: tl.constexpr, N: tl.constexpr):
+    offsets = tl.program_id(0) * N + tl.arange(0, N)
+    x, t = mixed_pairs(tl.load(s_ptr + offsets), scale, NAME)
+    tl.store(t_ptr + offsets, t)
+    tl.store(y_ptr + offsets, multiply_add_pairs(x, t, x))
+
+
+def evaluate(scores: torch.Tensor, name: str, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(activation(scale * scores), t) as the kernel computes them, in fp64."""
+    y, t = (torch.empty(scores.shape, dtype=torch.bfloat16) for _ in range(2))
+    with emulator.enabled("sm_100"):
+        launch(
+            mixed_kernel, (scores.numel() // 1024,), scores.device, scores, y, t, scale,
+            NAME=name, N=1024,
+        )  # fmt: skip
+    return y.double() * scale / 2, t.double()
+
+
+def exact(x: torch.Tensor, name: str) -> torch.Tensor:
+    """t with activation(x) = x / 2 (1 + t), in fp64."""
+    if name == "gelu":
+        return torch.erf(x / math.sqrt(2))
+    return torch.tanh(x / 2 if name == "silu" else math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_bound_of_the_polynomial(name):
+    """For every x, not only on the grid: error and slope there, and a bound of the curvature.
+
+    Beyond the limit t rises from t(limit) to 1 and the polynomial stays. Rounding to fp32: of each
+    step of Horner's scheme half a unit of its value, of v two and of w one.
+    """
+    limit, coefficients, error = POLYNOMIALS[name]
+    c = [struct.unpack("f", struct.pack("f", value))[0] for value in coefficients]
+    powers = range(len(c))
+    v, step = torch.linspace(0, 0.5, 2**18 + 1, dtype=torch.float64), 0.5 / 2**18
+    x, w, unit = v * 2 * limit, v * v, 2.0**-24
+    partial, rounding = torch.zeros_like(v), torch.zeros_like(v)
+    for k in reversed(powers):
+        partial = partial * w + c[k]
+        rounding = rounding * w + partial.abs() * unit
+    value = partial * v
+    slope = sum((2 * k + 1) * c[k] * w**k for k in powers)
+    rounding = rounding * v + value.abs() * unit + slope.abs() * (2 * v + 1) * unit
+    t = exact(x, name)
+    t_slope = (t[1:] - t[:-1]) / step  # within its own curvature, which is added below
+    curvature = sum(2 * k * (2 * k + 1) * abs(c[k]) * 0.5 ** (2 * k - 1) for k in powers)
+    curvature += 2 * (2 * limit) ** 2  # |t''| < 1 in x for all three, twice
+    off = (value - t).abs() + rounding
+    between = (slope[1:] - t_slope).abs() * step / 2 + curvature * step**2
+    inside = (torch.maximum(off[1:], off[:-1]) + between).max()
+    beyond = max(off[-1], (1 - value[-1]).abs() + rounding[-1])
+    assert max(inside, beyond) <= error <= 1e-3
+    assert off.max() > 0.9 * error - 1e-4  # the bound is not far from what happens
+    assert value[-1] > 1 - 2**-9  # saturated, t is 1 in bf16
+
+
+@pytest.mark.parametrize("scale", (1.0, 128**-0.5, -0.3))
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_error_of_the_kernel(name, scale):
+    """The polynomial's two of eight lanes within its bound and the rounding to bf16."""
+    x = torch.cat([torch.linspace(-60, 60, 15 * 1024), torch.linspace(-9, 9, 49 * 1024)])
+    scores = (x.double() / scale).float()
+    x = scores.double() * scale
+    y, t = evaluate(scores, name, scale)
+    lanes = torch.arange(scores.numel()) % 8 >= 6
+    limit, _, bound = POLYNOMIALS[name]
+    error = (t - exact(x, name)).abs()
+    assert error[lanes].max() <= bound + 2**-9
+    assert error[~lanes].max() > bound + 2**-9  # MUFU's: so it matters which lanes are which
+    saturated = lanes & (x.abs() >= limit)
+    assert torch.equal(t[saturated], x[saturated].sign())
+    activation = reference.ACTIVATIONS[name].function
+    assert ((y - activation(x)).abs() <= 0.016 * x.abs() + 1e-30).all()
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_corners(name):
+    """Zero, huge, infinite and NaN scores in all lanes; what is saturated is x or 0."""
+    corners = torch.tensor([0.0, -0.0, 1e4, -1e4, 1e38, -1e38, math.inf, math.nan])
+    scores = corners.repeat_interleave(128)
+    y, _ = evaluate(scores, name, 1.0)
+    y = y.reshape(8, 128)
+    assert (y[:2] == 0).all()
+    assert ((y[2] / 1e4 - 1).abs() < 2**-8).all() and ((y[4] / 1e38 - 1).abs() < 2**-8).all()
+    assert (y[3] == 0).all() and (y[5] == 0).all()
+    assert (y[6] == math.inf).all() and y[7].isnan().all()
