@@ -1,30 +1,28 @@
 """b5: CTA pairs; short K and V stay, in halves.
 
-Changes from b4_mixed: clusters of two CTAs, MMAs of 256 rows (cta_group::2); K and V of at most 256
-keys stay while Q streams by; the math roles own keys, not rows; a role of its own stores O.
+Changes from b4_mixed: clusters of two CTAs and MMAs of 256 rows (cta_group::2). K and V of at most
+256 keys stay while Q streams by; a math role owns 128 keys, not rows; a role of its own stores O.
 
-Why it should help: each CTA holds half of K's rows and of V's columns, and both MMAs read the
-other's half. A CTA's shared memory gives 64 KB to two MMAs of 128 x 128 where b4's gives 128.
+Why it should help: each CTA holds half of K's rows and of V's columns, which the MMAs of both read,
+so its shared memory gives 64 KB a tile of 128 x 128 pairs and not 128, and K and V come once. Why
+it may not: both CTAs take every step together, and keys beyond a sequence's are computed too.
 
-| TMEM columns | 0-127                      | 128-255         | 256-383       | 384-511      |
-|--------------|----------------------------|-----------------|---------------|--------------|
-| holds        | S, keys 0-127; P over 0-63 | S, P of 128-255 | O, even tiles | O, odd tiles |
+| role     | warps | registers | work                                               |
+|----------|-------|-----------|----------------------------------------------------|
+| output   | 4     | the rest  | O to Q's slot, its TMA store; the slot is free     |
+| math (2) | 4     | 192       | activation of 128 rows x its 128 keys              |
+| mma      | 1     | 48        | of the leader: S = Q K^T and O += P V of both CTAs |
+| load     | 1     | 48        | its rows of Q, its halves of K and V               |
 
-| role     | warps | registers | work                                                |
-|----------|-------|-----------|-----------------------------------------------------|
-| output   | 4     | rest      | O to Q's slot, TMA store, gives the slot back       |
-| math (2) | 4     | 192       | activation of 128 rows x its 128 keys               |
-| mma      | 1     | 48        | in the leader: S = Q K^T and O += P V of both CTAs  |
-| load     | 1     | 48        | TMA of its rows of Q, its halves of K and V         |
+| barrier          | arrivals           | filled by -> drained by               |
+|------------------|--------------------|---------------------------------------|
+| q.full, kv.full  | 1 and bytes        | TMA loads of both CTAs -> mma         |
+| kv.empty         | 1 (commit to both) | the item's last P V -> load           |
+| s.full, o.full   | 1 (commit to both) | S = Q K^T -> math, last P V -> output |
+| p.full, o.empty  | 1 of each CTA      | math (and S was read), output -> mma  |
+| q.empty          | 1                  | output -> load                        |
 
-| barrier (SMEM 32 KB x 3 of Q, 64 x 2 of K and V) | arrivals      | filled by -> drained by |
-|--------------------------------------------------|---------------|-------------------------|
-| kv.full[2], q.full[3], of the leader             | bytes of both | load of both -> mma     |
-| kv.empty[2], s_full[2], o.full[2], of both       | 1 (commit)    | mma -> load, math, output |
-| p_full[2] (and S is read), o.empty[2], of leader | 1 of each CTA | math, output -> mma     |
-| q.empty[3]                                       | 1             | output -> load          |
-
-Needs as b3, and max_seqlen_k <= 256.
+TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 3 x 32 KB, K and V 2 x 64. Needs: b1's, keys <= 256.
 """
 
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
 from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.probabilities import probabilities
+from gdpa_kernels.gdpa.polynomial import mixed_probabilities
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(128)  # of a CTA and tile
@@ -162,7 +160,20 @@ def scores(role: tl.constexpr, q_buffer, k_buffer, s):
 
 
 @triton.jit
-def mma(q, kv, s, p, o, list_ptr, rows_per_item):
+def weighted_sum(role: tl.constexpr, p, v_buffer, o_buffer, step, continued, options):
+    """O += P V of a role, slice by slice of the keys; not continued: O = P V."""
+    WIDTH: tl.constexpr = KEYS // options.SLICES
+    HALF: tl.constexpr = options.BLOCK_D // CTAS
+    for part in tl.static_range(options.SLICES):
+        tlx.barrier_wait(p.full[role * options.SLICES + part], step & 1)
+        weights = tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH)
+        values = tlx.local_slice(v_buffer, [part * WIDTH, 0], [WIDTH, HALF])
+        use_acc = continued if part == 0 else True
+        tlx.async_dot(weights, values, o_buffer, use_acc=use_acc, force_async=True, two_ctas=True)
+
+
+@triton.jit
+def mma(q, kv, s, p, o, list_ptr, rows_per_item, options):
     """All MMAs, of the leader alone: for each math role P V of a tile, then S of the next tile,
     also across the border of two items."""
     item, pairs = pair_and_pairs()
@@ -192,11 +203,8 @@ def mma(q, kv, s, p, o, list_ptr, rows_per_item):
             out = tile % O_SLOTS
             tlx.barrier_wait(o.empty[out], ((tile // O_SLOTS) & 1) ^ 1)
             for role in tl.static_range(ROLES):
-                tlx.barrier_wait(p.full[role], tile & 1)
-                tlx.async_dot(
-                    p.buffer[2 * role], kv.v[mine * ROLES + role], o.buffer[out],
-                    use_acc=role > 0, force_async=True, two_ctas=True,
-                )  # fmt: skip
+                values = kv.v[mine * ROLES + role]
+                weighted_sum(role, p, values, o.buffer[out], tile, role > 0, options)
                 if role == ROLES - 1:
                     tlx.tcgen05_commit(o.full[out], two_ctas=True)
                     if last:
@@ -224,9 +232,9 @@ def math(role: tl.constexpr, s, p, list_ptr, rows_per_item, scale, options):
             tlx.barrier_wait(s.full[role], tile & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
-                x = probabilities(x, scale, head, row, role * KEYS + part * WIDTH, options)
+                x = mixed_probabilities(x, scale, head, row, role * KEYS + part * WIDTH, options)
                 tlx.local_store(tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH), x)
-            tlx.barrier_arrive(p.full[role], 1, remote_cta_rank=0)
+                tlx.barrier_arrive(p.full[role * options.SLICES + part], 1, remote_cta_rank=0)
             tile += 1
         item += pairs
 
@@ -286,7 +294,7 @@ def cta_pair_kernel(
     kv_full = tlx.alloc_barriers(KV_SLOTS)
     kv_empty = tlx.alloc_barriers(KV_SLOTS)
     s_full = tlx.alloc_barriers(ROLES)
-    p_full = tlx.alloc_barriers(ROLES, arrive_count=CTAS)
+    p_full = tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS)
     o_full = tlx.alloc_barriers(O_SLOTS)
     o_empty = tlx.alloc_barriers(O_SLOTS, arrive_count=CTAS)
     q = Ring(q, q_full, q_empty)
@@ -302,7 +310,7 @@ def cta_pair_kernel(
             math(tlx.async_task_replica_id(), s, p, list_ptr, rows_per_item, scale, options)
         with tlx.async_task(num_warps=1, registers=48):
             if tlx.cluster_cta_rank() == 0:
-                mma(q, kv, s, p, o, list_ptr, rows_per_item)
+                mma(q, kv, s, p, o, list_ptr, rows_per_item, options)
         with tlx.async_task(num_warps=1, registers=48):
             load(q_desc, k_desc, v_desc, q, kv, list_ptr, rows_per_item, options)
 

@@ -1,31 +1,28 @@
 """b6: CTA pairs for any number of keys.
 
-Changes from b5_cta_pair: K and V stream by in blocks of 128 keys; a math role owns a tile of rows
-again, two tiles a CTA and item, and sums its O over the blocks.
+Changes from b5_cta_pair: K and V stream by in blocks of 128 keys. A math role owns a tile of 128
+rows again, so an item has two tiles in each CTA; their O stay in tensor memory for all blocks.
 
-Why it should help: as in b5 a CTA reads half of each K and V block, and a block that is loaded
-once serves 512 rows of queries. A CTA's shared memory moves 80 KB for two MMAs of 128 x 128 where
-b4's moves 128. What it costs: an item has 512 rows, whatever the sequence has left.
+Why it should help: as in b5 each CTA reads half of K and V for itself, and a block that is loaded
+once serves 512 rows: 80 KB of shared memory a tile of 128 x 128 pairs, where b4 moves 128.
+Why it may not: an item has 512 rows, whatever the sequence has left.
 
-| TMEM columns | 0-127                      | 128-255        | 256-383     | 384-511     |
-|--------------|----------------------------|----------------|-------------|-------------|
-| holds        | S of tile 0; P over 0-63   | S, P of tile 1 | O of tile 0 | O of tile 1 |
+| role     | warps | registers | work                                               |
+|----------|-------|-----------|----------------------------------------------------|
+| output   | 4     | the rest  | O to Q's slot, its TMA store; the slot is free     |
+| math (2) | 4     | 192       | activation of its 128 rows x 128 keys              |
+| mma      | 1     | 48        | of the leader: S = Q K^T and O += P V of both CTAs |
+| load     | 1     | 48        | its rows of Q, its halves of K and V               |
 
-| role     | warps | registers | work                                                |
-|----------|-------|-----------|-----------------------------------------------------|
-| output   | 4     | rest      | O to Q's slot, TMA store, gives the slot back       |
-| math (2) | 4     | 192       | activation of its 128 rows x 128 keys               |
-| mma      | 1     | 48        | in the leader: S = Q K^T and O += P V of both CTAs  |
-| load     | 1     | 48        | TMA of its rows of Q, its halves of K and V         |
+| barrier                | arrivals           | filled by -> drained by                |
+|------------------------|--------------------|----------------------------------------|
+| q.full, k.full, v.full | 1 and bytes        | TMA loads of both CTAs -> mma          |
+| k.empty, v.empty       | 1 (commit to both) | both roles' S, P V of a block -> load  |
+| s.full, o.full         | 1 (commit to both) | S = Q K^T -> math, last P V -> output  |
+| p.full, o.empty        | 1 of each CTA      | math (and S was read), output -> mma   |
+| q.empty                | 1                  | output -> load                         |
 
-| barrier (SMEM 32 KB x 4 of Q, 16 x 3 of K, of V)    | arrivals      | filled by -> drained by   |
-|-----------------------------------------------------|---------------|---------------------------|
-| q.full[4], k.full[3], v.full[3], of the leader      | bytes of both | load of both -> mma       |
-| k.empty[3], v.empty[3], s_full[2], o.full[2] of both | 1 (commit)   | mma -> load, math, output |
-| p_full[2] (and S is read), o.empty[2], of leader    | 1 of each CTA | math, output -> mma       |
-| q.empty[4]                                          | 1             | output -> load            |
-
-Needs as b3.
+TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 4 x 32 KB, K and V 3 x 16 KB each. Needs: as b1.
 """
 
 from dataclasses import dataclass
@@ -42,7 +39,7 @@ from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
 from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import key_range
-from gdpa_kernels.gdpa.probabilities import probabilities
+from gdpa_kernels.gdpa.polynomial import mixed_probabilities
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(128)  # of a CTA and tile
@@ -147,6 +144,19 @@ def scores(role: tl.constexpr, q_buffer, k_buffer, s):
 
 
 @triton.jit
+def weighted_sum(role: tl.constexpr, p, v_buffer, o_buffer, step, continued, options):
+    """O += P V of a role, slice by slice of the keys; not continued: O = P V."""
+    WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
+    HALF: tl.constexpr = options.BLOCK_D // CTAS
+    for part in tl.static_range(options.SLICES):
+        tlx.barrier_wait(p.full[role * options.SLICES + part], step & 1)
+        weights = tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH)
+        values = tlx.local_slice(v_buffer, [part * WIDTH, 0], [WIDTH, HALF])
+        use_acc = continued if part == 0 else True
+        tlx.async_dot(weights, values, o_buffer, use_acc=use_acc, force_async=True, two_ctas=True)
+
+
+@triton.jit
 def mma(q, k, v, s, p, o, list_ptr, options):
     """All MMAs, of the leader alone: for each tile P V of a block, then S of the next block, also
     across the border of two items."""
@@ -180,13 +190,9 @@ def mma(q, k, v, s, p, o, list_ptr, options):
             tlx.barrier_wait(v.full[mine], (count // NUM_STAGES) & 1)
             for role in tl.static_range(ROLES):
                 slot = tile % Q_ITEMS * ROLES + role
-                tlx.barrier_wait(p.full[role], count & 1)
                 if not continued:
                     tlx.barrier_wait(o.empty[role], o_free)
-                tlx.async_dot(
-                    p.buffer[2 * role], v.buffer[mine], o.buffer[role], use_acc=continued,
-                    force_async=True, two_ctas=True,
-                )  # fmt: skip
+                weighted_sum(role, p, v.buffer[mine], o.buffer[role], count, continued, options)
                 if last:
                     tlx.tcgen05_commit(o.full[role], two_ctas=True)
                 if role == ROLES - 1:
@@ -219,9 +225,9 @@ def math(role: tl.constexpr, s, p, list_ptr, scale, options):
             tlx.barrier_wait(s.full[role], count & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
-                x = probabilities(x, scale, head, row, key + part * WIDTH, options)
+                x = mixed_probabilities(x, scale, head, row, key + part * WIDTH, options)
                 tlx.local_store(tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH), x)
-            tlx.barrier_arrive(p.full[role], 1, remote_cta_rank=0)
+                tlx.barrier_arrive(p.full[role * options.SLICES + part], 1, remote_cta_rank=0)
             count += 1
         item += pairs
 
@@ -283,7 +289,7 @@ def pair_stream_kernel(
     v_full = tlx.alloc_barriers(NUM_STAGES)
     v_empty = tlx.alloc_barriers(NUM_STAGES)
     s_full = tlx.alloc_barriers(ROLES)
-    p_full = tlx.alloc_barriers(ROLES, arrive_count=CTAS)
+    p_full = tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS)
     o_full = tlx.alloc_barriers(ROLES)
     o_empty = tlx.alloc_barriers(ROLES, arrive_count=CTAS)
     q = Ring(q, q_full, q_empty)

@@ -1,0 +1,192 @@
+"""The forward rungs for pairs of CTAs: orders, edges of their own, mistakes, and sm_100 code."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from gdpa_kernels import emulator
+from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.device import pairs
+from gdpa_kernels.gdpa import b5_cta_pair as b5
+from gdpa_kernels.gdpa import b6_pair_stream as b6
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.measuring import compile_check
+from gdpa_kernels.measuring.testing import assert_close
+from gdpa_kernels.report import studies
+from tests.emulator.mutants import Mutant, enumerate_mutants, import_file, judge, surviving
+from tests.gdpa.cases import DEVICE, Case
+from tests.gdpa.test_forward import check
+
+RUNGS = {"b5_cta_pair": b5, "b6_pair_stream": b6}
+KERNELS = {"b5_cta_pair": "cta_pair_kernel", "b6_pair_stream": "pair_stream_kernel"}
+BF16, FP16 = torch.bfloat16, torch.float16
+emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
+
+# Every slot is used several times over, by several items of different lengths.
+ORDERS = {
+    "b5_cta_pair": ((300, 5, 0, 17, 520, 9), (200, 256, 40, 130, 0, 256)),
+    "b6_pair_stream": ((17, 5, 0, 600, 9, 3), (300, 0, 40, 130, 400, 260)),
+}
+
+
+def run(
+    impl: str, module: ModuleType, schedule: str | int = "modelled", clusters: int = 1, **options
+) -> torch.Tensor:
+    """The output of `ORDERS[impl]` on this many pairs."""
+    given = studies.batch(*ORDERS[impl], **{"head_dim": 32, "activation": "relu", **options})
+    with emulator.enabled(
+        "sm_100", multiprocessors=2 * clusters, schedule=schedule, max_steps=50_000
+    ):
+        return module.forward(given)
+
+
+@emulated
+@pytest.mark.parametrize("impl", RUNGS)
+def test_any_schedule_gives_the_same_result(impl):
+    """Bitwise, in 20 orders of the roles, without a race."""
+    given = studies.batch(*ORDERS[impl], head_dim=32, activation="relu")
+    exact = replace(given, **{name: getattr(given, name).double() for name in "qkv"})
+    out = run(impl, RUNGS[impl])
+    assert_close(
+        name="out",
+        actual=out,
+        expected=reference.forward(exact),
+        baseline=reference.forward(given),
+    )
+    for seed in range(20):
+        assert torch.equal(run(impl, RUNGS[impl], seed, clusters=1 + seed % 2), out), seed
+
+
+OWN_CASES = [
+    ("b5_cta_pair", Case("all_keys", (257, 1, 513), (256, 255, 129), 1, 1, head_dim=128)),
+    ("b5_cta_pair", Case("masked", (300, 3), (256, 200), 1, 1, 128, options={"window": 70})),
+    ("b5_cta_pair", Case("shared", (300, 300), (129, 0), 2, 1, 64, shared_q=True)),
+    ("b6_pair_stream", Case("rows", (511, 512, 513), (129, 128, 127), 1, 1, head_dim=128)),
+    ("b6_pair_stream", Case("masked", (1100,), None, 1, 1, 128, options={"window": 70})),
+    ("b6_pair_stream", Case("causal", (600, 40), (700, 300), 2, 1, options={"causal": True})),
+    ("b6_pair_stream", Case("shared", (300, 300), (500, 0), 2, 1, 64, shared_q=True)),
+]  # fmt: skip
+
+
+@emulated
+@pytest.mark.parametrize("impl, case", OWN_CASES, ids=str)
+def test_own_edges(impl, case):
+    """Of an item of 256 or 512 rows, of keys that stay, of masks that skip blocks."""
+    check(impl, case, BF16)
+
+
+# -- Mistakes --------------------------------------------------------------------------------------
+
+
+def launch(
+    impl: str, expected: torch.Tensor, module: ModuleType, schedule: str | int, **options
+) -> None:
+    assert torch.equal(run(impl, module, schedule, **options), expected)
+
+
+@emulated
+@pytest.mark.parametrize("impl", RUNGS)
+def test_every_mistake_in_synchronisation_is_found(impl):
+    module = RUNGS[impl]
+    tested, found = surviving(module, KERNELS[impl], [partial(launch, impl, run(impl, module))])
+    every = enumerate_mutants(Path(module.__file__), KERNELS[impl])
+    assert tested == len(every) > 90
+    assert [mutant.what for mutant in found] == []
+
+
+# What is said to both CTAs, or to the leader alone; each CTA's half.
+OF_A_PAIR = {", two_ctas=True": "", ", remote_cta_rank=0": "", ", pred=rank == 0": ""}
+OF_A_PAIR |= {"rank *": "0 *", "+ rank)": "+ 0)"}
+
+
+def mutants_of_a_pair(path: Path) -> list[Mutant]:
+    """Each such place of a file, left out."""
+    text, mutants = path.read_text(), []
+    for place in re.finditer("|".join(map(re.escape, OF_A_PAIR)), text):
+        line = text[: place.start()].count("\n") + 1
+        edit = (place.start(), place.end(), OF_A_PAIR[place[0]])
+        mutants.append(Mutant(path, "drop", (line, line), f"{line}: {place[0]}", (edit,)))
+    return mutants
+
+
+@emulated
+@pytest.mark.parametrize("impl", RUNGS)
+def test_every_mistake_of_a_pair_is_found(impl):
+    """A commit, an arrival or bytes in the wrong CTA, the other one's half."""
+    module = RUNGS[impl]
+    path, mutants = Path(module.__file__), mutants_of_a_pair(Path(module.__file__))
+    launched = [
+        partial(launch, impl, run(impl, module, **options), **options)
+        for options in ({"head_dim": 64}, {"causal": True})
+    ]
+    assert len(mutants) > 12
+    assert [m.what for m in mutants if not judge(m, import_file, launched).error] == []
+
+    def with_part(file: Path) -> ModuleType:
+        made = import_file(path)
+        made.fetch_part = import_file(file).fetch_part
+        return made
+
+    mutant = mutants_of_a_pair(Path(pairs.__file__))[-1]  # the first one is its docstring's
+    assert judge(mutant, with_part, launched).error
+
+
+# -- sm_100 code -----------------------------------------------------------------------------------
+
+
+@cache
+def compiled(impl: str, **options):
+    """The kernel of 4 heads of 128, compiled for sm_100a, and what the compiler made of it."""
+    keys = 256 if impl == "b5_cta_pair" else 1024
+    built = compile_check.build_rung(RUNGS[impl], capability=100, max_seqlen_k=keys, **options)
+    return built, compile_check.read(built)
+
+
+OPTIONS = ({}, {"causal": True}, {"head_dim": 64, "dtype": FP16, "window": 40})
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("impl", RUNGS)
+def test_blackwell_code(impl, options):
+    """MMAs of a pair, TMA, tensor memory; no spills, and no more memory than there is."""
+    built, made = compiled(impl, **options)
+    assert made.spill_bytes == 0 and made.shared_bytes <= 232_448
+    assert built.metadata.tmem_size == 512
+    for instruction in ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "UTMASTG", "UCGABAR"):
+        assert made.instructions[instruction] > 0, instruction
+    ptx = built.asm["ptx"]
+    assert "cta_group::1" not in ptx
+    for operation in ("tcgen05.mma.cta_group::2", "multicast::cluster", "bytes.cta_group::2"):
+        assert operation in ptx, operation
+
+
+@pytest.mark.parametrize("impl, loads", [("b5_cta_pair", 8), ("b6_pair_stream", 7)])
+def test_counts_of_the_published_shape(impl, loads):
+    """An MMA has 16 of the inner 128: 8 for a role's first S, 8 for S and 8 for P V in the loop.
+
+    A box of 256 bytes a row takes two TMA loads: K and Q; V's halves have 128.
+    """
+    _, made = compiled(impl)
+    assert made.instructions["UTCHMMA"] == 48 and made.instructions["UTMALDG"] == loads
+
+
+def test_ctas_come_in_pairs():
+    for impl, module in RUNGS.items():
+        given = studies.batch((300, 40), (200, 256), heads=2)
+        with launches(run=False) as seen:
+            module.forward(given)
+        assert seen[-1].options["ctas_per_cga"] == (2, 1, 1), impl
+        assert seen[-1].grid[0] % 2 == 0, impl
+
+
+def test_b5_says_what_it_needs():
+    given = studies.batch((40,), (257,))
+    assert b5.requires(given) == "needs a max_seqlen_k of at most 256, got 257"
+    assert b5.requires(replace(given, max_seqlen_k=256)) is None
