@@ -60,6 +60,10 @@ def modelled(names, design=units.PUBLISHED, ceilings=units.ASSUMED):
 
 over = modelled(bars.index).div(bars, axis=0)
 
+length = over.index.str.extract(r"(\d+)$", expand=False).astype(int)
+over = over.assign(kind=over.index.str.rstrip("0123456789"), length=length)
+over = over.sort_values(["kind", "length"], ascending=[False, True])[["unit ledger", "roofline"]]
+
 # %% tags=["remove-input"]
 # | name: fig-model-bars
 # | caption: >
@@ -69,8 +73,7 @@ over = modelled(bars.index).div(bars, axis=0)
 # |   A dot plot over twelve workloads. Points of the unit ledger lie near one, except half-full
 # |   batches of 256 at 0.78. Points of the roofline lie between 0.94 and 1.77, most well above one.
 chapter.figure(
-    charts.dots(over.sort_index(ascending=False), xlabel="modelled / published",
-                colours=RUNG_COLOURS[1:3]),
+    charts.dots(over, xlabel="modelled / published", colours=RUNG_COLOURS[1:3]),
     data=over.reset_index(names="workload"), modelled="the unit ledger and the roofline under "
     "assumed ceilings, over the published bars of a B200",
 )  # fmt: skip
@@ -273,7 +276,8 @@ chapter.glue(
 # Read across. Pairs alone would run at {glue:text}`pairs_gdpa:,.0f` TFLOP/s in GDPA and at
 # {glue:text}`pairs_fa4:,.0f` in FlashAttention-4: inside the loop softmax costs nothing that shows.
 # What differs is the rest, and FA4 needs a constant of its own, {glue:text}`step_ns:.0f` ns for
-# each step of a walk over the batch, by which its scheduler finds a tile's sequence.
+# each step of a walk over the batch, by which its scheduler finds a tile's sequence
+# ({doc}`flash_attention_4`).
 #
 # GDPA's backward pays {glue:text}`back_rows:.1f` µs for 128 queries: at 6.5 TB/s that is
 # {glue:text}`back_bytes:,.0f` bytes a row, about what zeroing dQ, reading Q and dO and adding to dQ
