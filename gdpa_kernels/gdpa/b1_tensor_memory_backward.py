@@ -160,7 +160,7 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
         _, _, _, _, len_q, _, key = entry(list_ptr, item)
         _, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
         tlx.barrier_wait(k.full[0], phase)
-        for step in tl.range(0, steps * options.GROUP):
+        for step in tl.range(0, steps * options.GROUP, num_stages=0):
             now = count + step
             zero = nothing(step)
             at = now % options.Q_STAGES

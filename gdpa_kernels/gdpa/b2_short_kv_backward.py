@@ -184,7 +184,7 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, items, options):
         _, len_q, _, _, _ = entry(items, item, options.NUM_HEADS_K)
         steps = steps_of(len_q)
         tlx.barrier_wait(k.full[0], phase)
-        for step in tl.range(0, steps * options.GROUP):
+        for step in tl.range(0, steps * options.GROUP, num_stages=0):
             now = count + step
             zero = nothing(step)
             at = now % options.Q_STAGES
