@@ -76,9 +76,9 @@ EXPECTED = {
             tile=(128, 256))),
     ),
 }  # fmt: skip
-"""By direction, the rungs of GDPA. KB of a backward: operands of the five MMAs; dS, in a pair to the
-other CTA too; Q and dO in; dQ out, in b2 half of it to the other CTA. Zeros for dQ, read again and
-rounded: 1,280 bytes a row."""
+"""By direction, the rungs of GDPA. KB of a backward: operands of the five MMAs; dS, in a pair for
+the other CTA too; Q and dO in; dQ out, in b2 half of it to the other CTA. Zeros for dQ, read again
+and rounded: 1,280 bytes a row."""
 
 # Shares of the copy ceiling; on an H200 role designs reach .96 and .92, with rotary .96 and .93.
 BLOCK = {
