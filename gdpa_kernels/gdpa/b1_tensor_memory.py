@@ -11,9 +11,9 @@ Why it may not: S, activation and P V of a block wait for each other. At head_di
 
 | role | warps | registers | work                                        |
 |------|-------|-----------|---------------------------------------------|
-| math | 4     | the rest  | P = activation(S), one row a thread; output |
-| load | 1     | 48        | Q once, then K and V in turn                |
-| mma  | 1     | 48        | one thread issues S = Q K^T and O += P V    |
+| math | 4     | 255       | P = activation(S), one row a thread; output |
+| load | 1     | 255       | Q once, then K and V in turn                |
+| mma  | 1     | 255       | one thread issues S = Q K^T and O += P V    |
 
 | barrier               | arrivals         | filled by -> drained by            |
 |-----------------------|------------------|------------------------------------|
@@ -188,9 +188,9 @@ def tensor_memory_kernel(
     with tlx.async_tasks():
         with tlx.async_task("default"):
             math(s, p, o, out_desc, tile, scale, output_scale, options)
-        with tlx.async_task(num_warps=1, registers=48):
+        with tlx.async_task(num_warps=1):
             load(q_desc, k_desc, v_desc, q, kv, tile, options)
-        with tlx.async_task(num_warps=1, registers=48):
+        with tlx.async_task(num_warps=1):
             mma(q, kv, s, p, o, blocks, options)
 
 

@@ -11,9 +11,9 @@ program still begins and ends alone: load, S, then at the end P V and the store.
 
 | role     | warps | registers | work                                                   |
 |----------|-------|-----------|--------------------------------------------------------|
-| math (2) | 4     | 224       | of a tile: P = activation(S), one row a thread; output |
-| load     | 1     | 48        | Q of both tiles, then K and V in turn                  |
-| mma      | 1     | 48        | S = Q K^T and O += P V of both tiles                   |
+| math (2) | 4     | 168       | of a tile: P = activation(S), one row a thread; output |
+| load     | 1     | 168       | Q of both tiles, then K and V in turn                  |
+| mma      | 1     | 168       | S = Q K^T and O += P V of both tiles                   |
 
 | barrier          | arrivals        | filled by -> drained by                  |
 |------------------|-----------------|------------------------------------------|
@@ -48,17 +48,17 @@ TILES = tl.constexpr(2)
 @dataclass(frozen=True)
 class Config:
     """Launch constants: keys of a block, buffers of K and V together, parts in which P is
-    handed over, registers of a thread of the second math role."""
+    handed over."""
 
     BLOCK_N: int = 128
     num_stages: int = 3
     slices: int = 2
-    registers: int = 224
 
 
 def default_config(batch: Batch) -> Config:
-    """At head_dim 128: 64 KB for Q, 96 for K and V, 64 for the output."""
-    return Config()
+    """At head_dim 128: 64 KB for Q, 96 for K and V, 64 for the output. A thread has 168 registers:
+    where masks or a choice of activations take many, smaller slices leave room for them."""
+    return Config(slices=4 if batch.masked or len(batch.activation) > 1 else 2)
 
 
 @triton.aggregate
@@ -183,7 +183,7 @@ def two_tiles_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-    SLICES: tl.constexpr, REGISTERS: tl.constexpr,
+    SLICES: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for 256 rows of one (sequence, head)."""
     BLOCK_M: tl.constexpr = TILES * ROWS
@@ -219,13 +219,14 @@ def two_tiles_kernel(
     o = Handover(o, o_full)
 
     with tlx.async_tasks():
-        with tlx.async_task("default"):
-            math(0, s, p, o, out_desc, tile, scale, output_scale, options)
-        with tlx.async_task(num_warps=4, registers=REGISTERS):
-            math(1, s, p, o, out_desc, tile, scale, output_scale, options)
-        with tlx.async_task(num_warps=1, registers=48):
+        with tlx.async_task("default", replicate=TILES):
+            math(
+                tlx.async_task_replica_id(), s, p, o, out_desc, tile,
+                scale, output_scale, options,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=1):
             load(q_desc, k_desc, v_desc, q, kv, tile, options)
-        with tlx.async_task(num_warps=1, registers=48):
+        with tlx.async_task(num_warps=1):
             mma(q, kv, s, p, o, blocks, options)
 
 
@@ -247,6 +248,6 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
         NUM_HEADS=batch.num_heads, GROUP=batch.group,
         ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
-        SLICES=config.slices, REGISTERS=config.registers, num_warps=4,
+        SLICES=config.slices, num_warps=4,
     )  # fmt: skip
     return out

@@ -41,17 +41,17 @@ BLOCK_M = tl.constexpr(TILES.value * ROWS.value)
 @dataclass(frozen=True)
 class Config:
     """Launch constants: keys of a block, buffers of K and V together, parts in which P is
-    handed over, registers of a thread of the second math role."""
+    handed over."""
 
     BLOCK_N: int = 128
     num_stages: int = 3
     slices: int = 2
-    registers: int = 224
 
 
 def default_config(batch: Batch) -> Config:
-    """At head_dim 128: 64 KB for Q, 96 for K and V, 64 for the output."""
-    return Config()
+    """At head_dim 128: 64 KB for Q, 96 for K and V, 64 for the output. A thread has 168 registers:
+    where masks or a choice of activations take many, smaller slices leave room for them."""
+    return Config(slices=4 if batch.masked or len(batch.activation) > 1 else 2)
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
@@ -226,7 +226,7 @@ def mixed_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-    SLICES: tl.constexpr, REGISTERS: tl.constexpr,
+    SLICES: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
@@ -251,13 +251,14 @@ def mixed_kernel(
     o = Handover(o, o_full)
 
     with tlx.async_tasks():
-        with tlx.async_task("default"):
-            math(0, s, p, o, out_desc, out, list_ptr, scale, output_scale, options)
-        with tlx.async_task(num_warps=4, registers=REGISTERS):
-            math(1, s, p, o, out_desc, out, list_ptr, scale, output_scale, options)
-        with tlx.async_task(num_warps=1, registers=48):
+        with tlx.async_task("default", replicate=TILES):
+            math(
+                tlx.async_task_replica_id(), s, p, o, out_desc, out, list_ptr,
+                scale, output_scale, options,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=1):
             load(q_desc, k_desc, v_desc, q, kv, list_ptr, options)
-        with tlx.async_task(num_warps=1, registers=48):
+        with tlx.async_task(num_warps=1):
             mma(q, kv, s, p, o, list_ptr, options)
 
 
@@ -284,6 +285,6 @@ def forward(
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
         CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
-        SLICES=config.slices, REGISTERS=config.registers, num_warps=4,
+        SLICES=config.slices, num_warps=4,
     )  # fmt: skip
     return out

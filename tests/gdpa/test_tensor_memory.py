@@ -30,7 +30,7 @@ RUNGS = ("b1_tensor_memory", "b2_two_tiles", "b3_stream", "b4_mixed")
 def jagged(dtype: torch.dtype) -> Batch:
     """Tiles with one block of keys and with several, with one tile of queries and two, empty
     sequences of queries and of keys; each of the three programs has several items."""
-    lengths_q, lengths_k = (300, 0, 17, 129, 60), (130, 40, 0, 200, 1)
+    lengths_q, lengths_k = (300, 0, 17, 129), (130, 40, 0, 200)
     make = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(sum(lengths), 2, 32, generator=make).to(dtype)
@@ -76,34 +76,34 @@ OPTIONS = (
     {"head_dim": 64, "causal": True},
     {"dtype": torch.float16, "causal": True, "window": 100},
 )
+PER_HEAD = {"activation": "gelu,silu,relu,gelu_tanh"}
 COLUMNS = {"b1_tensor_memory": 256}
-# b1 does not spill. The others keep a few values that are known before the roles begin, an item's
-# place or the list's address, in memory; where they are read, a test below.
-SPILLED = {"b1_tensor_memory": 0, "b2_two_tiles": 16, "b3_stream": 16, "b4_mixed": 20}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("impl", RUNGS)
+@pytest.mark.parametrize(
+    "impl, options",
+    [*((impl, options) for impl in RUNGS for options in OPTIONS), ("b3_stream", PER_HEAD)],
+    ids=str,
+)
 def test_compiled_for_blackwell(impl, options):
     built = compile_check.build_rung(impl, capability=100, **options)
     made = read_once(built)
-    for name in ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "UTMASTG", "USETMAXREG"):
+    for name in ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "UTMASTG"):
         assert made.instructions[name] > 0, name
-    assert made.spill_bytes <= SPILLED[impl]
+    assert made.spill_bytes == 0
     assert made.shared_bytes <= compile_check.SHARED_BYTES[100]
     assert built.metadata.tmem_size == COLUMNS.get(impl, 512)
-    pairs = options.get("dtype") is None
-    assert (made.instructions["FFMA2"] > 0) == (impl == "b4_mixed" and pairs)
+    if options == {}:
+        assert (made.instructions["FFMA2"] > 0) == (impl == "b4_mixed")
 
 
 @pytest.mark.parametrize("impl", RUNGS)
-def test_the_loop_over_blocks_keeps_its_values_in_registers(impl):
-    """A block of a math role: S read in two slices, P stored; MUFU for all scores, or 3 of 4."""
+def test_the_loop_over_blocks(impl):
+    """A block of a math role: S is read in two slices, P stored; MUFU for all scores, or 3 of 4."""
     built = compile_check.build_rung(impl, capability=100)
     loop = compile_check.shortest_loop(built, "STTM", 2)
     assert loop.count("LDTM") == loop.count("STTM") == 2
     assert loop.count("MUFU") == (96 if impl == "b4_mixed" else 128)
-    assert not {"STL", "LDL"} & set(loop)
 
 
 @pytest.mark.parametrize("impl", RUNGS)
