@@ -12,8 +12,8 @@ not modelled.
 `rewrite` turns the kernel's source into Python on tiles, and `aggregates` its classes; `tile` is
 the arithmetic; `language` and `tlx` the operations; `instructions` inline PTX; `memory` global
 memory, `buffers` shared and tensor memory; `clocks` what happens before what; `barriers`, `tasks`
-and `scheduler` who runs when; `timeline` the trace; `launch` the state of a launch. Needs torch,
-triton and greenlet, and no GPU.
+and `scheduler` who runs when, `engines` the units that roles share; `timeline` the trace; `launch`
+the state of a launch. Needs torch, triton and greenlet, and no GPU.
 """
 
 import contextlib
@@ -283,6 +283,9 @@ def _run_cluster(launch: Launch, number: int, body: Callable[[], None]) -> None:
         scheduler.start(Role(scheduler, cta, "default", launch.num_warps, body))
     scheduler.run()
     for cta in cluster.ctas:
+        if launch.report.timeline is not None:
+            busy = {name: engine.total for name, engine in cta.engines.items()}
+            launch.report.timeline.busy[cta.number] = busy
         for allocation in cta.allocations:
             for barrier in getattr(allocation, "barriers", ()):
                 barrier.finish()

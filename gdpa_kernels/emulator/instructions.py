@@ -25,6 +25,7 @@ inputs and results to zero. fma, add, sub, mul, min and max round once; `.sat` t
 import re
 import struct
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 
 import torch
@@ -141,12 +142,7 @@ def execute(
     for literal in set(re.findall(r"\b0[fF][0-9a-fA-F]{8}\b", asm)):
         number = torch.tensor(struct.unpack(">f", bytes.fromhex(literal[2:])), dtype=_F32)
         registers[literal] = (number.expand(inputs[0][0].shape if inputs else 1),)
-    body = re.sub(r"//.*", "", asm).strip()
-    body = body[1:-1] if body.startswith("{") and body.endswith("}") else body
-    for statement in filter(None, map(str.strip, body.split(";"))):
-        mnemonic, _, arguments = statement.partition(" ")
-        if mnemonic == ".reg":
-            continue
+    for mnemonic, arguments in _statements(asm):
         try:
             target, *sources = (names.split(",") for names in _operands(arguments))
             if mnemonic == "shfl.sync.idx.b32":
@@ -177,13 +173,31 @@ def execute(
             if rest:
                 raise ValueError("results do not fill the registers")
         except (KeyError, TypeError, ValueError) as error:
-            raise Unsupported(f"inline assembly {statement!r}") from error
+            raise Unsupported(f"inline assembly {mnemonic + ' ' + arguments!r}") from error
         for i, name in enumerate(target):
             registers[name] = result[i * share : (i + 1) * share]
     missing = [f"${i}" for i in range(num_outputs) if f"${i}" not in registers]
     if missing:
         raise Unsupported(f"inline assembly that does not write {missing}")
     return [registers[f"${i}"] for i in range(num_outputs)]
+
+
+@cache
+def _statements(asm: str) -> list[tuple[str, str]]:
+    """Mnemonic and operands of each instruction."""
+    body = re.sub(r"//.*", "", asm).strip()
+    body = body[1:-1] if body.startswith("{") and body.endswith("}") else body
+    parts = (statement.strip().partition(" ") for statement in body.split(";"))
+    return [(name, arguments) for name, _, arguments in parts if name not in ("", ".reg")]
+
+
+@cache
+def instruction_counts(asm: str) -> tuple[int, int]:
+    """Instructions that a thread issues, moves aside, and results that the MUFU gives it."""
+    names = [name for name, _ in _statements(asm) if not name.startswith("mov.")]
+    special = {name for name, *_ in _APPROXIMATE}
+    of_pairs = sum(1 + name.endswith("x2") for name in names if name.removesuffix("x2") in special)
+    return len(names), of_pairs
 
 
 def _operands(arguments: str) -> list[str]:

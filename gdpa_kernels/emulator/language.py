@@ -8,6 +8,7 @@ Accuracy: elementary functions are torch's, right to about one ulp, where the de
 fp32 division are off by up to two. Multiplications and additions are not fused.
 """
 
+import math
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -18,7 +19,7 @@ from triton.language.extra.cuda import inline_ptx_lib
 
 from . import tile
 from .errors import InvalidKernel, Unsupported
-from .instructions import execute, fused_multiply_add, round_fraction
+from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
 from .launch import current
 from .memory import Descriptor
 from .rewrite import ConstexprFunction, JITFunction, Range, StaticRange, check, constant, static_int
@@ -291,6 +292,9 @@ def dot(
     return Tile(product.to(held(result)), result)
 
 
+_MUFU = ("exp", "exp2", "log", "log2", "cos", "sin", "sqrt", "rsqrt", "erf", "sqrt_rn")
+
+
 def _float_function(name: str, function: Callable, *dtypes: str) -> Callable:
     dtypes = dtypes or ("fp32", "fp64")
 
@@ -298,7 +302,8 @@ def _float_function(name: str, function: Callable, *dtypes: str) -> Callable:
         x = to_tile(x)
         if x.dtype.name not in dtypes:
             raise InvalidKernel(f"{name} takes {' or '.join(dtypes)}, got {x!r}")
-        return x.like(function(x.data))
+        result = x.like(function(x.data))
+        return tile.special(result) if name.removeprefix("tl.") in _MUFU else result
 
     return apply
 
@@ -327,7 +332,7 @@ def fdiv(x: Any, y: Any, ieee_rounding: bool = False) -> Tile:
     p, q, dtype = operands(to_tile(x), to_tile(y))
     if not dtype.is_floating():
         raise InvalidKernel(f"tl.fdiv takes floats, got {dtype}")
-    return Tile(p / q, dtype)
+    return tile.special(Tile(p / q, dtype))
 
 
 @_operation
@@ -362,8 +367,10 @@ def inline_asm_elementwise(
         columns = t.data.expand(shape).reshape(-1, pack).unbind(-1)
         step = lanes(t.dtype)
         inputs += [columns[i : i + step] for i in range(0, pack, step)]
-    counts = [pack // lanes(element) for element in dtypes]
+    counts, before = [pack // lanes(element) for element in dtypes], tile.WORK[0]
     registers = execute(asm, inputs, sum(counts), current().arch)
+    issued, results_of_mufu = instruction_counts(asm)
+    packs = math.prod(shape) // pack if shape else 0
     results = []
     for element, count in zip(dtypes, counts, strict=True):
         columns = [lane for register in registers[:count] for lane in register]
@@ -371,6 +378,7 @@ def inline_asm_elementwise(
         if len(columns) != pack or columns[0].dtype != held(element):
             raise InvalidKernel(f"inline assembly must return {pack} values of {element}")
         results.append(Tile(torch.stack(columns, -1).reshape(shape), element))
+    tile.WORK[:] = before + issued * packs, tile.WORK[1] + results_of_mufu * packs
     return tuple(results) if several else results[0]
 
 

@@ -7,6 +7,8 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from .engines import NAMES as ENGINES
+from .engines import Engine
 from .errors import EmulatorError, ResourceLimit
 from .timeline import Timeline
 
@@ -83,8 +85,8 @@ class Cta:
     """A CTA: its place in the grid and in its cluster, its memory, and its barriers.
 
     allocations: storages and barriers in the order of allocation, so that a peer's counterpart is
-    the one with the same number. tensor: its storages of tensor memory. engines: when TMA and
-    tensor core are free again, modelled.
+    the one with the same number. tensor: its storages of tensor memory. engines: those of
+    its multiprocessor.
     """
 
     launch: "Launch"
@@ -98,7 +100,7 @@ class Cta:
     tensor: list[Any] = field(default_factory=list)
     waiting: list[tuple[int, Any]] = field(default_factory=list)
     named_barriers: dict[int, Any] = field(default_factory=dict)
-    engines: dict[str, float] = field(default_factory=lambda: {"TMA": 0.0, "tensor core": 0.0})
+    engines: dict[str, Engine] = field(default_factory=lambda: {n: Engine() for n in ENGINES})
 
     def reserve(self, num_bytes: int) -> None:
         """Count an allocation of shared memory."""

@@ -10,9 +10,9 @@ complete in any order, whoever asked for them, as the hardware promises no other
 would make a long delay rare, so one copy in LATE_COPIES is late, as one that touches a page for the
 first time: it is among the candidates of one choice in LATENESS, and of those without any other.
 
-Modelled time is in cycles and serves the timeline only. A role pays one cycle for 32 results per
-warp, up to 128, since an SM issues four warp instructions a cycle; shared memory moves 128 bytes a
-cycle. COPY_LATENCY is that of a TMA copy on an idle machine, to the nearest hundred cycles.
+Modelled time is in cycles and serves the timeline only. What a role computes takes the time of its
+own warps, and waits for the `engines` that it shares with other roles. COPY_LATENCY is that of a
+TMA copy on an idle machine, to the nearest hundred cycles.
 """
 
 import contextvars
@@ -25,15 +25,13 @@ from typing import Any
 from greenlet import greenlet
 
 from .clocks import Access, Clock
+from .engines import ISSUED_RESULTS, MUFU_RESULTS, SCHEDULERS
 from .errors import Deadlock, EmulatorError, Location, Wait, location
 from .tile import WORK
 
 COPY_LATENCY = 600
-COPY_BYTES_PER_CYCLE = 64
-SHARED_BYTES_PER_CYCLE = 128
 LATE_COPIES = 4
 LATENESS = 32
-MMA_FLOPS_PER_CYCLE = {"sm_90": 4096, "sm_100": 8192}
 
 
 class Role:
@@ -77,11 +75,19 @@ class Role:
 
     def charge(self, cycles: float = 0.0) -> None:
         """Advance time by the tile arithmetic done since the last call, and by `cycles`."""
-        work = WORK[0] / (32 * min(self.warps, 4))
-        WORK[0] = 0
-        if work:
-            self.scheduler.trace("compute", "", self, self.time, self.time + work)
-        self.time += work + cycles
+        results, special = WORK
+        if results or special:
+            WORK[:] = 0, 0
+            share, engines = min(self.warps / SCHEDULERS, 1), self.cta.engines
+            end = max(
+                self.time + results / ISSUED_RESULTS / share,
+                self.time + special / MUFU_RESULTS / share,
+                engines["issue"].fit(self.time, results / ISSUED_RESULTS),
+                engines["MUFU"].fit(self.time, special / MUFU_RESULTS),
+            )
+            self.scheduler.trace("compute", "", self, self.time, end)
+            self.time = end
+        self.time += cycles
 
     def stage(self, num_bytes: int) -> None:
         """Count what a descriptor's own `load` or `store` of registers goes through.

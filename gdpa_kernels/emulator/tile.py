@@ -127,8 +127,8 @@ def promote_integers(a: tl.dtype, b: tl.dtype) -> tl.dtype:
     return a if a.int_bitwidth > b.int_bitwidth else b
 
 
-# Elements computed since a role was last charged for them.
-WORK = [0]
+# Since a role was last charged for them: elements computed, and MUFU results among them.
+WORK = [0, 0]
 
 
 class Tile:
@@ -192,6 +192,12 @@ class Tile:
         if fp_downcast_rounding not in (None, "rtne"):
             raise Unsupported(f"fp_downcast_rounding={fp_downcast_rounding!r}")
         return reinterpret(self, dtype) if bitcast else cast(self, dtype)
+
+
+def special(tile: Tile) -> Tile:
+    """The tile, its elements counted as results of the MUFU, one for each."""
+    WORK[1] += tile.numel if tile.shape else 0
+    return tile
 
 
 def scalar(value: bool | int | float, dtype: tl.dtype) -> Tile:
@@ -299,7 +305,7 @@ def truediv(a: Any, b: Any) -> Tile:
     x, y, dtype = operands(a, b, division=True)
     if dtype.is_int():
         x, y, dtype = x.to(torch.float32), y.to(torch.float32), tl.float32
-    return Tile(x / y, dtype)
+    return special(Tile(x / y, dtype))
 
 
 def _divide(op: Callable, x: torch.Tensor, y: torch.Tensor, dtype: tl.dtype) -> Tile:

@@ -53,11 +53,15 @@ class Arrow:
 
 @dataclass
 class Timeline:
-    """The trace of one launch. `file` holds the kernel."""
+    """The trace of one launch. `file` holds the kernel.
+
+    busy: of each CTA, the cycles that each of its engines worked; more than the lanes show.
+    """
 
     file: str
     events: list[Event] = field(default_factory=list)
     arrows: list[Arrow] = field(default_factory=list)
+    busy: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def lanes(self, cta: int = 0) -> list[str]:
         """Roles in order of appearance, then the engines that did something."""

@@ -226,8 +226,7 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 # %% [markdown]
 # Half of the guess was right: power limits the clock in every snapshot. But v7 runs at the *lower*
 # clock and does more in each cycle. v6 leaves its tensor cores idle for more of the time than its
-# emulated timeline shows, which knows no latency of an instruction and gives each
-# {term}`warp group` units of its own.
+# emulated timeline shows, which knows no latency of an instruction.
 #
 # Power then takes a part back. A cycle in which the tensor cores work takes more energy than one in
 # which they wait, and at the limit more energy for a cycle means fewer cycles a second. A kernel

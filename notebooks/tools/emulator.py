@@ -70,7 +70,8 @@ chapter.code(pipeline.math, "for i in", "tl.store")
 # The emulator runs this source on CPU tensors. The body of each `async_task` becomes a greenlet, a
 # function that can be left in the middle and resumed there. One runs at a time, up to the next
 # operation that another role can notice. There the *schedule* decides who goes on. "modelled" gives
-# every role and engine a clock in cycles and lets whoever is behind go first. An integer seeds
+# every role and engine a clock in cycles and lets whoever is behind go first; roles share the
+# tensor core, the ports of both memories, the {term}`MUFU` and the issue slots. An integer seeds
 # random choices, which reach orders that a GPU would show once in years. A finding is raised as an
 # error, with file and line:
 
@@ -243,7 +244,8 @@ print(*emulated.findings(lambda: emulator.run(made.kernel, made.grid, *made.args
 # its own; nothing is read that nobody wrote or that lies out of bounds; under the schedules that
 # were tried the kernel ends with this result. It does not say:
 #
-# - *how long it takes.* Bank conflicts, caches, issue slots and latencies are not modelled.
+# - *how long it takes.* Bank conflicts, caches and the latency of an instruction are not
+#   modelled, and instructions are counted as the source has them.
 # - *that the compiler agrees.* Layouts, spills and fences between generic and asynchronous accesses
 #   (the "proxies" of PTX) are not modelled.
 # - *anything about paths that were not taken,* or about clusters that wait for each other.

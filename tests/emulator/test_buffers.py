@@ -768,7 +768,9 @@ def test_what_a_task_stages_for_tma_counts():
         assert 0 < made.metadata.shared - report.shared_bytes < 256
     with pytest.raises(ResourceLimit, match="232448 bytes per CTA, got 233472") as caught:
         run(staged_kernel, (1,), *descs, BUFFERS=53)
-    assert caught.value.line == place(staged_kernel, "([0, 0], tl.full")[1]
+    assert caught.value.line in (
+        place(staged_kernel, "([0, 0], tl.full")[1], place(staged_kernel, "x_desc.load")[1]
+    )  # fmt: skip
     with pytest.raises(OutOfResources, match="shared memory"):
         build(staged_kernel, types, {"BUFFERS": 53}, options={"num_warps": 4})
 

@@ -8,28 +8,25 @@ import triton.language as tl
 
 from ..barriers import MBarrier
 from ..buffers import Buffer
+from ..engines import COPY_BYTES, SHARED_BYTES
 from ..errors import InvalidKernel
 from ..launch import current
 from ..memory import Descriptor
 from ..rewrite import static_int
-from ..scheduler import COPY_BYTES_PER_CYCLE, COPY_LATENCY, Operation, Role
+from ..scheduler import COPY_LATENCY, Operation, Role
 from ..tile import Tile, scalar
 from .sync import in_cta, remote, single
 from .table import holds, op, point
-from .views import cycles_of, stored, touch
-
-
-def engine(role: Role, name: str, cycles: float) -> tuple[float, float]:
-    """Occupy an engine of the role's CTA; when the work starts and ends."""
-    start = max(role.time, role.cta.engines[name])
-    role.cta.engines[name] = start + cycles
-    return start, start + cycles
+from .views import stored, touch
 
 
 def copy(role: Role, kind: str, buffer: Buffer, num_bytes: int) -> tuple[Operation, float]:
+    """A copy of shared memory: read when the copy begins, written as its bytes arrive."""
     operation = role.scheduler.issue("copy")
-    start, end = engine(role, "TMA", num_bytes / COPY_BYTES_PER_CYCLE)
-    operation.end = end + COPY_LATENCY
+    start, end = role.cta.engines["TMA"].queue(role.time, num_bytes / COPY_BYTES)
+    port = buffer.storage.cta.engines["shared memory"]
+    moved = port.fit(start + (COPY_LATENCY if kind == "copy" else 0), num_bytes / SHARED_BYTES)
+    operation.end = max(end + COPY_LATENCY, moved)
     role.scheduler.trace(
         kind,
         buffer.name,
@@ -72,6 +69,8 @@ def async_descriptor_load(
         # To know of the copy in one CTA is not to know of it in another.
         operation = first if rank == targets[0] else role.scheduler.issue("copy")
         target = remote(result, rank)
+        if rank != targets[0]:
+            target.storage.cta.engines["shared memory"].fit(end, num_bytes / SHARED_BYTES)
         target.access(operation, write=True)
         target.write(box.data)
         signalled = role.cta.rank & ~1 if two_ctas else rank
@@ -169,7 +168,7 @@ def async_load_wait_group(pendings: int, tokens: Any = ()) -> None:
 def remote_shmem_store(dst: Buffer, src: Tile, remote_cta_rank: Any) -> None:
     target = remote(dst.single(), int(remote_cta_rank))
     data = stored(target, src, "remote_shmem_store")
-    role = touch("write", "remote store", target, cycles_of(target))
+    role = touch("write", "remote store", target)
     target.access(role, write=True)
     target.write(data)
 

@@ -6,14 +6,15 @@ import torch
 import triton.language as tl
 
 from ..barriers import MBarrier
-from ..buffers import Buffer
+from ..buffers import LANES, Buffer
+from ..engines import MMA_FLOPS, SHARED_BYTES
 from ..errors import InvalidKernel, Unsupported, location
 from ..instructions import round_fraction
 from ..launch import current
 from ..rewrite import static_int
-from ..scheduler import MMA_FLOPS_PER_CYCLE, Operation, Role
+from ..scheduler import Operation, Role
 from ..tile import Tile, to_tile
-from .copies import drain, engine
+from .copies import drain
 from .sync import in_cta, remote, single
 from .table import blackwell_only, holds, op, point
 
@@ -65,10 +66,19 @@ def _issue_dot(role: Role) -> Operation:
     return operation
 
 
-def _mma(role: Role, operation: Operation, m: int, n: int, k: int, name: str) -> None:
-    flops = 2 * m * n * k
-    start, end = engine(role, "tensor core", flops / MMA_FLOPS_PER_CYCLE[current().arch])
+def _mma(
+    role: Role, operation: Operation, flops: int, num_bytes: int, name: str, ctas: list[Any]
+) -> None:
+    """Occupy the tensor cores of these CTAs, as long as each takes to multiply and to read."""
+    cycles = flops / MMA_FLOPS[current().arch]
+    start = max(role.time, *(cta.engines["tensor core"].free for cta in ctas))
+    end = start + cycles
+    for cta in ctas:
+        end = max(end, cta.engines["shared memory"].spread(start, cycles, num_bytes / SHARED_BYTES))
     operation.end = end
+    for cta in ctas:
+        cta.engines["tensor core"].queue(start, cycles)
+        cta.engines["tensor core"].free = end
     role.scheduler.trace("mma", name, "tensor core", start, end, cta=role.cta.number, target=name)
     current().report.dots += 1
 
@@ -105,7 +115,9 @@ def _register_dot(role: Role, A: Any, B: Buffer, acc: Any) -> Pending:
         result = result + before
     (m, k), n = A.shape, B.shape[1]
     left = A.name if isinstance(A, Buffer) else "registers"
-    _mma(role, operation, m, n, k, f"{left} @ {B.name}")
+    # Each warp group reads all of B for its 64 rows.
+    num_bytes = (A.num_bytes if isinstance(A, Buffer) else 0) + m // 64 * B.num_bytes
+    _mma(role, operation, 2 * m * n * k, num_bytes, f"{left} @ {B.name}", [role.cta])
     role.dots.append(operation)
     return Pending(result, tl.float32, operation)
 
@@ -154,7 +166,11 @@ def _tensor_memory_dot(
         result = product + target.read() if accumulate else product
         target.access(operation, write=True)
         target.write(result)
-    _mma(role, operation, m, n, k, f"{A.name} @ {B.name}")
+    # 64 rows of one CTA take the time of 128.
+    flops = 2 * (m if two_ctas else max(m, LANES)) * n * k
+    num_bytes = B.num_bytes + (0 if A.storage.tensor else A.num_bytes)
+    ctas = [role.cta.peer(r) for r in ranks]
+    _mma(role, operation, flops, num_bytes, f"{A.name} @ {B.name}", ctas)
     role.mma.append(operation)
     for barrier in barriers:
         _commit(role, single(barrier), ranks)

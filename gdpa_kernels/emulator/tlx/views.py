@@ -8,10 +8,11 @@ import triton.language as tl
 from triton.language.extra import tlx
 
 from ..buffers import LANES, AliasSpec, Buffer, ReuseGroup, Storage
+from ..engines import SHARED_BYTES, TENSOR_BYTES
 from ..errors import InvalidKernel, Unsupported
 from ..launch import current
 from ..rewrite import static_int
-from ..scheduler import SHARED_BYTES_PER_CYCLE, Role
+from ..scheduler import Role
 from ..tile import Tile, to_tile
 from .table import OPERATIONS, blackwell_only, op, point
 
@@ -113,14 +114,14 @@ def local_reinterpret(buffer: Buffer, dtype: tl.dtype, shape: Any = None) -> Buf
 # Registers to buffers and back.
 
 
-def cycles_of(buffer: Buffer) -> float:
-    return buffer.num_bytes / SHARED_BYTES_PER_CYCLE
-
-
-def touch(kind: str, name: str, buffer: Buffer, cycles: float) -> Role:
-    role = point()
+def touch(kind: str, name: str, buffer: Buffer) -> Role:
+    """A role reads or writes the buffer, through the port of the memory that holds it."""
+    role, engines = point(), buffer.storage.cta.engines
     start = role.time
-    role.charge(cycles)
+    if buffer.storage.tensor:
+        role.time = engines["tensor memory"].share(start, buffer.num_bytes / TENSOR_BYTES)
+    else:
+        role.time = engines["shared memory"].share(start, buffer.num_bytes / SHARED_BYTES)
     current().scheduler.trace(
         kind, f"{name} {buffer.name}", role, start, role.time, target=buffer.name
     )
@@ -132,7 +133,7 @@ def local_load(
     buffer: Buffer, token: Any = None, layout: Any = None, relaxed: bool = False
 ) -> Tile:
     buffer = buffer.single()
-    role = touch("read", "local_load", buffer, cycles_of(buffer))
+    role = touch("read", "local_load", buffer)
     buffer.access(role, write=False)
     return Tile(buffer.read(), buffer.dtype)
 
@@ -149,7 +150,7 @@ def stored(buffer: Buffer, value: Any, name: str) -> torch.Tensor:
 def local_store(buffer: Buffer, value: Any) -> None:
     buffer = buffer.single()
     data = stored(buffer, value, "local_store")
-    role = touch("write", "local_store", buffer, cycles_of(buffer))
+    role = touch("write", "local_store", buffer)
     buffer.access(role, write=True)
     buffer.write(data)
 
