@@ -62,9 +62,11 @@ def batch(
     return Batch(q, k, v, *ends, *sizes, (activation,), head_dim**-0.5, **options)
 
 
-def timeline(module: ModuleType, given: Batch, config: object = None) -> emulator.Timeline:
-    """The timeline of a rung's forward in the emulator."""
-    with emulator.enabled(trace=True) as reports:
+def timeline(
+    module: ModuleType, given: Batch, config: object = None, arch: str = "sm_90", **options: Any
+) -> emulator.Timeline:
+    """The timeline of a rung's forward in the emulator; `options`: of `emulator.enabled`."""
+    with emulator.enabled(arch, trace=True, **options) as reports:
         module.forward(given, config=config)
     return reports[-1].timeline
 
@@ -104,12 +106,14 @@ def findings(
     return found
 
 
-def comparison(module: ModuleType, given: Batch, config: object = None) -> pd.DataFrame:
+def comparison(
+    module: ModuleType, given: Batch, config: object = None, arch: str = "sm_90"
+) -> pd.DataFrame:
     """Errors of a rung's forward in the emulator against fp64, a row for each sequence.
 
     Raises AssertionError if a sequence fails `testing.compare`.
     """
-    with emulator.enabled():
+    with emulator.enabled(arch):
         out = module.forward(given, **({} if config is None else {"config": config}))
     exact = reference.forward(replace(given, **{x: getattr(given, x).double() for x in "qkv"}))
     same, ends = reference.forward(given), given.cu_seqlens_q.tolist()
