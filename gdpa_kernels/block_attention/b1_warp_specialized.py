@@ -2,7 +2,7 @@
 
 Changes from v4_rotary: sm_100. One thread issues all MMAs, asynchronously; S, dP and the results
 are in tensor memory, two of each, so roles work on different items at a time: rotary on the next
-one, softmax on one, the output on the one before, TMA stores on another. Without rotary (sin, cos)
+one, softmax on one, output on the one before, TMA stores on another. Without rotary (sin, cos)
 the role `turn` is left out. Of grouped heads dK and dV are summed in tensor memory.
 
 Why it should help: bytes are the bound, so copies must never wait. tl.dot keeps a program's
@@ -10,12 +10,12 @@ accumulators in tensor memory too, which admits half as many programs of v1_one_
 
 | role    | warps | registers | work                                                        |
 |---------|-------|-----------|-------------------------------------------------------------|
-| load    | 1     | 32        | TMA loads of a slot, and of sin and cos of a block          |
-| mma     | 1     | 32        | S (dP) of an item, then O (dV, dQ, dK) of the one before    |
+| load    | 1     | 48        | TMA loads of a slot, and of sin and cos of a block          |
+| mma     | 1     | 48        | S (dP) of an item, after softmax its O (dV, dQ, dK)         |
 | turn    | 4     | Config    | rotary of q and k (and v), in place                         |
 | softmax | 4     | Config    | P (dS), from tensor memory to shared memory                 |
 | output  | 4     | the rest  | results from tensor memory, rotated back, over dead tiles   |
-| store   | 1     | 32        | their TMA stores; releases the slot                         |
+| store   | 1     | 48        | their TMA stores; releases the slot                         |
 
 | barrier                   | arrivals       | filled by -> drained by                         |
 |---------------------------|----------------|-------------------------------------------------|
@@ -66,13 +66,6 @@ class Config:
     num_turns: int = 1
     turn_registers: int = 152
     softmax_registers: int = 128
-
-    def __post_init__(self):
-        if self.num_stages < 2:
-            raise ValueError(
-                "num_stages must be at least 2, since S of an item is issued before O of the one "
-                f"before; got {self.num_stages}"
-            )
 
 
 def default_config(direction: str, batch: Batch) -> Config:
@@ -217,26 +210,21 @@ def turn(tiles, turns, done, blocks_ptr, options):
 
 @triton.jit
 def mma_forward(tiles, ready, s, p, o, s_full, p_full, blocks_ptr, options):
-    """S of an item, then O of the one before."""
-    items = count_units(blocks_ptr) * options.NUM_HEADS
-    for item in tl.range(0, tl.where(items > 0, items + 1, 0)):
-        if item < items:
-            stage, phase = turn_of(item, options.NUM_STAGES)
-            at, _ = turn_of(item, ACCUMULATORS)
-            tlx.barrier_wait(ready[stage], phase)
-            tlx.async_dot(
-                tiles.q[stage], tlx.local_trans(tiles.k[stage]), s[at], use_acc=False,
-                mBarriers=[s_full[at]],
-            )  # fmt: skip
-        if item > 0:
-            stage, _ = turn_of(item - 1, options.NUM_STAGES)
-            at, phase = turn_of(item - 1, ACCUMULATORS)
-            tlx.barrier_wait(p_full[at], phase)
-            tlx.barrier_wait(o.empty[at], phase ^ 1)
-            tlx.async_dot(
-                p[stage * options.PIECES], tiles.v[stage], o.buffer[at], use_acc=False,
-                mBarriers=[o.full[at]],
-            )  # fmt: skip
+    """S of an item, then its O."""
+    for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS):
+        stage, phase = turn_of(item, options.NUM_STAGES)
+        tlx.barrier_wait(ready[stage], phase)
+        at, phase = turn_of(item, ACCUMULATORS)
+        tlx.async_dot(
+            tiles.q[stage], tlx.local_trans(tiles.k[stage]), s[at], use_acc=False,
+            mBarriers=[s_full[at]],
+        )  # fmt: skip
+        tlx.barrier_wait(p_full[at], phase)
+        tlx.barrier_wait(o.empty[at], phase ^ 1)
+        tlx.async_dot(
+            p[stage * options.PIECES], tiles.v[stage], o.buffer[at], use_acc=False,
+            mBarriers=[o.full[at]],
+        )  # fmt: skip
 
 
 @triton.jit
@@ -296,40 +284,32 @@ def store(q_desc, k_desc, v_desc, tiles, out_full, blocks_ptr, options):
 
 @triton.jit
 def mma_backward(tiles, grad, ready, s, dp, p, ds, results, s_full, p_full, blocks_ptr, options):
-    """S and dP of an item, then dV, dQ and dK of the one before."""
-    GROUP: tl.constexpr = options.GROUP
-    items = count_units(blocks_ptr) * options.NUM_HEADS
-    for item in tl.range(0, tl.where(items > 0, items + 1, 0)):
-        if item < items:
-            stage, phase = turn_of(item, options.NUM_STAGES)
-            at, _ = turn_of(item, ACCUMULATORS)
-            tlx.barrier_wait(ready[stage], phase)
-            tlx.async_dot(
-                tiles.q[stage], tlx.local_trans(tiles.k[stage]), s[at], use_acc=False,
-                force_async=True,
-            )  # fmt: skip
-            tlx.async_dot(
-                grad[stage], tlx.local_trans(tiles.v[stage]), dp[at], use_acc=False,
-                mBarriers=[s_full[at]],
-            )  # fmt: skip
-        if item > 0:
-            before = item - 1
-            stage, _ = turn_of(before, options.NUM_STAGES)
-            at, phase = turn_of(before, ACCUMULATORS)
-            sums, _ = turn_of(before // GROUP, ACCUMULATORS)
-            p_tile = p[stage * options.PIECES]
-            ds_tile = ds_of(ds, before, options)
-            add = before % GROUP > 0
-            tlx.barrier_wait(p_full[at], phase)
-            tlx.barrier_wait(results.empty[at], phase ^ 1)
-            tlx.async_dot(
-                tlx.local_trans(p_tile), grad[stage], results.v[sums], use_acc=add, force_async=True
-            )
-            tlx.async_dot(ds_tile, tiles.k[stage], results.q[at], use_acc=False, force_async=True)
-            tlx.async_dot(
-                tlx.local_trans(ds_tile), tiles.q[stage], results.k[sums], use_acc=add,
-                mBarriers=[results.full[at]],
-            )  # fmt: skip
+    """S and dP of an item, then its dV, dQ and dK."""
+    for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS):
+        stage, phase = turn_of(item, options.NUM_STAGES)
+        tlx.barrier_wait(ready[stage], phase)
+        at, phase = turn_of(item, ACCUMULATORS)
+        tlx.async_dot(
+            tiles.q[stage], tlx.local_trans(tiles.k[stage]), s[at], use_acc=False, force_async=True
+        )
+        tlx.async_dot(
+            grad[stage], tlx.local_trans(tiles.v[stage]), dp[at], use_acc=False,
+            mBarriers=[s_full[at]],
+        )  # fmt: skip
+        sums, _ = turn_of(item // options.GROUP, ACCUMULATORS)
+        add = item % options.GROUP > 0
+        p_tile = p[stage * options.PIECES]
+        ds_tile = ds_of(ds, item, options)
+        tlx.barrier_wait(p_full[at], phase)
+        tlx.barrier_wait(results.empty[at], phase ^ 1)
+        tlx.async_dot(
+            tlx.local_trans(p_tile), grad[stage], results.v[sums], use_acc=add, force_async=True
+        )
+        tlx.async_dot(ds_tile, tiles.k[stage], results.q[at], use_acc=False, force_async=True)
+        tlx.async_dot(
+            tlx.local_trans(ds_tile), tiles.q[stage], results.k[sums], use_acc=add,
+            mBarriers=[results.full[at]],
+        )  # fmt: skip
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def test_any_order_of_events_gives_the_same_bits(direction, case):
 
 
 @emulated
-@pytest.mark.parametrize("config", (b1.Config(3), b1.Config(5, num_turns=2)), ids=str)
+@pytest.mark.parametrize("config", (b1.Config(1), b1.Config(5, num_turns=2)), ids=str)
 @pytest.mark.parametrize("case", (GROUPED, ONE_HEAD), ids=("grouped", "one head"))
 def test_any_config_gives_the_same_bits(case, config):
     for direction in ("forward", "backward"):
@@ -79,11 +79,6 @@ def test_any_config_gives_the_same_bits(case, config):
 @emulated
 def test_sums_of_a_group_at_head_dim_128_match_the_definition():
     check(b1, replace(WIDE, num_heads=3), BF16)
-
-
-def test_refuses_one_slot():
-    with pytest.raises(ValueError, match="num_stages must be at least 2, .*; got 1"):
-        b1.Config(num_stages=1)
 
 
 def test_says_what_it_needs():
@@ -160,7 +155,8 @@ def test_blackwell_code(direction, dtype, turns, case):
     assert columns == (512 if backward else 2 * case["head_dim"])
     # An MMA of 64 rows takes 16 columns or rows of K at a time: S and dP head_dim, others 64.
     mmas = (2 if backward else 1) * case["head_dim"] // 16 + (3 if backward else 1) * 64 // 16
-    assert made.instructions["UTCHMMA"] == mmas and made.instructions["UTCBAR"] == 2
+    # The loop is unrolled once, for the two accumulators; each item completes two barriers.
+    assert made.instructions["UTCHMMA"] == 2 * mmas and made.instructions["UTCBAR"] == 4
     # 64 columns of one half of the lanes each, and of the other half
     assert made.instructions["LDTM"] == (10 if backward else 4)
     assert made.instructions["UTMALDG"] > 0 and made.instructions["UTMASTG"] > 0
