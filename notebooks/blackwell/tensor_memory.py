@@ -1,0 +1,388 @@
+# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# measures: false
+# ---
+
+# %% [markdown]
+# # b1 to b4: accumulators in tensor memory
+#
+# A Blackwell tensor core is twice as fast as a Hopper one, and no warp holds its accumulators any
+# more. What must a kernel change to keep it busy?
+#
+# :::{admonition} In this chapter (25 minutes)
+# You will place S, P and O in {glue:text}`columns:.0f` columns of tensor memory, give all
+# {term}`MMAs <MMA>` to one thread, and take a chain of waits apart in three steps. In the emulator
+# the tensor cores are busy {glue:text}`busy_b1:.0f` % of the time in b1 and
+# {glue:text}`busy_b3:.0f` % in b3, with 1,024 keys. b4 replaces a quarter of the `tanh` by a
+# polynomial whose error is bounded for every score. We have no B200: nothing here is measured.
+# :::
+
+# %%
+import re
+from functools import partial
+
+import pandas as pd
+import torch
+
+from gdpa_kernels.emulator import enabled
+from gdpa_kernels.gdpa import b1_tensor_memory, b2_two_tiles, b3_stream, b4_mixed
+from gdpa_kernels.gdpa.polynomial import POLYNOMIALS
+from gdpa_kernels.measuring import compile_check
+from gdpa_kernels.report import charts, studies
+from gdpa_kernels.report.chapter import Chapter
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("blackwell/tensor_memory", mode=mode, device=device, data_dir=data_dir)
+RUNGS = {"b1": b1_tensor_memory, "b2": b2_two_tiles, "b3": b3_stream, "b4": b4_mixed}
+BLACKWELL = {"arch": "sm_100", "multiprocessors": 1}
+chapter.glue(columns=compile_check.TENSOR_COLUMNS)
+
+
+# %% [markdown]
+# ## What changes from Hopper
+#
+# | | {doc}`v8 <../forward/v8_own_waits>`, Hopper | b1 to b4, Blackwell |
+# |:--|:--|:--|
+# | MMA of an SM | 4,096 FLOPs a clock | 8,192 |
+# | issued by | each consumer, four warps together | one thread, for the whole CTA |
+# | rows of an MMA | 64 a consumer | 128: one for each lane of tensor memory |
+# | accumulator | registers of the consumer | tensor memory |
+# | A of P V | registers | tensor memory |
+# | completion | `wait_group`, in order | a commit arrives on an mbarrier |
+# | `tanh` | 16 a clock | 16 a clock |
+#
+# Tensor memory is 128 lanes of 512 columns, 4 bytes each, 256 KB in every {term}`SM`. Only MMAs
+# compute there. A warp copies columns to registers (`tcgen05.ld`) and back (`tcgen05.st`); of the
+# lanes it reaches the 32 of its place in the warp group. So a thread holds a row. The columns:
+#
+# | columns | 0-63 | 64-127 | 128-191 | 192-255 | 256-383 | 384-511 |
+# |:--|:--|:--|:--|:--|:--|:--|
+# | b1 | S, then P | S | O | O | | |
+# | b2, b3, b4 | S 0, then P 0 | S 0 | S 1, then P 1 | S 1 | O 0 | O 1 |
+#
+# P in bf16 needs half the columns of S in fp32. It may lie over the S that it was made of, since a
+# row of S is read before the same row of P is stored. P V then takes P from there.
+#
+# The hard part is in the last row of the first table. The MMAs of 128 x 128 pairs take 1,024 clocks
+# at head_dim 128, half of Hopper's. {term}`MUFU` still takes 1,024 for their `tanh`, and so does
+# the port of shared memory ({doc}`model`). On Hopper one unit had to be kept busy; now three have
+# to be, at the same time.
+#
+# ## b1: one thread issues the MMAs
+#
+# The roles of {doc}`v4 <../forward/v4_warp_specialized>` become three. `mma` issues, `math`
+# evaluates the activation, and both wait for each other, block after block:
+
+# %% tags=["remove-input"]
+chapter.code(b1_tensor_memory.mma, "for block in")
+
+# %% tags=["remove-input"]
+chapter.code(b1_tensor_memory.math, "for block in", "if blocks > 0")
+
+# %% [markdown]
+# `mBarriers` is what a commit does: when this MMA and all before it have completed, the hardware
+# arrives on these barriers. An S that is complete gives K's buffer back to `load` and S to `math`,
+# by one MMA and without a wait in the thread that issued it. `math` answers with 128 arrivals: P is
+# stored, and hence S was read.
+
+# %% tags=["remove-input"]
+chapter.roles("b1_tensor_memory")
+
+# %% tags=["remove-input"]
+# | name: fig-b1-timeline
+# | caption: b1, one tile of 128 queries and three blocks of keys.
+# | alt: >
+# |   A timeline. The tensor core's lane alternates between short MMAs and gaps as long as the
+# |   computations in the lane of math.
+picture = studies.batch((256,), (384,), heads=2)
+traces = {name: studies.timeline(module, picture, **BLACKWELL) for name, module in RUNGS.items()}
+chapter.figure(traces["b1"], emulated="b1 for sm_100, modelled cycles")
+
+# %% [markdown]
+# The chain S, activation, P V is serial, and only one tile is there to work on. Two such programs
+# on an SM would hide each other's waits; with 160 KB of shared memory there is room for one.
+#
+# ## b2: two tiles
+#
+# A program takes two tiles of 128 queries, with an S, an O and a math role for each. One `mma` role
+# serves both, in an order that lets one tile's activation run beside the other tile's MMAs:
+
+# %% tags=["remove-input"]
+chapter.code(b2_two_tiles.mma, "for block in")
+
+# %% [markdown]
+# P is handed over in slices: each 64 columns have a barrier of their own, so that P V starts while
+# the second half of the activation runs. `weighted_sum` waits slice by slice:
+
+# %% tags=["remove-input"]
+chapter.code(b2_two_tiles.weighted_sum, "for part in")
+
+# %% tags=["remove-input"]
+# | name: fig-b2-timeline
+# | caption: b2, two tiles of 128 queries and three blocks of keys.
+# | alt: >
+# |   A timeline with two math lanes that work in turn. The tensor core's lane has almost no gaps
+# |   in the middle, and long ones at the beginning and at the end.
+chapter.figure(traces["b2"], emulated="b2 for sm_100, modelled cycles")
+
+# %% [markdown]
+# S of the next block is issued while P V that reads the P under it may still run. No barrier is
+# needed: MMAs of one thread run in the order of their issue.
+#
+# What is left is at both ends: Q, K and the first S, then the last P V, O and the store. All of it
+# passes with nothing beside it.
+#
+# ## b3: one stream
+#
+# b3 makes the programs persistent, with the work list of v8, and lets the stream of MMAs run on:
+# after the last P V of a tile comes the first S of the next item.
+
+# %% tags=["remove-input"]
+chapter.code(b3_stream.mma, "weighted_sum(", "step += 1")
+
+# %% tags=["remove-input"]
+# | name: fig-b3-timeline
+# | caption: b3, two items of two tiles each, three blocks of keys. The items meet in the middle.
+# | alt: >
+# |   A timeline. The tensor core's lane goes on from one item to the next with a short gap, while
+# |   the math lanes read O and store the output.
+chapter.figure(traces["b3"], emulated="b3 for sm_100, one SM, modelled cycles")
+
+# %% [markdown]
+# The next item's P V overwrites O, and nobody tells `mma` that the old O was read. Nobody has to.
+# It waits for `p.full` first, and the math role that arrives there has read its O before, in
+# program order. An earlier draft had a barrier for it. The mutation tests found that nothing breaks
+# without it; then it was easy to see why.
+#
+# ## How busy
+
+# %%
+KEYS = (256, 1024)
+
+
+def busy(module, keys, head_dim=128):
+    """Percent of an SM's time with an MMA running: four items, or as many tiles as they have."""
+    given = studies.batch((512,), (keys,), heads=2, head_dim=head_dim)
+    events = pd.DataFrame(studies.timeline(module, given, **BLACKWELL).events)
+    mmas = events[events["kind"] == "mma"]
+    return 100 * (mmas["end"] - mmas["start"]).sum() / events.groupby("cta")["end"].max().sum()
+
+
+share = pd.DataFrame({n: [busy(m, keys) for keys in KEYS] for n, m in RUNGS.items()}, index=KEYS)
+
+# %% tags=["remove-input"]
+chapter.table(
+    share.round(0).rename_axis("keys").reset_index(),
+    emulated="tensor cores busy, % of the time of one SM; 512 queries, 2 heads, head_dim 128",
+)
+
+# %% tags=["remove-cell"]
+assert (share[["b2", "b3"]].values > share[["b1", "b2"]].values + 5).all(), "each step helps"
+assert ((share["b4"] - share["b3"]).abs() < 5).all(), "the text: no difference at head_dim 128"
+for name in ("b1", "b2", "b3"):
+    chapter.glue(**{f"busy_{name}": share.loc[1024, name], f"short_{name}": share.loc[256, name]})
+
+# %% [markdown]
+# With 1,024 keys the second tile does most of it: from {glue:text}`busy_b1:.0f` to
+# {glue:text}`busy_b2:.0f` %. With 256 keys the ends of the tiles do: b3 raises
+# {glue:text}`short_b2:.0f` to {glue:text}`short_b3:.0f` %. These are shares of modelled cycles. The
+# emulator's clock knows the rates of the units; it knows nothing of power, caches and latencies
+# under load. It ranks orders of events. It does not predict TFLOP/s; {doc}`model` does.
+#
+# ## b4: a quarter of the scores without MUFU
+#
+# GELU and SiLU are x / 2 (1 + t(x)) with t odd and between -1 and 1. Since
+# {doc}`v7 <../forward/v7_packed>` t is one `tanh` of MUFU. For two of eight scores b4 evaluates a
+# polynomial instead, on pairs of fp32 in one instruction that sm_100 adds, `fma.rn.f32x2`. That
+# leaves 768 clocks to MUFU. FA4 does the same with the `exp2` of softmax.
+#
+# A polynomial needs a bound. The published GDPA kernel has a Maclaurin polynomial of GELU to degree
+# 6, which leaves GELU beyond 1.2 ({doc}`../operator/activations`). Ours is clamped: v = x / (2
+# LIMIT) is limited to -1/2 .. 1/2 by the `.sat` of one FMA, and t = v (c₀ + c₁v² + ...). Within the
+# limit the error is that of the fit. Beyond it, the polynomial stays and t only rises to 1: the
+# largest distance is at the limit or at infinity. So one number bounds the error for every score.
+
+# %%
+x = torch.linspace(0.01, 8, 800, dtype=torch.float64)
+GELU = POLYNOMIALS["gelu"]
+v = (x / (2 * GELU.limit)).clamp(max=0.5)
+t = sum(c * v ** (2 * k + 1) for k, c in enumerate(GELU.coefficients))
+exact = (1 + torch.erf(x / 2**0.5)) / 2
+maclaurin = 0.5 + 0.3989422804 * x - 0.0664903801 * x**3 + 0.0099735570 * x**5
+CLAMPED = "clamped, degree 9 (b4)"
+curves = {CLAMPED: (1 + t) / 2, "Maclaurin, degree 6": maclaurin}
+error = pd.DataFrame({n: (y - exact).abs().numpy() for n, y in curves.items()}, index=x.numpy())
+
+# %% tags=["remove-input"]
+# | name: fig-b4-error
+# | caption: >
+# |   Error of GELU over the score, 0 to 8. Dashed: the bound of b4's polynomial, for all scores.
+# | alt: >
+# |   Two curves on a logarithmic axis. The clamped polynomial waves below the dashed line and falls
+# |   to nothing. The Maclaurin polynomial crosses the line near 1 and grows without end.
+chapter.figure(
+    charts.curves(error, xlabel="score x", ylabel="error / x", highlight=[CLAMPED],
+                  levels={"bound": GELU.error / 2}, lowest=1e-6),
+    modelled="both polynomials in fp64",
+)  # fmt: skip
+
+# %% tags=["remove-input"]
+found = [(n, 2 * len(c) - 1, limit, e / 2) for n, (limit, c, e) in POLYNOMIALS.items()]
+columns = ["activation", "degree", "limit", "error / x, at most"]
+chapter.table(pd.DataFrame(found, columns=columns), modelled="the bounds that the tests prove")
+
+# %% [markdown]
+# The test takes error, slope and a bound of the curvature at 262,145 points, so that no score
+# between two of them is left out, and adds the rounding of every step. Then t is rounded to bf16,
+# as MUFU's is. Above 1 - 2⁻⁹ it becomes 1: a saturated score gives exactly x or exactly 0.
+#
+# In the table above b4 is no better than b3. At head_dim 128 MUFU was not what b3 waits for, or not
+# alone. Exercise 3 looks where it is.
+#
+# ## What the compiler makes of them
+
+# %%
+MNEMONICS = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "MUFU", "FFMA2")
+built = {n: compile_check.build_rung(m, capability=100) for n, m in RUNGS.items()}
+facts = studies.facts(built, MNEMONICS).drop(columns="serialised")
+facts.insert(3, "shared memory (B)", [kernel.metadata.shared for kernel in built.values()])
+facts.insert(4, "columns", [kernel.metadata.tmem_size for kernel in built.values()])
+
+# %% tags=["remove-input"]
+chapter.table(facts, modelled="compiled for sm_100a when this page was built; head_dim 128, bf16")
+
+# %% tags=["remove-cell"]
+assert (facts["spilled (B)"] == 0).all(), "the text: nothing spills"
+code = compile_check.disassemble(built["b1"].asm["cubin"])
+places = re.findall(r"(LDTM|STTM)\S+ .*?tmem\[UR\d+\+?(\w*)\]", code)[:4]
+assert places == [("LDTM", ""), ("STTM", ""), ("LDTM", "0x40"), ("STTM", "0x20")], "the text"
+chapter.glue(ptx_fences=built["b3"].asm["ptx"].count("tcgen05.fence"))
+
+# %% [markdown]
+# UTCHMMA is an MMA of 16 values along K, UTCBAR a commit, LDTM and STTM are the copies between
+# tensor memory and registers. Nothing spills, and no role asks for more registers than its even
+# share: a math role keeps 64 scores at a time, never a tile. In the code of b1 the copies are at
+# columns 0, 0, 64 and 32: S read, P stored, and again. So P does lie where the table says.
+#
+# ## Is it right?
+#
+# All four in the emulator against fp64, lengths around every edge of a tile:
+
+# %%
+given = studies.batch(studies.EDGES, studies.EDGES[::-1], head_dim=64)
+for name, module in RUNGS.items():
+    checked = studies.comparison(module, given, arch="sm_100")
+    worst = (checked["largest error"] / checked["allowed"]).max()
+    print(f"{name}: largest error {worst:.2f} of the allowed")
+
+# %% [markdown]
+# The tests run every case of the forward ladder, 20 random orders of events for each rung with
+# races looked for, and mutants of each file: a barrier left out, a parity flipped, an arrival too
+# early. Those that nothing notices are listed with the reason why they are harmless. What no test
+# of ours can see:
+#
+# ```{list-table}
+# :header-rows: 1
+# * - not proved
+#   - why
+#   - what would prove it
+# * - any rate
+#   - there is no B200 here
+#   - a measurement
+# * - MMAs of one thread run in order, also with different accumulators
+#   - the emulator assumes it; PTX promises it for one accumulator; published kernels rely on it
+#   - a stress test on the device
+# * - order of `tcgen05` operations across threads
+#   - emulated barriers order all memory; the PTX has {glue:text}`ptx_fences:.0f` `tcgen05.fence`
+#   - a sanitizer on the device
+# * - proxy fences before TMA stores
+#   - not modelled; the compiler keeps ours
+#   - the same
+# * - swizzles, descriptors, lanes
+#   - the emulator has buffers, no layouts
+#   - one correct result
+# ```
+#
+# The first run on a B200 will settle most of it.
+#
+# ## Exercises
+#
+# :::{exercise} A second S
+# :label: ex-tm-columns
+#
+# FA4 and b2 keep one S for each tile. Two of them would let `mma` run a block ahead. Does that fit
+# for two tiles, at head_dim 128 and at 64? For one tile? *(paper, five minutes)*
+# :::
+
+# %% tags=["remove-cell"]
+need = {(tiles, dim): tiles * (2 * 128 + dim) for tiles in (1, 2) for dim in (64, 128)}
+assert need[2, 64] > 512 > need[1, 128], "the answer"
+chapter.glue(two_128=need[2, 128], two_64=need[2, 64], one_128=need[1, 128])
+
+# %% [markdown]
+# :::{solution} ex-tm-columns
+# :class: dropdown
+#
+# Two tiles need {glue:text}`two_128:.0f` columns at head_dim 128 and {glue:text}`two_64:.0f` at 64,
+# of 512: no. One tile needs {glue:text}`one_128:.0f` and fits; it overlaps with itself, and each
+# block of K and V then serves 128 queries instead of 256. Blocks of 64 keys would also make room,
+# but an MMA with 64 columns of B waits for shared memory.
+# :::
+#
+# :::{exercise} A wait too few
+# :label: ex-tm-wait
+#
+# Leave out `barrier_wait(p.full[0], ...)` in b1. What goes wrong, and does every order of events
+# show it? *(guess, then run it in the emulator)*
+# :::
+
+# %% tags=["remove-cell"]
+broken = studies.changed(b1_tensor_memory, ("        tlx.barrier_wait(p.full[0], block & 1)\n", ""))
+small = studies.batch((130,), (200,), head_dim=64)
+found = studies.findings(lambda: broken.forward(small), within=partial(enabled, "sm_100"))
+assert all(text.startswith("Race") for text in found), "the answer"
+chapter.glue(finding=found[0], orders=len(found))
+
+# %% [markdown]
+# :::{solution} ex-tm-wait
+# :class: dropdown
+#
+# P V reads columns that `math` is about to write, and the next S overwrites scores that it may not
+# have read. The emulator reports it in each of {glue:text}`orders:.0f` orders, whether or not the
+# numbers happen to be right: "{glue:text}`finding`".
+# :::
+#
+# :::{exercise} Where the polynomial pays
+# :label: ex-tm-64
+#
+# At head_dim 64 the MMAs of 128 x 128 pairs take 512 clocks and their `tanh` still 1,024. What
+# share of the time can the tensor cores be busy at most, in b3 and in b4? Which share of the scores
+# should the polynomial take there? *(paper, ten minutes; then the emulator)*
+# :::
+
+# %% tags=["remove-cell"]
+at_64 = {n: busy(RUNGS[n], 1024, 64) for n in ("b3", "b4")}
+assert at_64["b3"] <= 50 and at_64["b3"] + 5 < at_64["b4"] <= 100 * 512 / 768, at_64
+chapter.glue(b3_64=at_64["b3"], b4_64=at_64["b4"], most_b4=100 * 512 / 768)
+
+# %% [markdown]
+# :::{solution} ex-tm-64
+# :class: dropdown
+#
+# b3: 512 of 1,024, or 50 %. b4: 512 of 768, or {glue:text}`most_b4:.0f` %. Emulated, with 1,024
+# keys: {glue:text}`b3_64:.0f` and {glue:text}`b4_64:.0f` %. With half of the scores MUFU would take
+# 512 clocks, as the MMAs do; more buys nothing, and each further pair costs issue slots.
+# :::
+#
+# ## Takeaways
+#
+# - Tensor memory takes the accumulators out of the registers and the issuing out of the warps. Then
+#   the design is a matter of who waits for whom.
+# - Two tiles hide the activation. A stream across items hides the ends of tiles.
+# - A polynomial in place of a function needs a bound for every argument, and a proof of it.
