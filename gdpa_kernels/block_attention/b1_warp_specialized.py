@@ -210,8 +210,9 @@ def turn(tiles, turns, done, blocks_ptr, options):
 
 @triton.jit
 def mma_forward(tiles, ready, s, p, o, s_full, p_full, blocks_ptr, options):
-    """S of an item, then its O."""
-    for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS):
+    """S of an item, then its O. num_stages 0: else the compiler pipelines the MMAs too, and waits
+    for each by a barrier of its own."""
+    for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS, num_stages=0):
         stage, phase = turn_of(item, options.NUM_STAGES)
         tlx.barrier_wait(ready[stage], phase)
         at, phase = turn_of(item, ACCUMULATORS)
@@ -247,7 +248,7 @@ def softmax_forward(s, p, s_full, p_full, blocks_ptr, scale, options):
 @triton.jit
 def output_forward(tiles, o, out_full, blocks_ptr, options):
     """O, over Q."""
-    for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS):
+    for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS, num_stages=0):
         stage, _ = turn_of(item, options.NUM_STAGES)
         at, phase = turn_of(item, ACCUMULATORS)
         tlx.barrier_wait(o.full[at], phase)
@@ -285,7 +286,7 @@ def store(q_desc, k_desc, v_desc, tiles, out_full, blocks_ptr, options):
 @triton.jit
 def mma_backward(tiles, grad, ready, s, dp, p, ds, results, s_full, p_full, blocks_ptr, options):
     """S and dP of an item, then its dV, dQ and dK."""
-    for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS):
+    for item in tl.range(0, count_units(blocks_ptr) * options.NUM_HEADS, num_stages=0):
         stage, phase = turn_of(item, options.NUM_STAGES)
         tlx.barrier_wait(ready[stage], phase)
         at, phase = turn_of(item, ACCUMULATORS)
