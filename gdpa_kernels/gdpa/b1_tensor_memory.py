@@ -11,16 +11,16 @@ Why it may not: S, activation and P V of a block wait for each other. At head_di
 
 | role | warps | registers | work                                        |
 |------|-------|-----------|---------------------------------------------|
-| math | 4     | 255       | P = activation(S), one row a thread; output |
-| load | 1     | 255       | Q once, then K and V in turn                |
-| mma  | 1     | 255       | one thread issues S = Q K^T and O += P V    |
+| math | 4     | up to 255 | P = activation(S), one row a thread; output |
+| load | 1     | the same  | Q once, then K and V in turn                |
+| mma  | 1     | the same  | one thread issues S = Q K^T and O += P V    |
 
-| barrier               | arrivals         | filled by -> drained by            |
-|-----------------------|------------------|------------------------------------|
-| q.full, kv.full       | 1 and bytes      | TMA load -> mma                    |
-| kv.empty              | 1 (commit)       | the MMA that read it -> load       |
-| s.full, o.full        | 1 (commit)       | S = Q K^T, the last P V -> math    |
-| p.full                | all 128 threads  | P is stored, so S was read -> mma  |
+| barrier         | arrivals        | filled by -> drained by           |
+|-----------------|-----------------|-----------------------------------|
+| q.full, kv.full | 1 and bytes     | TMA load -> mma                   |
+| kv.empty        | 1 (commit)      | the MMA that read it -> load      |
+| s.full, o.full  | 1 (commit)      | S = Q K^T, the last P V -> math   |
+| p.full          | all 128 threads | P is stored, so S was read -> mma |
 
 TMEM: S 0-127, P in 0-63, O 128-255. Options as v1. Needs: sm_100, TLX, and what v4 needs of a call.
 """

@@ -11,9 +11,9 @@ program still begins and ends alone: load, S, then at the end P V and the store.
 
 | role     | warps | registers | work                                                   |
 |----------|-------|-----------|--------------------------------------------------------|
-| math (2) | 4     | 168       | of a tile: P = activation(S), one row a thread; output |
-| load     | 1     | 168       | Q of both tiles, then K and V in turn                  |
-| mma      | 1     | 168       | S = Q K^T and O += P V of both tiles                   |
+| math (2) | 4     | up to 168 | of a tile: P = activation(S), one row a thread; output |
+| load     | 1     | the same  | Q of both tiles, then K and V in turn                  |
+| mma      | 1     | the same  | S = Q K^T and O += P V of both tiles                   |
 
 | barrier          | arrivals        | filled by -> drained by                  |
 |------------------|-----------------|------------------------------------------|
