@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from gdpa_kernels.measuring import operators, record, testing, timing
+from gdpa_kernels.measuring import operators, record, sustained, testing, timing
 from gdpa_kernels.measuring.baselines import STEP
 from gdpa_kernels.measuring.inputs import BlockInputs, Inputs, make_inputs
 from gdpa_kernels.measuring.operators import Candidate
 from gdpa_kernels.measuring.workload import Workload
 
-SCOPES = ("kernel", "op", "host", "schedule")
+SCOPES = ("kernel", "sustained", "op", "host", "schedule")
 Entry = str | tuple[str, str, Mapping[str, object]]
 """A name, or (name, variant, options of the rung)."""
 
@@ -125,7 +125,8 @@ def measure(
     """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
 
     An entry of `impls` is a name, or (name, variant, options of the rung). Scopes: "kernel", all
-    kernels of the pass, zero fills and conversions included; "op", the public call of a rung, or
+    kernels of the pass, zero fills and conversions included; "sustained", the same back to back,
+    one implementation at a time, with the load of the GPU; "op", the public call of a rung, or
     autograd's backward of it, and of GDPA's backward rungs also the variant `baselines.STEP`, with
     the FLOPs and bytes of both directions; "host", until that call returns; "schedule", what
     makes the lists and offsets that the kernels were given. The error of a backward row is that of
@@ -157,6 +158,10 @@ def measure(
             made, error, peak = ready[i]
             times = samples[f"{made.impl} {variant}"]
             what = {"error": error, "peak_bytes": peak, "config": dict(made.config)}
+            if isinstance(times, sustained.HostTooSlow):
+                what["failure"], times = reason(times), []
+            elif scope == "sustained":
+                times, what["load"] = times
             if scope == "schedule":
                 what = {}
             elif scope == "host":
@@ -170,12 +175,12 @@ def measure(
                     math=made.math, samples_us=times, **what,
                 )
             )  # fmt: skip
-            if scope == "kernel":
+            if scope in ("kernel", "sustained") and times:
                 median = sorted(times)[len(times) // 2]
                 rate = workload.flops(direction) / median / 1e6
                 speed = workload.bytes(direction) / median / 1e3
                 log(
-                    f"  {made.impl} {made.variant}: {median:.0f} us, {rate:.0f} TFLOP/s, "
+                    f"  {made.impl} {made.variant}: {scope} {median:.0f} us, {rate:.0f} TFLOP/s, "
                     f"{speed:.0f} GB/s"
                 )
     return rows
@@ -359,7 +364,7 @@ def _calls(
     if scope not in SCOPES:
         raise ValueError(f"scopes must be among {SCOPES}, got {scope!r}")
     for i, made in enumerate(ready):
-        if scope == "kernel":
+        if scope in ("kernel", "sustained"):
             yield i, made.variant, made.call
         elif made.variant:
             continue
@@ -373,9 +378,13 @@ def _calls(
 
 
 def _sampler(scope: str) -> Callable[..., dict[str, list[float]]]:
-    """The timer of `scope`."""
-    on_host = {"op": timing.sample_ops, "host": timing.sample_hosts}
-    return on_host.get(scope, timing.sample_kernels)
+    """The timer of `scope`; of "sustained", whose samples come with a load."""
+    others = {
+        "op": timing.sample_ops,
+        "host": timing.sample_hosts,
+        "sustained": sustained.sample_each,
+    }
+    return others.get(scope, timing.sample_kernels)
 
 
 def free() -> None:

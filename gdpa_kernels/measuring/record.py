@@ -27,7 +27,7 @@ from gdpa_kernels.measuring import manifest, refusals
 from gdpa_kernels.measuring import system as systems
 from gdpa_kernels.measuring.manifest import DATA_DIR, RecordError
 from gdpa_kernels.measuring.refusals import SCHEMA_VERSION
-from gdpa_kernels.measuring.rows import Ceiling, Error, Protocol, Row, Table
+from gdpa_kernels.measuring.rows import Ceiling, Error, Load, Protocol, Row, Table
 from gdpa_kernels.measuring.workload import Workload
 
 ROOT = DATA_DIR.parent
@@ -118,20 +118,22 @@ class Record:
         values = {
             key: value for key, value in data.items() if key not in ("schema_version", "digest")
         }
-        errors = (row["error"] for row in data["rows"])
         return Record(
             **{
                 **values,
                 "package": Package(**data["package"]),
                 "protocol": Protocol(**data["protocol"]),
-                "ceilings": tuple(Ceiling(**ceiling) for ceiling in data["ceilings"]),
-                "rows": tuple(
-                    Row(**{**row, "error": None if error is None else Error(**error)})
-                    for row, error in zip(data["rows"], errors, strict=True)
-                ),
+                "ceilings": tuple(_rebuilt(Ceiling, ceiling) for ceiling in data["ceilings"]),
+                "rows": tuple(_rebuilt(Row, row) for row in data["rows"]),
                 "tables": {name: Table(**table) for name, table in data["tables"].items()},
             }
         )
+
+
+def _rebuilt(kind: type, values: Mapping[str, Any]) -> Any:
+    """A row or a ceiling from its JSON values."""
+    parts = {"error": Error, "load": Load}
+    return kind(**{k: parts[k](**v) if k in parts and v else v for k, v in values.items()})
 
 
 def new_record(

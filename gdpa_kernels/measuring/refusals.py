@@ -198,8 +198,11 @@ def _wrong_work(data: Mapping[str, Any]) -> Iterator[str]:
 
 def _too_fast(data: Mapping[str, Any]) -> Iterator[str]:
     """Rows above the roofline of their own record."""
-    limits = Ceilings.measured(Ceiling(**ceiling) for ceiling in data["ceilings"])
+    measured = [Ceiling(**ceiling) for ceiling in data["ceilings"]]
+    scopes = {c.scope for c in measured} | {"kernel"}
+    by_scope = {scope: Ceilings.measured(measured, scope) for scope in scopes}
     for i, row in enumerate(data["rows"]):
+        limits = by_scope.get("sustained" if row["scope"] == "sustained" else "kernel")
         if limits is None or not row["samples_us"] or not row["flops"]:
             continue
         floor = limits.floor_us(row["flops"], row["bytes_read"], row["bytes_written"])

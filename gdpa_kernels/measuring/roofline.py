@@ -43,14 +43,14 @@ class Ceilings:
             raise ValueError(f"copies must have strictly rising read shares, got {mixes}")
 
     @staticmethod
-    def measured(ceilings: Iterable[Ceiling]) -> Ceilings | None:
-        """The limits that `ceilings` show, from the median of each one's samples.
+    def measured(ceilings: Iterable[Ceiling], scope: str = "kernel") -> Ceilings | None:
+        """The limits that `ceilings` of a scope show, from the median of each one's samples.
 
         The fastest matmul counts, and the fastest copy of each read : written mix. None if
         either kind is missing.
         """
         tflops, copies = 0.0, {}
-        for c in ceilings:
+        for c in (c for c in ceilings if c.scope == scope):
             time_us = float(np.median(c.samples_us))
             if c.kind == "matmul":
                 tflops = max(tflops, c.flops / time_us / 1e6)

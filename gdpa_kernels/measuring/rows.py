@@ -28,19 +28,40 @@ class Protocol:
 
 
 @dataclass(frozen=True)
+class Load:
+    """A GPU while calls ran back to back; None for what the driver does not tell.
+
+    `sm_clock_mhz`: the median. `power_w`: the mean. `joules`: of one call. `throttle_reasons`:
+    whatever held at some time.
+    """
+
+    sm_clock_mhz: float | None
+    power_w: float | None
+    joules: float | None
+    throttle_reasons: tuple[str, ...] | None
+
+    def __post_init__(self) -> None:
+        if self.throttle_reasons is not None:
+            object.__setattr__(self, "throttle_reasons", tuple(self.throttle_reasons))
+
+
+@dataclass(frozen=True)
 class Ceiling:
     """A limit of the device, measured in the same run.
 
     `kind`: "matmul" or "copy". `shape`: what ran, for people. `flops`, `bytes_read`,
-    `bytes_written`: per call. `samples_us`: microseconds, one per timed call.
+    `bytes_written`: per call. `samples_us`: microseconds, one per timed call. `scope`: "kernel" or
+    "sustained", as of a row; `load`: what came with the latter.
     """
 
     kind: str
     shape: str
-    samples_us: tuple[float, ...]
+    samples_us: tuple[float, ...] = ()
     flops: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
+    scope: str = "kernel"
+    load: Load | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))
@@ -78,12 +99,13 @@ class Row:
     """One implementation on one workload.
 
     `workload`: a name in the record's `workloads`. `math`: "activation" or "softmax". `scope`: what
-    was timed, "kernel" (the launch alone), "op" (the whole call), "host" (the call until it
-    returns) or "schedule" (making one). `variant` tells apart rows that share all the rest, e.g. a
-    schedule's order. `config`: constants of the implementation. `flops`, `bytes_read`,
-    `bytes_written`: useful FLOPs and fewest bytes of one call. `samples_us`: microseconds, one per
-    timed call, empty when `failure` says why. `peak_bytes`: most device memory allocated during one
-    call, None if not measured.
+    was timed, "kernel" (the launch alone), "sustained" (the same, back to back), "op" (the whole
+    call), "host" (the call until it returns) or "schedule" (making one). `variant` tells apart rows
+    that share all the rest, e.g. a schedule's order. `config`: constants of the implementation.
+    `flops`, `bytes_read`, `bytes_written`: useful FLOPs and fewest bytes of one call. `samples_us`:
+    microseconds, one per timed call, of scope "sustained" the means of chunks of calls; empty when
+    `failure` says why. `peak_bytes`: most device memory allocated during one call, None if not
+    measured. `load`: of the GPU, with samples of scope "sustained" alone.
     """
 
     workload: str
@@ -101,6 +123,7 @@ class Row:
     variant: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     peak_bytes: int | None = None
+    load: Load | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))

@@ -6,13 +6,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from gdpa_kernels.measuring import measure as measuring
-from gdpa_kernels.measuring import probe, record, system, timing
+from gdpa_kernels.measuring import probe, record, sustained, system, timing
 from gdpa_kernels.measuring.workload import Workload
 
 
@@ -68,11 +67,13 @@ class Session:
         """Check and time `impls` on `workload`; see `measure`.
 
         The first workload of block attention, or the first backward, adds copies of attention's
-        mixes to the ceilings.
+        mixes to the ceilings; the first one of scope "sustained" adds ceilings of that scope.
         """
         if not self._begins(f"{workload.name}, {direction}"):
             return
         self._prepare(workload, direction)
+        if "sustained" in scopes and all(c.scope != "sustained" for c in self.ceilings):
+            self.ceilings += sustained.measure_ceilings(self.device)
         failures = self._probe.failures(workload, impls, direction)
         self.rows += measuring.measure(
             workload, impls, device=self.device, direction=direction, protocol=self.protocol,
@@ -160,16 +161,16 @@ class Session:
                 state_before=self.before,
                 state_after=system.state(self.device.index),
                 protocol=record.Protocol(
-                    timer="cuda events (scope kernel), host clock (scopes op, host)",
+                    timer="cuda events (scopes kernel, sustained), host clock (scopes op, host)",
                     warmup=self.protocol.warmup,
                     samples=self.protocol.samples,
                     l2_flush_bytes=self.protocol.l2_flush_bytes,
                     interleaved=self.protocol.interleaved,
-                    statistic="one call",
+                    statistic="one call; of scope sustained the mean of a chunk of calls",
                 ),
                 workloads=self.workloads.values(),
                 rows=self.rows,
-                ceilings=[record.Ceiling(**asdict(ceiling)) for ceiling in self.ceilings],
+                ceilings=self.ceilings,
                 tables=self.tables,
             ),
             data_dir,

@@ -155,9 +155,10 @@ def state(device: int | None = None) -> dict[str, Any]:
     for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):
         answer = _query_gpu((*query, reasons), gpu)
         if answer is not None:
+            mask = answer[reasons]
             return {
                 **{k: _number(answer[q]) for k, q in zip(keys, query, strict=True)},
-                "throttle_reasons": _throttle_reasons(answer[reasons]),
+                "throttle_reasons": None if mask is None else throttle_reasons(int(mask, 16)),
                 "other_processes": _other_processes(gpu, torch.cuda.is_initialized()),
             }
     return empty
@@ -266,10 +267,9 @@ def _number(value: str | None) -> float | None:
         return None
 
 
-def _throttle_reasons(mask: str | None) -> list[str] | None:
-    if mask is None:
-        return None
-    bits = [1 << i for i in range(64) if int(mask, 16) >> i & 1]
+def throttle_reasons(mask: int) -> list[str]:
+    """Names of the bits that are set in a mask of NVML."""
+    bits = [1 << i for i in range(64) if mask >> i & 1]
     return [THROTTLE_REASONS.get(bit, hex(bit)) for bit in bits]
 
 

@@ -16,9 +16,11 @@ import functools
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from gdpa_kernels.measuring.rows import Ceiling
 
 CYCLES_PER_US = 2000
 COPY_BLOCKS = ((1024, 4), (2048, 4), (4096, 4), (8192, 8))  # elements of a program, its warps
@@ -165,20 +167,12 @@ def _sample_on_host(
     return samples
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """One measured limit: what ran, its FLOPs and bytes, and its samples in microseconds."""
-
-    kind: str
-    shape: str
-    flops: int
-    bytes_read: int
-    bytes_written: int
-    samples_us: tuple[float, ...]
+Limit = tuple[Ceiling, Callable[[], object]]
+"""A ceiling without samples, and the call that they are of."""
 
 
-def measure_ceilings(device: torch.device, protocol: Protocol = DEFAULT) -> list[Ceiling]:
-    """The device's limits: a bf16 matmul of 8192^3 on random data, and copies.
+def limits(device: torch.device) -> list[Limit]:
+    """A bf16 matmul of 8192^3 on random data, and copies.
 
     The copies read one, two and three bytes for each byte they write, over tensors of 1 GiB: a
     kernel's memory floor is taken from the copy with its own mix.
@@ -193,23 +187,28 @@ def measure_ceilings(device: torch.device, protocol: Protocol = DEFAULT) -> list
     product = torch.empty_like(a)
     x, y, z = (random_tensor(length) for _ in range(3))
     out = torch.empty_like(x)
-    functions: dict[str, Callable[[], object]] = {
-        "matmul": lambda: torch.mm(a, b, out=product),
+    copies: dict[str, Callable[[], object]] = {
         "copy": lambda: out.copy_(x),
         "add": lambda: torch.add(x, y, out=out),
         "addcmul": lambda: torch.addcmul(x, y, z, out=out),
     }
+    matmul = Ceiling("matmul", "bf16 8192 x 8192 x 8192", flops=2 * size**3)
+    found: list[Limit] = [(matmul, lambda: torch.mm(a, b, out=product))]
+    for reads, (name, call) in enumerate(copies.items(), start=1):
+        sizes = {"bytes_read": reads * out.nbytes, "bytes_written": out.nbytes}
+        found.append((Ceiling("copy", f"{name} of 1 GiB bf16", **sizes), call))
+    return found
+
+
+def measure_ceilings(device: torch.device, protocol: Protocol = DEFAULT) -> list[Ceiling]:
+    """The device's `limits`."""
+    return _timed(limits(device), device, protocol)
+
+
+def _timed(limits: list[Limit], device: torch.device, protocol: Protocol) -> list[Ceiling]:
+    functions = {ceiling.shape: call for ceiling, call in limits}
     samples = sample_kernels(functions, device, protocol)
-    written = 2 * length
-    return [
-        Ceiling("matmul", "bf16 8192 x 8192 x 8192", 2 * size**3, 0, 0, tuple(samples["matmul"])),
-        *(
-            Ceiling(
-                "copy", f"{name} of 1 GiB bf16", 0, reads * written, written, tuple(samples[name])
-            )
-            for reads, name in enumerate(("copy", "add", "addcmul"), start=1)
-        ),
-    ]
+    return [replace(ceiling, samples_us=tuple(samples[ceiling.shape])) for ceiling, _ in limits]
 
 
 def measure_attention_copies(
@@ -221,19 +220,12 @@ def measure_attention_copies(
 
     x, y, z, w = (torch.randn(length, dtype=torch.bfloat16, device=device) for _ in range(4))
     outs = tuple(torch.empty_like(x) for _ in range(3))
-    found: list[tuple[str, int, int]] = []
-    functions: dict[str, Callable[[], object]] = {}
+    found: list[Limit] = []
     for reads, writes in (((x, y, z), outs[:1]), ((x, y, z, w), outs)):
         for block, warps in COPY_BLOCKS:
-            name = f"{len(reads)} : {len(writes)}, programs of {block}"
-            functions[name] = functools.partial(copy, reads, writes, block=block, num_warps=warps)
-            found.append((name, len(reads), len(writes)))
-    samples = sample_kernels(functions, device, protocol)
-    size = x.nbytes
-    return [
-        Ceiling(
-            "copy", f"{name}, {size / 2**30:g} GiB bf16", 0, reads * size, writes * size,
-            tuple(samples[name]),
-        )
-        for name, reads, writes in found
-    ]  # fmt: skip
+            mix = f"{len(reads)} : {len(writes)}"
+            shape = f"{mix}, programs of {block}, {x.nbytes / 2**30:g} GiB bf16"
+            size = {"bytes_read": len(reads) * x.nbytes, "bytes_written": len(writes) * x.nbytes}
+            call = functools.partial(copy, reads, writes, block=block, num_warps=warps)
+            found.append((Ceiling("copy", shape, **size), call))
+    return _timed(found, device, protocol)

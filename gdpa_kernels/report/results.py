@@ -40,7 +40,8 @@ _NUMBERS = (
     "gbytes_per_s",
     "percent_of_roofline",
 )
-COLUMNS = (*_IDENTITY, *_NUMBERS, "correct", "failure", "stale", "samples")
+_LOAD = ("sm_clock_mhz", "power_w", "joules")
+COLUMNS = (*_IDENTITY, *_NUMBERS, "correct", "failure", "stale", "samples", *_LOAD)
 _MOST_LISTED = 20
 
 
@@ -61,10 +62,12 @@ def table(
     time_us_p20, p50, p80: quantiles of the samples in microseconds (linear interpolation). tflops
     (TFLOP/s) and gbytes_per_s (GB/s, 1e9 bytes): useful FLOPs and fewest bytes over the p50 time.
     percent_of_roofline: 100 * max(compute floor, memory floor) / p50 time, with the ceilings of the
-    same record. These are NaN without samples, FLOPs or ceilings. `correct`: the check passed; NA
-    where nothing was to be checked, as for a schedule. `failure`: why there are no samples, or "".
-    `figure`: the published figure that shows the workload, or "". `stale`: the file of the
-    implementation, or the definition of the workload, has changed since. `samples`: how many.
+    same record: sustained ones for scope "sustained", those of bursts for all others. These are NaN
+    without samples, FLOPs or ceilings. `correct`: the check passed; NA where nothing was to be
+    checked, as for a schedule. `failure`: why there are no samples, or "". `figure`: the published
+    figure that shows the workload, or "". `stale`: the file of the implementation, or the
+    definition of the workload, has changed since. `samples`: how many.
+    sm_clock_mhz, power_w (W), joules (of one call): of scope "sustained", NaN elsewhere.
 
     RecordError naming every refused file; ValueError for another `per`.
     """
@@ -78,7 +81,7 @@ def table(
             gpus[record.system] = systems.load(path).gpu or ""
         if system is not None and system.lower() not in record.system:
             continue
-        limits = ceilings(record)
+        limits = {scope: ceilings(record, scope) for scope in ("kernel", "sustained")}
         rows += [
             derived
             for row in record.rows
@@ -86,7 +89,7 @@ def table(
             for derived in _derive(record, row, limits, gpus[record.system])
         ]
     frame = pd.DataFrame(rows, columns=list(COLUMNS)).astype(
-        dict.fromkeys(_NUMBERS, "float64")
+        dict.fromkeys((*_NUMBERS, *_LOAD), "float64")
         | {"correct": "boolean", "stale": "bool", "samples": "int64"}
     )
     if latest:
@@ -151,9 +154,10 @@ def notebook_table(record: Record, name: str) -> pd.DataFrame:
     return pd.DataFrame(list(found.rows), columns=list(found.columns))
 
 
-def ceilings(record: Record) -> Ceilings | None:
-    """The ceilings measured in `record`; None if either kind is missing."""
-    return Ceilings.measured(record.ceilings)
+def ceilings(record: Record, scope: str = "kernel") -> Ceilings | None:
+    """The ceilings of bursts measured in `record`, or those of scope "sustained"; None if either
+    kind is missing."""
+    return Ceilings.measured(record.ceilings, scope)
 
 
 def to_csv(table: pd.DataFrame) -> str:
@@ -176,13 +180,16 @@ def _cell(value: Any) -> str:
     return " ".join(str(value).split()).replace("|", "\\|")
 
 
-def _derive(record: Record, row: Row, limits: Ceilings | None, gpu: str) -> list[dict[str, Any]]:
+def _derive(
+    record: Record, row: Row, limits: dict[str, Ceilings | None], gpu: str
+) -> list[dict[str, Any]]:
     p20, p50, p80 = (math.nan,) * 3
     if row.samples_us:
         p20, p50, p80 = (float(q) for q in np.quantile(row.samples_us, (0.2, 0.5, 0.8)))
     size = row.bytes_read + row.bytes_written
     checked = row.error is not None or row.failure is not None
     passed = row.error is not None and row.error.passed and row.failure is None
+    limit = limits["sustained" if row.scope == "sustained" else "kernel"]
     values = {
         "workload": row.workload,
         "direction": row.direction,
@@ -199,11 +206,12 @@ def _derive(record: Record, row: Row, limits: Ceilings | None, gpu: str) -> list
         "time_us_p80": p80,
         "tflops": row.flops / p50 / 1e6 if row.flops else math.nan,
         "gbytes_per_s": size / p50 / 1e3 if size else math.nan,
-        "percent_of_roofline": 100 * _floor_us(row, limits) / p50,
+        "percent_of_roofline": 100 * _floor_us(row, limit) / p50,
         "correct": passed if checked else None,
         "failure": row.failure or "",
         "stale": _is_stale(record, row),
         "samples": len(row.samples_us),
+        **{name: getattr(row.load, name, None) for name in _LOAD},
     }
     return [{"figure": f, **values} for f in figures_of(row.workload, row.direction) or ("",)]
 

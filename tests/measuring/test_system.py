@@ -160,7 +160,7 @@ def test_a_failing_nvidia_smi_gives_none(gpu, smi):
     ],
 )
 def test_throttle_reasons(mask, reasons):
-    assert system._throttle_reasons(mask) == reasons
+    assert system.throttle_reasons(int(mask, 16)) == reasons
 
 
 @pytest.mark.parametrize(

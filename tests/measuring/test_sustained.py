@@ -1,0 +1,160 @@
+"""Calls back to back: how many there are, what the GPU reports meanwhile, and an idle device."""
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+import torch
+
+from gdpa_kernels.measuring import record, sustained
+from gdpa_kernels.measuring.rows import Ceiling, Error, Load, Row
+from gdpa_kernels.report import results
+from tests.measuring.test_record import a_record
+from tests.measuring.test_refusals import refusal
+
+DEVICE = torch.device("cuda:0")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Clocks:
+    """A device and a host in microseconds; a call takes `device_us` of one, `host_us` of both."""
+
+    def __init__(self, device_us: float, host_us: float) -> None:
+        self.device = self.host = 0.0
+        self.each, self.calls = (device_us, host_us), 0
+
+    def call(self) -> None:
+        self.calls += 1
+        self.host += self.each[1]
+        self.device = max(self.device, self.host) + self.each[0]
+
+    def event(self, enable_timing: bool) -> SimpleNamespace:
+        made = SimpleNamespace(at=0.0, query=lambda: made.at <= self.host)
+        made.record = lambda: setattr(made, "at", self.device)
+        made.elapsed_time = lambda end: (end.at - made.at) / 1e3
+        return made
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.device)
+
+
+class FakeMeter:
+    """400 W, a clock that falls, a cap that comes and goes."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        self.clocks, self.asked = clocks, 0
+
+    def energy_j(self) -> float:
+        return 400 * self.clocks.device / 1e6
+
+    def clock_mhz(self) -> float:
+        self.asked += 1
+        return 2000.0 - self.asked
+
+    def throttle_reasons(self) -> set[str]:
+        return {"sw_power_cap"} if self.asked % 2 else set()
+
+
+def sampled(monkeypatch, device_us: float, host_us: float, meter=FakeMeter):
+    clocks = Clocks(device_us, host_us)
+    cuda = SimpleNamespace(
+        device=lambda device: contextlib.nullcontext(), Event=clocks.event,
+        synchronize=clocks.synchronize,
+    )  # fmt: skip
+    monkeypatch.setattr(sustained, "torch", SimpleNamespace(cuda=cuda))
+    return clocks, sustained.sample(clocks.call, DEVICE, meter(clocks))
+
+
+def test_a_sample_is_the_mean_of_a_chunk_and_the_load_belongs_to_a_call(monkeypatch):
+    clocks, (times, load) = sampled(monkeypatch, device_us=500, host_us=20)
+    assert len(times) == 75 and times == pytest.approx([500] * 75, rel=2e-3)  # 1.5 s by 40 calls
+    assert clocks.calls == 1 + 6 + 35 * 40 + 75 * 40
+    assert load.joules == pytest.approx(0.2, rel=1e-3) and load.power_w == pytest.approx(400)
+    assert load.sm_clock_mhz == 2000 - 38 and load.throttle_reasons == ("sw_power_cap",)
+
+
+def test_a_device_that_waits_for_the_host_is_no_sustained_load(monkeypatch):
+    with pytest.raises(sustained.HostTooSlow, match="got one in 30 us: the device was not busy"):
+        sampled(monkeypatch, device_us=10, host_us=30)
+    monkeypatch.setattr(sustained, "Meter", lambda device: None)
+
+    def sample(function, device, meter):
+        if function == "slow":
+            raise sustained.HostTooSlow("why")
+        return [1.0], None
+
+    monkeypatch.setattr(sustained, "sample", sample)
+    found = sustained.sample_each({"a": "slow", "b": "quick"}, DEVICE)
+    assert isinstance(found["a"], sustained.HostTooSlow) and found["b"] == ([1.0], None)
+
+
+def test_what_the_driver_does_not_tell_is_none(monkeypatch):
+    def refuse(*arguments):
+        raise pynvml.NVMLError_NotSupported()
+
+    for name in ("TotalEnergyConsumption", "ClockInfo", "CurrentClocksThrottleReasons"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", refuse)
+    silent = object.__new__(sustained.Meter)
+    silent._handle = None
+    _, (times, load) = sampled(monkeypatch, 500, 20, meter=lambda clocks: silent)
+    assert len(times) == 75 and load == Load(None, None, None, None)
+
+
+LOAD = Load(1500.0, 700.0, 0.35, ("sw_power_cap",))
+
+
+def test_a_record_holds_rows_of_both_scopes_each_against_its_own_ceilings(tmp_path):
+    made = a_record()
+    burst = made.rows[0]
+    slower = tuple(2 * x for x in burst.samples_us)
+    rows = [burst, replace(burst, scope="sustained", samples_us=slower, load=LOAD)]
+    twice = [
+        replace(c, scope="sustained", load=LOAD, samples_us=[4 * x for x in c.samples_us])
+        for c in made.ceilings
+    ]
+    made = replace(made, rows=tuple(rows), ceilings=(*made.ceilings, *twice))
+    record.systems.save(record.systems.describe(), tmp_path)
+    assert record.load(record.write(made, tmp_path)) == made
+    table = results.table(tmp_path).set_index("scope")
+    share = table["percent_of_roofline"]
+    assert share["sustained"] == pytest.approx(2 * share["kernel"])
+    told = table[["sm_clock_mhz", "power_w", "joules"]]
+    assert told.loc["sustained"].tolist() == [1500, 700, 0.35] and told.loc["kernel"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("scope", "load", "reason"),
+    [
+        ("sustained", None, "load must say what the GPU reported while it ran back to back"),
+        ("kernel", LOAD, "load belongs to samples of scope sustained"),
+    ],
+)
+def test_a_load_belongs_to_sustained_samples_alone(scope, load, reason):
+    made = a_record()
+    row = replace(made.rows[0], scope=scope, load=load)
+    assert reason in refusal(of=replace(made, rows=(row,)))
+
+
+def test_a_row_that_kept_the_device_waiting_has_its_reason():
+    made = a_record()
+    row: Row = replace(
+        made.rows[0], scope="sustained", samples_us=(), failure="HostTooSlow: ...",
+        error=Error.judge(0.0, 1.0, elements=1),
+    )  # fmt: skip
+    assert refusal(of=replace(made, rows=(row,))) is None
+
+
+@needs_gpu
+def test_a_matmul_back_to_back():
+    a = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+    times, load = sustained.sample(lambda: a @ a, DEVICE, seconds=0.5, warm_s=0.2)
+    assert sum(times) / len(times) < 1000 and load.power_w > 100 and load.sm_clock_mhz > 500
+
+
+@needs_gpu
+def test_the_ceilings_have_a_load():
+    found = sustained.measure_ceilings(DEVICE)
+    assert [c.kind for c in found] == ["matmul", "copy", "copy", "copy"]
+    assert all(isinstance(c, Ceiling) and c.scope == "sustained" and c.load for c in found)
