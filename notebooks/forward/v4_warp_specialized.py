@@ -201,8 +201,8 @@ chapter.figure(trace, emulated="gdpa_kernels/gdpa/v4_warp_specialized.py, modell
 # %% [markdown]
 # From its first {term}`MMA` to its last the tensor core is busy {glue:text}`busy:.0f` % of the
 # time. The model serves one MMA after the other, so the second consumer starts half a block late
-# and stays there. That is luck, and a model without noise always has it. For {glue:text}`ends:.0f`
-# % of the tile no MMA runs; in v2 a second CTA would use that time.
+# and stays there. That is luck, and a model without noise always has it. No MMA runs for
+# {glue:text}`ends:.0f` % of the tile; in v2 a second CTA would use that time.
 #
 # ## Two ways to get it wrong
 #
