@@ -186,8 +186,7 @@ assert (books["a step takes"] / books["port busy"]).between(1, 1.1).all(), "the 
 # %% tags=["remove-input"]
 # | name: fig-b200-backward
 # | caption: >
-# |   Four steps of b1's tile of keys: five MMAs a step, and beside them math and output. Modelled
-# |   cycles.
+# |   Four steps of b1's tile of keys: five MMAs each, math and output beside them. Modelled cycles.
 # | alt: >
 # |   A timeline with lanes for load, mma, two math roles, output, TMA and the tensor core. From the
 # |   second step on the tensor core has one gap a step, before dP; math works under dQ and dK.
@@ -235,8 +234,8 @@ chapter.code(b2.output, "tlx.barrier_expect_bytes", "count += steps")
 # memory, straight from registers; the bytes complete a barrier over there. Then it adds what has
 # arrived to its own half. Of two summands the order does not matter, so dQ is deterministic. The
 # sum leaves in bf16 through the inbox, whose content is in registers by then. Last, it tells the
-# peer that the inbox is free. A row of head_dim 128 moves 768 bytes in all instead of b1's 2,816
-# with 256 keys, and no kernel runs before or after.
+# peer that the inbox is free. A row of head_dim 128 moves 768 bytes instead of b1's 2,816 with 256
+# keys, if L2 keeps Q and dO for the second reader, and no kernel runs before or after.
 #
 # ## What the compiler says
 
@@ -331,7 +330,7 @@ for what, (module, *change) in forgotten.items():
 # %%
 pair = {
     "S, dP, dK": 3 * 1.5 * TILE, "dV": TILE / 2, "dQ": TILE + TILE, "dS stored": TILE,
-    "dS out and in": TILE, "Q, dO, two layouts": 2 * TILE, "dQ out": 2 * TILE,
+    "dS out and in": TILE, "Q, dO by TMA": 1.5 * TILE, "dQ out": 2 * TILE,
 }  # fmt: skip
 room = {"K": 1.5 * TILE, "V": TILE, "Q": 2 * 0.75 * TILE, "dO": 0.75 * TILE, "dS": TILE}
 room |= {"inbox": TILE / 2, "staging": TILE / 2}
@@ -341,9 +340,10 @@ print(f"{4 * MMA + 2 * MMA:,.0f} of MMAs with dQ at half rate; {sum(room.values(
 chapter.glue(gain=100 * (1 - pair_clocks / clocks[B1]))
 
 # %% [markdown]
-# It fits only if Q and dO come in quarters, of which each CTA needs three; all MMAs of a kernel
-# have to be pairs, also dQ, whose 64 rows a CTA are assumed to run at half rate. The gain is at
-# most {glue:text}`gain:.0f` % of the time. That rung is not built.
+# Two operands of Q, its own 64 rows and its own 64 columns, are three quarters of a tile, and so of
+# dO; whole operands would not fit. All MMAs of a kernel have to be of pairs, dQ too, whose 64 rows
+# a CTA are assumed to run at half rate. At most {glue:text}`gain:.0f` % of the time can be won, by
+# the count that b1 reaches. That rung is not built.
 #
 # ## Exercises
 #
