@@ -1,0 +1,400 @@
+# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# measures: false
+# ---
+
+# %% [markdown]
+# # Block attention on Blackwell
+#
+# Bytes are the bound of block attention, and a B200 has more bandwidth than an H200. What keeps the
+# simplest kernel that saturates an H200 from saturating a B200?
+#
+# :::{admonition} In this chapter (30 minutes)
+# You will compile {doc}`v1 <../block/v1_one_tile>` for sm_100 and find
+# {glue:text}`v1_programs:.0f` programs on an {term}`SM` where Hopper has
+# {glue:text}`v1_hopper:.0f`; count what its instructions take of the time that memory gives them;
+# and divide the work among five or six roles. They need {glue:text}`b1_share:.0f` % of the issue
+# slots, v1 {glue:text}`v1_share:.0f` %, forward with {term}`rotary`. Nothing here is measured:
+# kernels are compiled, executed in the emulator, and predicted.
+# :::
+
+# %%
+import re
+import textwrap
+
+import pandas as pd
+import torch
+
+from gdpa_kernels.block_attention import b1_warp_specialized as b1
+from gdpa_kernels.block_attention import v1_one_tile
+from gdpa_kernels.measuring import compile_check, units
+from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.report import block_studies, studies
+from gdpa_kernels.report.chapter import Chapter
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("blackwell/block", mode=mode, device=device, data_dir=data_dir)
+KERNELS = {}
+for module in (v1_one_tile, b1):
+    for turns in (None, torch.float32):
+        blank = block_studies.blank(128, rotary=turns)
+        for direction in ("forward", "backward"):
+            made = block_studies.built(module, direction, None, blank, capability=100)
+            name = module.__name__.split(".")[-1][:2], direction, turns is not None
+            KERNELS[name] = made[f"{direction}_kernel"]
+READ = {name: compile_check.read(kernel) for name, kernel in KERNELS.items()}
+
+
+def titled(name):
+    return " ".join(name[:2]) + ", rotary" * name[2]
+
+
+# %% [markdown]
+# ## What becomes of v1
+#
+# A program of v1 loads its tiles, computes, stores and ends. Memory is busy because other programs
+# of the SM load meanwhile. On sm_100 the same source compiles, but there is no wgmma any more.
+# `tl.dot` becomes tcgen05, whose accumulators are in *tensor memory*: 512 columns of 128 lanes and
+# 4 bytes on each SM, of which a program takes a power of two. So they limit programs too:
+
+# %%
+programs = []
+for name, kernel in KERNELS.items():
+    if name[0] == "v1":
+        made, columns = READ[name], kernel.metadata.tmem_size
+        others = block_studies.programs_on_an_sm(made, kernel.metadata.num_warps)
+        row = {"kernel": titled(name), "registers": made.registers}
+        row |= {"shared (KiB)": made.shared_bytes / 1024, "columns": columns}
+        row |= {"programs by columns": compile_check.TENSOR_COLUMNS // columns}
+        programs.append(row | {"programs by the rest": others})
+programs = pd.DataFrame(programs).set_index("kernel")
+
+# %% tags=["remove-input"]
+chapter.table(
+    programs.reset_index(),
+    modelled="what the compiler allocates for sm_100a, head_dim 128; an SM has 64 Ki registers, "
+    "228 KiB of shared memory, 512 columns",
+)
+hopper = block_studies.compiled({"v1": (v1_one_tile, "forward")})["programs on an SM"]
+chapter.glue(v1_programs=programs["programs by columns"]["v1 forward"], v1_hopper=hopper.iloc[0])
+
+# %% [markdown]
+# Forward, S takes 64 columns and O 128; rounded up that is half of them. Where four programs shared
+# an SM of Hopper, two remain. Is that enough? Little's law, as in {doc}`../block/counting_bytes`:
+# only reads count, and the latency is an assumption, 1 µs. So is the bandwidth,
+# {glue:text}`gbytes:,.0f` GB/s forward: the nominal rate of a B200, 7,680 bits at 3,996 MHz
+# ([pytorch/ao#4002](https://github.com/pytorch/ao/issues/4002)), times an H200's share of its own
+# ({doc}`model`).
+
+# %%
+TILE = 64 * 128 * 2  # bytes: one tensor, one block, one head
+MOVED = {"forward": (3, 1), "backward": (4, 3)}  # tiles read, written
+CLOCK = 1.965  # GHz, the highest
+budget = {}
+for direction, (read, written) in MOVED.items():
+    of_an_sm = units.ASSUMED.gbytes_per_s(read, written) / units.B200.sms  # bytes a nanosecond
+    needed = of_an_sm * 1000 * read / (read + written) / 1024
+    budget[direction] = (read + written) * TILE / of_an_sm * CLOCK
+    loads = f"{needed:.0f} KiB in flight, a program loads {read * TILE / 1024:.0f}"
+    print(f"{direction:8} {loads}; {budget[direction]:,.0f} clocks for a block of a head")
+
+# %% tags=["remove-cell"]
+chapter.glue(gbytes=units.ASSUMED.gbytes_per_s(3, 1), budget=budget["forward"])
+
+# %% [markdown]
+# The loads of one program would do, if they were in flight all the time. A program of v1 has none
+# in flight while it computes. Four programs hid that; two do as long as they happen to take turns.
+#
+# ## Issue slots
+#
+# The last numbers are time: memory gives a block of a head {glue:text}`budget:,.0f` clocks forward,
+# and each of the four schedulers of an SM issues one instruction a clock. v1's code runs once for a
+# block and head, by four warps, one on each scheduler: its instructions are its clocks, at least.
+# Of b1, which comes below, count each role's loop over items:
+
+# %%
+ROLES = {  # what only its loop holds (None: all there are of these), and what it does not hold
+    "turn": (r"\bF(?:FMA|MUL)\b", 100, "LDTM|MUFU"), "softmax": (r"\bMUFU\.EX2", 32, "$^"),
+    "output": (r"\bLDTM", 2, "MUFU"), "mma": (r"\bUTCHMMA", None, "$^"),
+    "load": (r"\bUTMALDG", None, "$^"), "store": (r"\bUTMASTG", None, "$^"),
+}  # fmt: skip
+
+
+def of_roles(kernel):
+    """Instructions of a warp in the shortest such loop of each role."""
+    code, loops = compile_check.sass(kernel)
+    found = {}
+    for role, (mnemonic, least, absent) in ROLES.items():
+        least = least or len(re.findall(mnemonic, "\n".join(code)))
+        for loop in loops:
+            body = "\n".join(code[i] for i in loop)
+            if len(re.findall(mnemonic, body)) >= least and not re.search(absent, body):
+                found[role] = len(loop)
+                break
+    return found
+
+
+issued = []
+for (rung, direction, rotary), kernel in KERNELS.items():
+    if rung == "v1":
+        parts = {"one program": len(compile_check.sass(kernel)[0])}
+        clocks = parts["one program"]
+    else:
+        parts = of_roles(kernel)
+        clocks = sum(parts[r] / (1 if ROLES[r][1] else 4) for r in parts)  # four warps, or one
+    row = {"kernel": titled((rung, direction, rotary)), "clocks": clocks}
+    issued.append(row | {"%": 100 * clocks / budget[direction]} | parts)
+issued = pd.DataFrame(issued).set_index("kernel")
+
+# %% tags=["remove-input"]
+chapter.table(
+    issued.round(0).reset_index().astype(object).fillna(""),
+    modelled="SASS for sm_100a, head_dim 128, sin and cos in fp32, v rotated too; loops that the "
+    "compiler has unrolled are counted whole, so b1's clocks are at most these. %: of the budget",
+)
+share = issued["%"]
+chapter.glue(
+    v1_share=share["v1 forward, rotary"], b1_share=share["b1 forward, rotary"],
+    v1_back=share["v1 backward, rotary"], b1_back=share["b1 backward, rotary"],
+    matmuls=100 * 2 * 2 * 64 * 64 * 128 / (units.B200.flops / 2) / budget["forward"],
+)  # fmt: skip
+
+# %% [markdown]
+# Without rotary v1 has slots to spare. With it v1 needs {glue:text}`v1_share:.0f` and
+# {glue:text}`v1_back:.0f` % of them, in two programs that wait for their loads first; they hardly
+# fill slots that well. b1 needs {glue:text}`b1_share:.0f` and {glue:text}`b1_back:.0f` %: TMA
+# computes addresses, few tiles change their layout, and sin and cos are read once a block. If a
+# power limit lowers the clock, every share grows.
+#
+# ## What changes
+#
+# | | {doc}`v4 <../block/v4_rotary>` | b1 |
+# |:--|:--|:--|
+# | accumulators | registers of the consumer | tensor memory, two of each kind |
+# | MMAs | each consumer issues its own, and waits | one thread issues all, and goes on |
+# | rotary, softmax, gradients, stores | one role, one after the other | a role each |
+# | dK and dV of grouped heads | summed in registers | summed in tensor memory |
+# | without rotary | another rung, v3 | the role `turn` is left out |
+
+# %% tags=["remove-input"]
+chapter.roles("b1_warp_specialized", "block_attention")
+
+# %% [markdown]
+# The role `mma` shows the schedule, S of an item and then its O:
+
+# %% tags=["remove-input"]
+chapter.code(b1.mma_forward, "    for item")
+
+# %% [markdown]
+# Two waits are not there. S may overwrite the scores of two items ago: that item's P was made from
+# them, and has been waited for. P may overwrite K: S, which read K, is complete when softmax runs.
+#
+# ### 64 rows, or 128?
+#
+# Blackwell's tensor cores have their full rate at 128 rows, and half of it at 64. So stack two
+# blocks and mask all scores between them? Count both, for an item forward:
+
+# %%
+flops, rows = units.B200.flops, ["MMA, clocks", "scores for exp2", "words from tensor memory"]
+alone = [4 * 64 * 64 * 128 / (flops / 2), 64 * 64, 64 * 64 + 64 * 128]
+stacked = [4 * 128**3 / flops / 2, 128**2 / 2, (128**2 + 128**2) / 2]
+shapes = pd.DataFrame({"of an item": rows, "64 rows": alone, "two blocks, 128 rows": stacked})
+chapter.table(shapes, modelled="tiles of head_dim 128; a stacked pair is two items")
+
+# %% [markdown]
+# Half of what the stacked MMA computes is thrown away, just what its rate gains, and softmax pays
+# double. The MMAs take {glue:text}`matmuls:.0f` % of the budget either way. b1 has 64 rows, and the
+# compiler packs two such accumulators into the two halves of the lanes.
+#
+# ## How many slots
+#
+# Shared memory decides, 232,448 bytes a program: five slots of 48 KB would be 245,760. What the
+# compiler makes of as many as fit:
+
+# %%
+SHOWN = ("UTCHMMA", "UTCBAR", "LDTM", "UTMALDG", "UTMASTG", "USETMAXREG")
+facts = {}
+for name in [name for name in KERNELS if name[0] == "b1"]:
+    blank = block_studies.blank(128, rotary=torch.float32 if name[2] else None)
+    made, slots = READ[name], b1.default_config(name[1], blank).num_stages
+    row = {"slots": slots, "shared (B)": made.shared_bytes, "spilled (B)": made.spill_bytes}
+    row |= {"warps": KERNELS[name].metadata.num_warps, "columns": KERNELS[name].metadata.tmem_size}
+    facts[titled(name)] = row | {key: made.instructions[key] for key in SHOWN}
+facts = pd.DataFrame(facts).T
+
+# %% tags=["remove-input"]
+chapter.table(
+    facts.rename_axis("kernel").reset_index(),
+    modelled="compiled for sm_100a, head_dim 128, sin and cos in fp32",
+)
+
+# %% [markdown]
+# Four forward and three of 64 KB backward, with rotary and without. For that, one slot of sin and
+# cos, 32 KB, must do: two roles read it into registers as soon as they come to a block, and give it
+# back. P and dS lie over the two halves of V. Backward takes all 512 columns: S, dP, dQ, dK and dV,
+# twice, of 64 rows each. The order of allocation matters: with S and dP first the compiler finds no
+# packing below 640. What spills with rotary are scalars that all roles need, stored once a program.
+#
+# ## The surprise: do not look ahead
+#
+# Every fast rung of GDPA issues S of the next tile before it waits for P of this one, so that the
+# tensor cores never idle ({doc}`../forward/v5_pingpong`). The first version of b1 did that too. Put
+# it back, and see in the emulator how long an item takes from its S to the end of its store:
+
+# %%
+inner = studies.piece(b1, "        stage, phase = turn_of(item, options.NUM_STAGES)\n        tlx.",
+                      "\n\n@triton.jit\ndef softmax_forward")  # fmt: skip
+loop, wait = "* options.NUM_HEADS, num_stages=0):\n" + inner, "        tlx.barrier_wait(p_full"
+scores, outputs = inner.split(wait)
+before = """            stage, _ = turn_of(item - 1, options.NUM_STAGES)
+            at, phase = turn_of(item - 1, ACCUMULATORS)
+"""
+ahead = "* options.NUM_HEADS + 1, num_stages=0):\n        if item < count_units(blocks_ptr) * "
+ahead += "options.NUM_HEADS:\n" + textwrap.indent(scores, "    ") + "        if item > 0:\n"
+ahead += before + textwrap.indent(wait + outputs, "    ")
+looking = studies.changed(b1, (loop, ahead))
+three = block_studies.batch((192,), head_dim=128, rotary=torch.float32, rotate_v=True)
+ONE = {"arch": "sm_100", "multiprocessors": 1}  # one program has all blocks
+lanes = {f"{role}_forward": role for role in ("mma", "softmax", "output")}
+line, other = (block_studies.timeline(x, three, lanes=lanes, **ONE) for x in (b1, looking))
+
+
+def held(timeline):
+    """Mean cycles from the start of S to the end of the store, of an item."""
+    of_q = [e for e in timeline.events if e.name.startswith("q[")]
+    begun = [e.start for e in of_q if e.kind == "mma"]
+    return (sum(e.end for e in of_q if e.kind == "store") - sum(begun)) / len(begun)
+
+
+assert held(other) > 1.5 * held(line)
+chapter.glue(in_order=held(line), looking=held(other))
+
+# %% tags=["remove-input"]
+# | name: fig-b200-block
+# | caption: >
+# |   b1 forward with rotary, three blocks of two heads, in order. `turn` is at the next item while
+# |   `softmax` and `output` work. Modelled cycles, without contention.
+# | alt: >
+# |   Eight lanes. turn is always busy; an MMA, softmax, an MMA, output and a store follow each turn.
+chapter.figure(line, emulated="b1_warp_specialized forward, modelled schedule, sm_100")
+
+# %% [markdown]
+# {glue:text}`looking:,.0f` cycles looking ahead, {glue:text}`in_order:,.0f` in order. Where memory
+# is the bound, or here rotary, the next item is *late*: an output that waits for it holds a slot
+# that a load could use. And S, softmax and O of an item take far less than the budget, so there was
+# nothing to hide. Backward it could even deadlock, as the emulator reported: the next block's
+# rotation waited for the one slot of sin and cos, and that for the gradients, which waited for the
+# next block.
+#
+# ## Is it right?
+#
+# Against fp64, with lengths around the edges of a block, and in random orders of events:
+
+# %%
+ragged = block_studies.batch((0, 1, 63, 64, 65), rotary=torch.float32, rotate_v=True)
+print(block_studies.comparison(b1, ragged, arch="sm_100").to_string(index=False))
+two_blocks = block_studies.batch((128,), rotary=torch.float32, rotate_v=True)
+few = b1.Config(num_stages=2)
+expected, _ = block_studies.emulated(b1, two_blocks, arch="sm_100")
+for seed in range(4):
+    found, _ = block_studies.emulated(b1, two_blocks, config=few, schedule=seed, **ONE)
+    assert all(map(torch.equal, found, expected))
+print("the same bits in four orders of events, with two slots")
+
+# %% [markdown]
+# The tests do this for all cases of the other rungs and more orders. Then they make mistakes on
+# purpose: each operation on a barrier left out, each phase flipped, each count and buffer off by
+# one. The emulator notices all of them.
+#
+# *Not proved.* No B200 has run this. The emulator models neither proxy fences, so a missing one
+# would not be noticed, nor layouts in shared memory, nor contention for issue slots. PTX asks for
+# fences of tcgen05 around barriers between roles; TLX has no call for them. Only hardware can tell.
+#
+# ## Prediction
+#
+# Written before anybody measured, from bytes, assumed copy rates and a margin ({doc}`model`):
+
+# %%
+rows = pd.read_csv(chapter.data_dir / "predictions" / "b200.csv")
+rows = rows[rows["impl"] == "b1_warp_specialized"].set_index(["workload", "direction"])
+floor = {}
+for name, way in rows.index:
+    work = workload(name)
+    rate = units.ASSUMED.gbytes_per_s(work.bytes_read(way), work.bytes_written(way))
+    floor[name, way] = work.bytes(way) / rate / 1e6
+published = pd.read_csv(chapter.data_dir / "published" / "block_attention_times.csv")
+alone = published.query("kernel == 'tlx_block_attention' and table == 'table5'")
+alone = alone.set_index("direction")["time_ms"]
+
+# %% tags=["remove-input"]
+shown = rows[["from", "predicted", "to"]].assign(floor=pd.Series(floor)).add_suffix(" (ms)")
+chapter.table(
+    shown.reset_index(),
+    modelled="data/predictions/b200.csv; floor: fewest bytes at the assumed copy rates",
+)
+predicted = rows["predicted"].loc["block-fill70-2000"]
+chapter.glue(published=alone["forward"], here=predicted["forward"],
+             back=alone["backward"] / predicted["backward"])  # fmt: skip
+
+# %% [markdown]
+# The published forward takes {glue:text}`published:.2f` ms on the first workload
+# {cite}`siso2026block`, where {glue:text}`here:.2f` are predicted: nothing to gain. Its backward
+# takes {glue:text}`back:.2f` times the predicted time. The prediction is broken if b1 is outside
+# its interval on a B200 whose copies run at the assumed rates.
+#
+# ## Exercises
+#
+# :::{exercise} Heads of 64
+# :label: ex-b200-slots
+#
+# How many slots fit at head_dim 64 backward, with sin and cos in fp32? V's tile has room for P
+# alone, so two tiles of dS come on top. *(paper, five minutes)*
+# :::
+#
+# :::{solution} ex-b200-slots
+# :class: dropdown
+#
+# A slot is 32 KB, sin and cos 16, dS 2 × 8. Of 226 KB 194 are left: six slots.
+# :::
+#
+# :::{exercise} Grouped heads, stacked
+# :label: ex-b200-stack
+#
+# Two query heads that share a key head make 128 rows of Q against 64 keys, and nothing is masked.
+# What does that save of MMA clocks and of bytes loaded, forward? *(paper, ten minutes)*
+# :::
+#
+# :::{solution} ex-b200-stack
+# :class: dropdown
+#
+# Half of the MMA clocks, which nobody waits for. b1 loads K and V for every query head, 6 tiles for
+# the two; stacked they are 4. The second read of K and V may hit the L2 cache: measure it.
+# :::
+#
+# :::{exercise} A wait that is missing
+# :label: ex-b200-wait
+#
+# Drop the wait for `o.empty[at]` in a copy of the file. What does the emulator say? Would results
+# be wrong? *(code, ten minutes, no GPU)*
+# :::
+#
+# :::{solution} ex-b200-wait
+# :class: dropdown
+#
+# With four slots, a `Race`: `output` may still read O of two items ago when the MMA overwrites it.
+# With races allowed, `o_full` may complete twice before `output` looks, and it waits for ever. With
+# two slots nothing: an item is loaded only when the one two before has left its slot.
+# :::
+#
+# ## Takeaways
+#
+# - Programs that share an SM share every resource. Tensor memory is a new one, and `tl.dot` uses it
+#   without being asked.
+# - For a memory-bound kernel tcgen05 is not about rate: roles can be cut as small as the work is.
+# - Looking ahead pays where a unit must not idle. Where memory is the bound it holds a slot.
