@@ -179,7 +179,7 @@ def mma(q, kv, s, p, o, list_ptr, rows_per_item, options):
     item, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
     tile, count, step = 0, 0, 0
-    if item < num_items:
+    if (tlx.cluster_cta_rank() == 0) & (item < num_items):
         _, _, len_q, _, _, _, first = entry(list_ptr, item)
         tiles = tiles_of(len_q, first, rows_per_item)
         # The next item's, loaded an item ahead.
@@ -309,8 +309,7 @@ def cta_pair_kernel(
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=ROLES):
             math(tlx.async_task_replica_id(), s, p, list_ptr, rows_per_item, scale, options)
         with tlx.async_task(num_warps=1, registers=48):
-            if tlx.cluster_cta_rank() == 0:
-                mma(q, kv, s, p, o, list_ptr, rows_per_item, options)
+            mma(q, kv, s, p, o, list_ptr, rows_per_item, options)
         with tlx.async_task(num_warps=1, registers=48):
             load(q_desc, k_desc, v_desc, q, kv, list_ptr, rows_per_item, options)
 

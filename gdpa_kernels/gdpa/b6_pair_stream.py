@@ -164,7 +164,7 @@ def mma(q, k, v, s, p, o, list_ptr, options):
     item, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
     tile, count, block = 0, 0, 0
-    if item < num_items:
+    if (tlx.cluster_cta_rank() == 0) & (item < num_items):
         _, _, _, _, len_k, _, first = entry(list_ptr, item)
         _, blocks = blocks_of(len_k, first, options)
         # The next item's, loaded an item ahead.
@@ -305,8 +305,7 @@ def pair_stream_kernel(
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=ROLES):
             math(tlx.async_task_replica_id(), s, p, list_ptr, scale, options)
         with tlx.async_task(num_warps=1, registers=48):
-            if tlx.cluster_cta_rank() == 0:
-                mma(q, k, v, s, p, o, list_ptr, options)
+            mma(q, k, v, s, p, o, list_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
             load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options)
 

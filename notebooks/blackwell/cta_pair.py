@@ -1,0 +1,399 @@
+# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# measures: false
+# ---
+
+# %% [markdown]
+# # b5 and b6: pairs of CTAs
+#
+# In the loop of {doc}`b4 <tensor_memory>` the port of {term}`shared memory` is as busy as the tensor
+# cores. Which of its bytes need not pass it?
+#
+# :::{admonition} In this chapter (25 minutes)
+# You will let two CTAs share one {term}`MMA`, each with half of K and of V, and bring a tile of
+# pairs from {glue:text}`b4:.0f` KB of the port to {glue:text}`b5:.0f` or {glue:text}`b6:.0f`; break
+# barriers that reach into another CTA; and count what a hardware scheduler would add to a list of
+# work. Nothing here is measured: kernels are compiled, emulated, and counted.
+# :::
+
+# %%
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pandas as pd
+
+from gdpa_kernels import emulator
+from gdpa_kernels.gdpa import b4_mixed, b5_cta_pair, b6_pair_stream, schedule
+from gdpa_kernels.measuring import compile_check, units
+from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.report import predictions, studies
+from gdpa_kernels.report.chapter import Chapter
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("blackwell/cta_pair", mode=mode, device=device, data_dir=data_dir)
+RUNGS = {"b4": b4_mixed, "b5": b5_cta_pair, "b6": b6_pair_stream}
+
+# %% [markdown]
+# ## What passes the port
+#
+# Take a tile of 128 queries and 128 keys, head_dim 128. S = Q Kᵀ reads Q and K from shared memory,
+# P V reads V; P itself lies in tensor memory. {term}`TMA` has to write K and V there before, once
+# for all tiles of queries that use them:
+
+# %%
+TILE = 128 * 128 * 2 / 1024  # KB: 128 rows of Q, K or V in bf16
+
+
+def port(ctas, tiles_of_queries=None):
+    """KB that pass a CTA's port for a tile of pairs. tiles_of_queries: None where K and V stay."""
+    reads = TILE + TILE / ctas + TILE / ctas
+    fills = 2 * TILE / ctas / tiles_of_queries if tiles_of_queries else 0
+    return reads + fills
+
+
+counted = {"b4": port(1, 2), "b5": port(2), "b6": port(2, 2)}
+clocks = {name: units.kilobytes(size) for name, size in counted.items()}
+mma_clocks = units.mma(units.B200, 2)
+
+# %% tags=["remove-input"]
+table = pd.DataFrame({"port (KB)": counted, "port (clocks)": clocks})
+table["MMAs (clocks)"] = mma_clocks
+chapter.table(table.reset_index(names="rung"), modelled="operands of a tile of 128 x 128 pairs")
+designs = {x.impl[:2]: x.design.pairs["smem"] for x in predictions.EXPECTED["forward"]}
+assert all(designs[name] == value for name, value in clocks.items()), "one ledger, two chapters"
+chapter.glue(**counted, mma_clocks=mma_clocks)
+
+# %% [markdown]
+# b4 needs the port for every clock of its MMAs, and then again for Q and O: 96 KB for 128 queries,
+# whatever the number of keys ({doc}`model`). Q must pass: it is this CTA's own. But K and V are the
+# same for all queries of a head, and the SM beside this one reads them too.
+#
+# ## One MMA, two CTAs
+#
+# tcgen05 has MMAs of a *CTA pair*, `cta_group::2`: 256 rows, 128 in each of two CTAs of a
+# {term}`cluster`. Each CTA holds its own rows of the left operand and of the accumulator, and
+# *half of the columns* of the right one; the hardware brings it the other half.
+#
+# | operand of a pair | this CTA holds | the other CTA holds |
+# |---|---|---|
+# | Q, P, S, O | its 128 rows | the next 128 rows |
+# | Kᵀ in S = Q Kᵀ | 64 of 128 keys | the other 64 keys |
+# | V in P V | 64 of 128 columns | the other 64 columns |
+#
+# So K is halved by rows and V by columns, of the same 128 keys. With one MMA in place of two, each
+# port gives half of K and of V.
+#
+# ## b5: keys that stay
+#
+# Half of K and V of 256 keys is {glue:text}`stay:.0f` KB. That fits beside itself, for the next
+# item, so for short K and V the fills go as well, as in {doc}`v6 <../forward/v6_short_kv>`.
+#
+# S of 256 keys takes 256 columns of tensor memory, as S of two tiles of queries does in b4. So a
+# math role owns *keys*, 128 for the same rows. Both add to the same O, which is nobody's own: a
+# role of four warps takes it out, through the slot of the Q that it was computed from.
+
+# %% tags=["remove-input"]
+chapter.roles("b5_cta_pair")
+chapter.glue(stay=2 * 2 * TILE / 2)
+
+# %% [markdown]
+# ## Three ways across
+#
+# One thread, of the even CTA, issues the MMAs of both. It must know that *both* CTAs are ready, and
+# both must learn that it is done. An {term}`mbarrier` can be waited for in its own CTA only, so
+# every message goes where it is awaited:
+#
+# - *Bytes.* A load with `two_ctas=True` counts its bytes on the leader's barrier, wherever it
+#   writes. The leader's `load` role announces the bytes of both CTAs, the other's none.
+# - *Arrivals.* `p.full` and `o.empty` of the leader expect two: `remote_cta_rank=0` sends the
+#   other CTA's there.
+# - *Commits.* A commit with `two_ctas=True` arrives in both CTAs: scores for two math roles, free
+#   buffers for two `load` roles.
+#
+# No CTA ever waits for the other one in any other way. The loop of the `mma` role:
+
+# %% tags=["remove-input"]
+chapter.code(b5_cta_pair.mma, "out = tile", "tile += 1")
+
+# %% [markdown]
+# Leave one of these out, and see what the emulator says:
+
+# %%
+given = studies.batch((300, 20, 600), (200, 256, 40), head_dim=32, activation="relu")
+within = partial(emulator.enabled, "sm_100", multiprocessors=2)
+BROKEN = {
+    "commit to the leader alone": (
+        "tlx.tcgen05_commit(o.full[out], two_ctas=True)", "tlx.tcgen05_commit(o.full[out])",
+    ),
+    "arrivals stay at home": ("o.empty[out], 1, remote_cta_rank=0", "o.empty[out], 1"),
+    "both announce the bytes": ("kv.full[at], BYTES, pred=rank == 0", "kv.full[at], BYTES"),
+}  # fmt: skip
+for what, change in BROKEN.items():
+    broken = studies.changed(b5_cta_pair, change)
+    says = studies.findings(lambda to=broken: to.forward(given), ["modelled"], within)[0]
+    kind, *rest = says.replace("\n", ":").split(":")
+    print(f"{what}: {kind}\n    {max(rest[:4], key=len).strip()[:94]}")
+
+# %% [markdown]
+# The tests do this to every barrier operation of both rungs, one at a time, and to every argument
+# that names a CTA or a half. All these mistakes are found.
+#
+# ## b6: keys that stream
+#
+# More than 256 keys do not stay. In b6 K and V come in blocks of 128. For a block to serve more
+# than one MMA the CTA has two tiles of queries, as in b4, and a math role owns a tile again. An
+# item of the list has 2 × 2 × 128 rows, and b5's loop over tiles is one over blocks:
+
+# %% tags=["remove-input"]
+chapter.code(b6_pair_stream.mma, "tlx.barrier_wait(v.full[mine]", "count += 1")
+
+# %% [markdown]
+# ## What the emulator's books say
+#
+# The emulator sees who reads and writes what, and keeps count of the port by itself. One item of
+# each rung, 1,024 keys in b4 and b6, 256 keys and four tiles in b5:
+
+# %%
+PICTURES = {"b4": ((256,), (1024,)), "b5": ((1024,), (256,)), "b6": ((512,), (1024,))}
+lines, books = {}, {}
+for name, (rows, keys) in PICTURES.items():
+    given = studies.batch(rows, keys)
+    lines[name] = studies.timeline(RUNGS[name], given, arch="sm_100", multiprocessors=2)
+    queries = rows[0] / 128 / (1 if name == "b4" else 2)  # tiles of one CTA
+    tiles = queries * keys[0] / 128  # of pairs
+    core = [e for e in lines[name].events if e.kind == "mma" and e.cta == 0]
+    busy, span = lines[name].busy[0], core[-1].end - core[0].start
+    books[name] = {
+        "port (KB)": (busy["shared memory"] / units.kilobytes(1) - 96 * queries) / tiles,
+        "ledger (KB)": counted[name],
+        "clocks": span / tiles,
+        "MMA busy (%)": 100 * busy["tensor core"] / span,
+    }
+books = pd.DataFrame(books).T
+
+# %% tags=["remove-input"]
+chapter.table(
+    books.reset_index(names="rung"), emulated="b4, b5 and b6, one item, modelled schedule, sm_100; "
+    "for a tile of pairs, clocks from the first MMA to the end of the last",
+)  # fmt: skip
+above, clocks_of = books["port (KB)"] - books["ledger (KB)"], books["clocks"]
+gain = clocks_of["b4"] / clocks_of["b6"]
+chapter.predict(
+    "The emulator counts what the ledger counts for b4 and b6: the largest difference.",
+    above[["b4", "b6"]].abs().max(), most=0, form=".1f", unit=" KB",
+)  # fmt: skip
+chapter.predict("A tile of b6 takes fewer emulated clocks: b4 / b6.", gain, least=1.05)
+chapter.glue(b5_more=above["b5"], b4_clocks=clocks_of["b4"], b6_clocks=clocks_of["b6"])
+
+# %% [markdown]
+# b5 has {glue:text}`b5_more:.0f` KB more than its loop: K and V, {glue:text}`stay:.0f` KB once,
+# divided among eight tiles of pairs. With more rows it is less. b4 takes
+# {glue:text}`b4_clocks:,.0f` clocks for a tile and b6 {glue:text}`b6_clocks:,.0f`; the MMAs alone
+# take {glue:text}`mma_clocks:,.0f`.
+
+# %% tags=["remove-input"]
+# | name: fig-pair-leader
+# | caption: >
+# |   b5, the leader: four tiles of queries with 256 keys. Modelled cycles.
+# | alt: >
+# |   A timeline with lanes for output, two math roles, mma, load, TMA and the tensor core. MMAs
+# |   follow each other with short gaps; math works beside them, output beside the next tile's.
+chapter.figure(lines["b5"], emulated="b5_cta_pair, CTA 0 of a pair, 1,024 rows and 256 keys")
+
+# %% [markdown]
+# ## What the compiler made of them
+
+# %%
+built = {
+    "b5": compile_check.build_rung(b5_cta_pair, capability=100, max_seqlen_k=256),
+    "b6": compile_check.build_rung(b6_pair_stream, capability=100),
+}
+MNEMONICS = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "MUFU")
+facts = studies.facts(built, MNEMONICS).drop(columns="serialised")
+facts["TMEM columns"] = [kernel.metadata.tmem_size for kernel in built.values()]
+facts["SMEM (B)"] = [kernel.metadata.shared for kernel in built.values()]
+assert not facts["spilled (B)"].any() and (facts["TMEM columns"] == 512).all(), "the text says so"
+assert not any("cta_group::1" in kernel.asm["ptx"] for kernel in built.values()), "the text too"
+chapter.table(facts, modelled="compiled for sm_100a, head_dim 128, bf16, gelu_tanh")
+
+# %% [markdown]
+# Nothing spills, all of tensor memory is taken, and every tensor core operation in the PTX is a
+# pair's.
+#
+# ## Is it right?
+#
+# Lengths around the edges of tiles, with empty sequences, against fp64:
+
+# %%
+lengths = (0, 1, 127, 257, 40, 513)
+for name in built:
+    given = studies.batch(lengths, [min(n, 256) for n in lengths[::-1]], head_dim=64)
+    checked = studies.comparison(RUNGS[name], given, arch="sm_100")
+    share = (checked["largest error"] / checked["allowed"]).max()
+    print(f"{name}: largest error, {share:.2f} of what is allowed")
+
+# %% [markdown]
+# The tests hold both to the cases of every rung, masks, grouped heads and shared q among them, and
+# run 20 random orders of the roles: the same bits each time.
+#
+# ## The list, or the hardware's scheduler
+#
+# Blackwell can hand out work by itself: *cluster launch control* (CLC). The grid has a cluster for
+# every item. One that is done asks for a cluster that has not started, cancels it, and takes its
+# place. Our list is fixed before: {glue:text}`num_pairs:.0f` pairs take items in turn, most keys
+# first, back and forth. What would CLC give? Let an item take a unit of time for 128 keys and 256
+# rows, and one more. The slowest pair over the mean:
+
+# %%
+PAIRS = units.B200.sms // 2
+
+
+def zigzag(work):
+    """The slowest pair over the mean: pairs take work in turns, back and forth, as in the list."""
+    rows = np.split(work, range(PAIRS, len(work), PAIRS))
+    order = np.concatenate([row[:: 1 - 2 * (i % 2)] for i, row in enumerate(rows)])
+    loads = np.pad(order, (0, -len(order) % PAIRS)).reshape(-1, PAIRS).sum(0)
+    return loads.max() / loads.mean()
+
+
+def slowest(seqlens_q, seqlens_k, rows, heads=4):
+    """Of the list, of CLC, of a list sorted by work; then items, and clusters in CLC's grid."""
+    listed = schedule.build(
+        "longest_first", seqlens_q, seqlens_k, num_heads=heads, block_m=rows, block_n=128,
+        num_programs=PAIRS, fastest="block",
+    )  # fmt: skip
+    left = np.array(seqlens_q)[[*listed.tile_batch]] - rows * np.array(listed.tile_block)
+    tiles = 2 if rows == 512 else -(-np.minimum(left, rows) // 256)  # b6 computes 512 in any case
+    work = tiles * np.array(listed.costs)
+    clc = replace(listed, costs=tuple(work.tolist())).imbalance(dynamic=True)
+    grid = schedule.max_tiles(sum(seqlens_q), len(seqlens_q), max(seqlens_q), rows) * heads
+    return zigzag(work + 1), clc, zigzag(np.sort(work + 1)[::-1]), len(listed), grid
+
+
+half, cases = workload("gdpa-self-half-jagged-1024"), []
+for sequences in (1152, 144):
+    lq, lk = half.seqlens_q[:sequences], half.seqlens_k[:sequences]
+    cases.append(("b6, keys as queries", sequences, *slowest(lq, lk, 512)))
+    cases.append(("b5, 256 keys", sequences, *slowest(lq, [256] * sequences, 1024)))
+columns = ["batch", "sequences", "list", "CLC", "list by work", "items", "clusters of CLC"]
+balance = pd.DataFrame(cases, columns=columns)
+chapter.table(balance, modelled="queries as in gdpa-self-half-jagged-1024, its first sequences")
+
+# %% tags=["remove-cell"]
+by_size = balance.set_index(["batch", "sequences"])
+b6, b5 = by_size.loc["b6, keys as queries"], by_size.loc["b5, 256 keys"]
+assert (b6["list"] - b6["CLC"]).max() < 0.02 and b5.loc[1152, "list"] > 1.05, "the text says so"
+assert b5.loc[1152, "list by work"] < b5.loc[1152, "CLC"], "the text says so"
+chapter.glue(
+    num_pairs=PAIRS, b6_gain=100 * (b6.loc[1152, "list"] / b6.loc[1152, "CLC"] - 1),
+    b6_few=100 * (b6.loc[144, "list"] / b6.loc[144, "CLC"] - 1),
+    b5_over=100 * (b5.loc[1152, "list"] - 1), b5_sorted=100 * (b5.loc[1152, "list by work"] - 1),
+    none=100 * (1 - b6.loc[1152, "items"] / b6.loc[1152, "clusters of CLC"]),
+)  # fmt: skip
+
+# %% [markdown]
+# For b6 CLC would gain {glue:text}`b6_gain:.1f` % at the published batch size, and
+# {glue:text}`b6_few:.1f` % at an eighth of it. Its price: the host knows only a bound, so
+# {glue:text}`none:.0f` % of its clusters find no item; every answer has to reach five roles in two
+# CTAs, over two more barriers; and an item's first loads wait for it. So b6 keeps the list.
+#
+# For b5 the count found a fault of the *list*. It sorts by keys, of which all sequences have as
+# many here; an item is a whole sequence, and rows differ. The slowest pair takes
+# {glue:text}`b5_over:.0f` % longer than the mean. CLC would repair that, and so would a list sorted
+# by work: {glue:text}`b5_sorted:.1f` %. In published workloads all items of b5 are equal.
+#
+# ## The price of 512 rows
+#
+# b6 computes 512 rows for every item, whatever the sequence has left. The share of pairs that are
+# real, with items of 256 rows (b4) and of 512:
+
+
+# %%
+def real(length, rows):
+    """Percent of the pairs that are computed with items of `rows` rows."""
+    work = workload(f"gdpa-self-half-jagged-{length}")
+    q, k = np.array(work.seqlens_q), np.array(work.seqlens_k)
+    return 100 * (q * k).sum() / (-(-q // rows) * rows * -(-k // 128) * 128).sum()
+
+
+shares = {n: {f"items of {rows}": real(n, rows) for rows in (256, 512)} for n in (256, 512, 2048)}
+shares = pd.DataFrame(shares).T
+chapter.table(shares.reset_index(names="longest"), modelled="percent real, gdpa-self-half-jagged")
+kept = shares["items of 512"] / shares["items of 256"]
+chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain * kept[2048])
+
+# %% [markdown]
+# On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it begins. With the
+# emulated clocks of a tile it runs at {glue:text}`net_512:.2f` times the rate of b4, at 2,048 at
+# {glue:text}`net_2048:.2f` times. A later rung is not the better kernel for every batch.
+#
+# ## What is not proved
+#
+# No B200 has run these kernels. To be measured first: that the other half of an operand costs no
+# port anything, as the instruction suggests and no document that we found says in bytes; that a
+# remote arrival, which the compiler gives the scope of one CTA, orders what the MMA then reads; and
+# that all {glue:text}`num_pairs:.0f` pairs fit at once. If one does not, its items begin when
+# others have ended, and there CLC *would* help.
+#
+# ## Exercises
+#
+# :::{exercise} Why halves of K by rows, and of V by columns?
+# :label: ex-pair-halves
+#
+# An MMA takes half of the *columns* of its right operand from each CTA. Derive from that which part
+# of K and of V a CTA loads. Why not the same keys of both? *(paper, ten minutes)*
+# :::
+#
+# :::{solution} ex-pair-halves
+# :class: dropdown
+#
+# The right operand of S = Q Kᵀ is Kᵀ: its columns are keys, so a CTA has 64 keys of K. That of P V
+# is V: its columns are those of head_dim, so a CTA has 64 columns of V *for all 128 keys*. The rows
+# of V are the inner dimension of the product, which a pair does not divide.
+# :::
+#
+# :::{exercise} Four CTAs
+# :label: ex-pair-four
+#
+# Suppose MMAs of four CTAs, each with a quarter of K and of V. How many KB pass a port for a tile
+# of pairs, with K and V streaming and two tiles of queries a CTA? What share of the gain from one
+# CTA to two would come again? *(the function `port`, five minutes)*
+# :::
+
+# %% tags=["remove-cell"]
+chapter.glue(four=port(4, 2), again=100 * (port(2, 2) - port(4, 2)) / (port(1, 2) - port(2, 2)))
+
+# %% [markdown]
+# :::{solution} ex-pair-four
+# :class: dropdown
+#
+# {glue:text}`four:.0f` KB; the next step brings {glue:text}`again:.0f` % of the first one's gain.
+# Q stays: 32 KB that no partner can give. And the port is below the MMAs already at two.
+# :::
+#
+# :::{exercise} A wait that is not there
+# :label: ex-pair-wait
+#
+# In b6 the `mma` role issues S of the next block into the columns in which P of this one lies.
+# Which wait makes sure that P V has read P? *(the code of `mma`, ten minutes)*
+# :::
+#
+# :::{solution} ex-pair-wait
+# :class: dropdown
+#
+# None. MMAs of one thread run in the order in which they were issued, and P V is issued before S.
+# What needs a wait is that math has *read* S and written P: `p.full`, from both CTAs.
+# :::
+#
+# ## Takeaways
+#
+# - Count the bytes of each operand. The ones that two SMs read twice can be read once.
+# - In a pair every message has a direction: bytes and arrivals go to the leader, commits to both.
+# - Count what a scheduler would give before you build it. The count found a fault in the list.
