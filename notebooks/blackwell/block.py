@@ -281,7 +281,7 @@ chapter.glue(in_order=held(line), looking=held(other))
 # |   b1 forward with rotary, three blocks of two heads, in order. `turn` is at the next item while
 # |   `softmax` and `output` work. Modelled cycles, without contention.
 # | alt: >
-# |   Eight lanes. turn is always busy; an MMA, softmax, an MMA, output and a store follow each turn.
+# |   Eight lanes. turn is always busy; MMA, softmax, MMA, output and store follow each turn.
 chapter.figure(line, emulated="b1_warp_specialized forward, modelled schedule, sm_100")
 
 # %% [markdown]
