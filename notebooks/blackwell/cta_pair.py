@@ -7,7 +7,7 @@
 # %% [markdown]
 # # b5 and b6: pairs of CTAs
 #
-# In the loop of {doc}`b4 <tensor_memory>` the port of {term}`shared memory` is as busy as the tensor
+# In {doc}`b4's loop <tensor_memory>` the port of {term}`shared memory` is as busy as the tensor
 # cores. Which of its bytes need not pass it?
 #
 # :::{admonition} In this chapter (25 minutes)
