@@ -208,10 +208,10 @@ def test_random_batches_and_options(impl, data):
 
 # On two CTAs: items follow each other there, and the last round is not full.
 ORDERS = {
-    "b1, one tile of keys": (b1, Case("orders", (130, 0, 300, 1), (128, 5, 100, 0), 1, 1, 128)),
+    "b1, one tile of keys": (b1, Case("orders", (260, 0, 9, 1), (128, 5, 100, 0), 1, 1, 128)),
     "b1, two tiles of keys": (b1, Case("orders", (130, 0, 70), (256, 5, 129), 1, 1)),
-    "b2": (b2, Case("orders", (130, 0, 300, 1), (256, 5, 129, 0), 1, 1, 128)),
-    "b2, grouped": (b2, Case("orders", (130, 0, 70), (256, 5, 129), 2, 1)),
+    "b2": (b2, Case("orders", (260, 0, 9), (256, 5, 129), 1, 1, 128)),
+    "b2, grouped": (b2, Case("orders", (130, 0, 9), (256, 5, 129), 2, 1)),
 }
 
 
