@@ -66,7 +66,7 @@ class Region:
             running.append(role)
             scheduler.start(role)
 
-        taken, registers = launch.num_warps, MIN_REGISTERS * 32 * launch.num_warps
+        asked: list[tuple[int, int]] = []
         unnamed = 0
         for function, values, options in self.tasks:
             name = function.__name__.strip("_")
@@ -79,14 +79,31 @@ class Region:
                 label = f"{name}[{replica}]" if replicas > 1 else name
                 launch.report.warps[label] = warps
                 role_of(label, warps, replica, function, values)
-            own = replicas - options["default"]
-            taken += own * warps
-            registers += own * warps * 32 * (options["regs"] or 0)
-        if taken > MAX_WARPS:
-            raise ResourceLimit(f"a CTA has at most {MAX_WARPS} warps, got {taken}")
-        if registers > REGISTERS:
-            raise ResourceLimit(
-                f"an SM has {REGISTERS} registers; the tasks ask for {registers}, with "
-                f"{MIN_REGISTERS} per thread for the default task"
-            )
+            asked += [(warps, options["regs"] or 0)] * (replicas - options["default"])
+        _check_budget(launch.num_warps, asked)
         scheduler.block(None)
+
+
+def _check_budget(default: int, asked: list[tuple[int, int]]) -> None:
+    """Whether a CTA has the warps and registers of its tasks: of the default one, which asks for no
+    registers, and of the others, each (warps, registers per thread).
+
+    As fbtriton 3.7.4 counts: tasks of more warps come first, four consecutive warps are a warp
+    group, the last one padded, and all of it gets the most that one of its tasks asks for. The
+    compiler drops every request if they exceed an even share of a multiple of 8 for each thread.
+    """
+    taken = default + sum(warps for warps, _ in asked)
+    if taken > MAX_WARPS:
+        raise ResourceLimit(f"a CTA has at most {MAX_WARPS} warps, got {taken}")
+    large_first = sorted(asked, key=lambda task: -task[0])
+    each = [registers for warps, registers in large_first for _ in range(warps)]
+    groups = [max(each[i : i + 4]) for i in range(0, len(each), 4)]
+    threads = 32 * (default + 4 * len(groups))
+    budget = REGISTERS // threads // 8 * 8 * threads
+    registers = 32 * (MIN_REGISTERS * default + 4 * sum(groups))
+    if any(groups) and registers > budget:
+        raise ResourceLimit(
+            f"{threads} threads have {budget} registers; the tasks ask for {registers}, with "
+            f"{MIN_REGISTERS} per thread for the default task, and for each group of four warps "
+            f"the most that one of its tasks asks for"
+        )

@@ -816,12 +816,52 @@ def test_warps():
 
 
 def test_registers():
-    # 65536 are for 24 * 128 of the default task and 256 * 240 of the others.
+    # 384 threads have 168 each: 24 * 128 for the default task and 256 * 240 for the others.
     run(roles_kernel, (1,), WARPS=4, REPLICAS=2, REGISTERS=240)
-    with pytest.raises(ResourceLimit, match="65536 registers; the tasks ask for 66560"):
+    with pytest.raises(ResourceLimit, match="64512 registers; the tasks ask for 66560"):
         run(roles_kernel, (1,), WARPS=4, REPLICAS=2, REGISTERS=248)
     with pytest.raises(InvalidKernel, match="a multiple of 8, got 100"):
         run(roles_kernel, (1,), WARPS=4, REPLICAS=2, REGISTERS=100)
+
+
+@triton.jit
+def groups_kernel(
+    out_ptr, MATH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, WARPS: tl.constexpr
+):  # fmt: skip
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tl.store(out_ptr, 1)
+        with tlx.async_task(num_warps=1, registers=A):
+            tl.store(out_ptr + 1, 2)
+        with tlx.async_task(num_warps=8, registers=MATH):
+            tl.store(out_ptr + 2, 3)
+        with tlx.async_task(num_warps=WARPS, registers=B):
+            tl.store(out_ptr + 3, 4)
+
+
+@pytest.mark.parametrize(
+    "math, a, b, warps, refused",
+    (
+        (208, 48, 48, 1, None),
+        (208, 48, 80, 1, "512 threads have 65536 registers; the tasks ask for 66560"),
+        (184, 48, 24, 4, None),  # the one warp has a warp group to itself
+        (200, 48, 24, 4, "640 threads have 61440 registers; the tasks ask for 63488"),
+    ),
+)
+def test_a_warp_group_gets_the_most_that_one_of_its_tasks_asks_for(math, a, b, warps, refused):
+    """Where the emulator refuses them, the compiler drops all requests."""
+    constants = {"MATH": math, "A": a, "B": b, "WARPS": warps}
+    made = build(
+        groups_kernel, {"out_ptr": "*i32"}, constants, capability=100, options={"num_warps": 4}
+    )
+    assert ("setmaxnreg" in made.asm["ptx"]) == (refused is None)
+    out = torch.zeros(4, dtype=torch.int32)
+    if refused is None:
+        run(groups_kernel, (1,), out, **constants)
+        assert out.tolist() == [1, 2, 3, 4]
+    else:
+        with pytest.raises(ResourceLimit, match=refused):
+            run(groups_kernel, (1,), out, **constants)
 
 
 # Contents that nobody wrote.
