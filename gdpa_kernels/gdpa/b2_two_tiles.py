@@ -80,14 +80,14 @@ class Options:
 def load(q_desc, k_desc, v_desc, q, kv, tile, options):
     """The producer: Q once, then K and V of one block after the other, in one ring of buffers."""
     blocks, first_row, head, len_k, len_q, start, start_k, _, start_q = tile
-    if blocks > 0:
-        for role in tl.static_range(TILES):
-            row = first_row + role * ROWS
-            fetch_rows(q_desc, q.buffer[role], q.full[role], start_q, len_q, head, row)
     kv_head = head // options.GROUP
     for block in tl.range(0, blocks):
         first_key = start + block * options.BLOCK_N
         fetch_kv(k_desc, kv, 2 * block, start_k, len_k, kv_head, first_key, options)
+        if block == 0:
+            for role in tl.static_range(TILES):
+                row = first_row + role * ROWS
+                fetch_rows(q_desc, q.buffer[role], q.full[role], start_q, len_q, head, row)
         fetch_kv(v_desc, kv, 2 * block + 1, start_k, len_k, kv_head, first_key, options)
 
 

@@ -84,21 +84,22 @@ def keys_of(first_row, len_k, options):
 
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, kv, list_ptr, options):
-    """The producer: K and V in turn, as far ahead as there are buffers; Q before its first K."""
+    """The producer: K and V in turn, as far ahead as there are buffers; Q after its first K."""
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     tile, step = 0, 0
     while item < num_items:
         start_q, _, len_q, start_k, len_k, head, first_row = entry(list_ptr, item)
         start, blocks = keys_of(first_row, len_k, options)
-        for role in tl.static_range(TILES):
-            tlx.barrier_wait(q.empty[role], (tile & 1) ^ 1)
-            row = first_row + role * ROWS
-            fetch_rows(q_desc, q.buffer[role], q.full[role], start_q, len_q, head, row)
         kv_head = head // options.GROUP
         for block in tl.range(0, blocks):
             first_key = start + block * options.BLOCK_N
             fetch_kv(k_desc, kv, 2 * step, start_k, len_k, kv_head, first_key, options)
+            if block == 0:  # a buffer for K is free before those of Q are
+                for role in tl.static_range(TILES):
+                    tlx.barrier_wait(q.empty[role], (tile & 1) ^ 1)
+                    row = first_row + role * ROWS
+                    fetch_rows(q_desc, q.buffer[role], q.full[role], start_q, len_q, head, row)
             fetch_kv(v_desc, kv, 2 * step + 1, start_k, len_k, kv_head, first_key, options)
             step += 1
         tile += 1

@@ -229,10 +229,6 @@ _IMPLIED_BY_B = (
     "B to be released by both."
 )
 
-_BOTH_TILES = (
-    "The two tiles' barriers trade places. The producer waits for both, and first for what is now "
-    "the commit after the second tile's S: a commit announces all MMAs before it."
-)
 _OWN_BUFFERS = "Each role always takes the other's buffer for its output: they trade places."
 _LAST_STORE = (
     "After it nothing writes the buffer. Whether a CTA may end while a store still reads its "
@@ -298,8 +294,6 @@ HARMLESS = {
         "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
     },
     "b3_stream": {
-        "load: q.empty[role] -> next": _BOTH_TILES,
-        "scores: q.empty[role] -> next": _BOTH_TILES,
         "math: out[role] -> next": _OWN_BUFFERS,
         "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
         "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
