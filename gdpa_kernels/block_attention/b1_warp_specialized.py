@@ -1,32 +1,27 @@
 """b1: the accumulators are in tensor memory, and every step of an item has a role of its own.
 
-Changes from v4_rotary: sm_100. One thread issues all MMAs, asynchronously; S, dP and the results
-are in tensor memory, two of each, so roles work on different items at a time: rotary on the next
-one, softmax on one, output on the one before, TMA stores on another. Without rotary (sin, cos)
-the role `turn` is left out. Of grouped heads dK and dV are summed in tensor memory.
-
-Why it should help: bytes are the bound, so copies must never wait. tl.dot keeps a program's
-accumulators in tensor memory too, which admits half as many programs of v1_one_tile to an SM.
+Changes from v4_rotary: sm_100. One thread issues all MMAs; roles work on different items at a time.
+Without rotary there is no role `turn`. dK and dV of grouped heads are summed in tensor memory.
+Why it should help: bytes are the bound, so loads must always be in flight. With tl.dot accumulators
+are in tensor memory too, and half as many programs of v1_one_tile share an SM as on Hopper.
 
 | role    | warps | registers | work                                                        |
 |---------|-------|-----------|-------------------------------------------------------------|
 | load    | 1     | 48        | TMA loads of a slot, and of sin and cos of a block          |
 | mma     | 1     | 48        | S (dP) of an item, after softmax its O (dV, dQ, dK)         |
-| turn    | 4     | Config    | rotary of q and k (and v), in place                         |
-| softmax | 4     | Config    | P (dS), from tensor memory to shared memory                 |
-| output  | 4     | the rest  | results from tensor memory, rotated back, over dead tiles   |
+| turn    | 4     | 152       | rotary of q and k (and v), in place                         |
+| softmax | 4     | 128       | P over K (P and dS over V), from tensor memory              |
+| output  | 4     | the rest  | O, or dQ, dK, dV rotated back, over the tiles of the inputs |
 | store   | 1     | 48        | their TMA stores; releases the slot                         |
 
-| barrier                   | arrivals       | filled by -> drained by                         |
-|---------------------------|----------------|-------------------------------------------------|
-| full, empty [stage]       | bytes; 32      | load -> turn or mma; store -> load              |
-| turned [stage]            | 128            | turn -> mma                                     |
-| turns_full, _empty [turn] | bytes; 128     | load -> turn, output; the last of them -> load  |
-| s_full, p_full [2]        | MMA; 128       | mma -> softmax; softmax -> mma                  |
-| o_full, o_empty [2]       | MMA; 128       | mma -> output; output -> mma                    |
-| out_full [stage]          | 128            | output -> store                                 |
+| barrier                      | arrivals        | filled by -> drained by                        |
+|------------------------------|-----------------|------------------------------------------------|
+| full, empty [stage]          | bytes; 32       | load -> turn or mma; store -> load             |
+| turned, out_full [stage]     | 128 each        | turn -> mma; output -> store                   |
+| turns_full, _empty [turn]    | bytes; 128, 256 | load -> turn, output; these -> load            |
+| s_, p_, o_full, o_empty [2]  | MMA or 128      | mma -> softmax -> mma -> output -> mma         |
 
-Tensor memory, of 64 rows each: forward 2 S, 2 O; backward 2 each of S, dP, dQ, dK, dV.
+Tensor memory, 64 rows each: 2 S and 2 O; backward 2 each of S, dP, dQ, dK, dV.
 Needs: sm_100, TLX, block_size 64, head_dim 64 or 128, bf16 or fp16; v4_rotary's alignment.
 """
 
@@ -55,6 +50,8 @@ from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 
 ACCUMULATORS = tl.constexpr(2)  # of each kind
+SHARED = 232_448 - 1024
+"""Bytes of shared memory of a program, without those of barriers."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +75,6 @@ def default_config(direction: str, batch: Batch) -> Config:
         left -= ACCUMULATORS.value * tile  # dS, where V's tile has no room for it
     tiles = 3 if direction == "forward" else 4
     return Config(num_stages=min(left // (tiles * tile), 8))
-
-
-SHARED = 232_448 - 1024
-"""Bytes of shared memory of a program, without those of barriers."""
 
 
 def requires(batch: Batch) -> str | None:
