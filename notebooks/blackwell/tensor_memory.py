@@ -158,7 +158,8 @@ chapter.figure(traces["b3"], emulated="b3 for sm_100, one SM, modelled cycles")
 # The next item's P V overwrites O, and nobody tells `mma` that the old O was read. Nobody has to.
 # It waits for `p.full` first, and the math role that arrives there has read its O before, in
 # program order. An earlier draft had a barrier for it. The mutation tests found that nothing breaks
-# without it; then it was easy to see why.
+# without it; then it was easy to see why. And the first drawing of this figure had a longer gap
+# where the items meet: `load` asked for K after it had waited for Q's buffers, though K's was free.
 #
 # ## How busy
 
@@ -200,7 +201,8 @@ for name in ("b1", "b2", "b3"):
 # GELU and SiLU are x / 2 (1 + t(x)) with t odd and between -1 and 1. Since
 # {doc}`v7 <../forward/v7_packed>` t is one `tanh` of MUFU. For two of eight scores b4 evaluates a
 # polynomial instead, on pairs of fp32 in one instruction that sm_100 adds, `fma.rn.f32x2`. That
-# leaves 768 clocks to MUFU. FA4 does the same with the `exp2` of softmax.
+# leaves 768 clocks to MUFU. FlashAttention-4 does so with the `exp2` of softmax
+# {cite}`zadouri2026flashattention4`.
 #
 # A polynomial needs a bound. The published GDPA kernel has a Maclaurin polynomial of GELU to degree
 # 6, which leaves GELU beyond 1.2 ({doc}`../operator/activations`). Ours is clamped: v = x / (2
@@ -248,17 +250,17 @@ chapter.table(pd.DataFrame(found, columns=columns), modelled="the bounds that th
 # ## What the compiler makes of them
 
 # %%
-MNEMONICS = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "MUFU", "FFMA2")
+MNEMONICS = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "MUFU", "FFMA2", "STL")
 built = {n: compile_check.build_rung(m, capability=100) for n, m in RUNGS.items()}
-facts = studies.facts(built, MNEMONICS).drop(columns="serialised")
-facts.insert(3, "shared memory (B)", [kernel.metadata.shared for kernel in built.values()])
-facts.insert(4, "columns", [kernel.metadata.tmem_size for kernel in built.values()])
+facts = studies.facts(built, MNEMONICS).drop(columns=["serialised", "spilled (B)"])
+facts.insert(2, "shared memory (B)", [kernel.metadata.shared for kernel in built.values()])
+facts.insert(3, "columns", [kernel.metadata.tmem_size for kernel in built.values()])
 
 # %% tags=["remove-input"]
 chapter.table(facts, modelled="compiled for sm_100a when this page was built; head_dim 128, bf16")
 
 # %% tags=["remove-cell"]
-assert (facts["spilled (B)"] == 0).all(), "the text: nothing spills"
+assert (facts["STL"] == 0).all(), "the text: nothing spills"
 code = compile_check.disassemble(built["b1"].asm["cubin"])
 places = re.findall(r"(LDTM|STTM)\S+ .*?tmem\[UR\d+\+?(\w*)\]", code)[:4]
 assert places == [("LDTM", ""), ("STTM", ""), ("LDTM", "0x40"), ("STTM", "0x20")], "the text"
@@ -266,9 +268,9 @@ chapter.glue(ptx_fences=built["b3"].asm["ptx"].count("tcgen05.fence"))
 
 # %% [markdown]
 # UTCHMMA is an MMA of 16 values along K, UTCBAR a commit, LDTM and STTM are the copies between
-# tensor memory and registers. Nothing spills, and no role asks for more registers than its even
-# share: a math role keeps 64 scores at a time, never a tile. In the code of b1 the copies are at
-# columns 0, 0, 64 and 32: S read, P stored, and again. So P does lie where the table says.
+# tensor memory and registers. Nothing spills (STL), and no role asks for more registers than its
+# even share: a math role keeps 64 scores at a time, never a tile. In the code of b1 the copies are
+# at columns 0, 0, 64 and 32: S read, P stored, and again. So P does lie where the table says.
 #
 # ## Is it right?
 #
