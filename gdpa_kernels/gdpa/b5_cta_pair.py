@@ -3,13 +3,13 @@
 Changes from b4_mixed: clusters of two CTAs and MMAs of 256 rows (cta_group::2). K and V of at most
 256 keys stay while Q streams by; a math role owns 128 keys, not rows; a role of its own stores O.
 
-Why it should help: each CTA holds half of K's rows and of V's columns, which the MMAs of both read,
-so its shared memory gives 64 KB a tile of 128 x 128 pairs and not 128, and K and V come once. Why
-it may not: both CTAs take every step together, and keys beyond a sequence's are computed too.
+Why it should help: each CTA holds half of K's rows and of V's columns, which the MMAs of both read:
+64 KB of shared memory a tile of 128 x 128 pairs where b4 moves 128, and K and V come once.
+Why it may not: keys beyond a sequence's are computed too.
 
 | role     | warps | registers | work                                               |
 |----------|-------|-----------|----------------------------------------------------|
-| output   | 4     | the rest  | O to Q's slot, its TMA store; the slot is free     |
+| output   | 4     | the rest  | O to a buffer, its TMA store                       |
 | math (2) | 4     | 192       | activation of 128 rows x its 128 keys              |
 | mma      | 1     | 48        | of the leader: S = Q K^T and O += P V of both CTAs |
 | load     | 1     | 48        | its rows of Q, its halves of K and V               |
@@ -17,12 +17,13 @@ it may not: both CTAs take every step together, and keys beyond a sequence's are
 | barrier          | arrivals           | filled by -> drained by               |
 |------------------|--------------------|---------------------------------------|
 | q.full, kv.full  | 1 and bytes        | TMA loads of both CTAs -> mma         |
+| q.empty          | 1 (commit to both) | both roles' S of the tile -> load     |
 | kv.empty         | 1 (commit to both) | the item's last P V -> load           |
 | s.full, o.full   | 1 (commit to both) | S = Q K^T -> math, last P V -> output |
 | p.full, o.empty  | 1 of each CTA      | math (and S was read), output -> mma  |
-| q.empty          | 1                  | output -> load                        |
 
-TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 3 x 32 KB, K and V 2 x 64. Needs: b1's, keys <= 256.
+TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 2 x 32 KB, O 32, K and V 2 x 64. Needs: as b1, and
+max_seqlen_k <= 256.
 """
 
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ KEYS = tl.constexpr(128)  # of a math role
 ROLES = tl.constexpr(2)
 TILE = tl.constexpr(ROWS.value * CTAS.value)
 MOST_KEYS = KEYS.value * ROLES.value
-Q_SLOTS = tl.constexpr(3)
+Q_SLOTS = tl.constexpr(2)
 KV_SLOTS = tl.constexpr(2)
 O_SLOTS = tl.constexpr(2)
 
@@ -188,6 +189,7 @@ def mma(q, kv, s, p, o, list_ptr, rows_per_item, options):
         tlx.barrier_wait(q.full[0], 0)
         for role in tl.static_range(ROLES):
             scores(role, q.buffer[0], kv.k[role], s)
+        tlx.tcgen05_commit(q.empty[0], two_ctas=True)
         while item < num_items:
             last = step + 1 == tiles
             mine = count % KV_SLOTS
@@ -214,6 +216,8 @@ def mma(q, kv, s, p, o, list_ptr, rows_per_item, options):
                         tlx.barrier_wait(kv.full[at], (count // KV_SLOTS) & 1)
                         tlx.barrier_wait(q.full[slot], ((tile + 1) // Q_SLOTS) & 1)
                     scores(role, q.buffer[slot], kv.k[at * ROLES + role], s)
+                    if role == ROLES - 1:
+                        tlx.tcgen05_commit(q.empty[slot], two_ctas=True)
             tile += 1
 
 
@@ -240,8 +244,8 @@ def math(role: tl.constexpr, s, p, list_ptr, rows_per_item, scale, options):
 
 
 @triton.jit
-def output(out_desc, q, o, list_ptr, rows_per_item, output_scale, options):
-    """O from tensor memory to Q's slot, and from there to memory; then the slot is free."""
+def output(out_desc, out, o, list_ptr, rows_per_item, output_scale, options):
+    """O from tensor memory through a buffer to memory; the store goes on beside the next tile."""
     rank = tlx.cluster_cta_rank()
     item, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -250,25 +254,24 @@ def output(out_desc, q, o, list_ptr, rows_per_item, output_scale, options):
         _, start_out, len_q, _, _, head, first = entry(list_ptr, item)
         for step in tl.range(0, tiles_of(len_q, first, rows_per_item)):
             row = first + step * TILE + rank * ROWS
-            slot = tile % Q_SLOTS
-            out = tile % O_SLOTS
-            tlx.barrier_wait(o.full[out], (tile // O_SLOTS) & 1)
+            at = tile % O_SLOTS
+            tlx.barrier_wait(o.full[at], (tile // O_SLOTS) & 1)
+            tlx.async_descriptor_store_wait(0)
             for part in tl.static_range(options.BLOCK_D // options.COLUMNS):
                 x = tlx.local_load(
-                    tlx.subslice(o.buffer[out], part * options.COLUMNS, options.COLUMNS)
+                    tlx.subslice(o.buffer[at], part * options.COLUMNS, options.COLUMNS)
                 )
                 window = tlx.local_slice(
-                    q.buffer[slot], [0, part * options.COLUMNS], [ROWS, options.COLUMNS]
+                    out[0], [0, part * options.COLUMNS], [ROWS, options.COLUMNS]
                 )
                 tlx.local_store(window, (x * output_scale).to(options.DTYPE))
-            tlx.barrier_arrive(o.empty[out], 1, remote_cta_rank=0)
+            tlx.barrier_arrive(o.empty[at], 1, remote_cta_rank=0)
             tlx.fence("async_shared")
             place = [BOUND, start_out + len_q, head, BOUND - len_q + row, 0]
-            tlx.async_descriptor_store(out_desc, q.buffer[slot], place)
-            tlx.async_descriptor_store_wait(0)
-            tlx.barrier_arrive(q.empty[slot])
+            tlx.async_descriptor_store(out_desc, out[0], place)
             tile += 1
         item += pairs
+    tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit
@@ -289,6 +292,7 @@ def cta_pair_kernel(
     s = tlx.local_alloc((ROWS, KEYS), tl.float32, ROLES, tlx.storage_kind.tmem)
     p = tlx.local_alloc((ROWS, KEYS), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, O_SLOTS, tlx.storage_kind.tmem)
+    out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, 1)
     q_full = tlx.alloc_barriers(Q_SLOTS)
     q_empty = tlx.alloc_barriers(Q_SLOTS)
     kv_full = tlx.alloc_barriers(KV_SLOTS)
@@ -305,7 +309,7 @@ def cta_pair_kernel(
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            output(out_desc, q, o, list_ptr, rows_per_item, output_scale, options)
+            output(out_desc, out, o, list_ptr, rows_per_item, output_scale, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=ROLES):
             math(tlx.async_task_replica_id(), s, p, list_ptr, rows_per_item, scale, options)
         with tlx.async_task(num_warps=1, registers=48):

@@ -1,7 +1,7 @@
 """b6: CTA pairs for any number of keys.
 
 Changes from b5_cta_pair: K and V stream by in blocks of 128 keys. A math role owns a tile of 128
-rows again, so an item has two tiles in each CTA; their O stay in tensor memory for all blocks.
+rows again, two tiles in each CTA and item. O leaves through its Q's slot: there are two for each.
 
 Why it should help: as in b5 each CTA reads half of K and V for itself, and a block that is loaded
 once serves 512 rows: 80 KB of shared memory a tile of 128 x 128 pairs, where b4 moves 128.
