@@ -22,8 +22,7 @@ Why it may not: keys beyond a sequence's are computed too.
 | s.full, o.full   | 1 (commit to both) | S = Q K^T -> math, last P V -> output |
 | p.full, o.empty  | 1 of each CTA      | math (and S was read), output -> mma  |
 
-TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 2 x 32 KB, O 32, K and V 2 x 64. Needs: as b1, and
-max_seqlen_k <= 256.
+TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 2 x 32 KB, O 32, K, V 128. Needs: b1's, keys <= 256.
 """
 
 from dataclasses import dataclass
