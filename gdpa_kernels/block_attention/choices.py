@@ -4,7 +4,8 @@ The table, choices.csv, is made from the records (report/rankings.py): for each 
 without rotary, at each measured head_dim, the implementations, fastest first. A call takes the row
 of its device's compute capability, major and minor, with the nearest head_dim, of its own dtype if
 there is one. Where nothing was measured, and after what was, come the implementations that run
-anywhere (`UNMEASURED`). What saves something for backward is left out, so that the directions choose freely.
+anywhere (`UNMEASURED`). What saves something for backward is left out, so that the directions
+choose freely.
 """
 
 from __future__ import annotations

@@ -105,10 +105,11 @@ def wait_kv(kv, count, options):
 
 @triton.jit
 def mma(q, kv, s, p, o, blocks, options):
-    """All MMAs, from one thread: they run in the order of their issue."""
+    """All MMAs, from one thread: they run in the order of their issue. num_stages 0: else the
+    compiler pipelines them too, with commits and waits of its own."""
     if blocks > 0:
         tlx.barrier_wait(q.full[0], 0)
-    for block in tl.range(0, blocks):
+    for block in tl.range(0, blocks, num_stages=0):
         stage = wait_kv(kv, 2 * block, options)
         tlx.async_dot(
             q.buffer[0], tlx.local_trans(kv.buffer[stage]), s.buffer[0], use_acc=False,

@@ -137,7 +137,7 @@ def mma(q, kv, s, p, o, blocks, options):
             tlx.barrier_wait(q.full[role], 0)
             scores(role, q, kv.buffer[stage], s)
         tlx.tcgen05_commit(kv.empty[stage])
-    for block in tl.range(0, blocks):
+    for block in tl.range(0, blocks, num_stages=0):
         v_stage = wait_kv(kv, 2 * block + 1, options)
         k_stage = (2 * block + 2) % options.NUM_STAGES
         for role in tl.static_range(TILES):

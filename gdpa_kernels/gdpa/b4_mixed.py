@@ -166,7 +166,7 @@ def mma(q, kv, s, p, o, list_ptr, options):
             item += tl.num_programs(0)
             _, _, _, _, len_k, _, first_row = entry(list_ptr, tl.minimum(item, num_items - 1))
             _, next_blocks = keys_of(first_row, len_k, options)
-            for block in tl.range(0, blocks):
+            for block in tl.range(0, blocks, num_stages=0):
                 border = block + 1 == blocks
                 more = (item < num_items) | (block + 1 < blocks)
                 last = tl.where(border, next_blocks == 1, block + 2 == blocks)

@@ -166,7 +166,9 @@ def read(compiled: CompiledKernel) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(compiled.asm["ptx"])
-        done = _run(assembler.path, f"-arch={target}", "-v", str(ptx), "-o", "/dev/null")
+        # --regAllocOptLevel: as Triton's own call has it.
+        options = (f"-arch={target}", "-v", "--regAllocOptLevel=2")
+        done = _run(assembler.path, *options, str(ptx), "-o", "/dev/null")
     report = done.stdout + done.stderr
     used = re.search(r"Used (\d+) registers", report)
     if used is None:

@@ -79,6 +79,10 @@ OPTIONS = (
 PER_HEAD = {"activation": "gelu,silu,relu,gelu_tanh"}
 CAUSAL = {"causal": True}
 COLUMNS = {"b1_tensor_memory": 256}
+# Of 16 keys or columns each; more would be the compiler's own pipeline, which waits where the
+# source does not.
+MMAS = {"b1_tensor_memory": 16, "b2_two_tiles": 48, "b3_stream": 48, "b4_mixed": 48}
+COMMITS = {"b1_tensor_memory": 4, "b2_two_tiles": 9, "b3_stream": 13, "b4_mixed": 13}
 
 
 @pytest.mark.parametrize(
@@ -101,6 +105,8 @@ def test_compiled_for_blackwell(impl, options):
     assert made.shared_bytes <= compile_check.SHARED_BYTES[100]
     assert built.metadata.tmem_size == COLUMNS.get(impl, 512)
     if options == {}:
+        assert made.instructions["UTCHMMA"] == MMAS[impl]
+        assert made.instructions["UTCBAR"] == COMMITS[impl]
         assert (made.instructions["FFMA2"] > 0) == (impl == "b4_mixed")
 
 
