@@ -71,9 +71,6 @@ EXPECTED = {
         Expected("b2_short_kv_backward", 0.65, 0.83, 1.0, backward(
             "two CTAs, K and V stay", B200, 288 + 32 + 64 + 96, 192, start_us=3.6,
             tile=(128, 256)), most_keys=256),
-        Expected("b3_cta_pair_backward", 0.65, 0.83, 1.0, backward(
-            "pair", B200, 224 + 48 + 64 + 128, 192, start_us=4.5, row_bytes=1280,
-            tile=(128, 256))),
     ),
 }  # fmt: skip
 """By direction, the rungs of GDPA. KB of a backward: operands of the five MMAs; dS, in a pair for
