@@ -77,8 +77,8 @@ class Design:
             raise ValueError(f"in_turns must be among {sorted(units)}, got {self.in_turns}")
 
 
-def kilobytes(size: float) -> float:
-    """Clocks of the port of shared memory for `size` KB."""
+def kibibytes(size: float) -> float:
+    """Clocks of the port of shared memory for `size` KiB."""
     return size * 1024 / SMEM_BYTES
 
 
@@ -91,25 +91,25 @@ def forward(
     name: str, chip: Chip, reads: float, fills: float, *, keys: float = 0, mufu: float = 1,
     issue: float = 0, **options: object,
 ) -> Design:  # fmt: skip
-    """A forward design. Of a tile of pairs, in KB of shared memory: `reads`, what both MMAs read;
-    `fills`, what TMA writes of K and V. `keys`: KB written once for 128 keys instead. `mufu`: MUFU
+    """A forward design. Of a tile of pairs, in KiB of shared memory: `reads`, what both MMAs read;
+    `fills`, what TMA writes of K and V. `keys`: KiB written once for 128 keys instead. `mufu`: MUFU
     results for a score. `issue`: instructions of a warp in the loop, as compiled.
 
-    Q is written once, O is written and read: 96 KB for 128 queries.
+    Q is written once, O is written and read: 96 KiB for 128 queries.
     """
-    loop = {"mma": mma(chip, 2), "smem": kilobytes(reads + fills), "issue": issue}
+    loop = {"mma": mma(chip, 2), "smem": kibibytes(reads + fills), "issue": issue}
     loop["mufu"] = mufu * TILE * TILE / MUFU_LANES
     return Design(
-        name, chip, loop, {"smem": kilobytes(96)}, {"smem": kilobytes(keys)}, **options
+        name, chip, loop, {"smem": kibibytes(96)}, {"smem": kibibytes(keys)}, **options
     )  # fmt: skip
 
 
 def backward(name: str, chip: Chip, moved: float, keys: float, **options: object) -> Design:
-    """A backward design: five MMAs, `moved` KB of shared memory for a tile of pairs, `keys` KB for
-    128 keys (K and V in, dK and dV through)."""
-    loop = {"mma": mma(chip, 5), "smem": kilobytes(moved)}
+    """A backward design: five MMAs, `moved` KiB of shared memory for a tile of pairs, `keys` KiB
+    for 128 keys (K and V in, dK and dV through)."""
+    loop = {"mma": mma(chip, 5), "smem": kibibytes(moved)}
     return Design(
-        name, chip, loop, {}, {"smem": kilobytes(keys)}, direction="backward", **options
+        name, chip, loop, {}, {"smem": kibibytes(keys)}, direction="backward", **options
     )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ EXPECTED = {
             tile=(128, 256)), most_keys=256),
     ),
 }  # fmt: skip
-"""By direction, the rungs of GDPA. KB of a backward: operands of the five MMAs; dS, in a pair for
+"""By direction, the rungs of GDPA. KiB of a backward: operands of the five MMAs; dS, in a pair for
 the other CTA too; Q and dO in; dQ out, in b2 half of it to the other CTA. Zeros for dQ, read again
 and rounded: 1,280 bytes a row."""
 

@@ -11,10 +11,10 @@
 # columns, and what becomes the bound when the accumulators have left the registers?
 #
 # :::{admonition} In this chapter (30 minutes)
-# You will plan the 512 columns of tensor memory over a step, find the waits that this plan needs
-# and those that it makes superfluous, and count shared memory until it explains the emulated time:
-# {glue:text}`b1_smem:,.0f` clocks of its port for {glue:text}`mma:,.0f` clocks of MMAs. Then two
-# CTAs exchange halves of dQ, and rows leave finished. Nothing here is measured: kernels are
+# You will plan the 512 columns of {term}`tensor memory` over a step, find the waits that this plan
+# needs and those that it makes superfluous, and count shared memory until it explains the emulated
+# time: {glue:text}`b1_smem:,.0f` clocks of its port for {glue:text}`mma:,.0f` clocks of MMAs. Then
+# two CTAs exchange halves of dQ, and rows leave finished. Nothing here is measured: kernels are
 # compiled for sm_100a, executed in the emulator, and counted.
 # :::
 
@@ -79,10 +79,10 @@ def built(module):
 # memory for dK and dQ:
 
 # %%
-TILE = 128 * 128 * 2 / 1024  # KB: an operand of an MMA in bf16
+TILE = 128 * 128 * 2 / 1024  # KiB: an operand of an MMA in bf16
 halves = {"dK": TILE, "dQ": 2 * (TILE + TILE / 2)}
 whole = {"dK": 2 * TILE, "dQ": 2 * TILE}
-print(f"halves: {sum(halves.values()):.0f} KB, whole: {sum(whole.values()):.0f} KB")
+print(f"halves: {sum(halves.values()):.0f} KiB, whole: {sum(whole.values()):.0f} KiB")
 
 # %% [markdown]
 # The same. But *halves* needs the other half of S's columns, so the next S would wait until dQ has
@@ -130,7 +130,7 @@ chapter.code(b1.from_ds, "at = count")
 # ## What shared memory costs
 #
 # An SM multiplies {glue:text}`flops:,.0f` bf16 FLOPs a clock, twice what Hopper's does, but its
-# shared memory still gives 128 bytes a clock. Count a step, in KB, every read and every write:
+# shared memory still gives 128 bytes a clock. Count a step, in KiB, every read and every write:
 
 # %%
 same = {
@@ -140,10 +140,10 @@ same = {
 # b1: 128 columns of fp32 are written and read. b2: 64 arrive and are read, and leave in bf16.
 count = pd.DataFrame({B1: same | {"dQ out": 4 * TILE}, B2: same | {"dQ out": 3 * TILE}})
 ONCE = 2 * TILE + 4 * TILE  # of a tile: K and V in, dV and dK through
-clocks = count.sum().map(units.kilobytes)
+clocks = count.sum().map(units.kibibytes)
 
 # %% tags=["remove-input"]
-table = pd.concat([count, count.sum().to_frame("KB").T, clocks.to_frame("clocks").T])
+table = pd.concat([count, count.sum().to_frame("KiB").T, clocks.to_frame("clocks").T])
 chapter.table(
     table.rename(columns={B1: "b1", B2: "b2"}).rename_axis("of a step").reset_index(),
     modelled="128 rows by 128 keys, head_dim 128; 128 bytes a clock",
@@ -154,7 +154,7 @@ chapter.glue(b1_smem=clocks[B1], mma=5 * MMA, one=MMA, flops=units.B200.flops, *
 # %% [markdown]
 # The MMAs take {glue:text}`mma:,.0f` clocks. So b1 can keep the tensor cores busy at most
 # {glue:text}`b1_share:.0f` % of the time, b2 {glue:text}`b2_share:.0f` %: a bound from counting,
-# which a measurement above it would refute. (The ledger of {doc}`model` counts 448 KB for such a
+# which a measurement above it would refute. (The ledger of {doc}`model` counts 448 KiB for such a
 # design: it counts dQ's way out once.) The emulator keeps its own books, access by access. Do they
 # agree?
 
@@ -169,7 +169,7 @@ for impl, module, keys in ((B1, b1, 128), (B2, b2, 256)):
     mmas = [e for e in line.events if e.kind == "mma" and e.cta == 0]
     of_dp = [e.start for e in mmas if e.name.startswith("v[0]")]
     step = (of_dp[-1] - of_dp[1]) / (STEPS - 2)
-    books.append((impl[:2], (port - units.kilobytes(ONCE)) / STEPS, step, 5 * MMA / step * 100))
+    books.append((impl[:2], (port - units.kibibytes(ONCE)) / STEPS, step, 5 * MMA / step * 100))
     assert books[-1][1] == clocks[impl], "the text says so"
 books = pd.DataFrame(books, columns=["rung", "port busy", "a step takes", "MMAs (%)"])
 chapter.table(books, emulated="clocks of a step, modelled schedule, sm_100; 512 rows")
@@ -199,7 +199,7 @@ chapter.figure(line, emulated=f"{B1}, modelled schedule, sm_100")
 # With at most 256 keys two CTAs of a {term}`cluster` own all of them, as in
 # {doc}`v5 <../backward/v5_short_kv_backward>`. There the CTAs exchange dS, in bf16, before the MMA,
 # which moved fewer bytes than adding results in fp32. Is that so here? Count what a CTA sends in a
-# step of 128 rows, and what has to fit into {glue:text}`most:.0f` KB:
+# step of 128 rows, and what has to fit into {glue:text}`most:.0f` KiB:
 
 # %%
 ROOM = {"K": TILE, "V": TILE, "Q, two steps": 2 * TILE, "dO": TILE, "dS": TILE}
@@ -211,7 +211,7 @@ designs = pd.DataFrame(
 ).fillna(0)
 designs.loc["together"] = designs.iloc[1:].sum()
 chapter.table(
-    designs.rename_axis("KB").reset_index(),
+    designs.rename_axis("KiB").reset_index(),
     modelled="128 rows a step, 128 keys a CTA, head_dim 128",
 )
 
@@ -221,9 +221,9 @@ chapter.glue(most=most, ds_together=together["dS"])
 assert together["dS"] > most > together["half of dQ"], "the text says so"
 
 # %% [markdown]
-# Each sends 32 KB: dS of 128 keys in bf16 is as large as 64 columns of dQ in fp32. v5 computed half
-# of the columns from all keys and thus needed half of the other CTA's K; that does not fit,
-# {glue:text}`ds_together:.0f` KB. So b2 leaves b1's MMAs as they are and adds results. Only the
+# Each sends 32 KiB: dS of 128 keys in bf16 is as large as 64 columns of dQ in fp32. v5 computed
+# half of the columns from all keys and thus needed half of the other CTA's K; that does not fit,
+# {glue:text}`ds_together:.0f` KiB. So b2 leaves b1's MMAs as they are and adds results. Only the
 # role `output` changes:
 
 # %% tags=["remove-input"]
@@ -324,8 +324,8 @@ for what, (module, *change) in forgotten.items():
 #
 # tcgen05 can run one MMA on two SMs (`cta_group::2`): each CTA then holds half of B, and reads of B
 # halve. For long K and V a third rung would use that. By the same count, of a step and CTA: S, dP
-# and dK read 48 KB each, dV 16. But dQ of 128 rows must sum over the keys of *both*, so halves of
-# dS change hands, 16 KB each way, each CTA has 64 rows of dQ, and those leave as 32 KB of fp32.
+# and dK read 48 KiB each, dV 16. But dQ of 128 rows must sum over the keys of *both*, so halves of
+# dS change hands, 16 KiB each way, each CTA has 64 rows of dQ, and those leave as 32 KiB of fp32.
 
 # %%
 pair = {
@@ -334,9 +334,9 @@ pair = {
 }  # fmt: skip
 room = {"K": 1.5 * TILE, "V": TILE, "Q": 2 * 0.75 * TILE, "dO": 0.75 * TILE, "dS": TILE}
 room |= {"inbox": TILE / 2, "staging": TILE / 2}
-pair_clocks = units.kilobytes(sum(pair.values()))
-print(f"{sum(pair.values()):.0f} KB a step: {pair_clocks:,.0f} clocks of the port, ", end="")
-print(f"{4 * MMA + 2 * MMA:,.0f} of MMAs with dQ at half rate; {sum(room.values()):.0f} KB of room")
+pair_clocks = units.kibibytes(sum(pair.values()))
+print(f"{sum(pair.values()):.0f} KiB a step: {pair_clocks:,.0f} clocks of the port, ", end="")
+print(f"{4 * MMA + 2 * MMA:,.0f} of MMAs, dQ at half rate; {sum(room.values()):.0f} KiB of room")
 chapter.glue(gain=100 * (1 - pair_clocks / clocks[B1]))
 
 # %% [markdown]
@@ -365,14 +365,14 @@ chapter.glue(gain=100 * (1 - pair_clocks / clocks[B1]))
 # :::{exercise} P in shared memory
 # :label: ex-b200b-p
 #
-# Had P to go through shared memory, as on Hopper if it were not in registers, how many KB would a
+# Had P to go through shared memory, as on Hopper if it were not in registers, how many KiB would a
 # step of b1 move, and how busy could MMAs be at most? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-b200b-p
 # :class: dropdown
 #
-# 32 KB to store it and 32 more to read it as operand A: 576 KB, 4,608 clocks, 56 %.
+# 32 KiB to store it and 32 more to read it as operand A: 576 KiB, 4,608 clocks, 56 %.
 # :::
 #
 # :::{exercise} Early release

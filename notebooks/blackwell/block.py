@@ -58,10 +58,10 @@ def titled(name):
 # %% [markdown]
 # ## What becomes of v1
 #
-# A program of v1 loads its tiles, computes, stores and ends. Memory is busy because other programs
-# of the SM load meanwhile. On sm_100 the same source compiles, but there is no wgmma any more.
-# `tl.dot` becomes tcgen05, whose accumulators are in *tensor memory*: 512 columns of 128 lanes and
-# 4 bytes on each SM, of which a program takes a power of two. So they limit programs too:
+# A program of v1 loads its tiles, computes, stores and ends; other programs of the SM load
+# meanwhile. On sm_100 there is no wgmma: `tl.dot` becomes tcgen05, whose accumulators are in
+# {term}`tensor memory`, 512 columns of 128 lanes and 4 bytes on each SM, of which a program takes a
+# power of two. So they limit programs too:
 
 # %%
 programs = []
@@ -114,9 +114,8 @@ chapter.glue(gbytes=units.ASSUMED.gbytes_per_s(3, 1), budget=budget["forward"])
 # ## Issue slots
 #
 # The last numbers are time: memory gives a block of a head {glue:text}`budget:,.0f` clocks forward,
-# and each of the four schedulers of an SM issues one instruction a clock. v1's code runs once for a
-# block and head, by four warps, one on each scheduler: its instructions are its clocks, at least.
-# Of b1, which comes below, count each role's loop over items:
+# and each of an SM's four schedulers issues one instruction a clock. v1's code runs once for a block
+# and head, a warp on each scheduler: its instructions are its clocks. Of b1 count a role's loop:
 
 # %%
 ROLES = {  # what only its loop holds (None: all there are of these), and what it does not hold
@@ -214,7 +213,7 @@ chapter.table(shapes, modelled="tiles of head_dim 128; a stacked pair is two ite
 #
 # ## How many slots
 #
-# Shared memory decides, 232,448 bytes a program: five slots of 48 KB would be 245,760. What the
+# Shared memory decides, 232,448 bytes a program: five slots of 48 KiB would be 245,760. What the
 # compiler makes of as many as fit:
 
 # %%
@@ -235,11 +234,12 @@ chapter.table(
 )
 
 # %% [markdown]
-# Four forward and three of 64 KB backward, with rotary and without. For that, one slot of sin and
-# cos, 32 KB, must do: two roles read it into registers as soon as they come to a block, and give it
-# back. P and dS lie over the two halves of V. Backward takes all 512 columns: S, dP, dQ, dK and dV,
-# twice, of 64 rows each. The order of allocation matters: with S and dP first the compiler finds no
-# packing below 640. What spills with rotary are scalars that all roles need, stored once a program.
+# Four forward and three of 64 KiB backward, with rotary and without. For that, one slot of sin and
+# cos, 32 KiB, must do: two roles read it into registers as soon as they come to a block, and give
+# it back. P and dS lie over the two halves of V. Backward takes all 512 columns: S, dP, dQ, dK and
+# dV, twice, of 64 rows each. The order of allocation matters: with S and dP first the compiler
+# finds no packing below 640. What spills with rotary are scalars that all roles need, stored once a
+# program.
 #
 # ## The surprise: do not look ahead
 #
@@ -360,7 +360,7 @@ chapter.glue(published=alone["forward"], here=predicted["forward"],
 # :::{solution} ex-b200-slots
 # :class: dropdown
 #
-# A slot is 32 KB, sin and cos 16, dS 2 × 8. Of 226 KB 194 are left: six slots.
+# A slot is 32 KiB, sin and cos 16, dS 2 × 8. Of 226 KiB 194 are left: six slots.
 # :::
 #
 # :::{exercise} Grouped heads, stacked

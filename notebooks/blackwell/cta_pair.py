@@ -11,10 +11,11 @@
 # cores. Which of its bytes need not pass it?
 #
 # :::{admonition} In this chapter (25 minutes)
-# You will let two CTAs share one {term}`MMA`, each with half of K and of V, and bring a tile of
-# pairs from {glue:text}`b4:.0f` KB of the port to {glue:text}`b5:.0f` or {glue:text}`b6:.0f`; break
-# barriers that reach into another CTA; and count what a hardware scheduler would add to a list of
-# work. Nothing here is measured: kernels are compiled, emulated, and counted.
+# You will let two CTAs, a {term}`CTA pair`, share one {term}`MMA`, each with half of K and of V,
+# and bring a tile of pairs from {glue:text}`b4:.0f` KiB of the port to {glue:text}`b5:.0f` or
+# {glue:text}`b6:.0f`; break barriers that reach into another CTA; and count what a hardware
+# scheduler would add to a list of work. Nothing here is measured: kernels are compiled, emulated,
+# and counted.
 # :::
 
 # %%
@@ -48,22 +49,22 @@ RUNGS = {"b4": b4_mixed, "b5": b5_cta_pair, "b6": b6_pair_stream}
 # for all tiles of queries that use them:
 
 # %%
-TILE = 128 * 128 * 2 / 1024  # KB: 128 rows of Q, K or V in bf16
+TILE = 128 * 128 * 2 / 1024  # KiB: 128 rows of Q, K or V in bf16
 
 
 def port(ctas, tiles_of_queries=None):
-    """KB that pass a CTA's port for a tile of pairs. tiles_of_queries: None where K and V stay."""
+    """KiB that pass a CTA's port for a tile of pairs. tiles_of_queries: None where K and V stay."""
     reads = TILE + TILE / ctas + TILE / ctas
     fills = 2 * TILE / ctas / tiles_of_queries if tiles_of_queries else 0
     return reads + fills
 
 
 counted = {"b4": port(1, 2), "b5": port(2), "b6": port(2, 2)}
-clocks = {name: units.kilobytes(size) for name, size in counted.items()}
+clocks = {name: units.kibibytes(size) for name, size in counted.items()}
 mma_clocks = units.mma(units.B200, 2)
 
 # %% tags=["remove-input"]
-table = pd.DataFrame({"port (KB)": counted, "port (clocks)": clocks})
+table = pd.DataFrame({"port (KiB)": counted, "port (clocks)": clocks})
 table["MMAs (clocks)"] = mma_clocks
 chapter.table(table.reset_index(names="rung"), modelled="operands of a tile of 128 x 128 pairs")
 designs = {x.impl[:2]: x.design.pairs["smem"] for x in predictions.EXPECTED["forward"]}
@@ -71,7 +72,7 @@ assert all(designs[name] == value for name, value in clocks.items()), "one ledge
 chapter.glue(**counted, mma_clocks=mma_clocks)
 
 # %% [markdown]
-# b4 needs the port for every clock of its MMAs, and then again for Q and O: 96 KB for 128 queries,
+# b4 needs the port for every clock of its MMAs, and then again for Q and O: 96 KiB for 128 queries,
 # whatever the number of keys ({doc}`model`). Q must pass: it is this CTA's own. But K and V are the
 # same for all queries of a head, and the SM beside this one reads them too.
 #
@@ -92,7 +93,7 @@ chapter.glue(**counted, mma_clocks=mma_clocks)
 #
 # ## b5: keys that stay
 #
-# Half of K and V of 256 keys is {glue:text}`stay:.0f` KB. That fits beside itself, for the next
+# Half of K and V of 256 keys is {glue:text}`stay:.0f` KiB. That fits beside itself, for the next
 # item, so for short K and V the fills go as well, as in {doc}`v6 <../forward/v6_short_kv>`.
 #
 # S of 256 keys takes 256 columns of tensor memory, as S of two tiles of queries does in b4. So a
@@ -173,8 +174,8 @@ for name, (rows, keys) in PICTURES.items():
     core = [e for e in lines[name].events if e.kind == "mma" and e.cta == 0]
     busy, span = lines[name].busy[0], core[-1].end - core[0].start
     books[name] = {
-        "port (KB)": (busy["shared memory"] / units.kilobytes(1) - 96 * queries) / tiles,
-        "ledger (KB)": counted[name],
+        "port (KiB)": (busy["shared memory"] / units.kibibytes(1) - 96 * queries) / tiles,
+        "ledger (KiB)": counted[name],
         "clocks": span / tiles,
         "MMA busy (%)": 100 * busy["tensor core"] / span,
     }
@@ -185,18 +186,18 @@ chapter.table(
     books.reset_index(names="rung"), emulated="b4, b5 and b6, one item, modelled schedule, sm_100; "
     "for a tile of pairs, clocks from the first MMA to the end of the last",
 )  # fmt: skip
-above, clocks_of = books["port (KB)"] - books["ledger (KB)"], books["clocks"]
+above, clocks_of = books["port (KiB)"] - books["ledger (KiB)"], books["clocks"]
 gain = clocks_of["b4"] / clocks_of["b6"]
 chapter.predict(
     "The emulator counts what the ledger counts for b4 and b6: the largest difference.",
-    above[["b4", "b6"]].abs().max(), most=0, form=".1f", unit=" KB",
+    above[["b4", "b6"]].abs().max(), most=0, form=".1f", unit=" KiB",
 )  # fmt: skip
 chapter.predict("A tile of b6 takes fewer emulated clocks: b4 / b6.", gain, least=1.05)
 chapter.glue(b5_more=above["b5"], b4_clocks=clocks_of["b4"], b6_clocks=clocks_of["b6"])
 
 # %% [markdown]
-# b5 has {glue:text}`b5_more:.0f` KB more than its loop: K and V, {glue:text}`stay:.0f` KB for eight
-# tiles of pairs here. b4 takes {glue:text}`b4_clocks:,.0f` clocks for a tile and b6
+# b5 has {glue:text}`b5_more:.0f` KiB more than its loop: K and V, {glue:text}`stay:.0f` KiB for
+# eight tiles of pairs here. b4 takes {glue:text}`b4_clocks:,.0f` clocks for a tile and b6
 # {glue:text}`b6_clocks:,.0f`; the MMAs alone take {glue:text}`mma_clocks:,.0f`.
 
 # %% tags=["remove-input"]
@@ -362,7 +363,7 @@ chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain
 # :::{exercise} Four CTAs
 # :label: ex-pair-four
 #
-# Suppose MMAs of four CTAs, each with a quarter of K and of V. How many KB pass a port for a tile
+# Suppose MMAs of four CTAs, each with a quarter of K and of V. How many KiB pass a port for a tile
 # of pairs, with K and V streaming and two tiles of queries a CTA? What share of the gain from one
 # CTA to two would come again? *(the function `port`, five minutes)*
 # :::
@@ -374,8 +375,8 @@ chapter.glue(four=port(4, 2), again=100 * (port(2, 2) - port(4, 2)) / (port(1, 2
 # :::{solution} ex-pair-four
 # :class: dropdown
 #
-# {glue:text}`four:.0f` KB; the next step brings {glue:text}`again:.0f` % of the first one's gain.
-# Q stays: 32 KB that no partner can give. And the port is below the MMAs already at two.
+# {glue:text}`four:.0f` KiB; the next step brings {glue:text}`again:.0f` % of the first one's gain.
+# Q stays: 32 KiB that no partner can give. And the port is below the MMAs already at two.
 # :::
 #
 # :::{exercise} A wait that is not there

@@ -98,10 +98,10 @@ chapter.glue(
 # - *{term}`MUFU`.* 16 results a clock, on both: one `tanh` a score is 16,384 of them.
 # - *Issue slots.* Four schedulers issue an instruction a clock each: what the compiled loop says.
 #
-# In the published design a {term}`CTA` has two tiles of 128 queries. S reads Q (32 KB) and K (32),
-# P V reads V (32), and P lies in tensor memory. K and V are written once for both tiles: 32 KB for
-# each. That is 128 KB, or 1,024 clocks. A CTA pair halves what each SM reads of K and V, since an
-# MMA of 256 rows takes one half of them from either SM. And for every 128 queries 96 KB pass
+# In the published design a {term}`CTA` has two tiles of 128 queries. S reads Q (32 KiB) and K (32),
+# P V reads V (32), and P lies in tensor memory. K and V are written once for both tiles: 32 KiB for
+# each. That is 128 KiB, or 1,024 clocks. A CTA pair halves what each SM reads of K and V, since an
+# MMA of 256 rows takes one half of them from either SM. And for every 128 queries 96 KiB pass
 # the port whatever the number of keys: Q in, O out of registers and out to memory.
 
 # %% tags=["remove-input"]
@@ -241,8 +241,8 @@ chapter.predict(
 # that of a matmul, or the ceiling was higher on that day. No bar decides this; a record with both
 # in one run does.
 #
-# *The backward.* The same count, 448 KB a tile of pairs, is within a quarter for long sequences and
-# misses a constant of many microseconds for each 128 keys. And *other people's kernels*, whose
+# *The backward.* The same count, 448 KiB a tile of pairs, is within a quarter for long sequences
+# and misses a constant of many microseconds for each 128 keys. And *other people's kernels*, whose
 # tiles we cannot count. For those there is a weaker tool.
 #
 # ## Three constants
@@ -373,7 +373,7 @@ chapter.glue(blocks=blocks, keys_needed=128 * np.ceil(blocks))
 # :::{solution} ex-model-refute
 # :class: dropdown
 #
-# b4 without its output store and with one Q for all items: the port has 96 KB less for each 128
+# b4 without its output store and with one Q for all items: the port has 96 KiB less for each 128
 # queries, while tiles begin and end as before. By the ledger the rate with 256 keys rises from 73 %
 # of the MMAs to all of them; by the other account nothing happens. Its results are wrong, so this
 # is a test and no row of a record.

@@ -11,7 +11,7 @@
 # more. What must a kernel change to keep it busy?
 #
 # :::{admonition} In this chapter (25 minutes)
-# You will place S, P and O in {glue:text}`columns:.0f` columns of tensor memory, give all
+# You will place S, P and O in {glue:text}`columns:.0f` columns of {term}`tensor memory`, give all
 # {term}`MMAs <MMA>` to one thread, and take a chain of waits apart in three steps. In the emulator
 # the tensor cores are busy {glue:text}`busy_b1:.0f` % of the time in b1 and
 # {glue:text}`busy_b3:.0f` % in b3, with 1,024 keys. b4 replaces a quarter of the `tanh` by a
@@ -57,7 +57,7 @@ chapter.glue(columns=compile_check.TENSOR_COLUMNS)
 # | completion | `wait_group`, in order | a commit arrives on an mbarrier |
 # | `tanh` | 16 a clock | 16 a clock |
 #
-# Tensor memory is 128 lanes of 512 columns, 4 bytes each, 256 KB in every {term}`SM`. Only MMAs
+# Tensor memory is 128 lanes of 512 columns, 4 bytes each, 256 KiB in every {term}`SM`. Only MMAs
 # compute there. A warp copies columns to registers (`tcgen05.ld`) and back (`tcgen05.st`); of the
 # lanes it reaches the 32 of its place in the warp group. So a thread holds a row. The columns:
 #
@@ -106,7 +106,7 @@ chapter.figure(traces["b1"], emulated="b1 for sm_100, modelled cycles")
 
 # %% [markdown]
 # The chain S, activation, P V is serial, and only one tile is there to work on. Two such programs
-# on an SM would hide each other's waits; with 160 KB of shared memory there is room for one.
+# on an SM would hide each other's waits; with 160 KiB of shared memory there is room for one.
 #
 # ## b2: two tiles
 #
