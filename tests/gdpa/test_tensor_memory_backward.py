@@ -353,7 +353,7 @@ def compiled(
 
 
 # Bytes that are spilled: constants that roles carry into their loops, and outside of these.
-MOST_SPILLED = 32
+MOST_SPILLED = 64
 LOCAL = ("LDL", "STL")
 
 

@@ -170,8 +170,8 @@ def peers(monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
 
 
-def run_blocks(work, impls, direction, scopes=("kernel",)) -> list:
-    with emulator.enabled():
+def run_blocks(work, impls, direction, scopes=("kernel",), arch="sm_90") -> list:
+    with emulator.enabled(arch):
         return measure.measure(
             work, impls, device=torch.device("cpu"), direction=direction, scopes=scopes,
             log=lambda text: None,
@@ -282,7 +282,8 @@ def test_studies_and_configs_are_variants(cpu):
 def test_every_rung_of_block_attention_has_its_own_constants(cpu, impl, head_dim, direction):
     work = TURNED if impl.startswith("v4") else BLOCKS
     work = replace(work, head_dim=head_dim, block_size=64)
-    (row,) = run_blocks(work, [impl], direction)
+    for_blackwell = ladder.rung(impl, "block_attention") in ladder.BLACKWELL_BLOCK_RUNGS
+    (row,) = run_blocks(work, [impl], direction, arch="sm_100" if for_blackwell else "sm_90")
     assert row.failure is None and bool(row.config) == (impl != "reference")
 
 
@@ -372,7 +373,8 @@ def test_scopes_of_block_attention(cpu, peers, monkeypatch, direction):
     assert all((r.flops, r.bytes_read, r.bytes_written) == (0, 0, 0) for r in schedules)
     assert len(schedules) == 2 and all(row.error is None for row in schedules)
     with pytest.raises(
-        ValueError, match=r"scopes must be among \('kernel', 'op', 'host', 'schedule'\), got"
+        ValueError,
+        match=r"scopes must be among \('kernel', 'sustained', 'op', 'host', 'schedule'\), got",
     ):
         run_blocks(BLOCKS, ["reference"], direction, ("wall",))
 
