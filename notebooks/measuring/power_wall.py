@@ -216,9 +216,9 @@ chapter.figure(chart, measured=chapter.rows(scope=BOTH, impl=V8, direction="forw
 
 # %% [markdown]
 # Under ceilings of its own scope v8 stands at {glue:text}`share_burst:.0f` % of the roofline in a
-# burst of 2,048 tokens and at {glue:text}`share_own:.0f` % back to back; without an activation, at 1,024,
-# at {glue:text}`share_identity:.0f` %. The matmul is at the wall too: a sustained share says how
-# much more energy attention takes than a matmul of the same FLOPs. At 256 tokens v8 loses
+# burst of 2,048 tokens and at {glue:text}`share_own:.0f` % back to back; without an activation, at
+# 1,024, at {glue:text}`share_identity:.0f` %. The matmul is at the wall too: a sustained share says
+# how much more energy attention takes than a matmul of the same FLOPs. At 256 tokens v8 loses
 # {glue:text}`lost_256:.1f` points. The ceiling there, the copy, keeps its rate; v8 pays for bytes
 # *and* FLOPs from one budget.
 #
