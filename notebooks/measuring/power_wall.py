@@ -339,12 +339,12 @@ chapter.glue(fa2=100 * (kept["fa2_varlen"][at] - 1), alone=alone, **{
 # Alone, v8 begins as fast as in company. After some tens of milliseconds the regulator has noticed,
 # and the rest of the burst is at the wall. The median then says how many samples came before.
 #
-# In company *turns share a clock*, lower than a slow kernel would have and higher than v8 would. At
-# 2,048 tokens FlashAttention-2 is {glue:text}`fa2:.0f` % *faster* back to back than in its burst.
-# So turns bias a ratio: v8 has {glue:text}`kernel_fa2_varlen:.2f` times its rate in the burst there
-# and {glue:text}`sustained_fa2_varlen:.2f` times back to back. For cuDNN it is
-# {glue:text}`kernel_cudnn:.2f` and {glue:text}`sustained_cudnn:.2f`. v8's share of the roofline is
-# {glue:text}`share_burst:.0f` % in company, {glue:text}`alone:.0f` % alone and
+# In company turns seem to *share a clock* (bursts read none), lower than a slow kernel would have
+# and higher than v8 would: at 2,048 FlashAttention-2 is {glue:text}`fa2:.0f` % *faster* back to
+# back than in its burst. So turns bias a ratio: v8 has {glue:text}`kernel_fa2_varlen:.2f` times its
+# rate in the burst there and {glue:text}`sustained_fa2_varlen:.2f` times back to back. For cuDNN it
+# is {glue:text}`kernel_cudnn:.2f` and {glue:text}`sustained_cudnn:.2f`. v8's share of the roofline
+# is {glue:text}`share_burst:.0f` % in company, {glue:text}`alone:.0f` % alone and
 # {glue:text}`share_own:.0f` % back to back. The chapters of results and the claims show bursts, for
 # now.
 #
