@@ -115,7 +115,7 @@ chapter.figure(chart, measured=chapter.rows(scope=BOTH, direction="forward", imp
 # %% [markdown]
 # ## Seven predictions
 #
-# They stood in the {doc}`lab notes <../notes/measuring>` before the record. Where one holds two
+# They stood in the {doc}`lab notes <../../notes/measuring>` before the record. Where one holds two
 # statements, each has its verdict:
 
 # %%

@@ -234,8 +234,9 @@ chapter.predict(
 #
 # The protocol was built against caches, launches and the host, and it removes their effects. What
 # remained was the power limit: it makes zeros fast ({doc}`roofline`), rest valuable and yesterday's
-# record incomparable. Measuring longer does not remove it. Measuring *together* does, as far as two
-# kernels are concerned. For your own GPU there is `make compare` ({doc}`../../reproduce`).
+# record incomparable. Kernels measured *together* share it, so their order holds; how far they are
+# apart in a loop that never rests is another question ({doc}`power_wall`). For your own GPU there
+# is `make compare` ({doc}`../../reproduce`).
 
 # %% tags=["remove-input"]
 page.glue_html("support", needs.support_html())  # for book/reproduce.md, as what follows
