@@ -200,15 +200,13 @@ chapter.glue(fits=fits["none"], fits_accumulate=fits["accumulate"])
 # an SM with the accumulation and {glue:text}`fits:.0f` without it.
 #
 # Why do programs count? A program asks, waits, computes and stores, and nothing in it overlaps with
-# itself. Memory is kept busy by the other programs on the SM, and the more there are, the longer
-# each may take.
+# itself. Memory is kept busy by the other programs on the SM.
 #
 # ## The surprise: the order of the programs
 #
 # The hardware starts the programs of a grid in order. With $n$ blocks and 4 heads there are two
 # natural orders. v0 walks through the blocks of a head: program $n \cdot \mathrm{head} +
 # \mathrm{block}$. v1 walks through the heads of a block: $4 \cdot \mathrm{block} + \mathrm{head}$.
-# The kernel is the same, and so are its bytes.
 
 # %%
 count = {

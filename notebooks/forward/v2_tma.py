@@ -236,18 +236,17 @@ chapter.glue(once_v1=once["v1_tiled"][OURS], once_v2=once[V2][OURS])
 
 # %% [markdown]
 # The last two columns nearly agree: time per key falls in proportion to the instructions of the
-# loop, as if the tensor cores took no time at all. The likely reason: with four warps per program
-# only two share a scheduler, and while one waits for a result the other is rarely ready to issue.
+# loop. The likely reason: with four warps per program only two share a scheduler, and while one
+# waits for a result the other is rarely ready to issue.
 #
 # At v1's own shape the loop gained nothing, as its count said, and *all* of the gain is at the two
 # ends of a tile: {glue:text}`once_v1:.1f` µs become {glue:text}`once_v2:.1f` µs. v1 carries Q
 # through registers into {term}`shared memory` and shuffles the output back into rows before every
 # thread stores its part; v2 does either in one instruction. With 64 rows the ends did not get
-# shorter; the record does not say why, and each line goes through two points only.
+# shorter.
 #
-# Still, the same warps wait for a copy, issue the {term}`MMAs <MMA>` and evaluate the activation,
-# one after the other. And in a half-full batch nearly half of the programs find that their rows do
-# not exist: {doc}`v3_persistent` asks what these cost.
+# In a half-full batch nearly half of the programs find that their rows do not exist:
+# {doc}`v3_persistent` asks what these cost.
 #
 # ## Exercises
 #
@@ -274,8 +273,8 @@ chapter.glue(once_v1=once["v1_tiled"][OURS], once_v2=once[V2][OURS])
 # :::{solution} ex-v2-shape
 # :class: dropdown
 #
-# v1 spills here too, and its loop loses even more instructions than at 128x64x4x2. The bracket is
-# exceeded again, and the ratio of the instructions is again the better guess.
+# v1 spills here too, and its loop loses even more instructions than at 128x64x4x2. Their ratio is
+# again the better guess.
 # :::
 #
 # :::{exercise} A tensor that is too long
