@@ -77,7 +77,8 @@ chapter.glue(columns=compile_check.TENSOR_COLUMNS)
 # ## b1: one thread issues the MMAs
 #
 # The roles of {doc}`v4 <../forward/v4_warp_specialized>` become three. `mma` issues, `math`
-# evaluates the activation, and both wait for each other, block after block:
+# evaluates the activation, and both wait for each other, block after block. With `num_stages=0` the
+# compiler adds no pipeline of its own, as in {doc}`v8 <../forward/v8_own_waits>`:
 
 # %% tags=["remove-input"]
 chapter.code(b1_tensor_memory.mma, "for block in")
