@@ -88,8 +88,7 @@ chapter.glue(**counted, mma_clocks=mma_clocks)
 # | Kᵀ in S = Q Kᵀ | 64 of 128 keys | the other 64 keys |
 # | V in P V | 64 of 128 columns | the other 64 columns |
 #
-# So K is halved by rows and V by columns, of the same 128 keys. With one MMA in place of two, each
-# port gives half of K and of V.
+# So K is halved by rows and V by columns, of the same 128 keys.
 #
 # ## b5: keys that stay
 #
@@ -98,8 +97,7 @@ chapter.glue(**counted, mma_clocks=mma_clocks)
 #
 # S of 256 keys takes 256 columns of tensor memory, as S of two tiles of queries does in b4. So a
 # math role owns *keys*, 128 for the same rows. Both add to the same O, which is nobody's own, and a
-# role of four warps takes it out through a buffer. (There is room in the slot of its Q, but then
-# the Q that comes next there waits for a store, and the emulated tensor cores stood still.)
+# role of four warps takes it out through a buffer.
 
 # %% tags=["remove-input"]
 chapter.roles("b5_cta_pair")
@@ -119,7 +117,7 @@ chapter.glue(stay=2 * 2 * TILE / 2)
 # - *Commits.* A commit with `two_ctas=True` arrives in both CTAs: scores for two math roles, free
 #   buffers for two `load` roles.
 #
-# No CTA ever waits for the other one in any other way. The loop of the `mma` role:
+# CTAs wait for each other in no other way. The loop of the `mma` role:
 
 # %% tags=["remove-input"]
 chapter.code(b5_cta_pair.mma, "out = tile", "tile += 1")
@@ -152,12 +150,8 @@ for what, change in BROKEN.items():
 # More than 256 keys do not stay. In b6 K and V come in blocks of 128. For a block to serve more
 # than one MMA the CTA has two tiles of queries, as in b4, and a math role owns a tile again. An
 # item of the list has 2 × 2 × 128 rows, and b5's loop over tiles is one over blocks. O leaves
-# through the slot of its Q, so that two items fit:
-
-# %% tags=["remove-input"]
-chapter.code(b6_pair_stream.mma, "tlx.barrier_wait(v.full[mine]", "count += 1")
-
-# %% [markdown]
+# through the slot of its Q, so that two items fit.
+#
 # ## What the emulator's books say
 #
 # The emulator sees who reads and writes what, and keeps count of the port by itself. One item of
@@ -217,6 +211,8 @@ built = {
     "b5": compile_check.build_rung(b5_cta_pair, capability=100, max_seqlen_k=256),
     "b6": compile_check.build_rung(b6_pair_stream, capability=100),
 }
+
+# %% tags=["remove-input"]
 MNEMONICS = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "MUFU")
 facts = studies.facts(built, MNEMONICS).drop(columns="serialised")
 facts["TMEM columns"] = [kernel.metadata.tmem_size for kernel in built.values()]
@@ -249,8 +245,8 @@ for name in built:
 # Blackwell can hand out work by itself: *cluster launch control* (CLC). The grid has a cluster for
 # every item. One that is done asks for a cluster that has not started, cancels it, and takes its
 # place. Our list is fixed before: {glue:text}`num_pairs:.0f` pairs take items in turn, most keys
-# first, back and forth. What would CLC give? Let an item take a unit of time for 128 keys and 256
-# rows, and one more. The slowest pair over the mean:
+# first, back and forth. Let an item take a unit of time for 128 keys and 256 rows, and one more.
+# The slowest pair over the mean:
 
 # %%
 PAIRS = units.B200.sms // 2
@@ -278,6 +274,7 @@ def slowest(seqlens_q, seqlens_k, rows, heads=4):
     return zigzag(work + 1), clc, zigzag(np.sort(work + 1)[::-1]), len(listed), grid
 
 
+# %% tags=["remove-input"]
 half, cases = workload("gdpa-self-half-jagged-1024"), []
 for sequences in (1152, 144):
     lq, lk = half.seqlens_q[:sequences], half.seqlens_k[:sequences]
@@ -305,10 +302,10 @@ chapter.glue(
 # {glue:text}`none:.0f` % of its clusters find no item; every answer has to reach five roles in two
 # CTAs, over two more barriers; and an item's first loads wait for it. So b6 keeps the list.
 #
-# For b5 the count found a fault of the *list*. It sorts by keys, of which all sequences have as
-# many here; an item is a whole sequence, and rows differ. The slowest pair takes
-# {glue:text}`b5_over:.0f` % longer than the mean. CLC would repair that, and so would a list sorted
-# by work: {glue:text}`b5_sorted:.1f` %. In published workloads all items of b5 are equal.
+# For b5 the count found a fault of the *list*: it sorts by keys, here equal, while an item is a
+# whole sequence, whose rows differ. The slowest pair takes {glue:text}`b5_over:.0f` % longer than
+# the mean. CLC would repair that, and so would a list sorted by work:
+# {glue:text}`b5_sorted:.1f` %. In published workloads all items of b5 are equal.
 #
 # ## The price of 512 rows
 #
@@ -382,8 +379,8 @@ chapter.glue(four=port(4, 2), again=100 * (port(2, 2) - port(4, 2)) / (port(1, 2
 # :::{exercise} A wait that is not there
 # :label: ex-pair-wait
 #
-# In b6 the `mma` role issues S of the next block into the columns in which P of this one lies.
-# Which wait makes sure that P V has read P? *(the code of `mma`, ten minutes)*
+# The loop of b5's `mma` role issues S of the next tile into the columns in which P of this one
+# lies. Which wait makes sure that P V has read P? *(the code of `mma`, ten minutes)*
 # :::
 #
 # :::{solution} ex-pair-wait
