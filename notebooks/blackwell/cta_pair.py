@@ -321,6 +321,7 @@ def real(length, rows):
     return 100 * (q * k).sum() / (-(-q // rows) * rows * -(-k // 128) * 128).sum()
 
 
+# %% tags=["remove-input"]
 shares = {n: {f"items of {rows}": real(n, rows) for rows in (256, 512)} for n in (256, 512, 2048)}
 shares = pd.DataFrame(shares).T
 chapter.table(shares.reset_index(names="longest"), modelled="percent real, gdpa-self-half-jagged")
