@@ -14,8 +14,8 @@
 # You will plan the 512 columns of {term}`tensor memory` over a step, find the waits that this plan
 # needs and those that it makes superfluous, and count shared memory until it explains the emulated
 # time: {glue:text}`b1_smem:,.0f` clocks of its port for {glue:text}`mma:,.0f` clocks of MMAs. Then
-# two CTAs exchange halves of dQ, and rows leave finished. Nothing here is measured: kernels are
-# compiled for sm_100a, executed in the emulator, and counted.
+# two CTAs exchange halves of dQ. Nothing here is measured: kernels are compiled for sm_100a,
+# executed in the emulator, and counted.
 # :::
 
 # %%
@@ -109,11 +109,10 @@ chapter.roles(B1, "gdpa_backward")
 # %% [markdown]
 # One thread issues all MMAs, and they run in the order of their issue. In the loop S of a step
 # comes before dQ and dK of the step *before*: while it runs, math finishes the dS that those two
-# need.
+# need. `from_ds` waits for it and issues both. Then come dP and, when P is stored, dV:
 
 # %% tags=["remove-input"]
-chapter.code(b1.mma, "for step in", "count += steps")
-chapter.code(b1.from_ds, "at = count")
+chapter.code(b1.mma, "if step == 0:", "for half in")
 
 # %% [markdown]
 # Count the waits that are *not* there.
@@ -139,7 +138,6 @@ same = {
 }  # fmt: skip
 # b1: 128 columns of fp32 are written and read. b2: 64 arrive and are read, and leave in bf16.
 count = pd.DataFrame({B1: same | {"dQ out": 4 * TILE}, B2: same | {"dQ out": 3 * TILE}})
-ONCE = 2 * TILE + 4 * TILE  # of a tile: K and V in, dV and dK through
 clocks = count.sum().map(units.kibibytes)
 
 # %% tags=["remove-input"]
@@ -159,12 +157,16 @@ chapter.glue(b1_smem=clocks[B1], mma=5 * MMA, one=MMA, flops=units.B200.flops, *
 # agree?
 
 # %%
-STEPS = 4
-runs, books = {}, []
+STEPS, lines = 4, {}
 for impl, module, keys in ((B1, b1, 128), (B2, b2, 256)):
     given = studies.batch((STEPS * 128,), (keys,))
-    runs[impl] = studies.backward(module, given, arch="sm_100", trace=True)
-    line = runs[impl].reports["backward_kernel"].timeline
+    run = studies.backward(module, given, arch="sm_100", trace=True)
+    lines[impl] = run.reports["backward_kernel"].timeline
+
+# %% tags=["remove-input"]
+ONCE = 2 * TILE + 4 * TILE  # of a tile: K and V in, dV and dK through
+books = []
+for impl, line in lines.items():
     port = line.busy[0]["shared memory"]
     mmas = [e for e in line.events if e.kind == "mma" and e.cta == 0]
     of_dp = [e.start for e in mmas if e.name.startswith("v[0]")]
@@ -172,7 +174,8 @@ for impl, module, keys in ((B1, b1, 128), (B2, b2, 256)):
     books.append((impl[:2], (port - units.kibibytes(ONCE)) / STEPS, step, 5 * MMA / step * 100))
     assert books[-1][1] == clocks[impl], "the text says so"
 books = pd.DataFrame(books, columns=["rung", "port busy", "a step takes", "MMAs (%)"])
-chapter.table(books, emulated="clocks of a step, modelled schedule, sm_100; 512 rows")
+how = f"clocks of a step, {STEPS} steps, without what a tile moves once; modelled schedule, sm_100"
+chapter.table(books, emulated=how)
 
 # %% tags=["remove-cell"]
 chapter.glue(b1_step=books["a step takes"][0])
@@ -190,8 +193,7 @@ assert (books["a step takes"] / books["port busy"]).between(1, 1.1).all(), "the 
 # | alt: >
 # |   A timeline with lanes for load, mma, two math roles, output, TMA and the tensor core. From the
 # |   second step on the tensor core has one gap a step, before dP; math works under dQ and dK.
-line = runs[B1].reports["backward_kernel"].timeline
-chapter.figure(line, emulated=f"{B1}, modelled schedule, sm_100")
+chapter.figure(lines[B1], emulated=f"{B1}, modelled schedule, sm_100")
 
 # %% [markdown]
 # ## b2: halves of dQ change hands
@@ -227,7 +229,7 @@ assert together["dS"] > most > together["half of dQ"], "the text says so"
 # role `output` changes:
 
 # %% tags=["remove-input"]
-chapter.code(b2.output, "tlx.barrier_expect_bytes", "count += steps")
+chapter.code(b2.output, "tlx.barrier_wait(inbox.empty", "at = [BOUND")
 
 # %% [markdown]
 # It stores the half that belongs to the peer into the peer's *inbox*, through distributed shared
@@ -244,14 +246,10 @@ kernels = {"b1": built(b1), "b2": built(b2)}
 loop = "range(0, steps * options.GROUP, num_stages=0)"
 left = studies.changed(b1, (loop, loop.replace(", num_stages=0", "")))
 kernels["b1, loop left alone"] = built(left)
-facts = []
-for name, kernel in kernels.items():
-    made = compile_check.read(kernel)
-    row = {"kernel": name, "registers": made.registers, "spilled (B)": made.spill_bytes}
-    row |= {"shared (B)": made.shared_bytes, "columns": kernel.metadata.tmem_size}
-    NAMES = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "UTMAREDG", "STAS")
-    facts.append(row | {mnemonic: made.instructions[mnemonic] for mnemonic in NAMES})
-facts = pd.DataFrame(facts).set_index("kernel")
+facts = studies.facts(kernels, ("UTCHMMA", "UTCBAR", "UTMAREDG", "STAS"))
+facts["shared (B)"] = [kernel.metadata.shared for kernel in kernels.values()]
+facts["columns"] = [kernel.metadata.tmem_size for kernel in kernels.values()]
+facts = facts.drop(columns="serialised").set_index("kernel")
 chapter.table(facts.reset_index(), modelled="SASS for sm_100a, head_dim 128, bf16")
 
 # %% tags=["remove-cell"]
@@ -276,18 +274,16 @@ chapter.glue(spilled=max(spilled["b1"], spilled["b2"]), loop=len(b1_loop))
 # Lengths around all edges, empty sequences among them, against fp64:
 
 # %%
-errors = []
+errors = {}
+given = studies.batch(studies.EDGES, studies.EDGES[::-1], head_dim=64)
 for name, module in (("b1", b1), ("b2", b2)):
-    given = studies.batch(studies.EDGES, studies.EDGES[::-1], head_dim=64)
     found = studies.backward(module, given, arch="sm_100").gradients
-    errors.append(studies.compare_gradients(found, given)["% of allowed"].rename(name))
-chapter.table(
-    pd.concat(errors, axis=1).reset_index(), emulated="largest error, % of what is allowed; bf16"
-)
+    errors[name] = studies.compare_gradients(found, given)["% of allowed"]
+errors = pd.DataFrame(errors).reset_index()
+chapter.table(errors, emulated="largest error, % of what is allowed; bf16")
 
 # %% [markdown]
-# Now forget: to wait until dQ has left dP's columns; to keep P of role 1 off the scores of role 0;
-# to wait for the inbox of the peer; to wait at the end for the peer's last arrival.
+# Now forget a wait, or where P may lie:
 
 # %%
 forgotten = {
@@ -306,10 +302,9 @@ given = studies.batch((300,), (256,), head_dim=64)
 within = partial(emulator.enabled, "sm_100")
 for what, (module, *change) in forgotten.items():
     wrong = studies.changed(module, tuple(change))
-    says = studies.findings(
-        lambda to=wrong: to.backward(studies.gradient(given), given), (0, 1), within
-    )
-    print(f"{what}: {says[0].splitlines()[0][:70] if says[0] else 'nothing found'}")
+    call = partial(wrong.backward, studies.gradient(given), given)
+    (says,) = studies.findings(call, [0], within)
+    print(f"{what}: {(says or 'nothing found').splitlines()[0][:70]}")
 
 # %% [markdown]
 # The last one is not found: a CTA that has ended keeps its memory in the emulator, as in v5. The
@@ -325,25 +320,24 @@ for what, (module, *change) in forgotten.items():
 # tcgen05 can run one MMA on two SMs (`cta_group::2`): each CTA then holds half of B, and reads of B
 # halve. For long K and V a third rung would use that. By the same count, of a step and CTA: S, dP
 # and dK read 48 KiB each, dV 16. But dQ of 128 rows must sum over the keys of *both*, so halves of
-# dS change hands, 16 KiB each way, each CTA has 64 rows of dQ, and those leave as 32 KiB of fp32.
+# dS change hands, each CTA has 64 rows of dQ, and those leave as fp32. Of Q and of dO a CTA loads
+# three quarters: its own 64 rows, and its own 64 columns of the others.
 
 # %%
 pair = {
     "S, dP, dK": 3 * 1.5 * TILE, "dV": TILE / 2, "dQ": TILE + TILE, "dS stored": TILE,
     "dS out and in": TILE, "Q, dO by TMA": 1.5 * TILE, "dQ out": 2 * TILE,
 }  # fmt: skip
-room = {"K": 1.5 * TILE, "V": TILE, "Q": 2 * 0.75 * TILE, "dO": 0.75 * TILE, "dS": TILE}
-room |= {"inbox": TILE / 2, "staging": TILE / 2}
 pair_clocks = units.kibibytes(sum(pair.values()))
-print(f"{sum(pair.values()):.0f} KiB a step: {pair_clocks:,.0f} clocks of the port, ", end="")
-print(f"{4 * MMA + 2 * MMA:,.0f} of MMAs, dQ at half rate; {sum(room.values()):.0f} KiB of room")
-chapter.glue(gain=100 * (1 - pair_clocks / clocks[B1]))
+print(f"{sum(pair.values()):.0f} KiB a step: {pair_clocks:,.0f} clocks of the port")
+
+# %% tags=["remove-cell"]
+chapter.glue(gain=100 * (1 - pair_clocks / clocks[B1]), pair_mma=(4 + 2) * MMA)
 
 # %% [markdown]
-# Two operands of Q, its own 64 rows and its own 64 columns, are three quarters of a tile, and so of
-# dO; whole operands would not fit. All MMAs of a kernel have to be of pairs, dQ too, whose 64 rows
-# a CTA are assumed to run at half rate. At most {glue:text}`gain:.0f` % of the time can be won, by
-# the count that b1 reaches. That rung is not built.
+# All MMAs of a kernel have to be of pairs, dQ too, whose 64 rows a CTA are assumed to run at half
+# rate: {glue:text}`pair_mma:,.0f` clocks of MMAs. At most {glue:text}`gain:.0f` % of the time can
+# be won, by the count that b1 reaches. That rung is not built.
 #
 # ## Exercises
 #
@@ -358,15 +352,14 @@ chapter.glue(gain=100 * (1 - pair_clocks / clocks[B1]))
 # :class: dropdown
 #
 # S and dP have 128 each, dV, dK and dQ 64: 448. dQ could have columns of its own, and dP of the
-# next step would wait for no one: `dq.empty` would still be needed before the next dQ, a step
-# later.
+# next step would wait for no one. `dq.empty` would guard the next dQ, a step later.
 # :::
 #
 # :::{exercise} P in shared memory
 # :label: ex-b200b-p
 #
-# Had P to go through shared memory, as on Hopper if it were not in registers, how many KiB would a
-# step of b1 move, and how busy could MMAs be at most? *(paper, five minutes)*
+# Had P to go through shared memory, how many KiB would a step of b1 move, and how busy could MMAs
+# be at most? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-b200b-p
