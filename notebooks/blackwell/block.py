@@ -279,7 +279,7 @@ chapter.glue(in_order=held(line), looking=held(other))
 # | name: fig-b200-block
 # | caption: >
 # |   b1 forward with rotary, three blocks of two heads, in order. `turn` is at the next item while
-# |   `softmax` and `output` work. Modelled cycles, without contention.
+# |   `softmax` and `output` work. Modelled cycles.
 # | alt: >
 # |   Eight lanes. turn is always busy; MMA, softmax, MMA, output and store follow each turn.
 chapter.figure(line, emulated="b1_warp_specialized forward, modelled schedule, sm_100")
@@ -306,8 +306,9 @@ print(block_studies.comparison(b1, ragged, arch="sm_100").to_string(index=False)
 # flipped, each count and buffer off by one. The emulator notices all of them.
 #
 # *Not proved.* No B200 has run this. The emulator models neither proxy fences, so a missing one
-# would not be noticed, nor layouts in shared memory, nor contention for issue slots. PTX asks for
-# fences of tcgen05 around barriers between roles; TLX has no call for them. Only hardware can tell.
+# would not be noticed, nor layouts in shared memory, and its clocks know no latency of an
+# instruction. PTX asks for fences of tcgen05 around barriers between roles; TLX has no call for
+# them. Only hardware can tell.
 #
 # ## Prediction
 #
