@@ -52,18 +52,18 @@ class Expected(NamedTuple):
 EXPECTED = {
     "forward": (
         Expected("b1_tensor_memory", 0.55, 0.75, 0.95, forward(
-            "one tile", B200, 96, 64, issue=539, in_turns=("mma", "mufu"), start_us=2.8)),
+            "one tile", B200, 96, 64, issue=534, in_turns=("mma", "mufu"), start_us=2.8)),
         Expected("b2_two_tiles", 0.70, 0.86, 1.0, forward(
-            "two tiles", B200, 96, 32, issue=539, tile=(256, 128), start_us=1.4)),
+            "two tiles", B200, 96, 32, issue=535, tile=(256, 128), start_us=1.4)),
         Expected("b3_stream", 0.75, 0.88, 1.02, forward(
-            "two tiles, one stream", B200, 96, 32, issue=539, tile=(256, 128))),
+            "two tiles, one stream", B200, 96, 32, issue=537, tile=(256, 128))),
         Expected("b4_mixed", 0.75, 0.88, 1.02, forward(
-            "the same, mixed", B200, 96, 32, mufu=0.75, issue=589, tile=(256, 128))),
+            "the same, mixed", B200, 96, 32, mufu=0.75, issue=602, tile=(256, 128))),
         Expected("b5_cta_pair", 0.80, 0.93, 1.05, forward(
-            "pair, K and V stay", B200, 64, 0, keys=64, mufu=0.75, issue=589, tile=(256, 128)),
+            "pair, K and V stay", B200, 64, 0, keys=64, mufu=0.75, issue=608, tile=(256, 128)),
             most_keys=256),
         Expected("b6_pair_stream", 0.80, 0.93, 1.05, forward(
-            "pair, K and V stream", B200, 64, 16, mufu=0.75, issue=589, tile=(512, 128))),
+            "pair, K and V stream", B200, 64, 16, mufu=0.75, issue=608, tile=(512, 128))),
     ),
     "backward": (
         Expected("b1_tensor_memory_backward", 0.65, 0.83, 1.0, backward(

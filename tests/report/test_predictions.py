@@ -9,7 +9,7 @@ import pytest
 
 from gdpa_kernels import __main__
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring import record, system, units
+from gdpa_kernels.measuring import compile_check, record, system, units
 from gdpa_kernels.measuring.record import Ceiling, Error, Package, Protocol, Record, Row
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.system import System
@@ -90,6 +90,15 @@ def test_every_prediction_lies_in_its_interval_and_below_its_ceiling():
     assert table["of_copy"].between(0.3, 1).all()
     assert table["of_matmul"].dropna().between(0.1, 1).all()
     assert not table.duplicated(["figure", "workload", "direction", "impl"]).any()
+
+
+@pytest.mark.parametrize("expected", predictions.EXPECTED["forward"], ids=lambda x: x.impl)
+def test_issue_slots_are_those_of_the_compiled_loop(expected):
+    """Of a math role, which takes a tile of pairs in each turn."""
+    keys = 256 if expected.most_keys == 256 else 1024
+    built = compile_check.build_rung(expected.impl, capability=100, max_seqlen_k=keys)
+    loop = compile_check.shortest_loop(built, "STTM", 2)
+    assert expected.design.pairs["issue"] == len(loop)
 
 
 def test_the_blackwell_rungs_of_the_ladders_are_predicted_and_no_others():
