@@ -73,7 +73,9 @@ def clocks(groups: Mapping[str, pd.DataFrame], busy: float) -> Figure:
         chart, axis = subplots(width=7.2, height=3.9)
         for (name, rows), shade, mark in zip(groups.items(), shades, "os^D", strict=False):
             axis.plot(rows["tflops"], rows["sm_clock_mhz"], mark, color=shade, label=name)
-        axis.plot((560, 720), (560 / busy, 720 / busy), color=INK, linestyle=(0, (4, 2)))
+        drawn = pd.concat(list(groups.values()))
+        ends = 0.9 * busy * drawn["sm_clock_mhz"].min(), 1.05 * drawn["tflops"].max()
+        axis.plot(ends, [rate / busy for rate in ends], color=INK, linestyle=(0, (4, 2)))
         axis.set_xlabel("TFLOP/s, back to back")
         axis.set_ylabel("SM clock read, MHz")
         axis.legend(loc="lower left", fontsize=8.5)

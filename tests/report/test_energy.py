@@ -70,4 +70,6 @@ def test_every_row_has_a_mark():
     rows = pd.DataFrame({"tflops": [500.0, 600.0], "sm_clock_mhz": [1500.0, 1400.0]})
     axis = energy.clocks({"ours": rows, "peers": rows[:1]}, busy=0.5).axes[0]
     assert [len(line.get_xdata()) for line in axis.lines] == [2, 1, 2]
-    assert list(axis.lines[-1].get_ydata()) == [1120, 1440]
+    (low, high), clock = axis.lines[-1].get_xdata(), axis.lines[-1].get_ydata()
+    assert (low, high) == pytest.approx((0.9 * 0.5 * 1400, 1.05 * 600))
+    assert list(clock) == pytest.approx([low / 0.5, high / 0.5])
