@@ -627,14 +627,17 @@ def _block_workloads() -> dict[str, Workload]:
         for fill, law in laws.items()
         for n in BLOCK_MAX_SEQLENS
     ]
+    found += [
+        _block(f"block-fill70-2000-d{head_dim}", 2000, laws["fill70"], head_dim=head_dim)
+        for head_dim in (96, 256)
+    ]
     tokens = 1_735_537
     law = Between(0.4, 1.0, total=tokens)
-    found.append(
-        _block(
-            f"block-rotary-{tokens}", 2200, law, num_heads_q=3, num_heads_k=3, rotary=True,
-            rotate_v=True,
-        )
-    )  # fmt: skip
+    rotated = {"num_heads_q": 3, "num_heads_k": 3, "rotary": True, "rotate_v": True}
+    found += [
+        _block(f"block-rotary-{tokens}{suffix}", 2200, law, head_dim=head_dim, **rotated)
+        for head_dim, suffix in ((128, ""), (96, "-d96"), (256, "-d256"))
+    ]
     return {w.name: w for w in found}
 
 
@@ -643,6 +646,7 @@ BLOCK_WORKLOADS: dict[str, Workload] = _block_workloads()
 
 fill70: lengths uniform in [0.4, 1.0) of the maximum; fill100: every length is the maximum. Of the
 rotary one only the tokens, batch, heads and head_dim are published; its law of lengths is ours.
+-d64, -d96, -d256: the same lengths at another head_dim; none at 96 or 256 is published.
 """
 
 BLOCK_TABLES: dict[str, tuple[str, ...]] = {

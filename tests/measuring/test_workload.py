@@ -153,7 +153,7 @@ def test_published_block_rotary_by_hand():
 
 
 def test_named_block_workloads_are_the_published_ones():
-    assert len(BLOCK_WORKLOADS) == 8 * 2 * 2 + 1
+    assert len(BLOCK_WORKLOADS) == 8 * 2 * 2 + 1 + 2 * 2
     assert not set(BLOCK_WORKLOADS) & set(WORKLOADS)
     for name, w in BLOCK_WORKLOADS.items():
         assert w.name == name and workload(name) is w and w.block_size == 64
@@ -166,6 +166,10 @@ def test_named_block_workloads_are_the_published_ones():
             assert set(w.seqlens_q) == {w.max_seqlen_q}
     for names in BLOCK_TABLES.values():
         assert set(names) <= set(BLOCK_WORKLOADS)
+    for plain in ("block-fill70-2000", "block-rotary-1735537"):
+        for head_dim in (96, 256):
+            w = workload(f"{plain}-d{head_dim}")
+            assert w == replace(workload(plain), name=w.name, head_dim=head_dim)
     # a change here changes the meaning of every record
     assert workload("block-fill70-2000").total_q == 1_609_664
     assert workload("block-fill70-2000").blocks == 25_716
