@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from statistics import NormalDist
 from typing import Any
@@ -597,11 +597,53 @@ def _workloads() -> dict[str, Workload]:
         _self("kuairandpure", 512, KUAIRAND["kuairandpure"]),
         _self("kuairand1k", 4096, KUAIRAND["kuairand1k"]),
     ]
-    return {w.name: w for w in found}
+    return {w.name: w for w in (*found, *_other_shapes())}
+
+
+def _other_shapes() -> list[Workload]:
+    """What no published figure shows; full batches of 1152, 4 heads, head_dim 128, GELU by tanh,
+    but for what the name says."""
+
+    def full(suffix: str, n: int = 1024, keys: int | None = None, **options: Any) -> Workload:
+        kind = "self" if keys is None else "cross"
+        return Workload(
+            name=f"gdpa-{kind}-full-{n}{suffix}", max_seqlen_q=n, max_seqlen_k=keys or n,
+            lengths_q=Full(), lengths_k=None if keys is None else Full(), **_PUBLISHED | options,
+        )  # fmt: skip
+
+    return [
+        full("-h3", num_heads_q=3, num_heads_k=3),
+        full("-kv192-h6", keys=192, num_heads_q=6, num_heads_k=6),
+        full("-gqa", num_heads_q=8, num_heads_k=2),
+        full("-causal", causal=True),
+        full("-window128", window=128),
+        full("-gelu", activation="gelu"),
+        full("", 384),
+        full("", 640),
+        full("-kv320", 2048, 320),
+        full("-b64", 4096, batch=64),
+        full("-b8", 8192, batch=8),
+        full("-kv128-d64", keys=128, head_dim=64),
+        replace(_self("half-jagged", 800, Uniform(0.5)), name="gdpa-self-half-jagged-800-d64",
+                head_dim=64),
+    ]  # fmt: skip
 
 
 WORKLOADS: dict[str, Workload] = _workloads()
 """Every named workload of GDPA. The published ones: batch 1152, 4 heads, head_dim 128, bfloat16."""
+
+OTHER_SHAPES: dict[str, tuple[str, ...]] = {
+    "forward": (
+        "gdpa-self-ml1m-1024", "gdpa-self-full-1024-h3", "gdpa-cross-full-1024-kv192-h6",
+        "gdpa-self-full-1024-gqa", "gdpa-self-full-1024-causal", "gdpa-self-full-1024-window128",
+    ),
+    "backward": (
+        "gdpa-cross-full-2048-kv320", "gdpa-self-full-384", "gdpa-self-full-640",
+        "gdpa-self-full-4096-b64", "gdpa-self-full-8192-b8", "gdpa-self-half-jagged-800-d64",
+        "gdpa-cross-full-1024-kv128-d64", "gdpa-self-full-1024-gelu",
+    ),
+}  # fmt: skip
+"""Direction -> names of workloads that users bring and no published figure shows."""
 
 BLOCK_MAX_SEQLENS = (1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000)
 

@@ -19,6 +19,7 @@ from gdpa_kernels.measuring.workload import (
     FIGURES,
     KUAIRAND,
     MOVIELENS,
+    OTHER_SHAPES,
     WORKLOADS,
     Between,
     Full,
@@ -385,6 +386,17 @@ def test_figures_are_the_published_ones():
     assert figures_of("gdpa-self-full-512", "forward") == ("gdpa-self-fwd-full",)
     assert figures_of("gdpa-self-full-512", "backward") == ("gdpa-self-bwd-full",)
     assert figures_of("gdpa-self-ml1m-1024", "forward") == ()
+
+
+def test_other_shapes_are_no_published_ones_and_differ_as_named():
+    for direction, names in OTHER_SHAPES.items():
+        assert all(figures_of(name, direction) == () for name in names)
+    assert workload("gdpa-self-full-1024-gqa").num_heads_q == 8
+    assert workload("gdpa-self-full-1024-causal").pairs == 1152 * 1024 * 1025 // 2
+    assert workload("gdpa-cross-full-2048-kv320").pairs == 1152 * 2048 * 320
+    assert (workload("gdpa-self-full-8192-b8").batch, workload("gdpa-self-full-640").fill) == (8, 1)
+    narrow = workload("gdpa-self-half-jagged-800-d64")
+    assert narrow.head_dim == 64 and 0.45 < narrow.fill < 0.55
 
 
 def test_figure_ids_match_the_published_data():
