@@ -5,33 +5,41 @@ for a tile of raw scores `s` in fp32. What the two have in common is computed on
 the one that `activations.activate` computes. A derivative that jumps takes the value that PyTorch's
 has there: 0 at 0 for relu, 0.01 at 0 for leaky_relu, 0 at -3 and 1 at 3 for hardswish.
 
-| name                      | error of the derivative, APPROX       |
-|---------------------------|---------------------------------------|
-| `identity`, `relu`        | none                                  |
-| `silu`                    | 2**-11 (1 + abs(x)), all x            |
-| `gelu_tanh`               | 2**-11 (1 + 2 abs(x)), abs(x) <= 1e13 |
-| `gelu`                    | 1e-6 (1 + abs(x)), all x              |
-| `gelu_taylor6`            | 8.5e-3 for abs(x) <= 1; none beyond   |
-| the others                | rounding only                         |
+| name               | error of the derivative, APPROX              |
+|--------------------|----------------------------------------------|
+| `identity`, `relu` | none                                         |
+| `silu`             | 2**-11 (1 + abs(x)), all x                   |
+| `gelu_tanh`        | 2**-11 (1 + 2 abs(x)), abs(x) <= 1e13        |
+| `gelu`             | 8e-4 + 2**-11 (1 + 2 abs(x)), abs(x) <= 1e13 |
+| `gelu_taylor6`     | 8.5e-3 for abs(x) <= 1; none beyond          |
+| the others         | rounding only                                |
 
 Without APPROX the smooth derivatives are within 2e-6 (1 + abs(x)) on the same ranges.
 
-gelu_tanh multiplies 1 - tanh(u)^2 by 0.5 x u', which grows as x^3. By the documented error of
-`tanh.approx.f32` alone, 2**-11 of the result, the bound holds for abs(x) <= 3.8. Beyond, it takes
-that the instruction returns exactly 1 or -1 where tanh is within 2**-12 of it. Above 2e13 the
-factor overflows, and the derivative is NaN.
+Both GELUs multiply 1 - tanh(u)^2 by 0.5 x u', which grows as x^3. By the documented error of
+`tanh.approx.f32` alone, 2**-11 of the result, their bounds hold for abs(x) <= 3.8. Beyond, they
+take that the instruction returns exactly 1 or -1 where tanh is within 2**-12 of it. Above 2e13 the
+factor overflows, and the derivative is NaN. The 8e-4 of `gelu` are the fit's
+(`activations.tanh_argument`).
 
-`value_and_slope_folded` leaves factors of GELU (tanh) and SiLU to the sums that they end in. With
-the same t it returns y = s (1 + t) and c, so that activation(scale s) = scale / 2 y, the derivative
-is (1 + c) / 2 and dS = (dP + c dP) / 2: with that last step 9 instructions and the MUFU instead of
-12, or 5 instead of 6.
+`value_and_slope_folded` leaves factors of GELU and SiLU to the sums that they end in. With the same
+t it returns y = s (1 + t) and c, so that activation(scale s) = scale / 2 y, the derivative is
+(1 + c) / 2 and dS = (dP + c dP) / 2: with that last step 9 instructions and the MUFU instead of 12,
+or 5 instead of 6.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.gdpa.activations import activate, count, pick, relu, tanh_approx
+from gdpa_kernels.gdpa.activations import (
+    activate,
+    count,
+    pick,
+    relu,
+    tanh_approx,
+    tanh_argument,
+)
 from gdpa_kernels.gdpa.masks import mask_transposed
 
 INSTRUCTIONS = {
@@ -42,12 +50,12 @@ INSTRUCTIONS = {
     "hardswish": (11, 0),
     "silu": (5, 1),
     "gelu_tanh": (11, 1),
-    "gelu": (26, 2),  # and 15 integer instructions and moves
+    "gelu": (11, 1),
     "gelu_taylor6": (9, 0),
 }
 """fp32 and MUFU instructions of one element's value and slope with APPROX, compiled for sm_90a."""
 
-FOLDABLE = ("gelu_tanh", "silu")
+FOLDABLE = ("gelu", "gelu_tanh", "silu")
 
 
 def foldable(activation: tuple[str, ...], dtype: torch.dtype) -> bool:
@@ -59,10 +67,9 @@ def foldable(activation: tuple[str, ...], dtype: torch.dtype) -> bool:
 
 
 @triton.jit
-def gelu_tanh_and_slope(s, scale, APPROX: tl.constexpr):
+def gelu_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
     """With t = tanh(u): 0.5 x (1 + t) and 0.5 (1 + t) + 0.5 x u' (1 - t^2)."""
-    linear = 0.7978845608028654 * scale
-    cubic = 0.7978845608028654 * 0.044715 * scale * scale * scale
+    linear, cubic = tanh_argument(scale, NAME)
     square = s * s
     u = s * (linear + cubic * square)
     half = s * (0.5 * scale)
@@ -102,8 +109,8 @@ def gelu_taylor6_slope(x):
 @triton.jit
 def value_and_slope(s, scale, NAME: tl.constexpr, APPROX: tl.constexpr):
     """(activation(scale s), activation'(scale s)), element by element, in fp32."""
-    if NAME == "gelu_tanh":
-        y, slope = gelu_tanh_and_slope(s, scale, APPROX)
+    if NAME == "gelu_tanh" or (NAME == "gelu" and APPROX):
+        y, slope = gelu_and_slope(s, scale, NAME, APPROX)
     elif NAME == "silu":
         y, slope = silu_and_slope(s, scale, APPROX)
     else:
@@ -149,16 +156,14 @@ def value_and_slope_per_head(s, scale, head, ACTIVATION: tl.constexpr, APPROX: t
 def value_and_slope_folded(s, scale, NAME: tl.constexpr):
     """(y, c) in fp32: activation(scale s) = scale / 2 y, its derivative is (1 + c) / 2; with
     tanh.approx. NAME: FOLDABLE."""
-    if NAME == "gelu_tanh":
-        linear = 0.7978845608028654 * scale
-        cubic = 0.7978845608028654 * 0.044715 * scale * scale * scale
+    if NAME == "silu":
+        x_slope = s * (0.5 * scale)
+        t = tanh_approx(x_slope)
+    else:
+        linear, cubic = tanh_argument(scale, NAME)
         square = s * s
         t = tanh_approx(s * (linear + cubic * square))
         x_slope = s * (linear + 3.0 * cubic * square)
-    else:
-        tl.static_assert(NAME == "silu", "not foldable")
-        x_slope = s * (0.5 * scale)
-        t = tanh_approx(x_slope)
     return s + s * t, t + x_slope * (1.0 - t * t)
 
 

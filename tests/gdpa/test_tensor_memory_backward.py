@@ -358,7 +358,14 @@ LOCAL = ("LDL", "STL")
 
 
 @pytest.mark.parametrize(
-    "options", ({}, {"head_dim": 64}, {"heads_k": 2, "causal": True, "window": 40}), ids=str
+    "options",
+    (
+        {},
+        {"head_dim": 64},
+        {"heads_k": 2, "causal": True, "window": 40},
+        {"dtype": FP16, "activation": "gelu", "window": 40},
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize("impl", RUNGS)
 def test_fits_and_does_not_spill_in_loops(impl, options):
@@ -368,14 +375,6 @@ def test_fits_and_does_not_spill_in_loops(impl, options):
     assert made.registers == 65536 // 512 and made.spill_bytes <= MOST_SPILLED
     for loop in (shortest_loop(built, "MUFU", 64), shortest_loop(built, "UTCHMMA", 24)):
         assert not [name for name in loop if name in LOCAL]
-
-
-@pytest.mark.parametrize("impl", RUNGS)
-def test_known_spills_do_not_grow(impl):
-    """GELU by erf, and its derivative: four accesses among 3,350 instructions of the loop."""
-    built, made, _ = compiled(impl, dtype=FP16, activation="gelu", window=40)
-    assert MOST_SPILLED < made.spill_bytes <= 160
-    assert sum(name in LOCAL for name in shortest_loop(built, "MUFU", 128)) <= 4
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
