@@ -6,10 +6,11 @@ raises, gives a row with the reason and no samples.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,8 +23,11 @@ from gdpa_kernels.measuring.operators import Candidate
 from gdpa_kernels.measuring.workload import Workload
 
 SCOPES = ("kernel", "sustained", "op", "host", "schedule")
+ON_DEVICE = ("kernel", "sustained")
 Entry = str | tuple[str, str, Mapping[str, object]]
 """A name, or (name, variant, options of the rung)."""
+Scopes = Sequence[str] | Mapping[str, Collection[str]]
+"""What is timed of every implementation, or of which each scope is."""
 
 
 class Attempt(NamedTuple):
@@ -118,20 +122,22 @@ def measure(
     device: torch.device,
     direction: str = "forward",
     protocol: timing.Protocol = timing.DEFAULT,
-    scopes: Sequence[str] = ("kernel",),
+    scopes: Scopes = ("kernel",),
+    seconds: float = sustained.SECONDS,
     failures: Mapping[int, Attempt] = MappingProxyType({}),
     log: Callable[[str], None] = print,
 ) -> list[record.Row]:
     """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
 
     An entry of `impls` is a name, or (name, variant, options of the rung). Scopes: "kernel", all
-    kernels of the pass, zero fills and conversions included; "sustained", the same back to back,
-    one implementation at a time, with the load of the GPU; "op", the public call of a rung, or
-    autograd's backward of it, and of GDPA's backward rungs also the variant `baselines.STEP`, with
-    the FLOPs and bytes of both directions; "host", until that call returns; "schedule", what
-    makes the lists and offsets that the kernels were given. The error of a backward row is that of
-    the gradient closest to its budget. `failures`: by their places in `impls`, what `probe.Probe`
-    found and must not run in this process.
+    kernels of the pass, zero fills and conversions included; "sustained", the same back to back for
+    `seconds`, one implementation at a time, with the load of the GPU; "op", the public call of a
+    rung, or autograd's backward of it, and of GDPA's backward rungs also the variant
+    `baselines.STEP`, with the FLOPs and bytes of both directions; "host", until that call returns;
+    "schedule", what makes the lists and offsets that the kernels were given. What fails has a row
+    in each of the first two that was asked of it. The error of a backward row is that of the
+    gradient closest to its budget. `failures`: by their places in `impls`, what `probe.Probe` found
+    and must not run in this process.
     """
     inputs = make_inputs(workload, device=device)
     operator = operators.of(inputs, direction)
@@ -143,17 +149,22 @@ def measure(
         if found.failure is None:
             ready.append((found.made, found.error, found.peak))
         else:
-            common = {"impl": impl, "variant": variant, "scope": "kernel"}
-            common |= {"math": operator.math(impl), "error": found.error, "failure": found.failure}
-            rows.append(record.Row.of(workload, direction, **common))
+            common = {"impl": impl, "variant": variant, "math": operator.math(impl)}
+            common |= {"error": found.error, "failure": found.failure}
+            asked = [scope for scope in ON_DEVICE if _asks(scopes, scope, impl)] or ["kernel"]
+            rows += [record.Row.of(workload, direction, scope=x, **common) for x in asked]
             log(f"  {impl}{' ' + variant if variant else ''}: {found.failure}")
         free()
     operator = operators.of(inputs, direction)  # without what it remembered to check
     free()
     for scope in scopes:
-        calls = list(_calls(scope, operator, [made for made, _, _ in ready]))
+        calls = [
+            (i, variant, call)
+            for i, variant, call in _calls(scope, operator, [made for made, _, _ in ready])
+            if _asks(scopes, scope, ready[i][0].impl)
+        ]
         functions = {f"{ready[i][0].impl} {variant}": call for i, variant, call in calls}
-        samples = _sampler(scope)(functions, device, protocol)
+        samples = _sampler(scope, seconds)(functions, device, protocol)
         for i, variant, _ in calls:
             made, error, peak = ready[i]
             times = samples[f"{made.impl} {variant}"]
@@ -175,7 +186,7 @@ def measure(
                     math=made.math, samples_us=times, **what,
                 )
             )  # fmt: skip
-            if scope in ("kernel", "sustained") and times:
+            if scope in ON_DEVICE and times:
                 median = sorted(times)[len(times) // 2]
                 rate = workload.flops(direction) / median / 1e6
                 speed = workload.bytes(direction) / median / 1e3
@@ -354,6 +365,11 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
+def _asks(scopes: Scopes, scope: str, impl: str) -> bool:
+    """Whether `impl` is to be timed in `scope`."""
+    return scope in scopes and (not isinstance(scopes, Mapping) or impl in scopes[scope])
+
+
 def _calls(
     scope: str, operator: operators.Gdpa | operators.BlockAttention, ready: Sequence[Candidate]
 ) -> Iterator[tuple[int, str, operators.Call]]:
@@ -364,7 +380,7 @@ def _calls(
     if scope not in SCOPES:
         raise ValueError(f"scopes must be among {SCOPES}, got {scope!r}")
     for i, made in enumerate(ready):
-        if scope in ("kernel", "sustained"):
+        if scope in ON_DEVICE:
             yield i, made.variant, made.call
         elif made.variant:
             continue
@@ -377,12 +393,12 @@ def _calls(
                 yield i, "", call
 
 
-def _sampler(scope: str) -> Callable[..., dict[str, list[float]]]:
+def _sampler(scope: str, seconds: float) -> Callable[..., dict[str, list[float]]]:
     """The timer of `scope`; of "sustained", whose samples come with a load."""
     others = {
         "op": timing.sample_ops,
         "host": timing.sample_hosts,
-        "sustained": sustained.sample_each,
+        "sustained": functools.partial(sustained.sample_each, seconds=seconds),
     }
     return others.get(scope, timing.sample_kernels)
 

@@ -2,8 +2,8 @@
 
 A kernel that hangs, or an illegal address, after which its process can launch nothing more, then
 costs one row and not the run. A rung is proven on GPUs of a compute capability (major.minor) by a
-correct row of a record; what is proven is not tried here. The child makes the inputs itself, and it
-has ended before anything is timed. What a chapter launches by itself is not covered.
+correct row of a record or of this run; what is proven is not tried here. The child makes the inputs
+itself, and it has ended before anything is timed. What a chapter launches by itself is not covered.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import multiprocessing
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,12 +42,17 @@ def proven(data_dir: str | Path, capability: str | None) -> Proven:
     for run in record.survey(data_dir)[0]:
         machine = system.load(Path(data_dir) / "systems" / f"{run.system}.json")
         if machine.compute_capability == capability:
-            found |= {
-                (row.operator, row.direction, row.impl)
-                for row in run.rows
-                if row.failure is None and row.error is not None and row.error.passed
-            }
+            found |= _right(run.rows)
     return found
+
+
+def _right(rows: Iterable[record.Row]) -> Proven:
+    """What `rows` prove."""
+    return {
+        (row.operator, row.direction, row.impl)
+        for row in rows
+        if row.failure is None and row.error is not None and row.error.passed
+    }
 
 
 def is_unproven(
@@ -74,7 +79,7 @@ class Probe:
         limit_s: float = LIMIT_S,
         attempt: Callable[..., Attempt] = measure.attempt,
     ) -> None:
-        self._device, self._known, self._log = device, known, log
+        self._device, self._known, self._log = device, {*known}, log
         self._limit_s, self._attempt = limit_s, attempt
         self._found: dict[tuple[str, str, str, str], Attempt] = {}
         self._timeouts: Counter[tuple[str, str]] = Counter()
@@ -105,6 +110,10 @@ class Probe:
         if child is not None:
             child.end()
         return failed
+
+    def learn(self, rows: Iterable[record.Row]) -> None:
+        """Let what the rows of this run prove run without a child process."""
+        self._known |= _right(rows)
 
 
 class _Child:

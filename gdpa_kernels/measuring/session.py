@@ -50,8 +50,9 @@ class Session:
         self.before = system.state(self.device.index)
         known = probe.proven(data_dir, self.system.compute_capability)
         self._probe = probe.Probe(self.device, known, log)
-        self.ceilings = timing.measure_ceilings(self.device, protocol)
-        self._has_attention_copies = False
+        self.ceilings: list[record.Ceiling] = []
+        self._limits: set[tuple[Callable, str]] = set()
+        self._add_ceilings(timing.limits, "kernel")
         self.rows: list[record.Row] = []
         self.tables: dict[str, record.Table] = {}
         self.workloads: dict[str, Workload] = {}
@@ -62,23 +63,24 @@ class Session:
         impls: Sequence,
         *,
         direction: str = "forward",
-        scopes: Sequence[str] = ("kernel",),
+        scopes: measuring.Scopes = ("kernel",),
+        seconds: float = sustained.SECONDS,
     ) -> None:
         """Check and time `impls` on `workload`; see `measure`.
 
         The first workload of block attention, or the first backward, adds copies of attention's
-        mixes to the ceilings; the first one of scope "sustained" adds ceilings of that scope.
+        mixes to the ceilings; scope "sustained" adds ceilings of that scope.
         """
         if not self._begins(f"{workload.name}, {direction}"):
             return
-        self._prepare(workload, direction)
-        if "sustained" in scopes and all(c.scope != "sustained" for c in self.ceilings):
-            self.ceilings += sustained.measure_ceilings(self.device)
+        self._prepare(workload, direction, "sustained" in scopes)
         failures = self._probe.failures(workload, impls, direction)
-        self.rows += measuring.measure(
+        found = measuring.measure(
             workload, impls, device=self.device, direction=direction, protocol=self.protocol,
-            scopes=scopes, failures=failures, log=self.log,
+            scopes=scopes, seconds=seconds, failures=failures, log=self.log,
         )  # fmt: skip
+        self._probe.learn(found)
+        self.rows += found
         measuring.free()
 
     def measure_rotary(self, workload: Workload, *, direction: str = "forward") -> None:
@@ -125,12 +127,22 @@ class Session:
         self.tables["memory"] = record.Table(measuring.MEMORY, (*before.rows, *found.rows, *lost))
         measuring.free()
 
-    def _prepare(self, workload: Workload, direction: str) -> None:
+    def _prepare(self, workload: Workload, direction: str, back_to_back: bool = False) -> None:
         mixes = workload.operator == "block_attention" or direction == "backward"
-        if mixes and not self._has_attention_copies:
-            self.ceilings += timing.measure_attention_copies(self.device, self.protocol)
-            self._has_attention_copies = True
+        for make in (timing.limits, *[timing.attention_copies] * mixes):
+            self._add_ceilings(make, *measuring.ON_DEVICE[: 1 + back_to_back])
         self.workloads[workload.name] = workload
+
+    def _add_ceilings(self, make: Callable[..., list[timing.Limit]], *scopes: str) -> None:
+        """Measure the limits that `make` gives in each of `scopes`, once in a session."""
+        missing = [scope for scope in scopes if (make, scope) not in self._limits]
+        limits = make(self.device) if missing else []
+        for scope in missing:
+            self._limits.add((make, scope))
+            if scope == "kernel":
+                self.ceilings += timing.measure_ceilings(limits, self.device, self.protocol)
+            else:
+                self.ceilings += sustained.measure_ceilings(limits, self.ceilings, self.device)
 
     def add(self, workload: Workload, *rows: record.Row) -> None:
         """Add rows measured by other means on `workload`."""

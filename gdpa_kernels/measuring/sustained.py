@@ -1,17 +1,18 @@
 """Kernels back to back: what a training loop gets of a device that never rests.
 
 In a burst (`timing.sample_kernels`) the device pauses between calls, so it runs near its highest
-clock. Here one function runs alone for `SECONDS`, after `WARM_S` that bring clock and temperature
-to where they stay. A sample is the mean time of the calls in a chunk of about `CHUNK_US`, between
-two CUDA events; L2 keeps what the call before left in it. Meanwhile NVML reports the clock, the
-energy and what throttles. Source: NVML reference, nvmlDeviceGetTotalEnergyConsumption.
+clock. Here one function runs alone for `seconds`, after `WARM_S` that bring clock and temperature
+to where they stay: 1 gives the median of 1.5 within a percent, an energy wants 5. A sample is the
+mean time of the calls in a chunk of about `CHUNK_US`, between two CUDA events; L2 keeps what the
+call before left in it. Meanwhile NVML reports the clock, the energy and what throttles. Source:
+NVML reference, nvmlDeviceGetTotalEnergyConsumption.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import pynvml
@@ -123,22 +124,31 @@ def sample_each(
     functions: Mapping[str, Callable[[], object]],
     device: torch.device,
     protocol: timing.Protocol = timing.DEFAULT,
+    *,
+    seconds: float = SECONDS,
 ) -> dict[str, tuple[list[float], Load] | HostTooSlow]:
     """`sample` of one function after another; the error in place of its result. `protocol` is that
     of bursts, and says nothing here."""
     meter, found = Meter(device), {}
     for name, function in functions.items():
         try:
-            found[name] = sample(function, device, meter)
+            found[name] = sample(function, device, meter, seconds=seconds)
         except HostTooSlow as error:
             found[name] = error
     return found
 
 
-def measure_ceilings(device: torch.device) -> list[timing.Ceiling]:
-    """The limits of `timing.measure_ceilings`, back to back."""
+def measure_ceilings(
+    limits: Iterable[timing.Limit], bursts: Iterable[timing.Ceiling], device: torch.device
+) -> list[timing.Ceiling]:
+    """`limits` back to back: of each mix of reads and writes the one that was fastest in
+    `bursts`."""
+    fastest = {}
+    for burst in sorted(bursts, key=lambda c: statistics.median(c.samples_us), reverse=True):
+        fastest[burst.flops, burst.bytes_read, burst.bytes_written] = burst.shape
     meter, found = Meter(device), []
-    for ceiling, call in timing.limits(device):
-        times, load = sample(call, device, meter)
-        found.append(replace(ceiling, samples_us=tuple(times), scope="sustained", load=load))
+    for ceiling, call in limits:
+        if ceiling.shape in fastest.values():
+            times, load = sample(call, device, meter)
+            found.append(replace(ceiling, samples_us=tuple(times), scope="sustained", load=load))
     return found

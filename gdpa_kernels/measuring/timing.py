@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -200,20 +200,7 @@ def limits(device: torch.device) -> list[Limit]:
     return found
 
 
-def measure_ceilings(device: torch.device, protocol: Protocol = DEFAULT) -> list[Ceiling]:
-    """The device's `limits`."""
-    return _timed(limits(device), device, protocol)
-
-
-def _timed(limits: list[Limit], device: torch.device, protocol: Protocol) -> list[Ceiling]:
-    functions = {ceiling.shape: call for ceiling, call in limits}
-    samples = sample_kernels(functions, device, protocol)
-    return [replace(ceiling, samples_us=tuple(samples[ceiling.shape])) for ceiling, _ in limits]
-
-
-def measure_attention_copies(
-    device: torch.device, protocol: Protocol = DEFAULT, *, length: int = 2**29
-) -> list[Ceiling]:
+def attention_copies(device: torch.device, *, length: int = 2**29) -> list[Limit]:
     """Copies with the mixes of attention, by kernels of our own: three tensors of `length` bf16
     values read for one written, and four for three. The fastest of a mix is its ceiling."""
     from gdpa_kernels.measuring.copies import copy  # needs triton, which the timers do not
@@ -228,4 +215,13 @@ def measure_attention_copies(
             size = {"bytes_read": len(reads) * x.nbytes, "bytes_written": len(writes) * x.nbytes}
             call = functools.partial(copy, reads, writes, block=block, num_warps=warps)
             found.append((Ceiling("copy", shape, **size), call))
-    return _timed(found, device, protocol)
+    return found
+
+
+def measure_ceilings(
+    limits: Sequence[Limit], device: torch.device, protocol: Protocol = DEFAULT
+) -> list[Ceiling]:
+    """`limits` with their samples."""
+    functions = {ceiling.shape: call for ceiling, call in limits}
+    samples = sample_kernels(functions, device, protocol)
+    return [replace(ceiling, samples_us=tuple(samples[ceiling.shape])) for ceiling, _ in limits]

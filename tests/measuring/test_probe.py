@@ -70,6 +70,18 @@ def test_a_rung_that_hangs_again_is_not_tried_a_third_time(forked, ladder_with_s
     ]
 
 
+def test_a_right_row_of_this_run_proves_a_rung(forked, ladder_with_stand_ins):
+    said = []
+    made = probe.Probe(CPU, set(), said.append, attempt=unproven.attempt)
+    made.failures(SMALL, ["b90_right"])
+    row = a_row(impl="b90_right")
+    made.learn([replace(row, failure="slow", samples_us=()), replace(row, impl="b94_wrong")])
+    made.failures(replace(SMALL, name="second"), ["b90_right"])
+    made.learn([row])
+    made.failures(replace(SMALL, name="third"), ["b90_right"])
+    assert len(said) == 2
+
+
 def test_a_changed_copy_reaches_a_new_process_with_its_constants(ladder_with_stand_ins):
     """No fork: nothing is there but what was sent."""
     module = studies.changed(v7_packed, ("BLOCK_N: int = 128", "BLOCK_N: int = 96"))

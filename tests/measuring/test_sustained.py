@@ -80,7 +80,8 @@ def test_a_device_that_waits_for_the_host_is_no_sustained_load(monkeypatch):
         sampled(monkeypatch, device_us=10, host_us=30)
     monkeypatch.setattr(sustained, "Meter", lambda device: None)
 
-    def sample(function, device, meter):
+    def sample(function, device, meter, *, seconds):
+        assert seconds == sustained.SECONDS
         if function == "slow":
             raise sustained.HostTooSlow("why")
         return [1.0], None
@@ -153,8 +154,13 @@ def test_a_matmul_back_to_back():
     assert sum(times) / len(times) < 1000 and load.power_w > 100 and load.sm_clock_mhz > 500
 
 
-@needs_gpu
-def test_the_ceilings_have_a_load():
-    found = sustained.measure_ceilings(DEVICE)
-    assert [c.kind for c in found] == ["matmul", "copy", "copy", "copy"]
-    assert all(isinstance(c, Ceiling) and c.scope == "sustained" and c.load for c in found)
+def test_a_ceiling_back_to_back_is_the_fastest_of_its_mix(monkeypatch):
+    monkeypatch.setattr(sustained, "Meter", lambda device: None)
+    monkeypatch.setattr(sustained, "sample", lambda call, *_: ([call], LOAD))
+    sizes = {"bytes_read": 3, "bytes_written": 1}
+    kinds = [Ceiling("matmul", "mm", flops=8), Ceiling("copy", "slow", **sizes)]
+    kinds += [Ceiling("copy", "fast", **sizes), Ceiling("copy", "other", bytes_read=1)]
+    bursts = [replace(c, samples_us=(us,)) for c, us in zip(kinds, (5, 9, 7, 8), strict=True)]
+    found = sustained.measure_ceilings([(c, 10.0) for c in kinds], bursts, DEVICE)
+    assert [c.shape for c in found] == ["mm", "fast", "other"]
+    assert {(c.scope, c.load, c.samples_us) for c in found} == {("sustained", LOAD, (10.0,))}

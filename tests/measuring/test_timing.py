@@ -102,7 +102,8 @@ def test_attention_copies_have_its_mixes(monkeypatch):
         return {name: [1.0, 2.0, 3.0] for name in functions}
 
     monkeypatch.setattr(timing, "sample_kernels", sample)
-    found = timing.measure_attention_copies(torch.device("cpu"), length=1500)
+    limits = timing.attention_copies(torch.device("cpu"), length=1500)
+    found = timing.measure_ceilings(limits, torch.device("cpu"))
     assert len({ceiling.shape for ceiling in found}) == len(found) == 2 * len(timing.COPY_BLOCKS)
     moved = {(c.kind, c.flops, c.bytes_read, c.bytes_written) for c in found}
     assert moved == {("copy", 0, 9000, 3000), ("copy", 0, 12000, 9000)}
