@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from gdpa_kernels.gdpa import v0_eager
+from gdpa_kernels.gdpa import reference, v0_eager
 from gdpa_kernels.measuring.inputs import BlockInputs, Inputs
 from gdpa_kernels.measuring.workload import STEP
 
@@ -85,21 +85,33 @@ def differentiate(
 
 
 def _sequences(inputs: Inputs, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, ...]]:
-    """(q, k, v, grad_out) of one sequence after another, `[num_heads, length, head_dim]`."""
+    """(q, k, v, grad_out) of one sequence after another, `[num_heads_q, length, head_dim]`."""
     q, k, v, grad = (t.to(dtype) for t in (inputs.q, inputs.k, inputs.v, inputs.grad_out))
+    group = inputs.workload.num_heads_q // inputs.workload.num_heads_k
     ends_q, ends_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
     for i in range(len(ends_q) - 1):
         rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
-        yield tuple(t.transpose(0, 1) for t in (q[rows], k[keys], v[keys], grad[rows]))
+        k_b, v_b = (t[keys].repeat_interleave(group, dim=1) for t in (k, v))
+        yield tuple(t.transpose(0, 1) for t in (q[rows], k_b, v_b, grad[rows]))
+
+
+def _probabilities(inputs: Inputs, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Softmax of the visible scores of a sequence."""
+    scores, workload = q @ k.mT * _scale(inputs), inputs.workload
+    if workload.causal or workload.window is not None:
+        keep = reference.visible(
+            *scores.shape[1:], causal=workload.causal, window=workload.window, device=scores.device
+        )
+        scores = scores.masked_fill(~keep, -math.inf)
+    return torch.softmax(scores, dim=-1)
 
 
 def softmax_reference(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
     """Softmax attention, one sequence after another, in `dtype`; `[total_q, num_heads,
     head_dim]`."""
-    scale = _scale(inputs)
     return torch.cat(
         [
-            (torch.softmax(q @ k.mT * scale, dim=-1) @ v).transpose(0, 1)
+            (_probabilities(inputs, q, k) @ v).transpose(0, 1)
             for q, k, v, _ in _sequences(inputs, dtype)
         ]
     )
@@ -110,11 +122,13 @@ def softmax_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of `softmax_reference` for the gradient grad_out, in `dtype`."""
     scale, found = _scale(inputs), ([], [], [])
+    heads = (inputs.workload.num_heads_k, -1)
     for q, k, v, grad in _sequences(inputs, dtype):
-        p = torch.softmax(q @ k.mT * scale, dim=-1)
+        p = _probabilities(inputs, q, k)
         dp = grad @ v.mT
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-        for parts, part in zip(found, (ds @ k, ds.mT @ q, p.mT @ grad), strict=True):
+        dk, dv = (part.unflatten(0, heads).sum(1) for part in (ds.mT @ q, p.mT @ grad))
+        for parts, part in zip(found, (ds @ k, dk, dv), strict=True):
             parts.append(part.transpose(0, 1))
     dq, dk, dv = (torch.cat(parts) for parts in found)
     return dq, dk, dv
@@ -122,6 +136,18 @@ def softmax_gradients(
 
 def _scale(inputs: Inputs) -> float:
     return inputs.batch().scale
+
+
+def _grouped(q: torch.Tensor, k: torch.Tensor) -> dict[str, bool]:
+    """What PyTorch wants to be told of fewer key heads than query heads."""
+    return {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+
+
+def _window(inputs: Inputs) -> dict[str, tuple[int, int]]:
+    """What FlashAttention wants to be told of the keys that a query sees, before it and after."""
+    causal, window = inputs.workload.causal, inputs.workload.window
+    side = -1 if window is None else window
+    return {"window_size": (side, 0 if causal else side)} if causal or side >= 0 else {}
 
 
 def _needs_cuda() -> str | None:
@@ -184,38 +210,50 @@ def _fa2_varlen(inputs: Inputs, direction: str = "forward") -> Callable[[], obje
         return varlen.varlen_attn(
             q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
             inputs.max_seqlen_q, inputs.max_seqlen_k, scale=_scale(inputs),
+            **_grouped(q, k), **_window(inputs),
         )  # fmt: skip
 
     return differentiate(function, inputs, direction)
 
 
-def _dense(inputs: Inputs) -> tuple[int, ...]:
-    """[batch, length, num_heads, head_dim] for `view`; Unsupported for a jagged batch."""
+def _dense(inputs: Inputs) -> tuple[int, int]:
+    """[batch, length] for `unflatten`; Unsupported for a jagged batch."""
     lengths = {*inputs.workload.seqlens_q}, {*inputs.workload.seqlens_k}
     if any(len(unique) != 1 for unique in lengths):
         raise Unsupported("needs sequences of one length, got a jagged batch")
-    return (len(inputs.workload.seqlens_q), -1, *inputs.q.shape[1:])
+    return len(inputs.workload.seqlens_q), -1
+
+
+def _causal(inputs: Inputs) -> bool:
+    """What a peer is told that knows no other mask; Unsupported for a window."""
+    if inputs.workload.window is not None:
+        raise Unsupported(f"needs a batch without a window, got window={inputs.workload.window}")
+    return inputs.workload.causal
 
 
 def _cudnn(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    shape = _dense(inputs)
+    batch, causal, grouped = _dense(inputs), _causal(inputs), _grouped(inputs.q, inputs.k)
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (tensor.view(shape).transpose(1, 2) for tensor in (q, k, v))
+        q, k, v = (tensor.unflatten(0, batch).transpose(1, 2) for tensor in (q, k, v))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = F.scaled_dot_product_attention(q, k, v, scale=_scale(inputs))
+            out = F.scaled_dot_product_attention(
+                q, k, v, scale=_scale(inputs), is_causal=causal, **grouped
+            )
         return out.transpose(1, 2).reshape(inputs.q.shape)
 
     return differentiate(function, inputs, direction)
 
 
 def _cudnn_varlen(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
+    causal = _causal(inputs)
+
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten._cudnn_attention_forward(
             q, k, v, None, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
-            inputs.max_seqlen_q, inputs.max_seqlen_k, direction != "forward", 0.0, False, False,
+            inputs.max_seqlen_q, inputs.max_seqlen_k, direction != "forward", 0.0, causal, False,
             scale=_scale(inputs),
         )[0]  # fmt: skip
 
@@ -225,10 +263,14 @@ def _cudnn_varlen(inputs: Inputs, direction: str = "forward") -> Callable[[], ob
 def _flash_attn_varlen(module: str) -> Callable[..., Callable[[], object]]:
     def prepare(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
         attention = importlib.import_module(module).flash_attn_varlen_func
-        arguments = {
+        arguments: dict[str, object] = {
             name: getattr(inputs, name)
             for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         }
+        if inputs.workload.causal:
+            arguments["causal"] = True
+        if inputs.workload.window is not None:
+            arguments |= _window(inputs)
 
         def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             out = attention(q, k, v, softmax_scale=_scale(inputs), **arguments)
@@ -260,11 +302,11 @@ def _fa4(inputs: Inputs, direction: str = "forward", scan: bool = False) -> Call
 
 def _fa4_dense(inputs: Inputs, direction: str = "forward") -> Callable[[], object]:
     attention = importlib.import_module("flash_attn.cute").flash_attn_func
-    shape = _dense(inputs)
+    batch, masked = _dense(inputs), {"causal": True} if _causal(inputs) else {}
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (tensor.view(shape) for tensor in (q, k, v))
-        out = attention(q, k, v, softmax_scale=_scale(inputs))
+        q, k, v = (tensor.unflatten(0, batch) for tensor in (q, k, v))
+        out = attention(q, k, v, softmax_scale=_scale(inputs), **masked)
         return (out[0] if isinstance(out, tuple) else out).view(inputs.q.shape)
 
     return differentiate(function, inputs, direction)
@@ -355,7 +397,7 @@ def _per_block(attention: Callable[..., torch.Tensor]) -> Callable[..., Callable
 def _fa2_blocks(q, k, v, offsets, longest, scale, direction) -> torch.Tensor:
     from torch.nn.attention import varlen
 
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    grouped = _grouped(q, k)
     return varlen.varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, **grouped)
 
 

@@ -14,11 +14,20 @@ from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference as gdpa_reference
 from gdpa_kernels.gdpa import v0_eager, v1_tiled_backward
-from gdpa_kernels.measuring import baselines, measure, operators, record, testing, timing
+from gdpa_kernels.measuring import (
+    baselines,
+    measure,
+    operators,
+    record,
+    sustained,
+    testing,
+    timing,
+)
 from gdpa_kernels.measuring.inputs import make_inputs
 from gdpa_kernels.measuring.session import Session
 from gdpa_kernels.measuring.workload import Between, Full, Workload, workload
 
+LOAD = record.Load(1500.0, 700.0, 0.35, ("sw_power_cap",))
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=3, max_seqlen_q=20, max_seqlen_k=20
 )
@@ -80,6 +89,32 @@ def test_an_implementation_that_cannot_run_leaves_its_reason(cpu):
     assert rows["v0_eager"].samples_us and cpu == ["v0_eager "]
 
 
+def test_each_scope_times_whom_it_was_given_and_failures_stand_in_it(cpu, monkeypatch):
+    called = []
+
+    def sample(functions, device, protocol, *, seconds):
+        called.append(([*functions], seconds))
+        return {name: ([1.0], LOAD) for name in functions}
+
+    monkeypatch.setattr(sustained, "sample_each", sample)
+    rows = measure.measure(
+        SMALL, ["v2_tma", "v0_eager", "reference"], device=torch.device("cpu"),
+        scopes={"kernel": ["v0_eager", "reference"], "sustained": ["v2_tma", "v0_eager"]},
+        seconds=1.0, log=lambda text: None,
+    )  # fmt: skip
+    assert called == [(["v0_eager "], 1.0)] and cpu == ["v0_eager ", "reference "]
+    found = {(row.impl, row.scope): row.failure is None for row in rows}
+    assert found == {
+        ("v2_tma", "sustained"): False, ("v0_eager", "kernel"): True,
+        ("v0_eager", "sustained"): True, ("reference", "kernel"): True,
+    }  # fmt: skip
+    assert [row.load for row in rows if row.scope == "sustained"] == [None, LOAD]
+    (row,) = measure.measure(
+        SMALL, ["v2_tma"], device=torch.device("cpu"), scopes=("schedule",), log=lambda text: None
+    )
+    assert row.scope == "kernel" and row.failure
+
+
 def test_variants_are_kept_apart(cpu):
     rows = run([("v0_eager", "replicate 0", {}), ("v0_eager", "replicate 1", {})])
     assert [row.variant for row in rows] == ["replicate 0", "replicate 1"]
@@ -108,7 +143,10 @@ def test_every_baseline_says_what_it_computes_and_what_it_needs():
         assert available.ok or "needs" in available.reason
 
 
-@pytest.mark.parametrize("work", (SMALL, replace(SMALL, lengths_k=Full(), max_seqlen_k=7)))
+MASKED = replace(SMALL, num_heads_k=2, causal=True, window=3)
+
+
+@pytest.mark.parametrize("work", (SMALL, replace(SMALL, lengths_k=Full(), max_seqlen_k=7), MASKED))
 def test_softmax_gradients_are_autograds(work):
     inputs = make_inputs(replace(work, dtype="float32"), device="cpu")
     leaves = [getattr(inputs, name).double().requires_grad_() for name in "qkv"]
@@ -157,13 +195,25 @@ def peers(monkeypatch):
         for name, baseline in table.items():
             monkeypatch.setitem(table, name, replace(baseline, needs=lambda: None))
 
-    def varlen_attn(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale):
+    def varlen_attn(
+        q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size=(-1, -1),
+        enable_gqa=False,
+    ):  # fmt: skip
         assert ends_q.diff().max() <= longest_q and ends_k.diff().max() <= longest_k
         ends = (ends_q, ends_k, ends_k)
         parts = [x.split(e.diff().tolist()) for x, e in zip((q, k, v), ends, strict=True)]
         blocks = (tuple(x.transpose(0, 1) for x in part) for part in zip(*parts, strict=True))
-        attention = torch.nn.functional.scaled_dot_product_attention
-        return torch.cat([attention(*b, scale=scale).transpose(0, 1) for b in blocks])
+        found = []
+        for q, k, v in blocks:
+            ahead = torch.arange(k.shape[1])[None] - torch.arange(q.shape[1])[:, None]
+            before, after = (side if side >= 0 else 10**6 for side in window_size)
+            found.append(
+                torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, (-before <= ahead) & (ahead <= after), scale=scale,
+                    enable_gqa=enable_gqa,
+                ).transpose(0, 1)
+            )  # fmt: skip
+        return torch.cat(found)
 
     from torch.nn.attention import varlen
 
@@ -213,7 +263,8 @@ def test_the_error_of_a_part_is_that_of_the_whole(small_parts):
             assert found.to_dict()[name] == pytest.approx(value), name
 
 
-def test_what_is_allowed_is_computed_once(small_parts, monkeypatch):
+@pytest.mark.parametrize("room", (True, False))
+def test_what_is_allowed_is_computed_once(small_parts, monkeypatch, room):
     inputs = make_inputs(BLOCKS, device="cpu")
     operator, computed = operators.of(inputs, "backward"), []
     backward = block_reference.backward
@@ -223,12 +274,15 @@ def test_what_is_allowed_is_computed_once(small_parts, monkeypatch):
         return backward(grad_out, batch)
 
     monkeypatch.setattr(block_reference, "backward", count)
+    monkeypatch.setattr(operators.BlockAttention, "_has_room", lambda self: room)
     results = backward(inputs.grad_out, inputs.batch())
     wrong = [tensor.clone() for tensor in results]
     wrong[1][-1, 0, 0] = 50.0
     first, second, third = (operator.check("softmax", r) for r in (results, wrong, results))
     parts = len(list(operator._parts()))
-    assert computed.count(torch.bfloat16) == parts and computed.count(torch.float64) == 3 * parts
+    assert computed.count(torch.bfloat16) == parts and (
+        computed.count(torch.float64) == (1 if room else 3) * parts
+    )
     assert first == third and [c.passed for c in second] == [True, False, True]
     assert [c.max_abs_budget for c in first] == [c.max_abs_budget for c in second]
 
@@ -547,6 +601,37 @@ def test_peers_of_gdpa_are_right(cpu, peers, small_parts, direction):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("mask", ({"causal": True}, {"window": 3}, {"causal": True, "window": 2}))
+def test_a_peer_computes_masks_and_groups_of_heads_or_says_no(
+    cpu, peers, monkeypatch, direction, mask
+):
+    import contextlib
+    import sys
+
+    from torch.nn import attention
+    from torch.nn.attention import varlen
+
+    def flash(q, k, v, *, softmax_scale, causal=False, window_size=(-1, -1), **lengths):
+        sides = (window_size[0], 0) if causal else window_size
+        return varlen.varlen_attn(
+            q, k, v, *lengths.values(), scale=softmax_scale, window_size=sides, enable_gqa=True
+        )
+
+    module = SimpleNamespace(flash_attn_varlen_func=flash)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    work = replace(SMALL, num_heads_k=2, lengths_q=Full(), **mask)
+    impls = ["fa2_varlen", "fa3", "cudnn"]
+    rows = measure.measure(
+        work, impls, device=torch.device("cpu"), direction=direction, log=lambda text: None
+    )
+    failures = {row.impl: row.failure for row in rows if row.failure is not None}
+    refused = f"Unsupported: needs a batch without a window, got window={work.window}"
+    assert failures == ({"cudnn": refused} if "window" in mask else {})
+    assert all(row.error.passed for row in rows if row.impl not in failures)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_dense_peer_computes_every_sequence(cpu, peers, monkeypatch, direction):
     import contextlib
 
@@ -732,8 +817,8 @@ def session(monkeypatch):
     made = object.__new__(Session)
     made.__dict__.update(
         device=torch.device("cpu"), protocol=timing.DEFAULT, ceilings=[], rows=[], tables={},
-        workloads={}, said=[], _has_attention_copies=True, _deadline=float("inf"),
-        _probe=SimpleNamespace(failures=lambda *_: {}),
+        workloads={}, said=[], _limits=set(), _deadline=float("inf"), learnt=[],
+        _probe=SimpleNamespace(failures=lambda *_: {}, learn=lambda rows: made.learnt.extend(rows)),
     )  # fmt: skip
     made.log = made.said.append
     for name in ("measure", "measure_rotary"):
@@ -744,7 +829,12 @@ def session(monkeypatch):
         "memory",
         lambda work, impls, **_: record.Table(measure.MEMORY, [(work.name, i, 8) for i in impls]),
     )
-    monkeypatch.setattr(timing, "measure_attention_copies", lambda *_: ["copies"])
+    for name in ("limits", "attention_copies"):
+        monkeypatch.setattr(timing, name, lambda device, name=name: [name])
+    for kind in (timing, sustained):
+        monkeypatch.setattr(
+            kind, "measure_ceilings", lambda limits, *_, kind=kind: [(kind.__name__[23:], *limits)]
+        )
     return made
 
 
@@ -761,13 +851,17 @@ def test_a_session_in_time_measures_everything(session):
     assert not any("left out" in line for line in session.said)
 
 
-def test_a_backward_needs_copies_of_its_mixes(session):
-    session._has_attention_copies = False
+def test_a_backward_needs_copies_of_its_mixes_and_each_scope_ceilings_of_its_own(session):
     session.measure(SMALL, ["v1_tiled"])
-    assert session.ceilings == []
+    assert session.ceilings == [("timing", "limits")]
     session.measure(SMALL, ["v1_tiled_backward"], direction="backward")
     session.measure(BLOCKS, ["v1_one_tile"])
-    assert session.ceilings == ["copies"]
+    assert session.ceilings[1:] == [("timing", "attention_copies")]
+    for _ in range(2):
+        session.measure(SMALL, ["v1_tiled"], scopes={"sustained": ["v1_tiled"]}, seconds=1.0)
+        session.measure(BLOCKS, ["v1_one_tile"], scopes=("kernel", "sustained"))
+    assert session.ceilings[2:] == [("sustained", "limits"), ("sustained", "attention_copies")]
+    assert session.learnt == session.rows
 
 
 def test_memory_gathers_in_one_table(session):
@@ -791,7 +885,7 @@ def test_what_fails_in_a_child_process_does_not_run_in_this_one(session, monkeyp
         asked.append((workload.name, impls, direction))
         return {0: failure}
 
-    session._probe = SimpleNamespace(failures=failures)
+    session._probe.failures = failures
     monkeypatch.setattr(measure, "measure", lambda *_, **options: given.update(options) or [])
     session.measure(SMALL, ["v2_tma", "v1_tiled"])
     session.memory(SMALL, ["v2_fused_backward", "v1_tiled_backward"])
