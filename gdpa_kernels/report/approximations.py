@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 
 from gdpa_kernels.gdpa import reference
+from gdpa_kernels.report.activation_sequences import ERF_3
 
 Formula = Callable[[torch.Tensor], torch.Tensor]
 
@@ -22,6 +23,12 @@ GRID = torch.linspace(0, 20, 200_001, dtype=torch.float64)[1:]
 gelu: Formula = reference.ACTIVATIONS["gelu"].function
 gelu_tanh: Formula = reference.ACTIVATIONS["gelu_tanh"].function
 taylor6: Formula = reference.ACTIVATIONS["gelu_taylor6"].function
+
+
+def fitted_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU as the kernels compute it in bf16: by the tanh of a cubic that is nearest to erf."""
+    linear, cubic = ERF_3.value
+    return 0.5 * x * (1 + torch.tanh(linear * x + cubic * x**3))
 
 
 def taylor10(x: torch.Tensor) -> torch.Tensor:

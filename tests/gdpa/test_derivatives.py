@@ -12,6 +12,7 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import activations, derivatives
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_kernels.measuring.compile_check import build, read
+from gdpa_kernels.report.activation_sequences import ERF_3
 from tests.gdpa.cases import DEVICE
 from tests.gdpa.test_forward import kernels_run
 
@@ -19,7 +20,7 @@ SMOOTH = ("silu", "gelu_tanh", "gelu")
 KINKED = ("relu", "leaky_relu", "hardswish")
 ROOT = math.sqrt(2 / math.pi)
 # GELU is 0.5 x (1 + tanh(c0 x + c1 x^3)).
-CUBICS = {"gelu_tanh": (ROOT, 0.044715 * ROOT), "gelu": (0.798801444, 0.0352820472)}
+CUBICS = {"gelu_tanh": (ROOT, 0.044715 * ROOT), "gelu": ERF_3.value}
 
 
 @triton.jit
