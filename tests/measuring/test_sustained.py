@@ -70,7 +70,7 @@ def sampled(monkeypatch, device_us: float, host_us: float, meter=FakeMeter):
 def test_a_sample_is_the_mean_of_a_chunk_and_the_load_belongs_to_a_call(monkeypatch):
     clocks, (times, load) = sampled(monkeypatch, device_us=500, host_us=20)
     assert len(times) == 75 and times == pytest.approx([500] * 75, rel=2e-3)  # 1.5 s by 40 calls
-    assert clocks.calls == 1 + 6 + 35 * 40 + 75 * 40
+    assert clocks.calls == 1 + 6 + 25 * 40 + 75 * 40
     assert load.joules == pytest.approx(0.2, rel=1e-3) and load.power_w == pytest.approx(400)
     assert load.sm_clock_mhz == 2000 - 38 and load.throttle_reasons == ("sw_power_cap",)
 
