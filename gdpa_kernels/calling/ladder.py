@@ -117,7 +117,7 @@ RUNGS: tuple[Rung, ...] = (
         "waits as written",
         "The compiler adds no wait of its own to the loop.",
         "v7_packed",
-        _WGMMA,
+        dataclasses.replace(_WGMMA, head_dim_max=256),
         has=_LISTED,
     ),
 )

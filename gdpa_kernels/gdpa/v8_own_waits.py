@@ -10,9 +10,10 @@ Why it should help: a consumer no longer waits for its scores with nothing else 
 Why it may not: ptxas had already moved the activation between the instructions of P V, which hid
 some of it; now it moves the last wait up, ahead of half of the activation.
 
-Roles and barriers: as v7_packed.
+Roles and barriers: as v7_packed. With a head_dim over 128 there is room for one tile of Q: it is
+loaded after the next tile's first K, while the last P V is computed; the output leaves in halves.
 
-The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
+The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 256,
 contiguous rows aligned to 16 bytes.
 """
 
@@ -25,7 +26,7 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
-from gdpa_kernels.device.ragged import ragged_descriptor
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.activations import (
     activate_per_head,
@@ -38,18 +39,19 @@ from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(64)
-Q_SLOTS = tl.constexpr(2)
+WIDE = tl.constexpr(128)  # columns that leave at once, at most
 
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v7's."""
+    """Launch constants: v7's, and q_slots, tiles of Q in shared memory."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
     registers: int = 240
     resident: bool = False
     math_roles: int = 2
+    q_slots: int = 2
 
     def rows_per_item(self, max_seqlen_q: int) -> int:
         """Query rows that an entry of the list stands for."""
@@ -58,7 +60,9 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As v7."""
+    """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q."""
+    if batch.head_dim > WIDE.value:
+        return Config(BLOCK_N=64, q_slots=1)
     if batch.masked:
         return Config(BLOCK_N=64, num_stages=4)
     if batch.head_dim <= 64:
@@ -88,6 +92,7 @@ class Options:
     NUM_STAGES: tl.constexpr
     RESIDENT: tl.constexpr
     MATH_ROLES: tl.constexpr
+    Q_SLOTS: tl.constexpr
 
 
 @triton.jit
@@ -109,6 +114,7 @@ def tile_of(len_q, len_k, first, step, rows_per_item, options):
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
+    tl.static_assert(options.Q_SLOTS > 1 or not options.RESIDENT, "one Q comes after K")
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
     tile, kv = 0, 0
@@ -120,7 +126,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
             steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), options.MATH_ROLES * ROWS)
             for step in tl.range(0, steps):
                 row, start, blocks, _ = tile_of(len_q, len_k, first, step, rows_per_item, options)
-                fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
+                if options.Q_SLOTS > 1:
+                    fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                 if options.RESIDENT:
                     blocks = tl.where(step == 0, blocks, 0)
                 kv_head = head // options.GROUP
@@ -130,6 +137,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
                     key = start + block * options.BLOCK_N
                     tlx.barrier_wait(k.empty[stage], free)
                     fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
+                    if options.Q_SLOTS == 1 and block == 0:  # K's buffer was free long before
+                        fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
                     tlx.barrier_wait(v.empty[stage], free)
                     fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
                 kv += blocks
@@ -146,6 +155,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 @triton.jit
 def fetch_q(q_desc, q, tile, start, length, head, row, options):
     """The rows of the tile-th tile for all consumers."""
+    Q_SLOTS: tl.constexpr = options.Q_SLOTS
     slot = tile % Q_SLOTS
     for role in tl.static_range(options.MATH_ROLES):
         mine = role * Q_SLOTS + slot
@@ -160,6 +170,14 @@ def release(empty, last, RESIDENT: tl.constexpr):
         tlx.barrier_arrive(empty, pred=last)
     else:
         tlx.barrier_arrive(empty)
+
+
+@triton.jit
+def release_scores(k_empty, q_empty, last, done, options):
+    """Release K's buffer, and after a tile's last block (`done`) Q's, if it is the only one."""
+    release(k_empty, last, options.RESIDENT)
+    if options.Q_SLOTS == 1:
+        tlx.barrier_arrive(q_empty, pred=done)
 
 
 @triton.jit
@@ -184,12 +202,30 @@ def finish(x, t, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def put_out(desc, buffer, start, length, head, row, rows):
+    """Start the store of `rows` through `buffer`, which is free when what it held has been read."""
+    if rows.shape[1] == desc.block_shape[4]:
+        tlx.async_descriptor_store_wait(0)
+        put_rows(desc, buffer, start, length, head, row, rows)
+    else:
+        halves = tl.permute(tl.reshape(rows, [ROWS, 2, WIDE]), (0, 2, 1))
+        for half in tl.static_range(2):
+            tlx.async_descriptor_store_wait(0)
+            part = tl.split(halves)[half]
+            tlx.local_store(buffer, part)
+            tlx.fence("async_shared")
+            place = [BOUND, start + length, head, BOUND - length + row, half * WIDE]
+            tlx.async_descriptor_store(desc, buffer, place)
+
+
+@triton.jit
 def math(
     role: tl.constexpr, q, k, v, out_desc, out, list_ptr, rows_per_item, scale, output_scale,
     options,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
+    Q_SLOTS: tl.constexpr = options.Q_SLOTS
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
@@ -202,7 +238,7 @@ def math(
         tlx.barrier_wait(k.full[0], 0)
         s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
         s = tlx.async_dot_wait(0, s)
-        release(k.empty[0], steps == 1, options.RESIDENT)
+        release_scores(k.empty[0], q.empty[role * Q_SLOTS], steps == 1, blocks == 1, options)
         x, t = begin(s, scale, head, row, start, options)
         while item < num_items:
             last = step + 1 == steps
@@ -211,8 +247,9 @@ def math(
                 step = tl.where(last, 0, step + 1)
             else:
                 item += tl.num_programs(0)
-            # Prefetched: the loop over blocks hides the latency.
-            following = entry(list_ptr, tl.minimum(item, num_items - 1))
+            # Prefetched: the loop over blocks hides the latency, or the last P V.
+            if options.Q_SLOTS > 1:
+                following = entry(list_ptr, tl.minimum(item, num_items - 1))
             mine = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks, num_stages=0):
@@ -224,14 +261,21 @@ def math(
                 s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 s = tlx.async_dot_wait(1, s)
-                release(k.empty[stage], last, options.RESIDENT)
+                release_scores(k.empty[stage], q.empty[mine], last, block + 1 == blocks, options)
                 key = start + block * options.BLOCK_N
                 x, t = begin(s, scale, head, row, key, options)
                 acc = tlx.async_dot_wait(0, acc)
                 release(v.empty[before], last, options.RESIDENT)
-            tlx.barrier_arrive(q.empty[mine])
+            if options.Q_SLOTS > 1:
+                tlx.barrier_arrive(q.empty[mine])
 
             # The first scores of the next tile, overlapped with the last P V of this one.
+            if options.Q_SLOTS == 1:
+                before = (kv + blocks - 1) % NUM_STAGES
+                tlx.barrier_wait(v.full[before], ((kv + blocks - 1) // NUM_STAGES) & 1)
+                p = finish(x, t, DTYPE, options.PAIRS)
+                acc = tlx.async_dot(p, v.buffer[before], acc)
+                following = entry(list_ptr, tl.minimum(item, num_items - 1))
             _, next_out, next_len_q, _, len_k, next_head, first = following
             next_row, start, next_blocks, steps = tile_of(
                 next_len_q, len_k, first, step, rows_per_item, options
@@ -246,20 +290,33 @@ def math(
                 kv += blocks
             mine = role * Q_SLOTS + tile % Q_SLOTS
             stage = kv % NUM_STAGES
-            tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
-            tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
-            tlx.barrier_wait(v.full[before], v_phase)
-            p = finish(x, t, DTYPE, options.PAIRS)
-            s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
-            acc = tlx.async_dot(p, v.buffer[before], acc)
-            s = tlx.async_dot_wait(1, s)
-            release(k.empty[stage], step + 1 == steps, options.RESIDENT)
-            x, t = begin(s, scale, next_head, next_row, start, options)
-            acc = tlx.async_dot_wait(0, acc)
-            release(v.empty[before], last, options.RESIDENT)
-            tlx.async_descriptor_store_wait(0)
-            rows = (acc * output_scale).to(DTYPE)
-            put_rows(out_desc, out[role], start_out, len_q, head, row, rows)
+            if options.Q_SLOTS == 1:
+                tlx.barrier_wait(q.full[mine], tile & 1)
+                tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
+                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot_wait(1, acc)
+                release(v.empty[before], last, options.RESIDENT)
+                rows = (acc * output_scale).to(DTYPE)
+                put_out(out_desc, out[role], start_out, len_q, head, row, rows)
+                s = tlx.async_dot_wait(0, s)
+                release_scores(
+                    k.empty[stage], q.empty[mine], step + 1 == steps, next_blocks == 1, options
+                )
+                x, t = begin(s, scale, next_head, next_row, start, options)
+            else:
+                tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
+                tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
+                tlx.barrier_wait(v.full[before], v_phase)
+                p = finish(x, t, DTYPE, options.PAIRS)
+                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[before], acc)
+                s = tlx.async_dot_wait(1, s)
+                release(k.empty[stage], step + 1 == steps, options.RESIDENT)
+                x, t = begin(s, scale, next_head, next_row, start, options)
+                acc = tlx.async_dot_wait(0, acc)
+                release(v.empty[before], last, options.RESIDENT)
+                rows = (acc * output_scale).to(DTYPE)
+                put_out(out_desc, out[role], start_out, len_q, head, row, rows)
             start_out, len_q, head, row, blocks = (
                 next_out, next_len_q, next_head, next_row, next_blocks
             )  # fmt: skip
@@ -272,16 +329,18 @@ def own_waits_kernel(
     GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
     REGISTERS: tl.constexpr, RESIDENT: tl.constexpr, MATH_ROLES: tl.constexpr,
+    Q_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
-        GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT, MATH_ROLES
+        GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT,
+        MATH_ROLES, Q_SLOTS,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
-    out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES)
+    out = tlx.local_alloc((ROWS, out_desc.block_shape[4]), DTYPE, MATH_ROLES)
     q_full = tlx.alloc_barriers(MATH_ROLES * Q_SLOTS)
     q_empty = tlx.alloc_warp_barrier(MATH_ROLES * Q_SLOTS, 4)
     k_full = tlx.alloc_barriers(NUM_STAGES)
@@ -314,18 +373,20 @@ def forward(
     (entries,) = schedule or make_schedule(batch, config)
     pairs = foldable(batch.activation, batch.dtype)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
-    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
+    q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
+    width = q_desc.block_shape[-1]
     launch(
         own_waits_kernel, (programs,), batch.device,
-        ragged_descriptor(batch.q, ROWS.value, min_width=32),
+        q_desc,
         ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32),
+        ragged_descriptor(out, ROWS.value, width=min(width, WIDE.value)),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
         batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
         CAUSAL=batch.causal, WINDOW=batch.window,
-        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, RESIDENT=config.resident,
-        MATH_ROLES=config.math_roles, num_warps=4,
+        MATH_ROLES=config.math_roles, Q_SLOTS=config.q_slots, num_warps=4,
     )  # fmt: skip
     return out

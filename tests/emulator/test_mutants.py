@@ -56,17 +56,19 @@ class RungLaunch:
     lengths_k: tuple[int, ...]
     config: tuple[tuple[str, int], ...]
     arch: str = "sm_90"
+    head_dim: int = 32
 
     def run(self, module: ModuleType, schedule: str | int) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def tokens(lengths: tuple[int, ...]) -> torch.Tensor:
-            return torch.randn(sum(lengths), 2, 32, generator=generator).bfloat16()
+            shape = sum(lengths), 2, self.head_dim
+            return torch.randn(shape, generator=generator).bfloat16()
 
         q, k, v = tokens(self.lengths_q), tokens(self.lengths_k), tokens(self.lengths_k)
         ends = [cu_seqlens(list(n), "cpu") for n in (self.lengths_q, self.lengths_k)]
         sizes = max(self.lengths_q), max(self.lengths_k)
-        batch = Batch(q, k, v, *ends, *sizes, activation=("relu",), scale=32**-0.5)
+        batch = Batch(q, k, v, *ends, *sizes, activation=("relu",), scale=self.head_dim**-0.5)
         with emulator.enabled(self.arch, schedule=schedule, max_steps=MAX_STEPS):
             config = module.Config(**dict(self.config))
             out = module.forward(batch, config=config)
@@ -195,6 +197,8 @@ SUBJECTS = {
         "own_waits_kernel",
         RungLaunch(*LONG, _blocks(2)),
         RungLaunch(*SHORT, _blocks(4, resident=True)),
+        RungLaunch(*LONG, _blocks(2, q_slots=1)),
+        RungLaunch(*SINGLE, _blocks(2, q_slots=1), head_dim=256),
     ),
     **{
         impl: _rung(impl, kernel, RungLaunch(*TILES, _blocks(3), "sm_100"))
@@ -290,8 +294,9 @@ HARMLESS = {
     },
     "v8_own_waits": {
         "math: out[role] -> next": _OWN_BUFFERS,
-        "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
-        "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
+        "math: out[role] -> next (2)": _OWN_BUFFERS,
+        "math: drop async_descriptor_store_wait(0)": _LAST_STORE,
+        "math: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
     "b3_stream": {
         "math: out[role] -> next": _OWN_BUFFERS,

@@ -37,7 +37,8 @@ def test_hopper_code_of_the_measured_shape(impl, max_seqlen_k):
     [
         (impl, head_dim)
         for impl in KERNELS
-        for head_dim in ((64,) if impl in SPECIALIZED else (64, 256))
+        for head_dim in (64, 256)
+        if head_dim <= ladder.rung(impl).requires.head_dim_max
     ],
 )
 def test_other_head_dims_do_not_spill(impl, head_dim):
@@ -52,6 +53,13 @@ def test_other_head_dims_do_not_spill(impl, head_dim):
 def test_options_of_the_specialized_rungs_do_not_spill(impl, options):
     made = compiled(impl, **options)
     assert made.spill_bytes == 0 and not made.serialised
+
+
+@pytest.mark.parametrize("options", ({}, {"causal": True, "window": 100}), ids=str)
+def test_wide_heads_do_not_spill(options):
+    made = compiled("v8_own_waits", head_dim=200, **options)
+    assert made.spill_bytes == 0 and not made.serialised
+    assert made.shared_bytes <= 227 * 1024
 
 
 @pytest.mark.parametrize("impl", ("v2_tma", "v3_persistent"))

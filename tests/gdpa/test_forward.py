@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,6 +98,25 @@ def test_matches_the_definition(impl, case, dtype):
             gdpa(**case.arguments(dtype), impl=impl)
         return
     check(impl, case, dtype)
+
+
+# head_dim over 128: Q has one slot, the output leaves in halves, columns beyond head_dim are zero.
+WIDE = {
+    **dict.fromkeys(("empty_sequences", "no_keys_at_all", "packed_qkv", "shared_q"), 256),
+    **{"grouped_heads": 136, "causal_window": 256, "window": 200, "per_head": 192},
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(replace(case, head_dim=WIDE[case.name]) for case in CASES if case.name in WIDE),
+        Case("several_tiles", (300, 0, 130), (200, 17, 129), 1, 1, head_dim=256),
+    ],
+    ids=str,
+)
+def test_wide_heads(case):
+    check("v8_own_waits", case, torch.bfloat16)
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
