@@ -32,6 +32,7 @@ def gdpa(
     output_scale: float = 1.0,
     causal: bool = False,
     window: int | None = None,
+    precise: bool = False,
     impl: str = "auto",
     backward_impl: str = "auto",
     validate: bool = True,
@@ -62,6 +63,11 @@ def gdpa(
         output_scale: multiplies the result after the activation; applied once, to the fp32 sum.
         causal: keep keys at or before the query's position; positions start with their sequence.
         window: keep keys at most this many positions from the query.
+        precise: compute the activation in fp32. By default GELU and SiLU of bf16 inputs are
+            computed in packed bf16, from rounded scores, where the implementation can: for inputs
+            from N(0, 1) the relative error of the result is then about 3.6e-3, as PyTorch's in
+            bf16, and 2.4e-3 with True. What that costs: see the chapter on v7. Gradients always
+            take fp32.
         impl: a rung's name, "reference", or "auto" for the fastest that supports the call.
         backward_impl: the same for the gradients. That of q is added up in an order that differs
             from run to run by "v2_fused_backward" where a sequence has more than 256 keys, by
@@ -101,7 +107,7 @@ def gdpa(
     options = (
         max_seqlen_q, max_seqlen_k, ",".join(names),
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(output_scale), bool(causal),
-        window, impl, backward_impl,
+        window, bool(precise), impl, backward_impl,
     )  # fmt: skip
     return _Gdpa.apply(_shared(given), *tensors, options)
 
@@ -217,7 +223,7 @@ def _fake_backward(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arg
 _SHARED_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, Tensor[] schedule, "
     "SymInt max_seqlen_q, SymInt max_seqlen_k, str activation, float scale, float output_scale, "
-    "bool causal, SymInt? window, "
+    "bool causal, SymInt? window, bool precise, "
 )
 _FORWARD = define(
     "gdpa_forward",

@@ -199,7 +199,7 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`."""
     out = batch.new_out()
     config = config or default_config(batch)
-    pairs = foldable(batch.activation, batch.dtype)
+    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
     out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     tiles = triton.cdiv(batch.max_seqlen_q, ROWS.value)
     launch(

@@ -281,7 +281,7 @@ def forward(
     out = batch.new_out()
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
-    pairs = foldable(batch.activation, batch.dtype)
+    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
     out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     launch(

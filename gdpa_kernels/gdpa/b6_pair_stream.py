@@ -320,7 +320,7 @@ def forward(
     out = batch.new_out()
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
-    pairs = foldable(batch.activation, batch.dtype)
+    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
     clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
     out_desc = ragged_descriptor(out, ROWS.value, min_width=64)
     width = out_desc.block_shape[-1]

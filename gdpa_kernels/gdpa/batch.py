@@ -19,7 +19,8 @@ class Batch(Heads):
 
     q `[total_q, num_heads, head_dim]`, or `[max_seqlen_q, num_heads, head_dim]` with cu_seqlens_q
     None: shared by all sequences; k, v `[total_k, num_heads_k, head_dim]`; cu_seqlens_q and
-    cu_seqlens_k int32 `[sequences + 1]`; `activation`: one name, or one for each query head.
+    cu_seqlens_k int32 `[sequences + 1]`; `activation`: one name, or one for each query head;
+    `precise`: not in packed arithmetic.
     """
 
     q: torch.Tensor
@@ -34,6 +35,7 @@ class Batch(Heads):
     output_scale: float = 1.0
     causal: bool = False
     window: int | None = None
+    precise: bool = False
 
     def __post_init__(self) -> None:
         # A window that every pair is inside of masks nothing; kernels add to it in 32 bits.

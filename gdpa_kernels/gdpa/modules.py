@@ -45,6 +45,7 @@ class _Layer(nn.Module):
         output_scale: float,
         qk_norm: bool,
         max_seqlen: int | None,
+        precise: bool,
         impl: str,
         backward_impl: str,
         validate: bool,
@@ -68,7 +69,7 @@ class _Layer(nn.Module):
         self.scale, self.output_scale = scale, output_scale
         api.check_scalars(scale, output_scale, None)
         self.max_seqlen, self.validate = max_seqlen, validate
-        self.impl, self.backward_impl = impl, backward_impl
+        self.precise, self.impl, self.backward_impl = bool(precise), impl, backward_impl
         norm = {name: value for name, value in made.items() if name != "bias"}
         self.q_norm = HeadNorm(self.head_dim, EPSILON, **norm) if qk_norm else None
         self.k_norm = HeadNorm(self.head_dim, EPSILON, **norm) if qk_norm else None
@@ -107,7 +108,8 @@ class _Layer(nn.Module):
         out = gdpa(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             activation=self.activation, scale=self.scale, output_scale=self.output_scale,
-            impl=self.impl, backward_impl=self.backward_impl, validate=False, **mask,
+            precise=self.precise, impl=self.impl, backward_impl=self.backward_impl,
+            validate=False, **mask,
         )  # fmt: skip
         return self.out(out.flatten(1))
 
@@ -145,7 +147,7 @@ class GDPASelfAttention(_Layer):
         max_seqlen: at least the longest sequence, in tokens. None takes that of `Lengths`, or reads
             it from the offsets in each call, which waits for the device; a CUDA graph's capture
             needs the number or `Lengths`.
-        impl, backward_impl: as `gdpa`.
+        precise, impl, backward_impl: as `gdpa`.
         validate: check the values of the offsets; as `gdpa`.
         device, dtype: of the parameters.
 
@@ -170,6 +172,7 @@ class GDPASelfAttention(_Layer):
         qk_norm: bool = False,
         bias: bool = True,
         max_seqlen: int | None = None,
+        precise: bool = False,
         impl: str = "auto",
         backward_impl: str = "auto",
         validate: bool = True,
@@ -179,8 +182,8 @@ class GDPASelfAttention(_Layer):
         made = {"bias": bias, "device": device, "dtype": dtype}
         super().__init__(
             embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
-            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, impl=impl,
-            backward_impl=backward_impl, validate=validate, made=made,
+            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, precise=precise,
+            impl=impl, backward_impl=backward_impl, validate=validate, made=made,
         )  # fmt: skip
         api.check_scalars(None, 1.0, window)
         self.causal, self.window = causal, window
@@ -243,6 +246,7 @@ class PMA(_Layer):
         qk_norm: bool = False,
         bias: bool = True,
         max_seqlen: int | None = None,
+        precise: bool = False,
         impl: str = "auto",
         backward_impl: str = "auto",
         validate: bool = True,
@@ -252,8 +256,8 @@ class PMA(_Layer):
         made = {"bias": bias, "device": device, "dtype": dtype}
         super().__init__(
             embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
-            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, impl=impl,
-            backward_impl=backward_impl, validate=validate, made=made,
+            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, precise=precise,
+            impl=impl, backward_impl=backward_impl, validate=validate, made=made,
         )  # fmt: skip
         jagged.check_positive(num_seeds=num_seeds)
         self.num_seeds = num_seeds
@@ -314,6 +318,7 @@ class PFFN(_Layer):
         qk_norm: bool = False,
         bias: bool = True,
         max_seqlen: int | None = None,
+        precise: bool = False,
         impl: str = "auto",
         backward_impl: str = "auto",
         validate: bool = True,
@@ -323,8 +328,8 @@ class PFFN(_Layer):
         made = {"bias": bias, "device": device, "dtype": dtype}
         super().__init__(
             embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
-            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, impl=impl,
-            backward_impl=backward_impl, validate=validate, made=made,
+            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, precise=precise,
+            impl=impl, backward_impl=backward_impl, validate=validate, made=made,
         )  # fmt: skip
         jagged.check_positive(summary_dim=summary_dim, num_keys=num_keys)
         self.summary_dim, self.num_keys = summary_dim, num_keys

@@ -46,13 +46,15 @@ Q_SLOTS = tl.constexpr(2)
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: v6's, and the number of consumers; a tile has 64 rows for each."""
+    """Launch constants: v6's, and the number of consumers; a tile has 64 rows for each. pairs:
+    packed arithmetic where `activations.foldable`."""
 
     BLOCK_N: int = 128
     num_stages: int = 2
     registers: int = 240
     resident: bool = False
     math_roles: int = 2
+    pairs: bool = True
 
     def rows_per_item(self, max_seqlen_q: int) -> int:
         """Query rows that an entry of the list stands for."""
@@ -316,7 +318,7 @@ def forward(
     out = batch.new_out()
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
-    pairs = foldable(batch.activation, batch.dtype)
+    pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
     out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     launch(

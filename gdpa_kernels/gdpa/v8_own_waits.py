@@ -51,6 +51,7 @@ class Config:
     registers: int = 240
     resident: bool = False
     math_roles: int = 2
+    pairs: bool = True
     q_slots: int = 2
 
     def rows_per_item(self, max_seqlen_q: int) -> int:
@@ -371,7 +372,7 @@ def forward(
     out = batch.new_out()
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
-    pairs = foldable(batch.activation, batch.dtype)
+    pairs = config.pairs and not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
     q_desc = ragged_descriptor(batch.q, ROWS.value, min_width=32)
     width = q_desc.block_shape[-1]

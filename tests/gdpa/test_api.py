@@ -280,7 +280,7 @@ def test_opcheck(shared):
     k, v = (torch.randn(9, 4, 16) for _ in range(2))
     lengths = cu_seqlens([4, 0, 5], "cpu")
     ends_and_sizes = None if shared else lengths, lengths, [], 4 if shared else 5, 5
-    options = "gelu_tanh", 0.25, 1.0, False, None
+    options = "gelu_tanh", 0.25, 1.0, False, None, shared
     torch.library.opcheck(
         api._FORWARD, (q, k, v, *ends_and_sizes, *options, "v0_eager", "reference")
     )
@@ -309,7 +309,7 @@ def test_a_compiled_program_does_not_look_into_the_operator():
     torch._dynamo.reset()
     forward = torch._dynamo.disable(api._FORWARD, recursive=False)
     *tensors, longest_q, longest_k = call.values()
-    options = "gelu_tanh", 0.25, 1.0, False, None, "v0_eager", "auto"
+    options = "gelu_tanh", 0.25, 1.0, False, None, False, "v0_eager", "auto"
     call = (*tensors, [], longest_q, longest_k, *options)
     counter = CompileCounter()
     compiled = torch.compile(lambda: forward(*call) * 2, backend=counter)
@@ -357,7 +357,7 @@ def test_a_fake_call_has_a_shape_and_no_values():
         out = gdpa(**call)
         assert isinstance(out, FakeTensor) and out.shape == (9, 4, 16)
         call = required(call | {"q": call["q"][:4], "cu_seqlens_q": None, "max_seqlen_q": 4})
-        out = gdpa(**call)
+        out = gdpa(**call, precise=True)
         assert out.shape == (12, 4, 16)
         out.sum().backward()
         assert [call[name].grad.shape[0] for name in "qkv"] == [4, 9, 9]
@@ -474,7 +474,7 @@ def wide(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, longest: int 
 @pytest.mark.parametrize("impl", api.BACKWARD_IMPLS)
 def test_gradients_are_those_of_the_rung(impl):
     call = required(wide())
-    options = {"scale": 0.3, "output_scale": 0.5, "causal": True, "window": 2}
+    options = {"scale": 0.3, "output_scale": 0.5, "causal": True, "window": 2, "precise": True}
     grad_out = torch.randn(9, 4, 128).bfloat16()
     with emulated(impl):
         out = gdpa(**call, **options, activation="silu", impl="v2_tma", backward_impl=impl)
@@ -680,6 +680,19 @@ def test_torch_compile_of_a_kernel():
         gdpa(**expected, **impls).sum().backward()
     for name in "qkv":
         assert torch.equal(ours[name].grad, expected[name].grad)
+
+
+@pytest.mark.parametrize("precise", (False, True))
+def test_torch_compile_hands_precise_to_the_kernel(precise):
+    torch._dynamo.reset()
+    compiled = torch.compile(gdpa, fullgraph=True, backend="aot_eager")
+    call = wide() | {"impl": "v8_own_waits", "precise": precise}
+    with emulator.enabled(), launches() as seen:
+        out, expected = compiled(**call), gdpa(**call)
+    assert torch.equal(out, expected)
+    assert [launch.constants["PAIRS"] for launch in seen if "PAIRS" in launch.constants] == [
+        not precise
+    ] * 2
 
 
 def test_torch_compile_under_autocast():

@@ -398,6 +398,15 @@ def test_max_seqlen(kind, monkeypatch):
     assert seen == {"self": [(9, 9)], "pma": [(3, 9)], "pffn": [(9, 6)]}[kind]
 
 
+@pytest.mark.parametrize("options", ({}, {"precise": True}), ids=str)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_arithmetic_is_the_callers_choice(kind, options, monkeypatch):
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(o) or attend(*a, **o))
+    run(make(kind, **options), *batch())
+    assert [call["precise"] for call in seen] == [bool(options)]
+
+
 @pytest.mark.parametrize("kind", LAYERS)
 def test_an_explicit_kernel_is_the_one_asked_for(kind):
     with pytest.raises(NotImplementedError, match="impl 'v1_tiled' needs .*CUDA"):

@@ -1,14 +1,19 @@
-"""GELU and SiLU of pairs of bf16: their error over all scores, and the corners."""
+"""GELU and SiLU of pairs of bf16: errors over all scores, corners, and how to do without."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels import emulator
+from gdpa_kernels import emulator, gdpa
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.activations import FOLDABLE, foldable, multiply_add_pairs, tanh_of_pairs
+from gdpa_kernels.gdpa.batch import Batch
+from tests.gdpa.cases import Case
+from tests.gdpa.test_forward import call, kernels_run
 
 BOUND = 0.016  # of abs(x), from the documented errors of the instructions
 
@@ -64,3 +69,61 @@ def test_which_calls_are_computed_in_pairs():
     assert not foldable(("gelu_tanh",), torch.float16)  # x + x t may exceed 65504
     assert not foldable(("gelu_tanh", "silu"), torch.bfloat16)
     assert not foldable(("relu",), torch.bfloat16)
+
+
+# Rungs with packed arithmetic: `Config` of the first two can also do without.
+RUNGS = (*ladder.RUNGS, *ladder.BLACKWELL_RUNGS)
+PAIRED = [rung.impl for rung in RUNGS if "PAIRS: tl.constexpr" in rung.path.read_text()]
+
+
+def test_these_rungs_have_it():
+    assert {"v7_packed", "v8_own_waits", "b1_tensor_memory", "b6_pair_stream"} <= set(PAIRED)
+
+
+def case(name: str) -> dict:
+    """Several tiles and blocks of keys; inputs from N(0, 1)."""
+    shape = Case("pairs", (130, 70), (200, 64), head_dim=128, options={"activation": name})
+    return shape.arguments(torch.bfloat16)
+
+
+def relative_error(out: torch.Tensor, arguments: dict) -> float:
+    """In L2, against fp64."""
+    doubled = {n: t.double() if n in "qkv" else t for n, t in arguments.items()}
+    expected = gdpa(**doubled, impl="reference")
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", FOLDABLE)
+@pytest.mark.parametrize("impl", PAIRED)
+def test_precise_is_as_v6(impl, name):
+    """The same bits where the keys are added up in the same order; errors as `gdpa` documents."""
+    arguments = case(name)
+    with launches() as seen:
+        packed = call(impl, arguments)
+        precise = call(impl, arguments | {"precise": True})
+    pairs = [launch.constants["PAIRS"] for launch in seen if "PAIRS" in launch.constants]
+    assert pairs == [True, False]
+    v6 = call("v6_short_kv", arguments)
+    assert torch.equal(precise, v6) or impl.startswith("b")
+    assert 3.2e-3 < relative_error(packed, arguments) < 3.8e-3
+    found = relative_error(precise, arguments)
+    assert found < 2.45e-3 and found <= 1.005 * relative_error(v6, arguments)
+
+
+def test_precise_changes_nothing_elsewhere():
+    arguments = case("relu")
+    for impl in ("v0_eager", "v1_tiled", "v8_own_waits"):
+        assert torch.equal(call(impl, arguments), call(impl, arguments | {"precise": True})), impl
+
+
+@pytest.mark.parametrize("impl", ("v7_packed", "v8_own_waits"))
+def test_a_config_can_do_without_pairs(impl):
+    arguments = case("gelu_tanh")
+    names = (arguments.pop("activation"),)
+    with kernels_run(impl):
+        module = ladder.rung(impl).module()
+        out = module.forward(
+            Batch(**arguments, activation=names, scale=128**-0.5), config=module.Config(pairs=False)
+        )
+        expected = gdpa(**arguments, activation=names, impl=impl, precise=True)
+    assert torch.equal(out, expected)
