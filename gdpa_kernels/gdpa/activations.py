@@ -14,8 +14,8 @@ that follows is an error of up to 2**-9 to 2**-8 of each. False: `exp` and a div
 | `gelu_taylor6`      | 1.2e-3 for abs(x) <= 1; none beyond      |
 | the others          | rounding only                            |
 
-Of the error of `gelu` 1.5e-4 abs(x) is that of `tanh_argument`, whose tanh stands for erf: a
-thirteenth of the least half unit of bf16, and about half of that of fp16.
+Of the error of `gelu` 1.5e-4 abs(x) is that of `tanh_argument`, whose tanh stands for erf. For
+positive x that is at most a ninth of a half unit of bf16, and nearly one of fp16.
 """
 
 import torch
