@@ -1,7 +1,8 @@
 """`python -m gdpa_kernels COMMAND`; `--help` after a command lists its options.
 
 - `doctor`: what runs on this machine, why the rest does not, and what mends it.
-- `results`: every measured row as CSV or Markdown; `--system`, `--workload`, `--figure`, `--all`.
+- `results`: every measured row as CSV or Markdown; `--system`, `--workload`,
+  `--figure`, `--scope`, `--all`.
 - `choices`: rewrite from the records what `impl="auto"` tries first.
 - `readme`: rewrite from the records the table and the figure of README.md.
 - `predictions`: what is predicted for a B200, and which of it records keep; `--record`, `--write`.
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     results_.add_argument("--system", metavar="S", help="systems whose id contains S, e.g. h200")
     results_.add_argument("--workload", metavar="W", help="a workload, or a pattern: 'gdpa-self-*'")
     results_.add_argument("--figure", metavar="F", help="a figure, or a pattern: '*-fwd-*'")
+    results_.add_argument("--scope", metavar="S", help="kernel (bursts), sustained, op, ...")
     results_.add_argument("--all", action="store_true", help="every row, not only the newest")
     return parser
 
@@ -123,6 +125,8 @@ def _results(options: argparse.Namespace) -> int:
     )
     if options.figure is not None:
         table = table[[fnmatch.fnmatchcase(f, options.figure) for f in table["figure"]]]
+    if options.scope is not None:
+        table = table[table["scope"] == options.scope]
     convert = results.to_csv if options.format == "csv" else results.to_markdown
     sys.stdout.write(convert(table))
     if table.empty:

@@ -151,22 +151,19 @@ def measure(
         else:
             common = {"impl": impl, "variant": variant, "math": operator.math(impl)}
             common |= {"error": found.error, "failure": found.failure}
-            asked = [scope for scope in ON_DEVICE if _asks(scopes, scope, impl)] or ["kernel"]
-            rows += [record.Row.of(workload, direction, scope=x, **common) for x in asked]
+            there = [scope for scope in ON_DEVICE if _asks(scopes, scope, impl)] or ["kernel"]
+            rows += [record.Row.of(workload, direction, scope=x, **common) for x in there]
             log(f"  {impl}{' ' + variant if variant else ''}: {found.failure}")
         free()
     operator = operators.of(inputs, direction)  # without what it remembered to check
     free()
     for scope in scopes:
-        calls = [
-            (i, variant, call)
-            for i, variant, call in _calls(scope, operator, [made for made, _, _ in ready])
-            if _asks(scopes, scope, ready[i][0].impl)
-        ]
-        functions = {f"{ready[i][0].impl} {variant}": call for i, variant, call in calls}
+        asked = [found for found in ready if _asks(scopes, scope, found[0].impl)]
+        calls = list(_calls(scope, operator, [made for made, _, _ in asked]))
+        functions = {f"{asked[i][0].impl} {variant}": call for i, variant, call in calls}
         samples = _sampler(scope, seconds)(functions, device, protocol)
         for i, variant, _ in calls:
-            made, error, peak = ready[i]
+            made, error, peak = asked[i]
             times = samples[f"{made.impl} {variant}"]
             what = {"error": error, "peak_bytes": peak, "config": dict(made.config)}
             if isinstance(times, sustained.HostTooSlow):

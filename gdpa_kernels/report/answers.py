@@ -14,6 +14,7 @@ import pandas as pd
 from gdpa_kernels.measuring import units
 from gdpa_kernels.measuring.workload import FIGURES
 from gdpa_kernels.report import approximations
+from gdpa_kernels.report.results import TIMED
 
 if TYPE_CHECKING:
     from gdpa_kernels.report.chapter import Chapter
@@ -201,7 +202,7 @@ def answered(ledger: pd.DataFrame, found: dict[str, str]) -> pd.DataFrame:
         elif status == "measured":
             against = f" over {row.ours_baseline}" if row.ours_baseline else ""
             ours = f"{amount(row.ours, row.unit)}{' (stale)' if row.stale else ''}: "
-            ours += f"{row.ours_impl}{against}, {row.ours_workload}"
+            ours += f"{row.ours_impl}{against}, {row.ours_workload}, {TIMED[row.ours_scope]}"
         claim = f"{row.claim}<sup>{letters[row.source.split(':')[0]]}</sup>"
         rows.append((row.id, row.operator, status, claim, ours, where))
     return pd.DataFrame(rows, columns=["id", "operator", "status", "claim", "ours", "where"])

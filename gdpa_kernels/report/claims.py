@@ -20,6 +20,7 @@ import yaml
 
 from gdpa_kernels.measuring.record import DATA_DIR
 from gdpa_kernels.measuring.workload import DIRECTIONS
+from gdpa_kernels.report.results import TIMED
 
 SCHEMA_VERSION = 1
 OPERATORS = ("gdpa", "block_attention", "jagged_attention")
@@ -90,8 +91,8 @@ class Selector:
     selected workloads, of time_us_p50 of the fastest impl matching `baseline` divided by that of
     the fastest other impl matching `impl`, in one record, that which compares most of them; with
     several of `direction`, of the sums over them. Rows are picked by `figure`, or by `workload` and
-    `direction` where there is no figure. Patterns are shell globs. Only kernel times (scope
-    "kernel", variant "") count.
+    `direction` where there is no figure. Patterns are shell globs. Only times of the kernels alone
+    (variant "") count, in bursts or, with `scope` "sustained", back to back.
     """
 
     kind: str
@@ -100,6 +101,7 @@ class Selector:
     baseline: tuple[str, ...] = ()
     workload: tuple[str, ...] = ("*",)
     direction: tuple[str, ...] = ()
+    scope: str = "kernel"
 
     def evaluate(self, results: pd.DataFrame) -> Evidence | None:
         """The evidence in `results` (columns of results.table), or None if it holds none."""
@@ -109,6 +111,7 @@ class Selector:
                 f"results must have the columns of results.table, got none named {missing}"
             )
         rows = results[_usable(results) & _matches(results["workload"], self.workload)]
+        rows = rows[rows["scope"] == self.scope]
         if self.figure:
             rows = rows[_matches(rows["figure"], self.figure)]
         if self.direction:
@@ -230,8 +233,8 @@ def ledger(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> p
     system with the highest value answers. `claims` defaults to `load()`. Columns:
     id, operator, kind, figure, claim, published, unit, hardware (where `published` was measured);
     ours (NaN if nothing was measured), ours_gpu, ours_system, ours_workload, ours_impl,
-    ours_baseline, ours_record, stale; ratio = ours / published; within_tolerance (None unless
-    ours was measured on `hardware`); status, how_to_check, source, note.
+    ours_baseline, ours_record, ours_scope, stale; ratio = ours / published; within_tolerance (None
+    unless ours was measured on `hardware`); status, how_to_check, source, note.
     A claim with a selector is "measured" if the selector finds correct rows and "open" otherwise.
     """
     claims = load() if claims is None else claims
@@ -288,6 +291,7 @@ def _ledger_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
         **{f"ours_{x}": getattr(found, x) for x in ("gpu", "system", "workload", "impl")},
         "ours_baseline": found.baseline,
         "ours_record": ", ".join(found.records),
+        "ours_scope": claim.ours.scope if evidence is not None else "",
         "stale": found.stale,
         "ratio": ratio,
         "within_tolerance": within,
@@ -305,14 +309,11 @@ def _same_hardware(published: str, gpu: str) -> bool:
 
 
 def _usable(results: pd.DataFrame) -> pd.Series:
-    """Rows of kernel times that passed their check; anything but a plain True is not a pass."""
+    """Rows that passed their check; anything but a plain True is not a pass."""
     correct = [isinstance(value, bool | np.bool_) and bool(value) for value in results["correct"]]
     failed = results["failure"].notna() & (results["failure"] != "")
     variant = results["variant"].notna() & (results["variant"] != "")
-    kernel = results["scope"] == "kernel"
-    return (
-        pd.Series(correct, index=results.index, dtype=bool) & kernel & ~failed & ~variant
-    ).astype(bool)
+    return (pd.Series(correct, index=results.index, dtype=bool) & ~failed & ~variant).astype(bool)
 
 
 def _positive(column: pd.Series) -> pd.Series:
@@ -430,8 +431,10 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _parse_selector(entry: Any) -> Selector:
-    _check_fields("ours", entry, {"kind", "impl"}, {"figure", "baseline", "workload", "direction"})
-    kind = entry["kind"]
+    optional = {"figure", "baseline", "workload", "direction", "scope"}
+    _check_fields("ours", entry, {"kind", "impl"}, optional)
+    kind, scope = entry["kind"], entry.get("scope", "kernel")
+    _check(scope in TIMED, "ours.scope", f"one of {list(TIMED)}", scope)
     _check(kind in SELECTOR_KINDS, "ours.kind", f"one of {list(SELECTOR_KINDS)}", kind)
     if kind == "max_ratio":
         _check("baseline" in entry, "ours", "given a baseline for max_ratio", sorted(entry))
@@ -443,7 +446,7 @@ def _parse_selector(entry: Any) -> Selector:
     globs = {name: _patterns(name, entry[name]) for name in names if name in entry}
     for direction in globs.get("direction", ()):
         _check(direction in DIRECTIONS, "ours.direction", f"among {list(DIRECTIONS)}", direction)
-    return Selector(kind=kind, **globs)
+    return Selector(kind=kind, scope=scope, **globs)
 
 
 def _parse_data(entry: Any) -> PublishedData:

@@ -15,6 +15,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from gdpa_kernels.measuring.workload import WORKLOADS, figure_direction
+from gdpa_kernels.report import results
 from gdpa_kernels.report.house import INK, Figure, colour, is_rung, style, subplots
 
 PUBLISHED_COLOURS = {
@@ -46,6 +47,7 @@ def figure_tflops(
     impls: Sequence[str],
     published: pd.DataFrame | None = None,
     there: pd.DataFrame | None = None,
+    scope: str = "kernel",
 ) -> Figure:
     """A published chart redrawn: ours measured on the left, theirs on the right, one scale. Between
     them, if there is any, what was measured on the hardware of the published one.
@@ -53,18 +55,20 @@ def figure_tflops(
     `table`: rows of `results.table`; if `figure` has two families of workloads (dense and jagged
     keys), pass the rows of one. `system`: part of the system's id. `impls`: what to draw, rungs and
     baselines. `published`: `claims.published_figures()`. `there`: rows of another system, of which
-    all are drawn. Kernel times only (scope "kernel").
+    all are drawn. `scope`: "kernel" or "sustained".
 
-    Error bars: p20-p80. Steps: the roofline of each workload, with the ceilings of its record.
-    Ring: the best baseline at that length. Cross: a row that failed. ValueError if an impl has no
-    row, if the rows come from two systems, or if one length has two workloads.
+    Error bars: p20-p80. Steps: the roofline of each workload, with the ceilings of its record and
+    scope. Ring: the best baseline at that length. Cross: a row that failed. Dash, beside times of
+    scope "sustained": the burst, where `table` has it. ValueError if an impl has no row, if the
+    rows come from two systems, or if one length has two workloads.
     """
-    rows = _figure_rows(table, figure, system, impls)
+    rows = _figure_rows(table, figure, system, impls, scope)
+    _require_impls(rows, impls, f"{figure} on {system}", scope)
     lengths = sorted(rows["length"].unique())
     panels = [(rows, impls)]
     if there is not None:
-        impls = list(dict.fromkeys(there["impl"]))
-        panels.append((_figure_rows(there, figure, "", impls), impls))
+        names = list(dict.fromkeys(there["impl"]))
+        panels.append((_figure_rows(there, figure, "", names, scope), names))
     theirs = None
     if published is not None:
         theirs = published[published["figure"] == figure]
@@ -87,7 +91,11 @@ def figure_tflops(
         tops = []
         for axis, (measured, names) in zip(axes[0], panels, strict=False):
             tops.append(_draw_measured(axis, measured, lengths, names))
-            axis.set_title(f"measured, {_machine(measured)}")
+            axis.set_title(f"measured {results.TIMED[scope]}, {_machine(measured)}")
+        if scope != "kernel":
+            rungs = [impl for impl in impls if is_rung(impl)]
+            bursts = _figure_rows(table, figure, system, rungs, "kernel")
+            tops.append(_draw_bursts(axes[0, 0], bursts, lengths))
         axes[0, 0].set_ylabel(RATE_LABEL)
         if theirs is not None:
             tops.append(_draw_published(axes[0, -1], theirs, lengths))
@@ -161,14 +169,13 @@ def ladder_table(table: pd.DataFrame, workload: str, rungs: Sequence[str]) -> pd
 
 
 def _figure_rows(
-    table: pd.DataFrame, figure: str, system: str, impls: Sequence[str]
+    table: pd.DataFrame, figure: str, system: str, impls: Sequence[str], scope: str
 ) -> pd.DataFrame:
     """The rows of `impls` in a figure, each with its `length`."""
-    rows = _kernel_rows(table, figure_direction(figure), impls)
+    rows = _timed_rows(table, figure_direction(figure), impls, scope)
     rows = rows[
         (rows["figure"] == figure) & rows["system"].str.contains(system.lower(), regex=False)
     ]
-    _require_impls(rows, impls, f"{figure} on {system}" if system else figure)
     rows = rows.assign(length=[WORKLOADS[name].max_seqlen_q for name in rows["workload"]])
     for length, names in rows.groupby("length")["workload"].unique().items():
         if len(names) > 1:
@@ -178,19 +185,23 @@ def _figure_rows(
     return rows
 
 
-def _kernel_rows(table: pd.DataFrame, direction: str, impls: Sequence[str] | None) -> pd.DataFrame:
-    keep = (table["scope"] == "kernel") & (table["variant"] == "")
+def _timed_rows(
+    table: pd.DataFrame, direction: str, impls: Sequence[str] | None, scope: str = "kernel"
+) -> pd.DataFrame:
+    keep = (table["scope"] == scope) & (table["variant"] == "")
     keep &= table["direction"] == direction
     if impls is not None:
         keep &= table["impl"].isin(impls)
     return table[keep]
 
 
-def _require_impls(rows: pd.DataFrame, impls: Sequence[str], where: str) -> None:
+def _require_impls(
+    rows: pd.DataFrame, impls: Sequence[str], where: str, scope: str = "kernel"
+) -> None:
     missing = [impl for impl in impls if impl not in set(rows["impl"])]
     if missing or rows.empty:
         wanted = ", ".join(missing) or "at least one impl"
-        raise ValueError(f"table must hold kernel rows of {wanted} for {where}, got none")
+        raise ValueError(f"table must hold {scope} rows of {wanted} for {where}, got none")
     _only(rows, "system")
 
 
@@ -279,8 +290,17 @@ def _draw_measured(
     axis.set_xlim(-0.5, len(lengths) - 0.75)
     notes = [] if best.empty else ["ring: best baseline"]
     notes += ["cross: failed"] if rows["tflops"].isna().any() else []
+    notes += ["dash: burst"] if _only(rows, "scope") != "kernel" else []
     _note(axis, "; ".join(notes))
     return float(np.nanmax([*ceilings, *rows["tflops"]]))
+
+
+def _draw_bursts(axis: Axes, rows: pd.DataFrame, lengths: Sequence[int]) -> float:
+    """A dash for each rate, in the colour of its line."""
+    for impl, ours in rows.dropna(subset=["tflops"]).groupby("impl"):
+        places = [lengths.index(length) for length in ours["length"]]
+        axis.plot(places, ours["tflops"], "_", color=colour(impl), markersize=14, gid="burst")
+    return float(rows["tflops"].max())
 
 
 def _draw_published(axis: Axes, rows: pd.DataFrame, lengths: Sequence[int]) -> float:
@@ -366,7 +386,7 @@ def _place_labels(axis: Axes) -> None:
 def _ladder_rows(
     table: pd.DataFrame, workload: str, rungs: Sequence[str], direction: str = "forward"
 ) -> tuple[pd.DataFrame, list[str]]:
-    rows = _kernel_rows(table, direction, None)
+    rows = _timed_rows(table, direction, None)
     rows = rows[rows["workload"] == workload].drop_duplicates(["impl", "system"], keep="last")
     _require_impls(rows, rungs, f"{workload}, {direction}")
     others = rows[[not is_rung(impl) and impl not in rungs for impl in rows["impl"]]]

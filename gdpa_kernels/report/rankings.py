@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -21,7 +21,9 @@ from gdpa_kernels.report import results
 
 
 def _gdpa_shape(gpu: tuple[int, int], direction: str, workload: Mapping) -> Shape | None:
-    if workload.get("activation") != "gelu_tanh":
+    if workload.get("activation") != "gelu_tanh" or workload.get("causal"):
+        return None
+    if workload.get("window") is not None:
         return None
     sizes = (int(workload[name]) for name in ("head_dim", "max_seqlen_q", "max_seqlen_k"))
     return gpu, direction, workload["dtype"], *sizes
@@ -71,7 +73,9 @@ def render(rankings: Iterable[Ranking], columns: Iterable[str]) -> str:
 
 def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     """The rankings that the records make: of each shape, the record that compared most
-    implementations on it, the newest of several; workloads of one shape count together.
+    implementations on it, the newest of several; workloads of one shape count together. Times back
+    to back, as in a training loop, decide among the implementations that have them, bursts among
+    all others.
 
     Only rows that passed their check count. RecordError naming every refused file.
     """
@@ -86,24 +90,34 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     table = results.table(data_dir, latest=False).drop_duplicates(
         ["workload", "impl", "variant", "scope", "direction", "record"]
     )
-    rows = table[(table["scope"] == "kernel") & (table["variant"] == "")]
+    rows = table[table["scope"].isin(results.TIMED) & (table["variant"] == "")]
     rows = rows[rows["correct"] & rows["impl"].isin(rungs)]
-    found: dict[Shape, dict[str, list]] = {}
-    for (run, name, direction), group in rows.groupby(
-        ["record", "workload", "direction"], sort=True
+    found: dict[Shape, dict[str, dict[str, list]]] = {}
+    for (run, name, direction, scope), group in rows.groupby(
+        ["record", "workload", "direction", "scope"], sort=True
     ):
         workload = workloads[run, name]
         machine = system.load(Path(data_dir) / "systems" / f"{group['system'].iloc[0]}.json")
         shape = shape_of(capability(machine.compute_capability), direction, workload)
         if workload["operator"] == operator and shape is not None and len(group) > 1:
             times = group.set_index("impl")["time_us_p50"]
-            found.setdefault(shape, {}).setdefault(run, []).append(times)
+            found.setdefault(shape, {}).setdefault(run, {}).setdefault(scope, []).append(times)
     rankings = []
     for shape in sorted(found):
-        totals = {
-            run: pd.concat(columns, axis=1).dropna().sum(axis=1)
-            for run, columns in found[shape].items()
-        }
-        run = max(totals, key=lambda run: (len(totals[run]), run))
-        rankings.append(Ranking(shape, tuple(totals[run].sort_values().index), run))
+        orders = {run: _order(**columns) for run, columns in found[shape].items()}
+        run = max(orders, key=lambda run: (len(orders[run]), run))
+        rankings.append(Ranking(shape, tuple(orders[run]), run))
     return rankings
+
+
+def _order(kernel: Sequence[pd.Series] = (), sustained: Sequence[pd.Series] = ()) -> list[str]:
+    """Implementations, fastest first, from times in bursts and back to back, a series for each
+    workload: by bursts, then those timed back to back change places among themselves."""
+    bursts, loops = (_fastest_first(columns) for columns in (kernel, sustained))
+    both = iter([impl for impl in loops if impl in bursts])
+    return [next(both) if impl in loops else impl for impl in bursts] or loops
+
+
+def _fastest_first(columns: Sequence[pd.Series]) -> list[str]:
+    """What was timed on each workload, by the sum of its times."""
+    return [*pd.concat(columns, axis=1).dropna().sum(axis=1).sort_values().index] if columns else []

@@ -1,6 +1,7 @@
 """What README.md says of speed, written from the records: one table and one figure.
 
-`python -m gdpa_kernels readme` rewrites them; a test holds them equal to the records.
+`python -m gdpa_kernels readme` rewrites them; a test holds them equal to the records. Both show
+times back to back, the table with bursts beside them.
 """
 
 from __future__ import annotations
@@ -53,43 +54,52 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
 
     LookupError if a row has no record, no rung or no peer.
     """
+    scope = _scope(data_dir)
+    burst = ("", "") if scope == "kernel" else (" burst |", "--:|")
     lines = [
-        "| | | best rung | time | rate | of the ceiling | best peer | time | faster |",
-        "|---|---|---|--:|--:|--:|---|--:|--:|",
+        f"| | | best rung | time | rate | of the ceiling | best peer | time | faster |{burst[0]}",
+        f"|---|---|---|--:|--:|--:|---|--:|--:|{burst[1]}",
     ]
     quoted: dict[str, str] = {}
     for line in LINES:
-        rows = _rows(data_dir, line)
+        rows = _rows(data_dir, line, scope)
         ours = _fastest(rows, {r.impl for r in _rungs(line)}, f"{line.workload}, a rung")
         theirs = _fastest(rows, set(_peers(line)), f"{line.workload}, a peer")
-        rate = f"{ours['tflops']:.0f} TFLOP/s"
-        if line.of_blocks:
-            rate = f"{ours['gbytes_per_s']:,.0f} GB/s"
         us, peer_us = ours["time_us_p50"], theirs["time_us_p50"]
-        lines.append(
-            f"| {line.title} | {line.direction} | `{ours['impl']}` | {us / 1e3:.2f} ms | {rate} | "
-            f"{ours['percent_of_roofline']:.0f} % | {_peers(line)[theirs['impl']]} | "
-            f"{peer_us / 1e3:.2f} ms | {peer_us / us:.2f}× |"
+        told = (
+            f"| {line.title} | {line.direction} | `{ours['impl']}` | {us / 1e3:.2f} ms | "
+            f"{_rate(ours, line)} | {ours['percent_of_roofline']:.0f} % | "
+            f"{_peers(line)[theirs['impl']]} | {peer_us / 1e3:.2f} ms | {peer_us / us:.2f}× |"
         )
+        if scope != "kernel":
+            same = _fastest(_rows(data_dir, line, "kernel"), {ours["impl"]}, "its burst")
+            told += f" {_rate(same, line)} |"
+        lines.append(told)
         quoted[ours["record"]] = f"{ours['gpu']}, {ours['date'][:10]}"
     places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
+    machines = "; ".join(dict.fromkeys(quoted.values()))
     lines += [
         "",
-        f"Measured, {'; '.join(dict.fromkeys(quoted.values()))}; records {', '.join(places)}.",
+        f"Measured {results.TIMED[scope]}, {machines}; records {', '.join(places)}.",
     ]
     return "\n".join(lines)
 
 
+def _rate(row: pd.Series, line: Line) -> str:
+    return f"{row['gbytes_per_s']:,.0f} GB/s" if line.of_blocks else f"{row['tflops']:.0f} TFLOP/s"
+
+
 def hero(data_dir: Path = record.DATA_DIR) -> Figure:
     """The forward ladder as bars, the ceiling and the best peers as lines."""
-    rows = _rows(data_dir, LINES[0]).set_index("impl")
+    scope = _scope(data_dir)
+    rows = _rows(data_dir, LINES[0], scope).set_index("impl")
     rungs = [rung.impl for rung in ladder.RUNGS if rung.impl in rows.index]
     last = rows.loc[rungs[-1]]
     ceiling = 100 * last["tflops"] / last["percent_of_roofline"]
     peers = {title: rows.loc[impl, "tflops"] for impl, title in PEERS.items() if impl in rows.index}
     return charts.bars(
-        rows.loc[rungs, "tflops"], xlabel=f"TFLOP/s, {WORKLOAD}, forward, {last['gpu']}",
-        highlight=[rungs[-1]], marks=peers | {"roofline": ceiling},
+        rows.loc[rungs, "tflops"], highlight=[rungs[-1]], marks=peers | {"roofline": ceiling},
+        xlabel=f"TFLOP/s {results.TIMED[scope]}, {WORKLOAD}, forward, {last['gpu']}",
     )  # fmt: skip
 
 
@@ -109,12 +119,18 @@ def update(root: Path = record.ROOT) -> bool:
     return changed
 
 
-def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
-    """Kernel times of a row of the table, default constants, from the chapter's newest record."""
+def _scope(data_dir: Path) -> str:
+    """ "sustained" if there is such a time for every row of the table, else "kernel"."""
+    missing = any(_rows(data_dir, line, "sustained").empty for line in LINES)
+    return "kernel" if missing else "sustained"
+
+
+def _rows(data_dir: Path, line: Line, scope: str) -> pd.DataFrame:
+    """Times of a row of the table, default constants, from the chapter's newest record."""
     run = results.latest_record(data_dir, notebook=f"notebooks/{line.chapter}.py", system=SYSTEM)
     table = results.table(data_dir, system=SYSTEM, workload=line.workload, latest=False)
     keep = (table["record"] == run.id) & (table["direction"] == line.direction)
-    keep &= (table["scope"] == "kernel") & (table["variant"] == "") & table["time_us_p50"].notna()
+    keep &= (table["scope"] == scope) & (table["variant"] == "") & table["time_us_p50"].notna()
     return table[keep].drop_duplicates("impl")
 
 

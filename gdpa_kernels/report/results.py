@@ -43,6 +43,8 @@ _NUMBERS = (
 _LOAD = ("sm_clock_mhz", "power_w", "joules")
 COLUMNS = (*_IDENTITY, *_NUMBERS, "correct", "failure", "stale", "samples", *_LOAD)
 _MOST_LISTED = 20
+TIMED = {"kernel": "in bursts", "sustained": "back to back"}
+"""Scopes of device time, as a text names them."""
 
 
 def table(

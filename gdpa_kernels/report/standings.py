@@ -37,32 +37,42 @@ def spread(values: pd.Series) -> str:
     return f"{values.min():.2f} to {values.max():.2f}"
 
 
-def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "") -> None:
+def redrawn(
+    chapter: Chapter,
+    figure: str,
+    impls: Sequence[str],
+    keys: str = "",
+    scope: str = "sustained",
+) -> None:
     """Show a published chart next to ours (`figures.figure_tflops`), of those of `impls` that have
-    a time. `keys`: a part of the workloads' names, where the figure has two families. Where the
-    chapter has a record of the GPU of the published chart, it shows that too: its own rungs (b1 and
-    up; other rungs if none has a time) and the peers among `impls`."""
+    a time in `scope`, with bursts beside what ran back to back. `keys`: a part of the workloads'
+    names, where the figure has two families. Where the chapter has a record of the GPU of the
+    published chart, it shows that too: its own rungs (b1 and up; other rungs if none has a time)
+    and the peers among `impls`."""
     published = claims.published_figures(chapter.data_dir)
-    tables = chapter.rows(direction=figure_direction(figure)), _on(chapter, published)
+    direction, scopes = figure_direction(figure), [*dict.fromkeys((scope, "kernel"))]
+    tables = chapter.rows(direction=direction, scope=scopes), _on(chapter, published, scope)
     rows, there = (x[(x["figure"] == figure) & x["workload"].str.contains(keys)] for x in tables)
-    timed, timed_there = (set(x["impl"][x["tflops"].notna()]) for x in (rows, there))
+    timed, timed_there = (
+        set(x["impl"][x["tflops"].notna() & (x["scope"] == scope)]) for x in (rows, there)
+    )
     rungs = {impl for impl in timed_there if is_rung(impl)}
     own = {impl for impl in rungs if impl.startswith("b")} or rungs
     peers = {impl for impl in impls if not is_rung(impl)}
     there = there[there["impl"].isin(own | (peers & timed_there))]
     chart = figures.figure_tflops(
         rows, figure, system=chapter.system, impls=[impl for impl in impls if impl in timed],
-        published=published, there=None if there.empty else there,
+        published=published, there=None if there.empty else there, scope=scope,
     )  # fmt: skip
     chapter.figure(chart, measured=rows if there.empty else pd.concat([rows, there]))
 
 
-def _on(chapter: Chapter, published: pd.DataFrame) -> pd.DataFrame:
-    """Kernel times of the chapter's newest record of the published GPU; none without one."""
+def _on(chapter: Chapter, published: pd.DataFrame, scope: str) -> pd.DataFrame:
+    """Times of the chapter's newest record of the published GPU; none without one."""
     system = published["hardware"].iloc[0].lower().replace(" ", "-")
     notebook = f"notebooks/{chapter.slug}.py"
     rows = results.table(chapter.data_dir, system=system, latest=False)
-    rows = rows[(rows["scope"] == "kernel") & (rows["variant"] == "")]
+    rows = rows[(rows["scope"] == scope) & (rows["variant"] == "")]
     try:
         run = results.latest_record(chapter.data_dir, notebook=notebook, system=system)
     except LookupError:
@@ -144,10 +154,12 @@ def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def others(chapter: Chapter, session: Session | None, direction: str) -> None:
+def others(
+    chapter: Chapter, session: Session | None, direction: str, scope: str = "sustained"
+) -> None:
     """Show rates of another GPU next to those of the chapter's record: of the session of
     `Chapter.compare`, of which nothing is kept, or without one of each other GPU in the records."""
-    ours = chapter.rows(direction=direction)
+    ours = chapter.rows(direction=direction, scope=scope)
     if session is not None:
         machines = {"This machine": _measured(session)}
     else:
@@ -155,10 +167,11 @@ def others(chapter: Chapter, session: Session | None, direction: str) -> None:
         away = everything[~everything["system"].str.contains(chapter.system)]
         machines = dict(list(away[away["figure"] != ""].groupby("gpu")))
     for machine, rows in machines.items():
-        rows = rows[(rows["scope"] == "kernel") & (rows["variant"] == "")]
+        rows = rows[(rows["scope"] == scope) & (rows["variant"] == "")]
         rows = rows[rows["direction"] == direction].drop_duplicates(["workload", "impl"])
         if len(rows):
-            display(Markdown(f"**{machine}**, TFLOP/s next to those of the record."))
+            timed = results.TIMED[scope]
+            display(Markdown(f"**{machine}**, TFLOP/s {timed}, next to those of the record."))
             display(page.show_table(_beside(rows, ours)))
     if not machines:
         display(Markdown("No other machine has been measured yet."))

@@ -12,9 +12,9 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will read each published backward chart beside ours, find the series that cannot be what it
-# says, and price a whole training step in time and memory. On the H200 the best rung is
-# {glue:text}`over_peer` times as fast as the best peer: ahead on {glue:text}`won:.0f` of
-# {glue:text}`count:.0f` workloads, behind on {glue:text}`lost`.
+# says, and price a whole training step in time and memory. Timed {glue:text}`timed` on the H200,
+# the best rung is {glue:text}`over_peer` times as fast as the best peer: ahead on
+# {glue:text}`won:.0f` of {glue:text}`count:.0f` workloads, behind on {glue:text}`lost`.
 # :::
 
 # %%
@@ -22,8 +22,8 @@ import pandas as pd
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.v5_short_kv_backward import MOST_KEYS
-from gdpa_kernels.measuring.workload import FIGURES, STEP, workload
-from gdpa_kernels.report import charts, claims, standings
+from gdpa_kernels.measuring.workload import FIGURES, OTHER_SHAPES, STEP, workload
+from gdpa_kernels.report import charts, claims, results, standings
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS
 from gdpa_kernels.report.standings import short, spread
@@ -51,42 +51,55 @@ data_dir = "data"
 # | v5, {doc}`v5_short_kv_backward` | one, up to 256 keys | 5 | its owner, once |
 #
 # There is no v3: its persistent schedule came with v4. All peers compute softmax; they are timed
-# through autograd, their backward alone.
+# through autograd, their backward alone. All rungs run in {term}`bursts <burst>`; v1, the newest
+# and the peers also {term}`back to back <sustained scope>`.
 
 # %%
 chapter = Chapter("backward/results", mode=mode, device=device, data_dir=data_dir)
-RUNGS = V1, V2, V2A, V4, V5 = [rung.impl for rung in ladder.BACKWARD_RUNGS]
+RUNGS = [rung.impl for rung in ladder.BACKWARD_RUNGS]
+V1, V2, V2A, V4, V5 = RUNGS[:5]
+WIDE, PEERS = "v7_wide_backward", ["fa2_varlen", "cudnn", "fa3", "fa4"]
 BLACKWELL = [rung.impl for rung in ladder.BLACKWELL_BACKWARD_RUNGS]
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-bwd-" in figure for n in FIGURES[figure]))
 STEPS = ["gdpa-self-full-1024", "gdpa-cross-full-2048", "gdpa-self-full-256"]
 
 
 def rungs_on(name):
-    takes_v5 = workload(name).max_seqlen_k <= MOST_KEYS
-    return [impl for impl in RUNGS if impl != V5 or takes_v5]
+    of = workload(name)
+    left_out = RUNGS[1:-1] if of.head_dim > 128 else [WIDE, *[V5] * (of.max_seqlen_k > MOST_KEYS)]
+    return [impl for impl in RUNGS if impl not in left_out]
 
 
-def plan(session, names=NAMES, steps=STEPS):
-    for name in names:
+def plan(session, names=NAMES, steps=STEPS, others=OTHER_SHAPES["backward"]):
+    how = {"direction": "backward", "seconds": 1.0}
+    for name in [*names, *others]:
         ragged = ["cudnn_varlen"] if "half-dense" in name or name == STEPS[0] else []
-        impls = [*rungs_on(name), *BLACKWELL, "fa2_varlen", "cudnn", *ragged, "fa3", "fa4"]
-        scopes = ("kernel", "op") if name in steps else ("kernel",)
-        session.measure(workload(name), impls, direction="backward", scopes=scopes)
+        impls = [*rungs_on(name), *BLACKWELL, *PEERS, *ragged]
+        slow = [V2, V2A, *[V4] * (V5 in impls)]
+        timed = [impl for impl in impls if impl not in slow]
+        scopes = {"kernel": impls, "sustained": timed, "op": impls if name in steps else []}
+        if name in others:
+            session.measure(workload(name), timed, scopes=("sustained",), **how)
+        else:
+            session.measure(workload(name), impls, scopes=scopes, **how)
     for name in steps[:2]:
         session.memory(workload(name), [*rungs_on(name), "fa2_varlen"])
 
 
 chapter.measure(plan)
 few = [name for name in NAMES if name.endswith(("-512", "-1024"))]
-here = chapter.compare(lambda session: plan(session, few, steps=[]))
+here = chapter.compare(lambda session: plan(session, few, [], []))
 
 # %%
-rows, us = chapter.rows(direction="backward"), chapter.times(direction="backward")
+scope = chapter.scope()
+shown = {"direction": "backward", "scope": scope, "workload": NAMES}
+rows, us, burst = chapter.rows(**shown), chapter.times(**shown), chapter.times(direction="backward")
 timed, best = rows[rows["time_us_p50"].notna()], standings.best(rows)
-over = us.div(us[RUNGS].min(axis=1), axis=0)  # times of the best rung's time
+ours = us.columns.intersection(RUNGS)
+over = us.div(us[ours].min(axis=1), axis=0)  # times of the best rung's time
 
 # %% tags=["remove-cell"]
-DRAWN = [V1, V4, V5, "fa2_varlen", "fa3", "fa4", "cudnn", "cudnn_varlen"]
+DRAWN = [V1, *RUNGS[3:], "fa2_varlen", "fa3", "fa4", "cudnn", "cudnn_varlen"]
 assert "fa4" in us, "the text compares with flash-attn-4==4.0.0b36: install it and measure again"
 assert timed["correct"].all(), "the text says that nothing is timed without a passed check"
 ahead = best["peer / rung (time)"]
@@ -94,12 +107,12 @@ lost = standings.listed(f"{short(n)} ({x:.2f})" for n, x in ahead[ahead < 1].ite
 chapter.glue(over_peer=spread(ahead), won=(ahead >= 1).sum(), count=len(best), lost=lost,
              few_keys=best["share (%)"].filter(regex="cross|-256").max(),
              more_keys=best["share (%)"].filter(regex="self.*-(?:512|1024|2048)").max(),
-             checked=len(timed), cudnn=spread(over["cudnn"].dropna()),
+             checked=len(timed), cudnn=spread(over["cudnn"].dropna()), timed=results.TIMED[scope],
              **standings.glued(best))  # fmt: skip
 
 # %% [markdown]
-# All {glue:text}`checked:.0f` kernel times belong to gradients that passed the check against fp64
-# ({doc}`../measuring/protocol`). A softmax peer is held to the gradients of softmax.
+# All {glue:text}`checked:.0f` times {glue:text}`timed` belong to gradients that passed the check
+# against fp64 ({doc}`../measuring/protocol`). A softmax peer is held to the gradients of softmax.
 #
 # ## Self-attention, full
 
@@ -109,9 +122,10 @@ chapter.glue(over_peer=spread(ahead), won=(ahead >= 1).sum(), count=len(best), l
 # |   Self-attention backward, all sequences of one length. Left: measured. Right: published.
 # | alt: >
 # |   Two charts of TFLOP/s over sequence length on one scale. Measured on the H200, v5 has one
-# |   point, at 256, far above all others. v4 rises, with dense cuDNN and FlashAttention-4 close by
-# |   at 2,048. On the published chart all bars rise, and the CuTeDSL kernel is the highest.
-standings.redrawn(chapter, "gdpa-self-bwd-full", DRAWN)
+# |   point, at 256, far above all others. Our newest rungs rise, with dense cuDNN and
+# |   FlashAttention-4 close by at 2,048. On the published chart all bars rise, and the CuTeDSL
+# |   kernel is the highest.
+standings.redrawn(chapter, "gdpa-self-bwd-full", DRAWN, scope=scope)
 
 # %% [markdown]
 # From 512 tokens on the limit is the tensor cores. The best rung has
@@ -131,8 +145,8 @@ standings.redrawn(chapter, "gdpa-self-bwd-full", DRAWN)
 # |   Right: published.
 # | alt: >
 # |   Two charts of TFLOP/s over sequence length. Measured lines rise and are lower than on full
-# |   batches; v4 is the highest from 512 on. The published bars rise too.
-standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, keys="dense")
+# |   batches; ours are the highest. The published bars rise too.
+standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, "dense", scope)
 
 # %% [markdown]
 # Then with K and V as long as Q. Nobody published this chart: the right panel is the dense one.
@@ -145,7 +159,7 @@ standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, keys="dense")
 # | alt: >
 # |   Two charts of TFLOP/s over sequence length. The measured lines with jagged keys have the shape
 # |   of those with dense keys, a little lower.
-standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, keys="jagged")
+standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, "jagged", scope)
 
 # %% tags=["remove-input"]
 chapter.predict(
@@ -167,10 +181,9 @@ chapter.predict(
 # |   Cross-attention backward, 256 keys, queries of the length on the axis. Left: measured. Right:
 # |   published; the hatched series is doubtful in the original.
 # | alt: >
-# |   Two charts of TFLOP/s over query length. v5 lies far above all other measured lines and rises;
-# |   v4 follows, then dense cuDNN and FlashAttention-4. On the published chart the bars of
-# |   FlashAttention-4 are hatched.
-standings.redrawn(chapter, "gdpa-cross-bwd-full", DRAWN)
+# |   Two charts of TFLOP/s over query length. v5 lies far above all peers and rises. On the
+# |   published chart the bars of FlashAttention-4 are hatched.
+standings.redrawn(chapter, "gdpa-cross-bwd-full", DRAWN, scope=scope)
 
 # %% [markdown]
 # Here dQ is most of what is written. An fp32 dQ is filled with zeros, added to twice and read
@@ -225,7 +238,7 @@ chapter.table(standings.shown(best.replace({"best rung": "_.*"}, "", regex=True)
 # And each peer against the best rung, over the workloads for which it has a time:
 
 # %%
-peers = over[[impl for impl in over if impl not in RUNGS]]
+peers = over.drop(columns=ours)
 chapter.table(standings.ranges(peers, "time of a peer / best rung").round(2), measured=timed)
 
 # %% tags=["remove-input"]
@@ -250,18 +263,20 @@ chapter.predict(
 #
 # ## What the ladder shows
 #
-# The time of the rung before over that of the rung:
+# The time of the rung before over that of the rung, in bursts:
 
 # %%
-climb = standings.steps(us, ladder.BACKWARD_RUNGS)
-chapter.table(standings.ranges(climb, "step").round(2), measured=timed)
+climb, every = standings.steps(burst, ladder.BACKWARD_RUNGS), burst.columns.intersection(RUNGS)
+bursts = chapter.rows(direction="backward", impl=RUNGS)
+chapter.table(standings.ranges(climb, "step").round(2), measured=bursts)
 
 # %% tags=["remove-cell"]
 of = {step.split(" / ")[1]: column.dropna() for step, column in climb.items()}
 assert (of["v2a"] < 1).all() and (of["v4"] > 1).all() and (of["v5"] > 1).all(), "the text says so"
 assert (of["v2"] < 7 / 5).all(), "the text says so"
-chapter.glue(**{name: spread(x) for name, x in of.items()}, all=spread(over[V1]),
-             price=100 * (1 / of["v2a"] - 1).max(), over_v1=over[V1].max())  # fmt: skip
+chapter.glue(**{name: spread(x) for name, x in of.items()}, over_v1=over[V1].max(),
+             price=100 * (1 / of["v2a"] - 1).max(),
+             all=spread(burst[V1] / burst[every].min(axis=1)))  # fmt: skip
 
 # %% [markdown]
 # **v2**, one pass instead of two, gives {glue:text}`v2`. By matmuls alone it would be 7/5, reached
@@ -293,7 +308,7 @@ chapter.glue(**{name: spread(x) for name, x in of.items()}, all=spread(over[V1])
 ops, step = (chapter.times(direction="backward", scope="op", variant=v).loc[STEPS]
              for v in ("", STEP))  # fmt: skip
 call = pd.DataFrame({
-    "fastest rung": step.idxmin(axis=1), "its kernels (ms)": us.loc[STEPS, RUNGS].min(axis=1) / 1e3,
+    "fastest rung": step.idxmin(axis=1), "kernels (ms)": burst.loc[STEPS, every].min(axis=1) / 1e3,
     "backward, op (ms)": ops.min(axis=1) / 1e3, "step (ms)": step.min(axis=1) / 1e3,
     "step of v1 / step": step[V1] / step.min(axis=1),
 })  # fmt: skip
@@ -304,7 +319,7 @@ chapter.table(call.round(2).rename(index=short).reset_index(names="workload"), m
 chapter.predict(
     "Forward has two matmuls of seven, at a higher rate: on full batches of 1,024 a step takes "
     "this many times the backward kernels.",
-    call["step (ms)"][STEPS[0]] / call["its kernels (ms)"][STEPS[0]], least=1.15, most=1.40,
+    call["step (ms)"][STEPS[0]] / call["kernels (ms)"][STEPS[0]], least=1.15, most=1.40,
 )  # fmt: skip
 
 # %% [markdown]
@@ -323,7 +338,7 @@ for name, impl in memory.drop("fa2_varlen", level="impl").index:
 counted = pd.Series(counted)
 
 # %% tags=["remove-input"]
-gib = (memory / 2**30).unstack("workload").loc[[*RUNGS, "fa2_varlen"], STEPS[:2]].round(2)
+gib = (memory / 2**30).unstack("workload").loc[[*every, "fa2_varlen"], STEPS[:2]].round(2)
 gib = gib.rename(columns=lambda name: f"{short(name)} (GiB)").reset_index()
 chapter.table(gib, measured=[chapter.record().id])
 chapter.predict("Every rung is within 5 % of the count: the largest difference.",
@@ -339,7 +354,7 @@ chapter.predict("Every rung is within 5 % of the count: the largest difference."
 # them beside the record here, keeping nothing; `make measure` appends a record.
 
 # %% tags=["remove-input"]
-standings.others(chapter, here, "backward")
+standings.others(chapter, here, "backward", scope)
 
 # %% [markdown]
 # ## Exercises
@@ -373,23 +388,6 @@ standings.others(chapter, here, "backward")
 # same bar in both charts. Three kernels do, FlashAttention-4 does not. A check that fails to catch
 # it: at 1,024 its bar is about the same fraction of the self-attention bar as that of CUTLASS FMHA.
 # A plausible number is not a right one.
-# :::
-#
-# :::{exercise} Your own peer
-# :label: ex-bwd-peer
-#
-# Add a baseline to `gdpa_kernels/measuring/baselines.py`: a function that prepares a call of a
-# package which you can install. What must it return for `direction="backward"`, and what is checked
-# before it is timed? *(code, a GPU)*
-# :::
-#
-# :::{solution} ex-bwd-peer
-# :class: dropdown
-#
-# `prepare(inputs, direction)` returns a call without arguments that gives dq, dk and dv;
-# `differentiate` makes it of any function of q, k and v. Before a sample is taken the call runs
-# twice, the second time on memory full of NaN, and all its gradients are held against fp64, within
-# twice the error of PyTorch in the same dtype. `math` says whose gradients those are.
 # :::
 #
 # ## Takeaways

@@ -12,9 +12,10 @@
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will read each published forward chart beside ours, name the peer to beat for a given batch,
-# and tell which steps of the ladder paid. On the H200 the best rung is {glue:text}`over_peer` times
-# as fast as the best peer. `v8_own_waits` is that rung on {glue:text}`first:.0f` of
-# {glue:text}`count:.0f` workloads, and at most {glue:text}`behind:.1f` % behind on the others.
+# and tell which steps of the ladder paid. Timed {glue:text}`timed` on the H200, the best rung is
+# {glue:text}`over_peer` times as fast as the best peer. `v8_own_waits` is that rung on
+# {glue:text}`first:.0f` of {glue:text}`count:.0f` workloads, and at most {glue:text}`behind:.1f` %
+# behind on the others.
 # :::
 
 # %%
@@ -22,8 +23,8 @@ import pandas as pd
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring.baselines import BASELINES
-from gdpa_kernels.measuring.workload import FIGURES, workload
-from gdpa_kernels.report import charts, standings
+from gdpa_kernels.measuring.workload import FIGURES, OTHER_SHAPES, workload
+from gdpa_kernels.report import charts, results, standings
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS
 from gdpa_kernels.report.standings import spread
@@ -48,47 +49,61 @@ data_dir = "data"
 # GELU sees logits of standard deviation 1. With 11 it would be a straight line on one side and zero
 # on the other ({doc}`Activations <../operator/activations>`).
 #
-# All rungs and all peers run on all workloads, kernel and whole call:
+# All rungs and all peers run on all workloads in {term}`bursts <burst>`. What users choose between
+# runs {term}`back to back <sustained scope>` too, on one workload with all rungs, and so do
+# workloads that no publication shows. Whole calls are timed on four:
 
 # %%
 chapter = Chapter("forward/results", mode=mode, device=device, data_dir=data_dir)
 RUNGS, BLACKWELL = ([rung.impl for rung in x] for x in (ladder.RUNGS, ladder.BLACKWELL_RUNGS))
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-fwd-" in figure for n in FIGURES[figure]))
-SLOW = ("v0_eager", "torch_compile")
+V1, V5, V7, V8 = "v1_tiled", "v5_pingpong", "v7_packed", "v8_own_waits"
+SLOW, LADDER = ("v0_eager", "torch_compile"), "gdpa-self-full-1024"
+CALLED = ["gdpa-self-full-256", LADDER, "gdpa-self-half-jagged-256", "gdpa-cross-full-2048"]
 
 
-def plan(session, names=NAMES, left_out=()):
+def plan(session, names=NAMES, others=OTHER_SHAPES["forward"], left_out=()):
     impls = [impl for impl in (*RUNGS, *BLACKWELL, *BASELINES) if impl not in left_out]
     for name in names:
-        session.measure(workload(name), impls, scopes=("kernel", "op"))
+        dense = ["cudnn_varlen"] if "half" in name else ["cudnn", "fa4_dense"]
+        rungs = RUNGS if name == LADDER else [V1, V8, *[V7] * name.endswith("-256")]
+        timed = [*rungs, *BLACKWELL, "fa2_varlen", *dense, "fa3", "fa4"]
+        scopes = {"kernel": impls, "sustained": timed, "op": RUNGS if name in CALLED else []}
+        session.measure(workload(name), impls, scopes=scopes, seconds=1.0)
+    for name in others:
+        impls = [V8, *BLACKWELL, "fa2_varlen", "cudnn", "cudnn_varlen", "fa3", "fa4"]
+        session.measure(workload(name), impls, scopes=("sustained",), seconds=1.0)
 
 
 chapter.measure(plan)
 few = [name for name in NAMES if name.endswith(("-512", "-1024"))]
-here = chapter.compare(lambda session: plan(session, few, left_out=SLOW))
+here = chapter.compare(lambda session: plan(session, few, [], SLOW))
 
 # %%
-rows, us = chapter.rows(direction="forward"), chapter.times(direction="forward")
-rates = chapter.times(direction="forward", value="tflops")
+scope = chapter.scope()
+shown = {"direction": "forward", "scope": scope, "workload": NAMES}
+rows, us, rates = (chapter.rows(**shown), chapter.times(**shown),
+                   chapter.times(value="tflops", **shown))  # fmt: skip
 timed, best = rows[rows["time_us_p50"].notna()], standings.best(rows)
-over = us.div(us[RUNGS].min(axis=1), axis=0)  # times of the best rung's time
+over = us.div(us[us.columns.intersection(RUNGS)].min(axis=1), axis=0)  # times of the best rung's
+burst, bursts = (chapter.times(value=x, direction="forward") for x in ("time_us_p50", "tflops"))
 
 # %% tags=["remove-cell"]
-V1, V5, V8 = "v1_tiled", "v5_pingpong", "v8_own_waits"
-DRAWN = [V1, V5, V8, "fa2_varlen", "fa3", "fa4", "cudnn", "cudnn_varlen"]
+DRAWN = [V1, V8, "fa2_varlen", "fa3", "fa4", "cudnn", "cudnn_varlen"]
 assert "fa4" in us, "the text compares with flash-attn-4==4.0.0b36: install it and measure again"
 assert timed["correct"].all(), "the text says that nothing is timed without a passed check"
 chapter.glue(over_peer=spread(best["peer / rung (time)"]), first=(over[V8] == 1).sum(),
              count=len(us), behind=100 * (over[V8].max() - 1), checked=len(timed),
-             over_v1=over[V1]["gdpa-self-full-256"], v5_cross=rates[V5]["gdpa-cross-full-2048"],
+             over_v1=over[V1]["gdpa-self-full-256"], v5_cross=bursts[V5]["gdpa-cross-full-2048"],
+             v8_cross=bursts[V8]["gdpa-cross-full-2048"], timed=results.TIMED[scope],
              **standings.glued(best))  # fmt: skip
-chapter.glue_origin("front", rows[rows["workload"] == "gdpa-self-full-1024"])
+chapter.glue_origin("front", rows[rows["workload"] == LADDER])
 
 # %% [markdown]
-# All {glue:text}`checked:.0f` kernel times belong to outputs that were compared, element by
-# element, with an fp64 result, and stayed within twice the error that PyTorch makes in bf16 plus
-# one rounding. The charts draw three rungs and the peers; their data and
-# {numref}`fig-forward-steps` have all rungs.
+# All {glue:text}`checked:.0f` times {glue:text}`timed` belong to outputs that were compared,
+# element by element, with an fp64 result, and stayed within twice the error that PyTorch makes in
+# bf16 plus one rounding. The charts draw two rungs and the peers; {numref}`fig-forward-steps` has
+# all rungs.
 #
 # ## Self-attention, full
 
@@ -98,20 +113,15 @@ chapter.glue_origin("front", rows[rows["workload"] == "gdpa-self-full-1024"])
 # |   Self-attention forward, all sequences of one length. Left: measured. Right: published.
 # | alt: >
 # |   Two charts of TFLOP/s over sequence length on one scale. Measured on the H200, v8 is the
-# |   highest and rises toward the roofline; dense cuDNN follows. v5 starts below v1 and ends above
-# |   it. FlashAttention-4 and the ragged cuDNN start low and rise most. Published for the B200,
-# |   the CuTeDSL kernel is the highest at every length.
-standings.redrawn(chapter, "gdpa-self-fwd-full", DRAWN)
-
-# %% tags=["remove-cell"]
-dip = best["share (%)"].filter(like="self-full").idxmin()
-assert dip.endswith("-512"), "the text says so"
+# |   highest and rises toward the roofline; dense cuDNN follows. FlashAttention-4 starts low and
+# |   rises most. Published for the B200, the CuTeDSL kernel is the highest at every length.
+standings.redrawn(chapter, "gdpa-self-fwd-full", DRAWN, scope=scope)
 
 # %% [markdown]
 # At 256 tokens the limit is memory. The best rung reaches {glue:text}`best_self-full_256:.0f`
 # TFLOP/s, {glue:text}`share_self-full_256:.0f` % of the roofline. From 512 on the limit is the
 # tensor cores. Right at the ridge, at 512, only perfect overlap of copies and MMAs would reach the
-# roofline: the share dips to {glue:text}`share_self-full_512:.0f` % and recovers to
+# roofline: the share is {glue:text}`share_self-full_512:.0f` %, and
 # {glue:text}`share_self-full_2048:.0f` % at 2,048.
 #
 # ## Self-attention, half full
@@ -125,9 +135,9 @@ assert dip.endswith("-512"), "the text says so"
 # |   Right: published.
 # | alt: >
 # |   Two charts of TFLOP/s over sequence length. Measured rates at fill 0.5 are lower than at
-# |   fill 1, most at length 256 and 512. v8 is the highest; v5 begins below v1 and ends above it.
-# |   The published bars show the same pattern over length.
-standings.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, keys="dense")
+# |   fill 1, most at length 256 and 512. v8 is the highest. The published bars show the same
+# |   pattern over length.
+standings.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, "dense", scope)
 
 # %% [markdown]
 # Then as self-attention is: K and V have the lengths of Q. Nobody published this chart, so the
@@ -140,14 +150,14 @@ standings.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, keys="dense")
 # |   has K/V dense.
 # | alt: >
 # |   Two charts of TFLOP/s over sequence length. The measured jagged rates lie below the dense ones
-# |   at every length. v8 is the highest and v1 next. v5 starts near FlashAttention-2 and ends at
-# |   the rate of v1; FlashAttention-4 and the ragged cuDNN start lower still.
-standings.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, keys="jagged")
+# |   at every length. v8 is the highest and v1 next; FlashAttention-4 and the ragged cuDNN start
+# |   low.
+standings.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, "jagged", scope)
 
 # %% tags=["remove-cell"]
-padded = us.filter(like="-half-", axis=0)[list(SLOW)]
+padded = burst.filter(like="-half-", axis=0)[list(SLOW)]
 whole = padded.index.str.replace(r"half-\w+", "full", regex=True)
-padded = padded / us.loc[whole, list(SLOW)].to_numpy()
+padded = padded / burst.loc[whole, list(SLOW)].to_numpy()
 lost = {n: rates[V8][f"gdpa-self-half-jagged-{n}"] / rates[V8][f"gdpa-self-full-{n}"]
         for n in (256, 2048)}  # fmt: skip
 chapter.glue(kept_256=100 * lost[256], kept_2048=100 * lost[2048], padded=100 * padded.min().min())
@@ -170,16 +180,17 @@ chapter.glue(kept_256=100 * lost[256], kept_2048=100 * lost[2048], padded=100 * 
 # |   Two charts of TFLOP/s over query length. v8 rises with the number of queries, dense cuDNN a
 # |   little. The other measured rates are nearly flat, FlashAttention-4 below FlashAttention-2. On
 # |   the published chart all kernels but one are flat.
-standings.redrawn(chapter, "gdpa-cross-fwd-full", DRAWN)
+standings.redrawn(chapter, "gdpa-cross-fwd-full", DRAWN, scope=scope)
 
 # %% [markdown]
-# Longer queries add work without adding keys, and at 2,048 the limit is the tensor cores. Up to v5
-# the rungs do not follow: v5 stays at {glue:text}`v5_cross:.0f` TFLOP/s. With 256 keys a tile has
-# two to eight blocks, and each tile pays for a {term}`prologue` and an {term}`epilogue` that
-# nothing hides. From v6a on the kernel is persistent, and copies for the next tile run ahead: the
-# best rung reaches {glue:text}`best_cross-full_2048:.0f` TFLOP/s,
-# {glue:text}`share_cross-full_2048:.0f` % of the {term}`roofline`. On the B200 the same workload
-# held back all kernels but the one that overlaps across tiles.
+# Longer queries add work without adding keys, and at 2,048 the limit is the tensor cores. The best
+# rung reaches {glue:text}`best_cross-full_2048:.0f` TFLOP/s,
+# {glue:text}`share_cross-full_2048:.0f` % of the {term}`roofline`. Up to v5 the rungs do not
+# follow: in bursts v5 stays at {glue:text}`v5_cross:.0f` TFLOP/s, v8 has
+# {glue:text}`v8_cross:.0f`. With 256 keys a tile has two to eight blocks, and each tile pays for a
+# {term}`prologue` and an {term}`epilogue` that nothing hides. From v6a on the kernel is persistent,
+# and copies for the next tile run ahead. On the B200 the same workload held back all kernels but
+# the one that overlaps across tiles.
 #
 # ## Best rung, best peer
 #
@@ -210,11 +221,8 @@ chapter.table(standings.ranges(peers, "time of a peer / best rung").round(2), me
 cross, fa4_by_fa2 = [n for n in us.index if "cross" in n], us["fa4"] / us["fa2_varlen"]
 fa4_by_cudnn = (us["fa4"] / us["cudnn"]).dropna()
 assert (fa4_by_fa2[cross] > 1).all(), "the text: with 256 keys FA4 is slower than FA2"
-chapter.glue(
-    fa4_by_cudnn=spread(fa4_by_cudnn),
-    fa4_by_fa2_cross=spread(fa4_by_fa2[cross]),
-    fa2_by_fa4=1 / fa4_by_fa2["gdpa-self-full-2048"],
-)
+chapter.glue(fa4_by_cudnn=spread(fa4_by_cudnn), fa4_by_fa2_cross=spread(fa4_by_fa2[cross]),
+             fa2_by_fa4=1 / fa4_by_fa2["gdpa-self-full-2048"])  # fmt: skip
 
 # %% [markdown]
 # On dense batches it takes {glue:text}`fa4_by_cudnn` times as long as dense cuDNN. With 256 keys it
@@ -224,9 +232,11 @@ chapter.glue(
 # installed, the same command measures it.
 #
 # ## What the ladder shows
+#
+# In bursts, where all rungs share one clock:
 
 # %%
-climb = standings.steps(us, ladder.RUNGS[2:])
+climb = standings.steps(burst, ladder.RUNGS[2:])
 v4_long = climb["v2 / v4"].filter(regex="self-full-(?:1024|2048)")
 v4_short = climb["v2 / v4"].filter(regex="-(?:256|512)$|cross")
 v5_few = climb["v4 / v5"].filter(regex="half-.*-(?:256|512|1024)")
@@ -243,23 +253,20 @@ v5_few = climb["v4 / v5"].filter(regex="half-.*-(?:256|512|1024)")
 three = ["gdpa-self-full-2048", "gdpa-self-half-jagged-256", "gdpa-cross-full-2048"]
 chart = charts.dots(climb.loc[three].rename(index=standings.short).T,
                     xlabel="time before / time after", colours=RUNG_COLOURS[1:4])  # fmt: skip
-chapter.figure(chart, data=climb.reset_index(), measured=timed)
+measured = chapter.rows(direction="forward", impl=RUNGS)
+chapter.figure(chart, data=climb.reset_index(), measured=measured)
 
 # %% tags=["remove-cell"]
 assert (v4_short < 1).all(), "the text: v4 is slower than v2 where sequences or keys are short"
 assert (v5_few < 1).all(), "the text: v5 is slower than v4 on half-full batches"
 assert "half" in climb["v5 / v6a"].idxmax(), "the text: most where sequences are short"
+long, among = climb.loc[three[0]], climb["v6b / v6"].filter(like="cross")
 chapter.glue(
-    v4_short=spread(v4_short),
-    v4_long=spread(v4_long),
-    v5_few=spread(v5_few),
-    v5_long=climb["v4 / v5"][three[0]],
-    v6_long=climb["v6b / v6"][three[0]],
-    v6_cross=spread(climb["v6b / v6"].filter(like="cross")),
-    all=spread(us["v2_tma"] / us[V8]),
-    all_v1=spread(us[V1] / us[V8]),
+    v4_short=spread(v4_short), v4_long=spread(v4_long), v5_few=spread(v5_few),
+    v5_long=long["v4 / v5"], v6_long=long["v6b / v6"], v6_cross=spread(among),
+    all=spread(burst["v2_tma"] / burst[V8]), all_v1=spread(burst[V1] / burst[V8]),
     **{step.split(" / ")[1]: spread(column) for step, column in climb.items()},
-)
+)  # fmt: skip
 
 # %% [markdown]
 # Three steps carry the gain. **v6a**, persistent {term}`CTAs <CTA>` with a list of tiles, gives
@@ -295,23 +302,19 @@ chapter.glue(
 # the published benchmark, too, makes its schedule outside the timed region.
 
 # %%
-ops = chapter.times(direction="forward", scope="op")[RUNGS]
+ops = chapter.times(direction="forward", scope="op").loc[CALLED, RUNGS]
+kernel = burst.loc[CALLED, RUNGS]
 call = pd.DataFrame({
-    "op - kernel, median (us)": (ops - us[RUNGS]).median(),
-    "op / kernel on self-full-256": (ops / us[RUNGS]).loc["gdpa-self-full-256"],
+    "op - kernel, median (us)": (ops - kernel).median(),
+    "op / kernel on self-full-256": (ops / kernel).loc["gdpa-self-full-256"],
 })  # fmt: skip
-called = chapter.rows(direction="forward", scope="op", impl=RUNGS)
+called = chapter.rows(direction="forward", scope="op", impl=RUNGS, workload=CALLED)
 chapter.table(call.round(2).reset_index(names="rung"), measured=called)
 
 # %% tags=["remove-cell"]
-extra = call.iloc[:, 0]
-chapter.glue(
-    worst=extra.idxmax().split("_")[0],
-    most=extra.max(),
-    v8_extra=extra[V8],
-    calls=spread(ops["v2_tma"] / ops[V8]),
-    made=rows["date"].iloc[0],
-)
+extra, calls = call.iloc[:, 0], spread(ops["v2_tma"] / ops[V8])
+worst = extra.idxmax().split("_")[0]
+chapter.glue(worst=worst, most=extra.max(), v8_extra=extra[V8], calls=calls)
 
 # %% [markdown]
 # The median difference is {glue:text}`v8_extra:.0f` µs for v8. The largest, that of
@@ -319,14 +322,12 @@ chapter.glue(
 # operations in each call ({doc}`v3_persistent`); from v6a on one small kernel makes it. The whole
 # call of v8 is {glue:text}`calls` times as fast as that of v2.
 #
-# Mind the date of the record, here {glue:text}`made`. In this chapter's records up to 2026-11-21 a
-# list was kept with the offsets and came from a warm-up call, so no sample from v6a on contains it.
-# Later packages make it in each call that is given tensors; calls that share one `Lengths` share
-# the list. {doc}`v6_short_kv` times the list alone.
+# Calls that share one `Lengths` share the list, and {doc}`v6_short_kv` times it alone. (In records
+# up to 2026-11-21 it was kept from call to call.)
 #
 # `impl="auto"` takes its order from these records: `python -m gdpa_kernels choices` writes, for
-# each measured shape, the rungs that passed their check, fastest first. A call takes the nearest
-# shape and the first rung that supports it.
+# each measured shape, the rungs that passed their check, fastest first, by times back to back where
+# there are some. A call takes the nearest shape and the first rung that supports it.
 #
 # ## Other machines
 #
@@ -335,7 +336,7 @@ chapter.glue(
 # record.
 
 # %% tags=["remove-input"]
-standings.others(chapter, here, "forward")
+standings.others(chapter, here, "forward", scope)
 
 # %% [markdown]
 # ## Exercises

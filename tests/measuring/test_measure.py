@@ -472,7 +472,7 @@ POOLING = replace(
     shared_q=True,
 )  # fmt: skip
 LONG = replace(JAGGED, name="long", batch=1, max_seqlen_k=300)
-BACKWARDS = [rung.impl for rung in ladder.BACKWARD_RUNGS]
+BACKWARDS = [rung.impl for rung in ladder.BACKWARD_RUNGS if "wide" not in rung.impl]
 LISTED = ["v4_warp_specialized_backward", "v5_short_kv_backward"]  # walk a list of work
 
 

@@ -143,11 +143,13 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
     monkeypatch.setattr("gdpa_kernels.report.chapter.display", shown.append)
     monkeypatch.setattr(standings, "display", shown.append)
     alone, both = (Chapter(chapter, data_dir=folder) for folder in folders)
-    standings.redrawn(alone, figure, DRAWN, keys)
-    standings.redrawn(both, figure, DRAWN, keys)
+    standings.redrawn(alone, figure, DRAWN, keys, scope="kernel")
+    standings.redrawn(both, figure, DRAWN, keys, scope="kernel")
     before, after = ([axis.get_title(loc="left") for axis in chart.axes] for chart in drawn)
-    assert [title.rpartition(", ")[0] for title in before] == ["measured, NVIDIA H200", "published"]
-    assert after[::2] == before and after[1].startswith("measured, NVIDIA B200, ")
+    assert [title.rpartition(", ")[0] for title in before] == [
+        "measured in bursts, NVIDIA H200", "published",
+    ]  # fmt: skip
+    assert after[::2] == before and after[1].startswith("measured in bursts, NVIDIA B200, ")
     h200, b200, _ = drawn[1].axes
     labels = {container.get_label().split()[0] for container in b200.containers}
     assert {*OWN, "fa2_varlen"} <= labels and not any(x.startswith("v") for x in labels)
@@ -155,7 +157,7 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
         *DRAWN
     } and h200.get_ylim() == b200.get_ylim()
     assert "NVIDIA B200" in shown[-1].data and "NVIDIA H200" in shown[-1].data
-    standings.others(both, None, chapter.partition("/")[0])
+    standings.others(both, None, chapter.partition("/")[0], scope="kernel")
     assert shown[-2].data.startswith("**NVIDIA B200**") and OWN[0] in shown[-1].data
     # At one length everything failed: the rest is drawn.
     there = results.table(folders[1], system="b200", latest=False)

@@ -58,10 +58,11 @@ def test_what_is_open_says_what_is_missing(found):
 
 def test_a_measured_claim_names_what_was_compared(found):
     row = LEDGER[LEDGER["id"] == "gdpa-forward-over-triton"].assign(
-        status="measured", ours=1.5, ours_impl="v9", ours_baseline="v1", ours_workload="w"
-    )
+        status="measured", ours=1.5, ours_impl="v9", ours_baseline="v1", ours_workload="w",
+        ours_scope="sustained",
+    )  # fmt: skip
     (shown,) = answers.answered(row, found).itertuples()
-    assert (shown.status, shown.ours) == ("measured", "1.50×: v9 over v1, w")
+    assert (shown.status, shown.ours) == ("measured", "1.50×: v9 over v1, w, back to back")
     assert shown.where == "{doc}`forward/results <../forward/results>`"
 
 

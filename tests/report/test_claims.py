@@ -21,6 +21,7 @@ CLAIMS = load()
 BY_ID = {claim.id: claim for claim in CLAIMS}
 BLOCK_NOTEBOOK = "notebooks/block/results.py"
 BACKWARD_NOTEBOOK = "notebooks/backward/results.py"
+SCOPE = BY_ID["gdpa-forward-peak"].ours.scope  # of GDPA's selectors
 PLAIN = "block-plain-1735537"  # that notebook's own: the rotary workload without rotary
 
 
@@ -31,7 +32,7 @@ def results_row(**changes):
         "direction": "forward",
         "impl": "v1_tiled",
         "math": "activation",
-        "scope": "kernel",
+        "scope": SCOPE,
         "variant": "",
         "system": "nvidia-h200-00000000",
         "gpu": "NVIDIA H200",
@@ -357,6 +358,21 @@ def test_ratios_by_hand():
     assert {"gdpa-forward-over-triton", "gdpa-forward-peak"} <= measured
 
 
+def test_a_claim_is_answered_in_its_own_scope(tmp_path):
+    ours = {"kind": "best_rate", "impl": "v*", "figure": "gdpa-self-fwd-full"}
+    entries = [
+        valid_entry(id=f"a-{n}", kind="rate", unit="TFLOP/s", ours={**ours, **scope})
+        for n, scope in enumerate(({}, {"scope": "kernel"}, {"scope": "sustained"}))
+    ]
+    rows = {"scope": "kernel", "tflops": 700.0}, {"scope": "sustained", "tflops": 600.0}
+    found = claims.ledger(results_table(*rows), claims=load(data_with(tmp_path, *entries)))
+    assert found["ours"].tolist() == [700, 700, 600]
+    assert found["ours_scope"].tolist() == ["kernel", "kernel", "sustained"]
+    found = claims.ledger(results_table(rows[0]), claims=load(tmp_path))
+    assert found["status"].tolist() == ["measured", "measured", "open"]
+    assert found["ours_scope"].tolist() == ["kernel", "kernel", ""]
+
+
 def test_a_published_value_is_never_ours():
     table = ledger(results_table(*SYNTHETIC))
     assert (table["hardware"].str.strip() != "").all()
@@ -461,7 +477,8 @@ def block_rows(workload, times=None, **changes):
     times = BLOCK_TIMES if times is None else times
     base = {"figure": "", "workload": workload, "math": "softmax", "tflops": 1.0, **changes}
     return [
-        {**base, "impl": impl, "direction": direction, "time_us_p50": time}
+        {**base, "impl": impl, "direction": direction, "time_us_p50": time, "scope": scope}
+        for scope in real_results.TIMED
         for impl, pair in times.items()
         for direction, time in zip(("forward", "backward"), pair, strict=True)
     ]

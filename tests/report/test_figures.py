@@ -74,12 +74,34 @@ def texts(axis) -> list[str]:
 
 def test_ours_and_theirs_have_their_own_titles_and_one_scale(table):
     left, right = draw(table, published=claims.published_figures()).axes
-    assert left.get_title(loc="left") == "measured, NVIDIA H200, 2026-11-21"
+    assert left.get_title(loc="left") == "measured in bursts, NVIDIA H200, 2026-11-21"
     assert right.get_title(loc="left") == "published, NVIDIA B200"
     assert left.get_ylim() == right.get_ylim()
     assert left.get_ylim()[0] == 0
     assert left.get_ylim()[1] > 1146
     assert (left.get_ylabel(), left.get_xlabel()) == ("TFLOP/s", "max_seqlen_q (tokens)")
+
+
+def test_back_to_back_has_its_own_ceiling_and_bursts_are_dashes(table):
+    slower = table.assign(
+        scope="sustained", tflops=0.9 * table["tflops"], time_us_p50=table["time_us_p50"] / 0.9,
+        percent_of_roofline=0.95 * table["percent_of_roofline"],
+    )  # fmt: skip
+    impls = ["v1_tiled", "fa2"]
+    (axis,) = draw(pd.concat([table, slower]), impls=impls, scope="sustained").axes
+    assert axis.get_title(loc="left").startswith("measured back to back, NVIDIA H200")
+    lines = {c.get_label(): c.lines[0].get_ydata() for c in axis.containers}
+    assert lines["v1_tiled"] == pytest.approx([0.9 * 440] * 4)
+    (dashes,) = (line for line in axis.lines if line.get_gid() == "burst")
+    assert list(dashes.get_ydata()) == [440] * 4 and dashes.get_color() == house.colour("v1_tiled")
+    (steps,) = (p for p in axis.patches if hasattr(p, "get_data"))
+    roofs = [0.9 / 0.95 * roof for roof in ROOFS.values()]
+    assert list(steps.get_data().values) == pytest.approx(roofs)
+    assert any("dash: burst" in text for text in texts(axis))
+    (alone,) = draw(slower, impls=impls, scope="sustained").axes
+    assert not any(line.get_gid() == "burst" for line in alone.lines)
+    with pytest.raises(ValueError, match="sustained rows of v1_tiled"):
+        draw(table, impls=["v1_tiled"], scope="sustained")
 
 
 def test_without_published_values_there_is_one_panel_with_every_ceiling(table):

@@ -13,8 +13,9 @@ from gdpa_kernels.calling.rung import Requires, Rung
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.measuring import record
 from gdpa_kernels.report import rankings
-from tests.report.test_results import a_row, a_system, add  # noqa: F401  (a fixture)
+from tests.report.test_results import SHORT, a_row, a_system, add  # noqa: F401  (a fixture)
 
+LOAD = record.Load(1500.0, 700.0, 0.35, ("sw_power_cap",))
 OPERATORS = sorted(rankings.CHOICES)
 LATER = {(10, 0): "b90_stand_in", (10, 3): "v2_tma", (10, 1): "v2_tma", (12, 0): "v2_tma"}
 
@@ -40,6 +41,31 @@ def test_the_record_that_compared_most_counts(add, tmp_path):  # noqa: F811
     (found,) = rankings.from_records(tmp_path, "gdpa")
     assert found == Ranking(shape, ("v2_tma", "v3_persistent", "v1_tiled"), three.id)
     assert rankings.from_records(tmp_path, "block_attention") == []
+
+
+def test_times_back_to_back_decide_among_those_that_have_them(add, tmp_path):  # noqa: F811
+    bursts = {"v1_tiled": 5.0, "v2_tma": 6.0, "v3_persistent": 7.0, "v5_pingpong": 8.0}
+    loops = {"v3_persistent": 7.5, "v1_tiled": 8.5}
+    narrow = replace(SHORT, name="narrow", head_dim=64)
+    masked = replace(SHORT, name="masked", head_dim=32, causal=True)
+    windowed = replace(SHORT, name="windowed", head_dim=32, window=5)
+    works = SHORT, narrow, masked, windowed
+    rows = [
+        replace(
+            a_row(work, impl=impl, samples_us=(1e4 * us,)), scope=scope,
+            load=LOAD if scope == "sustained" else None,
+        )
+        for scope, times in (("kernel", bursts), ("sustained", loops))
+        for impl, us in times.items()
+        for work in works
+        if (work, scope) != (narrow, "kernel")
+    ]  # fmt: skip
+    add(*rows, workloads={work.name: work.to_dict() for work in works})
+    found = {row.shape[3]: row.impls for row in rankings.from_records(tmp_path, "gdpa")}
+    assert found == {
+        128: ("v3_persistent", "v2_tma", "v1_tiled", "v5_pingpong"),
+        64: ("v3_persistent", "v1_tiled"),
+    }
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -76,9 +76,9 @@ def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(monkeypatch):
     chapter, shown, folders = Chapter("backward/results"), [], []
     monkeypatch.setattr(standings, "display", lambda shown_: shown.append(shown_.data))
     monkeypatch.setattr(results, "table", _remembering(results.table, folders))
-    standings.others(chapter, Again(chapter.record()), "backward")
+    standings.others(chapter, Again(chapter.record()), "backward", scope="kernel")
     title, table = shown
-    assert title == "**This machine**, TFLOP/s next to those of the record."
+    assert title == "**This machine**, TFLOP/s in bursts, next to those of the record."
     ratios = [line.split("|")[-2].strip() for line in table.splitlines()[2:]]
     assert len(ratios) > 50 and set(ratios) <= {"1", ""}
     assert folders and not Path(folders[0]).exists()
@@ -87,7 +87,7 @@ def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(monkeypatch):
 def test_without_a_session_other_machines_of_the_records_are_shown(monkeypatch):
     chapter, shown = Chapter("backward/results"), []
     monkeypatch.setattr(standings, "display", lambda shown_: shown.append(shown_.data))
-    standings.others(chapter, None, "backward")
+    standings.others(chapter, None, "backward", scope="kernel")
     systems = {
         json.loads(path.read_text())["system"]
         for path in (record.DATA_DIR / "records").glob("*.json")
