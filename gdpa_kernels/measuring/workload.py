@@ -623,6 +623,7 @@ def _other_shapes() -> list[Workload]:
         full("-kv320", 2048, 320),
         full("-b64", 4096, batch=64),
         full("-b8", 8192, batch=8),
+        full("-b256-d256", 512, batch=256, head_dim=256),
         full("-kv128-d64", keys=128, head_dim=64),
         replace(_self("half-jagged", 800, Uniform(0.5)), name="gdpa-self-half-jagged-800-d64",
                 head_dim=64),
@@ -636,11 +637,13 @@ OTHER_SHAPES: dict[str, tuple[str, ...]] = {
     "forward": (
         "gdpa-self-ml1m-1024", "gdpa-self-full-1024-h3", "gdpa-cross-full-1024-kv192-h6",
         "gdpa-self-full-1024-gqa", "gdpa-self-full-1024-causal", "gdpa-self-full-1024-window128",
+        "gdpa-self-full-512-b256-d256",
     ),
     "backward": (
         "gdpa-cross-full-2048-kv320", "gdpa-self-full-384", "gdpa-self-full-640",
         "gdpa-self-full-4096-b64", "gdpa-self-full-8192-b8", "gdpa-self-half-jagged-800-d64",
         "gdpa-cross-full-1024-kv128-d64", "gdpa-self-full-1024-gelu",
+        "gdpa-self-full-512-b256-d256",
     ),
 }  # fmt: skip
 """Direction -> names of workloads that users bring and no published figure shows."""

@@ -66,7 +66,9 @@ STEPS = ["gdpa-self-full-1024", "gdpa-cross-full-2048", "gdpa-self-full-256"]
 
 def rungs_on(name):
     of = workload(name)
-    left_out = RUNGS[1:-1] if of.head_dim > 128 else [WIDE, *[V5] * (of.max_seqlen_k > MOST_KEYS)]
+    if of.head_dim > 128:
+        return [V1, WIDE]
+    left_out = [WIDE, *[V5] * (of.max_seqlen_k > MOST_KEYS)]
     return [impl for impl in RUNGS if impl not in left_out]
 
 
