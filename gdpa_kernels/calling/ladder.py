@@ -315,6 +315,15 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         operator="gdpa_backward",
         has=_LISTED | {"requires"},
     ),
+    Rung(
+        "v7_wide_backward",
+        "wide heads",
+        "One consumer computes dS and dV, the other dK and dQ.",
+        "v4_warp_specialized_backward",
+        dataclasses.replace(_WGMMA, head_dim_max=256),
+        operator="gdpa_backward",
+        has=_LISTED | {"requires", "is_deterministic"},
+    ),
 )
 
 BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (

@@ -5,7 +5,8 @@ measured workload with GELU the implementations, fastest first. A call takes the
 direction and of its device's compute capability whose head_dim and longest sequences are nearest,
 by their ratios; a row of the call's own dtype comes first. Another minor version does not count.
 Where nothing was measured, and after what was, come the implementations that run anywhere
-(`UNMEASURED`).
+(`UNMEASURED`). What was made for a head_dim over 128 comes first there until a record ranks it
+(`WIDE`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ UNMEASURED = {
     "forward": ("v2_tma", "v1_tiled", "v0_eager"),
     "backward": ("v1_tiled_backward", "reference"),
 }
+WIDE = {"forward": (), "backward": ("v7_wide_backward",)}
+"""They take only a head_dim over 128. No record has one yet, and of what is ranked at 128 only what
+runs anywhere takes it too."""
 COLUMNS = {
     "capability": rankings.capability, "direction": str, "dtype": str, "head_dim": int,
     "max_seqlen_q": int, "max_seqlen_k": int,
@@ -46,8 +50,9 @@ def order(
     if not rows:
         return UNMEASURED[direction]
     call = dtype, head_dim, max_seqlen_q, max_seqlen_k
-    nearest = min(rows, key=lambda row: distance(row.shape, *call))
-    return tuple(dict.fromkeys((*nearest.impls, *UNMEASURED[direction])))
+    ranked = min(rows, key=lambda row: distance(row.shape, *call)).impls
+    wide = [impl for impl in WIDE[direction] if head_dim > 128 and impl not in ranked]
+    return tuple(dict.fromkeys((*wide, *ranked, *UNMEASURED[direction])))
 
 
 @cache

@@ -215,7 +215,7 @@ def test_auto_prefers_the_first_kernel_that_supports_the_call():
             == choices.order((9, 0), "forward", "bfloat16", 16, 9, 9)[0]
         )
         wide = {name: torch.randn(9, 4, 136).bfloat16() for name in "qkv"}
-        assert resolved("auto", **wide, **longest) == "v2_tma"
+        assert resolved("auto", **wide, **longest) == "v8_own_waits"
         assert resolved("auto", **odd, **longest) == "v1_tiled"
         assert resolved("auto", **single, **longest) == "v1_tiled"
         with pytest.raises(NotImplementedError, match="v2_tma' needs dtype bfloat16 or float16"):
@@ -471,11 +471,16 @@ def wide(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, longest: int 
     return cast(call, dtype) | {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
+def head_dim_of(impl: str) -> int:
+    """One that a backward rung can take."""
+    return 256 if impl == "v7_wide_backward" else 128
+
+
 @pytest.mark.parametrize("impl", api.BACKWARD_IMPLS)
 def test_gradients_are_those_of_the_rung(impl):
-    call = required(wide())
+    call = required(wide(head_dim_of(impl)))
     options = {"scale": 0.3, "output_scale": 0.5, "causal": True, "window": 2, "precise": True}
-    grad_out = torch.randn(9, 4, 128).bfloat16()
+    grad_out = torch.randn(9, 4, head_dim_of(impl)).bfloat16()
     with emulated(impl):
         out = gdpa(**call, **options, activation="silu", impl="v2_tma", backward_impl=impl)
         out.backward(grad_out)
@@ -521,7 +526,7 @@ def test_a_gradient_asked_for_alone(impl):
 
 @pytest.mark.parametrize("impl", ("auto", *api.BACKWARD_IMPLS))
 def test_expanded_and_strided_gradients(impl):
-    call = required(wide())
+    call = required(wide(head_dim_of(impl)))
     leaves = [call[name] for name in "qkv"]
     with emulated(impl):
         out = gdpa(**call, backward_impl=impl)
@@ -554,6 +559,7 @@ UNSUITED = {
     "no GPU": (wide(), "v1_tiled_backward", "needs tensors on a CUDA device of sm_80 .* got .*CPU"),
     "dtype": (wide(dtype=torch.float64), "v1_tiled_backward", "needs dtype .*, got float64"),
     "head_dim": (wide(72), "v4_warp_specialized_backward", "multiple of 64, got 72"),
+    "narrow": (wide(), "v7_wide_backward", "needs a head_dim over 128, got 128"),
     "long keys": (wide(longest=257), "v5_short_kv_backward", "at most 256, got 257"),
     "shared q": (
         wide() | {"cu_seqlens_q": None, "max_seqlen_q": 9},

@@ -19,6 +19,7 @@ from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa import v5_short_kv_backward as v5
+from gdpa_kernels.gdpa import v7_wide_backward as v7
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.compile_check import Compiled
 from gdpa_kernels.measuring.testing import assert_close
@@ -27,7 +28,12 @@ from tests.emulator.mutants import enumerate_mutants, surviving
 from tests.gdpa.cases import CASES, DEVICE, Case
 from tests.gdpa.test_forward import kernels_run
 
-RUNGS = {"v4_warp_specialized_backward": v4, "v5_short_kv_backward": v5}
+RUNGS = {
+    "v4_warp_specialized_backward": v4, "v5_short_kv_backward": v5,
+    "v7_wide_backward": v7,
+}  # fmt: skip
+# That a test takes which is not about head_dim.
+HEAD_DIM = {impl: 256 if module is v7 else 128 for impl, module in RUNGS.items()}
 BF16, FP16 = torch.bfloat16, torch.float16
 NAMES = ("dq", "dk", "dv")
 TENSORS = ("grad_out", "q", "k", "v")
@@ -111,6 +117,9 @@ TAKEN = [
     *(("v4_warp_specialized_backward", case) for case in ALL_CASES),
     *(("v4_warp_specialized_backward", case) for case in WIDE if case.name in ALSO_WIDE),
     *(("v5_short_kv_backward", case) for case in (*ALL_CASES, *WIDE)),
+    *(("v7_wide_backward", replace(case, head_dim=256)) for case in WIDE),
+    *(("v7_wide_backward", replace(case, head_dim=136)) for case in WIDE if case.name in HALF),
+    ("v7_wide_backward", Case("head_dim_200", (70, 5), (64, 130), head_dim=200)),
 ]
 
 
@@ -132,7 +141,7 @@ def test_matches_the_definition(impl, case, dtype):
 def test_every_activation(impl):
     names = tuple(reference.ACTIVATIONS)
     heads = {"num_heads": len(names), "num_heads_k": len(names)}
-    case = Case("all", (33, 0, 70), head_dim=128, **heads, options={"activation": names})
+    case = Case("all", (33, 0, 70), head_dim=HEAD_DIM[impl], **heads, options={"activation": names})
     call = call_of(case, BF16)
     found = gradients(RUNGS[impl], call), defined(call, torch.float64), defined(call, BF16)
     for name, *results in zip(NAMES, *found, strict=True):
@@ -149,7 +158,7 @@ def test_any_logits(impl, scale):
     """Saturated and vanishing logits: finite, and right."""
     heads = {"num_heads": 4, "num_heads_k": 4}
     options = {"activation": ("gelu", "gelu_tanh", "silu", "hardswish"), "scale": scale}
-    case = Case("logits", (40, 9), head_dim=128, **heads, options=options)
+    case = Case("logits", (40, 9), head_dim=HEAD_DIM[impl], **heads, options=options)
     check(partial(gradients, RUNGS[impl]), case, BF16)
 
 
@@ -176,10 +185,20 @@ ORDERS = {
         "v5_short_kv_backward",
         Case("orders", (130, 0, 70, 1), (256, 5, 129, 70), 2, 1, head_dim=128),
     ),
+    "v7, one tile of keys": (
+        "v7_wide_backward", Case("orders", (130, 0, 70, 1), (64, 5, 60, 7), 2, 1, head_dim=256),
+    ),
+    "v7, several tiles": (
+        "v7_wide_backward", Case("orders", (70, 0, 64), (200, 5, 129), 1, 1, head_dim=136),
+    ),
 }  # fmt: skip
 
 
-OTHER = {"q_stages": 3, "g_stages": 1}  # of v4; in v5 a step of a pair has its own slots
+OTHERS = {  # in v5 a step of a pair has its own slots
+    "v4_warp_specialized_backward": ({"q_stages": 3, "g_stages": 1},),
+    "v5_short_kv_backward": (),
+    "v7_wide_backward": ({"k_stages": 1, "piece": 128}, {"k_stages": 1, "g_stages": 2}),
+}
 
 
 @emulated
@@ -189,16 +208,15 @@ def test_any_schedule_and_config_gives_the_same_result(name):
     impl, case = ORDERS[name]
     expected = scheduled(impl, call_of(case, BF16), "modelled", {})
     runs = [(0, {}), (1, {})]
-    if impl == "v4_warp_specialized_backward":
-        runs += [("modelled", OTHER), (0, OTHER), (1, OTHER)]
+    runs += [(schedule, config) for config in OTHERS[impl] for schedule in ("modelled", 0, 1)]
     for schedule, config in runs:
         compute = partial(scheduled, impl, schedule=schedule, config=config)
-        if name == "v4, several tiles":
+        if "several tiles" in name:
             check(compute, case, BF16)
         found = compute(call_of(case, BF16))
         equal = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
         assert equal[1:] == [True, True], (schedule, config)
-        assert equal[0] or name == "v4, several tiles", (schedule, config)
+        assert equal[0] or "several tiles" in name, (schedule, config)
 
 
 @pytest.mark.parametrize("impl", RUNGS)
@@ -214,14 +232,14 @@ def test_strided_arguments(impl):
             "grad_out": grad.transpose(1, 2).contiguous().transpose(1, 2),
         }
 
-    case = Case("strided", (65, 0, 40), head_dim=128)
+    case = Case("strided", (65, 0, 40), head_dim=HEAD_DIM[impl])
     check(partial(gradients, RUNGS[impl]), case, BF16, change=change)
 
 
 @pytest.mark.parametrize("impl", RUNGS)
 def test_a_gradient_that_tma_cannot_read(impl):
     """Contiguous, but at an address that is no multiple of 16 bytes."""
-    call = call_of(Case("shifted", (65, 0, 40), head_dim=128), BF16)
+    call = call_of(Case("shifted", (65, 0, 40), head_dim=HEAD_DIM[impl]), BF16)
     grad = call["grad_out"]
     shifted = torch.cat((grad.new_zeros(1), grad.flatten()))[1:].view(grad.shape)
     assert shifted.is_contiguous() and shifted.data_ptr() % 16 == 2
@@ -233,7 +251,7 @@ def test_a_gradient_that_tma_cannot_read(impl):
 @pytest.mark.parametrize("impl", RUNGS)
 def test_expanded_gradients(impl, kind):
     """`out.sum().backward()` gives strides (0, 0, 0); others repeat a head or a row."""
-    call = call_of(Case("expanded", (65, 0, 40), head_dim=128), BF16)
+    call = call_of(Case("expanded", (65, 0, 40), head_dim=HEAD_DIM[impl]), BF16)
     grad = call["grad_out"]
     part = {"sum": grad[:1, :1, :1], "mean_of_heads": grad[:, :1], "one_row": grad[:1]}[kind]
     expanded = part.expand_as(grad)
@@ -250,6 +268,7 @@ NEIGHBOURS = {
     "v5_short_kv_backward": (
         Case("grouped", (5, 70, 64), (200, 3, 256), num_heads_k=1, head_dim=128),
     ),
+    "v7_wide_backward": (Case("grouped", (5, 70, 64), (100, 3, 64), num_heads_k=1, head_dim=256),),
 }
 
 
@@ -280,7 +299,7 @@ def test_neighbours_do_not_leak(impl, case):
 @pytest.mark.parametrize("impl", RUNGS)
 def test_own_nan_stays_visible(impl, name):
     """A NaN of the sequence's own reaches what depends on it, and nothing else."""
-    call = call_of(Case("nan", (6, 70), head_dim=128), BF16)
+    call = call_of(Case("nan", (6, 70), head_dim=HEAD_DIM[impl]), BF16)
     call[name][2, 0, 3] = float("nan")
     dq, dk, dv = gradients(RUNGS[impl], call)
     reached = {
@@ -297,10 +316,10 @@ def test_own_nan_stays_visible(impl, name):
 @pytest.mark.parametrize("impl", RUNGS)
 def test_one_token(impl):
     """Of the identity and ones, dv = s grad_out and dq = dk = (grad_out v) scale, rounded once."""
-    case = Case("one", (1,), head_dim=128, options={"activation": "identity"})
+    case = Case("one", (1,), head_dim=HEAD_DIM[impl], options={"activation": "identity"})
     call = call_of(case, BF16)
     call |= {name: torch.ones_like(call[name]) for name in TENSORS}
-    expected = torch.tensor(128 * 128**-0.5).bfloat16()
+    expected = torch.tensor(HEAD_DIM[impl] ** 0.5).bfloat16()
     for result in gradients(RUNGS[impl], call):
         assert (result == expected).all()
 
@@ -310,7 +329,7 @@ def test_one_token(impl):
 )
 @pytest.mark.parametrize("impl", RUNGS)
 def test_without_queries_or_keys_gradients_are_zero(impl, lengths, monkeypatch):
-    case = Case("none", *lengths, head_dim=128)
+    case = Case("none", *lengths, head_dim=HEAD_DIM[impl])
     call = call_of(case, BF16)
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(
@@ -333,6 +352,7 @@ def test_without_queries_or_keys_gradients_are_zero(impl, lengths, monkeypatch):
             "v5_short_kv_backward",
             Case("whole", (5, 300, 0), (256, 40, 7), 4, 2, 128, options={"causal": True}),
         ),
+        ("v7_wide_backward", Case("whole", (5, 130, 0), (200, 0, 7), head_dim=160)),
     ],
     ids=str,
 )
@@ -346,6 +366,13 @@ def test_gradients_are_written_whole(impl, case, monkeypatch):
     )
     for name, result in zip(NAMES, gradients(RUNGS[impl], call_of(case, BF16)), strict=True):
         assert result.isfinite().all() and result.is_contiguous(), name
+
+
+DIMS = {
+    "v4_warp_specialized_backward": (64, 128),
+    "v5_short_kv_backward": (128,),
+    "v7_wide_backward": (136, 248, 256),
+}
 
 
 @settings(deadline=None, max_examples=4)
@@ -362,7 +389,7 @@ def test_random_batches_and_options(impl, data):
         tuple(lengths_k),
         num_heads=group * heads_k,
         num_heads_k=heads_k,
-        head_dim=128 if short else data.draw(st.sampled_from([64, 128])),
+        head_dim=data.draw(st.sampled_from(DIMS[impl])),
         options={
             "activation": data.draw(st.sampled_from(sorted(reference.ACTIVATIONS))),
             "causal": data.draw(st.booleans()),
@@ -377,12 +404,14 @@ def test_random_batches_and_options(impl, data):
 # -- Mistakes --------------------------------------------------------------------------------------
 
 # One program, or cluster, with two tiles of keys, or items: every slot is used several times over.
+THREE = Case("three", (130, 65, 1), (64, 60, 5), 1, 1, head_dim=136)
 SMALL = {
     "v4_warp_specialized_backward": (
-        Case("wide", (130, 65, 64, 1), (128, 70, 5, 64), 1, 1, head_dim=128),
-        Case("narrow", (300, 5), (70, 64), 1, 1, head_dim=64),
+        (Case("wide", (130, 65, 64, 1), (128, 70, 5, 64), 1, 1, head_dim=128), {}),
+        (Case("narrow", (300, 5), (70, 64), 1, 1, head_dim=64), {}),
     ),
-    "v5_short_kv_backward": (Case("short", (130, 65), (256, 130), 1, 1, head_dim=128),),
+    "v5_short_kv_backward": ((Case("short", (130, 65), (256, 130), 1, 1, head_dim=128), {}),),
+    "v7_wide_backward": ((THREE, {}), *((THREE, config) for config in OTHERS["v7_wide_backward"])),
 }
 
 # Why it is no mistake, or why the emulator does not see it: what nothing notices.
@@ -446,10 +475,25 @@ SURVIVORS = {
             "math: ds.empty[at] -> next",
         ),
     },
+    "v7_wide_backward": {
+        "The next tile's first dO is loaded after its V, which this role gives back later.": (
+            "score_role: barrier_arrive(g.empty[count % G_STAGES]) before "
+            "dv = async_dot_wait(0, dv)",
+        ),
+        "ds_full says that the other role has waited for it.": (
+            "sum_role: drop barrier_wait(k.full[k_at], tile // K_STAGES & 1)",
+            "sum_role: drop barrier_wait(q.full[q_at], now // Q_STAGES & 1)",
+        ),
+        "With pieces of 128 columns K has one slot.": (
+            "sum_role: k.buffer[k_at + zero] -> next (3)",
+        ),
+    },
 }
 
 
-def _launch(impl: str, case: Case, expected: tuple | None, module, schedule: str | int) -> tuple:
+def _launch(
+    impl: str, case: Case, config: dict, expected: tuple | None, module, schedule: str | int
+) -> tuple:
     """(dq, dk, dv) of a changed rung on one program or cluster: AssertionError if not `expected`.
 
     relu is cheap, and dQ has one tile of keys, or is written once: every order gives the same bits.
@@ -457,7 +501,8 @@ def _launch(impl: str, case: Case, expected: tuple | None, module, schedule: str
     call = call_of(case, BF16) | {"activation": ("relu",)}
     programs = 2 if impl == "v5_short_kv_backward" else 1
     with emulator.enabled(multiprocessors=programs, schedule=schedule, max_steps=50_000):
-        found = module.backward(call["grad_out"], batch_of(call))
+        options = {"config": module.Config(**config)} if config else {}
+        found = module.backward(call["grad_out"], batch_of(call), **options)
     if expected is not None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     return found
@@ -468,8 +513,8 @@ def _launch(impl: str, case: Case, expected: tuple | None, module, schedule: str
 def test_every_harmful_mistake_in_synchronisation_is_found(impl):
     module = RUNGS[impl]
     launched = [
-        partial(_launch, impl, case, _launch(impl, case, None, module, "modelled"))
-        for case in SMALL[impl]
+        partial(_launch, impl, *small, _launch(impl, *small, None, module, "modelled"))
+        for small in SMALL[impl]
     ]
     tested, found = surviving(module, "backward_kernel", launched)
     known = [what for reason in SURVIVORS[impl].values() for what in reason]
@@ -497,7 +542,7 @@ def compiled(
         n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in call_of(case, dtype).items()
     }
     schedule = (torch.zeros(2, dtype=torch.int32),)
-    if impl == "v4_warp_specialized_backward":
+    if impl in LISTS_TILES:
         schedule = (torch.zeros(5, 8, dtype=torch.int32),)
     with launches(run=False) as seen:
         RUNGS[impl].backward(call["grad_out"], batch_of(call), schedule=schedule)
@@ -505,6 +550,7 @@ def compiled(
 
 
 SMEM_OF_A_PROGRAM = 227 * 1024
+LISTS_TILES = ("v4_warp_specialized_backward", "v7_wide_backward")
 
 # Bytes that are spilled, outside the loop over steps or for a mask.
 KNOWN_SPILLS = (
@@ -519,7 +565,7 @@ def check_instructions(impl: str, made: Compiled) -> None:
     assert not made.serialised and made.shared_bytes <= SMEM_OF_A_PROGRAM
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert made.instructions[instruction] > 0, instruction
-    by_tma = impl == "v4_warp_specialized_backward"
+    by_tma = impl in LISTS_TILES
     assert (made.instructions["UTMAREDG"] > 0) == by_tma
     assert (made.instructions["UBLKCP"] > 0) == (not by_tma)  # dS to the other program
     assert not [name for name in made.instructions if name.startswith(("RED", "ATOM"))]
@@ -527,11 +573,20 @@ def check_instructions(impl: str, made: Compiled) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ({}, {"head_dim": 64, "heads_k": 2, "causal": True}, {"window": 40}), ids=str
+    "impl, options",
+    [
+        ("v4_warp_specialized_backward", {}),
+        ("v4_warp_specialized_backward", {"head_dim": 64, "heads_k": 2, "causal": True}),
+        ("v4_warp_specialized_backward", {"window": 40}),
+        ("v7_wide_backward", {"head_dim": 256}),
+        ("v7_wide_backward", {"head_dim": 200, "heads_k": 2, "causal": True, "dtype": FP16}),
+        ("v7_wide_backward", {"head_dim": 256, "window": 40}),
+    ],
+    ids=str,
 )
-def test_v4_does_not_spill(options):
-    made, _, _ = compiled("v4_warp_specialized_backward", **options)
-    check_instructions("v4_warp_specialized_backward", made)
+def test_it_does_not_spill(impl, options):
+    made, _, _ = compiled(impl, **options)
+    check_instructions(impl, made)
     assert made.spill_bytes == 0
 
 
@@ -548,6 +603,12 @@ def test_programs_of_v5_come_in_clusters_of_two():
     assert options["ctas_per_cga"] == (2, 1, 1) and grid[0] % 2 == 0
     assert made.instructions["UCGABAR"] >= 2
     assert compiled("v4_warp_specialized_backward")[0].instructions["UCGABAR"] == 0
+
+
+@pytest.mark.parametrize("head_dim, text", [(136, None), (128, "over 128, got 128")])
+def test_v7_says_what_it_needs(head_dim, text):
+    found = problem("v7_wide_backward", call_of(Case("needs", (9,), head_dim=head_dim), BF16))
+    assert found == (text and f"needs a head_dim {text}")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,20 @@ def test_the_nearest_shape_decides(call, first, monkeypatch):
     assert backward == UNMEASURED["backward"]
 
 
+def test_what_was_made_for_wide_heads_comes_first_until_it_is_ranked(monkeypatch):
+    impl = "v7_wide_backward"
+    narrow = Ranking(((9, 0), "backward", "bfloat16", 128, 512, 512), ("v1_tiled_backward",), "a")
+    slow = Ranking(((9, 0), "backward", "bfloat16", 256, 512, 512), ("fast", impl), "a")
+    for table, first, second in (((narrow,), impl, "v1_tiled_backward"), ((slow,), "fast", impl)):
+        monkeypatch.setattr(choices, "load", lambda table=table: table)
+        choices.order.cache_clear()
+        found = choices.order((9, 0), "backward", "bfloat16", 256, 512, 512)
+        assert found[:2] == (first, second) and len(found) == len(set(found))
+        others = choices.order((9, 0), "backward", "bfloat16", 128, 512, 512)
+        assert others[0] == table[0].impls[0]
+    choices.order.cache_clear()
+
+
 @pytest.mark.parametrize(
     "direction, operator", [("forward", "gdpa"), ("backward", "gdpa_backward")]
 )
