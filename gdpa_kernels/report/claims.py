@@ -89,10 +89,11 @@ class Selector:
     `best_rate` is the highest tflops over the selected workloads and the impls matching `impl`,
     `best_time` the lowest time_us_p50, in milliseconds. `max_ratio` is the highest, over the
     selected workloads, of time_us_p50 of the fastest impl matching `baseline` divided by that of
-    the fastest other impl matching `impl`, in one record, that which compares most of them; with
-    several of `direction`, of the sums over them. Rows are picked by `figure`, or by `workload` and
-    `direction` where there is no figure. Patterns are shell globs. Only times of the kernels alone
-    (variant "") count, in bursts or, with `scope` "sustained", back to back.
+    the fastest other impl matching `impl`, in one record, if possible without a stale row, that
+    which compares most of them; with several of `direction`, of the sums over them. Rows are picked
+    by `figure`, or by `workload` and `direction` where there is no figure. Patterns are shell
+    globs. Only times of the kernels alone (variant "") count, in bursts or, with `scope`
+    "sustained", back to back.
     """
 
     kind: str
@@ -152,7 +153,8 @@ class Selector:
             if not compared:
                 continue
             sizes = group["record"].value_counts()
-            found = compared[max(compared, key=lambda record: (sizes[record], record))]
+            order = [(not compared[run].stale, sizes[run], run) for run in compared]
+            found = compared[max(order)[-1]]
             if best is None or found.value > best.value:
                 best = found
         return best

@@ -358,6 +358,16 @@ def test_ratios_by_hand():
     assert {"gdpa-forward-over-triton", "gdpa-forward-peak"} <= measured
 
 
+def test_a_record_of_the_kernels_as_they_are_comes_first():
+    old = {"record": "record-o", "stale": True, "time_us_p50": 4000.0}
+    rows = [{**old, "impl": impl} for impl in ("v2_tma", "v3_persistent", "v8_own_waits")]
+    rows += [{**old, "time_us_p50": 9000.0}, {}, {"impl": "v2_tma", "time_us_p50": 5000.0}]
+    found = entry_of(ledger(results_table(*rows)), "gdpa-self-fwd-full-over-triton")
+    assert (found["ours"], found["ours_record"]) == (pytest.approx(1.2), "record-a")
+    found = entry_of(ledger(results_table(*rows[:4])), "gdpa-self-fwd-full-over-triton")
+    assert found["stale"] and found["ours"] == pytest.approx(9 / 4)
+
+
 def test_a_claim_is_answered_in_its_own_scope(tmp_path):
     ours = {"kind": "best_rate", "impl": "v*", "figure": "gdpa-self-fwd-full"}
     entries = [
