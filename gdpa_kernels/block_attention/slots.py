@@ -14,7 +14,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
 from gdpa_kernels.device.ragged import BOUND, is_readable
-from gdpa_kernels.device.rows import put_rows
+from gdpa_kernels.device.rows import nothing
 
 BLOCK = 64
 
@@ -26,6 +26,12 @@ class Slots(Protocol):
     math_roles: int
     num_stages: int
     heads_together: int
+
+
+class WideSlots(Slots, Protocol):
+    """With the columns of a tile: a wider head takes several slots."""
+
+    width: int
 
 
 def check_slots(config: Slots, *others: str) -> None:
@@ -59,14 +65,45 @@ def heads_together(config: Slots, num_heads: int) -> int:
     return config.heads_together
 
 
-def requires_tiles(batch: Batch) -> str | None:
-    """What loading the tiles of a call by TMA needs and does not get, or None."""
+def split(config: WideSlots, batch: Batch) -> tuple[int, int]:
+    """(WIDTH, PIECES): the columns of a tile, and how many slots a head takes. Columns beyond
+    head_dim are padding: TMA loads zeros there and stores nothing.
+
+    ValueError where pieces of a head would wait for each other or for another head, or would have
+    to share the registers that sum the gradients of grouped heads.
+    """
+    if config.width not in (64, 128):
+        raise ValueError(f"width must be 64 or 128, got {config.width}")
+    width = min(config.width, triton.next_power_of_2(batch.head_dim))
+    pieces = triton.cdiv(batch.head_dim, width)
+    own = config.num_stages // config.math_roles
+    if pieces > 1 and (own < pieces or config.heads_together > 1 or batch.group > 1):
+        raise ValueError(
+            f"a head of {pieces} pieces must have as many slots of its math role, heads_together 1 "
+            f"and a key head of its own; got {own} slots, heads_together {config.heads_together}, "
+            f"{batch.group} query heads for a key head"
+        )
+    return width, pieces
+
+
+def requires_tiles(batch: Batch, splits: bool = False) -> str | None:
+    """What loading the tiles of a call by TMA needs and does not get, or None.
+
+    splits: of a rung that pads tiles and splits heads, as `split` says.
+    """
     if batch.block_size != BLOCK:
         return f"needs block_size {BLOCK}, got {batch.block_size}"
     if batch.dtype not in (torch.bfloat16, torch.float16):
         return f"needs dtype bfloat16 or float16, got {str(batch.dtype).removeprefix('torch.')}"
-    if batch.head_dim not in (64, 128):
+    if not splits and batch.head_dim not in (64, 128):
         return f"needs a head_dim of 64 or 128, got {batch.head_dim}"
+    if splits and batch.head_dim not in range(64, 257, 8):
+        return f"needs a head_dim of 64 to 256, a multiple of 8, got {batch.head_dim}"
+    if splits and batch.head_dim > 128 and batch.group > 1:
+        return (
+            f"needs a key head for each query head where head_dim is above 128, got {batch.group} "
+            f"query heads for one at head_dim {batch.head_dim}"
+        )
     for name, tensor in (("q", batch.q), ("k", batch.k), ("v", batch.v)):
         if not is_readable(tensor):
             return (
@@ -136,28 +173,34 @@ def place(blocks_ptr, unit):
 
 
 @triton.jit
-def slot_of(unit, head, options):
-    """(stage, phase) of a head of a unit: its role takes slots role, role + MATH_ROLES, ... in
-    turn, whether or not other roles have units left."""
+def slot_of(unit, part, options, PIECES: tl.constexpr = 1):
+    """(stage, phase) of a head of a unit, or of piece part % PIECES of head part // PIECES: its
+    role takes slots role, role + MATH_ROLES, ... in turn, whether or not other roles have units
+    left."""
     MATH_ROLES: tl.constexpr = options.MATH_ROLES
     OWN: tl.constexpr = options.NUM_STAGES // MATH_ROLES
-    turn = unit // MATH_ROLES * options.NUM_HEADS + head
+    turn = unit // MATH_ROLES * (options.NUM_HEADS * PIECES) + part
+    if PIECES > 1:
+        turn += nothing(part)
     return unit % MATH_ROLES + turn % OWN * MATH_ROLES, (turn // OWN) & 1
 
 
 @triton.jit
-def fetch(desc, buffer, full, block, head):
-    """Start the TMA load of a block of one head; the rows beyond it become zero."""
-    at = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, 0]
+def fetch(desc, buffer, full, block, head, column=0):
+    """Start the TMA load of a block of one head, from a column on; the rows beyond it become
+    zero."""
+    at = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, column]
     tlx.async_descriptor_load(desc, buffer, at, full)
 
 
 @triton.jit
-def put(desc, buffer, block, head, values):
-    """Start the TMA store of `values`, rounded once, through `buffer`; rows beyond the block are
-    dropped."""
-    values = values.to(tlx.dtype_of(desc))
-    put_rows(desc, buffer, block.first_row, block.rows, head, 0, values)
+def put(desc, buffer, block, head, values, column=0):
+    """Start the TMA store of `values`, rounded once, through `buffer`, from a column on; rows
+    beyond the block are dropped."""
+    tlx.local_store(buffer, values.to(tlx.dtype_of(desc)))
+    tlx.fence("async_shared")
+    at = [BOUND, block.first_row + block.rows, head, BOUND - block.rows, column]
+    tlx.async_descriptor_store(desc, buffer, at)
 
 
 @triton.jit

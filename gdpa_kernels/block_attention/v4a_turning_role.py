@@ -47,6 +47,7 @@ from gdpa_kernels.block_attention.slots import (
     requires_tiles,
     requires_turns,
     slot_of,
+    split,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
@@ -59,7 +60,8 @@ REGISTERS = 512  # of an SM, for each of the 128 threads of a role
 @dataclass(frozen=True)
 class Config:
     """Launch constants: consumers, slots of all of them, slots of sin and cos, heads of a block
-    whose loads are issued together, registers of a consumer thread and of a rotary thread."""
+    whose loads are issued together, registers of a consumer thread and of a rotary thread, columns
+    of a tile."""
 
     math_roles: int = 1
     num_stages: int = 2
@@ -67,6 +69,7 @@ class Config:
     heads_together: int = 1
     registers: int = 240
     turn_registers: int = 240
+    width: int = 128
 
     def __post_init__(self):
         check_slots(self, "num_turns")
@@ -85,19 +88,25 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """One consumer, and the slots that were fastest in runs without a record. `turns` is the dtype
-    of sin and cos: in 16 bits they leave room for a third slot in backward."""
+    """One consumer; at head_dim 64 and 128 the slots that were fastest in runs without a record,
+    beyond as many as fit. sin and cos in 16 bits leave room for one more."""
+    forward, narrow = direction == "forward", batch.rotary[0].dtype.itemsize == 2
     if batch.head_dim == 64:
-        return Config(num_stages=6 if direction == "forward" else 3)
-    third = direction == "forward" or batch.rotary[0].dtype.itemsize == 2
-    return Config(num_stages=3 if third else 2, num_turns=1)
+        return Config(num_stages=6 if forward else 3)
+    if batch.head_dim <= 128:
+        return Config(num_stages=3 if forward or narrow else 2, num_turns=1)
+    if batch.head_dim <= 192:
+        return Config(num_stages=6 if forward else 4, num_turns=1, width=64)
+    if forward:
+        return Config(num_stages=4 if narrow else 3, num_turns=1)
+    return Config(num_stages=2, num_turns=2 if narrow else 1)
 
 
 def requires(batch: Batch) -> str | None:
     """What this rung needs and does not get of a call, or None."""
     if batch.rotary is None:
         return "needs rotary (sin, cos), got None"
-    return requires_tiles(batch) or requires_turns(batch.rotary)
+    return requires_tiles(batch, splits=True) or requires_turns(batch.rotary)
 
 
 @triton.aggregate
@@ -111,6 +120,7 @@ class Options:
     NUM_STAGES: tl.constexpr
     NUM_TURNS: tl.constexpr
     TOGETHER: tl.constexpr
+    PIECES: tl.constexpr
 
 
 @triton.jit
@@ -120,41 +130,48 @@ def load(
     """The producer: slot after slot, those of TOGETHER heads of a block at a time, tensor by
     tensor. grad_desc None: forward."""
     TILES: tl.constexpr = 3 if grad_desc is None else 4
-    BYTES: tl.constexpr = q_desc.block_shape[3] * q_desc.block_shape[4] * 2
+    WIDTH: tl.constexpr = q_desc.block_shape[4]
+    BYTES: tl.constexpr = q_desc.block_shape[3] * WIDTH * 2
+    PIECES: tl.constexpr = options.PIECES
     TURN_BYTES: tl.constexpr = (
         sin_desc.block_shape[3] * sin_desc.block_shape[4]
         * (tlx.dtype_of(sin_desc).primitive_bitwidth + tlx.dtype_of(cos_desc).primitive_bitwidth)
-        // 8
+        // 8 * PIECES
     )  # fmt: skip
     NUM_TURNS: tl.constexpr = options.NUM_TURNS
     units = count_units(blocks_ptr)
     for first in tl.range(0, units, options.MATH_ROLES):
-        for head in tl.range(0, options.NUM_HEADS, options.TOGETHER):
+        for part in tl.range(0, options.NUM_HEADS * PIECES, options.TOGETHER):
+            column = part % PIECES * WIDTH
             for unit in tl.range(first, tl.minimum(first + options.MATH_ROLES, units)):
                 block = place(blocks_ptr, unit)
                 for i in tl.static_range(options.TOGETHER):
-                    stage, phase = slot_of(unit, head + i, options)
+                    stage, phase = slot_of(unit, part + i, options, PIECES)
                     tlx.barrier_wait(tiles.empty[stage], phase ^ 1)
                     tlx.barrier_expect_bytes(tiles.full[stage], TILES * BYTES)
                 for tile in tl.static_range(TILES):
                     for i in tl.static_range(options.TOGETHER):
-                        stage, _ = slot_of(unit, head + i, options)
-                        head_k = (head + i) // options.GROUP
+                        stage, _ = slot_of(unit, part + i, options, PIECES)
+                        full = tiles.full[stage]
+                        head = (part + i) // PIECES
+                        head_k = head // options.GROUP
                         if tile == 0:
-                            fetch(q_desc, tiles.q[stage], tiles.full[stage], block, head + i)
+                            fetch(q_desc, tiles.q[stage], full, block, head, column)
                         elif tile == 1:
-                            fetch(k_desc, tiles.k[stage], tiles.full[stage], block, head_k)
+                            fetch(k_desc, tiles.k[stage], full, block, head_k, column)
                         elif tile == 2:
-                            fetch(v_desc, tiles.v[stage], tiles.full[stage], block, head_k)
+                            fetch(v_desc, tiles.v[stage], full, block, head_k, column)
                         else:
-                            fetch(grad_desc, grad[stage], tiles.full[stage], block, head + i)
+                            fetch(grad_desc, grad[stage], full, block, head, column)
                     if tile == 1:  # noqa: SIM102, known when compiled
-                        if head == 0:
+                        if part == 0:
                             turn = unit % NUM_TURNS
                             tlx.barrier_wait(turns.empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
                             tlx.barrier_expect_bytes(turns.full[turn], TURN_BYTES)
-                            fetch(sin_desc, turns.sin[turn], turns.full[turn], block, 0)
-                            fetch(cos_desc, turns.cos[turn], turns.full[turn], block, 0)
+                            for j in tl.static_range(PIECES):
+                                at, pair = turn * PIECES + j, j * (WIDTH // 2)
+                                fetch(sin_desc, turns.sin[at], turns.full[turn], block, 0, pair)
+                                fetch(cos_desc, turns.cos[at], turns.full[turn], block, 0, pair)
 
 
 @triton.jit
@@ -189,22 +206,26 @@ def turn(tiles, turns, ready, blocks_ptr, options):
     """The rotary role: slot after slot, in the order of the producer."""
     MATH_ROLES: tl.constexpr = options.MATH_ROLES
     NUM_TURNS: tl.constexpr = options.NUM_TURNS
+    PIECES: tl.constexpr = options.PIECES
+    PARTS: tl.constexpr = options.NUM_HEADS * PIECES
+    KEPT: tl.constexpr = MATH_ROLES == 1 and PIECES == 1
     units = count_units(blocks_ptr)
     for first in tl.range(0, units, MATH_ROLES, num_stages=0):
-        if MATH_ROLES == 1:
+        if KEPT:
             at = first % NUM_TURNS
             tlx.barrier_wait(turns.full[at], (first // NUM_TURNS) & 1)
             sin, cos = turns_of(turns.sin[at], turns.cos[at])
             tlx.barrier_arrive(turns.empty[at])
-        for head in tl.range(0, options.NUM_HEADS, num_stages=0):
+        for part in tl.range(0, PARTS, num_stages=0):
             for unit in tl.range(first, tl.minimum(first + MATH_ROLES, units), num_stages=0):
-                stage, phase = slot_of(unit, head, options)
+                stage, phase = slot_of(unit, part, options, PIECES)
                 tlx.barrier_wait(tiles.full[stage], phase)
-                if MATH_ROLES > 1:
+                if not KEPT:
                     at = unit % NUM_TURNS
                     tlx.barrier_wait(turns.full[at], (unit // NUM_TURNS) & 1)
-                    sin, cos = turns_of(turns.sin[at], turns.cos[at])
-                    tlx.barrier_arrive(turns.empty[at], pred=head == options.NUM_HEADS - 1)
+                    piece = at * PIECES + part % PIECES
+                    sin, cos = turns_of(turns.sin[piece], turns.cos[piece])
+                    tlx.barrier_arrive(turns.empty[at], pred=part == PARTS - 1)
                 turn_tile(tiles.q[stage], sin, cos)
                 turn_tile(tiles.k[stage], sin, cos)
                 if options.ROTATE_V:
@@ -229,8 +250,10 @@ def unbound(buffer):
 
 
 @triton.jit
-def put_turned(desc, buffer, block, head, x, sin, cos, TURN: tl.constexpr, KEPT: tl.constexpr):
-    """Start the store of a gradient x, fp32, rotated back if TURN, through `buffer`.
+def put_turned(
+    desc, buffer, block, head, x, sin, cos, piece, TURN: tl.constexpr, KEPT: tl.constexpr
+):
+    """Start the store of a piece x of a gradient, fp32, rotated back if TURN, through `buffer`.
 
     KEPT: sin and cos are in registers; else in these two buffers.
     """
@@ -238,33 +261,41 @@ def put_turned(desc, buffer, block, head, x, sin, cos, TURN: tl.constexpr, KEPT:
         if not KEPT:
             sin, cos = turns_of(sin, cos)
         x = turned(x, sin, cos, True)
-    put(desc, buffer, block, head, x)
+    put(desc, buffer, block, head, x, piece * desc.block_shape[4])
 
 
 @triton.jit
 def math_forward(role: tl.constexpr, tiles, ready, out_desc, blocks_ptr, scale, options):
     """A consumer: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    WIDTH: tl.constexpr = out_desc.block_shape[4]
+    PIECES: tl.constexpr = options.PIECES
     LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
     units = count_units(blocks_ptr)
     before = -1
     for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
         block = place(blocks_ptr, unit)
         for head in tl.range(0, options.NUM_HEADS, num_stages=0):
-            stage, phase = slot_of(unit, head, options)
-            tlx.barrier_wait(tiles.full[stage], phase)
-            tlx.barrier_wait(ready[stage], phase)
-            s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]))
-            s = tlx.async_dot_wait(0, s)
-            if LATER:
-                release(tiles.empty, before)
+            s = None
+            for piece in tl.static_range(PIECES):
+                stage, phase = slot_of(unit, head * PIECES + piece, options, PIECES)
+                tlx.barrier_wait(tiles.full[stage], phase)
+                tlx.barrier_wait(ready[stage], phase)
+                s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
+                s = tlx.async_dot_wait(0, s)
+                if LATER and piece == 0:
+                    release(tiles.empty, before)
             p, total = softmax_parts(s, scale, block.rows)
-            out = tlx.async_dot(p.to(DTYPE), tiles.v[stage])
-            out = tlx.async_dot_wait(0, out)
-            put(out_desc, tiles.q[stage], block, head, out * (1 / total)[:, None])
-            if not LATER:
-                release(tiles.empty, stage)
-            before = stage
+            for piece in tl.static_range(PIECES):
+                stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
+                out = tlx.async_dot(p.to(DTYPE), tiles.v[stage])
+                if piece > 0:
+                    release(tiles.empty, before)
+                out = tlx.async_dot_wait(0, out) * (1 / total)[:, None]
+                put(out_desc, tiles.q[stage], block, head, out, piece * WIDTH)
+                if not LATER:
+                    release(tiles.empty, stage)
+                before = stage
     if LATER:
         release(tiles.empty, before)
 
@@ -277,11 +308,13 @@ def math_backward(
     """A consumer: all heads of units role, role + MATH_ROLES, ..."""
     DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
     BLOCK: tl.constexpr = dq_desc.block_shape[3]
-    HEAD_DIM: tl.constexpr = dq_desc.block_shape[4]
+    WIDTH: tl.constexpr = dq_desc.block_shape[4]
     GROUP: tl.constexpr = options.GROUP
+    PIECES: tl.constexpr = options.PIECES
     ROTATE_V: tl.constexpr = options.ROTATE_V
     LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
-    KEPT: tl.constexpr = HEAD_DIM == 64 or (GROUP == 1 and options.MATH_ROLES == 1)
+    FITS: tl.constexpr = WIDTH == 64 or (GROUP == 1 and options.MATH_ROLES == 1)
+    KEPT: tl.constexpr = FITS and PIECES == 1
     units = count_units(blocks_ptr)
     before = -1
     for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
@@ -291,48 +324,55 @@ def math_backward(
         if KEPT:
             sin, cos = unbound(turns.sin[at]), unbound(turns.cos[at])
             tlx.barrier_arrive(turns.empty[at])
-        else:
-            sin, cos = turns.sin[at], turns.cos[at]
         for head_k in tl.range(0, options.NUM_HEADS // GROUP, num_stages=0):
-            dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-            dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+            dk = tl.zeros([BLOCK, WIDTH], tl.float32)
+            dv = tl.zeros([BLOCK, WIDTH], tl.float32)
             for member in tl.range(0, GROUP, num_stages=0):
                 head = head_k * GROUP + member
-                stage, phase = slot_of(unit, head, options)
-                tlx.barrier_wait(tiles.full[stage], phase)
-                tlx.barrier_wait(ready[stage], phase)
-                s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]))
-                dp = tlx.async_dot(grad[stage], tlx.local_trans(tiles.v[stage]))
-                if LATER:
-                    release(tiles.empty, before)
+                s, dp = None, None
+                for piece in tl.static_range(PIECES):
+                    stage, phase = slot_of(unit, head * PIECES + piece, options, PIECES)
+                    tlx.barrier_wait(tiles.full[stage], phase)
+                    tlx.barrier_wait(ready[stage], phase)
+                    s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
+                    dp = tlx.async_dot(grad[stage], tlx.local_trans(tiles.v[stage]), dp)
+                    if LATER and piece == 0:
+                        release(tiles.empty, before)
                 s = tlx.async_dot_wait(1, s)
                 weights, total = softmax_parts(s, scale, block.rows)
                 weights = weights * (1 / total)[:, None]
                 dp = tlx.async_dot_wait(0, dp)
-                p_tile = p[stage * (HEAD_DIM // BLOCK)]
+                p_tile = p[stage * (WIDTH // BLOCK)]
                 tlx.local_store(p_tile, weights.to(DTYPE))
                 ds = weights * (dp - tl.sum(weights * dp, 1)[:, None]) * scale
                 tlx.local_store(ds_tile, ds.to(DTYPE))
                 tlx.fence("async_shared")
-                dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
-                dq = tlx.async_dot(ds_tile, tiles.k[stage])
-                dv = tlx.async_dot_wait(1, dv)
-                if GROUP == 1:
-                    put_turned(dv_desc, tiles.v[stage], block, head_k, dv, sin, cos, ROTATE_V, KEPT)
-                dk = tlx.async_dot(tlx.local_trans(ds_tile), tiles.q[stage], dk)
-                dq = tlx.async_dot_wait(1, dq)
-                dead = grad[stage] if GROUP == 1 else tiles.v[stage]
-                put_turned(dq_desc, dead, block, head, dq, sin, cos, True, KEPT)
-                dk = tlx.async_dot_wait(0, dk)
-                if member == GROUP - 1:
-                    if GROUP > 1:
-                        put_turned(
-                            dv_desc, grad[stage], block, head_k, dv, sin, cos, ROTATE_V, KEPT
-                        )
-                    put_turned(dk_desc, tiles.k[stage], block, head_k, dk, sin, cos, True, KEPT)
-                if not LATER:
-                    release(tiles.empty, stage)
-                before = stage
+                for piece in tl.static_range(PIECES):
+                    stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
+                    if not KEPT:
+                        sin, cos = turns.sin[at * PIECES + piece], turns.cos[at * PIECES + piece]
+                    by = sin, cos, piece
+                    if piece > 0:
+                        dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
+                    dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
+                    dq = tlx.async_dot(ds_tile, tiles.k[stage])
+                    if piece > 0:
+                        release(tiles.empty, before)
+                    dv = tlx.async_dot_wait(1, dv)
+                    if GROUP == 1:
+                        put_turned(dv_desc, tiles.v[stage], block, head_k, dv, *by, ROTATE_V, KEPT)
+                    dk = tlx.async_dot(tlx.local_trans(ds_tile), tiles.q[stage], dk)
+                    dq = tlx.async_dot_wait(1, dq)
+                    dead = grad[stage] if GROUP == 1 else tiles.v[stage]
+                    put_turned(dq_desc, dead, block, head, dq, *by, True, KEPT)
+                    dk = tlx.async_dot_wait(0, dk)
+                    if member == GROUP - 1:
+                        if GROUP > 1:
+                            put_turned(dv_desc, grad[stage], block, head_k, dv, *by, ROTATE_V, KEPT)
+                        put_turned(dk_desc, tiles.k[stage], block, head_k, dk, *by, True, KEPT)
+                    if not LATER:
+                        release(tiles.empty, stage)
+                    before = stage
         if not KEPT:
             tlx.barrier_arrive(turns.empty[at])
     if LATER:
@@ -343,18 +383,20 @@ def math_backward(
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, sin_desc, cos_desc, blocks_ptr, scale,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
-    NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr, REGISTERS: tl.constexpr,
-    TURN_REGISTERS: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr,
+    REGISTERS: tl.constexpr, TURN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """softmax(scale Q K^T) V for the blocks of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(NUM_HEADS, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER)
-    q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
-    k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
-    v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
-    sin = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(sin_desc), NUM_TURNS)
-    cos = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(cos_desc), NUM_TURNS)
+    options = Options(
+        NUM_HEADS, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER, PIECES
+    )
+    q = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    k = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    sin = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(sin_desc), NUM_TURNS * PIECES)
+    cos = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(cos_desc), NUM_TURNS * PIECES)
     full = tlx.alloc_barriers(NUM_STAGES)
     ready = tlx.alloc_warp_barrier(NUM_STAGES, 4)
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
@@ -382,23 +424,23 @@ def backward_kernel(
     grad_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, sin_desc, cos_desc, blocks_ptr,
     scale,
     NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
-    NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr, REGISTERS: tl.constexpr,
-    TURN_REGISTERS: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr,
+    REGISTERS: tl.constexpr, TURN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv for the blocks of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
-        NUM_HEADS_K * GROUP, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER
+        NUM_HEADS_K * GROUP, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER, PIECES
     )
-    grad = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
-    q = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
-    k = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
-    v = tlx.local_alloc((BLOCK, HEAD_DIM), DTYPE, NUM_STAGES)
-    p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (HEAD_DIM // BLOCK), reuse=v)
+    grad = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    q = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    k = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (WIDTH // BLOCK), reuse=v)
     ds = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
-    sin = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(sin_desc), NUM_TURNS)
-    cos = tlx.local_alloc((BLOCK, HEAD_DIM // 2), tlx.dtype_of(cos_desc), NUM_TURNS)
+    sin = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(sin_desc), NUM_TURNS * PIECES)
+    cos = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(cos_desc), NUM_TURNS * PIECES)
     full = tlx.alloc_barriers(NUM_STAGES)
     ready = tlx.alloc_warp_barrier(NUM_STAGES, 4)
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
@@ -423,11 +465,11 @@ def backward_kernel(
             )  # fmt: skip
 
 
-def _descriptors(rotary: tuple[torch.Tensor, torch.Tensor] | None, block_size: int) -> list:
-    """Of sin and cos, as tensors of one head."""
-    if rotary is None:
+def _turns(batch: Batch) -> list[torch.Tensor]:
+    """sin and cos as tensors of one head."""
+    if batch.rotary is None:
         raise NotImplementedError("impl 'v4a_turning_role' needs rotary (sin, cos), got None")
-    return [ragged_descriptor(turns[:, None], block_size) for turns in rotary]
+    return [turns[:, None] for turns in batch.rotary]
 
 
 def forward(
@@ -440,15 +482,17 @@ def forward(
     """
     q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
-    turns = _descriptors(batch.rotary, batch.block_size)
+    turns = _turns(batch)
     config = config or default_config("forward", batch)
+    width, pieces = split(config, batch)
     (blocks,) = schedule or make_schedule(batch, config)
     launch(
         forward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
-        *(ragged_descriptor(x, batch.block_size) for x in (q, k, v, out)),
-        *turns, blocks, batch.scale,
+        *(ragged_descriptor(x, batch.block_size, width=width) for x in (q, k, v, out)),
+        *(ragged_descriptor(x, batch.block_size, width=width // 2) for x in turns),
+        blocks, batch.scale,
         NUM_HEADS=batch.num_heads, GROUP=batch.group, ROTATE_V=batch.rotate_v,
-        BLOCK=batch.block_size, HEAD_DIM=batch.head_dim,
+        BLOCK=batch.block_size, WIDTH=width, PIECES=pieces,
         MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
         NUM_TURNS=config.num_turns, TOGETHER=heads_together(config, batch.num_heads),
         REGISTERS=config.registers, TURN_REGISTERS=config.turn_registers, num_warps=4,
@@ -468,15 +512,20 @@ def backward(
     q, k, v = batch.q, batch.k, batch.v
     grad_out = readable(grad_out)
     dq, dk, dv = batch.new_gradients()
-    turns = _descriptors(batch.rotary, batch.block_size)
+    turns = _turns(batch)
     config = config or default_config("backward", batch)
+    width, pieces = split(config, batch)
     (blocks,) = schedule or make_schedule(batch, config)
     launch(
         backward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
-        *(ragged_descriptor(x, batch.block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
-        *turns, blocks, batch.scale,
+        *(
+            ragged_descriptor(x, batch.block_size, width=width)
+            for x in (grad_out, q, k, v, dq, dk, dv)
+        ),
+        *(ragged_descriptor(x, batch.block_size, width=width // 2) for x in turns),
+        blocks, batch.scale,
         NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group, ROTATE_V=batch.rotate_v,
-        BLOCK=batch.block_size, HEAD_DIM=batch.head_dim, MATH_ROLES=config.math_roles,
+        BLOCK=batch.block_size, WIDTH=width, PIECES=pieces, MATH_ROLES=config.math_roles,
         NUM_STAGES=config.num_stages, NUM_TURNS=config.num_turns,
         TOGETHER=heads_together(config, batch.num_heads), REGISTERS=config.registers,
         TURN_REGISTERS=config.turn_registers, num_warps=4,

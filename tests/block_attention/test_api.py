@@ -193,10 +193,11 @@ def test_auto_is_the_first_that_supports_the_call(everything_measured):
     sin = torch.zeros(9, 32)
     with emulator.enabled():
         assert of() == of(dim=128) == of(dtype=torch.float16) == "v3_warp_specialized"
+        assert of(dim=96) == of(dim=72) == of(dim=256) == "v3_warp_specialized"
         assert of(turns=(sin, sin)) == "v4_rotary"
         assert of(turns=(sin, sin.double())) == of(turns=(sin.mT.mT[:, :1].expand(9, 32), sin))
         assert of(turns=(sin, sin.double())) == "v2_slab"
-        assert of(size=32) == of(dim=96) == of(dtype=torch.float32) == "v1_one_tile"
+        assert of(size=32) == of(dim=48) == of(dtype=torch.float32) == "v1_one_tile"
         assert of(change=lambda q: torch.cat([q, q], 1)[:, 2:]) == "v3_warp_specialized"
         assert of(change=lambda q: torch.zeros(9, 64, 2).bfloat16().mT) == "v1_one_tile"
         assert of(dim=40) == of(dtype=torch.float64) == "reference"

@@ -134,6 +134,13 @@ OPTIONS_OF_ROLES = (
     (BF16, FP32, {"head_dim": 128, "rotate_v": True}),
     (FP16, BF16, {"head_dim": 128, "rotate_v": True}),
     (BF16, FP16, {"head_dim": 128, "rotate_v": True}),
+    (BF16, FP32, {"head_dim": 96}),
+    (BF16, BF16, {"head_dim": 96, "rotate_v": True}),
+    (BF16, FP32, {"head_dim": 192, "rotate_v": True}),
+    (BF16, FP32, {"head_dim": 192}),
+    (FP16, FP32, {"head_dim": 256}),
+    (BF16, FP32, {"head_dim": 256, "rotate_v": True}),
+    (BF16, BF16, {"head_dim": 256, "rotate_v": True}),
 )
 
 

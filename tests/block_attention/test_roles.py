@@ -25,6 +25,7 @@ from tests.block_attention.cases import (
     DEVICE,
     NAMES,
     Case,
+    check,
     kernels_run,
     results,
     rotaries,
@@ -100,6 +101,27 @@ def test_any_schedule_and_config_gives_the_same_result(heads, heads_k, rung, con
             assert torch.equal(a, b), (name, schedule)
 
 
+# (head_dim, width, math_roles, num_stages): two, three and four pieces, as many slots or one more.
+PIECES = ((96, 64, 1, 3), (128, 64, 2, 4), (192, 64, 1, 4), (256, 64, 1, 4), (256, 128, 1, 2))
+
+
+@emulated
+@pytest.mark.parametrize("head_dim, width, roles, stages", PIECES)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_any_schedule_of_pieces_gives_the_same_result(rung, head_dim, width, roles, stages):
+    """A head that takes several slots: right, and the same whoever runs when."""
+    module, rotate_v = RUNGS[rung], rung == "v4_rotary"
+    case = suited(rung, Case("pieces", (130, 0, 65), head_dim=head_dim, rotate_v=rotate_v))
+    config = configured(module, 2, roles, stages, roles, False)
+    config = replace(config, width=width)
+    check(module, case, torch.bfloat16, config=config)
+    expected = scheduled(module, case, "modelled", config)
+    for schedule in (0, 1):
+        found = scheduled(module, case, schedule, config)
+        for name, a, b in zip(NAMES, found, expected, strict=True):
+            assert torch.equal(a, b), (name, schedule)
+
+
 @settings(deadline=None, max_examples=8)
 @given(data=st.data())
 @pytest.mark.parametrize("rung", RUNGS)
@@ -125,17 +147,18 @@ def test_random_batches_and_configs(rung, data):
 @triton.jit
 def deal_kernel(
     out_ptr, units,
-    NUM_HEADS: tl.constexpr, MATH_ROLES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_HEADS: tl.constexpr, PIECES: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(unit, head, stage, phase) of every load, in the order of the load roles."""
-    options = Options(NUM_HEADS, 1, MATH_ROLES, NUM_STAGES, 1)
+    """(unit, part, stage, phase) of every load, in the order of the load roles."""
+    options = Options(NUM_HEADS, 1, MATH_ROLES, NUM_STAGES, 1, PIECES)
     item = 0
     for first in tl.range(0, units, MATH_ROLES):
-        for head in tl.range(0, NUM_HEADS):
+        for part in tl.range(0, NUM_HEADS * PIECES):
             for unit in tl.range(first, tl.minimum(first + MATH_ROLES, units)):
-                stage, phase = slot_of(unit, head, options)
+                stage, phase = slot_of(unit, part, options, PIECES)
                 tl.store(out_ptr + item * 4, unit)
-                tl.store(out_ptr + item * 4 + 1, head)
+                tl.store(out_ptr + item * 4 + 1, part)
                 tl.store(out_ptr + item * 4 + 2, stage)
                 tl.store(out_ptr + item * 4 + 3, phase)
                 item += 1
@@ -143,25 +166,26 @@ def deal_kernel(
 
 @pytest.mark.parametrize("units", range(6))
 @pytest.mark.parametrize("roles, stages", ((1, 3), (2, 2), (2, 6), (3, 6)))
-def test_a_slot_belongs_to_one_role(roles, stages, units):
+@pytest.mark.parametrize("heads, pieces", ((3, 1), (2, 2)))
+def test_a_slot_belongs_to_one_role(heads, pieces, roles, stages, units):
     """Also at the end, when roles have no units left: a load may land late, and a role that took
     over its slot would take the load before for its own."""
-    heads = 3
-    loads = torch.full((units * heads, 4), -1, dtype=torch.int32, device=DEVICE)
+    parts = heads * pieces
+    loads = torch.full((units * parts, 4), -1, dtype=torch.int32, device=DEVICE)
     with kernels_run():
         launch(
             deal_kernel, (1,), loads.device, loads, units,
-            NUM_HEADS=heads, MATH_ROLES=roles, NUM_STAGES=stages, num_warps=4,
+            NUM_HEADS=heads, PIECES=pieces, MATH_ROLES=roles, NUM_STAGES=stages, num_warps=4,
         )  # fmt: skip
     fills, own = [0] * stages, [[] for _ in range(roles)]
-    for unit, head, stage, phase in loads.tolist():
+    for unit, part, stage, phase in loads.tolist():
         assert stage % roles == unit % roles
         assert phase == fills[stage] % 2
         fills[stage] += 1
-        own[unit % roles].append((unit, head))
+        own[unit % roles].append((unit, part))
     for role, dealt in enumerate(own):
         assert dealt == [
-            (unit, head) for unit in range(role, units, roles) for head in range(heads)
+            (unit, part) for unit in range(role, units, roles) for part in range(parts)
         ]
 
 
@@ -233,27 +257,52 @@ def test_refuses_loads_that_wait_for_each_other(module):
             module.backward(grad_out, batch, config=config)
 
 
+@pytest.mark.parametrize("module", (v3, v4))
+def test_refuses_pieces_that_wait_for_each_other(module):
+    def run(heads_k=2, **config):
+        case = Case("refused", (5,), 2, heads_k, 128, rotary=module is v4)
+        _, *others = case.tensors(torch.bfloat16).values()
+        with kernels_run():
+            module.forward(Batch(*others, **case.options()), config=module.Config(**config))
+
+    text = "of 2 pieces must have .*; got {} slots, heads_together {}, {} query heads for a key"
+    for heads_k, config, got in (
+        (2, {"num_stages": 1}, (1, 1, 1)),
+        (2, {"math_roles": 2, "num_stages": 2}, (1, 1, 1)),
+        (2, {"num_stages": 4, "heads_together": 2}, (4, 2, 1)),
+        (1, {"num_stages": 3}, (3, 1, 2)),
+    ):
+        with pytest.raises(ValueError, match=text.format(*got)):
+            run(heads_k, width=64, **config)
+    with pytest.raises(ValueError, match="width must be 64 or 128, got 32"):
+        run(width=32)
+
+
 # Rows for five units of one program: the first role has one more than the second.
 SMALL = {
-    (module, heads_k): Case(
-        "mutants", (130, 0, 70), num_heads_k=heads_k, rotary=module is v4, rotate_v=module is v4
+    (module, heads_k, head_dim): Case(
+        "mutants", (130, 0, 70), 2, heads_k, head_dim, rotary=module is v4, rotate_v=module is v4
     )
     for module in (v3, v4)
-    for heads_k in (2, 1)
+    for heads_k, head_dim in ((2, 64), (1, 64), (2, 128))
 }
 
 
+def _config(rung, stages: int):
+    return rung.Config(math_roles=2, num_stages=stages, width=64)
+
+
 @cache
-def _expected(rung, heads_k: int) -> tuple[torch.Tensor, ...]:
-    case = SMALL[rung, heads_k]
-    return results(rung, case.tensors(torch.bfloat16), case.options())
+def _expected(rung, heads_k: int, head_dim: int) -> tuple[torch.Tensor, ...]:
+    case = SMALL[rung, heads_k, head_dim]
+    return results(rung, case.tensors(torch.bfloat16), case.options(), config=_config(rung, 4))
 
 
 def _launch(case: Case, direction: str, stages: int, expected, module, schedule) -> None:
     """One direction of v3 or v4, or of a changed one: a wrong result is an AssertionError."""
     rung = v4 if case.rotary else v3
     grad_out, *others = case.tensors(torch.bfloat16).values()
-    batch, config = Batch(*others, **case.options()), rung.Config(math_roles=2, num_stages=stages)
+    batch, config = Batch(*others, **case.options()), _config(rung, stages)
     out, *gradients = expected
     with emulator.enabled(multiprocessors=1, schedule=schedule, max_steps=50_000):
         if direction == "forward":
@@ -263,8 +312,12 @@ def _launch(case: Case, direction: str, stages: int, expected, module, schedule)
             assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
 
 
-# (heads_k, num_stages): slots that are given back later, more than a unit has heads, and at once.
-LAUNCHES = {"forward": ((2, 6), (1, 2)), "backward": ((2, 4), (1, 2))}
+# (heads_k, head_dim, num_stages): slots that are given back later, more than a unit has heads, and
+# at once; heads of two pieces.
+LAUNCHES = {
+    "forward": ((2, 64, 6), (1, 64, 2), (2, 128, 4)),
+    "backward": ((2, 64, 4), (1, 64, 2), (2, 128, 4)),
+}
 # Changes that do no harm, in both rungs.
 HARMLESS = {
     # O may leave through the slot of K, which S has read too
@@ -283,8 +336,8 @@ HARMLESS = {
 def test_every_harmful_mistake_in_synchronisation_is_found(rung, direction):
     module = RUNGS[rung]
     calls = [
-        partial(_launch, SMALL[module, heads_k], direction, stages, _expected(module, heads_k))
-        for heads_k, stages in LAUNCHES[direction]
+        partial(_launch, SMALL[(module, *shape)], direction, stages, _expected(module, *shape))
+        for *shape, stages in LAUNCHES[direction]
     ]
     tested, survivors = surviving(module, f"{direction}_kernel", calls)
     survivors = [mutant.what for mutant in survivors]
@@ -298,8 +351,9 @@ def test_every_mistake_in_giving_back_a_slot_is_found(rung, direction):
     """Those in `release`, which the rungs share."""
     module = RUNGS[rung]
 
-    def call(heads_k, stages, changed, schedule):
-        case, expected = SMALL[module, heads_k], _expected(module, heads_k)
+    def call(heads_k, head_dim, stages, changed, schedule):
+        shape = heads_k, head_dim
+        case, expected = SMALL[(module, *shape)], _expected(module, *shape)
         with mock.patch.object(module, "release", changed.release):
             _launch(case, direction, stages, expected, module, schedule)
 

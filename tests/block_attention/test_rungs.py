@@ -36,6 +36,7 @@ OTHER_DTYPES = {
     *("edges", "one_kv_head", "rotary", "rotary_v", "head_dim_48_rotary", "large_scores"),
     *("negative_scale", "packed_qkv", "grouped_128", "no_tokens", "one_and_two_tokens"),
     *("block_16_head_dim_128", "block_32_head_dim_64", "block_128_head_dim_16", "head_dim_256"),
+    *("rotary_v_96", "rotary_256"),
 }
 ROLES = ("v3_warp_specialized", "v4_rotary")
 BY_TMA = ("v2_slab", *ROLES, *BLACKWELL)
@@ -66,7 +67,7 @@ def turns_of(rung: str, tokens: int, pairs: int) -> tuple[torch.Tensor, torch.Te
     [
         ({}, None),
         ({"block_size": 32}, "needs block_size 64, got 32"),
-        ({"head_dim": 96}, "needs a head_dim of 64 or 128, got 96"),
+        ({"head_dim": 48}, "needs a head_dim of 64 {}, got 48"),
         ({"dtype": torch.float32}, "needs dtype bfloat16 or float16, got float32"),
     ],
     ids=str,
@@ -76,7 +77,18 @@ def test_says_what_it_needs(rung, change, text):
     block_size, head_dim = change.get("block_size", 64), change.get("head_dim", 64)
     q = torch.zeros(3, 2, head_dim, dtype=change.get("dtype", torch.bfloat16))
     turns = turns_of(rung, 3, head_dim // 2)
+    text = text and text.format("to 256, a multiple of 8" if rung in ROLES else "or 128")
     assert RUNGS[rung].requires(Batch(q, q, q, None, 1.0, block_size, turns)) == text
+
+
+@pytest.mark.parametrize("rung", ROLES)
+def test_grouped_heads_share_no_pieces(rung):
+    """Two pieces of dK and dV, summed over the members of a group, are more registers than a
+    thread has."""
+    q, turns = torch.zeros(3, 2, 256, dtype=torch.bfloat16), turns_of(rung, 3, 128)
+    found = RUNGS[rung].requires(Batch(q, q[:, :1], q[:, :1], None, 1.0, 64, turns))
+    assert found.endswith("got 2 query heads for one at head_dim 256")
+    assert RUNGS[rung].requires(Batch(q, q, q, None, 1.0, 64, turns)) is None
 
 
 @pytest.mark.parametrize("rung", BY_TMA)

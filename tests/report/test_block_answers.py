@@ -10,7 +10,7 @@ from gdpa_kernels.block_attention.v3_warp_specialized import Config
 from gdpa_kernels.report import block_studies, studies
 
 DEAD = "dead = grad[stage] if GROUP == 1"
-PUT_DV = "put(dv_desc, tiles.v[stage], block, head_k, dv)"
+PUT_DV = "put(dv_desc, tiles.v[stage], block, head_k, dv, column)"
 GIVEN = block_studies.batch((5 * 64,), head_dim=128)
 
 
