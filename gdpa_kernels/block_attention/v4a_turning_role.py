@@ -2,7 +2,7 @@
 
 Changes from v4_rotary: between producer and consumer stands a rotary role (`turn`), which rotates
 q, k (and v) of a slot in place. Each role reads sin and cos of a block once and keeps them in
-registers.
+registers, or reads them for each piece of a head.
 
 Why it should help: v4's consumer applies rotary, runs the MMAs and applies rotary to the gradients,
 one after the other, with one warp on each scheduler. Here one item is rotated while the MMAs of
@@ -351,6 +351,8 @@ def math_backward(
                     stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
                     if not KEPT:
                         sin, cos = turns.sin[at * PIECES + piece], turns.cos[at * PIECES + piece]
+                    if FITS and not KEPT:
+                        sin, cos = unbound(sin), unbound(cos)
                     by = sin, cos, piece
                     if piece > 0:
                         dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
@@ -360,16 +362,16 @@ def math_backward(
                         release(tiles.empty, before)
                     dv = tlx.async_dot_wait(1, dv)
                     if GROUP == 1:
-                        put_turned(dv_desc, tiles.v[stage], block, head_k, dv, *by, ROTATE_V, KEPT)
+                        put_turned(dv_desc, tiles.v[stage], block, head_k, dv, *by, ROTATE_V, FITS)
                     dk = tlx.async_dot(tlx.local_trans(ds_tile), tiles.q[stage], dk)
                     dq = tlx.async_dot_wait(1, dq)
                     dead = grad[stage] if GROUP == 1 else tiles.v[stage]
-                    put_turned(dq_desc, dead, block, head, dq, *by, True, KEPT)
+                    put_turned(dq_desc, dead, block, head, dq, *by, True, FITS)
                     dk = tlx.async_dot_wait(0, dk)
                     if member == GROUP - 1:
                         if GROUP > 1:
-                            put_turned(dv_desc, grad[stage], block, head_k, dv, *by, ROTATE_V, KEPT)
-                        put_turned(dk_desc, tiles.k[stage], block, head_k, dk, *by, True, KEPT)
+                            put_turned(dv_desc, grad[stage], block, head_k, dv, *by, ROTATE_V, FITS)
+                        put_turned(dk_desc, tiles.k[stage], block, head_k, dk, *by, True, FITS)
                     if not LATER:
                         release(tiles.empty, stage)
                     before = stage
