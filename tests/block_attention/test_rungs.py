@@ -117,9 +117,13 @@ def strided(tensors):
     return tensors
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_strided_arguments(rung):
-    case = Case("strided", (65, 0, 40), rotary=rotaries(rung)[-1])
+# Beside head_dim 64: tiles with padding, and heads in pieces.
+AND_OTHER_WIDTHS = [*((rung, 64) for rung in RUNGS), *((r, d) for r in ROLES for d in (96, 256))]
+
+
+@pytest.mark.parametrize("rung, head_dim", AND_OTHER_WIDTHS)
+def test_strided_arguments(rung, head_dim):
+    case = Case("strided", (65, 0, 40), head_dim=head_dim, rotary=rotaries(rung)[-1])
     check(RUNGS[rung], case, torch.bfloat16, change=strided)
 
 
@@ -200,10 +204,10 @@ def test_neighbours_do_not_leak(rung, rotary, heads_k):
 
 
 @pytest.mark.parametrize("name", ("q", "k", "v", "grad_out"))
-@pytest.mark.parametrize("rung", RUNGS)
-def test_own_nan_stays_visible(rung, name):
+@pytest.mark.parametrize("rung, head_dim", AND_OTHER_WIDTHS)
+def test_own_nan_stays_visible(rung, head_dim, name):
     """A NaN of the block's own reaches what depends on it, and nothing else."""
-    case = suited(rung, Case("nan", (6, 70)))
+    case = suited(rung, Case("nan", (6, 70), head_dim=head_dim))
     tensors = case.tensors(torch.bfloat16)
     tensors[name][2, 0, 3] = float("nan")
     out, dq, dk, dv = results(RUNGS[rung], tensors, case.options())
