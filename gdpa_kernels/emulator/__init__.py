@@ -195,6 +195,7 @@ def run(
     config: Any = None,
     reachable: Sequence[torch.Tensor] = (),
     max_steps: int | None = None,
+    resident: int = 1,
     **kwargs: Any,
 ) -> Report:
     """Execute every CTA of `grid`, cluster by cluster, x fastest, and return what they did.
@@ -206,7 +207,8 @@ def run(
     interleavings. trace: keep a timeline. races: whether unordered accesses raise `Race`.
     uninitialized: "error", or "allow" to let reads of unwritten shared memory yield NaN. reachable:
     tensors that the kernel finds through addresses in memory instead of arguments. max_steps: how
-    many operations that other roles can notice the kernel may take, None for any number.
+    many operations that other roles can notice the kernel may take, None for any number. resident:
+    how many clusters run at the same time; programs that wait for each other need all of them to.
 
     Raises subclasses of EmulatorError, which carry the kernel's file and line.
     """
@@ -244,9 +246,10 @@ def run(
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
             launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))
             while launch.clusters:
-                number = launch.clusters.popleft()
                 launch.scheduler = Scheduler(seed, numbers, tracer, max_steps)
-                _run_cluster(launch, number, lambda: body(**values))
+                together = range(min(resident, len(launch.clusters)))
+                chosen = [launch.clusters.popleft() for _ in together]
+                _run_clusters(launch, chosen, lambda: body(**values))
     except EmulatorError as error:
         error.report = report
         raise
@@ -269,27 +272,30 @@ def _three(sizes: Any, name: str, least: int) -> tuple[int, int, int]:
     return sizes + (1,) * (3 - len(sizes))
 
 
-def _run_cluster(launch: Launch, number: int, body: Callable[[], None]) -> None:
-    """Run the CTAs of one cluster to the end."""
+def _run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None]) -> None:
+    """Run the CTAs of some clusters to the end, all at the same time."""
     scheduler, count = launch.scheduler, math.prod(launch.cluster_shape)
-    cluster = Cluster(scheduler, ClusterBarrier(scheduler, count))
-    launch.memory.start_cluster()
-    for rank in range(count):
-        program = launch.place(number, rank)
-        x, y, z = program
-        linear = x + launch.grid[0] * (y + launch.grid[1] * z)
-        cta = Cta(launch, cluster, linear, rank, program)
-        cluster.ctas.append(cta)
-        scheduler.start(Role(scheduler, cta, "default", launch.num_warps, body))
+    launch.memory.start_clusters()
+    ctas = []
+    for number in numbers:
+        cluster = Cluster(scheduler, ClusterBarrier(scheduler, count))
+        for rank in range(count):
+            program = launch.place(number, rank)
+            x, y, z = program
+            linear = x + launch.grid[0] * (y + launch.grid[1] * z)
+            cta = Cta(launch, cluster, linear, rank, program)
+            cluster.ctas.append(cta)
+            scheduler.start(Role(scheduler, cta, "default", launch.num_warps, body))
+        ctas += cluster.ctas
     scheduler.run()
-    for cta in cluster.ctas:
+    for cta in ctas:
         if launch.report.timeline is not None:
             busy = {name: engine.total for name, engine in cta.engines.items()}
             launch.report.timeline.busy[cta.number] = busy
         for allocation in cta.allocations:
             for barrier in getattr(allocation, "barriers", ()):
                 barrier.finish()
-    launch.report.programs += count
+    launch.report.programs += len(ctas)
 
 
 def _undecorated(

@@ -120,6 +120,9 @@ PAIRS_OF_FP32 = {f"{name}{ftz}.f32" for name, ftz in product(_FP32, ("", ".ftz")
 # d = {low half: b, high half: a}, each rounded to nearest.
 PACKING = {"cvt.rn.bf16x2.f32": _BF16, "cvt.rn.f16x2.f32": _F16}
 
+# Instructions without a result -> what the role does, given their operands.
+EFFECTS: dict[str, Callable[[str], None]] = {}
+
 # Lane, clamp and threads that take part, of `shfl.sync.idx.b32 d, a, 0, 31, 0xffffffff`.
 FROM_THREAD_0 = [["0"], ["31"], ["0xffffffff"]]
 
@@ -143,6 +146,9 @@ def execute(
         number = torch.tensor(struct.unpack(">f", bytes.fromhex(literal[2:])), dtype=_F32)
         registers[literal] = (number.expand(inputs[0][0].shape if inputs else 1),)
     for mnemonic, arguments in _statements(asm):
+        if mnemonic in EFFECTS:
+            EFFECTS[mnemonic](arguments)
+            continue
         try:
             target, *sources = (names.split(",") for names in _operands(arguments))
             if mnemonic == "shfl.sync.idx.b32":

@@ -10,10 +10,11 @@ Undefined values: a masked-off lane of a load without `other` reads NaN, or a la
 integer, so that a kernel that uses it is noticed.
 
 Races: two plain accesses to an element, one of them a store, are a `Race` unless one happens before
-the other (see `clocks`). A shadow of each storage keeps, per element, the last store, the last load
-of this cluster of CTAs and the last load of an earlier one. Atomics on one address order what comes
-before the one with what comes after the other; they, and the reductions of TMA, are not judged. A
-store that changes no bit is let pass: programs may well compute one result twice.
+the other (see `clocks`). So are a reduction of TMA and a plain access; two reductions are not. A
+shadow of each storage keeps, per element, the last store, the last load of the clusters of CTAs
+that run together, the last load of earlier ones, and the last reductions. Atomics on one address
+order what comes before the one with what comes after the other; they are not judged. A store that
+changes no bit is let pass: programs may well compute one result twice.
 
 TMA: the hardware compares each index with the shape, then computes the address as
 `base + sum(index * stride)` in 64-bit bytes that wrap. Both happen in this order here, so huge
@@ -32,7 +33,7 @@ import triton.language as tl
 from .clocks import Access, Clock
 from .errors import DescriptorError, InvalidKernel, OutOfBounds, Race, Unsupported
 from .launch import Launch, current
-from .scheduler import Operation, Role
+from .scheduler import ATOMIC_LATENCY, Operation, Role
 from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, scalar, to_raw, to_tile
 
 
@@ -106,11 +107,13 @@ class Memory:
         self._launch, self._report = launch, launch.report
         self._shadows: dict[tuple[int, int], _Shadow] = {}
         self._accesses: list[tuple[Access, tuple[int, int, int]]] = []
+        self._reductions: list[tuple[int, ...]] = [()]
+        self._numbers: dict[tuple[int, ...], int] = {(): 0}
         self._first_of_cluster = 1
         self._atomics: dict[tuple[int, int], Clock] = {}
         self._reachable = tuple(reachable)
 
-    def start_cluster(self) -> None:
+    def start_clusters(self) -> None:
         self._first_of_cluster = len(self._accesses) + 1
 
     def pointer(self, name: str, tensor: torch.Tensor) -> Tile:
@@ -161,27 +164,41 @@ class Memory:
         get: Callable,
         put: Callable,
         changed: torch.Tensor | None = None,
+        reduces: bool = False,
     ) -> None:
         """Raise Race if nothing orders this access with earlier ones; remember it.
 
         `get(table)` are the granules concerned, `put(table, values)` sets them. changed: for a
-        store, which of its elements get other bits.
+        store, which of its elements get other bits. reduces: a reduction.
         """
         if not self._launch.races or (changed is not None and not changed.numel()):
             return
         self._report.checks["race"] += 1
         actor = actor or self._launch.role
-        write = changed is not None
+        write = changed is not None or reduces
         shadow, access = region.shadow, actor.access(write, 0)
         if not self._accesses or self._accesses[-1][0] != access:
             self._accesses.append((access, self._launch.program))
-        for name in ("stores", "loads", "earlier loads") if write else ("stores",):
-            if name in shadow.tables:
-                numbers = get(shadow.table(name))
-                if write:
-                    numbers = numbers.reshape(changed.numel(), -1)[changed.reshape(-1)]
-                self._check_order(region, numbers, actor.clock, access)
         number = len(self._accesses)
+        for name in ("stores", "loads", "earlier loads", "reductions"):
+            if name not in shadow.tables or (not write and "loads" in name):
+                continue
+            numbers = get(shadow.table(name))
+            if changed is not None:
+                numbers = numbers.reshape(changed.numel(), -1)[changed.reshape(-1)]
+            found = numbers.unique().tolist()
+            if name != "reductions":
+                self._check_order(region, found, actor.clock, access)
+            elif not reduces:
+                found = sorted({each for group in found for each in self._reductions[group]})
+                self._check_order(region, found, actor.clock, access)
+        if reduces:
+            before = get(shadow.table("reductions"))
+            after = torch.empty_like(before)
+            for group in before.unique().tolist():
+                after[before == group] = self._joined(group, number, actor.clock)
+            put(shadow.table("reductions"), after)
+            return
         if write:
             put(shadow.table("stores"), number)
             return
@@ -192,12 +209,19 @@ class Memory:
             put(before, torch.where(earlier, loads, get(before)))
         put(shadow.table("loads"), number)
 
+    def _joined(self, group: int, number: int, clock: Clock) -> int:
+        """The number of a group of reductions without those that the clock knows, and one more."""
+        kept = (n for n in self._reductions[group] if not clock.knows(self._accesses[n - 1][0]))
+        members = (*kept, number)
+        if members not in self._numbers:
+            self._numbers[members] = len(self._reductions)
+            self._reductions.append(members)
+        return self._numbers[members]
+
     def _check_order(
-        self, region: Region, numbers: torch.Tensor, clock: Clock, access: Access
+        self, region: Region, numbers: Sequence[int], clock: Clock, access: Access
     ) -> None:
-        if not bool(numbers.any()):
-            return
-        for number in numbers.unique().tolist():
+        for number in numbers:
             if number == 0 or clock.knows(self._accesses[number - 1][0]):
                 continue
             old, before = self._accesses[number - 1]
@@ -304,6 +328,8 @@ class Memory:
         Lanes that name the same element take turns. sem: as in Triton, None is "acq_rel";
         only a scalar atomic orders other accesses.
         """
+        if not pointer.shape:
+            self._launch.scheduler.checkpoint(ATOMIC_LATENCY)
         region, index, active = self._lanes("atomic", pointer, mask)
         dtype, chosen = region.dtype, ... if active is None else active
         data = [cast(v, dtype).data.expand(index.shape)[chosen].reshape(-1) for v in values]
@@ -361,6 +387,7 @@ class Memory:
         region: Region,
         actor: Operation | None,
         stored: torch.Tensor | None = None,
+        reduces: bool = False,
     ) -> None:
         def put(table: torch.Tensor, values: Any) -> None:
             window.of(table, region.granules).copy_(torch.as_tensor(values))
@@ -369,7 +396,7 @@ class Memory:
             return window.of(table, region.granules)
 
         changed = None if stored is None else window.of(region.flat) != stored
-        self._judge(region, actor, get, put, changed)
+        self._judge(region, actor, get, put, changed, reduces)
 
     def load_box(self, desc: "Descriptor", coordinates: Any, by: Operation | None = None) -> Tile:
         """The box at `coordinates`; elements outside the shape read the padding."""
@@ -402,6 +429,7 @@ class Memory:
         if update is not None:
             data = update(from_raw(target, dtype), data)
             self._report.bytes_loaded += num_bytes
+            self._judge_box(window, region, by, reduces=True)
         else:
             self._judge_box(window, region, by, to_raw(data, dtype))
         target.copy_(to_raw(data, dtype))

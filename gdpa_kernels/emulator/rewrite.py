@@ -375,7 +375,7 @@ def _again(condition: Any) -> bool:
     if turns > MAX_TURNS:
         raise Unsupported(
             f"more than {MAX_TURNS} turns of while loops in one role; does it wait for a CTA that "
-            "has not started? CTAs run one after another here, clusters apart"
+            "has not started? Clusters run one after another, unless `resident` says otherwise"
         )
     return bool(condition)
 

@@ -30,6 +30,7 @@ from .errors import Deadlock, EmulatorError, Location, Wait, location
 from .tile import WORK
 
 COPY_LATENCY = 600
+ATOMIC_LATENCY = 700
 LATE_COPIES = 4
 LATENESS = 32
 
@@ -37,10 +38,11 @@ LATENESS = 32
 class Role:
     """An instruction stream: its clock, its modelled time, and what it has in flight.
 
-    dots, stores, copies: asynchronous operations that the role waits for by their order (wgmma,
-    TMA stores, cp.async groups), oldest first. mma: the tcgen05 operations to be committed.
-    dots_issued: the bits of all its MMAs; they execute in order. task: whether it is a task rather
-    than the kernel around it. staged: bytes of shared memory of `stage`.
+    dots, stores, landings, copies: asynchronous operations that the role waits for by their order
+    (wgmma, what TMA stores read, what they write, cp.async groups), oldest first. mma: the tcgen05
+    operations to be committed. dots_issued: the bits of all its MMAs; they execute in order. task:
+    whether it is a task rather than the kernel around it. staged: bytes of shared memory of
+    `stage`.
     """
 
     def __init__(self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable):
@@ -53,6 +55,7 @@ class Role:
         self.waiting: Callable[[], Wait] | None = None
         self.dots: list[Operation] = []
         self.stores: list[Operation] = []
+        self.landings: list[Operation] = []
         self.copies: list[list[Operation]] = [[]]
         self.mma: list[Operation] = []
         self.dots_issued = 0
@@ -128,7 +131,7 @@ class Operation:
 
 @dataclass
 class Scheduler:
-    """Runs the roles of one cluster of CTAs to the end.
+    """Runs the roles of the clusters of CTAs that run together to the end.
 
     numbers: counters of roles, operations and steps, shared by all clusters of a launch.
     tracer: called with the fields of a timeline event, or None.

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.emulator import InvalidKernel, Race, run
+from gdpa_kernels.emulator import InvalidKernel, Race, Unsupported, run
 from gdpa_kernels.emulator.clocks import Clock, Shadow
 from gdpa_kernels.emulator.scheduler import Role, Scheduler
 from tests.emulator.checking import everywhere, found, place
@@ -485,18 +485,28 @@ def test_the_source_of_a_store_is_kept_until_it_has_been_read(stages):
 
 
 @triton.jit
+def wait_until_written():
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def written_kernel(out_desc, back_ptr, HOW: tl.constexpr):
     tile = tlx.local_alloc((8, 16), tl.float32, 2)
     full = tlx.alloc_barriers(1)
     tlx.local_store(tile[0], tl.full((8, 16), 7, tl.float32))
     tlx.async_descriptor_store(out_desc, tile[0], [0, 0])
-    if HOW != "no wait":
+    if HOW == "landed":
+        wait_until_written()
+    else:
         tlx.async_descriptor_store_wait(0)
     if HOW == "copy":
         tlx.barrier_expect_bytes(full, 512)
         tlx.async_descriptor_load(out_desc, tile[1], [0, 0], full)  # copy
         tlx.barrier_wait(full, 0)
-    if HOW == "load":
+    if HOW == "load" or HOW == "landed":
         place = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
         tl.load(back_ptr + place)  # load
 
@@ -508,6 +518,7 @@ def test_a_wait_for_a_store_says_nothing_about_global_memory(how):
         return desc, desc.base
 
     everywhere(written_kernel, (1,), arguments, HOW="none")
+    everywhere(written_kernel, (1,), arguments, HOW="landed")
     check_race(
         written_kernel, (1,), arguments, HOW=how, buffer=("out_desc", "back_ptr"),
         places=("tlx.async_descriptor_store(", f"# {how}"),
@@ -853,6 +864,52 @@ def test_only_acquire_and_release_order(semantics):
     for error in found(Race, last_kernel, (4,), counters, FAULT="none", SEM=semantics):
         assert error.buffer == "part_ptr"
         assert (error.file, error.line) == place(last_kernel, "# load")
+
+
+@triton.jit
+def summed_kernel(sum_desc, sum_ptr, count_ptr, out_ptr, n, FAULT: tl.constexpr):
+    """Every program adds a tile by TMA; the first waits for all of them and reads the sum."""
+    tile = tlx.local_alloc((8, 16), tl.float32, 1)
+    pid = tl.program_id(0)
+    place = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tlx.local_store(tile[0], tl.zeros((8, 16), tl.float32) + pid + 1)
+    tlx.async_descriptor_store(sum_desc, tile[0], [0, 0], store_reduce="add")  # add
+    if FAULT == "read":
+        tlx.async_descriptor_store_wait(0)
+    else:
+        wait_until_written()
+    tl.atomic_add(count_ptr, 1, sem="relaxed" if FAULT == "relaxed" else "release")
+    if pid == 0:
+        while tl.atomic_add(count_ptr, 0, sem="acquire") < n:
+            pass
+        tl.store(out_ptr + place, tl.load(sum_ptr + place))  # load
+
+
+def sums():
+    total = torch.zeros(8, 16)
+    count, out = torch.zeros(1, dtype=torch.int32), torch.zeros(8, 16)
+    return TensorDescriptor.from_tensor(total, [8, 16]), total, count, out, 3
+
+
+def test_programs_that_wait_for_each_other():
+    def check(desc, total, count, out, n):
+        assert (out == 6).all()
+
+    everywhere(summed_kernel, (3,), sums, check, FAULT="none", resident=3)
+
+
+@pytest.mark.parametrize("fault", ("read", "relaxed"))
+def test_reductions_of_tma_race_with_loads(fault):
+    """None hides another: a load must come after all of them, whose order is free."""
+    for error in found(Race, summed_kernel, (3,), sums, FAULT=fault, resident=3):
+        lines = {error.line, error.other[1]}
+        assert lines == {place(summed_kernel, f"# {what}")[1] for what in ("add", "load")}
+
+
+def test_programs_that_never_start_are_named(monkeypatch):
+    monkeypatch.setattr("gdpa_kernels.emulator.rewrite.MAX_TURNS", 100)
+    for error in found(Unsupported, summed_kernel, (3,), sums, FAULT="none", match="resident"):
+        assert (error.file, error.line) == place(summed_kernel, "while")
 
 
 def test_a_race_is_an_error_with_a_report():

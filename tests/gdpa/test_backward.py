@@ -364,12 +364,12 @@ def test_deterministic(impl, config):
 
 def backwards():
     """The emulator takes the programs of every launch in reverse."""
-    run = emulator._run_cluster
+    run = emulator._run_clusters
 
-    def reversed_(launch, number, body):
-        run(launch, math.prod(launch.grid) - 1 - number, body)
+    def reversed_(launch, numbers, body):
+        run(launch, [math.prod(launch.grid) - 1 - number for number in numbers], body)
 
-    return mock.patch.object(emulator, "_run_cluster", reversed_)
+    return mock.patch.object(emulator, "_run_clusters", reversed_)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="orders the emulator's programs")

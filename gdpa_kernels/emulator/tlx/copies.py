@@ -10,6 +10,7 @@ from ..barriers import MBarrier
 from ..buffers import Buffer
 from ..engines import COPY_BYTES, SHARED_BYTES
 from ..errors import InvalidKernel
+from ..instructions import EFFECTS
 from ..launch import current
 from ..memory import Descriptor
 from ..rewrite import static_int
@@ -86,8 +87,7 @@ def async_descriptor_store(
     operation, _ = copy(role, "store", source, source.num_bytes)
     source.access(operation, write=False)
     box = Tile(source.read().reshape(desc.block_shape), source.dtype)
-    desc.store(offsets, box, store_reduce, role.scheduler.issue("store"))
-    role.stores.append(operation)
+    desc.store(offsets, box, store_reduce, landing(role, operation))
 
 
 @op
@@ -101,15 +101,35 @@ def async_store(dst_global_ptr: Tile, src_smem: Buffer, size: Any) -> None:
     source.access(operation, write=False)
     data = source.read().reshape(-1)[:count]
     steps = Tile(torch.arange(count, dtype=torch.int32), tl.int32)
-    landing = role.scheduler.issue("store")
-    current().memory.store(dst_global_ptr + steps, Tile(data, source.dtype), None, landing)
-    role.stores.append(operation)
+    landed = landing(role, operation)
+    current().memory.store(dst_global_ptr + steps, Tile(data, source.dtype), None, landed)
+
+
+def landing(role: Role, reading: Operation) -> Operation:
+    """What a copy to global memory writes, which completes after what it reads."""
+    operation = role.scheduler.issue("store")
+    operation.end = reading.end
+    role.stores.append(reading)
+    role.landings.append(operation)
+    return operation
 
 
 @op
 def async_descriptor_store_wait(pendings: int) -> None:
+    """cp.async.bulk.wait_group.read: the buffers have been read."""
     role = point()
     drain(role, role.stores, static_int(pendings), "wait store")
+
+
+def wait_for_landings(pendings: str) -> None:
+    """cp.async.bulk.wait_group: what was stored is in memory, too."""
+    role = point()
+    drain(role, role.landings, int(pendings), "wait store")
+    drain(role, role.stores, int(pendings), "wait store")
+
+
+EFFECTS["cp.async.bulk.wait_group"] = wait_for_landings
+EFFECTS["fence.proxy.async.global"] = lambda arguments: None
 
 
 def drain(role: Role, queue: list[Operation], pendings: int, name: str) -> None:
