@@ -120,7 +120,7 @@ def update(root: Path = record.ROOT) -> bool:
 
 
 def _scope(data_dir: Path) -> str:
-    """ "sustained" if there is such a time for every row of the table, else "kernel"."""
+    """What leads: times back to back if there is one for every row of the table, else bursts."""
     missing = any(_rows(data_dir, line, "sustained").empty for line in LINES)
     return "kernel" if missing else "sustained"
 

@@ -77,7 +77,7 @@ def plan(session, names=NAMES, steps=STEPS, others=OTHER_SHAPES["backward"]):
     for name in [*names, *others]:
         ragged = ["cudnn_varlen"] if "half-dense" in name or name == STEPS[0] else []
         impls = [*rungs_on(name), *BLACKWELL, *PEERS, *ragged]
-        slow = [V2, V2A, *[V4] * (V5 in impls)]
+        slow = [V2, V2A, *[V1] * (name in others), *[V4] * (V5 in impls)]
         timed = [impl for impl in impls if impl not in slow]
         scopes = {"kernel": impls, "sustained": timed, "op": impls if name in steps else []}
         if name in others:
