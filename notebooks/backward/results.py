@@ -58,7 +58,8 @@ data_dir = "data"
 chapter = Chapter("backward/results", mode=mode, device=device, data_dir=data_dir)
 RUNGS = [rung.impl for rung in ladder.BACKWARD_RUNGS]
 V1, V2, V2A, V4, V5 = RUNGS[:5]
-WIDE, PEERS = "v7_wide_backward", ["fa2_varlen", "cudnn", "fa3", "fa4"]
+WIDE, MOST = "v7_wide_backward", {V5: MOST_KEYS, "v6_one_tile_backward": 128}  # keys
+PEERS = ["fa2_varlen", "cudnn", "fa3", "fa4"]
 BLACKWELL = [rung.impl for rung in ladder.BLACKWELL_BACKWARD_RUNGS]
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-bwd-" in figure for n in FIGURES[figure]))
 STEPS = ["gdpa-self-full-1024", "gdpa-cross-full-2048", "gdpa-self-full-256"]
@@ -68,8 +69,7 @@ def rungs_on(name):
     of = workload(name)
     if of.head_dim > 128:
         return [V1, WIDE]
-    left_out = [WIDE, *[V5] * (of.max_seqlen_k > MOST_KEYS)]
-    return [impl for impl in RUNGS if impl not in left_out]
+    return [x for x in RUNGS if x != WIDE and of.max_seqlen_k <= MOST.get(x, of.max_seqlen_k)]
 
 
 def plan(session, names=NAMES, steps=STEPS, others=OTHER_SHAPES["backward"]):
@@ -77,7 +77,7 @@ def plan(session, names=NAMES, steps=STEPS, others=OTHER_SHAPES["backward"]):
     for name in [*names, *others]:
         ragged = ["cudnn_varlen"] if "half-dense" in name or name == STEPS[0] else []
         impls = [*rungs_on(name), *BLACKWELL, *PEERS, *ragged]
-        slow = [V2, V2A, *[V1] * (name in others), *[V4] * (V5 in impls)]
+        slow = [V2, V2A, *([V1] if name in others else [V4] if V5 in impls else [])]
         timed = [impl for impl in impls if impl not in slow]
         scopes = {"kernel": impls, "sustained": timed, "op": impls if name in steps else []}
         if name in others:
