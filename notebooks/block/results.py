@@ -92,6 +92,9 @@ def _(session):
     both(NARROW, [*RUNGS, *BLACKWELL, *peers], scopes)
     for name in WIDER:
         both(workload(name), ["v1_one_tile", "v3_warp_specialized", *peers], ("sustained",))
+        of = workload(name.replace("fill70-2000", "rotary-1735537"))
+        session.measure(of, ["v1_one_tile", *WITH_ROTARY[-2:]], direction="backward",
+                        scopes=("sustained",), seconds=1.0)  # fmt: skip
     for length in (1000, 4000, 8000, 2000, 6000, 3000, 5000, 7000):
         for name in (f"block-fill70-{length}", f"block-fill100-{length}"):
             if name != TABLE5.name:
