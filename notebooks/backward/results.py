@@ -73,7 +73,7 @@ def rungs_on(name):
 
 
 def plan(session, names=NAMES, steps=STEPS, others=OTHER_SHAPES["backward"]):
-    how = {"direction": "backward", "seconds": 1.0}
+    how = {"direction": "backward", "seconds": 0.7}
     for name in [*names, *others]:
         ragged = ["cudnn_varlen"] if "half-dense" in name or name == STEPS[0] else []
         impls = [*rungs_on(name), *BLACKWELL, *PEERS, *ragged]

@@ -78,13 +78,13 @@ def _(session):
 
     def both(work, impls, scopes=("kernel",)):
         for way in DIRECTIONS:
-            session.measure(work, impls, direction=way, scopes=scopes, seconds=1.0)
+            session.measure(work, impls, direction=way, scopes=scopes, seconds=0.7)
 
     both(TABLE5, [*RUNGS, *BLACKWELL, *peers], scopes)
     for way in reversed(DIRECTIONS):
         unfused = [(impl, "", AROUND[way]) for impl in ("rotary_kernel", "eager_rotary")]
         impls = [*WITH_ROTARY, *BLACKWELL, *unfused]
-        session.measure(ROTARY, impls, direction=way, scopes=scopes[:4], seconds=1.0)
+        session.measure(ROTARY, impls, direction=way, scopes=scopes[:4], seconds=0.7)
         session.measure(PLAIN, ["v1_one_tile", "v3_warp_specialized"], direction=way)
         session.measure_rotary(ROTARY, direction=way)
     roundings = {1: "v4_rotary", 2: ("rotary_kernel", "", AROUND["backward"])}
@@ -94,7 +94,7 @@ def _(session):
         both(workload(name), ["v1_one_tile", "v3_warp_specialized", *peers], ("sustained",))
         of = workload(name.replace("fill70-2000", "rotary-1735537"))
         session.measure(of, ["v1_one_tile", *WITH_ROTARY[-2:]], direction="backward",
-                        scopes=("sustained",), seconds=1.0)  # fmt: skip
+                        scopes=("sustained",), seconds=0.7)  # fmt: skip
     for length in (1000, 4000, 8000, 2000, 6000, 3000, 5000, 7000):
         for name in (f"block-fill70-{length}", f"block-fill100-{length}"):
             if name != TABLE5.name:

@@ -69,11 +69,12 @@ def plan(session, names=NAMES, others=OTHER_SHAPES["forward"], left_out=()):
         dense = ["cudnn_varlen"] if "half" in name else ["cudnn", *["fa4_dense"] * ("self" in name)]
         rungs = RUNGS if name == LADDER else [V1, V8, *[V7] * name.endswith("-256")]
         timed = [*rungs, *BLACKWELL, *PEERS, *dense]
-        scopes = {"kernel": impls, "sustained": timed, "op": RUNGS if name in CALLED else []}
-        session.measure(workload(name), impls, scopes=scopes, seconds=1.0)
+        every = impls if "self-full" in name or name in CALLED else timed
+        scopes = {"kernel": every, "sustained": timed, "op": RUNGS if name in CALLED else []}
+        session.measure(workload(name), every, scopes=scopes, seconds=0.7)
     for name in others:
         impls = [V8, *BLACKWELL, *PEERS, "cudnn_varlen" if "ml1m" in name else "cudnn"]
-        session.measure(workload(name), impls, scopes=("sustained",), seconds=1.0)
+        session.measure(workload(name), impls, scopes=("sustained",), seconds=0.7)
 
 
 chapter.measure(plan)
