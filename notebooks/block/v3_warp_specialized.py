@@ -87,7 +87,7 @@ chapter.roles("v3_warp_specialized", "block_attention")
 
 # %% tags=["remove-input"]
 chapter.code(
-    v3_warp_specialized.math_forward, "            stage, phase", "            before = stage"
+    v3_warp_specialized.math_forward, "            s = None", "            before = stage"
 )
 
 # %% [markdown]

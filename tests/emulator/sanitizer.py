@@ -49,7 +49,9 @@ WAITING = "waiting_tasks"
 LENGTHS_Q = (200, 0, 130, 65, 1)
 LENGTHS_K = (300, 17, 200, 64, 0)
 SHORT_K = (200, 17, 200, 64, 0)
+FEW_K = (100, 17, 128, 64, 0)
 HEAD_DIMS = (64, 128)
+WIDE = 256
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,8 @@ def _gdpa_calls(
     backward, module, made = rung.operator == "gdpa_backward", rung.module(), []
     kinds = [(LENGTHS_K, False), (LENGTHS_K, True), (SHORT_K, False)]
     if backward:
-        kinds.append((SHORT_K, True))
-    for head_dim, (lengths_k, causal) in product(HEAD_DIMS, kinds):
+        kinds += [(SHORT_K, True), (FEW_K, False)]
+    for head_dim, (lengths_k, causal) in product((*HEAD_DIMS, WIDE), kinds):
         q = _tokens(LENGTHS_Q, head_dim, device, make)
         k, v = (_tokens(lengths_k, head_dim, device, make) for _ in range(2))
         ends = (cu_seqlens(list(each), device) for each in (LENGTHS_Q, lengths_k))
