@@ -5,14 +5,14 @@ Changes from v4_warp_specialized_backward: the work is divided by product instea
 computes S, dP and dV, the other dK and dQ from dS, all that passes between them; a tile is 64 keys.
 
 Why it should help: no product is computed twice; dV and dK take 256 columns at a time. A step of 64
-rows is 2,560 clocks of the tensor cores, and shared memory moves 464 KB, 3,600 clocks: S and dP
-128, dV 32, dK 40, dQ 64, dS 8, dQ out and in again 128, TMA loads 64.
+rows is 2,560 clocks of the tensor cores, and shared memory moves 448 KB, 3,500 clocks: S and dP
+128, dV 32, dK 40, dQ 48, dS 8, dQ out and in again 128, TMA loads 64.
 
 | role   | warps | registers | work                                                      |
 |--------|-------|-----------|-----------------------------------------------------------|
 | load   | 4     | 24        | one thread issues the TMA loads                           |
 | scores | 4     | 240       | S, dP, activation and derivative, dS to shared memory; dV |
-| sums   | 4     | 240       | dK, dQ in pieces; TMA reduce-adds                         |
+| sums   | 4     | 240       | dK, dQ in halves; TMA reduce-adds                         |
 
 | barrier          | arrivals            | filled by -> drained by                               |
 |------------------|---------------------|-------------------------------------------------------|
@@ -45,23 +45,21 @@ from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 KEYS = tl.constexpr(64)  # of a tile
 ROWS = tl.constexpr(64)  # of a step
 COLUMNS = tl.constexpr(256)  # of a tile; those beyond head_dim are zero
+PIECE = tl.constexpr(128)  # columns of dQ that leave at once
+DS_STAGES = tl.constexpr(2)  # steps of dS in shared memory
 
 
 @dataclass(frozen=True)
 class Config:
     """Launch constants.
 
-    q_stages, g_stages, ds_stages: steps of Q, of dO and of dS in shared memory. k_stages: tiles of
-    K there; 2 loads the next one while a tile is worked on. piece: columns of dQ that leave at
-    once, 64 or 128. fold: leave factors of the activation to the sums where `derivatives.foldable`.
-    registers: of a consumer thread.
+    q_stages, g_stages: steps of Q and of dO in shared memory, together at most 3. fold: leave
+    factors of the activation to the sums where `derivatives.foldable`. registers: of a consumer
+    thread.
     """
 
     q_stages: int = 2
     g_stages: int = 1
-    ds_stages: int = 2
-    k_stages: int = 2
-    piece: int = 64
     fold: bool = True
     registers: int = 240
 
@@ -100,9 +98,6 @@ class Options:
     WINDOW: tl.constexpr
     Q_STAGES: tl.constexpr
     G_STAGES: tl.constexpr
-    DS_STAGES: tl.constexpr
-    K_STAGES: tl.constexpr
-    PIECE: tl.constexpr
     DTYPE: tl.constexpr
 
 
@@ -135,9 +130,8 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
         start_q = 0 if options.SHARED_Q else start_out
         start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
         tile = item // tl.num_programs(0)
-        at = tile % options.K_STAGES
-        tlx.barrier_wait(k.empty[at], (tile // options.K_STAGES & 1) ^ 1)
-        fetch_rows(k_desc, k.buffer[at], k.full[at], start_k, len_k, head_k, key)
+        tlx.barrier_wait(k.empty[0], (tile & 1) ^ 1)
+        fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
             head, row = place(step, steps, start, head_k, GROUP)
             at = (count + step) % options.Q_STAGES
@@ -153,11 +147,11 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
 
 
 @triton.jit
-def scores(k, q, count, Q_STAGES: tl.constexpr):
-    """S of a step, transposed, in flight. `count` counts steps of all tiles."""
+def scores(k, q, count, zero, Q_STAGES: tl.constexpr):
+    """S of a step, transposed, in flight. `count` counts steps of all tiles. zero: `nothing`."""
     at = count % Q_STAGES
     tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
-    return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))
+    return tlx.async_dot(k.buffer[zero], tlx.local_trans(q.buffer[at + zero]))
 
 
 @triton.jit
@@ -175,7 +169,7 @@ def differentiate(s, v, g, dv, count, zero, scale, head, row, key, options):
 
 
 @triton.jit
-def share(ds, d, count, DS_STAGES: tl.constexpr):
+def share(ds, d, count):
     """Store dS of a step for the role `sums`."""
     at = count % DS_STAGES
     tlx.barrier_wait(ds.empty[at], ((count // DS_STAGES) & 1) ^ 1)
@@ -190,35 +184,33 @@ def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
     GROUP: tl.constexpr = options.GROUP
     Q_STAGES: tl.constexpr = options.Q_STAGES
     G_STAGES: tl.constexpr = options.G_STAGES
-    K_STAGES: tl.constexpr = options.K_STAGES
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
         tile = item // tl.num_programs(0)
-        k_at = tile % K_STAGES
         start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
         steps = uniform(steps)
-        last = steps * GROUP - 1
+        last = uniform(steps * GROUP) - 1  # the compiler must not know that it is odd
         dv = tl.zeros([KEYS, COLUMNS], tl.float32)
-        tlx.barrier_wait(k.full[k_at], tile // K_STAGES & 1)
-        s = scores(k.buffer[k_at], q, count, Q_STAGES)
+        tlx.barrier_wait(k.full[0], tile & 1)
+        s = scores(k, q, count, 0, Q_STAGES)
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_wait(v.full[0], tile & 1)
         for step in tl.range(0, last, num_stages=0):
             now = count + step
-            zero = nothing(step)
+            zero = nothing(now)
             head, row = place(step, steps, start, head_k, GROUP)
             d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, options)
-            share(ds, d, now, options.DS_STAGES)
-            s = scores(k.buffer[k_at + zero], q, now + 1, Q_STAGES)
+            share(ds, d, now)
+            s = scores(k, q, now + 1, zero, Q_STAGES)
             dv = tlx.async_dot_wait(1, dv)
             tlx.barrier_arrive(g.empty[now % G_STAGES])
             s = tlx.async_dot_wait(0, s)
         count += last
         head, row = place(last, steps, start, head_k, GROUP)
         d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, options)
-        share(ds, d, count, options.DS_STAGES)
+        share(ds, d, count)
         dv = tlx.async_dot_wait(0, dv)
         tlx.barrier_arrive(g.empty[count % G_STAGES])
         count += 1
@@ -229,15 +221,15 @@ def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
 
 
 @triton.jit
-def dq_product(ds, k, part: tl.constexpr, PIECE: tl.constexpr):
-    """Columns part * PIECE .. of dS K of a step, in flight."""
-    columns = tlx.local_slice(k, [0, part * PIECE], [KEYS, PIECE])
+def dq_product(ds, k, column: tl.constexpr):
+    """PIECE columns of dS K of a step from `column` on, in flight."""
+    columns = tlx.local_slice(k, [0, column], [KEYS, PIECE])
     return tlx.async_dot(tlx.local_trans(ds), columns)
 
 
 @triton.jit
 def add_columns(desc, buffer, start, length, head, row, column, x):
-    """Start the TMA reduce-add of x [rows, columns], fp32, once `buffer` has been read."""
+    """Start the TMA reduce-add of x [ROWS, PIECE], fp32, once `buffer` has been read."""
     tlx.async_descriptor_store_wait(0)
     tlx.local_store(buffer, x)
     tlx.fence("async_shared")
@@ -247,55 +239,41 @@ def add_columns(desc, buffer, start, length, head, row, column, x):
 
 @triton.jit
 def sum_role(q, k, ds, staging, gradients, list_ptr, scale, output_scale, options):
-    """dK of every tile, and what it adds to dQ: pieces, the first overlapped with dK."""
+    """dK of every tile, and what it adds to dQ: halves, the first overlapped with dK."""
     GROUP: tl.constexpr = options.GROUP
     Q_STAGES: tl.constexpr = options.Q_STAGES
-    DS_STAGES: tl.constexpr = options.DS_STAGES
-    K_STAGES: tl.constexpr = options.K_STAGES
-    PIECE: tl.constexpr = options.PIECE
-    PIECES: tl.constexpr = COLUMNS // PIECE
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
         tile = item // tl.num_programs(0)
-        k_at = tile % K_STAGES
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
         steps = uniform(steps)
         dk = tl.zeros([KEYS, COLUMNS], tl.float32)
-        tlx.barrier_wait(k.full[k_at], tile // K_STAGES & 1)
+        tlx.barrier_wait(k.full[0], tile & 1)
         for step in tl.range(0, steps * GROUP, num_stages=0):
             now = count + step
-            zero = nothing(step)
+            zero = nothing(now)
             at = now % DS_STAGES
             q_at = now % Q_STAGES
             head, row = place(step, steps, start, head_k, GROUP)
             tlx.barrier_wait(q.full[q_at], (now // Q_STAGES) & 1)
             tlx.barrier_wait(ds.full[at], (now // DS_STAGES) & 1)
-            dq = dq_product(ds.buffer[at], k.buffer[k_at + zero], 0, PIECE)
+            dq = dq_product(ds.buffer[at], k.buffer[zero], 0)
             dk = tlx.async_dot(ds.buffer[at], q.buffer[q_at], dk)
             dq = tlx.async_dot_wait(1, dq)
-            for part in tl.static_range(PIECES - 1):
-                if PIECE == 64:  # there are registers for two
-                    following = dq_product(ds.buffer[at], k.buffer[k_at + zero], part + 1, PIECE)
-                add_columns(
-                    gradients.dq, staging[zero], start_out, len_q, head, row, part * PIECE, dq
-                )
-                if PIECE > 64:
-                    following = dq_product(ds.buffer[at], k.buffer[k_at + zero], part + 1, PIECE)
-                if part == 0:
-                    dk = tlx.async_dot_wait(1, dk)
-                    tlx.barrier_arrive(q.empty[q_at])
-                dq = tlx.async_dot_wait(0, following)
+            add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, 0, dq)
+            dq = dq_product(ds.buffer[at], k.buffer[zero], PIECE)
+            dk = tlx.async_dot_wait(1, dk)
+            tlx.barrier_arrive(q.empty[q_at])
+            dq = tlx.async_dot_wait(0, dq)
             tlx.barrier_arrive(ds.empty[at])
-            add_columns(
-                gradients.dq, staging[zero], start_out, len_q, head, row, COLUMNS - PIECE, dq
-            )
+            add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, PIECE, dq)
         count += steps * GROUP
         dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
-        put_rows(gradients.dk, k.buffer[k_at], start_k, len_k, head_k, key, dk.to(options.DTYPE))
+        put_rows(gradients.dk, k.buffer[0], start_k, len_k, head_k, key, dk.to(options.DTYPE))
         tlx.async_descriptor_store_wait(0)
-        tlx.barrier_arrive(k.empty[k_at])
+        tlx.barrier_arrive(k.empty[0])
 
 
 @triton.jit
@@ -303,24 +281,21 @@ def backward_kernel(
     q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
     GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
-    DS_STAGES: tl.constexpr, K_STAGES: tl.constexpr, PIECE: tl.constexpr, REGISTERS: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(
-        GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DS_STAGES, K_STAGES,
-        PIECE, DTYPE,
-    )  # fmt: skip
+    options = Options(GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE)
     q = tlx.local_alloc((ROWS, COLUMNS), DTYPE, Q_STAGES)
-    k = tlx.local_alloc((KEYS, COLUMNS), DTYPE, K_STAGES)
+    k = tlx.local_alloc((KEYS, COLUMNS), DTYPE, 1)
     v = tlx.local_alloc((KEYS, COLUMNS), DTYPE, 1)
     g = tlx.local_alloc((ROWS, COLUMNS), DTYPE, G_STAGES)
     ds = tlx.local_alloc((KEYS, ROWS), DTYPE, DS_STAGES)
     staging = tlx.local_alloc((ROWS, PIECE), tl.float32, 1)
     q_full = tlx.alloc_barriers(Q_STAGES)
     q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4)
-    k_full = tlx.alloc_barriers(K_STAGES)
-    k_empty = tlx.alloc_warp_barrier(K_STAGES, 4)
+    k_full = tlx.alloc_barriers(1)
+    k_empty = tlx.alloc_warp_barrier(1, 4)
     v_full = tlx.alloc_barriers(1)
     v_empty = tlx.alloc_warp_barrier(1, 4)
     g_full = tlx.alloc_barriers(G_STAGES)
@@ -365,13 +340,12 @@ def backward(
         backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
         ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),
         ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
-        ragged_descriptor(total, ROWS.value, width=config.piece),
+        ragged_descriptor(total, ROWS.value, width=PIECE.value),
         ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
         entries, batch.scale, batch.output_scale,
         GROUP=batch.group, SHARED_Q=batch.shared_q,
         ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
-        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, DS_STAGES=config.ds_stages,
-        K_STAGES=config.k_stages, PIECE=config.piece, REGISTERS=config.registers, num_warps=4,
+        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
     if batch.shared_q:
