@@ -63,17 +63,18 @@ chapter.figure(
 # ## What changes
 #
 # {doc}`v7 <v7_packed>` made an activation cheaper and left the loop as it was in
-# {doc}`v6 <v6_short_kv>`. v8 changes the loop's head and nothing else:
+# {doc}`v6 <v6_short_kv>`. Up to head_dim 128 v8 changes the loop's head and nothing else:
 #
 # ```diff
 # -for block in tl.range(1, blocks):
 # +for block in tl.range(1, blocks, num_stages=0):
 # ```
 #
-# The loop under it is the same in both files:
+# The loop under it is the same in both files. Wider heads leave room for one tile of Q only; v8's
+# `release_scores` then gives that back with the last K:
 
 # %% tags=["remove-input"]
-chapter.code(v8_own_waits.math, "for block in", "tlx.barrier_arrive(q.empty")
+chapter.code(v8_own_waits.math, "for block in", "if options.Q_SLOTS")
 
 # %% [markdown]
 # ## What the compiler made of it
