@@ -5,7 +5,7 @@ Changes from v4_warp_specialized_backward: the work is divided by product instea
 computes S, dP and dV, the other dK and dQ from dS, all that passes between them; a tile is 64 keys.
 
 Why it should help: no product is computed twice; dV and dK take 256 columns at a time. A step of 64
-rows is 2,560 clocks of the tensor cores, and shared memory moves 448 KB, 3,500 clocks: S and dP
+rows is 2,560 clocks of the tensor cores, and shared memory moves 448 KiB, 3,584 clocks: S and dP
 128, dV 32, dK 40, dQ 48, dS 8, dQ out and in again 128, TMA loads 64.
 
 | role   | warps | registers | work                                                      |
