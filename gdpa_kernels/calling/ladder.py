@@ -316,6 +316,15 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         has=_LISTED | {"requires"},
     ),
     Rung(
+        "v6_one_tile_backward",
+        "a tile has all keys",
+        "Up to 128 keys: dQ is complete where it is computed, without a cluster.",
+        "v4_warp_specialized_backward",
+        dataclasses.replace(_WGMMA, head_dim_multiple=64),
+        operator="gdpa_backward",
+        has=_LISTED | {"requires"},
+    ),
+    Rung(
         "v7_wide_backward",
         "wide heads",
         "One consumer computes dS and dV, the other dK and dQ.",

@@ -70,9 +70,9 @@ def gdpa(
             take fp32.
         impl: a rung's name, "reference", or "auto" for the fastest that supports the call.
         backward_impl: the same for the gradients. That of q is added up in an order that differs
-            from run to run by "v2_fused_backward" where a sequence has more than 256 keys, by
-            "v4_warp_specialized_backward" where it has more than 256, or 128 at head_dim 64, and by
-            both where q is shared; everything else is deterministic. Under
+            from run to run where q is shared or a sequence has more than 256 keys by
+            "v2_fused_backward", "v4_warp_specialized_backward" and "b1_tensor_memory_backward", and
+            with more than 128 by "v7_wide_backward"; everything else is deterministic. Under
             `torch.use_deterministic_algorithms` "auto" leaves those out.
         validate: check the values of cu_seqlens, which waits for the device in each call. False
             trusts the caller. `Lengths` have been checked; compiled calls do not check.

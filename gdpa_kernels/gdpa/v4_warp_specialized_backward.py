@@ -2,8 +2,8 @@
 
 Changes from v2_fused_backward: warp specialization, in a persistent kernel over tiles of 128 keys.
 Each consumer keeps dK and dV of its keys in registers and computes S and dP as [keys, rows]: P and
-dS are then A operands in the layout that they have. dS goes through shared memory, where the other
-consumer reads it, and each computes half of the columns of dQ; at head_dim 64 its own keys' part.
+dS are then A operands in the layout that they have. dS goes through shared memory to the other
+consumer, and each computes half of dQ: of the columns, at head_dim 64 of the 128 rows of a step.
 
 Why it should help: a step of 64 rows is 2,560 clocks of the tensor cores at head_dim 128 and 770 of
 issue slots for the activation, and one consumer's activation overlaps with the other's MMAs.
@@ -17,12 +17,12 @@ issue slots for the activation, and one consumer's activation overlaps with the 
 |------------------|---------------------|------------------------------------------------------|
 | k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both consumers         |
 | k_empty, v_empty | 256 threads, 1 each | consumers, done with the tile -> producer            |
-| q_full, g_full   | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both consumers   |
+| q_full, g_full   | 1 and bytes         | TMA loads of a step's Q, its dO -> both consumers    |
 | q_empty, g_empty | 256 threads, 1 each | consumers, done with the rows -> producer            |
 | ds_full[2]       | 256 threads, 1 each | consumers, dS is stored -> consumers                 |
 | ds_empty[2]      | 256 threads, 1 each | consumers, dQ of these rows is computed -> consumers |
 
-dQ is deterministic up to 256 keys, 128 at head_dim 64. Needs: as v2, TLX, head_dim 64 or 128.
+dQ is deterministic up to 256 keys. Needs: as v2, TLX, head_dim 64 or 128.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,6 @@ from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
 MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a consumer
-ROWS = tl.constexpr(64)  # of a step
 TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)
 
 
@@ -65,26 +64,31 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As many steps as fit in shared memory next to two tiles of K."""
-    return Config(q_stages=3, g_stages=3) if batch.head_dim == 64 else Config()
+    """The same for every call."""
+    return Config()
 
 
 def is_deterministic(batch: Batch) -> bool:
-    """Two additions to zero commute; with a third their order shows. A tile of keys makes one
-    at head_dim 128, and two at 64."""
-    return batch.max_seqlen_k <= (256 if batch.head_dim == 128 else 128) and not batch.shared_q
+    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
+    return batch.max_seqlen_k <= 2 * TILE.value and not batch.shared_q
+
+
+def rows_of(head_dim: int) -> int:
+    """Rows of a step: a consumer's half of their dQ is [64, 64]."""
+    return 2 * 64 * 64 // head_dim
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The list of tiles of keys, those with the most queries first."""
-    return list_of_keys(batch, TILE.value, ROWS.value)
+    return list_of_keys(batch, TILE.value, rows_of(batch.head_dim))
 
 
 @triton.aggregate
 class Options:
-    """The constants that the roles share."""
+    """The constants that the roles share. ROWS: of a step."""
 
     GROUP: tl.constexpr
+    ROWS: tl.constexpr
     SHARED_Q: tl.constexpr
     ACTIVATION: tl.constexpr
     FOLD: tl.constexpr
@@ -98,21 +102,21 @@ class Options:
 
 
 @triton.jit
-def steps_of(key, len_q, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def steps_of(key, len_q, options):
     """(first row, steps) of the tile at `key`.
 
     At least one step: prologue and epilogue need one. Without rows it adds zero.
     """
-    start, end = row_range(key, len_q, ROWS, TILE, CAUSAL, WINDOW)
-    return start, tl.maximum(tl.cdiv(end - start, ROWS), 1)
+    start, end = row_range(key, len_q, options.ROWS, TILE, options.CAUSAL, options.WINDOW)
+    return start, tl.maximum(tl.cdiv(end - start, options.ROWS), 1)
 
 
 @triton.jit
-def place(step, steps, start, head_k, GROUP: tl.constexpr):
+def place(step, steps, start, head_k, options):
     """(head, row) of a step: the rows of the group's first head, then of the next."""
-    if GROUP == 1:
-        return head_k, start + step * ROWS
-    return head_k * GROUP + step // steps, start + step % steps * ROWS
+    if options.GROUP == 1:
+        return head_k, start + step * options.ROWS
+    return head_k * options.GROUP + step // steps, start + step % steps * options.ROWS
 
 
 @triton.jit
@@ -124,13 +128,13 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_out
-        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
+        start, steps = steps_of(key, len_q, options)
         tile = item // tl.num_programs(0)
         at = tile % options.K_STAGES
         tlx.barrier_wait(k.empty[at], (tile // options.K_STAGES & 1) ^ 1)
         fetch_both(k_desc, k, at, start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP)
+            head, row = place(step, steps, start, head_k, options)
             at = (count + step) % options.Q_STAGES
             tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
             fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
@@ -188,32 +192,32 @@ def share(ds, own, d, count):
 
 
 @triton.jit
-def dq_product(role: tl.constexpr, ds, k, k_at, count, HEAD_DIM: tl.constexpr):
-    """dS K of a step, in flight: the role's half of the columns; at head_dim 64 its keys' part."""
+def dq_product(role: tl.constexpr, ds, k, k_at, count, options):
+    """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows."""
+    ROW: tl.constexpr = role * (options.ROWS - 64)
+    COLUMN: tl.constexpr = role * (options.HEAD_DIM - 64)
     at = count & 1
     tlx.barrier_wait(ds.full[at], (count // 2) & 1)
-    if HEAD_DIM == 64:
-        own = tlx.local_trans(ds.buffer[at * MATH_ROLES + role])
-        dq = tlx.async_dot(own, k.buffer[k_at + role])
-    else:
-        here = tlx.local_slice(k.buffer[k_at], [0, role * 64], [KEYS, 64])
-        dq = tlx.async_dot(tlx.local_trans(ds.buffer[at * MATH_ROLES]), here)
-        here = tlx.local_slice(k.buffer[k_at + 1], [0, role * 64], [KEYS, 64])
-        dq = tlx.async_dot(tlx.local_trans(ds.buffer[at * MATH_ROLES + 1]), here, dq)
-    return dq
+    d = tlx.local_slice(ds.buffer[at * MATH_ROLES], [0, ROW], [KEYS, 64])
+    here = tlx.local_slice(k.buffer[k_at], [0, COLUMN], [KEYS, 64])
+    dq = tlx.async_dot(tlx.local_trans(d), here)
+    d = tlx.local_slice(ds.buffer[at * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
+    here = tlx.local_slice(k.buffer[k_at + 1], [0, COLUMN], [KEYS, 64])
+    return tlx.async_dot(tlx.local_trans(d), here, dq)
 
 
 @triton.jit
 def put_aside(buffer, x):
-    """Write x [rows, 64], fp32, into `buffer`, once what it held has been read."""
+    """Write x [64, 64], fp32, into `buffer`, once what it held has been read."""
     tlx.async_descriptor_store_wait(0)
     tlx.local_store(buffer, x)
 
 
 @triton.jit
-def add_rows(desc, buffer, start, length, head, row, column):
-    """Start the TMA reduce-add of `buffer` to memory. A fence must follow `put_aside`."""
-    place = [BOUND, start + length, head, BOUND - length + row, column]
+def add_rows(role: tl.constexpr, desc, buffer, start, length, head, row, options):
+    """Start the TMA reduce-add of a half of a step's dQ. A fence must follow `put_aside`."""
+    row += role * (options.ROWS - 64)
+    place = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
     tlx.async_descriptor_store(desc, buffer, place, store_reduce="add")
 
 
@@ -227,20 +231,19 @@ def math(
     HEAD_DIM: tl.constexpr = options.HEAD_DIM
     Q_STAGES: tl.constexpr = options.Q_STAGES
     K_STAGES: tl.constexpr = options.K_STAGES
-    COLUMN: tl.constexpr = role * 64 if HEAD_DIM == 128 else 0
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
         tile = item // tl.num_programs(0)
         k_at = tile % K_STAGES * MATH_ROLES
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
-        steps = uniform(steps)
+        start, steps = steps_of(key, len_q, options)
+        all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
         key += role * KEYS
         dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
         dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
         tlx.barrier_wait(k.full[tile % K_STAGES], tile // K_STAGES & 1)
-        last = count + steps * GROUP - 1
+        last = count + all_steps - 1
         s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_wait(v.full[0], tile & 1)
@@ -256,43 +259,44 @@ def math(
         s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_arrive(q.empty[count % Q_STAGES])
-        for step in tl.range(1, steps * GROUP, num_stages=0):
+        for step in tl.range(1, all_steps, num_stages=0):
             now = count + step
             zero = nothing(step)
-            head, row = place(step, steps, start, head_k, GROUP)
+            head, row = place(step, steps, start, head_k, options)
             own = ds.buffer[(now & 1) * MATH_ROLES + role]
             d, dv = differentiate(
                 s, v.buffer[role + zero], g, dv, now, scale, head, row, key, options
             )
             share(ds, own, d, now)
             if step > 1:
-                head, row = place(step - 2, steps, start, head_k, GROUP)
-                add_rows(gradients.dq, staging[role + zero], start_out, len_q, head, row, COLUMN)
+                head, row = place(step - 2, steps, start, head_k, options)
+                aside = staging[role + zero]
+                add_rows(role, gradients.dq, aside, start_out, len_q, head, row, options)
             dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
             dv = tlx.async_dot_wait(0, dv)
             dk = tlx.async_dot_wait(0, dk)
             tlx.barrier_arrive(g.empty[now % options.G_STAGES])
             s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
-            dq = dq_product(role, ds, k, k_at + zero, now - 1, HEAD_DIM)
+            dq = dq_product(role, ds, k, k_at + zero, now - 1, options)
             s = tlx.async_dot_wait(0, s)
             dq = tlx.async_dot_wait(0, dq)
             tlx.barrier_arrive(q.empty[now % Q_STAGES])
             tlx.barrier_arrive(ds.empty[(now - 1) & 1])
             put_aside(staging[role + zero], dq)
-        count += steps * GROUP
-        dq = dq_product(role, ds, k, k_at, count - 1, HEAD_DIM)
+        count += all_steps
+        dq = dq_product(role, ds, k, k_at, count - 1, options)
         dq = tlx.async_dot_wait(0, dq)
         tlx.barrier_arrive(k.empty[tile % K_STAGES])
         tlx.barrier_arrive(ds.empty[(count - 1) & 1])
         tlx.fence("async_shared")
-        if steps * GROUP > 1:
-            head, row = place(steps * GROUP - 2, steps, start, head_k, GROUP)
-            add_rows(gradients.dq, staging[role], start_out, len_q, head, row, COLUMN)
+        if all_steps > 1:
+            head, row = place(all_steps - 2, steps, start, head_k, options)
+            add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
         put_aside(staging[role], dq)
         dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
         put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-        head, row = place(steps * GROUP - 1, steps, start, head_k, GROUP)
-        add_rows(gradients.dq, staging[role], start_out, len_q, head, row, COLUMN)
+        head, row = place(all_steps - 1, steps, start, head_k, options)
+        add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
         dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
         tlx.async_descriptor_store_wait(0)
         own = staged[role * (128 // HEAD_DIM)]
@@ -304,22 +308,22 @@ def math(
 @triton.jit
 def backward_kernel(
     q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
-    GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr,
-    G_STAGES: tl.constexpr, K_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr,
+    FOLD: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr, K_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
     options = Options(
-        GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES, K_STAGES,
-        DTYPE,
+        GROUP, ROWS, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES,
+        K_STAGES, DTYPE,
     )  # fmt: skip
     q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
     k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, K_STAGES * MATH_ROLES)
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
     g = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, G_STAGES)
     ds = tlx.local_alloc((KEYS, ROWS), DTYPE, 2 * MATH_ROLES)
-    staging = tlx.local_alloc((ROWS, 64), tl.float32, MATH_ROLES)
+    staging = tlx.local_alloc((64, 64), tl.float32, MATH_ROLES)
     # The same memory, for dK.
     staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES * (128 // HEAD_DIM), reuse=staging)
     q_full = tlx.alloc_barriers(Q_STAGES)
@@ -364,17 +368,17 @@ def backward(
     q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
-    fold = config.fold and foldable(batch.activation, q.dtype)
+    fold, rows = config.fold and foldable(batch.activation, q.dtype), rows_of(batch.head_dim)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
     launch(
         backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
-        ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),
-        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
-        ragged_descriptor(total, ROWS.value, width=64),
+        ragged_descriptor(q, rows), ragged_descriptor(k, KEYS.value),
+        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, rows),
+        ragged_descriptor(total, 64, width=64),
         ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
         entries, batch.scale, batch.output_scale,
-        GROUP=batch.group, SHARED_Q=batch.shared_q,
+        GROUP=batch.group, ROWS=rows, SHARED_Q=batch.shared_q,
         ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
         HEAD_DIM=batch.head_dim, Q_STAGES=config.q_stages, G_STAGES=config.g_stages,
         K_STAGES=config.k_stages, REGISTERS=config.registers, num_warps=4,

@@ -60,19 +60,20 @@ def sequences(cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q):
 def work_list_kernel(
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, list_ptr,
     batch, max_seqlen_q, rows_per_item, max_entries, num_programs,
-    NUM_HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    NUM_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
     OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Entries of OWN sequences, at their places in the list.
 
     Before a sequence come those with more key blocks, and those with as many and a smaller number.
+    One with keys has LEAST tiles or more.
     """
     mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
     start_q, start_out, rows, start_k, keys = sequences(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, mine, batch, max_seqlen_q
     )
-    tiles = tl.cdiv(rows, rows_per_item)
     cost = tl.cdiv(keys, BLOCK_N)
+    tiles = tl.maximum(tl.cdiv(rows, rows_per_item), tl.minimum(cost, LEAST))
     before = tl.zeros([OWN], tl.int32)
     total = 0
     for first in tl.range(0, batch, OTHERS):
@@ -80,8 +81,9 @@ def work_list_kernel(
         _, _, their_rows, _, their_keys = sequences(
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q
         )
-        their_tiles = tl.cdiv(their_rows, rows_per_item)
         their_cost = tl.cdiv(their_keys, BLOCK_N)
+        their_tiles = tl.cdiv(their_rows, rows_per_item)
+        their_tiles = tl.maximum(their_tiles, tl.minimum(their_cost, LEAST))
         total += tl.sum(their_tiles)
         more = their_cost[None, :] > cost[:, None]
         equal = (their_cost[None, :] == cost[:, None]) & (others[None, :] < mine[:, None])
@@ -119,11 +121,13 @@ def work_list(
     rows_per_item: int,
     block_n: int,
     num_programs: int,
+    least: int = 0,
 ) -> torch.Tensor:
     """As `schedule.build_on_device("zigzag", ..., fastest="block")`, without waiting for the
     device.
 
     `max_tiles` bounds the entries of one head (`schedule.max_tiles` with block_m=rows_per_item).
+    `least`: a sequence with keys has that many entries or more, 0 or 1.
     """
     device, batch, capacity = cu_seqlens_k.device, cu_seqlens_k.numel() - 1, max_tiles * num_heads
     if capacity == 0:
@@ -133,8 +137,9 @@ def work_list(
     launch(
         work_list_kernel, (triton.cdiv(batch, own),), device,
         cu_seqlens_q, cu_seqlens_k, entries, batch, max_seqlen_q, rows_per_item,
-        triton.cdiv(max_seqlen_q, rows_per_item) * num_heads, num_programs,
-        NUM_HEADS=num_heads, BLOCK_N=block_n, OWN=own, OTHERS=2048, ENTRIES=16, num_warps=4,
+        max(triton.cdiv(max_seqlen_q, rows_per_item), least) * num_heads, num_programs,
+        NUM_HEADS=num_heads, BLOCK_N=block_n, LEAST=least, OWN=own, OTHERS=2048, ENTRIES=16,
+        num_warps=4,
     )  # fmt: skip
     return entries
 
@@ -189,9 +194,9 @@ def list_of_queries(batch: Batch, rows_per_item: int, block_n: int, ctas: int = 
     )
 
 
-def list_of_keys(batch: Batch, keys_per_item: int, block_m: int) -> Schedule:
+def list_of_keys(batch: Batch, keys_per_item: int, block_m: int, least: int = 0) -> Schedule:
     """The list of tiles of keys, those with the most queries first: an entry's queries are keys
-    and its keys are queries."""
+    and its keys are queries. `least`: tiles of a sequence with queries."""
     ends = batch.cu_seqlens_q
     if ends is None:
         starts = torch.arange(batch.sequences + 1, dtype=torch.int32, device=batch.device)
@@ -201,12 +206,13 @@ def list_of_keys(batch: Batch, keys_per_item: int, block_m: int) -> Schedule:
             batch.cu_seqlens_k,
             ends,
             max_tiles=schedule.max_tiles(
-                batch.k.shape[0], batch.sequences, batch.max_seqlen_k, keys_per_item
+                batch.k.shape[0], batch.sequences, max(batch.max_seqlen_k, least), keys_per_item
             ),
             max_seqlen_q=batch.max_seqlen_k,
             num_heads=batch.num_heads_k,
             rows_per_item=keys_per_item,
             block_n=block_m,
             num_programs=multiprocessors(batch.device),
+            least=least,
         ),
     )

@@ -123,12 +123,12 @@ chapter.code(v4.math, "for step in tl.range(1,", "count += steps")
 # `Config` switches fold and K ahead. The other ideas are undone by replacing a piece of the source.
 
 # %% tags=["remove-cell"]
-NOT_UNIFORM = ("        steps = uniform(steps)\n", "")
+NOT_UNIFORM = ("uniform(steps * GROUP)", "steps * GROUP")
 KEPT = ("            zero = nothing(step)\n", "            zero = 0\n")
 FENCE = '            tlx.fence("async_shared")\n'
 PUT = "            put_aside(staging[role + zero], dq)\n"
 LATER = studies.piece(v4, "            if step > 1", "            dk = tlx")
-LAST = studies.piece(v4, FENCE[4:] + "        if steps", "        put_aside(staging[role], dq)")
+LAST = studies.piece(v4, FENCE[4:] + "        if all", "        put_aside(staging[role], dq)")
 NOW = LATER.replace("step > 1", "True").replace("step - 2", "step - 1")
 DQ_AT_ONCE = ((LATER, ""), (LAST, ""), (PUT, PUT + FENCE + NOW))
 NEXT = studies.piece(v4, "            s = scores(k.buffer[k_at + role + zero]", "            dq = ")

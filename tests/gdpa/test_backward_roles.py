@@ -15,21 +15,23 @@ from hypothesis import strategies as st
 
 from gdpa_kernels import emulator
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa import v5_short_kv_backward as v5
+from gdpa_kernels.gdpa import v6_one_tile_backward as v6
 from gdpa_kernels.gdpa import v7_wide_backward as v7
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring.compile_check import Compiled
+from gdpa_kernels.measuring.compile_check import Compiled, build_launch, shortest_loop
 from gdpa_kernels.measuring.testing import assert_close
 from tests.block_attention.compiling import compile_launch
 from tests.emulator.mutants import enumerate_mutants, surviving
 from tests.gdpa.cases import CASES, DEVICE, Case
+from tests.gdpa.test_backward import backwards
 from tests.gdpa.test_forward import kernels_run
 
 RUNGS = {
-    "v4_warp_specialized_backward": v4, "v5_short_kv_backward": v5,
+    "v4_warp_specialized_backward": v4, "v5_short_kv_backward": v5, "v6_one_tile_backward": v6,
     "v7_wide_backward": v7,
 }  # fmt: skip
 # That a test takes which is not about head_dim.
@@ -117,6 +119,7 @@ TAKEN = [
     *(("v4_warp_specialized_backward", case) for case in ALL_CASES),
     *(("v4_warp_specialized_backward", case) for case in WIDE if case.name in ALSO_WIDE),
     *(("v5_short_kv_backward", case) for case in (*ALL_CASES, *WIDE)),
+    *(("v6_one_tile_backward", case) for case in (*ALL_CASES, *WIDE)),
     *(("v7_wide_backward", replace(case, head_dim=256)) for case in WIDE),
     *(("v7_wide_backward", replace(case, head_dim=136)) for case in WIDE if case.name in HALF),
     ("v7_wide_backward", Case("head_dim_200", (70, 5), (64, 130), head_dim=200)),
@@ -172,14 +175,21 @@ def scheduled(impl: str, call: dict, schedule: str | int, config: dict) -> tuple
 # Slots are used several times over, by several items; the last round of items is not full.
 ORDERS = {
     "v4, one tile of keys": (
-        "v4_warp_specialized_backward", Case("orders", (130, 0, 70, 64, 1), (128, 5, 100, 0, 7)),
+        "v4_warp_specialized_backward", Case("orders", (300, 0, 70, 64, 1), (128, 5, 100, 0, 7)),
     ),
     "v4, several tiles": (
-        "v4_warp_specialized_backward", Case("orders", (130, 0, 70, 1), (300, 5, 129, 64), 1, 1),
+        "v4_warp_specialized_backward", Case("orders", (300, 0, 70, 1), (300, 5, 129, 64), 1, 1),
     ),
     "v4, head_dim 128": (
         "v4_warp_specialized_backward",
         Case("orders", (130, 0, 70, 1), (128, 5, 100, 7), 2, 1, head_dim=128),
+    ),
+    "v6": (
+        "v6_one_tile_backward",
+        Case("orders", (130, 0, 70, 1, 64), (128, 5, 100, 7, 0), 2, 1, head_dim=128),
+    ),
+    "v6, head_dim 64": (
+        "v6_one_tile_backward", Case("orders", (300, 0, 70, 64, 1), (128, 5, 100, 0, 7)),
     ),
     "v5": (
         "v5_short_kv_backward",
@@ -197,6 +207,7 @@ ORDERS = {
 OTHERS = {  # in v5 a step of a pair has its own slots
     "v4_warp_specialized_backward": ({"q_stages": 3, "g_stages": 1},),
     "v5_short_kv_backward": (),
+    "v6_one_tile_backward": ({"q_stages": 3, "g_stages": 1},),
     "v7_wide_backward": ({"q_stages": 1, "g_stages": 2},),
 }
 
@@ -217,6 +228,37 @@ def test_any_schedule_and_config_gives_the_same_result(name):
         equal = [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
         assert equal[1:] == [True, True], (schedule, config)
         assert equal[0] or "several tiles" in name, (schedule, config)
+
+
+@emulated
+@pytest.mark.parametrize("keys, block", ((256, 64), (384, 128)))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_two_tiles_of_v4_may_add_in_any_order(head_dim, keys, block):
+    """Keys of which the second `block` takes away what the first gives to dQ, and the rest is
+    small: with three tiles of keys the order of the programs shows."""
+    options = {"activation": "identity", "scale": 1.0}
+    case = Case("order", (70,), (keys,), 1, 1, head_dim=head_dim, options=options)
+    call = call_of(case, BF16)
+    call["k"][:block] *= 2.0**20
+    call["k"][block : 2 * block] = -call["k"][:block]
+    call["v"][block : 2 * block] = call["v"][:block]
+    dq, *others = gradients(v4, call)
+    with backwards():
+        other_dq, *again = gradients(v4, call)
+    assert torch.equal(dq, other_dq) == v4.is_deterministic(batch_of(call)) == (keys == 256)
+    assert all(torch.equal(a, b) for a, b in zip(others, again, strict=True))
+
+
+def test_which_results_are_deterministic():
+    def of(impl, **change):
+        call = call_of(Case("bits", (5,), head_dim=HEAD_DIM[impl]), BF16) | change
+        return ladder.rung(impl, "gdpa_backward").is_deterministic(batch_of(call))
+
+    always = ("v5_short_kv_backward", "v6_one_tile_backward")
+    for impl, keys in (("v4_warp_specialized_backward", 256), ("v7_wide_backward", 128)):
+        assert of(impl, max_seqlen_k=keys) and not of(impl, max_seqlen_k=keys + 1)
+        assert not of(impl, cu_seqlens_q=None)
+    assert all(of(impl) for impl in always) and len(RUNGS) == 2 + len(always)
 
 
 @pytest.mark.parametrize("impl", RUNGS)
@@ -267,6 +309,10 @@ NEIGHBOURS = {
     ),
     "v5_short_kv_backward": (
         Case("grouped", (5, 70, 64), (200, 3, 256), num_heads_k=1, head_dim=128),
+    ),
+    "v6_one_tile_backward": (
+        Case("self", (5, 70, 64, 3)),
+        Case("grouped", (5, 64, 70), (100, 3, 128), num_heads_k=1, head_dim=128),
     ),
     "v7_wide_backward": (Case("grouped", (5, 70, 64), (100, 3, 64), num_heads_k=1, head_dim=256),),
 }
@@ -352,36 +398,45 @@ def test_without_queries_or_keys_gradients_are_zero(impl, lengths, monkeypatch):
             "v5_short_kv_backward",
             Case("whole", (5, 300, 0), (256, 40, 7), 4, 2, 128, options={"causal": True}),
         ),
+        ("v6_one_tile_backward", Case("whole", (5, 130, 0, 300), (128, 0, 7, 0), head_dim=128)),
+        ("v6_one_tile_backward", Case("whole", (130, 300, 0), (0, 0, 7), 4, 2)),
         ("v7_wide_backward", Case("whole", (5, 130, 0), (200, 0, 7), head_dim=160)),
     ],
     ids=str,
 )
 def test_gradients_are_written_whole(impl, case, monkeypatch):
-    """Memory is full of NaN before the call, and every element is finite after it."""
+    """Memory is full of NaN before the call, and every element is finite after it: without keys dQ
+    is zero, and without queries dK and dV are."""
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(
         torch.Tensor,
         "new_empty",
         lambda self, *shape, **options: empty(self, *shape, **options).fill_(float("nan")),
     )
-    for name, result in zip(NAMES, gradients(RUNGS[impl], call_of(case, BF16)), strict=True):
+    call = call_of(case, BF16)
+    lengths_q, lengths_k = (call[name].diff().cpu() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    for name, result in zip(NAMES, gradients(RUNGS[impl], call), strict=True):
         assert result.isfinite().all() and result.is_contiguous(), name
+        own, other = (lengths_q, lengths_k) if name == "dq" else (lengths_k, lengths_q)
+        alone = (other == 0).repeat_interleave(own)
+        assert not result.cpu()[alone].any(), name
 
 
 DIMS = {
     "v4_warp_specialized_backward": (64, 128),
     "v5_short_kv_backward": (128,),
+    "v6_one_tile_backward": (64, 128),
     "v7_wide_backward": (136, 248, 256),
 }
+MOST_KEYS = {"v5_short_kv_backward": 256, "v6_one_tile_backward": 128}
 
 
 @settings(deadline=None, max_examples=4)
 @given(data=st.data())
 @pytest.mark.parametrize("impl", RUNGS)
 def test_random_batches_and_options(impl, data):
-    short = impl == "v5_short_kv_backward"
     lengths_q = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=4))
-    lengths_k = [data.draw(st.integers(0, 256 if short else 300)) for _ in lengths_q]
+    lengths_k = [data.draw(st.integers(0, MOST_KEYS.get(impl, 300))) for _ in lengths_q]
     group, heads_k = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1)]))
     case = Case(
         "random",
@@ -407,6 +462,10 @@ def test_random_batches_and_options(impl, data):
 THREE = Case("three", (130, 65, 1), (64, 60, 5), 1, 1, head_dim=136)
 SMALL = {
     "v4_warp_specialized_backward": (
+        (Case("wide", (130, 65, 64, 1), (128, 70, 5, 64), 1, 1, head_dim=128), {}),
+        (Case("narrow", (300, 5), (70, 64), 1, 1, head_dim=64), {}),
+    ),
+    "v6_one_tile_backward": (
         (Case("wide", (130, 65, 64, 1), (128, 70, 5, 64), 1, 1, head_dim=128), {}),
         (Case("narrow", (300, 5), (70, 64), 1, 1, head_dim=64), {}),
     ),
@@ -486,6 +545,8 @@ SURVIVORS = {
         ),
     },
 }
+# The same protocol.
+SURVIVORS["v6_one_tile_backward"] = SURVIVORS["v4_warp_specialized_backward"]
 
 
 def _launch(
@@ -524,15 +585,15 @@ def test_every_harmful_mistake_in_synchronisation_is_found(impl):
 
 
 @cache
-def compiled(
+def launched(
     impl: str,
     dtype: torch.dtype = BF16,
     head_dim: int = 128,
     heads_k: int = 4,
     activation: str = "gelu_tanh",
     **options,
-) -> tuple[Compiled, tuple[int, ...], dict]:
-    """The main kernel of a rung for 4 query heads, its grid and the options of its launch."""
+) -> Launch:
+    """The launch of the main kernel of a rung for 4 query heads; nothing runs."""
     options["activation"] = activation
     case = Case("compiled", (64, 3), None, 4, heads_k, head_dim, options=options)
     call = {
@@ -543,15 +604,29 @@ def compiled(
         schedule = (torch.zeros(5, 8, dtype=torch.int32),)
     with launches(run=False) as seen:
         RUNGS[impl].backward(call["grad_out"], batch_of(call), schedule=schedule)
-    return compile_launch(seen[0]), seen[0].grid, seen[0].options
+    return seen[0]
+
+
+def compiled(impl: str, **options) -> Compiled:
+    """What the compiler makes of `launched`."""
+    return compile_launch(launched(impl, **options))
 
 
 SMEM_OF_A_PROGRAM = 227 * 1024
-LISTS_TILES = ("v4_warp_specialized_backward", "v7_wide_backward")
+ADDS_BY_TMA = ("v4_warp_specialized_backward", "v7_wide_backward")
+IN_CLUSTERS = ("v5_short_kv_backward",)
+LISTS_TILES = (*ADDS_BY_TMA, "v6_one_tile_backward")
 
-# Bytes that are spilled, outside the loop over steps or for a mask.
+# Bytes that are spilled. Once a tile: fields of its entry in the list and addresses of its stores,
+# for which there is no register during its first step.
+ONCE_A_TILE = (
+    ("v4_warp_specialized_backward", {"head_dim": 64}, 64),
+    ("v4_warp_specialized_backward", {"head_dim": 64, "heads_k": 2, "causal": True}, 24),
+    ("v6_one_tile_backward", {"head_dim": 64, "activation": "silu"}, 104),
+)
+# By v5 outside the loop over steps, or for a mask.
 KNOWN_SPILLS = (
-    ("v4_warp_specialized_backward", {"heads_k": 2, "causal": True}, 160),
+    *ONCE_A_TILE,
     ("v5_short_kv_backward", {}, 120),
     ("v5_short_kv_backward", {"heads_k": 2, "causal": True, "dtype": FP16}, 668),
 )
@@ -562,9 +637,8 @@ def check_instructions(impl: str, made: Compiled) -> None:
     assert not made.serialised and made.shared_bytes <= SMEM_OF_A_PROGRAM
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert made.instructions[instruction] > 0, instruction
-    by_tma = impl in LISTS_TILES
-    assert (made.instructions["UTMAREDG"] > 0) == by_tma
-    assert (made.instructions["UBLKCP"] > 0) == (not by_tma)  # dS to the other program
+    assert (made.instructions["UTMAREDG"] > 0) == (impl in ADDS_BY_TMA)
+    assert (made.instructions["UBLKCP"] > 0) == (impl in IN_CLUSTERS)  # dS to the other program
     assert not [name for name in made.instructions if name.startswith(("RED", "ATOM"))]
     assert made.wide["LDG"] == made.wide["STG"] == 0
 
@@ -573,8 +647,12 @@ def check_instructions(impl: str, made: Compiled) -> None:
     "impl, options",
     [
         ("v4_warp_specialized_backward", {}),
-        ("v4_warp_specialized_backward", {"head_dim": 64, "heads_k": 2, "causal": True}),
+        ("v4_warp_specialized_backward", {"heads_k": 2, "causal": True, "dtype": FP16}),
         ("v4_warp_specialized_backward", {"window": 40}),
+        ("v6_one_tile_backward", {}),
+        ("v6_one_tile_backward", {"head_dim": 64}),
+        ("v6_one_tile_backward", {"head_dim": 64, "heads_k": 2, "causal": True}),
+        ("v6_one_tile_backward", {"window": 40, "dtype": FP16}),
         ("v7_wide_backward", {"head_dim": 256}),
         ("v7_wide_backward", {"head_dim": 256, "heads_k": 2}),
         ("v7_wide_backward", {"head_dim": 200, "heads_k": 2, "causal": True, "dtype": FP16}),
@@ -583,24 +661,31 @@ def check_instructions(impl: str, made: Compiled) -> None:
     ids=str,
 )
 def test_it_does_not_spill(impl, options):
-    made, _, _ = compiled(impl, **options)
+    made = compiled(impl, **options)
     check_instructions(impl, made)
     assert made.spill_bytes == 0
 
 
 @pytest.mark.parametrize("impl, options, most", KNOWN_SPILLS, ids=str)
 def test_known_spills_do_not_grow(impl, options, most):
-    made, _, _ = compiled(impl, **options)
+    made = compiled(impl, **options)
     check_instructions(impl, made)
     assert 0 < made.spill_bytes <= most
 
 
+@pytest.mark.parametrize("impl, options", [known[:2] for known in ONCE_A_TILE], ids=str)
+def test_the_loop_over_steps_does_not_spill(impl, options):
+    """128 rows of 64 keys are 64 scores of a thread, each with an instruction of the MUFU."""
+    loop = shortest_loop(build_launch(launched(impl, **options)), "MUFU", 64)
+    assert not {"LDL", "STL"} & set(loop)
+
+
 def test_programs_of_v5_come_in_clusters_of_two():
     """The hardware launches both together, and each waits until the other has its barriers."""
-    made, grid, options = compiled("v5_short_kv_backward")
-    assert options["ctas_per_cga"] == (2, 1, 1) and grid[0] % 2 == 0
-    assert made.instructions["UCGABAR"] >= 2
-    assert compiled("v4_warp_specialized_backward")[0].instructions["UCGABAR"] == 0
+    launch = launched("v5_short_kv_backward")
+    assert launch.options["ctas_per_cga"] == (2, 1, 1) and launch.grid[0] % 2 == 0
+    assert compiled("v5_short_kv_backward").instructions["UCGABAR"] >= 2
+    assert compiled("v4_warp_specialized_backward").instructions["UCGABAR"] == 0
 
 
 @pytest.mark.parametrize("head_dim, text", [(136, None), (128, "over 128, got 128")])
@@ -613,11 +698,13 @@ def test_v7_says_what_it_needs(head_dim, text):
     "change, text",
     [
         ({}, None),
-        ({"max_seqlen_k": 257}, "needs a max_seqlen_k of at most 256, got 257"),
+        ({"max_seqlen_k": 1000}, "needs a max_seqlen_k of at most {most}, got 1000"),
         ({"cu_seqlens_q": None}, "needs cu_seqlens_q, got None: a shared q"),
     ],
     ids=str,
 )
-def test_v5_says_what_it_needs(change, text):
-    call = call_of(Case("needs", (256,), head_dim=128), BF16) | change
-    assert v5.requires(batch_of(call)) == text
+@pytest.mark.parametrize("impl, most", MOST_KEYS.items())
+def test_what_has_all_keys_says_what_it_needs(impl, most, change, text):
+    call = call_of(Case("needs", (most,), head_dim=128), BF16) | change
+    assert RUNGS[impl].requires(batch_of(call)) == (text and text.format(most=most))
+    assert RUNGS[impl].requires(batch_of(call | {"max_seqlen_k": most + 1}))

@@ -19,19 +19,22 @@ from gdpa_kernels.measuring.inputs import cu_seqlens
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check(lengths_q, lengths_k, *, num_heads, rows_per_item, block_n, num_programs, shared=False):
+def check(
+    lengths_q, lengths_k, *, num_heads, rows_per_item, block_n, num_programs, shared=False, least=0
+):  # fmt: skip
     longest = max(lengths_q, default=0)
+    rows = [max(q, least) if k else q for q, k in zip(lengths_q, lengths_k, strict=True)]
     expected = schedule.build(
-        "zigzag", lengths_q, lengths_k, num_programs=num_programs, fastest="block",
+        "zigzag", rows, lengths_k, num_programs=num_programs, fastest="block",
         num_heads=num_heads, block_m=rows_per_item, block_n=block_n,
     )  # fmt: skip
-    bound = schedule.max_tiles(sum(lengths_q), len(lengths_q), longest, rows_per_item)
+    bound = schedule.max_tiles(sum(lengths_q), len(lengths_q), max(longest, least), rows_per_item)
     with emulator.enabled():
         made = lists.work_list(
             None if shared else cu_seqlens(list(lengths_q), DEVICE),
             cu_seqlens(list(lengths_k), DEVICE),
             max_tiles=bound, max_seqlen_q=longest, num_heads=num_heads,
-            rows_per_item=rows_per_item, block_n=block_n, num_programs=num_programs,
+            rows_per_item=rows_per_item, block_n=block_n, num_programs=num_programs, least=least,
         )  # fmt: skip
     entries = made.tolist()
     count = entries[0][0]
@@ -45,19 +48,34 @@ def check(lengths_q, lengths_k, *, num_heads, rows_per_item, block_n, num_progra
         )
         for i, head, block in expected.tiles()
     ]  # fmt: skip
+    return entries[1 : 1 + count]
 
 
-LENGTHS = st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=40)
+LENGTH = st.just(0) | st.integers(0, 700)
+LENGTHS = st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=40)
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 9), st.sampled_from((64, 128, 1024)))
-def test_any_lengths(lengths, num_heads, num_programs, rows_per_item):
+@given(
+    LENGTHS, st.integers(1, 5), st.integers(1, 9), st.sampled_from((64, 128, 1024)),
+    st.sampled_from((0, 1)),
+)  # fmt: skip
+def test_any_lengths(lengths, num_heads, num_programs, rows_per_item, least):
     queries, keys = zip(*lengths, strict=True)
     check(
         queries, keys, num_heads=num_heads, num_programs=num_programs,
-        rows_per_item=rows_per_item, block_n=128,
+        rows_per_item=rows_per_item, block_n=128, least=least,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("least, tiles", ((0, 0), (1, 2)))
+def test_least_is_one_tile_for_each_head_where_there_is_something_to_see(least, tiles):
+    """Two heads: the first sequence has rows, the second only keys, the third neither."""
+    entries = check((3, 0, 0), (4, 5, 0), num_heads=2, rows_per_item=64, block_n=64,
+                    num_programs=2, least=least)  # fmt: skip
+    alone = [row for row in entries if row[4] == 5]
+    assert len(alone) == tiles and all(row[2] == row[6] == 0 for row in alone)
+    assert len(entries) == 2 + tiles
 
 
 @settings(deadline=None)
