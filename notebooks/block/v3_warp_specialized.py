@@ -86,9 +86,7 @@ chapter.roles("v3_warp_specialized", "block_attention")
 # there is another slot to go on with (`LATER`):
 
 # %% tags=["remove-input"]
-chapter.code(
-    v3_warp_specialized.math_forward, "            s = None", "            before = stage"
-)
+chapter.code(v3_warp_specialized.math_forward, "            s = None", "            before = stage")
 
 # %% [markdown]
 # ### The life of a slot

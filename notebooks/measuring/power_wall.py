@@ -345,8 +345,7 @@ chapter.glue(fa2=100 * (kept["fa2_varlen"][at] - 1), alone=alone, **{
 # rate in the burst there and {glue:text}`sustained_fa2_varlen:.2f` times back to back. For cuDNN it
 # is {glue:text}`kernel_cudnn:.2f` and {glue:text}`sustained_cudnn:.2f`. v8's share of the roofline
 # is {glue:text}`share_burst:.0f` % in company, {glue:text}`alone:.0f` % alone and
-# {glue:text}`share_own:.0f` % back to back. The chapters of results and the claims show bursts, for
-# now.
+# {glue:text}`share_own:.0f` % back to back. So results and claims lead with times back to back.
 #
 # ## Exercises
 #

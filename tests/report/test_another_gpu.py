@@ -33,7 +33,7 @@ def pretended(of: record.Record) -> record.Record:
         rung = next((r for rs in ladder.LADDERS.values() for r in rs if r.impl == row.impl), None)
         if rung is not None and rung.requires.only_major:
             failure = "needs sm_90, got sm_100"
-            rows.append(replace(row, samples_us=(), error=None, failure=failure))
+            rows.append(replace(row, samples_us=(), error=None, failure=failure, load=None))
             continue
         rows.append(replace(row, samples_us=tuple(0.4 * us for us in row.samples_us)))
         if row.impl.startswith("v1_"):
@@ -58,7 +58,7 @@ def newest(chapter: str) -> record.Record:
     for path in sorted((record.DATA_DIR / "records").iterdir(), reverse=True):
         if any(f'"notebook": "{name}"' in path.read_text()[:1000] for name in names):
             run = record.load(path)
-            rows = (row for row in run.rows if row.scope == "kernel" and not row.variant)
+            rows = (row for row in run.rows if row.scope in results.TIMED and not row.variant)
             return replace(run, rows=tuple(row for row in rows if re.fullmatch(KEPT, row.workload)))
     raise LookupError(notebook)
 
@@ -143,13 +143,13 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
     monkeypatch.setattr("gdpa_kernels.report.chapter.display", shown.append)
     monkeypatch.setattr(standings, "display", shown.append)
     alone, both = (Chapter(chapter, data_dir=folder) for folder in folders)
-    standings.redrawn(alone, figure, DRAWN, keys, scope="kernel")
-    standings.redrawn(both, figure, DRAWN, keys, scope="kernel")
+    standings.redrawn(alone, figure, DRAWN, keys)
+    standings.redrawn(both, figure, DRAWN, keys)
     before, after = ([axis.get_title(loc="left") for axis in chart.axes] for chart in drawn)
     assert [title.rpartition(", ")[0] for title in before] == [
-        "measured in bursts, NVIDIA H200", "published",
+        "measured back to back, NVIDIA H200", "published",
     ]  # fmt: skip
-    assert after[::2] == before and after[1].startswith("measured in bursts, NVIDIA B200, ")
+    assert after[::2] == before and after[1].startswith("measured back to back, NVIDIA B200, ")
     h200, b200, _ = drawn[1].axes
     labels = {container.get_label().split()[0] for container in b200.containers}
     assert {*OWN, "fa2_varlen"} <= labels and not any(x.startswith("v") for x in labels)
@@ -157,7 +157,7 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
         *DRAWN
     } and h200.get_ylim() == b200.get_ylim()
     assert "NVIDIA B200" in shown[-1].data and "NVIDIA H200" in shown[-1].data
-    standings.others(both, None, chapter.partition("/")[0], scope="kernel")
+    standings.others(both, None, chapter.partition("/")[0])
     assert shown[-2].data.startswith("**NVIDIA B200**") and OWN[0] in shown[-1].data
     # At one length everything failed: the rest is drawn.
     there = results.table(folders[1], system="b200", latest=False)

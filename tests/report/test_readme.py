@@ -134,7 +134,7 @@ def test_a_line_quotes_the_fastest_of_the_newest_record(tmp_path, monkeypatch):
     assert "`v1_one_tile` | 4.00 ms" in line and f"| {percent:.0f} %" in line
     assert "FlashAttention-2" in line and "6.00 ms | 1.50×" in line
     assert made.id in text and "20261101" not in text
-    assert "Measured in bursts, " in text and "burst |" not in text
+    assert line.endswith(" 1.50× | only |")
 
 
 def test_back_to_back_comes_first_with_the_burst_of_that_rung_beside_it(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_back_to_back_comes_first_with_the_burst_of_that_rung_beside_it(tmp_path
     percent = 100 * size / (4e9 / 1860e-6) / 9000e-6
     assert f"`v1_one_tile` | 9.00 ms | {size / 9e6:,.0f} GB/s | {percent:.0f} % |" in line
     assert line.endswith(f"18.00 ms | 2.00× | {size / 4.1e6:,.0f} GB/s |")
-    assert "| faster | burst |" in text and "Measured back to back, NVIDIA H200" in text
+    assert "| faster | rate, burst |" in text and "; NVIDIA H200, 2026" in text
 
 
 def test_a_line_without_a_peer_is_refused(tmp_path, monkeypatch):
