@@ -473,7 +473,9 @@ POOLING = replace(
 )  # fmt: skip
 LONG = replace(JAGGED, name="long", batch=1, max_seqlen_k=300)
 BACKWARDS = [rung.impl for rung in ladder.BACKWARD_RUNGS if "wide" not in rung.impl]
-LISTED = ["v4_warp_specialized_backward", "v5_short_kv_backward"]  # walk a list of work
+OF_ANY_TILES = [impl for impl in BACKWARDS if "one_tile" not in impl]
+WALKS = ["v4_warp_specialized_backward", "v5_short_kv_backward"]  # a list of work, OF_ANY_TILES
+LISTED = [*WALKS, "v6_one_tile_backward"]
 
 
 def run_backward(work, impls, scopes=("kernel",)) -> list:
@@ -485,8 +487,8 @@ def run_backward(work, impls, scopes=("kernel",)) -> list:
 
 
 def test_backward_rungs_are_checked_timed_and_recorded(cpu):
-    rows = run_backward(JAGGED, [*BACKWARDS, "reference"])
-    assert [row.impl for row in rows] == [*BACKWARDS, "reference"]
+    rows = run_backward(JAGGED, [*OF_ANY_TILES, "reference"])
+    assert [row.impl for row in rows] == [*OF_ANY_TILES, "reference"]
     for row in rows:
         assert row.failure is None and row.samples_us == (1.0, 2.0, 3.0)
         assert (row.operator, row.direction, row.math) == ("gdpa", "backward", "activation")
@@ -497,7 +499,7 @@ def test_backward_rungs_are_checked_timed_and_recorded(cpu):
     configs = {row.impl: row.config for row in rows}
     assert configs["v1_tiled_backward"]["keys"]["BLOCK_N"] == 128
     assert configs["v1_tiled_backward"]["queries"]["BLOCK_N"] == 64
-    assert all(configs[impl]["registers"] == 240 for impl in LISTED) and configs["reference"] == {}
+    assert all(configs[impl]["registers"] == 240 for impl in WALKS) and configs["reference"] == {}
 
 
 @pytest.mark.parametrize("work", (SMALL, JAGGED, POOLING), ids=lambda work: work.name)
@@ -681,7 +683,7 @@ def test_scopes_of_gdpa_backward(cpu, peers, monkeypatch):
     assert len(gradients) == len(impls) + 2 * len(BACKWARDS)
     assert all(len(result) == 3 for result in gradients)
     lists = [result for result in called if isinstance(result, tuple) and len(result) == 1]
-    assert [len(made[0]) for made in lists] == [2, 1] and lists[1][0].tolist() == [0]
+    assert [len(made[0]) for made in lists] == [2, 1, 2] and lists[1][0].tolist() == [0]
     ops = [row for row in rows if row.scope == "op"]
     assert [row.variant for row in ops] == ["", baselines.STEP] * len(BACKWARDS)
     for row in ops[1::2]:
