@@ -2,6 +2,8 @@
 
 from gdpa_kernels.block_attention.api import block_attention
 from gdpa_kernels.block_attention.modules import BlockAttention
+from gdpa_kernels.calling import jagged
+from gdpa_kernels.calling.layers import Tokenwise
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa.api import gdpa
 from gdpa_kernels.gdpa.modules import PFFN, PMA, GDPASelfAttention
@@ -12,7 +14,9 @@ __all__ = [
     "BlockAttention",
     "GDPASelfAttention",
     "Lengths",
+    "Tokenwise",
     "block_attention",
     "gdpa",
+    "jagged",
 ]
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gdpa_kernels.block_attention.api import BLOCK_SIZES, IMPLS, block_attention
-from gdpa_kernels.calling import checks, jagged
+from gdpa_kernels.calling import checks, jagged, layers
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 
@@ -52,7 +52,7 @@ class BlockAttention(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        jagged.check_heads(embed_dim, num_heads, num_kv_heads)
+        layers.check_heads(embed_dim, num_heads, num_kv_heads)
         if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
             raise ValueError(
                 f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
@@ -81,13 +81,10 @@ class BlockAttention(nn.Module):
         """The layer's output, of the kind and shape of x.
 
         x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]` or `Lengths`), or a
-        nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. Offsets that are not
-        int32, a nested tensor's among them, are converted at each call; `Lengths` once.
+        nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. A pair's int64 offsets
+        come back as int32; a nested tensor's are converted in each call, `Lengths` once.
         """
-        values, offsets = jagged.read(x, self.embed_dim)
-        tensor = isinstance(offsets, torch.Tensor)
-        if tensor and self.validate and checks.is_readable(offsets):
-            checks.check_lengths("cu_seqlens", offsets, values.shape[0], None)
+        values, offsets, _ = jagged.read(x, self.embed_dim, validate=self.validate)
         return jagged.like(x, self._attend(values, offsets), offsets)
 
     def _attend(self, values: torch.Tensor, offsets: Offsets) -> torch.Tensor:
@@ -96,7 +93,7 @@ class BlockAttention(nn.Module):
         qkv = self.qkv(values).unflatten(1, (sum(heads), self.head_dim))
         q, k, v = qkv.split(heads, dim=1)
         out = block_attention(
-            q, k, v, jagged.cu_seqlens(offsets),
+            q, k, v, offsets,
             block_size=self.block_size, rotary=self._turns(values, offsets),
             rotate_v=self.rotate_v, impl=self.impl, validate=False,
         )  # fmt: skip
@@ -109,10 +106,8 @@ class BlockAttention(nn.Module):
         With `Lengths` they are made once for all layers."""
         if self.rotary is None:
             return None
+        made = self.rotary, self.head_dim, values.shape[0], offsets
         if not isinstance(offsets, Lengths):
-            return _turns(self.rotary, self.head_dim, values.shape[0], offsets)
-        made = self.rotary, self.head_dim, offsets.total, offsets.cu_seqlens
-        if torch.compiler.is_compiling():
             return _turns(*made)
         return offsets.once(("turns", *made[:2]), lambda: _turns(*made))
 
@@ -124,12 +119,9 @@ class BlockAttention(nn.Module):
 
 
 def _turns(
-    base: float, head_dim: int, total: int, offsets: torch.Tensor
+    base: float, head_dim: int, total: int, offsets: Offsets
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.arange(total, device=offsets.device)
-    # The last sequence that starts at or before a token holds it; empty ones start there too.
-    own = torch.searchsorted(offsets[1:].contiguous(), tokens, right=True)
-    positions = tokens - offsets[own]
-    pairs = torch.arange(head_dim // 2, device=offsets.device)
+    _, positions = jagged.places(total, offsets)
+    pairs = torch.arange(head_dim // 2, device=positions.device)
     angles = positions[:, None] * base ** (-2.0 * pairs / head_dim)
     return angles.sin(), angles.cos()

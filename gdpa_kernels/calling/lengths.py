@@ -76,6 +76,19 @@ class Lengths:
         """`batch` sequences of `length` rows on `device`; waits for nothing."""
         return cls(torch.arange(batch + 1) * length, length, device=device)
 
+    def extended(self, count: int) -> Lengths:
+        """The Lengths of the same sequences, `count` rows longer each; made once, without waiting
+        for the device."""
+
+        def make() -> Lengths:
+            made = object.__new__(type(self))
+            made.cu_seqlens = extended(self.cu_seqlens, count)
+            made.total, made.max_seqlen = self.total + count * self.batch, self.max_seqlen + count
+            made._made = {}
+            return made
+
+        return self.once(("extended", count), make)
+
     @property
     def batch(self) -> int:
         return self.cu_seqlens.shape[0] - 1
@@ -99,8 +112,10 @@ class Lengths:
         return self.cu_seqlens, self.max_seqlen if max_seqlen is None else max_seqlen
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made once for each key and stream. It must depend on nothing that
-        changes but the key."""
+        """What `make` returns, made once for each key and stream; in a compiled program, and in the
+        capture of a CUDA graph, each time. It must depend on nothing that changes but the key."""
+        if torch.compiler.is_compiling():
+            return make()
         if self.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return make()
@@ -111,3 +126,9 @@ class Lengths:
 
     def __repr__(self) -> str:
         return f"Lengths({self.batch} sequences of {self.total} rows on {self.device})"
+
+
+def extended(cu_seqlens: torch.Tensor, count: int) -> torch.Tensor:
+    """Offsets of the same sequences, `count` rows longer each."""
+    index = torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return cu_seqlens + count * index

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gdpa_kernels.calling import checks, jagged
+from gdpa_kernels.calling import checks, jagged, layers
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
@@ -53,7 +53,7 @@ class _Layer(nn.Module):
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        jagged.check_heads(embed_dim, num_heads, num_kv_heads)
+        layers.check_heads(embed_dim, num_heads, num_kv_heads)
         if max_seqlen is not None and (
             isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0
         ):
@@ -75,21 +75,9 @@ class _Layer(nn.Module):
         self.k_norm = HeadNorm(self.head_dim, EPSILON, **norm) if qk_norm else None
 
     def _read(self, x: torch.Tensor | Jagged) -> tuple[torch.Tensor, Offsets, int]:
-        """values, offsets as they came, and max_seqlen of a jagged batch, all checked."""
-        values, offsets = jagged.read(x, self.embed_dim)
-        if isinstance(offsets, Lengths):
-            return (
-                values,
-                offsets,
-                offsets.of("offsets", *values.shape[:1], values.device, self.max_seqlen)[1],
-            )
-        longest = self.max_seqlen
-        if self.validate and checks.is_readable(offsets):
-            longest = checks.check_lengths("cu_seqlens", offsets, values.shape[0], longest)
-        elif longest is None:
-            longest = offsets.diff(prepend=offsets[:1]).max().item()
-            torch._check(longest >= 0)
-        return values, offsets, longest if self.max_seqlen is None else self.max_seqlen
+        """values, offsets and max_seqlen of a jagged batch, all checked."""
+        values, offsets, longest = jagged.read(x, self.embed_dim, self.max_seqlen, self.validate)
+        return values, offsets, jagged.longest_of(offsets) if longest is None else longest
 
     def _attend(
         self,
@@ -195,17 +183,16 @@ class GDPASelfAttention(_Layer):
         """The layer's output, of the kind and shape of x.
 
         x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]` or `Lengths`), or a
-        nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. Offsets that are not
-        int32, a nested tensor's among them, are converted at each call; `Lengths` once.
+        nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. A pair's int64 offsets
+        come back as int32; a nested tensor's are converted in each call, `Lengths` once.
 
         Raises TypeError, ValueError: x is wrong: what is expected, what was received.
         """
         values, offsets, longest = self._read(x)
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = self.qkv(values).unflatten(1, (sum(heads), self.head_dim)).split(heads, dim=1)
-        ends = jagged.cu_seqlens(offsets)
         y = self._attend(
-            q, k, v, ends, ends, longest, longest, causal=self.causal, window=self.window
+            q, k, v, offsets, offsets, longest, longest, causal=self.causal, window=self.window
         )
         return jagged.like(x, y, offsets)
 
@@ -259,7 +246,7 @@ class PMA(_Layer):
             output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, precise=precise,
             impl=impl, backward_impl=backward_impl, validate=validate, made=made,
         )  # fmt: skip
-        jagged.check_positive(num_seeds=num_seeds)
+        layers.check_positive(num_seeds=num_seeds)
         self.num_seeds = num_seeds
         self.seeds = nn.Parameter(torch.randn(num_seeds, embed_dim, device=device, dtype=dtype))
         self.kv = nn.Linear(embed_dim, 2 * self.num_kv_heads * self.head_dim, **made)
@@ -273,7 +260,7 @@ class PMA(_Layer):
         values, offsets, longest = self._read(x)
         q = self.seeds.unflatten(1, (self.num_heads, self.head_dim))
         k, v = self.kv(values).unflatten(1, (-1, self.head_dim)).chunk(2, dim=1)
-        y = self._attend(q, k, v, None, jagged.cu_seqlens(offsets), self.num_seeds, longest)
+        y = self._attend(q, k, v, None, offsets, self.num_seeds, longest)
         return y.unflatten(0, (jagged.batch_size(offsets), self.num_seeds))
 
     def extra_repr(self) -> str:
@@ -331,7 +318,7 @@ class PFFN(_Layer):
             output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, precise=precise,
             impl=impl, backward_impl=backward_impl, validate=validate, made=made,
         )  # fmt: skip
-        jagged.check_positive(summary_dim=summary_dim, num_keys=num_keys)
+        layers.check_positive(summary_dim=summary_dim, num_keys=num_keys)
         self.summary_dim, self.num_keys = summary_dim, num_keys
         self.q = nn.Linear(embed_dim, embed_dim, **made)
         features = num_keys * 2 * self.num_kv_heads * self.head_dim
@@ -357,7 +344,7 @@ class PFFN(_Layer):
         kv = self.kv(summary).view(batch * self.num_keys, 2 * self.num_kv_heads, self.head_dim)
         k, v = kv.chunk(2, dim=1)
         keys = self._keys(offsets, values.device)
-        y = self._attend(q, k, v, jagged.cu_seqlens(offsets), keys, longest, self.num_keys)
+        y = self._attend(q, k, v, offsets, keys, longest, self.num_keys)
         return jagged.like(x, y, offsets)
 
     def _keys(self, offsets: Offsets, device: torch.device) -> Offsets:
