@@ -34,6 +34,7 @@ from gdpa_kernels.measuring.inputs import make_inputs
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
+from gdpa_kernels.report.house import RUNG_COLOURS
 from gdpa_kernels.report.standings import short, spread
 
 # %% tags=["parameters"]
@@ -60,11 +61,6 @@ chapter = Chapter(f"backward/{V6}", mode=mode, device=device, data_dir=data_dir)
 #
 # Everything else is v4's: roles, barriers, the exchange of dS between the consumers, and the six
 # ideas of its chapter.
-
-# %% tags=["remove-input"]
-chapter.roles(V6, "gdpa_backward")
-
-# %% [markdown]
 # ## What one summand costs
 #
 # With head_dim 128 a row has 256 bytes in bf16, 512 in fp32. v4 reads Q and dO (512 bytes), fills
@@ -96,7 +92,7 @@ chapter.code(v6.math, "if step > 1", "dk = tlx")
 chapter.code(v6.math, "s = scores(k.buffer[k_at + role + zero]", "count += all_steps")
 
 # %% [markdown]
-# What is put aside has half as many bytes as in v4, so dK's buffer holds it with room to spare.
+# What is put aside has half as many bytes as in v4; it lies in dK's buffer.
 #
 # **Every row gets a tile.** In v4 a row that no tile adds to keeps the zeros of the fill. Here
 # somebody has to write them. So a sequence without keys gets a tile as well, `least=1`, and a tile
@@ -145,9 +141,9 @@ unwritten = int(dq.isnan().any(dim=(1, 2)).sum())
 print(f"{says or 'nothing found'}; {unwritten} rows of dQ are not written")
 
 # %% [markdown]
-# No race, no wait that never ends: the emulator judges what a program does, and here none does
-# anything. Only the comparison with fp64 sees it, and only if the memory held something else
-# before. `measure` therefore fills what an earlier call returned with NaN.
+# No race and no endless wait: the emulator judges what programs do, and here none does anything.
+# Only a comparison sees it, if the memory held something else before. So `measure` fills what an
+# earlier call returned with NaN.
 #
 # ## Measurement
 #
@@ -220,16 +216,19 @@ chapter.glue(
 # |   A dot plot, a row for each workload, a mark for each kernel, and a line at 1 for v6.
 named = {V4: "v4", V5: "v5", "fa2_varlen": "FA2", "cudnn": "cuDNN"}
 shown = over[list(named)].rename(columns=named, index=short)
-chart = charts.dots(shown, xlabel="time over that of v6", colours=("#0072b2", "#d55e00", "#555555"))
+colours = [RUNG_COLOURS[number] for number in (4, 5, 3, 1)]
+chart = charts.dots(shown, xlabel="time over that of v6", colours=colours)
 chapter.figure(chart, measured=rows)
 
 # %% tags=["remove-input"]
-chapter.table(rows[["workload", "impl", "tflops", "sm_clock_mhz", "power_w"]], measured=rows)
+columns = rate.loc[us.index, [V6, *named]].rename(columns=named | {V6: "v6"}, index=short)
+shown = columns.round(0).rename_axis("TFLOP/s").reset_index()
+chapter.table(shown, data=rows, measured=rows)
 
 # %% [markdown]
-# The first prediction is what head_dim 64 had to reach, set before v6 ran. The second is v5's law:
-# in its record a row saves 0.8 to 1.0 times what the bytes take that v5 does not move. The third
-# follows from counting MMAs, v5's and v6's:
+# The first prediction is what head_dim 64 had to reach, set before v6 ran. The second follows from
+# v5's record, in which a row saves 0.8 to 1.0 times what the bytes take that it does not move. The
+# third comes from counting MMAs, after a run by a script and before this record:
 
 
 # %% tags=["remove-cell"]
@@ -257,7 +256,7 @@ chapter.table(compared.rename(index=short).rename_axis("workload").reset_index()
 
 # %% [markdown]
 # Of a sequence of 128 rows v5 walks two steps of 64, v6 as well; of one of 30 rows v5 walks two, v6
-# one. That v5 comes close to its count on short sequences says that a step is what both pay for.
+# one. Where the two columns agree, a step costs both the same.
 #
 # ## The surprise: an addition moves more than it says
 #
@@ -269,12 +268,13 @@ order = ["v4", "v4, nothing added", "zero fill", "rounding", "v6"]
 chapter.table(parts[order].rename("us").reset_index(), measured=[chapter.record().id])
 
 # %% [markdown]
-# Zero fill and rounding are {glue:text}`around:.0f` % of v4. Without them its main kernel still
-# takes {glue:text}`main:.2f` times the time of v6, which does the same matmuls. The additions are
-# worth {glue:text}`added:,.0f` µs: without them, fill and rounding {glue:text}`left:,.0f` µs
-# remain, and v6 has {glue:text}`v6:,.0f`. The count of 512 bytes for an addition holds where the
-# sum is in {term}`L2`. Here the fill has written gigabytes since, so L2 has to fetch the zeros and
-# later to write the sums: 1,024 bytes. With these a row saves 2,048, or {glue:text}`twice:.2f` ns.
+# Zero fill and rounding are {glue:text}`around:.0f` % of v4. The rest, its main kernel, takes
+# {glue:text}`main:.2f` times the time of v6, which does the same matmuls and stores half as many
+# bytes. The additions are worth {glue:text}`added:,.0f` µs; without them {glue:text}`left:,.0f` µs
+# of the main kernel remain, and v6 takes {glue:text}`v6:,.0f`. 512 bytes for an addition are right
+# while the sum is in L2. Here the fill has written 4.8 GB before the first one: if L2 has to fetch
+# the zeros, and to write the sum later, an addition moves 1,024. Then a row saves 2,048 bytes, or
+# {glue:text}`twice:.2f` ns.
 #
 # ## Exercises
 #
@@ -304,7 +304,8 @@ chapter.table(parts[order].rename("us").reset_index(), measured=[chapter.record(
 # :class: dropdown
 #
 # An SM has 65,536 registers, 128 for each thread of four consumers. dK and dV of 64 keys alone take
-# 128. K and V take 128 KiB, dS twice 64, and nothing is left for Q. That is why v5 is a cluster.
+# 128. K and V take 128 KiB, two slots of dS 64, one of Q and of dO 32. These 224 KiB fit, but there
+# is no room for dQ, and each step waits for its loads. So v5 is a cluster.
 # :::
 #
 # :::{exercise} A shared Q
