@@ -6,6 +6,9 @@ the last completed one. So a fresh barrier lets a wait for parity 1 pass, which 
 finds its buffers empty, and a barrier that completes two phases while somebody waits for the first
 has been missed.
 
+Of the 16 named barriers some are the compiler's: 0 for the warps of the default task, 1 for the
+start and end of tasks, 2 + i for the warps of the other task i, if it has more than one.
+
 Four mistakes are reported as `BarrierMisuse` even when this run gets away with them: an arrival
 that the phase does not expect; one that is not known to come after the end of the previous phase,
 and may be one too many for that; a phase that receives other bytes than it was told; and a phase
@@ -276,8 +279,12 @@ def named_barrier(role: Role, number: int) -> NamedBarrier:
     barriers = role.cta.named_barriers
     if not 0 <= number < NUM_NAMED_BARRIERS:
         raise ResourceLimit(f"named barriers are 0 to {NUM_NAMED_BARRIERS - 1}, got {number}")
+    name, use = f"named barrier {number}", role.cta.compilers_barriers.get(number)
+    if use:
+        last = NUM_NAMED_BARRIERS - 1
+        raise BarrierMisuse(f"{name} is the compiler's, for {use}; take another, say {last}", name)
     if number not in barriers:
-        barriers[number] = NamedBarrier(role.scheduler, role.cta, f"named barrier {number}")
+        barriers[number] = NamedBarrier(role.scheduler, role.cta, name)
     return barriers[number]
 
 

@@ -16,6 +16,9 @@ SHARED_BYTES = 232448
 TENSOR_COLUMNS = 512
 REGISTERS = 65536
 
+# Named barriers that fbtriton 3.7.4 uses, and what for; `tasks` adds those of tasks.
+_COMPILERS_BARRIERS = {0: "the warps of the default task", 1: "the start and end of tasks"}
+
 
 def _no_checks() -> dict[str, int]:
     return {"bounds": 0, "race": 0, "descriptor": 0, "shared": 0, "barrier": 0}
@@ -85,8 +88,8 @@ class Cta:
     """A CTA: its place in the grid and in its cluster, its memory, and its barriers.
 
     allocations: storages and barriers in the order of allocation, so that a peer's counterpart is
-    the one with the same number. tensor: its storages of tensor memory. engines: those of
-    its multiprocessor.
+    the one with the same number. tensor: its storages of tensor memory. compilers_barriers: named
+    barriers that are not the kernel's. engines: those of its multiprocessor.
     """
 
     launch: "Launch"
@@ -100,6 +103,7 @@ class Cta:
     tensor: list[Any] = field(default_factory=list)
     waiting: list[tuple[int, Any]] = field(default_factory=list)
     named_barriers: dict[int, Any] = field(default_factory=dict)
+    compilers_barriers: dict[int, str] = field(default_factory=lambda: dict(_COMPILERS_BARRIERS))
     engines: dict[str, Engine] = field(default_factory=lambda: {n: Engine() for n in ENGINES})
 
     def reserve(self, num_bytes: int) -> None:

@@ -79,7 +79,11 @@ class Region:
                 label = f"{name}[{replica}]" if replicas > 1 else name
                 launch.report.warps[label] = warps
                 role_of(label, warps, replica, function, values)
-            asked += [(warps, options["regs"] or 0)] * (replicas - options["default"])
+                if options["default"] and replica == 0:
+                    continue
+                if warps > 1:
+                    main.cta.compilers_barriers[2 + len(asked)] = f"the warps of {label}"
+                asked.append((warps, options["regs"] or 0))
         _check_budget(launch.num_warps, asked)
         scheduler.block(None)
 

@@ -21,6 +21,7 @@ from gdpa_kernels.emulator import (
     UninitializedRead,
     run,
 )
+from gdpa_kernels.measuring.compile_check import build
 from tests.emulator.checking import everywhere, found, place
 
 
@@ -703,7 +704,7 @@ def named_kernel(FIRST: tl.constexpr, SECOND: tl.constexpr, NUMBER: tl.constexpr
 
 
 def test_named_barriers_count_threads():
-    everywhere(named_kernel, (1,), FIRST=160, SECOND=160, NUMBER=0)
+    everywhere(named_kernel, (1,), FIRST=160, SECOND=160, NUMBER=2)
     everywhere(named_kernel, (1,), FIRST=288, SECOND=288, NUMBER=15, num_warps=8)
     for error in found(Deadlock, named_kernel, (1,), FIRST=256, SECOND=256, NUMBER=3):
         (wait,) = error.waits
@@ -726,6 +727,46 @@ def test_named_barriers_count_whole_warps():
 def test_there_are_16_named_barriers(number):
     for error in found(ResourceLimit, named_kernel, (1,), FIRST=160, SECOND=160, NUMBER=number):
         assert f"named barriers are 0 to 15, got {number}" in str(error)
+
+
+@triton.jit
+def compilers_kernel(x_ptr, out_ptr, NUMBER: tl.constexpr):
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tl.store(out_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, 512))))
+            tlx.named_barrier_wait(NUMBER, 320)
+        with tlx.async_task(num_warps=1):
+            tl.store(out_ptr + 1, tl.sum(tl.load(x_ptr + tl.arange(0, 512))))
+        with tlx.async_task(num_warps=2, replicate=3):
+            at = 2 + tlx.async_task_replica_id()
+            tl.store(out_ptr + at, tl.sum(tl.load(x_ptr + tl.arange(0, 512))))
+            tlx.named_barrier_wait(NUMBER, 320)
+
+
+USES = {
+    0: "the warps of the default task",
+    1: "the start and end of tasks",
+    **{3 + i: f"the warps of task1[{i}]" for i in range(3)},
+}
+
+
+def test_the_code_of_a_kernel_has_barriers_of_the_compilers():
+    types = {"x_ptr": "*fp32", "out_ptr": "*fp32"}
+    made = build(compilers_kernel, types, {"NUMBER": 15}, options={"num_warps": 4})
+    used = re.findall(r"\b(?:bar|barrier)\.sync\s+(\d+)", made.asm["ptx"])
+    assert set(map(int, used)) == {*USES, 15}
+
+
+@pytest.mark.parametrize("number", (0, 1, 2, 3, 4, 5, 6, 15))
+def test_a_kernel_leaves_those_alone(number):
+    def arguments():
+        return torch.zeros(512), torch.zeros(5)
+
+    if number not in USES:
+        everywhere(compilers_kernel, (1,), arguments, NUMBER=number)
+        return
+    text = f"named barrier {number} is the compiler's, for {USES[number]}; take another, say 15"
+    found(BarrierMisuse, compilers_kernel, (1,), arguments, match=re.escape(text), NUMBER=number)
 
 
 @triton.jit
