@@ -247,7 +247,7 @@ text = "v6 with head_dim 64, 1,024 queries on 128 keys."
 chapter.predict(text, rate[V6][NARROW.name], least=250, form=".0f", unit=" TFLOP/s")
 text = "The time that a row of `2048-kv128` saves over v4, as a multiple of what the bytes take."
 chapter.predict(text, saved / (ns["v4"] - ns["v6"]), least=0.8, most=1.0)
-text = "v5 takes at most as many times v6's time as it issues MMAs: the largest quotient of both."
+text = "v5 over v6: the factor of time is at most that of MMAs. Their largest quotient."
 chapter.predict(text, compared.iloc[:, 1].div(compared.iloc[:, 0]).max(), most=1.05)
 
 # %% tags=["remove-input"]
