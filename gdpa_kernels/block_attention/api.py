@@ -28,6 +28,7 @@ def block_attention(
     rotary: Rotary | None = None,
     rotate_v: bool = False,
     impl: str = "auto",
+    backward_impl: str | None = None,
     validate: bool = True,
 ) -> torch.Tensor:
     """Softmax attention inside blocks of consecutive tokens, on a jagged batch; differentiable.
@@ -58,6 +59,8 @@ def block_attention(
         rotate_v: rotate v too.
         impl: a rung's name, "reference", or "auto": in each direction the one that supports the
             call and was fastest where such calls were measured (choices.py).
+        backward_impl: the same for the gradients; None for impl. What "v0_flash" saves in forward
+            its own backward needs, and no other.
         validate: check the values of cu_seqlens, which waits for the device in each call. False
             trusts the caller. `Lengths` have been checked; compiled calls do not check.
 
@@ -77,7 +80,8 @@ def block_attention(
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
     _check_rotary_type(rotary)
-    _check_options(q, rotary, block_size, rotate_v, impl)
+    _check_options(q, rotary, block_size, rotate_v)
+    backward_impl = check_impls(impl, backward_impl)
     if scale is not None:
         checks.check_float("scale", scale)
     lengths = None
@@ -91,7 +95,7 @@ def block_attention(
     sin, cos = (None, None) if rotary is None else rotary
     tensors = distinct(q, k, v, cu_seqlens, sin, cos)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = scale, block_size, bool(rotate_v), impl
+    options = scale, block_size, bool(rotate_v), impl, backward_impl
     return _BlockAttention.apply(lengths, *tensors, options)
 
 
@@ -103,7 +107,22 @@ def resolve(impl: str, direction: str, batch: Batch) -> Rung:
         kind = capability(batch.device), dtype_name(batch.dtype), direction
         return choices.order(*kind, batch.rotary is not None, batch.head_dim)
 
-    return ladder.resolve(impl, OPERATOR, batch, order)
+    name = "impl" if direction == "forward" else "backward_impl"
+    return ladder.resolve(impl, OPERATOR, batch, order, name)
+
+
+def check_impls(impl: object, backward_impl: object) -> str:
+    """The implementation of the gradients. Raises ValueError unless there are such two, which do
+    together."""
+    checks.check_impl(impl, IMPLS)
+    if backward_impl is None:
+        return impl
+    checks.check_impl(backward_impl, IMPLS, "backward_impl")
+    if backward_impl in choices.SAVES and impl != backward_impl:
+        raise ValueError(
+            f"backward_impl {backward_impl!r} needs what impl {backward_impl!r} saves, got {impl!r}"
+        )
+    return backward_impl
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -114,8 +133,8 @@ class _BlockAttention(torch.autograd.Function):
     def forward(ctx, lengths, q, k, v, cu_seqlens, sin, cos, options):
         blocks = None
         if not torch.compiler.is_compiling():  # a compiled program makes it in each direction
-            batch = _batch(q, k, v, cu_seqlens, sin, cos, *options[:-1])
-            blocks = _blocks(lengths, resolve(options[-1], "forward", batch), batch)
+            batch = _batch(q, k, v, cu_seqlens, sin, cos, *options[:-2])
+            blocks = _blocks(lengths, resolve(options[-2], "forward", batch), batch)
         out, saved = _FORWARD(q, k, v, cu_seqlens, sin, cos, blocks, *options)
         ctx.save_for_backward(
             q, k, v, cu_seqlens, sin, cos, blocks, *((out, *saved) if saved else ())
@@ -130,8 +149,10 @@ class _BlockAttention(torch.autograd.Function):
             return (None,) * 8
         q, k, v, cu_seqlens, sin, cos, blocks, *saved = ctx.saved_tensors
         tensors = grad_out, q, k, v, cu_seqlens, sin, cos, blocks
+        *options, _, impl = ctx.options
         with torch.no_grad():
-            gradients = needed(_BACKWARD(*tensors, saved, *ctx.options), ctx.needs_input_grad[1:4])
+            gradients = _BACKWARD(*tensors, saved, *options, impl)
+        gradients = needed(gradients, ctx.needs_input_grad[1:4])
         return None, *final(OPERATOR, gradients, tensors[:4]), *(None,) * 4
 
 
@@ -153,17 +174,19 @@ def _batch(q, k, v, cu_seqlens, sin, cos, scale, block_size, rotate_v) -> Batch:
 
 
 def _forward(
-    q, k, v, cu_seqlens, sin, cos, blocks, scale, block_size, rotate_v, impl
+    q, k, v, cu_seqlens, sin, cos, blocks, scale, block_size, rotate_v, impl, backward_impl
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     batch = _batch(q, k, v, cu_seqlens, sin, cos, scale, block_size, rotate_v)
     rung = resolve(impl, "forward", batch)
+    if backward_impl not in ("auto", impl):  # one that cannot take the call says so here
+        resolve(backward_impl, "backward", batch)
     given = {} if blocks is None else {"schedule": (blocks,)}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         out, saved = rung.module().forward(batch, **given)
     return out, list(saved[1:])  # the first is the output
 
 
-def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, scale, block_size, rotate_v, impl):
+def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, scale, block_size, rotate_v, impl, _):
     saved = ()
     if impl != "auto" and "saved" in (rung := ladder.rung(impl, OPERATOR)).has:
         batch = _batch(q, k, v, cu_seqlens, sin, cos, scale, block_size, rotate_v)
@@ -190,7 +213,8 @@ _SHARED_SCHEMA = (
 )
 _FORWARD = define(
     "block_attention_forward",
-    f"({_SHARED_SCHEMA}float scale, int block_size, bool rotate_v, str impl) -> (Tensor, Tensor[])",
+    f"({_SHARED_SCHEMA}float scale, int block_size, bool rotate_v, str impl, str backward_impl) "
+    "-> (Tensor, Tensor[])",
     _forward,
     _fake_forward,
 )
@@ -216,13 +240,12 @@ def _check_rotary_type(rotary) -> None:
             raise TypeError(f"{name} of rotary must be a tensor, got {type(tensor).__name__}")
 
 
-def _check_options(q: torch.Tensor, rotary, block_size, rotate_v, impl) -> None:
+def _check_options(q: torch.Tensor, rotary, block_size, rotate_v) -> None:
     whole = isinstance(block_size, int) and not isinstance(block_size, bool)
     if not whole or block_size not in BLOCK_SIZES:
         raise ValueError(
             f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
         )
-    checks.check_impl(impl, IMPLS)
     if rotary is None:
         if rotate_v:
             raise ValueError(f"rotate_v must be False without rotary, got {rotate_v!r}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gdpa_kernels.block_attention.api import BLOCK_SIZES, IMPLS, block_attention
-from gdpa_kernels.calling import checks, jagged, layers
+from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention, check_impls
+from gdpa_kernels.calling import jagged, layers
 from gdpa_kernels.calling.jagged import Jagged, Offsets
-from gdpa_kernels.calling.lengths import Lengths
 
 
 class BlockAttention(nn.Module):
@@ -22,12 +21,15 @@ class BlockAttention(nn.Module):
         num_heads: query heads; must divide embed_dim. head_dim is embed_dim // num_heads.
         num_kv_heads: key and value heads; must divide num_heads. None means num_heads.
         block_size: 16, 32, 64 or 128 tokens.
-        rotary: the base of a rotary embedding of q and k, or None for none. Pair i of a head is
-            rotated by position * base ** (-2 i / head_dim) radians; positions start at 0 with each
-            sequence, and do not start again with each block.
+        rotary: the base of a rotary embedding of q and k, or None for none. It is interleaved: the
+            pair (x[2i], x[2i + 1]) of a head is rotated by position * base ** (-2 i / head_dim)
+            radians; positions start at 0 with each sequence, and do not start again with each
+            block. (sin, cos) are made once for the layers that share `Lengths`.
         rotate_v: rotate v too.
+        qk_norm: RMSNorm of each head's rows of q and of k, with learned weights, before they are
+            rotated. With it q and k are copies, and only v is read in place.
         bias: whether the two projections have one.
-        impl: as `block_attention`.
+        impl, backward_impl: as `block_attention`.
         validate: check the values of the offsets; as `block_attention`.
         device, dtype: of the parameters.
 
@@ -44,8 +46,10 @@ class BlockAttention(nn.Module):
         *,
         rotary: float | None = None,
         rotate_v: bool = False,
+        qk_norm: bool = False,
         bias: bool = True,
         impl: str = "auto",
+        backward_impl: str | None = None,
         validate: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -57,25 +61,19 @@ class BlockAttention(nn.Module):
             raise ValueError(
                 f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
             )
-        if rotary is not None and (
-            isinstance(rotary, bool) or not isinstance(rotary, int | float) or not rotary > 0
-        ):
-            raise ValueError(f"rotary must be None or a base above 0, got {rotary!r}")
+        head_dim = embed_dim // num_heads
+        layers.check_rotary(rotary, head_dim)
         if rotate_v and rotary is None:
             raise ValueError("rotate_v must be False without rotary, got True")
-        checks.check_impl(impl, IMPLS)
-        head_dim = embed_dim // num_heads
-        if rotary is not None and head_dim % 2:
-            raise ValueError(
-                f"embed_dim // num_heads must be even for a rotary embedding, got {head_dim}"
-            )
+        check_impls(impl, backward_impl)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.embed_dim, self.block_size = embed_dim, block_size
         self.rotary, self.rotate_v = rotary, rotate_v
-        self.impl, self.validate = impl, validate
+        self.impl, self.backward_impl, self.validate = impl, backward_impl, validate
         made = {"bias": bias, "device": device, "dtype": dtype}
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * head_dim, **made)
         self.out = nn.Linear(embed_dim, embed_dim, **made)
+        self.q_norm, self.k_norm = layers.head_norms(qk_norm, head_dim, made)
 
     def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
         """The layer's output, of the kind and shape of x.
@@ -92,36 +90,18 @@ class BlockAttention(nn.Module):
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         qkv = self.qkv(values).unflatten(1, (sum(heads), self.head_dim))
         q, k, v = qkv.split(heads, dim=1)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        turns = layers.turns(self.rotary, self.head_dim, values.shape[0], offsets)
         out = block_attention(
             q, k, v, offsets,
-            block_size=self.block_size, rotary=self._turns(values, offsets),
-            rotate_v=self.rotate_v, impl=self.impl, validate=False,
+            block_size=self.block_size, rotary=turns, rotate_v=self.rotate_v,
+            impl=self.impl, backward_impl=self.backward_impl, validate=False,
         )  # fmt: skip
         return self.out(out.flatten(1))
-
-    def _turns(
-        self, values: torch.Tensor, offsets: Offsets
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(sin, cos) of every token, fp32 `[total_tokens, head_dim // 2]`; waits for no device.
-        With `Lengths` they are made once for all layers."""
-        if self.rotary is None:
-            return None
-        made = self.rotary, self.head_dim, values.shape[0], offsets
-        if not isinstance(offsets, Lengths):
-            return _turns(*made)
-        return offsets.once(("turns", *made[:2]), lambda: _turns(*made))
 
     def extra_repr(self) -> str:
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"block_size={self.block_size}, rotary={self.rotary}"
         )
-
-
-def _turns(
-    base: float, head_dim: int, total: int, offsets: Offsets
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _, positions = jagged.places(total, offsets)
-    pairs = torch.arange(head_dim // 2, device=positions.device)
-    angles = positions[:, None] * base ** (-2.0 * pairs / head_dim)
-    return angles.sin(), angles.cos()

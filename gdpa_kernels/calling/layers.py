@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from gdpa_kernels.calling import jagged
-from gdpa_kernels.calling.jagged import Jagged
+from gdpa_kernels.calling import checks, jagged
+from gdpa_kernels.calling.jagged import Jagged, Offsets
+from gdpa_kernels.calling.lengths import Lengths
+
+EPSILON = 1e-6
+"""Added to the mean square of a row of q or k before it is normalised."""
 
 
 class Tokenwise(nn.Sequential):
@@ -22,6 +27,54 @@ class Tokenwise(nn.Sequential):
         """x, its values `[total_tokens, ...]` replaced; offsets are not read."""
         values, offsets, _ = jagged.read(x, validate=False)
         return jagged.like(x, super().forward(values), offsets)
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of the rows of each head, one weight for all heads: x / rms(x) * weight, in x's
+    dtype, also under autocast, which on a GPU would make it fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with checks.without_autocast(x):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def head_norms(qk_norm: bool, head_dim: int, made: dict) -> tuple[HeadNorm | None, HeadNorm | None]:
+    """The norms of q and of k, of the device and dtype in `made`; None without qk_norm."""
+    if not qk_norm:
+        return None, None
+    made = {"eps": EPSILON, "device": made["device"], "dtype": made["dtype"]}
+    return HeadNorm(head_dim, **made), HeadNorm(head_dim, **made)
+
+
+def turns(
+    base: float | None, head_dim: int, total: int, offsets: Offsets
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(sin, cos) of the rotary embedding of every token, fp32 `[total_tokens, head_dim // 2]`; of
+    `Lengths` made once for all layers. Waits for no device. None of base None."""
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        _, positions = jagged.places(total, offsets)
+        pairs = torch.arange(head_dim // 2, device=positions.device)
+        angles = positions[:, None] * base ** (-2.0 * pairs / head_dim)
+        return angles.sin(), angles.cos()
+
+    if base is None:
+        return None
+    if not isinstance(offsets, Lengths):
+        return make()
+    return offsets.once(("turns", base, head_dim), make)
+
+
+def check_rotary(rotary: object, head_dim: int) -> None:
+    """Raises ValueError unless rotary is None, or a positive number and head_dim even."""
+    if rotary is None:
+        return
+    if isinstance(rotary, bool) or not isinstance(rotary, int | float) or not rotary > 0:
+        raise ValueError(f"rotary must be None or a base above 0, got {rotary!r}")
+    if head_dim % 2:
+        raise ValueError(
+            f"embed_dim // num_heads must be even for a rotary embedding, got {head_dim}"
+        )
 
 
 def check_positive(**sizes: object) -> None:

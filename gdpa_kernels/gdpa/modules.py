@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from gdpa_kernels.block_attention.reference import rotate
 from gdpa_kernels.calling import checks, jagged, layers
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
@@ -13,17 +13,6 @@ from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
 
 Activation = str | tuple[str, ...] | list[str]
-
-EPSILON = 1e-6
-"""Added to the mean square of a row of q or k before it is normalised."""
-
-
-class HeadNorm(nn.RMSNorm):
-    """RMSNorm of the rows of each head, one weight for all heads: x / rms(x) * weight, in x's
-    dtype; fp32 weights may meet the bf16 rows of autocast."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class _Layer(nn.Module):
@@ -70,9 +59,7 @@ class _Layer(nn.Module):
         api.check_scalars(scale, output_scale, None)
         self.max_seqlen, self.validate = max_seqlen, validate
         self.precise, self.impl, self.backward_impl = bool(precise), impl, backward_impl
-        norm = {name: value for name, value in made.items() if name != "bias"}
-        self.q_norm = HeadNorm(self.head_dim, EPSILON, **norm) if qk_norm else None
-        self.k_norm = HeadNorm(self.head_dim, EPSILON, **norm) if qk_norm else None
+        self.q_norm, self.k_norm = layers.head_norms(qk_norm, self.head_dim, made)
 
     def _read(self, x: torch.Tensor | Jagged) -> tuple[torch.Tensor, Offsets, int]:
         """values, offsets and max_seqlen of a jagged batch, all checked."""
@@ -88,11 +75,14 @@ class _Layer(nn.Module):
         cu_seqlens_k: Offsets,
         max_seqlen_q: int,
         max_seqlen_k: int,
+        turns: tuple[torch.Tensor, torch.Tensor] | None = None,
         **mask,
     ) -> torch.Tensor:
         """W_out gdpa(q, k, v), `[rows, embed_dim]`; the offsets are those that `_read` checked."""
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if turns is not None:
+            q, k = rotate(q, *turns), rotate(k, *turns)
         out = gdpa(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             activation=self.activation, scale=self.scale, output_scale=self.output_scale,
@@ -126,6 +116,9 @@ class GDPASelfAttention(_Layer):
         scale: multiplies the scores before the activation; None means head_dim ** -0.5.
         output_scale: multiplies the attention's result, before the output projection.
         causal, window: which pairs of tokens count; as `gdpa`.
+        rotary: the base of a rotary embedding of q and k, or None for none; interleaved, as
+            `BlockAttention` describes it, and after qk_norm. The kernels do not rotate: PyTorch's
+            operators do, and q and k are copies.
         qk_norm: RMSNorm of each head's rows of q and of k, with learned weights w_q and w_k that
             start at 1. A score is then at most `scale * head_dim * max(abs(w_q * w_k))` in size:
             scale=1 / head_dim makes it a cosine at first, where the polynomial "gelu_taylor6" is
@@ -157,6 +150,7 @@ class GDPASelfAttention(_Layer):
         output_scale: float = 1.0,
         causal: bool = False,
         window: int | None = None,
+        rotary: float | None = None,
         qk_norm: bool = False,
         bias: bool = True,
         max_seqlen: int | None = None,
@@ -174,7 +168,8 @@ class GDPASelfAttention(_Layer):
             impl=impl, backward_impl=backward_impl, validate=validate, made=made,
         )  # fmt: skip
         api.check_scalars(None, 1.0, window)
-        self.causal, self.window = causal, window
+        layers.check_rotary(rotary, self.head_dim)
+        self.causal, self.window, self.rotary = causal, window, rotary
         heads = num_heads + 2 * self.num_kv_heads
         self.qkv = nn.Linear(embed_dim, heads * self.head_dim, **made)
         self.out = nn.Linear(embed_dim, embed_dim, **made)
@@ -192,12 +187,17 @@ class GDPASelfAttention(_Layer):
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = self.qkv(values).unflatten(1, (sum(heads), self.head_dim)).split(heads, dim=1)
         y = self._attend(
-            q, k, v, offsets, offsets, longest, longest, causal=self.causal, window=self.window
-        )
+            q, k, v, offsets, offsets, longest, longest,
+            layers.turns(self.rotary, self.head_dim, values.shape[0], offsets),
+            causal=self.causal, window=self.window,
+        )  # fmt: skip
         return jagged.like(x, y, offsets)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, causal={self.causal}, window={self.window}"
+        return (
+            f"{super().extra_repr()}, causal={self.causal}, window={self.window}, "
+            f"rotary={self.rotary}"
+        )
 
 
 class PMA(_Layer):

@@ -87,6 +87,16 @@ WRONG = {
         ValueError,
         "impl must be 'auto' or one of reference, v0_flash, .*, got 'v9'",
     ),
+    "unknown backward_impl": (
+        {"backward_impl": "v9"},
+        ValueError,
+        "backward_impl must be 'auto' or one of reference, v0_flash, .*, got 'v9'",
+    ),
+    "gradients without what they need": (
+        {"backward_impl": "v0_flash"},
+        ValueError,
+        "backward_impl 'v0_flash' needs what impl 'v0_flash' saves, got 'auto'",
+    ),
     "scale": ({"scale": "1"}, TypeError, "scale must be a float, got str"),
     "rotary is no pair": (
         {"rotary": draw(21, 8)},
@@ -443,7 +453,7 @@ def test_opcheck(rotary):
     pair = turns() if rotary else (None, None)
     inputs = [call[n] for n in ("q", "k", "v", "cu_seqlens")]
     options = (0.25, 16, rotary, "reference")
-    torch.library.opcheck(api._FORWARD, (*inputs, *pair, None, *options))
+    torch.library.opcheck(api._FORWARD, (*inputs, *pair, None, *options, "reference"))
     torch.library.opcheck(api._BACKWARD, (draw(21, 4, 16), *inputs, *pair, None, [], *options))
 
 
@@ -454,8 +464,9 @@ def test_opcheck_of_what_v0_saves(rotary, rotate_v):
     pair, options = turns() if rotary else (None, None), (0.25, 16, rotate_v, "v0_flash")
     tests = ("test_schema", "test_faketensor")
     with emulator.enabled():
-        torch.library.opcheck(api._FORWARD, (*inputs, *pair, None, *options), test_utils=tests)
-        out, own = api._FORWARD(*inputs, *pair, None, *options)
+        call = *inputs, *pair, None, *options, "v0_flash"
+        torch.library.opcheck(api._FORWARD, call, test_utils=tests)
+        out, own = api._FORWARD(*call)
         saved = [out, *own]
         torch.library.opcheck(
             api._BACKWARD, (out.clone(), *inputs, *pair, None, saved, *options), test_utils=tests

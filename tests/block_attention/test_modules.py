@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from gdpa_kernels import BlockAttention, emulator
 from gdpa_kernels.block_attention import modules
+from gdpa_kernels.calling import layers
+from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
 LENGTHS = [5, 0, 20, 16, 1]
@@ -16,6 +18,7 @@ OPTIONS = {
     "grouped": {"num_kv_heads": 1, "bias": False},
     "rotary": {"num_kv_heads": 2, "rotary": 10_000.0},
     "rotary of v": {"rotary": 100.0, "rotate_v": True},
+    "qk_norm": {"num_kv_heads": 2, "rotary": 10_000.0, "qk_norm": True},
 }
 
 
@@ -26,6 +29,9 @@ def composed(layer: BlockAttention, values: torch.Tensor, lengths: list[int]) ->
         qkv = F.linear(sequence, layer.qkv.weight, layer.qkv.bias)
         qkv = qkv.unflatten(1, (-1, dim))
         q, k, v = qkv[:, :heads], *qkv[:, heads:].chunk(2, dim=1)
+        if layer.q_norm is not None:
+            norms = (layer.q_norm, q), (layer.k_norm, k)
+            q, k = (F.rms_norm(x, (dim,), norm.weight, layers.EPSILON) for norm, x in norms)
         if layer.rotary is not None:
             position = torch.arange(len(sequence))[:, None, None]
             angle = position * layer.rotary ** (-torch.arange(0, dim, 2) / dim)
@@ -56,8 +62,13 @@ def batch(embed_dim: int = 64, lengths=LENGTHS, dtype=torch.float32):
 
 
 def make(embed_dim: int = 64, num_heads: int = 4, **options) -> BlockAttention:
+    """A layer with weights of its norms that are not all 1."""
     torch.manual_seed(0)
-    return BlockAttention(embed_dim, num_heads, **{"block_size": 16} | options)
+    made = BlockAttention(embed_dim, num_heads, **{"block_size": 16} | options)
+    for norm in (made.q_norm, made.k_norm):
+        if norm is not None:
+            torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return made
 
 
 def gradients(layer, loss, *others):
@@ -96,11 +107,11 @@ def test_a_nested_tensor_comes_back_nested(options):
 
 
 def test_layers_follow_each_other_and_share_the_offsets():
-    layers = torch.nn.Sequential(make(), make(rotary=1e4))
+    both = torch.nn.Sequential(make(), make(rotary=1e4))
     values, offsets = batch()
-    y, same = layers((values, offsets))
+    y, same = both((values, offsets))
     assert same is offsets
-    expected = composed(layers[1], composed(layers[0], values, LENGTHS), LENGTHS)
+    expected = composed(both[1], composed(both[0], values, LENGTHS), LENGTHS)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -113,6 +124,16 @@ def test_the_kernels_read_the_packed_projection_where_it_lies(monkeypatch):
     ((q, k, v),) = seen
     assert q.stride() == k.stride() == v.stride() == (8 * 16, 16, 1)
     assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+
+
+def test_each_direction_by_the_kernel_asked_for():
+    layer = make(rotary=1e4, impl="v1_one_tile", backward_impl="reference").bfloat16()
+    values, offsets = batch(dtype=torch.bfloat16)
+    with emulator.enabled(), launches() as seen:
+        layer((values, offsets))[0].sum().backward()
+    assert [launch.name for launch in seen] == ["block_list_kernel", "forward_kernel"]
+    with pytest.raises(NotImplementedError, match="backward_impl 'v3_warp_special.* needs .*sm_90"):
+        make(backward_impl="v3_warp_specialized").bfloat16()((values, offsets))
 
 
 @pytest.mark.parametrize("lengths", ([], [0, 0], [1]))
@@ -172,6 +193,10 @@ WRONG = {
     "block_size": ({"block_size": 48}, "block_size must be one of 16, 32, 64, 128, got 48"),
     "block_size of floats": ({"block_size": 16.0}, "block_size must be one of .*, got 16.0"),
     "impl": ({"impl": "nope"}, "impl must be 'auto' or one of reference, v0_flash, .*, got 'nope'"),
+    "backward_impl": (
+        {"backward_impl": "v0_flash"},
+        "needs what impl 'v0_flash' saves, got 'auto'",
+    ),
     "rotary of text": ({"rotary": "1e4"}, "rotary must be None or a base above 0, got '1e4'"),
     "rotary": ({"rotary": True}, "rotary must be None or a base above 0, got True"),
     "rotary below 0": ({"rotary": -1.0}, "rotary must be None or a base above 0, got -1.0"),

@@ -15,6 +15,7 @@ from gdpa_kernels import (
     block_attention,
     emulator,
     gdpa,
+    jagged,
 )
 from gdpa_kernels.block_attention import block_list
 from gdpa_kernels.gdpa import work_list
@@ -172,6 +173,18 @@ def test_layers_take_lengths():
                 assert out[1] is lengths
                 out, expected = out[0], expected[0]
             assert torch.equal(out, expected), name
+
+
+def test_layers_share_the_turns_of_rotary(monkeypatch):
+    made, places = [], jagged.places
+    monkeypatch.setattr(jagged, "places", lambda *a: made.append(a) or places(*a))
+    x, lengths = torch.randn(47, 32), Lengths(offsets(FIRST))
+    layers = GDPASelfAttention(32, 2, rotary=1e4), BlockAttention(32, 2, rotary=1e4)
+    for layer in (*layers, *layers):
+        layer((x, lengths))
+    assert len(made) == 1
+    BlockAttention(32, 2, rotary=100.0)((x, lengths))
+    assert len(made) == 2
 
 
 def test_compiled_calls_take_lengths():

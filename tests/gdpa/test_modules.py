@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator
+from gdpa_kernels.calling import layers
 from gdpa_kernels.gdpa import modules
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
@@ -34,6 +35,7 @@ OPTIONS = {
 MASKS = {
     "causal": {"causal": True},
     "causal window": {"causal": True, "window": 3, "qk_norm": True},
+    "rotary": {"num_kv_heads": 2, "rotary": 100.0, "qk_norm": True},
 }
 CASES = [(kind, name) for kind in LAYERS for name in OPTIONS] + [("self", name) for name in MASKS]
 
@@ -84,13 +86,25 @@ def run(layer, values, offsets, summary, nested=False, call=None):
 def normalised(norm, x):
     if norm is None:
         return x
-    return x / (x.square().mean(-1, keepdim=True) + modules.EPSILON).sqrt() * norm.weight
+    return x / (x.square().mean(-1, keepdim=True) + layers.EPSILON).sqrt() * norm.weight
+
+
+def rotated(layer, x):
+    """x `[tokens, heads, dim]`, its pairs of neighbours turned as complex numbers."""
+    base, dim = getattr(layer, "rotary", None), layer.head_dim
+    if base is None:
+        return x
+    angles = torch.arange(len(x))[:, None] * base ** (-torch.arange(0, dim, 2) / dim)
+    turns = torch.complex(angles.cos().double(), angles.sin().double())[:, None]
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns).flatten(-2)
 
 
 def attend(layer, q, k, v):
     """One sequence: q [rows, heads * dim], k and v [keys, kv heads * dim] -> [rows, embed_dim]."""
     q, k, v = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k, v))
     q, k = normalised(layer.q_norm, q), normalised(layer.k_norm, k)
+    q, k = rotated(layer, q), rotated(layer, k)
     names = [layer.activation] if isinstance(layer.activation, str) else layer.activation
     heads = []
     for head in range(layer.num_heads):
@@ -266,6 +280,41 @@ def test_autocast(kind, qk_norm):
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
+@pytest.fixture
+def norms_of_a_gpu():
+    """Autocast of the CPU makes rms_norm compute and return fp32, as that of CUDA does."""
+
+    def in_fp32(x, shape, weight=None, eps=None):
+        with torch.autocast("cpu", enabled=False):
+            return F.rms_norm(x.float(), shape, None if weight is None else weight.float(), eps)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("rms_norm", in_fp32, "AutocastCPU")
+    yield
+    library._destroy()
+
+
+def test_a_norm_keeps_its_dtype_under_autocast(norms_of_a_gpu):
+    norm, x = layers.HeadNorm(8), torch.randn(5, 2, 8).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.nn.RMSNorm(8)(x).dtype == torch.float32, "or this test shows nothing"
+        y = norm(x)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, norm(x))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_nothing_becomes_fp32_on_the_way_to_the_kernels(kind, norms_of_a_gpu, monkeypatch):
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[:3]) or attend(*a, **o))
+    options = {"rotary": 1e4} if kind == "self" else {}
+    layer = make(kind, qk_norm=True, dtype=torch.float32, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(layer, *batch(dtype=torch.float32))
+    ((q, k, v),) = seen
+    assert k.dtype == v.dtype == torch.bfloat16
+    assert q.dtype == (torch.float32 if kind == "pma" else torch.bfloat16)  # the seeds are weights
+
+
 @pytest.mark.parametrize("nested", (False, True))
 @pytest.mark.parametrize("kind", LAYERS)
 def test_torch_compile_sees_one_graph(kind, nested):
@@ -318,6 +367,7 @@ WRONG = [
     ("self", "num_kv_heads", True, "num_kv_heads must be a positive divisor .* got True"),
     ("self", "activation", ("relu",) * 3, r"one name or one per query head \(4\), got 3"),
     ("self", "window", True, "window must be None or an integer of at least 0, got True"),
+    ("self", "rotary", 0, "rotary must be None or a base above 0, got 0"),
     ("self", "max_seqlen", True, "max_seqlen must be None or an integer .* got True"),
     ("pma", "num_seeds", 0, "num_seeds must be an integer of at least 1, got 0"),
     ("pffn", "num_keys", 2.0, "num_keys must be an integer of at least 1, got 2.0"),
