@@ -200,15 +200,16 @@ def run(
 ) -> Report:
     """Execute every CTA of `grid`, cluster by cluster, x fastest, and return what they did.
 
-    kernel: a `@triton.jit` function, also one under `@triton.autotune` (`config`, or its first
-    configuration, is taken) or `@triton.heuristics`. grid: one to three sizes, or a function of the
-    bound arguments. args, kwargs: the kernel's own, tensors on the CPU; of the launch options,
-    `num_warps` and `ctas_per_cga` count. schedule: "modelled", or an integer that seeds random
-    interleavings. trace: keep a timeline. races: whether unordered accesses raise `Race`.
-    uninitialized: "error", or "allow" to let reads of unwritten shared memory yield NaN. reachable:
-    tensors that the kernel finds through addresses in memory instead of arguments. max_steps: how
-    many operations that other roles can notice the kernel may take, None for any number. resident:
-    how many clusters run at the same time; programs that wait for each other need all of them to.
+    kernel: a `@triton.jit` function, also one under `@triton.heuristics` or `@triton.autotune`, of
+    which `config`, or the first one that pruning leaves, becomes `best_config`. grid: one to three
+    sizes, or a function of the bound arguments. args, kwargs: the kernel's own, tensors on the CPU;
+    of the launch options, `num_warps` and `ctas_per_cga` count. schedule: "modelled", or an integer
+    that seeds random interleavings. trace: keep a timeline. races: whether unordered accesses raise
+    `Race`. uninitialized: "error", or "allow" to let reads of unwritten shared memory yield NaN.
+    reachable: tensors that the kernel finds through addresses in memory instead of arguments.
+    max_steps: how many operations that other roles can notice the kernel may take, None for any
+    number. resident: how many clusters run at the same time; programs that wait for each other need
+    all of them to.
 
     Raises subclasses of EmulatorError, which carry the kernel's file and line.
     """
@@ -303,14 +304,16 @@ def _undecorated(
 ) -> tuple[JITFunction, dict]:
     """The Triton function below autotune and heuristics, and the arguments with theirs."""
     while not isinstance(kernel, JITFunction):
-        named = {**dict(zip(getattr(kernel, "arg_names", ()), args, strict=False)), **kwargs}
+        named = dict(zip(getattr(kernel, "arg_names", ()), args, strict=False))
         if hasattr(kernel, "configs"):
-            config = chosen or kernel.configs[0]
+            kernel.nargs = named
+            config = kernel.best_config = chosen or kernel.prune_configs(kwargs)[0]
             kwargs = {**kwargs, **config.all_kwargs()}
             if config.pre_hook is not None:
-                config.pre_hook({**named, **config.all_kwargs()})
+                config.pre_hook({**named, **kwargs})
         elif hasattr(kernel, "values"):
-            kwargs = {**kwargs, **{name: rule(named) for name, rule in kernel.values.items()}}
+            for name, rule in kernel.values.items():
+                kwargs = {**kwargs, name: rule({**named, **kwargs})}
         else:
             raise TypeError(f"kernel must be a @triton.jit function, got {type(kernel).__name__}")
         kernel = kernel.fn

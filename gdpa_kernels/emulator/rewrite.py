@@ -4,7 +4,8 @@ The source is parsed again, changed a little, and compiled under its own file na
 Triton is Python with other semantics in a few places; those are the changes:
 
 - An assignment turns constants into values (`x = 0` is an int32 scalar from then on) unless it is
-  annotated `tl.constexpr`. Parameters are left alone: a callee sees the constants of its caller.
+  annotated `tl.constexpr`, which leaves all as it is, values too (`x: tl.constexpr = 4 * n`).
+  Parameters are left alone: a callee sees the constants of its caller.
 - The variable of a `range` or `tl.range` loop is a value, that of `tl.static_range` a constant.
 - `and`, `or`, `not` on values are element-wise and evaluate everything.
 - Lists are tuples. `a if c else b` is a value if `c` is one. `assert` is a device assertion.
@@ -391,7 +392,7 @@ def _assign(value: Any, called: str | tuple[str, ...] = "") -> Any:
     return map_tuple(_assign, value) if isinstance(value, tuple) else value
 
 
-def constant(value: Any, called: Any = None) -> Any:
+def constant(value: Any) -> Any:
     """A compile-time constant, as it is."""
     if isinstance(value, Tile):
         raise InvalidKernel(f"a tl.constexpr needs a constant, got {value!r}")
@@ -428,7 +429,7 @@ def check(condition: Any, message: str = "") -> None:
 
 HELPERS: dict[str, Callable] = {
     "__assign__": _assign,
-    "__constant__": constant,
+    "__constant__": lambda value, called: value,
     "__loop__": _loop,
     "__and__": _connective(False, operator.and_),
     "__or__": _connective(True, operator.or_),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.emulator import DeviceAssertion, InvalidKernel, Unsupported, run
+from gdpa_kernels.measuring.compile_check import build
 
 SIZE = tl.constexpr(4)
 NOT_A_CONSTANT = 4
@@ -71,6 +72,22 @@ def product(x, FACTORS: tl.constexpr, STEP: tl.constexpr = 1):
     for i in tl.static_range(0, len(FACTORS), STEP):
         x = x * FACTORS[i]
     return x, STEP
+
+
+@triton.jit
+def constexpr_of_a_value_kernel(x_ptr, out_ptr, n):
+    size: tl.constexpr = 4 * n
+    tl.static_assert(size.dtype == tl.int32)
+    tl.store(out_ptr, tl.load(x_ptr) / size)
+
+
+def test_constexpr_of_a_value_is_that_value():
+    """As in fbtriton 3.7.4, which compiles it."""
+    types = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
+    build(constexpr_of_a_value_kernel, types, {}, options={"num_warps": 4})
+    out = torch.zeros(1)
+    run(constexpr_of_a_value_kernel, (1,), torch.ones(1), out, 2)
+    assert out[0] == 1 / 8
 
 
 @triton.jit

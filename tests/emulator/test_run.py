@@ -148,6 +148,35 @@ def test_autotuned_kernels_take_their_first_configuration():
     run(tuned_kernel, (1,), out, n=32)
     assert out.tolist() == [33] * 16 + [0] * 16
 
+    assert tuned_kernel.best_config is tuned_kernel.configs[0]
+
+
+def small_enough(configs, named, **kwargs):
+    return [config for config in configs if config.kwargs["BLOCK"] <= named["n"] + kwargs["more"]]
+
+
+@triton.autotune(
+    configs=[
+        triton.Config({"BLOCK": 64}),
+        triton.Config({"BLOCK": 8}),
+        triton.Config({"BLOCK": 4}),
+    ],
+    key=[],
+    prune_configs_by={"early_config_prune": small_enough},
+)
+@triton.heuristics({"TWICE": lambda args: 2 * args["BLOCK"], "LAST": lambda a: a["TWICE"] + a["n"]})
+@triton.jit
+def pruned_kernel(out_ptr, n, more, BLOCK: tl.constexpr, TWICE: tl.constexpr, LAST: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, BLOCK), LAST)
+
+
+def test_the_first_configuration_that_pruning_leaves():
+    """Heuristics know the configuration, and each of them those before it."""
+    out = torch.zeros(8, dtype=torch.int32)
+    run(pruned_kernel, (1,), out, 5, more=3)
+    assert out.tolist() == [2 * 8 + 5] * 8
+    assert pruned_kernel.best_config.kwargs == {"BLOCK": 8}
+
 
 def test_arguments_are_checked():
     with pytest.raises(TypeError, match="num_wraps"):
