@@ -25,6 +25,7 @@ BOOK = 110_000
 LATER = (
     "blackwell",
     "measuring/power_wall",
+    "measuring/other_shapes",
     "backward/v6_one_tile_backward",
     "backward/v7_wide_backward",
 )

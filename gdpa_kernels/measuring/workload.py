@@ -633,21 +633,6 @@ def _other_shapes() -> list[Workload]:
 WORKLOADS: dict[str, Workload] = _workloads()
 """Every named workload of GDPA. The published ones: batch 1152, 4 heads, head_dim 128, bfloat16."""
 
-OTHER_SHAPES: dict[str, tuple[str, ...]] = {
-    "forward": (
-        "gdpa-self-ml1m-1024", "gdpa-self-full-1024-h3", "gdpa-cross-full-1024-kv192-h6",
-        "gdpa-self-full-1024-gqa", "gdpa-self-full-1024-causal", "gdpa-self-full-1024-window128",
-        "gdpa-self-full-512-b256-d256",
-    ),
-    "backward": (
-        "gdpa-cross-full-2048-kv320", "gdpa-self-full-384", "gdpa-self-full-640",
-        "gdpa-self-full-4096-b64", "gdpa-self-full-8192-b8", "gdpa-self-half-jagged-800-d64",
-        "gdpa-cross-full-1024-kv128-d64", "gdpa-self-full-1024-gelu",
-        "gdpa-self-full-512-b256-d256",
-    ),
-}  # fmt: skip
-"""Direction -> names of workloads that users bring and no published figure shows."""
-
 BLOCK_MAX_SEQLENS = (1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000)
 
 

@@ -22,7 +22,7 @@ import pandas as pd
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.v5_short_kv_backward import MOST_KEYS
-from gdpa_kernels.measuring.workload import FIGURES, OTHER_SHAPES, STEP, workload
+from gdpa_kernels.measuring.workload import FIGURES, STEP, workload
 from gdpa_kernels.report import claims, standings
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.standings import short, spread
@@ -49,7 +49,9 @@ data_dir = "data"
 # | v4, {doc}`v4_warp_specialized_backward` | zero fill, one, rounding | 5 | TMA reduce-add |
 # | v5, {doc}`v5_short_kv_backward` | one, up to 256 keys | 5 | its owner, once |
 #
-# There is no v3: its persistent schedule came with v4. All peers compute softmax; they are timed
+# There is no v3: its persistent schedule came with v4. {doc}`v6 <v6_one_tile_backward>` and
+# {doc}`v7 <v7_wide_backward>` are for shapes that no figure has ({doc}`../measuring/other_shapes`).
+# All peers compute softmax; they are timed
 # through autograd, their backward alone. All rungs run in {term}`bursts <burst>`; v1, the newest
 # and the peers also {term}`back to back <sustained scope>`, a second each, under ceilings timed in
 # the same way. These are the numbers here unless it says burst.
@@ -58,7 +60,6 @@ data_dir = "data"
 chapter = Chapter("backward/results", mode=mode, device=device, data_dir=data_dir)
 RUNGS = [rung.impl for rung in ladder.BACKWARD_RUNGS]
 V1, V2, V2A, V4, V5 = RUNGS[:5]
-WIDE, MOST = "v7_wide_backward", {V5: MOST_KEYS, "v6_one_tile_backward": 128}  # keys
 PEERS = ["fa2_varlen", "cudnn", "fa3", "fa4"]
 BLACKWELL = [rung.impl for rung in ladder.BLACKWELL_BACKWARD_RUNGS]
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-bwd-" in figure for n in FIGURES[figure]))
@@ -66,31 +67,24 @@ STEPS = ["gdpa-self-full-1024", "gdpa-cross-full-2048", "gdpa-self-full-256"]
 
 
 def rungs_on(name):
-    of = workload(name)
-    if of.head_dim > 128:
-        return [V1, WIDE]
-    return [x for x in RUNGS if x != WIDE and of.max_seqlen_k <= MOST.get(x, of.max_seqlen_k)]
+    return [V1, V2, V2A, V4, *[V5] * (workload(name).max_seqlen_k <= MOST_KEYS)]
 
 
-def plan(session, names=NAMES, steps=STEPS, others=OTHER_SHAPES["backward"]):
+def plan(session, names=NAMES, steps=STEPS):
     how = {"direction": "backward", "seconds": 0.7}
-    for name in [*names, *others]:
+    for name in names:
         ragged = ["cudnn_varlen"] if "half-dense" in name or name == STEPS[0] else []
-        impls = [*rungs_on(name), *BLACKWELL, *PEERS, *ragged]
-        slow = [V2, V2A, *([V1] if name in others else [V4] if V5 in impls else [])]
-        timed = [impl for impl in impls if impl not in slow]
+        rungs, others = rungs_on(name), [*BLACKWELL, *PEERS, *ragged]
+        impls, timed = [*rungs, *others], [V1, rungs[-1], *others]
         scopes = {"kernel": impls, "sustained": timed, "op": impls if name in steps else []}
-        if name in others:
-            session.measure(workload(name), timed, scopes=("sustained",), **how)
-        else:
-            session.measure(workload(name), impls, scopes=scopes, **how)
+        session.measure(workload(name), impls, scopes=scopes, **how)
     for name in steps[:2]:
         session.memory(workload(name), [*rungs_on(name), "fa2_varlen"])
 
 
 chapter.measure(plan)
 few = [name for name in NAMES if name.endswith(("-512", "-1024"))]
-here = chapter.compare(lambda session: plan(session, few, [], []))
+here = chapter.compare(lambda session: plan(session, few, []))
 
 # %%
 shown = {"direction": "backward", "scope": "sustained", "workload": NAMES}
@@ -246,24 +240,6 @@ chapter.predict(
 # best peer on {glue:text}`fa4_first:.0f` workloads. Ragged cuDNN, by the interface that PyTorch has
 # for it, has no time on any of the {glue:text}`asked:.0f` on which it was tried: its gradients fail
 # the check. FlashAttention-3 is not on PyPI; where it is installed, it is measured too.
-#
-# ## Other shapes
-#
-# No figure shows 257 to 640 keys, few long sequences, other head_dims, or GELU by erf:
-
-# %%
-shown["workload"] = list(OTHER_SHAPES["backward"])
-others = chapter.rows(**shown)
-rest = standings.best(others).replace({"best rung": "_.*"}, "", regex=True)
-ahead, worst = rest["peer / rung (time)"], rest["share (%)"].idxmin()
-chapter.table(standings.shown(rest), measured=others)
-chapter.glue(other=spread(ahead), rest_least=rest["share (%)"][worst], rest_worst=short(worst),
-             rest_behind=standings.listed(short(n) for n in ahead[ahead < 1].index))  # fmt: skip
-
-# %% [markdown]
-# The best rung is {glue:text}`other` times as fast as the best peer, behind on
-# {glue:text}`rest_behind`. Its smallest share, {glue:text}`rest_least:.0f` %, is that of
-# {glue:text}`rest_worst`.
 #
 # ## What the ladder shows
 #

@@ -23,7 +23,7 @@ import pandas as pd
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring.baselines import BASELINES
-from gdpa_kernels.measuring.workload import FIGURES, OTHER_SHAPES, workload
+from gdpa_kernels.measuring.workload import FIGURES, workload
 from gdpa_kernels.report import charts, standings
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS
@@ -64,7 +64,7 @@ LADDER = "gdpa-self-full-1024"
 CALLED = ["gdpa-self-full-256", LADDER, "gdpa-self-half-jagged-256", "gdpa-cross-full-2048"]
 
 
-def plan(session, names=NAMES, others=OTHER_SHAPES["forward"], left_out=()):
+def plan(session, names=NAMES, left_out=()):
     impls = [impl for impl in (*RUNGS, *BLACKWELL, *BASELINES) if impl not in left_out]
     for name in names:
         dense = ["cudnn_varlen"] if "half" in name else ["cudnn", *["fa4_dense"] * ("self" in name)]
@@ -73,14 +73,11 @@ def plan(session, names=NAMES, others=OTHER_SHAPES["forward"], left_out=()):
         every = impls if "self-full" in name or name in CALLED else timed
         scopes = {"kernel": every, "sustained": timed, "op": RUNGS if name in CALLED else []}
         session.measure(workload(name), every, scopes=scopes, seconds=0.7)
-    for name in others:
-        impls = [V8, *BLACKWELL, *PEERS, "cudnn_varlen" if "ml1m" in name else "cudnn"]
-        session.measure(workload(name), impls, scopes=("sustained",), seconds=0.7)
 
 
 chapter.measure(plan)
 few = [name for name in NAMES if name.endswith(("-512", "-1024"))]
-here = chapter.compare(lambda session: plan(session, few, [], SLOW))
+here = chapter.compare(lambda session: plan(session, few, SLOW))
 
 # %%
 shown = {"direction": "forward", "scope": "sustained", "workload": NAMES}
@@ -229,25 +226,6 @@ chapter.glue(fa4_by_cudnn=spread(fa4_by_cudnn), fa4_by_fa2_cross=spread(fa4_by_f
 # 2,048 tokens it is {glue:text}`fa2_by_fa4:.2f` times as fast. Jagged batches exclude dense cuDNN;
 # there the best peer depends on length, as the table shows. `fa3` is not on PyPI. Where it is
 # installed, the same command measures it.
-#
-# ## Other shapes
-#
-# Users bring what no figure shows: lengths of a data set (MovieLens 1M), three heads, six heads on
-# 192 keys, eight query heads on two key heads, masks, head_dim 256. The rest is as above.
-
-# %%
-shown["workload"] = list(OTHER_SHAPES["forward"])
-others = chapter.rows(**shown)
-rest = standings.best(others)
-worst, ahead = rest["share (%)"].idxmin(), rest["peer / rung (time)"]
-chapter.table(standings.shown(rest), measured=others)
-chapter.glue(rest=spread(ahead), rest_worst=standings.short(worst), rest_behind=(ahead < 1).sum(),
-             rest_least=rest["share (%)"][worst])  # fmt: skip
-
-# %% [markdown]
-# v8 is {glue:text}`rest` times as fast as the best peer that takes the workload, behind on
-# {glue:text}`rest_behind:.0f`. Its smallest share, {glue:text}`rest_least:.0f` %, is that of
-# {glue:text}`rest_worst`. A tile that a mask cuts is computed whole and counts what is visible.
 #
 # ## What the ladder shows
 #
