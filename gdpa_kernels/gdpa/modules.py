@@ -270,17 +270,24 @@ class PMA(_Layer):
 class PFFN(_Layer):
     """A feed-forward layer whose weights belong to the sample: personalised feed-forward network.
 
-    Queries are projections of the tokens; keys and values, `num_keys` per sample and kv head, are
-    projections of the sample's summary vector: y = W_out gdpa(W_q x, W_kv summary). For each head
-    this is a perceptron with num_keys hidden units: K^T is its first matrix, V its second. With
+    Queries are projections of the tokens; keys and values, `num_keys` per sample and kv head, come
+    from the sample's summary: y = W_out gdpa(W_q x, W_kv summary). For each head this is a
+    perceptron with num_keys hidden units: K^T is its first matrix, V its second. With
     activation="identity" it is one matrix per sample and head, K^T V.
+
+    A summary vector is projected to all keys and values at once, which takes a W_kv of summary_dim
+    x 2 num_keys num_kv_heads head_dim weights, 134 million for 512 features and 256 keys. Summary
+    tokens, `PMA`'s rows for example, are projected one by one, and W_mix `[num_keys,
+    summary_tokens]` combines their keys and values: y = W_out gdpa(W_q x, W_mix W_kv summary), with
+    0.5 million weights in W_kv.
 
     Nothing is added to y: a residual is the caller's. Under autocast the layer follows its linear
     layers.
 
     Args:
-        summary_dim: features of a sample's summary.
+        summary_dim: features of a sample's summary, or of each of its tokens.
         num_keys: hidden units per sample and head; max_seqlen_k of `gdpa`.
+        summary_tokens: tokens of a summary; None for a summary that is one vector.
 
     The other arguments: as `GDPASelfAttention`.
 
@@ -299,6 +306,7 @@ class PFFN(_Layer):
         num_keys: int,
         num_kv_heads: int | None = None,
         *,
+        summary_tokens: int | None = None,
         activation: Activation = "gelu_tanh",
         scale: float | None = None,
         output_scale: float = 1.0,
@@ -320,28 +328,39 @@ class PFFN(_Layer):
         )  # fmt: skip
         layers.check_positive(summary_dim=summary_dim, num_keys=num_keys)
         self.summary_dim, self.num_keys = summary_dim, num_keys
+        self.summary_tokens, self.mix = summary_tokens, None
         self.q = nn.Linear(embed_dim, embed_dim, **made)
-        features = num_keys * 2 * self.num_kv_heads * self.head_dim
+        features = 2 * self.num_kv_heads * self.head_dim
+        if summary_tokens is None:
+            features *= num_keys
+        else:
+            layers.check_positive(summary_tokens=summary_tokens)
+            self.mix = nn.Linear(summary_tokens, num_keys, **made | {"bias": False})
         self.kv = nn.Linear(summary_dim, features, **made)
         self.out = nn.Linear(embed_dim, embed_dim, **made)
 
     def forward(self, x: torch.Tensor | Jagged, summary: torch.Tensor) -> torch.Tensor | Jagged:
         """The layer's output, of the kind and shape of x.
 
-        x: as `GDPASelfAttention.forward`, and so the errors. summary: `[batch, summary_dim]`, one
-        row per sequence.
+        x: as `GDPASelfAttention.forward`, and so the errors. summary: `[batch, summary_dim]`, or
+        `[batch, summary_tokens, summary_dim]`.
         """
         values, offsets, longest = self._read(x)
         batch = jagged.batch_size(offsets)
         if not isinstance(summary, torch.Tensor):
             raise TypeError(f"summary must be a tensor, got {type(summary).__name__}")
-        if summary.is_nested or summary.shape != (batch, self.summary_dim):
+        tokens = () if self.summary_tokens is None else (self.summary_tokens,)
+        shape = batch, *tokens, self.summary_dim
+        if summary.is_nested or summary.shape != shape:
             raise ValueError(
-                f"summary must have shape [{batch}, {self.summary_dim}], one row per sequence, "
+                f"summary must have shape {list(shape)}, one summary per sequence, "
                 + ("got a nested tensor" if summary.is_nested else f"got {list(summary.shape)}")
             )
         q = self.q(values).unflatten(1, (self.num_heads, self.head_dim))
-        kv = self.kv(summary).view(batch * self.num_keys, 2 * self.num_kv_heads, self.head_dim)
+        kv = self.kv(summary)
+        if self.mix is not None:
+            kv = torch.bmm(self.mix.weight.to(kv.dtype).expand(batch, -1, -1), kv)
+        kv = kv.view(batch * self.num_keys, 2 * self.num_kv_heads, self.head_dim)
         k, v = kv.chunk(2, dim=1)
         keys = self._keys(offsets, values.device)
         y = self._attend(q, k, v, offsets, keys, longest, self.num_keys)
@@ -355,4 +374,7 @@ class PFFN(_Layer):
         return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
 
     def extra_repr(self) -> str:
-        return f"summary_dim={self.summary_dim}, num_keys={self.num_keys}, {super().extra_repr()}"
+        return (
+            f"summary_dim={self.summary_dim}, num_keys={self.num_keys}, "
+            f"summary_tokens={self.summary_tokens}, {super().extra_repr()}"
+        )

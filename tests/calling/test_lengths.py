@@ -187,6 +187,15 @@ def test_layers_share_the_turns_of_rotary(monkeypatch):
     assert len(made) == 2
 
 
+def test_layers_share_the_offsets_of_keys(monkeypatch):
+    made, uniform = [], Lengths.uniform
+    monkeypatch.setattr(Lengths, "uniform", lambda *a: made.append(a) or uniform(*a))
+    x, lengths, summary = torch.randn(47, 32), Lengths(offsets(FIRST)), torch.randn(3, 8)
+    for layer in (PFFN(32, 2, 8, 5), PFFN(32, 2, 8, 5), PFFN(32, 2, 8, 7)):
+        layer((x, lengths), summary)
+    assert [length for _, length, _ in made] == [5, 7]
+
+
 def test_compiled_calls_take_lengths():
     tensors, lengths = leaves(torch.float32, 16), Lengths(offsets(FIRST))
     for function in (gdpa, block_attention):

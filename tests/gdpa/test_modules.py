@@ -37,7 +37,12 @@ MASKS = {
     "causal window": {"causal": True, "window": 3, "qk_norm": True},
     "rotary": {"num_kv_heads": 2, "rotary": 100.0, "qk_norm": True},
 }
-CASES = [(kind, name) for kind in LAYERS for name in OPTIONS] + [("self", name) for name in MASKS]
+TOKENS = {
+    "summary tokens": {"summary_tokens": 2},
+    "grouped tokens": {"summary_tokens": 3, "num_kv_heads": 2, "qk_norm": True, "bias": False},
+}
+CASES = [(kind, name) for kind in LAYERS for name in OPTIONS]
+CASES += [("self", name) for name in MASKS] + [("pffn", name) for name in TOKENS]
 
 FUNCTIONS = {
     "gelu": F.gelu,
@@ -60,11 +65,12 @@ def make(kind: str, **options):
     return made
 
 
-def batch(lengths=LENGTHS, dtype=torch.float64):
-    """values, offsets and a summary per sequence."""
+def batch(lengths=LENGTHS, dtype=torch.float64, tokens=None):
+    """values, offsets and a summary per sequence, of some tokens or one vector."""
     make = torch.Generator().manual_seed(1)
     values = torch.randn(sum(lengths), 32, generator=make).to(dtype)
-    summary = torch.randn(len(lengths), SUMMARY, generator=make).to(dtype)
+    shape = (len(lengths), SUMMARY) if tokens is None else (len(lengths), tokens, SUMMARY)
+    summary = torch.randn(shape, generator=make).to(dtype)
     return values, cu_seqlens(lengths, "cpu"), summary
 
 
@@ -133,6 +139,7 @@ def composed(layer, values, lengths, summary):
         else:
             q = F.linear(tokens, layer.q.weight, layer.q.bias)
             kv = F.linear(summary[i], layer.kv.weight, layer.kv.bias)
+            kv = kv if layer.mix is None else layer.mix.weight @ kv
             rows.append(attend(layer, q, *kv.view(layer.num_keys, -1).chunk(2, 1)))
     return torch.stack(rows) if isinstance(layer, PMA) else torch.cat(rows)
 
@@ -143,8 +150,9 @@ def gradients(layer, loss, *others):
 
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_is_the_layer_in_plain_pytorch(kind, options):
-    layer = make(kind, **(OPTIONS | MASKS)[options])
-    values, offsets, summary = batch()
+    options = (OPTIONS | MASKS | TOKENS)[options]
+    layer = make(kind, **options)
+    values, offsets, summary = batch(tokens=options.get("summary_tokens"))
     leaves = [values.requires_grad_()]
     if kind == "pffn":
         leaves.append(summary.requires_grad_())
@@ -238,6 +246,30 @@ def test_a_sample_sees_no_other(kind):
     clean, y = (run(layer, a, offsets, b) for a, b in ((values, summary), (poisoned, other)))
     rows = [0, 1, 3, 4] if kind == "pma" else [*range(5), 14]
     assert torch.equal(y[rows], clean[rows])
+
+
+def test_summary_tokens_take_few_weights():
+    with torch.device("meta"):
+        layer = PFFN(512, 4, 512, 256, summary_tokens=32)
+    made = sum(p.numel() for part in (layer.kv, layer.mix) for p in part.parameters())
+    assert made == 512 * 1024 + 1024 + 256 * 32
+
+
+def test_seeds_of_pma_are_a_summary():
+    pool, layer = make("pma", dtype=torch.float32), PFFN(32, 4, 32, 6, summary_tokens=3)
+    x = batch(dtype=torch.float32)[:2]
+    expected, _ = layer(x, pool(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, _ = layer(x, pool(x))
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.05)
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: layer(x, pool(x))[0], fullgraph=True, backend="aot_eager")
+    layer.max_seqlen = pool.max_seqlen = 9
+    actual = gradients(layer, step(x).square().sum(), *pool.parameters())
+    wanted = gradients(layer, expected.square().sum(), *pool.parameters())
+    for a, b in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_identity_is_one_matrix_per_sample():
@@ -371,6 +403,7 @@ WRONG = [
     ("self", "max_seqlen", True, "max_seqlen must be None or an integer .* got True"),
     ("pma", "num_seeds", 0, "num_seeds must be an integer of at least 1, got 0"),
     ("pffn", "num_keys", 2.0, "num_keys must be an integer of at least 1, got 2.0"),
+    ("pffn", "summary_tokens", 0, "summary_tokens must be an integer of at least 1, got 0"),
     ("pffn", "summary_dim", True, "summary_dim must be an integer of at least 1, got True"),
 ]
 
@@ -433,6 +466,8 @@ def test_a_wrong_summary_says_what_is_wrong():
         layer((values, offsets), torch.nested.nested_tensor([summary[0]], layout=torch.jagged))
     with pytest.raises(TypeError, match="summary must be a tensor, got NoneType"):
         layer((values, offsets), None)
+    with pytest.raises(ValueError, match=r"must have shape \[5, 2, 7\], .*, got \[5, 7\]"):
+        make("pffn", summary_tokens=2)((values, offsets), summary)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
