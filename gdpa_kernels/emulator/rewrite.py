@@ -11,7 +11,8 @@ Triton is Python with other semantics in a few places; those are the changes:
 - Lists are tuples. `a if c else b` is a value if `c` is one. `assert` is a device assertion.
 - The body of `with tlx.async_task(...)` becomes a function of the names it uses; each replica is
   called with the values they have when the task is reached, so every task has its own copies. They
-  run when the surrounding `with tlx.async_tasks()` ends, and their assignments stay theirs.
+  run when the surrounding `with tlx.async_tasks()` ends, and their assignments stay theirs. Tiles
+  do not pass into a task on warps of its own.
 
 Global names are resolved anew for each launch: Triton's modules become the emulator's namespaces,
 Triton functions are lowered on demand, constants are unwrapped. What Triton forbids in a kernel (a
@@ -53,7 +54,7 @@ class _Rewriter(ast.NodeTransformer):
     """Makes the changes listed above, by calls to the functions in HELPERS."""
 
     def __init__(self, file: str):
-        self.file, self.local, self.regions = file, set(), 0
+        self.file, self.local, self.regions, self.in_task = file, set(), 0, False
 
     def refuse(self, node: ast.AST, what: str) -> None:
         raise Unsupported(what, (self.file, getattr(node, "lineno", 0)))
@@ -91,12 +92,15 @@ class _Rewriter(ast.NodeTransformer):
         if kind == "async_tasks":
             self.regions += 1
         region = f"__region_{self.regions}__"
+        outside, self.in_task = self.in_task, kind == "async_task"
         body = self.block(node.body)
+        self.in_task = outside
         if kind == "async_tasks":
             start = f"{region} = __tasks__()"
             return [*self.code(node, start), *body, *self.code(node, f"{region}.run()")]
-        used = {n.id for s in node.body for n in ast.walk(s) if isinstance(n, ast.Name)}
-        captured = ", ".join(f"{name}=None" for name in sorted(used & self.local))
+        names = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Name)]
+        read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+        captured = ", ".join(f"{name}=None" for name in sorted(read & self.local))
         name = f"__{_role_name(node)}__"
         (define,) = self.code(node, f"def {name}({captured}): pass")
         define.body = body
@@ -192,6 +196,11 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.Expr:
         arguments = [self.visit(part) for part in (node.test, node.msg) if part is not None]
         return ast.copy_location(ast.Expr(self.call("__assert__", node, *arguments)), node)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if self.in_task and node.id in self.local:
+            return self.call("__captured__", node, node, ast.Constant(node.id))
+        return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         if node.attr == "value":
@@ -420,6 +429,16 @@ def _choose(condition: Any, first: Callable, second: Callable) -> Any:
     return _assign(chosen) if isinstance(condition, Tile) else chosen
 
 
+def _captured(value: Any, name: str) -> Any:
+    """A variable that a task reads; a tile of that name outside of the task would be passed in."""
+    if name in current().role.tiles:
+        raise InvalidKernel(
+            f"a task takes scalars, buffers and barriers from the kernel around it, got "
+            f"{current().role.tiles[name]}: compute it in the task, under another name"
+        )
+    return value
+
+
 def check(condition: Any, message: str = "") -> None:
     """A device assertion: every element must hold."""
     holds = condition.data.all() if isinstance(condition, Tile) else condition
@@ -437,6 +456,7 @@ HELPERS: dict[str, Callable] = {
     "__choose__": _choose,
     "__tuple__": tuple,
     "__assert__": check,
+    "__captured__": _captured,
     "__value__": lambda x: getattr(x, "value", x),
     "__locals__": locals,
     "__again__": _again,

@@ -41,8 +41,8 @@ class Role:
     dots, stores, landings, copies: asynchronous operations that the role waits for by their order
     (wgmma, what TMA stores read, what they write, cp.async groups), oldest first. mma: the tcgen05
     operations to be committed. dots_issued: the bits of all its MMAs; they execute in order. task:
-    whether it is a task rather than the kernel around it. staged: bytes of shared memory of
-    `stage`.
+    whether it is a task rather than the kernel around it. tiles: those of the kernel around it, by
+    name, which it must not use. staged: bytes of shared memory of `stage`.
     """
 
     def __init__(self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable):
@@ -59,7 +59,7 @@ class Role:
         self.copies: list[list[Operation]] = [[]]
         self.mma: list[Operation] = []
         self.dots_issued = 0
-        self.task, self.staged = False, 0
+        self.task, self.tiles, self.staged = False, {}, 0
         self.greenlet = greenlet(lambda: self._run(body))
         self.greenlet.gr_context = contextvars.copy_context()
 

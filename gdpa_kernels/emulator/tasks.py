@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from .aggregates import Aggregate
 from .errors import InvalidKernel, ResourceLimit
 from .launch import REGISTERS, current
 from .scheduler import Role
+from .tile import Tile
 
 MAX_WARPS = 32
 # What the compiler leaves at least to the default task, per thread.
@@ -50,7 +52,7 @@ class Region:
         running: list[Role] = []
         start = main.release()
 
-        def role_of(name: str, warps: int, replica: int, function: Callable, values: dict) -> None:
+        def role_of(name: str, warps: int, replica: int, function: Callable, values: dict) -> Role:
             def body() -> None:
                 function(**values)
                 role.charge()
@@ -65,6 +67,7 @@ class Region:
             role.time, role.replica, role.task = main.time, replica, True
             running.append(role)
             scheduler.start(role)
+            return role
 
         asked: list[tuple[int, int]] = []
         unnamed = 0
@@ -75,17 +78,31 @@ class Region:
                 unnamed += not options["default"]
             warps = launch.num_warps if options["default"] else options["num_warps"]
             replicas = options.get("replicate", 1)
+            tiles = {key: tile for key in values if (tile := _tile_in(key, values[key]))}
             for replica in range(replicas):
                 label = f"{name}[{replica}]" if replicas > 1 else name
                 launch.report.warps[label] = warps
-                role_of(label, warps, replica, function, values)
+                role = role_of(label, warps, replica, function, values)
                 if options["default"] and replica == 0:
                     continue
+                role.tiles = tiles
                 if warps > 1:
                     main.cta.compilers_barriers[2 + len(asked)] = f"the warps of {label}"
                 asked.append((warps, options["regs"] or 0))
         _check_budget(launch.num_warps, asked)
         scheduler.block(None)
+
+
+def _tile_in(name: str, value: Any) -> str:
+    """The first tile in a value, for messages; "" if there is none."""
+    parts = {}
+    if isinstance(value, Aggregate):
+        parts = {f"{name}.{field}": getattr(value, field) for field in value.fields}
+    elif isinstance(value, tuple):
+        parts = {f"{name}[{i}]": item for i, item in enumerate(value)}
+    elif isinstance(value, Tile) and value.shape:
+        return f"{name}, {value!r}"
+    return next(filter(None, (_tile_in(*part) for part in parts.items())), "")
 
 
 def _check_budget(default: int, asked: list[tuple[int, int]]) -> None:

@@ -769,12 +769,13 @@ def test_a_multicast_is_awaited_in_each_cta():
 @triton.jit
 def global_roles_kernel(x_ptr, out_ptr, ORDERED: tl.constexpr):
     full = tlx.alloc_barriers(1)
-    lanes = tl.arange(0, 16)
     with tlx.async_tasks():
         with tlx.async_task("default"):
+            lanes = tl.arange(0, 16)
             tl.store(x_ptr + lanes, lanes)
             tlx.barrier_arrive(full)
         with tlx.async_task(num_warps=4):
+            lanes = tl.arange(0, 16)
             if ORDERED:
                 tlx.barrier_wait(full, 0)
             x = tl.load(x_ptr + lanes)

@@ -1,6 +1,7 @@
 """The operations of TLX, one by one: tensor cores, copies, clusters, tasks, launch control."""
 
 import json
+import re
 import textwrap
 
 import pytest
@@ -22,6 +23,7 @@ from gdpa_kernels.emulator import (
     run,
 )
 from gdpa_kernels.emulator.__main__ import main
+from gdpa_kernels.measuring.compile_check import build
 from tests.emulator.checking import everywhere, found, place
 
 PAIR = {"ctas_per_cga": (2, 1, 1)}
@@ -750,6 +752,55 @@ def test_captured_values_are_private():
     everywhere(
         private_kernel, (2,), lambda: (torch.zeros(5, dtype=torch.int32), 7), check, REPLICAS=3
     )
+
+
+@triton.jit
+def captured_kernel(out_ptr, HOW: tl.constexpr):
+    tile = tl.arange(0, 16)
+    both = (tile, 3)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tl.store(out_ptr + tile, 1)
+        with tlx.async_task(num_warps=4):
+            if HOW == "reads":
+                tl.store(out_ptr + 16 + tile, 2)
+            elif HOW == "takes a number from a tuple":
+                tl.store(out_ptr + 16, both[1])
+            elif HOW == "makes its own":
+                tile = tl.arange(0, 16)
+                tl.store(out_ptr + 16 + tile, 2)
+            else:
+                lanes = tl.arange(0, 16)
+                tl.store(out_ptr + 16 + lanes, 2)
+
+
+@pytest.mark.parametrize(
+    "how, what",
+    (
+        ("reads", "tile, int32[16]"),
+        ("takes a number from a tuple", "both[0], int32[16]"),
+        ("makes its own", "tile, int32[16]"),
+        ("leaves it alone", None),
+    ),
+)
+def test_tiles_do_not_pass_into_a_task(how, what):
+    """Nor does the compiler let them; the default task is part of the kernel."""
+
+    def compiled():
+        build(captured_kernel, {"out_ptr": "*i32"}, {"HOW": how}, options={"num_warps": 4})
+
+    def emulated():
+        run(captured_kernel, (1,), torch.zeros(32, dtype=torch.int32), HOW=how)
+
+    if what is None:
+        compiled(), emulated()
+        return
+    with pytest.raises(RuntimeError, match="should not capture RankedTensorType"):
+        compiled()
+    with pytest.raises(
+        InvalidKernel, match=re.escape(f"got {what}: compute it in the task, under")
+    ):
+        emulated()
 
 
 @triton.jit
