@@ -141,7 +141,7 @@ class AliasedWait(EmulatorError):
 
 
 class ResourceLimit(EmulatorError):
-    """More shared or tensor memory, named barriers or registers than the hardware has."""
+    """More shared or tensor memory, named barriers or warps than the hardware has."""
 
 
 @dataclass(frozen=True)

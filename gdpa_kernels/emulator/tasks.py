@@ -1,10 +1,11 @@
 """`with tlx.async_tasks()`: the tasks of a region become roles that run concurrently."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from .aggregates import Aggregate
-from .errors import InvalidKernel, ResourceLimit
+from .errors import InvalidKernel, ResourceLimit, location
 from .launch import REGISTERS, current
 from .scheduler import Role
 from .tile import Tile
@@ -12,6 +13,8 @@ from .tile import Tile
 MAX_WARPS = 32
 # What the compiler leaves at least to the default task, per thread.
 MIN_REGISTERS = 24
+# Python's own record of the warnings that were shown: each is, once.
+_WARNED: dict[Any, Any] = {}
 
 
 class Region:
@@ -106,25 +109,34 @@ def _tile_in(name: str, value: Any) -> str:
 
 
 def _check_budget(default: int, asked: list[tuple[int, int]]) -> None:
-    """Whether a CTA has the warps and registers of its tasks: of the default one, which asks for no
-    registers, and of the others, each (warps, registers per thread).
+    """Refuse more warps than a CTA has, and warn of registers that the compiler does not give.
+
+    `default` is the number of warps of the default task; `asked` are (warps, registers per thread)
+    of the others, 0 registers for a task that names none.
 
     As fbtriton 3.7.4 counts: tasks of more warps come first, four consecutive warps are a warp
-    group, the last one padded, and all of it gets the most that one of its tasks asks for. The
-    compiler drops every request if they exceed an even share of a multiple of 8 for each thread.
+    group, the last one padded, and all of it gets the most that one of its tasks asks for. If they
+    exceed an even share of a multiple of 8 for each thread, every thread has that share.
     """
     taken = default + sum(warps for warps, _ in asked)
     if taken > MAX_WARPS:
         raise ResourceLimit(f"a CTA has at most {MAX_WARPS} warps, got {taken}")
+    named = [registers > 0 for _, registers in asked]
+    if any(named) and not all(named):
+        raise InvalidKernel("all tasks but the default one must name registers, or none of them")
     large_first = sorted(asked, key=lambda task: -task[0])
     each = [registers for warps, registers in large_first for _ in range(warps)]
     groups = [max(each[i : i + 4]) for i in range(0, len(each), 4)]
     threads = 32 * (default + 4 * len(groups))
-    budget = REGISTERS // threads // 8 * 8 * threads
+    share = REGISTERS // threads // 8 * 8
     registers = 32 * (MIN_REGISTERS * default + 4 * sum(groups))
-    if any(groups) and registers > budget:
-        raise ResourceLimit(
-            f"{threads} threads have {budget} registers; the tasks ask for {registers}, with "
-            f"{MIN_REGISTERS} per thread for the default task, and for each group of four warps "
-            f"the most that one of its tasks asks for"
+    if any(named) and registers > share * threads:
+        warnings.warn_explicit(
+            f"the compiler drops registers= of all tasks: {threads} threads have "
+            f"{share * threads}, and the tasks ask for {registers}, with {MIN_REGISTERS} a thread "
+            f"for the default task, and for each group of four warps the most that one of its "
+            f"tasks asks for",
+            UserWarning,
+            *location(),
+            registry=_WARNED,
         )

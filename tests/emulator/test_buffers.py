@@ -1,10 +1,13 @@
 """Shared and tensor memory: allocations, views, aliases, limits, and what nobody has written."""
 
+import warnings
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
+from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -818,7 +821,7 @@ def test_warps():
 def test_registers():
     # 384 threads have 168 each: 24 * 128 for the default task and 256 * 240 for the others.
     run(roles_kernel, (1,), WARPS=4, REPLICAS=2, REGISTERS=240)
-    with pytest.raises(ResourceLimit, match="64512 registers; the tasks ask for 66560"):
+    with pytest.warns(UserWarning, match="384 threads have 64512, and the tasks ask for 66560"):
         run(roles_kernel, (1,), WARPS=4, REPLICAS=2, REGISTERS=248)
     with pytest.raises(InvalidKernel, match="a multiple of 8, got 100"):
         run(roles_kernel, (1,), WARPS=4, REPLICAS=2, REGISTERS=100)
@@ -840,28 +843,47 @@ def groups_kernel(
 
 
 @pytest.mark.parametrize(
-    "math, a, b, warps, refused",
+    "math, a, b, warps, dropped",
     (
         (208, 48, 48, 1, None),
-        (208, 48, 80, 1, "512 threads have 65536 registers; the tasks ask for 66560"),
+        (208, 48, 80, 1, "512 threads have 65536, and the tasks ask for 66560"),
         (184, 48, 24, 4, None),  # the one warp has a warp group to itself
-        (200, 48, 24, 4, "640 threads have 61440 registers; the tasks ask for 63488"),
+        (200, 48, 24, 4, "640 threads have 61440, and the tasks ask for 63488"),
     ),
 )
-def test_a_warp_group_gets_the_most_that_one_of_its_tasks_asks_for(math, a, b, warps, refused):
-    """Where the emulator refuses them, the compiler drops all requests."""
+def test_a_warp_group_gets_the_most_that_one_of_its_tasks_asks_for(math, a, b, warps, dropped):
+    """Where the emulator warns, the compiler drops all requests."""
     constants = {"MATH": math, "A": a, "B": b, "WARPS": warps}
     made = build(
         groups_kernel, {"out_ptr": "*i32"}, constants, capability=100, options={"num_warps": 4}
     )
-    assert ("setmaxnreg" in made.asm["ptx"]) == (refused is None)
+    assert ("setmaxnreg" in made.asm["ptx"]) == (dropped is None)
     out = torch.zeros(4, dtype=torch.int32)
-    if refused is None:
-        run(groups_kernel, (1,), out, **constants)
-        assert out.tolist() == [1, 2, 3, 4]
-    else:
-        with pytest.raises(ResourceLimit, match=refused):
-            run(groups_kernel, (1,), out, **constants)
+    with warnings.catch_warnings(record=True) as shown:
+        run(groups_kernel, (2,), out, **constants)
+    assert out.tolist() == [1, 2, 3, 4]
+    assert len(shown) == (dropped is not None)
+    for warning in shown:
+        assert dropped in str(warning.message)
+        assert (warning.filename, warning.lineno) == place(groups_kernel, "async_tasks()")
+
+
+@triton.jit
+def some_registers_kernel(out_ptr):
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tl.store(out_ptr, 1)
+        with tlx.async_task(num_warps=4, registers=120):
+            tl.store(out_ptr + 1, 2)
+        with tlx.async_task(num_warps=4):
+            tl.store(out_ptr + 2, 3)
+
+
+def test_all_tasks_name_registers_or_none():
+    with pytest.raises(CompilationError, match="either ALL or NONE"):
+        build(some_registers_kernel, {"out_ptr": "*i32"}, {}, options={"num_warps": 4})
+    with pytest.raises(InvalidKernel, match="must name registers, or none"):
+        run(some_registers_kernel, (1,), torch.zeros(3, dtype=torch.int32))
 
 
 # Contents that nobody wrote.
