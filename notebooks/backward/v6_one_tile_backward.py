@@ -69,7 +69,7 @@ chapter = Chapter(f"backward/{V6}", mode=mode, device=device, data_dir=data_dir)
 # and of large matmuls back to back:
 
 # %%
-limits = results.ceilings(chapter.record(), "sustained")
+limits = results.ceilings(chapter.record("backward/results"), "sustained")
 moved = {"v4": 512 + 512 + 512 + 512 + 256, "v6": 512 + 256}
 ns = {rung: count / limits.gbytes_per_s(2, 1) for rung, count in moved.items()}
 for keys in (64, 128):
