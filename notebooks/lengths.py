@@ -25,8 +25,6 @@ BOOK = 110_000
 LATER = (
     "blackwell",
     "measuring/power_wall",
-    "measuring/other_shapes",
-    "backward/v6_one_tile_backward",
     "backward/v7_wide_backward",
 )
 """Chapters that came after the book's limit was set, and come on top of it."""
