@@ -7,7 +7,7 @@ import torch
 
 from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.batch import Batch, Rotary
-from gdpa_kernels.calling import checks, ladder
+from gdpa_kernels.calling import checks, ladder, packed
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import define, distinct, final, needed
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
@@ -19,10 +19,11 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 def block_attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     cu_seqlens: torch.Tensor | Lengths,
     *,
+    num_kv_heads: int | None = None,
     block_size: int = 64,
     scale: float | None = None,
     rotary: Rotary | None = None,
@@ -46,10 +47,15 @@ def block_attention(
     Args:
         q: `[total_tokens, num_heads_q, head_dim]`, of any strides.
         k, v: `[total_tokens, num_heads_k, head_dim]`; num_heads_q must be a multiple of
-            num_heads_k. Query head h uses key head h // (num_heads_q // num_heads_k).
+            num_heads_k. Query head h uses key head h // (num_heads_q // num_heads_k). k and v None:
+            q holds all three, `[total_tokens, num_heads_q + 2 * num_heads_k, head_dim]` or
+            `[total_tokens, 3, num_heads, head_dim]`; v None: k holds both. What is packed so has
+            one gradient, written by the kernels where it lies; those of three slices PyTorch
+            concatenates.
         cu_seqlens: int32 `[batch + 1]` on q's device: sequence i holds the tokens cu_seqlens[i] up
             to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary, and so is batch 0. Or
             `Lengths`, checked once for many calls.
+        num_kv_heads: num_heads_k of a q that holds all three; None for a third of its heads.
         block_size: 16, 32, 64 or 128 tokens.
         scale: multiplies Q K^T before the softmax; None means head_dim ** -0.5.
         rotary: (sin, cos), each `[total_tokens, head_dim // 2]`, floating point: the pair (x[2i],
@@ -75,7 +81,8 @@ def block_attention(
     Source: the block attention of the published TLX kernels; see the chapter "What is block
     attention".
     """
-    q, k, v = checks.autocast(q, k, v)
+    held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
+    q, k, v = packed.unpack(*held, num_kv_heads)
     checks.check_tensors(q, k, v)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
@@ -93,9 +100,9 @@ def block_attention(
         if validate and checks.is_readable(cu_seqlens):
             checks.check_lengths("cu_seqlens", cu_seqlens, q.shape[0], None)
     sin, cos = (None, None) if rotary is None else rotary
-    tensors = distinct(q, k, v, cu_seqlens, sin, cos)
+    tensors = distinct(*held, cu_seqlens, sin, cos)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = scale, block_size, bool(rotate_v), impl, backward_impl
+    options = num_kv_heads, scale, block_size, bool(rotate_v), impl, backward_impl
     return _BlockAttention.apply(lengths, *tensors, options)
 
 
@@ -167,16 +174,20 @@ def _blocks(lengths: Lengths | None, rung: Rung, batch: Batch) -> torch.Tensor |
     return make() if lengths is None else lengths.once((OPERATOR, batch.block_size), make)
 
 
-def _batch(q, k, v, cu_seqlens, sin, cos, scale, block_size, rotate_v) -> Batch:
+def _batch(
+    q, k, v, cu_seqlens, sin, cos, num_kv_heads, scale, block_size, rotate_v, **gradients
+) -> Batch:
     """The `Batch` of an operator's arguments."""
+    tensors = *packed.unpack(q, k, v, num_kv_heads), cu_seqlens
     rotary = None if sin is None else (sin, cos)
-    return Batch(q, k, v, cu_seqlens, scale, block_size, rotary, rotate_v)
+    return Batch(*tensors, scale, block_size, rotary, rotate_v, **gradients)
 
 
 def _forward(
-    q, k, v, cu_seqlens, sin, cos, blocks, scale, block_size, rotate_v, impl, backward_impl
+    q, k, v, cu_seqlens, sin, cos, blocks, *arguments
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    batch = _batch(q, k, v, cu_seqlens, sin, cos, scale, block_size, rotate_v)
+    *options, impl, backward_impl = arguments
+    batch = _batch(q, k, v, cu_seqlens, sin, cos, *options)
     rung = resolve(impl, "forward", batch)
     if backward_impl not in ("auto", impl):  # one that cannot take the call says so here
         resolve(backward_impl, "backward", batch)
@@ -186,42 +197,47 @@ def _forward(
     return out, list(saved[1:])  # the first is the output
 
 
-def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, scale, block_size, rotate_v, impl, _):
-    saved = ()
+def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, *arguments):
+    *options, impl, _ = arguments
+    batch, saved = _batch(q, k, v, cu_seqlens, sin, cos, *options), ()
     if impl != "auto" and "saved" in (rung := ladder.rung(impl, OPERATOR)).has:
-        batch = _batch(q, k, v, cu_seqlens, sin, cos, scale, block_size, rotate_v)
         saved = rung.module().empty_saved(batch)
-    return q.new_empty(q.shape), list(saved)
+    return q.new_empty(batch.q.shape), list(saved)
 
 
 def _backward(
-    grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, scale, block_size, rotate_v, impl
+    grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *arguments
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    batch = _batch(q, k, v, cu_seqlens, sin, cos, scale, block_size, rotate_v)
-    rung = resolve(impl, "backward", batch)
-    given = {"schedule": (blocks,)} if blocks is not None and "schedule" in rung.has else {}
-    with checks.without_autocast(q):
-        return rung.module().backward(grad_out, batch, tuple(saved), **given)
+    *options, impl = arguments
+
+    def backward(places, _):
+        batch = _batch(q, k, v, cu_seqlens, sin, cos, *options, gradients=places)
+        rung = resolve(impl, "backward", batch)
+        given = {"schedule": (blocks,)} if blocks is not None and "schedule" in rung.has else {}
+        with checks.without_autocast(q):
+            return rung.module().backward(grad_out, batch, tuple(saved), **given)
+
+    gradients = packed.gradients(backward, q, k, v, options[0], (True, True, True))
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
 def _fake_backward(grad_out, q, k, v, *_):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+    return tuple(q.new_empty(0 if x is None else x.shape) for x in (q, k, v))
 
 
 _SHARED_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, Tensor? blocks, "
+    "Tensor q, Tensor? k, Tensor? v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, Tensor? blocks, "
 )
+_OPTIONS = "SymInt? num_kv_heads, float scale, int block_size, bool rotate_v, str impl"
 _FORWARD = define(
     "block_attention_forward",
-    f"({_SHARED_SCHEMA}float scale, int block_size, bool rotate_v, str impl, str backward_impl) "
-    "-> (Tensor, Tensor[])",
+    f"({_SHARED_SCHEMA}{_OPTIONS}, str backward_impl) -> (Tensor, Tensor[])",
     _forward,
     _fake_forward,
 )
 _BACKWARD = define(
     "block_attention_backward",
-    f"(Tensor grad_out, {_SHARED_SCHEMA}Tensor[] saved, float scale, int block_size, "
-    "bool rotate_v, str impl) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad_out, {_SHARED_SCHEMA}Tensor[] saved, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gdpa_kernels.calling.heads import Heads
+from gdpa_kernels.calling.heads import Gradients, Heads
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Schedule = tuple[torch.Tensor, ...]
@@ -18,7 +18,8 @@ class Batch(Heads):
     """A jagged batch and what is to be computed of it; already validated.
 
     q `[total, num_heads, head_dim]`, k and v `[total, num_heads_k, head_dim]`; cu_seqlens int32
-    `[sequences + 1]`; rotary (sin, cos), each `[total, head_dim // 2]`, or None.
+    `[sequences + 1]`; rotary (sin, cos), each `[total, head_dim // 2]`, or None. `gradients`: where
+    dq, dk and dv are to be written, of any strides; None for memory of their own.
     """
 
     q: torch.Tensor
@@ -29,11 +30,8 @@ class Batch(Heads):
     block_size: int = 64
     rotary: Rotary | None = None
     rotate_v: bool = False
+    gradients: Gradients = (None, None, None)
 
     @property
     def total(self) -> int:
         return self.q.shape[0]
-
-    def new_gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Memory for dq, dk and dv, contiguous."""
-        return tuple(x.new_empty(x.shape) for x in (self.q, self.k, self.v))

@@ -6,15 +6,16 @@ import torch
 from torch import nn
 
 from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention, check_impls
-from gdpa_kernels.calling import jagged, layers
+from gdpa_kernels.calling import jagged, layers, packed
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 
 
 class BlockAttention(nn.Module):
     """Self-attention inside blocks of consecutive tokens of each sequence of a jagged batch.
 
-    One linear layer makes q, k and v, which the kernels read in place; another one mixes the
-    heads: y = W_out block_attention(W_qkv x). Under autocast it follows its linear layers.
+    One linear layer makes q, k and v, which the kernels read where they lie and whose gradient they
+    write so; another one mixes the heads: y = W_out block_attention(W_qkv x). Under autocast it
+    follows its linear layers.
 
     Args:
         embed_dim: features of a token.
@@ -27,7 +28,7 @@ class BlockAttention(nn.Module):
             block. (sin, cos) are made once for the layers that share `Lengths`.
         rotate_v: rotate v too.
         qk_norm: RMSNorm of each head's rows of q and of k, with learned weights, before they are
-            rotated. With it q and k are copies, and only v is read in place.
+            rotated. With it q and k are copies, and PyTorch concatenates the gradients.
         bias: whether the two projections have one.
         impl, backward_impl: as `block_attention`.
         validate: check the values of the offsets; as `block_attention`.
@@ -87,14 +88,13 @@ class BlockAttention(nn.Module):
 
     def _attend(self, values: torch.Tensor, offsets: Offsets) -> torch.Tensor:
         """W_out block_attention(W_qkv values); the offsets are those that `forward` checked."""
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        qkv = self.qkv(values).unflatten(1, (sum(heads), self.head_dim))
-        q, k, v = qkv.split(heads, dim=1)
+        q, k, v = self.qkv(values).unflatten(1, (-1, self.head_dim)), None, None
         if self.q_norm is not None:
+            q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
             q, k = self.q_norm(q), self.k_norm(k)
         turns = layers.turns(self.rotary, self.head_dim, values.shape[0], offsets)
         out = block_attention(
-            q, k, v, offsets,
+            q, k, v, offsets, num_kv_heads=self.num_kv_heads if k is None else None,
             block_size=self.block_size, rotary=turns, rotate_v=self.rotate_v,
             impl=self.impl, backward_impl=self.backward_impl, validate=False,
         )  # fmt: skip

@@ -65,6 +65,14 @@ def turns(
     return offsets.once(("turns", base, head_dim), make)
 
 
+def rotate(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    """x `[total_tokens, num_heads, head_dim]`, its pairs (x[2i], x[2i + 1]) rotated by `turns`."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    sin, cos = sin[:, None], cos[:, None]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
 def check_rotary(rotary: object, head_dim: int) -> None:
     """Raises ValueError unless rotary is None, or a positive number and head_dim even."""
     if rotary is None:

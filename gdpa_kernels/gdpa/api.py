@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from gdpa_kernels.calling import checks, ladder
+from gdpa_kernels.calling import checks, ladder, packed
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import define, distinct, final, needed
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
@@ -20,13 +20,14 @@ BACKWARD_IMPLS = tuple(ladder.impls(BACKWARD))
 
 def gdpa(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     cu_seqlens_q: torch.Tensor | Lengths | None,
     cu_seqlens_k: torch.Tensor | Lengths,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
+    num_kv_heads: int | None = None,
     activation: str | tuple[str, ...] | list[str] = "gelu_tanh",
     scale: float | None = None,
     output_scale: float = 1.0,
@@ -53,11 +54,16 @@ def gdpa(
         q: `[total_q, num_heads_q, head_dim]`, or `[max_seqlen_q, num_heads_q, head_dim]` with
             `cu_seqlens_q=None`: one q shared by the whole batch (PMA seeds).
         k, v: `[total_k, num_heads_k, head_dim]`; num_heads_q must be a multiple of num_heads_k.
+            v None: k holds both, `[total_k, 2 * num_heads_k, head_dim]` or `[total_k, 2,
+            num_heads_k, head_dim]`. k and v None: q holds all three, `[total, num_heads_q + 2 *
+            num_heads_k, head_dim]` or `[total, 3, num_heads, head_dim]`. What is packed so has one
+            gradient, where three slices have three, which PyTorch concatenates.
         cu_seqlens_q, cu_seqlens_k: int32 `[batch + 1]` on q's device: sequence i holds the rows
             cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. Or
             `Lengths`, checked once for many calls.
         max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens. None: that of
             `Lengths`, or the rows of a shared q.
+        num_kv_heads: num_heads_k of a q that holds all three; None for a third of its heads.
         activation: a name of `reference.ACTIVATIONS`, or one name per query head.
         scale: multiplies Q K^T before the activation; None means head_dim ** -0.5.
         output_scale: multiplies the result after the activation; applied once, to the fp32 sum.
@@ -89,7 +95,8 @@ def gdpa(
 
     Source: the operator of Kunlun (arXiv 2602.10016); see the chapter "What is GDPA".
     """
-    q, k, v = checks.autocast(q, k, v)
+    held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
+    q, k, v = packed.unpack(*held, num_kv_heads)
     checks.check_tensors(q, k, v)
     names = check_activation(activation, q.shape[1])
     check_scalars(scale, output_scale, window)
@@ -103,9 +110,9 @@ def gdpa(
             f"cu_seqlens_q must have cu_seqlens_k's shape {list(cu_seqlens_k.shape)}, "
             f"got {list(cu_seqlens_q.shape)}"
         )
-    tensors = distinct(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k)
     options = (
-        max_seqlen_q, max_seqlen_k, ",".join(names),
+        num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names),
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(output_scale), bool(causal),
         window, bool(precise), impl, backward_impl,
     )  # fmt: skip
@@ -178,11 +185,14 @@ def _schedule(
     return list(lengths[1].once(key, lambda: rung.schedule(batch, config)))
 
 
-def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, activation, *options):
+def _batch(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, num_kv_heads, max_seqlen_q, max_seqlen_k, activation,
+    *options, **gradients,
+) -> Batch:  # fmt: skip
     """The `Batch` of an operator's arguments."""
-    ends = cu_seqlens_q, cu_seqlens_k
+    tensors = *packed.unpack(q, k, v, num_kv_heads), cu_seqlens_q, cu_seqlens_k
     names = tuple(activation.split(","))
-    return Batch(q, k, v, *ends, max_seqlen_q, max_seqlen_k, names, *options)
+    return Batch(*tensors, max_seqlen_q, max_seqlen_k, names, *options, **gradients)
 
 
 def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> torch.Tensor:
@@ -196,7 +206,8 @@ def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> torch
         return rung.module().forward(batch, **given).contiguous()
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments):
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, num_kv_heads, *_):
+    q, _, _ = packed.unpack(q, k, v, num_kv_heads)
     rows = q.shape[0] if cu_seqlens_q is not None else (cu_seqlens_k.shape[0] - 1) * q.shape[0]
     return q.new_empty(rows, q.shape[1], q.shape[2])
 
@@ -205,25 +216,30 @@ def _backward(
     grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *options, need_q, need_k, need_v, impl = arguments
-    batch, needs = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options), (need_q, need_k, need_v)
-    rung = resolve_backward(impl, batch)
-    given = {"schedule": tuple(schedule)} if schedule else {}
-    if "needs" in rung.has:
-        given["needs"] = needs
-    with checks.without_autocast(q):
-        gradients = rung.module().backward(grad_out, batch, **given)
-    return tuple(q.new_empty(0) if x is None else x for x in needed(gradients, needs))
+
+    def backward(places, needs):
+        batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, gradients=places)
+        rung = resolve_backward(impl, batch)
+        given = {"schedule": tuple(schedule)} if schedule else {}
+        if "needs" in rung.has:
+            given["needs"] = needs
+        with checks.without_autocast(q):
+            return needed(rung.module().backward(grad_out, batch, **given), needs)
+
+    needs = need_q, need_k, need_v
+    gradients = needed(packed.gradients(backward, q, k, v, options[0], needs), needs)
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
 def _fake_backward(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments):
-    needs = zip((q, k, v), arguments[-4:-1], strict=True)
-    return tuple(x.new_empty(x.shape) if need else x.new_empty(0) for x, need in needs)
+    gradients = needed((q, k, v), arguments[-4:-1])
+    return tuple(q.new_empty(0 if x is None else x.shape) for x in gradients)
 
 
 _SHARED_SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, Tensor[] schedule, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, str activation, float scale, float output_scale, "
-    "bool causal, SymInt? window, bool precise, "
+    "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, "
+    "Tensor[] schedule, SymInt? num_kv_heads, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "str activation, float scale, float output_scale, bool causal, SymInt? window, bool precise, "
 )
 _FORWARD = define(
     "gdpa_forward",

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from gdpa_kernels.calling.heads import Heads
+from gdpa_kernels.calling.heads import Gradients, Heads
 
 Schedule = tuple[torch.Tensor, ...]
 """A list of work on a device: what `make_schedule` of a rung returns."""
@@ -20,7 +20,8 @@ class Batch(Heads):
     q `[total_q, num_heads, head_dim]`, or `[max_seqlen_q, num_heads, head_dim]` with cu_seqlens_q
     None: shared by all sequences; k, v `[total_k, num_heads_k, head_dim]`; cu_seqlens_q and
     cu_seqlens_k int32 `[sequences + 1]`; `activation`: one name, or one for each query head;
-    `precise`: not in packed arithmetic.
+    `precise`: not in packed arithmetic; `gradients`: where dq, dk and dv are to be written, of any
+    strides, None for memory of their own.
     """
 
     q: torch.Tensor
@@ -36,6 +37,7 @@ class Batch(Heads):
     causal: bool = False
     window: int | None = None
     precise: bool = False
+    gradients: Gradients = (None, None, None)
 
     def __post_init__(self) -> None:
         # A window that every pair is inside of masks nothing; kernels add to it in 32 bits.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gdpa_kernels.block_attention.reference import rotate
-from gdpa_kernels.calling import checks, jagged, layers
+from gdpa_kernels.calling import checks, jagged, layers, packed
 from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
@@ -69,8 +68,8 @@ class _Layer(nn.Module):
     def _attend(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
         cu_seqlens_q: Offsets | None,
         cu_seqlens_k: Offsets,
         max_seqlen_q: int,
@@ -79,12 +78,15 @@ class _Layer(nn.Module):
         **mask,
     ) -> torch.Tensor:
         """W_out gdpa(q, k, v), `[rows, embed_dim]`; the offsets are those that `_read` checked."""
+        if self.q_norm is not None or turns is not None:
+            q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if turns is not None:
-            q, k = rotate(q, *turns), rotate(k, *turns)
+            q, k = layers.rotate(q, *turns), layers.rotate(k, *turns)
         out = gdpa(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            num_kv_heads=self.num_kv_heads if k is None else None,
             activation=self.activation, scale=self.scale, output_scale=self.output_scale,
             precise=self.precise, impl=self.impl, backward_impl=self.backward_impl,
             validate=False, **mask,
@@ -101,7 +103,7 @@ class _Layer(nn.Module):
 class GDPASelfAttention(_Layer):
     """Self-attention with an element-wise activation for softmax, on a jagged batch.
 
-    One linear layer makes q, k and v, which the kernels read in place; another one mixes the
+    One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
     heads: y = W_out gdpa(W_qkv x). Nothing is added to y: a residual is the caller's. Under
     autocast the layer follows its linear layers.
 
@@ -122,8 +124,8 @@ class GDPASelfAttention(_Layer):
         qk_norm: RMSNorm of each head's rows of q and of k, with learned weights w_q and w_k that
             start at 1. A score is then at most `scale * head_dim * max(abs(w_q * w_k))` in size:
             scale=1 / head_dim makes it a cosine at first, where the polynomial "gelu_taylor6" is
-            accurate; the other activations need no bound. With it q and k are copies, and only v is
-            read in place. False: the operator alone.
+            accurate; the other activations need no bound. With it q and k are copies, only v is
+            read in place, and PyTorch concatenates their gradients. False: the operator alone.
         bias: whether the two projections have one.
         max_seqlen: at least the longest sequence, in tokens. None takes that of `Lengths`, or reads
             it from the offsets in each call, which waits for the device; a CUDA graph's capture
@@ -184,10 +186,9 @@ class GDPASelfAttention(_Layer):
         Raises TypeError, ValueError: x is wrong: what is expected, what was received.
         """
         values, offsets, longest = self._read(x)
-        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        q, k, v = self.qkv(values).unflatten(1, (sum(heads), self.head_dim)).split(heads, dim=1)
+        qkv = self.qkv(values).unflatten(1, (-1, self.head_dim))
         y = self._attend(
-            q, k, v, offsets, offsets, longest, longest,
+            qkv, None, None, offsets, offsets, longest, longest,
             layers.turns(self.rotary, self.head_dim, values.shape[0], offsets),
             causal=self.causal, window=self.window,
         )  # fmt: skip
@@ -259,8 +260,8 @@ class PMA(_Layer):
         """
         values, offsets, longest = self._read(x)
         q = self.seeds.unflatten(1, (self.num_heads, self.head_dim))
-        k, v = self.kv(values).unflatten(1, (-1, self.head_dim)).chunk(2, dim=1)
-        y = self._attend(q, k, v, None, offsets, self.num_seeds, longest)
+        kv = self.kv(values).unflatten(1, (-1, self.head_dim))
+        y = self._attend(q, kv, None, None, offsets, self.num_seeds, longest)
         return y.unflatten(0, (jagged.batch_size(offsets), self.num_seeds))
 
     def extra_repr(self) -> str:
@@ -361,9 +362,8 @@ class PFFN(_Layer):
         if self.mix is not None:
             kv = torch.bmm(self.mix.weight.to(kv.dtype).expand(batch, -1, -1), kv)
         kv = kv.view(batch * self.num_keys, 2 * self.num_kv_heads, self.head_dim)
-        k, v = kv.chunk(2, dim=1)
         keys = self._keys(offsets, values.device)
-        y = self._attend(q, k, v, offsets, keys, longest, self.num_keys)
+        y = self._attend(q, kv, None, offsets, keys, longest, self.num_keys)
         return jagged.like(x, y, offsets)
 
     def _keys(self, offsets: Offsets, device: torch.device) -> Offsets:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from gdpa_kernels import BlockAttention, emulator
 from gdpa_kernels.block_attention import modules
-from gdpa_kernels.calling import layers
+from gdpa_kernels.calling import layers, packed
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
@@ -121,7 +121,9 @@ def test_the_kernels_read_the_packed_projection_where_it_lies(monkeypatch):
         modules, "block_attention", lambda *a, **o: seen.append(a[:3]) or attend(*a, **o)
     )
     make(num_kv_heads=2)(batch())
-    ((q, k, v),) = seen
+    (((q, *others),),) = (seen,)
+    assert others == [None, None]
+    q, k, v = packed.unpack(q, None, None, 2)
     assert q.stride() == k.stride() == v.stride() == (8 * 16, 16, 1)
     assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
 

@@ -279,7 +279,7 @@ def test_opcheck(shared):
     q = torch.randn(4 if shared else 9, 4, 16)
     k, v = (torch.randn(9, 4, 16) for _ in range(2))
     lengths = cu_seqlens([4, 0, 5], "cpu")
-    ends_and_sizes = None if shared else lengths, lengths, [], 4 if shared else 5, 5
+    ends_and_sizes = None if shared else lengths, lengths, [], None, 4 if shared else 5, 5
     options = "gelu_tanh", 0.25, 1.0, False, None, shared
     torch.library.opcheck(
         api._FORWARD, (q, k, v, *ends_and_sizes, *options, "v0_eager", "reference")
@@ -310,7 +310,7 @@ def test_a_compiled_program_does_not_look_into_the_operator():
     forward = torch._dynamo.disable(api._FORWARD, recursive=False)
     *tensors, longest_q, longest_k = call.values()
     options = "gelu_tanh", 0.25, 1.0, False, None, False, "v0_eager", "auto"
-    call = (*tensors, [], longest_q, longest_k, *options)
+    call = (*tensors, [], None, longest_q, longest_k, *options)
     counter = CompileCounter()
     compiled = torch.compile(lambda: forward(*call) * 2, backend=counter)
     torch.testing.assert_close(compiled(), api._FORWARD(*call) * 2)

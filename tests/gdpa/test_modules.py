@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator
-from gdpa_kernels.calling import layers
+from gdpa_kernels.calling import layers, packed
 from gdpa_kernels.gdpa import modules
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
@@ -200,8 +200,10 @@ def test_the_kernels_read_the_projections_where_they_lie(kind, qk_norm, monkeypa
     values, offsets, summary = batch()
     run(layer, values, offsets, summary)
     ((q, k, v, ends_q, ends_k, *_),) = seen
-    packed = 8 if kind == "self" else 4
-    assert v.stride() == (packed * 8, 8, 1) and v.shape[1:] == (2, 8)
+    assert [x is None for x in (k, v)] == [kind == "self" and not qk_norm, not qk_norm]
+    q, k, v = packed.unpack(q, k, v, layer.num_kv_heads)
+    heads = 8 if kind == "self" else 4
+    assert v.stride() == (heads * 8, 8, 1) and v.shape[1:] == (2, 8)
     if not qk_norm:
         assert k.stride() == v.stride()
         assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()

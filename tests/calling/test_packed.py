@@ -1,0 +1,197 @@
+"""q, k and v, or k and v, side by side in one tensor: results, one gradient, who writes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gdpa_kernels import Lengths, block_attention, emulator, gdpa
+from gdpa_kernels.block_attention import api as block_api
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa import api
+from gdpa_kernels.measuring.inputs import cu_seqlens
+
+LENGTHS = [4, 0, 17]
+TOTAL = sum(LENGTHS)
+HEADS = {"equal": (2, 2), "grouped": (4, 2), "one key head": (3, 1)}
+
+
+def ends() -> torch.Tensor:
+    return cu_seqlens(LENGTHS, "cpu")
+
+
+def turns(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.randn(TOTAL, head_dim // 2)
+    return angles.sin(), angles.cos()
+
+
+OPERATORS = {
+    "gdpa": lambda q, k, v, **o: gdpa(q, k, v, ends(), ends(), 17, 17, **o),
+    "block": lambda q, k, v, **o: block_attention(q, k, v, ends(), **{"block_size": 16} | o),
+}
+
+
+def leaves(heads: tuple[int, int], head_dim: int = 16, dtype=torch.float64) -> list[torch.Tensor]:
+    """q, k and v that want gradients."""
+    numbers = heads[0], heads[1], heads[1]
+    tensors = [torch.randn(TOTAL, n, head_dim).to(dtype) for n in numbers]
+    return [x.requires_grad_() for x in tensors]
+
+
+def side_by_side(tensors: list[torch.Tensor], count: int) -> list[torch.Tensor | None]:
+    """Leaves: the last `count` of q, k and v as one, then None."""
+    alone, together = tensors[: 3 - count], tensors[3 - count :]
+    whole = torch.cat(together, 1).detach().requires_grad_()
+    return [*(x.detach().requires_grad_() for x in alone), whole, *[None] * (count - 1)]
+
+
+def compare(call, heads, count, whole=lambda x: x, **options) -> None:
+    """A packed call and the call of three, in values and in every gradient."""
+    tensors = options.pop("tensors", None) or leaves(HEADS[heads])
+    given = side_by_side(tensors, count)
+    number = HEADS[heads][1] if count == 3 and heads != "equal" else None
+    options["num_kv_heads"] = number
+    changed = [x if x is None or i != 3 - count else whole(x) for i, x in enumerate(given)]
+    out = call(*changed, **options)
+    expected = call(*tensors, **options | {"num_kv_heads": None})
+    assert torch.equal(out, expected)
+    weights = torch.randn_like(expected)
+    out.backward(weights)
+    expected.backward(weights)
+    grads = [x.grad for x in tensors]
+    wanted = [*grads[: 3 - count], torch.cat(grads[3 - count :], 1)]
+    for x, grad in zip(given, wanted, strict=False):
+        assert x.grad.is_contiguous() and torch.equal(x.grad, grad) and grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("count", (2, 3))
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_is_the_call_of_three(operator, heads, count):
+    compare(OPERATORS[operator], heads, count)
+
+
+@pytest.mark.parametrize("count", (2, 3))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_heads_of_each_in_a_dimension_of_their_own(operator, count):
+    compare(OPERATORS[operator], "equal", count, lambda x: x.unflatten(1, (count, -1)))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_torch_compile(operator):
+    torch._dynamo.reset()
+    compiled = torch.compile(OPERATORS[operator], fullgraph=True, backend="aot_eager")
+    for count in (2, 3):
+        compare(compiled, "grouped", count)
+
+
+def test_a_shared_q_with_packed_keys():
+    seeds, kv = torch.randn(3, 4, 16), torch.randn(TOTAL, 4, 16)
+    given = [x.double().requires_grad_() for x in (seeds, kv)]
+    lengths = Lengths(ends())
+    out = gdpa(*given, None, None, lengths)
+    expected = gdpa(given[0], *given[1].chunk(2, 1), None, lengths)
+    assert torch.equal(out, expected) and out.shape == (9, 4, 16)
+    found, wanted = (torch.autograd.grad(x.square().sum(), given) for x in (out, expected))
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("wanted", ("q", "kv"))
+def test_only_what_is_asked_for(wanted):
+    for call in OPERATORS.values():
+        q, kv, _ = side_by_side(leaves(HEADS["grouped"]), 2)
+        expected = torch.autograd.grad(call(q, kv, None).sum(), (q, kv))
+        other = kv if wanted == "q" else q
+        other.requires_grad_(False)
+        call(q, kv, None).sum().backward()
+        assert other.grad is None
+        grad, other = (q.grad, expected[0]) if wanted == "q" else (kv.grad, expected[1])
+        assert torch.equal(grad, other)
+
+
+BLOCK = [rung.impl for rung in ladder.LADDERS["block_attention"] if rung.impl != "reference"]
+
+
+@pytest.mark.parametrize("count", (2, 3))
+@pytest.mark.parametrize("impl", BLOCK)
+def test_kernels_of_block_attention_write_the_gradient_where_it_lies(impl, count):
+    with emulator.enabled("sm_100" if impl.startswith("b") else "sm_90"):
+        options = {"impl": impl, "block_size": 64}
+        options |= {} if impl.startswith("v3") else {"rotary": turns(64)}
+        tensors = leaves((4, 2), 64, torch.bfloat16)
+        compare(OPERATORS["block"], "grouped", count, tensors=tensors, **options)
+        given = side_by_side(tensors, count)
+        number = 2 if count == 3 else None
+        out = OPERATORS["block"](*given, **options, num_kv_heads=number)
+        with launches() as seen, Copies() as copies:
+            found = torch.autograd.grad(out, given[: 4 - count], torch.ones_like(out))
+    packed = found[3 - count].untyped_storage().data_ptr()
+    arguments = [getattr(x, "base", x) for launch in seen for x in launch.arguments.values()]
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    assert sum(x.untyped_storage().data_ptr() == packed for x in tensors) >= count
+    assert copies.names == []
+
+
+class Copies(TorchDispatchMode):
+    """Operators of PyTorch that a packed gradient would do without."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in ("aten::cat", "aten::stack", "aten::copy_", "aten::slice_backward"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backward_impl", ("v1_tiled_backward", "v4_warp_specialized_backward"))
+@pytest.mark.parametrize("count", (2, 3))
+def test_kernels_of_gdpa(count, backward_impl):
+    with emulator.enabled():
+        compare(
+            OPERATORS["gdpa"], "grouped", count, tensors=leaves((4, 2), 128, torch.bfloat16),
+            impl="v1_tiled", backward_impl=backward_impl,
+        )  # fmt: skip
+
+
+def test_opcheck():
+    q, kv, _ = side_by_side(leaves(HEADS["grouped"], dtype=torch.float32), 2)
+    qkv, _, _ = side_by_side(leaves(HEADS["grouped"], dtype=torch.float32), 3)
+    grad_out = torch.randn(TOTAL, 4, 16)
+    options = "gelu_tanh", 0.25, 1.0, False, None, False
+    for given in ((q.detach(), kv.detach(), None, None), (qkv.detach(), None, None, 2)):
+        *tensors, number = given
+        call = (*tensors, ends(), ends(), [], number, 17, 17, *options)
+        torch.library.opcheck(api._FORWARD, (*call, "v0_eager", "reference"))
+        for needs in ((True, True, True), (False, True, False)):
+            torch.library.opcheck(api._BACKWARD, (grad_out, *call, *needs, "reference"))
+        call, options_ = (*tensors, ends(), *turns(16), None), (number, 0.25, 16, True, "reference")
+        torch.library.opcheck(block_api._FORWARD, (*call, *options_, "reference"))
+        torch.library.opcheck(block_api._BACKWARD, (grad_out, *call, [], *options_))
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    (
+        (((9, 4, 16), None, None), {}, "q must have shape .* multiple of 3 heads, .*got .9, 4, 16"),
+        (((9, 64), None, None), {}, r"q must have shape .*got \[9, 64\]"),
+        (((9, 2, 4, 16), None, None), {}, r"q must have shape .*\[total, 3, num_heads, head_dim\]"),
+        (((9, 4, 16), (9, 3, 16), None), {}, "k must have shape .* multiple of 2 heads"),
+        (((9, 6, 16), None, None), {"num_kv_heads": 3}, "from 1 to a third of q's 6 heads, got 3"),
+        (((9, 6, 16), None, None), {"num_kv_heads": 0}, "from 1 to a third of q's 6 heads, got 0"),
+        (((9, 6, 16), None, None), {"num_kv_heads": True}, "must be an integer .*, got True"),
+        (((9, 7, 16), None, None), {"num_kv_heads": 2}, "q must have a multiple of k's 2 heads"),
+        (((9, 4, 16),) * 3, {"num_kv_heads": 4}, "num_kv_heads must be None unless .*, got 4"),
+        (((9, 4, 16), None, (9, 4, 16)), {}, "k must be a tensor, got NoneType"),
+    ),
+)  # fmt: skip
+def test_wrong_arguments_say_what_is_wrong(given, options, message):
+    tensors = [None if shape is None else torch.ones(shape) for shape in given]
+    lengths = cu_seqlens([4, 5], "cpu")
+    with pytest.raises((TypeError, ValueError), match=message):
+        gdpa(*tensors, lengths, lengths, 5, 5, **options)
+    with pytest.raises((TypeError, ValueError), match=message):
+        block_attention(*tensors, lengths, **options)
