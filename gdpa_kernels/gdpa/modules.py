@@ -60,9 +60,12 @@ class _Layer(nn.Module):
         self.precise, self.impl, self.backward_impl = bool(precise), impl, backward_impl
         self.q_norm, self.k_norm = layers.head_norms(qk_norm, self.head_dim, made)
 
-    def _read(self, x: torch.Tensor | Jagged) -> tuple[torch.Tensor, Offsets, int]:
+    def _read(
+        self, x: torch.Tensor | Jagged, max_seqlen: int | None
+    ) -> tuple[torch.Tensor, Offsets, int]:
         """values, offsets and max_seqlen of a jagged batch, all checked."""
-        values, offsets, longest = jagged.read(x, self.embed_dim, self.max_seqlen, self.validate)
+        most = self.max_seqlen if max_seqlen is None else max_seqlen
+        values, offsets, longest = jagged.read(x, self.embed_dim, most, self.validate)
         return values, offsets, jagged.longest_of(offsets) if longest is None else longest
 
     def _attend(
@@ -127,9 +130,9 @@ class GDPASelfAttention(_Layer):
             accurate; the other activations need no bound. With it q and k are copies, only v is
             read in place, and PyTorch concatenates their gradients. False: the operator alone.
         bias: whether the two projections have one.
-        max_seqlen: at least the longest sequence, in tokens. None takes that of `Lengths`, or reads
-            it from the offsets in each call, which waits for the device; a CUDA graph's capture
-            needs the number or `Lengths`.
+        max_seqlen: at least the longest sequence, in tokens. None takes that of the call, of
+            `Lengths` or of a nested tensor that knows its own, or reads it from the offsets in each
+            call, which waits for the device; a CUDA graph's capture needs one of the others.
         precise, impl, backward_impl: as `gdpa`.
         validate: check the values of the offsets; as `gdpa`.
         device, dtype: of the parameters.
@@ -176,16 +179,19 @@ class GDPASelfAttention(_Layer):
         self.qkv = nn.Linear(embed_dim, heads * self.head_dim, **made)
         self.out = nn.Linear(embed_dim, embed_dim, **made)
 
-    def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
+    def forward(
+        self, x: torch.Tensor | Jagged, max_seqlen: int | None = None
+    ) -> torch.Tensor | Jagged:
         """The layer's output, of the kind and shape of x.
 
         x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]` or `Lengths`), or a
         nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. A pair's int64 offsets
         come back as int32; a nested tensor's are converted in each call, `Lengths` once.
+        max_seqlen: of this batch, in place of the layer's.
 
         Raises TypeError, ValueError: x is wrong: what is expected, what was received.
         """
-        values, offsets, longest = self._read(x)
+        values, offsets, longest = self._read(x, max_seqlen)
         qkv = self.qkv(values).unflatten(1, (-1, self.head_dim))
         y = self._attend(
             qkv, None, None, offsets, offsets, longest, longest,
@@ -253,12 +259,12 @@ class PMA(_Layer):
         self.kv = nn.Linear(embed_dim, 2 * self.num_kv_heads * self.head_dim, **made)
         self.out = nn.Linear(embed_dim, embed_dim, **made)
 
-    def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Jagged, max_seqlen: int | None = None) -> torch.Tensor:
         """The pooled rows, `[batch, num_seeds, embed_dim]`, for both kinds of x.
 
-        x: as `GDPASelfAttention.forward`, and so the errors.
+        x, max_seqlen: as `GDPASelfAttention.forward`, and so the errors.
         """
-        values, offsets, longest = self._read(x)
+        values, offsets, longest = self._read(x, max_seqlen)
         q = self.seeds.unflatten(1, (self.num_heads, self.head_dim))
         kv = self.kv(values).unflatten(1, (-1, self.head_dim))
         y = self._attend(q, kv, None, None, offsets, self.num_seeds, longest)
@@ -340,13 +346,15 @@ class PFFN(_Layer):
         self.kv = nn.Linear(summary_dim, features, **made)
         self.out = nn.Linear(embed_dim, embed_dim, **made)
 
-    def forward(self, x: torch.Tensor | Jagged, summary: torch.Tensor) -> torch.Tensor | Jagged:
+    def forward(
+        self, x: torch.Tensor | Jagged, summary: torch.Tensor, max_seqlen: int | None = None
+    ) -> torch.Tensor | Jagged:
         """The layer's output, of the kind and shape of x.
 
-        x: as `GDPASelfAttention.forward`, and so the errors. summary: `[batch, summary_dim]`, or
-        `[batch, summary_tokens, summary_dim]`.
+        x, max_seqlen: as `GDPASelfAttention.forward`, and so the errors. summary: `[batch,
+        summary_dim]`, or `[batch, summary_tokens, summary_dim]`.
         """
-        values, offsets, longest = self._read(x)
+        values, offsets, longest = self._read(x, max_seqlen)
         batch = jagged.batch_size(offsets)
         if not isinstance(summary, torch.Tensor):
             raise TypeError(f"summary must be a tensor, got {type(summary).__name__}")

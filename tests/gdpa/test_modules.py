@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 
 from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator
-from gdpa_kernels.calling import layers, packed
+from gdpa_kernels.calling import jagged, layers, packed
 from gdpa_kernels.gdpa import modules
 from gdpa_kernels.measuring.inputs import cu_seqlens
 
@@ -483,6 +484,62 @@ def test_max_seqlen(kind, monkeypatch):
     monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[5:7]) or attend(*a, **o))
     run(make(kind), values, offsets, summary)
     assert seen == {"self": [(9, 9)], "pma": [(3, 9)], "pffn": [(9, 6)]}[kind]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_max_seqlen_of_a_batch(kind, monkeypatch):
+    values, offsets, summary = batch()
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[5:7]) or attend(*a, **o))
+    layer, more = make(kind, max_seqlen=8), [summary] if kind == "pffn" else []
+    y = layer((values, offsets), *more, max_seqlen=12)
+    expected = make(kind)((values, offsets), *more)
+    assert torch.equal(*((y, expected) if kind == "pma" else (y[0], expected[0])))
+    assert seen[0] == {"self": (12, 12), "pma": (3, 12), "pffn": (12, 6)}[kind]
+    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .*got 7"):
+        layer((values, offsets), *more, max_seqlen=7)
+    with pytest.raises(ValueError, match="max_seqlen must be an integer of at least 0, got 9.0"):
+        layer((values, offsets), *more, max_seqlen=9.0)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_nested_tensor_knows_its_longest_sequence(kind, monkeypatch):
+    def waits(*_):
+        raise AssertionError("the offsets were read")
+
+    monkeypatch.setattr(jagged, "longest_of", waits)
+    values, offsets, summary = batch()
+    more = [summary] if kind == "pffn" else []
+    x = torch.nested.nested_tensor_from_jagged(values, offsets.long(), max_seqlen=11)
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[5:7]) or attend(*a, **o))
+    y = make(kind, validate=False)(x, *more)
+    assert seen == {"self": [(11, 11)], "pma": [(3, 11)], "pffn": [(11, 6)]}[kind]
+    if kind != "pma":
+        seen.clear()
+        make("self", validate=False)(y)
+        assert seen == [(11, 11)], "the next layer knows it too"
+    wrong = torch.nested.nested_tensor_from_jagged(values, offsets.long(), max_seqlen=8)
+    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .*got 8"):
+        make(kind)(wrong, *more)
+
+
+def test_offsets_of_a_pair_are_converted_once():
+    values, offsets, _ = batch()
+    layer = make("self")
+    x = layer((values, offsets.long()))
+    assert x[1].dtype == torch.int32 and layer(x)[1] is x[1]
+
+
+def test_another_batch_is_not_another_program():
+    torch._dynamo.reset()
+    layer, counter = make("self"), CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for lengths in ([4, 0, 17], [5, 9], [3, 2, 1, 30]):
+        values, offsets, _ = batch(lengths)
+        y, _ = compiled((values, offsets), max_seqlen=max(lengths))
+        assert torch.equal(y, layer((values, offsets))[0])
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("options", ({}, {"precise": True}), ids=str)
