@@ -225,6 +225,19 @@ def _fake_backward(grad_out, q, k, v, *_):
     return tuple(q.new_empty(0 if x is None else x.shape) for x in (q, k, v))
 
 
+def _matmul_flops(q, k, v, cu_seqlens, sin, cos, options) -> int:
+    batch = _batch(q, k, v, cu_seqlens, sin, cos, *options)
+    return 2 * batch.num_heads * batch.head_dim * batch.pairs()
+
+
+def _forward_flops(q, k, v, cu_seqlens, sin, cos, blocks, *arguments) -> int:
+    return 2 * _matmul_flops(q, k, v, cu_seqlens, sin, cos, arguments[:-2])
+
+
+def _backward_flops(grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *arguments) -> int:
+    return 5 * _matmul_flops(q, k, v, cu_seqlens, sin, cos, arguments[:-1])
+
+
 _SHARED_SCHEMA = (
     "Tensor q, Tensor? k, Tensor? v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, Tensor? blocks, "
 )
@@ -234,12 +247,14 @@ _FORWARD = define(
     f"({_SHARED_SCHEMA}{_OPTIONS}, str backward_impl) -> (Tensor, Tensor[])",
     _forward,
     _fake_forward,
+    _forward_flops,
 )
 _BACKWARD = define(
     "block_attention_backward",
     f"(Tensor grad_out, {_SHARED_SCHEMA}Tensor[] saved, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
+    _backward_flops,
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.heads import Gradients, Heads
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -35,3 +36,12 @@ class Batch(Heads):
     @property
     def total(self) -> int:
         return self.q.shape[0]
+
+    def pairs(self) -> int:
+        """Pairs of a query and a key of one block, of one head. Reads the offsets, which waits for
+        the device; where they cannot be read, as in fake calls, all blocks are full."""
+        size = self.block_size
+        if not checks.is_readable(self.cu_seqlens):
+            return self.total * size
+        lengths = self.cu_seqlens.diff().long()
+        return int((lengths // size * size**2 + (lengths % size) ** 2).sum())

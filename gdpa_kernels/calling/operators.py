@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -13,17 +14,23 @@ _LIBRARY = torch.library.Library("gdpa_kernels", "FRAGMENT")  # the operators li
 
 
 def define(
-    name: str, schema: str, implementation: Callable, fake: Callable
+    name: str, schema: str, implementation: Callable, fake: Callable, flops: Callable
 ) -> torch._ops.OpOverload:
     """The operator `gdpa_kernels::name` with `schema`, as `torch.library` has its functions; what
-    differentiates it is an `autograd.Function` around it."""
+    differentiates it is an `autograd.Function` around it. flops(*arguments): those of a call, for
+    `torch.utils.flop_counter`."""
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     # A compiled program that calls it must not have Dynamo look into the implementation.
     # `torch.compiler.disable` does the same, and imports Dynamo and Triton with this package.
     implementation = torch._disable_dynamo(implementation)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gdpa_kernels::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.gdpa_kernels, name).default
+    packet = getattr(torch.ops.gdpa_kernels, name)
+    with contextlib.suppress(Exception):  # it imports Triton: if that is broken, ask the doctor
+        from torch.utils.flop_counter import register_flop_formula
+
+        register_flop_formula(packet, get_raw=True)(lambda *arguments, out_val: flops(*arguments))
+    return packet.default
 
 
 def needed(gradients: tuple, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

@@ -60,6 +60,15 @@ def unpack(
     return q.split((q.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
 
 
+def needs_of_parts(
+    k: torch.Tensor | None, v: torch.Tensor | None, needs: tuple[bool, bool, bool]
+) -> tuple[bool, bool, bool]:
+    """Whose gradients are needed of dq, dk and dv, if `needs` says so of q, k and v as given."""
+    need_q, need_k, need_v = needs
+    need_k = need_q if k is None else need_k
+    return need_q, need_k, need_k if v is None else need_v
+
+
 def gradients(
     backward: Callable[[Gradients, tuple[bool, bool, bool]], Gradients],
     q: torch.Tensor,
@@ -76,12 +85,12 @@ def gradients(
     if v is not None:
         return backward((None, None, None), needs)
     if k is None:
-        whole, needs = q.new_empty(q.shape), (needs[0],) * 3
+        whole = q.new_empty(q.shape)
         places = unpack(whole, None, None, num_kv_heads)
     else:
-        whole, needs = k.new_empty(k.shape), (needs[0], needs[1], needs[1])
+        whole = k.new_empty(k.shape)
         places = None, *whole.chunk(2, dim=1)
-    found = backward(places, needs)
+    found = backward(places, needs_of_parts(k, v, needs))
     for place, x in zip(places, found, strict=True):
         if place is not None and x is not None and x is not place:
             place.copy_(x)

@@ -236,6 +236,22 @@ def _fake_backward(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arg
     return tuple(q.new_empty(0 if x is None else x.shape) for x in gradients)
 
 
+def _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, options) -> int:
+    """FLOPs of one matmul of a call, of pairs that count."""
+    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+    return 2 * batch.num_heads * batch.head_dim * batch.pairs()
+
+
+def _forward_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> int:
+    return 2 * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, arguments[:-2])
+
+
+def _backward_flops(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> int:
+    need_q, need_k, need_v = packed.needs_of_parts(k, v, arguments[-4:-1])
+    matmuls = 1 + (need_q or need_k) + need_q + need_k + need_v  # S, dP, dQ, dK, dV
+    return matmuls * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, arguments[:-4])
+
+
 _SHARED_SCHEMA = (
     "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, "
     "Tensor[] schedule, SymInt? num_kv_heads, SymInt max_seqlen_q, SymInt max_seqlen_k, "
@@ -246,6 +262,7 @@ _FORWARD = define(
     f"({_SHARED_SCHEMA}str impl, str backward_impl) -> Tensor",
     _forward,
     _fake_forward,
+    _forward_flops,
 )
 _BACKWARD = define(
     "gdpa_backward",
@@ -253,6 +270,7 @@ _BACKWARD = define(
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
+    _backward_flops,
 )
 
 

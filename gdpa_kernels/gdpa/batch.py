@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
+from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.heads import Gradients, Heads
 
 Schedule = tuple[torch.Tensor, ...]
@@ -70,6 +72,27 @@ class Batch(Heads):
     def names(self) -> str:
         """The activations as one word for a kernel."""
         return ",".join(self.activation)
+
+    def pairs(self) -> int:
+        """Pairs of a query and a key that count, of one head. Reads the offsets, which waits for
+        the device; where they cannot be read, as in fake calls, every pair of sequences of the
+        greatest lengths counts."""
+        if not checks.is_readable(self.cu_seqlens_k):
+            return self.sequences * self.max_seqlen_q * self.max_seqlen_k
+        keys = np.diff(self.cu_seqlens_k.tolist())
+        rows = np.full_like(keys, self.max_seqlen_q)
+        if not self.shared_q:
+            rows = np.diff(self.cu_seqlens_q.tolist())
+        if not self.masked:
+            return int(rows @ keys)
+        position = np.arange(rows.sum()) - (rows.cumsum() - rows).repeat(rows)
+        first, last = 0, keys.repeat(rows) - 1
+        if self.window is not None:
+            first = np.maximum(position - self.window, 0)
+            last = np.minimum(last, position + self.window)
+        if self.causal:
+            last = np.minimum(last, position)
+        return int(np.maximum(last - first + 1, 0).sum())
 
     def new_out(self) -> torch.Tensor:
         """Memory for the output."""
