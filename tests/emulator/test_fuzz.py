@@ -326,14 +326,19 @@ import triton.language.extra.tlx as tlx
 
 
 @triton.jit
+def put(out_ptr, rows):
+    lanes = tl.arange(0, rows.shape[0])[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out_ptr + lanes, rows)
+
+
+@triton.jit
 def kernel(x_desc, out_ptr):
-    lanes = tl.arange(0, {parts})[:, None] * 4 + tl.arange(0, 4)[None, :]
 """
 
 
 def source(pipeline: Pipeline) -> str:
     """The pipeline as a kernel: x holds the parts of the items, out takes what is read."""
-    lines = [HEADER.format(parts=pipeline.parts)]
+    lines = [HEADER]
     shape = f"({pipeline.parts}, 4), tl.float32, {pipeline.stages}"
     lines += [f"    {ring} = tlx.local_alloc({shape})" for ring in pipeline.rings]
     for name, count in pipeline.counts.items():
@@ -367,7 +372,7 @@ def _statement(pipeline: Pipeline, step: Step) -> str:
     if step.item < 0:
         return f"value = tlx.local_load({buffer})"
     place = step.item * pipeline.parts * 4
-    return f"tl.store(out_ptr + {place} + lanes, tlx.local_load({buffer}))"
+    return f"put(out_ptr + {place}, tlx.local_load({buffer}))"
 
 
 NUMBERS = itertools.count()
