@@ -3,10 +3,9 @@
 The table, choices.csv, is made from the records (report/rankings.py): for each direction of each
 measured workload with GELU the implementations, fastest first. A call takes the row of its
 direction and of its device's compute capability whose head_dim and longest sequences are nearest,
-by their ratios; a row of the call's own dtype comes first. Another minor version does not count.
-Where nothing was measured, and after what was, come the implementations that run anywhere
-(`UNMEASURED`). What was made for a head_dim over 128 comes first there until a record ranks it
-(`WIDE`).
+by their ratios; rows of a head_dim on the same side of 128 come first, since other rungs take those
+over it, then rows of the call's own dtype. Another minor version does not count. Where nothing was
+measured, and after what was, come the implementations that run anywhere (`UNMEASURED`).
 """
 
 from __future__ import annotations
@@ -23,21 +22,19 @@ UNMEASURED = {
     "forward": ("v2_tma", "v1_tiled", "v0_eager"),
     "backward": ("v1_tiled_backward", "reference"),
 }
-WIDE = {"forward": (), "backward": ("v7_wide_backward",)}
-"""They take only a head_dim over 128. No record has one yet, and of what is ranked at 128 only what
-runs anywhere takes it too."""
 COLUMNS = {
     "capability": rankings.capability, "direction": str, "dtype": str, "head_dim": int,
     "max_seqlen_q": int, "max_seqlen_k": int,
 }  # fmt: skip
 
 
-def distance(shape: Shape, dtype: str, *sizes: int) -> tuple[bool, float]:
-    """How far a call of head_dim, max_seqlen_q and max_seqlen_k is from a measured shape: another
-    dtype first, then doublings of the sizes."""
-    _, _, measured_dtype, *measured = shape
-    doublings = (abs(math.log2(a / max(b, 1))) for a, b in zip(measured, sizes, strict=True))
-    return measured_dtype != dtype, sum(doublings)
+def distance(shape: Shape, dtype: str, head_dim: int, *lengths: int) -> tuple[bool, bool, float]:
+    """How far a call of head_dim, max_seqlen_q and max_seqlen_k is from a measured shape: first by
+    the side of 128 that its head_dim is on, then by dtype, then by doublings of the sizes."""
+    _, _, measured_dtype, measured_dim, *measured = shape
+    sizes = zip((measured_dim, *measured), (head_dim, *lengths), strict=True)
+    doublings = sum(abs(math.log2(a / max(b, 1))) for a, b in sizes)
+    return (measured_dim > 128) != (head_dim > 128), measured_dtype != dtype, doublings
 
 
 @lru_cache(maxsize=1024)
@@ -51,8 +48,7 @@ def order(
         return UNMEASURED[direction]
     call = dtype, head_dim, max_seqlen_q, max_seqlen_k
     ranked = min(rows, key=lambda row: distance(row.shape, *call)).impls
-    wide = [impl for impl in WIDE[direction] if head_dim > 128 and impl not in ranked]
-    return tuple(dict.fromkeys((*wide, *ranked, *UNMEASURED[direction])))
+    return tuple(dict.fromkeys((*ranked, *UNMEASURED[direction])))
 
 
 @cache

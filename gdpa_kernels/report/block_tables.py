@@ -41,7 +41,8 @@ def duels(rows: pd.DataFrame, works: Sequence[Workload], rungs: Sequence[str]) -
     for work in works:
         for way in DIRECTIONS:
             times, shares = (x.loc[(work.name, way)].dropna() for x in (ms, share))
-            rung, peer = times[list(rungs)].idxmin(), times.drop(list(rungs)).idxmin()
+            ours = times.index.isin(rungs)
+            rung, peer = times[ours].idxmin(), times[~ours].idxmin()
             line = {"head_dim": work.head_dim, "direction": way, "best rung": rung}
             line |= {"ms": times[rung], "% of copy": shares[rung], "best peer": peer}
             line |= {"its ms": times[peer], "its %": shares[peer]}

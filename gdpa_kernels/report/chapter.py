@@ -131,11 +131,6 @@ class Chapter:
         made = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
         return made[[name for name in dict.fromkeys(rows[columns]) if name in made]]
 
-    def scope(self) -> str:
-        """What its record leads with: "sustained" where it has such rows, else "kernel"."""
-        scopes = {row.scope for row in self.record().rows}
-        return "sustained" if "sustained" in scopes else "kernel"
-
     # Exhibits.
 
     def figure(

@@ -121,8 +121,10 @@ def update(root: Path = record.ROOT) -> bool:
 
 
 def _scope(data_dir: Path, line: Line) -> str:
-    """What leads: times back to back if the record has them, else bursts."""
-    return "kernel" if _rows(data_dir, line, "sustained").empty else "sustained"
+    """What leads: times back to back if the record has those of a rung and a peer, else bursts."""
+    timed = set(_rows(data_dir, line, "sustained")["impl"])
+    peers = timed & set(_peers(line))
+    return "sustained" if peers and timed - peers else "kernel"
 
 
 def _rows(data_dir: Path, line: Line, scope: str) -> pd.DataFrame:

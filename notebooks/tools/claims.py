@@ -64,7 +64,8 @@ chapter.figure(
 #
 # measured
 # : A selector found correct times on one machine: back to back, as the published loops, but in
-#   bursts for tables 6 and 7. *Stale*: a kernel changed since.
+#   bursts for tables 6 and 7 and beside FMHA's stand-in, which its host cannot keep busy. *Stale*:
+#   a kernel changed since.
 #
 # answered
 # : A statement about mathematics, design or causes that a chapter decides.
@@ -91,34 +92,34 @@ display(page.show_table(answers.plotted(ledger).rename_axis("chart").reset_index
 chapter.table(answers.tabulated(ledger).reset_index(), published="theirs; ours measured, as above")
 
 # %% tags=["remove-cell"]
-rows = chapter.rows("forward/results", scope="sustained").query("figure != ''")
-us = rows.pivot(index="workload", columns="impl", values="time_us_p50")
-best = us[[name for name in us if name.startswith("v") and name != "v0_eager"]].min(axis=1)
+us = chapter.times("forward/results", scope="sustained", direction="forward")
+bursts = chapter.rows("forward/results", direction="forward")
+burst = bursts.pivot(index="workload", columns="impl", values="time_us_p50")
+best, best_burst = (x.filter(regex="^v[1-9]").min(axis=1) for x in (us, burst))
 half = [name for name in FIGURES["gdpa-self-fwd-half"] if "dense" in name]
-cross = [name for name in us.index if "cross" in name]
-ragged = us["cudnn_varlen"] / best
-peers = (us[["fa2_varlen", "fa4", "cudnn_varlen"]].min(axis=1) / best)[half]
-dense, over_fa4 = ((us[name] / best)[cross] for name in ("cudnn", "fa4"))
+ragged = burst["cudnn_varlen"] / best_burst
+peers = (burst[["fa2_varlen", "fa4", "cudnn_varlen"]].min(axis=1) / best_burst)[half]
+cross = us.div(best, axis=0).loc[[*FIGURES["gdpa-cross-fwd-full"]]]
 forward = ratios.index.str.contains("forward")
 assert (ratios[forward].drop(columns="over FMHA") < 1).all(axis=None), "forward: smaller"
-assert (ratios[~forward] > 1).sum(axis=None) >= 6 and (dense < over_fa4).all(), "backward: larger"
+assert (ratios[~forward] > 1).sum(axis=None) >= 6, "backward: larger"
 counts = shown["status"].value_counts()
 rest = ledger[ledger["id"].map(answers.in_tables)]["status"].value_counts()
 rest.index = rest.index.str.replace("_by_arithmetic", "").str.replace("_", " ")
 for status in ("measured", "answered", "refuted", "not comparable", "open"):
     chapter.glue(**{status.split()[-1]: counts.get(status, 0) + rest.get(status, 0)})
-for name, values in {"peers": peers, "dense": dense, "fa4": over_fa4}.items():
+for name, values in {"peers": peers, "dense": cross["cudnn"], "fa4": cross["fa4"]}.items():
     chapter.glue(**{f"{name}_least": values.min(), f"{name}_most": values.max()})
 chapter.glue(
     total=len(ledger), ragged=ragged[half[0]], ragged_long=ragged[half[-1]],
-    ragged_share=results.one(rows, workload=half[0], impl="cudnn_varlen")["percent_of_roofline"],
+    ragged_share=results.one(bursts, workload=half[0], impl="cudnn_varlen")["percent_of_roofline"],
 )  # fmt: skip
 
 # %% [markdown]
-# **A maximum finds the weakest rival.** On half-full batches we are {glue:text}`ragged:.1f` times
-# as fast as FMHA's stand-in at 256 tokens, where the ragged cuDNN reaches
-# {glue:text}`ragged_share:.0f` % of its {term}`roofline`, and {glue:text}`ragged_long:.2f` times at
-# 2,048. Over the best peer at each length it is {glue:text}`peers_least:.2f` to
+# **A maximum finds the weakest rival.** In bursts on half-full batches we are
+# {glue:text}`ragged:.1f` times as fast as FMHA's stand-in at 256 tokens, where the ragged cuDNN
+# reaches {glue:text}`ragged_share:.0f` % of its {term}`roofline`, and {glue:text}`ragged_long:.2f`
+# times at 2,048. Over the best peer at each length it is {glue:text}`peers_least:.2f` to
 # {glue:text}`peers_most:.2f`: the numbers to remember.
 #
 # **FlashAttention-4 is not the strong peer here.** With 256 keys we are {glue:text}`fa4_least:.2f`

@@ -26,6 +26,7 @@ TABLE = (
     Ranking(((9, 0), "forward", "bfloat16", 128, 2048, 2048), ("long", "short"), "a"),
     Ranking(((9, 0), "forward", "bfloat16", 64, 2048, 2048), ("narrow",), "a"),
     Ranking(((9, 0), "forward", "float16", 128, 512, 512), ("half",), "a"),
+    Ranking(((9, 0), "forward", "bfloat16", 256, 512, 512), ("wide",), "a"),
 )
 
 
@@ -38,6 +39,8 @@ TABLE = (
         (("bfloat16", 128, 0, 0), "short"),
         (("bfloat16", 72, 2000, 2000), "narrow"),
         (("float16", 128, 4096, 4096), "half"),
+        (("bfloat16", 136, 2048, 2048), "wide"),
+        (("float16", 256, 512, 512), "wide"),
     ],
 )
 def test_the_nearest_shape_decides(call, first, monkeypatch):
@@ -49,20 +52,6 @@ def test_the_nearest_shape_decides(call, first, monkeypatch):
     last = UNMEASURED["forward"]
     assert found[0] == first and found[-len(last) :] == last
     assert backward == UNMEASURED["backward"]
-
-
-def test_what_was_made_for_wide_heads_comes_first_until_it_is_ranked(monkeypatch):
-    impl = "v7_wide_backward"
-    narrow = Ranking(((9, 0), "backward", "bfloat16", 128, 512, 512), ("v1_tiled_backward",), "a")
-    slow = Ranking(((9, 0), "backward", "bfloat16", 256, 512, 512), ("fast", impl), "a")
-    for table, first, second in (((narrow,), impl, "v1_tiled_backward"), ((slow,), "fast", impl)):
-        monkeypatch.setattr(choices, "load", lambda table=table: table)
-        choices.order.cache_clear()
-        found = choices.order((9, 0), "backward", "bfloat16", 256, 512, 512)
-        assert found[:2] == (first, second) and len(found) == len(set(found))
-        others = choices.order((9, 0), "backward", "bfloat16", 128, 512, 512)
-        assert others[0] == table[0].impls[0]
-    choices.order.cache_clear()
 
 
 @pytest.mark.parametrize(
