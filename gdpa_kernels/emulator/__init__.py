@@ -9,11 +9,11 @@ reads, out-of-bounds accesses and invalid descriptors; `errors` lists the kinds.
 emulator does not know raises `Unsupported`; it never guesses. Registers, layouts and real time are
 not modelled.
 
-`rewrite` turns the kernel's source into Python on tiles, and `aggregates` its classes; `tile` is
-the arithmetic; `language` and `tlx` the operations; `instructions` inline PTX; `memory` global
-memory, `buffers` shared and tensor memory; `clocks` what happens before what; `barriers`, `tasks`
-and `scheduler` who runs when, `engines` the units that roles share; `timeline` the trace; `launch`
-the state of a launch. Needs torch, triton and greenlet, and no GPU.
+`rewrite` turns the kernel's source into Python on tiles, and `aggregates` its classes; `scopes`
+watches variables; `tile` is the arithmetic; `language` and `tlx` the operations; `instructions`
+inline PTX; `memory` global memory, `buffers` shared and tensor memory; `clocks` what happens before
+what; `barriers`, `tasks` and `scheduler` who runs when, `engines` the units that roles share;
+`timeline` the trace; `launch` the state of a launch. Needs torch, triton and greenlet, and no GPU.
 """
 
 import contextlib
@@ -52,6 +52,7 @@ from .launch import CURRENT, Cluster, Cta, Launch, Report
 from .memory import Descriptor, Memory
 from .rewrite import Lowering, map_tuple
 from .scheduler import Role, Scheduler
+from .scopes import ask_front_end
 from .tasks import Region
 from .tile import scalar
 from .timeline import Timeline
@@ -251,6 +252,8 @@ def run(
                 together = range(min(resident, len(launch.clusters)))
                 chosen = [launch.clusters.popleft() for _ in together]
                 _run_clusters(launch, chosen, lambda: body(**values))
+            if launch.undecided:
+                ask_front_end(kernel, arch, bound.arguments, options)
     except EmulatorError as error:
         error.report = report
         raise
@@ -258,8 +261,14 @@ def run(
         at = location_of(error)
         if at[1] == 0:
             raise
-        message = f"{type(error).__name__}: {error} in program {launch.program}"
-        raise InvalidKernel(message, at) from error
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, UnboundLocalError):
+            name = str(error).split("'")[1]
+            message = (
+                f"{name} is not defined here; a variable that a loop or one branch on runtime "
+                f"values assigns first ends with it"
+            )
+        raise InvalidKernel(f"{message} in program {launch.program}", at) from error
     finally:
         CURRENT.reset(token)
         torch.set_num_threads(threads)

@@ -153,7 +153,8 @@ class Launch:
     """One launch.
 
     clusters: numbers of those that have not started, and may be cancelled. loops: turns of while
-    loops that each role has made.
+    loops that each role has made. undecided: whether there is an `if` whose branches may disagree
+    about a type.
     """
 
     arch: str
@@ -168,6 +169,7 @@ class Launch:
     scheduler: Any = None
     clusters: deque = field(default_factory=deque)
     loops: dict[Any, int] = field(default_factory=dict)
+    undecided: bool = False
 
     def steal(self) -> tuple[int, int, int] | None:
         """Cancel a cluster that has not started; the program id of its first CTA, or None.

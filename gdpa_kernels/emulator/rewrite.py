@@ -8,6 +8,7 @@ Triton is Python with other semantics in a few places; those are the changes:
   Parameters are left alone: a callee sees the constants of its caller.
 - The variable of a `range` or `tl.range` loop is a value, that of `tl.static_range` a constant.
 - `and`, `or`, `not` on values are element-wise and evaluate everything.
+- What a loop or an `if` does to variables is checked by `scopes`.
 - Lists are tuples. `a if c else b` is a value if `c` is one. `assert` is a device assertion.
 - The body of `with tlx.async_task(...)` becomes a function of the names it uses; each replica is
   called with the values they have when the task is reached, so every task has its own copies. They
@@ -35,6 +36,7 @@ from triton.runtime.jit import JITFunction
 from .aggregates import Aggregate, lowered
 from .errors import MARK, DeviceAssertion, InvalidKernel, Unsupported
 from .launch import current
+from .scopes import UNBOUND, Scope
 from .tile import Tile, cast, logical, promote_integers, scalar, to_tile
 
 # Newer than some supported Tritons; isinstance(x, ()) is False.
@@ -43,7 +45,7 @@ ConstexprFunction = getattr(jit, "ConstexprFunction", ())
 MAX_TURNS = 100_000
 
 _PLAIN = (
-    *(ast.Expr, ast.Return, ast.If, ast.While, ast.Pass, ast.Name, ast.Constant, ast.Tuple),
+    *(ast.Expr, ast.Return, ast.Pass, ast.Name, ast.Constant, ast.Tuple),
     *(ast.BinOp, ast.UnaryOp, ast.Call, ast.keyword, ast.Starred, ast.Subscript, ast.Slice),
     *(ast.Attribute, ast.JoinedStr, ast.FormattedValue, ast.operator, ast.unaryop, ast.cmpop),
     *(ast.boolop, ast.expr_context, ast.arguments, ast.arg),
@@ -54,7 +56,8 @@ class _Rewriter(ast.NodeTransformer):
     """Makes the changes listed above, by calls to the functions in HELPERS."""
 
     def __init__(self, file: str):
-        self.file, self.local, self.regions, self.in_task = file, set(), 0, False
+        self.file, self.local, self.in_task = file, set(), False
+        self.regions, self.scopes, self.loops = 0, 0, []
 
     def refuse(self, node: ast.AST, what: str) -> None:
         raise Unsupported(what, (self.file, getattr(node, "lineno", 0)))
@@ -92,15 +95,16 @@ class _Rewriter(ast.NodeTransformer):
         if kind == "async_tasks":
             self.regions += 1
         region = f"__region_{self.regions}__"
-        outside, self.in_task = self.in_task, kind == "async_task"
+        outside = self.in_task, self.loops
+        self.in_task, self.loops = kind == "async_task", []
         body = self.block(node.body)
-        self.in_task = outside
+        self.in_task, self.loops = outside
         if kind == "async_tasks":
             start = f"{region} = __tasks__()"
             return [*self.code(node, start), *body, *self.code(node, f"{region}.run()")]
         names = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Name)]
         read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
-        captured = ", ".join(f"{name}=None" for name in sorted(read & self.local))
+        captured = ", ".join(f"{name}=__unbound__" for name in sorted(read & self.local))
         name = f"__{_role_name(node)}__"
         (define,) = self.code(node, f"def {name}({captured}): pass")
         define.body = body
@@ -151,19 +155,57 @@ class _Rewriter(ast.NodeTransformer):
             node, node.target, node.value, "__constant__" if constant else "__assign__"
         )
 
-    def visit_For(self, node: ast.For) -> ast.For:
+    def visit_For(self, node: ast.For) -> list[ast.stmt]:
         if node.orelse or not isinstance(node.target, ast.Name):
             self.refuse(node, "for ... else, or a loop target that is not a name")
-        node.iter = self.call("__loop__", node.iter, self.visit(node.iter))
-        node.body = self.block(node.body)
-        return node
+        turns = f"__turns_{self.scopes + 1}__"
+        (assign,) = self.code(node, f"{turns} = 0")
+        assign.value, node.iter = self.visit(node.iter), ast.Name(id=turns, ctx=ast.Load())
+        enter = self.loop(node, f"not __is_static__({turns})")
+        node.iter = self.call("__loop__", assign.value, node.iter)
+        return [assign, *enter, node]
 
-    def visit_While(self, node: ast.While) -> ast.While:
+    def visit_While(self, node: ast.While) -> list[ast.stmt]:
         node.test = self.call("__again__", node.test, self.visit(node.test))
-        node.body = self.block(node.body)
         if node.orelse:
             self.refuse(node, "while ... else")
-        return node
+        return [*self.loop(node, "True"), node]
+
+    def loop(self, node: ast.For | ast.While, runtime: str) -> list[ast.stmt]:
+        """Visit the body, each turn of which is a scope; what comes before the loop."""
+        enter, scope, leave = self.scope(node, runtime, "loop", _assigned(node.body), set())
+        self.loops = [*self.loops, scope]
+        node.body = [*self.block(node.body), *leave]
+        self.loops = self.loops[:-1]
+        return enter
+
+    def visit_If(self, node: ast.If) -> list[ast.stmt]:
+        first, second = _assigned(node.body), _assigned(node.orelse)
+        test = f"__test_{self.scopes + 1}__"
+        (assign,) = self.code(node, f"{test} = 0")
+        assign.value = self.visit(node.test)
+        node.test = ast.copy_location(ast.Name(id=test, ctx=ast.Load()), assign.value)
+        enter, _, leave = self.scope(
+            node, f"__is_value__({test})", "if", first | second, first & second
+        )
+        node.body, node.orelse = self.block(node.body), self.block(node.orelse)
+        return [assign, *enter, node, *leave]
+
+    def scope(
+        self, node: ast.stmt, runtime: str, what: str, names: set[str], both: set[str]
+    ) -> tuple[list[ast.stmt], str, list[ast.stmt]]:
+        """A new `Scope` if `runtime`: what comes before it, its variable, what comes at its end."""
+        self.scopes += 1
+        scope, ended = f"__scope_{self.scopes}__", f"__ended_{self.scopes}__"
+        listed = sorted(names), sorted(both)
+        enter = f"{scope} = __scope__(*{listed}, __locals__()) if {runtime} else None"
+        leave = "".join(f"\n    if {name!r} in {ended}: del {name}" for name in listed[0])
+        leave = f"if {scope}:\n    {ended} = {scope}.leave({what!r}, __locals__()){leave}"
+        return self.code(node, enter), scope, self.code(node, leave)
+
+    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        check = self.code(node, f"__return__([{', '.join(self.loops)}])") if self.loops else []
+        return [*check, self.generic_visit(node)]
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         helper = "__and__" if isinstance(node.op, ast.And) else "__or__"
@@ -206,6 +248,18 @@ class _Rewriter(ast.NodeTransformer):
         if node.attr == "value":
             return self.call("__value__", node, self.visit(node.value))
         return self.generic_visit(node)
+
+
+def _assigned(statements: list[ast.stmt]) -> set[str]:
+    """The variables that statements assign; not those of tasks, which are theirs."""
+    names = set()
+    for statement in statements:
+        if isinstance(statement, (ast.For, ast.While, ast.If)):
+            names |= _assigned(statement.body) | _assigned(statement.orelse)
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            names |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+    return names
 
 
 def _role_name(node: ast.With) -> str:
@@ -431,12 +485,19 @@ def _choose(condition: Any, first: Callable, second: Callable) -> Any:
 
 def _captured(value: Any, name: str) -> Any:
     """A variable that a task reads; a tile of that name outside of the task would be passed in."""
+    if value is UNBOUND:
+        raise InvalidKernel(f"{name} is not defined before this task")
     if name in current().role.tiles:
         raise InvalidKernel(
             f"a task takes scalars, buffers and barriers from the kernel around it, got "
             f"{current().role.tiles[name]}: compute it in the task, under another name"
         )
     return value
+
+
+def _return(loops: list[Scope | None]) -> None:
+    if any(loops):
+        raise InvalidKernel("a loop on runtime values must run to its end, got a return in it")
 
 
 def check(condition: Any, message: str = "") -> None:
@@ -457,6 +518,11 @@ HELPERS: dict[str, Callable] = {
     "__tuple__": tuple,
     "__assert__": check,
     "__captured__": _captured,
+    "__return__": _return,
+    "__scope__": Scope,
+    "__unbound__": UNBOUND,
+    "__is_value__": lambda x: isinstance(x, Tile),
+    "__is_static__": lambda x: isinstance(x, StaticRange),
     "__value__": lambda x: getattr(x, "value", x),
     "__locals__": locals,
     "__again__": _again,
