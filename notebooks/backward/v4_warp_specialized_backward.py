@@ -115,7 +115,7 @@ chapter.roles(V4, "gdpa_backward")
 # later, sees the 0 and computes the descriptors in uniform registers. The loop with all six:
 
 # %% tags=["remove-input"]
-chapter.code(v4.math, "for step in tl.range(1,", "count += steps")
+chapter.code(v4.math, "for step in tl.range(1,", "count += all_steps")
 
 # %% [markdown]
 # ## Measurement

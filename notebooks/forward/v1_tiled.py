@@ -132,7 +132,7 @@ limits = results.ceilings(record)
 machine = system.load(Path(data_dir) / "systems" / f"{record.system}.json")
 costs = pd.DataFrame({name: costs_us(name) for name in us.index}).T
 relative = (us[V1] / costs.sum(axis=1)).rename("v1, measured")
-half, full = "gdpa-self-half-jagged-1024", [f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)]
+half, full = "gdpa-self-half-jagged-256", [f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)]
 assert (us["fa2_varlen"] > us[V1]).all() and (us["cudnn"] < us[V1])[full].all(), "the text says so"
 chapter.glue(
     gbytes=workload(SELF).bytes("forward") / 1e9, fp32=fp32, mufu=mufu, clocks=clocks,
@@ -165,7 +165,7 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 # %% [markdown]
 # ## Measurement
 #
-# At 1,024 tokens v1 is {glue:text}`over_v0:.1f` times as fast as v0; when the batch is half full,
+# At 1,024 tokens v1 is {glue:text}`over_v0:.1f` times as fast as v0, on half-full batches of 256
 # {glue:text}`over_v0_half:.0f` times, because it skips the padding. It beats FlashAttention-2
 # everywhere. On full batches dense cuDNN is ahead, {glue:text}`cudnn:.2f` times as fast at 1,024
 # tokens; it computes softmax, and takes no {term}`jagged` batch.

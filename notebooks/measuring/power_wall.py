@@ -193,10 +193,9 @@ chart = energy.clocks(groups, busy=units.H200.sms * units.H200.flops / 1e6)
 chapter.figure(chart, measured=load)
 
 # %% [markdown]
-# One mark lies *below* the dashed line, v8 without an activation: the reading again. The band is
-# real all the same, and so is its lesson. *At the wall a rate is the limit over the energy per
-# FLOP.* A rung that is faster back to back takes less energy, whatever its docstring says about
-# overlap. What FlashAttention-2 loses in waiting it gets back in clock.
+# One mark lies *below* the line, v8 without an activation: the reading again. *At the wall a rate
+# is the limit over the energy per FLOP.* A rung that is faster back to back takes less energy. What
+# FlashAttention-2 loses in waiting it gets back in clock.
 #
 # ## Three ceilings in one roof
 
@@ -254,6 +253,7 @@ print((1e12 * fitted.terms).round(2), f"condition number {fitted.condition:.1f}"
 # %% tags=["remove-cell"]
 pj, own, static = 1e12 * fitted.terms["value"], share["sustained"][V8], naive.terms.loc["seconds"]
 assert static["value"] > limit and naive.terms["value"]["flops"] < 0 and fitted.rms_percent < 1
+used = 100 * (v8.loc[FULL[2], counts] * pj).pipe(lambda x: x / x.sum())  # at 512 tokens
 chapter.glue(
     **{f"pj_{term}": value for term, value in pj.items()}, rms=fitted.rms_percent, fitted=len(v8),
     static=static["value"], static_error=static["error"], idle=made.state["before"]["power_w"],
@@ -261,7 +261,8 @@ chapter.glue(
     gelu_flops=pj["gelu"] / pj["flops"], gelu_share=100 * pj["gelu"] / (512 * pj["flops"]),
     share_burst=share["kernel"][V8][at], share_own=own[at], share_identity=own[identity],
     lost_256=-points[FULL[3]], most_residual=100 * fitted.residuals.abs().max(),
-    zeros_w=mm["power_w"]["zeros"], capped=rate[at] * 500 / limit,
+    zeros_w=mm["power_w"]["zeros"], capped=rate[at] * 500 / limit, own_512=own[FULL[2]],
+    bytes_512=used["bytes"], gelu_512=used["gelu"], free=100 * own[FULL[2]] / (100 - used["gelu"]),
 )  # fmt: skip
 
 # %% [markdown]
@@ -271,6 +272,9 @@ chapter.glue(
 # nothing. "FLOP" holds all that comes with one: shared memory, registers, instructions. Pairs are a
 # fixed multiple of FLOPs, so identity and ReLU alone tell an activation from an {term}`MMA`, at one
 # length. SiLU's constant is one row's own. And energy depends on voltage, which follows the clock.
+# At 512 tokens {glue:text}`bytes_512:.0f` % of a call are bytes and {glue:text}`gelu_512:.0f` %
+# GELU: with one that costs nothing v8 would stand at {glue:text}`free:.0f` % of its roofline
+# (modelled), instead of {glue:text}`own_512:.0f`.
 #
 # For other kernels the activation cannot be separated at all. Two constants each, forward:
 
@@ -286,11 +290,10 @@ split = pd.DataFrame(split, index=columns).T.rename_axis("forward").reset_index(
 chapter.table(split, modelled=f"fits to times of record {made.id}, except for the clock")
 
 # %% [markdown]
-# From v1 to v8 a FLOP with its share of an activation became cheaper rung by rung. Bytes are the
-# *fewest*: where they seem dearer than v8's, a kernel moves more of them, or waits. v1 and v4 fit
-# badly; cross-attention wastes something else than self-attention.
+# From v1 to v8 a FLOP with its share of an activation became cheaper rung by rung. Where bytes seem
+# dearer than v8's, a kernel moves more than the fewest, or waits. v1 and v4 fit badly.
 #
-# Energy goes into bits that change, too. The matmul of 8,192 on other data:
+# Energy goes into bits that change, too. The matmul of 8,192:
 
 # %% tags=["remove-input"]
 chapter.table(mm.reset_index(), measured=[made.id])
@@ -301,9 +304,7 @@ chapter.glue(ones=100 * (1 - data["ones"] / data["random"]), b200=b200, b200_pj=
              ghz=ghz, nominal=100 * ghz / 1.965, v8_pj=limit / rate[at])  # fmt: skip
 
 # %% [markdown]
-# The same instructions on ones take {glue:text}`ones:.0f` % less energy than on random numbers.
-# Benchmark with data like your model's. (What keeps ones and zeros from a higher clock, far below
-# the limit, the record does not say.)
+# On ones the same instructions take {glue:text}`ones:.0f` % less energy: benchmark with real data.
 #
 # The published B200 figures stand before such a wall too: under a cap of 750 W
 # {glue:text}`b200:,.0f` TFLOP/s back to back are {glue:text}`b200_pj:.2f` pJ per FLOP or less
