@@ -5,15 +5,16 @@
 Arithmetic is done in the real dtypes with Triton's promotion rules. Warp-specialized kernels run as
 written: every task is a role of its own, with barriers, asynchronous copies and MMAs between them.
 Reported are races, deadlocks, barrier misuse, waits that may pass a phase too early, uninitialized
-reads, out-of-bounds accesses and invalid descriptors; `errors` lists the kinds. An operation the
-emulator does not know raises `Unsupported`; it never guesses. Registers, layouts and real time are
-not modelled.
+reads, stores of undefined values, out-of-bounds accesses and invalid descriptors; `errors` lists
+the kinds. An operation the emulator does not know raises `Unsupported`; it never guesses.
+Registers, layouts and real time are not modelled.
 
 `rewrite` turns the kernel's source into Python on tiles, and `aggregates` its classes; `scopes`
 watches variables; `tile` is the arithmetic; `language` and `tlx` the operations; `instructions`
-inline PTX; `memory` global memory, `buffers` shared and tensor memory; `clocks` what happens before
-what; `barriers`, `tasks` and `scheduler` who runs when, `engines` the units that roles share;
-`timeline` the trace; `launch` the state of a launch. Needs torch, triton and greenlet, and no GPU.
+inline PTX; `memory` global memory, `undefined` what masks turn off, `buffers` shared and tensor
+memory; `clocks` what happens before what; `barriers`, `tasks` and `scheduler` who runs when,
+`engines` the units that roles share; `timeline` the trace; `launch` the state of a launch. Needs
+torch, triton and greenlet, and no GPU.
 """
 
 import contextlib
@@ -43,6 +44,7 @@ from .errors import (
     OutOfBounds,
     Race,
     ResourceLimit,
+    UndefinedValue,
     UninitializedRead,
     Unsupported,
     location_of,
@@ -58,6 +60,7 @@ from .tile import scalar
 from .timeline import Timeline
 from .tlx import MODULES as TLX_MODULES
 from .tracing import Tracer
+from .undefined import MODES
 
 __all__ = [
     "AliasedWait",
@@ -72,6 +75,7 @@ __all__ = [
     "Report",
     "ResourceLimit",
     "Timeline",
+    "UndefinedValue",
     "UninitializedRead",
     "Unsupported",
     "current_arch",
@@ -193,6 +197,7 @@ def run(
     trace: bool = False,
     races: bool = True,
     uninitialized: str = "error",
+    masked: str = "nan",
     config: Any = None,
     reachable: Sequence[torch.Tensor] = (),
     max_steps: int | None = None,
@@ -207,10 +212,11 @@ def run(
     of the launch options, `num_warps` and `ctas_per_cga` count. schedule: "modelled", or an integer
     that seeds random interleavings. trace: keep a timeline. races: whether unordered accesses raise
     `Race`. uninitialized: "error", or "allow" to let reads of unwritten shared memory yield NaN.
-    reachable: tensors that the kernel finds through addresses in memory instead of arguments.
-    max_steps: how many operations that other roles can notice the kernel may take, None for any
-    number. resident: how many clusters run at the same time; programs that wait for each other need
-    all of them to.
+    masked: what lanes hold that a mask turns off and no `other` fills, "nan" (and large integers,
+    and `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs, or "random". reachable:
+    tensors that the kernel finds through addresses in memory instead of arguments. max_steps: how
+    many operations that other roles can notice the kernel may take, None for any number. resident:
+    how many clusters run at the same time; programs that wait for each other need all of them to.
 
     Raises subclasses of EmulatorError, which carry the kernel's file and line.
     """
@@ -219,6 +225,8 @@ def run(
         raise ValueError(f'schedule must be "modelled" or a seed, got {schedule!r}')
     if uninitialized not in ("error", "allow"):
         raise ValueError(f'uninitialized must be "error" or "allow", got {uninitialized!r}')
+    if masked not in MODES:
+        raise ValueError(f"masked must be one of {MODES}, got {masked!r}")
     kernel, kwargs = _undecorated(kernel, args, kwargs, config)
     signature = inspect.signature(kernel.fn)
     options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys() - signature.parameters}
@@ -232,7 +240,8 @@ def run(
     report = Report(arch, kernel.fn.__name__)
     lowering = Lowering({**MODULES, **TLX_MODULES}, {**NAMES, "__tasks__": Region})
     launch = Launch(
-        arch, sizes, shape, options.get("num_warps") or 4, report, races, uninitialized, lowering
+        *(arch, sizes, shape, options.get("num_warps") or 4, report, races, uninitialized),
+        *(lowering, masked),
     )
     launch.memory = Memory(launch, reachable)
     tracer = Tracer(kernel.fn.__code__.co_filename) if trace else None

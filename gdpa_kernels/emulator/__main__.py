@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import ARCHITECTURES, EmulatorError, Report, intercept
+from .undefined import MODES
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,6 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN"
     )
+    parser.add_argument(
+        "--masked", choices=MODES, default="nan", help="lanes off without `other` (default nan)"
+    )
     options = parser.parse_args(arguments)
     try:
         function = load(options.target)
@@ -111,6 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
                 schedule=schedule,
                 trace=wanted and first,
                 uninitialized=uninitialized,
+                masked=options.masked,
             ) as reports:
                 function()
         except EmulatorError as error:

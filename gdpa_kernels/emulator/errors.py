@@ -108,6 +108,17 @@ class UninitializedRead(EmulatorError):
         super().__init__(message)
 
 
+class UndefinedValue(EmulatorError):
+    """What is stored to global memory comes from a lane that the mask of a load turned off.
+
+    buffer: the memory. other: file and line of the load.
+    """
+
+    def __init__(self, message: str, other: Location, buffer: str):
+        self.other, self.buffer = other, buffer
+        super().__init__(message)
+
+
 class BarrierMisuse(EmulatorError):
     """A barrier gets more arrivals or other bytes than it waits for, or runs ahead of a waiter.
 

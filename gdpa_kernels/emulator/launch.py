@@ -9,7 +9,7 @@ from typing import Any
 
 from .engines import NAMES as ENGINES
 from .engines import Engine
-from .errors import EmulatorError, ResourceLimit
+from .errors import EmulatorError, Location, ResourceLimit
 from .timeline import Timeline
 
 SHARED_BYTES = 232448
@@ -154,7 +154,8 @@ class Launch:
 
     clusters: numbers of those that have not started, and may be cancelled. loops: turns of while
     loops that each role has made. undecided: whether there is an `if` whose branches may disagree
-    about a type.
+    about a type. masked: what lanes hold that a mask turns off and no `other` fills. undefined: the
+    loads that have left some so.
     """
 
     arch: str
@@ -165,11 +166,13 @@ class Launch:
     races: bool
     uninitialized: str
     lowering: Any
+    masked: str = "nan"
     memory: Any = None
     scheduler: Any = None
     clusters: deque = field(default_factory=deque)
     loops: dict[Any, int] = field(default_factory=dict)
     undecided: bool = False
+    undefined: list[Location] = field(default_factory=list)
 
     def steal(self) -> tuple[int, int, int] | None:
         """Cancel a cluster that has not started; the program id of its first CTA, or None.

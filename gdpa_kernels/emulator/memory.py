@@ -6,8 +6,8 @@ the order of accesses is judged.
 Bounds: a pointer remembers the tensor argument it was made from, and may touch what lies between
 the first and the last element that this tensor (view) reaches. Masked-off lanes may point anywhere.
 
-Undefined values: a masked-off lane of a load without `other` reads NaN, or a large recognisable
-integer, so that a kernel that uses it is noticed.
+Undefined values: a masked-off lane of a load without `other` reads what `undefined` says. To store
+one, or a NaN that grew out of one, is an `UndefinedValue`.
 
 Races: two plain accesses to an element, one of them a store, are a `Race` unless one happens before
 the other (see `clocks`). So are a reduction of TMA and a plain access; two reductions are not. A
@@ -31,21 +31,19 @@ import torch
 import triton.language as tl
 
 from .clocks import Access, Clock
-from .errors import DescriptorError, InvalidKernel, OutOfBounds, Race, Unsupported
+from .errors import (
+    DescriptorError,
+    InvalidKernel,
+    OutOfBounds,
+    Race,
+    UndefinedValue,
+    Unsupported,
+    location,
+)
 from .launch import Launch, current
 from .scheduler import ATOMIC_LATENCY, Operation, Role
-from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, scalar, to_raw, to_tile
-
-
-def _undefined(dtype: tl.dtype) -> torch.Tensor:
-    """What an undefined lane holds, in memory's representation."""
-    if dtype.is_fp8():
-        pattern = 0x7F
-    elif dtype.is_floating():
-        pattern = math.nan
-    else:
-        pattern = 0x5A5A5A5A5A5A5A5A >> 64 - max(8, dtype.int_bitwidth)
-    return torch.tensor(pattern, dtype=RAW[dtype.name])
+from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, held, scalar, to_raw, to_tile
+from .undefined import MOST, fill, marks
 
 
 @dataclass
@@ -112,6 +110,7 @@ class Memory:
         self._first_of_cluster = 1
         self._atomics: dict[tuple[int, int], Clock] = {}
         self._reachable = tuple(reachable)
+        self._random = torch.Generator().manual_seed(0)
 
     def start_clusters(self) -> None:
         self._first_of_cluster = len(self._accesses) + 1
@@ -276,6 +275,30 @@ class Memory:
 
         self._judge(region, actor, lambda t: t[index], put, changed)
 
+    def _undefined(self, dtype: tl.dtype, shape: torch.Size) -> torch.Tensor:
+        """What the lanes that are off read, in a tensor of this shape."""
+        known, at = self._launch.undefined, location()
+        if self._launch.masked == "nan" and at not in known:
+            known.append(at)
+        mark = known.index(at) + 1 if at in known[:MOST] else 0
+        return fill(dtype, shape, self._launch.masked, mark, self._random)
+
+    def _check_defined(self, region: Region, raw: torch.Tensor) -> None:
+        """Raise UndefinedValue if an element to be stored is, or came from, an undefined lane."""
+        loads = self._launch.undefined
+        if not loads:
+            return
+        found = marks(raw, region.dtype)
+        found = found[(found > 0) & (found <= min(len(loads), MOST))]
+        if found.numel():
+            file, line = at = loads[int(found[0]) - 1]
+            raise UndefinedValue(
+                f"{region.name} gets a value that comes from the load at {file}:{line}, in a lane "
+                f'that its mask turns off; give it `other`, or allow it with masked="zero"',
+                at,
+                region.name,
+            )
+
     def load(
         self,
         pointer: Tile,
@@ -291,8 +314,9 @@ class Memory:
             raw = region.flat.index_select(0, index.reshape(-1)).reshape(index.shape)
             count = index.numel()
         else:
-            default = _undefined(region.dtype)
-            if other is not None:
+            if other is None:
+                default = self._undefined(region.dtype, index.shape)
+            else:
                 default = to_raw(cast(other, region.dtype).data, region.dtype)
             raw = default.expand(index.shape).clone()
             raw[active] = region.flat.index_select(0, used)
@@ -311,6 +335,7 @@ class Memory:
         raw = to_raw(value.data, region.dtype).expand(index.shape)
         chosen = ... if active is None else active
         index, raw = index[chosen].reshape(-1), raw[chosen].reshape(-1)
+        self._check_defined(region, raw)
         self._judge_lanes(region, index, by, raw)
         region.flat[index] = raw
         self._report.bytes_stored += index.numel() * region.itemsize
@@ -333,6 +358,8 @@ class Memory:
         region, index, active = self._lanes("atomic", pointer, mask)
         dtype, chosen = region.dtype, ... if active is None else active
         data = [cast(v, dtype).data.expand(index.shape)[chosen].reshape(-1) for v in values]
+        for operand in data:
+            self._check_defined(region, to_raw(operand, dtype))
         where = index[chosen].reshape(-1)
         count = where.numel()
         if not index.shape and count:
@@ -348,8 +375,10 @@ class Memory:
             before[turn] = region.flat[where[turn]]
             new = update(from_raw(before[turn], dtype), *(d[turn] for d in data))
             region.flat[where[turn]] = to_raw(new, dtype)
-        result = _undefined(dtype).expand(index.shape).clone()
-        result[chosen] = before.reshape(result[chosen].shape)
+        result = before.reshape(index.shape) if active is None else None
+        if result is None:
+            result = self._undefined(dtype, index.shape).clone()
+            result[active] = before
         self._report.bytes_loaded += count * region.itemsize
         self._report.bytes_stored += count * region.itemsize
         return Tile(from_raw(result, dtype), dtype)
@@ -432,7 +461,9 @@ class Memory:
             self._judge_box(window, region, by, reduces=True)
         else:
             self._judge_box(window, region, by, to_raw(data, dtype))
-        target.copy_(to_raw(data, dtype))
+        raw = to_raw(data, dtype)
+        self._check_defined(region, raw)
+        target.copy_(raw)
         self._report.bytes_stored += num_bytes
 
 
@@ -486,9 +517,10 @@ class Descriptor:
         self.sizes, self.block_shape = list(sizes), tuple(block_shape)
         self.steps = [stride * item for stride in strides]
         self.address = int(base) * item
-        self.padding = _undefined(self.dtype)
-        if padding == "zero":
-            self.padding = torch.zeros_like(self.padding)
+        self.padding = torch.zeros((), dtype=self.region.flat.dtype)
+        if padding == "nan":
+            nan = torch.tensor(math.nan).to(held(self.dtype))
+            self.padding = to_raw(nan, self.dtype)
         ranks = (len(self.sizes), len(self.steps), len(self.block_shape))
         misaligned = (self.region.flat.data_ptr() + self.address) % 16
         rules = (

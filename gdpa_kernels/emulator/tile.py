@@ -239,9 +239,18 @@ def cast(value: Any, dtype: tl.dtype) -> Tile:
         # cvt.rn.satfinite: whatever exceeds the largest finite number becomes it; NaN stays NaN.
         limit = torch.finfo(held(dtype)).max
         data = data.to(torch.float32).clamp(-limit, limit).to(held(dtype))
+    elif dtype.name == "bf16" and current().undefined:
+        data = _round_with_marks(data)
     else:
         data = _wrap(data.to(held(dtype)), dtype)
     return Tile(data, dtype)
+
+
+def _round_with_marks(data: torch.Tensor) -> torch.Tensor:
+    """To bf16, with what the fraction of a NaN says (see `undefined`), which torch drops."""
+    high = data.to(torch.float32).contiguous().view(torch.int32) >> 16
+    kept = high.to(torch.int16).view(torch.bfloat16)
+    return torch.where(data.isnan(), kept, data.to(torch.bfloat16))
 
 
 def reinterpret(tile: Tile, dtype: tl.dtype) -> Tile:

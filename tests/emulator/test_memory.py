@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+import triton.language.extra.tlx as tlx
 from triton.tools import ragged_tma
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -12,9 +13,11 @@ from gdpa_kernels.emulator import (
     InvalidKernel,
     OutOfBounds,
     Race,
+    UndefinedValue,
     Unsupported,
     run,
 )
+from tests.emulator.checking import place
 
 
 @triton.jit
@@ -41,16 +44,91 @@ def test_every_dtype_is_copied_bit_by_bit(dtype):
     assert report.bytes_loaded == report.bytes_stored == 16 * dtype.itemsize
 
 
-def test_masked_lanes_read_other_or_are_undefined():
-    x = torch.arange(5.0)
-    for other, expected in ((None, torch.nan), (-1.0, -1.0)):
-        out = torch.zeros(8)
-        run(copy_kernel, (1,), x, out, 5, BLOCK=8, MASKED=True, OTHER=other)
-        torch.testing.assert_close(out[:5], x)
-        torch.testing.assert_close(out[5:], torch.full((3,), expected), equal_nan=True)
-    out = torch.zeros(8, dtype=torch.int32)
-    run(copy_kernel, (1,), torch.arange(5).int(), out, 5, BLOCK=8, MASKED=True, OTHER=None)
-    assert out[5:].tolist() == [0x5A5A5A5A] * 3
+def test_masked_lanes_read_other():
+    x, out = torch.arange(5.0), torch.zeros(8)
+    run(copy_kernel, (1,), x, out, 5, BLOCK=8, MASKED=True, OTHER=-1.0)
+    assert out.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masked_lanes_without_other(dtype):
+    """They are undefined; to store them is an error where a mark fits in, as those of a device."""
+
+    def stored(**options):
+        out = torch.ones(8).to(dtype)
+        run(copy_kernel, (1,), x, out, 5, BLOCK=8, MASKED=True, OTHER=None, **options)
+        assert torch.equal(out[:5].view(torch.uint8), x.view(torch.uint8))
+        return out[5:].double()
+
+    x = torch.ones(5).to(dtype)
+    assert stored(masked="zero").tolist() == [0, 0, 0]
+    assert torch.equal(stored(masked="random"), stored(masked="random"))
+    if dtype == torch.bool or dtype.itemsize * 8 < (16 if dtype.is_floating_point else 32):
+        stored()
+        return
+    if dtype in (torch.int16, torch.uint16):
+        assert stored().tolist() == [0x5A5A] * 3
+        return
+    with pytest.raises(UndefinedValue, match="out_ptr gets a value that comes from the load") as c:
+        stored()
+    assert (c.value.file, c.value.line) == place(copy_kernel, "tl.store")
+    assert (c.value.other, c.value.buffer) == (place(copy_kernel, "tl.load"), "out_ptr")
+
+
+@triton.jit
+def grown_kernel(x_ptr, y_ptr, out_desc, n, HOW: tl.constexpr):
+    rows, columns = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    defined = tl.load(y_ptr + rows * 16 + columns, mask=rows < 16)
+    tile = tl.load(x_ptr + rows * 16 + columns, mask=rows < n)  # this one
+    tile = tl.load(x_ptr + rows * 16 + columns, mask=rows < n, other=tile)
+    if HOW == "product":
+        tile = tl.dot(tile, defined)
+    elif HOW == "exponential":
+        tile = tl.exp(-tile.to(tl.float32)) + defined
+    elif HOW == "sum":
+        tile = tl.sum(tile.to(tl.float32), 0, keep_dims=True) * defined
+    elif HOW == "shared memory":
+        buffer = tlx.local_alloc((16, 16), tl.bfloat16, 1)
+        tlx.local_store(buffer[0], tile)
+        tlx.async_descriptor_store(out_desc, buffer[0], [0, 0])
+        tlx.async_descriptor_store_wait(0)
+    elif HOW == "atomic":
+        tl.atomic_add(y_ptr + rows * 16 + columns, tile)
+    elif HOW == "chosen":
+        tile = tl.where(rows < n, tile, 0.0)
+    elif HOW == "largest":
+        tile = tl.maximum(tile, defined)
+    if HOW != "shared memory" and HOW != "atomic":
+        out_desc.store([0, 0], tile.to(tl.bfloat16))
+
+
+GROWN = ("product", "exponential", "sum", "shared memory", "atomic")
+
+
+@pytest.mark.parametrize("how", (*GROWN, "chosen", "largest"))
+def test_a_nan_is_traced_to_the_load(how):
+    x, y, out = (torch.ones(16, 16).bfloat16() for _ in range(3))
+    desc = TensorDescriptor.from_tensor(out, [16, 16])
+    if how not in GROWN:
+        run(grown_kernel, (1,), x, y, desc, 5, HOW=how)
+        assert out.isfinite().all()
+        return
+    with pytest.raises(UndefinedValue) as caught:
+        run(grown_kernel, (1,), x, y, desc, 5, HOW=how)
+    assert caught.value.other == place(grown_kernel, "# this one")
+    run(grown_kernel, (1,), x, y, desc, 5, HOW=how, masked="zero")
+    run(grown_kernel, (1,), x, y, desc, 16, HOW=how)
+
+
+def test_a_nan_of_the_arguments_is_no_undefined_value():
+    for bits in (0x7FC0, 0xFFFF):
+        x = torch.full((256,), bits, dtype=torch.uint16).view(torch.bfloat16).reshape(16, 16)
+        out = torch.zeros(16, 16).bfloat16()
+        desc = TensorDescriptor.from_tensor(out, [16, 16])
+        run(grown_kernel, (1,), x, x, desc, 5, HOW="chosen")
+        assert out[:5].isnan().all()
+    with pytest.raises(ValueError, match=r"masked must be one of .*, got 'no'"):
+        run(grown_kernel, (1,), x, x, desc, 5, HOW="chosen", masked="no")
 
 
 def test_out_of_bounds_names_argument_element_bounds_and_line():

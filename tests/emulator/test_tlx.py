@@ -1105,6 +1105,14 @@ SCRIPT = """
                     tlx.barrier_wait(full, 0)
                 tl.store(x_ptr + tl.arange(0, 16), tlx.local_load(cell[0]))
 
+    @triton.jit
+    def masked_kernel(x_ptr):
+        lanes = tl.arange(0, 16)
+        tl.store(x_ptr + lanes, tl.load(x_ptr + lanes, mask=lanes < 5))
+
+    def masked():
+        masked_kernel[(1,)](torch.zeros(16))
+
     def right():
         kernel[(2,)](torch.zeros(16), WAIT=True, WRITE=True)
 
@@ -1148,6 +1156,9 @@ def test_command_line_with_a_finding(script, capsys):
     assert main([f"{script}:unwritten"]) == 1
     assert capsys.readouterr().err.startswith("UninitializedRead (schedule modelled): ")
     assert main([f"{script}:unwritten", "--allow-uninitialized"]) == 0
+    assert main([f"{script}:masked"]) == 1
+    assert capsys.readouterr().err.startswith("UndefinedValue (schedule modelled): ")
+    assert main([f"{script}:masked", "--masked", "zero"]) == 0
     assert main([f"{script}:nothing"]) == 1
     assert capsys.readouterr().err == f"{script}:nothing launched no kernel\n"
 
