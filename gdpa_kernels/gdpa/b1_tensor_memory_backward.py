@@ -372,7 +372,7 @@ def backward(
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
     fold = config.fold and foldable(batch.activation, q.dtype)
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    dq, dk, dv = batch.new_gradients()
     total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
     launch(
         backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
@@ -389,9 +389,9 @@ def backward(
     factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
     if batch.shared_q:
         return (total.view(-1, *q.shape).sum(0) * factor).to(batch.dtype), dk, dv
-    dq = q.new_empty(q.shape)
     launch(
         round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
         total, dq, factor, dq.numel(), BLOCK=4096,
+        WIDTH=dq.shape[1] * dq.shape[2], STRIDE=dq.stride(0),
     )  # fmt: skip
     return dq, dk, dv

@@ -416,7 +416,7 @@ def backward(
     (order,) = schedule or make_schedule(batch, config)
     items = batch.sequences * batch.num_heads_k
     clusters = min(multiprocessors(batch.device) // CTAS.value, items)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq, dk, dv = batch.new_gradients()
     launch(
         backward_kernel, (CTAS.value * clusters,), batch.device,
         ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),

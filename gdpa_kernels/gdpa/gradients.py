@@ -41,9 +41,15 @@ def add_rows_by_threads(
 
 
 @triton.jit
-def round_kernel(sums_ptr, out_ptr, factor, count, BLOCK: tl.constexpr):
-    """out = factor * sums, `count` elements, rounded to out's dtype."""
+def round_kernel(
+    sums_ptr, out_ptr, factor, count, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr = 1, STRIDE: tl.constexpr = 1,
+):  # fmt: skip
+    """out = factor * sums, `count` elements, rounded to out's dtype; rows of WIDTH elements, which
+    start STRIDE apart in out."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
     sums = tl.load(sums_ptr + offsets, mask=mask, other=0.0)
+    if STRIDE != WIDTH:
+        offsets = offsets // WIDTH * STRIDE + offsets % WIDTH
     tl.store(out_ptr + offsets, (factor * sums).to(out_ptr.dtype.element_ty), mask=mask)

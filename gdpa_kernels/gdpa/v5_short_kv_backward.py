@@ -382,7 +382,7 @@ def backward(
     (order,) = schedule or make_schedule(batch, config)
     items = batch.sequences * batch.num_heads_k
     clusters = min(multiprocessors(batch.device) // PROGRAMS.value, items)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq, dk, dv = batch.new_gradients()
     launch(
         backward_kernel, (PROGRAMS.value * clusters,), batch.device,
         ragged_descriptor(q, ROWS.value, width=64), ragged_descriptor(k, KEYS.value, width=64),

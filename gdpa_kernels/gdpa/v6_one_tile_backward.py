@@ -368,7 +368,7 @@ def backward(
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
     fold, rows = config.fold and foldable(batch.activation, q.dtype), rows_of(batch.head_dim)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq, dk, dv = batch.new_gradients()
     launch(
         backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
         ragged_descriptor(q, rows), ragged_descriptor(k, KEYS.value),

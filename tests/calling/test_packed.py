@@ -111,20 +111,28 @@ def test_only_what_is_asked_for(wanted):
         assert torch.equal(grad, other)
 
 
-BLOCK = [rung.impl for rung in ladder.LADDERS["block_attention"] if rung.impl != "reference"]
+HEAD_DIM = {"block": 64, "gdpa": 128}
+IN_PLACE = [("block", rung.impl) for rung in ladder.LADDERS["block_attention"]]
+IN_PLACE += [
+    ("gdpa", rung.impl) for rung in (*ladder.BACKWARD_RUNGS[3:], *ladder.BLACKWELL_BACKWARD_RUNGS)
+]
 
 
 @pytest.mark.parametrize("count", (2, 3))
-@pytest.mark.parametrize("impl", BLOCK)
-def test_kernels_of_block_attention_write_the_gradient_where_it_lies(impl, count):
-    with emulator.enabled("sm_100" if impl.startswith("b") else "sm_90"):
+@pytest.mark.parametrize(
+    "operator, impl", [(operator, impl) for operator, impl in IN_PLACE if impl != "reference"]
+)
+def test_kernels_write_the_gradient_where_it_lies(operator, impl, count):
+    tensors = leaves((4, 2), 256 if "wide" in impl else HEAD_DIM[operator], torch.bfloat16)
+    options = {"impl": "reference", "backward_impl": impl}
+    if operator == "block":
         options = {"impl": impl, "block_size": 64}
         options |= {} if impl.startswith("v3") else {"rotary": turns(64)}
-        tensors = leaves((4, 2), 64, torch.bfloat16)
-        compare(OPERATORS["block"], "grouped", count, tensors=tensors, **options)
+    with emulator.enabled("sm_100" if impl.startswith("b") else "sm_90"):
+        compare(OPERATORS[operator], "grouped", count, tensors=tensors, **options)
         given = side_by_side(tensors, count)
         number = 2 if count == 3 else None
-        out = OPERATORS["block"](*given, **options, num_kv_heads=number)
+        out = OPERATORS[operator](*given, **options, num_kv_heads=number)
         with launches() as seen, Copies() as copies:
             found = torch.autograd.grad(out, given[: 4 - count], torch.ones_like(out))
     packed = found[3 - count].untyped_storage().data_ptr()
@@ -147,13 +155,12 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("backward_impl", ("v1_tiled_backward", "v4_warp_specialized_backward"))
 @pytest.mark.parametrize("count", (2, 3))
-def test_kernels_of_gdpa(count, backward_impl):
+def test_kernels_that_write_gradients_of_their_own(count):
     with emulator.enabled():
         compare(
             OPERATORS["gdpa"], "grouped", count, tensors=leaves((4, 2), 128, torch.bfloat16),
-            impl="v1_tiled", backward_impl=backward_impl,
+            impl="v1_tiled", backward_impl="v1_tiled_backward",
         )  # fmt: skip
 
 

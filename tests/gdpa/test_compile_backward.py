@@ -107,13 +107,14 @@ def test_threads_add_where_tma_does_not():
     assert made.spill_bytes <= 40 and not made.serialised
 
 
-def test_rounding_moves_16_bytes_at_a_time():
+@pytest.mark.parametrize("places", ({}, {"WIDTH": 512, "STRIDE": 1536}), ids=("alone", "packed"))
+def test_rounding_moves_16_bytes_at_a_time(places):
     """head_dim is a multiple of 8, and so is the number of elements; by 16 it is nearly always."""
     types = {"sums_ptr": "*fp32", "out_ptr": "*bf16", "factor": "fp32", "count": "i32"}
     made = read(
         build(
-            gradients.round_kernel, types, {"BLOCK": 4096}, multiples_of_16=("count",),
-            options={"num_warps": 4},
+            gradients.round_kernel, types, {"BLOCK": 4096, "WIDTH": 1, "STRIDE": 1} | places,
+            multiples_of_16=("count",), options={"num_warps": 4},
         )
     )  # fmt: skip
     assert made.wide["LDG"] == 8 and made.wide["STG"] == 4
