@@ -10,8 +10,9 @@ Lengths are the same for the same seed on every platform and NumPy version: the 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cached_property
 from statistics import NormalDist
 from typing import Any
@@ -69,11 +70,8 @@ class LengthLaw:
 
     def to_dict(self) -> dict[str, Any]:
         """The law as JSON values, tagged by `kind`."""
-        values = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()  # type: ignore[call-overload]
-        }
-        return {"kind": self.kind, **values}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore
+        return {"kind": self.kind, **{name: _plain(value) for name, value in values.items()}}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> LengthLaw:
@@ -86,7 +84,19 @@ class LengthLaw:
         law = LAWS[kind]
         values = {name: value for name, value in data.items() if name != "kind"}
         _check_fields(f"length law {law.kind!r}", law, values)
-        return law(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+        for name, value in values.items():
+            if isinstance(value, list):
+                values[name] = tuple(value)
+            elif isinstance(value, Mapping):
+                values[name] = LengthLaw.from_dict(value)
+        return law(**values)
+
+
+def _plain(value: Any) -> Any:
+    """A field of a law as a JSON value."""
+    if isinstance(value, LengthLaw):
+        return value.to_dict()
+    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -237,9 +247,70 @@ class Quantiles(LengthLaw):
         return [min(math.floor(x + 0.5), max_seqlen) for x in draws]
 
 
+@dataclass(frozen=True)
+class Events(LengthLaw):
+    """Histories that a trainer sees: `law` gives the events of a user, and training draws an event.
+
+    A user among `USERS` of `law` in proportion to its events, one of them uniformly: the length is
+    the events up to it, the newest max_seqlen of them.
+    """
+
+    law: LengthLaw
+
+    kind = "events"
+    USERS = 20_000
+
+    def __post_init__(self) -> None:
+        _check_law(self.law)
+
+    def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
+        ends = np.cumsum(self.law.sample(self.USERS, 10**6, rng)).tolist()
+        drawn = (word * ends[-1] >> 64 for word in _words(batch, rng))  # an event of all users'
+        users = ((event, bisect_right(ends, event)) for event in drawn)
+        return [min(event - (ends[i - 1] if i else 0) + 1, max_seqlen) for event, i in users]
+
+
+@dataclass(frozen=True)
+class Rounded(LengthLaw):
+    """Lengths of `law` rounded up to a multiple of `multiple`, at most max_seqlen."""
+
+    law: LengthLaw
+    multiple: int
+
+    kind = "rounded"
+
+    def __post_init__(self) -> None:
+        _check_law(self.law)
+        _check_int("multiple", self.multiple, 1)
+
+    def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
+        lengths = self.law.sample(batch, max_seqlen, rng)
+        return [min(-(-n // self.multiple) * self.multiple, max_seqlen) for n in lengths]
+
+
+@dataclass(frozen=True)
+class Sorted(LengthLaw):
+    """Lengths of `law`, the longest first."""
+
+    law: LengthLaw
+
+    kind = "sorted"
+
+    def __post_init__(self) -> None:
+        _check_law(self.law)
+
+    def sample(self, batch: int, max_seqlen: int, rng: np.random.Generator) -> list[int]:
+        return sorted(self.law.sample(batch, max_seqlen, rng), reverse=True)
+
+
 LAWS: dict[str, type[LengthLaw]] = {
-    law.kind: law for law in (Full, Uniform, Between, LogNormal, Quantiles)
+    law.kind: law for law in (Full, Uniform, Between, LogNormal, Quantiles, Events, Rounded, Sorted)
 }
+
+
+def _check_law(law: object) -> None:
+    if not isinstance(law, LengthLaw):
+        raise ValueError(f"law must be a LengthLaw, got {law!r}")
 
 
 def _check_cap(minimum: int, max_seqlen: int) -> None:
@@ -594,6 +665,7 @@ def _workloads() -> dict[str, Workload]:
         _self("ml1m", 1024, MOVIELENS["ml1m"]),
         _self("ml20m", 2048, MOVIELENS["ml20m"]),
         _self("ml25m", 1024, MOVIELENS["ml25m"]),
+        _self("ml25m-events", 1024, Events(MOVIELENS["ml25m"])),
         _self("kuairandpure", 512, KUAIRAND["kuairandpure"]),
         _self("kuairand1k", 4096, KUAIRAND["kuairand1k"]),
     ]

@@ -21,10 +21,13 @@ from gdpa_kernels.measuring.workload import (
     MOVIELENS,
     WORKLOADS,
     Between,
+    Events,
     Full,
     LengthLaw,
     LogNormal,
     Quantiles,
+    Rounded,
+    Sorted,
     Uniform,
     Workload,
     figure_direction,
@@ -385,6 +388,31 @@ def test_figures_are_the_published_ones():
     assert figures_of("gdpa-self-full-512", "forward") == ("gdpa-self-fwd-full",)
     assert figures_of("gdpa-self-full-512", "backward") == ("gdpa-self-bwd-full",)
     assert figures_of("gdpa-self-ml1m-1024", "forward") == ()
+
+
+def test_events_come_from_users_in_proportion_to_what_they_did():
+    """Half of the users have one event, half have three: of four events two are a user's first."""
+    law = Events(Quantiles((0.0, 0.5, 0.5001, 1.0), (1, 1, 3, 3)))
+    lengths = law.sample(20_000, 2048, np.random.Generator(np.random.PCG64(1)))
+    shares = np.bincount(lengths, minlength=4)[1:] / len(lengths)
+    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.015)
+    assert max(law.sample(500, 2, np.random.Generator(np.random.PCG64(1)))) == 2
+    users, events = (workload(f"gdpa-self-ml25m-{x}1024") for x in ("", "events-"))
+    assert events.fill > 2 * users.fill
+
+
+def test_edits_of_a_law():
+    of = replace(workload("gdpa-self-ml1m-1024"), name="edited")
+    rounded = replace(of, lengths_q=Rounded(of.lengths_q, 128)).seqlens_q
+    assert rounded == tuple(min(-(-n // 128) * 128, 1024) for n in of.seqlens_q)
+    law = Sorted(Rounded(of.lengths_q, 128))
+    assert replace(of, lengths_q=law).seqlens_q == tuple(sorted(rounded, reverse=True))
+    assert LengthLaw.from_dict(law.to_dict()) == law
+    for made in (lambda: Sorted(128), lambda: Rounded("full", 128), lambda: Events(None)):
+        with pytest.raises(ValueError, match="law must be a LengthLaw, got"):
+            made()
+    with pytest.raises(ValueError, match="multiple must be an integer of at least 1, got 0"):
+        Rounded(Full(), 0)
 
 
 def test_shapes_that_no_figure_has_differ_as_named():
