@@ -155,10 +155,11 @@ class _Gdpa(torch.autograd.Function):
             return (None,) * 7
         *options, _, impl = ctx.options
         needs, schedule = ctx.needs_input_grad[1:4], []
+        saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
         if ctx.lengths is not None:
-            batch = _batch(*ctx.saved_tensors, *options)
+            batch = _batch(*saved, *options)
             schedule = _schedule(ctx.lengths, resolve_backward(impl, batch), batch)
-        tensors = grad_out, *ctx.saved_tensors
+        tensors = grad_out, *saved
         with torch.no_grad():
             gradients = needed(_BACKWARD(*tensors, schedule, *options, *needs, impl), needs)
         return None, *final("gdpa", gradients, tensors[:4]), None, None, None

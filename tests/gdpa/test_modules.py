@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator
+from gdpa_kernels import PFFN, PMA, GDPASelfAttention, Lengths, emulator
 from gdpa_kernels.calling import jagged, layers, packed
 from gdpa_kernels.gdpa import modules
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -540,6 +541,18 @@ def test_another_batch_is_not_another_program():
         y, _ = compiled((values, offsets), max_seqlen=max(lengths))
         assert torch.equal(y, layer((values, offsets))[0])
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("shared", (False, True), ids=("offsets", "Lengths"))
+@pytest.mark.parametrize("kind", LAYERS)
+def test_activation_checkpointing(kind, shared):
+    values, offsets, summary = batch()
+    offsets, layer, found = Lengths(offsets) if shared else offsets, make(kind), []
+    for call in (layer, lambda *x: checkpoint(layer, *x, use_reentrant=False)):
+        y = call((values, offsets), *([summary] if kind == "pffn" else []))
+        y = y if kind == "pma" else y[0]
+        found.append(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("options", ({}, {"precise": True}), ids=str)
