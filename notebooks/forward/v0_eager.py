@@ -38,7 +38,7 @@ V0 = "v0_eager"
 us = chapter.times("forward/results", direction="forward").dropna(subset=["v0_eager"])
 record = chapter.record("forward/results")
 limits = results.ceilings(record)
-work, half = workload(FULL), workload(HALF)
+work, half, short = map(workload, (FULL, HALF, SHORT))
 floor, half_floor = (roofline.bracket(w, "forward", limits).lower_us / 1e3 for w in (work, half))
 
 # %% tags=["remove-input"]
@@ -165,8 +165,7 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 fa2 = us[V0] / us["fa2_varlen"]
 chapter.glue(
     percent=1e5 * floor / us[V0][FULL], over_fa2=fa2[FULL], half_over_fa2=fa2[HALF],
-    half_percent=100 * half_full,
-    useful=100 * half.flops("forward") / workload(SHORT).flops("forward"),
+    half_percent=100 * half_full, useful=100 * half.flops("forward") / short.flops("forward"),
 )  # fmt: skip
 
 # %% [markdown]
@@ -176,10 +175,9 @@ chapter.glue(
 # times the time of FlashAttention-2, which computes softmax and writes no scores. `torch.compile`
 # fuses the element-wise steps; its two matmuls stay library kernels with the scores between them.
 #
-# On gdpa-self-half-jagged-256, where lengths are uniform up to 256, only {glue:text}`useful:.0f` %
-# of the FLOPs are useful ({doc}`../operator/workloads`). v0 still takes
-# {glue:text}`half_percent:.0f` % of its time on the full batch. FlashAttention-2 skips the rest,
-# and v0 takes {glue:text}`half_over_fa2:.0f` times its time.
+# With lengths uniform up to 256 only {glue:text}`useful:.0f` % of the FLOPs are useful. v0 still
+# takes {glue:text}`half_percent:.0f` % of its time on the full batch; FlashAttention-2 skips the
+# rest, and v0 takes {glue:text}`half_over_fa2:.0f` times as long.
 #
 # ## The surprise: padding costs more than the scores
 #

@@ -185,9 +185,8 @@ chapter.predict("Turns save 3 % or more of v5's time.", turns.max(), most=0.97)
 chapter.predict("Written as a while loop, v5 is not faster than as it is.", loop.min(), least=0.97)
 
 # %% [markdown]
-# On gdpa-self-half-jagged-256 v5 takes {glue:text}`half:.2f` times the time of v4. Prologue and
-# {term}`epilogue` need at least one block, so an empty tile now fetches one and multiplies zeros.
-# {doc}`v6_short_kv` ends that: it never starts an empty tile.
+# On half-full batches of 256 v5 takes {glue:text}`half:.2f` times the time of v4: {term}`epilogue`
+# and prologue need a block, so an empty tile now multiplies zeros, until {doc}`v6_short_kv`.
 #
 # ## The surprise: waits that nobody wrote
 #

@@ -99,11 +99,9 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 #   {cite}`gao2022kuairand,kuairandlongseq`.
 #
 # Every history is capped at `max_seqlen`, as in a model. No raw data is part of this repository.
-#
-# These laws count each user once. A ranking model is trained on *events*, and the history of an
-# event is what its user did before. Active users have more events, with longer histories, so the
-# batch that a trainer sees is fuller: drawn by events (`ml25m-events`), MovieLens 25M fills
-# {glue:text}`by_events:.0f` % of 1,024 places instead of {glue:text}`by_users:.0f` %.
+# These laws count each user once. A ranking model is trained on *events*, and active users have
+# more, with longer histories: drawn by events (`ml25m-events`), MovieLens 25M fills
+# {glue:text}`events:.0f` % of 1,024 places instead of {glue:text}`users:.0f` %.
 #
 # ## What padding wastes
 #
@@ -134,10 +132,9 @@ chapter.table(waste.reset_index(names="workload"), modelled="lengths of the laws
 # %% tags=["remove-cell"]
 ml20m = waste.loc["gdpa-self-ml20m-2048"]
 intensity = [work.flops("forward") / work.bytes("forward") for work in WORKLOADS.values()]
-events, users = (workload(f"gdpa-self-ml25m{x}-1024").fill for x in ("-events", ""))
+events, users = (100 * workload(f"gdpa-self-ml25m{x}-1024").fill for x in ("-events", ""))
 chapter.glue(waste=100 / ml20m["useful pairs, %"], fill=100 * ml20m["fill"],
-             least=min(intensity), most=max(intensity),
-             by_events=100 * events, by_users=100 * users)  # fmt: skip
+             least=min(intensity), most=max(intensity), events=events, users=users)  # fmt: skip
 for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048")):
     counts = [replace(WORKLOADS[f"gdpa-self-{name}"], seed=seed).pairs for seed in range(20)]
     chapter.glue(**{key: 100 * np.std(counts) / np.mean(counts)})
