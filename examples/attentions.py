@@ -1,0 +1,177 @@
+"""Attention of a model, exchanged alone: the package's operators, and what else one could use.
+
+Each function takes q `[rows, num_heads, head_dim]`, k, v and the lengths of both sides; lengths_q
+None is one q for all sequences. The peers have softmax, which no scale of the output goes with; all
+but `eager` leave the activation out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+from gdpa_kernels import PFFN, PMA, BlockAttention, GDPASelfAttention, Lengths, gdpa, jagged
+from gdpa_kernels.calling.layers import rotate, turns
+from gdpa_kernels.gdpa.reference import ACTIVATIONS
+
+OURS = {
+    "gdpa": {"gdpa": {}, "block_attention": {}},
+    "v1": {
+        "gdpa": {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"},
+        "block_attention": {"impl": "v1_one_tile"},
+    },
+}
+"""Arguments of the layers and operators: the fastest rungs, and the first ones in plain Triton."""
+
+
+def operator(q, k, v, lengths_q, lengths_k, *, window=None, causal=False, **options):
+    """`gdpa`; options: activation, scale, output_scale, impl, backward_impl."""
+    return gdpa(q, k, v, lengths_q, lengths_k, window=window, causal=causal, **options)
+
+
+def fa2_varlen(q, k, v, lengths_q, lengths_k, *, scale, causal=False, window=None, **_):
+    """FlashAttention-2 on jagged batches, as PyTorch has it; bf16 or fp16 on a GPU."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if lengths_q is None:
+        rows, batch = q.shape[0], lengths_k.batch
+        lengths_q = lengths_k.once(("rows", rows), partial(Lengths.uniform, batch, rows, q.device))
+        q = q.repeat(batch, 1, 1)
+    side = -1 if window is None else window
+    masked = {"window_size": (side, 0 if causal else side)} if causal or side >= 0 else {}
+    return varlen_attn(
+        q, k, v, lengths_q.cu_seqlens, lengths_k.cu_seqlens, lengths_q.max_seqlen,
+        lengths_k.max_seqlen, scale=scale, **masked,
+    )  # fmt: skip
+
+
+def padded_sdpa(q, k, v, lengths_q, lengths_k, *, scale, causal=False, window=None, **_):
+    """PyTorch's attention on padded batches with a mask, padding and unpadding included."""
+    (q, k, v), keep = _padded(q, k, v, lengths_q, lengths_k, causal, window)
+    some = keep.any(-1, keepdim=True)  # a row without keys: no NaN, which gradients would keep
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=keep | ~some, scale=scale)
+    return _unpadded(out.masked_fill(~some, 0), lengths_q)
+
+
+def eager(
+    q, k, v, lengths_q, lengths_k, *, scale, output_scale=1.0, activation=None, causal=False,
+    window=None,
+):  # fmt: skip
+    """The operators' mathematics in plain PyTorch, padded; activation None is softmax."""
+    (q, k, v), keep = _padded(q, k, v, lengths_q, lengths_k, causal, window)
+    scores = scale * q @ k.mT
+    if activation is None:
+        scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(-1)
+    else:
+        scores = ACTIVATIONS[activation].function(scores)
+    out = output_scale * scores.masked_fill(~keep, 0).to(v.dtype) @ v
+    return _unpadded(out, lengths_q)
+
+
+def _padded(q, k, v, lengths_q, lengths_k, causal, window):
+    """q, k, v `[batch, num_heads, length, head_dim]`, and which pairs count."""
+
+    def pad(x, lengths):
+        if lengths is None:
+            return x.transpose(0, 1).expand(lengths_k.batch, -1, -1, -1)
+        longest = max(8, -(-lengths.max_seqlen // 8) * 8)  # SDPA's kernels want masks of 8 k
+        return jagged.to_padded_tensor((x, lengths), max_seqlen=longest).transpose(1, 2)
+
+    q, k, v = pad(q, lengths_q), pad(k, lengths_k), pad(v, lengths_k)
+    key = torch.arange(k.shape[2], device=k.device)
+    distance = torch.arange(q.shape[2], device=k.device)[:, None] - key
+    keep = key < lengths_k.cu_seqlens.diff()[:, None, None, None]
+    keep = keep & (distance >= 0) if causal else keep
+    return (q, k, v), keep if window is None else keep & (distance.abs() <= window)
+
+
+def _unpadded(out, lengths_q):
+    out = out.transpose(1, 2)
+    return out.flatten(0, 1) if lengths_q is None else jagged.from_padded_tensor(out, lengths_q)[0]
+
+
+ATTENTIONS = {
+    **{name: partial(operator, **options["gdpa"]) for name, options in OURS.items()},
+    "padded_sdpa": padded_sdpa,
+    "fa2_varlen": fa2_varlen,
+    "eager": eager,
+}
+
+
+class _Peer:
+    """A layer of the package with its parameters, and another attention between them."""
+
+    def __init__(self, attend, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.attend = attend
+
+    def _call(self, q, k, v, lengths_q, lengths_k, **mask):
+        q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        base = getattr(self, "rotary", None)
+        if base is not None:
+            angles = turns(base, self.head_dim, q.shape[0], lengths_q)
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        if isinstance(self, BlockAttention):
+            lengths_q = lengths_k = blocks(lengths_q, self.block_size)
+            scale, mask = None, {}
+        else:
+            scale = self.scale
+            mask |= {"activation": self.activation, "output_scale": self.output_scale}
+        scale = self.head_dim**-0.5 if scale is None else scale
+        return self.out(self.attend(q, k, v, lengths_q, lengths_k, scale=scale, **mask).flatten(1))
+
+
+class _Self(_Peer, GDPASelfAttention):
+    def forward(self, x):
+        mask = {"causal": self.causal, "window": self.window}
+        return self._call(*self.qkv(x[0]).chunk(3, 1), x[1], x[1], **mask), x[1]
+
+
+class _Block(_Peer, BlockAttention):
+    def forward(self, x):
+        return self._call(*self.qkv(x[0]).chunk(3, 1), x[1], x[1]), x[1]
+
+
+class _Pool(_Peer, PMA):
+    def forward(self, x):
+        y = self._call(self.seeds, *self.kv(x[0]).chunk(2, 1), None, x[1])
+        return y.unflatten(0, (x[1].batch, self.num_seeds))
+
+
+class _Personal(_Peer, PFFN):
+    def forward(self, x, summary):
+        lengths, keys = x[1], self.num_keys
+        kv = (self.mix.weight @ self.kv(summary)).flatten(0, 1)
+        uniform = partial(Lengths.uniform, lengths.batch, keys, lengths.device)
+        given = lengths, lengths.once(("keys", keys), uniform)
+        return self._call(self.q(x[0]), *kv.chunk(2, 1), *given), lengths
+
+
+PEERS = {GDPASelfAttention: _Self, BlockAttention: _Block, PMA: _Pool, PFFN: _Personal}
+
+
+def make(attention: str, layer: type, *arguments, **options) -> torch.nn.Module:
+    """A layer of the package with an attention of ATTENTIONS."""
+    if attention not in OURS:
+        return PEERS[layer](ATTENTIONS[attention], *arguments, **options)
+    kind = "block_attention" if layer is BlockAttention else "gdpa"
+    return layer(*arguments, **options, **OURS[attention][kind])
+
+
+def blocks(lengths: Lengths, size: int) -> Lengths:
+    """Every block as a sequence of its own; waits for the device, once for each batch."""
+
+    def cut() -> Lengths:
+        ends = lengths.cu_seqlens.cpu().long()
+        count = (ends.diff() + size - 1) // size
+        first = (ends[:-1] - (count.cumsum(0) - count) * size).repeat_interleave(count)
+        return Lengths(
+            torch.cat((first + torch.arange(len(first)) * size, ends[-1:])), size,
+            device=lengths.device,
+        )  # fmt: skip
+
+    return lengths.once(("blocks", size), cut)

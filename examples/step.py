@@ -1,0 +1,205 @@
+"""Where the time of a training step goes, attention by attention.
+
+python examples/step.py --law ml25m --rows events --attentions gdpa v1 fa2_varlen padded_sdpa
+
+Prints, and writes to --out, for each attention: the median time of a step and of its forward pass,
+backward pass and optimizer; that of its self-attention alone, forward and backward, on the same
+lengths; and the step's time on the device by kind of operator, as PyTorch's profiler counts it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+from attentions import ATTENTIONS, OURS, blocks
+from models import BLOCK, WINDOW, Config, build
+from options import (
+    autocast,
+    check_attention,
+    config_of,
+    device_of,
+    flops_of,
+    pairs,
+    parser,
+    peak_of,
+    positive,
+    traffic_of,
+    world_of,
+)
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from data import Batch, make_batch
+from gdpa_kernels import block_attention
+
+KINDS = {
+    "attention": ("gdpa_", "block_attention", "_flash_attention", "_efficient_attention",
+                  "_cudnn_attention", "_scaled_dot_product", "varlen_attn"),
+    "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    "norm": ("_norm", "aten::rsqrt"),
+    "embedding": ("aten::embedding", "aten::index_select"),
+    "optimizer": ("_fused_adamw", "_foreach", "Optimizer"),
+    "compiled": ("triton_", "CompiledFunction", "Torch-Compiled", "inductor"),
+}  # fmt: skip
+"""Kind of operator: parts of names of PyTorch's operators. What is in none is "other"."""
+
+
+class Clock:
+    """Seconds between marks, on the device."""
+
+    def __init__(self, device: torch.device):
+        self.cuda, self.marks = device.type == "cuda", []
+
+    def mark(self) -> None:
+        if not self.cuda:
+            self.marks.append(time.perf_counter())
+            return
+        self.marks.append(torch.cuda.Event(enable_timing=True))
+        self.marks[-1].record()
+
+    def seconds(self) -> list[float]:
+        if not self.cuda:
+            return [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+        self.marks[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+
+def step(model, optimizer, batch: Batch, mark=lambda: None) -> None:
+    mark()
+    with autocast(batch.items.device):
+        logit = model(batch)
+    loss = F.binary_cross_entropy_with_logits(logit.float(), batch.label)
+    mark()
+    optimizer.zero_grad()
+    loss.backward()
+    mark()
+    optimizer.step()
+    mark()
+
+
+def attend(c: Config):
+    """Self-attention of a model: (q, k, v, lengths) to its output, without projections."""
+    options = {"scale": (c.dim // c.heads) ** -0.5}
+    attention = ATTENTIONS[c.attention]
+    if c.model == "hstu":
+        options |= {"activation": "silu", "output_scale": 1 / c.max_seqlen, "causal": True}
+    elif c.mixer == "block" and c.attention in OURS:
+        ours = OURS[c.attention]["block_attention"]
+        return lambda q, k, v, n: block_attention(q, k, v, n, block_size=BLOCK, **ours)
+    elif c.mixer == "block":
+        return lambda q, k, v, n: attention(q, k, v, *[blocks(n, BLOCK)] * 2, **options)
+    else:
+        options |= {"activation": "gelu_tanh", "output_scale": c.max_seqlen**-0.5}
+        options["window"] = WINDOW if c.mixer == "window" else None
+    return lambda q, k, v, n: attention(q, k, v, n, n, **options)
+
+
+def alone(c: Config, batch: Batch, repeats: int, warmup: int) -> float:
+    """Seconds of self-attention, forward and backward, the median."""
+    device = batch.items.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = batch.lengths.total, c.heads, c.dim // c.heads
+    q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+    inputs, function, found = [x.requires_grad_() for x in (q, k, v)], attend(c), []
+    for _ in range(warmup + repeats):
+        clock = Clock(device)
+        clock.mark()
+        torch.autograd.grad(function(*inputs, batch.lengths), inputs, grad)
+        clock.mark()
+        found.append(clock)
+    return statistics.median(clock.seconds()[0] for clock in found[warmup:])
+
+
+def kinds(run, device: torch.device, steps: int) -> dict[str, float]:
+    """Seconds of a step by kind of operator: on a GPU of its kernels, else of the CPU."""
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as profiler:
+        for i in range(steps):
+            run(i)
+    found: Counter[str] = Counter()
+    for event in profiler.events():
+        # Operators only: a kernel's time is that of the operator that launched it.
+        if event.device_type == torch.autograd.DeviceType.CPU:
+            time_us = event.self_device_time_total if cuda else event.self_cpu_time_total
+            names = (kind for kind, parts in KINDS.items() if any(p in event.name for p in parts))
+            found[next(names, "other")] += time_us / 1e6 / steps
+    return dict(found)
+
+
+def measure(o, attention: str, device: torch.device) -> dict:
+    """The row of one attention."""
+    config, world, traffic = config_of(o, attention), world_of(o), traffic_of(o)
+    torch.manual_seed(o.seed)
+    model = build(config, world).to(device)
+    if o.compile:
+        model.compile(backend=o.compile)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
+    longest, batches, lengths = o.max_seqlen if o.compile else None, [], []
+    for i in range(o.warmup + o.repeats):
+        lengths.append(traffic.sample(i, o.batch))
+        rows = torch.arange(o.batch).numpy()
+        batches.append(make_batch(world, lengths[-1], rows, i, device, longest))
+    clocks = []
+    for batch in batches:
+        clocks.append(Clock(device))
+        step(model, optimizer, batch, clocks[-1].mark)
+    parts = [clock.seconds() for clock in clocks[o.warmup :]]
+    medians = {
+        name: statistics.median(each[i] for each in parts)
+        for i, name in enumerate(("forward", "backward", "optimizer"))
+    }
+    seconds = [sum(each) for each in parts]
+    work = statistics.median(map(flops_of(config), lengths[o.warmup :])) / 1e12
+    row = {
+        "attention": attention, "step_s": statistics.median(seconds), "steps_s": seconds,
+        **{f"{name}_s": value for name, value in medians.items()},
+        "samples_per_s": o.batch / statistics.median(seconds),
+        "tflops": work / statistics.median(seconds), "peak_tflops": peak_of(o, device),
+        "tokens": statistics.median(int(n.sum()) for n in lengths[o.warmup :]),
+        "pairs": statistics.median(float(pairs(config, n).sum()) for n in lengths[o.warmup :]),
+        "attention_alone_s": alone(config, batches[-1], o.repeats, o.warmup),
+    }  # fmt: skip
+    if device.type == "cuda":
+        row["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    run = partial(_run, model, optimizer, batches)
+    row["kinds_s"] = kinds(run, device, min(3, len(batches)))
+    return row
+
+
+def _run(model, optimizer, batches, i: int) -> None:
+    step(model, optimizer, batches[i])
+
+
+def main(given: list[str] | None = None) -> list[dict]:
+    p = parser("Time a training step part by part.")
+    p.add_argument("--attentions", nargs="+", choices=ATTENTIONS, default=["gdpa"], metavar="NAME")
+    p.add_argument("--repeats", type=positive, default=10, help="timed steps")
+    p.add_argument("--warmup", type=positive, default=3, help="steps before them")
+    o = p.parse_args(given)
+    device, rows = device_of(o), []
+    for attention in o.attentions:
+        check_attention(attention, device)
+    for attention in o.attentions:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        rows.append(measure(o, attention, device))
+        times = {k[:-2]: f"{1e3 * v:.2f} ms" for k, v in rows[-1].items() if isinstance(v, float)
+                 and k.endswith("_s") and not k.startswith("samples")}  # fmt: skip
+        print(attention, *(f"{k} {v}" for k, v in times.items()), sep=", ")
+        shares = sorted(rows[-1]["kinds_s"].items(), key=lambda each: -each[1])
+        print("   by kind:", ", ".join(f"{k} {1e3 * v:.2f} ms" for k, v in shares), flush=True)
+    if o.out:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        found = {"device": name, "torch": torch.__version__, "options": vars(o), "rows": rows}
+        Path(o.out).write_text(json.dumps(found, indent=1))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Train KunlunLite or HSTULite on generated clicks, on one device or on many.
+
+python examples/train.py --size tiny --max-seqlen 64 --batch 64 --steps 50 --attention eager
+torchrun --nproc-per-node 2 examples/train.py --engine ddp --compile
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import build
+from options import (
+    attention_choices,
+    autocast,
+    check_attention,
+    config_of,
+    device_of,
+    flops_of,
+    parser,
+    peak_of,
+    positive,
+    traffic_of,
+    world_of,
+)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from data import DEALS, Batch, auc, bayes_loss, deal, make_batch, normalized_entropy
+
+HELD_OUT = 2**40
+"""The first step of the rows that are never trained on."""
+
+
+def arguments(given: list[str] | None) -> argparse.Namespace:
+    found = parser("Train a model of click-through rate on generated clicks.")
+    found.add_argument("--attention", choices=attention_choices(), default="gdpa")
+    found.add_argument("--engine", choices=("single", "ddp", "fsdp2"), default="single")
+    found.add_argument("--deal", choices=DEALS, default="balanced", help="rows to ranks")
+    found.add_argument("--steps", type=positive, default=200)
+    found.add_argument("--lr", type=float, default=2e-3, help="highest; OneCycleLR")
+    found.add_argument("--log-every", type=positive, default=10, help="steps")
+    found.add_argument("--eval-batches", type=positive, default=4)
+    found.add_argument("--checkpoint", type=Path, help="folder of checkpoints")
+    found.add_argument("--save-every", type=positive, default=100, help="steps")
+    found.add_argument("--resume", action="store_true", help="from the newest in --checkpoint")
+    found.add_argument("--timeout", type=positive, default=300, help="seconds for a lost rank")
+    o, ranks = found.parse_args(given), int(os.environ.get("WORLD_SIZE", 1))
+    if (o.engine == "single") != ("RANK" not in os.environ):
+        wanted = "none" if o.engine == "single" else "torchrun --nproc-per-node N examples/train.py"
+        found.error(f"--engine {o.engine} needs {wanted}, got {ranks} processes of torchrun")
+    if o.batch % ranks:
+        found.error(f"--batch must be a multiple of the {ranks} ranks, got {o.batch}")
+    if o.resume and (o.checkpoint is None or newest(o.checkpoint) is None):
+        found.error(f"--resume needs a complete checkpoint in --checkpoint, got {o.checkpoint}")
+    return o
+
+
+class Loader:
+    """The rows of this rank, step by step: a function of the step, so resuming needs no state."""
+
+    def __init__(self, o: argparse.Namespace, rank: int, ranks: int, device: torch.device):
+        self.world, self.traffic = world_of(o), traffic_of(o)
+        self.o, self.rank, self.ranks, self.device = o, rank, ranks, device
+        self.linear = 8.0 * config_of(o, o.attention).dim  # FLOPs of a token over those of a pair
+
+    def lengths(self, step: int) -> np.ndarray:
+        """Of all ranks."""
+        return self.traffic.sample(step, self.o.batch)
+
+    def batch(self, step: int) -> Batch:
+        lengths = self.lengths(step)
+        rows = deal(lengths, self.ranks, self.o.deal, self.linear)[self.rank]
+        longest = self.o.max_seqlen if self.o.compile else None  # compiled for one max_seqlen
+        return make_batch(self.world, lengths[rows], rows, step, self.device, longest)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end."""
+    found = [path.parent for path in folder.glob("step-*/.metadata")]
+    return max(found, key=lambda path: int(path.name[5:]), default=None)
+
+
+def state_of(model, optimizer, schedule, step: int) -> dict:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "lr": schedule.state_dict(), "step": step}
+
+
+def restore(folder: Path, model, optimizer, schedule) -> int:
+    """Loads a checkpoint, of any engine and number of ranks; returns its step."""
+    state = state_of(model, optimizer, schedule, 0)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    schedule.load_state_dict(state["lr"])
+    return state["step"]
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, equally many each."""
+    if not dist.is_initialized():
+        return x
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def evaluate(model, loader: Loader, batches: int) -> dict[str, float]:
+    """NE and AUC on rows that were never trained on, and those of the true probabilities."""
+    found = []
+    for step in range(HELD_OUT, HELD_OUT + batches):
+        batch = loader.batch(step)
+        with autocast(loader.device):
+            logit = model(batch)
+        found.append(gathered(torch.stack((logit.float(), batch.logit, batch.label), 1)))
+    score, truth, label = torch.cat(found).unbind(1)
+    losses = F.binary_cross_entropy_with_logits(score, label).item(), bayes_loss(truth).item()
+    ne, bayes_ne = (normalized_entropy(loss, label) for loss in losses)
+    return {
+        "ne": ne,
+        "bayes_ne": bayes_ne,
+        "auc": auc(score, label),
+        "bayes_auc": auc(truth, label),
+    }
+
+
+def train(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> dict:
+    """Trains as told; returns what `--out` gets."""
+    loader, config = Loader(o, rank, ranks, device), config_of(o, o.attention)
+    flops, peak = flops_of(config), peak_of(o, device)
+    torch.manual_seed(o.seed)
+    model = build(config, loader.world).to(device)
+    if o.engine == "fsdp2":
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    if o.compile:
+        model.compile(backend=o.compile)
+    net = model
+    if o.engine == "ddp":
+        net = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    fused = device.type == "cuda"
+    optimizer = torch.optim.AdamW(net.parameters(), lr=o.lr, weight_decay=1e-4, fused=fused)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, o.lr, o.steps)
+    first = restore(newest(o.checkpoint), net, optimizer, schedule) if o.resume else 0
+    losses, samples, work, clock = {}, 0, 0.0, time.perf_counter()
+    for step in range(first, o.steps):
+        batch = loader.batch(step)
+        with autocast(device):
+            logit = net(batch)
+        loss = F.binary_cross_entropy_with_logits(logit.float(), batch.label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        samples, work, done = samples + o.batch, work + flops(loader.lengths(step)), step + 1
+        if done % o.log_every == 0 or done == o.steps:
+            # Ranks have equally many rows: the mean of their means is the mean.
+            losses[done] = gathered(loss.detach()[None]).mean().item()
+            seconds = time.perf_counter() - clock
+            if rank == 0:
+                print(progress(done, losses[done], samples, work, seconds, ranks, peak, device))
+            samples, work, clock = 0, 0.0, time.perf_counter()
+        if o.checkpoint and (done % o.save_every == 0 or done == o.steps):
+            state = state_of(net, optimizer, schedule, done)
+            dcp.save(state, checkpoint_id=o.checkpoint / f"step-{done}")
+    found = {"losses": losses, **evaluate(net, loader, o.eval_batches)}
+    if rank == 0:
+        print("held out: NE {ne:.4f} (Bayes {bayes_ne:.4f}), AUC {auc:.4f} (Bayes {bayes_auc:.4f})"
+              .format(**found))  # fmt: skip
+    return found
+
+
+def progress(step, loss, samples, work, seconds, ranks, peak, device) -> str:
+    """A line of the log. The first one has the time of compiling in it."""
+    rate = work / seconds / ranks / 1e12
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(device) / 2**30
+    else:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    mfu = "" if peak is None else f", MFU {rate / peak:.1%}"
+    return (
+        f"step {step}: loss {loss:.4f}, {samples / seconds:,.0f} samples/s, {rate:.3g} TFLOP/s a "
+        f"device{mfu}, peak memory {memory:.1f} GiB"
+    )
+
+
+def main(given: list[str] | None = None) -> dict:
+    o = arguments(given)
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = device_of(o, int(os.environ.get("LOCAL_RANK", 0)))
+    check_attention(o.attention, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if o.engine != "single":
+        kind = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(kind, timeout=timedelta(seconds=o.timeout))
+    try:
+        found = train(o, rank, ranks, device)
+    except RuntimeError as error:
+        if o.engine == "single":
+            raise
+        traceback.print_exc()  # and no farewell to the group, which might wait for lost ranks
+        print(f"rank {rank} of {ranks} stops: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if o.out and rank == 0:
+        Path(o.out).write_text(json.dumps({"options": vars(o), **found}, default=str, indent=1))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Training learns, resumes exactly, gives the same on one process and on two, and says what is
+wrong in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import step
+import train
+
+SCRIPT = Path(train.__file__)
+SMALL = [
+    "--size", "tiny", "--layers", "1", "--items", "32", "--topics", "4", "--max-seqlen", "16",
+    "--law", "lognormal", "--rows", "events", "--device", "cpu",
+]  # fmt: skip
+FEW = [*SMALL, "--batch", "16", "--steps", "6", "--log-every", "1", "--eval-batches", "1"]
+
+
+def start(ranks: int, *arguments: object) -> list[subprocess.Popen]:
+    """The processes of a run, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {k: str(v) for k, v in {**common, "RANK": rank}.items()},
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def run(ranks: int, out: Path, *arguments: object) -> dict:
+    for process in start(ranks, *arguments, "--out", out):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    return json.loads(out.read_text())
+
+
+def losses(found: dict) -> list[float]:
+    return list(found["losses"].values())
+
+
+@pytest.mark.parametrize("model", (["kunlun"], ["hstu", "--layers", "2"]), ids=lambda x: x[0])
+def test_learns(model):
+    """Items alone get to an NE of 0.92 here, and the best of all models to 0.75."""
+    options = [*SMALL, "--batch", "256", "--steps", "150", "--lr", "1e-2"]
+    found = train.main([*options, "--attention", "eager", "--model", *model])
+    assert 0.73 < found["bayes_ne"] < 0.77
+    assert found["bayes_ne"] - 0.01 < found["ne"] < 0.86, "of the way, half"
+    assert 0.74 < found["auc"] < found["bayes_auc"] + 0.01
+
+
+def test_resuming_changes_no_bit(tmp_path):
+    options = [*FEW, "--checkpoint", str(tmp_path), "--save-every", "2"]
+    whole = train.main(options)
+    for step_of in (4, 6):
+        shutil.rmtree(tmp_path / f"step-{step_of}")
+    (tmp_path / "step-5").mkdir()  # as a run leaves it that was stopped while it wrote
+    rest = train.main([*options, "--resume"])
+    assert list(rest["losses"]) == [3, 4, 5, 6]
+    whole["losses"] = {key: whole["losses"][key] for key in rest["losses"]}
+    assert rest == whole
+
+
+@pytest.mark.parametrize(
+    ("engine", "more"),
+    (
+        ("ddp", ["--deal", "sorted", "--cold", "0.6"]),  # rank 1 has no token
+        ("fsdp2", ["--model", "hstu", "--deal", "balanced", "--recompute"]),
+    ),
+)
+def test_two_ranks_are_one(engine, more, tmp_path):
+    """Sums over a batch are added in another order, in fp32: 1e-5 of a loss in six steps."""
+    options = [*FEW, *more, "--checkpoint", tmp_path / "of two", "--save-every", "3"]
+    two = run(2, tmp_path / "out", *options, "--engine", engine)
+    one = train.main([*FEW, *more])
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    for name in ("ne", "bayes_ne", "auc", "bayes_auc"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4)
+    shutil.rmtree(tmp_path / "of two" / "step-6")
+    alone = train.main([*map(str, options), "--resume"])  # two ranks' checkpoint, one process
+    assert losses(alone) == pytest.approx(losses(one)[3:], rel=1e-5)
+
+
+def test_a_lost_rank_ends_the_other():
+    options = [*SMALL, "--batch", "8", "--steps", "100000", "--log-every", "1"]
+    left, lost = start(2, *options, "--engine", "ddp", "--timeout", "20", "--attention", "eager")
+    assert "step 1" in left.stdout.readline()
+    lost.send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    _, errors = left.communicate(timeout=60)
+    lost.communicate()
+    assert time.monotonic() - began < 30
+    assert left.returncode == 1
+    assert re.search(r"rank 0 of 2 stops: \S+", errors), errors
+
+
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_compiled(backend):
+    options = [*FEW, "--batch", "4"]
+    compiled, plain = train.main([*options, "--compile", backend]), train.main(options)
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        (["--engine", "ddp"], "--engine ddp needs torchrun .*, got 1 processes of torchrun"),
+        (["--attention", "fa2_varlen"], "--attention fa2_varlen needs a CUDA device, got cpu"),
+        (["--attention", "fa5"], "argument --attention: invalid choice: 'fa5' .*"),
+        (["--batch", "0"], "argument --batch: must be an integer of at least 1, got '0'"),
+        (["--cold", "2"], r"argument --cold: must be a number in \[0, 1\], got '2'"),
+        (["--topics", "3"], r"--topics must be 4 .. 32 \(--items\), got 3"),
+        (["--law", "ml25m"], "--max-seqlen must be at least 20 with --law ml25m, got 16"),
+        (["--resume"], "--resume needs a complete checkpoint in --checkpoint, got None"),
+    ),
+)
+def test_errors_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*SMALL, *arguments])
+    said = capsys.readouterr().err or str(stopped.value)
+    assert re.fullmatch(rf"(.*: )?{message}\n?", said) and said.count("\n") <= 1
+    assert stopped.value.code not in (0, None)
+
+
+def test_step_by_parts(tmp_path):
+    out = tmp_path / "step.json"
+    options = ["--batch", "8", "--repeats", "2", "--warmup", "1", "--out", str(out)]
+    for mixer in ("gdpa", "block"):
+        names = ["gdpa", "padded_sdpa", "eager"]
+        step.main([*SMALL, "--mixer", mixer, *options, "--attentions", *names])
+        rows = json.loads(out.read_text())["rows"]
+        assert [row["attention"] for row in rows] == names
+        for row in rows:
+            assert len(row["steps_s"]) == 2 and row["attention_alone_s"] > 0
+            assert row["kinds_s"]["matmul"] > 0 and row["forward_s"] < row["step_s"]
+        assert rows[0]["pairs"] == rows[1]["pairs"] and rows[0]["kinds_s"]["attention"] > 0
