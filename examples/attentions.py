@@ -1,8 +1,8 @@
 """Attention of a model, exchanged alone: the package's operators, and what else one could use.
 
-Each function takes q `[rows, num_heads, head_dim]`, k, v and the lengths of both sides; lengths_q
-None is one q for all sequences. The peers have softmax, which no scale of the output goes with; all
-but `eager` leave the activation out.
+Each function takes q, k, v `[rows, num_heads, head_dim]` and the lengths of both sides; lengths_q
+None is one q for all sequences. `padded_sdpa` and `fa2_varlen` have softmax, whatever activation
+and output_scale say: their times can be compared, their functions are others.
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ OURS = {
     },
 }
 """Arguments of the layers and operators: the fastest rungs, and the first ones in plain Triton."""
-
-
-def operator(q, k, v, lengths_q, lengths_k, *, window=None, causal=False, **options):
-    """`gdpa`; options: activation, scale, output_scale, impl, backward_impl."""
-    return gdpa(q, k, v, lengths_q, lengths_k, window=window, causal=causal, **options)
 
 
 def fa2_varlen(q, k, v, lengths_q, lengths_k, *, scale, causal=False, window=None, **_):
@@ -93,7 +88,7 @@ def _unpadded(out, lengths_q):
 
 
 ATTENTIONS = {
-    **{name: partial(operator, **options["gdpa"]) for name, options in OURS.items()},
+    **{name: partial(gdpa, **options["gdpa"]) for name, options in OURS.items()},
     "padded_sdpa": padded_sdpa,
     "fa2_varlen": fa2_varlen,
     "eager": eager,
@@ -108,7 +103,7 @@ class _Peer:
         self.attend = attend
 
     def _call(self, q, k, v, lengths_q, lengths_k, **mask):
-        q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in (q, k, v))
+        q, k, v = (x.to(v.dtype).unflatten(1, (-1, self.head_dim)) for x in (q, k, v))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         base = getattr(self, "rotary", None)

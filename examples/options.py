@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from attentions import ATTENTIONS
 from models import BLOCK, MIXERS, MODELS, WINDOW, Config, build
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -104,10 +103,6 @@ def traffic_of(o: argparse.Namespace) -> Traffic:
     if o.max_seqlen < least:
         sys.exit(f"--max-seqlen must be at least {least} with --law {o.law}, got {o.max_seqlen}")
     return Traffic(o.law, o.max_seqlen, o.rows, o.cold, o.seed)
-
-
-def attention_choices() -> list[str]:
-    return list(ATTENTIONS)
 
 
 def autocast(device: torch.device) -> torch.autocast:

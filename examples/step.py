@@ -13,25 +13,12 @@ import json
 import statistics
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
+import options
 import torch
 from attentions import ATTENTIONS, OURS, blocks
 from models import BLOCK, WINDOW, Config, build
-from options import (
-    autocast,
-    check_attention,
-    config_of,
-    device_of,
-    flops_of,
-    pairs,
-    parser,
-    peak_of,
-    positive,
-    traffic_of,
-    world_of,
-)
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -72,7 +59,7 @@ class Clock:
 
 def step(model, optimizer, batch: Batch, mark=lambda: None) -> None:
     mark()
-    with autocast(batch.items.device):
+    with options.autocast(batch.items.device):
         logit = model(batch)
     loss = F.binary_cross_entropy_with_logits(logit.float(), batch.label)
     mark()
@@ -85,19 +72,19 @@ def step(model, optimizer, batch: Batch, mark=lambda: None) -> None:
 
 def attend(c: Config):
     """Self-attention of a model: (q, k, v, lengths) to its output, without projections."""
-    options = {"scale": (c.dim // c.heads) ** -0.5}
+    given = {"scale": (c.dim // c.heads) ** -0.5}
     attention = ATTENTIONS[c.attention]
     if c.model == "hstu":
-        options |= {"activation": "silu", "output_scale": 1 / c.max_seqlen, "causal": True}
+        given |= {"activation": "silu", "output_scale": 1 / c.max_seqlen, "causal": True}
     elif c.mixer == "block" and c.attention in OURS:
         ours = OURS[c.attention]["block_attention"]
         return lambda q, k, v, n: block_attention(q, k, v, n, block_size=BLOCK, **ours)
     elif c.mixer == "block":
-        return lambda q, k, v, n: attention(q, k, v, *[blocks(n, BLOCK)] * 2, **options)
+        return lambda q, k, v, n: attention(q, k, v, *[blocks(n, BLOCK)] * 2, **given)
     else:
-        options |= {"activation": "gelu_tanh", "output_scale": c.max_seqlen**-0.5}
-        options["window"] = WINDOW if c.mixer == "window" else None
-    return lambda q, k, v, n: attention(q, k, v, n, n, **options)
+        given |= {"activation": "gelu_tanh", "output_scale": c.max_seqlen**-0.5}
+        given["window"] = WINDOW if c.mixer == "window" else None
+    return lambda q, k, v, n: attention(q, k, v, n, n, **given)
 
 
 def alone(c: Config, batch: Batch, repeats: int, warmup: int) -> float:
@@ -116,25 +103,29 @@ def alone(c: Config, batch: Batch, repeats: int, warmup: int) -> float:
     return statistics.median(clock.seconds()[0] for clock in found[warmup:])
 
 
-def kinds(run, device: torch.device, steps: int) -> dict[str, float]:
+def kinds(run, batches: list[Batch]) -> dict[str, float]:
     """Seconds of a step by kind of operator: on a GPU of its kernels, else of the CPU."""
-    cuda = device.type == "cuda"
+    cuda = batches[0].items.is_cuda
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as profiler:
-        for i in range(steps):
-            run(i)
+        for batch in batches:
+            run(batch)
     found: Counter[str] = Counter()
     for event in profiler.events():
         # Operators only: a kernel's time is that of the operator that launched it.
         if event.device_type == torch.autograd.DeviceType.CPU:
             time_us = event.self_device_time_total if cuda else event.self_cpu_time_total
             names = (kind for kind, parts in KINDS.items() if any(p in event.name for p in parts))
-            found[next(names, "other")] += time_us / 1e6 / steps
+            found[next(names, "other")] += time_us / 1e6 / len(batches)
     return dict(found)
 
 
 def measure(o, attention: str, device: torch.device) -> dict:
     """The row of one attention."""
-    config, world, traffic = config_of(o, attention), world_of(o), traffic_of(o)
+    config, world, traffic = (
+        options.config_of(o, attention),
+        options.world_of(o),
+        options.traffic_of(o),
+    )
     torch.manual_seed(o.seed)
     model = build(config, world).to(device)
     if o.compile:
@@ -145,6 +136,8 @@ def measure(o, attention: str, device: torch.device) -> dict:
         lengths.append(traffic.sample(i, o.batch))
         rows = torch.arange(o.batch).numpy()
         batches.append(make_batch(world, lengths[-1], rows, i, device, longest))
+        if o.mixer == "block" and attention not in OURS:
+            blocks(batches[-1].lengths, BLOCK)  # untimed: it waits for the device
     clocks = []
     for batch in batches:
         clocks.append(Clock(device))
@@ -155,36 +148,32 @@ def measure(o, attention: str, device: torch.device) -> dict:
         for i, name in enumerate(("forward", "backward", "optimizer"))
     }
     seconds = [sum(each) for each in parts]
-    work = statistics.median(map(flops_of(config), lengths[o.warmup :])) / 1e12
+    timed = lengths[o.warmup :]
+    work = statistics.median(map(options.flops_of(config), timed)) / 1e12
     row = {
         "attention": attention, "step_s": statistics.median(seconds), "steps_s": seconds,
         **{f"{name}_s": value for name, value in medians.items()},
         "samples_per_s": o.batch / statistics.median(seconds),
-        "tflops": work / statistics.median(seconds), "peak_tflops": peak_of(o, device),
-        "tokens": statistics.median(int(n.sum()) for n in lengths[o.warmup :]),
-        "pairs": statistics.median(float(pairs(config, n).sum()) for n in lengths[o.warmup :]),
+        "tflops": work / statistics.median(seconds), "peak_tflops": options.peak_of(o, device),
+        "tokens": statistics.median(int(n.sum()) for n in timed),
+        "pairs": statistics.median(options.pairs(config, n).sum().item() for n in timed),
         "attention_alone_s": alone(config, batches[-1], o.repeats, o.warmup),
     }  # fmt: skip
     if device.type == "cuda":
         row["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    run = partial(_run, model, optimizer, batches)
-    row["kinds_s"] = kinds(run, device, min(3, len(batches)))
+    row["kinds_s"] = kinds(lambda batch: step(model, optimizer, batch), batches[:3])
     return row
 
 
-def _run(model, optimizer, batches, i: int) -> None:
-    step(model, optimizer, batches[i])
-
-
 def main(given: list[str] | None = None) -> list[dict]:
-    p = parser("Time a training step part by part.")
+    p = options.parser("Time a training step part by part.")
     p.add_argument("--attentions", nargs="+", choices=ATTENTIONS, default=["gdpa"], metavar="NAME")
-    p.add_argument("--repeats", type=positive, default=10, help="timed steps")
-    p.add_argument("--warmup", type=positive, default=3, help="steps before them")
+    p.add_argument("--repeats", type=options.positive, default=10, help="timed steps")
+    p.add_argument("--warmup", type=options.positive, default=3, help="steps before them")
     o = p.parse_args(given)
-    device, rows = device_of(o), []
+    device, rows = options.device_of(o), []
     for attention in o.attentions:
-        check_attention(attention, device)
+        options.check_attention(attention, device)
     for attention in o.attentions:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -17,23 +17,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import options
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from attentions import ATTENTIONS
 from models import build
-from options import (
-    attention_choices,
-    autocast,
-    check_attention,
-    config_of,
-    device_of,
-    flops_of,
-    parser,
-    peak_of,
-    positive,
-    traffic_of,
-    world_of,
-)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -46,18 +35,20 @@ HELD_OUT = 2**40
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    found = parser("Train a model of click-through rate on generated clicks.")
-    found.add_argument("--attention", choices=attention_choices(), default="gdpa")
+    found = options.parser("Train a model of click-through rate on generated clicks.")
+    found.add_argument("--attention", choices=ATTENTIONS, default="gdpa")
     found.add_argument("--engine", choices=("single", "ddp", "fsdp2"), default="single")
     found.add_argument("--deal", choices=DEALS, default="balanced", help="rows to ranks")
-    found.add_argument("--steps", type=positive, default=200)
+    found.add_argument("--steps", type=options.positive, default=200)
     found.add_argument("--lr", type=float, default=2e-3, help="highest; OneCycleLR")
-    found.add_argument("--log-every", type=positive, default=10, help="steps")
-    found.add_argument("--eval-batches", type=positive, default=4)
+    found.add_argument("--log-every", type=options.positive, default=10, help="steps")
+    found.add_argument("--eval-batches", type=options.positive, default=4)
     found.add_argument("--checkpoint", type=Path, help="folder of checkpoints")
-    found.add_argument("--save-every", type=positive, default=100, help="steps")
+    found.add_argument("--save-every", type=options.positive, default=100, help="steps")
     found.add_argument("--resume", action="store_true", help="from the newest in --checkpoint")
-    found.add_argument("--timeout", type=positive, default=300, help="seconds for a lost rank")
+    found.add_argument(
+        "--timeout", type=options.positive, default=300, help="seconds for a lost rank"
+    )
     o, ranks = found.parse_args(given), int(os.environ.get("WORLD_SIZE", 1))
     if (o.engine == "single") != ("RANK" not in os.environ):
         wanted = "none" if o.engine == "single" else "torchrun --nproc-per-node N examples/train.py"
@@ -73,19 +64,18 @@ class Loader:
     """The rows of this rank, step by step: a function of the step, so resuming needs no state."""
 
     def __init__(self, o: argparse.Namespace, rank: int, ranks: int, device: torch.device):
-        self.world, self.traffic = world_of(o), traffic_of(o)
+        self.world, self.traffic = options.world_of(o), options.traffic_of(o)
         self.o, self.rank, self.ranks, self.device = o, rank, ranks, device
-        self.linear = 8.0 * config_of(o, o.attention).dim  # FLOPs of a token over those of a pair
+        # FLOPs of a token over those of a pair, about: 8 dim^2 of projections over dim.
+        self.linear = 8.0 * options.SIZES[o.size]["dim"]
 
-    def lengths(self, step: int) -> np.ndarray:
-        """Of all ranks."""
-        return self.traffic.sample(step, self.o.batch)
-
-    def batch(self, step: int) -> Batch:
-        lengths = self.lengths(step)
+    def batch(self, step: int) -> tuple[Batch, np.ndarray]:
+        """The rows of this rank, and the lengths of all."""
+        lengths = self.traffic.sample(step, self.o.batch)
         rows = deal(lengths, self.ranks, self.o.deal, self.linear)[self.rank]
         longest = self.o.max_seqlen if self.o.compile else None  # compiled for one max_seqlen
-        return make_batch(self.world, lengths[rows], rows, step, self.device, longest)
+        batch = make_batch(self.world, lengths[rows], rows, step, self.device, longest)
+        return batch, lengths
 
 
 def newest(folder: Path) -> Path | None:
@@ -102,7 +92,7 @@ def state_of(model, optimizer, schedule, step: int) -> dict:
 def restore(folder: Path, model, optimizer, schedule) -> int:
     """Loads a checkpoint, of any engine and number of ranks; returns its step."""
     state = state_of(model, optimizer, schedule, 0)
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -124,8 +114,8 @@ def evaluate(model, loader: Loader, batches: int) -> dict[str, float]:
     """NE and AUC on rows that were never trained on, and those of the true probabilities."""
     found = []
     for step in range(HELD_OUT, HELD_OUT + batches):
-        batch = loader.batch(step)
-        with autocast(loader.device):
+        batch, _ = loader.batch(step)
+        with options.autocast(loader.device):
             logit = model(batch)
         found.append(gathered(torch.stack((logit.float(), batch.logit, batch.label), 1)))
     score, truth, label = torch.cat(found).unbind(1)
@@ -141,8 +131,8 @@ def evaluate(model, loader: Loader, batches: int) -> dict[str, float]:
 
 def train(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> dict:
     """Trains as told; returns what `--out` gets."""
-    loader, config = Loader(o, rank, ranks, device), config_of(o, o.attention)
-    flops, peak = flops_of(config), peak_of(o, device)
+    loader, config = Loader(o, rank, ranks, device), options.config_of(o, o.attention)
+    flops, peak = options.flops_of(config), options.peak_of(o, device)
     torch.manual_seed(o.seed)
     model = build(config, loader.world).to(device)
     if o.engine == "fsdp2":
@@ -160,25 +150,27 @@ def train(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) ->
     first = restore(newest(o.checkpoint), net, optimizer, schedule) if o.resume else 0
     losses, samples, work, clock = {}, 0, 0.0, time.perf_counter()
     for step in range(first, o.steps):
-        batch = loader.batch(step)
-        with autocast(device):
+        batch, lengths = loader.batch(step)
+        with options.autocast(device):
             logit = net(batch)
         loss = F.binary_cross_entropy_with_logits(logit.float(), batch.label)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-        samples, work, done = samples + o.batch, work + flops(loader.lengths(step)), step + 1
+        samples, work, done = samples + o.batch, work + flops(lengths), step + 1
         if done % o.log_every == 0 or done == o.steps:
             # Ranks have equally many rows: the mean of their means is the mean.
             losses[done] = gathered(loss.detach()[None]).mean().item()
             seconds = time.perf_counter() - clock
             if rank == 0:
-                print(progress(done, losses[done], samples, work, seconds, ranks, peak, device))
+                line = progress(done, losses[done], samples, work, seconds, ranks, peak, device)
+                print(line, flush=True)
             samples, work, clock = 0, 0.0, time.perf_counter()
         if o.checkpoint and (done % o.save_every == 0 or done == o.steps):
             state = state_of(net, optimizer, schedule, done)
-            dcp.save(state, checkpoint_id=o.checkpoint / f"step-{done}")
+            folder = o.checkpoint / f"step-{done}"
+            dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     found = {"losses": losses, **evaluate(net, loader, o.eval_batches)}
     if rank == 0:
         print("held out: NE {ne:.4f} (Bayes {bayes_ne:.4f}), AUC {auc:.4f} (Bayes {bayes_auc:.4f})"
@@ -203,8 +195,8 @@ def progress(step, loss, samples, work, seconds, ranks, peak, device) -> str:
 def main(given: list[str] | None = None) -> dict:
     o = arguments(given)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = device_of(o, int(os.environ.get("LOCAL_RANK", 0)))
-    check_attention(o.attention, device)
+    device = options.device_of(o, int(os.environ.get("LOCAL_RANK", 0)))
+    options.check_attention(o.attention, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if o.engine != "single":
