@@ -25,6 +25,7 @@ BOOK = 110_000
 LATER = (
     "blackwell",
     "measuring/power_wall",
+    "measuring/production_gap",
     "backward/v7_wide_backward",
 )
 """Chapters that came after the book's limit was set, and come on top of it."""

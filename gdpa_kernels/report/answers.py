@@ -20,10 +20,21 @@ if TYPE_CHECKING:
     from gdpa_kernels.report.chapter import Chapter
 
 ANSWERS: dict[str, tuple[str, str]] = {
+    "gdpa-production-gap-forward": (
+        "measuring/production_gap",
+        "FlashAttention-4 on an H200, 256 keys: {gap_forward}. One kernel on one shape.",
+    ),
+    "gdpa-production-gap-worst": (
+        "measuring/production_gap",
+        "FlashAttention-4 on an H200: {gap_worst}, on half-full batches of 256.",
+    ),
+    "gdpa-production-gap-backward": (
+        "measuring/production_gap",
+        "FlashAttention-4 on an H200, 256 keys: {gap_backward}.",
+    ),
     "gdpa-production-gap-causes": (
-        "forward/results",
-        "FlashAttention-2: {fa2_full} TFLOP/s (self, full, 1024), {fa2_cross} with 256 keys, "
-        "{fa2_jagged} half jagged, at 256.",
+        "measuring/production_gap",
+        "The start of a tile over its keys, times partial tiles. Not the size of the batch.",
     ),
     "gdpa-one-operator": ("operator/gdpa", "Only lengths and origins differ."),
     "gdpa-no-row-statistics": ("operator/gdpa", "True, up to rounding."),
@@ -89,7 +100,12 @@ _TABLES = {"table 5": "over-fa2", "table 6, fill 0.7": "scaling-fill-07",
 def numbers(chapter: Chapter) -> dict[str, str]:
     """The measured numbers that `ANSWERS` quotes, from the newest records of their chapters."""
     us = chapter.times("forward/results", direction="forward")
-    tflops = chapter.times("forward/results", value="tflops", direction="forward")["fa2_varlen"]
+    gaps = {}
+    for way in ("forward", "backward"):
+        options = {"value": "tflops", "direction": way, "scope": "sustained"}
+        rates = chapter.times(f"{way}/results", **options)["fa4"]
+        gaps[way] = rates["gdpa-self-full-2048"] / rates
+    cross = [f"gdpa-cross-full-{n}" for n in (512, 1024, 2048)]
     short = [name for name in us.index if re.search("cross-full|self-full-256$", name)]
     lists = chapter.times("forward/v3_persistent", columns="variant", variant=None)
     lists = lists.div(lists["hardware"], axis=0)
@@ -107,9 +123,9 @@ def numbers(chapter: Chapter) -> dict[str, str]:
     errors = errors.set_index(["gradient", "roundings"])["mean_abs"]
     busy = units.B200.clock_ghz(1145 / 0.97)
     return {
-        "fa2_full": f"{tflops['gdpa-self-full-1024']:.0f}",
-        "fa2_cross": f"{tflops['gdpa-cross-full-1024']:.0f}",
-        "fa2_jagged": f"{tflops['gdpa-self-half-jagged-256']:.0f}",
+        "gap_forward": spread(gaps["forward"][cross]),
+        "gap_backward": spread(gaps["backward"][cross]),
+        "gap_worst": f"{gaps['forward']['gdpa-self-half-jagged-256']:.1f}",
         "stay": spread((us["v5_pingpong"] / us["v6a_persistent"])[short]),
         "stream": spread((us["v6a_persistent"] / us["v6b_stream"])[short]),
         "zigzag_real": spread(lists["zigzag"][four]),

@@ -166,15 +166,15 @@ for way, line in five[:2].set_index("direction").iterrows():
 
 # %% [markdown]
 # On both machines backward gains more: {glue:text}`fa2_backward:.2f` here,
-# {glue:text}`published_backward:.2f` there. Neither quotient checks the other. Machine, kernel and
+# {glue:text}`published_backward:.2f` there. Machine, kernel and
 # baseline are three differences at once, and shares of a machine tell them apart:
 
 # %% tags=["remove-input"]
 chapter.table(limits.round(0).rename_axis("percent of a rate").reset_index(), measured=of_five)
 
 # %% [markdown]
-# A copy would not reach the nominal rate either. Backward both baselines move about a quarter of
-# their machine's rate. What makes the published quotient the smaller one is the kernel.
+# Backward both baselines move about a quarter of their machine's rate. What makes the published
+# quotient the smaller one is the kernel.
 #
 # Heads of 96 and 256, which nobody published, back to back:
 
@@ -221,7 +221,7 @@ chapter.predict(text, spread, most=10, **percent)
 # %% [markdown]
 # "The speed-up does not depend on the lengths" holds here better than in the published chart, whose
 # bars spread by {glue:text}`old_forward:.0f` % forward and {glue:text}`old_backward:.0f` %
-# backward. The reason is plain. A program sees one block, wherever it lies and however long its
+# backward. A program sees one block, wherever it lies and however long its
 # sequence is. The shares of the copy say the same without a baseline, on all sixteen batches:
 # {glue:text}`swept_forward` % forward and {glue:text}`swept_backward` % backward.
 
@@ -320,8 +320,7 @@ chapter.glue(mean_dq=eight.loc["dq", "mean, published"])
 # rounding more is one among several, and independent errors add as squares. The published
 # {glue:text}`mean_dq:.2f` for dq would need a second rounding about as large as all others
 # together. {doc}`backward_alone` switches each rounding on alone and says what the published
-# number can mean. The largest error is that of one element. Published, it halves for dq and is a
-# tie for dk, which gets rotary in the same way. A maximum does not tell a rounding from luck.
+# number can mean.
 #
 # ## The whole call
 #
