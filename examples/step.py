@@ -176,6 +176,7 @@ def main(given: list[str] | None = None) -> list[dict]:
         options.check_attention(attention, device)
     for attention in o.attentions:
         if device.type == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         rows.append(measure(o, attention, device))
         times = {k[:-2]: f"{1e3 * v:.2f} ms" for k, v in rows[-1].items() if isinstance(v, float)

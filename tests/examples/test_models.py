@@ -32,7 +32,7 @@ def step(config: Config, lengths: list[int], dtype=torch.float64) -> tuple[float
     torch.manual_seed(0)
     model = build(config, WORLD).to(dtype)
     batch = make_batch(WORLD, np.array(lengths), np.arange(len(lengths)), 0)
-    loss = F.binary_cross_entropy_with_logits(model(batch), batch.label.to(dtype))
+    loss = F.binary_cross_entropy_with_logits(model(batch).to(dtype), batch.label.to(dtype))
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -63,6 +63,43 @@ def test_block_attention_by_sdpa():
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_padded_sdpa_are_finite(name, lengths):
     _, gradients = step(replace(MODELS[name], attention="padded_sdpa"), lengths, torch.float32)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_size=(-1, -1)):
+    """What PyTorch documents of its own one, which runs on a GPU alone."""
+    found = []
+    for i in range(len(cu_q) - 1):
+        own = [x[a[i] : a[i + 1]].transpose(0, 1) for x, a in ((q, cu_q), (k, cu_k), (v, cu_k))]
+        n, m = own[0].shape[1], own[1].shape[1]
+        assert q.dtype == k.dtype == v.dtype and n <= longest_q and m <= longest_k
+        left, right = (side if side >= 0 else n + m for side in window_size)
+        distance = torch.arange(m) - torch.arange(n)[:, None]
+        seen = (-left <= distance) & (distance <= right)
+        out = F.scaled_dot_product_attention(*own, attn_mask=seen, scale=scale)
+        found.append(out.transpose(0, 1) if m else torch.zeros_like(own[0].transpose(0, 1)))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fa2_varlen_is_told_what_padded_sdpa_computes(name, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    loss, gradients = step(replace(MODELS[name], attention="fa2_varlen"), JAGGED)
+    right, wanted = step(replace(MODELS[name], attention="padded_sdpa"), JAGGED)
+    assert loss == pytest.approx(right, rel=1e-12)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ("padded_sdpa", "fa2_varlen", "eager"))
+@pytest.mark.parametrize("name", MODELS)
+def test_peers_under_autocast(name, attention, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    config = replace(MODELS[name], attention=attention)
+    right, _ = step(config, JAGGED)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradients = step(config, JAGGED, torch.float32)
+    assert loss == pytest.approx(right, rel=0.03)
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 

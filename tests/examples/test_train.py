@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import step
+import torch
 import train
 
 SCRIPT = Path(train.__file__)
@@ -85,6 +86,9 @@ def test_resuming_changes_no_bit(tmp_path):
 )
 def test_two_ranks_are_one(engine, more, tmp_path):
     """Sums over a batch are added in another order, in fp32: 1e-5 of a loss in six steps."""
+    if "sorted" in more:
+        loader = train.Loader(train.arguments([*FEW, *more]), 1, 2, torch.device("cpu"))
+        assert all(loader.batch(step)[0].lengths.total == 0 for step in range(6))
     options = [*FEW, *more, "--checkpoint", tmp_path / "of two", "--save-every", "3"]
     two = run(2, tmp_path / "out", *options, "--engine", engine)
     one = train.main([*FEW, *more])
