@@ -98,9 +98,5 @@ def test_what_it_cannot_count_it_refuses(work):
 
 
 def test_it_needs_no_triton():
-    code = (
-        "import sys, gdpa_kernels.measuring.units\n"
-        "print([name for name in sys.modules if name.split('.')[0] == 'triton'])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+    code = "import sys; sys.modules['triton'] = None; import gdpa_kernels.measuring.units"
+    subprocess.run([sys.executable, "-c", code], check=True)
