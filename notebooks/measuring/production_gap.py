@@ -80,7 +80,7 @@ chapter.glue(
 #
 # ## Two numbers for each kernel
 #
-# A kernel works through {term}`tiles <tile>` of rows; each walks over blocks of keys. Say that a
+# A kernel works through tiles of rows; each walks over blocks of keys. Say that a
 # tile costs $c_0$, for its start, its end and the load of its rows, and each block $c_1$. Fit both
 # to the eight full batches, forward:
 
