@@ -24,9 +24,7 @@ class Region:
     the other tasks, have their own.
     """
 
-    def __init__(self, exclusive: bool = False, no_ending_cluster_sync: bool = False) -> None:
-        if no_ending_cluster_sync:
-            current().role.cta.cluster.waits = False
+    def __init__(self) -> None:
         self.tasks: list[tuple[Callable, dict[str, Any], dict[str, Any]]] = []
 
     def add(self, function: Callable, names: dict[str, Any], *args: Any, **options: Any) -> None:
@@ -61,7 +59,6 @@ class Region:
             def body() -> None:
                 function(**values)
                 role.charge()
-                role.retire()
                 running.remove(role)
                 main.clock.join(role.release())
                 main.time = max(main.time, role.time)
