@@ -25,7 +25,9 @@ BOOK = 110_000
 LATER = (
     "blackwell",
     "measuring/power_wall",
+    "measuring/other_shapes",
     "measuring/production_gap",
+    "backward/v6_one_tile_backward",
     "backward/v7_wide_backward",
 )
 """Chapters that came after the book's limit was set, and come on top of it."""
