@@ -27,6 +27,21 @@ def key_range(
 
 
 @triton.jit
+def all_visible(
+    first_row, first_key, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Whether each of ROWS rows sees each of KEYS keys: nothing to mask."""
+    whole = True
+    least, most = first_row - first_key - (KEYS - 1), first_row - first_key + ROWS - 1
+    if CAUSAL:
+        whole = least >= 0
+    if WINDOW is not None:
+        whole = whole & (least >= -WINDOW) & (most <= WINDOW)
+    return whole
+
+
+@triton.jit
 def mask_probabilities(p, first_row, first_key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Zero the probabilities [rows, keys] of pairs that do not count, after the activation."""
     if CAUSAL or WINDOW is not None:

@@ -10,6 +10,8 @@ Why it should help: a consumer no longer waits for its scores with nothing else 
 Why it may not: ptxas had already moved the activation between the instructions of P V, which hid
 some of it; now it moves the last wait up, ahead of half of the activation.
 
+And a block that all rows of a tile see is not masked: half of its instructions with a mask.
+
 Roles and barriers: as v7_packed. With a head_dim over 128 there is room for one tile of Q: it is
 loaded after the next tile's first K, while the last P V is computed; the output leaves in halves.
 
@@ -35,7 +37,7 @@ from gdpa_kernels.gdpa.activations import (
     tanh_of_pairs,
 )
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.masks import all_visible, key_range, mask_probabilities
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(64)
@@ -187,12 +189,12 @@ def begin(s, scale, head, first_row, first_key, options):
 
     GELU and SiLU of 0 are 0: masking the scores is as good, and leaves the pairs of bf16 whole.
     """
-    if options.PAIRS:
-        s = mask_probabilities(s, first_row, first_key, options.CAUSAL, options.WINDOW)
-        x, t = tanh_of_pairs(s, scale, options.ACTIVATION)
-    else:
-        x, t = activate_per_head(s, scale, head, options.ACTIVATION, True), 0
+    x = s if options.PAIRS else activate_per_head(s, scale, head, options.ACTIVATION, True)
+    if not all_visible(first_row, first_key, ROWS, options.BLOCK_N, options.CAUSAL, options.WINDOW):
         x = mask_probabilities(x, first_row, first_key, options.CAUSAL, options.WINDOW)
+    t = 0
+    if options.PAIRS:
+        x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
     return x, t
 
 

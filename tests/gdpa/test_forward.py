@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gdpa_kernels import emulator, gdpa
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa import reference, v3_persistent
+from gdpa_kernels.gdpa import masks, reference, v3_persistent
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.testing import assert_close
@@ -266,3 +266,13 @@ def test_offsets_beyond_32_bits(impl, long):
     }
     last["max_seqlen_k"] = arguments["max_seqlen_k"]  # the same tile shapes
     assert torch.equal(call(impl, arguments)[-5:], call(impl, last))
+
+
+@given(
+    st.integers(0, 20), st.integers(0, 20), st.integers(1, 6), st.integers(1, 6), st.booleans(),
+    st.none() | st.integers(0, 20),
+)  # fmt: skip
+def test_all_visible_is_what_the_masks_say(row, key, rows, keys, causal, window):
+    pairs = [(r, k) for r in range(row, row + rows) for k in range(key, key + keys)]
+    seen = [(not causal or k <= r) and (window is None or abs(r - k) <= window) for r, k in pairs]
+    assert masks.all_visible.fn(row, key, rows, keys, causal, window) == all(seen)
