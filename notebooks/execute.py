@@ -128,7 +128,7 @@ def shared_inputs() -> str:
     """A hash of what every chapter depends on: data, package, tools, pins and this interpreter."""
     made = hashlib.sha256(sys.version.encode())
     files = [Path(__file__), ROOT / "constraints.txt"]
-    for folder in ("data", "gdpa_kernels", "notebooks/tools/kernels"):
+    for folder in ("data", "gdpa_kernels", "emulator/tritonemu", "notebooks/tools/kernels"):
         files += (file for file in (ROOT / folder).rglob("*") if file.is_file())
     for file in sorted(file for file in files if file.suffix != ".pyc"):
         made.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
@@ -245,7 +245,8 @@ def use_this_interpreter(folder: Path, mode: str) -> None:
     """Make `python3` mean sys.executable with the repository on its path, whatever is installed."""
     kernel = folder / "kernels" / "python3"
     kernel.mkdir(parents=True)
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    folders = (str(ROOT), str(ROOT / "emulator"), os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(filter(None, folders))
     environment = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
     if mode == "replay":
         environment["OMP_NUM_THREADS"] = "1"

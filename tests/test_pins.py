@@ -39,7 +39,8 @@ def pins(lines: list[str], python: str) -> dict[str, str]:
 def declared() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"].values()
-    return [*project["dependencies"], *(line for extra in extras for line in extra)]
+    lines = [*project["dependencies"], *(line for extra in extras for line in extra)]
+    return [line for line in lines if line != "tritonemu"]  # in this repository
 
 
 def constrained() -> list[str]:

@@ -73,12 +73,6 @@ def test_no_room_imports_from_a_floor_above(name):
     assert not above, f"{name} must import nothing from above, got {', '.join(above)}"
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if ".emulator" in name])
-def test_the_emulator_imports_nothing_of_the_rest(name):
-    others = [x for x in imported(name, at_import=False) if ".emulator" not in x]
-    assert not others, f"{name} must import nothing but the emulator, got {', '.join(others)}"
-
-
 PRIVATE = {"gdpa_kernels.calling.operators"}
 
 

@@ -1,7 +1,7 @@
 """One place where a kernel meets a device.
 
 Tensors on a CUDA device: the compiled kernel runs there. Tensors on the CPU: the same kernel runs
-in the emulator, but only inside `with emulator.enabled(...)`; otherwise this raises. Nothing falls
+in the emulator, but only inside `with tritonemu.enabled(...)`; otherwise this raises. Nothing falls
 back silently.
 """
 
@@ -16,7 +16,7 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
     """Run `kernel` on `grid` programs; `options` are its constexprs, num_warps and num_stages.
 
     A grid without programs (an empty batch) launches nothing.
-    Raises RuntimeError for CPU tensors outside `emulator.enabled()`.
+    Raises RuntimeError for CPU tensors outside `tritonemu.enabled()`.
     """
     if 0 in grid:
         return
@@ -29,14 +29,14 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
             with torch.cuda.device(device):
                 _run(kernel, grid, args, options)
         return
-    from gdpa_kernels import emulator
+    import tritonemu
 
-    if not emulator.is_enabled():
+    if not tritonemu.is_enabled():
         raise RuntimeError(
             f"{kernel.__name__} needs tensors on a CUDA device, got tensors on {device}; to "
-            "execute the kernel on the CPU use `with gdpa_kernels.emulator.enabled():`"
+            "execute the kernel on the CPU use `with tritonemu.enabled():`"
         )
-    emulator.run_enabled(kernel, grid, *args, **options)
+    tritonemu.run_enabled(kernel, grid, *args, **options)
 
 
 def _run(kernel, grid: tuple[int, ...], args: tuple, options: dict) -> None:
@@ -55,9 +55,9 @@ def _run(kernel, grid: tuple[int, ...], args: tuple, options: dict) -> None:
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of `device`, or of the one emulated."""
     if device.type != "cuda":
-        from gdpa_kernels import emulator
+        import tritonemu
 
-        return emulator.current_multiprocessors()
+        return tritonemu.current_multiprocessors()
     index = device.index
     return _multiprocessors(torch.cuda.current_device() if index is None else index)
 

@@ -55,7 +55,7 @@ def launches(*, run: bool = True) -> Iterator[list[Launch]]:
 
     run=False: none is made; results are what memory held. A rung's own `forward` and `backward`
     then take tensors on the CPU; public calls look at the device first, and need
-    `emulator.enabled()` around them. Contexts nest: each sees all, and one without `run` is enough
+    `tritonemu.enabled()` around them. Contexts nest: each sees all, and one without `run` is enough
     for nothing to run. The list keeps tensors alive.
     """
     global recorders

@@ -29,9 +29,9 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of a device, or of the one emulated; None without a GPU."""
     if device.type == "cuda":
         return _of_gpu(device)
-    emulator = sys.modules.get("gdpa_kernels.emulator")  # not imported: not enabled
-    if device.type == "cpu" and emulator is not None and emulator.is_enabled():
-        return divmod(int(emulator.current_arch().removeprefix("sm_")), 10)
+    tritonemu = sys.modules.get("tritonemu")  # not imported: not enabled
+    if device.type == "cpu" and tritonemu is not None and tritonemu.is_enabled():
+        return divmod(int(tritonemu.current_arch().removeprefix("sm_")), 10)
     return None
 
 
@@ -81,7 +81,7 @@ class Requires:
     aligned: bool = False
 
     def of_device(self, device: torch.device) -> str | None:
-        """Why `device` cannot run it, or None. The CPU counts inside `emulator.enabled()`."""
+        """Why `device` cannot run it, or None. The CPU counts inside `tritonemu.enabled()`."""
         if self.capability is None:
             return None
         got = None
@@ -94,15 +94,15 @@ class Requires:
         if got is not None:
             return f"needs {name}{newer}, got {'sm_{}{}'.format(*got)}"
         if device.type == "cpu":
-            from gdpa_kernels import emulator  # needs triton, which the doctor must survive without
+            import tritonemu  # needs triton, which the doctor must survive without
 
-            if emulator.is_enabled():
-                arch = emulator.current_arch()
+            if tritonemu.is_enabled():
+                arch = tritonemu.current_arch()
                 wrong = self.only_major and arch != name
                 return f"needs {name}, got an emulated {arch}" if wrong else None
             return (
                 f"needs tensors on a CUDA device of {name}{newer}, got tensors on the CPU "
-                "(inside `gdpa_kernels.emulator.enabled()` the kernel runs on the CPU)"
+                "(inside `tritonemu.enabled()` the kernel runs on the CPU)"
             )
         return f"needs a CUDA device of {name}{newer}, got {device}"
 

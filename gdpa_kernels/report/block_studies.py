@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from triton.compiler import CompiledKernel
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling.launches import launches
@@ -84,10 +84,10 @@ def emulated(
     grad_out: torch.Tensor | None = None,
     config: object = None,
     **how: object,
-) -> tuple[tuple[torch.Tensor, ...], list[emulator.Report]]:
+) -> tuple[tuple[torch.Tensor, ...], list[tritonemu.Report]]:
     """`run_pass` in the emulator, and the report of each launch, without that of the list of
-    blocks. `how` goes to `emulator.enabled`: schedule, trace, ..."""
-    with emulator.enabled(**how) as reports:
+    blocks. `how` goes to `tritonemu.enabled`: schedule, trace, ..."""
+    with tritonemu.enabled(**how) as reports:
         results = run_pass(module, given, direction, grad_out, config=config)
     return results, [report for report in reports if report.kernel != "block_list_kernel"]
 
@@ -133,7 +133,7 @@ def timeline(
     program: int = 0,
     lanes: dict[str, str] | None = None,
     **how: object,
-) -> emulator.Timeline:
+) -> tritonemu.Timeline:
     """The timeline of one program of the last kernel of a pass; `lanes`: other names for roles.
     `how`: as for `emulated`."""
     _, reports = emulated(module, given, direction, config=config, trace=True, **how)
@@ -144,7 +144,7 @@ def timeline(
         for a in whole.arrows
         if a.cta == program
     ]
-    return emulator.Timeline(whole.file, events, arrows)
+    return tritonemu.Timeline(whole.file, events, arrows)
 
 
 def blank(head_dim: int, *, heads: int = 4, rotary: torch.dtype | None = None) -> Batch:

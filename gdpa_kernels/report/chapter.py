@@ -20,10 +20,10 @@ import pandas as pd
 from IPython.display import SVG, Markdown, display
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.emulator import Timeline
 from gdpa_kernels.measuring import record as records
 from gdpa_kernels.report import figures, page, results
 from gdpa_kernels.report.house import Figure
+from tritonemu import Timeline
 
 CHANGES_DIR = records.ROOT / "book" / "extra" / "changes"
 MOST_CHANGED = 60

@@ -7,27 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from gdpa_kernels import emulator
-from gdpa_kernels.emulator import timeline
+import tritonemu
 from gdpa_kernels.report import page, studies
+from tritonemu import timeline
 
 SCHEDULES = ("modelled", *range(8))
 MAX_STEPS = 100_000
 
 
-def run(module: ModuleType, schedule: str | int = "modelled", **options: object) -> emulator.Report:
-    """The first launch of `main` under a schedule. `options`: of `emulator.run`.
+def run(
+    module: ModuleType, schedule: str | int = "modelled", **options: object
+) -> tritonemu.Report:
+    """The first launch of `main` under a schedule. `options`: of `tritonemu.run`.
 
     Raises EmulatorError for a finding, AssertionError for a wrong result.
     """
-    with emulator.intercept(schedule=schedule, max_steps=MAX_STEPS, **options) as reports:
+    with tritonemu.intercept(schedule=schedule, max_steps=MAX_STEPS, **options) as reports:
         module.main()
     return reports[0]
 
 
 def findings(call: Callable[[], object], schedules: Sequence[str | int] = SCHEDULES) -> list[str]:
     """`studies.findings` of a call that launches kernels itself."""
-    return studies.findings(call, schedules, within=emulator.intercept)
+    return studies.findings(call, schedules, within=tritonemu.intercept)
 
 
 def wrong_results(module: ModuleType, schedules: Sequence[str | int] = SCHEDULES) -> int:
@@ -53,7 +55,7 @@ def step_page(
         (found[name],) = findings(copy.main, ["modelled"])
         try:
             timelines[name] = run(copy, trace=True).timeline
-        except emulator.EmulatorError as error:
+        except tritonemu.EmulatorError as error:
             timelines[name] = error.report.timeline
     outcomes = {
         name: text or "Nothing found, and the right result." for name, text in found.items()

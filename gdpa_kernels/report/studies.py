@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 from triton.compiler import CompiledKernel
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
@@ -64,14 +64,14 @@ def batch(
 
 def timeline(
     module: ModuleType, given: Batch, config: object = None, arch: str = "sm_90", **options: Any
-) -> emulator.Timeline:
-    """The timeline of a rung's forward in the emulator; `options`: of `emulator.enabled`."""
-    with emulator.enabled(arch, trace=True, **options) as reports:
+) -> tritonemu.Timeline:
+    """The timeline of a rung's forward in the emulator; `options`: of `tritonemu.enabled`."""
+    with tritonemu.enabled(arch, trace=True, **options) as reports:
         module.forward(given, config=config)
     return reports[-1].timeline
 
 
-def tensor_core(of: emulator.Timeline) -> pd.Series:
+def tensor_core(of: tritonemu.Timeline) -> pd.Series:
     """What the tensor core does between its first and its last MMA: `busy` (%), and the modelled
     cycles in which an MMA is overlapped with work of a math role (`overlapped`)."""
     mmas = [(e.start, e.end) for e in of.events if e.kind == "mma"]
@@ -87,12 +87,12 @@ def tensor_core(of: emulator.Timeline) -> pd.Series:
 def findings(
     call: Callable[[], object],
     schedules: Sequence[str | int] = ("modelled", 0, 1, 2),
-    within: Callable[..., AbstractContextManager] = emulator.enabled,
+    within: Callable[..., AbstractContextManager] = tritonemu.enabled,
 ) -> list[str]:
     """What the emulator says of a call under each schedule: kind and text of its error, or "".
 
-    `within`: `emulator.enabled` for launchers of this package, `emulator.intercept` for calls that
-    launch kernel[grid] themselves.
+    `within`: `tritonemu.enabled` for launchers of this package, `tritonemu.intercept` for calls
+    that launch kernel[grid] themselves.
     """
     found = []
     for schedule in schedules:
@@ -100,7 +100,7 @@ def findings(
         try:
             with within(schedule=schedule, max_steps=100_000):
                 call()
-        except emulator.EmulatorError as error:
+        except tritonemu.EmulatorError as error:
             text = f"{type(error).__name__}: {error}"
         found.append(re.sub(r"/\S*/(?=[\w-]+\.py:\d)", "", text))  # files without their folders
     return found
@@ -113,7 +113,7 @@ def comparison(
 
     Raises AssertionError if a sequence fails `testing.compare`.
     """
-    with emulator.enabled(arch):
+    with tritonemu.enabled(arch):
         out = module.forward(given, **({} if config is None else {"config": config}))
     exact = reference.forward(replace(given, **{x: getattr(given, x).double() for x in "qkv"}))
     same, ends = reference.forward(given), given.cu_seqlens_q.tolist()
@@ -140,7 +140,7 @@ class Backward(NamedTuple):
     name of a kernel, the report of its last launch and what that was given."""
 
     gradients: tuple[torch.Tensor | None, ...]
-    reports: dict[str, emulator.Report]
+    reports: dict[str, tritonemu.Report]
     launched: dict[str, Launch]
 
 
@@ -155,12 +155,12 @@ def backward(
 ) -> Backward:
     """A rung's backward in the emulator, of `gradient(given)` unless `grad_out` is given.
 
-    needs: for rungs that take it. `how`: of `emulator.enabled`, e.g. trace, schedule, max_steps,
+    needs: for rungs that take it. `how`: of `tritonemu.enabled`, e.g. trace, schedule, max_steps,
     multiprocessors.
     """
     grad_out = gradient(given) if grad_out is None else grad_out
     asked = {} if needs is None else {"needs": needs}
-    with emulator.enabled(**how) as reports, launches() as seen:
+    with tritonemu.enabled(**how) as reports, launches() as seen:
         found = module.backward(grad_out, given, config=config, **asked)
     return Backward(found, {r.kernel: r for r in reports}, {x.name: x for x in seen})
 

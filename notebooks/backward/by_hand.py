@@ -20,7 +20,8 @@
 import torch
 import torch.nn.functional as F
 
-from gdpa_kernels import emulator, gdpa
+import tritonemu
+from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import activations, derivatives, reference
 from gdpa_kernels.measuring import roofline
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -198,7 +199,7 @@ chapter.glue(
 def kept_by(function, inputs) -> list:
     kept, known = [], {x.data_ptr() for x in inputs}
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x)
-    with hooks, emulator.enabled():
+    with hooks, tritonemu.enabled():
         out = function()  # held until all is seen: an address may be used again
     return [tuple(x.shape) for x in kept if x.data_ptr() not in known and out is not None]
 

@@ -23,7 +23,7 @@ from functools import partial
 
 import pandas as pd
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import b1_tensor_memory_backward as b1
 from gdpa_kernels.gdpa import b2_short_kv_backward as b2
@@ -299,7 +299,7 @@ forgotten = {
     ),
 }  # fmt: skip
 given = studies.batch((300,), (256,), head_dim=64)
-within = partial(emulator.enabled, "sm_100")
+within = partial(tritonemu.enabled, "sm_100")
 for what, (module, *change) in forgotten.items():
     wrong = studies.changed(module, tuple(change))
     call = partial(wrong.backward, studies.gradient(given), given)

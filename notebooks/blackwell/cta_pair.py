@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.gdpa import b4_mixed, b5_cta_pair, b6_pair_stream, schedule
 from gdpa_kernels.measuring import compile_check, units
 from gdpa_kernels.measuring.workload import workload
@@ -127,7 +127,7 @@ chapter.code(b5_cta_pair.mma, "out = tile", "tile += 1")
 
 # %%
 given = studies.batch((300, 20, 600), (200, 256, 40), head_dim=32, activation="relu")
-within = partial(emulator.enabled, "sm_100", multiprocessors=2)
+within = partial(tritonemu.enabled, "sm_100", multiprocessors=2)
 BROKEN = {
     "commit to the leader alone": (
         "tlx.tcgen05_commit(o.full[out], two_ctas=True)", "tlx.tcgen05_commit(o.full[out])",

@@ -25,12 +25,12 @@ from functools import partial
 import pandas as pd
 import torch
 
-from gdpa_kernels.emulator import enabled
 from gdpa_kernels.gdpa import b1_tensor_memory, b2_two_tiles, b3_stream, b4_mixed
 from gdpa_kernels.gdpa.polynomial import POLYNOMIALS
 from gdpa_kernels.measuring import compile_check
 from gdpa_kernels.report import charts, studies
 from gdpa_kernels.report.chapter import Chapter
+from tritonemu import enabled
 
 # %% tags=["parameters"]
 mode = "replay"

@@ -22,7 +22,7 @@
 import pandas as pd
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.block_attention import reference, v0_flash, v1_one_tile, v2_slab
 from gdpa_kernels.report import block_studies, charts, results, roundings, studies
 from gdpa_kernels.report.chapter import Chapter
@@ -198,7 +198,7 @@ chapter.glue(
 given = block_studies.batch((70, 3))
 ones = torch.ones((), dtype=torch.bfloat16).expand(given.q.shape)
 for rung in (v1_one_tile, v2_slab):
-    with emulator.enabled():
+    with tritonemu.enabled():
         sparse, dense = rung.backward(ones, given), rung.backward(ones.contiguous(), given)
     same = all(map(torch.equal, sparse, dense))
     print(f"{rung.__name__.split('.')[-1]:12} strides {ones.stride()}: as with a dense one: {same}")

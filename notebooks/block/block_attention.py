@@ -171,7 +171,7 @@ assert_close(by_formula, torch.autograd.grad(p @ x_v, leaves, x_grad))
 # %% [markdown]
 # ## The same call on a kernel
 #
-# `impl` names a rung; inside `emulator.enabled()` its kernels run on the CPU and every access is
+# `impl` names a rung; inside `tritonemu.enabled()` its kernels run on the CPU and every access is
 # checked ({doc}`../tools/emulator`). With shared key heads and rotary, against fp64:
 
 # %%

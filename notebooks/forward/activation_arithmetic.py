@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.gdpa.activations import INSTRUCTIONS
 from gdpa_kernels.report import activation_rates, charts
 from gdpa_kernels.report import activation_sequences as sequences
@@ -244,7 +244,7 @@ chapter.glue(ones_min=ones.min(), ones_max=ones.max(), mix_gelu=mix["gelu_tanh"]
 # %%
 points = torch.linspace(-60, 60, 4801)
 bounded = [name for name in SHOWN if sequences.BY_NAME[name].bound is not None]
-with emulator.enabled():
+with tritonemu.enabled():
     for name in bounded:
         (found,) = sequences.accuracy(name, activation_rates.exact(name), points, (60.0,))
         *_, nan = sequences.extremes(name, activation_rates.exact(name), "cpu")
@@ -266,7 +266,7 @@ q, k, v = (torch.randn(128, 128, dtype=torch.float64) for _ in range(3))
 scores = (q @ k.T).float()
 expected = activation_rates.exact("gelu.erf")(scores.double()) @ v
 wrong = {}
-with emulator.enabled():
+with tritonemu.enabled():
     for name in ("gelu_taylor6", "gelu.poly5", "gelu.poly9", "gelu.tanh3"):
         out = sequences.evaluate(scores.flatten(), name).double().reshape(128, 128) @ v
         wrong[name] = float((out - expected).norm() / expected.norm())

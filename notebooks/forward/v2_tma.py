@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.device import ragged
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor
 from gdpa_kernels.gdpa import v1_tiled, v2_tma
@@ -95,7 +95,7 @@ def load_both(plain, ragged, start, length, plain_ptr, ragged_ptr):
 
 plain = TensorDescriptor(packed, list(packed.shape), list(packed.stride()), [8, 1, 16])
 clipping, loaded = ragged_descriptor(packed, 8), torch.empty(2, 8, 16)
-emulator.run(load_both, (1,), plain, clipping, start, length, *loaded)
+tritonemu.run(load_both, (1,), plain, clipping, start, length, *loaded)
 print("descriptor of the tensor:", loaded[0, :, 0].tolist())
 print("descriptor of this book: ", loaded[1, :, 0].tolist())
 

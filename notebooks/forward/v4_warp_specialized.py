@@ -21,7 +21,7 @@
 import pandas as pd
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.gdpa import activations, v2_tma, v4_warp_specialized
 from gdpa_kernels.gdpa.v4_warp_specialized import Config
 from gdpa_kernels.measuring.workload import workload
@@ -226,7 +226,7 @@ print(hangs[0], races[0], sep="\n\n")
 assert all(x.startswith("Deadlock") for x in hangs) and all(x.startswith("Race") for x in races)
 two_blocks = studies.batch((128,), (256,))
 print("forgotten, 256 keys:", studies.findings(lambda: forgotten.forward(two_blocks))[0] or "right")
-with emulator.enabled(races=False):
+with tritonemu.enabled(races=False):
     same = torch.equal(too_early.forward(tile), v4_warp_specialized.forward(tile))
     print("too early, right bits:", same)
 

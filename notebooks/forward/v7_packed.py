@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import activations, reference, v7_packed
 from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
@@ -131,7 +131,7 @@ SCALE = 128**-0.5
 scores = torch.linspace(-8, 8, 2**14) / SCALE
 x = scores.double() * SCALE
 p = torch.empty(len(scores), dtype=torch.bfloat16)
-with emulator.enabled():
+with tritonemu.enabled():
     launch(pairs_kernel, (16,), p.device, scores, p, SCALE, SIZE=1024)
     rounded = activations.evaluate(scores, "gelu_tanh", scale=SCALE).bfloat16()
 ways = {

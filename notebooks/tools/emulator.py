@@ -19,11 +19,12 @@
 # %%
 from pathlib import Path
 
-from gdpa_kernels import emulator, gdpa
-from gdpa_kernels.emulator import clocks
+import tritonemu
+from gdpa_kernels import gdpa
 from gdpa_kernels.report import emulated, studies
 from gdpa_kernels.report.chapter import Chapter
 from notebooks.tools.kernels import deadlock, phase, pipeline, race, turns
+from tritonemu import clocks
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -78,13 +79,13 @@ chapter.code(pipeline.math, "for i in", "tl.store")
 # %%
 given = studies.batch((70, 0, 33))
 q, ends = given.q, given.cu_seqlens_q
-with emulator.enabled(schedule=7):  # this package's operators
+with tritonemu.enabled(schedule=7):  # this package's operators
     gdpa(q, q, q, ends, ends, 70, 70, impl="v4_warp_specialized")
-with emulator.intercept(schedule=7):  # any host code that launches kernel[grid]
+with tritonemu.intercept(schedule=7):  # any host code that launches kernel[grid]
     pipeline.main()
 
 # %% [markdown]
-# `python -m gdpa_kernels.emulator FILE.py:FUNCTION` does it under five schedules; `--svg` draws the
+# `python -m tritonemu FILE.py:FUNCTION` does it under five schedules; `--svg` draws the
 # figure above.
 #
 # ## A barrier is two counters and a parity
@@ -231,7 +232,7 @@ chapter.glue(
 (case,) = (case for case in blackwell.CASES if case.name == "blackwell_fa_ws small")
 made = case.build()
 options = made.kwargs | {"uninitialized": "error", "arch": case.arch}
-print(*emulated.findings(lambda: emulator.run(made.kernel, made.grid, *made.args, **options), [0]))
+print(*emulated.findings(lambda: tritonemu.run(made.kernel, made.grid, *made.args, **options), [0]))
 
 # %% [markdown]
 # One role rescales the accumulator before the first MMA too, when nobody has written it. That MMA

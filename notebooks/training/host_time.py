@@ -22,7 +22,8 @@ import pandas as pd
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gdpa_kernels import GDPASelfAttention, Lengths, emulator, gdpa
+import tritonemu
+from gdpa_kernels import GDPASelfAttention, Lengths, gdpa
 from gdpa_kernels.measuring import host as hosts
 from gdpa_kernels.measuring import record
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -167,7 +168,7 @@ few = [torch.randn(sum(LENGTHS), 2, 16).bfloat16() for _ in range(3)]
 lengths = Lengths(ENDS)
 ways = {"offsets": ((ENDS, ENDS, 90, 90), {}), "validate=False": ((ENDS, ENDS, 90, 90),
         {"validate": False}), "Lengths": ((lengths, lengths), {})}  # fmt: skip
-with Reads() as reads, emulator.enabled():
+with Reads() as reads, tritonemu.enabled():
     for what, (offsets, options) in ways.items():
         before = reads.count
         for _ in range(4):

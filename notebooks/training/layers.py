@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator
+import tritonemu
+from gdpa_kernels import PFFN, PMA, GDPASelfAttention
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.report import charts, histories
@@ -138,7 +139,7 @@ for kind in MADE:
     right = learned(kind, plain, 40)
     assert right.iloc[-1] < 0.7 * right.iloc[0], "losses must fall"
     apart[f"{kind}, fp32"] = (learned(kind, by_layer, 40) / right - 1).abs()
-    with emulator.enabled():
+    with tritonemu.enabled():
         apart[f"{kind}, bf16"] = (learned(kind, in_bf16, 12, **kernels) / right - 1).abs()
 apart = pd.DataFrame(apart)
 

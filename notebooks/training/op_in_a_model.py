@@ -28,7 +28,8 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gdpa_kernels import PFFN, PMA, GDPASelfAttention, emulator, gdpa
+import tritonemu
+from gdpa_kernels import PFFN, PMA, GDPASelfAttention, gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.batch import Batch
@@ -197,7 +198,7 @@ half = leaves(128, 1, torch.bfloat16)
 def launched(impl: str, needs: str) -> str:
     """Kernels that the backward pass launches if the arguments in `needs` want a gradient."""
     given = [x.detach().requires_grad_(n in needs) for n, x in zip("qkv", half, strict=True)]
-    with emulator.enabled():
+    with tritonemu.enabled():
         out = gdpa(*given, *CALL, impl="v1_tiled", backward_impl=impl).sum()
         with launches() as seen:
             out.backward()
@@ -236,7 +237,7 @@ print(f"out.sum() sends back a gradient of shape {list(out.shape)} and strides {
 same = []
 call = Batch(*half, *CALL, ("gelu_tanh",), 1.0)
 for impl in (rung.impl for rung in ladder.BACKWARD_RUNGS if rung.problem(call) is None):
-    with emulator.enabled():
+    with tritonemu.enabled():
         out = gdpa(*half, *CALL, impl="v1_tiled", backward_impl=impl)
         dense = torch.randn(*out.shape[::-1]).bfloat16()
         for grad in (out.detach()[:1, :, :1].expand_as(out), dense.permute(2, 1, 0)):

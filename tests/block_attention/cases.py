@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
@@ -32,7 +32,7 @@ def kernels_run(module=None):
     if DEVICE == "cuda":
         return contextlib.nullcontext()
     blackwell = module in [RUNGS[name] for name in BLACKWELL]
-    return emulator.enabled("sm_100" if blackwell else "sm_90")
+    return tritonemu.enabled("sm_100" if blackwell else "sm_90")
 
 
 @dataclass(frozen=True)

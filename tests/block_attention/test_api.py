@@ -9,7 +9,8 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gdpa_kernels import block_attention, emulator
+import tritonemu
+from gdpa_kernels import block_attention
 from gdpa_kernels.block_attention import api, choices, reference
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
@@ -201,7 +202,7 @@ def test_auto_is_the_first_that_supports_the_call(everything_measured):
 
     assert of() == "reference"  # on a CPU
     sin = torch.zeros(9, 32)
-    with emulator.enabled():
+    with tritonemu.enabled():
         assert of() == of(dim=128) == of(dtype=torch.float16) == "v3_warp_specialized"
         assert of(dim=96) == of(dim=72) == of(dim=256) == "v3_warp_specialized"
         assert of(turns=(sin, sin)) == "v4_rotary"
@@ -236,7 +237,7 @@ def test_the_directions_choose_for_themselves(monkeypatch):
         )
     q, k, v = (draw(21, 2, 64, dtype=torch.bfloat16, seed=seed) for seed in range(3))
     call = required({"q": q, "k": k, "v": v, "cu_seqlens": ends(0, 4, 4, 21)})
-    with emulator.enabled():
+    with tritonemu.enabled():
         block_attention(**call).sum().backward()
     assert took == ["v1_one_tile", "v3_warp_specialized"]
     expected = required({n: t.detach() if n in "qkv" else t for n, t in call.items()})
@@ -279,7 +280,7 @@ def through_autograd(case: Case, tensors: dict, impl: str) -> tuple[torch.Tensor
         q, k, v = leaf.split(heads, 1)
     else:
         q, k, v = (tensors[name].clone().requires_grad_() for name in "qkv")
-    with emulator.enabled():
+    with tritonemu.enabled():
         out = block_attention(q, k, v, tensors["cu_seqlens"], **options, impl=impl)
         out.backward(tensors["grad_out"])
     gradients = leaf.grad.split(heads, 1) if case.packed else (q.grad, k.grad, v.grad)
@@ -305,7 +306,7 @@ def test_expanded_and_strided_gradients(impl):
     if impl == "v2_slab":
         call |= {name: draw(21, 2, 64, dtype=torch.bfloat16).requires_grad_() for name in "qkv"}
     leaves = [call[name] for name in "qkv"]
-    with emulator.enabled():
+    with tritonemu.enabled():
         out = block_attention(**call)
         for strided in (
             torch.ones_like(out)[:1, :1, :1].expand_as(out),
@@ -339,7 +340,7 @@ def test_only_what_needs_a_gradient_gets_one(names):
 def test_a_second_derivative_is_refused(impl):
     dtype = torch.float64 if impl == "reference" else torch.bfloat16
     call = required(arguments(dtype, impl=impl))
-    with emulator.enabled():
+    with tritonemu.enabled():
         out = block_attention(**call)
         weight = torch.ones_like(out).requires_grad_()
         (dq,) = torch.autograd.grad(out, call["q"], weight, create_graph=True)
@@ -358,7 +359,7 @@ def test_what_is_saved(impl, rotary, rotate_v):
     lengths, pair = ends(0, 9), turns(9, dim // 2) if rotary else None
     saved = []
     keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    with emulator.enabled(), keep:
+    with tritonemu.enabled(), keep:
         out = block_attention(*leaves, lengths, rotary=pair, rotate_v=rotate_v, impl=impl)
     given = [*leaves, lengths, *(pair or ())]
     assert [t.data_ptr() for t in saved[: len(given)]] == [t.data_ptr() for t in given]
@@ -388,7 +389,7 @@ def test_lengths_modified_before_backward_are_noticed():
 def test_hardly_any_tokens(impl, lengths):
     total = sum(lengths)
     leaves = [draw(total, 2, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-    with emulator.enabled():
+    with tritonemu.enabled():
         out = block_attention(*leaves, cu_seqlens(lengths, "cpu"), impl=impl)
         out.sum().backward()
     assert torch.equal(out, leaves[2])
@@ -463,7 +464,7 @@ def test_opcheck_of_what_v0_saves(rotary, rotate_v):
     inputs = [call[n] for n in ("q", "k", "v", "cu_seqlens")]
     pair, options = turns() if rotary else (None, None), (None, 0.25, 16, rotate_v, "v0_flash")
     tests = ("test_schema", "test_faketensor")
-    with emulator.enabled():
+    with tritonemu.enabled():
         call = *inputs, *pair, None, *options, "v0_flash"
         torch.library.opcheck(api._FORWARD, call, test_utils=tests)
         out, own = api._FORWARD(*call)
@@ -495,7 +496,7 @@ def test_torch_compile_of_a_kernel(impl):
     torch._dynamo.reset()
     compiled = torch.compile(block_attention, fullgraph=True, backend="aot_eager")
     ours, expected = required(call), required(call)
-    with emulator.enabled():
+    with tritonemu.enabled():
         compiled(**ours).sum().backward()
         block_attention(**expected).sum().backward()
     for name in "qkv":

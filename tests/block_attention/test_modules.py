@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gdpa_kernels import BlockAttention, emulator
+import tritonemu
+from gdpa_kernels import BlockAttention
 from gdpa_kernels.block_attention import modules
 from gdpa_kernels.calling import layers, packed
 from gdpa_kernels.calling.launches import launches
@@ -82,7 +83,7 @@ def test_is_the_layer_in_plain_pytorch(options, impl):
     values, offsets = batch()
     values.requires_grad_()
     weights = torch.randn(len(values), 64, generator=torch.Generator().manual_seed(2))
-    with emulator.enabled():
+    with tritonemu.enabled():
         y, same = layer((values, offsets))
         actual = gradients(layer, (y * weights).sum(), values)
     assert same is offsets and y.shape == values.shape
@@ -131,7 +132,7 @@ def test_the_kernels_read_the_packed_projection_where_it_lies(monkeypatch):
 def test_each_direction_by_the_kernel_asked_for():
     layer = make(rotary=1e4, impl="v1_one_tile", backward_impl="reference").bfloat16()
     values, offsets = batch(dtype=torch.bfloat16)
-    with emulator.enabled(), launches() as seen:
+    with tritonemu.enabled(), launches() as seen:
         layer((values, offsets))[0].sum().backward()
     assert [launch.name for launch in seen] == ["block_list_kernel", "forward_kernel"]
     with pytest.raises(NotImplementedError, match="backward_impl 'v3_warp_special.* needs .*sm_90"):
@@ -275,7 +276,7 @@ def curve(step, layer: BlockAttention, steps: int = 12) -> torch.Tensor:
 def test_training_follows_plain_pytorch(impl):
     options = {"embed_dim": 32, "num_heads": 2, "num_kv_heads": 1, "rotary": 1e4, "impl": impl}
     offsets = cu_seqlens([20, 3, 16], "cpu")
-    with emulator.enabled():
+    with tritonemu.enabled():
         losses = curve(lambda layer, values: layer((values, offsets))[0], make(**options))
     plain = curve(lambda layer, values: composed(layer, values, [20, 3, 16]), make(**options))
     assert losses[-1] < 0.5 * losses[0]

@@ -13,7 +13,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.block_attention import slots
 from gdpa_kernels.block_attention import v3_warp_specialized as v3
 from gdpa_kernels.block_attention import v4_rotary as v4
@@ -65,7 +65,7 @@ def scheduled(module, case: Case, schedule: str | int, config=None) -> tuple[tor
     """(out, dq, dk, dv), the roles ordered by `schedule`."""
     grad_out, *others = case.tensors(torch.bfloat16).values()
     batch = Batch(*others, **case.options())
-    with emulator.enabled(schedule=schedule, max_steps=50_000):
+    with tritonemu.enabled(schedule=schedule, max_steps=50_000):
         out, saved = module.forward(batch, config=config)
         return out, *module.backward(grad_out, batch, saved, config=config)
 
@@ -304,7 +304,7 @@ def _launch(case: Case, direction: str, stages: int, expected, module, schedule)
     grad_out, *others = case.tensors(torch.bfloat16).values()
     batch, config = Batch(*others, **case.options()), _config(rung, stages)
     out, *gradients = expected
-    with emulator.enabled(multiprocessors=1, schedule=schedule, max_steps=50_000):
+    with tritonemu.enabled(multiprocessors=1, schedule=schedule, max_steps=50_000):
         if direction == "forward":
             assert torch.equal(module.forward(batch, config=config)[0], out)
         else:

@@ -11,7 +11,7 @@ from functools import cache, partial
 import pytest
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.block_attention import b1_warp_specialized as b1
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import make_block_list
@@ -40,7 +40,7 @@ def expected(case: Case) -> tuple[torch.Tensor, ...]:
 @cache
 def schedule_of(case: Case) -> tuple[torch.Tensor]:
     ends = case.tensors(BF16)["cu_seqlens"]
-    with emulator.enabled():
+    with tritonemu.enabled():
         return (make_block_list(ends, sum(case.seqlens), 64),)
 
 
@@ -50,7 +50,7 @@ def run(module, case: Case, direction: str, config, schedule: str | int) -> None
     batch = Batch(*others, **case.options())
     out, *gradients = expected(case)
     given = {"config": config, "schedule": schedule_of(case)}
-    with emulator.enabled("sm_100", multiprocessors=1, schedule=schedule, max_steps=20_000):
+    with tritonemu.enabled("sm_100", multiprocessors=1, schedule=schedule, max_steps=20_000):
         if direction == "forward":
             assert torch.equal(module.forward(batch, **given)[0], out)
         else:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.block_attention import v4_rotary as v4
 from gdpa_kernels.block_attention import v4a_turning_role as v4a
 from gdpa_kernels.block_attention.batch import Batch
@@ -106,7 +106,7 @@ def scheduled(case: Case, schedule: str | int, config=None) -> tuple[torch.Tenso
     """(out, dq, dk, dv) of v4a, the roles ordered by `schedule`."""
     grad_out, *others = case.tensors(BF16).values()
     batch = Batch(*others, **case.options())
-    with emulator.enabled(schedule=schedule, max_steps=50_000):
+    with tritonemu.enabled(schedule=schedule, max_steps=50_000):
         out, saved = v4a.forward(batch, config=config)
         return out, *v4a.backward(grad_out, batch, saved, config=config)
 
@@ -259,7 +259,7 @@ def _launch(case: Case, direction: str, config: v4a.Config, module, schedule) ->
     grad_out, *others = case.tensors(BF16).values()
     batch = Batch(*others, **case.options())
     out, *gradients = of_v4(case)
-    with emulator.enabled(multiprocessors=1, schedule=schedule, max_steps=50_000):
+    with tritonemu.enabled(multiprocessors=1, schedule=schedule, max_steps=50_000):
         if direction == "forward":
             assert torch.equal(module.forward(batch, config=config)[0], out)
         else:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling import launch as launching
 
 
@@ -21,7 +21,7 @@ def test_cpu_tensors_run_in_the_emulator_or_not_at_all():
     x = torch.zeros(32, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="store_kernel needs tensors on a CUDA device"):
         launching.launch(store_kernel, (1,), x.device, x, 7, VALUE=5, BLOCK=32)
-    with emulator.enabled():
+    with tritonemu.enabled():
         launching.launch(store_kernel, (1,), x.device, x, 7, VALUE=5, BLOCK=32)
     assert x.tolist() == [5] * 7 + [0] * 25
 
@@ -39,7 +39,7 @@ def test_multiprocessors_of_each_device(monkeypatch):
     devices = ("cuda:0", "cuda:1", "cuda", "cuda:0")
     assert [launching.multiprocessors(torch.device(d)) for d in devices] == [100, 101, 101, 100]
     assert asked == [0, 1]
-    assert launching.multiprocessors(torch.device("cpu")) == emulator.MULTIPROCESSORS
+    assert launching.multiprocessors(torch.device("cpu")) == tritonemu.MULTIPROCESSORS
     launching._multiprocessors.cache_clear()
 
 

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels import emulator, gdpa
+import tritonemu
+from gdpa_kernels import gdpa
 from gdpa_kernels.calling import launch as launching
 from gdpa_kernels.calling import launches as recording
 from gdpa_kernels.calling.launches import launches
@@ -54,17 +55,17 @@ def test_everything_has_its_name(x):
 
 
 def test_the_emulator_runs_what_is_seen(x):
-    with launches() as seen, emulator.enabled() as reports:
+    with launches() as seen, tritonemu.enabled() as reports:
         launch(x)
         assert made_of(x) == len(seen) == len(reports) == 1
     assert reports[0].kernel == "add_kernel" and reports[0].programs == 2
-    with emulator.enabled():
+    with tritonemu.enabled():
         launch(x)
     assert len(seen) == len(reports) == 1 and made_of(x) == 2
 
 
 def test_contexts_nest(x):
-    with emulator.enabled(), launches() as outer:
+    with tritonemu.enabled(), launches() as outer:
         launch(x)
         with launches(run=False) as inner, launches() as innermost:
             launch(x)
@@ -126,7 +127,7 @@ def call(requires_grad: bool) -> dict:
 def test_forward_and_backward_of_a_call():
     arguments = call(requires_grad=True)
     impls = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
-    with launches() as seen, emulator.enabled() as reports:
+    with launches() as seen, tritonemu.enabled() as reports:
         gdpa(**arguments, **impls).sum().backward()
     names = ["tiled_kernel", "keys_kernel", "queries_kernel"]
     assert sorted(launch.name for launch in seen) == sorted(names)
@@ -140,6 +141,6 @@ def test_a_rung_that_does_not_run_needs_no_device():
         v8_own_waits.forward(batch)
     assert [launch.name for launch in seen] == ["work_list_kernel", "own_waits_kernel"]
     assert seen[1].constants["ACTIVATION"] == "relu" and seen[1].grid == (3,)
-    with emulator.enabled(multiprocessors=2), launches(run=False) as seen:
+    with tritonemu.enabled(multiprocessors=2), launches(run=False) as seen:
         v8_own_waits.forward(batch)
     assert seen[-1].grid == (2,)

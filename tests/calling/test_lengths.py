@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import tritonemu
 from gdpa_kernels import (
     PFFN,
     PMA,
@@ -13,7 +14,6 @@ from gdpa_kernels import (
     GDPASelfAttention,
     Lengths,
     block_attention,
-    emulator,
     gdpa,
     jagged,
 )
@@ -96,7 +96,7 @@ def test_wrong_uses_say_what_is_wrong():
 def test_calls_give_what_they_give_with_offsets():
     plain, lengths = offsets(FIRST), Lengths(offsets(FIRST))
     tensors = leaves()
-    with emulator.enabled():
+    with tritonemu.enabled():
         expected = gradients(gdpa(*tensors, plain, plain, 40, 40), tensors)
         for _ in range(2):
             found = gradients(gdpa(*tensors, lengths, lengths), tensors)
@@ -126,7 +126,7 @@ def made(monkeypatch) -> list[str]:
 def test_a_list_is_made_once_for_lengths_and_in_each_call_for_offsets(made):
     impls = {"impl": "v8_own_waits", "backward_impl": "v4_warp_specialized_backward"}
     tensors, lengths, plain = leaves(head_dim=128), Lengths(offsets(FIRST)), offsets(FIRST)
-    with emulator.enabled():
+    with tritonemu.enabled():
         for _ in range(2):
             gradients(gdpa(*tensors, lengths, lengths, **impls), tensors)
         assert made == ["work_list_kernel"] * 2  # forward's and backward's
@@ -147,7 +147,7 @@ def test_lists_are_told_apart(made):
     """By heads, by the other lengths and by launch constants."""
     lengths, others = Lengths(offsets(FIRST)), Lengths(offsets(SECOND))
     q, k, v = leaves(head_dim=128)
-    with emulator.enabled(), torch.no_grad():
+    with tritonemu.enabled(), torch.no_grad():
         for of_q in (lengths, others):
             for heads in (1, 2):
                 call = (q[:, :heads], k[:, :heads], v[:, :heads])
@@ -245,7 +245,7 @@ def test_offsets_written_in_any_way_are_read_anew(write):
     q, k, v = (t.detach() for t in leaves())
     ends, after = offsets(FIRST), offsets(SECOND)
     impls = {"impl": "v8_own_waits"}
-    with emulator.enabled(), torch.no_grad():
+    with tritonemu.enabled(), torch.no_grad():
         gdpa(q, k, v, ends, ends, 47, 47, **impls)
         block_attention(q, k, v, ends, impl="v3_warp_specialized")
         WRITES[write](ends)
@@ -261,7 +261,7 @@ def test_a_window_of_any_size_masks_what_is_outside(impl, window):
     tensors, ends = leaves(), offsets([0, 47])
     backward = {"v1_tiled": "v1_tiled_backward", "v8_own_waits": "v4_warp_specialized_backward"}
     impls = {"impl": impl, "backward_impl": backward[impl]}
-    with emulator.enabled():
+    with tritonemu.enabled():
         found = gradients(gdpa(*tensors, ends, ends, 47, 47, window=window, **impls), tensors)
         expected = gradients(gdpa(*tensors, ends, ends, 47, 47, **impls), tensors)
     for a, b in zip(found, expected, strict=True):
@@ -289,9 +289,9 @@ def test_deterministic_algorithms_are_asked_for():
     ends = offsets([0, 47])
     torch.use_deterministic_algorithms(True)
     try:
-        with emulator.enabled(), pytest.raises(RuntimeError, match="must be deterministic"):
+        with tritonemu.enabled(), pytest.raises(RuntimeError, match="must be deterministic"):
             out = gdpa(q, k, v, ends, ends, 47, 300, backward_impl="v2_fused_backward")
-        with emulator.enabled():
+        with tritonemu.enabled():
             out = gdpa(q, k, v, ends, ends, 47, 300)
             out.sum().backward()
     finally:

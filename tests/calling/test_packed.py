@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gdpa_kernels import Lengths, block_attention, emulator, gdpa
+import tritonemu
+from gdpa_kernels import Lengths, block_attention, gdpa
 from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
@@ -128,7 +129,7 @@ def test_kernels_write_the_gradient_where_it_lies(operator, impl, count):
     if operator == "block":
         options = {"impl": impl, "block_size": 64}
         options |= {} if impl.startswith("v3") else {"rotary": turns(64)}
-    with emulator.enabled("sm_100" if impl.startswith("b") else "sm_90"):
+    with tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90"):
         compare(OPERATORS[operator], "grouped", count, tensors=tensors, **options)
         given = side_by_side(tensors, count)
         number = 2 if count == 3 else None
@@ -157,7 +158,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("count", (2, 3))
 def test_kernels_that_write_gradients_of_their_own(count):
-    with emulator.enabled():
+    with tritonemu.enabled():
         compare(
             OPERATORS["gdpa"], "grouped", count, tensors=leaves((4, 2), 128, torch.bfloat16),
             impl="v1_tiled", backward_impl="v1_tiled_backward",

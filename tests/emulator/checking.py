@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gdpa_kernels.emulator import EmulatorError, run
+from tritonemu import EmulatorError, run
 
 # The modelled schedule, and seeds of random ones.
 SCHEDULES = ("modelled", *range(11))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels import emulator, gdpa
+import tritonemu
+from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring import record
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -99,7 +100,7 @@ def _launch(prepared: Prepared, device: torch.device) -> list[tuple[str, torch.T
 def compare_case(case: Case, device: torch.device) -> Iterator[Agreement]:
     """One tutorial kernel: every floating-point argument that it changes."""
     before, here, there = case.build(), case.build(), case.build()
-    emulator.run(here.kernel, here.grid, *here.args, arch=case.arch, **here.kwargs)
+    tritonemu.run(here.kernel, here.grid, *here.args, arch=case.arch, **here.kwargs)
     here.check()
     on_device = dict(_launch(there, device))
     for name, old, new in zip(here.kernel.arg_names, before.args, here.args, strict=False):
@@ -122,7 +123,7 @@ def compare_rung(impl: str, dtype: torch.dtype, device: torch.device) -> Iterato
     for activation in ("gelu_tanh", "silu", "relu"):
         options = {"activation": activation, "output_scale": 0.125, "impl": impl}
         sizes = (max(lengths_q), max(lengths_k))
-        with emulator.enabled():
+        with tritonemu.enabled():
             here = gdpa(q, k, v, *ends, *sizes, **options)
         moved = [x.to(device) for x in (q, k, v, *ends)]
         there = gdpa(*moved, *sizes, **options).cpu()

@@ -38,7 +38,7 @@ from types import FrameType, ModuleType
 from typing import Any
 from unittest import mock
 
-from gdpa_kernels import emulator
+import tritonemu
 
 KINDS = ("drop", "parity", "count", "bytes", "early", "swap")
 # The modelled schedule finds whatever is found so far: whether an access is ordered does not depend
@@ -500,7 +500,7 @@ def judge(
             for launch in launches:
                 try:
                     launch(module, schedule)
-                except emulator.EmulatorError as error:
+                except tritonemu.EmulatorError as error:
                     return Verdict(type(error).__name__, schedule, str(error))
                 except AssertionError as error:
                     return Verdict("wrong result", schedule, str(error))

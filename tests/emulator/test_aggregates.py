@@ -7,7 +7,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.emulator import InvalidKernel, Race, Unsupported, run
+from tritonemu import InvalidKernel, Race, Unsupported, run
 
 
 @triton.aggregate

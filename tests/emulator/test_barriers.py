@@ -9,7 +9,9 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.emulator import (
+from gdpa_kernels.measuring.compile_check import build
+from tests.emulator.checking import everywhere, found, place
+from tritonemu import (
     AliasedWait,
     BarrierMisuse,
     Deadlock,
@@ -21,8 +23,6 @@ from gdpa_kernels.emulator import (
     UninitializedRead,
     run,
 )
-from gdpa_kernels.measuring.compile_check import build
-from tests.emulator.checking import everywhere, found, place
 
 
 def arrivals(report, barrier, kind="arrive"):

@@ -13,7 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.emulator import (
+from gdpa_kernels.measuring.compile_check import build, build_launch
+from gdpa_kernels.report import studies
+from tests.emulator.checking import place
+from tritonemu import (
     InvalidKernel,
     OutOfBounds,
     ResourceLimit,
@@ -22,10 +25,7 @@ from gdpa_kernels.emulator import (
     enabled,
     run,
 )
-from gdpa_kernels.emulator.buffers import Storage
-from gdpa_kernels.measuring.compile_check import build, build_launch
-from gdpa_kernels.report import studies
-from tests.emulator.checking import place
+from tritonemu.buffers import Storage
 
 
 def nothing(*shape, dtype=torch.float32):

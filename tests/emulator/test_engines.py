@@ -8,9 +8,9 @@ import triton.language.extra.tlx as tlx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdpa_kernels.emulator import engines, run
-from gdpa_kernels.emulator.engines import Engine
-from gdpa_kernels.emulator.instructions import instruction_counts
+from tritonemu import engines, run
+from tritonemu.engines import Engine
+from tritonemu.instructions import instruction_counts
 
 
 def test_a_queue_serves_one_after_the_other():

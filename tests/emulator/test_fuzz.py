@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.emulator import (
+from tritonemu import (
     AliasedWait,
     BarrierMisuse,
     Deadlock,

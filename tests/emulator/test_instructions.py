@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.device.rows import nothing
-from gdpa_kernels.emulator import InvalidKernel, Unsupported, instructions, run
-from gdpa_kernels.emulator.instructions import INSTRUCTIONS, round_fraction
+from tritonemu import InvalidKernel, Unsupported, instructions, run
+from tritonemu.instructions import INSTRUCTIONS, round_fraction
 
 
 def relative_error(name, x):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from gdpa_kernels.emulator import DeviceAssertion, InvalidKernel, Unsupported, run
+from tritonemu import DeviceAssertion, InvalidKernel, Unsupported, run
 
 
 @triton.jit

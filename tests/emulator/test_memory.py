@@ -8,7 +8,8 @@ import triton.language.extra.tlx as tlx
 from triton.tools import ragged_tma
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.emulator import (
+from tests.emulator.checking import place
+from tritonemu import (
     DescriptorError,
     InvalidKernel,
     OutOfBounds,
@@ -17,7 +18,6 @@ from gdpa_kernels.emulator import (
     Unsupported,
     run,
 )
-from tests.emulator.checking import place
 
 
 @triton.jit

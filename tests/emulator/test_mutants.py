@@ -18,7 +18,7 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
@@ -69,7 +69,7 @@ class RungLaunch:
         ends = [cu_seqlens(list(n), "cpu") for n in (self.lengths_q, self.lengths_k)]
         sizes = max(self.lengths_q), max(self.lengths_k)
         batch = Batch(q, k, v, *ends, *sizes, activation=("relu",), scale=self.head_dim**-0.5)
-        with emulator.enabled(self.arch, schedule=schedule, max_steps=MAX_STEPS):
+        with tritonemu.enabled(self.arch, schedule=schedule, max_steps=MAX_STEPS):
             config = module.Config(**dict(self.config))
             out = module.forward(batch, config=config)
         same = reference.forward(batch)
@@ -405,7 +405,7 @@ def test_an_ordinary_file():
 def _hand_over(module: ModuleType, schedule: str | int = "modelled") -> None:
     source, out = torch.arange(512.0), torch.zeros(512)
     desc = TensorDescriptor(source, [512], [1], [64])
-    emulator.run(
+    tritonemu.run(
         module.handover_kernel,
         (1,),
         desc,

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.emulator import InvalidKernel, Race, Unsupported, run
-from gdpa_kernels.emulator.clocks import Clock, Shadow
-from gdpa_kernels.emulator.scheduler import Role, Scheduler
 from tests.emulator.checking import everywhere, found, place
+from tritonemu import InvalidKernel, Race, Unsupported, run
+from tritonemu.clocks import Clock, Shadow
+from tritonemu.scheduler import Role, Scheduler
 
 # Clocks against reachability.
 
@@ -908,7 +908,7 @@ def test_reductions_of_tma_race_with_loads(fault):
 
 
 def test_programs_that_never_start_are_named(monkeypatch):
-    monkeypatch.setattr("gdpa_kernels.emulator.rewrite.MAX_TURNS", 100)
+    monkeypatch.setattr("tritonemu.rewrite.MAX_TURNS", 100)
     for error in found(Unsupported, summed_kernel, (3,), sums, FAULT="none", match="resident"):
         assert (error.file, error.line) == place(summed_kernel, "while")
 

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.emulator import DeviceAssertion, InvalidKernel, Unsupported, run
 from gdpa_kernels.measuring.compile_check import build
+from tritonemu import DeviceAssertion, InvalidKernel, Unsupported, run
 
 SIZE = tl.constexpr(4)
 NOT_A_CONSTANT = 4

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels import emulator
-from gdpa_kernels.emulator import InvalidKernel, run
+import tritonemu
+from tritonemu import InvalidKernel, run
 
 
 @triton.jit
@@ -203,15 +203,15 @@ def test_a_python_error_in_a_kernel_points_into_it():
 
 
 def test_enabled():
-    assert not emulator.is_enabled()
-    with emulator.enabled("sm_100"):
-        assert emulator.is_enabled() and emulator.current_arch() == "sm_100"
-        with emulator.enabled():
-            assert emulator.current_arch() == "sm_90"
-        assert emulator.current_arch() == "sm_100"
+    assert not tritonemu.is_enabled()
+    with tritonemu.enabled("sm_100"):
+        assert tritonemu.is_enabled() and tritonemu.current_arch() == "sm_100"
+        with tritonemu.enabled():
+            assert tritonemu.current_arch() == "sm_90"
+        assert tritonemu.current_arch() == "sm_100"
     with pytest.raises(RuntimeError, match="no open context"):
-        emulator.current_arch()
+        tritonemu.current_arch()
     with pytest.raises(RuntimeError, match="no open context"):
-        emulator.run_enabled(ids_kernel, (1,), torch.zeros(1))
-    with pytest.raises(ValueError, match="arch must be one of"), emulator.enabled("sm_80"):
+        tritonemu.run_enabled(ids_kernel, (1,), torch.zeros(1))
+    with pytest.raises(ValueError, match="arch must be one of"), tritonemu.enabled("sm_80"):
         pass

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling import ladder
 from tests.emulator import sanitizer
 
@@ -149,7 +149,7 @@ def test_a_name_without_a_kernel_is_refused(name):
 @pytest.mark.parametrize("control", sanitizer.CONTROLS)
 def test_controls_hold_no_race(control, schedule):
     (call,) = sanitizer.calls(control, CPU)
-    with emulator.intercept(schedule=schedule) as reports:
+    with tritonemu.intercept(schedule=schedule) as reports:
         call()
     assert call.args[0].tolist() == [0, 1, 1, 0] and len(reports) == 1
 
@@ -233,7 +233,7 @@ def test_calls_of_block_attention(name, turned):
 
 @pytest.mark.parametrize("name", ("v4_warp_specialized_backward", "v4_rotary"))
 def test_a_call_runs(name):
-    with emulator.enabled():
+    with tritonemu.enabled():
         sanitizer.calls(name, CPU)[0]()
 
 

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_kernels.emulator import InvalidKernel, Unsupported, run
-from gdpa_kernels.emulator.scopes import ask_front_end
 from gdpa_kernels.measuring.compile_check import build
 from tests.emulator.checking import place
+from tritonemu import InvalidKernel, Unsupported, run
+from tritonemu.scopes import ask_front_end
 
 # Each takes (y_ptr, n, C): int32 in memory, a number and a constant of 4.
 

@@ -8,8 +8,8 @@ import torch
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 
-from gdpa_kernels.emulator import InvalidKernel, Unsupported, tile
-from gdpa_kernels.emulator.tile import Tile, cast, scalar, to_tile
+from tritonemu import InvalidKernel, Unsupported, tile
+from tritonemu.tile import Tile, cast, scalar, to_tile
 
 DTYPES = (
     *(tl.int1, tl.int8, tl.int16, tl.int32, tl.int64, tl.uint8, tl.uint16, tl.uint32),

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from gdpa_kernels.emulator.timeline import (
+from tritonemu.timeline import (
     Arrow,
     Event,
     Timeline,

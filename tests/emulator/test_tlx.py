@@ -11,7 +11,9 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.emulator import (
+from gdpa_kernels.measuring.compile_check import build
+from tests.emulator.checking import everywhere, found, place
+from tritonemu import (
     Deadlock,
     DescriptorError,
     InvalidKernel,
@@ -22,9 +24,7 @@ from gdpa_kernels.emulator import (
     intercept,
     run,
 )
-from gdpa_kernels.emulator.__main__ import main
-from gdpa_kernels.measuring.compile_check import build
-from tests.emulator.checking import everywhere, found, place
+from tritonemu.__main__ import main
 
 PAIR = {"ctas_per_cga": (2, 1, 1)}
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 
 from .tutorials import blackwell, cases, hopper
 from .tutorials.cases import run_case
@@ -25,7 +25,7 @@ def test_right_under_every_schedule(name):
     "case, errors", blackwell.FAULTY, ids=lambda value: getattr(value, "name", "")
 )
 def test_faults_of_the_tutorials_are_found(case, errors):
-    with pytest.raises(emulator.EmulatorError) as caught:
+    with pytest.raises(tritonemu.EmulatorError) as caught:
         run_case(case)
     assert type(caught.value).__name__ in errors
 
@@ -41,8 +41,8 @@ def test_the_published_gdpa_races_once_its_registers_are_not_refused(tmp_path):
     (build,) = {case.build for case, _ in blackwell.FAULTY if case.name == "blackwell_gdpa"}
     for schedule in ("modelled", 0, 1, 2):
         made = build()
-        with pytest.raises(emulator.Race) as caught:
-            emulator.run(
+        with pytest.raises(tritonemu.Race) as caught:
+            tritonemu.run(
                 kernel, made.grid, *made.args, arch="sm_100", schedule=schedule, **made.kwargs
             )
         lines = repaired.read_text().splitlines()
@@ -73,6 +73,6 @@ def test_one_head_of_512_rows_is_quick(arch, build, seconds):
     for _ in range(4):
         launch = build()
         start = time.process_time()
-        emulator.run(launch.kernel, launch.grid, *launch.args, arch=arch, **launch.kwargs)
+        tritonemu.run(launch.kernel, launch.grid, *launch.args, arch=arch, **launch.kwargs)
         times.append(time.process_time() - start)
     assert min(times) < seconds

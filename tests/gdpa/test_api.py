@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gdpa_kernels import emulator, gdpa
+import tritonemu
+from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling import rung as rungs
 from gdpa_kernels.calling.launches import launches
@@ -36,7 +37,7 @@ def arguments(**changes) -> dict:
 
 def emulated(impl: str):
     """The context in which `impl` runs on the CPU."""
-    return emulator.enabled("sm_100" if impl.startswith("b") else "sm_90")
+    return tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90")
 
 
 def ends(*values: int) -> torch.Tensor:
@@ -209,7 +210,7 @@ def test_auto_prefers_the_first_kernel_that_supports_the_call():
     half = {name: torch.randn(9, 4, 16).bfloat16() for name in "qkv"}
     odd = {name: torch.randn(9, 4, 20).bfloat16() for name in "qkv"}
     single = {name: torch.randn(9, 4, 16) for name in "qkv"}
-    with emulator.enabled():
+    with tritonemu.enabled():
         assert (
             resolved("auto", **half, **longest)
             == choices.order((9, 0), "forward", "bfloat16", 16, 9, 9)[0]
@@ -229,7 +230,7 @@ def test_auto_prefers_the_first_kernel_that_supports_the_call():
             NotImplementedError, match="v6_short_kv' needs a head_dim of at most 128"
         ):
             resolved("v6_short_kv", **wide, **longest)
-    with emulator.enabled(arch="sm_100"):
+    with tritonemu.enabled(arch="sm_100"):
         assert resolved("auto", **half, **longest) == "v2_tma"
         with pytest.raises(NotImplementedError, match="needs sm_90, got an emulated sm_100"):
             resolved("v6_short_kv", **half, **longest)
@@ -239,7 +240,7 @@ def test_any_strides_reach_the_general_kernel():
     call = arguments()
     for name in "qkv":
         call[name] = call[name].permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    with emulator.enabled():
+    with tritonemu.enabled():
         out = gdpa(**call, impl="v1_tiled")
     torch.testing.assert_close(out, gdpa(**call, impl="reference"))
 
@@ -263,7 +264,7 @@ def test_a_row_that_stands_for_many_is_not_read_by_tma(operator):
 def test_an_expanded_tensor_reaches_the_general_kernel():
     call = {n: t.bfloat16() if n in "qkv" else t for n, t in arguments().items()}
     call["v"] = call["v"][:1].expand(9, 4, 16)
-    with emulator.enabled():
+    with tritonemu.enabled():
         assert torch.equal(gdpa(**call), gdpa(**call, impl="v1_tiled"))
         with pytest.raises(NotImplementedError, match="impl 'v8_own_waits' needs v with contig"):
             gdpa(**call, impl="v8_own_waits")
@@ -392,7 +393,7 @@ def test_the_output_is_a_tensor_of_its_own(impl, lengths):
     q, k, v = (torch.randn(total, 4, 16).bfloat16() for _ in range(3))
     ends = cu_seqlens(lengths, "cpu")
     longest = max(lengths, default=0)
-    with emulator.enabled():
+    with tritonemu.enabled():
         out = gdpa(q, k, v, ends, ends, longest, longest, impl=impl)
     assert out.shape == (total, 4, 16) and out.is_contiguous()
     for tensor in (q, k, v):
@@ -498,7 +499,7 @@ NEEDS = {"q": ["queries_kernel"], "k": ["keys_kernel"], "v": ["keys_kernel"]}
 @pytest.mark.parametrize("names", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
 def test_only_what_needs_a_gradient_is_computed(names):
     everything, call = required(wide(64)), required(wide(64), names)
-    with emulator.enabled():
+    with tritonemu.enabled():
         gdpa(**everything, backward_impl="v1_tiled_backward").sum().backward()
         out = gdpa(**call, backward_impl="v1_tiled_backward").sum()
         with launches() as seen:
@@ -517,7 +518,7 @@ def test_only_what_needs_a_gradient_is_computed(names):
 def test_a_gradient_asked_for_alone(impl):
     """Of a rung that computes them all, the others are dropped."""
     call = required(wide(64))
-    with emulator.enabled():
+    with tritonemu.enabled():
         out = gdpa(**call, backward_impl=impl)
         (dk,) = torch.autograd.grad(out.sum(), call["k"], retain_graph=True)
         out.sum().backward()
@@ -546,7 +547,7 @@ def test_expanded_and_strided_gradients(impl):
 @pytest.mark.parametrize("impl", ("reference", "v1_tiled_backward"))
 def test_a_second_derivative_is_refused(impl):
     call = required(wide(64))
-    with emulator.enabled():
+    with tritonemu.enabled():
         out = gdpa(**call, backward_impl=impl)
         weight = torch.ones_like(out).requires_grad_()
         (dq,) = torch.autograd.grad(out, call["q"], weight, create_graph=True)
@@ -574,7 +575,7 @@ UNSUITED = {
 def test_an_explicit_backward_that_cannot_take_the_call_is_refused_at_once(case, grad):
     call, impl, message = UNSUITED[case]
     call = required(call) if grad else call
-    inside = contextlib.nullcontext() if case == "no GPU" else emulator.enabled()
+    inside = contextlib.nullcontext() if case == "no GPU" else tritonemu.enabled()
     with inside, pytest.raises(NotImplementedError, match=f"backward_impl '{impl}' .*{message}"):
         gdpa(**call, impl="reference", backward_impl=impl)
 
@@ -592,7 +593,7 @@ def test_auto_takes_the_first_backward_that_supports_the_call(monkeypatch):
         return api.resolve_backward("auto", batch).impl
 
     assert of(wide()) == "reference"
-    with emulator.enabled():
+    with tritonemu.enabled():
         assert of(wide()) == "v5_short_kv_backward"
         assert of(wide(64)) == of(wide(longest=257)) == "v4_warp_specialized_backward"
         assert of(wide() | {"cu_seqlens_q": None}) == "v4_warp_specialized_backward"
@@ -600,7 +601,7 @@ def test_auto_takes_the_first_backward_that_supports_the_call(monkeypatch):
         assert of(wide(264)) == of(wide(dtype=torch.float64)) == "reference"
         with pytest.raises(NotImplementedError, match="backward_impl 'auto' needs dtype bfloat16"):
             of(wide(dtype=torch.float8_e5m2))
-    with emulator.enabled(arch="sm_100"):
+    with tritonemu.enabled(arch="sm_100"):
         assert of(wide()) == "v1_tiled_backward"
 
 
@@ -681,7 +682,7 @@ def test_torch_compile_of_a_kernel():
     impls = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
     compiled = torch.compile(gdpa, fullgraph=True, backend="aot_eager")
     ours, expected = required(call := wide(64)), required(call)
-    with emulator.enabled():
+    with tritonemu.enabled():
         compiled(**ours, **impls).sum().backward()
         gdpa(**expected, **impls).sum().backward()
     for name in "qkv":
@@ -693,7 +694,7 @@ def test_torch_compile_hands_precise_to_the_kernel(precise):
     torch._dynamo.reset()
     compiled = torch.compile(gdpa, fullgraph=True, backend="aot_eager")
     call = wide() | {"impl": "v8_own_waits", "precise": precise}
-    with emulator.enabled(), launches() as seen:
+    with tritonemu.enabled(), launches() as seen:
         out, expected = compiled(**call), gdpa(**call)
     assert torch.equal(out, expected)
     assert [launch.constants["PAIRS"] for launch in seen if "PAIRS" in launch.constants] == [

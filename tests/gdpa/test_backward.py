@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.calling.rung import Requires
@@ -364,12 +364,12 @@ def test_deterministic(impl, config):
 
 def backwards():
     """The emulator takes the programs of every launch in reverse."""
-    run = emulator._run_clusters
+    run = tritonemu._run_clusters
 
     def reversed_(launch, numbers, body):
         run(launch, [math.prod(launch.grid) - 1 - number for number in numbers], body)
 
-    return mock.patch.object(emulator, "_run_clusters", reversed_)
+    return mock.patch.object(tritonemu, "_run_clusters", reversed_)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="orders the emulator's programs")

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
@@ -167,7 +167,7 @@ def test_any_logits(impl, scale):
 
 def scheduled(impl: str, call: dict, schedule: str | int, config: dict) -> tuple:
     """(dq, dk, dv), the roles ordered by `schedule`."""
-    with emulator.enabled(schedule=schedule, max_steps=100_000):
+    with tritonemu.enabled(schedule=schedule, max_steps=100_000):
         config = RUNGS[impl].Config(**config)
         return RUNGS[impl].backward(call["grad_out"], batch_of(call), config=config)
 
@@ -558,7 +558,7 @@ def _launch(
     """
     call = call_of(case, BF16) | {"activation": ("relu",)}
     programs = 2 if impl == "v5_short_kv_backward" else 1
-    with emulator.enabled(multiprocessors=programs, schedule=schedule, max_steps=50_000):
+    with tritonemu.enabled(multiprocessors=programs, schedule=schedule, max_steps=50_000):
         options = {"config": module.Config(**config)} if config else {}
         found = module.backward(call["grad_out"], batch_of(call), **options)
     if expected is not None:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import pairs
 from gdpa_kernels.gdpa import b5_cta_pair as b5
@@ -41,7 +41,7 @@ def run(
 ) -> torch.Tensor:
     """The output of `ORDERS[impl]` on this many pairs."""
     given = studies.batch(*ORDERS[impl], **{"head_dim": 32, "activation": "relu", **options})
-    with emulator.enabled(
+    with tritonemu.enabled(
         "sm_100", multiprocessors=2 * clusters, schedule=schedule, max_steps=50_000
     ):
         return module.forward(given)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels import emulator, gdpa
+import tritonemu
+from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import masks, reference, v3_persistent
 from gdpa_kernels.gdpa.batch import Batch
@@ -27,7 +28,7 @@ def kernels_run(impl: str = ""):
     """The context in which kernels run on DEVICE, those of a Blackwell rung as on sm_100."""
     if DEVICE == "cuda":
         return contextlib.nullcontext()
-    return emulator.enabled("sm_100" if impl in BLACKWELL else "sm_90")
+    return tritonemu.enabled("sm_100" if impl in BLACKWELL else "sm_90")
 
 
 def supports(impl: str, case: Case, dtype: torch.dtype) -> bool:

@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gdpa_kernels import PFFN, PMA, GDPASelfAttention, Lengths, emulator
+import tritonemu
+from gdpa_kernels import PFFN, PMA, GDPASelfAttention, Lengths
 from gdpa_kernels.calling import jagged, layers, packed
 from gdpa_kernels.gdpa import modules
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -619,7 +620,7 @@ def test_training_in_bf16_by_the_kernels_follows_plain_pytorch():
             return run(*arguments)
 
     options = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
-    with emulator.enabled():
+    with tritonemu.enabled():
         losses = curve("pffn", step, 5, torch.float32, **options)
     expected = curve("pffn", plain, 5, torch.float32)
     assert losses[-1] < 0.8 * losses[0]

@@ -5,7 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels import emulator, gdpa
+import tritonemu
+from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.calling.launches import launches
@@ -28,7 +29,7 @@ def pairs_kernel(s_ptr, y_ptr, scale, NAME: tl.constexpr, N: tl.constexpr):
 def evaluate(scores: torch.Tensor, name: str, scale: float) -> torch.Tensor:
     """activation(scale * scores) in fp64, of what the kernels compute in bf16."""
     out = torch.empty(scores.shape, dtype=torch.bfloat16)
-    with emulator.enabled():
+    with tritonemu.enabled():
         launch(
             pairs_kernel, (scores.numel() // 1024,), scores.device, scores, out, scale,
             NAME=name, N=1024,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import reference
@@ -48,7 +48,7 @@ def test_any_order_of_events_gives_the_same_result(impl):
     batch, forward = jagged(torch.bfloat16), ladder.rung(impl).module().forward
     outs = []
     for schedule in ("modelled", *range(20)):
-        with emulator.enabled("sm_100", schedule=schedule) as reports:
+        with tritonemu.enabled("sm_100", schedule=schedule) as reports:
             outs.append(forward(batch))
         assert reports[-1].checks["race"] > 0 and reports[-1].dots > 0
     double = replace(batch, **{name: getattr(batch, name).double() for name in "qkv"})
@@ -142,7 +142,7 @@ def mixed_kernel(s_ptr, y_ptr, t_ptr, scale, NAME: tl.constexpr, N: tl.constexpr
 def evaluate(scores: torch.Tensor, name: str, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(activation(scale * scores), t) as the kernel computes them, in fp64."""
     y, t = (torch.empty(scores.shape, dtype=torch.bfloat16) for _ in range(2))
-    with emulator.enabled("sm_100"):
+    with tritonemu.enabled("sm_100"):
         launch(
             mixed_kernel, (scores.numel() // 1024,), scores.device, scores, y, t, scale,
             NAME=name, N=1024,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.compiler import CompiledKernel
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import b1_tensor_memory_backward as b1
 from gdpa_kernels.gdpa import b2_short_kv_backward as b2
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="sm_100 is emulated, an
 
 def gradients(module, call: dict, schedule: str | int = "modelled", **more) -> tuple:
     """(dq, dk, dv) of a rung, emulated."""
-    with emulator.enabled("sm_100", schedule=schedule, max_steps=100_000):
+    with tritonemu.enabled("sm_100", schedule=schedule, max_steps=100_000):
         return module.backward(call["grad_out"], batch_of(call), **more)
 
 
@@ -220,10 +220,10 @@ def test_twenty_schedules_give_the_same_bits(name):
     """No race, no deadlock; at most two tiles of keys add to a row of dQ, and two commute."""
     module, case = ORDERS[name]
     call = call_of(case, BF16) | {"activation": ("relu",)}
-    with emulator.enabled("sm_100", multiprocessors=2, max_steps=100_000):
+    with tritonemu.enabled("sm_100", multiprocessors=2, max_steps=100_000):
         expected = module.backward(call["grad_out"], batch_of(call))
     for seed in range(20):
-        with emulator.enabled("sm_100", multiprocessors=2, schedule=seed, max_steps=100_000):
+        with tritonemu.enabled("sm_100", multiprocessors=2, schedule=seed, max_steps=100_000):
             found = module.backward(call["grad_out"], batch_of(call))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), seed
 
@@ -308,7 +308,7 @@ def _launch(impl: str, case: Case, expected: tuple | None, module, schedule: str
     """
     call = call_of(case, BF16) | {"activation": ("relu",)}
     ctas = 2 if impl == "b2_short_kv_backward" else 1
-    with emulator.enabled("sm_100", multiprocessors=ctas, schedule=schedule, max_steps=50_000):
+    with tritonemu.enabled("sm_100", multiprocessors=ctas, schedule=schedule, max_steps=50_000):
         found = module.backward(call["grad_out"], batch_of(call))
     if expected is not None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

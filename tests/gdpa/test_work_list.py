@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa import work_list as lists
@@ -29,7 +29,7 @@ def check(
         num_heads=num_heads, block_m=rows_per_item, block_n=block_n,
     )  # fmt: skip
     bound = schedule.max_tiles(sum(lengths_q), len(lengths_q), max(longest, least), rows_per_item)
-    with emulator.enabled():
+    with tritonemu.enabled():
         made = lists.work_list(
             None if shared else cu_seqlens(list(lengths_q), DEVICE),
             cu_seqlens(list(lengths_k), DEVICE),
@@ -106,7 +106,7 @@ def test_an_empty_batch_has_an_empty_list():
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
 def test_longest_first_is_a_stable_sort(lengths):
-    with emulator.enabled():
+    with tritonemu.enabled():
         order = lists.longest_first(cu_seqlens(lengths, DEVICE))
     expected = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     assert order.tolist() == expected and order.dtype == torch.int32
@@ -114,7 +114,7 @@ def test_longest_first_is_a_stable_sort(lengths):
 
 def test_longest_first_of_more_sequences_than_one_pass_compares():
     lengths = torch.randint(0, 50, (2500,), generator=torch.Generator().manual_seed(0))
-    with emulator.enabled():
+    with tritonemu.enabled():
         order = lists.longest_first(cu_seqlens(lengths.tolist(), DEVICE))
     assert torch.equal(order.cpu().long(), lengths.argsort(descending=True, stable=True))
 

@@ -9,7 +9,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.runtime.errors import OutOfResources
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
@@ -109,7 +109,7 @@ def test_rungs_fit_on_blackwell_where_they_say_so(rung, head_dim):
     x = torch.zeros(1, 4, head_dim, dtype=torch.bfloat16)
     if rung.requires.of_call(x, x, x) is not None:
         pytest.skip(f"{rung.impl} takes no head_dim {head_dim} anywhere")
-    with emulator.enabled("sm_100"):
+    with tritonemu.enabled("sm_100"):
         problem = rung.requires.of_call(x, x, x)
     if problem is None:
         for launch in launched(rung, head_dim):

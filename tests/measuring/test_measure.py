@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.block_attention import eliminations, v1_one_tile
 from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.calling import ladder
@@ -221,7 +221,7 @@ def peers(monkeypatch):
 
 
 def run_blocks(work, impls, direction, scopes=("kernel",), arch="sm_90") -> list:
-    with emulator.enabled(arch):
+    with tritonemu.enabled(arch):
         return measure.measure(
             work, impls, device=torch.device("cpu"), direction=direction, scopes=scopes,
             log=lambda text: None,
@@ -479,7 +479,7 @@ LISTED = [*WALKS, "v6_one_tile_backward"]
 
 
 def run_backward(work, impls, scopes=("kernel",)) -> list:
-    with emulator.enabled():
+    with tritonemu.enabled():
         return measure.measure(
             work, impls, device=torch.device("cpu"), direction="backward", scopes=scopes,
             log=lambda text: None,
@@ -708,7 +708,7 @@ def counted(monkeypatch):
 def test_memory_of_a_step(counted, peers):
     said = []
     work = replace(JAGGED, batch=1, max_seqlen_q=20, max_seqlen_k=20)
-    with emulator.enabled():
+    with tritonemu.enabled():
         table = measure.memory(
             work, ["v1_tiled_backward", "fa2_varlen", "cudnn_varlen", "v1_tiled"],
             device=torch.device("cpu"), log=said.append,
@@ -733,7 +733,7 @@ def test_the_memory_of_a_wrong_step_is_not_recorded(counted, monkeypatch):
 
     monkeypatch.setattr(v1_tiled_backward, "backward", wrong)
     work = replace(SMALL, head_dim=16)
-    with emulator.enabled():
+    with tritonemu.enabled():
         table = measure.memory(
             work, ["v1_tiled_backward"], device=torch.device("cpu"), log=said.append
         )
@@ -742,7 +742,7 @@ def test_the_memory_of_a_wrong_step_is_not_recorded(counted, monkeypatch):
 
 
 def turn_alone(work, direction) -> dict:
-    with emulator.enabled():
+    with tritonemu.enabled():
         rows = measure.measure_rotary(
             work, device=torch.device("cpu"), direction=direction, log=lambda text: None
         )
@@ -786,7 +786,7 @@ def test_rotary_alone_needs_rotary():
 def test_accuracy_is_that_of_every_element(small_parts, peers):
     once = ("v1_one_tile", "", {})
     twice = ("rotary_kernel", "", {"attention": "v1_one_tile"})
-    with emulator.enabled():
+    with tritonemu.enabled():
         table = measure.accuracy(TURNED, {1: once, 2: twice}, device=torch.device("cpu"))
         inputs = make_inputs(TURNED, device="cpu")
         gradients = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import v7_packed
 from gdpa_kernels.measuring import measure, probe, record
@@ -25,7 +25,7 @@ B200 = replace(a_system(gpu="NVIDIA B200"), compute_capability="10.0")
 def ladder_with_stand_ins(monkeypatch):
     rungs = (*ladder.LADDERS["gdpa"], *unproven.RUNGS)
     monkeypatch.setitem(ladder.LADDERS, "gdpa", rungs)
-    with emulator.enabled("sm_100"):
+    with tritonemu.enabled("sm_100"):
         yield
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.measuring import copies, timing
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -85,7 +85,7 @@ def test_copies_of_our_own_read_and_write_everything(reads, writes):
     size = 300  # no multiple of the block
     x = [torch.randn(size) for _ in range(reads)]
     y = [torch.full((size,), torch.nan) for _ in range(writes)]
-    with emulator.enabled():
+    with tritonemu.enabled():
         copies.copy(tuple(x), tuple(y), block=128)
     expected = [x[0] + x[1] + x[2]] if writes == 1 else [x[i] + x[3] for i in range(3)]
     for got, right in zip(y, expected, strict=True):
@@ -96,7 +96,7 @@ def test_copies_of_our_own_read_and_write_everything(reads, writes):
 
 def test_attention_copies_have_its_mixes(monkeypatch):
     def sample(functions, device, protocol):
-        with emulator.enabled():
+        with tritonemu.enabled():
             for function in functions.values():
                 function()
         return {name: [1.0, 2.0, 3.0] for name in functions}

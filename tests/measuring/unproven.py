@@ -7,7 +7,7 @@ import sys
 import time
 from types import ModuleType
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Requires, Rung
 from gdpa_kernels.gdpa import v0_eager
@@ -45,7 +45,7 @@ def attempt(entry, operator, ran):
     sys.modules.update(MODULES)
     ladder._BY_IMPL.update({(rung.operator, rung.impl): rung for rung in RUNGS})
     measure.run_once = lambda ready: (ready.call(), 0)
-    with emulator.enabled("sm_100"):
+    with tritonemu.enabled("sm_100"):
         return measure.attempt(entry, operator, ran)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.report import activation_rates as rates
 from gdpa_kernels.report.chapter import Chapter
 
@@ -19,7 +19,7 @@ def test_errors_are_rows_of_the_record_and_failures_are_kept():
     session = Logged()
     run = rates._Run(session, [])
     names = ["silu.tanh", "gelu.poly5"]
-    with emulator.enabled():
+    with tritonemu.enabled():
         accuracy, extremes = rates.errors(torch.linspace(-60, 60, 201), run, names)
     recorded = Chapter("forward/activation_arithmetic").recorded("accuracy")
     assert list(accuracy.columns) == list(recorded.columns)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_kernels.report import activation_sequences as sequences
 
@@ -37,7 +37,7 @@ def function(name: str):
 @pytest.mark.parametrize("sequence", BOUNDED, ids=lambda sequence: sequence.name)
 def test_errors_stay_within_the_documented_bound(sequence):
     x = points()
-    with emulator.enabled():
+    with tritonemu.enabled():
         y = sequences.evaluate(x, sequence.name).double()
     error = (y - function(sequence.name)(x.double())).abs()
     allowed = sequence.bound * x.double().abs() + 2.0**-149
@@ -52,7 +52,7 @@ def test_bounds_are_not_idle(sequence):
     """Instructions at their worst documented error come within a factor of 3 of the bound."""
     x = points()
     x = x[x.abs() > 2.0**-20]
-    with emulator.enabled():
+    with tritonemu.enabled():
         y = sequences.evaluate(x, sequence.name).double()
     error = (y - function(sequence.name)(x.double())).abs() / x.double().abs()
     assert error.max() > sequence.bound / 3
@@ -60,7 +60,7 @@ def test_bounds_are_not_idle(sequence):
 
 @pytest.mark.parametrize("name", [sequence.name for sequence in BOUNDED])
 def test_extremes(name):
-    with emulator.enabled():
+    with tritonemu.enabled():
         found = sequences.extremes(name, function(name), "cpu")
     assert math.isnan(found[-1][1])
     for x, y, exact in found[:-1]:
@@ -71,7 +71,7 @@ def test_extremes(name):
 
 
 def test_the_published_polynomial_has_no_bound():
-    with emulator.enabled():
+    with tritonemu.enabled():
         y = sequences.evaluate(torch.tensor([-12.0]), "gelu_taylor6").item()
     assert y > 1e4 and ACTIVATIONS["gelu"].function(torch.tensor(-12.0)).abs() < 1e-6
 
@@ -118,7 +118,7 @@ def test_the_measured_kernel_computes_the_sequence(name):
     if name in NAMES and sequences.BY_NAME[name].bound is not None:
         bound += 1.2 * sequences.BY_NAME[name].bound
     repeated = sequences.Repeated.make("cpu", programs=2, rounds=3, block=256)
-    with emulator.enabled():
+    with tritonemu.enabled():
         assert repeated.error_per_x(name, compute) <= bound
         if name != sequences.LOOP:
             assert repeated.error_per_x(name, lambda x: 0.9 * compute(x)) > bound
@@ -210,7 +210,7 @@ def test_a_listing_without_whole_evaluations_is_refused():
 def test_accuracy_sees_an_error_and_the_rounding():
     gelu = ACTIVATIONS["gelu"].function
     x = torch.linspace(-8, 8, 4096)
-    with emulator.enabled():
+    with tritonemu.enabled():
         exact, rough = (
             sequences.accuracy(name, gelu, x, (4.0, 8.0))[1] for name in ("exact", "gelu.poly5")
         )

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from gdpa_kernels.__main__ import main
-from gdpa_kernels.emulator.__main__ import main as emulate
 from gdpa_kernels.measuring import record, system
 from gdpa_kernels.measuring.workload import workload
 from gdpa_kernels.report import readme
 from tests.report.test_results import CEILINGS, GOOD, STATE, a_system, sources
+from tritonemu.__main__ import main as emulate
 
 README = (record.ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -45,7 +45,7 @@ def test_python_example_runs():
 
 
 def test_the_picture_of_the_emulator_is_what_its_command_draws(tmp_path, monkeypatch):
-    command = re.search(r"-m gdpa_kernels.emulator (\S+) --svg", README)[1]
+    command = re.search(r"-m tritonemu (\S+) --svg", README)[1]
     monkeypatch.chdir(record.ROOT)
     assert emulate([command, "--svg", str(tmp_path / "drawn.svg")]) == 0
     drawn = record.ROOT / "book" / "assets" / "pipeline.svg"

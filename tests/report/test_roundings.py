@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.block_attention import v0_flash, v1_one_tile
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.measuring.inputs import cu_seqlens
@@ -37,7 +37,7 @@ def test_mean_errors_are_those_of_the_kernels(rung, places):
     turns = inputs[4][:, 0].flatten(0, 1)
     turns = turns.imag.contiguous(), turns.real.contiguous()
     batch = Batch(q, k, v, cu_seqlens((64,), "cpu"), 128**-0.5, rotary=turns, rotate_v=True)
-    with emulator.enabled():
+    with tritonemu.enabled():
         _, saved = rung.forward(batch)
         found = rung.backward(dO, batch, saved)
     exact = roundings.gradients(inputs, torch.float64, ())

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gdpa_kernels import emulator
+import tritonemu
 from gdpa_kernels.block_attention import v1_one_tile
 from gdpa_kernels.gdpa import (
     v1_tiled,
@@ -58,7 +58,7 @@ def test_a_changed_module_is_checked_and_timed_like_the_rung(monkeypatch, given)
         ("v1_tiled", "a copy", {**given, "module": same}),
         ("v1_tiled", "wrong", {**given, "module": wrong}),
     ]
-    with emulator.enabled():
+    with tritonemu.enabled():
         rows = measure.measure(SMALL, listed, device=torch.device("cpu"), log=lambda text: None)
     right = [row for row in rows if row.failure is None]
     assert [row.variant for row in right] == ["as it is", "a copy"]
@@ -81,7 +81,7 @@ def test_a_changed_backward_gets_a_schedule_of_its_own(rung):
     module = SimpleNamespace(backward=backward, make_schedule=make_schedule)
     inputs, config = make_inputs(SMALL, device="cpu"), rung.Config()
     impl, options = rung.__name__.split(".")[-1], {"direction": "backward", "config": config}
-    with emulator.enabled():
+    with tritonemu.enabled():
         made = measure.candidate(impl, inputs, module=module, variant="changed", **options)
     grad_out, batch, given = made.call()
     assert (made.impl, made.variant, made.config) == (impl, "changed", asdict(config))
@@ -96,7 +96,7 @@ def test_a_changed_module_of_block_attention(direction):
     change = ("return dq, dk, dv", "return dq, dk, -dv")
     text = "return out, ()", "return -out, ()"
     module = studies.changed(v1_one_tile, change if direction == "backward" else text)
-    with emulator.enabled():
+    with tritonemu.enabled():
         made = [
             measure.candidate("v1_one_tile", inputs, direction=direction, **options).call()
             for options in ({}, {"module": module})
@@ -165,7 +165,7 @@ def test_runs_of_a_backward_are_compared_with_the_first():
 def test_rungs_are_repeated_into_a_table_of_the_session():
     session = SimpleNamespace(device=torch.device("cpu"), tables={})
     listed = [("v1_tiled_backward", "default", {})]
-    with emulator.enabled():
+    with tritonemu.enabled():
         for _ in range(2):
             studies.repeat_backward(session, SMALL, listed, runs=2)
     table = session.tables["bits"]

@@ -1,7 +1,7 @@
 """Exercise: why does this kernel hang, and for which numbers of rows does it not?
 
 The sum of each column of `x`. `load` fills two buffers of 32 rows in turn, `add` drains them.
-Run it with `python -m gdpa_kernels.emulator notebooks/tools/kernels/deadlock.py:main`.
+Run it with `python -m tritonemu notebooks/tools/kernels/deadlock.py:main`.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 The maxima of several tiles, one after the other, in one persistent program. Both roles count the
 blocks of each tile from zero.
-Run it with `python -m gdpa_kernels.emulator notebooks/tools/kernels/phase.py:main`.
+Run it with `python -m tritonemu notebooks/tools/kernels/phase.py:main`.
 """
 
 import torch

@@ -12,7 +12,7 @@ For each query the largest score over all keys, `max_j q . k_j`.
 | `k_full[i]`  | 1, and the bytes | `load` announces, TMA does | `math` waits |
 | `k_empty[i]` | 1                | `math`                     | `load` waits |
 
-Run it with `python -m gdpa_kernels.emulator notebooks/tools/kernels/pipeline.py:main`.
+Run it with `python -m tritonemu notebooks/tools/kernels/pipeline.py:main`.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 One tile of `a @ b`, 64 columns of `a` at a time. `load` fills two buffers of each in turn; `math`
 keeps one product in flight while it asks for the next.
-Run it with `python -m gdpa_kernels.emulator notebooks/tools/kernels/race.py:main`.
+Run it with `python -m tritonemu notebooks/tools/kernels/race.py:main`.
 """
 
 import torch

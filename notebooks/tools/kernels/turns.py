@@ -13,7 +13,7 @@ two roles `add` take every second row, so that each slot goes from one role to t
 | `full[i]`  | 1, and the bytes | `load` announces, TMA does | one `add` waits |
 | `empty[i]` | 1                | the same `add`             | `load` waits    |
 
-Run it with `python -m gdpa_kernels.emulator notebooks/tools/kernels/turns.py:main`.
+Run it with `python -m tritonemu notebooks/tools/kernels/turns.py:main`.
 """
 
 import torch

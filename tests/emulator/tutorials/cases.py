@@ -19,7 +19,7 @@ import triton
 import triton.language.extra.tlx as tlx
 from triton.backends.compiler import GPUTarget
 
-from gdpa_kernels import emulator
+import tritonemu
 
 FOLDER = Path(tlx.__file__).parent / "tutorials"
 
@@ -55,7 +55,7 @@ def load(file: str) -> ModuleType:
 
 @dataclass
 class Prepared:
-    """One launch: the arguments of `emulator.run`, and `check`, which then inspects the outputs."""
+    """One launch: the arguments of `tritonemu.run`, and `check`, which inspects the outputs."""
 
     kernel: Any
     grid: Any
@@ -73,10 +73,10 @@ class Case:
     build: Callable[[], Prepared]
 
 
-def run_case(case: Case, schedule: str | int = "modelled", **options: Any) -> emulator.Report:
-    """Build, run and check `case`; `options` go to `emulator.run`."""
+def run_case(case: Case, schedule: str | int = "modelled", **options: Any) -> tritonemu.Report:
+    """Build, run and check `case`; `options` go to `tritonemu.run`."""
     launch = case.build()
-    report = emulator.run(
+    report = tritonemu.run(
         launch.kernel,
         launch.grid,
         *launch.args,

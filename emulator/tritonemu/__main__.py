@@ -1,4 +1,4 @@
-"""`python -m gdpa_kernels.emulator FILE.py:FUNCTION`: run what a function launches in the emulator.
+"""`python -m tritonemu FILE.py:FUNCTION`: run what a function launches in the emulator.
 
 The function takes no argument and launches kernels on CPU tensors. They run under the modelled and
 some random schedules (`--schedules`); `--arch` names the device, `--svg` and `--trace` keep a
@@ -82,7 +82,7 @@ def _draw(report: Report, trace: str | None, svg: str | None) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0 if nothing was found, 1 with a finding, 2 for a bad command line."""
     parser = _Parser(
-        prog="python -m gdpa_kernels.emulator",
+        prog="python -m tritonemu",
         description="Call FUNCTION() of FILE.py; every kernel it launches on CPU tensors, as "
         "kernel[grid](...), runs in the emulator, under the modelled schedule and random ones.",
     )

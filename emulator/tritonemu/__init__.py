@@ -87,6 +87,8 @@ __all__ = [
     "run_enabled",
 ]
 
+__version__ = "0.1.0"
+
 ARCHITECTURES = ("sm_90", "sm_100")
 MULTIPROCESSORS = 3
 
@@ -160,7 +162,7 @@ def current_multiprocessors() -> int:
 def _opened() -> _Enabled:
     opened = _ENABLED.get()
     if opened is None:
-        raise RuntimeError("emulator.enabled() must be open, got no open context")
+        raise RuntimeError("tritonemu.enabled() must be open, got no open context")
     return opened
 
 

@@ -211,5 +211,5 @@ def current() -> Launch:
     """The launch being executed."""
     launch = CURRENT.get(None)
     if launch is None:
-        raise EmulatorError("operations must be called inside emulator.run, got no launch")
+        raise EmulatorError("operations must be called inside tritonemu.run, got no launch")
     return launch
