@@ -23,6 +23,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -58,7 +59,6 @@ from .scopes import ask_front_end
 from .tasks import Region
 from .tile import scalar
 from .timeline import Timeline
-from .tlx import MODULES as TLX_MODULES
 from .tracing import Tracer
 from .undefined import MODES
 
@@ -88,6 +88,11 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if find_spec("triton.language.extra.tlx"):
+    from .tlx import MODULES as TLX_MODULES
+else:  # upstream's Triton
+    TLX_MODULES = {}
 
 ARCHITECTURES = ("sm_90", "sm_100")
 MULTIPROCESSORS = 3

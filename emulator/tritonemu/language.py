@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from triton.language.extra.cuda import inline_ptx_lib
 
 from . import tile
 from .errors import InvalidKernel, Unsupported
@@ -539,9 +538,13 @@ LIBDEVICE = Namespace(
     },
 )
 
-# Triton's modules -> what a kernel sees in their place.
+try:  # fbtriton has it, upstream's Triton does not
+    from triton.language.extra.cuda import inline_ptx_lib
+except ImportError:
+    inline_ptx_lib = None
 PTX_LIBRARY = Namespace("inline_ptx_lib", {}, inline_ptx_lib)
 
+# Triton's modules -> what a kernel sees in their place.
 MODULES: dict[str, Any] = {
     **dict.fromkeys(_PYTHON_BUILTINS, PTX_LIBRARY),
     **{f"triton.language{part}": LANGUAGE for part in ("", ".core", ".math", ".standard")},
