@@ -50,11 +50,13 @@ from .undefined import MOST, fill, marks
 class _Shadow:
     """Who touched each granule of a storage last, as numbers in `Memory._accesses`; 0: nobody.
 
-    The granule is the smallest element of the tensors that share the storage, in bytes.
+    The granule is the smallest element of the tensors that share the storage, in bytes. number: of
+    the storage, in order of appearance.
     """
 
     num_bytes: int
     granule: int
+    number: int = 0
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def table(self, name: str) -> torch.Tensor:
@@ -127,7 +129,7 @@ class Memory:
         num_bytes, item = storage.nbytes(), tensor.itemsize
         flat = tensor.as_strided((num_bytes // item,), (1,), 0).view(RAW[dtype.name])
         key = (storage.data_ptr(), num_bytes)
-        shadow = self._shadows.setdefault(key, _Shadow(num_bytes, item))
+        shadow = self._shadows.setdefault(key, _Shadow(num_bytes, item, len(self._shadows)))
         shadow.granule = min(shadow.granule, item)
         low = high = tensor.storage_offset()
         if tensor.numel():
@@ -156,6 +158,10 @@ class Memory:
             f"got element {element - region.low} in program {self._launch.program}"
         )
 
+    def _note(self, region: Region, kind: str, tag: Any) -> None:
+        if self._launch.scheduler is not None:
+            self._launch.scheduler.order.note(("memory", region.shadow.number), kind, tag)
+
     def _judge(
         self,
         region: Region,
@@ -173,6 +179,7 @@ class Memory:
         if not self._launch.races or (changed is not None and not changed.numel()):
             return
         self._report.checks["race"] += 1
+        self._note(region, "plain", changed is not None or reduces)
         actor = actor or self._launch.role
         write = changed is not None or reduces
         shadow, access = region.shadow, actor.access(write, 0)
@@ -370,11 +377,14 @@ class Memory:
             if sem in (None, "release", "acq_rel"):
                 shared.join(role.release())
         before = torch.empty(count, dtype=region.flat.dtype)
-        unique = where.unique().numel() == count
+        unique, changed = where.unique().numel() == count, []
         for turn in [slice(None)] if unique else [slice(i, i + 1) for i in range(count)]:
             before[turn] = region.flat[where[turn]]
             new = update(from_raw(before[turn], dtype), *(d[turn] for d in data))
-            region.flat[where[turn]] = to_raw(new, dtype)
+            changed.append(not torch.equal(before[turn], raw := to_raw(new, dtype)))
+            region.flat[where[turn]] = raw
+        element = None if index.shape or not count else int(where) * region.itemsize
+        self._note(region, "atomic", (element, any(changed)))
         result = before.reshape(index.shape) if active is None else None
         if result is None:
             result = self._undefined(dtype, index.shape).clone()
