@@ -53,6 +53,7 @@ from .errors import (
 from .language import MODULES, NAMES
 from .launch import CURRENT, Cluster, Cta, Launch, Report
 from .memory import Descriptor, Memory
+from .orders import Order, order_of
 from .rewrite import Lowering, map_tuple
 from .scheduler import Role, Scheduler
 from .scopes import ask_front_end
@@ -200,7 +201,7 @@ def run(
     grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
     *args: Any,
     arch: str = "sm_90",
-    schedule: str | int = "modelled",
+    schedule: str | int | Order = "modelled",
     trace: bool = False,
     races: bool = True,
     uninitialized: str = "error",
@@ -216,20 +217,20 @@ def run(
     kernel: a `@triton.jit` function, also one under `@triton.heuristics` or `@triton.autotune`, of
     which `config`, or the first one that pruning leaves, becomes `best_config`. grid: one to three
     sizes, or a function of the bound arguments. args, kwargs: the kernel's own, tensors on the CPU;
-    of the launch options, `num_warps` and `ctas_per_cga` count. schedule: "modelled", or an integer
-    that seeds random interleavings. trace: keep a timeline. races: whether unordered accesses raise
-    `Race`. uninitialized: "error", or "allow" to let reads of unwritten shared memory yield NaN.
-    masked: what lanes hold that a mask turns off and no `other` fills, "nan" (and large integers,
-    and `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs, or "random". reachable:
-    tensors that the kernel finds through addresses in memory instead of arguments. max_steps: how
-    many operations that other roles can notice the kernel may take, None for any number. resident:
-    how many clusters run at the same time; programs that wait for each other need all of them to.
+    of the launch options, `num_warps` and `ctas_per_cga` count. schedule: "modelled", an integer
+    that seeds random interleavings, or another name of an order (see `orders`). trace: keep a
+    timeline. races: whether unordered accesses raise `Race`. uninitialized: "error", or "allow" to
+    let reads of unwritten shared memory yield NaN. masked: what lanes hold that a mask turns off
+    and no `other` fills, "nan" (and large integers, and `UndefinedValue` if they are stored),
+    "zero", as on NVIDIA GPUs, or "random". reachable: tensors that the kernel finds through
+    addresses in memory instead of arguments. max_steps: how many operations that other roles can
+    notice the kernel may take, None for any number. resident: how many clusters run at the same
+    time; programs that wait for each other need all of them to.
 
     Raises subclasses of EmulatorError, which carry the kernel's file and line.
     """
     _check_arch(arch)
-    if schedule != "modelled" and not isinstance(schedule, int):
-        raise ValueError(f'schedule must be "modelled" or a seed, got {schedule!r}')
+    order = order_of(schedule)
     if uninitialized not in ("error", "allow"):
         raise ValueError(f'uninitialized must be "error" or "allow", got {uninitialized!r}')
     if masked not in MODES:
@@ -253,7 +254,6 @@ def run(
     launch.memory = Memory(launch, reachable)
     tracer = Tracer(kernel.fn.__code__.co_filename) if trace else None
     report.timeline = tracer.timeline if tracer else None
-    seed = None if schedule == "modelled" else schedule
     numbers = {"roles": 0, "operations": 0, "steps": 0}
     token, threads = CURRENT.set(launch), torch.get_num_threads()
     try:
@@ -264,14 +264,14 @@ def run(
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
             launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))
             while launch.clusters:
-                launch.scheduler = Scheduler(seed, numbers, tracer, max_steps)
+                launch.scheduler = Scheduler(order, numbers, tracer, max_steps)
                 together = range(min(resident, len(launch.clusters)))
                 chosen = [launch.clusters.popleft() for _ in together]
                 _run_clusters(launch, chosen, lambda: body(**values))
             if launch.undecided:
                 ask_front_end(kernel, arch, bound.arguments, options)
     except EmulatorError as error:
-        error.report = report
+        error.report, error.schedule = report, str(order)
         raise
     except Exception as error:
         at = location_of(error)

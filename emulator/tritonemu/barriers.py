@@ -27,6 +27,7 @@ the slots are filled by the stores of one role, to have waited for a later slot 
 copies complete in any order.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,8 @@ class MBarrier:
     clock: gathers the clocks of the arrivals; phases are ordered, so it only grows. released: the
     clock at the end of the last completed phase, which a role learns that passes a wait for it;
     before: at the end of the phase before that one. observers: roles that passed a wait for the
-    last completed phase. waiters: roles that wait, for which parity, and where.
+    last completed phase. waiters: roles that wait, for which parity, and where. key: what `search`
+    knows it by.
     """
 
     scheduler: Scheduler
@@ -68,6 +70,7 @@ class MBarrier:
     before: Clock = field(default_factory=Clock)
     observers: dict[Role, int] = field(default_factory=dict)
     waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
+    key: Hashable = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.count < 2**20:
@@ -99,6 +102,7 @@ class MBarrier:
 
     def arrive(self, count: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
         """`count` arrivals of somebody whose clock is `clock`."""
+        self.scheduler.order.note(self.key, "arrive", self.phase)
         if self.phase and not clock.includes(self.released):
             raise self.misuse(
                 f"an arrival in phase {self.phase} is not ordered after the end of phase "
@@ -124,6 +128,7 @@ class MBarrier:
 
     def deliver(self, num_bytes: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
         """Bytes of a copy have been written."""
+        self.scheduler.order.note(self.key, "arrive", self.phase)
         self.missing_bytes -= num_bytes
         self.clock.join(clock)
         self._check_bytes(at)
@@ -155,6 +160,7 @@ class MBarrier:
         for role, parity, place in waiters:
             if self._passes(parity):
                 self.scheduler.wake(role, time)
+                self.scheduler.order.note(self.key, "wait", self.phase, role)
                 self._observe(role, place, lane, time)
             else:
                 self.waiters.append((role, parity, place))
@@ -179,8 +185,10 @@ class MBarrier:
             raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
         start, at = role.time, location()
         if self._passes(parity):
+            self.scheduler.order.note(self.key, "wait", self.phase)
             self._observe(role, at)
         else:
+            self.scheduler.order.note(self.key, "block", self.phase + 1)
             self.waiters.append((role, parity, at))
             self.scheduler.block(lambda: self._describe(role, at))
         self._trace("wait", role, start, role.time, at)
@@ -229,6 +237,7 @@ class NamedBarrier:
             self._misuse(f"waits for {self.threads} threads, but {role.label} says {threads}")
         if role in self.roles:
             self._misuse(f"{role.label} arrives twice before {self.threads} threads have come")
+        self.scheduler.order.note(self.label, "arrive", self.generation)
         self.roles.append(role)
         self.arrived += own
         if self.arrived > self.threads:
@@ -263,6 +272,7 @@ class NamedBarrier:
     def _complete(self, last: Role) -> None:
         for role in self.waiters:
             role.clock.join(self.clock)
+            self.scheduler.order.note(self.label, "wake", self.generation + 1, role)
             if role is last:
                 continue
             self.scheduler.wake(role, last.time)
@@ -300,6 +310,8 @@ class ClusterBarrier:
     generation: int = 0
 
     def wait(self, role: Role) -> None:
+        key = ("cluster", role.cta.number - role.cta.rank)
+        self.scheduler.order.note(key, "arrive", self.generation)
         self.clock.join(role.release())
         self.arrived += 1
         if self.arrived < self.size:
@@ -312,6 +324,7 @@ class ClusterBarrier:
             )
             return
         for other in self.waiters:
+            self.scheduler.order.note(key, "wake", self.generation + 1, other)
             other.clock.join(self.clock)
             self.scheduler.wake(other, role.time)
         role.clock.join(self.clock)

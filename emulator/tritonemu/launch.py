@@ -179,6 +179,7 @@ class Launch:
 
         One cluster is always left to start by itself, as on a device with two of them resident.
         """
+        self.scheduler.order.note("clusters", "atomic", (None, True))
         if len(self.clusters) < 2:
             return None
         return self.place(self.clusters.popleft(), 0)

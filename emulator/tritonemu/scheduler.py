@@ -4,11 +4,9 @@ A `Role` is one instruction stream of a CTA: the kernel itself, or an `async_tas
 greenlets: exactly one runs, until it reaches an operation that another role can notice. There the
 scheduler chooses who continues. Asynchronous units (TMA, tensor cores) are a queue of events.
 
-`schedule="modelled"`: the role or event with the smallest modelled time goes first. An integer
-seeds random choices instead: every interleaving that the barriers permit can occur. Copies then
-complete in any order, whoever asked for them, as the hardware promises no other. Equal chances
-would make a long delay rare, so one copy in LATE_COPIES is late, as one that touches a page for the
-first time: it is among the candidates of one choice in LATENESS, and of those without any other.
+`schedule="modelled"`: the role or event with the smallest modelled time goes first. Any other order
+(see `orders`) chooses freely: every interleaving that the barriers permit can occur. Copies then
+complete in any order, whoever asked for them, as the hardware promises no other.
 
 Modelled time is in cycles and serves the timeline only. What a role computes takes the time of its
 own warps, and waits for the `engines` that it shares with other roles. COPY_LATENCY is that of a
@@ -16,7 +14,6 @@ TMA copy on an idle machine, to the nearest hundred cycles.
 """
 
 import contextvars
-import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,12 +24,11 @@ from greenlet import greenlet
 from .clocks import Access, Clock
 from .engines import ISSUED_RESULTS, MUFU_RESULTS, SCHEDULERS
 from .errors import Deadlock, EmulatorError, Location, Wait, location
+from .orders import Order
 from .tile import WORK
 
 COPY_LATENCY = 600
 ATOMIC_LATENCY = 700
-LATE_COPIES = 4
-LATENESS = 32
 
 
 class Role:
@@ -133,11 +129,11 @@ class Operation:
 class Scheduler:
     """Runs the roles of the clusters of CTAs that run together to the end.
 
-    numbers: counters of roles, operations and steps, shared by all clusters of a launch.
-    tracer: called with the fields of a timeline event, or None.
+    order: who runs next. numbers: counters of roles, operations and steps, shared by all clusters
+    of a launch. tracer: called with the fields of a timeline event, or None.
     """
 
-    seed: int | None
+    order: Order
     numbers: dict[str, int]
     tracer: Callable[..., None] | None = None
     max_steps: int | None = None
@@ -145,10 +141,10 @@ class Scheduler:
     blocked: list[Role] = field(default_factory=list)
     queues: dict[Any, deque] = field(default_factory=dict)
     role: Role | None = None
+    _known: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._random = None if self.seed is None else random.Random(self.seed)
-        self._late: set[Any] = set()
+        self.order.begin()
 
     def number_role(self) -> int:
         self.numbers["roles"] += 1
@@ -170,12 +166,16 @@ class Scheduler:
     def at(self, time: float, action: Callable[[], None], queue: Any = None) -> None:
         """Perform `action` at a modelled time; those of one queue are performed in order."""
         key = object() if queue is None else queue
+        if key not in self._known:
+            self._known.add(key)
+            self.order.enter(key, queue is None)
         self.queues.setdefault(key, deque()).append((time, action))
-        if queue is None and self._random is not None and not self._random.randrange(LATE_COPIES):
-            self._late.add(key)
+        self.order.enables(key)
 
     def start(self, role: Role) -> None:
         self.ready.append(role)
+        self.order.enter(role)
+        self.order.enables(role)
 
     def run(self) -> None:
         """Run until every role has ended; raises Deadlock if none can continue."""
@@ -192,18 +192,13 @@ class Scheduler:
                 _, action = queue.popleft()
                 if not queue:
                     del self.queues[chosen]
-                    self._late.discard(chosen)
                 action()
         if self.blocked:
             raise Deadlock([role.waiting() for role in self.blocked if role.waiting])
 
     def _choose(self) -> Any:
-        if self._random is not None:
-            able = [*self.ready, *self.queues]
-            prompt = [one for one in able if one not in self._late]
-            if prompt and self._random.randrange(LATENESS):
-                able = prompt
-            return self._random.choice(able)
+        if not self.order.modelled:
+            return self.order.choose([*self.ready, *self.queues])
         role = min(self.ready, key=lambda r: r.time, default=None)
         if self.queues:
             queue = min(self.queues, key=lambda q: self.queues[q][0][0])
@@ -219,7 +214,7 @@ class Scheduler:
         if self.max_steps is not None and self.numbers["steps"] > self.max_steps:
             raise EmulatorError(f"the kernel must end within max_steps={self.max_steps} steps")
         if self.ready or self.queues:
-            early = self._random is not None or any(r.time < role.time for r in self.ready)
+            early = not self.order.modelled or any(r.time < role.time for r in self.ready)
             if early or any(queue[0][0] <= role.time for queue in self.queues.values()):
                 self.ready.append(role)
                 role.greenlet.parent.switch()
@@ -241,3 +236,4 @@ class Scheduler:
         role.waiting = None
         role.time = max(role.time, time)
         self.ready.append(role)
+        self.order.enables(role)

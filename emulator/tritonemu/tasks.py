@@ -60,9 +60,11 @@ class Region:
                 function(**values)
                 role.charge()
                 running.remove(role)
+                scheduler.order.note(("tasks", main.cta.number), "arrive", 0)
                 main.clock.join(role.release())
                 main.time = max(main.time, role.time)
                 if not running:
+                    scheduler.order.note(("tasks", main.cta.number), "wake", 1, main)
                     scheduler.wake(main, main.time)
 
             role = Role(scheduler, main.cta, name, warps, body)

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.emulator.checking import everywhere, found, place
 from tritonemu import InvalidKernel, Race, Unsupported, run
 from tritonemu.clocks import Clock, Shadow
+from tritonemu.orders import Order
 from tritonemu.scheduler import Role, Scheduler
 
 # Clocks against reachability.
@@ -29,7 +30,7 @@ class Trace:
     BARRIERS = 2
 
     def __init__(self):
-        self.scheduler = Scheduler(None, {"roles": 0, "operations": 0})
+        self.scheduler = Scheduler(Order(), {"roles": 0, "operations": 0})
         self.cta = SimpleNamespace(number=0)
         self.before: list[int] = []
         self.roles, self.last = [], {}

@@ -22,6 +22,8 @@ class Barriers:
         self.cta, self.name = cta, "barriers"
         scheduler = cta.cluster.scheduler
         self.barriers = [MBarrier(scheduler, cta, "barrier", count, threads) for _ in range(number)]
+        for i, barrier in enumerate(self.barriers):
+            barrier.key = (cta.number, len(cta.allocations), i)
 
     def call_it(self, name: str) -> None:
         """Name the barriers after the variable they are first assigned to."""
