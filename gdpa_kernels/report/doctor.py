@@ -42,9 +42,11 @@ class TritonInstall:
     """The triton that Python imports, and the distributions that claim its files.
 
     `imported`: its version; `import_error`, `tlx_error`: why it, or its TLX, cannot be imported.
-    `triton`, `fbtriton`: versions of the installed distributions. `overwritten`: files of fbtriton
-    that are missing or have another size than fbtriton installed. `shadowed`: Python imports triton
-    from another folder than fbtriton's. `together`: the two distributions share one folder.
+    `triton`, `fbtriton`, `utlx`: versions of the installed distributions, the last of triton-utlx,
+    TLX as a plugin of triton. `overwritten`: files of fbtriton that are missing or have another
+    size than fbtriton installed. `shadowed`: Python imports triton from another folder than
+    fbtriton's. `together`: the two distributions share one folder. `contested`: how many files both
+    install there in different sizes; `of_triton`: how many of these are triton's on disk.
     """
 
     imported: str | None = None
@@ -52,9 +54,12 @@ class TritonInstall:
     tlx_error: str | None = None
     triton: str | None = None
     fbtriton: str | None = None
+    utlx: str | None = None
     overwritten: tuple[str, ...] = ()
     shadowed: bool = False
     together: bool = False
+    contested: int = 0
+    of_triton: int = 0
 
 
 def findings(data_dir: str | Path | None = None) -> list[Finding]:
@@ -171,6 +176,7 @@ def check_torch() -> Finding:
 def triton_install() -> TritonInstall:
     """Look at the triton that Python imports and at the metadata of triton and fbtriton."""
     triton, fbtriton = _distribution("triton"), _distribution("fbtriton")
+    utlx = _distribution("triton-utlx")
     imported = import_error = tlx_error = None
     folder = None
     try:
@@ -184,24 +190,30 @@ def triton_install() -> TritonInstall:
         except Exception as error:
             tlx_error = _name(error)
     overwritten: list[str] = []
+    contested: list[bool] = []  # whether the file on disk is triton's
     shadowed = together = False
     if fbtriton is not None:
         home = _folder(fbtriton)
         shadowed = folder is not None and folder != home
         together = triton is not None and _folder(triton) == home
-        for file in fbtriton.files or ():
-            path = Path(str(file.locate()))
-            if file.parts[0] == "triton" and file.size is not None and not _has(path, file.size):
-                overwritten.append(str(file))
+        rival = _sizes(triton) if together else {}
+        for name, size in _sizes(fbtriton).items():
+            if not _has(home / name, size):
+                overwritten.append(name)
+            if rival.get(name, size) != size:
+                contested.append(_has(home / name, rival[name]))
     return TritonInstall(
         imported=imported,
         import_error=import_error,
         tlx_error=tlx_error,
         triton=None if triton is None else triton.version,
         fbtriton=None if fbtriton is None else fbtriton.version,
+        utlx=None if utlx is None else utlx.version,
         overwritten=tuple(overwritten),
         shadowed=shadowed,
         together=together,
+        contested=len(contested),
+        of_triton=sum(contested),
     )
 
 
@@ -217,6 +229,11 @@ def check_triton(install: TritonInstall) -> Finding:
         problem = "not installed"
     elif install.imported is None:
         problem = f"cannot be imported ({install.import_error})"
+    elif install.fbtriton is None and install.utlx is not None and install.tlx_error is None:
+        problem = (
+            f"triton {install.imported} with TLX of triton-utlx {install.utlx}, which does not "
+            "compile every rung (lab notes, toolchain): fbtriton is not installed"
+        )
     elif install.fbtriton is None:
         problem = f"triton {install.imported} without TLX: fbtriton is not installed"
     elif install.shadowed:
@@ -229,12 +246,18 @@ def check_triton(install: TritonInstall) -> Finding:
         problem = f"triton {install.imported} without TLX ({install.tlx_error})"
     if problem is not None:
         if install.together:
-            problem += f"; the distributions triton {install.triton} and {fbtriton} share files"
+            problem += (
+                f"; of {install.contested} files that triton {install.triton} and {fbtriton} both "
+                f"install and that differ, {install.of_triton} are triton's on disk"
+            )
         repair = _pip(f"--force-reinstall --no-deps {FBTRITON}")
         return Finding("machine", "triton", False, problem, repair)
     detail = f"{install.imported}, from {fbtriton}, with TLX"
     if install.together:
-        detail += f"; installing triton {install.triton} again would overwrite it"
+        detail += (
+            f", which replaced {install.contested} files of triton {install.triton}; installing "
+            f"triton again would overwrite them. To have triton instead: {_back(install.triton)}"
+        )
     return Finding("machine", "triton", True, detail)
 
 
@@ -343,6 +366,12 @@ def _folder(distribution: importlib.metadata.Distribution) -> Path:
     return Path(str(distribution.locate_file(""))).resolve()
 
 
+def _sizes(distribution: importlib.metadata.Distribution) -> dict[str, int]:
+    """Bytes of each file of the module triton that a distribution installed."""
+    files = [f for f in distribution.files or () if f.parts[0] == "triton"]
+    return {str(file): file.size for file in files if file.size is not None}
+
+
 def _has(path: Path, size: int) -> bool:
     try:
         return path.stat().st_size == size
@@ -354,9 +383,15 @@ def _name(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _pip(arguments: str) -> str:
+def _back(triton: str) -> str:
+    """The command that replaces fbtriton by that version of triton."""
+    install = _pip(f"--force-reinstall --no-deps triton=={triton}")
+    return f"{_pip('-y fbtriton', 'uninstall')} && {install}"
+
+
+def _pip(arguments: str, command: str = "install") -> str:
     """A pip command for this Python, whose path is relative inside the working directory."""
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
-    return f"{python} -m pip install {arguments}"
+    return f"{python} -m pip {command} {arguments}"

@@ -112,9 +112,20 @@ def test_fbtriton_is_intact_here():
             "triton 3.7.1 without TLX: fbtriton is not installed",
         ),
         (
-            TritonInstall(imported="3.7.1", triton="3.7.1", fbtriton="3.7.4", together=True),
-            "triton 3.7.1 was installed over fbtriton 3.7.4; "
-            "the distributions triton 3.7.1 and fbtriton 3.7.4 share files",
+            TritonInstall(
+                "3.7.1", triton="3.7.1", fbtriton="3.7.4", together=True, contested=9, of_triton=8
+            ),
+            "triton 3.7.1 was installed over fbtriton 3.7.4; of 9 files that triton 3.7.1 and "
+            "fbtriton 3.7.4 both install and that differ, 8 are triton's on disk",
+        ),
+        (
+            TritonInstall(imported="3.8.0", triton="3.8.0", utlx="3.8.0.post16"),
+            "triton 3.8.0 with TLX of triton-utlx 3.8.0.post16, which does not compile every rung "
+            "(lab notes, toolchain): fbtriton is not installed",
+        ),
+        (
+            TritonInstall("3.8.0", tlx_error="ImportError: x", triton="3.8.0", utlx="3.8.0.post16"),
+            "triton 3.8.0 without TLX: fbtriton is not installed",
         ),
         (
             TritonInstall(imported="3.7.4", triton="3.7.4", fbtriton="3.7.4"),
@@ -144,10 +155,16 @@ def test_sound_triton():
     assert doctor.check_triton(GOOD) == Finding(
         "machine", "triton", True, "3.7.4+fb, from fbtriton 3.7.4, with TLX"
     )
-    both = TritonInstall("3.7.4+fb", triton="3.7.1", fbtriton="3.7.4", together=True)
+    both = TritonInstall(
+        "3.7.4+fb", triton="3.7.1", fbtriton="3.7.4", utlx="3.8.0", together=True, contested=9
+    )
     finding = doctor.check_triton(both)
     assert finding.ok and finding.repair is None
-    assert "installing triton 3.7.1 again would overwrite it" in finding.detail
+    assert "which replaced 9 files of triton 3.7.1; installing triton again" in finding.detail
+    assert finding.detail.endswith(
+        "-m pip uninstall -y fbtriton && "
+        f"{doctor._pip('--force-reinstall --no-deps triton==3.7.1')}"
+    )
 
 
 def distribution(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
@@ -191,7 +208,8 @@ def test_fbtriton_installed_last_is_sound(tmp_path, monkeypatch):
     distribution(tmp_path, "triton", "3.7.1", TRITON)
     distribution(tmp_path, "fbtriton", "3.7.4", FBTRITON)
     install = install_in(tmp_path, monkeypatch)
-    assert install == TritonInstall("3.7.4+fb", triton="3.7.1", fbtriton="3.7.4", together=True)
+    found = {"together": True, "contested": 2, "of_triton": 0}
+    assert install == TritonInstall("3.7.4+fb", triton="3.7.1", fbtriton="3.7.4", **found)
     assert doctor.check_triton(install).ok
 
 
@@ -202,6 +220,7 @@ def test_triton_installed_last_is_found(tmp_path, monkeypatch):
     assert install.imported == "3.7.1"
     assert install.tlx_error is None  # TLX still imports, from the files left over
     assert install.overwritten == ("triton/__init__.py", "triton/core.py")
+    assert (install.contested, install.of_triton) == (2, 2)
     assert doctor.check_triton(install).repair.endswith(CURE)
 
 
@@ -221,6 +240,19 @@ def test_triton_removed_after_fbtriton_is_found(tmp_path):
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
     assert "AttributeError: module 'triton' has no attribute '__version__'" in done.stdout
     assert CURE in done.stdout
+
+
+def test_tlx_as_a_plugin_is_named(tmp_path, monkeypatch):
+    tlx = {name: text for name, text in FBTRITON.items() if "language" in name}
+    find = doctor._distribution  # knows the fbtriton of this Python too
+    distribution(tmp_path, "triton", "3.7.1", TRITON)
+    distribution(tmp_path, "triton_utlx", "3.8.0.post16", tlx)
+    monkeypatch.setattr(
+        doctor, "_distribution", lambda name: None if name == "fbtriton" else find(name)
+    )
+    finding = doctor.check_triton(install_in(tmp_path, monkeypatch))
+    assert "triton 3.7.1 with TLX of triton-utlx 3.8.0.post16" in finding.detail
+    assert not finding.ok and finding.repair.endswith(CURE)
 
 
 def test_fbtriton_on_the_path_before_another_triton_is_sound(tmp_path, monkeypatch):
