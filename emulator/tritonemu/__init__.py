@@ -99,7 +99,7 @@ ARCHITECTURES = ("sm_90", "sm_100")
 MULTIPROCESSORS = 3
 
 # Launch options, as opposed to arguments of the kernel; most do not change its results.
-_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__)
+_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | {"ctas_per_cga"}  # a plugin's, with TLX
 
 
 @dataclass(frozen=True)

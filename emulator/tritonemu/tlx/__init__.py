@@ -31,9 +31,10 @@ __all__ = ["MODULES", "TLX", "control", "copies", "products", "sync", "views"]
 
 TLX = Namespace("tlx", OPERATIONS, tlx, tlx.warp_ops, warp_spec)
 
-# Triton's modules -> what a kernel sees in their place.
+# Triton's modules -> what a kernel sees in their place. utlx_plugin: TLX as a plugin of Triton 3.8.
 MODULES = {
-    f"triton.language.extra.tlx{part}": TLX
+    f"{package}{part}": TLX
+    for package in ("triton.language.extra.tlx", "utlx_plugin")
     for part in (
         *("", ".async_task_utils", ".barrier", ".dynamic_launch", ".mem_ops", ".mma_ops"),
         *(".types", ".utility", ".warp_ops", ".warp_spec"),
