@@ -53,8 +53,9 @@ class MBarrier:
     clock: gathers the clocks of the arrivals; phases are ordered, so it only grows. released: the
     clock at the end of the last completed phase, which a role learns that passes a wait for it;
     before: at the end of the phase before that one. observers: roles that passed a wait for the
-    last completed phase. waiters: roles that wait, for which parity, and where. key: what `search`
-    knows it by.
+    last completed phase. waiters: roles that wait, for which parity, and where. arrivals: of the
+    last phase that has any; what each knows, whose it is, and where. key: what `search` knows
+    it by.
     """
 
     scheduler: Scheduler
@@ -71,6 +72,7 @@ class MBarrier:
     observers: dict[Role, int] = field(default_factory=dict)
     waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
     key: Hashable = None
+    arrivals: list[tuple[Clock, Any, Location]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not 1 <= self.count < 2**20:
@@ -103,6 +105,7 @@ class MBarrier:
     def arrive(self, count: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
         """`count` arrivals of somebody whose clock is `clock`."""
         self.scheduler.order.note(self.key, "arrive", self.phase)
+        self._note(clock, lane, at)
         if self.phase and not clock.includes(self.released):
             raise self.misuse(
                 f"an arrival in phase {self.phase} is not ordered after the end of phase "
@@ -129,11 +132,29 @@ class MBarrier:
     def deliver(self, num_bytes: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
         """Bytes of a copy have been written."""
         self.scheduler.order.note(self.key, "arrive", self.phase)
+        self._note(clock, lane, at)
         self.missing_bytes -= num_bytes
         self.clock.join(clock)
         self._check_bytes(at)
         self._trace("arrive", lane, time, time, at)
         self._complete(time, lane, at)
+
+    def _note(self, clock: Clock, lane: Any, at: Location) -> None:
+        if self.pending == self.count and not self.missing_bytes:
+            self.arrivals = []
+        self.arrivals.append((clock, lane, at))
+        if self.cta.ended is not None:
+            self.check_end()
+
+    def check_end(self) -> None:
+        """Raise EarlyExit if the CTA ends, or has ended, without knowing of an arrival.
+
+        An earlier phase ends before arrivals of the last one, so they stand for all.
+        """
+        for clock, lane, at in self.arrivals:
+            if self.cta.launch.races and not self.cta.ended.includes(clock):
+                who = getattr(lane, "label", f"the {lane}")
+                raise self.cta.too_early(self.name, who, at)
 
     def _check_bytes(self, at: Location) -> None:
         # While arrivals are missing, bytes may come before they are announced.

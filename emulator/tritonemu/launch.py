@@ -7,9 +7,10 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from .clocks import Clock
 from .engines import NAMES as ENGINES
 from .engines import Engine
-from .errors import EmulatorError, Location, ResourceLimit
+from .errors import EarlyExit, EmulatorError, Location, ResourceLimit
 from .timeline import Timeline
 
 SHARED_BYTES = 232448
@@ -76,11 +77,16 @@ def columns_of(blocks: tuple[tuple[int, int, int], ...]) -> int:
 
 @dataclass(eq=False)
 class Cluster:
-    """CTAs that run together. `scheduler` runs their roles, `barrier` is their common barrier."""
+    """CTAs that run together. `scheduler` runs their roles, `barrier` is their common barrier.
+
+    waits: whether the compiler makes them wait for each other at the end: for MMAs of pairs of
+    CTAs, unless `async_tasks` says `no_ending_cluster_sync`.
+    """
 
     scheduler: Any
     barrier: Any
     ctas: list["Cta"] = field(default_factory=list)
+    waits: bool | None = None
 
 
 @dataclass(eq=False)
@@ -89,7 +95,8 @@ class Cta:
 
     allocations: storages and barriers in the order of allocation, so that a peer's counterpart is
     the one with the same number. tensor: its storages of tensor memory. compilers_barriers: named
-    barriers that are not the kernel's. engines: those of its multiprocessor.
+    barriers that are not the kernel's. engines: those of its multiprocessor. ended: what it knew at
+    its end, None before.
     """
 
     launch: "Launch"
@@ -105,6 +112,32 @@ class Cta:
     named_barriers: dict[int, Any] = field(default_factory=dict)
     compilers_barriers: dict[int, str] = field(default_factory=lambda: dict(_COMPILERS_BARRIERS))
     engines: dict[str, Engine] = field(default_factory=lambda: {n: Engine() for n in ENGINES})
+    ended: Clock | None = None
+
+    def end(self) -> None:
+        """The kernel is over: whatever has used this CTA's memory must be known to be done."""
+        role = self.launch.role
+        role.retire()
+        if self.cluster.waits:
+            self.cluster.barrier.wait(role)
+        self.ended = role.clock
+        for allocation in self.allocations:
+            for access in getattr(getattr(allocation, "shadow", None), "accesses", ()):
+                if not self.ended.knows(access):
+                    raise self.too_early(allocation.name, access.who, access.at)
+            for barrier in getattr(allocation, "barriers", ()):
+                barrier.check_end()
+
+    def too_early(self, what: str, who: str, at: Location) -> EarlyExit:
+        """This CTA ends, and its buffer or barrier `what` may be used after that."""
+        error = EarlyExit(
+            f"CTA {self.number} may end before this use of its {what}, which ends with it; "
+            f"let it wait for this, or the CTAs of a cluster for each other (tlx.cluster_barrier)",
+            what,
+            at,
+        )
+        error.role = who
+        return error
 
     def reserve(self, num_bytes: int) -> None:
         """Count an allocation of shared memory."""

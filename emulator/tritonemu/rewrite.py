@@ -22,6 +22,7 @@ global that is no constexpr, `try`, `break`, assignment to elements, ...) is ref
 
 import ast
 import dis
+import functools
 import inspect
 import operator
 import textwrap
@@ -36,8 +37,8 @@ from triton.runtime.jit import JITFunction
 from .aggregates import Aggregate, lowered
 from .errors import MARK, DeviceAssertion, InvalidKernel, Unsupported
 from .launch import current
-from .scopes import UNBOUND, Scope
-from .tile import Tile, cast, logical, promote_integers, scalar, to_tile
+from .scopes import Scope
+from .tile import Tile, Unbound, cast, logical, promote_integers, scalar, to_tile
 
 # Newer than some supported Tritons; isinstance(x, ()) is False.
 ConstexprFunction = getattr(jit, "ConstexprFunction", ())
@@ -57,7 +58,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def __init__(self, file: str):
         self.file, self.local, self.in_task = file, set(), False
-        self.regions, self.scopes, self.loops = 0, 0, []
+        self.regions, self.scopes, self.loops, self.scoped = 0, 0, [], set()
 
     def refuse(self, node: ast.AST, what: str) -> None:
         raise Unsupported(what, (self.file, getattr(node, "lineno", 0)))
@@ -85,7 +86,16 @@ class _Rewriter(ast.NodeTransformer):
                 self.local.add(part.arg)
             elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
                 self.local.add(part.id)
-        return super().generic_visit(node)
+        parameters = {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
+        node.args = self.generic_visit(node.args)
+        node.body = self.block(node.body)
+        node.body = [*self.unbound(node, parameters), *node.body]
+        return node
+
+    def unbound(self, node: ast.stmt, parameters: set[str]) -> list[ast.stmt]:
+        """Statements that give the variables of scopes a value, as it may be asked for early."""
+        names = sorted(self.scoped - parameters)
+        return self.code(node, "\n".join(f"{name} = __unbound__({name!r})" for name in names))
 
     def visit_With(self, node: ast.With) -> list[ast.stmt]:
         call = node.items[0].context_expr
@@ -95,16 +105,19 @@ class _Rewriter(ast.NodeTransformer):
         if kind == "async_tasks":
             self.regions += 1
         region = f"__region_{self.regions}__"
-        outside = self.in_task, self.loops
-        self.in_task, self.loops = kind == "async_task", []
+        outside = self.in_task, self.loops, self.scoped
+        if kind == "async_task":
+            self.in_task, self.loops, self.scoped = True, [], set()
         body = self.block(node.body)
-        self.in_task, self.loops = outside
+        inside, (self.in_task, self.loops, self.scoped) = self.scoped, outside
         if kind == "async_tasks":
-            start = f"{region} = __tasks__()"
-            return [*self.code(node, start), *body, *self.code(node, f"{region}.run()")]
+            (start,) = self.code(node, f"{region} = __tasks__()")
+            start.value.keywords = [self.visit(keyword) for keyword in call.keywords]
+            return [start, *body, *self.code(node, f"{region}.run()")]
         names = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Name)]
         read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
-        captured = ", ".join(f"{name}=__unbound__" for name in sorted(read & self.local))
+        parameters = sorted((read | inside) & self.local)
+        captured = ", ".join(f"{name}=__unbound__({name!r})" for name in parameters)
         name = f"__{_role_name(node)}__"
         (define,) = self.code(node, f"def {name}({captured}): pass")
         define.body = body
@@ -181,6 +194,10 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> list[ast.stmt]:
         first, second = _assigned(node.body), _assigned(node.orelse)
+        if not first | second:
+            node.test = self.visit(node.test)
+            node.body, node.orelse = self.block(node.body), self.block(node.orelse)
+            return [node]
         test = f"__test_{self.scopes + 1}__"
         (assign,) = self.code(node, f"{test} = 0")
         assign.value = self.visit(node.test)
@@ -196,12 +213,12 @@ class _Rewriter(ast.NodeTransformer):
     ) -> tuple[list[ast.stmt], str, list[ast.stmt]]:
         """A new `Scope` if `runtime`: what comes before it, its variable, what comes at its end."""
         self.scopes += 1
-        scope, ended = f"__scope_{self.scopes}__", f"__ended_{self.scopes}__"
-        listed = sorted(names), sorted(both)
-        enter = f"{scope} = __scope__(*{listed}, __locals__()) if {runtime} else None"
-        leave = "".join(f"\n    if {name!r} in {ended}: del {name}" for name in listed[0])
-        leave = f"if {scope}:\n    {ended} = {scope}.leave({what!r}, __locals__()){leave}"
-        return self.code(node, enter), scope, self.code(node, leave)
+        self.scoped |= names
+        scope, values = f"__scope_{self.scopes}__", "".join(f"{name}, " for name in sorted(names))
+        enter = f"__scope__({what!r}, {sorted(names)}, {sorted(both)}, ({values}))"
+        enter = self.code(node, f"{scope} = {enter} if {runtime} else None")
+        leave = f"if {scope}: {values}= {scope}.leave(({values}))" if names else "pass"
+        return enter, scope, self.code(node, leave)
 
     def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
         check = self.code(node, f"__return__([{', '.join(self.loops)}])") if self.loops else []
@@ -446,7 +463,7 @@ def _again(condition: Any) -> bool:
 
 def _assign(value: Any, called: str | tuple[str, ...] = "") -> Any:
     """A value as a variable holds it; `called` is the name, or the names, it is assigned to."""
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, (bool, int, float, Unbound)):
         return to_tile(value)
     if isinstance(called, tuple) and isinstance(value, tuple) and len(called) == len(value):
         return tuple(map(_assign, value, called))
@@ -485,8 +502,6 @@ def _choose(condition: Any, first: Callable, second: Callable) -> Any:
 
 def _captured(value: Any, name: str) -> Any:
     """A variable that a task reads; a tile of that name outside of the task would be passed in."""
-    if value is UNBOUND:
-        raise InvalidKernel(f"{name} is not defined before this task")
     if name in current().role.tiles:
         raise InvalidKernel(
             f"a task takes scalars, buffers and barriers from the kernel around it, got "
@@ -520,7 +535,7 @@ HELPERS: dict[str, Callable] = {
     "__captured__": _captured,
     "__return__": _return,
     "__scope__": Scope,
-    "__unbound__": UNBOUND,
+    "__unbound__": functools.cache(Unbound),
     "__is_value__": lambda x: isinstance(x, Tile),
     "__is_static__": lambda x: isinstance(x, StaticRange),
     "__value__": lambda x: getattr(x, "value", x),

@@ -9,7 +9,7 @@ A variable that both branches assign first gets one type from them. Only one of 
 it is Triton's own front end that is asked whether the types agree.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -21,34 +21,45 @@ from triton.runtime.jit import JITFunction, mangle_type
 from .aggregates import Aggregate
 from .errors import InvalidKernel
 from .launch import current
-from .tile import Tile
-
-# In the place of what a task reads, and the kernel around it has not assigned before.
-UNBOUND = object()
+from .tile import Tile, Unbound
 
 
 class Scope:
     """A loop or an `if` on runtime values, while it runs.
 
-    names: what it assigns. both: what both branches assign. variables: those that exist before.
+    what: "loop" or "if". names: the variables that it assigns. before: their values then. both:
+    those that both branches assign.
     """
 
-    def __init__(self, names: Iterable[str], both: Iterable[str], variables: dict[str, Any]):
-        found = ((name, variables.get(name, UNBOUND)) for name in names)
-        self.before = {name: _type(value) for name, value in found if value is not UNBOUND}
-        self.ending = [name for name in names if name not in self.before and name not in both]
-        current().undecided |= any(name not in self.before for name in both)
+    def __init__(
+        self, what: str, names: Sequence[str], both: Sequence[str], before: tuple[Any, ...]
+    ):
+        self.what, self.names, self.both, self.before = what, names, both, before
+        values = zip(names, before, strict=True)
+        if both and any(name in both and isinstance(value, Unbound) for name, value in values):
+            current().undecided = True
 
-    def leave(self, what: str, variables: dict[str, Any]) -> list[str]:
-        """After a turn or a branch: the variables that end. InvalidKernel if a type changes."""
-        for name, before in self.before.items():
-            after = _type(variables[name])
-            if after != before and (what, before) != ("if", "None"):
+    def leave(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the variables are after a turn or a branch. InvalidKernel if a type changes."""
+        after = []
+        for name, old, new in zip(self.names, self.before, values, strict=True):
+            if isinstance(old, Unbound):
+                after.append(new if name in self.both else old)
+                continue
+            after.append(new)
+            if new is old or (self.what == "if" and old is None):
+                continue
+            if isinstance(old, Tile) and isinstance(new, Tile):
+                same = old.dtype is new.dtype or old.dtype == new.dtype
+                same = same and old.shape == new.shape
+            else:
+                same = _type(old) == _type(new)
+            if not same:
                 raise InvalidKernel(
-                    f"{name} must keep its type in this {what}, which is on runtime values: "
-                    f"{before} before, {after} after"
+                    f"{name} must keep its type in this {self.what}, which is on runtime values: "
+                    f"{_type(old)} before, {_type(new)} after"
                 )
-        return [name for name in self.ending if name in variables]
+        return tuple(after)
 
 
 def _type(value: Any) -> str:

@@ -24,7 +24,9 @@ class Region:
     the other tasks, have their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exclusive: bool = False, no_ending_cluster_sync: bool = False) -> None:
+        if no_ending_cluster_sync:
+            current().role.cta.cluster.waits = False
         self.tasks: list[tuple[Callable, dict[str, Any], dict[str, Any]]] = []
 
     def add(self, function: Callable, names: dict[str, Any], *args: Any, **options: Any) -> None:
@@ -59,6 +61,7 @@ class Region:
             def body() -> None:
                 function(**values)
                 role.charge()
+                role.retire()
                 running.remove(role)
                 scheduler.order.note(("tasks", main.cta.number), "arrive", 0)
                 main.clock.join(role.release())

@@ -85,6 +85,8 @@ def literal_type(value: bool | int | float) -> tl.dtype:
             if dtype.get_int_min_value() <= value <= dtype.get_int_max_value():
                 return dtype
         raise Unsupported(f"integer {value}, which does not fit int64")
+    if isinstance(value, Unbound):
+        value.refuse()
     if isinstance(value, float):
         size = abs(value)
         normal = 2.0**-126 <= size <= (2 - 2.0**-23) * 2.0**127
@@ -192,6 +194,23 @@ class Tile:
         if fp_downcast_rounding not in (None, "rtne"):
             raise Unsupported(f"fp_downcast_rounding={fp_downcast_rounding!r}")
         return reinterpret(self, dtype) if bitcast else cast(self, dtype)
+
+
+class Unbound:
+    """In the place of a variable that has no value, not yet or not any more: it cannot be used."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def refuse(self, *args: Any) -> None:
+        raise InvalidKernel(
+            f"{self.name} is not defined here; a variable that a loop or one branch on runtime "
+            f"values assigns first ends with it"
+        )
+
+    __getattr__ = __bool__ = __call__ = __iter__ = __getitem__ = __repr__ = refuse
 
 
 def special(tile: Tile) -> Tile:
@@ -431,11 +450,14 @@ _BINARY = {
     "rshift": lambda a, b: _bitwise(_shift_right, a, b),
 }
 for _name, _function in _BINARY.items():
+    setattr(Unbound, f"__{_name}__", Unbound.refuse)
+    setattr(Unbound, f"__r{_name}__", Unbound.refuse)
     setattr(Tile, f"__{_name}__", lambda self, other, f=_function: f(self, other))
     setattr(Tile, f"__r{_name}__", lambda self, other, f=_function: f(other, self))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _op = getattr(operator, _name)
     setattr(Tile, f"__{_name}__", lambda self, other, op=_op: _compare(op, self, other))
+    setattr(Unbound, f"__{_name}__", Unbound.refuse)
 Tile.__neg__ = lambda self: sub(0, self)
 Tile.__pos__ = lambda self: self
 Tile.__invert__ = invert

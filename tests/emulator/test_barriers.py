@@ -15,6 +15,7 @@ from tritonemu import (
     AliasedWait,
     BarrierMisuse,
     Deadlock,
+    EarlyExit,
     EmulatorError,
     InvalidKernel,
     OutOfBounds,
@@ -463,8 +464,10 @@ def test_too_many_bytes_expected(late):
     "count, what", ((528, "still expecting 16"), (496, "16 bytes more|excess 16"))
 )
 def test_wrong_bytes_that_nobody_waits_for(count, what, late):
+    options = {"BYTES": count, "LATE": late, "WAIT": False}
+    found((BarrierMisuse, EarlyExit), bytes_kernel, (1,), boxes, **options)
     for error in found(
-        BarrierMisuse, bytes_kernel, (1,), boxes, match=what, BYTES=count, LATE=late, WAIT=False
+        BarrierMisuse, bytes_kernel, (1,), boxes, match=what, races=False, **options
     ):
         assert error.barrier == "bar"
 
@@ -641,6 +644,7 @@ def remote_excess_kernel():
     tlx.cluster_barrier()
     if tlx.cluster_cta_rank() == 1:
         tlx.barrier_arrive(bar, 3, remote_cta_rank=0)
+    tlx.cluster_barrier()
 
 
 def test_a_remote_arrival_too_many():

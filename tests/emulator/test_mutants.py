@@ -2,7 +2,7 @@
 
 For every kernel all mutants (see `mutants`) of the lines that its launches execute are run. Those
 that nothing notices must be the ones listed in HARMLESS, each with the reason why the kernel still
-computes the same, without a race; or, for the wait for a last TMA store, what is not modelled.
+computes the same, without a race.
 `pytest -s` prints how many of each kind were found, and how.
 """
 
@@ -234,10 +234,6 @@ _IMPLIED_BY_B = (
 )
 
 _OWN_BUFFERS = "Each role always takes the other's buffer for its output: they trade places."
-_LAST_STORE = (
-    "After it nothing writes the buffer. Whether a CTA may end while a store still reads its "
-    "shared memory is not modelled; the wait stays."
-)
 
 # Kernel -> mutants that nothing notices -> why they are harmless.
 HARMLESS = {
@@ -276,32 +272,22 @@ HARMLESS = {
     "v6a_persistent": {
         "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s)": _IMPLIED_BY_V,
         "math: out[role] -> next": _OWN_BUFFERS,
-        "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
-        "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
     },
     "v6b_stream": {
         "load: drop barrier_wait(k.empty[stage], kv // NUM_STAGES & 1 ^ 1)": _IMPLIED_BY_V,
         "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s)": _IMPLIED_BY_V,
         "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) (2)": _IMPLIED_BY_V,
         "math: out[role] -> next": _OWN_BUFFERS,
-        "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
-        "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
     },
     "v6_short_kv": {
         "math: out[role] -> next": _OWN_BUFFERS,
-        "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
-        "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
     },
     "v8_own_waits": {
         "math: out[role] -> next": _OWN_BUFFERS,
         "math: out[role] -> next (2)": _OWN_BUFFERS,
-        "math: drop async_descriptor_store_wait(0)": _LAST_STORE,
-        "math: async_descriptor_store_wait(0): pendings=1": _LAST_STORE,
     },
     "b3_stream": {
         "math: out[role] -> next": _OWN_BUFFERS,
-        "math: drop async_descriptor_store_wait(0) (2)": _LAST_STORE,
-        "math: async_descriptor_store_wait(0): pendings=1 (2)": _LAST_STORE,
     },
 }
 

@@ -468,6 +468,7 @@ def store_kernel(out_desc, PENDING: tl.constexpr, STAGES: tl.constexpr):
         tlx.async_descriptor_store_wait(PENDING)
         tlx.local_store(tile[i % STAGES], tl.full((8, 16), i, tl.float32))
         tlx.async_descriptor_store(out_desc, tile[i % STAGES], [i * 8, 0])
+    tlx.async_descriptor_store_wait(0)
 
 
 @pytest.mark.parametrize("stages", (1, 2, 3))
@@ -712,6 +713,7 @@ def exchange_kernel(out_ptr, FAULT: tl.constexpr):
         tlx.barrier_wait(full, 0)
     x = tlx.local_load(cell[0])  # read
     tl.store(out_ptr + tl.program_id(0) * 16 + tl.arange(0, 16), x)
+    tlx.cluster_barrier()
 
 
 def test_distributed_shared_memory():
@@ -749,6 +751,7 @@ def relay_kernel(desc, out_desc, OWN: tl.constexpr):
         else:
             tlx.barrier_wait(told, 0)
         out_desc.store([0, 0], tlx.local_load(tile[0]))  # read
+    tlx.cluster_barrier()
 
 
 def test_a_multicast_is_awaited_in_each_cta():

@@ -284,7 +284,7 @@ def test_variables_of_tasks_are_their_own():
     run(task_kernel, (1,), y, 3)
     assert y.tolist() == [2, 1]
     build(task_kernel, {"y_ptr": "*fp32", "n": "i32"}, {}, options={"num_warps": 4})
-    with pytest.raises(InvalidKernel, match="x is not defined before this task"):
+    with pytest.raises(InvalidKernel, match="x is not defined here"):
         run(unknown_kernel, (1,), y)
 
 

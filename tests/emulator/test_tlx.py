@@ -130,6 +130,7 @@ def pending_kernel(a_ptr, b_ptr, out_ptr, PENDINGS: tl.constexpr, USE: tl.conste
         out = tlx.async_dot_wait(0, tlx.async_dot(newer.to(tl.float16), b[0]))  # use operand
     else:
         out = newer * 2.0  # use newer
+    tlx.async_dot_wait(0, newer)
     tl.store(out_ptr + grid2(64, 32), out)
 
 
@@ -500,6 +501,7 @@ def bulk_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, STORE: tl.constexpr):
     row = tlx.local_alloc((32,), tl.float32, 1)
     full = tlx.alloc_barriers(1)
     tlx.local_store(row[0], tl.full((32,), -5, tl.float32))
+    tlx.fence("async_shared")
     tlx.barrier_expect_bytes(full, SIZE)
     tlx.async_load(x_ptr + 8, row[0], bulk=True, bulk_size=SIZE, barrier=full)
     tlx.barrier_wait(full, 0)
@@ -551,6 +553,7 @@ def remote_copy_kernel(x_ptr, out_ptr, EARLY: tl.constexpr):
     full = tlx.alloc_barriers(1)
     rank = tlx.cluster_cta_rank()
     fill(source[0], x_ptr + rank * 128, 8, 16)
+    tlx.fence("async_shared")
     tlx.local_store(target[0], tl.zeros((16, 32), tl.float32))
     tlx.cluster_barrier()
     window = tlx.local_slice(target[0], [8 * rank, 16], [8, 16])
@@ -564,6 +567,7 @@ def remote_copy_kernel(x_ptr, out_ptr, EARLY: tl.constexpr):
         )
     tlx.barrier_wait(full, 0)
     tl.store(out_ptr + rank * 512 + grid2(16, 32), tlx.local_load(target[0]))
+    tlx.cluster_barrier()
 
 
 @pytest.mark.parametrize("early", (False, True))

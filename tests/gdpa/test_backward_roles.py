@@ -25,7 +25,7 @@ from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring.compile_check import Compiled, build_launch, shortest_loop
 from gdpa_kernels.measuring.testing import assert_close
 from tests.block_attention.compiling import compile_launch
-from tests.emulator.mutants import enumerate_mutants, surviving
+from tests.emulator.mutants import Mutant, enumerate_mutants, import_file, judge, surviving
 from tests.gdpa.cases import CASES, DEVICE, Case
 from tests.gdpa.test_backward import backwards
 from tests.gdpa.test_forward import kernels_run
@@ -473,9 +473,8 @@ SMALL = {
     "v7_wide_backward": ((THREE, {}), *((THREE, config) for config in OTHERS["v7_wide_backward"])),
 }
 
-# Why it is no mistake, or why the emulator does not see it: what nothing notices.
+# Why it is no mistake: what nothing notices.
 COVERED = "Another wait of the same role, beside it, lets nothing pending pass either."
-AT_EXIT = "The memory of a program that has ended is not modelled."
 SURVIVORS = {
     "v4_warp_specialized_backward": {
         COVERED: (
@@ -511,10 +510,6 @@ SURVIVORS = {
         "The roles trade slots of V: ds_full of the last step says that both have read theirs.": (
             "math: v.buffer[role] -> next (2)",
         ),
-        AT_EXIT: (
-            "math: drop async_descriptor_store_wait(0) (2)",
-            "math: async_descriptor_store_wait(0): pendings=1 (2)",
-        ),
     },
     "v5_short_kv_backward": {
         COVERED: (
@@ -527,12 +522,7 @@ SURVIVORS = {
             "math: barrier_arrive(q.empty[at]) before dk_other = async_dot_wait(0, dk_other)",
             "math: barrier_arrive(g.empty[at]) before dk_other = async_dot_wait(0, dk_other)",
         ),
-        AT_EXIT: (
-            "math: drop async_descriptor_store_wait(0) (4)",
-            "math: async_descriptor_store_wait(0): pendings=1 (4)",
-            "math: drop barrier_wait(ds.empty[at], count & 1 ^ 1)",
-            "math: ds.empty[at] -> next",
-        ),
+        "At the end both are awaited, in whatever order.": ("math: ds.empty[at] -> next",),
     },
     "v7_wide_backward": {
         "The next tile's first dO is loaded after its V, which this role gives back later.": (
@@ -579,6 +569,26 @@ def test_every_harmful_mistake_in_synchronisation_is_found(impl):
     every = enumerate_mutants(Path(module.__file__), "backward_kernel")
     assert tested == len(every) > 110
     assert sorted(mutant.what for mutant in found) == sorted(known)
+
+
+@emulated
+def test_v5_needs_its_fence_and_its_last_wait():
+    """Before dS goes to the other program, and while that one still arrives."""
+    impl, module = "v5_short_kv_backward", RUNGS["v5_short_kv_backward"]
+    path, (small,) = Path(module.__file__), SMALL[impl]
+    text, launched = path.read_text(), [partial(_launch, impl, *small, None)]
+    found = []
+    for protection in (
+        'tlx.fence("async_shared")\n    tlx.async_remote_shmem_copy',
+        "tlx.barrier_wait(ds.empty[at], (count & 1) ^ 1)",
+    ):
+        begin = text.index(protection)
+        end = begin + len(protection.partition("\n")[0])
+        edit = (len(text[:begin].encode()), len(text[:end].encode()), "pass")
+        line = text.count("\n", 0, begin) + 1
+        mutant = Mutant(path, "drop", (line, line), protection, (edit,))
+        found.append(judge(mutant, import_file, launched).error)
+    assert found == ["MissingFence", "EarlyExit"]
 
 
 # -- Hopper code -----------------------------------------------------------------------------------

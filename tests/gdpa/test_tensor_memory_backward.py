@@ -291,15 +291,6 @@ SMALL = {
     ),
 }
 
-# What nothing notices: the memory of a CTA that has ended is not modelled.
-SURVIVORS = {
-    "b1_tensor_memory_backward": (
-        "output: drop async_descriptor_store_wait(0)",
-        "output: async_descriptor_store_wait(0): pendings=1",
-    ),
-    "b2_short_kv_backward": ("output: drop barrier_wait(inbox.empty[0], count & 1 ^ 1)",),
-}
-
 
 def _launch(impl: str, case: Case, expected: tuple | None, module, schedule: str | int) -> tuple:
     """(dq, dk, dv) of a changed rung on one CTA or cluster: AssertionError if not `expected`.
@@ -323,11 +314,9 @@ def test_every_harmful_mistake_in_synchronisation_is_found(impl):
         for case in SMALL[impl]
     ]
     tested, found = surviving(module, "backward_kernel", launched)
-    known = SURVIVORS[impl]
     every = enumerate_mutants(Path(module.__file__), "backward_kernel")
     assert tested == len(every) > 100
-    assert sorted(mutant.what for mutant in found) == sorted(known)
-    assert len(known) <= 0.05 * tested
+    assert [mutant.what for mutant in found] == []
 
 
 # -- Code for sm_100a ------------------------------------------------------------------------------

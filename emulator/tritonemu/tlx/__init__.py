@@ -15,9 +15,10 @@ found although it would have got the right bytes.
 - In a pair of CTAs the even one issues: `acc[cta] += A[cta] @ [B[even] | B[odd]]`, and commits
   arrive in both CTAs.
 
-Neither asked for nor modelled: proxy fences, of which fbtriton 3.7.4 inserts those before TMA
-stores and MMAs, and none before a copy to another CTA; and that a CTA is still there when another
-one writes to it or arrives at its barriers, as the compiler adds no synchronisation at the end.
+- A fence lies between a store to shared memory and a copy that reads it, `async_store` or
+  `async_remote_shmem_copy`. Before TMA stores and MMAs fbtriton 3.7.4 inserts it.
+- The memory and the barriers of a CTA are gone at its end. Only CTAs with MMAs of pairs wait for
+  each other there, as the compiler adds no other synchronisation.
 """
 
 from triton.language.extra import tlx

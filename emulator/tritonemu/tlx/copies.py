@@ -99,6 +99,7 @@ def async_store(dst_global_ptr: Tile, src_smem: Buffer, size: Any) -> None:
         raise InvalidKernel(f"async_store moves multiples of 16 bytes of the buffer, got {size!r}")
     operation, _ = copy(role, "store", source, int(size))
     source.access(operation, write=False)
+    source.demand_fence(operation)
     data = source.read().reshape(-1)[:count]
     steps = Tile(torch.arange(count, dtype=torch.int32), tl.int32)
     landed = landing(role, operation)
@@ -130,6 +131,8 @@ def wait_for_landings(pendings: str) -> None:
 
 EFFECTS["cp.async.bulk.wait_group"] = wait_for_landings
 EFFECTS["fence.proxy.async.global"] = lambda arguments: None
+for _name in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
+    EFFECTS[_name] = lambda arguments: point().fence()
 
 
 def drain(role: Role, queue: list[Operation], pendings: int, name: str) -> None:
@@ -212,6 +215,7 @@ def async_remote_shmem_copy(dst: Buffer, src: Buffer, remote_cta_rank: Any, barr
     target = remote(dst.single(), rank)
     operation, end = copy(role, "copy", target, target.num_bytes)
     source.access(operation, write=False)
+    source.demand_fence(operation)
     target.access(operation, write=True)
     target.write(source.read().reshape(target.shape))
     arrives_with(role, operation, in_cta(single(barrier), rank), target.num_bytes, end)

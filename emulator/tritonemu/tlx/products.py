@@ -138,7 +138,9 @@ def _tensor_memory_dot(
 ) -> None:  # fmt: skip
     if not isinstance(A, Buffer) or not isinstance(acc, Buffer) or not acc.storage.tensor:
         raise InvalidKernel("async_dot on sm_100 takes A in memory and acc in tensor memory")
-    rank = role.cta.rank
+    rank, cluster = role.cta.rank, role.cta.cluster
+    if two_ctas and cluster.waits is None:
+        cluster.waits = True
     if (two_ctas and rank % 2) or not holds(pred):
         return
     acc = acc.single()

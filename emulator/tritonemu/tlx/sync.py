@@ -169,12 +169,25 @@ def cluster_size_1d() -> Tile:
     return scalar(len(current().role.cta.cluster.ctas), tl.int32)
 
 
+@op
+def fence(scope: str) -> None:
+    if scope not in ("gpu", "sys", "async_shared"):
+        raise InvalidKernel(f'scope of fence must be "gpu", "sys" or "async_shared", got {scope!r}')
+    if scope == "async_shared":
+        current().role.fence()
+
+
+@op
+def fence_async_shared() -> None:
+    current().role.fence()
+
+
 def _no_effect(*args: Any, **kwargs: Any) -> None:
-    """Fences and prefetches: the order they enforce is not modelled, or they are hints."""
+    """What the clocks do not need, and hints."""
 
 
 for _name in (
-    *("fence", "fence_async_shared", "fence_mbarrier_init_cluster", "prefetch"),
-    *("async_descriptor_prefetch_tensor", "assert_same_layout", "dump_layout"),
+    *("fence_mbarrier_init_cluster", "prefetch", "async_descriptor_prefetch_tensor"),
+    *("assert_same_layout", "dump_layout"),
 ):
     OPERATIONS[_name] = _no_effect
