@@ -22,32 +22,24 @@ from .errors import Location
 
 
 class Clock:
-    """What happens before: epochs of roles, and bits of asynchronous operations.
+    """What happens before: epochs of roles, and bits of asynchronous operations."""
 
-    fenced: the epochs behind a fence, whose stores to shared memory a copy of it may rely on.
-    """
+    __slots__ = ("epochs", "operations")
 
-    __slots__ = ("epochs", "fenced", "operations")
-
-    def __init__(
-        self,
-        epochs: dict[int, int] | None = None,
-        operations: int = 0,
-        fenced: dict[int, int] | None = None,
-    ):
+    def __init__(self, epochs: dict[int, int] | None = None, operations: int = 0):
         self.epochs = {} if epochs is None else epochs
         self.operations = operations
-        self.fenced = {} if fenced is None else fenced
 
     def copy(self) -> "Clock":
-        return Clock(dict(self.epochs), self.operations, dict(self.fenced))
+        return Clock(dict(self.epochs), self.operations)
 
     def join(self, other: "Clock") -> None:
         """Learn everything the other knows."""
         self.operations |= other.operations
-        _raise(self.epochs, other.epochs)
-        if other.fenced:
-            _raise(self.fenced, other.fenced)
+        mine = self.epochs
+        for role, epoch in other.epochs.items():
+            if mine.get(role, 0) < epoch:
+                mine[role] = epoch
 
     def includes(self, other: "Clock") -> bool:
         """Whether everything the other knows happens before this clock's moment."""
@@ -62,23 +54,14 @@ class Clock:
             return bool(self.operations & access.operation)
         return self.epochs.get(access.role, 0) >= access.epoch
 
-    def fences(self, access: "Access") -> bool:
-        """Whether a fence lies between this access of a role and the clock's moment."""
-        return self.fenced.get(access.role, 0) >= access.epoch
-
-
-def _raise(mine: dict[int, int], theirs: dict[int, int]) -> None:
-    for role, epoch in theirs.items():
-        if mine.get(role, 0) < epoch:
-            mine[role] = epoch
-
 
 @dataclass(frozen=True, slots=True)
 class Access:
     """One read or write of the bytes in `mask`, by a role or by an operation it issued.
 
     role, epoch: index of the role and its epoch then. operation: the bit of the asynchronous
-    operation, 0 if the role itself touched the bytes. who: for messages.
+    operation, 0 if the role itself touched the bytes. who: for messages. name: of the memory, as
+    the access names it.
     """
 
     role: int
@@ -88,6 +71,7 @@ class Access:
     mask: int
     at: Location
     who: str
+    name: str = ""
 
 
 class Shadow:

@@ -22,14 +22,23 @@ _LIBRARY = os.path.join(os.path.dirname(triton.__file__), "language", "")
 Location = tuple[str, int]
 
 
-def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Location:
+class Place(Location):
+    """File and line. chain: (file, line, function) of the calls that lead there, outermost first;
+    those of a task begin in it."""
+
+    chain: tuple[tuple[str, int, str], ...] = ()
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Place:
     """The last of (frame, line), outermost first, that runs kernel code."""
-    found = ("<no kernel>", 0)
+    chain: list[tuple[str, int, str]] = []
     for frame, line in frames:
-        file = frame.f_code.co_filename
-        if MARK in frame.f_globals and (found[1] == 0 or not file.startswith(_LIBRARY)):
-            found = (file, line)
-    return found
+        code = frame.f_code
+        if MARK in frame.f_globals and not (chain and code.co_filename.startswith(_LIBRARY)):
+            chain.append((code.co_filename, line, code.co_name))
+    place = Place(chain[-1][:2] if chain else ("<no kernel>", 0))
+    place.chain = tuple(chain)
+    return place
 
 
 def location() -> Location:
@@ -45,14 +54,16 @@ def location_of(error: BaseException) -> Location:
 class EmulatorError(Exception):
     """Base of all findings. `file` and `line` point into the kernel; line 0: before it started.
 
-    role: the role that failed, with its CTA; empty outside of roles. report: what the launch had
-    done by then, with its timeline if it was traced.
+    at: the same, a `Place` if the call chain is known. role: the role that failed, with its CTA;
+    empty outside of roles. report: what the launch had done by then, with its timeline if it was
+    traced. schedule: the order that shows it, for `run(schedule=...)`.
     """
 
     report: Any = None
+    schedule: str = ""
 
     def __init__(self, message: str, at: Location | None = None):
-        self.file, self.line = at or location()
+        self.file, self.line = self.at = at or location()
         self.role = ""
         super().__init__(message)
 
@@ -97,28 +108,6 @@ class Race(EmulatorError):
         at: Location | None = None,
     ):
         self.other, self.programs, self.buffer = other, programs, buffer
-        super().__init__(message, at)
-
-
-class MissingFence(EmulatorError):
-    """A copy reads shared memory that a role stored to, and no fence lies between the two.
-
-    buffer: the memory. other: file and line of the store.
-    """
-
-    def __init__(self, message: str, other: Location, buffer: str):
-        self.other, self.buffer = other, buffer
-        super().__init__(message)
-
-
-class EarlyExit(EmulatorError):
-    """A CTA may end before the last use of its shared or tensor memory, or of its barriers.
-
-    what: the buffer or the barrier. `file` and `line` are those of its use.
-    """
-
-    def __init__(self, message: str, what: str, at: Location | None = None):
-        self.what = what
         super().__init__(message, at)
 
 

@@ -182,7 +182,7 @@ class Memory:
         self._note(region, "plain", changed is not None or reduces)
         actor = actor or self._launch.role
         write = changed is not None or reduces
-        shadow, access = region.shadow, actor.access(write, 0)
+        shadow, access = region.shadow, actor.access(write, 0, name=region.name)
         if not self._accesses or self._accesses[-1][0] != access:
             self._accesses.append((access, self._launch.program))
         number = len(self._accesses)
@@ -237,9 +237,10 @@ class Memory:
             else:
                 first, second = f"program {program} ", f"program {before} "
             did = {True: "stores to", False: "loads"}, {True: "stored to", False: "loaded"}
+            alias = f"as {old.name} " if old.name != region.name else ""
             raise Race(
                 f"{first}{did[0][access.write]} an element of {region.name} that {second}"
-                f"{did[1][old.write]} at {file}:{line}; nothing orders the two",
+                f"{did[1][old.write]} {alias}at {file}:{line}; nothing orders the two",
                 (file, line),
                 (before, program),
                 region.name,

@@ -193,7 +193,7 @@ def order_of(schedule: "str | int | Order") -> Order:
                 group, at = place.split(".")
                 exceptions[int(group), int(at)] = int(thread)
             return Choices(exceptions)
-        if not isinstance(schedule, bool):
+        if isinstance(schedule, (int, str)) and not isinstance(schedule, bool):
             return Random(int(schedule))
     except (TypeError, ValueError):
         pass

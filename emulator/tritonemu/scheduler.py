@@ -105,17 +105,8 @@ class Role:
         self.clock.epochs[self.index] = self.epoch
         return clock
 
-    def retire(self) -> None:
-        """The role ends, and with it its cp.async, which are its threads' own."""
-        for operation in (operation for group in self.copies for operation in group):
-            self.clock.operations |= operation.bit
-
-    def fence(self) -> None:
-        """What the role knows of shared memory, later copies may rely on."""
-        self.clock.fenced = self.release().epochs
-
-    def access(self, write: bool, mask: int, at: Location | None = None) -> Access:
-        return Access(self.index, self.epoch, 0, write, mask, at or location(), self.label)
+    def access(self, write: bool, mask: int, at: Location | None = None, name: str = "") -> Access:
+        return Access(self.index, self.epoch, 0, write, mask, at or location(), self.label, name)
 
 
 @dataclass(eq=False)
@@ -129,9 +120,9 @@ class Operation:
     at: Location
     end: float = 0.0
 
-    def access(self, write: bool, mask: int) -> Access:
-        who = f"{self.kind} issued by {self.role.label}"
-        return Access(self.role.index, self.role.epoch, self.bit, write, mask, self.at, who)
+    def access(self, write: bool, mask: int, name: str = "") -> Access:
+        who, role = f"{self.kind} issued by {self.role.label}", self.role
+        return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name)
 
 
 @dataclass

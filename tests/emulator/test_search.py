@@ -1,0 +1,275 @@
+"""Orders and searches: what exhaustive search leaves out does not matter, and mistakes of order."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.emulator import handover
+from tests.emulator.mutants import enumerate_mutants, import_file
+from tritonemu import EmulatorError, intercept, run
+from tritonemu.orders import Priorities, order_of
+from tritonemu.search import Search, _Tree
+
+MAX_STEPS = 2000
+# Of all interleavings, where there are more.
+MOST = 400
+
+
+def numbers(count):
+    return torch.zeros(count, dtype=torch.int32)
+
+
+# Kernels whose mistakes show in some orders only. RIGHT: without the mistake.
+
+
+@triton.jit
+def count(count_ptr, RIGHT: tl.constexpr, TURNS: tl.constexpr):
+    for _ in range(TURNS):
+        if RIGHT:
+            tl.atomic_add(count_ptr, 1)
+        else:
+            before = tl.atomic_or(count_ptr, 0)
+            tl.atomic_xchg(count_ptr, before + 1)
+
+
+@triton.jit
+def count_kernel(count_ptr, out_ptr, RIGHT: tl.constexpr, TURNS: tl.constexpr):
+    """Each of two roles adds TURNS; wrong: in two steps."""
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            count(count_ptr, RIGHT, TURNS)
+        with tlx.async_task(num_warps=4):
+            count(count_ptr, RIGHT, TURNS)
+
+
+@triton.jit
+def locks_kernel(lock_ptr, out_ptr, RIGHT: tl.constexpr, TURNS: tl.constexpr):
+    """Two roles take two locks; wrong: in opposite order. Nobody waits: they give up, and tell."""
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            if tl.atomic_cas(lock_ptr, 0, 1) == 0:
+                if tl.atomic_cas(lock_ptr + 1, 0, 1) == 0:
+                    tl.atomic_xchg(lock_ptr + 1, 0)
+                else:
+                    tl.atomic_add(out_ptr, 1)
+                tl.atomic_xchg(lock_ptr, 0)
+        with tlx.async_task(num_warps=4):
+            if tl.atomic_cas(lock_ptr + 1 - RIGHT, 0, 1) == 0:
+                if tl.atomic_cas(lock_ptr + RIGHT, 0, 1) == 0:
+                    tl.atomic_xchg(lock_ptr + RIGHT, 0)
+                else:
+                    tl.atomic_add(out_ptr, 1)
+                tl.atomic_xchg(lock_ptr + 1 - RIGHT, 0)
+
+
+@triton.jit
+def named_kernel(count_ptr, out_ptr, RIGHT: tl.constexpr, TURNS: tl.constexpr):
+    """Two pairs of roles meet; wrong: on one named barrier, where any two of them pass."""
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.named_barrier_wait(9, 256)
+        with tlx.async_task(num_warps=4):
+            tlx.named_barrier_wait(9, 256)
+            tl.atomic_add(count_ptr, 1)
+        with tlx.async_task(num_warps=4):
+            tlx.named_barrier_wait(9 + RIGHT, 256)
+            if tl.atomic_or(count_ptr, 0) == 1 and not RIGHT:
+                tl.atomic_xchg(out_ptr, 1)
+        with tlx.async_task(num_warps=4):
+            tlx.named_barrier_wait(9 + RIGHT, 256)
+
+
+@triton.jit
+def delay_kernel(state_ptr, out_ptr, RIGHT: tl.constexpr, TURNS: tl.constexpr):
+    """One role looks, then acts; wrong if all TURNS of the other fit in between."""
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            seen = tl.atomic_or(state_ptr, 0)
+            now = tl.atomic_or(state_ptr, 0)
+            if not RIGHT and (seen == 0) & (now == TURNS):
+                tl.atomic_xchg(out_ptr, 1)
+        with tlx.async_task(num_warps=4):
+            for _ in range(TURNS):
+                tl.atomic_add(state_ptr, 1)
+
+
+KERNELS = {
+    "count": (count_kernel, 2),
+    "locks": (locks_kernel, 1),
+    "named": (named_kernel, 1),
+    "delay": (delay_kernel, 6),
+}
+
+
+def outcome(name, order, right=False, turns=None):
+    """The results, and whether they are right."""
+    kernel, usual = KERNELS[name]
+    turns = turns or usual
+    state, out = numbers(2), numbers(1)
+    run(kernel, (1,), state, out, int(right), turns, schedule=order, max_steps=MAX_STEPS)
+    expected = {"count": [2 * turns, 0], "locks": [0, 0], "named": [1, 0], "delay": [turns, 0]}
+    return (*state.tolist(), *out.tolist()), [*state.tolist(), *out.tolist()] == [
+        *expected[name],
+        0,
+    ]
+
+
+def explored(execute, reduced=True, most=1000):
+    """What the executions of a tree give, and the tree."""
+    tree, outcomes = _Tree(reduced), []
+    for order in tree.executions(most):
+        try:
+            outcomes.append(execute(order))
+        except EmulatorError as error:
+            outcomes.append(type(error).__name__)
+    assert tree.exhausted or not reduced
+    return outcomes, tree
+
+
+@pytest.mark.parametrize("right", (True, False))
+@pytest.mark.parametrize("name", KERNELS)
+def test_reduction_loses_no_outcome(name, right):
+    turns = {"count": 2, "delay": 3}.get(name)
+    fewer, tree = explored(lambda order: outcome(name, order, right, turns))
+    each = explored(lambda order: outcome(name, order, right, turns), reduced=False, most=MOST)
+    assert set(fewer) == set(each[0]) if each[1].exhausted else set(fewer) >= set(each[0])
+    assert tree.classes <= each[1].classes and tree.classes + tree.useless == len(fewer)
+    assert all(good for _, good in fewer) == right
+
+
+def test_independent_steps_have_one_order():
+    for name, classes in (("count", 2), ("named", 3)):
+        _, tree = explored(lambda order, name=name: outcome(name, order, False, 1))
+        assert tree.classes >= classes
+    for turns in (1, 2, 3):
+        _, tree = explored(lambda order, turns=turns: outcome("count", order, True, turns))
+        # The increments of two roles mix in C(2n, n) ways.
+        assert tree.classes == {1: 2, 2: 6, 3: 20}[turns]
+
+
+def hand_over(order, module=handover, steps=3):
+    source, out = torch.arange(16.0 * steps), torch.zeros(16 * steps)
+    desc = TensorDescriptor(source, [16 * steps], [1], [16])
+    arguments = desc, out, 16, steps, False
+    run(module.handover_kernel, (1,), *arguments, schedule=order, max_steps=MAX_STEPS)
+    assert torch.equal(out, source)
+
+
+@pytest.mark.parametrize("steps", (1, 3, 8))
+def test_a_pipeline_on_mbarriers_has_one_class(steps):
+    _, tree = explored(lambda order: hand_over(order, steps=steps))
+    assert (tree.classes, tree.useless) == (1, 0)
+
+
+def test_one_class_stands_for_all_interleavings():
+    outcomes, tree = explored(lambda order: hand_over(order, steps=1), reduced=False)
+    assert set(outcomes) == {None} and tree.exhausted and tree.classes > 10
+
+
+def test_mutants_of_a_pipeline_are_found_whatever_the_order(tmp_path):
+    """Nothing is found by all interleavings that is not found by those that search tries."""
+    for i, mutant in enumerate(enumerate_mutants(Path(handover.__file__), "handover_kernel")):
+        if mutant.lines[0] == 23:  # not executed
+            continue
+        path = tmp_path / f"mutant{i}.py"
+        path.write_text(mutant.source)
+        module = import_file(path)
+        fewer = explored(lambda order, module=module: hand_over(order, module))[0]
+        assert all(isinstance(each, str) for each in fewer), mutant.what
+
+
+@pytest.mark.parametrize("kind", ("pct", "exhaustive"))
+@pytest.mark.parametrize("name", KERNELS)
+def test_search_finds_and_names_the_order(name, kind):
+    search = Search(kind, schedules=400, depth=3)
+    wrong = next(order for order in search if not order.modelled and not outcome(name, order)[1])
+    assert not search.exhausted
+    assert not outcome(name, str(wrong))[1]
+    assert outcome(name, str(wrong)) == outcome(name, str(wrong))
+
+
+def test_search_says_what_it_covered():
+    search = Search("exhaustive", 100)
+    for order in search:
+        hand_over(order)
+    assert str(search) == "all interleavings: 1 class of interleavings, in 2 executions"
+    assert search.as_json() == {
+        "search": "exhaustive", "schedules": 2, "exhausted": True, "classes": 1, "redundant": 0,
+    }  # fmt: skip
+    search = Search("exhaustive", 3)
+    for order in search:
+        outcome("count", order, True, 3)
+    assert str(search) == "3 classes of interleavings in 4 executions; there are more"
+    search = Search("pct", 5, depth=2)
+    for order in search:
+        hand_over(order)
+    said = search.as_json()
+    assert said["bound"] == 1 / (said["threads"] * said["steps"])
+    assert "each finds a mistake of depth 2 with a probability of at least 1/(" in str(search)
+    search = Search("random", 2)
+    assert [str(order) for order in search] == ["modelled", "0", "1"]
+    assert str(search) == "the modelled and 2 random schedules"
+
+
+def test_pct_keeps_its_bound():
+    """A mistake of depth 2: the delay. Its bound holds, and random orders are rarely so lucky."""
+    turns = 10
+    measured = Priorities(0, 2)
+    outcome("delay", measured, turns=turns)
+    seeds = range(150)
+    found = sum(
+        not outcome("delay", Priorities(seed, 2, measured.steps), turns=turns)[1] for seed in seeds
+    )
+    assert found / len(seeds) >= measured.bound()
+    assert sum(not outcome("delay", seed, turns=turns)[1] for seed in seeds) < found
+
+
+def test_a_role_that_spins_does_not_starve_the_others():
+    @triton.jit
+    def spin_kernel(flag_ptr):
+        with tlx.async_tasks():
+            with tlx.async_task("default"):
+                while tl.atomic_add(flag_ptr, 0) == 0:
+                    pass
+            with tlx.async_task(num_warps=4):
+                tl.atomic_xchg(flag_ptr, 1)
+
+    for schedule in ("pct:0:3:20", "pct:1:3:20", "pct:2:3:20", "choices:"):
+        run(spin_kernel, (1,), numbers(1), schedule=schedule, max_steps=MAX_STEPS)
+    search = Search("exhaustive", 40)
+    for order in search:
+        run(spin_kernel, (1,), numbers(1), schedule=order, max_steps=MAX_STEPS)
+    assert not search.exhausted and search.tried == 41
+
+
+def test_choices_hold_over_the_launches_of_a_function():
+    def function():
+        state, out = numbers(2), numbers(1)
+        for _ in range(2):
+            count_kernel[(1,)](state, out, 0, 1)
+        assert state.tolist() == [4, 0], state.tolist()
+
+    search = Search("exhaustive", 50)
+    with pytest.raises(AssertionError) as caught:
+        for order in search:
+            with intercept(schedule=order):
+                function()
+    with pytest.raises(AssertionError) as again, intercept(schedule=str(order)):
+        function()
+    assert str(again.value) == str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ("pct", "pct:a", "choices:1", "quick", None, 1.5, True))
+def test_other_names_are_refused(schedule):
+    with pytest.raises(ValueError, match="schedule must be"):
+        order_of(schedule)
+
+
+@pytest.mark.parametrize("name", ("modelled", "3", "pct:1:2:30", "choices:", "choices:0.3=1,1.0=2"))
+def test_names_of_orders(name):
+    assert order_of(name).name == ("choices:" if name.startswith("choices") else name)
