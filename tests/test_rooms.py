@@ -11,7 +11,7 @@ import pytest
 import gdpa_kernels
 
 PACKAGE = Path(gdpa_kernels.__file__).parent
-FLOORS = ("calling", "device", ("gdpa", "block_attention"), "measuring", "report")
+FLOORS = ("calling", "device", "norms", ("gdpa", "block_attention"), "measuring", "report")
 """From below; a room imports from its own floor and from those under it."""
 
 

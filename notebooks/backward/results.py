@@ -49,9 +49,9 @@ data_dir = "data"
 # | v4, {doc}`v4_warp_specialized_backward` | zero fill, one, rounding | 5 | TMA reduce-add |
 # | v5, {doc}`v5_short_kv_backward` | one, up to 256 keys | 5 | its owner, once |
 #
-# There is no v3: its persistent schedule came with v4. v6, for at most 128 keys, and
-# {doc}`v7 <v7_wide_backward>`, for wide heads, take shapes that no figure has. All peers compute
-# softmax; they are timed through autograd, their backward alone. All rungs run in
+# There is no v3: its persistent schedule came with v4. {doc}`v6 <v6_one_tile_backward>`, for at
+# most 128 keys, and {doc}`v7 <v7_wide_backward>`, for wide heads, take shapes that no figure has.
+# All peers compute softmax; they are timed through autograd, their backward alone. All rungs run in
 # {term}`bursts <burst>`; v1, the newest and the peers also {term}`back to back <sustained scope>`,
 # a second each, under ceilings timed in the same way. These are the numbers here unless it says
 # burst.

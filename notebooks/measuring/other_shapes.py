@@ -139,6 +139,10 @@ chapter.predict(
 )  # fmt: skip
 
 # %% [markdown]
+# Fewer instructions bring less than their count, so something else limits a block. Blocks of 128
+# keys show what: with causal, half as many waits and barriers outweigh the additional hidden pairs,
+# which v8's own choice of 64 leaves to be had. With the window they do not.
+#
 # ## Backward
 
 # %% tags=["remove-input"]
@@ -150,6 +154,7 @@ chapter.table(standings.shown(named), measured=rows["backward"])
 # - **384 and 640**: whole tiles, but v5 ends at 256 keys. v4 adds every dQ to fp32 sums in memory,
 #   once for each tile of keys, fills them before and rounds them afterwards.
 # - **b64 and b8**: few long sequences, which the peers were tuned for. Sums of dQ stay in L2.
+#   FlashAttention-4 is ahead here and with **causal**.
 # - **d64**: half the columns, as many activations. Each step has half of the MMAs of head_dim 128
 #   for the same instructions; v6 takes up to 128 keys ({doc}`../backward/v6_one_tile_backward`).
 # - **gelu**: erf costs what tanh costs here, as a tanh of a cubic
