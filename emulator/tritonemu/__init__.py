@@ -5,9 +5,9 @@
 Arithmetic is done in the real dtypes with Triton's promotion rules. Warp-specialized kernels run as
 written: every task is a role of its own, with barriers, asynchronous copies and MMAs between them.
 Reported are races, deadlocks, barrier misuse, waits that may pass a phase too early, uninitialized
-reads, stores of undefined values, out-of-bounds accesses and invalid descriptors; `errors` lists
-the kinds. An operation the emulator does not know raises `Unsupported`; it never guesses.
-Registers, layouts and real time are not modelled.
+reads, stores of undefined values, missing fences, CTAs that end too early, out-of-bounds accesses
+and invalid descriptors; `errors` lists the kinds. An operation the emulator does not know raises
+`Unsupported`; it never guesses. Registers, layouts and real time are not modelled.
 
 `rewrite` turns the kernel's source into Python on tiles, and `aggregates` its classes; `scopes`
 watches variables; `tile` is the arithmetic; `language` and `tlx` the operations; `instructions`
@@ -40,8 +40,10 @@ from .errors import (
     Deadlock,
     DescriptorError,
     DeviceAssertion,
+    EarlyExit,
     EmulatorError,
     InvalidKernel,
+    MissingFence,
     OutOfBounds,
     Race,
     ResourceLimit,
@@ -70,8 +72,10 @@ __all__ = [
     "Deadlock",
     "DescriptorError",
     "DeviceAssertion",
+    "EarlyExit",
     "EmulatorError",
     "InvalidKernel",
+    "MissingFence",
     "OutOfBounds",
     "Race",
     "Report",
@@ -225,13 +229,13 @@ def run(
     sizes, or a function of the bound arguments. args, kwargs: the kernel's own, tensors on the CPU;
     of the launch options, `num_warps` and `ctas_per_cga` count. schedule: "modelled", an integer
     that seeds random interleavings, or another name of an order (see `orders`). trace: keep a
-    timeline. races: whether unordered accesses raise `Race`. uninitialized: "error", or "allow" to
-    let reads of unwritten shared memory yield NaN. masked: what lanes hold that a mask turns off
-    and no `other` fills, "nan" (and large integers, and `UndefinedValue` if they are stored),
-    "zero", as on NVIDIA GPUs, or "random". reachable: tensors that the kernel finds through
-    addresses in memory instead of arguments. max_steps: how many operations that other roles can
-    notice the kernel may take, None for any number. resident: how many clusters run at the same
-    time; programs that wait for each other need all of them to.
+    timeline. races: whether unordered accesses raise `Race`, `MissingFence` and `EarlyExit`.
+    uninitialized: "error", or "allow" to let reads of unwritten shared memory yield NaN. masked:
+    what lanes hold that a mask turns off and no `other` fills, "nan" (and large integers, and
+    `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs, or "random". reachable: tensors
+    that the kernel finds through addresses in memory instead of arguments. max_steps: how many
+    operations that other roles can notice the kernel may take, None for any number. resident: how
+    many clusters run at the same time; programs that wait for each other need all of them to.
 
     Raises subclasses of EmulatorError, which carry the kernel's file and line.
     """
@@ -273,7 +277,7 @@ def run(
                 launch.scheduler = Scheduler(order, numbers, tracer, max_steps)
                 together = range(min(resident, len(launch.clusters)))
                 chosen = [launch.clusters.popleft() for _ in together]
-                _run_clusters(launch, chosen, lambda: body(**values))
+                _run_clusters(launch, chosen, lambda: (body(**values), launch.role.cta.end()))
             if launch.undecided:
                 ask_front_end(kernel, arch, bound.arguments, options)
     except EmulatorError as error:
@@ -285,14 +289,8 @@ def run(
         at = location_of(error)
         if at[1] == 0:
             raise
-        message = f"{type(error).__name__}: {error}"
-        if isinstance(error, UnboundLocalError):
-            name = str(error).split("'")[1]
-            message = (
-                f"{name} is not defined here; a variable that a loop or one branch on runtime "
-                f"values assigns first ends with it"
-            )
-        raise InvalidKernel(f"{message} in program {launch.program}", at) from error
+        message = f"{type(error).__name__}: {error} in program {launch.program}"
+        raise InvalidKernel(message, at) from error
     finally:
         CURRENT.reset(token)
         torch.set_num_threads(threads)

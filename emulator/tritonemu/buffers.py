@@ -20,7 +20,14 @@ import torch
 import triton.language as tl
 
 from .clocks import Shadow
-from .errors import InvalidKernel, OutOfBounds, Race, UninitializedRead, Unsupported
+from .errors import (
+    InvalidKernel,
+    MissingFence,
+    OutOfBounds,
+    Race,
+    UninitializedRead,
+    Unsupported,
+)
 from .launch import current
 from .scheduler import Operation, Role
 from .tile import RAW, from_raw, to_raw
@@ -35,7 +42,7 @@ class Storage:
 
     Of tensor memory: columns: the most that its buffers of 64 rows and of 128 take. paired: whether
     64 rows are those of a pair of CTAs, None before their first use. beside: the storage whose
-    lanes it shares, that of the other operand in tensor memory.
+    lanes it shares, that of the other operand in tensor memory. name: that of its first buffer.
     """
 
     cta: Any
@@ -46,6 +53,7 @@ class Storage:
     columns: dict[int, int] = field(default_factory=lambda: {64: 0, LANES: 0})
     paired: bool | None = None
     beside: "Storage | None" = None
+    name: str = ""
     _data: torch.Tensor | None = None
 
     @property
@@ -232,6 +240,7 @@ class Buffer:
     def call_it(self, name: str) -> None:
         """Name an allocation after the variable it is first assigned to."""
         self.name = name if self.name == "buffer" else self.name
+        self.storage.name = self.storage.name or name
 
     def fit(self) -> None:
         """Make the storage large enough for all buffers of this allocation."""
@@ -359,6 +368,8 @@ class Buffer:
         if not launch.races:
             shadow.written |= mask if write else 0
             return
+        if self.storage.cta.ended is not None:
+            raise self.storage.cta.too_early(self.name, access.who, access.at)
         other = shadow.record(access, actor.clock)
         if other is not None:
             verb = {True: "writes", False: "reads"}
@@ -369,6 +380,22 @@ class Buffer:
                 other.at,
                 buffer=self.name,
             )
+
+    def demand_fence(self, copy: Operation) -> None:
+        """Raise MissingFence if the copy reads what a role stored without a fence after it.
+
+        The copy is by the asynchronous proxy, the store by the generic one (PTX ISA 9.1, 8.3). Not
+        asked for where the compiler inserts the fence, before TMA stores and MMAs.
+        """
+        for old in self.storage.shadow.accesses:
+            stored = old.write and not old.operation
+            if stored and old.mask & self.mask and not copy.clock.fences(old):
+                raise MissingFence(
+                    f"a copy reads {self.label}, which {old.who} writes at {old.at[0]}:"
+                    f'{old.at[1]}; tlx.fence("async_shared") must lie between the two',
+                    old.at,
+                    self.name,
+                )
 
     def read(self) -> torch.Tensor:
         """The contents, as a tile holds them. Recording the access is the caller's business."""

@@ -22,24 +22,32 @@ from .errors import Location
 
 
 class Clock:
-    """What happens before: epochs of roles, and bits of asynchronous operations."""
+    """What happens before: epochs of roles, and bits of asynchronous operations.
 
-    __slots__ = ("epochs", "operations")
+    fenced: the epochs behind a fence, whose stores to shared memory a copy of it may rely on.
+    """
 
-    def __init__(self, epochs: dict[int, int] | None = None, operations: int = 0):
+    __slots__ = ("epochs", "fenced", "operations")
+
+    def __init__(
+        self,
+        epochs: dict[int, int] | None = None,
+        operations: int = 0,
+        fenced: dict[int, int] | None = None,
+    ):
         self.epochs = {} if epochs is None else epochs
         self.operations = operations
+        self.fenced = {} if fenced is None else fenced
 
     def copy(self) -> "Clock":
-        return Clock(dict(self.epochs), self.operations)
+        return Clock(dict(self.epochs), self.operations, dict(self.fenced))
 
     def join(self, other: "Clock") -> None:
         """Learn everything the other knows."""
         self.operations |= other.operations
-        mine = self.epochs
-        for role, epoch in other.epochs.items():
-            if mine.get(role, 0) < epoch:
-                mine[role] = epoch
+        _raise(self.epochs, other.epochs)
+        if other.fenced:
+            _raise(self.fenced, other.fenced)
 
     def includes(self, other: "Clock") -> bool:
         """Whether everything the other knows happens before this clock's moment."""
@@ -53,6 +61,16 @@ class Clock:
         if access.operation:
             return bool(self.operations & access.operation)
         return self.epochs.get(access.role, 0) >= access.epoch
+
+    def fences(self, access: "Access") -> bool:
+        """Whether a fence lies between this access of a role and the clock's moment."""
+        return self.fenced.get(access.role, 0) >= access.epoch
+
+
+def _raise(mine: dict[int, int], theirs: dict[int, int]) -> None:
+    for role, epoch in theirs.items():
+        if mine.get(role, 0) < epoch:
+            mine[role] = epoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,28 @@ class Race(EmulatorError):
         super().__init__(message, at)
 
 
+class MissingFence(EmulatorError):
+    """A copy reads shared memory that a role stored to, and no fence lies between the two.
+
+    buffer: the memory. other: file and line of the store.
+    """
+
+    def __init__(self, message: str, other: Location, buffer: str):
+        self.other, self.buffer = other, buffer
+        super().__init__(message)
+
+
+class EarlyExit(EmulatorError):
+    """A CTA may end before the last use of its shared or tensor memory, or of its barriers.
+
+    what: the buffer or the barrier. `file` and `line` are those of its use.
+    """
+
+    def __init__(self, message: str, what: str, at: Location | None = None):
+        self.what = what
+        super().__init__(message, at)
+
+
 class UninitializedRead(EmulatorError):
     """A buffer is read where nothing has been written. `buffer` names it."""
 

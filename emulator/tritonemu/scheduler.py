@@ -105,6 +105,15 @@ class Role:
         self.clock.epochs[self.index] = self.epoch
         return clock
 
+    def retire(self) -> None:
+        """The role ends, and with it its cp.async, which are its threads' own."""
+        for operation in (operation for group in self.copies for operation in group):
+            self.clock.operations |= operation.bit
+
+    def fence(self) -> None:
+        """What the role knows of shared memory, later copies may rely on."""
+        self.clock.fenced = self.release().epochs
+
     def access(self, write: bool, mask: int, at: Location | None = None, name: str = "") -> Access:
         return Access(self.index, self.epoch, 0, write, mask, at or location(), self.label, name)
 
