@@ -53,9 +53,8 @@ class MBarrier:
     clock: gathers the clocks of the arrivals; phases are ordered, so it only grows. released: the
     clock at the end of the last completed phase, which a role learns that passes a wait for it;
     before: at the end of the phase before that one. observers: roles that passed a wait for the
-    last completed phase. waiters: roles that wait, for which parity, and where. arrivals: of the
-    last phase that has any; what each knows, whose it is, and where. key: what `search` knows
-    it by.
+    last completed phase. waiters: roles that wait, for which parity, and where. key: what `search`
+    knows it by. arrivals: of the last phase that has any; what each knows, whose it is, and where.
     """
 
     scheduler: Scheduler
@@ -104,8 +103,8 @@ class MBarrier:
 
     def arrive(self, count: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
         """`count` arrivals of somebody whose clock is `clock`."""
-        self.scheduler.order.note(self.key, "arrive", self.phase)
         self._note(clock, lane, at)
+        self.scheduler.order.note(self.key, "arrive", self.phase)
         if self.phase and not clock.includes(self.released):
             raise self.misuse(
                 f"an arrival in phase {self.phase} is not ordered after the end of phase "
@@ -131,8 +130,8 @@ class MBarrier:
 
     def deliver(self, num_bytes: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
         """Bytes of a copy have been written."""
-        self.scheduler.order.note(self.key, "arrive", self.phase)
         self._note(clock, lane, at)
+        self.scheduler.order.note(self.key, "arrive", self.phase)
         self.missing_bytes -= num_bytes
         self.clock.join(clock)
         self._check_bytes(at)

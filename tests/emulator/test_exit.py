@@ -9,9 +9,9 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tritonemu import EarlyExit, InvalidKernel, MissingFence, run
 from gdpa_kernels.measuring.compile_check import build
 from tests.emulator.checking import everywhere, found, place
+from tritonemu import EarlyExit, InvalidKernel, MissingFence, run
 
 PAIR = {"ctas_per_cga": (2, 1, 1)}
 
