@@ -1,6 +1,7 @@
 # ---
 # jupyter:
 #   kernelspec: {name: python3, display_name: Python 3}
+# measures: true
 # ---
 
 # %% [markdown]
@@ -23,7 +24,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from gdpa_kernels.measuring.workload import Rounded, workload
+from gdpa_kernels.gdpa import v3_persistent as v3
+from gdpa_kernels.measuring.workload import Full, Rounded, Sorted, workload
 from gdpa_kernels.report import charts
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.standings import short, spread
@@ -135,6 +137,46 @@ chapter.glue(start_fa4=start["fa4"], start_fa2=start["fa2_varlen"], start_v8=sta
 for impl, before in {"fa2_varlen": 1.37, "fa4": 2.50, "v8_own_waits": 1.47}.items():
     found = forward[impl]["gdpa-self-ml1m-1024"]
     chapter.predict(f"`{impl}`, {before:.2f}.", found, least=0.9 * before, most=1.1 * before)
+
+# %% tags=["remove-cell"]
+EVENTS = workload("gdpa-self-ml25m-events-1024")
+
+
+def edit(name, **changes):
+    return replace(EVENTS, name=f"gdpa-edit-{name}", **changes)
+
+
+WHOLE = Rounded(EVENTS.lengths_q, 128)
+PFFN = edit("pffn", max_seqlen_k=256, lengths_k=Full())
+PMA = edit("pma", max_seqlen_q=64, lengths_q=Full(), lengths_k=EVENTS.lengths_q, shared_q=True)
+STEPS = {"full": workload(BEST), "short": edit("short", lengths_q=Sorted(WHOLE)),
+         "order": edit("order", lengths_q=WHOLE), "partial": EVENTS}  # fmt: skip
+SMALL = {f"batch {n}": edit(f"batch-{n}", batch=n) for n in (128, 32, 8)}
+EDITS = STEPS | SMALL | {"PFFN": PFFN, "PMA": PMA}
+PADDED = workload("gdpa-self-full-1024")
+KERNELS = {
+    "forward": ["fa2_varlen", "fa4", "v1_tiled", "v8_own_waits"],
+    "backward": ["fa2_varlen", "fa4", "v1_tiled_backward", "v4_warp_specialized_backward",
+                 "v5_short_kv_backward"],
+}  # fmt: skip
+
+
+@chapter.measure
+def _(session):
+    common = {"scopes": ("sustained",), "seconds": 0.5}
+    for way, impls in KERNELS.items():
+        for name, of in EDITS.items():
+            if way == "forward" or name not in SMALL:
+                session.measure(of, impls, direction=way, **common)
+        session.measure(PADDED, ["cudnn"], direction=way, **common)
+    lists = ("zigzag", 264), ("padded", 264), ("padded", 132), ("padded", 131)
+    static = [
+        ("v3_persistent", f"{order}, {n}", {"config": v3.Config(order=order, num_programs=n)})
+        for order, n in lists
+    ]
+    session.measure(EVENTS, static, **common)
+    session.measure(EVENTS, ["v1_tiled", "v8_own_waits"], scopes=("op",))
+
 
 # %% [markdown]
 # ## The law
