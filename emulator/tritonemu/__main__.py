@@ -1,8 +1,10 @@
 """`python -m tritonemu FILE.py:FUNCTION`: run what a function launches in the emulator.
 
-The function takes no argument and launches kernels on CPU tensors. They run under the modelled and
-some random schedules (`--schedules`); `--arch` names the device, `--svg` and `--trace` keep a
-timeline of the first launch. The exit status is 0 if nothing was found, 1 after a finding, 2 for a
+The function takes no argument and launches kernels on CPU tensors. They run under the modelled
+schedule and those of a `--search` (see `search`), or under one named by `--schedule`, as findings
+name it. `--arch` names the device. `--svg`, `--html` and `--trace` keep a timeline: of the launch
+with the finding, or else of the first. `--json` writes what was found and what was covered (see
+`messages`). The exit status is 0 if nothing was found, 1 after a finding, 2 for a
 wrong command line.
 """
 
@@ -14,6 +16,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import ARCHITECTURES, EmulatorError, Report, intercept
+from .messages import cta_of, explain, page, write_json
+from .orders import order_of
+from .search import KINDS, Search
 from .undefined import MODES
 
 
@@ -26,6 +31,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
+
+
+def _schedule(text: str) -> str:
+    try:
+        return str(order_of(text)) and text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def load(target: str) -> Callable[[], object]:
@@ -70,13 +82,26 @@ def summary(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _draw(report: Report, trace: str | None, svg: str | None) -> None:
+def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | None = None) -> None:
     """Write what was asked for of a launch, which may have ended with a finding."""
-    if trace:
-        report.timeline.save_chrome_trace(trace)
-    if svg and report.timeline.events:
-        cta = min(event.cta for event in report.timeline.events)
-        Path(svg).write_text(report.timeline.svg(cta), encoding="utf-8")
+    timeline = report.timeline
+    if timeline is None or not timeline.events:
+        return
+    if options.trace:
+        timeline.save_chrome_trace(options.trace)
+    if options.svg:
+        cta = cta_of(error) if error else min(event.cta for event in timeline.events)
+        Path(options.svg).write_text(timeline.svg(cta), encoding="utf-8")
+    if options.html:
+        Path(options.html).write_text(page(report, error), encoding="utf-8")
+
+
+def _command(options: argparse.Namespace, schedule: str) -> str:
+    """The command that shows a finding again."""
+    parts = ["python -m tritonemu", options.target, f"--arch {options.arch}"]
+    parts += ["--allow-uninitialized"] * options.allow_uninitialized
+    parts += [f"--masked {options.masked}"] * (options.masked != "nan")
+    return " ".join([*parts, f"--schedule {schedule}"])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -88,9 +113,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("target", metavar="FILE.py:FUNCTION", help="a function without arguments")
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")
+    parser.add_argument("--search", choices=KINDS, default="random", help="(default random)")
     parser.add_argument(
-        "--schedules", type=_positive, default=4, metavar="N", help="random schedules (default 4)"
+        "--schedules", type=_positive, default=4, metavar="N", help="to search (default 4)"
     )
+    parser.add_argument("--depth", type=_positive, default=3, help="of --search pct (default 3)")
+    parser.add_argument("--schedule", type=_schedule, metavar="NAME", help="this one only")
+    parser.add_argument("--json", metavar="FILE", help="write what was found, for machines")
+    parser.add_argument("--html", metavar="FILE", help="write a page that steps through a launch")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
     parser.add_argument("--svg", metavar="FILE", help="draw the first CTA of the first launch")
     parser.add_argument(
@@ -105,33 +135,52 @@ def main(arguments: list[str] | None = None) -> int:
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
 
-    wanted = bool(options.trace or options.svg)
+    wanted = bool(options.trace or options.svg or options.html)
     uninitialized = "allow" if options.allow_uninitialized else "error"
-    for schedule in ("modelled", *range(options.schedules)):
-        first = schedule == "modelled"
+    more = {"uninitialized": uninitialized, "masked": options.masked}
+    search = Search(options.search, options.schedules, options.depth, only=options.schedule)
+    for order in search:
+        first = search.tried == 1
         try:
-            with intercept(
-                options.arch,
-                schedule=schedule,
-                trace=wanted and first,
-                uninitialized=uninitialized,
-                masked=options.masked,
-            ) as reports:
+            with intercept(options.arch, schedule=order, trace=wanted and first, **more) as reports:
                 function()
         except EmulatorError as error:
-            if error.report is not None and error.report.timeline:
-                _draw(error.report, options.trace, options.svg)
-            print(f"{type(error).__name__} (schedule {schedule}): {error}", file=sys.stderr)
+            replay = _command(options, error.schedule)
+            print(f"{type(error).__name__} (schedule {order}): {error}", file=sys.stderr)
+            print(f"{explain(error)}\n  {replay}", file=sys.stderr)
+            if wanted:
+                traced = error if first else _traced(function, options.arch, error, more)
+                _draw(options, traced.report, traced)
+            if options.json:
+                write_json(options.json, error, replay, search)
             return 1
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"  {_command(options, str(order))}")
+            raise
         if not reports:
             print(f"{options.target} launched no kernel", file=sys.stderr)
             return 1
         if first:
             print("\n".join(map(summary, reports)))
             if wanted:
-                _draw(reports[0], options.trace, options.svg)
-    print(f"nothing found under the modelled and {options.schedules} random schedules")
+                _draw(options, reports[0])
+    print(f"nothing found under {search}")
+    if options.json:
+        write_json(options.json, None, "", search)
     return 0
+
+
+def _traced(
+    function: Callable[[], object], arch: str, error: EmulatorError, more: dict[str, str]
+) -> EmulatorError:
+    """The same finding once more, with a timeline."""
+    try:
+        with intercept(arch, schedule=error.schedule, trace=True, **more):
+            function()
+    except EmulatorError as again:
+        return again
+    return error
 
 
 if __name__ == "__main__":

@@ -76,16 +76,16 @@ def cta_of(error: EmulatorError) -> int:
     return int(last) if last.isdecimal() and int(last) in traced else min(traced)
 
 
-def page(error: EmulatorError) -> str:
-    """A page that steps through the traced launch up to a finding."""
-    timeline, name = error.report.timeline, error.report.kernel
+def page(report: Any, error: EmulatorError | None = None) -> str:
+    """A page that steps through the traced launch of a report, up to a finding if there is one."""
+    timeline, name = report.timeline, report.kernel
     source = Path(timeline.file).read_text(encoding="utf-8")
     return interactive(
         {name: timeline},
         {name: source},
-        title=f"{type(error).__name__} in {name}",
-        outcomes={name: f"{error}\n{explain(error)}"},
-        cta=cta_of(error),
+        title=f"{type(error).__name__} in {name}" if error else name,
+        outcomes={name: f"{error}\n{explain(error)}" if error else "The kernel ends."},
+        cta=cta_of(error) if error else min(event.cta for event in timeline.events),
     )
 
 

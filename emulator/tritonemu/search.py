@@ -32,7 +32,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .orders import Choices, Order, Priorities, Random
+from .orders import Choices, Order, Priorities, Random, order_of
 
 KINDS = ("random", "pct", "exhaustive")
 
@@ -44,11 +44,19 @@ class Search:
     """Iterates over orders, each for one execution; str() says what was covered.
 
     kind: one of KINDS. schedules: orders beside the modelled one; for "exhaustive", the most of
-    them. depth: of "pct" (see `orders.Priorities`). seed: the first one. tried: executions begun.
-    exhausted: whether no other interleaving is left. ValueError for other kinds.
+    them. depth: of "pct" (see `orders.Priorities`). seed: the first one. only: the name of an
+    order, tried instead of all others. tried: executions begun. exhausted: whether no other
+    interleaving is left. ValueError for other kinds and names.
     """
 
-    def __init__(self, kind: str = "random", schedules: int = 4, depth: int = 3, seed: int = 0):
+    def __init__(
+        self,
+        kind: str = "random",
+        schedules: int = 4,
+        depth: int = 3,
+        seed: int = 0,
+        only: str | None = None,
+    ):
         if kind not in KINDS:
             raise ValueError(f"search must be one of {KINDS}, got {kind!r}")
         if schedules < 0 or depth < 1:
@@ -57,12 +65,14 @@ class Search:
             )
         self.kind, self.schedules, self.depth, self.seed = kind, schedules, depth, seed
         self.tried, self.exhausted = 0, False
-        self._order = Order()
+        self._order, self.only = Order() if only is None else order_of(only), only
         self._tree = _Tree() if kind == "exhaustive" else None
 
     def __iter__(self) -> Iterator[Order]:
         self.tried = 1
-        yield Order()
+        yield self._order
+        if self.only is not None:
+            return
         seeds = range(self.seed, self.seed + self.schedules)
         if self._tree is not None:
             for order in self._tree.executions(self.schedules):
@@ -81,13 +91,15 @@ class Search:
             steps = max(steps, self._order.steps)
 
     def as_json(self) -> dict[str, Any]:
-        """What was covered: search, schedules (tried), and of some searches more.
+        """What was covered: search (or the only schedule), schedules (tried), and at times more.
 
         exhausted, classes, redundant: of "exhaustive", whether all interleavings are covered, by
         how many executions that differ, and how many more that turned out not to. depth, threads,
         steps, bound: of "pct", what its bound is made of, and the bound for one schedule.
         """
         out: dict[str, Any] = {"search": self.kind, "schedules": self.tried}
+        if self.only is not None:
+            return out | {"search": self.only}
         if self._tree is not None:
             tree = self._tree
             out |= {"exhausted": self.exhausted, "classes": tree.classes, "redundant": tree.useless}
@@ -99,6 +111,8 @@ class Search:
 
     def __str__(self) -> str:
         said = self.as_json()
+        if self.only is not None:
+            return f"schedule {self.only}"
         if self.kind == "random":
             return f"the modelled and {self.tried - 1} random schedules"
         if self.kind == "pct":

@@ -1154,9 +1154,10 @@ def test_command_line(script, capsys):
 def test_command_line_with_a_finding(script, capsys):
     assert main([f"{script}:racing"]) == 1
     captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
+    line, *more = captured.err.splitlines()
     assert line.startswith(f"Race (schedule modelled): {script}:")
     assert "cell[0] of CTA 0" in line and "nothing orders the two" in line
+    assert more[-1] == f"  python -m tritonemu {script}:racing --arch sm_90 --schedule modelled"
     assert main([f"{script}:unwritten"]) == 1
     assert capsys.readouterr().err.startswith("UninitializedRead (schedule modelled): ")
     assert main([f"{script}:unwritten", "--allow-uninitialized"]) == 0

@@ -1,0 +1,136 @@
+"""What findings tell: source, calls, names, and how to see them again; reports of the command."""
+
+import json
+import shlex
+import textwrap
+
+import pytest
+
+pytest.importorskip("triton.language.extra.tlx")
+
+from tritonemu.__main__ import main  # noqa: E402
+
+SCRIPT = """
+    import torch, triton
+    import triton.language as tl
+    import triton.language.extra.tlx as tlx
+
+    @triton.jit
+    def publish(ptr, value):
+        tl.atomic_xchg(ptr, value)
+
+    @triton.jit
+    def order_kernel(flag_ptr, out_ptr):
+        cell = tlx.local_alloc((16,), tl.int32, 1)
+        other = tlx.local_alloc((16,), tl.int32, 1, reuse=cell)
+        with tlx.async_tasks():
+            with tlx.async_task("default"):
+                publish(flag_ptr, 1)
+                fill(cell)
+            with tlx.async_task(num_warps=4):
+                if tl.atomic_or(flag_ptr, 0) == WANTED:
+                    fill(other)
+
+    @triton.jit
+    def fill(cell):
+        tlx.local_store(cell[0], tl.zeros((16,), tl.int32))
+
+    WANTED = tl.constexpr(0)
+
+    def early():
+        order_kernel[(1,)](torch.zeros(1, dtype=torch.int32), None)
+
+    @triton.jit
+    def wait_kernel():
+        done = tlx.alloc_barriers(1)
+        tlx.barrier_wait(done, 0)
+
+    def waiting():
+        wait_kernel[(1,)]()
+
+    @triton.jit
+    def alone_kernel(out_ptr):
+        tl.store(out_ptr, 1)
+
+    def right():
+        alone_kernel[(1,)](torch.zeros(1, dtype=torch.int32))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "messages_script.py"
+    path.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("search", ("random", "pct", "exhaustive"))
+def test_a_finding_of_a_search(script, tmp_path, capsys, search):
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "html", "svg")}
+    arguments = [f"--{kind}={path}" for kind, path in files.items()]
+    options = ["--search", search, "--schedules", "60"]
+    assert main([f"{script}:early", *options, *arguments]) == 1
+    printed = capsys.readouterr().err
+    assert "tlx.local_store(cell[0], tl.zeros((16,), tl.int32))" in printed
+    assert "called from" in printed and "fill(other)" in printed and "fill(cell)" in printed
+
+    report = json.loads(files["json"].read_text())
+    found = report["found"]
+    assert (found["kind"], found["kernel"]) == ("Race", "order_kernel")
+    assert {found["buffer"], "cell[0]", "other[0]"} == {"cell[0]", "other[0]"}
+    assert " as cell[0] at " in found["message"] or " as other[0] at " in found["message"]
+    here, earlier = found["places"]
+    assert (here["what"], earlier["what"]) == ("here", "earlier")
+    for place in (here, earlier):
+        outer, inner = place["calls"]
+        assert (outer["function"], inner["function"]) == ("", "fill")
+        assert inner["source"].startswith("tlx.local_store(cell[0]")
+    assert {place["calls"][0]["source"] for place in (here, earlier)} == {
+        "fill(cell)", "fill(other)",
+    }  # fmt: skip
+    assert report["covered"]["search"] == search and report["covered"]["schedules"] > 1
+    assert found["replay"] in printed and found["schedule"] != "modelled"
+
+    # The pictures are of the failing schedule; the command shows the finding again.
+    assert files["svg"].read_text().startswith("<svg")
+    assert "Race in order_kernel" in files["html"].read_text()
+    assert found["message"].split()[0] in files["html"].read_text()
+    _, _, module, *rest = shlex.split(found["replay"])
+    assert module == "tritonemu"
+    assert main(rest) == 1
+    assert capsys.readouterr().err == printed
+
+
+def test_a_deadlock_shows_the_source_of_each_wait(script, tmp_path, capsys):
+    assert main([f"{script}:waiting", "--json", str(tmp_path / "r.json")]) == 1
+    assert "default of CTA 0: " in capsys.readouterr().err
+    found = json.loads((tmp_path / "r.json").read_text())["found"]
+    assert found["kind"] == "Deadlock"
+    assert found["places"][-1]["what"] == "default of CTA 0"
+    assert found["places"][-1]["calls"][-1]["source"] == "tlx.barrier_wait(done, 0)"
+
+
+def test_a_report_without_a_finding(script, tmp_path, capsys):
+    files = tmp_path / "r.json", tmp_path / "r.html"
+    options = ["--search", "exhaustive", "--json", str(files[0]), "--html", str(files[1])]
+    assert main([f"{script}:right", *options]) == 0
+    assert json.loads(files[0].read_text()) == {
+        "found": None,
+        "covered": {
+            "search": "exhaustive", "schedules": 2, "exhausted": True, "classes": 1,
+            "redundant": 0,
+        },
+    }  # fmt: skip
+    assert "1 class of interleavings, in 2 executions" in capsys.readouterr().out
+
+
+def test_a_wrong_result_names_its_schedule(tmp_path, capsys):
+    path = tmp_path / "wrong.py"
+    lines = (
+        SCRIPT + "\n    def wrong():\n        early_value = right()\n        assert early_value\n"
+    )
+    path.write_text(textwrap.dedent(lines), encoding="utf-8")
+    with pytest.raises(AssertionError) as caught:
+        main([f"{path}:wrong", "--schedule", "pct:3:2:9"])
+    notes = getattr(caught.value, "__notes__", ["--schedule pct:3:2:9"])
+    assert notes[0].endswith("--schedule pct:3:2:9")
