@@ -8,6 +8,7 @@ from torch import nn
 from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention, check_impls
 from gdpa_kernels.calling import jagged, layers, packed
 from gdpa_kernels.calling.jagged import Jagged, Offsets
+from gdpa_kernels.norms.api import head_norm_
 
 
 class BlockAttention(nn.Module):
@@ -29,6 +30,8 @@ class BlockAttention(nn.Module):
         rotate_v: rotate v too.
         qk_norm: RMSNorm of each head's rows of q and of k, with learned weights, before they are
             rotated. With it q and k are copies, and PyTorch concatenates the gradients.
+        fused_qk_norm: qk_norm by `norms.api.head_norm_`, in place on what the linear layer made,
+            which nothing else may keep, and with one packed gradient; as `GDPASelfAttention`.
         bias: whether the two projections have one.
         impl, backward_impl: as `block_attention`.
         validate: check the values of the offsets; as `block_attention`.
@@ -48,6 +51,7 @@ class BlockAttention(nn.Module):
         rotary: float | None = None,
         rotate_v: bool = False,
         qk_norm: bool = False,
+        fused_qk_norm: bool = False,
         bias: bool = True,
         impl: str = "auto",
         backward_impl: str | None = None,
@@ -75,6 +79,7 @@ class BlockAttention(nn.Module):
         self.qkv = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * head_dim, **made)
         self.out = nn.Linear(embed_dim, embed_dim, **made)
         self.q_norm, self.k_norm = layers.head_norms(qk_norm, head_dim, made)
+        self.fused_qk_norm = layers.check_fused(qk_norm, fused_qk_norm)
 
     def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
         """The layer's output, of the kind and shape of x.
@@ -88,8 +93,14 @@ class BlockAttention(nn.Module):
 
     def _attend(self, values: torch.Tensor, offsets: Offsets) -> torch.Tensor:
         """W_out block_attention(W_qkv values); the offsets are those that `forward` checked."""
-        q, k, v = self.qkv(values).unflatten(1, (-1, self.head_dim)), None, None
-        if self.q_norm is not None:
+        qkv = self.qkv(values)
+        if self.fused_qk_norm:
+            qkv = head_norm_(
+                qkv, (self.q_norm.weight, self.k_norm.weight), (self.num_heads, self.num_kv_heads),
+                eps=layers.EPSILON, overwrite_gradient=True,
+            )  # fmt: skip
+        q, k, v = qkv.unflatten(1, (-1, self.head_dim)), None, None
+        if self.q_norm is not None and not self.fused_qk_norm:
             q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
             q, k = self.q_norm(q), self.k_norm(k)
         turns = layers.turns(self.rotary, self.head_dim, values.shape[0], offsets)

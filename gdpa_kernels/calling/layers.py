@@ -46,6 +46,13 @@ def head_norms(qk_norm: bool, head_dim: int, made: dict) -> tuple[HeadNorm | Non
     return HeadNorm(head_dim, **made), HeadNorm(head_dim, **made)
 
 
+def check_fused(qk_norm: bool, fused_qk_norm: object) -> bool:
+    """fused_qk_norm as a bool. Raises ValueError if it is true without qk_norm."""
+    if fused_qk_norm and not qk_norm:
+        raise ValueError(f"fused_qk_norm must be False without qk_norm, got {fused_qk_norm!r}")
+    return bool(fused_qk_norm)
+
+
 def turns(
     base: float | None, head_dim: int, total: int, offsets: Offsets
 ) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -10,6 +10,7 @@ from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.norms.api import head_norm_
 
 Activation = str | tuple[str, ...] | list[str]
 
@@ -32,6 +33,7 @@ class _Layer(nn.Module):
         scale: float | None,
         output_scale: float,
         qk_norm: bool,
+        fused_qk_norm: bool,
         max_seqlen: int | None,
         precise: bool,
         impl: str,
@@ -59,6 +61,7 @@ class _Layer(nn.Module):
         self.max_seqlen, self.validate = max_seqlen, validate
         self.precise, self.impl, self.backward_impl = bool(precise), impl, backward_impl
         self.q_norm, self.k_norm = layers.head_norms(qk_norm, self.head_dim, made)
+        self.fused_qk_norm = layers.check_fused(qk_norm, fused_qk_norm)
 
     def _read(
         self, x: torch.Tensor | Jagged, max_seqlen: int | None
@@ -80,11 +83,25 @@ class _Layer(nn.Module):
         turns: tuple[torch.Tensor, torch.Tensor] | None = None,
         **mask,
     ) -> torch.Tensor:
-        """W_out gdpa(q, k, v), `[rows, embed_dim]`; the offsets are those that `_read` checked."""
-        if self.q_norm is not None or turns is not None:
+        """W_out gdpa(q, k, v), `[rows, embed_dim]`; the offsets are those that `_read` checked.
+
+        q, k, v: `[..., heads * head_dim]`, as linear layers make them.
+        """
+        shared = cu_seqlens_q is None
+        if self.fused_qk_norm:
+            q, k = self._norm_in_place(q, k, turns, shared)
+            turns = None
+        q, k, v = (
+            x if x is None else x.reshape(-1, x.shape[-1] // self.head_dim, self.head_dim)
+            for x in (q, k, v)
+        )
+        norm = self.q_norm is not None and not self.fused_qk_norm
+        if norm or turns is not None:
             q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
-        if self.q_norm is not None:
+        if norm:
             q, k = self.q_norm(q), self.k_norm(k)
+        elif self.fused_qk_norm and shared:
+            q = self.q_norm(q)
         if turns is not None:
             q, k = layers.rotate(q, *turns), layers.rotate(k, *turns)
         out = gdpa(
@@ -95,6 +112,18 @@ class _Layer(nn.Module):
             validate=False, **mask,
         )  # fmt: skip
         return self.out(out.flatten(1))
+
+    def _norm_in_place(self, q, k, turns, shared):
+        """q and k of `_attend`, or q, k and v packed in q, normalised where they lie; a shared q,
+        which is a parameter, is left. Their gradients come from `gdpa`, which makes them for us."""
+        options = {"eps": layers.EPSILON, "overwrite_gradient": True}
+        first, second = self.q_norm.weight, self.k_norm.weight
+        heads = self.num_heads, self.num_kv_heads
+        if k is None:
+            return head_norm_(q, (first, second), heads, turns, **options), None
+        if not shared:
+            q = head_norm_(q, (first,), heads[:1], **options)
+        return q, head_norm_(k, (second,), heads[1:], **options)
 
     def extra_repr(self) -> str:
         return (
@@ -129,6 +158,9 @@ class GDPASelfAttention(_Layer):
             scale=1 / head_dim makes it a cosine at first, where the polynomial "gelu_taylor6" is
             accurate; the other activations need no bound. With it q and k are copies, only v is
             read in place, and PyTorch concatenates their gradients. False: the operator alone.
+        fused_qk_norm: qk_norm and rotary by `norms.api.head_norm_`, in place on what the linear
+            layers made, which nothing else may keep, and with packed gradients. The same function
+            but for roundings; the modules q_norm and k_norm hold the weights and are not called.
         bias: whether the two projections have one.
         max_seqlen: at least the longest sequence, in tokens. None takes that of the call, of
             `Lengths` or of a nested tensor that knows its own, or reads it from the offsets in each
@@ -157,6 +189,7 @@ class GDPASelfAttention(_Layer):
         window: int | None = None,
         rotary: float | None = None,
         qk_norm: bool = False,
+        fused_qk_norm: bool = False,
         bias: bool = True,
         max_seqlen: int | None = None,
         precise: bool = False,
@@ -169,8 +202,9 @@ class GDPASelfAttention(_Layer):
         made = {"bias": bias, "device": device, "dtype": dtype}
         super().__init__(
             embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
-            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, precise=precise,
-            impl=impl, backward_impl=backward_impl, validate=validate, made=made,
+            output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
+            max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
+            validate=validate, made=made,
         )  # fmt: skip
         api.check_scalars(None, 1.0, window)
         layers.check_rotary(rotary, self.head_dim)
@@ -192,9 +226,8 @@ class GDPASelfAttention(_Layer):
         Raises TypeError, ValueError: x is wrong: what is expected, what was received.
         """
         values, offsets, longest = self._read(x, max_seqlen)
-        qkv = self.qkv(values).unflatten(1, (-1, self.head_dim))
         y = self._attend(
-            qkv, None, None, offsets, offsets, longest, longest,
+            self.qkv(values), None, None, offsets, offsets, longest, longest,
             layers.turns(self.rotary, self.head_dim, values.shape[0], offsets),
             causal=self.causal, window=self.window,
         )  # fmt: skip
@@ -238,6 +271,7 @@ class PMA(_Layer):
         scale: float | None = None,
         output_scale: float = 1.0,
         qk_norm: bool = False,
+        fused_qk_norm: bool = False,
         bias: bool = True,
         max_seqlen: int | None = None,
         precise: bool = False,
@@ -250,8 +284,9 @@ class PMA(_Layer):
         made = {"bias": bias, "device": device, "dtype": dtype}
         super().__init__(
             embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
-            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, precise=precise,
-            impl=impl, backward_impl=backward_impl, validate=validate, made=made,
+            output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
+            max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
+            validate=validate, made=made,
         )  # fmt: skip
         layers.check_positive(num_seeds=num_seeds)
         self.num_seeds = num_seeds
@@ -265,9 +300,7 @@ class PMA(_Layer):
         x, max_seqlen: as `GDPASelfAttention.forward`, and so the errors.
         """
         values, offsets, longest = self._read(x, max_seqlen)
-        q = self.seeds.unflatten(1, (self.num_heads, self.head_dim))
-        kv = self.kv(values).unflatten(1, (-1, self.head_dim))
-        y = self._attend(q, kv, None, None, offsets, self.num_seeds, longest)
+        y = self._attend(self.seeds, self.kv(values), None, None, offsets, self.num_seeds, longest)
         return y.unflatten(0, (jagged.batch_size(offsets), self.num_seeds))
 
     def extra_repr(self) -> str:
@@ -318,6 +351,7 @@ class PFFN(_Layer):
         scale: float | None = None,
         output_scale: float = 1.0,
         qk_norm: bool = False,
+        fused_qk_norm: bool = False,
         bias: bool = True,
         max_seqlen: int | None = None,
         precise: bool = False,
@@ -330,8 +364,9 @@ class PFFN(_Layer):
         made = {"bias": bias, "device": device, "dtype": dtype}
         super().__init__(
             embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
-            output_scale=output_scale, qk_norm=qk_norm, max_seqlen=max_seqlen, precise=precise,
-            impl=impl, backward_impl=backward_impl, validate=validate, made=made,
+            output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
+            max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
+            validate=validate, made=made,
         )  # fmt: skip
         layers.check_positive(summary_dim=summary_dim, num_keys=num_keys)
         self.summary_dim, self.num_keys = summary_dim, num_keys
@@ -365,13 +400,13 @@ class PFFN(_Layer):
                 f"summary must have shape {list(shape)}, one summary per sequence, "
                 + ("got a nested tensor" if summary.is_nested else f"got {list(summary.shape)}")
             )
-        q = self.q(values).unflatten(1, (self.num_heads, self.head_dim))
         kv = self.kv(summary)
-        if self.mix is not None:
+        if self.mix is None:
+            kv = kv.view(batch, self.num_keys, 2 * self.num_kv_heads * self.head_dim)
+        else:
             kv = torch.bmm(self.mix.weight.to(kv.dtype).expand(batch, -1, -1), kv)
-        kv = kv.view(batch * self.num_keys, 2 * self.num_kv_heads, self.head_dim)
         keys = self._keys(offsets, values.device)
-        y = self._attend(q, kv, None, offsets, keys, longest, self.num_keys)
+        y = self._attend(self.q(values), kv, None, offsets, keys, longest, self.num_keys)
         return jagged.like(x, y, offsets)
 
     def _keys(self, offsets: Offsets, device: torch.device) -> Offsets:

@@ -80,9 +80,9 @@ def head_norm_(
     operators otherwise.
 
     Args:
-        x: `[total, heads, head_dim]`, or `[total, heads * head_dim]` as a linear layer makes it; no
-            leaf that requires grad. Who has kept x, a hook for example, sees the result. PyTorch
-            copies the gradient of a view once more.
+        x: `[total, heads, head_dim]`, or contiguous `[..., heads * head_dim]` as a linear layer
+            makes it; no leaf that requires grad. Who has kept x, a hook for example, sees the
+            result. PyTorch copies the gradient of a view once more.
         weights: one or two of `[head_dim]`.
         counts: heads of each weight, at most x's together.
         turns: (sin, cos), each contiguous `[total, head_dim // 2]`. None: no rotation.
@@ -263,7 +263,10 @@ def _per_head(first, second, count_1, count_2, dtype, turned) -> torch.Tensor:
 
 
 def _heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() == 3 else x.unflatten(1, (-1, weight.shape[0]))
+    head_dim = weight.shape[0]
+    if x.dim() == 3 and x.shape[2] == head_dim:
+        return x
+    return x.view(-1, x.shape[-1] // head_dim, head_dim)
 
 
 def _head_forward(x, first, second, sin, cos, count_1, count_2, eps):
@@ -284,7 +287,7 @@ def _head_forward(x, first, second, sin, cos, count_1, count_2, eps):
 
 
 def _fake_head_forward(x, first, second, sin, cos, count_1, count_2, eps):
-    sizes = x.shape[0], count_1 + count_2
+    sizes = _heads(x, first).shape[0], count_1 + count_2
     kept = x.new_empty(0) if sin is None else x.new_empty(*sizes, first.shape[0])
     return x.new_empty(sizes, dtype=_wide(x[:0]).dtype), kept
 
@@ -405,17 +408,22 @@ def _check_heads(x: object, weights: object, counts: object, turns: object) -> N
     if head_dim < 1:
         raise ValueError(f"weights[0] must have shape [head_dim], got {list(weights[0].shape)}")
     of_heads = x.dim() == 3 and x.shape[2] == head_dim
-    if not of_heads and (x.dim() != 2 or x.shape[1] % head_dim):
+    if not of_heads and (x.dim() < 2 or x.shape[-1] % head_dim):
         raise ValueError(
-            f"x must have shape [total, heads, {head_dim}] or [total, heads * {head_dim}], "
+            f"x must have shape [total, heads, {head_dim}] or [..., heads * {head_dim}], "
             f"got {list(x.shape)}"
+        )
+    if not of_heads and not x.is_contiguous():
+        raise ValueError(
+            f"x must be contiguous unless it is [total, heads, {head_dim}], "
+            f"got strides {x.stride()}"
         )
     if not isinstance(counts, tuple | list) or len(counts) != len(weights):
         raise TypeError(f"counts must be a tuple of {len(weights)} integers, got {counts!r}")
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int | torch.SymInt) or count < 1:
             raise ValueError(f"counts must be integers of at least 1, got {counts!r}")
-    heads = x.shape[1] if of_heads else x.shape[1] // head_dim
+    heads = x.shape[1] if of_heads else x.shape[-1] // head_dim
     if sum(counts) > heads:
         raise ValueError(f"counts must sum to at most x's {heads} heads, got {counts!r}")
     for index, weight in enumerate(weights):
@@ -429,7 +437,8 @@ def _check_heads(x: object, weights: object, counts: object, turns: object) -> N
         raise TypeError(f"turns must be None or (sin, cos), got {type(turns).__name__}")
     if head_dim % 2:
         raise ValueError(f"weights[0] must have an even head_dim for turns, got {head_dim}")
+    total = x.shape[0] if of_heads else x.numel() // x.shape[-1]
     for name, turn in zip(("sin", "cos"), turns, strict=True):
-        _check_like(name, turn, (x.shape[0], head_dim // 2), x.device)
+        _check_like(name, turn, (total, head_dim // 2), x.device)
         if not turn.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {turn.stride()}")

@@ -298,7 +298,7 @@ ADD_ERRORS = (
 )
 HEAD_ERRORS = (
     (TypeError, "weights must be a tuple of one or two tensors, got ()", (X, (), ())),
-    (ValueError, "x must have shape [total, heads, 16] or [total, heads * 16], got [3, 60]",
+    (ValueError, "x must have shape [total, heads, 16] or [..., heads * 16], got [3, 60]",
      (X[:, :60], (W,), (1,))),
     (TypeError, "counts must be a tuple of 1 integers, got (1, 2)", (X, (W,), (1, 2))),
     (ValueError, "counts must be integers of at least 1, got (0,)", (X, (W,), (0,))),
