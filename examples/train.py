@@ -52,15 +52,20 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     found.add_argument(
         "--timeout", type=options.positive, default=300, help="seconds for a lost rank"
     )
-    o, ranks = found.parse_args(given), int(os.environ.get("WORLD_SIZE", 1))
-    if (o.engine == "single") != ("RANK" not in os.environ):
-        wanted = "none" if o.engine == "single" else "torchrun --nproc-per-node N examples/train.py"
-        found.error(f"--engine {o.engine} needs {wanted}, got {ranks} processes of torchrun")
-    if o.batch % ranks:
-        found.error(f"--batch must be a multiple of the {ranks} ranks, got {o.batch}")
+    o = found.parse_args(given)
+    check_ranks(found, o)
     if o.resume and (o.checkpoint is None or newest(o.checkpoint) is None):
         found.error(f"--resume needs a complete checkpoint in --checkpoint, got {o.checkpoint}")
     return o
+
+
+def check_ranks(parser: options.Parser, o: argparse.Namespace) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if (o.engine == "single") != ("RANK" not in os.environ):
+        wanted = "none" if o.engine == "single" else f"torchrun --nproc-per-node N {sys.argv[0]}"
+        parser.error(f"--engine {o.engine} needs {wanted}, got {ranks} processes of torchrun")
+    if o.batch % ranks:
+        parser.error(f"--batch must be a multiple of the {ranks} ranks, got {o.batch}")
 
 
 class Loader:
@@ -132,21 +137,26 @@ def evaluate(model, loader: Loader, batches: int) -> dict[str, float]:
     }
 
 
-def train(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> dict:
-    """Trains as told; returns what `--out` gets."""
-    loader, config = Loader(o, rank, ranks, device), options.config_of(o, o.attention)
-    flops, peak = options.flops_of(config), options.peak_of(o, device)
+def network(o: argparse.Namespace, loader: Loader, device: torch.device) -> torch.nn.Module:
+    """The model, compiled and wrapped by the engine as told."""
     torch.manual_seed(o.seed)
-    model = build(config, loader.world).to(device)
+    model = build(options.config_of(o, o.attention), loader.world).to(device)
     if o.engine == "fsdp2":
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
     if o.compile:
         model.compile(backend=o.compile)
-    net = model
     if o.engine == "ddp":
-        net = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return model
+
+
+def train(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> dict:
+    """Trains as told; returns what `--out` gets."""
+    loader, config = Loader(o, rank, ranks, device), options.config_of(o, o.attention)
+    flops, peak = options.flops_of(config), options.peak_of(o, device)
+    net = network(o, loader, device)
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(net.parameters(), lr=o.lr, weight_decay=1e-4, fused=fused)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, o.lr, o.steps)
@@ -194,8 +204,8 @@ def progress(step, loss, samples, work, seconds, ranks, peak, device) -> str:
     )
 
 
-def main(given: list[str] | None = None) -> dict:
-    o = arguments(given)
+def join(o: argparse.Namespace) -> tuple[int, int, torch.device]:
+    """Starts the engine's group of processes: the rank, how many there are, its device."""
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = options.device_of(o, int(os.environ.get("LOCAL_RANK", 0)))
     options.check_attention(o.attention, device)
@@ -204,6 +214,12 @@ def main(given: list[str] | None = None) -> dict:
     if o.engine != "single":
         kind = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(kind, timeout=timedelta(seconds=o.timeout))
+    return rank, ranks, device
+
+
+def main(given: list[str] | None = None) -> dict:
+    o = arguments(given)
+    rank, ranks, device = join(o)
     try:
         found = train(o, rank, ranks, device)
     except RuntimeError as error:

@@ -27,14 +27,14 @@ SMALL = [
 FEW = [*SMALL, "--batch", "16", "--steps", "6", "--log-every", "1", "--eval-batches", "1"]
 
 
-def start(ranks: int, *arguments: object) -> list[subprocess.Popen]:
+def start(ranks: int, *arguments: object, script: Path = SCRIPT) -> list[subprocess.Popen]:
     """The processes of a run, as torchrun starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    command = [sys.executable, str(script), *map(str, arguments)]
     return [
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -44,8 +44,8 @@ def start(ranks: int, *arguments: object) -> list[subprocess.Popen]:
     ]  # fmt: skip
 
 
-def run(ranks: int, out: Path, *arguments: object) -> dict:
-    for process in start(ranks, *arguments, "--out", out):
+def run(ranks: int, out: Path, *arguments: object, script: Path = SCRIPT) -> dict:
+    for process in start(ranks, *arguments, "--out", out, script=script):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
     return json.loads(out.read_text())
@@ -152,3 +152,14 @@ def test_step_by_parts(tmp_path):
             assert len(row["steps_s"]) == 2 and row["attention_alone_s"] > 0
             assert row["kinds_s"]["matmul"] > 0 and row["forward_s"] < row["step_s"]
         assert rows[0]["pairs"] == rows[1]["pairs"] and rows[0]["kinds_s"]["attention"] > 0
+
+
+def test_ranks_are_timed(tmp_path):
+    """The same rows in any deal; "sorted" gives rank 0 the most tokens."""
+    given = [*SMALL, "--batch", "16", "--repeats", "2", "--warmup", "1", "--attention", "eager"]
+    given += ["--engine", "ddp", "--deals", "sorted", "balanced"]
+    found = run(2, tmp_path / "ranks.json", *given, script=SCRIPT.with_name("ranks.py"))["rows"]
+    tokens = {row["deal"]: row["tokens"] for row in found}
+    assert sum(tokens["sorted"]) == sum(tokens["balanced"])
+    assert tokens["sorted"][0] > tokens["sorted"][1]
+    assert all(len(row["own_s"]) == row["ranks"] == 2 and row["skew"] >= 1 for row in found)
