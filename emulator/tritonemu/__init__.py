@@ -19,6 +19,7 @@ torch, triton and greenlet, and no GPU.
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,7 @@ from .errors import (
     Unsupported,
     location_of,
 )
+from .gpu import WARMED_UP, fake_gpu
 from .language import MODULES, NAMES
 from .launch import CURRENT, Cluster, Cta, Launch, Report
 from .memory import Descriptor, Memory
@@ -87,7 +89,7 @@ __all__ = [
     "current_arch",
     "current_multiprocessors",
     "enabled",
-    "intercept",
+    "fake_gpu",
     "is_enabled",
     "run",
     "run_enabled",
@@ -107,14 +109,23 @@ MULTIPROCESSORS = 3
 _OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | {"ctas_per_cga"}  # a plugin's, with TLX
 
 
+class Reports(list[Report]):
+    """Reports of launches, one after the other. findings: errors of those that raised one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.findings: list[EmulatorError] = []
+
+
 @dataclass(frozen=True)
 class _Enabled:
     """What `enabled` was given, and the reports of the launches in it."""
 
     arch: str
     multiprocessors: int
+    all_configs: bool
     options: dict[str, Any]
-    reports: list[Report]
+    reports: Reports
 
 
 _ENABLED: contextvars.ContextVar[_Enabled | None] = contextvars.ContextVar("emulator", default=None)
@@ -132,16 +143,22 @@ def _check_arch(arch: str) -> None:
 
 @contextlib.contextmanager
 def enabled(
-    arch: str = "sm_90", *, multiprocessors: int = MULTIPROCESSORS, **options: Any
-) -> Iterator[list[Report]]:
-    """Within this context launchers that are given CPU tensors call `run_enabled`.
+    arch: str = "sm_90",
+    *,
+    multiprocessors: int = MULTIPROCESSORS,
+    all_configs: bool = False,
+    **options: Any,
+) -> Iterator[Reports]:
+    """Within this context kernels that are launched on CPU tensors run in the emulator.
 
-    Yields the reports of their launches, one after the other. The emulated device has
-    `multiprocessors` of them: a few, so that persistent programs share work. `options` are those of
-    `run`.
+    `kernel[grid](...)` does, in the thread that opens it, and launchers that call `run_enabled`.
+    Yields the reports of the launches. The emulated device has `multiprocessors` of them: a few, so
+    that persistent programs share work. An autotuned kernel runs with the first configuration that
+    fits, with `all_configs` with each that fits, the first one last. `options` are those of `run`.
     """
     _check_arch(arch)
-    opened = _Enabled(arch, multiprocessors, _with_order(options), [])
+    _take_launches()
+    opened = _Enabled(arch, multiprocessors, all_configs, _with_order(options), Reports())
     token = _ENABLED.set(opened)
     try:
         yield opened.reports
@@ -149,14 +166,110 @@ def enabled(
         _ENABLED.reset(token)
 
 
-def run_enabled(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """`run` on the device of the open `enabled` context, which gets the report.
+@functools.cache
+def _take_launches() -> None:
+    """Let launches ask from now on whether a context is open."""
+
+    def taken(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _ENABLED.get() is None or _are_on_gpu(_tensors((args, kwargs))):
+                return original(self, *args, **kwargs)
+            if kwargs.pop("warmup", False):
+                return WARMED_UP
+            return run_enabled(self, kwargs.pop("grid"), *args, **kwargs)
+
+        return launch
+
+    for kind in (JITFunction, Autotuner, Heuristics):
+        if "run" in vars(kind):
+            kind.run = taken(kind.run)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of launch arguments."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, TensorDescriptor):
+        return [value.base]
+    values = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, tuple, list)):
+        return []
+    return [tensor for each in values for tensor in _tensors(each)]
+
+
+def _are_on_gpu(tensors: list[torch.Tensor]) -> bool:
+    with torch._C.DisableTorchFunction():
+        return any(tensor.is_cuda for tensor in tensors)
+
+
+def run_enabled(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Report:
+    """`run` on the device of the open `enabled` context, which gets the report, or the finding.
 
     Raises RuntimeError without such a context, and what `run` raises.
     """
     opened = _opened()
-    report = run(kernel, grid, *args, arch=opened.arch, **opened.options, **kwargs)
-    opened.reports.append(report)
+    try:
+        with torch._C.DisableTorchFunction():
+            return _run_configurations(opened, kernel, grid, args, kwargs)
+    except EmulatorError as error:
+        opened.reports.findings.append(error)
+        raise
+
+
+def _run_configurations(
+    opened: _Enabled, kernel: Any, grid: Any, args: tuple, kwargs: dict[str, Any]
+) -> Report:
+    def launch(config: Any) -> Report:
+        report = run(
+            kernel, grid, *args, arch=opened.arch, **opened.options, **{**kwargs, **config}
+        )
+        opened.reports.append(report)
+        return report
+
+    configs = [] if "config" in opened.options else _configurations(kernel, args, kwargs)
+    if len(configs) < 2:
+        return launch({})
+    before = [(x.untyped_storage(), x.untyped_storage().clone()) for x in _tensors((args, kwargs))]
+    fitting, refused = [], None
+    for config in reversed(configs) if opened.all_configs else configs:
+        for storage, content in before:
+            storage.copy_(content)
+        try:
+            report = launch({"config": config})
+        except ResourceLimit as error:
+            refused = error
+            continue
+        except EmulatorError as error:
+            chosen = {**config.kwargs, "num_warps": config.num_warps}
+            named = ", ".join(f"{name}={value}" for name, value in chosen.items())
+            error.args = (f"{error.args[0]} (configuration {named})", *error.args[1:])
+            raise
+        fitting.append(config)
+        if not opened.all_configs:
+            return report
+    if not fitting:
+        raise refused
+    if config is not fitting[-1]:
+        for storage, content in before:
+            storage.copy_(content)
+        report = launch({"config": fitting[-1]})
+    return report
+
+
+def _configurations(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """What pruning leaves of an autotuned kernel's configurations; none without an autotuner."""
+    while not isinstance(kernel, JITFunction):
+        named = dict(zip(getattr(kernel, "arg_names", ()), args, strict=False))
+        if hasattr(kernel, "configs"):
+            kernel.nargs = named
+            return list(kernel.prune_configs(kwargs))
+        for name, rule in getattr(kernel, "values", {}).items():
+            kwargs = {**kwargs, name: rule({**named, **kwargs})}
+        if not hasattr(kernel, "fn"):
+            break
+        kernel = kernel.fn
+    return []
 
 
 def is_enabled() -> bool:
@@ -180,30 +293,6 @@ def _opened() -> _Enabled:
     if opened is None:
         raise RuntimeError("tritonemu.enabled() must be open, got no open context")
     return opened
-
-
-@contextlib.contextmanager
-def intercept(arch: str = "sm_90", **options: Any) -> Iterator[list[Report]]:
-    """Within this context every `kernel[grid](...)` runs in the emulator; yields their reports.
-
-    For host code that launches kernels itself, given CPU tensors. `options` are those of `run`.
-    """
-    _check_arch(arch)
-    options, reports = _with_order(options), []
-
-    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Report:
-        reports.append(run(self, grid, *args, arch=arch, **options, **kwargs))
-        return reports[-1]
-
-    kinds = [kind for kind in (JITFunction, Autotuner, Heuristics) if "run" in vars(kind)]
-    before = [kind.run for kind in kinds]
-    try:
-        for kind in kinds:
-            kind.run = launch
-        yield reports
-    finally:
-        for kind, method in zip(kinds, before, strict=True):
-            kind.run = method
 
 
 def run(

@@ -1,36 +1,68 @@
-"""`python -m tritonemu FILE.py:FUNCTION`: run what a function launches in the emulator.
+"""`python -m tritonemu FILE.py [ARGUMENT ...]`: run a GPU program in the emulator, unedited.
 
-The function takes no argument and launches kernels on CPU tensors. They run under the modelled
-schedule and those of a `--search` (see `search`), or under one named by `--schedule`, as findings
-name it. `--arch` names the device. `--svg`, `--html` and `--trace` keep a timeline: of the launch
-with the finding, or else of the first. `--json` writes what was found and what was covered (see
-`messages`). The exit status is 0 if nothing was found, 1 after a finding, 2 for a
-wrong command line.
+Also `python -m tritonemu FILE.py:FUNCTION`, which calls one function without arguments. Every
+kernel that is launched as `kernel[grid](...)` runs under the modelled schedule and those of a
+`--search` (see `search`), or under one named by `--schedule`, as findings name it; the program is
+run once for each, and prints the first time. There seems to be a GPU (`--arch`, `--no-fake-gpu`),
+whose tensors lie on the CPU. `--svg`, `--html` and `--trace` keep a timeline: of the launch with
+the finding, or else of the first. `--json` writes what was found and what was covered (see
+`messages`). Options stand before FILE.py; what follows it belongs to the program.
+
+The exit status is 0 if nothing was found, 1 after a finding, 2 for a wrong command line, 3 if the
+program could not be checked (it fails by itself, launches no kernel, or uses an operation that the
+emulator does not know), 4 after `--timeout` seconds.
 """
 
 import argparse
+import contextlib
 import importlib.util
+import io
+import os
+import re
+import runpy
+import shlex
+import signal
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
-from . import ARCHITECTURES, EmulatorError, Report, intercept
+import torch
+
+from . import ARCHITECTURES, EmulatorError, Report, Reports, Unsupported, enabled, fake_gpu
+from .gpu import MULTIPROCESSORS
 from .messages import cta_of, explain, page, write_json
-from .orders import order_of
+from .orders import Order, order_of
 from .search import KINDS, Search
 from .undefined import MODES
+
+CLEAN, FOUND, USAGE, UNCHECKED, TIMEOUT = range(5)
+
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
+_MACHINERY = (_PACKAGE, os.path.join(os.path.dirname(torch.__file__), ""), "<frozen ")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(USAGE, f"{self.prog}: {message}\n")
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return seconds
 
 
 def _schedule(text: str) -> str:
@@ -40,29 +72,49 @@ def _schedule(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def load(target: str) -> Callable[[], object]:
-    """The function FUNCTION of `FILE.py:FUNCTION`; ArgumentTypeError if there is none."""
-    path, _, name = target.rpartition(":")
-    if not path.endswith(".py") or not name:
-        raise argparse.ArgumentTypeError(f"target must be FILE.py:FUNCTION, got {target!r}")
+def split(target: str) -> tuple[str, str | None]:
+    """File and function of `FILE.py` or `FILE.py:FUNCTION`; ArgumentTypeError for others."""
+    found = re.fullmatch(r"(.*\.py)(?::(\w+))?", target)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"target must be FILE.py or FILE.py:FUNCTION, got {target!r}"
+        )
+    path, name = found.groups()
     if not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"target must name an existing file, got {path!r}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        compile(Path(path).read_bytes(), path, "exec")
     except SyntaxError as error:
         place = f"{error.filename}:{error.lineno}"
         raise argparse.ArgumentTypeError(
             f"target must be valid Python, got {error.msg} at {place}"
         ) from None
+    return path, name
+
+
+def load(path: str, name: str) -> Callable[[], object]:
+    """The function `name` of the file at `path`; ArgumentTypeError if there is none."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
     found = getattr(module, name, None)
     if not callable(found):
         got = type(found).__name__ if hasattr(module, name) else "none"
         raise argparse.ArgumentTypeError(f"{path} must define a function {name!r}, got {got}")
     return found
+
+
+@contextlib.contextmanager
+def _as_program(path: str, arguments: list[str]) -> Iterator[None]:
+    """The command line and the import path of `python FILE.py ARGUMENT ...`."""
+    before = sys.argv, sys.path[:]
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before
 
 
 def summary(report: Report) -> str:
@@ -82,6 +134,20 @@ def summary(report: Report) -> str:
     return "\n".join(lines)
 
 
+def _summaries(reports: list[Report]) -> str:
+    """The first launch of each kernel, with its name if there are others."""
+    kernels: dict[str, list[Report]] = {}
+    for report in reports:
+        kernels.setdefault(report.kernel, []).append(report)
+    lines = []
+    for name, launches in kernels.items():
+        if len(reports) > 1:
+            times = f", the first of {len(launches)} launches" if len(launches) > 1 else ""
+            lines.append(f"{name}{times}:")
+        lines.append(summary(launches[0]))
+    return "\n".join(lines)
+
+
 def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | None = None) -> None:
     """Write what was asked for of a launch, which may have ended with a finding."""
     timeline = report.timeline
@@ -98,20 +164,64 @@ def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | No
 
 def _command(options: argparse.Namespace, schedule: str) -> str:
     """The command that shows a finding again."""
-    parts = ["python -m tritonemu", options.target, f"--arch {options.arch}"]
+    parts = ["python -m tritonemu", f"--arch {options.arch}"]
+    parts += ["--no-fake-gpu"] * (not options.fake_gpu)
+    if options.multiprocessors != MULTIPROCESSORS:
+        parts.append(f"--multiprocessors {options.multiprocessors}")
+    parts += ["--all-configs"] * options.all_configs
     parts += ["--allow-uninitialized"] * options.allow_uninitialized
     parts += [f"--masked {options.masked}"] * (options.masked != "nan")
-    return " ".join([*parts, f"--schedule {schedule}"])
+    return (
+        shlex.join(" ".join([*parts, f"--schedule {schedule}"]).split())
+        + " "
+        + shlex.join([options.target, *options.arguments])
+    )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0 if nothing was found, 1 with a finding, 2 for a bad command line."""
+def _place(frames: list[tuple[FrameType, int]]) -> str:
+    """File and line of the innermost frame, outermost first, that is the program's."""
+    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    own = [place for place in places if not place[0].startswith(_MACHINERY)]
+    return "{}:{}".format(*own[-1]) if own else "the start"
+
+
+def _failure(error: BaseException) -> str:
+    """Why the program failed: one line for a launch refused here, else its own traceback."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if frames and frames[-1][0].f_code.co_filename.startswith(_PACKAGE):
+        return f"{_place(frames)}: {type(error).__name__}: {error}"
+    shown = traceback.TracebackException.from_exception(error)
+    while shown.stack and shown.stack[0].filename.startswith((*_MACHINERY, "<frozen")):
+        del shown.stack[0]
+    return "".join(shown.format()).rstrip()
+
+
+def _end_after(seconds: float) -> None:
+    """End this process with TIMEOUT then, whatever it does."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        frames = list(traceback.walk_stack(frame))[::-1]
+        print(f"tritonemu: timeout after {seconds:g} s at {_place(frames)}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(TIMEOUT)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m tritonemu",
-        description="Call FUNCTION() of FILE.py; every kernel it launches on CPU tensors, as "
-        "kernel[grid](...), runs in the emulator, under the modelled schedule and random ones.",
+        description=__doc__.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("target", metavar="FILE.py:FUNCTION", help="a function without arguments")
+    parser.add_argument(
+        "target", metavar="FILE.py[:FUNCTION]", help="a program, or a function without arguments"
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the program"
+    )
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")
     parser.add_argument("--search", choices=KINDS, default="random", help="(default random)")
     parser.add_argument(
@@ -119,6 +229,27 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--depth", type=_positive, default=3, help="of --search pct (default 3)")
     parser.add_argument("--schedule", type=_schedule, metavar="NAME", help="this one only")
+    parser.add_argument(
+        "--fake-gpu",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let there seem to be a GPU (default), or leave torch.cuda as it is",
+    )
+    parser.add_argument(
+        "--multiprocessors",
+        type=_positive,
+        default=MULTIPROCESSORS,
+        metavar="N",
+        help=f"of that GPU, for persistent programs (default {MULTIPROCESSORS})",
+    )
+    parser.add_argument(
+        "--all-configs",
+        action="store_true",
+        help="run every configuration of an autotuned kernel, not the first that fits",
+    )
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4"
+    )
     parser.add_argument("--json", metavar="FILE", help="write what was found, for machines")
     parser.add_argument("--html", metavar="FILE", help="write a page that steps through a launch")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
@@ -129,58 +260,114 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--masked", choices=MODES, default="nan", help="lanes off without `other` (default nan)"
     )
+    return parser
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """The options, with `path` and `name` of the target. A function takes options after it too."""
+    parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        function = load(options.target)
+        options.path, options.name = split(options.target)
+        if options.name is not None and options.arguments:
+            target, rest = options.target, options.arguments
+            before = arguments[: len(arguments) - len(rest) - 1]
+            options = parser.parse_args([*before, *rest, target])
+            if options.target != target:
+                parser.error(f"{target} takes no arguments, got {options.target!r}")
+            options.path, options.name = split(target)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
+    options.function = None
+    return options
 
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status."""
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    if options.timeout:
+        _end_after(options.timeout)
+    gpu = contextlib.nullcontext()
+    if options.fake_gpu:
+        gpu = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
+    with gpu, _as_program(options.path, options.arguments):
+        try:
+            return _check(options)
+        except argparse.ArgumentTypeError as error:
+            _parser().error(str(error))
+        finally:
+            if options.timeout:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Run the program under each schedule; the exit status."""
     wanted = bool(options.trace or options.svg or options.html)
-    uninitialized = "allow" if options.allow_uninitialized else "error"
-    more = {"uninitialized": uninitialized, "masked": options.masked}
     search = Search(options.search, options.schedules, options.depth, only=options.schedule)
     for order in search:
         first = search.tried == 1
-        try:
-            with intercept(options.arch, schedule=order, trace=wanted and first, **more) as reports:
-                function()
-        except EmulatorError as error:
+        reports, failed = _run(options, order, trace=wanted and first, quiet=not first)
+        if reports.findings:
+            error = reports.findings[0]
             replay = _command(options, error.schedule)
             print(f"{type(error).__name__} (schedule {order}): {error}", file=sys.stderr)
             print(f"{explain(error)}\n  {replay}", file=sys.stderr)
-            if wanted:
-                traced = error if first else _traced(function, options.arch, error, more)
-                _draw(options, traced.report, traced)
+            if wanted and not first:
+                again, _ = _run(options, error.schedule, trace=True, quiet=True)
+                error = again.findings[0] if again.findings else error
+            if wanted and error.report is not None:
+                _draw(options, error.report, error)
             if options.json:
                 write_json(options.json, error, replay, search)
-            return 1
-        except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"  {_command(options, str(order))}")
-            raise
-        if not reports:
-            print(f"{options.target} launched no kernel", file=sys.stderr)
-            return 1
+            return UNCHECKED if isinstance(error, Unsupported) else FOUND
+        if failed:
+            print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
+            return UNCHECKED
         if first:
-            print("\n".join(map(summary, reports)))
+            print(_summaries(reports))
             if wanted:
                 _draw(options, reports[0])
     print(f"nothing found under {search}")
     if options.json:
         write_json(options.json, None, "", search)
-    return 0
+    return CLEAN
 
 
-def _traced(
-    function: Callable[[], object], arch: str, error: EmulatorError, more: dict[str, str]
-) -> EmulatorError:
-    """The same finding once more, with a timeline."""
-    try:
-        with intercept(arch, schedule=error.schedule, trace=True, **more):
-            function()
-    except EmulatorError as again:
-        return again
-    return error
+def _run(
+    options: argparse.Namespace, schedule: str | Order, trace: bool, quiet: bool
+) -> tuple[Reports, str]:
+    """Run the program once: its launches, and why it failed or that there are none."""
+    failed = ""
+    torch.manual_seed(0)
+    with (
+        contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext(),
+        enabled(
+            options.arch,
+            multiprocessors=options.multiprocessors,
+            all_configs=options.all_configs,
+            schedule=schedule,
+            trace=trace,
+            uninitialized="allow" if options.allow_uninitialized else "error",
+            masked=options.masked,
+        ) as reports,
+    ):
+        try:
+            if options.name is None:
+                runpy.run_path(options.path, run_name="__main__")
+            else:
+                if options.function is None:
+                    options.function = load(options.path, options.name)
+                options.function()
+        except argparse.ArgumentTypeError:
+            raise
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                failed = f"{options.target} ended with exit status {error.code}"
+        except Exception as error:
+            failed = _failure(error)
+    if not failed and not reports:
+        failed = f"{options.target} launched no kernel"
+    return reports, failed
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ def run(
 
     Raises EmulatorError for a finding, AssertionError for a wrong result.
     """
-    with tritonemu.intercept(schedule=schedule, max_steps=MAX_STEPS, **options) as reports:
+    with tritonemu.enabled(schedule=schedule, max_steps=MAX_STEPS, **options) as reports:
         module.main()
     return reports[0]
 
 
 def findings(call: Callable[[], object], schedules: Sequence[str | int] = SCHEDULES) -> list[str]:
-    """`studies.findings` of a call that launches kernels itself."""
-    return studies.findings(call, schedules, within=tritonemu.intercept)
+    """`studies.findings` under SCHEDULES."""
+    return studies.findings(call, schedules)
 
 
 def wrong_results(module: ModuleType, schedules: Sequence[str | int] = SCHEDULES) -> int:

@@ -10,7 +10,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -87,18 +86,13 @@ def tensor_core(of: tritonemu.Timeline) -> pd.Series:
 def findings(
     call: Callable[[], object],
     schedules: Sequence[str | int] = ("modelled", 0, 1, 2),
-    within: Callable[..., AbstractContextManager] = tritonemu.enabled,
 ) -> list[str]:
-    """What the emulator says of a call under each schedule: kind and text of its error, or "".
-
-    `within`: `tritonemu.enabled` for launchers of this package, `tritonemu.intercept` for calls
-    that launch kernel[grid] themselves.
-    """
+    """What the emulator says of a call under each schedule: kind and text of its error, or ""."""
     found = []
     for schedule in schedules:
         text = ""
         try:
-            with within(schedule=schedule, max_steps=100_000):
+            with tritonemu.enabled(schedule=schedule, max_steps=100_000):
                 call()
         except tritonemu.EmulatorError as error:
             text = f"{type(error).__name__}: {error}"

@@ -79,14 +79,13 @@ chapter.code(pipeline.math, "for i in", "tl.store")
 # %%
 given = studies.batch((70, 0, 33))
 q, ends = given.q, given.cu_seqlens_q
-with tritonemu.enabled(schedule=7):  # this package's operators
-    gdpa(q, q, q, ends, ends, 70, 70, impl="v4_warp_specialized")
-with tritonemu.intercept(schedule=7):  # any host code that launches kernel[grid]
-    pipeline.main()
+with tritonemu.enabled(schedule=7):
+    gdpa(q, q, q, ends, ends, 70, 70, impl="v4_warp_specialized")  # an operator of this package
+    pipeline.main()  # any host code that launches kernel[grid]
 
 # %% [markdown]
-# `python -m tritonemu FILE.py:FUNCTION` does it under five schedules; `--svg` draws the
-# figure above.
+# `python -m tritonemu FILE.py:FUNCTION` does it under five schedules; `--svg` draws the figure
+# above. `python -m tritonemu FILE.py` runs a program that was written for a GPU, unedited.
 #
 # ## A barrier is two counters and a parity
 #

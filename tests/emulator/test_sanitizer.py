@@ -149,7 +149,7 @@ def test_a_name_without_a_kernel_is_refused(name):
 @pytest.mark.parametrize("control", sanitizer.CONTROLS)
 def test_controls_hold_no_race(control, schedule):
     (call,) = sanitizer.calls(control, CPU)
-    with tritonemu.intercept(schedule=schedule) as reports:
+    with tritonemu.enabled(schedule=schedule) as reports:
         call()
     assert call.args[0].tolist() == [0, 1, 1, 0] and len(reports) == 1
 

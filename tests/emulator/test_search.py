@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.emulator import handover
 from tests.emulator.mutants import enumerate_mutants, import_file
-from tritonemu import EmulatorError, intercept, run
+from tritonemu import EmulatorError, enabled, run
 from tritonemu.orders import Priorities, order_of
 from tritonemu.search import Search, _Tree
 
@@ -257,9 +257,9 @@ def test_choices_hold_over_the_launches_of_a_function():
     search = Search("exhaustive", 50)
     with pytest.raises(AssertionError) as caught:
         for order in search:
-            with intercept(schedule=order):
+            with enabled(schedule=order):
                 function()
-    with pytest.raises(AssertionError) as again, intercept(schedule=str(order)):
+    with pytest.raises(AssertionError) as again, enabled(schedule=str(order)):
         function()
     assert str(again.value) == str(caught.value)
 
