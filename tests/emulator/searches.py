@@ -1,0 +1,83 @@
+"""How often searches find: `python -m tests.emulator.searches [SUBJECT ...]` prints two tables.
+
+First mistakes that show in some orders only (the kernels of `test_search`), each under 300 random
+and 300 PCT schedules of depth 2 and 3, and after how many executions exhaustive search finds them.
+Then mutants that are not harmless, of the pipelines named (see `test_mutants`): how many the
+modelled order finds, and on average one of four random and one of four PCT schedules.
+"""
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from tests.emulator import test_mutants
+from tests.emulator.test_search import outcome
+from tritonemu import EmulatorError
+from tritonemu.orders import Priorities
+from tritonemu.search import Search, _Tree
+
+SEEDS = 300
+MISTAKES = (("count", 2), ("locks", 1), ("named", 1), ("delay", 6), ("delay", 12), ("delay", 24))
+
+
+def print_mistakes() -> None:
+    """Per kernel: finds of random and of PCT with its bound; exhaustive: first find, classes."""
+    print(
+        "| kernel | random | PCT, depth 2 | its bound | PCT, depth 3 | exhaustive | of the right |"
+    )
+    for name, turns in MISTAKES:
+
+        def wrong(order, name=name, turns=turns):
+            return not outcome(name, order, turns=turns)[1]
+
+        probe = Priorities(0, 2)
+        wrong(probe)
+        found = [sum(wrong(seed) for seed in range(SEEDS))]
+        for depth in (2, 3):
+            orders = (Priorities(seed, depth, probe.steps) for seed in range(SEEDS))
+            found.append(sum(map(wrong, orders)))
+        first = next(i for i, order in enumerate(_Tree().executions(3000), 1) if wrong(order))
+        search = Search("exhaustive", 3000)
+        for order in search:
+            outcome(name, order, True, turns)
+        shares = [f"{count / SEEDS:.1%}" for count in found]
+        print(
+            f"| {name} {turns} | {shares[0]} | {shares[1]} | {probe.bound():.1%} | {shares[2]} "
+            f"| execution {first} | {search} |",
+            flush=True,
+        )
+
+
+def _finds(launches, module, schedule) -> bool:
+    for launch in launches:
+        try:
+            launch(module, schedule)
+        except (EmulatorError, AssertionError):
+            return True
+    return False
+
+
+def print_mutants(name: str) -> None:
+    """Harmful mutants of one subject that each kind of schedule finds."""
+    harmless = test_mutants.HARMLESS.get(name, {})
+    tested = [each for each in test_mutants._executed(name)[0] if each[0].what not in harmless]
+    found: Counter[str] = Counter()
+    for mutant, launches in tested:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / mutant.path.name
+            path.write_text(mutant.source)
+            module = test_mutants._import(path)
+            found["modelled"] += _finds(launches, module, "modelled")
+            for seed in range(4):
+                found["random"] += _finds(launches, module, seed)
+                found["pct"] += _finds(launches, module, f"pct:{seed}:3:400")
+    shares = found["modelled"], found["random"] / 4, found["pct"] / 4
+    print(f"| {name} | {len(tested)} | {' | '.join(f'{s:g}' for s in shares)} |", flush=True)
+
+
+if __name__ == "__main__":
+    print_mistakes()
+    print("| pipeline | mutants | modelled | random, one | PCT, one |")
+    for subject in sys.argv[1:]:
+        print_mutants(subject)
