@@ -22,6 +22,7 @@ import contextvars
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -387,7 +388,10 @@ def run(
 
 
 def _three(sizes: Any, name: str, least: int) -> tuple[int, int, int]:
-    sizes = tuple(sizes)
+    try:
+        sizes = tuple(map(operator.index, sizes))
+    except TypeError:
+        raise ValueError(f"{name} must be a tuple of integers, got {sizes!r}") from None
     if not 1 <= len(sizes) <= 3 or min(sizes) < least:
         raise ValueError(f"{name} must have one to three sizes, got {sizes}")
     return sizes + (1,) * (3 - len(sizes))

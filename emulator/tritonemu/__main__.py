@@ -30,8 +30,9 @@ from types import FrameType
 from typing import NoReturn
 
 import torch
+import triton
 
-from . import ARCHITECTURES, EmulatorError, Report, Reports, Unsupported, enabled, fake_gpu
+from . import ARCHITECTURES, EmulatorError, Report, Reports, Unsupported, enabled, fake_gpu, gpu
 from .gpu import MULTIPROCESSORS
 from .messages import cta_of, explain, page, write_json
 from .orders import Order, order_of
@@ -41,7 +42,11 @@ from .undefined import MODES
 CLEAN, FOUND, USAGE, UNCHECKED, TIMEOUT = range(5)
 
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
-_MACHINERY = (_PACKAGE, os.path.join(os.path.dirname(torch.__file__), ""), "<frozen ")
+_OURS = (_PACKAGE, "<frozen ")
+_MACHINERY = (
+    *_OURS,
+    *(os.path.join(os.path.dirname(module.__file__), "") for module in (torch, triton)),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -188,11 +193,11 @@ def _place(frames: list[tuple[FrameType, int]]) -> str:
 def _failure(error: BaseException) -> str:
     """Why the program failed: one line for a launch refused here, else its own traceback."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    if frames and frames[-1][0].f_code.co_filename.startswith(_PACKAGE):
+    inner = frames[-1][0].f_code.co_filename if frames else ""
+    if inner.startswith(_PACKAGE) and inner != gpu.__file__:
         return f"{_place(frames)}: {type(error).__name__}: {error}"
     shown = traceback.TracebackException.from_exception(error)
-    while shown.stack and shown.stack[0].filename.startswith((*_MACHINERY, "<frozen")):
-        del shown.stack[0]
+    shown.stack[:] = [each for each in shown.stack if not each.filename.startswith(_OURS)]
     return "".join(shown.format()).rstrip()
 
 
@@ -287,10 +292,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     if options.timeout:
         _end_after(options.timeout)
-    gpu = contextlib.nullcontext()
+    device = contextlib.nullcontext()
     if options.fake_gpu:
-        gpu = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
-    with gpu, _as_program(options.path, options.arguments):
+        device = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
+    with device, _as_program(options.path, options.arguments):
         try:
             return _check(options)
         except argparse.ArgumentTypeError as error:

@@ -1,0 +1,189 @@
+"""`python -m tritonemu` on programs and functions: what it says, and how it ends."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tritonemu.__main__ import main
+
+PROGRAM = """
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_kernel(x_ptr, sum_ptr, n, ATOMIC: tl.constexpr, BLOCK: tl.constexpr = 32):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.sum(tl.load(x_ptr + i, mask=i < n, other=0.0))
+    if ATOMIC:
+        tl.atomic_add(sum_ptr, part)
+    else:
+        tl.store(sum_ptr, tl.load(sum_ptr) + part)
+
+
+def total(atomic=True, grid=(4,)):
+    x, total = torch.ones(100, device="cuda"), torch.zeros(1, device="cuda")
+    sum_kernel[grid](x, total, 100, ATOMIC=atomic)
+    torch.cuda.synchronize()
+    return total.item()
+
+
+def bad_grid():
+    total(grid=4)
+
+
+def endless():
+    while True:
+        pass
+
+
+def shape():
+    return torch.ones(3) @ torch.ones(4)
+
+
+number = 3
+
+if __name__ == "__main__":
+    print("total", total(atomic="--race" not in sys.argv))
+    if "--swallow" in sys.argv:
+        try:
+            total(atomic=False)
+        except Exception:
+            pass
+    sys.exit(5 if "--fail" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM, encoding="utf-8")
+    return str(path)
+
+
+def test_a_program_runs_unedited(program, capsys):
+    before = sys.argv, sys.path[:]
+    assert main([program, "--some", "argument"]) == 0
+    assert (sys.argv, sys.path) == before
+    printed = capsys.readouterr()
+    assert printed.out.startswith("total 100.0\n4 CTAs on sm_90: ") and not printed.err
+    assert printed.out.count("total") == 1
+    assert printed.out.endswith("nothing found under the modelled and 4 random schedules\n")
+
+
+@pytest.mark.parametrize("argument", ("--race", "--swallow"))
+def test_a_race_in_a_program(program, capsys, argument):
+    assert main(["--schedules", "1", program, argument]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"Race (schedule modelled): {program}:16: ")
+    assert lines[-1] == (
+        f"  python -m tritonemu --arch sm_90 --schedule modelled {program} {argument}"
+    )
+
+
+def test_a_function_takes_options_on_both_sides(program, capsys):
+    assert main(["--arch", "sm_100", f"{program}:total", "--schedules", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "on sm_100" in out and "the modelled and 2 random" in out
+
+
+def test_without_a_gpu_that_is_not_there(program, capsys):
+    assert main(["--no-fake-gpu", f"{program}:total"]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_program_that_fails_by_itself(program, capsys):
+    assert main([program, "--fail"]) == 3
+    assert capsys.readouterr().err.startswith(f"{program} ended with exit status 5\n")
+    assert main([f"{program}:shape"]) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].startswith(f'  File "{program}", line ') and lines[1].endswith(" in shape")
+    assert lines[-2].startswith("RuntimeError: ") and "tritonemu/" not in "".join(lines[:-1])
+
+
+def test_a_launch_that_is_refused_is_one_line(program, capsys):
+    assert main([f"{program}:bad_grid"]) == 3
+    first, _ = capsys.readouterr().err.splitlines()
+    assert first == f"{program}:21: ValueError: grid must be a tuple of integers, got 4"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    (
+        ([], "the following arguments are required: FILE.py[:FUNCTION], ARGUMENT"),
+        (["kernel.txt"], "target must be FILE.py or FILE.py:FUNCTION, got 'kernel.txt'"),
+        (["missing.py"], "target must name an existing file, got 'missing.py'"),
+        (["missing.py:f"], "target must name an existing file, got 'missing.py'"),
+        (["{}:absent"], "{} must define a function 'absent', got none"),
+        (["{}:number"], "{} must define a function 'number', got int"),
+        (["{}:total", "3"], "{}:total takes no arguments, got '3'"),
+        (["--schedules", "0", "{}"], "must be an integer of at least 1, got '0'"),
+        (["--multiprocessors", "-1", "{}"], "must be an integer of at least 1, got '-1'"),
+        (["--timeout", "0", "{}"], "must be a number of seconds above 0, got '0'"),
+        (["--timeout", "soon", "{}"], "must be a number of seconds above 0, got 'soon'"),
+    ),
+)
+def test_a_wrong_command_line_is_one_line(program, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        main([argument.format(program) for argument in arguments])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(message.format(program))
+
+
+def test_a_file_that_is_not_python(tmp_path, capsys):
+    path = tmp_path / "broken.py"
+    path.write_text("def right():\n    return (\n")
+    with pytest.raises(SystemExit) as caught:
+        main([str(path)])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"valid Python, got '(' was never closed at {path}:2")
+
+
+def test_an_endless_loop_ends(program):
+    command = [sys.executable, "-m", "tritonemu", "--timeout", "0.2", f"{program}:endless"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 4
+    loop = PROGRAM.splitlines().index("    while True:") + 1
+    assert done.stderr in {
+        f"tritonemu: timeout after 0.2 s at {program}:{line}\n" for line in (loop, loop + 1)
+    }
+
+
+def test_a_timeout_that_is_not_reached_is_forgotten(program, capsys):
+    import signal
+
+    assert main(["--timeout", "100", f"{program}:total", "--schedules", "1"]) == 0
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_launches_of_several_kernels_are_summed_up(tmp_path, capsys):
+    path = tmp_path / "several.py"
+    path.write_text(
+        PROGRAM
+        + textwrap.dedent(
+            """
+            @triton.jit
+            def zero_kernel(x_ptr):
+                tl.store(x_ptr, 0)
+
+            def several():
+                for _ in range(3):
+                    total()
+                zero_kernel[(1,)](torch.ones(1, device="cuda"))
+            """
+        ),
+        encoding="utf-8",
+    )
+    assert main([f"{path}:several", "--schedules", "1"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        out.startswith("sum_kernel, the first of 3 launches:\n4 CTAs") and "zero_kernel:\n1 " in out
+    )

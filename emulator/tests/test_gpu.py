@@ -1,0 +1,207 @@
+"""Host code that was written for a GPU, where there is none."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tritonemu import InvalidKernel, Race, enabled, fake_gpu
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    with fake_gpu():
+        yield
+
+
+@triton.jit
+def double_kernel(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, tl.load(x_ptr + i, mask=i < n) * 2, mask=i < n)
+
+
+def test_it_is_there_while_the_context_is_open():
+    assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+    assert torch.cuda.get_device_capability() == (9, 0)
+    assert torch.cuda.get_device_properties("cuda").multi_processor_count == 4
+    assert triton.runtime.driver.active.get_current_target().arch == 90
+    with fake_gpu("sm_100", multiprocessors=6):
+        assert torch.cuda.get_device_capability(0) == (10, 0)
+        assert torch.cuda.get_device_properties(0).name == "NVIDIA B200"
+        known = triton.runtime.driver.active.utils.get_device_properties(0)
+        assert known["multiprocessor_count"] == 6
+    assert torch.cuda.get_device_capability() == (9, 0)
+    with pytest.raises(ValueError, match="arch must be one of"), fake_gpu("sm_80"):
+        pass
+
+
+def test_without_the_context_nothing_is_left():
+    def outside():
+        return torch.cuda.is_available, torch.cuda.Stream, torch.Generator, torch.version.cuda
+
+    with fake_gpu():
+        inside = outside()
+    assert all(a is not b for a, b in zip(outside()[:3], outside()[1:3], strict=False))
+    assert inside[0] is not torch.cuda.is_initialized
+
+
+@pytest.mark.parametrize(
+    "make",
+    (
+        lambda: torch.ones(3, device="cuda"),
+        lambda: torch.ones(3, device="cuda:0"),
+        lambda: torch.ones(3, device=0),
+        lambda: torch.ones(3, device=torch.device("cuda", 0), pin_memory=False),
+        lambda: torch.ones(3).cuda(),
+        lambda: torch.ones(3).cuda(0, non_blocking=True),
+        lambda: torch.ones(3).to("cuda"),
+        lambda: torch.ones(3).to("cuda", torch.float16),
+        lambda: torch.ones(3).to(device="cuda"),
+        lambda: torch.ones(3).to(torch.zeros(1, device="cuda")),
+        lambda: torch.ones(3).pin_memory().cuda(),
+        lambda: torch.ones(3, device=triton.runtime.driver.active.get_active_torch_device()),
+        lambda: torch.empty_like(torch.ones(3, device="cuda")),
+        lambda: torch.ones(3, device="cuda").new_empty(3),
+        lambda: torch.cat([torch.ones(3, device="cuda"), torch.ones(3, device="cuda")]),
+        lambda: torch.rand(3, device="cuda", generator=torch.Generator(device="cuda")),
+        lambda: torch.nn.Linear(3, 3).cuda()(torch.ones(1, 3, device="cuda")),
+        lambda: torch.nn.Linear(3, 3, device="cuda").weight,
+    ),
+)
+def test_a_tensor_on_it(make):
+    x = make()
+    assert x.is_cuda and not x.is_cpu
+    assert x.device == torch.device("cuda", 0) and x.get_device() == 0
+
+
+def test_a_tensor_beside_it():
+    for x in (torch.ones(3), torch.ones(3, device="cuda").cpu(), torch.ones(3) * 2):
+        assert x.is_cpu and not x.is_cuda and x.device == torch.device("cpu")
+    assert torch.ones(3, device="cuda").to("cpu").device.type == "cpu"
+    assert torch.ones(3, device="cuda").to(torch.ones(1)).device.type == "cpu"
+
+
+def test_moving_copies_and_staying_does_not():
+    x = torch.ones(3)
+    y = x.cuda()
+    y += 1
+    assert x.tolist() == [1, 1, 1] and y.cpu().tolist() == [2, 2, 2]
+    y.cpu().zero_()
+    assert y.tolist() == [2, 2, 2]
+    assert y.cuda() is y and y.to("cuda") is y and x.cpu() is x
+
+
+def test_by_default():
+    with torch.device("cuda"):
+        assert torch.ones(3).is_cuda
+    torch.set_default_device("cuda")
+    try:
+        assert torch.ones(3).is_cuda and torch.ones(3, device="cpu").is_cpu
+    finally:
+        torch.set_default_device(None)
+    assert torch.ones(3).is_cpu
+
+
+def test_streams_and_events():
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0):
+        start.record()
+        torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+        end.record()
+    torch.cuda.synchronize()
+    assert end.query() and start.elapsed_time(end) >= 0
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        double_kernel[(triton.cdiv(y.numel(), 8),)](y, y.numel(), BLOCK=8)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert grad.is_cuda and torch.empty(1, device="cuda").is_cuda
+        return Double.apply(grad.contiguous())
+
+
+def test_kernels_run_forward_and_backward():
+    x = torch.arange(20.0, device="cuda", requires_grad=True)
+    with enabled() as reports:
+        y = Double.apply(x)
+        y.sum().backward()
+        (again,) = torch.autograd.grad(Double.apply(x).sum(), x)
+    assert y.is_cuda and torch.equal(y, 2 * x)
+    assert x.grad.is_cuda and x.grad.device == x.device and x.grad.eq(2).all()
+    assert again.eq(2).all()
+    assert [report.programs for report in reports] == [3] * 4
+    torch.testing.assert_close(y, 2 * x)
+
+
+def test_a_benchmark_is_one_call():
+    calls = []
+    assert triton.testing.do_bench(lambda: calls.append(1)) >= 0
+    assert len(triton.testing.do_bench(lambda: calls.append(1), quantiles=[0.2, 0.5])) == 2
+    assert len(calls) == 2
+
+
+def test_warming_up_launches_nothing():
+    with enabled() as reports:
+        warm = double_kernel.warmup(torch.zeros(8, device="cuda"), 8, BLOCK=8, grid=(1,))
+    assert warm.n_regs > 0 and warm.metadata.shared > 0 and not reports
+
+
+# Autotuned kernels.
+
+
+@triton.autotune([triton.Config({"BLOCK": n}) for n in (8, 16, 32)], key=[])
+@triton.jit
+def tuned_kernel(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, tl.load(x_ptr + i, mask=i < n) * 2, mask=i < n)
+    if BLOCK == 32:
+        tl.store(x_ptr, tl.program_id(0).to(tl.float32))
+
+
+def tuned(x, **options):
+    with enabled(**options) as reports:
+        tuned_kernel[lambda meta: (triton.cdiv(40, meta["BLOCK"]),)](x, 40)
+    return reports
+
+
+def test_one_configuration_or_all():
+    x = torch.ones(40, device="cuda")
+    assert [report.programs for report in tuned(x)] == [5]
+    assert x.eq(2).all() and tuned_kernel.best_config.kwargs == {"BLOCK": 8}
+    with pytest.raises(Race) as caught:
+        tuned(x, all_configs=True)
+    assert "(configuration BLOCK=32, num_warps=4)" in str(caught.value)
+
+
+@triton.autotune([triton.Config({"BLOCK": n}) for n in (8, 16)], key=[])
+@triton.jit
+def add_kernel(x_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, tl.load(x_ptr + i, mask=i < n) + 1, mask=i < n)
+
+
+def test_every_configuration_gets_the_same_input_and_the_first_one_stays():
+    x = torch.ones(40, device="cuda")
+    with enabled(all_configs=True) as reports:
+        add_kernel[lambda meta: (triton.cdiv(40, meta["BLOCK"]),)](x, 40)
+    assert [report.programs for report in reports] == [3, 5]
+    assert x.eq(2).all() and add_kernel.best_config.kwargs == {"BLOCK": 8}
+
+
+def test_findings_are_kept_although_the_program_goes_on():
+    with enabled() as reports:
+        for _ in range(2):
+            with pytest.raises(InvalidKernel):
+                double_kernel[(1,)](torch.zeros(8, device="cuda"), 8, BLOCK=7)
+    assert [type(error) for error in reports.findings] == [InvalidKernel] * 2 and not reports
+
+
+@pytest.mark.parametrize("grid", (4, ("a",), (2.5,), (), (1, 1, 1, 1), (-1,), None))
+def test_a_wrong_grid_is_named(grid):
+    with enabled(), pytest.raises(ValueError, match="^grid must "):
+        double_kernel[grid](torch.zeros(8, device="cuda"), 8, BLOCK=8)

@@ -1,0 +1,77 @@
+"""The pytest plugin: tests that need a GPU, on a CPU."""
+
+import pytest
+
+import tritonemu.pytest_plugin  # noqa: F401 (pytester forgets what is imported during its runs)
+
+pytest_plugins = "pytester"
+
+TESTS = """
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@triton.jit
+def sum_kernel(x_ptr, sum_ptr, ATOMIC: tl.constexpr, SORT: tl.constexpr = False):
+    part = tl.sum(tl.load(x_ptr + tl.program_id(0) * 32 + tl.arange(0, 32)))
+    if SORT:
+        part = tl.inline_asm_elementwise("unknown $0;", "=r,r", [part], tl.float32, True, 1)
+    if ATOMIC:
+        tl.atomic_add(sum_ptr, part)
+    else:
+        tl.store(sum_ptr, tl.load(sum_ptr) + part)
+
+
+def total(**options):
+    x, total = torch.ones(128, device="cuda"), torch.zeros(1, device="cuda")
+    sum_kernel[(4,)](x, total, **options)
+    return total.item()
+
+
+@needs_gpu
+@pytest.mark.parametrize("atomic", (True, False))
+def test_sum(atomic):
+    assert total(ATOMIC=atomic) == 128
+
+
+@needs_gpu
+def test_unsupported():
+    total(ATOMIC=True, SORT=True)
+
+
+def test_fixture(emulated):
+    assert total(ATOMIC=True) == 128
+    assert [report.programs for report in emulated] == [4] and torch.cuda.is_available()
+"""
+
+
+@pytest.fixture
+def run(pytester):
+    pytester.makepyfile(test_on_gpu=TESTS)
+    return lambda *options: pytester.runpytest_inprocess(
+        "-p", "tritonemu.pytest_plugin", "-p", "no:cacheprovider", "-v", *options
+    )
+
+
+def test_without_the_option_the_fixture_alone_emulates(run):
+    result = run("--emulated-schedules", "1")
+    result.assert_outcomes(passed=2, skipped=3)
+    result.stdout.fnmatch_lines(["*test_fixture?modelled? PASSED*", "*test_fixture?0? PASSED*"])
+
+
+def test_every_test_is_emulated(run):
+    result = run("--fake-gpu", "--emulated-schedules", "1", "--skip-unsupported")
+    result.assert_outcomes(passed=4, failed=2, skipped=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*test_sum?modelled-True? PASSED*",
+            "*test_sum?0-False? FAILED*",
+            ">*tl.store(sum_ptr, tl.load(sum_ptr) + part)",
+            "E*Race: *nothing orders the two*",
+        ]
+    )
+    assert "emulator/tritonemu/" not in result.stdout.str()
