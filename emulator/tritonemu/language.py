@@ -10,14 +10,16 @@ fp32 division are off by up to two. Multiplications and additions are not fused.
 
 import math
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
-from . import tile
-from .errors import InvalidKernel, Unsupported
+from . import library, tile
+from .blocks import BlockPointer
+from .errors import InvalidKernel, OutOfBounds, Unsupported
 from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
 from .launch import current
 from .memory import Descriptor
@@ -39,7 +41,7 @@ class Namespace:
     def __getattr__(self, operation: str) -> Any:
         found = (vars(source).get(operation) for source in self._sources)
         real = next((value for value in found if value is not None), None)
-        if isinstance(real, (JITFunction, ConstexprFunction, tl.constexpr)):
+        if isinstance(real, (JITFunction, ConstexprFunction, tl.constexpr, ModuleType)):
             return current().lowering.convert(real)
         if isinstance(real, tl.dtype):
             return real
@@ -172,14 +174,9 @@ def cast_(input: Any, dtype: tl.dtype, *rounding: Any, **options: Any) -> Tile:
     return to_tile(input).to(dtype, *rounding, **options)
 
 
-def _no_block_pointers(boundary_check: Any, padding_option: Any = "") -> None:
-    if boundary_check or padding_option:
-        raise Unsupported("block pointers")
-
-
 @_operation
 def load(
-    pointer: Tile,
+    pointer: Any,
     mask: Any = None,
     other: Any = None,
     boundary_check: Any = (),
@@ -189,7 +186,12 @@ def load(
     volatile: bool = False,
     latency: int | None = None,
 ) -> Tile:
-    _no_block_pointers(boundary_check, padding_option)
+    if isinstance(pointer, BlockPointer):
+        if mask is not None or other is not None:
+            raise InvalidKernel("tl.load of a block pointer takes no `mask` and no `other`")
+        return pointer.load(boundary_check, padding_option)
+    if boundary_check or padding_option:
+        raise InvalidKernel("boundary_check and padding_option need a block pointer")
     if mask is None and other is not None:
         raise InvalidKernel("tl.load takes `other` only with `mask`, got no mask")
     return current().memory.load(pointer, mask, other)
@@ -197,31 +199,80 @@ def load(
 
 @_operation
 def store(
-    pointer: Tile,
+    pointer: Any,
     value: Any,
     mask: Any = None,
     boundary_check: Any = (),
     cache_modifier: str = "",
     eviction_policy: str = "",
 ) -> None:
-    _no_block_pointers(boundary_check)
+    if isinstance(pointer, BlockPointer):
+        if mask is not None:
+            raise InvalidKernel("tl.store to a block pointer takes no `mask`")
+        pointer.store(value, boundary_check)
+        return
+    if boundary_check:
+        raise InvalidKernel("boundary_check needs a block pointer")
     current().memory.store(pointer, value, mask)
+
+
+@_operation
+def advance(base: Any, offsets: Any) -> BlockPointer:
+    if not isinstance(base, BlockPointer):
+        raise InvalidKernel(f"tl.advance needs a block pointer, got {base!r}")
+    return base.advance(offsets)
+
+
+OPERATIONS["make_block_ptr"] = BlockPointer
+
+
+@_operation
+def umulhi(x: Any, y: Any) -> Tile:
+    return tile.upper_half(to_tile(x), to_tile(y))
+
+
+@_operation
+def view(input: Tile, *shape: Any) -> Tile:
+    return tile.reshape(input, _sizes(shape))
+
+
+@_operation
+def histogram(input: Tile, num_bins: int, mask: Any = None) -> Tile:
+    """Counts of 0 .. num_bins - 1; other values, which the device counts anywhere, are refused."""
+    if len(input.shape) != 1 or not input.dtype.is_int():
+        raise InvalidKernel(f"tl.histogram takes integers of rank 1, got {input!r}")
+    (bins,) = check_shape((static_int(num_bins),))
+    values = input.data.to(torch.int64)
+    if mask is not None:
+        values = values[to_tile(mask).data.expand(values.shape)]
+    if bool(((values < 0) | (values >= bins)).any()):
+        raise OutOfBounds(f"values of tl.histogram must lie in [0, {bins})")
+    return Tile(torch.bincount(values, minlength=bins).to(torch.int32), tl.int32)
 
 
 def _atomic(name: str, update: Callable) -> None:
     def atomic(
         pointer: Tile, val: Any, mask: Any = None, sem: Any = None, scope: Any = None
     ) -> Tile:
-        if tile.is_pointer(pointer) and pointer.dtype.element_ty.primitive_bitwidth < 16:
-            raise InvalidKernel(f"tl.atomic_{name} needs 16 bits or more, got {pointer!r}")
-        return current().memory.atomic(pointer, update, [val], mask, sem)
+        if not tile.is_pointer(pointer):
+            raise InvalidKernel(f"tl.atomic_{name} needs a pointer, got {pointer!r}")
+        element = pointer.dtype.element_ty
+        refused = element.primitive_bitwidth < 16 or element.name in ("int16", "uint16")
+        refused |= element.primitive_bitwidth == 16 and name != "add"
+        if refused or (name in ("and", "or", "xor") and not element.is_int()):
+            raise InvalidKernel(f"tl.atomic_{name} has no {element}")
+        unsigned = element.name == "uint64" and name in ("max", "min")
+        combine = tile.unsigned(update) if unsigned else update
+        return current().memory.atomic(pointer, combine, [val], mask, sem)
 
     OPERATIONS[f"atomic_{name}"] = atomic
 
 
-for _name in ("add", "maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_xor"):
-    _atomic(_name.removesuffix("imum").removeprefix("bitwise_"), getattr(torch, _name))
+for _name in ("add", "bitwise_and", "bitwise_or", "bitwise_xor"):
+    _atomic(_name.removeprefix("bitwise_"), getattr(torch, _name))
 _atomic("xchg", lambda old, value: value)
+_atomic("max", torch.maximum)
+_atomic("min", torch.minimum)
 
 
 @_operation
@@ -523,18 +574,44 @@ OPERATIONS.update(
     PropagateNan=tl.PropagateNan,
 )
 
-_DEVICE_LIBRARY = (
-    *("exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "sin", "cos", "tan", "sinh"),
-    *("cosh", "tanh", "asin", "acos", "atan", "erf", "erfc", "floor", "ceil", "trunc"),
-)
-
-LANGUAGE = Namespace("tl", OPERATIONS, tl, tl.core)
+LANGUAGE = Namespace("tl", OPERATIONS, tl, tl.core, tl.standard, tl.random)
 LANGUAGE.__dict__["math"] = LANGUAGE
-LIBDEVICE = Namespace(
-    "libdevice",
+
+
+class _Library(Namespace):
+    """libdevice: what Triton's own table of its functions has."""
+
+    def __getattr__(self, operation: str) -> Any:
+        (source,) = self._sources
+        if not hasattr(source, operation):
+            raise Unsupported(f"{self._name}.{operation}")
+        return library.function(operation, getattr(source, operation))
+
+
+LIBDEVICE = _Library("libdevice", {}, libdevice)
+
+
+def smid() -> Tile:
+    """The number of the multiprocessor: of those of the emulated device, one after the other."""
+    return scalar(current().role.cta.number % 132, tl.int32)
+
+
+def globaltimer() -> Tile:
+    """Nanoseconds: cycles of the modelled time."""
+    return scalar(int(current().role.time), tl.int64)
+
+
+CUDA = Namespace(
+    "tl.extra.cuda",
     {
-        **{n: _float_function(f"libdevice.{n}", getattr(torch, n)) for n in _DEVICE_LIBRARY},
-        "fast_dividef": fdiv,
+        "libdevice": LIBDEVICE,
+        "smid": smid,
+        "globaltimer": globaltimer,
+        "num_warps": lambda: current().num_warps,
+        "num_threads": lambda: 32 * current().num_warps,
+        # Of programmatic dependent launch: launches run one after the other here.
+        "gdc_wait": lambda: None,
+        "gdc_launch_dependents": lambda: None,
     },
 )
 
@@ -549,6 +626,8 @@ MODULES: dict[str, Any] = {
     **dict.fromkeys(_PYTHON_BUILTINS, PTX_LIBRARY),
     **{f"triton.language{part}": LANGUAGE for part in ("", ".core", ".math", ".standard")},
     **{f"triton.language.extra.{part}libdevice": LIBDEVICE for part in ("", "cuda.")},
+    **{f"triton.language.extra.cuda{part}": CUDA for part in ("", ".utils", ".gdc")},
+    "triton.language.random": LANGUAGE,
 }
 
 # Python's names that a kernel may use.

@@ -49,7 +49,7 @@ _PLAIN = (
     *(ast.Expr, ast.Return, ast.Pass, ast.Name, ast.Constant, ast.Tuple),
     *(ast.BinOp, ast.UnaryOp, ast.Call, ast.keyword, ast.Starred, ast.Subscript, ast.Slice),
     *(ast.Attribute, ast.JoinedStr, ast.FormattedValue, ast.operator, ast.unaryop, ast.cmpop),
-    *(ast.boolop, ast.expr_context, ast.arguments, ast.arg),
+    *(ast.boolop, ast.expr_context, ast.arguments, ast.arg, ast.Dict),
 )
 
 
@@ -244,6 +244,11 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_List(self, node: ast.List) -> ast.expr:
         return self.visit(ast.copy_location(ast.Tuple(elts=node.elts, ctx=ast.Load()), node))
+
+    def visit_Dict(self, node: ast.Dict) -> ast.expr:
+        if None in node.keys:
+            self.refuse(node, "** in a dict")
+        return super().generic_visit(node)
 
     def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
         for generator in node.generators:

@@ -8,7 +8,8 @@ its promotion rules rest on it: a constant is weak (`bf16_tile * 0.1` stays bf16
 
 Results are never written in place, so tiles may share or broadcast storage. Unsigned integers are
 held in int64 and reduced modulo 2^width after each operation, because torch lacks most arithmetic
-on uint16 and uint32. fp8 can be loaded, stored, cast and multiplied by `tl.dot`, nothing else.
+on uint16 and uint32; a uint64 is the int64 of the same bits. fp8 can be loaded, stored, cast and
+multiplied by `tl.dot`, nothing else.
 """
 
 import math
@@ -16,6 +17,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 
@@ -34,7 +36,7 @@ _FLOATS = {
 _HELD = {
     "int1": torch.bool,
     **_INTEGERS,
-    **dict.fromkeys(_UNSIGNED, torch.int64),
+    **dict.fromkeys((*_UNSIGNED, "uint64"), torch.int64),
     **_FP8,
     **_FLOATS,
 }
@@ -48,7 +50,7 @@ RAW = {
 FROM_TORCH = {
     torch.bool: tl.int1,
     **{held: tl.dtype(name) for name, held in {**_INTEGERS, **_FP8, **_FLOATS}.items()},
-    **{getattr(torch, name): tl.dtype(name) for name in _UNSIGNED},
+    **{getattr(torch, name): tl.dtype(name) for name in (*_UNSIGNED, "uint64")},
 }
 
 
@@ -81,10 +83,10 @@ def literal_type(value: bool | int | float) -> tl.dtype:
     if isinstance(value, bool):
         return tl.int1
     if isinstance(value, int):
-        for dtype in (tl.int32, tl.uint32, tl.int64):
+        for dtype in (tl.int32, tl.uint32, tl.int64, tl.uint64):
             if dtype.get_int_min_value() <= value <= dtype.get_int_max_value():
                 return dtype
-        raise Unsupported(f"integer {value}, which does not fit int64")
+        raise Unsupported(f"integer {value}, which does not fit 64 bits")
     if isinstance(value, Unbound):
         value.refuse()
     if isinstance(value, float):
@@ -189,10 +191,18 @@ class Tile:
         return self.like(data)
 
     def to(
-        self, dtype: tl.dtype, fp_downcast_rounding: Any = None, bitcast: bool = False
+        self,
+        dtype: tl.dtype,
+        fp_downcast_rounding: Any = None,
+        bitcast: bool = False,
+        _semantic: Any = None,
     ) -> "Tile":
-        if fp_downcast_rounding not in (None, "rtne"):
-            raise Unsupported(f"fp_downcast_rounding={fp_downcast_rounding!r}")
+        if fp_downcast_rounding not in (None, "rtne", "rtz"):
+            raise InvalidKernel(
+                f"fp_downcast_rounding is 'rtne' or 'rtz', not {fp_downcast_rounding}"
+            )
+        if fp_downcast_rounding == "rtz":
+            return _towards_zero(self, dtype)
         return reinterpret(self, dtype) if bitcast else cast(self, dtype)
 
 
@@ -225,6 +235,7 @@ def scalar(value: bool | int | float, dtype: tl.dtype) -> Tile:
         low, high = dtype.get_int_min_value(), dtype.get_int_max_value()
         if not (isinstance(value, int) and low <= value <= high):
             raise InvalidKernel(f"constant must fit {dtype}, got {value}")
+        value -= 2**64 if value >= 2**63 else 0
     return Tile(torch.tensor(value, dtype=held(dtype)), dtype)
 
 
@@ -248,6 +259,14 @@ def cast(value: Any, dtype: tl.dtype) -> Tile:
         return tile
     if dtype.name == "int1":
         data = data != 0
+    elif source.is_floating() and dtype.name == "uint64":
+        wide = data.to(torch.float64).nan_to_num(0.0).clamp(0, 2.0**64)
+        high = wide >= 2.0**63
+        low = torch.where(high, wide - 2.0**63, wide).clamp(max=2.0**63 - 1024).to(torch.int64)
+        data = torch.where(wide >= 2.0**64, -1, torch.where(high, _flip(low), low))
+    elif source.name == "uint64" and dtype.is_floating():
+        upper, lower = data >> 32 & 0xFFFFFFFF, data & 0xFFFFFFFF
+        data = (upper.to(torch.float64) * 2.0**32 + lower.to(torch.float64)).to(held(dtype))
     elif source.is_floating() and dtype.is_int():
         # cvt.rzi saturates and turns NaN into 0; torch's conversion is undefined out of range.
         low, high = dtype.get_int_min_value(), dtype.get_int_max_value()
@@ -263,6 +282,48 @@ def cast(value: Any, dtype: tl.dtype) -> Tile:
     else:
         data = _wrap(data.to(held(dtype)), dtype)
     return Tile(data, dtype)
+
+
+def _flip(data: torch.Tensor) -> torch.Tensor:
+    """uint64 and int64 of one order: the one's pattern for the other's."""
+    return data ^ -(2**63)
+
+
+def _ordered(*operands: torch.Tensor, dtype: tl.dtype) -> tuple[torch.Tensor, ...]:
+    """Patterns that compare as the numbers do."""
+    return tuple(map(_flip, operands)) if dtype.name == "uint64" else operands
+
+
+def unsigned(extremum: Callable) -> Callable:
+    """Of patterns of uint64 instead of int64."""
+    return lambda x, y: _flip(extremum(_flip(x), _flip(y)))
+
+
+def upper_half(a: Any, b: Any) -> Tile:
+    """The upper half of the bits of a product of integers of 32 or 64 bits."""
+    x, y, dtype = operands(a, b)
+    if not dtype.is_int() or dtype.int_bitwidth not in (32, 64):
+        raise InvalidKernel(f"umulhi takes integers of 32 or 64 bits, got {dtype}")
+    if dtype.int_bitwidth == 32:
+        return Tile(_wrap((x.to(torch.int64) * y.to(torch.int64)) >> 32, dtype).to(x.dtype), dtype)
+    x0, y0, x1, y1 = x & 0xFFFFFFFF, y & 0xFFFFFFFF, x >> 32, y >> 32
+    if dtype.name == "uint64":
+        x1, y1 = x1 & 0xFFFFFFFF, y1 & 0xFFFFFFFF
+    first = x1 * y0 + (x0 * y0 >> 32 & 0xFFFFFFFF)
+    second = x0 * y1 + (first & 0xFFFFFFFF)
+    if dtype.name == "uint64":
+        return Tile(x1 * y1 + (first >> 32 & 0xFFFFFFFF) + (second >> 32 & 0xFFFFFFFF), dtype)
+    return Tile(x1 * y1 + (first >> 32) + (second >> 32), dtype)
+
+
+def _towards_zero(tile: Tile, dtype: tl.dtype) -> Tile:
+    """fp32 or fp64 to a shorter float, what does not fit cut off."""
+    near = cast(tile, dtype)
+    if dtype.name not in ("fp16", "bf16", "fp32") or not tile.dtype.is_floating():
+        raise Unsupported(f'fp_downcast_rounding="rtz" from {tile.dtype} to {dtype}')
+    bits = near.data.contiguous().view(torch.int32 if dtype.name == "fp32" else torch.int16)
+    too_large = near.data.to(tile.data.dtype).abs() > tile.data.abs()
+    return near.like((bits - too_large.to(bits.dtype)).view(near.data.dtype))
 
 
 def _round_with_marks(data: torch.Tensor) -> torch.Tensor:
@@ -340,6 +401,11 @@ def _divide(op: Callable, x: torch.Tensor, y: torch.Tensor, dtype: tl.dtype) -> 
     # Division by zero does not trap on the device; its result is garbage, in practice all ones.
     zero = y == 0
     garbage = _wrap(torch.full_like(x, -1), dtype)
+    if dtype.name == "uint64":
+        pair = torch.broadcast_tensors(x, torch.where(zero, 1, y))
+        p, q = (operand.contiguous().numpy().view(np.uint64) for operand in pair)
+        result = np.asarray(p % q if op is torch.fmod else p // q)
+        return Tile(torch.where(zero, garbage, torch.from_numpy(result.view(np.int64))), dtype)
     return Tile(torch.where(zero, garbage, op(x, torch.where(zero, 1, y))), dtype)
 
 
@@ -361,14 +427,16 @@ def mod(a: Any, b: Any) -> Tile:
 
 def _compare(op: Callable, a: Any, b: Any) -> Tile:
     # Unlike arithmetic, a comparison makes constants values: `bf16_tile < 0.1` compares in fp32.
-    x, y, _ = operands(to_tile(a), to_tile(b))
-    return Tile(op(x, y), tl.int1)
+    x, y, dtype = operands(to_tile(a), to_tile(b))
+    return Tile(op(*_ordered(x, y, dtype=dtype)), tl.int1)
 
 
 def _bitwise(op: Callable, a: Any, b: Any) -> Tile:
     x, y, dtype = operands(a, b)
     if not dtype.is_int():
         raise InvalidKernel(f"operands of a bitwise operation must be integers, got {dtype}")
+    if dtype.name == "uint64" and op is _shift_right:
+        op = _shift_right_logically
     return Tile(_wrap(op(x, y), dtype), dtype)
 
 
@@ -380,6 +448,12 @@ def _shift_left(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _shift_right(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x >> y.clamp(0, 8 * x.itemsize - 1)
+
+
+def _shift_right_logically(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    kept = (1 << (64 - y).clamp(1, 63)) - 1
+    shifted = torch.where(y <= 0, x, x >> y.clamp(0, 63) & kept)
+    return torch.where(_flip(y) >= _flip(torch.tensor(64)), 0, shifted)
 
 
 def invert(a: Tile) -> Tile:
@@ -401,6 +475,8 @@ def _extremum(drop_nan: Callable, keep_nan: Callable) -> Callable:
         """The extremum, of bf16 in fp32; a NaN loses unless propagate_nan is ALL."""
         x, y = (cast(t, tl.float32) if t.dtype.name == "bf16" else t for t in map(to_tile, (x, y)))
         p, q, dtype = operands(x, y)
+        if dtype.name == "uint64":
+            return Tile(unsigned(keep_nan)(p, q), dtype)
         keep = not dtype.is_floating() or propagate_nan == tl.PropagateNan.ALL
         return Tile((keep_nan if keep else drop_nan)(p, q), dtype)
 

@@ -208,8 +208,6 @@ def bad_dot_kernel(x_ptr, out_ptr, CASE: tl.constexpr):
         tl.dot(tl.reshape(x, 32, 8), tl.reshape(x, 8, 32))
     elif CASE == "precision":
         tl.dot(x, x, input_precision="bf16x3")
-    elif CASE == "block pointer":
-        tl.make_block_ptr(x_ptr, (16,), (1,), (0,), (16,), (0,))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +218,6 @@ def bad_dot_kernel(x_ptr, out_ptr, CASE: tl.constexpr):
         ("acc", InvalidKernel, "acc of tl.dot must be fp32"),
         ("inner", InvalidKernel, "inner size"),
         ("precision", Unsupported, "bf16x3"),
-        ("block pointer", Unsupported, "tl.make_block_ptr"),
     ),
 )
 def test_refusals(case, error, message):

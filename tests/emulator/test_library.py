@@ -1,0 +1,314 @@
+"""libdevice, random numbers, 64-bit integers, histograms, atomics and sorting against PyTorch."""
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from tritonemu import InvalidKernel, OutOfBounds, run
+
+
+@triton.jit
+def apply_kernel(x_ptr, y_ptr, F: tl.constexpr):
+    at = tl.arange(0, 64)
+    tl.store(y_ptr + at, F(tl.load(x_ptr + at)))
+
+
+@triton.jit
+def cbrt(x):
+    return libdevice.cbrt(x)
+
+
+@triton.jit
+def away(x):
+    return libdevice.round(x)
+
+
+@triton.jit
+def nearest(x):
+    return libdevice.llrint(x)
+
+
+@triton.jit
+def power(x):
+    return tl.extra.cuda.libdevice.pow(x * x, 1.5) + libdevice.pow(x, 3)
+
+
+@triton.jit
+def special(x):
+    return libdevice.tgamma(x + 0.3) + libdevice.erfcx(x) + libdevice.j0(x) + libdevice.log1p(x * x)
+
+
+@triton.jit
+def classes(x):
+    return libdevice.isnan(libdevice.log(x)) + 2 * libdevice.isinf(1 / x).to(tl.int32)
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    (
+        (cbrt, lambda x: x.sign() * x.abs() ** (1 / 3)),
+        (away, lambda x: (x.abs() + 0.5).floor() * x.sign()),
+        (nearest, lambda x: x.round()),
+        (power, lambda x: x.abs() ** 3 + x**3),
+        (
+            special,
+            lambda x: (
+                torch.tensor([math.gamma(v + 0.3) for v in x])
+                + torch.special.erfcx(x)
+                + torch.special.bessel_j0(x)
+                + (x * x).log1p()
+            ),
+        ),
+        (classes, lambda x: (x < 0) + 2 * (x == 0).float()),
+    ),
+)
+def test_libdevice(function, expected):
+    x, y = torch.linspace(-4, 3.875, 64), torch.empty(64)
+    run(apply_kernel, (1,), x, y, F=function)
+    torch.testing.assert_close(y, expected(x), rtol=2e-5, atol=1e-5)
+
+
+@triton.jit
+def integers_kernel(x_ptr, y_ptr):
+    at = tl.arange(0, 8)
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, libdevice.popc(x))
+    tl.store(y_ptr + 8 + at, libdevice.clz(x))
+    tl.store(y_ptr + 16 + at, libdevice.ffs(x))
+    tl.store(y_ptr + 24 + at, libdevice.brev(libdevice.brev(x)))
+    tl.store(y_ptr + 32 + at, libdevice.mulhi(x, x))
+    tl.store(y_ptr + 40 + at, libdevice.byte_perm(x, x, 0x0123))
+
+
+def test_libdevice_of_integers():
+    values = [0, 1, -1, 12345, -98765, 2**31 - 1, -(2**31), 0x01020304]
+    y = torch.empty(6, 8, dtype=torch.int32)
+    run(integers_kernel, (1,), torch.tensor(values, dtype=torch.int32), y)
+    bits = [v & 0xFFFFFFFF for v in values]
+    assert y[0].tolist() == [b.bit_count() for b in bits]
+    assert y[1].tolist() == [32 - b.bit_length() for b in bits]
+    assert y[2].tolist() == [(b & -b).bit_length() for b in bits]
+    assert y[3].tolist() == values
+    assert y[4].tolist() == [v * v >> 32 for v in values]
+    swapped = [int.from_bytes(b.to_bytes(4, "little"), "big") for b in bits]
+    assert [v & 0xFFFFFFFF for v in y[5].tolist()] == swapped
+
+
+@triton.jit
+def directed_kernel(x_ptr, y_ptr):
+    x = tl.load(x_ptr)
+    tl.store(y_ptr, libdevice.div_rd(x, 3.0))
+    tl.store(y_ptr + 1, libdevice.div_ru(x, 3.0))
+    tl.store(y_ptr + 2, libdevice.div_rz(-x, 3.0))
+    tl.store(y_ptr + 3, x.to(tl.float16, fp_downcast_rounding="rtz"))
+    tl.store(y_ptr + 4, libdevice.float2int_ru(x))
+
+
+def test_directed_roundings():
+    x, y = torch.tensor([1.9999]), torch.empty(5)
+    run(directed_kernel, (1,), x, y)
+    exact = x.double() / 3
+    assert y[0].double() < exact < y[1].double() and y[2] == -y[0]
+    assert torch.nextafter(y[0], y[1]) == y[1]
+    assert y[3] == torch.tensor(0x3FFF, dtype=torch.int16).view(torch.float16) and y[4] == 2
+
+
+def test_libdevice_refuses_16_bit_floats():
+    with pytest.raises(InvalidKernel, match=r"libdevice.cbrt takes \(fp32\) or \(fp64\), got"):
+        run(apply_kernel, (1,), torch.zeros(64).half(), torch.zeros(64), F=cbrt)
+
+
+@triton.jit
+def philox_words_kernel(y_ptr, z_ptr):
+    at = tl.arange(0, 1)
+    a, b, c, d = tl.randint4x(0, at)
+    tl.store(y_ptr + at, a)
+    tl.store(y_ptr + 1 + at, b)
+    tl.store(y_ptr + 2 + at, c)
+    tl.store(y_ptr + 3 + at, d)
+    zero = tl.zeros((1,), tl.uint64)
+    a, b, c, d = tl.philox(0, zero, zero, zero, zero)
+    tl.store(z_ptr + at, a)
+    tl.store(z_ptr + 1 + at, b)
+    tl.store(z_ptr + 2 + at, c)
+    tl.store(z_ptr + 3 + at, d)
+
+
+def test_philox_gives_the_known_answers_of_random123():
+    y, z = torch.zeros(4, dtype=torch.uint32), torch.zeros(4, dtype=torch.uint64)
+    run(philox_words_kernel, (1,), y, z)
+    assert y.tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert z.tolist() == [
+        *(0x16554D9ECA36314C, 0xDB20FE9D672D0FDC),
+        *(0xD7E772CEE186176B, 0x7E68B68AEC7BA23B),
+    ]
+
+
+@triton.jit
+def random_kernel(u_ptr, n_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(u_ptr + at, tl.rand(7, at))
+    tl.store(n_ptr + at, tl.randn(7, at))
+
+
+def test_rand_and_randn():
+    u, n = torch.empty(4096), torch.empty(4096)
+    run(random_kernel, (1,), u, n, SIZE=4096)
+    assert 0 <= u.min() < 0.01 and 0.99 < u.max() < 1 and abs(u.mean() - 0.5) < 0.02
+    assert abs(n.mean()) < 0.05 and abs(n.std() - 1) < 0.05
+
+
+@triton.jit
+def unsigned_kernel(x_ptr, y_ptr, f_ptr):
+    at = tl.arange(0, 4)
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, x // 10)
+    tl.store(y_ptr + 4 + at, x % 1000003)
+    tl.store(y_ptr + 8 + at, x >> 61)
+    tl.store(y_ptr + 12 + at, tl.maximum(x, 2**63))
+    tl.store(y_ptr + 16 + at, tl.where(x > 2**63, 1, 0))
+    tl.store(y_ptr + 20 + at, tl.umulhi(x, x))
+    tl.store(y_ptr + 24 + at, x.to(tl.float64).to(tl.uint64))
+    tl.store(f_ptr + at, x)
+
+
+def test_unsigned_integers_of_64_bits():
+    values = [3, 2**63 + 12345, 2**64 - 1, 2**62 + 999]
+    x = torch.tensor(values, dtype=torch.uint64)
+    y, f = torch.zeros(7, 4, dtype=torch.uint64), torch.zeros(4)
+    run(unsigned_kernel, (1,), x, y, f)
+    expected = (
+        [v // 10 for v in values],
+        [v % 1000003 for v in values],
+        [v >> 61 for v in values],
+        [max(v, 2**63) for v in values],
+        [int(v > 2**63) for v in values],
+        [v * v >> 64 for v in values],
+        [min(int(float(v)), 2**64 - 1) for v in values],
+    )
+    assert [row.tolist() for row in y] == list(map(list, expected))
+    assert f.tolist() == torch.tensor(values, dtype=torch.float64).float().tolist()
+
+
+@triton.jit
+def histogram_kernel(x_ptr, y_ptr, n):
+    at = tl.arange(0, 64)
+    tl.store(y_ptr + tl.arange(0, 8), tl.histogram(tl.load(x_ptr + at), 8))
+    tl.store(y_ptr + 8 + tl.arange(0, 8), tl.histogram(tl.load(x_ptr + at), 8, mask=at < n))
+
+
+def test_histogram():
+    x, y = torch.randint(0, 8, (64,), dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int32)
+    run(histogram_kernel, (1,), x, y, 20)
+    assert y.tolist() == [torch.bincount(v, minlength=8).tolist() for v in (x, x[:20])]
+    x[3] = 8
+    with pytest.raises(OutOfBounds, match=r"must lie in \[0, 8\)"):
+        run(histogram_kernel, (1,), x, y, 20)
+
+
+@triton.jit
+def sort_kernel(x_ptr, y_ptr, i_ptr, N: tl.constexpr, K: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, 4)[:, None] * N + tl.arange(0, N)[None, :])
+    tl.store(y_ptr + tl.arange(0, 4)[:, None] * N + tl.arange(0, N)[None, :], tl.sort(x))
+    top = tl.topk(x, K)
+    tl.store(y_ptr + 4 * N + tl.arange(0, 4)[:, None] * K + tl.arange(0, K)[None, :], top)
+    order = tl.flip(tl.cumsum(x, 1), 1)
+    tl.store(y_ptr + 5 * N + tl.arange(0, 4)[:, None] * N + tl.arange(0, N)[None, :], order)
+    tl.store(i_ptr + tl.arange(0, 4), tl.argmax(x, 1))
+
+
+def test_sort_topk_and_flip():
+    x, y, i = torch.randn(4, 16), torch.zeros(9, 16), torch.zeros(4, dtype=torch.int32)
+    run(sort_kernel, (1,), x, y, i, N=16, K=4)
+    torch.testing.assert_close(y[:4], x.sort(1).values)
+    torch.testing.assert_close(y[4].reshape(4, 4), x.topk(4, 1).values)
+    torch.testing.assert_close(y[5:], x.cumsum(1).flip(1))
+    assert i.tolist() == x.argmax(1).tolist()
+
+
+@triton.jit
+def atomics_kernel(p, x_ptr, KIND: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, 8))
+    at = p + tl.arange(0, 8) % 2
+    if KIND == "add":
+        tl.atomic_add(at, x)
+    elif KIND == "max":
+        tl.atomic_max(at, x)
+    elif KIND == "min":
+        tl.atomic_min(at, x)
+    elif KIND == "and":
+        tl.atomic_and(at, x)
+    elif KIND == "or":
+        tl.atomic_or(at, x)
+    elif KIND == "xor":
+        tl.atomic_xor(at, x)
+    elif KIND == "cas":
+        tl.atomic_cas(p + tl.arange(0, 8), x, x + 1)
+
+
+_REDUCE = {
+    "add": lambda v: sum(v),
+    "max": max,
+    "min": min,
+    "and": lambda v: v[0] & v[1] & v[2] & v[3] & v[4],
+    "or": lambda v: v[0] | v[1] | v[2] | v[3] | v[4],
+    "xor": lambda v: v[0] ^ v[1] ^ v[2] ^ v[3] ^ v[4],
+}
+
+
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        *((kind, d) for kind in _REDUCE for d in (torch.int32, torch.int64, torch.uint32)),
+        *((kind, torch.uint64) for kind in ("max", "min")),
+        *(("add", d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)),
+        *((kind, torch.float32) for kind in ("max", "min")),
+    ],
+)
+def test_atomics(kind, dtype):
+    x = torch.tensor([9, 2, 12, 5, 7, 6, 14, 3]).to(dtype)
+    p = torch.tensor([5, 8]).to(dtype)
+    if dtype == torch.uint64:
+        x, p = (
+            torch.tensor([v + 2**63 * (v > 8) for v in t.tolist()], dtype=dtype) for t in (x, p)
+        )
+    expected = [_REDUCE[kind]([p.tolist()[i], *x.tolist()[i::2]]) for i in range(2)]
+    run(atomics_kernel, (1,), p, x, KIND=kind)
+    assert p.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", (torch.int16, torch.int32, torch.int64, torch.uint64))
+def test_compare_and_swap(dtype):
+    p, x = torch.arange(8).to(dtype), (torch.arange(8) // 2 * 2).to(dtype)
+    run(atomics_kernel, (1,), p, x, KIND="cas")
+    assert p.tolist() == [1, 1, 3, 3, 5, 5, 7, 7]
+
+
+@pytest.mark.parametrize(
+    "kind, dtype", (("max", torch.bfloat16), ("add", torch.int16), ("or", torch.float32))
+)
+def test_atomics_that_the_device_has_not(kind, dtype):
+    with pytest.raises(InvalidKernel, match=f"tl.atomic_{kind} has no"):
+        run(atomics_kernel, (1,), torch.zeros(2).to(dtype), torch.zeros(8).to(dtype), KIND=kind)
+
+
+@triton.jit
+def scaled(x, factor, offset):
+    return x * factor + offset
+
+
+@triton.jit
+def dictionary_kernel(y_ptr):
+    options = {"factor": 3, "offset": 1}
+    tl.store(y_ptr, options["factor"])
+    tl.store(y_ptr + 1, scaled(2, **{"factor": 3, "offset": 1}))
+
+
+def test_dict_literals():
+    y = torch.zeros(2)
+    run(dictionary_kernel, (1,), y)
+    assert y.tolist() == [3, 7]
