@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 
 from .errors import InvalidKernel, Unsupported
@@ -96,6 +97,11 @@ def literal_type(value: bool | int | float) -> tl.dtype:
     raise InvalidKernel(f"value must be a number or a tile, got {type(value).__name__}")
 
 
+_DIVIDED_IN_FP32 = {"fp16", "bf16"}
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+    _DIVIDED_IN_FP32 |= {"fp8e4nv", "fp8e5", "fp8e4b8", "fp8e4b15", "fp8e5b16"}
+
+
 def computation_type(
     a: tl.dtype, a_weak: bool, b: tl.dtype, b_weak: bool, division: bool = False
 ) -> tl.dtype:
@@ -103,13 +109,17 @@ def computation_type(
 
     A weak operand of no higher kind (bool < int < float) does not promote. fp64 wins over fp32 over
     fp16 over integers; bf16 stays only with bf16, and is fp16 beside fp16. Division of 16-bit
-    floats is done in fp32. Integers follow C's usual arithmetic conversions.
+    floats is done in fp32, since Triton 3.9 that of all floats but fp64. Integers follow C's usual
+    arithmetic conversions.
     """
+    in_fp32 = division and any(x.name in _DIVIDED_IN_FP32 for x in (a, b))
     if a_weak != b_weak:
         weak, strong = (a, b) if a_weak else (b, a)
         if weak.kind().value <= strong.kind().value:
-            return tl.float32 if division and strong.name in ("fp16", "bf16") else strong
+            return tl.float32 if division and strong.name in _DIVIDED_IN_FP32 else strong
     names = {a.name, b.name}
+    if in_fp32 and "fp64" not in names:
+        return tl.float32
     for dtype in (tl.float64, tl.float32, tl.float16):
         if dtype.name in names:
             return tl.float32 if division and dtype is tl.float16 else dtype
