@@ -11,9 +11,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from data import AGES, Batch, World
-from gdpa_kernels import PFFN, PMA, BlockAttention, GDPASelfAttention, Tokenwise, jagged
+from gdpa_kernels import PFFN, PMA, BlockAttention, GDPASelfAttention, jagged
+from gdpa_kernels.norms.api import add_rms_norm
 
 MIXERS = ("gdpa", "block", "window")
+NORMS = ("eager", "fused")
+STREAMS = ("fp32", "autocast")
+EPSILON = 1e-6
 WINDOW = 100
 BLOCK = 64
 ROTARY = 10_000.0
@@ -24,7 +28,9 @@ class Config:
     """Sizes of a model, and its attention: a name of `attentions.ATTENTIONS`.
 
     mixer: self-attention of KunlunLite: "gdpa" sees the whole history, "window" 100 tokens to each
-    side, "block" is softmax in blocks of 64.
+    side, "block" is softmax in blocks of 64. norms: of KunlunLite, by PyTorch's operators or fused
+    with the addition before them, and those of q and k in place. stream: dtype of the tokens that
+    layers add to, fp32 or autocast's.
     """
 
     model: str = "kunlun"
@@ -38,13 +44,16 @@ class Config:
     seeds: int = 64
     max_seqlen: int = 1024
     recompute: bool = False
+    norms: str = "eager"
+    stream: str = "fp32"
 
 
 class Events(nn.Module):
     """Embeddings of events, and of what is shown."""
 
-    def __init__(self, world: World, dim: int):
+    def __init__(self, world: World, dim: int, stream: str):
         super().__init__()
+        self.stream = stream
         sizes = {"item": world.items, "topic": world.topics, "like": 3, "age": AGES}
         self.tables = nn.ModuleDict({k: nn.Embedding(n, dim) for k, n in sizes.items()})
         for table in self.tables.values():
@@ -55,7 +64,28 @@ class Events(nn.Module):
         dim]`, which is neither liked nor not."""
         item, topic, like, age = self.tables.values()
         x = item(batch.items) + topic(batch.topics) + like(batch.likes) + age(batch.ages)
-        return x, item(batch.shown) + topic(batch.topic) + like(torch.full_like(batch.shown, 2))
+        shown = item(batch.shown) + topic(batch.topic) + like(torch.full_like(batch.shown, 2))
+        kind = x.device.type
+        if self.stream == "autocast" and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x, shown = x.to(dtype), shown.to(dtype)
+        return x, shown
+
+
+class Norm(nn.RMSNorm):
+    """Adds a branch to the residual stream: (norm(stream), stream), in one kernel each way if
+    fused."""
+
+    def __init__(self, c: Config):
+        super().__init__(c.dim, eps=EPSILON)
+        self.fused = c.norms == "fused"
+
+    def forward(self, stream, branch=None):
+        if self.fused:
+            given = (stream, None) if branch is None else (branch, stream)
+            return add_rms_norm(*given, self.weight, eps=self.eps)
+        stream = stream if branch is None else stream + branch
+        return super().forward(stream), stream
 
 
 class Interaction(nn.Module):
@@ -83,17 +113,16 @@ class KunlunLayer(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
-        common = {"qk_norm": True}
+        common = {"qk_norm": True, "fused_qk_norm": c.norms == "fused"}
         sums = {"output_scale": c.max_seqlen**-0.5, **common}
         if c.mixer == "block":
-            mixer = make(
+            self.mixer = make(
                 c.attention, BlockAttention, c.dim, c.heads, block_size=BLOCK, rotary=ROTARY
             )
         else:
             window = WINDOW if c.mixer == "window" else None
-            mixer = make(c.attention, GDPASelfAttention, c.dim, c.heads, window=window, **sums)
-        self.mixer = nn.Sequential(Tokenwise(nn.RMSNorm(c.dim)), mixer)
-        self.norm, self.pool_norm = (Tokenwise(nn.RMSNorm(c.dim)) for _ in range(2))
+            self.mixer = make(c.attention, GDPASelfAttention, c.dim, c.heads, window=window, **sums)
+        self.mixer_norm, self.norm, self.pool_norm = (Norm(c) for _ in range(3))
         self.personal = make(
             c.attention, PFFN, c.dim, c.heads, c.dim, c.keys, summary_tokens=c.tokens,
             output_scale=c.keys**-0.5, **common,
@@ -103,9 +132,10 @@ class KunlunLayer(nn.Module):
         self.interaction = Interaction(2 * c.tokens, c.tokens, c.dim)
 
     def forward(self, x, tokens, lengths):
-        x = x + self.mixer((x, lengths))[0]
-        x = x + self.personal(self.norm((x, lengths)), tokens)[0]
-        pooled = self.mix(self.pool(self.pool_norm((x, lengths))).mT).mT
+        y, x = self.mixer_norm(x)
+        y, x = self.norm(x, self.mixer((y, lengths))[0])
+        y, x = self.pool_norm(x, self.personal((y, lengths), tokens)[0])
+        pooled = self.mix(self.pool((y, lengths)).mT).mT
         tokens = tokens + self.interaction(torch.cat((tokens, pooled), 1))
         return x, tokens
 
@@ -119,7 +149,7 @@ class KunlunLite(nn.Module):
 
     def __init__(self, c: Config, world: World):
         super().__init__()
-        self.events = Events(world, c.dim)
+        self.events = Events(world, c.dim, c.stream)
         self.spread = nn.Linear(c.dim, c.tokens * c.dim)
         self.layers = nn.ModuleList(KunlunLayer(c) for _ in range(c.layers))
         self.head = nn.Sequential(nn.RMSNorm(c.tokens * c.dim), nn.Linear(c.tokens * c.dim, 1))
@@ -160,7 +190,7 @@ class HSTULite(nn.Module):
 
     def __init__(self, c: Config, world: World):
         super().__init__()
-        self.events = Events(world, c.dim)
+        self.events = Events(world, c.dim, c.stream)
         self.layers = nn.ModuleList(HSTULayer(c) for _ in range(c.layers))
         self.head = nn.Sequential(nn.LayerNorm(c.dim), nn.Linear(c.dim, 1))
         self.recompute = c.recompute

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from models import BLOCK, MIXERS, MODELS, WINDOW, Config, build
+from models import BLOCK, MIXERS, MODELS, NORMS, STREAMS, WINDOW, Config, build
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,6 +38,13 @@ def parser(description: str) -> Parser:
         "--mixer", choices=MIXERS, default="gdpa", help="KunlunLite's self-attention"
     )
     found.add_argument("--size", choices=SIZES, default="base", help="width, heads, keys, seeds")
+    found.add_argument(
+        "--norms", choices=NORMS, default="eager",
+        help="KunlunLite's: PyTorch's, or fused with residual adds, and of q and k in place",
+    )  # fmt: skip
+    found.add_argument(
+        "--stream", choices=STREAMS, default="fp32", help="dtype of the residual stream"
+    )
     found.add_argument("--layers", type=positive, default=2)
     found.add_argument("--law", choices=LAWS, default="half", help="lengths of histories")
     found.add_argument("--rows", choices=ROWS, default="users", help="a row is a user or an event")
@@ -86,9 +93,12 @@ def check_attention(attention: str, device: torch.device) -> None:
 
 
 def config_of(o: argparse.Namespace, attention: str) -> Config:
+    if o.norms == "fused" and o.model == "hstu":
+        sys.exit("--norms fused needs --model kunlun, got hstu, which has LayerNorm")
     return Config(
         model=o.model, mixer=o.mixer, attention=attention, layers=o.layers,
-        max_seqlen=o.max_seqlen, recompute=o.recompute, **SIZES[o.size],
+        max_seqlen=o.max_seqlen, recompute=o.recompute, norms=o.norms, stream=o.stream,
+        **SIZES[o.size],
     )  # fmt: skip
 
 

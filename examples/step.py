@@ -26,7 +26,7 @@ from data import Batch, make_batch
 from gdpa_kernels import block_attention
 
 KINDS = {
-    "attention": ("gdpa_", "block_attention", "_flash_attention", "_efficient_attention",
+    "attention": ("::gdpa_", "block_attention", "_flash_attention", "_efficient_attention",
                   "_cudnn_attention", "_scaled_dot_product", "varlen_attn"),
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
     "norm": ("_norm", "aten::rsqrt"),

@@ -47,6 +47,26 @@ def test_jagged_is_padded(name, lengths):
         torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
+@pytest.mark.parametrize("name", ("full", "block"))
+def test_fused_norms_are_the_same_function(name, recompute):
+    loss, gradients = step(replace(MODELS[name], norms="fused", recompute=recompute), JAGGED)
+    right, wanted = step(MODELS[name], JAGGED)
+    assert loss == pytest.approx(right, rel=1e-12)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("norms", ("eager", "fused"))
+def test_a_stream_in_the_dtype_of_autocast(norms):
+    config = replace(SMALL, norms=norms, stream="autocast")
+    right, _ = step(SMALL, JAGGED)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, gradients = step(config, JAGGED, torch.float32)
+    assert loss == pytest.approx(right, rel=0.03)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
 def test_block_attention_by_sdpa():
     """Of a softmax mixer the softmax peer is the same function; the rest of the model is not."""
     torch.manual_seed(0)
