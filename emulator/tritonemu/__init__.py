@@ -32,10 +32,11 @@ import torch
 import triton.language as tl
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.autotuner import Autotuner, Heuristics
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .barriers import ClusterBarrier
+from .compiling import ask_front_end, compile_launch
 from .errors import (
     AliasedWait,
     BarrierMisuse,
@@ -62,9 +63,8 @@ from .messages import explain
 from .orders import Order, order_of
 from .rewrite import Lowering, map_tuple
 from .scheduler import Role, Scheduler
-from .scopes import ask_front_end
 from .tasks import Region
-from .tile import scalar
+from .tile import cast, scalar
 from .timeline import Timeline
 from .tracing import Tracer
 from .undefined import MODES
@@ -310,6 +310,7 @@ def run(
     reachable: Sequence[torch.Tensor] = (),
     max_steps: int | None = None,
     resident: int = 1,
+    compile: bool = False,
     **kwargs: Any,
 ) -> Report:
     """Execute every CTA of `grid`, cluster by cluster, x fastest, and return what they did.
@@ -326,6 +327,7 @@ def run(
     that the kernel finds through addresses in memory instead of arguments. max_steps: how many
     operations that other roles can notice the kernel may take, None for any number. resident: how
     many clusters run at the same time; programs that wait for each other need all of them to.
+    compile: whether Triton compiles the launch first, of which `compiling` says what it finds.
 
     Raises subclasses of EmulatorError, which carry the kernel's file and line.
     """
@@ -359,6 +361,8 @@ def run(
     try:
         # A tile is too small for more than one thread to pay.
         torch.set_num_threads(1)
+        if compile:
+            compile_launch(kernel, arch, bound.arguments, options)
         with torch.no_grad():
             body = lowering.function(kernel)
             values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
@@ -455,6 +459,9 @@ def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
         return launch.lowering.convert(value)
     if isinstance(value, torch.Tensor):
         return launch.memory.pointer(name, value)
+    if isinstance(value, TensorWrapper):
+        pointer = launch.memory.pointer(name, value.base)
+        return cast(pointer, tl.pointer_type(value.dtype))
     if isinstance(value, TensorDescriptor):
         if getattr(value, "round_f32_to_tf32", False):
             raise Unsupported("TensorDescriptor(round_f32_to_tf32=True)")

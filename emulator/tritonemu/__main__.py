@@ -175,7 +175,9 @@ def _command(options: argparse.Namespace, schedule: str) -> str:
         parts.append(f"--multiprocessors {options.multiprocessors}")
     parts += ["--all-configs"] * options.all_configs
     parts += ["--allow-uninitialized"] * options.allow_uninitialized
+    parts += ["--compile"] * options.compile
     parts += [f"--masked {options.masked}"] * (options.masked != "nan")
+    parts += [f"--resident {options.resident}"] * (options.resident != 1)
     return (
         shlex.join(" ".join([*parts, f"--schedule {schedule}"]).split())
         + " "
@@ -263,7 +265,13 @@ def _parser() -> _Parser:
         "--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN"
     )
     parser.add_argument(
+        "--compile", action="store_true", help="compile each launch, too, and say what is refused"
+    )
+    parser.add_argument(
         "--masked", choices=MODES, default="nan", help="lanes off without `other` (default nan)"
+    )
+    parser.add_argument(
+        "--resident", type=_positive, default=1, metavar="N", help="clusters that run together"
     )
     return parser
 
@@ -354,6 +362,8 @@ def _run(
             trace=trace,
             uninitialized="allow" if options.allow_uninitialized else "error",
             masked=options.masked,
+            resident=options.resident,
+            compile=options.compile and not quiet,
         ) as reports,
     ):
         try:

@@ -6,17 +6,11 @@ the loop, or one branch, assigns first ends with it. Loops over `tl.static_range
 an `if` on constants is decided: they have no such rules.
 
 A variable that both branches assign first gets one type from them. Only one of them runs here, so
-it is Triton's own front end that is asked whether the types agree.
+it is Triton's own front end that is asked whether the types agree (see `compiling`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler.compiler import ir, make_backend
-from triton.compiler.errors import CompilationError
-from triton.runtime.jit import JITFunction, mangle_type
 
 from .aggregates import Aggregate
 from .errors import InvalidKernel
@@ -72,25 +66,3 @@ def _type(value: Any) -> str:
         return f"({', '.join(map(_type, value))})"
     constant = value is None or isinstance(value, (bool, int, float, str))
     return repr(value) if constant else type(value).__name__
-
-
-def ask_front_end(
-    kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
-) -> None:
-    """Raise InvalidKernel with Triton's words if its front end refuses the kernel."""
-    signature = {}
-    for p in kernel.params:
-        kind = p.annotation_type or mangle_type(arguments[p.name], not p.do_not_specialize)
-        signature[p.name] = "constexpr" if p.is_constexpr else kind
-    constants = {name: arguments[name] for name, kind in signature.items() if kind == "constexpr"}
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    backend, context = make_backend(target), ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    parsed = backend.parse_options(dict(options))
-    functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
-    try:
-        source = ASTSource(kernel, signature, constants)
-        source.make_ir(target, parsed, functions, modules, context)
-    except CompilationError as error:
-        raise InvalidKernel(f"Triton refuses this kernel: {error}", ("", 0)) from error

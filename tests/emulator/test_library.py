@@ -312,3 +312,15 @@ def test_dict_literals():
     y = torch.zeros(2)
     run(dictionary_kernel, (1,), y)
     assert y.tolist() == [3, 7]
+
+
+@triton.jit
+def eight_bits_kernel(x_ptr, y_ptr):
+    at = tl.arange(0, 16)
+    tl.store(y_ptr + at, tl.load(x_ptr + at).to(tl.float32) * 2)
+
+
+def test_arguments_under_another_type():
+    x, y = torch.randn(16).to(torch.float8_e5m2), torch.zeros(16)
+    run(eight_bits_kernel, (1,), triton.reinterpret(x.view(torch.int8), tl.float8e5), y)
+    torch.testing.assert_close(y, x.float() * 2)

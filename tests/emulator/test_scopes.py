@@ -9,7 +9,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.measuring.compile_check import build
 from tests.emulator.checking import place
 from tritonemu import InvalidKernel, Unsupported, run
-from tritonemu.scopes import ask_front_end
+from tritonemu.compiling import ask_front_end
 
 # Each takes (y_ptr, n, C): int32 in memory, a number and a constant of 4.
 
