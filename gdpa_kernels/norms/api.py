@@ -366,10 +366,10 @@ def _check_eps(eps: object) -> None:
         raise ValueError(f"eps must be at least 0, got {eps!r}")
 
 
-def _check_tensor(name: str, x: object, dims: str) -> None:
+def _check_tensor(name: str, x: object) -> None:
     """Raises TypeError unless x is a dense tensor of floating-point numbers."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor {dims}, got {type(x).__name__}")
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.layout != torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{name} must be a dense tensor, got a {kind} one")
@@ -379,15 +379,15 @@ def _check_tensor(name: str, x: object, dims: str) -> None:
 
 def _check_like(name: str, x: object, shape: tuple[int, ...], device: torch.device) -> None:
     """Raises TypeError or ValueError unless x is a tensor of `shape` on `device`."""
-    _check_tensor(name, x, str(list(shape)))
-    if tuple(x.shape) != tuple(shape):
+    _check_tensor(name, x)
+    if x.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
     if x.device != device:
         raise ValueError(f"{name} must be on x's device {device}, got {x.device}")
 
 
 def _check_rows(x: object, residual: object, weight: object) -> None:
-    _check_tensor("x", x, "[..., width]")
+    _check_tensor("x", x)
     if x.dim() < 2 or x.shape[-1] < 1:
         raise ValueError(f"x must have shape [..., width], got {list(x.shape)}")
     if residual is not None:
@@ -400,10 +400,10 @@ def _check_rows(x: object, residual: object, weight: object) -> None:
 
 
 def _check_heads(x: object, weights: object, counts: object, turns: object) -> None:
-    _check_tensor("x", x, "[total, heads, head_dim]")
+    _check_tensor("x", x)
     if not isinstance(weights, tuple | list) or len(weights) not in (1, 2):
         raise TypeError(f"weights must be a tuple of one or two tensors, got {weights!r}")
-    _check_tensor("weights[0]", weights[0], "[head_dim]")
+    _check_tensor("weights[0]", weights[0])
     head_dim = weights[0].shape[0] if weights[0].dim() == 1 else 0
     if head_dim < 1:
         raise ValueError(f"weights[0] must have shape [head_dim], got {list(weights[0].shape)}")

@@ -55,13 +55,12 @@ def test_fused_is_the_same_function(name, lengths):
 @pytest.mark.parametrize("name", LAYERS)
 def test_fused_compiles_to_one_graph(name):
     layer = make(name, True, torch.float32)
-    options = {"max_seqlen": 20} if name not in ("block",) else {}
-    for key, value in options.items():
-        setattr(layer, key, value)
-    expected = run(layer)
-    found = run(layer, torch.compile(layer, backend="aot_eager", fullgraph=True))
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, msg=key)
+    layer.max_seqlen = 20
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for lengths in (LENGTHS, [9, 3, 5]):
+        expected, found = (run(layer, call, lengths) for call in (None, compiled))
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, msg=key)
 
 
 def test_there_must_be_a_norm_to_fuse():
