@@ -32,7 +32,7 @@ def fa2_varlen(q, k, v, lengths_q, lengths_k, *, scale, causal=False, window=Non
 
     if lengths_q is None:
         rows, batch = q.shape[0], lengths_k.batch
-        lengths_q = lengths_k.once(("rows", rows), partial(Lengths.uniform, batch, rows, q.device))
+        lengths_q = equal(lengths_k, rows)
         q = q.repeat(batch, 1, 1)
     side = -1 if window is None else window
     masked = {"window_size": (side, 0 if causal else side)} if causal or side >= 0 else {}
@@ -141,9 +141,8 @@ class _Personal(_Peer, PFFN):
     def forward(self, x, summary):
         lengths, keys = x[1], self.num_keys
         kv = (self.mix.weight @ self.kv(summary)).flatten(0, 1)
-        uniform = partial(Lengths.uniform, lengths.batch, keys, lengths.device)
-        given = lengths, lengths.once(("keys", keys), uniform)
-        return self._call(self.q(x[0]), *kv.chunk(2, 1), *given), lengths
+        out = self._call(self.q(x[0]), *kv.chunk(2, 1), lengths, equal(lengths, keys))
+        return out, lengths
 
 
 PEERS = {GDPASelfAttention: _Self, BlockAttention: _Block, PMA: _Pool, PFFN: _Personal}
@@ -157,6 +156,14 @@ def make(attention: str, layer: type, *arguments, **options) -> torch.nn.Module:
     return layer(*arguments, **options, **OURS[attention][kind])
 
 
+@torch.compiler.disable
+def equal(lengths: Lengths, rows: int) -> Lengths:
+    """As many sequences, of `rows` rows each; made once for each batch."""
+    make = partial(Lengths.uniform, lengths.batch, rows, lengths.device)
+    return lengths.once(("equal", rows), make)
+
+
+@torch.compiler.disable
 def blocks(lengths: Lengths, size: int) -> Lengths:
     """Every block as a sequence of its own; waits for the device, once for each batch."""
 
