@@ -342,6 +342,67 @@ def dot(
     return Tile(product.to(held(result)), result)
 
 
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_SCALED = {"e2m1": "uint8", "e4m3": "fp8e4nv", "e5m2": "fp8e5", "bf16": "bf16", "fp16": "fp16"}
+
+
+def _unscaled(x: Tile, element: str, packed: int) -> torch.Tensor:
+    """The elements of an operand of tl.dot_scaled in fp32. packed: the dimension of pairs."""
+    expected = _SCALED.get(element)
+    if expected is None:
+        raise InvalidKernel(f"format of tl.dot_scaled must be one of {(*_SCALED,)}, got {element}")
+    if element in ("e4m3", "e5m2") and x.dtype.name in ("uint8", "int8"):
+        x = tile.reinterpret(x, tl.dtype(expected))
+    if x.dtype.name not in (expected, "int8" if element == "e2m1" else expected):
+        raise InvalidKernel(f"tl.dot_scaled takes {expected} for {element}, got {x!r}")
+    if element != "e2m1":
+        return x.data.to(torch.float32)
+    bits = x.data.to(torch.int64)
+    pairs = torch.stack((bits & 15, bits >> 4 & 15), -1).movedim(-1, packed % bits.ndim + 1)
+    values = pairs.flatten(packed % bits.ndim, packed % bits.ndim + 1)
+    return _E2M1[values & 7] * (1 - (values >> 3) * 2)
+
+
+def _scales(scale: Tile | None, size: int, k: int) -> torch.Tensor | float:
+    """The factor of each element of [size, k]: e8m0, or e4m3 for groups of 16."""
+    if scale is None:
+        return 1.0
+    groups = scale.shape[-1]
+    if scale.shape[-2] != size or k % groups or k // groups not in (16, 32):
+        raise InvalidKernel(f"scales of tl.dot_scaled must be [{size}, {k} / 32], got {scale!r}")
+    if scale.dtype.is_fp8():
+        factors = scale.data.to(torch.float32)
+    else:
+        bits = scale.data.to(torch.int64) & 255
+        exponents = torch.exp2((bits - 127).to(torch.float64)).to(torch.float32)
+        factors = torch.where(bits == 255, math.nan, exponents)
+    return factors.repeat_interleave(k // groups, -1)
+
+
+@_operation
+def dot_scaled(
+    lhs: Tile, lhs_scale: Tile | None, lhs_format: str, rhs: Tile, rhs_scale: Tile | None,
+    rhs_format: str, acc: Tile | None = None, fast_math: bool = False, lhs_k_pack: bool = True,
+    rhs_k_pack: bool = True, out_dtype: tl.dtype = tl.float32,
+) -> Tile:  # fmt: skip
+    """Matmul of microscaling formats, in fp32; sm_90 rounds the scaled operands to bf16."""
+    a = _unscaled(lhs, lhs_format, -1 if lhs_k_pack else -2)
+    b = _unscaled(rhs, rhs_format, -2 if rhs_k_pack else -1).mT
+    if a.shape[-1] != b.shape[-1] or a.ndim != b.ndim:
+        raise InvalidKernel(f"shapes of tl.dot_scaled must match, got {lhs!r} and {rhs!r}")
+    a = a * _scales(lhs_scale, *a.shape[-2:])
+    b = b * _scales(rhs_scale, *b.shape[-2:])
+    if current().arch == "sm_90":
+        a, b = (x.to(torch.bfloat16).to(torch.float32) for x in (a, b))
+    current().report.dots += 1
+    product = a @ b.mT
+    if acc is not None:
+        if acc.shape != tuple(product.shape) or acc.dtype.name != out_dtype.name:
+            raise InvalidKernel(f"acc of tl.dot_scaled must be {list(product.shape)}, got {acc!r}")
+        product = product + acc.data
+    return cast(Tile(product, tl.float32), out_dtype)
+
+
 _MUFU = ("exp", "exp2", "log", "log2", "cos", "sin", "sqrt", "rsqrt", "erf", "sqrt_rn")
 
 

@@ -586,6 +586,31 @@ class Descriptor:
             self._stage()
         self.region.memory.store_box(self, offsets, value, update, by)
 
+    def _rows(self, x_offsets: Tile, what: str) -> list[int]:
+        """The rows that a gather or a scatter names."""
+        if current().arch != "sm_100":
+            raise InvalidKernel(f"descriptor {what} needs arch sm_100, got {current().arch}")
+        if len(self.sizes) != 2 or self.block_shape[0] != 1 or len(x_offsets.shape) != 1:
+            raise InvalidKernel(
+                f"descriptor {what} needs boxes [1, N] and offsets of rank 1, got "
+                f"{list(self.block_shape)} and {x_offsets!r}"
+            )
+        return x_offsets.data.tolist()
+
+    def gather(self, x_offsets: Tile, y_offset: Any) -> Tile:
+        """Rows x_offsets, from column y_offset on."""
+        memory, rows = self.region.memory, self._rows(x_offsets, "gather")
+        boxes = [memory.load_box(self, (row, y_offset)).data for row in rows]
+        return Tile(torch.cat(boxes), self.dtype)
+
+    def scatter(self, value: Tile, x_offsets: Tile, y_offset: Any) -> None:
+        rows = self._rows(x_offsets, "scatter")
+        if value.shape != (len(rows), self.block_shape[1]):
+            expected = [len(rows), self.block_shape[1]]
+            raise InvalidKernel(f"value of descriptor scatter must be {expected}, got {value!r}")
+        for row, data in zip(rows, value.data.split(1), strict=True):
+            self.region.memory.store_box(self, (row, y_offset), value.like(data))
+
     def _stage(self) -> None:
         current().role.stage(math.prod(self.block_shape) * self.region.itemsize)
 

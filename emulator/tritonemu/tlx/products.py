@@ -200,6 +200,34 @@ def _commit(role: Role, barrier: MBarrier, ranks: tuple[int, ...]) -> None:
 
 
 @op
+def tmem_copy(src: Buffer, dst: Buffer) -> None:
+    """tcgen05.cp: from shared to tensor memory, in order with the MMAs of the role."""
+    blackwell_only("tmem_copy")
+    role, src, dst = point(), src.single(), dst.single()
+    if src.storage.tensor or not dst.storage.tensor:
+        raise InvalidKernel("tmem_copy goes from shared to tensor memory")
+    if dst.dtype.primitive_bitwidth == 8:
+        raise Unsupported("tmem_copy of scales")
+    if src.dtype.name != dst.dtype.name or src.shape != dst.shape:
+        raise InvalidKernel(
+            f"tmem_copy into {dst.name} takes {dst.dtype}{list(dst.shape)}, "
+            f"got {src.dtype}{list(src.shape)}"
+        )
+    operation = _issue_dot(role)
+    start = role.time
+    port = role.cta.engines["shared memory"]
+    operation.end = port.fit(start, src.num_bytes / SHARED_BYTES)
+    role.scheduler.trace(
+        *("copy", dst.name, "tensor core", start, operation.end),
+        cta=role.cta.number, target=dst.name, bytes=src.num_bytes,
+    )  # fmt: skip
+    src.access(operation, write=False)
+    dst.access(operation, write=True)
+    dst.write(src.read())
+    role.mma.append(operation)
+
+
+@op
 def tcgen05_commit(mBarrier: Any, two_ctas: bool = False) -> None:
     blackwell_only("tcgen05_commit")
     role, rank = point(), current().role.cta.rank

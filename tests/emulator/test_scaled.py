@@ -1,0 +1,119 @@
+"""Microscaling formats, gathers of descriptors, copies to tensor memory, stochastic rounding."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tritonemu import InvalidKernel, Race, UninitializedRead, run
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@triton.jit
+def scaled_kernel(
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr, A: tl.constexpr, B: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, AK: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    m, n, groups = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K // 32)
+    a = tl.load(a_ptr + m[:, None] * AK + tl.arange(0, AK)[None, :])
+    b = tl.load(b_ptr + tl.arange(0, BK)[:, None] * N + n[None, :])
+    a_scale = tl.load(a_scale_ptr + m[:, None] * (K // 32) + groups[None, :])
+    b_scale = tl.load(b_scale_ptr + n[:, None] * (K // 32) + groups[None, :])
+    c = tl.dot_scaled(a, a_scale, A, b, b_scale, B)
+    tl.store(c_ptr + m[:, None] * N + n[None, :], tl.dot_scaled(a, a_scale, A, b, b_scale, B, c))
+
+
+def operand(element: str, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random elements [rows, k] as memory holds them, and their values."""
+    if element == "e2m1":
+        nibbles = torch.randint(0, 16, (rows, k))
+        packed = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+        return packed.to(torch.uint8), E2M1[nibbles]
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bf16": torch.bfloat16}
+    x = torch.randn(rows, k).to(dtype[element])
+    return (x if element == "bf16" else x.view(torch.uint8)), x.float()
+
+
+@pytest.mark.parametrize("arch", ("sm_90", "sm_100"))
+@pytest.mark.parametrize("a, b", (("e2m1", "e2m1"), ("e4m3", "e5m2"), ("bf16", "e2m1")))
+def test_dot_scaled(a, b, arch):
+    (x, x_value), (y, y_value) = operand(a, 16, 64), operand(b, 32, 64)
+    scales = [torch.randint(122, 132, (size, 2)).to(torch.uint8) for size in (16, 32)]
+    c, stored = torch.zeros(16, 32), y.T.contiguous()
+    run(
+        *(scaled_kernel, (1,), x, scales[0], stored, scales[1], c),
+        **{"A": a, "B": b, "M": 16, "N": 32, "K": 64, "AK": x.shape[1], "BK": len(stored)},
+        arch=arch,
+    )
+    factors = [torch.exp2(s.float() - 127).repeat_interleave(32, 1) for s in scales]
+    torch.testing.assert_close(c, 2 * (x_value * factors[0]) @ (y_value * factors[1]).T)
+
+
+@triton.jit
+def gather_kernel(x_desc, y_desc, rows_ptr, out_ptr):
+    rows = tl.load(rows_ptr + tl.arange(0, 8))
+    x = x_desc.gather(rows, 4)
+    tl.store(out_ptr + tl.arange(0, 8)[:, None] * 8 + tl.arange(0, 8)[None, :], x)
+    y_desc.scatter(x, rows + 1, 0)
+
+
+def test_gather_and_scatter_of_descriptors():
+    x, y, out = torch.randn(20, 16), torch.zeros(24, 8), torch.zeros(8, 8)
+    rows = torch.tensor([3, 0, 19, 7, 8, 2, 5, 21], dtype=torch.int32)
+    given = TensorDescriptor.from_tensor(x, [1, 8]), TensorDescriptor.from_tensor(y, [1, 8])
+    with pytest.raises(InvalidKernel, match="gather needs arch sm_100"):
+        run(gather_kernel, (1,), *given, rows, out)
+    run(gather_kernel, (1,), *given, rows, out, arch="sm_100")
+    padded = torch.cat((x, torch.zeros(4, 16)))
+    torch.testing.assert_close(out, padded[rows.long(), 4:12])
+    expected = torch.zeros(24, 8)
+    expected[rows.long() + 1] = out
+    torch.testing.assert_close(y, expected)
+
+
+@triton.jit
+def copy_kernel(x_ptr, y_ptr, WAIT: tl.constexpr):
+    at = tl.arange(0, 128)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    source = tlx.local_alloc((128, 64), tl.float32, 1)
+    target = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem)
+    done = tlx.alloc_barriers(1)
+    tlx.local_store(source[0], tl.load(x_ptr + at))
+    tlx.tmem_copy(source[0], target[0])
+    tlx.tcgen05_commit(done[0])
+    if WAIT:
+        tlx.barrier_wait(done[0], 0)
+    tl.store(y_ptr + at, tlx.local_load(target[0]))
+
+
+def test_copies_to_tensor_memory():
+    x, y = torch.randn(128, 64), torch.zeros(128, 64)
+    run(copy_kernel, (1,), x, y, WAIT=True, arch="sm_100")
+    torch.testing.assert_close(y, x)
+    with pytest.raises((Race, UninitializedRead), match="target"):
+        run(copy_kernel, (1,), x, y, WAIT=False, arch="sm_100")
+
+
+@triton.jit
+def round_kernel(x_ptr, bits_ptr, y_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    x, bits = tl.load(x_ptr + at), tl.load(bits_ptr + at)
+    tl.store(y_ptr + at, tlx.stoch_round(x, y_ptr.dtype.element_ty, bits))
+
+
+@pytest.mark.parametrize(
+    "dtype", (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+)
+def test_stochastic_rounding(dtype):
+    x = torch.full((4096,), 1 + torch.finfo(dtype).eps * 0.25)
+    x[:4] = torch.tensor([1e30, -1e30, 0.0, 1.0])
+    bits, y = torch.randint(0, 2**32, (4096,)).to(torch.uint32), torch.zeros(4096, dtype=dtype)
+    run(round_kernel, (1,), x, bits, y, N=4096, arch="sm_100")
+    y, limit = y.float(), torch.finfo(dtype).max
+    if dtype != torch.bfloat16:
+        assert y[:4].tolist() == [limit, -limit, 0, 1]
+    up = 1 + torch.finfo(dtype).eps
+    assert set(y[4:].tolist()) == {1.0, up}
+    assert abs((y[4:] == up).float().mean() - 0.25) < 0.04
