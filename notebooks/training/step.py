@@ -56,6 +56,7 @@ PLAN = {(law, "eager"): ["gdpa", "v1", "fa2_varlen", "padded_sdpa"] for law in l
 PLAN |= {(law, "compiled"): ["gdpa", "v1"] for law in LAWS}
 PLAN |= {(law, "fused, bf16"): ["gdpa"] for law in LAWS}
 PLAN |= {
+    ("half-full 1,024", "compiled"): ["gdpa", "v1", "fa2_varlen"],
     ("half-full 1,024", "compiled, bf16"): ["gdpa", "v1"],
     ("half-full 1,024", "fused norms"): ["gdpa"],
 }
