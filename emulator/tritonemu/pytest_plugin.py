@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from . import ARCHITECTURES, Unsupported, enabled, fake_gpu
+from .undefined import MODES
 
 
 def pytest_addoption(parser):
@@ -32,6 +33,9 @@ def pytest_addoption(parser):
         help="run every configuration of autotuned kernels, not the first that fits",
     )
     group.addoption(
+        "--emulated-masked", choices=MODES, default="nan", help="lanes off without `other`"
+    )
+    group.addoption(
         "--skip-unsupported",
         action="store_true",
         help="skip tests whose kernels use an operation that the emulator does not know",
@@ -41,8 +45,9 @@ def pytest_addoption(parser):
 @contextlib.contextmanager
 def _emulated(config, schedule):
     options = config.option
-    arch, every = options.emulated_arch, options.emulated_all_configs
-    with fake_gpu(arch), enabled(arch, schedule=schedule, all_configs=every) as reports:
+    arch = options.emulated_arch
+    how = {"all_configs": options.emulated_all_configs, "masked": options.emulated_masked}
+    with fake_gpu(arch), enabled(arch, schedule=schedule, **how) as reports:
         yield reports
 
 
