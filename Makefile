@@ -10,7 +10,10 @@ EXECUTE := $(BIN)/python notebooks/execute.py
 PYTEST := $(BIN)/python -m pytest -q -n 2
 MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 
-.PHONY: book test measure compare lint clean
+# The newest two minor versions of Triton itself, for the emulator.
+UPSTREAM := 3.9.0 3.8.0
+
+.PHONY: book test test-upstream measure compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
 book: $(READY)
@@ -31,6 +34,17 @@ book: $(READY)
 # The test suite, on the CPU.
 test: $(READY)
 	$(PYTEST)
+
+# The emulator's tests without TLX under Triton itself, which stands before fbtriton on the path.
+test-upstream: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)
+	for version in $(UPSTREAM); do \
+	  PYTHONPATH=$(VENV)/upstream/$$version $(PYTEST) emulator/tests \
+	    $$(grep -LE 'tlx|gdpa_kernels|notebooks' tests/emulator/test_*.py) || exit; done
+
+$(VENV)/upstream/%/triton: $(READY)
+	test -d $@ || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(@D) triton==$*
+	@touch $@
 
 # Measure on this machine's GPU and append records: make measure NOTEBOOKS="forward/results" DEVICE=cuda:0
 measure: $(READY)
