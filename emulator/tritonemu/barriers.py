@@ -104,7 +104,7 @@ class MBarrier:
     def arrive(self, count: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
         """`count` arrivals of somebody whose clock is `clock`."""
         self._note(clock, lane, at)
-        self.scheduler.order.note(self.key, "arrive", self.phase)
+        self._tell(self.pending - count, self.missing_bytes)
         if self.phase and not clock.includes(self.released):
             raise self.misuse(
                 f"an arrival in phase {self.phase} is not ordered after the end of phase "
@@ -131,7 +131,7 @@ class MBarrier:
     def deliver(self, num_bytes: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
         """Bytes of a copy have been written."""
         self._note(clock, lane, at)
-        self.scheduler.order.note(self.key, "arrive", self.phase)
+        self._tell(self.pending, self.missing_bytes - num_bytes)
         self.missing_bytes -= num_bytes
         self.clock.join(clock)
         self._check_bytes(at)
@@ -154,6 +154,11 @@ class MBarrier:
             if self.cta.launch.races and not self.cta.ended.includes(clock):
                 who = getattr(lane, "label", f"the {lane}")
                 raise self.cta.too_early(self.name, who, at)
+
+    def _tell(self, pending: int, missing_bytes: int) -> None:
+        """Note an arrival or bytes for `search`, after which so much is missing."""
+        completes = not pending and not missing_bytes
+        self.scheduler.order.note(self.key, "arrive", (self.phase, completes))
 
     def _check_bytes(self, at: Location) -> None:
         # While arrivals are missing, bytes may come before they are announced.
@@ -257,7 +262,8 @@ class NamedBarrier:
             self._misuse(f"waits for {self.threads} threads, but {role.label} says {threads}")
         if role in self.roles:
             self._misuse(f"{role.label} arrives twice before {self.threads} threads have come")
-        self.scheduler.order.note(self.label, "arrive", self.generation)
+        completes = self.arrived + own == self.threads
+        self.scheduler.order.note(self.label, "arrive", (self.generation, completes))
         self.roles.append(role)
         self.arrived += own
         if self.arrived > self.threads:
@@ -331,7 +337,8 @@ class ClusterBarrier:
 
     def wait(self, role: Role) -> None:
         key = ("cluster", role.cta.number - role.cta.rank)
-        self.scheduler.order.note(key, "arrive", self.generation)
+        completes = self.arrived + 1 == self.size
+        self.scheduler.order.note(key, "arrive", (self.generation, completes))
         self.clock.join(role.release())
         self.arrived += 1
         if self.arrived < self.size:

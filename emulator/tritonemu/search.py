@@ -132,10 +132,11 @@ class Search:
 
 
 def _dependent(a: _Note, b: _Note) -> bool:
-    """Whether the order of two notes about the same thing matters. Kinds and their tags:
+    """Whether the order of two notes about the same thing matters, the one made after the other.
 
-    "arrive" (phase), "wait" and "block" (the phase that follows what is waited for), "wake";
-    "atomic" (element or None for all, whether it changes it), "plain" (whether it stores).
+    Kinds and their tags: "arrive" (phase, whether it completes that), "wait" and "block" (the phase
+    that follows what is waited for), "wake"; "atomic" (element or None for all, whether it changes
+    it), "plain" (whether it stores).
     """
     (_, kind, tag), (_, other, of) = a, b
     if kind == "plain" or other == "plain":
@@ -144,14 +145,23 @@ def _dependent(a: _Note, b: _Note) -> bool:
     if kind == "atomic":
         return (tag[1] or of[1]) and (tag[0] == of[0] or None in (tag[0], of[0]))
     if kind == other == "arrive":
-        return tag != of
+        return tag[0] != of[0]
     if "wake" in (kind, other) or "arrive" not in (kind, other):
         return False
-    return tag >= of if kind == "arrive" else of >= tag
+    return tag[0] >= of if kind == "arrive" else of[0] >= tag
 
 
 def _conflict(a: Sequence[_Note], b: Sequence[_Note]) -> bool:
-    return any(x[0] == y[0] and _dependent(x, y) for x in a for y in b)
+    """Whether the order of two steps matters that one state permits, either of them first.
+
+    After an arrival that completes a phase another one is in the next.
+    """
+    for x in a:
+        for y in b:
+            completes = x[1] == y[1] == "arrive" and (x[2][1] or y[2][1])
+            if x[0] == y[0] and (completes or _dependent(x, y)):
+                return True
+    return False
 
 
 @dataclass
@@ -305,7 +315,7 @@ class _Tree:
             for note in step.notes:
                 for i, other in notes.get(note[0], ()):
                     releases = note[1] in ("wait", "wake") and other[1] == "arrive"
-                    if releases and other[2] < note[2]:
+                    if releases and other[2][0] < note[2]:
                         ordered |= before[i]
                     elif _dependent(note, other):
                         racing.add(i)

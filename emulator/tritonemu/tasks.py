@@ -63,7 +63,7 @@ class Region:
                 role.charge()
                 role.retire()
                 running.remove(role)
-                scheduler.order.note(("tasks", main.cta.number), "arrive", 0)
+                scheduler.order.note(("tasks", main.cta.number), "arrive", (0, False))
                 main.clock.join(role.release())
                 main.time = max(main.time, role.time)
                 if not running:

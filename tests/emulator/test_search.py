@@ -1,5 +1,6 @@
 """Orders and searches: what exhaustive search leaves out does not matter, and mistakes of order."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,93 @@ def delay_kernel(state_ptr, out_ptr, RIGHT: tl.constexpr, TURNS: tl.constexpr):
                 tl.atomic_add(state_ptr, 1)
 
 
+@triton.jit
+def threads_kernel(state_ptr, out_ptr, RIGHT: tl.constexpr, TURNS: tl.constexpr):
+    """A role of 256 threads waits for one of 128; wrong: for 256 of both."""
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.named_barrier_wait(9, 256 + 128 * RIGHT)
+        with tlx.async_task(num_warps=4):
+            tlx.named_barrier_arrive(9, 256 + 128 * RIGHT)
+
+
+def meet(order, right):
+    """What comes of `threads_kernel`."""
+    try:
+        run(threads_kernel, (1,), None, None, int(right), 1, schedule=order, num_warps=8)
+    except EmulatorError as error:
+        return type(error).__name__
+
+
+def test_arrivals_that_complete_a_phase_do_not_commute():
+    """Two arrivals in one phase do, unless one of them is enough."""
+    outcomes, tree = explored(lambda order: meet(order, False))
+    assert set(outcomes) == {None, "BarrierMisuse"} and (tree.classes, tree.useless) == (2, 0)
+    outcomes, tree = explored(lambda order: meet(order, True))
+    assert outcomes == [None] and tree.classes == 1
+
+
+@triton.jit
+def perform(state_ptr, out_ptr, full, seen, PROGRAM: tl.constexpr, ROLE: tl.constexpr):
+    """A random program: atomics on two elements, arrivals and waits of three kinds."""
+    for i in tl.static_range(len(PROGRAM)):
+        if PROGRAM[i] == 0:
+            seen = seen * 7 + tl.atomic_add(state_ptr, 1)
+        elif PROGRAM[i] == 1:
+            seen = seen * 7 + tl.atomic_xchg(state_ptr + 1, ROLE + 1)
+        elif PROGRAM[i] == 2:
+            seen = seen * 7 + tl.atomic_or(state_ptr + 1, 0)
+        elif PROGRAM[i] == 3:
+            tlx.named_barrier_wait(9, 256)
+        elif PROGRAM[i] == 4:
+            tlx.named_barrier_arrive(9, 256)
+        elif PROGRAM[i] == 5:
+            tlx.barrier_arrive(full)
+        else:
+            tlx.barrier_wait(full, PROGRAM[i] - 6)
+    tl.store(out_ptr + ROLE, seen)
+
+
+@triton.jit
+def random_kernel(
+    state_ptr, out_ptr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, COUNT: tl.constexpr
+):
+    full = tlx.alloc_barriers(1, COUNT)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            perform(state_ptr, out_ptr, full[0], 1, A, 0)
+        with tlx.async_task(num_warps=4):
+            perform(state_ptr, out_ptr, full[0], 1, B, 1)
+        with tlx.async_task(num_warps=4):
+            perform(state_ptr, out_ptr, full[0], 1, C, 2)
+
+
+def test_random_programs_lose_no_outcome():
+    """Search finds something if any interleaving has a finding; if none has, all results."""
+    choice, mixed, several = random.Random(7), 0, 0
+    for _ in range(16):
+        programs = [tuple(choice.choices(range(8), k=k)) for k in (2, 2, 1)]
+        count = choice.randint(1, 2)
+
+        def execute(order, programs=programs, count=count):
+            state, out = numbers(2), numbers(3)
+            run(random_kernel, (1,), state, out, *programs, count, schedule=order)
+            return (*state.tolist(), *out.tolist())
+
+        fewer, tree = explored(execute, most=3000)
+        each, every = explored(execute, reduced=False, most=100)
+        each += explored(execute, orders=map(order_of, range(20)))[0]
+        findings = {isinstance(outcome, str) for outcome in each}
+        if True in findings:
+            assert any(isinstance(outcome, str) for outcome in fewer), (programs, count)
+        else:
+            assert set(each) <= set(fewer), (programs, count)
+            assert not every.exhausted or set(each) == set(fewer), (programs, count)
+        mixed += len(findings) == 2
+        several += findings == {False} and len(set(fewer)) > 1
+    assert mixed and several, (mixed, several)
+
+
 KERNELS = {
     "count": (count_kernel, 2),
     "locks": (locks_kernel, 1),
@@ -119,15 +207,15 @@ def outcome(name, order, right=False, turns=None):
     ]
 
 
-def explored(execute, reduced=True, most=1000):
+def explored(execute, reduced=True, most=1000, orders=None):
     """What the executions of a tree give, and the tree."""
     tree, outcomes = _Tree(reduced), []
-    for order in tree.executions(most):
+    for order in orders or tree.executions(most):
         try:
             outcomes.append(execute(order))
         except EmulatorError as error:
             outcomes.append(type(error).__name__)
-    assert tree.exhausted or not reduced
+    assert tree.exhausted or orders or not reduced
     return outcomes, tree
 
 
