@@ -195,7 +195,8 @@ class Tile:
         data = self.data
         for dim, item in enumerate(index if isinstance(index, tuple) else (index,)):
             if item is None:
-                data = data.unsqueeze(dim)
+                # `scalar[:, None]` is a tile of one element.
+                data = data.unsqueeze(dim if self.shape else min(dim, data.ndim))
             elif not (isinstance(item, slice) and item == slice(None)):
                 raise InvalidKernel(f"index of a tile must be None or ':', got {item!r}")
         return self.like(data)

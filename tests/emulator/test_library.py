@@ -324,3 +324,15 @@ def test_arguments_under_another_type():
     x, y = torch.randn(16).to(torch.float8_e5m2), torch.zeros(16)
     run(eight_bits_kernel, (1,), triton.reinterpret(x.view(torch.int8), tl.float8e5), y)
     torch.testing.assert_close(y, x.float() * 2)
+
+
+@triton.jit
+def scalar_index_kernel(y_ptr, n):
+    inside = n > 3
+    tl.store(y_ptr + tl.arange(0, 4), tl.arange(0, 4), (tl.arange(0, 4) < 2) & inside[:, None])
+
+
+def test_a_scalar_takes_any_new_dimension():
+    y = torch.zeros(4)
+    run(scalar_index_kernel, (1,), y, 5, compile=True)
+    assert y.tolist() == [0, 1, 0, 0]
