@@ -1,0 +1,235 @@
+# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# ---
+
+# %% [markdown]
+# # Bugs that the emulator found
+#
+# What does a race look like in kernels that people use, and which tool would have told?
+#
+# :::{admonition} In this chapter (20 minutes)
+# You will see five mistakes that the emulator found in published kernels, each in a few lines of
+# our own with the wrong number it leads to, and its mend. On ten mistakes put into two kernels, it
+# finds {glue:text}`emulator:.0f`, Triton's interpreter {glue:text}`interpreter:.0f`.
+# :::
+#
+# The kernels are the published ones of this book's operators, at commit
+# [2c128ab](https://github.com/facebookresearch/ads_model_kernel_library/tree/2c128ab68cc82365c2b8a7db9366b54217b083fe)
+# of their repository. They were early in almost everything this book builds on, and most of what
+# they publish ran in the emulator without a finding. What follows is what is left when a good team
+# tests on hardware: mistakes that most runs forgive. We quote lines by number and copy none; to
+# read them, `git clone https://github.com/facebookresearch/ads_model_kernel_library` and
+# `git checkout 2c128ab`. We saw the mistakes in the emulator and by reading, not on a B200.
+
+# %%
+import json
+import re
+from collections import Counter
+
+import pandas as pd
+
+import tritonemu
+from gdpa_kernels.report.chapter import Chapter
+from notebooks.tools.kernels import compare, published, seeded
+from tritonemu.search import Search
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("tools/found_bugs", mode=mode, device=device, data_dir=data_dir)
+SCHEDULES = ("modelled", *range(25))
+
+
+def outcome(call, schedule, **options):
+    """What a launch under a schedule leads to: a finding, a wrong result, or "right"."""
+    try:
+        with tritonemu.enabled(schedule=schedule, **options):
+            call()
+    except tritonemu.EmulatorError as error:
+        return re.sub(r"/\S*/(?=[\w-]+\.py:\d)", "", f"{type(error).__name__}: {error}")
+    except AssertionError as error:
+        return str(error)
+    return "right"
+
+
+def show(call):
+    """The finding, and what 26 schedules lead to with races not judged; mended, all is right."""
+    print(outcome(call, "modelled"))
+    results = Counter(outcome(call, schedule, races=False) for schedule in SCHEDULES)
+    for text, count in results.most_common(3):
+        print(f"{count} of {len(SCHEDULES)} schedules: {text}")
+    mended = {outcome(lambda: call(mended=True), schedule) for schedule in SCHEDULES}
+    assert mended == {"right"}, mended
+
+
+# %% [markdown]
+# ## One slot, and nobody says that it is free
+#
+# Matmul and RMSNorm in one kernel: a row lies in several CTAs of a cluster, which exchange its
+# partial sums of squares. Each stores its own into a slot of the others' shared memory, waits until
+# theirs have come, and adds up
+# ([`tlx_matmul_rmsnorm.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/multi_cta_norm_fusion/src/tlx_matmul_rmsnorm.py#L374-L391),
+# lines 374 to 391; the backward,
+# [`tlx_matmul_rmsnorm_bwd.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/multi_cta_norm_fusion/src/tlx_matmul_rmsnorm_bwd.py#L757-L790),
+# lines 757 to 790). The next tile uses the same slot. The barrier says that a sum has come; nothing
+# says that it has been read. A CTA that is a tile ahead overwrites what its neighbour has not added
+# yet. The layer norm beside it has two slots and returns them, and no such finding. As small as it
+# can be:
+
+# %% tags=["remove-input"]
+chapter.code(published.slot_kernel, "    for i in")
+
+# %%
+show(published.slot)
+
+# %% [markdown]
+# The first sum of one CTA contains the other's second part. The mend is `MENDED`: a second barrier,
+# on which the reader arrives at the sender, and for which the sender waits. One more arrival for
+# each tile travels through the cluster, hidden behind the next matmul.
+#
+# ## Added to what was in memory
+#
+# The Triton backward can write dQ by TMA. It then *adds* to memory
+# ([`triton_generalized_dot_product_attention.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/gdpa/triton/triton_generalized_dot_product_attention.py#L2587-L2594),
+# lines 2587 to 2594: `store_reduce="add"`), and on this path dQ comes from `torch.empty` (lines
+# 3515 to 3523). The gradient is right as long as the allocator hands out zeros, which fresh pages
+# are and a training step's are not. Here memory holds sevens:
+
+# %%
+show(published.add)
+
+# %% [markdown]
+# No order is wrong here, so no race detector can help; poisoned memory tells. The tests of this
+# repository fill every output with NaN first. The mend is `torch.zeros`, or a plain store, since
+# each block of dQ has one program here.
+#
+# ## The last one wins
+#
+# The same file has a branch for atomics, where several programs hold parts of one block of dQ.
+# Without TMA it uses `tl.atomic_add`, with TMA it stores
+# ([lines 1635 to 1651](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/gdpa/triton/triton_generalized_dot_product_attention.py#L1635-L1651)):
+
+# %%
+show(published.last)
+
+# %% [markdown]
+# The mend is one argument, `store_reduce="add"`, onto zeros. The two branches have each other's
+# store; in the defaults of the published benchmark both are off.
+#
+# ## Eight warps are not four
+#
+# Two softmax roles take turns through named barriers of 256 threads, two groups of 128
+# ([`tlx_gdpa_megakernel.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/gdpa_megakernel/src/tlx_gdpa_megakernel.py#L1006-L1007),
+# lines 1007, 1054, 1214 and 1275). The configurations with `PINGPONG` launch with `num_warps=8`
+# (line 113), so that the default task alone is 256 threads: its wait is complete without the other
+# role, and if that arrives first, 384 threads come to a barrier of 256. What happens then is not
+# defined {cite}`nvidiaptx`. Whether the emulator sees it depends on who comes first, and the
+# modelled schedule is the lucky one. So it takes a search:
+
+# %%
+search, found = Search("exhaustive", schedules=100), []
+for order in search:
+    try:
+        with tritonemu.enabled(schedule=order):
+            published.threads()
+    except tritonemu.EmulatorError as error:
+        found.append(f"schedule {error.schedule}: {error.args[0]}")
+print(*found, search, sep="\n")
+
+# %% [markdown]
+# Four more lines of arithmetic would have told as well: $32 \times 8 + 32 \times 4 = 384$. The mend
+# is that number, or a default task of four warps.
+#
+# ## A tile for a sequence without rows
+#
+# Block attention walks over tiles of 64 rows, sequence after sequence
+# ([`tlx_block_attention.py`](https://github.com/facebookresearch/ads_model_kernel_library/blob/2c128ab68cc82365c2b8a7db9366b54217b083fe/block_attention/triton/tlx_block_attention.py#L223-L230),
+# lines 223 to 230, and the same in each role). The number of tiles is counted on the host, where an
+# empty sequence has none; the walk goes on to the next sequence once for each tile, and spends one
+# on the empty sequence. The last tile is then never reached:
+
+# %%
+show(published.walk)
+
+# %% [markdown]
+# Those rows keep what `torch.empty` found. The mend skips sequences that end where they begin, as
+# `MENDED` does; {doc}`../block/block_attention` gives programs a list of blocks instead, and has
+# nothing to walk over.
+#
+# ## Ten mistakes, and who notices
+#
+# `notebooks/tools/kernels/seeded.py` has two kernels: one of two roles, barriers and TMA in both
+# directions, and a plain sum over programs. Each mistake below is put in alone. The tools get the
+# same file: the emulator with eight random schedules and six clusters at a time; Triton's own
+# interpreter; on an H200 the result itself, NVIDIA's compute-sanitizer and Triton's ConSan.
+# `python -m notebooks.tools.kernels.compare` asks those that a machine has, and keeps the answers.
+
+# %% tags=["remove-input"]
+asked = json.loads(compare.FILE.read_text(encoding="utf-8"))
+verdicts = pd.DataFrame(
+    {
+        name: [
+            asked[name]["found"][fault]["verdict"] if name in asked else "not measured"
+            for fault in seeded.FAULTS
+        ]
+        for name in compare.TOOLS
+    },
+    index=["none (a finding would be false)", *list(seeded.FAULTS)[1:]],
+)
+verdicts.index.name = "mistake"
+verdicts.iloc[0] = verdicts.iloc[0].replace({"missed": "no finding", "found": "false alarm"})
+where = "; ".join(f"{name}: {each['machine']}, {each['date']}" for name, each in asked.items())
+chapter.table(verdicts.reset_index(), emulated=f"seeded.py, a process for each. {where}")
+
+# %% tags=["remove-cell"]
+ten = verdicts.iloc[1:]
+counts = {name: int(ten[name].eq("found").sum()) for name in ("tritonemu", "TRITON_INTERPRET")}
+slow = max(each["seconds"] for each in asked["tritonemu"]["found"].values())
+chapter.glue(
+    emulator=counts["tritonemu"], interpreter=counts["TRITON_INTERPRET"], slow=slow,
+    plain=len(seeded.SUM), roles=len(seeded.PIPELINE),
+)  # fmt: skip
+
+# %% [markdown]
+# The interpreter knows no TLX, so it cannot run the {glue:text}`roles:.0f` mistakes of the
+# pipeline. The {glue:text}`plain:.0f` others it runs in numpy, one program after the other, where
+# neither a race nor a lost update can happen, and a store behind the end of a tensor lands in the
+# memory of Python. The emulator took {glue:text}`slow:.1f` s at most for a mistake, nearly all of
+# it to import PyTorch.
+#
+# Columns that say "not measured" need a GPU that nobody has given them yet. Read the others with
+# this in mind: the ten were chosen by the authors of one of the tools. Each breaks something that
+# this tool models. A tool on a GPU sees what none on a CPU does: the code that the compiler made,
+# and the caches.
+#
+# Nine of the ten need no luck: the modelled schedule finds them, since what orders two accesses is
+# computed and not tried. The tenth, an addition in two atomics, is no race of accesses. Only a
+# wrong sum tells, under an order that loses a part. {doc}`emulator` says why; the README of
+# `emulator/` says what random, PCT and exhaustive search find of such mistakes.
+#
+# :::{exercise} The cheapest mend
+# :label: ex-found-bugs-slot
+#
+# The kernel with one slot already has a cluster barrier at its end. Would a second one in the loop
+# mend it? Where must it stand, and what does it cost that the arrival does not? *(paper, five
+# minutes; then try)*
+# :::
+#
+# :::{solution} ex-found-bugs-slot
+# :class: dropdown
+#
+# Yes, anywhere between the read of a slot and the next store into it. But everybody in the CTA then
+# waits for everybody else in every tile, where the arrival lets the reader go on at once, and the
+# sender waits only if it is a whole tile ahead.
+# :::
+#
+# ## Takeaways
+#
+# - A buffer needs two answers: it is full, and it is free again. Four of five mistakes lack one, or
+#   assume it: free memory is zero, nobody else stores, no sequence is empty.
+# - Tests on hardware sample the orders that are likely. These mistakes live in the others.
+# - Poison what you allocate, and count your threads.
