@@ -220,7 +220,7 @@ def _end_after(seconds: float) -> None:
 def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m tritonemu",
-        description=__doc__.partition("\n\n")[2],
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
