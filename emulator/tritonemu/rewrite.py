@@ -23,7 +23,6 @@ global that is no constexpr, `try`, `break`, assignment to elements, ...) is ref
 import ast
 import dis
 import functools
-import inspect
 import operator
 import textwrap
 import types
@@ -294,24 +293,38 @@ def _role_name(node: ast.With) -> str:
 
 
 _COMPILED: dict[int, tuple[JITFunction, types.CodeType, set[str], set[str]]] = {}
+_OF_SOURCE: dict[tuple[str, str, int], tuple[types.CodeType, set[str], set[str]]] = {}
 
 
 def _compiled(function: JITFunction) -> tuple[types.CodeType, set[str], set[str]]:
     """Code that defines the rewritten function; the globals of its body, and of its defaults.
 
-    Compiled once per function. The function is kept, so that its id stays its own.
+    Compiled once per function, and once for equal functions at the same line of several files, as
+    variants of a kernel have. The function is kept, so that its id stays its own.
     """
     if id(function) not in _COMPILED:
-        lines, first = inspect.getsourcelines(function.fn)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-        ast.increment_lineno(tree, first - 1)
+        lines, first = function.raw_src, function.starting_line_number
         file, name = function.fn.__code__.co_filename, function.fn.__name__
-        tree.body = [_Rewriter(file).function(tree.body[0])]
-        code = compile(ast.fix_missing_locations(tree), file, "exec")
-        constants = (c for c in code.co_consts if isinstance(c, types.CodeType))
-        inner = _global_names(next(c for c in constants if c.co_name == name))
-        _COMPILED[id(function)] = (function, code, inner, _global_names(code) - inner)
+        key = "".join(lines), name, first
+        if key not in _OF_SOURCE:
+            tree = ast.parse(textwrap.dedent(key[0]))
+            ast.increment_lineno(tree, first - 1)
+            tree.body = [_Rewriter(file).function(tree.body[0])]
+            code = compile(ast.fix_missing_locations(tree), file, "exec")
+            constants = (c for c in code.co_consts if isinstance(c, types.CodeType))
+            inner = _global_names(next(c for c in constants if c.co_name == name))
+            _OF_SOURCE[key] = code, inner, _global_names(code) - inner
+        code, *names = _OF_SOURCE[key]
+        _COMPILED[id(function)] = (function, _moved(code, file), *names)
     return _COMPILED[id(function)][1:]
+
+
+def _moved(code: types.CodeType, file: str) -> types.CodeType:
+    """The code as if it stood in another file."""
+    if code.co_filename == file:
+        return code
+    constants = (_moved(c, file) if isinstance(c, types.CodeType) else c for c in code.co_consts)
+    return code.replace(co_filename=file, co_consts=tuple(constants))
 
 
 def _global_names(code: types.CodeType) -> set[str]:
