@@ -241,7 +241,7 @@ class Memory:
             raise Race(
                 f"{first}{did[0][access.write]} an element of {region.name} that {second}"
                 f"{did[1][old.write]} {alias}at {file}:{line}; nothing orders the two",
-                (file, line),
+                old.at,
                 (before, program),
                 region.name,
             )

@@ -10,7 +10,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.emulator import handover
+from tests.emulator import handover, test_mutants
 from tests.emulator.mutants import enumerate_mutants, import_file
 from tritonemu import EmulatorError, enabled, run
 from tritonemu.orders import Priorities, order_of
@@ -269,6 +269,16 @@ def test_mutants_of_a_pipeline_are_found_whatever_the_order(tmp_path):
         module = import_file(path)
         fewer = explored(lambda order, module=module: hand_over(order, module))[0]
         assert all(isinstance(each, str) for each in fewer), mutant.what
+
+
+@pytest.mark.parametrize("name", ("GEMM, specialized", "GEMM, ping-pong", "v6b_stream"))
+def test_large_pipelines_have_one_class(name):
+    """Clusters, named barriers and a persistent attention kernel: all orders are equivalent."""
+    subject = test_mutants.SUBJECTS[name]
+    module = test_mutants._import(subject.path)
+    for launch in subject.launches:
+        _, tree = explored(lambda order, launch=launch: test_mutants._launch(launch, module, order))
+        assert (tree.classes, tree.useless) == (1, 0)
 
 
 @pytest.mark.parametrize("kind", ("pct", "exhaustive"))
