@@ -232,7 +232,10 @@ def _parser() -> _Parser:
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")
     parser.add_argument("--search", choices=KINDS, default="random", help="(default random)")
     parser.add_argument(
-        "--schedules", type=_positive, default=4, metavar="N", help="to search (default 4)"
+        "--schedules",
+        type=_positive,
+        metavar="N",
+        help="to search (default 4 random, 50 pct, at most 1000 exhaustive)",
     )
     parser.add_argument("--depth", type=_positive, default=3, help="of --search pct (default 3)")
     parser.add_argument("--schedule", type=_schedule, metavar="NAME", help="this one only")

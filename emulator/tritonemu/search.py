@@ -34,7 +34,8 @@ from typing import Any
 
 from .orders import Choices, Order, Priorities, Random, order_of
 
-KINDS = ("random", "pct", "exhaustive")
+DEFAULTS = {"random": 4, "pct": 50, "exhaustive": 1000}
+KINDS = tuple(DEFAULTS)
 
 _Thread = tuple[int, int]
 _Note = tuple[Hashable, str, Any]
@@ -43,22 +44,23 @@ _Note = tuple[Hashable, str, Any]
 class Search:
     """Iterates over orders, each for one execution; str() says what was covered.
 
-    kind: one of KINDS. schedules: orders beside the modelled one; for "exhaustive", the most of
-    them. depth: of "pct" (see `orders.Priorities`). seed: the first one. only: the name of an
-    order, tried instead of all others. tried: executions begun. exhausted: whether no other
-    interleaving is left. ValueError for other kinds and names.
+    kind: one of KINDS. schedules: orders beside the modelled one, as in DEFAULTS if not given; for
+    "exhaustive", the most of them. depth: of "pct" (see `orders.Priorities`). seed: the first one.
+    only: the name of an order, tried instead of all others. tried: executions begun. exhausted:
+    whether no other interleaving is left. ValueError for other kinds and names.
     """
 
     def __init__(
         self,
         kind: str = "random",
-        schedules: int = 4,
+        schedules: int | None = None,
         depth: int = 3,
         seed: int = 0,
         only: str | None = None,
     ):
         if kind not in KINDS:
             raise ValueError(f"search must be one of {KINDS}, got {kind!r}")
+        schedules = DEFAULTS[kind] if schedules is None else schedules
         if schedules < 0 or depth < 1:
             raise ValueError(
                 f"schedules must be at least 0 and depth at least 1, got {schedules} and {depth}"
