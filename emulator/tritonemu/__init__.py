@@ -64,7 +64,7 @@ from .orders import Order, order_of
 from .rewrite import Lowering, map_tuple
 from .scheduler import Role, Scheduler
 from .tasks import Region
-from .tile import cast, scalar
+from .tile import FROM_TORCH, cast, scalar
 from .timeline import Timeline
 from .tracing import Tracer
 from .undefined import MODES
@@ -448,6 +448,18 @@ def _undecorated(
     return kernel, kwargs
 
 
+def _pointer_like(launch: Launch, value: Any, name: str) -> Any:
+    """The pointer that an object with a `data_ptr()` of its own is to a kernel."""
+    address = value.data_ptr()
+    for tensor in (member for member in vars(value).values() if isinstance(member, torch.Tensor)):
+        step, odd = divmod(address - tensor.data_ptr(), tensor.itemsize)
+        first = tensor.untyped_storage().data_ptr()
+        if not odd and first <= address <= first + tensor.untyped_storage().nbytes():
+            pointer = launch.memory.pointer(name, tensor)
+            return cast(pointer.like(pointer.data + step), tl.pointer_type(FROM_TORCH[value.dtype]))
+    raise Unsupported(f"argument {name} of type {type(value).__name__}, which holds no tensor")
+
+
 def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
     """What the kernel sees of a launch argument.
 
@@ -459,6 +471,8 @@ def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
         return launch.lowering.convert(value)
     if isinstance(value, torch.Tensor):
         return launch.memory.pointer(name, value)
+    if callable(getattr(value, "data_ptr", None)) and not isinstance(value, TensorWrapper):
+        return _pointer_like(launch, value, name)
     if isinstance(value, TensorWrapper):
         pointer = launch.memory.pointer(name, value.base)
         return cast(pointer, tl.pointer_type(value.dtype))

@@ -619,6 +619,8 @@ OPERATIONS.update(
     mul=lambda x, y, sanitize_overflow=True: tile.mul(x, y),
     div_rn=fdiv,
     to_tensor=to_tile,
+    logical_and=lambda x, y: tile.logical(torch.logical_and, to_tile(x), to_tile(y)),
+    logical_or=lambda x, y: tile.logical(torch.logical_or, to_tile(x), to_tile(y)),
     multiple_of=lambda input, values: input,
     max_contiguous=lambda input, values: input,
     max_constancy=lambda input, values: input,

@@ -4,7 +4,8 @@ Every access of a kernel passes through `Memory`, one per launch; here bounds ar
 the order of accesses is judged.
 
 Bounds: a pointer remembers the tensor argument it was made from, and may touch what lies between
-the first and the last element that this tensor (view) reaches. Masked-off lanes may point anywhere.
+the first and the last element that this tensor (view) reaches, or of its storage if it is expanded.
+Masked-off lanes may point anywhere.
 
 Undefined values: a masked-off lane of a load without `other` reads what `undefined` says. To store
 one, or a NaN that grew out of one, is an `UndefinedValue`.
@@ -134,8 +135,12 @@ class Memory:
         low = high = tensor.storage_offset()
         if tensor.numel():
             high += 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        first = low
+        if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            # Expanded: a kernel that has its own strides for it may use all of the storage.
+            low, high = 0, flat.numel()
         region = Region(self, name, dtype, flat, low, high, shadow)
-        return Tile(torch.tensor(low), tl.pointer_type(dtype), region)
+        return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
 
     def at_address(self, address: int, dtype: tl.dtype) -> Tile:
         """The pointer that an integer names, into an argument or a reachable tensor."""

@@ -223,6 +223,11 @@ class _Rewriter(ast.NodeTransformer):
         check = self.code(node, f"__return__([{', '.join(self.loops)}])") if self.loops else []
         return [*check, self.generic_visit(node)]
 
+    def visit_Raise(self, node: ast.Raise) -> ast.Expr:
+        # In a branch on constants that is not taken, it is as if it were not there.
+        what = ast.copy_location(ast.Constant(ast.unparse(node)), node)
+        return ast.copy_location(ast.Expr(self.call("__raise__", node, what)), node)
+
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         helper = "__and__" if isinstance(node.op, ast.And) else "__or__"
         return self.call(helper, node, *(self.later(value) for value in node.values))
@@ -540,7 +545,12 @@ def check(condition: Any, message: str = "") -> None:
         raise DeviceAssertion(f"assertion must hold, got a false element: {message}")
 
 
+def _raise(what: str) -> None:
+    raise InvalidKernel(f"a kernel must not raise, got {what}")
+
+
 HELPERS: dict[str, Callable] = {
+    "__raise__": _raise,
     "__assign__": _assign,
     "__constant__": lambda value, called: value,
     "__loop__": _loop,

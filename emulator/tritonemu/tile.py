@@ -48,10 +48,12 @@ RAW = {
     **{name: _INTEGERS[name[1:]] for name in _UNSIGNED},
     **dict.fromkeys(_FP8, torch.int8),
 }
+# Kernels compare with `is`, too.
+_TYPES = {each.name: each for each in vars(tl).values() if isinstance(each, tl.dtype)}
 FROM_TORCH = {
     torch.bool: tl.int1,
-    **{held: tl.dtype(name) for name, held in {**_INTEGERS, **_FP8, **_FLOATS}.items()},
-    **{getattr(torch, name): tl.dtype(name) for name in (*_UNSIGNED, "uint64")},
+    **{held: _TYPES[name] for name, held in {**_INTEGERS, **_FP8, **_FLOATS}.items()},
+    **{getattr(torch, name): _TYPES[name] for name in (*_UNSIGNED, "uint64")},
 }
 
 
@@ -502,6 +504,10 @@ def where(condition: Any, x: Any, y: Any) -> Tile:
     """Element-wise choice; x and y follow the promotion rules."""
     mask = cast(condition, tl.int1).data
     if is_pointer(x) and is_pointer(y):
+        if x.base is not y.base and bool(mask.all()):
+            return x.like(x.data.expand(torch.broadcast_shapes(mask.shape, x.shape, y.shape)))
+        if x.base is not y.base and not bool(mask.any()):
+            return y.like(y.data.expand(torch.broadcast_shapes(mask.shape, x.shape, y.shape)))
         if x.base is not y.base:
             raise Unsupported("tl.where between pointers into different tensors")
         return x.like(torch.where(mask, x.data, y.data))

@@ -336,3 +336,52 @@ def test_a_scalar_takes_any_new_dimension():
     y = torch.zeros(4)
     run(scalar_index_kernel, (1,), y, 5, compile=True)
     assert y.tolist() == [0, 1, 0, 0]
+
+
+class Window:
+    """What FlagGems passes for a tensor: something with a `data_ptr()` and a dtype."""
+
+    def __init__(self, base: torch.Tensor, first: int):
+        self.base, self.first, self.dtype = base, first, base.dtype
+
+    def data_ptr(self) -> int:
+        return self.base.data_ptr() + self.first * self.base.itemsize
+
+
+@triton.jit
+def chosen_kernel(x_ptr, y_ptr, out_ptr, n, KIND: tl.constexpr):
+    at = tl.arange(0, 4)
+    tl.store(out_ptr + at, tl.load(tl.where(n > 3, x_ptr, y_ptr) + at))
+    if KIND == "other":
+        raise ValueError("no such kind")
+
+
+def test_pointers_that_are_no_tensors_and_choices_between_them():
+    x, out = torch.arange(8.0), torch.zeros(4)
+    run(chosen_kernel, (1,), Window(x, 3), torch.zeros(4), out, 5, KIND="")
+    assert out.tolist() == [3, 4, 5, 6]
+    run(chosen_kernel, (1,), Window(x, 3), torch.ones(4), out, 2, KIND="")
+    assert out.tolist() == [1, 1, 1, 1]
+    with pytest.raises(OutOfBounds, match="x_ptr"):
+        run(chosen_kernel, (1,), Window(x, 6), torch.zeros(4), out, 5, KIND="")
+    with pytest.raises(InvalidKernel, match="must not raise, got raise ValueError"):
+        run(chosen_kernel, (1,), Window(x, 3), torch.ones(4), out, 2, KIND="other")
+
+
+@triton.jit
+def rows_kernel(x_ptr, y_ptr, step):
+    at = tl.arange(0, 4)
+    dtype = x_ptr.dtype.element_ty
+    if dtype is tl.float32:
+        inside = (at < 3).logical_and(at > 0).logical_or(at == 3)
+        tl.store(y_ptr + at, tl.load(x_ptr + at * step, mask=inside, other=9.0))
+
+
+def test_an_expanded_tensor_may_be_read_with_strides_of_the_kernel():
+    x, y = torch.arange(8.0).reshape(4, 2), torch.zeros(4)
+    run(rows_kernel, (1,), x[:1].expand(4, 2), y, 2)
+    assert y.tolist() == [9, 2, 4, 6]
+    with pytest.raises(OutOfBounds, match="x_ptr"):
+        run(rows_kernel, (1,), x[:1].expand(4, 2), y, 3)
+    with pytest.raises(OutOfBounds, match="x_ptr"):
+        run(rows_kernel, (1,), x[:1], y, 2)

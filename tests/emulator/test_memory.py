@@ -374,14 +374,14 @@ def test_coordinates_are_int32():
 
 
 @triton.jit
-def gather_kernel(desc, big):
-    desc.gather(tl.arange(0, 8), 0)
+def prefetch_kernel(desc, big):
+    desc.prefetch(0)
 
 
 def test_unknown_descriptor_operation():
     desc = TensorDescriptor.from_tensor(torch.ones(4, 16), [4, 16])
-    with pytest.raises(Unsupported, match="tensor_descriptor.gather"):
-        run(gather_kernel, (1,), desc, 0)
+    with pytest.raises(Unsupported, match="tensor_descriptor.prefetch"):
+        run(prefetch_kernel, (1,), desc, 0)
 
 
 @triton.jit

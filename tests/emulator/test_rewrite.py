@@ -247,7 +247,7 @@ def element_kernel(out_ptr):
 @triton.jit
 def unknown_kernel(out_ptr):
     x = tl.zeros([4], tl.int32)
-    y = tl.histogram(x, 4)
+    y = tl.no_such_thing(x, 4)
     tl.store(out_ptr + y, y)
 
 
@@ -263,7 +263,7 @@ def loop_kernel(out_ptr):
         (break_kernel, "    break", "Python syntax Break"),
         (chain_kernel, "0 < x < 2", "chain of comparisons"),
         (element_kernel, "x[0] = 1", "not a name"),
-        (unknown_kernel, "tl.histogram", "tl.histogram"),
+        (unknown_kernel, "tl.no_such_thing", "tl.no_such_thing"),
         (loop_kernel, "for x in", "for loop over Tile"),
     ),
 )
