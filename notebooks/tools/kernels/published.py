@@ -1,4 +1,4 @@
-"""Five mistakes of published kernels, each in a kernel of our own as small as it can be.
+"""Six mistakes of published kernels, each in a kernel of our own as small as it can be.
 
 Each function launches its kernel on CPU tensors, as it was with `mended=False`, and checks the
 result. `python -m tritonemu notebooks/tools/kernels/published.py:slot` says what is found.
@@ -116,6 +116,35 @@ def walk(mended: bool = False, lengths: tuple[int, ...] = (16, 0, 16)) -> None:
     out, tiles = torch.zeros(sum(lengths)), sum(-(-length // 16) for length in lengths)
     walk_kernel[(1,)](out, ends, tiles, BLOCK=16, MENDED=mended)
     assert out.eq(1).all(), f"{int(out.eq(0).sum())} of {len(out)} rows are not written"
+
+
+@triton.jit
+def early_kernel(a_desc, b_desc, out_ptr, MENDED: tl.constexpr):
+    a = tlx.local_alloc((128, 64), tl.bfloat16, 2)
+    b = tlx.local_alloc((64, 64), tl.bfloat16, 2)
+    acc = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem)
+    full, done = tlx.alloc_barriers(2), tlx.alloc_barriers(2)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.barrier_wait(done[1 if MENDED else 0], 0)
+            at = tl.arange(0, 128)[:, None] * 64 + tl.arange(0, 64)[None, :]
+            tl.store(out_ptr + at, tlx.local_load(acc[0]))
+        with tlx.async_task(num_warps=1):
+            for i in tl.static_range(2):
+                tlx.barrier_expect_bytes(full[i], 2 * 64 * (128 + 64))
+                tlx.async_descriptor_load(a_desc, a[i], [0, i * 64], full[i])
+                tlx.async_descriptor_load(b_desc, b[i], [i * 64, 0], full[i])
+                tlx.barrier_wait(full[i], 0)
+                tlx.async_dot(a[i], b[i], acc[0], use_acc=i > 0, mBarriers=[done[i]])
+
+
+def early(mended: bool = False) -> None:
+    """A product in two steps, read after the first; for sm_100."""
+    a, b, out = torch.ones(128, 128), torch.ones(128, 64), torch.zeros(128, 64)
+    a_desc = TensorDescriptor.from_tensor(a.bfloat16(), [128, 64])
+    b_desc = TensorDescriptor.from_tensor(b.bfloat16(), [64, 64])
+    early_kernel[(1,)](a_desc, b_desc, out, MENDED=mended)
+    assert torch.equal(out, a @ b), _told(out, a @ b)
 
 
 def _told(got: torch.Tensor, expected: torch.Tensor) -> str:
