@@ -138,6 +138,25 @@ def test_kernels_run_forward_and_backward():
     torch.testing.assert_close(y, 2 * x)
 
 
+@pytest.mark.parametrize("device_types", (None, "cuda"))
+def test_operators_of_the_program(device_types):
+    name = f"tritonemu_tests::double_{device_types}".lower()
+
+    @torch.library.custom_op(name, mutates_args=(), device_types=device_types)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x, device="cuda").copy_(x)
+        assert x.is_cuda and y.is_cuda
+        double_kernel[(1,)](y, y.numel(), BLOCK=16)
+        return y
+
+    double.register_autograd(lambda ctx, grad: double(grad.contiguous()))
+    x = torch.ones(12, device="cuda", requires_grad=True)
+    with enabled() as reports:
+        y = torch.compile(double)(x)
+        y.sum().backward()
+    assert y.is_cuda and y.eq(2).all() and x.grad.eq(2).all() and len(reports) == 2
+
+
 def test_a_benchmark_is_one_call():
     calls = []
     assert triton.testing.do_bench(lambda: calls.append(1)) >= 0

@@ -3,14 +3,16 @@
 `fake_gpu` answers what programs ask of `torch.cuda` and of Triton's driver. "cuda" becomes the CPU
 wherever PyTorch takes a device, and `x.device`, `x.is_cuda` say what they would say: a tensor is on
 the GPU if it was made or moved there, or computed from one that is; moving it copies it. Streams,
-events and synchronisation do nothing, benchmarks are skipped or take one call, and `kernel.warmup`
-returns a stand-in with invented resources. Kernels run only inside `tritonemu.enabled`.
+events, synchronisation and `torch.compile` do nothing, operators for CUDA are the CPU's,
+benchmarks are skipped or take one call, and `kernel.warmup` returns a stand-in with invented
+resources. Kernels run only inside `tritonemu.enabled`.
 """
 
 import contextlib
 import functools
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -144,6 +146,11 @@ def _do_bench(fn: Callable, *args: Any, quantiles: Any = None, **kwargs: Any) ->
     return [taken] * len(quantiles) if quantiles else taken
 
 
+def _compile(model: Any = None, **options: Any) -> Any:
+    """`torch.compile` leaves functions and modules as they are."""
+    return model if model is not None else lambda function: function
+
+
 def _no_report(self: Any, *args: Any, **kwargs: Any) -> None:
     print("tritonemu: a triton.testing benchmark is skipped")
 
@@ -181,18 +188,40 @@ class _CudaIsCpu(TorchFunctionMode):
 
     inside = False  # a call, where PyTorch takes the mode off
 
-    def backward(self, apply: Callable) -> Callable:
-        """`BackwardCFunction.apply`, which calls the program's code, with the mode on again."""
+    def on_again(self, function: Callable) -> Callable:
+        """What calls the program's code from PyTorch, with the mode on."""
 
-        @functools.wraps(apply)
-        def under_the_mode(*args: Any) -> Any:
+        @functools.wraps(function)
+        def under_the_mode(*args: Any, **kwargs: Any) -> Any:
             inside, self.inside = self.inside, False
-            with self if inside else contextlib.nullcontext():
-                result = apply(*args)
-            self.inside = inside
-            return result
+            try:
+                with self if inside else contextlib.nullcontext():
+                    return function(*args, **kwargs)
+            finally:
+                self.inside = inside
 
         return under_the_mode
+
+    def registering(self, impl: Callable) -> Callable:
+        """`Library.impl`: what is for CUDA is for the CPU, unless something else is."""
+        known: set[tuple[Any, ...]] = set()
+
+        @functools.wraps(impl)
+        def register(library: Any, name: Any, fn: Any, key: Any = "", **how: Any) -> None:
+            if fn is not torch.library.fallthrough_kernel:
+                fn = self.on_again(fn)
+            cpu = key.replace("CUDA", "CPU") if isinstance(key, str) else key
+            place = library.ns, str(name), cpu
+            if cpu != key and place in known:
+                return
+            with warnings.catch_warnings():
+                if place in known:
+                    how["allow_override"] = True
+                    warnings.simplefilter("ignore", UserWarning)
+                impl(library, name, fn, cpu, **how)
+            known.add(place)
+
+        return register
 
     def by_default(self) -> Callable:
         """`DeviceContext.__torch_function__`: such a context is below this mode, or above it."""
@@ -247,14 +276,25 @@ class _CudaIsCpu(TorchFunctionMode):
         return result
 
 
+_DO_NOTHING = (
+    *("init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"),
+    *("manual_seed", "manual_seed_all", "seed", "seed_all", "reset_peak_memory_stats"),
+)
+_USE_NOTHING = (
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+)
+
+
 def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
-    """What stands for functions and classes of `torch.cuda`."""
+    """What stands for functions and classes of `torch.cuda`: each its own, as dynamo asks for."""
 
     def constant(value: Any) -> Callable:
         return lambda *args, **kwargs: value
 
     properties = types.SimpleNamespace(**_properties(arch, multiprocessors))
-    nothing = constant(None)
     return {
         "is_available": constant(True),
         "is_initialized": constant(True),
@@ -275,11 +315,8 @@ def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
         "Event": _Stream,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), nothing),
-        **dict.fromkeys(("init", "synchronize", "set_device", "set_stream"), nothing),
-        **dict.fromkeys(("empty_cache", "ipc_collect", "reset_peak_memory_stats"), nothing),
-        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), constant(0)),
-        **dict.fromkeys(("memory_reserved", "max_memory_reserved"), constant(0)),
+        **{name: constant(None) for name in _DO_NOTHING},
+        **{name: constant(0) for name in _USE_NOTHING},
     }
 
 
@@ -324,11 +361,13 @@ def fake_gpu(arch: str = "sm_90", *, multiprocessors: int = MULTIPROCESSORS) -> 
             replace(accelerator, name, value)
         replace(torch.version, "cuda", torch.version.cuda or "12.8")
         replace(torch, "Generator", _Generator)
+        replace(torch, "compile", _compile)
         replace(triton.testing, "do_bench", _do_bench)
         replace(triton.testing, "do_bench_cudagraph", _do_bench)
         replace(triton.testing.Mark, "run", _no_report)
         mode, backward = _CudaIsCpu(), torch.autograd.function.BackwardCFunction
-        replace(backward, "apply", mode.backward(backward.apply))
+        replace(backward, "apply", mode.on_again(backward.apply))
+        replace(torch.library.Library, "impl", mode.registering(torch.library.Library.impl))
         replace(_device.DeviceContext, "__torch_function__", mode.by_default())
         stack.enter_context(mode)
         yield
