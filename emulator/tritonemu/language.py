@@ -10,6 +10,7 @@ fp32 division are off by up to two. Multiplications and additions are not fused.
 
 import math
 from collections.abc import Callable
+from itertools import product
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -297,6 +298,25 @@ OPERATIONS["load_tensor_descriptor"] = Descriptor.load
 OPERATIONS["store_tensor_descriptor"] = Descriptor.store
 
 
+# Parts of a fp32 operand, and their fraction bits.
+_PRECISIONS = {
+    "ieee": (1, 23),
+    "tf32": (1, 10),
+    "tf32x3": (2, 10),
+    "bf16x3": (2, 7),
+    "bf16x6": (3, 7),
+}
+
+
+def _parts(x: torch.Tensor, count: int, bits: int) -> list[torch.Tensor]:
+    """Short floats whose sum is about x, the largest first."""
+    parts = []
+    for _ in range(count):
+        parts.append(round_fraction(x, bits) if bits < 23 else x)
+        x = x - parts[-1]
+    return parts
+
+
 @_operation
 def dot(
     input: Tile,
@@ -311,13 +331,14 @@ def dot(
     """Matmul in fp32 (fp64 for fp64, int32 for int8); products of 16-bit floats are exact.
 
     fp32 operands are rounded to tf32, 10 fraction bits, unless input_precision is "ieee"; the
-    hardware may truncate instead. The short accumulator of fp8 on Hopper is not modelled.
+    hardware may truncate instead. "tf32x3", "bf16x3" and "bf16x6" split them into sums of two or
+    three short parts. The short accumulator of fp8 on Hopper is not modelled.
     """
     if input_precision is not None and allow_tf32 is not None:
         raise InvalidKernel("tl.dot takes one of input_precision and allow_tf32, got both")
     precision = input_precision or ("ieee" if allow_tf32 is False else "tf32")
-    if precision not in ("ieee", "tf32"):
-        raise Unsupported(f"tl.dot with input_precision={precision!r}")
+    if precision not in _PRECISIONS:
+        raise InvalidKernel(f"input_precision must be one of {(*_PRECISIONS,)}, got {precision!r}")
     a, b, rank = input.dtype, other.dtype, len(input.shape)
     if not (a.is_fp8() and b.is_fp8()):
         _one_dtype("dot", input, other)
@@ -330,16 +351,21 @@ def dot(
     current().report.dots += 1
     wide = {"int8": tl.int32, "fp64": tl.float64}.get(a.name, tl.float32)
     x, y = (operand.data.to(held(wide)) for operand in (input, other))
-    if a.name == "fp32" and precision == "tf32":
-        x, y = round_fraction(x, 10), round_fraction(y, 10)
-    product = x @ y
+    if a.name == "fp32":
+        parts, bits = _PRECISIONS[precision]
+        xs, ys = _parts(x, parts, bits), _parts(y, parts, bits)
+        # The smallest products first; those of two small parts are left out.
+        order = sorted(product(range(parts), repeat=2), key=lambda pair: -sum(pair))
+        summed = sum(xs[i] @ ys[j] for i, j in order if i + j < parts)
+    else:
+        summed = x @ y
     result = out_dtype if a.name == "fp16" or a.is_fp8() else wide
     if acc is not None:
-        if acc.dtype.name != result.name or acc.data.shape != product.shape:
-            expected = f"{result}{list(product.shape)}"
+        if acc.dtype.name != result.name or acc.data.shape != summed.shape:
+            expected = f"{result}{list(summed.shape)}"
             raise InvalidKernel(f"acc of tl.dot must be {expected}, got {acc!r}")
-        product = product + acc.data.to(product.dtype)
-    return Tile(product.to(held(result)), result)
+        summed = summed + acc.data.to(summed.dtype)
+    return Tile(summed.to(held(result)), result)
 
 
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from tritonemu import DeviceAssertion, InvalidKernel, Unsupported, run
+from tritonemu import DeviceAssertion, InvalidKernel, run
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def bad_dot_kernel(x_ptr, out_ptr, CASE: tl.constexpr):
     elif CASE == "inner":
         tl.dot(tl.reshape(x, 32, 8), tl.reshape(x, 8, 32))
     elif CASE == "precision":
-        tl.dot(x, x, input_precision="bf16x3")
+        tl.dot(x, x, input_precision="fp64")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def bad_dot_kernel(x_ptr, out_ptr, CASE: tl.constexpr):
         ("shape", InvalidKernel, "shapes of tl.dot"),
         ("acc", InvalidKernel, "acc of tl.dot must be fp32"),
         ("inner", InvalidKernel, "inner size"),
-        ("precision", Unsupported, "bf16x3"),
+        ("precision", InvalidKernel, "input_precision must be one of"),
     ),
 )
 def test_refusals(case, error, message):

@@ -117,3 +117,20 @@ def test_stochastic_rounding(dtype):
     up = 1 + torch.finfo(dtype).eps
     assert set(y[4:].tolist()) == {1.0, up}
     assert abs((y[4:] == up).float().mean() - 0.25) < 0.04
+
+
+@triton.jit
+def precision_kernel(x_ptr, y_ptr, PRECISION: tl.constexpr):
+    at = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, tl.dot(x, x, input_precision=PRECISION))
+
+
+def test_precisions_of_fp32_products():
+    x, errors = torch.randn(32, 32), {}
+    for precision in ("tf32", "bf16x3", "tf32x3", "bf16x6", "ieee"):
+        y = torch.zeros(32, 32)
+        run(precision_kernel, (1,), x, y, PRECISION=precision)
+        errors[precision] = float((y - x.double() @ x.double()).abs().max())
+    assert errors["tf32"] > 10 * errors["bf16x3"] > 10 * errors["tf32x3"]
+    assert errors["tf32x3"] < 1e-4 and errors["bf16x6"] < 1e-5 and errors["ieee"] < 1e-5
