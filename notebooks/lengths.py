@@ -27,6 +27,8 @@ LATER = (
     "measuring/power_wall",
     "measuring/other_shapes",
     "measuring/production_gap",
+    "training/step",
+    "training/ranks",
     "backward/v6_one_tile_backward",
     "backward/v7_wide_backward",
     "tools/found_bugs",
