@@ -124,12 +124,59 @@ def test_a_report_without_a_finding(script, tmp_path, capsys):
     assert "1 class of interleavings, in 2 executions" in capsys.readouterr().out
 
 
-def test_a_wrong_result_names_its_schedule(tmp_path, capsys):
+def test_a_program_that_fails_names_its_schedule(tmp_path, capsys):
     path = tmp_path / "wrong.py"
     lines = (
         SCRIPT + "\n    def wrong():\n        early_value = right()\n        assert early_value\n"
     )
     path.write_text(textwrap.dedent(lines), encoding="utf-8")
-    assert main([f"{path}:wrong", "--schedule", "pct:3:2:9"]) == 3
+    assert main([f"{path}:wrong"]) == 3
     *_, error, again = capsys.readouterr().err.splitlines()
-    assert error == "AssertionError" and again.endswith(f"--schedule pct:3:2:9 {path}:wrong")
+    assert error == "AssertionError" and again.endswith(f"--schedule modelled {path}:wrong")
+
+
+LOST = """
+    import torch, triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(sum_ptr):
+        for i in range(4 * tl.program_id(0)):  # under the modelled schedule it comes later
+            tl.atomic_add(sum_ptr, 0)
+        before = tl.atomic_add(sum_ptr, 0)
+        tl.atomic_xchg(sum_ptr, before + 1)
+
+    def main():
+        total = torch.zeros(1, dtype=torch.int32)
+        kernel[(2,)](total)
+        assert int(total) == 2, f"the sum is {int(total)}"
+
+    @triton.jit
+    def broken_kernel(sum_ptr):
+        tl.store(sum_ptr, undefined_name)
+
+    def broken():
+        broken_kernel[(1,)](torch.zeros(1))
+"""
+
+
+@pytest.mark.parametrize("search", ("random", "exhaustive"))
+def test_a_result_that_depends_on_the_schedule_is_a_finding(tmp_path, capsys, search):
+    path, report = tmp_path / "lost.py", tmp_path / "report.json"
+    path.write_text(textwrap.dedent(LOST), encoding="utf-8")
+    arguments = ["--resident", "2", "--search", search, "--schedules", "20"]
+    assert main([*arguments, "--json", str(report), f"{path}:main"]) == 1
+    assert "the sum is 1" in capsys.readouterr().err
+    found = json.loads(report.read_text())["found"]
+    assert (found["kind"], found["kernel"]) == ("WrongResult", "kernel")
+    assert main(shlex.split(found["replay"])[3:]) == 1
+    assert "the sum is 1" in capsys.readouterr().err
+
+
+def test_a_kernel_that_fails_names_its_schedule_too(tmp_path, capsys):
+    path, report = tmp_path / "lost.py", tmp_path / "report.json"
+    path.write_text(textwrap.dedent(LOST), encoding="utf-8")
+    assert main(["--json", str(report), f"{path}:broken"]) == 1
+    found = json.loads(report.read_text())["found"]
+    assert (found["kind"], found["schedule"]) == ("InvalidKernel", "modelled")
+    assert found["places"][0]["calls"][-1]["source"] == "tl.store(sum_ptr, undefined_name)"

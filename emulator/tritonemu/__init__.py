@@ -53,6 +53,7 @@ from .errors import (
     UndefinedValue,
     UninitializedRead,
     Unsupported,
+    WrongResult,
     location_of,
 )
 from .gpu import WARMED_UP, fake_gpu
@@ -87,6 +88,7 @@ __all__ = [
     "UndefinedValue",
     "UninitializedRead",
     "Unsupported",
+    "WrongResult",
     "current_arch",
     "current_multiprocessors",
     "enabled",
@@ -375,20 +377,26 @@ def run(
             if launch.undecided:
                 ask_front_end(kernel, arch, bound.arguments, options)
     except EmulatorError as error:
-        error.report, error.schedule = report, str(order)
-        if hasattr(error, "add_note"):
-            error.add_note(explain(error))
+        _told(error, report, order)
         raise
     except Exception as error:
         at = location_of(error)
         if at[1] == 0:
             raise
         message = f"{type(error).__name__}: {error} in program {launch.program}"
-        raise InvalidKernel(message, at) from error
+        raise _told(InvalidKernel(message, at), report, order) from error
     finally:
         CURRENT.reset(token)
         torch.set_num_threads(threads)
     return report
+
+
+def _told(error: EmulatorError, report: Report, order: Order) -> EmulatorError:
+    """The finding, with what a reader needs beside its message."""
+    error.report, error.schedule = report, str(order)
+    if hasattr(error, "add_note"):
+        error.add_note(explain(error))
+    return error
 
 
 def _three(sizes: Any, name: str, least: int) -> tuple[int, int, int]:

@@ -8,8 +8,9 @@ whose tensors lie on the CPU. `--svg`, `--html` and `--trace` keep a timeline: o
 the finding, or else of the first. `--json` writes what was found and what was covered (see
 `messages`). Options stand before FILE.py; what follows it belongs to the program.
 
-The exit status is 0 if nothing was found, 1 after a finding, 2 for a wrong command line, 3 if the
-program could not be checked (it fails by itself, launches no kernel, or uses an operation that the
+The exit status is 0 if nothing was found, 1 after a finding (also if the program itself fails under
+some schedule, and not under the modelled one), 2 for a wrong command line, 3 if the program could
+not be checked (it fails by itself, launches no kernel, or uses an operation that the
 emulator does not know), 4 after `--timeout` seconds.
 """
 
@@ -32,7 +33,17 @@ from typing import NoReturn
 import torch
 import triton
 
-from . import ARCHITECTURES, EmulatorError, Report, Reports, Unsupported, enabled, fake_gpu, gpu
+from . import (
+    ARCHITECTURES,
+    EmulatorError,
+    Report,
+    Reports,
+    Unsupported,
+    WrongResult,
+    enabled,
+    fake_gpu,
+    gpu,
+)
 from .gpu import MULTIPROCESSORS
 from .messages import cta_of, explain, page, write_json
 from .orders import Order, order_of
@@ -323,6 +334,10 @@ def _check(options: argparse.Namespace) -> int:
     for order in search:
         first = search.tried == 1
         reports, failed = _run(options, order, trace=wanted and first, quiet=not first)
+        if failed and not reports.findings and str(order) != "modelled":
+            error = WrongResult(f"the program fails under this schedule:\n{failed}", ("", 0))
+            error.schedule, error.report = str(order), reports[0] if reports else None
+            reports.findings.append(error)
         if reports.findings:
             error = reports.findings[0]
             replay = _command(options, error.schedule)
@@ -331,7 +346,8 @@ def _check(options: argparse.Namespace) -> int:
             if wanted and not first:
                 again, _ = _run(options, error.schedule, trace=True, quiet=True)
                 error = again.findings[0] if again.findings else error
-            if wanted and error.report is not None:
+                error.report = again[0] if again and not again.findings else error.report
+            if wanted and error.report is not None and error.report.timeline:
                 _draw(options, error.report, error)
             if options.json:
                 write_json(options.json, error, replay, search)

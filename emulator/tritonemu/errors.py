@@ -219,3 +219,7 @@ class Deadlock(EmulatorError):
     def __init__(self, waits: list[Wait]):
         self.waits = waits
         super().__init__("deadlock:\n" + "\n".join(f"  {wait}" for wait in waits), waits[0].at)
+
+
+class WrongResult(EmulatorError):
+    """The program itself fails under this schedule, which is not the modelled one."""
