@@ -7,6 +7,8 @@ seconds.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -21,6 +23,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -132,11 +135,15 @@ def build(
         signature[name] = types[name]
         if types[name].startswith("*") or name in multiples_of_16:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    made = triton.compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options=dict(options),
-    )
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as said:
+        triton.knobs.nvidia.dump_ptxas_log = True
+        made = triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes),
+            target=GPUTarget("cuda", capability, 32),
+            options=dict(options),
+        )
+    if _REGISTERS.search(said.getvalue()):  # nothing is said of what the cache has
+        get_cache_manager(made.hash).put(said.getvalue(), _REPORT, binary=False)
     columns = made.metadata.tmem_size or 0
     if made.metadata.shared > SHARED_BYTES[capability]:
         raise OutOfResources(made.metadata.shared, SHARED_BYTES[capability], "shared memory")
@@ -160,17 +167,8 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)
 
 def read(compiled: CompiledKernel) -> Compiled:
     """What ptxas says about a compiled kernel, and the instructions in it."""
-    capability, tools = compiled.metadata.target.arch, triton.knobs.nvidia
-    assembler = tools.ptxas_blackwell if capability >= 100 else tools.ptxas
-    target = f"sm_{capability}" + ("a" if capability >= 90 else "")
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder) / "kernel.ptx"
-        ptx.write_text(compiled.asm["ptx"])
-        # --regAllocOptLevel: as Triton's own call has it.
-        options = (f"-arch={target}", "-v", "--regAllocOptLevel=2")
-        done = _run(assembler.path, *options, str(ptx), "-o", "/dev/null")
-    report = done.stdout + done.stderr
-    used = re.search(r"Used (\d+) registers", report)
+    report = _report(compiled)
+    used = _REGISTERS.search(report)
     if used is None:
         raise RuntimeError(f"ptxas must report registers, got {report[:300]!r}")
     spilled = re.search(r"(\d+) bytes spill stores", report)
@@ -183,6 +181,30 @@ def read(compiled: CompiledKernel) -> Compiled:
         instructions=Counter(name for name, _ in found),
         wide=Counter(name for name, modifiers in found if "128" in modifiers.split(".")),
     )
+
+
+# What ptxas reports stands beside the kernel in Triton's cache, under this name.
+_REPORT = "ptxas.txt"
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+def _report(compiled: CompiledKernel) -> str:
+    """What ptxas reports of a kernel: as `build` kept it, or it is asked again."""
+    cache = get_cache_manager(compiled.hash)
+    kept = cache.get_file(_REPORT)
+    if kept is not None:
+        return Path(kept).read_text()
+    capability, tools = compiled.metadata.target.arch, triton.knobs.nvidia
+    assembler = tools.ptxas_blackwell if capability >= 100 else tools.ptxas
+    target = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        # --regAllocOptLevel: as Triton's own call has it.
+        options = (f"-arch={target}", "-v", "--regAllocOptLevel=2")
+        done = _run(assembler.path, *options, str(ptx), "-o", "/dev/null")
+    cache.put(done.stdout + done.stderr, _REPORT, binary=False)
+    return done.stdout + done.stderr
 
 
 def disassemble(cubin: bytes) -> str:
