@@ -86,13 +86,17 @@ def tensor_core(of: tritonemu.Timeline) -> pd.Series:
 def findings(
     call: Callable[[], object],
     schedules: Sequence[str | int] = ("modelled", 0, 1, 2),
+    **how: object,
 ) -> list[str]:
-    """What the emulator says of a call under each schedule: kind and text of its error, or ""."""
+    """What the emulator says of a call under each schedule: kind and text of its error, or "".
+
+    `how`: of `tritonemu.enabled`, e.g. arch.
+    """
     found = []
     for schedule in schedules:
         text = ""
         try:
-            with tritonemu.enabled(schedule=schedule, max_steps=100_000):
+            with tritonemu.enabled(schedule=schedule, max_steps=100_000, **how):
                 call()
         except tritonemu.EmulatorError as error:
             text = f"{type(error).__name__}: {error}"

@@ -23,7 +23,6 @@ from functools import partial
 
 import pandas as pd
 
-import tritonemu
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import b1_tensor_memory_backward as b1
 from gdpa_kernels.gdpa import b2_short_kv_backward as b2
@@ -299,11 +298,10 @@ forgotten = {
     ),
 }  # fmt: skip
 given = studies.batch((300,), (256,), head_dim=64)
-within = partial(tritonemu.enabled, "sm_100")
 for what, (module, *change) in forgotten.items():
     wrong = studies.changed(module, tuple(change))
     call = partial(wrong.backward, studies.gradient(given), given)
-    (says,) = studies.findings(call, [0], within)
+    (says,) = studies.findings(call, [0], arch="sm_100")
     print(f"{what}: {(says or 'nothing found').splitlines()[0][:70]}")
 
 # %% [markdown]

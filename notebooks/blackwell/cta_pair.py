@@ -20,12 +20,10 @@
 
 # %%
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pandas as pd
 
-import tritonemu
 from gdpa_kernels.gdpa import b4_mixed, b5_cta_pair, b6_pair_stream, schedule
 from gdpa_kernels.measuring import compile_check, units
 from gdpa_kernels.measuring.workload import workload
@@ -127,7 +125,7 @@ chapter.code(b5_cta_pair.mma, "out = tile", "tile += 1")
 
 # %%
 given = studies.batch((300, 20, 600), (200, 256, 40), head_dim=32, activation="relu")
-within = partial(tritonemu.enabled, "sm_100", multiprocessors=2)
+how = {"arch": "sm_100", "multiprocessors": 2}
 BROKEN = {
     "commit to the leader alone": (
         "tlx.tcgen05_commit(o.full[out], two_ctas=True)", "tlx.tcgen05_commit(o.full[out])",
@@ -137,7 +135,7 @@ BROKEN = {
 }  # fmt: skip
 for what, change in BROKEN.items():
     broken = studies.changed(b5_cta_pair, change)
-    says = studies.findings(lambda to=broken: to.forward(given), ["modelled"], within)[0]
+    says = studies.findings(lambda to=broken: to.forward(given), ["modelled"], **how)[0]
     first, *waits = says.splitlines()
     print(f"{what}: {first.split(':')[0]}\n    {(waits or [first])[0].strip()[:110]}")
 

@@ -20,7 +20,6 @@
 
 # %%
 import re
-from functools import partial
 
 import pandas as pd
 import torch
@@ -30,7 +29,6 @@ from gdpa_kernels.gdpa.polynomial import POLYNOMIALS
 from gdpa_kernels.measuring import compile_check
 from gdpa_kernels.report import charts, studies
 from gdpa_kernels.report.chapter import Chapter
-from tritonemu import enabled
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -348,7 +346,7 @@ chapter.glue(two_128=need[2, 128], two_64=need[2, 64], one_128=need[1, 128])
 # %% tags=["remove-cell"]
 broken = studies.changed(b1_tensor_memory, ("        tlx.barrier_wait(p.full[0], block & 1)\n", ""))
 small = studies.batch((130,), (200,), head_dim=64)
-found = studies.findings(lambda: broken.forward(small), within=partial(enabled, "sm_100"))
+found = studies.findings(lambda: broken.forward(small), arch="sm_100")
 assert all(text.startswith("Race") for text in found), "the answer"
 chapter.glue(finding=found[0], orders=len(found))
 
