@@ -28,14 +28,14 @@ from gdpa_kernels.norms.api import floor_of
 
 @dataclass(frozen=True)
 class Config:
-    """tokens: of a tile. programs: per multiprocessor, each with many tiles."""
+    """tokens: of a tile. programs: of backward, per multiprocessor, each with many tiles."""
 
     tokens: int
     num_warps: int
     programs: int
 
 
-def config_of(heads: int, head_dim: int, programs: int) -> Config:
+def config_of(heads: int, head_dim: int, programs: int = 1) -> Config:
     """About 16 elements per thread; `programs` of 4 warps."""
     elements = triton.next_power_of_2(heads) * triton.next_power_of_2(head_dim)
     num_warps = min(16, max(4, elements // 512))
@@ -77,35 +77,35 @@ def _load_turns(sin_ptr, cos_ptr, token, real, HEAD_DIM: tl.constexpr, WIDTH: tl
     return sin, tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["total", "tiles"])
+@triton.jit(do_not_specialize=["total"])
 def head_norm_kernel(
-    x_ptr, first_ptr, second_ptr, sin_ptr, cos_ptr, kept_ptr, rstd_ptr, total, tiles, eps,
+    x_ptr, first_ptr, second_ptr, sin_ptr, cos_ptr, kept_ptr, rstd_ptr, total, eps,
     STRIDES: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr,
     TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """The first HEADS heads of all tokens, TOKENS to a tile with SLOTS rows for each token."""
+    """The first HEADS heads of TOKENS tokens, SLOTS rows of the tile for each."""
     row = tl.arange(0, TOKENS * SLOTS)
     head = row % SLOTS
     dim = tl.arange(0, WIDTH)
     weight = _weights(first_ptr, second_ptr, head, FIRST, HEAD_DIM, WIDTH, FLOOR)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        token = tile.to(tl.int64) * TOKENS + row // SLOTS
-        real = (token < total) & (head < HEADS)
-        mask = real[:, None]
-        if WIDTH != HEAD_DIM:
-            mask = mask & (dim < HEAD_DIM)[None, :]
-        at = x_ptr + (token * STRIDES[0] + head * STRIDES[1])[:, None] + dim[None, :] * STRIDES[2]
-        given = tl.load(at, mask=mask, other=0.0)
-        x = given.to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
-        tl.store(rstd_ptr + token * HEADS + head, rstd, mask=real)
-        y = x * rstd[:, None] * weight
-        if sin_ptr is not None:
-            to = kept_ptr + ((token * HEADS + head) * HEAD_DIM)[:, None] + dim[None, :]
-            tl.store(to, given, mask=mask)
-            sin, cos = _load_turns(sin_ptr, cos_ptr, token, real, HEAD_DIM, WIDTH)
-            y = _turned(y, sin, cos)
-        tl.store(at, y.to(x_ptr.dtype.element_ty), mask=mask)
+    tile = tl.program_id(0)
+    token = tile.to(tl.int64) * TOKENS + row // SLOTS
+    real = (token < total) & (head < HEADS)
+    mask = real[:, None]
+    if WIDTH != HEAD_DIM:
+        mask = mask & (dim < HEAD_DIM)[None, :]
+    at = x_ptr + (token * STRIDES[0] + head * STRIDES[1])[:, None] + dim[None, :] * STRIDES[2]
+    given = tl.load(at, mask=mask, other=0.0)
+    x = given.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
+    tl.store(rstd_ptr + token * HEADS + head, rstd, mask=real)
+    y = x * rstd[:, None] * weight
+    if sin_ptr is not None:
+        to = kept_ptr + ((token * HEADS + head) * HEAD_DIM)[:, None] + dim[None, :]
+        tl.store(to, given, mask=mask)
+        sin, cos = _load_turns(sin_ptr, cos_ptr, token, real, HEAD_DIM, WIDTH)
+        y = _turned(y, sin, cos)
+    tl.store(at, y.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["total", "tiles"])
@@ -175,14 +175,12 @@ def forward(
     then counts[1] with `second`. rstd, fp32 `[total, sum(counts)]`; and with turns what these heads
     were, `[total, sum(counts), head_dim]`."""
     total, _, head_dim = x.shape
-    config, heads = config or config_of(sum(counts), head_dim, programs=8), sum(counts)
+    config, heads = config or config_of(sum(counts), head_dim), sum(counts)
     rstd = torch.empty(total, heads, dtype=torch.float32, device=x.device)
     kept = None if turns[0] is None else x.new_empty(total, heads, head_dim)
-    tiles = triton.cdiv(total, config.tokens)
-    programs = min(tiles, config.programs * multiprocessors(x.device))
     launch(
-        head_norm_kernel, (programs,), x.device,
-        x, first, second, *turns, kept, rstd, total, tiles, eps,
+        head_norm_kernel, (triton.cdiv(total, config.tokens),), x.device,
+        x, first, second, *turns, kept, rstd, total, eps,
         STRIDES=x.stride(), **_options(counts, x, kept is not None, config),
     )  # fmt: skip
     return rstd, kept
