@@ -24,7 +24,16 @@ from .errors import InvalidKernel, OutOfBounds, Unsupported
 from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
 from .launch import current
 from .memory import Descriptor
-from .rewrite import ConstexprFunction, JITFunction, Range, StaticRange, check, constant, static_int
+from .rewrite import (
+    ConstexprFunction,
+    JITFunction,
+    Range,
+    StaticRange,
+    again,
+    check,
+    constant,
+    static_int,
+)
 from .tile import Tile, cast, check_shape, held, maximum, minimum, operands, scalar, to_tile, where
 
 OPERATIONS: dict[str, Any] = {}
@@ -282,6 +291,42 @@ def atomic_cas(pointer: Tile, cmp: Any, val: Any, sem: Any = None, scope: Any = 
         return torch.where(old == expected, new, old)
 
     return current().memory.atomic(pointer, swap, [cmp, val], None, sem)
+
+
+@_operation
+def atomic_load(pointer: Tile, mask: Any = None, sem: Any = None, scope: Any = None) -> Tile:
+    return current().memory.atomic(pointer, lambda old: old, [], mask, sem or "acquire")
+
+
+@_operation
+def atomic_store(
+    pointer: Tile, val: Any, mask: Any = None, sem: Any = None, scope: Any = None
+) -> None:
+    current().memory.atomic(pointer, lambda old, new: new, [val], mask, sem or "release")
+
+
+@_operation
+def atomic_poll(
+    pointer: Tile, expected_value: Any, sem: Any = None, scope: Any = None, timeout_ns: Any = None
+) -> Tile:
+    """Loads until the value is there. A nanosecond of the timeout is a cycle of modelled time."""
+    if pointer.shape:
+        raise Unsupported("tl.atomic_poll of a block of pointers")
+    role = current().role
+    end = math.inf if timeout_ns is None else role.time + int(to_tile(timeout_ns))
+    while True:
+        found = atomic_load(pointer, None, sem) == expected_value
+        if bool(found) or role.time >= end:
+            return found
+        again(True)
+
+
+@_operation
+def expect_zero(x: Any, mask: Any) -> Any:
+    """What debug builds check."""
+    x = to_tile(x)
+    check((x == 0) | ~to_tile(mask), "tl.expect_zero")
+    return x
 
 
 @_operation

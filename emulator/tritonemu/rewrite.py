@@ -471,7 +471,7 @@ def _loop(iterable: Any) -> Iterator[Any]:
     return iter(iterable) if isinstance(iterable, StaticRange) else iterable.values()
 
 
-def _again(condition: Any) -> bool:
+def again(condition: Any) -> bool:
     """The condition of a while loop; a role that spins lets the others run."""
     launch = current()
     launch.scheduler.checkpoint(1.0)
@@ -568,5 +568,5 @@ HELPERS: dict[str, Callable] = {
     "__is_static__": lambda x: isinstance(x, StaticRange),
     "__value__": lambda x: getattr(x, "value", x),
     "__locals__": locals,
-    "__again__": _again,
+    "__again__": again,
 }

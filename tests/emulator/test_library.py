@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from tritonemu import InvalidKernel, OutOfBounds, run
+from tritonemu import InvalidKernel, OutOfBounds, Race, run
 
 
 @triton.jit
@@ -385,3 +385,28 @@ def test_an_expanded_tensor_may_be_read_with_strides_of_the_kernel():
         run(rows_kernel, (1,), x[:1].expand(4, 2), y, 3)
     with pytest.raises(OutOfBounds, match="x_ptr"):
         run(rows_kernel, (1,), x[:1], y, 2)
+
+
+@triton.jit
+def flag_kernel(x_ptr, flag_ptr, y_ptr, SEM: tl.constexpr):
+    if tl.program_id(0) == 0:
+        reached = tl.atomic_poll(flag_ptr, 1, sem=SEM)
+        tl.store(y_ptr, tl.load(x_ptr) + reached.to(tl.int32))
+    else:
+        tl.store(x_ptr, 5)
+        tl.atomic_store(flag_ptr, 1)
+
+
+@triton.jit
+def timeout_kernel(flag_ptr, y_ptr):
+    tl.store(y_ptr, tl.atomic_poll(flag_ptr, 1, timeout_ns=5000).to(tl.int32) + 3)
+
+
+def test_a_poll_waits_for_an_atomic_store():
+    x, flag, y = (torch.zeros(1, dtype=torch.int32) for _ in range(3))
+    run(flag_kernel, (2,), x, flag, y, SEM="acquire", resident=2)
+    assert y.item() == 6
+    with pytest.raises(Race, match="x_ptr"):
+        run(flag_kernel, (2,), x.zero_(), flag.zero_(), y, SEM="relaxed", resident=2)
+    run(timeout_kernel, (1,), flag.zero_(), y)
+    assert y.item() == 3

@@ -1,0 +1,125 @@
+"""Which kernels of other people's programs the emulator runs.
+
+    python emulator/survey.py [--programs N] [--seconds N] FILE.py ...
+
+Each file is a program for a GPU that launches kernels, a test for example; it runs in a process of
+its own, on the GPU that is not there. Of each grid only the first, the middle and the last programs
+run, `--programs` in all, and of each kernel a few launches: whether operations are known shows
+there, results do not. A finding ends its launch and not the program. Then come the kernels that did
+not run to the end, by what was said of the first of their launches that did not. Findings after the
+first of a file are marked: what an unfinished kernel leaves behind may be the reason.
+"""
+
+import argparse
+import collections
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+MARK = "@survey "
+LAUNCHES = 12
+
+
+def _name(kernel: Any) -> str:
+    while not hasattr(kernel, "params"):
+        kernel = kernel.fn
+    return f"{Path(kernel.fn.__code__.co_filename).name}:{kernel.fn.__name__}"
+
+
+def examine(path: str, programs: int, seconds: int) -> None:
+    """Run one program, and print a line that says how its kernels fared."""
+    import tritonemu
+    from tritonemu.launch import Launch
+
+    class Some(collections.deque):
+        def extend(self, clusters: Any) -> None:
+            every, half = list(clusters), programs // 2
+            if len(every) > programs:
+                middle = len(every) // 2
+                every = every[:half] + every[middle : middle + 1] + every[half + 1 - programs :]
+            super().extend(every)
+
+    said: dict[str, str] = {}
+    launches: collections.Counter[str] = collections.Counter()
+    begin, run = Launch.__init__, tritonemu.run_enabled
+
+    def begin_few(self: Launch, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self.clusters = Some()
+
+    def run_and_note(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        name = _name(kernel)
+        launches[name] += 1
+        if launches[name] > LAUNCHES:
+            return
+        try:
+            run(kernel, *args, **kwargs)
+        except tritonemu.EmulatorError as error:
+            later = "(later) " * any(said.values())
+            said[name] = said.get(name) or f"{later}{type(error).__name__}: {error.args[0]}"
+        said.setdefault(name, "")
+
+    def stop(*_: Any) -> NoReturn:
+        raise TimeoutError(f"after {seconds} s")
+
+    Launch.__init__, tritonemu.run_enabled = begin_few, run_and_note
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    ended = ""
+    sys.argv = [path]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        with tritonemu.fake_gpu(), tritonemu.enabled(max_steps=200_000):
+            runpy.run_path(path, run_name="__main__")
+    except BaseException as error:
+        ended = f"{type(error).__name__}: {error}"
+    print("\n" + MARK + json.dumps({"ended": ended, "kernels": said}), flush=True)
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("files", nargs="+", metavar="FILE.py")
+    parser.add_argument("--programs", type=int, default=6)
+    parser.add_argument("--seconds", type=int, default=60, help="for each file")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        examine(options.files[0], options.programs, options.seconds)
+    kernels: dict[str, str] = {}
+    ends: list[str] = []
+    for file in options.files:
+        command = [sys.executable, __file__, "--one", f"--programs={options.programs}"]
+        command += [f"--seconds={options.seconds}", file]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=options.seconds + 30
+            )
+            lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+        except subprocess.TimeoutExpired:
+            lines = []
+        found = {"ended": "no answer", "kernels": {}}
+        found = json.loads(lines[-1].removeprefix(MARK)) if lines else found
+        for name, said in found["kernels"].items():
+            kernels[name] = kernels.get(name) or said
+        if found["ended"]:
+            ends.append(f"{file}: {found['ended'][:150]}")
+    ran = sum(not said for said in kernels.values())
+    print(f"{ran} of {len(kernels)} kernels ran to the end, of {len(options.files)} programs")
+    by_reason: dict[str, list[str]] = collections.defaultdict(list)
+    for name, said in kernels.items():
+        if said:
+            by_reason[re.sub(r"\d+", "#", said)[:110]].append(f"{name}: {said}")
+    for reason in sorted(by_reason, key=lambda reason: -len(by_reason[reason])):
+        print(*by_reason[reason], sep="\n")
+    print("\nprograms that ended early:", *(ends or ["none"]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
