@@ -36,6 +36,16 @@ ANSWERS: dict[str, tuple[str, str]] = {
         "measuring/production_gap",
         "The start of a tile over its keys, times partial tiles. Not the size of the batch.",
     ),
+    "gdpa-training-throughput": (
+        "training/step",
+        "A model of ours on an H200, compiled, over v1: attention {step_attention} times, with "
+        "fused norms {step_together}.",
+    ),
+    "kunlun-normalisation-share": (
+        "training/step",
+        "A model of ours: {norm_eager} % in eager mode, {norm_compiled} compiled, "
+        "{norm_fused} fused.",
+    ),
     "gdpa-one-operator": ("operator/gdpa", "Only lengths and origins differ."),
     "gdpa-no-row-statistics": ("operator/gdpa", "True, up to rounding."),
     "gdpa-backward-five-products": ("backward/by_hand", "Derived."),
@@ -121,6 +131,11 @@ def numbers(chapter: Chapter) -> dict[str, str]:
     over = over.groupby("direction").agg(["min", "max"])
     errors = chapter.recorded("accuracy", "block/results").astype({"roundings": int})
     errors = errors.set_index(["gradient", "roundings"])["mean_abs"]
+    steps = chapter.recorded("steps", "training/step").set_index(["law", "way", "kernel"])
+    seconds = steps["step_s"].unstack("way")
+    v1, step = seconds.xs("v1", level="kernel"), seconds.xs("gdpa", level="kernel")
+    kinds = steps.filter(like="_kind_s").xs("gdpa", level="kernel").loc["half-full 1,024"]
+    norm = (100 * kinds["norm_kind_s"] / kinds.sum(axis=1)).map("{:.0f}".format)
     busy = units.B200.clock_ghz(1145 / 0.97)
     return {
         "gap_forward": spread(gaps["forward"][cross]),
@@ -136,6 +151,11 @@ def numbers(chapter: Chapter) -> dict[str, str]:
         "spread": f"{100 * (over['max'] / over['min'] - 1).max():.0f}",
         "taylor": f"{approximations.within(approximations.taylor6, 4e-3):.2f}",
         "ulp": f"{100 * 2**-8:.2f}",
+        "step_attention": spread(v1["compiled"] / step["compiled"]),
+        "step_together": spread(v1["compiled"] / step["fused, bf16"]),
+        "norm_eager": norm["eager"],
+        "norm_compiled": norm["compiled"],
+        "norm_fused": norm["fused, bf16"],
         "busy_clock": f"{busy:.2f}",
         "busy_nominal": f"{100 * busy / 1.965:.0f}",
         "twice": f"{errors['dq', 2] / errors['dq', 1]:.2f}",
