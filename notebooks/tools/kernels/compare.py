@@ -72,7 +72,7 @@ def judge(name: str, status: int | None, text: str) -> str:
     wrong = re.search(r"AssertionError: the .* wrong", text)
     if status is None:
         return "hangs"
-    if status < 0:
+    if status < 0 or (name != "ConSan" and "unspecified launch failure" in text):
         return "crashes"
     if name in ("racecheck", "synccheck", "memcheck"):
         errors = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
@@ -104,7 +104,7 @@ def ask(name: str, fault: str, left: float) -> Said:
             os.killpg(program.pid, signal.SIGKILL)
             status = None
         printed.seek(0)
-        text = printed.read()
+        text = printed.read().replace(f"{PROGRAM.parents[3]}{os.sep}", "")
     lines = [line.strip() for line in text.splitlines() if re.search(r"Error|Race|SUMMARY", line)]
     seconds = round(time.monotonic() - begin, 1)
     return Said(judge(name, status, text), seconds, " / ".join(lines[:2])[:300])
