@@ -37,7 +37,7 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("training/layers", mode=mode, device=device, data_dir=data_dir)
-LENGTHS = [40, 0, 7, 90, 23]
+LENGTHS, SUMMARY = [40, 0, 7, 90, 23], 8
 ENDS = cu_seqlens(LENGTHS, "cpu")
 GELU = reference.ACTIVATIONS["gelu_tanh"].function
 
@@ -97,7 +97,6 @@ def by_layer(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
 # as the layer in fp32 from the same start, and as the layer in bf16 by emulated kernels.
 
 # %%
-SUMMARY = 8
 MADE = {
     "GDPASelfAttention": lambda **o: GDPASelfAttention(32, 2, output_scale=1 / 16, **o),
     "PMA": lambda **o: PMA(32, 2, 4, output_scale=1 / 16, **o),
