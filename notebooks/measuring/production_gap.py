@@ -57,8 +57,6 @@ for way in ("forward", "backward"):
     rows[way], gaps[way] = of, rates.loc[BEST, kinds] / rates[kinds]
 SHOWN = ["self-full-256", "self-full-1024", "cross-full-512", "cross-full-2048",
          "self-half-jagged-1024", "self-half-jagged-256", "self-ml1m-1024"]  # fmt: skip
-
-# %% tags=["remove-input"]
 for way in gaps:
     shown = gaps[way].rename(index=short).reindex(SHOWN).dropna(how="all").round(2)
     chapter.table(shown.rename_axis(f"{way}, gap").reset_index(), measured=rows[way])
@@ -199,7 +197,6 @@ KERNELS = {
 }  # fmt: skip
 
 
-# %% tags=["hide-input"]
 @chapter.measure
 def _(session):
     common = {"scopes": ("sustained",), "seconds": 0.5}
@@ -231,8 +228,8 @@ for way, impls in KERNELS.items():
         flops = pd.Series({edit: EDITS[edit].flops(way) for edit in mix})
         together = tables[way].loc[mix].mul(flops, axis=0).sum(skipna=False) / flops.sum()
         mixes[way, len(mix)] = together
-
-# %% tags=["remove-input"]
+ahead = tables["forward"]
+order = (ahead.loc["order"] / ahead.loc["short"]).max()
 for way, table in tables.items():
     chapter.table(table.round(2).rename_axis(f"{way}, gap").reset_index(),
                   data=chapter.rows(direction=way, scope="sustained", variant=None),
@@ -244,8 +241,6 @@ for way, table in tables.items():
 # Predicted from bursts of older records, by the lengths and two constants for each kernel:
 
 # %% tags=["remove-input"]
-ahead = tables["forward"]
-order = (ahead.loc["order"] / ahead.loc["short"]).max()
 chapter.predict("Shuffled over sorted, the largest factor.", order, most=1.05)
 for impl, before in {"fa2_varlen": 1.18, "fa4": 1.75, "ours": 1.23}.items():
     chapter.predict(f"True lengths, `{impl}`, {before:.2f}.", ahead.loc["partial", impl],

@@ -155,12 +155,11 @@ chapter.glue(
 #
 # ## The surprise: the next kernel is not attention
 #
-# Norms are bound by bytes, so counting predicts them ([lab notes](../notes/norms)).
+# Norms are bound by bytes, so counting predicts them ({doc}`lab notes <../../notes/norms>`).
 # `gdpa_kernels.norms` has two: the residual addition and RMSNorm in one kernel each way, and the
-# norm of q and k in place on packed q, k, v. They run at the rate of a copy, 1.8 to 3.6 times as
-# fast as what Inductor makes (by script). With them, and the residual stream in bf16, norms go from
-# {glue:text}`norms:.0f` to {glue:text}`fused_norms:.0f` ms, memory from {glue:text}`memory:.0f` to
-# {glue:text}`fused_memory:.0f` GiB.
+# norm of q and k in place on packed q, k, v. They run at the rate of a copy. With them, and the
+# residual stream in bf16, norms go from {glue:text}`norms:.0f` to {glue:text}`fused_norms:.0f` ms,
+# memory from {glue:text}`memory:.0f` to {glue:text}`fused_memory:.0f` GiB.
 #
 # Yet the step becomes only {glue:text}`both:.2f` times as fast, and 1.45 over v1 was missed. The
 # other passes over tokens grew from {glue:text}`passes:.0f` to {glue:text}`passes_fused:.0f` ms:
