@@ -288,9 +288,8 @@ chapter.glue(worst=f"{impl} on {slow}", worst_kernel=kernel[impl][slow],
 # :::{solution} ex-host-lengths
 # :class: dropdown
 #
-# `Lengths` holds a copy of the offsets and lists of work made of that copy. New offsets written
-# into the original tensor do not reach them, and the recorded kernels go on reading the old list.
-# With plain offsets the kernel that makes the list is recorded too, and runs in each replay.
+# `Lengths` holds a copy of the offsets: new ones written into the original tensor do not reach it,
+# and the recorded kernels read the old list. With plain offsets the list is made in each replay.
 # :::
 #
 # ## Takeaways

@@ -180,6 +180,20 @@ chapter.glue(
 # below 4,096 at a width of 512.
 # :::
 #
+# :::{exercise} Unequally many rows
+# :label: ex-ranks-rows
+#
+# If ranks could have different numbers of rows, balancing would be easier. What goes wrong in the
+# gradient, and what mends it? *(paper)*
+# :::
+#
+# :::{solution} ex-ranks-rows
+# :class: dropdown
+#
+# DDP averages over ranks, and each rank's loss is a mean over its rows, so rows of a small rank
+# weigh more. Scale each rank's loss by its rows times ranks over all rows.
+# :::
+#
 # ## Takeaways
 #
 # - Time each rank without communication before you blame the network.
