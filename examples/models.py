@@ -17,6 +17,7 @@ from gdpa_kernels.norms.api import add_rms_norm
 MIXERS = ("gdpa", "block", "window")
 NORMS = ("eager", "fused")
 STREAMS = ("fp32", "autocast")
+EMBEDDINGS = ("matmul", "lookups")
 EPSILON = 1e-6
 WINDOW = 100
 BLOCK = 64
@@ -30,7 +31,8 @@ class Config:
     mixer: self-attention of KunlunLite: "gdpa" sees the whole history, "window" 100 tokens to each
     side, "block" is softmax in blocks of 64. norms: of KunlunLite, by PyTorch's operators or fused
     with the addition before them, and those of q and k in place. stream: dtype of the tokens that
-    layers add to, fp32 or autocast's.
+    layers add to, fp32 or autocast's. embedding: rows of small tables are summed by a
+    matmul, or looked up; torch.compile adds the gradients of lookups with atomics.
     """
 
     model: str = "kunlun"
@@ -46,30 +48,42 @@ class Config:
     recompute: bool = False
     norms: str = "eager"
     stream: str = "fp32"
+    embedding: str = "matmul"
 
 
 class Events(nn.Module):
-    """Embeddings of events, and of what is shown."""
+    """Embeddings of events, and of what is shown: sums of a row for the item and one each for
+    topic, like and age, whose tables follow each other in `small`."""
 
-    def __init__(self, world: World, dim: int, stream: str):
+    def __init__(self, c: Config, world: World):
         super().__init__()
-        self.stream = stream
-        sizes = {"item": world.items, "topic": world.topics, "like": 3, "age": AGES}
-        self.tables = nn.ModuleDict({k: nn.Embedding(n, dim) for k, n in sizes.items()})
-        for table in self.tables.values():
-            nn.init.normal_(table.weight, std=dim**-0.5)
+        self.stream, self.matmul = c.stream, c.embedding == "matmul"
+        sizes = torch.tensor((world.topics, 3, AGES))
+        self.register_buffer("first", sizes.cumsum(0) - sizes, persistent=False)
+        self.item = nn.Embedding(world.items, c.dim)
+        rows = -(-int(sizes.sum()) // 8) * 8  # as matmuls want them
+        self.small = nn.Parameter(torch.empty(rows, c.dim))
+        for table in (self.item.weight, self.small):
+            nn.init.normal_(table, std=c.dim**-0.5)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens of the histories `[total_tokens, dim]`, and one for what is shown `[batch,
         dim]`, which is neither liked nor not."""
-        item, topic, like, age = self.tables.values()
-        x = item(batch.items) + topic(batch.topics) + like(batch.likes) + age(batch.ages)
-        shown = item(batch.shown) + topic(batch.topic) + like(torch.full_like(batch.shown, 2))
+        x = self.item(batch.items) + self._sum(batch.topics, batch.likes, batch.ages)
+        likes = torch.full_like(batch.shown, 2)
+        shown = self.item(batch.shown) + self._sum(batch.topic, likes)
         kind = x.device.type
         if self.stream == "autocast" and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, shown = x.to(dtype), shown.to(dtype)
         return x, shown
+
+    def _sum(self, *features: torch.Tensor) -> torch.Tensor:
+        rows = torch.stack(features, 1) + self.first[: len(features)]
+        if not self.matmul:
+            return sum(F.embedding(each, self.small) for each in rows.unbind(1))
+        hot = self.small.new_zeros(len(rows), len(self.small)).scatter_(1, rows, 1.0)
+        return hot @ self.small
 
 
 class Norm(nn.RMSNorm):
@@ -149,7 +163,7 @@ class KunlunLite(nn.Module):
 
     def __init__(self, c: Config, world: World):
         super().__init__()
-        self.events = Events(world, c.dim, c.stream)
+        self.events = Events(c, world)
         self.spread = nn.Linear(c.dim, c.tokens * c.dim)
         self.layers = nn.ModuleList(KunlunLayer(c) for _ in range(c.layers))
         self.head = nn.Sequential(nn.RMSNorm(c.tokens * c.dim), nn.Linear(c.tokens * c.dim, 1))
@@ -190,7 +204,7 @@ class HSTULite(nn.Module):
 
     def __init__(self, c: Config, world: World):
         super().__init__()
-        self.events = Events(world, c.dim, c.stream)
+        self.events = Events(c, world)
         self.layers = nn.ModuleList(HSTULayer(c) for _ in range(c.layers))
         self.head = nn.Sequential(nn.LayerNorm(c.dim), nn.Linear(c.dim, 1))
         self.recompute = c.recompute

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from models import BLOCK, MIXERS, MODELS, NORMS, STREAMS, WINDOW, Config, build
+from models import BLOCK, EMBEDDINGS, MIXERS, MODELS, NORMS, STREAMS, WINDOW, Config, build
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,6 +45,10 @@ def parser(description: str) -> Parser:
     found.add_argument(
         "--stream", choices=STREAMS, default="fp32", help="dtype of the residual stream"
     )
+    found.add_argument(
+        "--embedding", choices=EMBEDDINGS, default="matmul",
+        help="rows of small tables: summed by a matmul, or looked up",
+    )  # fmt: skip
     found.add_argument("--layers", type=positive, default=2)
     found.add_argument("--law", choices=LAWS, default="half", help="lengths of histories")
     found.add_argument("--rows", choices=ROWS, default="users", help="a row is a user or an event")
@@ -98,7 +102,7 @@ def config_of(o: argparse.Namespace, attention: str) -> Config:
     return Config(
         model=o.model, mixer=o.mixer, attention=attention, layers=o.layers,
         max_seqlen=o.max_seqlen, recompute=o.recompute, norms=o.norms, stream=o.stream,
-        **SIZES[o.size],
+        embedding=o.embedding, **SIZES[o.size],
     )  # fmt: skip
 
 
@@ -141,7 +145,7 @@ def flops_of(c: Config) -> Callable[[np.ndarray], float]:
     counts on a CPU tell how much.
     """
     world = World(items=4, topics=4)
-    model = build(replace(c, attention="gdpa", recompute=False), world)
+    model = build(replace(c, attention="gdpa", recompute=False, embedding="lookups"), world)
     probes = np.array([0, 1, 2 * BLOCK])
     found = []
     for n in probes:

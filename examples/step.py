@@ -29,12 +29,13 @@ KINDS = {
     "attention": ("::gdpa_", "block_attention", "_flash_attention", "_efficient_attention",
                   "_cudnn_attention", "_scaled_dot_product", "varlen_attn"),
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    "embedding": ("aten::embedding", "embedding_dense_backward"),
     "norm": ("_norm", "aten::rsqrt"),
-    "embedding": ("aten::embedding", "aten::index_select"),
     "optimizer": ("_fused_adamw", "_foreach", "Optimizer"),
     "compiled": ("triton_", "CompiledFunction", "Torch-Compiled", "inductor"),
 }  # fmt: skip
-"""Kind of operator: parts of names of PyTorch's operators. What is in none is "other"."""
+"""Kind of operator: parts of names of PyTorch's operators, the first that fits. A fused kernel is
+named after all that it does. What is in none is "other"."""
 
 
 class Clock:

@@ -57,6 +57,14 @@ def test_fused_norms_are_the_same_function(name, recompute):
         torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-9, atol=1e-11)
 
 
+def test_a_matmul_is_the_sum_of_lookups():
+    config = replace(SMALL, embedding="lookups")
+    (loss, gradients), (right, wanted) = step(config, JAGGED), step(SMALL, JAGGED)
+    assert loss == pytest.approx(right, rel=1e-12)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("norms", ("eager", "fused"))
 def test_a_stream_in_the_dtype_of_autocast(norms):
     config = replace(SMALL, norms=norms, stream="autocast")
