@@ -63,13 +63,11 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q. With causal a
-    tile computes the same pairs in blocks of 64 and of 128; a window leaves more of 128 unused."""
+    """As v7. Of 256 columns two blocks of 64 keys fit beside one tile of Q."""
     if batch.head_dim > WIDE.value:
         return Config(BLOCK_N=64, q_slots=1)
     if batch.masked:
-        short = batch.window is not None or batch.mean_seqlen_k <= 640
-        return Config(BLOCK_N=64, num_stages=4) if short else Config()
+        return Config(BLOCK_N=64, num_stages=4)
     if batch.head_dim <= 64:
         return Config(BLOCK_N=64, num_stages=4, registers=112, math_roles=4)
     if batch.max_seqlen_k <= 256:

@@ -120,11 +120,6 @@ def test_wide_heads(case):
     check("v8_own_waits", case, torch.bfloat16)
 
 
-def test_long_causal_sequences_in_wider_blocks():
-    case = Case("causal", (700,), (700,), 1, 1, head_dim=128, options={"causal": True})
-    check("v8_own_waits", case, torch.bfloat16)
-
-
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_every_activation(impl, activation):
