@@ -107,7 +107,7 @@ chapter.table(standings.shown(best["forward"]), measured=rows["forward"])
 # a mask cuts, pays for what it computes and drops:
 #
 # - **causal**: of 1,024 keys a tile of 128 rows computes the blocks of 64 up to its last row. Over
-#   eight tiles that is 72 blocks, of which 64 are visible: at most 89 %.
+#   eight tiles that is 72 blocks, 64 of them visible: at most 89 %.
 # - **window128**: a row sees 257 keys. Its tile reads 6 blocks: at most 67 %.
 # - **kv192**: three blocks of 64, nothing is dropped, but Q and the output are most of the bytes.
 # - **d256**: one slot of Q beside two blocks of 64 keys ({doc}`../backward/v7_wide_backward`).
@@ -139,9 +139,11 @@ chapter.predict(
 )  # fmt: skip
 
 # %% [markdown]
-# Fewer instructions bring less than their count, so something else limits a block. Blocks of 128
-# keys show what: with causal, half as many waits and barriers outweigh the additional hidden pairs,
-# which v8's own choice of 64 leaves to be had. With the window they do not.
+# Fewer instructions bring less than their count, so something else limits a block: waits and
+# barriers. With causal, blocks of 128 keys hold the same pairs as blocks of 64 and wait half as
+# often. v8 still takes 64 under every mask: at 128, masking leaves too few registers for all
+# activations but packed GELU and SiLU, and the others spill. With the window,
+# blocks of 128 hold more hidden pairs.
 #
 # ## Backward
 
