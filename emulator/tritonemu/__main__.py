@@ -33,18 +33,8 @@ from typing import NoReturn
 import torch
 import triton
 
-from . import (
-    ARCHITECTURES,
-    EmulatorError,
-    Report,
-    Reports,
-    Unsupported,
-    WrongResult,
-    enabled,
-    fake_gpu,
-    gpu,
-)
-from .gpu import MULTIPROCESSORS
+from . import EmulatorError, Report, Reports, Unsupported, WrongResult, enabled, fake_gpu, gpu
+from .gpu import ARCHITECTURES, MULTIPROCESSORS
 from .messages import cta_of, explain, page, write_json
 from .orders import Order, order_of
 from .search import KINDS, Search

@@ -82,30 +82,25 @@ class MBarrier:
     def label(self) -> str:
         return f"{self.name} of CTA {self.cta.number}"
 
-    def _trace(self, kind: str, lane: Any, start: float, end: float, at: Location) -> None:
-        waited = kind == "wait"
-        self.scheduler.trace(
-            kind,
-            f"{kind} {self.name}",
-            lane,
-            start,
-            end,
-            cta=self.cta.number,
-            line=at[1],
-            target=self.name,
-            phase=self.phase - waited,
-            pending=0 if waited else self.pending,
-            bytes=0 if waited else self.missing_bytes,
-        )
-
     def misuse(self, what: str, at: Location | None = None) -> BarrierMisuse:
-        return BarrierMisuse(f"{self.label}: {what}", self.name, at)
+        return BarrierMisuse(f"{self.label}: {what}", at, barrier=self.name)
 
-    def arrive(self, count: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
-        """`count` arrivals of somebody whose clock is `clock`."""
-        self._note(clock, lane, at)
-        self._tell(self.pending - count, self.missing_bytes)
-        if self.phase and not clock.includes(self.released):
+    def arrive(
+        self, count: int, clock: Clock, time: float, lane: Any, at: Location, num_bytes: int = 0
+    ) -> None:
+        """`count` arrivals of somebody whose clock is `clock`.
+
+        num_bytes: announced by that; negative: written by a copy, which is no arrival (count 0).
+        """
+        if self.pending == self.count and not self.missing_bytes:
+            self.arrivals = []
+        self.arrivals.append((clock, lane, at))
+        if self.cta.ended is not None:
+            self.check_end()
+        self.missing_bytes += num_bytes
+        completes = self.pending == count and not self.missing_bytes
+        self.scheduler.order.note(self.key, "arrive", (self.phase, completes))
+        if count and self.phase and not clock.includes(self.released):
             raise self.misuse(
                 f"an arrival in phase {self.phase} is not ordered after the end of phase "
                 f"{self.phase - 1}, and may come too early",
@@ -119,31 +114,21 @@ class MBarrier:
             )
         self.pending -= count
         self.clock.join(clock)
-        self._check_bytes(at)
-        self._trace("arrive", lane, time, time, at)
-        self._complete(time, lane, at)
+        # While arrivals are missing, bytes may come before they are announced.
+        if self.pending == 0 and self.missing_bytes < 0:
+            raise self.misuse(
+                f"phase {self.phase} receives {-self.missing_bytes} bytes more than expected", at
+            )
+        missing = {"pending": self.pending, "bytes": self.missing_bytes}
+        self._trace("arrive", lane, time, time, at, phase=self.phase, **missing)
+        if completes:
+            self._complete(time, lane, at)
 
-    def expect(self, num_bytes: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
-        """One arrival that also announces bytes."""
-        self.missing_bytes += num_bytes
-        self.arrive(1, clock, time, lane, at)
-
-    def deliver(self, num_bytes: int, clock: Clock, time: float, lane: Any, at: Location) -> None:
-        """Bytes of a copy have been written."""
-        self._note(clock, lane, at)
-        self._tell(self.pending, self.missing_bytes - num_bytes)
-        self.missing_bytes -= num_bytes
-        self.clock.join(clock)
-        self._check_bytes(at)
-        self._trace("arrive", lane, time, time, at)
-        self._complete(time, lane, at)
-
-    def _note(self, clock: Clock, lane: Any, at: Location) -> None:
-        if self.pending == self.count and not self.missing_bytes:
-            self.arrivals = []
-        self.arrivals.append((clock, lane, at))
-        if self.cta.ended is not None:
-            self.check_end()
+    def _trace(
+        self, kind: str, lane: Any, start: float, end: float, at: Location, **fields: Any
+    ) -> None:
+        fields |= {"cta": self.cta.number, "line": at[1], "target": self.name}
+        self.scheduler.trace(kind, f"{kind} {self.name}", lane, start, end, **fields)
 
     def check_end(self) -> None:
         """Raise EarlyExit if the CTA ends, or has ended, without knowing of an arrival.
@@ -155,21 +140,7 @@ class MBarrier:
                 who = getattr(lane, "label", f"the {lane}")
                 raise self.cta.too_early(self.name, who, at)
 
-    def _tell(self, pending: int, missing_bytes: int) -> None:
-        """Note an arrival or bytes for `search`, after which so much is missing."""
-        completes = not pending and not missing_bytes
-        self.scheduler.order.note(self.key, "arrive", (self.phase, completes))
-
-    def _check_bytes(self, at: Location) -> None:
-        # While arrivals are missing, bytes may come before they are announced.
-        if self.pending == 0 and self.missing_bytes < 0:
-            raise self.misuse(
-                f"phase {self.phase} receives {-self.missing_bytes} bytes more than expected", at
-            )
-
     def _complete(self, time: float, lane: Any, at: Location) -> None:
-        if self.pending or self.missing_bytes:
-            return
         for role, epoch in self.observers.items():
             if self.clock.epochs.get(role.index, 0) < epoch:
                 raise self.misuse(
@@ -186,23 +157,33 @@ class MBarrier:
             if self._passes(parity):
                 self.scheduler.wake(role, time)
                 self.scheduler.order.note(self.key, "wait", self.phase, role)
-                self._observe(role, place, lane, time)
+                self._observe(role, place)
+                self.scheduler.trace_release(self.name, self.phase - 1, lane, time, role)
             else:
                 self.waiters.append((role, parity, place))
 
     def _passes(self, parity: int) -> bool:
         return self.phase % 2 != parity
 
-    def _observe(self, role: Role, at: Location, lane: Any = None, time: float = 0.0) -> None:
+    def _observe(self, role: Role, at: Location) -> None:
         """The role passes its wait: what it knew before must prove which phase this is."""
-        if self.phase > 1 and not role.clock.includes(self.before):
-            raise AliasedWait(self.label, self.phase - 1, self.name, role.label, at)
+        phase = self.phase - 1
+        if phase and not role.clock.includes(self.before):
+            early = "as on a fresh barrier" if phase == 1 else f"for phase {phase - 2}"
+            raise AliasedWait(
+                f"{self.label}: this wait passes for phase {phase}, but nothing proves that phase "
+                f"{phase - 1} was over when it began. If phase {phase - 1} ends late, say because "
+                f"a copy is slow, parity {phase % 2} passes at once, {early}. Let an earlier wait "
+                f"of the role prove it, for phase {phase - 1} or for something after it; where "
+                f"roles take the slots of a ring in turn, make the slots a multiple of the roles, "
+                f"so that each slot has one owner",
+                at,
+                barrier=self.name,
+                phase=phase,
+                role=role.label,
+            )
         role.clock.join(self.released)
         self.observers[role] = role.epoch
-        if lane is not None:
-            self.scheduler.trace(
-                "arrow", self.name, lane, time, role.time, waiter=role, phase=self.phase - 1
-            )
 
     def wait(self, role: Role, parity: int) -> None:
         """Suspend the role until the phase of this parity is the last completed one."""
@@ -216,7 +197,7 @@ class MBarrier:
             self.scheduler.order.note(self.key, "block", self.phase + 1)
             self.waiters.append((role, parity, at))
             self.scheduler.block(lambda: self._describe(role, at))
-        self._trace("wait", role, start, role.time, at)
+        self._trace("wait", role, start, role.time, at, phase=self.phase - 1)
 
     def _describe(self, role: Role, at: Location) -> Wait:
         note = ""
@@ -235,79 +216,88 @@ class MBarrier:
 
 
 @dataclass(eq=False)
-class NamedBarrier:
-    """`bar.sync` and `bar.arrive`: a number of threads, which whole roles make up."""
+class Rendezvous:
+    """A barrier that roles reach until `expected` are there, each of which counts as several.
+
+    name: that of timelines, "" for none. key: what `search` knows it by.
+    """
 
     scheduler: Scheduler
-    cta: Any
     name: str
-    threads: int = 0
+    label: str
+    key: Hashable
+    expected: int = 0
     arrived: int = 0
-    clock: Clock = field(default_factory=Clock)
-    roles: list[Role] = field(default_factory=list)
-    waiters: list[Role] = field(default_factory=list)
     generation: int = 0
+    clock: Clock = field(default_factory=Clock)
+    waiters: list[Role] = field(default_factory=list)
 
-    @property
-    def label(self) -> str:
-        return f"{self.name} of CTA {self.cta.number}"
+    def count(self, role: Role, number: int, wait: bool) -> None:
+        """Count the role in; with `wait`, suspend it until all have come."""
+        self.arrived += number
+        completes = self.arrived == self.expected
+        self.scheduler.order.note(self.key, "arrive", (self.generation, completes))
+        self.clock.join(role.release())
+        if wait:
+            self.waiters.append(role)
+        if not completes:
+            if wait:
+                place = role.label, location(), self.label, self.generation
+                self.scheduler.block(lambda: Wait(*place, self.expected - self.arrived, 0))
+            return
+        for waiter in self.waiters:
+            waiter.clock.join(self.clock)
+            self.scheduler.order.note(self.key, "wake", self.generation + 1, waiter)
+            if waiter is not role:
+                self.scheduler.wake(waiter, role.time)
+                if self.name:
+                    self.scheduler.trace_release(
+                        self.name, self.generation, role, role.time, waiter
+                    )
+        self.arrived, self.waiters = 0, []
+        self.generation += 1
+
+
+class ClusterBarrier(Rendezvous):
+    """`barrier.cluster`: one role of each CTA must come."""
+
+    def __init__(self, scheduler: Scheduler, number: int, size: int):
+        super().__init__(scheduler, "", "cluster barrier", ("cluster", number), size)
+
+    def wait(self, role: Role) -> None:
+        self.count(role, 1, wait=True)
+
+
+class NamedBarrier(Rendezvous):
+    """`bar.sync` and `bar.arrive`: a number of threads, which whole roles make up."""
+
+    def __init__(self, scheduler: Scheduler, cta: Any, name: str):
+        label = f"{name} of CTA {cta.number}"
+        super().__init__(scheduler, name, label, label)
+        self.roles: list[Role] = []
 
     def arrive(self, role: Role, threads: int, wait: bool) -> None:
         """Count the role's threads in; with `wait`, suspend it until all have come."""
-        own, start = 32 * role.warps, role.time
+        own, start, generation = 32 * role.warps, role.time, self.generation
         if threads < 32 or threads % 32:
             raise InvalidKernel(f"a named barrier takes a multiple of 32 threads, got {threads}")
-        self.threads = self.threads or threads
-        if threads != self.threads:
-            self._misuse(f"waits for {self.threads} threads, but {role.label} says {threads}")
+        if not self.arrived:
+            self.expected, self.roles = threads, []
+        if threads != self.expected:
+            self._misuse(f"waits for {self.expected} threads, but {role.label} says {threads}")
         if role in self.roles:
-            self._misuse(f"{role.label} arrives twice before {self.threads} threads have come")
-        completes = self.arrived + own == self.threads
-        self.scheduler.order.note(self.label, "arrive", (self.generation, completes))
+            self._misuse(f"{role.label} arrives twice before {threads} threads have come")
+        if self.arrived + own > threads:
+            self._misuse(f"{self.arrived + own} threads arrive, {threads} are expected")
         self.roles.append(role)
-        self.arrived += own
-        if self.arrived > self.threads:
-            self._misuse(f"{self.arrived} threads arrive, {self.threads} are expected")
-        self.clock.join(role.release())
-        generation = self.generation
-        if wait:
-            self.waiters.append(role)
-        if self.arrived == self.threads:
-            self._complete(role)
-        elif wait:
-            at = location()
-            self.scheduler.block(
-                lambda: Wait(role.label, at, self.label, generation, self.threads - self.arrived, 0)
-            )
+        self.count(role, own, wait)
         kind = "wait" if wait else "arrive"
-        missing = self.threads - self.arrived if self.generation == generation else 0
-        self.scheduler.trace(
-            kind,
-            f"{kind} {self.name}",
-            role,
-            start,
-            role.time,
-            target=self.name,
-            phase=generation,
-            pending=missing,
-        )
+        missing = threads - self.arrived if self.generation == generation else 0
+        fields = {"target": self.name, "phase": generation, "pending": missing}
+        self.scheduler.trace(kind, f"{kind} {self.name}", role, start, role.time, **fields)
 
     def _misuse(self, what: str) -> None:
-        raise BarrierMisuse(f"{self.label}: {what}", self.name)
-
-    def _complete(self, last: Role) -> None:
-        for role in self.waiters:
-            role.clock.join(self.clock)
-            self.scheduler.order.note(self.label, "wake", self.generation + 1, role)
-            if role is last:
-                continue
-            self.scheduler.wake(role, last.time)
-            self.scheduler.trace(
-                "arrow", self.name, last, last.time, role.time, waiter=role, phase=self.generation
-            )
-        self.threads = self.arrived = 0
-        self.roles, self.waiters = [], []
-        self.generation += 1
+        raise BarrierMisuse(f"{self.label}: {what}", barrier=self.name)
 
 
 def named_barrier(role: Role, number: int) -> NamedBarrier:
@@ -318,42 +308,9 @@ def named_barrier(role: Role, number: int) -> NamedBarrier:
     name, use = f"named barrier {number}", role.cta.compilers_barriers.get(number)
     if use:
         last = NUM_NAMED_BARRIERS - 1
-        raise BarrierMisuse(f"{name} is the compiler's, for {use}; take another, say {last}", name)
+        raise BarrierMisuse(
+            f"{name} is the compiler's, for {use}; take another, say {last}", barrier=name
+        )
     if number not in barriers:
         barriers[number] = NamedBarrier(role.scheduler, role.cta, name)
     return barriers[number]
-
-
-@dataclass(eq=False)
-class ClusterBarrier:
-    """`barrier.cluster`: one role of each CTA must come."""
-
-    scheduler: Scheduler
-    size: int
-    clock: Clock = field(default_factory=Clock)
-    waiters: list[Role] = field(default_factory=list)
-    arrived: int = 0
-    generation: int = 0
-
-    def wait(self, role: Role) -> None:
-        key = ("cluster", role.cta.number - role.cta.rank)
-        completes = self.arrived + 1 == self.size
-        self.scheduler.order.note(key, "arrive", (self.generation, completes))
-        self.clock.join(role.release())
-        self.arrived += 1
-        if self.arrived < self.size:
-            at, generation = location(), self.generation
-            self.waiters.append(role)
-            self.scheduler.block(
-                lambda: Wait(
-                    role.label, at, "cluster barrier", generation, self.size - self.arrived, 0
-                )
-            )
-            return
-        for other in self.waiters:
-            self.scheduler.order.note(key, "wake", self.generation + 1, other)
-            other.clock.join(self.clock)
-            self.scheduler.wake(other, role.time)
-        role.clock.join(self.clock)
-        self.arrived, self.waiters = 0, []
-        self.generation += 1

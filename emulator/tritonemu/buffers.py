@@ -361,7 +361,7 @@ class Buffer:
         if not write and mask & ~shadow.written:
             if launch.uninitialized == "error":
                 raise UninitializedRead(
-                    f"{self.label} is read before it has been written", self.name
+                    f"{self.label} is read before it has been written", buffer=self.name
                 )
             launch.report.uninitialized += 1
         access = actor.access(write, mask, name=self.name)
@@ -377,7 +377,7 @@ class Buffer:
             raise Race(
                 f"{access.who} {verb[write]} {self.label}, which {other.who} {verb[other.write]} "
                 f"{alias}at {other.at[0]}:{other.at[1]}; nothing orders the two",
-                other.at,
+                other=other.at,
                 buffer=self.name,
             )
 
@@ -393,8 +393,8 @@ class Buffer:
                 raise MissingFence(
                     f"a copy reads {self.label}, which {old.who} writes at {old.at[0]}:"
                     f'{old.at[1]}; tlx.fence("async_shared") must lie between the two',
-                    old.at,
-                    self.name,
+                    other=old.at,
+                    buffer=self.name,
                 )
 
     def read(self) -> torch.Tensor:

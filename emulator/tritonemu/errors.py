@@ -56,15 +56,17 @@ class EmulatorError(Exception):
 
     at: the same, a `Place` if the call chain is known. role: the role that failed, with its CTA;
     empty outside of roles. report: what the launch had done by then, with its timeline if it was
-    traced. schedule: the order that shows it, for `run(schedule=...)`.
+    traced. schedule: the order that shows it, for `run(schedule=...)`. What else a subclass names
+    is given by keyword.
     """
 
     report: Any = None
     schedule: str = ""
+    role: str = ""
 
-    def __init__(self, message: str, at: Location | None = None):
+    def __init__(self, message: str, at: Location | None = None, **facts: Any):
         self.file, self.line = self.at = at or location()
-        self.role = ""
+        self.__dict__.update(facts)
         super().__init__(message)
 
     def __str__(self) -> str:
@@ -99,16 +101,7 @@ class Race(EmulatorError):
     the program ids of both, earlier first.
     """
 
-    def __init__(
-        self,
-        message: str,
-        other: Location,
-        programs: tuple[tuple[int, ...], ...] = (),
-        buffer: str = "",
-        at: Location | None = None,
-    ):
-        self.other, self.programs, self.buffer = other, programs, buffer
-        super().__init__(message, at)
+    programs: tuple[tuple[int, ...], ...] = ()
 
 
 class MissingFence(EmulatorError):
@@ -117,10 +110,6 @@ class MissingFence(EmulatorError):
     buffer: the memory. other: file and line of the store.
     """
 
-    def __init__(self, message: str, other: Location, buffer: str):
-        self.other, self.buffer = other, buffer
-        super().__init__(message)
-
 
 class EarlyExit(EmulatorError):
     """A CTA may end before the last use of its shared or tensor memory, or of its barriers.
@@ -128,17 +117,9 @@ class EarlyExit(EmulatorError):
     what: the buffer or the barrier. `file` and `line` are those of its use.
     """
 
-    def __init__(self, message: str, what: str, at: Location | None = None):
-        self.what = what
-        super().__init__(message, at)
-
 
 class UninitializedRead(EmulatorError):
     """A buffer is read where nothing has been written. `buffer` names it."""
-
-    def __init__(self, message: str, buffer: str):
-        self.buffer = buffer
-        super().__init__(message)
 
 
 class UndefinedValue(EmulatorError):
@@ -147,10 +128,6 @@ class UndefinedValue(EmulatorError):
     buffer: the memory. other: file and line of the load.
     """
 
-    def __init__(self, message: str, other: Location, buffer: str):
-        self.other, self.buffer = other, buffer
-        super().__init__(message)
-
 
 class BarrierMisuse(EmulatorError):
     """A barrier gets more arrivals or other bytes than it waits for, or runs ahead of a waiter.
@@ -158,30 +135,12 @@ class BarrierMisuse(EmulatorError):
     `barrier` names it.
     """
 
-    def __init__(self, message: str, barrier: str, at: Location | None = None):
-        self.barrier = barrier
-        super().__init__(message, at)
-
 
 class AliasedWait(EmulatorError):
     """A wait that passes for one phase here, and in another order of events for an earlier one.
 
     It names a parity only. `barrier` names the barrier, `phase` is the one it passes for here.
     """
-
-    def __init__(self, label: str, phase: int, barrier: str, role: str, at: Location):
-        self.barrier, self.phase = barrier, phase
-        early = "as on a fresh barrier" if phase == 1 else f"for phase {phase - 2}"
-        super().__init__(
-            f"{label}: this wait passes for phase {phase}, but nothing proves that phase "
-            f"{phase - 1} was over when it began. If phase {phase - 1} ends late, say because a "
-            f"copy is slow, parity {phase % 2} passes at once, {early}. Let an earlier wait of the "
-            f"role prove it, for phase {phase - 1} or for something after it; where roles take the "
-            f"slots of a ring in turn, make the slots a multiple of the roles, so that each slot "
-            f"has one owner",
-            at,
-        )
-        self.role = role
 
 
 class ResourceLimit(EmulatorError):

@@ -27,9 +27,15 @@ from triton.backends.compiler import GPUTarget
 MULTIPROCESSORS = 4  # a few, so that persistent programs share work; clusters of 2 and 4 fit
 
 _NAMES = {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200"}
+ARCHITECTURES = tuple(_NAMES)
 _MEMORY = {"sm_90": 141 << 30, "sm_100": 180 << 30}
 _GPU = torch.device("cuda", 0)
 _HOST = "_tritonemu_host"  # a tensor's attribute: it is on the CPU of the program, too
+
+
+def check_arch(arch: str) -> None:
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch must be one of {ARCHITECTURES}, got {arch!r}")
 
 
 def _properties(arch: str, multiprocessors: int) -> dict[str, Any]:
@@ -55,48 +61,31 @@ def _properties(arch: str, multiprocessors: int) -> dict[str, Any]:
     }
 
 
-class _Driver:
+def _driver(arch: str, multiprocessors: int) -> types.SimpleNamespace:
     """What Triton's driver answers on such a device."""
-
-    def __init__(self, arch: str, multiprocessors: int):
-        self.target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-        known = {
-            "multiprocessor_count": multiprocessors,
-            "max_shared_mem": 232448,
-            "max_num_regs": 65536,
-            "warpSize": 32,
-            "sm_clock_rate": 1_980_000,
-            "mem_clock_rate": 3_201_000,
-            "mem_bus_width": 6144,
-        }
-        self.utils = types.SimpleNamespace(get_device_properties=lambda device=0: dict(known))
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_active_torch_device(self) -> torch.device:
-        return _GPU
-
-    def get_device_interface(self) -> Any:
-        return torch.cuda
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None:
-        pass
-
-    def get_current_stream(self, device: Any = None) -> int:
-        return 0
-
-    def get_benchmarker(self) -> Callable:
-        return _do_bench
-
-    def get_empty_cache_for_benchmark(self) -> torch.Tensor:
-        return torch.empty(1, dtype=torch.int32)
-
-    def clear_cache(self, cache: torch.Tensor) -> None:
-        pass
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    known = {
+        "multiprocessor_count": multiprocessors,
+        "max_shared_mem": 232448,
+        "max_num_regs": 65536,
+        "warpSize": 32,
+        "sm_clock_rate": 1_980_000,
+        "mem_clock_rate": 3_201_000,
+        "mem_bus_width": 6144,
+    }
+    return types.SimpleNamespace(
+        target=target,
+        utils=types.SimpleNamespace(get_device_properties=lambda device=0: dict(known)),
+        get_current_target=lambda: target,
+        get_active_torch_device=lambda: _GPU,
+        get_device_interface=lambda: torch.cuda,
+        get_current_device=lambda: 0,
+        set_current_device=lambda device: None,
+        get_current_stream=lambda device=None: 0,
+        get_benchmarker=lambda: _do_bench,
+        get_empty_cache_for_benchmark=lambda: torch.empty(1, dtype=torch.int32),
+        clear_cache=lambda cache: None,
+    )
 
 
 class _Stream:
@@ -337,8 +326,7 @@ def fake_gpu(arch: str = "sm_90", *, multiprocessors: int = MULTIPROCESSORS) -> 
     arch: "sm_90", an H200, or "sm_100", a B200; with fewer `multiprocessors` than they have, so
     that persistent programs share work. For the thread that opens it.
     """
-    if arch not in _NAMES:
-        raise ValueError(f"arch must be one of {tuple(_NAMES)}, got {arch!r}")
+    check_arch(arch)
     accelerator = getattr(torch, "accelerator", None)
     with contextlib.ExitStack() as stack:
 
@@ -346,7 +334,7 @@ def fake_gpu(arch: str = "sm_90", *, multiprocessors: int = MULTIPROCESSORS) -> 
             if hasattr(target, name):
                 stack.enter_context(mock.patch.object(target, name, value))
 
-        replace(triton.runtime.driver, "_active", _Driver(arch, multiprocessors))
+        replace(triton.runtime.driver, "_active", _driver(arch, multiprocessors))
         for name, value in _answers(arch, multiprocessors).items():
             replace(torch.cuda, name, value)
         for name in ("range_push", "range_pop", "mark"):

@@ -130,14 +130,13 @@ class Cta:
 
     def too_early(self, what: str, who: str, at: Location) -> EarlyExit:
         """This CTA ends, and its buffer or barrier `what` may be used after that."""
-        error = EarlyExit(
+        return EarlyExit(
             f"CTA {self.number} may end before this use of its {what}, which ends with it; "
             f"let it wait for this, or the CTAs of a cluster for each other (tlx.cluster_barrier)",
-            what,
             at,
+            what=what,
+            role=who,
         )
-        error.role = who
-        return error
 
     def reserve(self, num_bytes: int) -> None:
         """Count an allocation of shared memory."""

@@ -246,9 +246,9 @@ class Memory:
             raise Race(
                 f"{first}{did[0][access.write]} an element of {region.name} that {second}"
                 f"{did[1][old.write]} {alias}at {file}:{line}; nothing orders the two",
-                old.at,
-                (before, program),
-                region.name,
+                other=old.at,
+                programs=(before, program),
+                buffer=region.name,
             )
 
     def _lanes(
@@ -308,8 +308,8 @@ class Memory:
             raise UndefinedValue(
                 f"{region.name} gets a value that comes from the load at {file}:{line}, in a lane "
                 f'that its mask turns off; give it `other`, or allow it with masked="zero"',
-                at,
-                region.name,
+                other=at,
+                buffer=region.name,
             )
 
     def load(

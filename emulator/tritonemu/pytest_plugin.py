@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from . import ARCHITECTURES, Unsupported, enabled, fake_gpu
+from . import Unsupported, enabled, fake_gpu
+from .gpu import ARCHITECTURES
 from .undefined import MODES
 
 

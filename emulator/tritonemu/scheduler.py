@@ -26,6 +26,7 @@ from .engines import ISSUED_RESULTS, MUFU_RESULTS, SCHEDULERS
 from .errors import Deadlock, EmulatorError, Location, Wait, location
 from .orders import Order
 from .tile import WORK
+from .timeline import Arrow, Event, Timeline
 
 COPY_LATENCY = 600
 ATOMIC_LATENCY = 700
@@ -139,12 +140,12 @@ class Scheduler:
     """Runs the roles of the clusters of CTAs that run together to the end.
 
     order: who runs next. numbers: counters of roles, operations and steps, shared by all clusters
-    of a launch. tracer: called with the fields of a timeline event, or None.
+    of a launch. timeline: to be filled, or None.
     """
 
     order: Order
     numbers: dict[str, int]
-    tracer: Callable[..., None] | None = None
+    timeline: Timeline | None = None
     max_steps: int | None = None
     ready: list[Role] = field(default_factory=list)
     blocked: list[Role] = field(default_factory=list)
@@ -159,9 +160,24 @@ class Scheduler:
         self.numbers["roles"] += 1
         return self.numbers["roles"]
 
-    def trace(self, kind: str, name: str, lane: Any, start: float, end: float, **more: Any) -> None:
-        if self.tracer is not None:
-            self.tracer(kind, name, lane, start, end, **more)
+    def trace(
+        self, kind: str, name: str, lane: Any, start: float, end: float, cta: int = -1,
+        line: int | None = None, **fields: Any,
+    ) -> None:  # fmt: skip
+        """Add an event to the timeline. lane: a role, or the name of an engine of `cta`."""
+        if self.timeline is None:
+            return
+        if isinstance(lane, Role):
+            lane, cta = lane.name, lane.cta.number
+        line = location()[1] if line is None else line
+        self.timeline.events.append(Event(cta, lane, kind, name, start, end, line, **fields))
+
+    def trace_release(self, name: str, phase: int, lane: Any, time: float, waiter: Role) -> None:
+        """`lane` completes a phase of the barrier `name`, and `waiter` goes on."""
+        if self.timeline is not None:
+            source, released = getattr(lane, "name", lane), (waiter.name, waiter.time)
+            arrow = Arrow(waiter.cta.number, name, phase, source, time, *released)
+            self.timeline.arrows.append(arrow)
 
     def issue(self, kind: str, after: int = 0) -> Operation:
         """A new asynchronous operation of the running role; `after`: earlier ones it follows."""

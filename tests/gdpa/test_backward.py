@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.calling.rung import Requires
@@ -22,6 +21,7 @@ from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.testing import assert_close
 from tests.gdpa.cases import CASES, DEVICE, Case
 from tests.gdpa.test_forward import kernels_run
+from tritonemu import execution
 
 RUNGS = {
     "v1_tiled_backward": v1_tiled_backward,
@@ -364,12 +364,12 @@ def test_deterministic(impl, config):
 
 def backwards():
     """The emulator takes the programs of every launch in reverse."""
-    run = tritonemu._run_clusters
+    run = execution.run_clusters
 
     def reversed_(launch, numbers, body):
         run(launch, [math.prod(launch.grid) - 1 - number for number in numbers], body)
 
-    return mock.patch.object(tritonemu, "_run_clusters", reversed_)
+    return mock.patch.object(execution, "run_clusters", reversed_)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="orders the emulator's programs")

@@ -45,7 +45,7 @@ def arrives_with(
     role: Role, operation: Operation, barrier: MBarrier, num_bytes: int, end: float
 ) -> None:
     role.scheduler.at(
-        end, lambda: barrier.deliver(num_bytes, operation.clock, end, "TMA", operation.at)
+        end, lambda: barrier.arrive(0, operation.clock, end, "TMA", operation.at, -num_bytes)
     )
 
 

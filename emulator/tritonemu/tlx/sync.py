@@ -111,7 +111,7 @@ def remote(buffer: Buffer, rank: int) -> Buffer:
 def barrier_expect_bytes(bar: Any, size: int, pred: Any = None) -> None:
     role, bar = point(), single(bar)
     if holds(pred):
-        bar.expect(int(size), role.release(), role.time, role, location())
+        bar.arrive(1, role.release(), role.time, role, location(), num_bytes=int(size))
 
 
 @op
