@@ -32,11 +32,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
 
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa.activations import gelu_tanh, gelu_taylor6, relu, silu, tanh_approx
@@ -50,21 +52,18 @@ TANH_BITS = 2.0**-12
 """Error of a gate (1 + tanh(u)) / 2 by tanh.approx.f32: half of the documented 2**-11."""
 
 
-@dataclass(frozen=True)
-class Sequence:
+class Sequence(NamedTuple):
     """One way to compute one function.
 
     `exact`: the function, a name of reference.ACTIVATIONS. `how`: in words. `bound`: abs(error) is
     at most bound * abs(x) + 2**-149 (one subnormal unit) for abs(x) < 2**125, by the documented
-    errors of the instructions and that of the fit; None if there is no bound. `factor`: what the
-    caller still has to multiply by.
+    errors of the instructions and that of the fit; None if there is no bound.
     """
 
     name: str
     exact: str
     how: str
     bound: float | None
-    factor: float = 1.0
 
 
 # Rounding in fp32, and the two roundings of ex2 and rcp (2 ulp, 1 ulp).
@@ -76,25 +75,17 @@ _BF16 = (2.0**-8 + 0.448 * 2.0**-8) / 2
 
 SEQUENCES = (
     Sequence("gelu_tanh.tanh", "gelu_tanh", "1 tanh", TANH_BITS + _FP32),
-    Sequence("gelu_tanh.folded", "gelu_tanh", "1 tanh, 1/2 left out", TANH_BITS + _FP32, 0.5),
-    Sequence("gelu_tanh.ex2_rcp", "gelu_tanh", "ex2 and rcp", _FP32),
-    Sequence("gelu_tanh.poly9", "gelu_tanh", "polynomial of degree 9", 5.0e-4),
-    Sequence("gelu_tanh.poly13", "gelu_tanh", "polynomial of degree 13", 6.5e-5),
-    Sequence("gelu_tanh.mix_half", "gelu_tanh", "1 tanh; 1 of 2 by poly9", 5.0e-4),
     Sequence("gelu_tanh.mix_quarter", "gelu_tanh", "1 tanh; 1 of 4 by poly9", 5.0e-4),
     Sequence("gelu_tanh.f16x2", "gelu_tanh", "1 tanh for a pair in fp16", _F16 + _FP32),
     Sequence("gelu_tanh.bf16x2", "gelu_tanh", "1 tanh for a pair in bf16", _BF16 + _FP32),
     Sequence("gelu.erf", "gelu", "tl.erf", _FP32),
     Sequence("gelu.tanh3", "gelu", "1 tanh of a fitted cubic", TANH_BITS + 1.5e-4),
-    Sequence("gelu.tanh5", "gelu", "1 tanh of a fitted quintic, clamped", TANH_BITS + 2.0e-5),
     Sequence("gelu.poly5", "gelu", "polynomial of degree 5", 4.5e-3),
     Sequence("gelu.poly9", "gelu", "polynomial of degree 9", 5.2e-4),
     Sequence("gelu.poly13", "gelu", "polynomial of degree 13", 7.0e-5),
     Sequence("gelu_taylor6", "gelu", "published polynomial, no range", None),
     Sequence("silu.tanh", "silu", "1 tanh", TANH_BITS + _FP32),
     Sequence("silu.ex2_rcp", "silu", "ex2 and rcp", _FP32),
-    Sequence("silu.poly13", "silu", "polynomial of degree 13", 9.3e-4),
-    Sequence("silu.mix_half", "silu", "1 tanh; 1 of 2 by poly13", 9.3e-4),
     Sequence("silu.mix_quarter", "silu", "1 tanh; 1 of 4 by poly13", 9.3e-4),
     Sequence("hardswish.clamp", "hardswish", "minimum and maximum", _FP32),
     Sequence("hardswish.sat", "hardswish", "one saturating multiply-add", _FP32),
@@ -124,17 +115,6 @@ GATE_GELU_13 = tl.constexpr(
 GATE_TANH_9 = tl.constexpr(
     (0.397151019, -0.0628625794, 0.00767410623, -0.000531194447, 1.53049148e-05)
 )
-GATE_TANH_13 = tl.constexpr(
-    (
-        0.398678294,
-        -0.0660338599,
-        0.00952071638,
-        -0.000980319443,
-        6.62724306e-05,
-        -2.58306893e-06,
-        4.33871109e-08,
-    )
-)
 GATE_SILU_13 = tl.constexpr(
     (
         0.247648479,
@@ -146,10 +126,8 @@ GATE_SILU_13 = tl.constexpr(
         9.49050911e-11,
     )
 )
-# fit_tanh(degree): tanh of this polynomial is erf(x / sqrt(2)).
+# fit_tanh(): tanh of this cubic is erf(x / sqrt(2)).
 ERF_3 = tl.constexpr((0.798801444, 0.0352820472))
-ERF_5 = tl.constexpr((0.79771785, 0.0367982479, -0.000315810228))
-ERF_5_RANGE = tl.constexpr(25.0)  # x^2 beyond which the quintic is not evaluated
 
 
 @triton.jit
@@ -226,14 +204,6 @@ def gelu_tanh_half(x, PAIR: tl.constexpr):
 
 
 @triton.jit
-def gelu_tanh5(x):
-    """erf-GELU as tanh of a quintic in x, whose square is held where the quintic still rises."""
-    half = 0.5 * x
-    u = x * horner(tl.minimum(x * x, ERF_5_RANGE), ERF_5)
-    return half + half * tanh_approx(u)
-
-
-@triton.jit
 def mixed(x, NAME: tl.constexpr, EVERY: tl.constexpr):
     """Of EVERY (2 or 4) neighbouring elements the last by polynomial, the others by tanh.
 
@@ -259,16 +229,6 @@ def sequence(x, NAME: tl.constexpr):
         y = x
     elif NAME == "gelu_tanh.tanh":
         y = gelu_tanh(x, 1.0, True)
-    elif NAME == "gelu_tanh.folded":
-        y = x + x * tanh_approx(inner(x))
-    elif NAME == "gelu_tanh.ex2_rcp":
-        y = x * rcp(1.0 + ex2(-2.8853900817779268 * inner(x)))
-    elif NAME == "gelu_tanh.poly9":
-        y = by_polynomial(x, GATE_TANH_9)
-    elif NAME == "gelu_tanh.poly13":
-        y = by_polynomial(x, GATE_TANH_13)
-    elif NAME == "gelu_tanh.mix_half":
-        y = mixed(x, "gelu_tanh", 2)
     elif NAME == "gelu_tanh.mix_quarter":
         y = mixed(x, "gelu_tanh", 4)
     elif NAME == "gelu_tanh.f16x2":
@@ -281,8 +241,6 @@ def sequence(x, NAME: tl.constexpr):
     elif NAME == "gelu.tanh3":
         half = 0.5 * x
         y = half + half * tanh_approx(x * horner(x * x, ERF_3))
-    elif NAME == "gelu.tanh5":
-        y = gelu_tanh5(x)
     elif NAME == "gelu.poly5":
         y = by_polynomial(x, GATE_GELU_5)
     elif NAME == "gelu.poly9":
@@ -295,10 +253,6 @@ def sequence(x, NAME: tl.constexpr):
         y = silu(x, 1.0, True)
     elif NAME == "silu.ex2_rcp":
         y = x * rcp(1.0 + ex2(-1.4426950408889634 * x))
-    elif NAME == "silu.poly13":
-        y = by_polynomial(x, GATE_SILU_13)
-    elif NAME == "silu.mix_half":
-        y = mixed(x, "silu", 2)
     elif NAME == "silu.mix_quarter":
         y = mixed(x, "silu", 4)
     elif NAME == "hardswish.clamp":
@@ -344,70 +298,58 @@ def gate_error(gate: Callable, coefficients: Iterable[float]) -> float:
 def fit_gate(gate: Callable, degree: int) -> tuple[tuple[float, ...], float]:
     """The odd polynomial whose clamped value is nearest to `gate` - 1/2, and the largest error.
 
-    For a range [0, c] the minimax polynomial is the limit of weighted least squares in which every
-    weight is multiplied by the error at its point (Lawson's iteration), here on the positive half
-    of 400 Chebyshev points. c is found by a scan: large enough for the clamp to be right beyond it,
-    small enough to fit. The terms alternate in sign, so degree must be 5, 9, 13, ... for the last
-    one to be positive; ValueError otherwise.
+    It is the minimax polynomial of a range [0, c], found on the positive half of 400 Chebyshev
+    points. c is found by a scan: large enough for the clamp to be right beyond it, small enough to
+    fit. The terms alternate in sign, so degree must be 5, 9, 13, ... for the last one to be
+    positive; ValueError otherwise.
     """
     if degree % 4 != 1 or degree < 5:
         raise ValueError(f"degree must be 5, 9, 13, ..., got {degree}")
+    points = np.sin(np.pi / 2 * np.arange(1, 401) / 400)
     best = ((), math.inf)
     low, high, steps = 1.5, 12.0, 43
     for _ in range(4):
-        for c in np.linspace(low, high, steps):
-            coefficients = _minimax(gate, float(c), degree)
+        for c in map(float, np.linspace(low, high, steps)):
+            scaled, _ = _minimax(points, gate(c * points) - 0.5, degree, rounds=80)
+            coefficients = tuple(float(k / c ** (2 * i + 1)) for i, k in enumerate(scaled))
             error = gate_error(gate, coefficients)
             if coefficients[-1] > 0 and error < best[1]:
-                best, at = (coefficients, error), float(c)
+                best, at = (coefficients, error), c
         step = (high - low) / (steps - 1)
         low, high, steps = at - step, at + step, 9
     return best
 
 
-def _minimax(gate: Callable, c: float, degree: int, points: int = 400, rounds: int = 80):
-    """Odd polynomial nearest to gate - 1/2 on [0, c]: the best of Lawson's iteration."""
-    x = np.sin(np.pi / 2 * np.arange(1, points + 1) / points)
+def fit_tanh(limit: float = 5.2) -> tuple[tuple[float, ...], float]:
+    """The odd cubic u for which tanh(u(x)) is nearest to erf(x / sqrt(2)) on 0 < x <= limit, and
+    the largest error of the gate (1 + tanh(u)) / 2 there."""
+    x = np.linspace(limit / 4000, limit, 4000)
+    tanh = 2 * normal_gate(x) - 1
+    found, error = _minimax(x, np.arctanh(tanh), 3, rounds=400, slope=1 - tanh**2, of=np.tanh)
+    return tuple(found), error / 2
+
+
+def _minimax(
+    x: np.ndarray, target: np.ndarray, degree: int, rounds: int, slope: Any = 1.0,
+    of: Callable = np.positive,
+) -> tuple[np.ndarray, float]:  # fmt: skip
+    """The odd polynomial p for which of(p(x)) is nearest to of(target), and the largest distance.
+
+    Lawson's iteration: weighted least squares, in which every weight is multiplied by the error at
+    its point. `slope`: that of `of`, at the target.
+    """
     powers = np.stack([x ** (2 * i + 1) for i in range(degree // 2 + 1)], axis=1)
-    target = gate(c * x) - 0.5
-    weight = np.full(points, 1 / points)
-    best, smallest = None, math.inf
+    weight = np.full(len(x), 1 / len(x))
+    best, least = None, math.inf
     for _ in range(rounds):
-        root = np.sqrt(weight)
+        root = np.sqrt(weight) * slope
         found = np.linalg.lstsq(powers * root[:, None], target * root, rcond=None)[0]
-        error = np.abs(powers @ found - target)
-        if error.max() < smallest:
-            best, smallest = found, error.max()
+        error = np.abs(of(powers @ found) - of(target))
+        if error.max() < least:
+            best, least = found, error.max()
         weight = weight * error
         weight /= weight.sum()
-    return tuple(float(k / c ** (2 * i + 1)) for i, k in enumerate(best))
-
-
-def fit_tanh(degree: int, limit: float = 5.2) -> tuple[tuple[float, ...], float]:
-    """The odd polynomial u for which tanh(u(x)) is nearest to erf(x / sqrt(2)) on 0 < x <= limit,
-    and the largest error of the gate (1 + tanh(u)) / 2 there.
-
-    Lawson's iteration again, each step one of Gauss and Newton because tanh is not linear.
-    """
-    x = np.linspace(limit / 4000, limit, 4000)
-    target = 2 * normal_gate(x) - 1
-    powers = np.stack([x ** (2 * i + 1) for i in range(degree // 2 + 1)], axis=1)
-    found = np.zeros(powers.shape[1])
-    found[:2] = math.sqrt(2 / math.pi) * np.array([1.0, 0.044715])
-    weight = np.full(len(x), 1 / len(x))
-    best, smallest = found, math.inf
-    for _ in range(400):
-        value = np.tanh(powers @ found)
-        error = np.abs(value - target)
-        if error.max() < smallest:
-            best, smallest = found, error.max()
-        weight = weight * (error + 1e-12)
-        weight /= weight.sum()
-        root = np.sqrt(weight)
-        slope = (1 - value**2) * root
-        step = np.linalg.lstsq(powers * slope[:, None], (target - value) * root, rcond=None)[0]
-        found = found + 0.5 * step
-    return tuple(float(k) for k in best), smallest / 2
+    return best, least
 
 
 # Kernels: every sequence once on each element, and one sequence again and again in registers.
@@ -422,19 +364,18 @@ def evaluate_kernel(x_ptr, y_ptr, count, NAME: tl.constexpr, BLOCK: tl.constexpr
 
 
 def evaluate(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Sequence `name` of a contiguous fp32 tensor, times its `factor`, as a kernel computes it."""
+    """Sequence `name` of a contiguous fp32 tensor, as a kernel computes it."""
     y = torch.empty_like(x)
     grid = (triton.cdiv(x.numel(), 1024),)
     launch(evaluate_kernel, grid, x.device, x, y, x.numel(), NAME=name, BLOCK=1024)
-    return y * BY_NAME[name].factor
+    return y
 
 
 EXTREMES = (1e4, 1e19, 1e37, 1e-39, 1e-45, 0.0, math.inf)
 """Magnitudes that `extremes` tries with both signs, and NaN after them."""
 
 
-@dataclass(frozen=True)
-class Accuracy:
+class Accuracy(NamedTuple):
     """Largest errors for abs(x) <= `limit` against fp64, before and after rounding to bf16.
 
     `per_x`: abs(error) / abs(x) over abs(x) >= 2**-100. `differ`: the share of results whose bf16
@@ -585,13 +526,11 @@ class Repeated:
         """
         self.y.fill_(math.nan)
         self.run(name)
-        factor = 1.0 if name == LOOP else BY_NAME[name].factor
-        start = self.x.double()
-        x, y = start, start
+        x = start = self.x.double()
         for _ in range(min(self.rounds * UNROLL, 64)):
-            y = x if name == LOOP else function(x) / factor
+            y = function(x)
             x = y * FEEDBACK.value + start
-        found = ((self.y.double() - y) * factor / start).abs().max().item()
+        found = ((self.y.double() - y) / start).abs().max().item()
         return found if math.isfinite(found) else math.inf
 
     def cycles(self) -> tuple[list[int], int]:
@@ -602,41 +541,22 @@ class Repeated:
 
 # What the compiler makes of the loop.
 
-FP32_PIPE = ("FFMA", "FMUL", "FADD", "HFMA2", "HADD2", "HMUL2", "IMAD")
-ALU_PIPE = (
+ALU_PIPE = {
     "FMNMX", "FSETP", "FSEL", "FSET", "F2FP", "LOP3", "PRMT", "SHF", "IADD3", "ISETP", "SEL", "LEA",
-    "VIADD", "MOV", "IMNMX", "ISETP", "SGXT", "VIMNMX", "BREV", "FCHK", "PLOP3", "R2P", "P2R",
-)  # fmt: skip
-NO_PIPE = ("BRA", "NOP", "UIADD3", "UISETP", "UMOV", "ULOP3", "USEL", "BSSY", "BSYNC", "WARPSYNC")
+    "VIADD", "MOV", "IMNMX", "SGXT", "VIMNMX", "BREV", "FCHK", "PLOP3", "R2P", "P2R",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Instructions of the loop for each element and evaluation, its share of the loop included.
-
-    `mnemonics`: how many of each. `local`: instructions that spill, in the whole kernel.
-    """
+class Cost(NamedTuple):
+    """Instructions of the loop for each element and evaluation, its share of the loop included;
+    `mnemonics`: how many of each."""
 
     mnemonics: Mapping[str, float]
-    local: int
-
-    def _count(self, names: Iterable[str]) -> float:
-        return sum(self.mnemonics.get(name, 0.0) for name in names)
-
-    @property
-    def fp32(self) -> float:
-        """Multiply-adds and their like."""
-        return self._count(FP32_PIPE)
-
-    @property
-    def alu(self) -> float:
-        """Comparisons, conversions, bits and integers, at half the rate."""
-        return self._count(ALU_PIPE)
 
     @property
     def mufu(self) -> float:
         """Results of the special function unit."""
-        return self._count(("MUFU",))
+        return self.mnemonics.get("MUFU", 0.0)
 
     @property
     def issued(self) -> float:
@@ -646,23 +566,8 @@ class Cost:
     @property
     def clocks(self) -> float:
         """Modelled clocks of an SM for one element: the slowest of the three limits."""
-        return max(self.issued / ISSUE_RATE, self.alu / ALU_RATE, self.mufu / MUFU_RATE)
-
-    @property
-    def limit(self) -> str:
-        """What decides `clocks`: issue, ALU or MUFU."""
-        limits = {
-            "MUFU": self.mufu / MUFU_RATE,
-            "ALU": self.alu / ALU_RATE,
-            "issue": self.issued / ISSUE_RATE,
-        }
-        return max(limits, key=lambda name: limits[name])
-
-    def less(self, other: "Cost") -> "Cost":
-        """These instructions without those of `other`."""
-        names = {*self.mnemonics, *other.mnemonics}
-        left = {n: self.mnemonics.get(n, 0.0) - other.mnemonics.get(n, 0.0) for n in names}
-        return Cost({name: count for name, count in left.items() if abs(count) > 1e-9}, self.local)
+        alu = sum(count for name, count in self.mnemonics.items() if name in ALU_PIPE)
+        return max(self.issued / ISSUE_RATE, alu / ALU_RATE, self.mufu / MUFU_RATE)
 
 
 @cache
@@ -671,50 +576,29 @@ def loop_cost(name: str) -> Cost:
 
     RuntimeError if there is no loop, or if it does not hold whole evaluations.
     """
-    return read_loop(disassemble(name))
+    return count(*compile_check.sass(built(name)))
 
 
-def disassemble(name: str) -> str:
-    """SASS of `repeat_kernel` for sequence `name` on sm_90a, by nvdisasm, as it is measured."""
+def built(name: str) -> CompiledKernel:
+    """`repeat_kernel` for sequence `name`, compiled for sm_90a as it is measured."""
     constants = {"NAME": name, "UNROLL": UNROLL, "BLOCK": 32 * WARPS * ELEMENTS, "CLOCK": True}
     types = {"x_ptr": "*fp32", "y_ptr": "*fp32", "clock_ptr": "*i64", "rounds": "i32"}
-    options = {"num_warps": WARPS}
-    # What the launch finds: rounds a multiple of 16.
-    built = compile_check.build(
-        repeat_kernel, types, constants, multiples_of_16=("rounds",), options=options
+    return compile_check.build(
+        repeat_kernel, types, constants, multiples_of_16=("rounds",), options={"num_warps": WARPS}
     )
-    return compile_check.disassemble(built.asm["cubin"])
 
 
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]*)(.*)")
-_LABEL = re.compile(r"^(\.L_x_\d+):")
-_BRANCH = re.compile(r"\((\.L_x_\d+)\)")
-
-
-def read_loop(sass: str) -> Cost:
-    """Count the largest loop of a listing; the multiply-adds of the feedback count evaluations."""
-    code: list[tuple[str, str]] = []
-    labels: dict[str, int] = {}
-    loops: list[tuple[int, int]] = []
-    for line in sass.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(code)
-        elif found := _INSTRUCTION.match(line):
-            code.append((found[1], found[2]))
-            target = _BRANCH.search(found[2]) if found[1] == "BRA" else None
-            if target and labels.get(target[1], math.inf) < len(code) - 1:
-                loops.append((labels[target[1]], len(code)))
+def count(code: list[str], loops: list[range]) -> Cost:
+    """Count the largest loop of `compile_check.sass`; the multiply-adds of the feedback count
+    evaluations."""
     if not loops:
         raise RuntimeError("the listing must have a loop, got none")
-    first, last = max(loops, key=lambda loop: loop[1] - loop[0])
-    body = code[first:last]
+    body = [re.sub(r"^@\S+\s+", "", code[i]) for i in loops[-1]]
     feedback = f", {FEEDBACK.value:g}, "
-    evaluations = sum(name == "FFMA" and feedback in operands for name, operands in body)
+    evaluations = sum(line.startswith("FFMA") and feedback in line for line in body)
     if evaluations == 0 or evaluations % (UNROLL * ELEMENTS):
         raise RuntimeError(
             f"the loop must hold a multiple of {UNROLL * ELEMENTS} evaluations, got {evaluations}"
         )
-    return Cost(
-        {name: count / evaluations for name, count in Counter(name for name, _ in body).items()},
-        sum(name in ("STL", "LDL") for name, _ in code),
-    )
+    mnemonics = Counter(re.match(r"\w+", line)[0] for line in body)
+    return Cost({name: found / evaluations for name, found in mnemonics.items()})

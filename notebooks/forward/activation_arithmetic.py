@@ -164,7 +164,7 @@ table = pd.DataFrame(
     {
         "sequence": name,
         "how": sequences.BY_NAME[name].how,
-        "issued": cost[name].less(loop).issued,
+        "issued": cost[name].issued - loop.issued,
         "MUFU": cost[name].mufu,
         "clocks (model)": cost[name].clocks,
         "clocks (found)": speed["clocks"][name],

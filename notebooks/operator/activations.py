@@ -241,7 +241,7 @@ cost = pd.DataFrame(activations.INSTRUCTIONS, index=["fp32", "MUFU"]).T
 cost["fp32, % of MMA time"] = 100 * (cost["fp32"] / 128) / (4 * 128 / 4096)
 cost["MUFU, % of MMA time"] = 100 * (cost["MUFU"] / 16) / (4 * 128 / 4096)
 
-by_erf = sequences.loop_cost("gelu.erf").less(sequences.loop_cost(sequences.LOOP)).issued
+by_erf = sequences.loop_cost("gelu.erf").issued - sequences.loop_cost(sequences.LOOP).issued
 chapter.glue(
     mufu=cost["MUFU, % of MMA time"]["silu"], erf=by_erf,
     erf_slots=100 * (by_erf / sequences.ISSUE_RATE) / (4 * 128 / 4096),
