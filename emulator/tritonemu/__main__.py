@@ -50,6 +50,12 @@ _MACHINERY = (
 )
 
 
+# Options beside the architecture, the GPU and the schedule that decide what a program does.
+_REPEATED = (
+    *("multiprocessors", "all_configs", "allow_uninitialized", "compile", "masked", "resident"),
+)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}\n")
@@ -131,10 +137,8 @@ def summary(report: Report) -> str:
     ]
     if report.warps:
         roles = ", ".join(f"{role} {warps}" for role, warps in report.warps.items())
-        lines.append(
-            f"  warps: {roles}; shared memory {report.shared_bytes} bytes, tensor memory "
-            f"{report.tensor_columns} columns, {report.barriers} mbarriers"
-        )
+        memory = f"{report.shared_bytes} bytes, tensor memory {report.tensor_columns} columns"
+        lines.append(f"  warps: {roles}; shared memory {memory}, {report.barriers} mbarriers")
     checks = ", ".join(f"{kind} {count}" for kind, count in report.checks.items() if count)
     lines.append(f"  checked: {checks}")
     return "\n".join(lines)
@@ -170,20 +174,14 @@ def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | No
 
 def _command(options: argparse.Namespace, schedule: str) -> str:
     """The command that shows a finding again."""
-    parts = ["python -m tritonemu", f"--arch {options.arch}"]
-    parts += ["--no-fake-gpu"] * (not options.fake_gpu)
-    if options.multiprocessors != MULTIPROCESSORS:
-        parts.append(f"--multiprocessors {options.multiprocessors}")
-    parts += ["--all-configs"] * options.all_configs
-    parts += ["--allow-uninitialized"] * options.allow_uninitialized
-    parts += ["--compile"] * options.compile
-    parts += [f"--masked {options.masked}"] * (options.masked != "nan")
-    parts += [f"--resident {options.resident}"] * (options.resident != 1)
-    return (
-        shlex.join(" ".join([*parts, f"--schedule {schedule}"]).split())
-        + " "
-        + shlex.join([options.target, *options.arguments])
-    )
+    command, parser = ["python", "-m", "tritonemu", "--arch", options.arch], _parser()
+    command += ["--no-fake-gpu"] * (not options.fake_gpu)
+    for name in _REPEATED:
+        value = getattr(options, name)
+        if value != parser.get_default(name):
+            command.append(f"--{name.replace('_', '-')}")
+            command += [str(value)] * (value is not True)
+    return shlex.join([*command, "--schedule", schedule, options.target, *options.arguments])
 
 
 def _place(frames: list[tuple[FrameType, int]]) -> str:
@@ -224,59 +222,33 @@ def _parser() -> _Parser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "target", metavar="FILE.py[:FUNCTION]", help="a program, or a function without arguments"
-    )
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the program"
-    )
-    parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90")
-    parser.add_argument("--search", choices=KINDS, default="random", help="(default random)")
-    parser.add_argument(
-        "--schedules",
-        type=_positive,
-        metavar="N",
-        help="to search (default 4 random, 50 pct, at most 1000 exhaustive)",
-    )
-    parser.add_argument("--depth", type=_positive, default=3, help="of --search pct (default 3)")
-    parser.add_argument("--schedule", type=_schedule, metavar="NAME", help="this one only")
-    parser.add_argument(
-        "--fake-gpu",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="let there seem to be a GPU (default), or leave torch.cuda as it is",
-    )
-    parser.add_argument(
-        "--multiprocessors",
-        type=_positive,
-        default=MULTIPROCESSORS,
-        metavar="N",
-        help=f"of that GPU, for persistent programs (default {MULTIPROCESSORS})",
-    )
-    parser.add_argument(
-        "--all-configs",
-        action="store_true",
-        help="run every configuration of an autotuned kernel, not the first that fits",
-    )
-    parser.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write what was found, for machines")
-    parser.add_argument("--html", metavar="FILE", help="write a page that steps through a launch")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
-    parser.add_argument("--svg", metavar="FILE", help="draw the first CTA of the first launch")
-    parser.add_argument(
-        "--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="compile each launch, too, and say what is refused"
-    )
-    parser.add_argument(
-        "--masked", choices=MODES, default="nan", help="lanes off without `other` (default nan)"
-    )
-    parser.add_argument(
-        "--resident", type=_positive, default=1, metavar="N", help="clusters that run together"
-    )
+    add = parser.add_argument
+    number = {"type": _positive, "metavar": "N"}
+    add("target", metavar="FILE.py[:FUNCTION]", help="a program, or a function without arguments")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the program")
+    add("--arch", choices=ARCHITECTURES, default="sm_90")
+    add("--search", choices=KINDS, default="random", help="(default random)")
+    several = "to search (default 4 random, 50 pct, at most 1000 exhaustive)"
+    add("--schedules", **number, help=several)
+    add("--depth", type=_positive, default=3, help="of --search pct (default 3)")
+    add("--schedule", type=_schedule, metavar="NAME", help="this one only")
+    there = "let there seem to be a GPU (default), or leave torch.cuda as it is"
+    add("--fake-gpu", action=argparse.BooleanOptionalAction, default=True, help=there)
+    few = f"of that GPU, for persistent programs (default {MULTIPROCESSORS})"
+    add("--multiprocessors", **number, default=MULTIPROCESSORS, help=few)
+    every = "run every configuration of an autotuned kernel, not the first that fits"
+    add("--all-configs", action="store_true", help=every)
+    add("--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4")
+    add("--json", metavar="FILE", help="write what was found, for machines")
+    add("--html", metavar="FILE", help="write a page that steps through a launch")
+    add("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
+    add("--svg", metavar="FILE", help="draw the first CTA of the first launch")
+    add("--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN")
+    refused = "compile each launch, too, and say what is refused"
+    add("--compile", action="store_true", help=refused)
+    lanes = "lanes off without `other` (default nan)"
+    add("--masked", choices=MODES, default="nan", help=lanes)
+    add("--resident", **number, default=1, help="clusters that run together")
     return parser
 
 

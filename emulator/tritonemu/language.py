@@ -23,7 +23,7 @@ from .blocks import BlockPointer
 from .errors import InvalidKernel, OutOfBounds, Unsupported
 from .instructions import execute, fused_multiply_add, instruction_counts, round_fraction
 from .launch import current
-from .memory import Descriptor
+from .memory import REDUCTIONS, Descriptor
 from .rewrite import (
     ConstexprFunction,
     JITFunction,
@@ -135,11 +135,6 @@ def reshape(input: Tile, *shape: Any, can_reorder: bool = False) -> Tile:
 
 
 @_operation
-def item(input: Tile) -> Tile:
-    return tile.reshape(input, ())
-
-
-@_operation
 def expand_dims(input: Any, axis: Any) -> Tile:
     input = to_tile(input)
     axes = axis if isinstance(axis, tuple) else (axis,)
@@ -186,16 +181,10 @@ def cast_(input: Any, dtype: tl.dtype, *rounding: Any, **options: Any) -> Tile:
 
 @_operation
 def load(
-    pointer: Any,
-    mask: Any = None,
-    other: Any = None,
-    boundary_check: Any = (),
-    padding_option: str = "",
-    cache_modifier: str = "",
-    eviction_policy: str = "",
-    volatile: bool = False,
-    latency: int | None = None,
-) -> Tile:
+    pointer: Any, mask: Any = None, other: Any = None, boundary_check: Any = (),
+    padding_option: str = "", cache_modifier: str = "", eviction_policy: str = "",
+    volatile: bool = False, latency: int | None = None,
+) -> Tile:  # fmt: skip
     if isinstance(pointer, BlockPointer):
         if mask is not None or other is not None:
             raise InvalidKernel("tl.load of a block pointer takes no `mask` and no `other`")
@@ -209,13 +198,9 @@ def load(
 
 @_operation
 def store(
-    pointer: Any,
-    value: Any,
-    mask: Any = None,
-    boundary_check: Any = (),
-    cache_modifier: str = "",
-    eviction_policy: str = "",
-) -> None:
+    pointer: Any, value: Any, mask: Any = None, boundary_check: Any = (),
+    cache_modifier: str = "", eviction_policy: str = "",
+) -> None:  # fmt: skip
     if isinstance(pointer, BlockPointer):
         if mask is not None:
             raise InvalidKernel("tl.store to a block pointer takes no `mask`")
@@ -233,19 +218,6 @@ def advance(base: Any, offsets: Any) -> BlockPointer:
     return base.advance(offsets)
 
 
-OPERATIONS["make_block_ptr"] = BlockPointer
-
-
-@_operation
-def umulhi(x: Any, y: Any) -> Tile:
-    return tile.upper_half(to_tile(x), to_tile(y))
-
-
-@_operation
-def view(input: Tile, *shape: Any) -> Tile:
-    return tile.reshape(input, _sizes(shape))
-
-
 @_operation
 def histogram(input: Tile, num_bins: int, mask: Any = None) -> Tile:
     """Counts of 0 .. num_bins - 1; other values, which the device counts anywhere, are refused."""
@@ -260,7 +232,7 @@ def histogram(input: Tile, num_bins: int, mask: Any = None) -> Tile:
     return Tile(torch.bincount(values, minlength=bins).to(torch.int32), tl.int32)
 
 
-def _atomic(name: str, update: Callable) -> None:
+def _atomic(name: str, update: Callable) -> Callable:
     def atomic(
         pointer: Tile, val: Any, mask: Any = None, sem: Any = None, scope: Any = None
     ) -> Tile:
@@ -275,22 +247,19 @@ def _atomic(name: str, update: Callable) -> None:
         combine = tile.unsigned(update) if unsigned else update
         return current().memory.atomic(pointer, combine, [val], mask, sem)
 
-    OPERATIONS[f"atomic_{name}"] = atomic
+    return atomic
 
 
-for _name in ("add", "bitwise_and", "bitwise_or", "bitwise_xor"):
-    _atomic(_name.removeprefix("bitwise_"), getattr(torch, _name))
-_atomic("xchg", lambda old, value: value)
-_atomic("max", torch.maximum)
-_atomic("min", torch.minimum)
+for _name, _update in {**REDUCTIONS, "xchg": lambda old, value: value}.items():
+    OPERATIONS[f"atomic_{_name}"] = _atomic(_name, _update)
 
 
 @_operation
 def atomic_cas(pointer: Tile, cmp: Any, val: Any, sem: Any = None, scope: Any = None) -> Tile:
-    def swap(old: torch.Tensor, expected: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return torch.where(old == expected, new, old)
-
-    return current().memory.atomic(pointer, swap, [cmp, val], None, sem)
+    return current().memory.atomic(
+        pointer, lambda old, expected, new: torch.where(old == expected, new, old), [cmp, val],
+        sem=sem,
+    )  # fmt: skip
 
 
 @_operation
@@ -339,17 +308,10 @@ def make_tensor_descriptor(
     return Descriptor(base, sizes, steps, check_shape(block_shape), padding_option)
 
 
-OPERATIONS["load_tensor_descriptor"] = Descriptor.load
-OPERATIONS["store_tensor_descriptor"] = Descriptor.store
-
-
 # Parts of a fp32 operand, and their fraction bits.
 _PRECISIONS = {
-    "ieee": (1, 23),
-    "tf32": (1, 10),
-    "tf32x3": (2, 10),
-    "bf16x3": (2, 7),
-    "bf16x6": (3, 7),
+    **{"ieee": (1, 23), "tf32": (1, 10), "tf32x3": (2, 10)},
+    **{"bf16x3": (2, 7), "bf16x6": (3, 7)},
 }
 
 
@@ -364,15 +326,10 @@ def _parts(x: torch.Tensor, count: int, bits: int) -> list[torch.Tensor]:
 
 @_operation
 def dot(
-    input: Tile,
-    other: Tile,
-    acc: Tile | None = None,
-    input_precision: str | None = None,
-    allow_tf32: bool | None = None,
-    max_num_imprecise_acc: int | None = None,
-    out_dtype: tl.dtype = tl.float32,
-    attrs: Any = None,
-) -> Tile:
+    input: Tile, other: Tile, acc: Tile | None = None, input_precision: str | None = None,
+    allow_tf32: bool | None = None, max_num_imprecise_acc: int | None = None,
+    out_dtype: tl.dtype = tl.float32, attrs: Any = None,
+) -> Tile:  # fmt: skip
     """Matmul in fp32 (fp64 for fp64, int32 for int8); products of 16-bit floats are exact.
 
     fp32 operands are rounded to tf32, 10 fraction bits, unless input_precision is "ieee"; the
@@ -578,14 +535,17 @@ def _items(value: Any) -> tuple[Tile, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+def _like(input: Any, data: list[torch.Tensor]) -> Any:
+    """Tiles like the input's, a tuple if that is one."""
+    results = tuple(t.like(d) for t, d in zip(_items(input), data, strict=True))
+    return results if isinstance(input, tuple) else results[0]
+
+
 @_operation
 def reduce(
-    input: Any,
-    axis: int | None,
-    combine_fn: Callable,
-    keep_dims: bool = False,
+    input: Any, axis: int | None, combine_fn: Callable, keep_dims: bool = False,
     reduction_ordering: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """A tree: the two halves of the axis are combined until one element is left.
 
     `combine_fn` gets all pairs at once. Its rounding, in the tile's own dtype, is kept; the order
@@ -602,8 +562,7 @@ def reduce(
     data = [d.squeeze(0) for d in data]
     if keep_dims:
         data = [d.reshape((1,) * rank) if axis is None else d.unsqueeze(dim) for d in data]
-    results = tuple(t.like(d) for t, d in zip(tiles, data, strict=True))
-    return results if isinstance(input, tuple) else results[0]
+    return _like(input, data)
 
 
 @_operation
@@ -621,8 +580,7 @@ def associative_scan(input: Any, axis: int, combine_fn: Callable, reverse: bool 
         data = [torch.cat((d[:step], c.data)) for d, c in zip(data, combined, strict=True)]
         step *= 2
     data = [d.flip(0) for d in data] if reverse else data
-    results = tuple(t.like(d.movedim(0, dim)) for t, d in zip(tiles, data, strict=True))
-    return results if isinstance(input, tuple) else results[0]
+    return _like(input, [d.movedim(0, dim) for d in data])
 
 
 @_operation
@@ -682,6 +640,12 @@ def _extreme(python: Callable, combine: Callable) -> Callable:
 
 
 OPERATIONS.update(
+    item=lambda input: tile.reshape(input, ()),
+    view=reshape,
+    make_block_ptr=BlockPointer,
+    load_tensor_descriptor=Descriptor.load,
+    store_tensor_descriptor=Descriptor.store,
+    umulhi=lambda x, y: tile.upper_half(to_tile(x), to_tile(y)),
     where=where,
     minimum=minimum,
     maximum=maximum,
@@ -692,9 +656,9 @@ OPERATIONS.update(
     to_tensor=to_tile,
     logical_and=lambda x, y: tile.logical(torch.logical_and, to_tile(x), to_tile(y)),
     logical_or=lambda x, y: tile.logical(torch.logical_or, to_tile(x), to_tile(y)),
-    multiple_of=lambda input, values: input,
-    max_contiguous=lambda input, values: input,
-    max_constancy=lambda input, values: input,
+    **dict.fromkeys(
+        ("multiple_of", "max_contiguous", "max_constancy"), lambda input, values: input
+    ),
     debug_barrier=lambda: None,
     condition=lambda condition, disable_licm=False: condition,
     range=Range,
@@ -725,22 +689,14 @@ class _Library(Namespace):
 LIBDEVICE = _Library("libdevice", {}, libdevice)
 
 
-def smid() -> Tile:
-    """The number of the multiprocessor: of those of the emulated device, one after the other."""
-    return scalar(current().role.cta.number % 132, tl.int32)
-
-
-def globaltimer() -> Tile:
-    """Nanoseconds: cycles of the modelled time."""
-    return scalar(int(current().role.time), tl.int64)
-
-
 CUDA = Namespace(
     "tl.extra.cuda",
     {
         "libdevice": LIBDEVICE,
-        "smid": smid,
-        "globaltimer": globaltimer,
+        # Multiprocessors of the emulated device, one after the other.
+        "smid": lambda: scalar(current().role.cta.number % 132, tl.int32),
+        # Nanoseconds: cycles of the modelled time.
+        "globaltimer": lambda: scalar(int(current().role.time), tl.int64),
         "num_warps": lambda: current().num_warps,
         "num_threads": lambda: 32 * current().num_warps,
         # Of programmatic dependent launch: launches run one after the other here.

@@ -42,7 +42,7 @@ from .errors import (
     location,
 )
 from .launch import Launch, current
-from .scheduler import ATOMIC_LATENCY, Operation, Role
+from .scheduler import ATOMIC_LATENCY, Operation
 from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, held, scalar, to_raw, to_tile
 from .undefined import MOST, fill, marks
 
@@ -168,25 +168,29 @@ class Memory:
             self._launch.scheduler.order.note(("memory", region.shadow.number), kind, tag)
 
     def _judge(
-        self,
-        region: Region,
-        actor: Role | Operation | None,
-        get: Callable,
-        put: Callable,
-        changed: torch.Tensor | None = None,
-        reduces: bool = False,
-    ) -> None:
+        self, region: Region, actor: Operation | None, view: Callable, where: Any,
+        stored: torch.Tensor | None = None, reduces: bool = False,
+    ) -> None:  # fmt: skip
         """Raise Race if nothing orders this access with earlier ones; remember it.
 
-        `get(table)` are the granules concerned, `put(table, values)` sets them. changed: for a
-        store, which of its elements get other bits. reduces: a reduction.
+        `view(table, parts)[where]` are its elements, or granules. stored: for a store, their new
+        values; those that change no bit are let pass. reduces: a reduction.
         """
-        if not self._launch.races or (changed is not None and not changed.numel()):
+        if not self._launch.races:
             return
+        changed = None if stored is None else view(region.flat, 1)[where] != stored
+        if changed is not None and not changed.numel():
+            return
+
+        def get(table: torch.Tensor) -> torch.Tensor:
+            return view(table, region.granules)[where]
+
+        def put(table: torch.Tensor, values: Any) -> None:
+            view(table, region.granules)[where] = values
+
         self._report.checks["race"] += 1
-        self._note(region, "plain", changed is not None or reduces)
-        actor = actor or self._launch.role
-        write = changed is not None or reduces
+        actor, write = actor or self._launch.role, changed is not None or reduces
+        self._note(region, "plain", write)
         shadow, access = region.shadow, actor.access(write, 0, name=region.name)
         if not self._accesses or self._accesses[-1][0] != access:
             self._accesses.append((access, self._launch.program))
@@ -237,15 +241,15 @@ class Memory:
                 continue
             old, before = self._accesses[number - 1]
             program, (file, line) = self._launch.program, old.at
-            if before == program:
-                first, second = f"{access.who} ", f"{old.who} "
-            else:
-                first, second = f"program {program} ", f"program {before} "
-            did = {True: "stores to", False: "loads"}, {True: "stored to", False: "loaded"}
+            first, second = access.who, old.who
+            if before != program:
+                first, second = f"program {program}", f"program {before}"
+            does = "stores to" if access.write else "loads"
+            did = "stored to" if old.write else "loaded"
             alias = f"as {old.name} " if old.name != region.name else ""
             raise Race(
-                f"{first}{did[0][access.write]} an element of {region.name} that {second}"
-                f"{did[1][old.write]} {alias}at {file}:{line}; nothing orders the two",
+                f"{first} {does} an element of {region.name} that {second} {did} {alias}"
+                f"at {file}:{line}; nothing orders the two",
                 other=old.at,
                 programs=(before, program),
                 buffer=region.name,
@@ -271,22 +275,6 @@ class Memory:
                 if not region.low <= element < region.high:
                     self._out_of_bounds(region, what, element)
         return region, index, active
-
-    def _judge_lanes(
-        self,
-        region: Region,
-        index: torch.Tensor,
-        actor: Operation | None,
-        stored: torch.Tensor | None = None,
-    ) -> None:
-        changed = None if stored is None else region.flat[index] != stored
-        if region.granules > 1:
-            index = (index[:, None] * region.granules + torch.arange(region.granules)).reshape(-1)
-
-        def put(table: torch.Tensor, values: Any) -> None:
-            table[index] = values
-
-        self._judge(region, actor, lambda t: t[index], put, changed)
 
     def _undefined(self, dtype: tl.dtype, shape: torch.Size) -> torch.Tensor:
         """What the lanes that are off read, in a tensor of this shape."""
@@ -322,19 +310,17 @@ class Memory:
         """Gather; inactive lanes read `other`, or an undefined value. by: not the role itself."""
         region, index, active = self._lanes("load", pointer, mask)
         used = index.reshape(-1) if active is None else index[active]
-        self._judge_lanes(region, used, by)
+        self._judge(region, by, _rows, used)
+        raw = region.flat.index_select(0, used)
         if active is None:
-            raw = region.flat.index_select(0, index.reshape(-1)).reshape(index.shape)
-            count = index.numel()
+            raw = raw.reshape(index.shape)
         else:
             if other is None:
                 default = self._undefined(region.dtype, index.shape)
             else:
                 default = to_raw(cast(other, region.dtype).data, region.dtype)
-            raw = default.expand(index.shape).clone()
-            raw[active] = region.flat.index_select(0, used)
-            count = used.numel()
-        self._report.bytes_loaded += count * region.itemsize
+            raw = default.expand(index.shape).masked_scatter(active, raw)
+        self._report.bytes_loaded += used.numel() * region.itemsize
         return Tile(from_raw(raw, region.dtype), region.dtype)
 
     def store(
@@ -349,18 +335,14 @@ class Memory:
         chosen = ... if active is None else active
         index, raw = index[chosen].reshape(-1), raw[chosen].reshape(-1)
         self._check_defined(region, raw)
-        self._judge_lanes(region, index, by, raw)
+        self._judge(region, by, _rows, index, raw)
         region.flat[index] = raw
         self._report.bytes_stored += index.numel() * region.itemsize
 
     def atomic(
-        self,
-        pointer: Tile,
-        update: Callable,
-        values: list[Any],
-        mask: Any = None,
+        self, pointer: Tile, update: Callable, values: list[Any], mask: Any = None,
         sem: str | None = None,
-    ) -> Tile:
+    ) -> Tile:  # fmt: skip
         """Read-modify-write with `update(old, *values)` on torch data; returns the old values.
 
         Lanes that name the same element take turns. sem: as in Triton, None is "acq_rel";
@@ -391,10 +373,10 @@ class Memory:
             region.flat[where[turn]] = raw
         element = None if index.shape or not count else int(where) * region.itemsize
         self._note(region, "atomic", (element, any(changed)))
-        result = before.reshape(index.shape) if active is None else None
-        if result is None:
-            result = self._undefined(dtype, index.shape).clone()
-            result[active] = before
+        if active is None:
+            result = before.reshape(index.shape)
+        else:
+            result = self._undefined(dtype, index.shape).masked_scatter(active, before)
         self._report.bytes_loaded += count * region.itemsize
         self._report.bytes_stored += count * region.itemsize
         return Tile(from_raw(result, dtype), dtype)
@@ -405,9 +387,8 @@ class Memory:
         if len(coordinates) != len(desc.sizes):
             raise InvalidKernel(f"{what} needs {len(desc.sizes)} coordinates, got {coordinates}")
         address, inside, sizes, steps = desc.address, [], [], []
-        for value, size, step, box in zip(
-            coordinates, desc.sizes, desc.steps, desc.block_shape, strict=True
-        ):
+        dims = zip(coordinates, desc.sizes, desc.steps, desc.block_shape, strict=True)
+        for value, size, step, box in dims:
             at = _coordinate(value)
             start, stop = max(0, -at), min(box, size - at)
             address += (at + start) * step
@@ -426,41 +407,20 @@ class Memory:
                 self._out_of_bounds(region, what, element)
         return _Window(tuple(inside), first, sizes, strides)
 
-    def _judge_box(
-        self,
-        window: "_Window",
-        region: Region,
-        actor: Operation | None,
-        stored: torch.Tensor | None = None,
-        reduces: bool = False,
-    ) -> None:
-        def put(table: torch.Tensor, values: Any) -> None:
-            window.of(table, region.granules).copy_(torch.as_tensor(values))
-
-        def get(table: torch.Tensor) -> torch.Tensor:
-            return window.of(table, region.granules)
-
-        changed = None if stored is None else window.of(region.flat) != stored
-        self._judge(region, actor, get, put, changed, reduces)
-
     def load_box(self, desc: "Descriptor", coordinates: Any, by: Operation | None = None) -> Tile:
         """The box at `coordinates`; elements outside the shape read the padding."""
         window, region = self._window(desc, coordinates, "descriptor load"), desc.region
         raw = desc.padding.expand(desc.block_shape).clone()
         if window is not None:
-            self._judge_box(window, region, by)
+            self._judge(region, by, window.of, ...)
             raw[window.inside] = window.of(region.flat)
             self._report.bytes_loaded += math.prod(window.sizes) * region.itemsize
         return Tile(from_raw(raw, region.dtype), region.dtype)
 
     def store_box(
-        self,
-        desc: "Descriptor",
-        coordinates: Any,
-        value: Tile,
-        update: Callable | None = None,
+        self, desc: "Descriptor", coordinates: Any, value: Tile, update: Callable | None = None,
         by: Operation | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write the box, or `update(old, value)`; elements outside the shape are dropped."""
         region, dtype = desc.region, desc.dtype
         if not (value.dtype.name == dtype.name and value.shape == desc.block_shape):
@@ -474,13 +434,16 @@ class Memory:
         if update is not None:
             data = update(from_raw(target, dtype), data)
             self._report.bytes_loaded += num_bytes
-            self._judge_box(window, region, by, reduces=True)
-        else:
-            self._judge_box(window, region, by, to_raw(data, dtype))
         raw = to_raw(data, dtype)
+        self._judge(region, by, window.of, ..., None if update else raw, reduces=bool(update))
         self._check_defined(region, raw)
         target.copy_(raw)
         self._report.bytes_stored += num_bytes
+
+
+def _rows(flat: torch.Tensor, parts: int) -> torch.Tensor:
+    """A row for each element: its consecutive `parts` of `flat`."""
+    return flat if parts == 1 else flat[: len(flat) // parts * parts].view(-1, parts)
 
 
 @dataclass
@@ -506,7 +469,7 @@ def _coordinate(value: Any) -> int:
     return int(value)
 
 
-_REDUCTIONS = {
+REDUCTIONS = {
     "add": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -581,12 +544,11 @@ class Descriptor:
         """Store, or with store_reduce combine with what is there, each element atomically."""
         update = None
         if store_reduce:
-            reduced = not self.dtype.is_floating() or self.dtype.name in _REDUCED.get(
-                store_reduce, ()
-            )
-            if store_reduce not in _REDUCTIONS or not reduced:
+            floats = _REDUCED.get(store_reduce, ())
+            reduced = not self.dtype.is_floating() or self.dtype.name in floats
+            if store_reduce not in REDUCTIONS or not reduced:
                 raise InvalidKernel(f"TMA has no reduction {store_reduce!r} of {self.dtype}")
-            update = _REDUCTIONS[store_reduce]
+            update = REDUCTIONS[store_reduce]
         if by is None:
             self._stage()
         self.region.memory.store_box(self, offsets, value, update, by)
@@ -622,6 +584,6 @@ class Descriptor:
     def __getattr__(self, name: str) -> Callable:
         # atomic_add, atomic_min, ... are the reductions under another name.
         kind = name.removeprefix("atomic_")
-        if kind == name or kind not in _REDUCTIONS:
+        if kind == name or kind not in REDUCTIONS:
             raise Unsupported(f"tensor_descriptor.{name}")
         return lambda offsets, value: self.store(offsets, value, kind)
