@@ -55,12 +55,12 @@ _PLAIN = (
 class _Rewriter(ast.NodeTransformer):
     """Makes the changes listed above, by calls to the functions in HELPERS."""
 
-    def __init__(self, file: str):
-        self.file, self.local, self.in_task = file, set(), False
+    def __init__(self) -> None:
+        self.local, self.in_task = set(), False
         self.regions, self.scopes, self.loops, self.scoped = 0, 0, [], set()
 
     def refuse(self, node: ast.AST, what: str) -> None:
-        raise Unsupported(what, (self.file, getattr(node, "lineno", 0)))
+        raise Unsupported(what, ("", getattr(node, "lineno", 0)))
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         if not isinstance(node, _PLAIN):
@@ -74,8 +74,9 @@ class _Rewriter(ast.NodeTransformer):
 
     def later(self, expression: ast.expr) -> ast.Lambda:
         """The visited expression as a function, for helpers that choose what to evaluate."""
-        none = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-        return ast.copy_location(ast.Lambda(args=none, body=self.visit(expression)), expression)
+        (made,) = self.code(expression, "lambda: 0")
+        made.value.body = self.visit(expression)
+        return made.value
 
     def function(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.decorator_list, node.returns = [], None
@@ -87,14 +88,12 @@ class _Rewriter(ast.NodeTransformer):
                 self.local.add(part.id)
         parameters = {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
         node.args = self.generic_visit(node.args)
-        node.body = self.block(node.body)
-        node.body = [*self.unbound(node, parameters), *node.body]
-        return node
-
-    def unbound(self, node: ast.stmt, parameters: set[str]) -> list[ast.stmt]:
-        """Statements that give the variables of scopes a value, as it may be asked for early."""
+        body = self.block(node.body)
+        # The variables of scopes have a value from the start, as it may be asked for early.
         names = sorted(self.scoped - parameters)
-        return self.code(node, "\n".join(f"{name} = __unbound__({name!r})" for name in names))
+        unbound = "\n".join(f"{name} = __unbound__({name!r})" for name in names)
+        node.body = [*self.code(node, unbound), *body]
+        return node
 
     def visit_With(self, node: ast.With) -> list[ast.stmt]:
         call = node.items[0].context_expr
@@ -163,9 +162,8 @@ class _Rewriter(ast.NodeTransformer):
         if node.value is None:
             self.refuse(node, "annotation without a value")
         constant = ast.unparse(node.annotation).split(".")[-1] == "constexpr"
-        return self.assign(
-            node, node.target, node.value, "__constant__" if constant else "__assign__"
-        )
+        helper = "__constant__" if constant else "__assign__"
+        return self.assign(node, node.target, node.value, helper)
 
     def visit_For(self, node: ast.For) -> list[ast.stmt]:
         if node.orelse or not isinstance(node.target, ast.Name):
@@ -193,19 +191,17 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> list[ast.stmt]:
         first, second = _assigned(node.body), _assigned(node.orelse)
-        if not first | second:
-            node.test = self.visit(node.test)
-            node.body, node.orelse = self.block(node.body), self.block(node.orelse)
-            return [node]
-        test = f"__test_{self.scopes + 1}__"
-        (assign,) = self.code(node, f"{test} = 0")
-        assign.value = self.visit(node.test)
-        node.test = ast.copy_location(ast.Name(id=test, ctx=ast.Load()), assign.value)
-        enter, _, leave = self.scope(
-            node, f"__is_value__({test})", "if", first | second, first & second
-        )
+        node.test, before, after = self.visit(node.test), [], []
+        if first | second:
+            test = f"__test_{self.scopes + 1}__"
+            (assign,) = self.code(node, f"{test} = 0")
+            assign.value = node.test
+            node.test = ast.copy_location(ast.Name(id=test, ctx=ast.Load()), assign.value)
+            runtime = f"__is_value__({test})"
+            enter, _, after = self.scope(node, runtime, "if", first | second, first & second)
+            before = [assign, *enter]
         node.body, node.orelse = self.block(node.body), self.block(node.orelse)
-        return [assign, *enter, node, *leave]
+        return [*before, node, *after]
 
     def scope(
         self, node: ast.stmt, runtime: str, what: str, names: set[str], both: set[str]
@@ -223,10 +219,9 @@ class _Rewriter(ast.NodeTransformer):
         check = self.code(node, f"__return__([{', '.join(self.loops)}])") if self.loops else []
         return [*check, self.generic_visit(node)]
 
-    def visit_Raise(self, node: ast.Raise) -> ast.Expr:
+    def visit_Raise(self, node: ast.Raise) -> list[ast.stmt]:
         # In a branch on constants that is not taken, it is as if it were not there.
-        what = ast.copy_location(ast.Constant(ast.unparse(node)), node)
-        return ast.copy_location(ast.Expr(self.call("__raise__", node, what)), node)
+        return self.code(node, f"__raise__({ast.unparse(node)!r})")
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         helper = "__and__" if isinstance(node.op, ast.And) else "__or__"
@@ -297,37 +292,33 @@ def _role_name(node: ast.With) -> str:
     return "task"
 
 
-_COMPILED: dict[int, tuple[JITFunction, types.CodeType, set[str], set[str]]] = {}
-_OF_SOURCE: dict[tuple[str, str, int], tuple[types.CodeType, set[str], set[str]]] = {}
+@functools.cache
+def _compiled(
+    raw: types.FunctionType, source: str, first: int
+) -> tuple[types.CodeType, set[str], set[str]]:
+    """Code that defines the rewritten function; the globals of its body, and of its defaults."""
+    file = raw.__code__.co_filename
+    try:
+        code, inner, outer = _rewritten(raw.__name__, source, first)
+    except Unsupported as error:
+        raise Unsupported(error.args[0], (file, error.line)) from None
+    return _moved(code, file), inner, outer
 
 
-def _compiled(function: JITFunction) -> tuple[types.CodeType, set[str], set[str]]:
-    """Code that defines the rewritten function; the globals of its body, and of its defaults.
-
-    Compiled once per function, and once for equal functions at the same line of several files, as
-    variants of a kernel have. The function is kept, so that its id stays its own.
-    """
-    if id(function) not in _COMPILED:
-        lines, first = function.raw_src, function.starting_line_number
-        file, name = function.fn.__code__.co_filename, function.fn.__name__
-        key = "".join(lines), name, first
-        if key not in _OF_SOURCE:
-            tree = ast.parse(textwrap.dedent(key[0]))
-            ast.increment_lineno(tree, first - 1)
-            tree.body = [_Rewriter(file).function(tree.body[0])]
-            code = compile(ast.fix_missing_locations(tree), file, "exec")
-            constants = (c for c in code.co_consts if isinstance(c, types.CodeType))
-            inner = _global_names(next(c for c in constants if c.co_name == name))
-            _OF_SOURCE[key] = code, inner, _global_names(code) - inner
-        code, *names = _OF_SOURCE[key]
-        _COMPILED[id(function)] = (function, _moved(code, file), *names)
-    return _COMPILED[id(function)][1:]
+@functools.cache
+def _rewritten(name: str, source: str, first: int) -> tuple[types.CodeType, set[str], set[str]]:
+    """`_compiled`, once for equal functions at one line of several files, as variants have."""
+    tree = ast.parse(textwrap.dedent(source))
+    ast.increment_lineno(tree, first - 1)
+    tree.body = [_Rewriter().function(tree.body[0])]
+    code = compile(ast.fix_missing_locations(tree), "", "exec")
+    constants = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    inner = _global_names(next(c for c in constants if c.co_name == name))
+    return code, inner, _global_names(code) - inner
 
 
 def _moved(code: types.CodeType, file: str) -> types.CodeType:
-    """The code as if it stood in another file."""
-    if code.co_filename == file:
-        return code
+    """The code as if it stood in this file."""
     constants = (_moved(c, file) if isinstance(c, types.CodeType) else c for c in code.co_consts)
     return code.replace(co_filename=file, co_consts=tuple(constants))
 
@@ -399,8 +390,8 @@ class Lowering:
         return self._functions[id(function)]
 
     def _define(self, function: JITFunction) -> Callable:
-        code, inner, outer = _compiled(function)
-        raw = function.fn
+        raw, source = function.fn, "".join(function.raw_src)
+        code, inner, outer = _compiled(raw, source, function.starting_line_number)
         cells = zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True)
         scope = {**raw.__globals__, **{name: cell.cell_contents for name, cell in cells}}
         namespace = {MARK: True, "__builtins__": dict(self._names), **HELPERS}
