@@ -352,7 +352,7 @@ class Buffer:
         storage.paired = paired
         storage.cta.reserve_columns(storage)
 
-    def access(self, actor: Role | Operation, write: bool) -> None:
+    def _access(self, actor: Role | Operation, write: bool) -> None:
         """Record an access at the actor's present; raises Race and UninitializedRead."""
         if self.storage.paired is None:
             self.settle(False)
@@ -397,11 +397,13 @@ class Buffer:
                     buffer=self.name,
                 )
 
-    def read(self) -> torch.Tensor:
-        """The contents, as a tile holds them. Recording the access is the caller's business."""
+    def read(self, actor: Role | Operation) -> torch.Tensor:
+        """The contents, as a tile holds them, read at the actor's present."""
+        self._access(actor, write=False)
         return from_raw(self._view().clone(), self.dtype).reshape(self.shape)
 
-    def write(self, data: torch.Tensor) -> None:
+    def write(self, data: torch.Tensor, actor: Role | Operation) -> None:
+        self._access(actor, write=True)
         view = self._view()
         view.copy_(to_raw(data, self.dtype).reshape(view.shape))
 

@@ -179,14 +179,14 @@ class Scheduler:
             arrow = Arrow(waiter.cta.number, name, phase, source, time, *released)
             self.timeline.arrows.append(arrow)
 
-    def issue(self, kind: str, after: int = 0) -> Operation:
+    def issue(self, kind: str, after: int = 0, end: float = 0.0) -> Operation:
         """A new asynchronous operation of the running role; `after`: earlier ones it follows."""
         role = self.role
         bit = 1 << self.numbers["operations"]
         self.numbers["operations"] += 1
         clock = role.release()
         clock.operations |= bit | after
-        return Operation(role, kind, bit, clock, location())
+        return Operation(role, kind, bit, clock, location(), end)
 
     def at(self, time: float, action: Callable[[], None], queue: Any = None) -> None:
         """Perform `action` at a modelled time; those of one queue are performed in order."""

@@ -14,7 +14,7 @@ from ..launch import current
 from ..memory import Descriptor
 from ..rewrite import constant, static_int
 from ..tile import Tile, cast, scalar, to_tile
-from .copies import arrives_with, copy
+from .copies import copy, land
 from .sync import (
     Barriers,
     alloc_barriers,
@@ -68,13 +68,11 @@ def _clc_issue(response: Buffer, barrier: MBarrier) -> None:
     role, launch = point(), current()
     program = launch.steal()
     answer = torch.tensor([*program, 1] if program else [-1, -1, -1, 0], dtype=torch.int32)
-    first, end = copy(role, "copy", response, 16)
+    first = copy(role, "copy", response, 16)
     for rank in range(len(role.cta.cluster.ctas)):
-        operation = first if rank == role.cta.rank else role.scheduler.issue("copy")
-        target = remote(response, rank)
-        target.access(operation, write=True)
-        target.write(answer)
-        arrives_with(role, operation, in_cta(barrier, rank), 16, end)
+        own = rank == role.cta.rank
+        operation = first if own else role.scheduler.issue("copy", end=first.end)
+        land(operation, remote(response, rank), answer, in_cta(barrier, rank), 16)
 
 
 @op

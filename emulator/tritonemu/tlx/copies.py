@@ -21,32 +21,25 @@ from .table import holds, op, point
 from .views import stored, touch
 
 
-def copy(role: Role, kind: str, buffer: Buffer, num_bytes: int) -> tuple[Operation, float]:
+def copy(role: Role, kind: str, buffer: Buffer, num_bytes: int) -> Operation:
     """A copy of shared memory: read when the copy begins, written as its bytes arrive."""
     operation = role.scheduler.issue("copy")
     start, end = role.cta.engines["TMA"].queue(role.time, num_bytes / COPY_BYTES)
     port = buffer.storage.cta.engines["shared memory"]
     moved = port.fit(start + (COPY_LATENCY if kind == "copy" else 0), num_bytes / SHARED_BYTES)
     operation.end = max(end + COPY_LATENCY, moved)
-    role.scheduler.trace(
-        kind,
-        buffer.name,
-        "TMA",
-        start,
-        operation.end,
-        cta=role.cta.number,
-        target=buffer.name,
-        bytes=num_bytes,
-    )
-    return operation, operation.end
+    fields = {"cta": role.cta.number, "target": buffer.name, "bytes": num_bytes}
+    role.scheduler.trace(kind, buffer.name, "TMA", start, operation.end, **fields)
+    return operation
 
 
-def arrives_with(
-    role: Role, operation: Operation, barrier: MBarrier, num_bytes: int, end: float
+def land(
+    operation: Operation, target: Buffer, data: torch.Tensor, barrier: MBarrier, num_bytes: int
 ) -> None:
-    role.scheduler.at(
-        end, lambda: barrier.arrive(0, operation.clock, end, "TMA", operation.at, -num_bytes)
-    )
+    """Write what a copy brings, and count it on the barrier when the copy completes."""
+    target.write(data, operation)
+    done = operation.clock, operation.end, "TMA", operation.at
+    operation.role.scheduler.at(operation.end, lambda: barrier.arrive(0, *done, -num_bytes))
 
 
 @op
@@ -64,18 +57,16 @@ def async_descriptor_load(
         expected = f"{desc.dtype}{list(desc.block_shape)}"
         raise InvalidKernel(f"{result.name} must be {expected} as the descriptor")
     targets = [int(rank) for rank in multicast_targets] or [role.cta.rank]
-    first, end = copy(role, "copy", result, num_bytes)
+    operation = first = copy(role, "copy", result, num_bytes)
     box = current().memory.load_box(desc, offsets, first)
     for rank in targets:
-        # To know of the copy in one CTA is not to know of it in another.
-        operation = first if rank == targets[0] else role.scheduler.issue("copy")
         target = remote(result, rank)
         if rank != targets[0]:
-            target.storage.cta.engines["shared memory"].fit(end, num_bytes / SHARED_BYTES)
-        target.access(operation, write=True)
-        target.write(box.data)
+            # To know of the copy in one CTA is not to know of it in another.
+            operation = role.scheduler.issue("copy", end=first.end)
+            target.storage.cta.engines["shared memory"].fit(first.end, num_bytes / SHARED_BYTES)
         signalled = role.cta.rank & ~1 if two_ctas else rank
-        arrives_with(role, operation, in_cta(barrier, signalled), num_bytes, end)
+        land(operation, target, box.data, in_cta(barrier, signalled), num_bytes)
 
 
 @op
@@ -84,9 +75,8 @@ def async_descriptor_store(
     store_reduce: str = "",
 ) -> None:  # fmt: skip
     role, source = point(), source.single()
-    operation, _ = copy(role, "store", source, source.num_bytes)
-    source.access(operation, write=False)
-    box = Tile(source.read().reshape(desc.block_shape), source.dtype)
+    operation = copy(role, "store", source, source.num_bytes)
+    box = Tile(source.read(operation).reshape(desc.block_shape), source.dtype)
     desc.store(offsets, box, store_reduce, landing(role, operation))
 
 
@@ -97,10 +87,9 @@ def async_store(dst_global_ptr: Tile, src_smem: Buffer, size: Any) -> None:
     count, rest = divmod(int(size), source.itemsize)
     if rest or count > math.prod(source.shape) or int(size) % 16:
         raise InvalidKernel(f"async_store moves multiples of 16 bytes of the buffer, got {size!r}")
-    operation, _ = copy(role, "store", source, int(size))
-    source.access(operation, write=False)
+    operation = copy(role, "store", source, int(size))
+    data = source.read(operation).reshape(-1)[:count]
     source.demand_fence(operation)
-    data = source.read().reshape(-1)[:count]
     steps = Tile(torch.arange(count, dtype=torch.int32), tl.int32)
     landed = landing(role, operation)
     current().memory.store(dst_global_ptr + steps, Tile(data, source.dtype), None, landed)
@@ -108,8 +97,7 @@ def async_store(dst_global_ptr: Tile, src_smem: Buffer, size: Any) -> None:
 
 def landing(role: Role, reading: Operation) -> Operation:
     """What a copy to global memory writes, which completes after what it reads."""
-    operation = role.scheduler.issue("store")
-    operation.end = reading.end
+    operation = role.scheduler.issue("store", end=reading.end)
     role.stores.append(reading)
     role.landings.append(operation)
     return operation
@@ -157,19 +145,16 @@ def async_load(
     memory = current().memory
     if bulk:
         num_bytes = result.num_bytes if bulk_size is None else int(bulk_size)
-        operation, end = copy(role, "copy", result, num_bytes)
+        operation = copy(role, "copy", result, num_bytes)
         count = num_bytes // result.itemsize
         steps = Tile(torch.arange(count, dtype=torch.int32), tl.int32)
-        part = result.window((0,), (count,))
-        part.access(operation, write=True)
-        part.write(memory.load(src + steps, by=operation).data)
-        arrives_with(role, operation, single(barrier), num_bytes, end)
+        data = memory.load(src + steps, by=operation).data
+        land(operation, result.window((0,), (count,)), data, single(barrier), num_bytes)
         return
-    operation, _ = copy(role, "copy", result, result.num_bytes)
+    operation = copy(role, "copy", result, result.num_bytes)
     zero = scalar(0.0 if result.dtype.is_floating() else 0, result.dtype)
     value = memory.load(src, mask, zero if mask is not None and other is None else other, operation)
-    result.access(operation, write=True)
-    result.write(value.data)
+    result.write(value.data, operation)
     role.copies[-1].append(operation)
 
 
@@ -191,9 +176,7 @@ def async_load_wait_group(pendings: int, tokens: Any = ()) -> None:
 def remote_shmem_store(dst: Buffer, src: Tile, remote_cta_rank: Any) -> None:
     target = remote(dst.single(), int(remote_cta_rank))
     data = stored(target, src, "remote_shmem_store")
-    role = touch("write", "remote store", target)
-    target.access(role, write=True)
-    target.write(data)
+    target.write(data, touch("write", "remote store", target))
 
 
 @op
@@ -202,10 +185,8 @@ def async_remote_shmem_store(dst: Buffer, src: Tile, remote_cta_rank: Any, barri
     role, rank = point(), int(remote_cta_rank)
     target = remote(dst.single(), rank)
     data = stored(target, src, "async_remote_shmem_store")
-    operation, end = copy(role, "copy", target, target.num_bytes)
-    target.access(operation, write=True)
-    target.write(data)
-    arrives_with(role, operation, in_cta(single(barrier), rank), target.num_bytes, end)
+    operation = copy(role, "copy", target, target.num_bytes)
+    land(operation, target, data, in_cta(single(barrier), rank), target.num_bytes)
 
 
 @op
@@ -213,9 +194,7 @@ def async_remote_shmem_copy(dst: Buffer, src: Buffer, remote_cta_rank: Any, barr
     """Shared memory to a peer's; the bytes are counted on the peer's barrier."""
     role, rank, source = point(), int(remote_cta_rank), src.single()
     target = remote(dst.single(), rank)
-    operation, end = copy(role, "copy", target, target.num_bytes)
-    source.access(operation, write=False)
+    operation = copy(role, "copy", target, target.num_bytes)
+    data = source.read(operation).reshape(target.shape)
     source.demand_fence(operation)
-    target.access(operation, write=True)
-    target.write(source.read().reshape(target.shape))
-    arrives_with(role, operation, in_cta(single(barrier), rank), target.num_bytes, end)
+    land(operation, target, data, in_cta(single(barrier), rank), target.num_bytes)

@@ -103,11 +103,8 @@ def async_dot(
 def _register_dot(role: Role, A: Any, B: Buffer, acc: Any) -> Pending:
     _check_dot(A, B, B.shape[1])
     operation = _issue_dot(role)
-    for operand in (A, B):
-        if isinstance(operand, Buffer):
-            operand.access(operation, write=False)
-    a = A.read() if isinstance(A, Buffer) else A.data
-    result = _product(a, B.read(), B.dtype)
+    a = A.read(operation) if isinstance(A, Buffer) else A.data
+    result = _product(a, B.read(operation), B.dtype)
     if acc is not None:
         before = acc.result if isinstance(acc, Pending) else to_tile(acc).data
         if before.shape != result.shape:
@@ -151,23 +148,17 @@ def _tensor_memory_dot(
         raise InvalidKernel(f"acc of async_dot must be {[m, n]}, got {list(acc.shape)}")
     accumulate = use_acc is None or bool(use_acc)
     operation = _issue_dot(role)
-    halves = [remote(B, r) for r in ranks]
-    for half in halves:
-        half.access(operation, write=False)
-    b = torch.cat([half.read() for half in halves], 1)
+    b = torch.cat([remote(B, r).read(operation) for r in ranks], 1)
     for r in ranks:
         left, target = remote(A, r), remote(acc, r)
         target.settle(two_ctas)
         if left.storage.tensor and target.storage.beside is None:
             target.storage.beside = left.storage
             target.storage.cta.reserve_columns(target.storage)
-        left.access(operation, write=False)
+        result = _product(left.read(operation), b, B.dtype)
         if accumulate:
-            target.access(operation, write=False)
-        product = _product(left.read(), b, B.dtype)
-        result = product + target.read() if accumulate else product
-        target.access(operation, write=True)
-        target.write(result)
+            result = result + target.read(operation)
+        target.write(result, operation)
     # 64 rows of one CTA take the time of 128.
     flops = 2 * (m if two_ctas else max(m, LANES)) * n * k
     num_bytes = B.num_bytes + (0 if A.storage.tensor else A.num_bytes)
@@ -214,16 +205,11 @@ def tmem_copy(src: Buffer, dst: Buffer) -> None:
             f"got {src.dtype}{list(src.shape)}"
         )
     operation = _issue_dot(role)
-    start = role.time
     port = role.cta.engines["shared memory"]
-    operation.end = port.fit(start, src.num_bytes / SHARED_BYTES)
-    role.scheduler.trace(
-        *("copy", dst.name, "tensor core", start, operation.end),
-        cta=role.cta.number, target=dst.name, bytes=src.num_bytes,
-    )  # fmt: skip
-    src.access(operation, write=False)
-    dst.access(operation, write=True)
-    dst.write(src.read())
+    operation.end = port.fit(role.time, src.num_bytes / SHARED_BYTES)
+    fields = {"cta": role.cta.number, "target": dst.name, "bytes": src.num_bytes}
+    role.scheduler.trace("copy", dst.name, "tensor core", role.time, operation.end, **fields)
+    dst.write(src.read(operation), operation)
     role.mma.append(operation)
 
 

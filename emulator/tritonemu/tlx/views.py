@@ -10,7 +10,6 @@ from triton.language.extra import tlx
 from ..buffers import LANES, AliasSpec, Buffer, ReuseGroup, Storage
 from ..engines import SHARED_BYTES, TENSOR_BYTES
 from ..errors import InvalidKernel, Unsupported
-from ..launch import current
 from ..rewrite import static_int
 from ..scheduler import Role
 from ..tile import Tile, to_tile
@@ -116,15 +115,13 @@ def local_reinterpret(buffer: Buffer, dtype: tl.dtype, shape: Any = None) -> Buf
 
 def touch(kind: str, name: str, buffer: Buffer) -> Role:
     """A role reads or writes the buffer, through the port of the memory that holds it."""
-    role, engines = point(), buffer.storage.cta.engines
-    start = role.time
+    role, called = point(), f"{name} {buffer.name}"
+    port, speed = "shared memory", SHARED_BYTES
     if buffer.storage.tensor:
-        role.time = engines["tensor memory"].share(start, buffer.num_bytes / TENSOR_BYTES)
-    else:
-        role.time = engines["shared memory"].share(start, buffer.num_bytes / SHARED_BYTES)
-    current().scheduler.trace(
-        kind, f"{name} {buffer.name}", role, start, role.time, target=buffer.name
-    )
+        port, speed = "tensor memory", TENSOR_BYTES
+    start, engine = role.time, buffer.storage.cta.engines[port]
+    role.time = engine.share(start, buffer.num_bytes / speed)
+    role.scheduler.trace(kind, called, role, start, role.time, target=buffer.name)
     return role
 
 
@@ -133,9 +130,7 @@ def local_load(
     buffer: Buffer, token: Any = None, layout: Any = None, relaxed: bool = False
 ) -> Tile:
     buffer = buffer.single()
-    role = touch("read", "local_load", buffer)
-    buffer.access(role, write=False)
-    return Tile(buffer.read(), buffer.dtype)
+    return Tile(buffer.read(touch("read", "local_load", buffer)), buffer.dtype)
 
 
 def stored(buffer: Buffer, value: Any, name: str) -> torch.Tensor:
@@ -150,9 +145,7 @@ def stored(buffer: Buffer, value: Any, name: str) -> torch.Tensor:
 def local_store(buffer: Buffer, value: Any) -> None:
     buffer = buffer.single()
     data = stored(buffer, value, "local_store")
-    role = touch("write", "local_store", buffer)
-    buffer.access(role, write=True)
-    buffer.write(data)
+    buffer.write(data, touch("write", "local_store", buffer))
 
 
 @op
