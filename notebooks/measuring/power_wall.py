@@ -7,12 +7,12 @@
 # %% [markdown]
 # # The power wall
 #
-# Every result before this page is a {term}`burst`: kernels take turns, and the GPU rests between
-# calls. A training loop does not rest. What is left of a fast kernel then?
+# In a {term}`burst` kernels take turns, and the GPU rests between calls. A training loop does not
+# rest. What is left of a fast kernel then?
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will run the same kernels {term}`back to back <sustained scope>`, read rate, clock and energy,
-# and find what a reading is worth. On the H200 the matmul ceiling falls to
+# and find out what each reading is worth. On the H200 the matmul ceiling falls to
 # {glue:text}`kept_matmul:.0f` % of its burst rate and v8 to {glue:text}`kept_low:.0f` to
 # {glue:text}`kept_high:.0f` %: both meet {glue:text}`watts:.0f` W. Then you will turn times into
 # energy: {glue:text}`pj_flops:.2f` pJ a FLOP. A byte of memory takes as much as
@@ -20,8 +20,8 @@
 # :::
 #
 # Scope `kernel` is the burst of {doc}`protocol`. Scope `sustained` runs one kernel for 1.5 s after
-# 0.7 s of warming up, with clock and energy from NVML. The variant `alone` is a burst in which v8
-# takes turns with nobody.
+# 0.7 s of warming up, with clock and energy from NVML. The variant `alone` is a burst of v8 by
+# itself.
 
 # %%
 import functools
@@ -115,8 +115,8 @@ chapter.figure(chart, measured=chapter.rows(scope=BOTH, direction="forward", imp
 # %% [markdown]
 # ## Seven predictions
 #
-# They stood in the {doc}`lab notes <../../notes/measuring>` before the record. Where one holds two
-# statements, each has its verdict:
+# They were in the {doc}`lab notes <../../notes/measuring>` before the record. Some hold two
+# statements, each with its verdict:
 
 # %%
 full, identity, gelu = kept.loc[FULL, V8], f"{FULL[0]}-identity", f"{FULL[0]}-gelu"
@@ -138,8 +138,8 @@ say("A matmul of zeros is faster, in %.", 100 * (zeros["time_us"] - 1), least=15
 say("Its clock is higher: that of random numbers over it.", zeros["sm_clock_mhz"], most=1)
 
 # %% [markdown]
-# Three are broken. *The order of lengths:* v8 keeps most at 256, where memory takes part in the
-# limit. Copies do not meet the wall: they run as fast back to back as in a burst.
+# Three fail. *The order of lengths:* v8 keeps most at 256, where memory takes part in the limit.
+# Copies do not meet the wall: they run as fast back to back as in a burst.
 #
 # *The power.* All {glue:text}`strong:.0f` rows of 400 TFLOP/s or more report the reason
 # `sw_power_cap`: they *are* at the limit. The reading scatters, with a standard deviation of
@@ -147,11 +147,11 @@ say("Its clock is higher: that of random numbers over it.", zeros["sm_clock_mhz"
 # in `matmuls`: the times agree within {glue:text}`apart_time:.3f` %, the energies differ by
 # {glue:text}`apart_joules:.0f` % and the clocks by {glue:text}`apart_clock:.0f` %. The energy
 # counter seems coarse for 1.5 s, and a clock is a momentary reading. So v8's
-# {glue:text}`margin:.1f` % less energy than the next best, a prediction kept, prove little. *Time*
-# is the instrument that repeats. At the wall it will do: {glue:text}`watts:.0f` J a second.
+# {glue:text}`margin:.1f` % less energy than the next best, a prediction that held, proves little.
+# *Time* repeats, and at the wall it measures energy: {glue:text}`watts:.0f` J a second.
 #
-# *The activation.* Without it v8 gains {glue:text}`plain:.1f` %, and hardly for the reason given,
-# energy: before the wall, in the first five samples of a burst, identity is already
+# *The activation.* Without it v8 gains {glue:text}`plain:.1f` %, but hardly because of energy:
+# before the wall, in the first five samples of a burst, identity is already
 # {glue:text}`plain_first:.1f` % faster than `gelu`, and back to back {glue:text}`plain_gelu:.1f` %.
 
 # %% tags=["remove-cell"]
@@ -174,7 +174,7 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# ## Slow kernels stand at the wall too
+# ## Slow kernels hit the wall too
 #
 # Power limits {glue:text}`limited:.0f` of {glue:text}`rows:.0f` rows. A slow kernel does not draw
 # less: it gets a higher clock for the same {glue:text}`watts:.0f` W.
@@ -193,9 +193,9 @@ chart = energy.clocks(groups, busy=units.H200.sms * units.H200.flops / 1e6)
 chapter.figure(chart, measured=load)
 
 # %% [markdown]
-# One mark lies *below* the line, v8 without an activation: the reading again. *At the wall a rate
-# is the limit over the energy per FLOP.* A rung that is faster back to back takes less energy. What
-# FlashAttention-2 loses in waiting it gets back in clock.
+# One mark lies *below* the line, v8 without an activation: a misreading again. *At the wall a rate
+# is the limit over the energy per FLOP*: a rung that is faster back to back takes less energy. What
+# FlashAttention-2 loses in waiting it regains in clock.
 #
 # ## Three ceilings in one roof
 
@@ -215,9 +215,9 @@ chart = drawings.roofline(roof, top["kernel"], level, {n: n[15:] for n in FULL[2
 chapter.figure(chart, measured=chapter.rows(scope=BOTH, impl=V8, direction="forward"))
 
 # %% [markdown]
-# Under ceilings of its own scope v8 stands at {glue:text}`share_burst:.0f` % of the roofline in a
-# burst of 2,048 tokens and at {glue:text}`share_own:.0f` % back to back; without an activation, at
-# 1,024, at {glue:text}`share_identity:.0f` %. The matmul is at the wall too: a sustained share says
+# Against ceilings timed the same way v8 reaches {glue:text}`share_burst:.0f` % of the roofline in a
+# burst of 2,048 tokens and {glue:text}`share_own:.0f` % back to back; without an activation, at
+# 1,024, {glue:text}`share_identity:.0f` %. The matmul is at the wall too: a sustained share says
 # how much more energy attention takes than a matmul of the same FLOPs. At 256 tokens v8 loses
 # {glue:text}`lost_256:.1f` points. The ceiling there, the copy, keeps its rate; v8 pays for bytes
 # *and* FLOPs from one budget.
@@ -243,8 +243,8 @@ print(naive.terms, f"condition number {naive.condition:.0f}", sep="\n")
 # It lies somewhere between the {glue:text}`idle:.0f` W of the idle board and the
 # {glue:text}`zeros_w:.0f` W that a matmul of zeros draws in all.
 #
-# What can be asked is less: how much of {glue:text}`watts:.0f` W × time, static power included,
-# goes with each FLOP, byte and activation? Time repeats, so it takes the meter's place:
+# So ask less: how much of {glue:text}`watts:.0f` W × time, static power included, goes with each
+# FLOP, byte and activation?
 
 # %%
 fitted = energy.fit(v8, counts, of="wall")
@@ -269,12 +269,12 @@ chapter.glue(
 # {glue:text}`fitted:.0f` rows, four constants, residuals of {glue:text}`rms:.1f` % (root mean
 # square) and {glue:text}`most_residual:.1f` % at most. A GELU takes {glue:text}`pj_gelu:.0f` pJ, a
 # SiLU, with the same tanh and fewer FMAs, {glue:text}`pj_silu:.0f` pJ; ReLU cannot be told from
-# nothing. "FLOP" holds all that comes with one: shared memory, registers, instructions. Pairs are a
-# fixed multiple of FLOPs, so identity and ReLU alone tell an activation from an {term}`MMA`, at one
-# length. SiLU's constant is one row's own. And energy depends on voltage, which follows the clock.
-# At 512 tokens {glue:text}`bytes_512:.0f` % of a call are bytes and {glue:text}`gelu_512:.0f` %
-# GELU: with one that costs nothing v8 would stand at {glue:text}`free:.0f` % of its roofline
-# (modelled), instead of {glue:text}`own_512:.0f`.
+# nothing. "FLOP" includes all that comes with one: shared memory, registers, instructions. Pairs
+# are a fixed multiple of FLOPs, so only identity and ReLU separate an activation from an
+# {term}`MMA`, at one length. SiLU's constant comes from a single row. And energy depends on
+# voltage, which follows the clock. At 512 tokens {glue:text}`bytes_512:.0f` % of a call are bytes
+# and {glue:text}`gelu_512:.0f` % GELU: with a free one v8 would reach {glue:text}`free:.0f` % of
+# its roofline (modelled), instead of {glue:text}`own_512:.0f`.
 #
 # For other kernels the activation cannot be separated at all. Two constants each, forward:
 
@@ -291,7 +291,7 @@ chapter.table(split, modelled=f"fits to times of record {made.id}, except for th
 
 # %% [markdown]
 # From v1 to v8 a FLOP with its share of an activation became cheaper rung by rung. Where bytes seem
-# dearer than v8's, a kernel moves more than the fewest, or waits. v1 and v4 fit badly.
+# dearer than v8's, a kernel moves extra bytes, or waits. v1 and v4 fit badly.
 #
 # Energy goes into bits that change, too. The matmul of 8,192:
 
@@ -306,15 +306,14 @@ chapter.glue(ones=100 * (1 - data["ones"] / data["random"]), b200=b200, b200_pj=
 # %% [markdown]
 # On ones the same instructions take {glue:text}`ones:.0f` % less energy: benchmark with real data.
 #
-# The published B200 figures stand before such a wall too: under a cap of 750 W
-# {glue:text}`b200:,.0f` TFLOP/s back to back are {glue:text}`b200_pj:.2f` pJ per FLOP or less
-# (modelled; v8 here: {glue:text}`v8_pj:.2f`). Tensor cores "97 % busy" at that rate are possible
-# only near {glue:text}`ghz:.2f` GHz, {glue:text}`nominal:.0f` % of nominal
-# ({doc}`../blackwell/model`).
+# The published B200 figures meet such a wall too: under a cap of 750 W {glue:text}`b200:,.0f`
+# TFLOP/s back to back are {glue:text}`b200_pj:.2f` pJ per FLOP or less (modelled; v8 here:
+# {glue:text}`v8_pj:.2f`). For "97 % busy" tensor cores that means {glue:text}`ghz:.2f` GHz,
+# {glue:text}`nominal:.0f` % of nominal ({doc}`../blackwell/model`).
 #
 # ## The surprise: the wall in the middle of a burst
 #
-# Is a burst before the wall, then? Thirty samples of a few milliseconds each, with pauses:
+# Does a burst avoid the wall, then? Thirty samples of a few milliseconds each, with pauses:
 
 # %%
 shown = {"in company": FULL[0], "alone": f"{FULL[0]}alone", "gelu, alone": gelu}
@@ -337,15 +336,15 @@ chapter.glue(fa2=100 * (kept["fa2_varlen"][at] - 1), alone=alone, **{
 })  # fmt: skip
 
 # %% [markdown]
-# Alone, v8 begins as fast as in company. After some tens of milliseconds the regulator has noticed,
-# and the rest of the burst is at the wall. The median then says how many samples came before.
+# Alone, v8 begins as fast as in turns with others. After some tens of milliseconds the regulator
+# reacts, and the rest of the burst is at the wall. The median then depends on how many came before.
 #
-# In company turns seem to *share a clock* (bursts read none), lower than a slow kernel would have
-# and higher than v8 would: at 2,048 FlashAttention-2 is {glue:text}`fa2:.0f` % *faster* back to
-# back than in its burst. So turns bias a ratio: v8 has {glue:text}`kernel_fa2_varlen:.2f` times its
-# rate in the burst there and {glue:text}`sustained_fa2_varlen:.2f` times back to back. For cuDNN it
-# is {glue:text}`kernel_cudnn:.2f` and {glue:text}`sustained_cudnn:.2f`. v8's share of the roofline
-# is {glue:text}`share_burst:.0f` % in company, {glue:text}`alone:.0f` % alone and
+# In company kernels seem to *share a clock* (bursts read none), lower than a slow kernel's and
+# higher than v8's own: at 2,048 FlashAttention-2 is {glue:text}`fa2:.0f` % *faster* back to back
+# than in its burst. So turns bias a ratio: v8 has {glue:text}`kernel_fa2_varlen:.2f` times its rate
+# in the burst there and {glue:text}`sustained_fa2_varlen:.2f` times back to back. For cuDNN it is
+# {glue:text}`kernel_cudnn:.2f` and {glue:text}`sustained_cudnn:.2f`. v8's share of the roofline is
+# {glue:text}`share_burst:.0f` % in company, {glue:text}`alone:.0f` % alone and
 # {glue:text}`share_own:.0f` % back to back. So results and claims lead with times back to back.
 #
 # ## Exercises
@@ -353,7 +352,7 @@ chapter.glue(fa2=100 * (kept["fa2_varlen"][at] - 1), alone=alone, **{
 # :::{exercise} A lower cap
 # :label: ex-wall-cap
 #
-# A data centre caps the board at 500 W. What rate has v8 at 2,048 tokens if a call keeps its
+# A data centre caps the board at 500 W. What rate does v8 reach at 2,048 tokens if a call keeps its
 # energy? Name one reason for more and one for less. *(paper, five minutes)*
 # :::
 #
@@ -395,6 +394,6 @@ chapter.glue(fa2=100 * (kept["fa2_varlen"][at] - 1), alone=alone, **{
 # ## Takeaways
 #
 # - Back to back a rate is the power limit over the energy per FLOP.
-# - Hold a rate against ceilings of its own scope. In a burst kernels share a clock, or meet the
+# - Compare a rate with ceilings timed the same way. In a burst kernels share a clock, or hit the
 #   wall half-way.
 # - Repeat a measurement before you fit it. At constant power joules and seconds are one column.

@@ -12,10 +12,10 @@
 # why?
 #
 # :::{admonition} In this chapter (15 minutes)
-# You will turn a slogan into a ratio of two measured rates, predict that ratio from two numbers for
-# batches that were not fitted, and tell what a shape costs every kernel from what one kernel adds.
-# On the H200 the forward gap of FlashAttention-4 is {glue:text}`fa4_cross:.1f` with 256 keys; v8's
-# is {glue:text}`v8_cross:.2f`.
+# You will turn a slogan into a ratio of two measured rates, predict it from two numbers for batches
+# that were not fitted, and separate what a shape costs every kernel from what one kernel adds. On
+# the H200 the forward gap of FlashAttention-4 is {glue:text}`fa4_cross:.1f` with 256 keys; v8's is
+# {glue:text}`v8_cross:.2f`.
 # :::
 
 # %%
@@ -80,9 +80,9 @@ chapter.glue(
 #
 # ## Two numbers for each kernel
 #
-# A kernel works through tiles of rows; each walks over blocks of keys. Say that a
-# tile costs $c_0$, for its start, its end and the load of its rows, and each block $c_1$. Fit both
-# to the eight full batches, forward:
+# A kernel works through tiles of rows; each walks over blocks of keys. Let a tile cost $c_0$, for
+# its start, its end and the load of its rows, and each block $c_1$. Fit both to the eight full
+# batches, forward:
 
 # %%
 SIZES = {
@@ -126,10 +126,10 @@ chapter.glue(start_fa4=start["fa4"], start_fa2=start["fa2_varlen"], start_v8=sta
 
 # %% [markdown]
 # The other batches, half full with dense and with jagged keys and MovieLens 1M, were not fitted.
-# Two numbers predict them to {glue:text}`unseen:.0f` %. FlashAttention-4's path for Hopper starts
-# a tile for the price of {glue:text}`start_fa4:.0f` keys, FlashAttention-2 for
-# {glue:text}`start_fa2:.0f`, v8 for {glue:text}`start_v8:.0f`. Fitted to older bursts, the model
-# had predicted gaps on MovieLens 1M, within about 10 %, before these kernels ran there:
+# Two numbers predict them to {glue:text}`unseen:.0f` %. Starting a tile costs FlashAttention-4's
+# path for Hopper as much as {glue:text}`start_fa4:.0f` keys, FlashAttention-2
+# {glue:text}`start_fa2:.0f`, v8 {glue:text}`start_v8:.0f`. Fitted to older bursts, the model
+# predicted the gaps on MovieLens 1M before these kernels ran there, within about 10 %:
 
 # %% tags=["remove-input"]
 for impl, before in {"fa2_varlen": 1.37, "fa4": 2.50, "v8_own_waits": 1.47}.items():
@@ -145,15 +145,15 @@ for impl, before in {"fa2_varlen": 1.37, "fa4": 2.50, "v8_own_waits": 1.47}.item
 # \frac{1 + a/n}{1 + a/2048} \times \text{(what partial tiles waste)}.
 # $$ (eq-gap)
 #
-# So *the faster the main loop, the larger the gap*: halve $c_1$ and $a$ doubles. A kernel is
-# improved on the benchmark by its loop, and in production by its start: the
-# {doc}`persistent rungs <../forward/v6_short_kv>` overlap one tile's start with the last one's end.
+# So *the faster the main loop, the larger the gap*: halve $c_1$ and $a$ doubles. A faster loop
+# improves the benchmark, a faster start improves production: the {doc}`persistent rungs
+# <../forward/v6_short_kv>` overlap one tile's start with the last one's end.
 
 # %% tags=["remove-input"]
 # | name: fig-gap-law
 # | caption: >
-# |   The gap by the number of keys, full tiles (modelled). Cross-attention with 256 keys and 2,048
-# |   queries, measured, stands in the table above.
+# |   The gap by the number of keys, full tiles (modelled). The table above has cross-attention with
+# |   256 keys and 2,048 queries, measured.
 # | alt: >
 # |   Three falling curves. FlashAttention-4 is at 4 with 128 keys and 2.5 with 256. The other two
 # |   lie close together, near 2 with 64 keys and below it from there on.
@@ -236,9 +236,9 @@ for way, table in tables.items():
                   measured=[chapter.record().id])  # fmt: skip
 
 # %% [markdown]
-# Blank: the peers take no q that all sequences share, and with 32 sequences or fewer the host
-# enqueues slower than most kernels run ({doc}`../training/host_time`): there the host is the gap.
-# Predicted from bursts of older records, by the lengths and two constants for each kernel:
+# Blank: the peers take no q that all sequences share, and with 32 sequences or fewer most kernels
+# outrun the host ({doc}`../training/host_time`). Predicted from bursts of older records, by the
+# lengths and two constants for each kernel:
 
 # %% tags=["remove-input"]
 chapter.predict("Shuffled over sorted, the largest factor.", order, most=1.05)
@@ -269,15 +269,14 @@ chapter.glue(
 # %% [markdown]
 # With self-attention and a PFFN, as a layer has them, FlashAttention-4's gap is
 # {glue:text}`mix_fa4:.2f` forward and {glue:text}`mix_back:.2f` backward, ours
-# {glue:text}`mix_ours:.2f` and {glue:text}`mix_ours_back:.2f`. The order of tiles hardly counts:
-# the queue of the hardware balances them. A first persistent kernel with a static list of all tiles
-# that could exist takes {glue:text}`static:.2f` to {glue:text}`worst_list:.2f` times as long, less
-# than the 2.4 that laws of users gave ({doc}`../forward/v3_persistent`): a trainer sees longer
-# histories. A library without jagged batches pads: dense cuDNN takes
-# {glue:text}`padded:.1f` times v8's time. The whole call with new offsets takes
-# {glue:text}`host:.2f` times the kernel.
+# {glue:text}`mix_ours:.2f` and {glue:text}`mix_ours_back:.2f`. The order of tiles hardly matters:
+# the hardware's queue balances them. A naive persistent kernel with a static list of all possible
+# tiles takes {glue:text}`static:.2f` to {glue:text}`worst_list:.2f` times as long, less than the
+# 2.4 that laws of users gave ({doc}`../forward/v3_persistent`): a trainer sees longer histories. A
+# library without jagged batches pads: dense cuDNN takes {glue:text}`padded:.1f` times v8's time.
+# The whole call with new offsets takes {glue:text}`host:.2f` times the kernel.
 #
-# Other laws by the two constants of each kernel; what was measured stands beside them:
+# Other laws by the two constants of each kernel, beside what was measured:
 
 # %%
 LAWS = ["half-jagged-1024", "ml1m-1024", "ml25m-events-1024", "kuairandpure-512"]
@@ -305,23 +304,23 @@ chapter.table(factors.join(measured).round(2).reset_index(), data=factors.reset_
 chapter.glue(events_fa4=ahead.loc["partial", "fa4"], events_v8=ahead.loc["partial", "ours"])
 
 # %% [markdown]
-# What the model leaves out: bytes, which bind on the shortest histories ({doc}`roofline`).
+# The model leaves out bytes, which are the limit on the shortest histories ({doc}`roofline`).
 #
 # ## The verdict
 #
-# The published 2.6 is plausible for one kind of kernel, with a fast loop and a dear start, on one
+# The published 2.6 is plausible for one kind of kernel, with a fast loop and a costly start, on one
 # kind of batch, with few keys. On the same batch the gap of the others is {glue:text}`others`. On
 # histories as a trainer of MovieLens 25M draws them it is {glue:text}`events_fa4:.1f` for
-# FlashAttention-4 and {glue:text}`events_v8:.1f` for v8. A fourfold gap needs short sequences, of
-# which the memory explains a part that no kernel gets back.
+# FlashAttention-4 and {glue:text}`events_v8:.1f` for v8. A fourfold gap needs short sequences,
+# where memory takes a share that no kernel gets back.
 #
 # ## Exercises
 #
 # :::{exercise} Your histories
 # :label: ex-gap-yours
 #
-# Take lengths from your own log. What gap has each kernel? Which factor is the larger one?
-# *(`counts`, ten lines)*
+# Take lengths from your own log. What is each kernel's gap, and which factor is larger? *(`counts`,
+# ten lines)*
 # :::
 #
 # :::{solution} ex-gap-yours
@@ -341,13 +340,13 @@ chapter.glue(events_fa4=ahead.loc["partial", "fa4"], events_v8=ahead.loc["partia
 # :::{solution} ex-gap-benchmark
 # :class: dropdown
 #
-# Two full ones with far different numbers of keys, 128 and 2,048: two equations for $c_0$ and
+# Two full ones with very different numbers of keys, 128 and 2,048: two equations for $c_0$ and
 # $c_1$. A half-full batch would mix them with partial tiles, which can be counted without a GPU.
 # :::
 #
 # ## Takeaways
 #
 # - A gap is a ratio of two rates: ask for both batches, and for the kernel.
-# - Two numbers from full batches predict jagged ones. The start of a tile, in keys, is the one that
-#   benchmarks hide.
+# - Two numbers from full batches predict jagged ones. Benchmarks hide one of them: the start of a
+#   tile, in keys.
 # - Subtract the roofline first: no kernel gets that part back.

@@ -44,8 +44,8 @@ chapter = Chapter("measuring/protocol", mode=mode, device=device, data_dir=data_
 # %% [markdown]
 # ## One rung under four protocols
 #
-# v2 as replicates of itself, then at two batch sizes under our protocol and under three wrong ones,
-# one after another, so that a few percent may be drift:
+# Eight replicates of v2, then v2 at two batch sizes under our protocol and three wrong ones, one
+# after another: a few percent may be drift.
 
 # %%
 SHORT, LONG = "gdpa-self-full-256", "gdpa-self-full-1024"
@@ -107,9 +107,9 @@ chapter.glue(
 #   {glue:text}`host_long:,.0f` TFLOP/s, beyond any ceiling of the machine.
 # - *No lead* is the opposite mistake. At batch 32 and length 256 the kernel takes
 #   {glue:text}`small_us:.0f` µs, less than its launch. The first event fires while the host is
-#   still preparing the call, and {glue:text}`bare_us:.0f` µs are measured, as of any short kernel.
-# - *No flush* does next to nothing to the published batch, which is much larger than any cache. At
-#   batch 32 and length 256 all tensors stay in L2, and the kernel gains {glue:text}`warm:.0f` %.
+#   still preparing the call, and {glue:text}`bare_us:.0f` µs are measured, as for any short kernel.
+# - *No flush* changes little for the published batch, which is much larger than any cache. At batch
+#   32 and length 256 all tensors stay in L2, and the kernel gains {glue:text}`warm:.0f` %.
 # - *Back to back*, without flush, lead or warm-up, the long kernel is **slower** by
 #   {glue:text}`rest:.1f` %: our pauses are also rests for a chip at its power limit.
 #
@@ -117,10 +117,9 @@ chapter.glue(
 #
 # A tolerance such as `atol=1e-2` is a wish. Ours is a measurement. On the inputs that will be timed
 # we compute the result in fp64, the *oracle*, and again in PyTorch in the kernel's dtype. The
-# kernel may be wrong by **twice** what PyTorch is wrong by, plus one rounding of the oracle. Its
-# largest error must keep this budget, which finds a wrong element, and so must the root mean
-# square, which finds a wrong distribution. The output is filled with NaN beforehand, so that no
-# element can stay unwritten unnoticed.
+# kernel may be wrong by **twice** PyTorch's error, plus one rounding of the oracle. This budget
+# holds for the largest error, which finds a wrong element, and for the root mean square, which
+# finds a wrong distribution. The output starts as NaN, so an unwritten element shows.
 #
 # ## One sample
 #
@@ -132,20 +131,20 @@ chapter.code(timing.sample_kernels, "for turn in rounds:", "return")
 # %% [markdown]
 # 1. **Flush.** {glue:text}`flush:.0f` MiB are written before each sample, several times the L2. A
 #    layer in a model finds the cache full of something else.
-# 2. **Lead.** A pause on the device, at least {glue:text}`pause:.0f` µs and at least twice what the
-#    host needs to enqueue the call. When the first event fires, the kernel is already waiting.
+# 2. **Lead.** The device idles for at least {glue:text}`pause:.0f` µs and twice the host's time to
+#    enqueue the call. When the first event fires, the kernel is already queued.
 # 3. **Turns.** All implementations of a workload alternate in an order shuffled every round, after
 #    {glue:text}`warmup:.0f` calls of warm-up. Whatever drifts, drifts for all.
 # 4. **Everything is kept.** {glue:text}`samples:.0f` samples go into the record; tables show the
 #    median (p50) and the 20th and 80th percentile. Nothing on the machine is set.
 #
 # That is scope `kernel`, the device time of the launch. Scope `op` is what a caller waits for on an
-# idle device: checks, allocation, a tile schedule if the rung needs one, launch, completion. The
-# published benchmark does not time its schedule; we show both.
+# idle device: checks, allocation, any tile schedule, launch, completion. The published benchmark
+# leaves its schedule out; we show both.
 #
 # ## The noise floor
 #
-# Before two kernels are compared, one is compared with itself: eight replicates of v2 took turns.
+# First compare a kernel with itself: eight replicates of v2 took turns.
 
 # %%
 same = chapter.rows(variant=[f"replicate {i}" for i in range(8)])
@@ -212,12 +211,13 @@ chapter.glue(
 # %% [markdown]
 # Kernels shorter than 2 ms repeat within {glue:text}`short:.1f` %. v2 on full self-attention at
 # 1,024 differs by {glue:text}`between_worst:.0f` % between {glue:text}`records:.0f` records,
-# {glue:text}`factor:.0f` times the noise floor. No error bar shows that: the samples of a record
-# share their circumstances. In the slow records, those of this chapter, the kernel competed with
-# copies of itself only. In the others it took turns with kernels of all kinds, some of which mostly
-# wait for memory. A long kernel that keeps the tensor cores busy meets the board's power limit, and
-# the clock that is left depends on what ran just before: {glue:text}`fast_clock:,.0f` MHz after the
-# fastest record, {glue:text}`slow_clock:,.0f` after the slowest. This fits, but is no proof.
+# {glue:text}`factor:.0f` times the noise floor. No error bar shows that, since the samples of one
+# record share their conditions. In the slow records, those of this chapter, the kernel competed
+# with copies of itself only. In the others it took turns with kernels of all kinds, some of which
+# mostly wait for memory. A long kernel that keeps the tensor cores busy meets the board's power
+# limit, and the clock that is left depends on what ran just before: {glue:text}`fast_clock:,.0f`
+# MHz after the fastest record, {glue:text}`slow_clock:,.0f` after the slowest. This fits, but is no
+# proof.
 #
 # What survives is the **ratio** of two kernels of one record. For {glue:text}`pairs:.0f` pairs of
 # rungs that met on the same workload in two or more records:

@@ -14,7 +14,7 @@
 # one for none, from two measured ceilings: matmuls at {glue:text}`matmul:.0f` TFLOP/s, copies at
 # {glue:text}`copy_gbytes:,.0f` to {glue:text}`copy_high:,.0f` GB/s. Of the
 # {glue:text}`published:.0f` published shapes {glue:text}`memory_bound:.0f` are memory-bound, and a
-# kernel whose tensor cores wait for the tanh ends at {glue:text}`in_turns:.0f` TFLOP/s.
+# kernel whose tensor cores wait for the tanh cannot exceed {glue:text}`in_turns:.0f` TFLOP/s.
 # :::
 
 # %%
@@ -92,10 +92,10 @@ chapter.figure(
 # %% [markdown]
 # ## FLOPs per byte
 #
-# A workload knows its useful FLOPs and its fewest bytes without any kernel. Forward, with $h$ heads
-# of dimension $d$ and 2 bytes per number, a sequence of $n$ queries and $m$ keys needs two matmuls
-# of two FLOPs per multiply-add; q, k and v are read once and o is written once. Heads and head
-# dimension cancel in the quotient, the **{term}`arithmetic intensity`**
+# A workload's useful FLOPs and fewest bytes need no kernel. Forward, with $h$ heads of dimension
+# $d$ and 2 bytes per number, a sequence of $n$ queries and $m$ keys needs two matmuls at two FLOPs
+# per multiply-add; q, k and v are read once and o is written once. Heads and head dimension cancel
+# in the quotient, the **{term}`arithmetic intensity`**
 #
 # $$
 # I = \frac{4\,h\,d\,n\,m}{2\,h\,d\,(2n + 2m)} = \frac{n\,m}{n + m} \;\text{FLOP/byte}.
@@ -107,11 +107,11 @@ chapter.figure(
 # ## Two ceilings, measured
 #
 # A {term}`roofline` {cite}`williams2009roofline` is usually drawn from a data sheet. Ours is
-# measured, in the same run as every kernel that is held against it: a long matmul draws more power
-# than the board may have, and the clock falls until it does not. The compute ceiling is one large
-# matmul of random bf16 matrices, {glue:text}`matmul:.0f` TFLOP/s. The memory ceiling is a copy with
-# the kernel's own mix of reads and writes. Self-attention reads three tensors and writes one. A
-# plain copy is slower, because DRAM loses time whenever it turns from reading to writing. Between
+# measured, in the same run as the kernels held against it: a long matmul exceeds the board's power
+# limit, and the clock falls until it no longer does. The compute ceiling is one large matmul of
+# random bf16 matrices, {glue:text}`matmul:.0f` TFLOP/s. The memory ceiling is a copy with the
+# kernel's own mix of reads and writes. Self-attention reads three tensors and writes one. A plain
+# copy is slower, because DRAM loses time whenever it turns from reading to writing. Between
 # measured mixes the rate is interpolated:
 
 # %%
@@ -146,8 +146,8 @@ assert (gain[gain.index >= 2048] > 0).all() and abs(gain[1024]) < 2, "the text s
 
 # %% [markdown]
 # *Small problems do not reach the ceiling.* A matmul of 1,024 has 64 output tiles of 128 by 128 for
-# {glue:text}`sms:.0f` SMs and ends at {glue:text}`small_matmul:.0f` TFLOP/s. The bracket knows
-# nothing about that. It is meant for launches that fill the machine, as batch 1,152 does.
+# {glue:text}`sms:.0f` SMs and reaches {glue:text}`small_matmul:.0f` TFLOP/s. The bracket ignores
+# that: it is meant for launches that fill the machine, as batch 1,152 does.
 #
 # *Zeros are faster*, by {glue:text}`zeros_4096:.1f` % at 4,096 and {glue:text}`zeros_8192:.1f` % at
 # 8,192, and not at all at 1,024, where nothing is hot. The likely reason is power: zeros switch
@@ -157,8 +157,8 @@ assert (gain[gain.index >= 2048] > 0).all() and abs(gain[1024]) < 2, "the text s
 #
 # ## The bracket
 #
-# FLOPs over the compute ceiling is one floor, bytes over the memory ceiling is another. With
-# perfect overlap a kernel takes the larger of the two, without any it takes their sum:
+# FLOPs over the compute ceiling is one floor, bytes over the memory ceiling another. With perfect
+# overlap a kernel takes the larger of the two, with none their sum:
 
 # %%
 found = roofline.bracket(workload("gdpa-self-full-1024"), "forward", ceilings)
@@ -168,8 +168,8 @@ print(f"bracket {found.lower_us:.0f} to {found.upper_us:.0f} us, bound by {found
 # %% [markdown]
 # `percent_of_roofline`, in every table of this book, is `lower_us` over the measured time. A kernel
 # *above* the bracket wastes more than overlap: it moves bytes twice, leaves SMs idle, or is limited
-# by something that the two ceilings do not contain. A correct kernel *below* it would mean that
-# FLOPs or bytes are counted wrongly, or that a ceiling is too low. All forward kernels of
+# by something that the two ceilings leave out. A correct kernel *below* it would mean that FLOPs or
+# bytes are counted wrongly, or that a ceiling is too low. All forward kernels of
 # {doc}`../forward/results`, each with the ceilings of its record:
 
 # %% tags=["remove-input"]
@@ -208,12 +208,12 @@ chapter.glue(
 # and half of that at 64.
 #
 # So the tanh of a tile takes {glue:text}`share:.0f` % of the time of its two matmuls. Overlapped
-# with them it costs nothing. *Between* them it costs all of that, because scores must be multiplied
-# before they can be activated, and activated before they can be multiplied again. A kernel whose
-# tensor cores wait meanwhile reaches at most {glue:text}`in_turns:.0f` TFLOP/s,
-# {glue:text}`turns_share:.0f` % of the compute ceiling. A rung above that line must overlap the
-# two. The rungs up to {doc}`v3 <../forward/v3_persistent>` overlap them only as far as the hardware
-# happens to interleave independent programs, and do not get there:
+# with them it costs nothing. *Between* them it costs all of that: the first matmul must end before
+# the activation can begin, and the activation before the second matmul. A kernel whose tensor cores
+# wait meanwhile reaches at most {glue:text}`in_turns:.0f` TFLOP/s, {glue:text}`turns_share:.0f` %
+# of the compute ceiling. A rung above that line must overlap the two. The rungs up to {doc}`v3
+# <../forward/v3_persistent>` overlap them only as far as the hardware happens to interleave
+# independent programs, and do not get there:
 
 # %% tags=["remove-input"]
 early = timed[timed["impl"].isin(["v1_tiled", "v2_tma", "v3_persistent"])]
@@ -225,12 +225,12 @@ chapter.predict(
 # %% [markdown]
 # ## The surprise
 #
-# Cross-attention with many queries does not become compute-bound like long self-attention. With 256
-# keys every query brings and takes its own rows, and the intensity ends at 256. At 2,048 queries
-# the matmul floor is only {glue:text}`cross:.2f` times the memory floor. The widest bracket of all
-# workloads, a factor of {glue:text}`factor:.2f`, belongs to {glue:text}`widest`. Near the ridge
-# overlap is worth the most, and by the published account that is where the operator lives: queries
-# of the order of 1,000, keys of the order of 128 {cite}`zhou2026normalization`.
+# Cross-attention with many queries does not become compute-bound like long self-attention: every
+# query moves rows of its own, and 256 keys cap the intensity at 256. At 2,048 queries the matmul
+# floor is only {glue:text}`cross:.2f` times the memory floor. The widest bracket of all workloads,
+# a factor of {glue:text}`factor:.2f`, belongs to {glue:text}`widest`. Near the ridge overlap is
+# worth the most, and by the published account that is where the operator lives: queries of the
+# order of 1,000, keys of the order of 128 {cite}`zhou2026normalization`.
 
 # %% tags=["remove-input"]
 if compared:

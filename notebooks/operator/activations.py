@@ -7,13 +7,13 @@
 # %% [markdown]
 # # Activations and their errors: one instruction is enough, a short polynomial is not
 #
-# How exactly must an activation be computed, and which arithmetic is exact enough?
+# How accurate must an activation be, and which instructions are accurate enough?
 #
 # :::{admonition} In this chapter (20 minutes)
-# You will judge an approximation by the one rounding that hides it, and choose inputs that expose
-# an approximation with a limited range. One `tanh.approx` per score is enough for GELU and SiLU.
-# The degree-6 polynomial of the published kernel is GELU for small scores only: at standard
-# deviation 1 it is off by {glue:text}`l2_one:.0f` %.
+# You will judge an approximation by the rounding that hides it, and choose inputs that expose one
+# with a limited range. One `tanh.approx` per score is enough for GELU and SiLU. The degree-6
+# polynomial of the published kernel is GELU for small scores only: at standard deviation 1 it is
+# off by {glue:text}`l2_one:.0f` %.
 # :::
 
 # %%
@@ -65,8 +65,8 @@ chapter.figure(
 # %% [markdown]
 # ## The activations
 #
-# {numref}`fig-activations` shows what `gdpa` knows, with the derivatives that the backward pass
-# needs. GELU {cite}`hendrycks2016gelu` is $x\,\Phi(x)$, with the normal distribution function
+# {numref}`fig-activations` shows the activations of `gdpa`, with the derivatives that the backward
+# pass needs. GELU {cite}`hendrycks2016gelu` is $x\,\Phi(x)$, with the normal distribution function
 # $\Phi$; `gelu_tanh` is its usual approximation by a hyperbolic tangent; SiLU
 # {cite}`elfwing2017silu` is $x\,\sigma(x)$; hard swish {cite}`howard2019mobilenetv3` replaces the
 # sigmoid by a ramp; squared ReLU comes from {cite}`so2021primer`. All pass through the origin.
@@ -101,16 +101,15 @@ chapter.figure(
 # - **By definition**: an error function, or an exponential and a division. Exact to a few units in
 #   the last place of fp32, and expensive.
 # - **By hardware**: the special function unit (MUFU) evaluates `tanh.approx.f32` in one
-#   instruction. GELU's tanh form needs one per score. So does SiLU, because
-#   $x\,\sigma(x) = h\,(1 + \tanh h)$ with $h = x/2$ exactly. So does `gelu` in bf16 and fp16: with
-#   two other coefficients, fitted for it, $\tanh u$ is the error function itself but for
-#   {glue:text}`fitted_erf:.1f` × 10⁻⁴.
+#   instruction. GELU's tanh form needs one per score. So does SiLU, because $x\,\sigma(x) = h\,(1 +
+#   \tanh h)$ with $h = x/2$ exactly. So does `gelu` in bf16 and fp16: with two fitted coefficients,
+#   $\tanh u$ matches the error function to within {glue:text}`fitted_erf:.1f` × 10⁻⁴.
 # - **By polynomial**: the published Blackwell kernel uses the Maclaurin series of GELU up to degree
 #   six for every score of its forward pass and most of its backward pass
-#   {cite}`adsmodelkernellibrary`. No special function at all.
+#   {cite}`adsmodelkernellibrary`. It needs no special function.
 #
-# The second and the third in the source of our kernels; in `gelu_tanh` the scale is folded into the
-# constants and costs nothing:
+# The second and third, as our kernels have them; `gelu_tanh` folds the scale into its constants, at
+# no cost:
 
 # %% tags=["remove-input"]
 chapter.code(activations.gelu_tanh)
@@ -149,11 +148,10 @@ chapter.glue(
 
 # %% [markdown]
 # The tanh form is never more than {glue:text}`tanh_worst:.1f` × 10⁻⁴ away from GELU, and most
-# networks are trained with it in the first place; the fitted one
-# {glue:text}`fitted_worst:.1f` × 10⁻⁴. The polynomial is excellent near zero and leaves
-# GELU abruptly: its error is {glue:text}`worst_1:.4f` up to $|x| = 1$ and {glue:text}`worst_4:.0f`
-# up to 4. It stays below the yardstick for $x$ between {glue:text}`left:.2f` and
-# {glue:text}`right:.2f`, and nowhere else.
+# networks are trained with it in the first place; the fitted one {glue:text}`fitted_worst:.1f` ×
+# 10⁻⁴. The polynomial is excellent near zero and then departs from GELU abruptly: its error is
+# {glue:text}`worst_1:.4f` up to $|x| = 1$ and {glue:text}`worst_4:.0f` up to 4. It stays below the
+# yardstick only for $x$ between {glue:text}`left:.2f` and {glue:text}`right:.2f`.
 #
 # ## What the instruction is worth
 #
@@ -161,8 +159,8 @@ chapter.glue(
 # $y = h\,(1 + \tanh u)$ with $h = x/2$ an error of the tangent is multiplied by $h$, so the
 # documentation promises $2^{-11}\,\tfrac{|x|}{2}\,|\tanh u| \le 2^{-12}\,|x|$. For positive scores
 # that is below the yardstick everywhere: one instruction is enough, whatever the chip. For negative
-# scores GELU fades while the bound grows, and below $x =$ {glue:text}`left_bound:.1f` a good
-# *relative* error is no longer promised. In a sum that does not matter: in the L2 norm over
+# scores GELU approaches zero while the bound grows, and below $x =$ {glue:text}`left_bound:.1f` a
+# small *relative* error is no longer promised. In a sum that does not matter: in the L2 norm over
 # standard normal scores the bound costs {glue:text}`bound_l2:.1f` × 10⁻⁴, the rounding to bfloat16
 # {glue:text}`rounding_l2:.1f` × 10⁻⁴.
 #
@@ -211,23 +209,23 @@ assert 2.0**-11 / tangent > 8, "the text: far better than documented"
 # ### The surprise
 #
 # The instruction is much better than promised. Twice the error per $|x|$ bounds the error of the
-# tangent: {glue:text}`tangent_bits:.1f` bits, where the documentation promises 11. That is a fact
-# about this chip and these points, no promise for the next GPU or driver. So our kernels are tested
-# against the documented bound: the emulator rounds `tanh` until its error comes close to it.
+# tangent: {glue:text}`tangent_bits:.1f` bits, where the documentation promises 11. The next GPU or
+# driver promises nothing of the kind, so we test against the documented bound: the emulator rounds
+# `tanh` until its error comes close to it.
 #
 # ## The polynomial on real scores
 #
-# What matters is how large the scores are ({numref}`fig-taylor-by-std`). The polynomial stays
-# below the yardstick up to a standard deviation of {glue:text}`std_limit:.2f`. At 1 it is off by
-# {glue:text}`l2_one:.0f` %, the fault of the few scores beyond 2. On the published
-# benchmark's own inputs, standard normal $q$ and $k$ with head_dim 128 and no scale, its relative
-# error is {glue:text}`l2_published:.0f` thousand: the output has nothing to do with GELU.
+# The size of the scores decides ({numref}`fig-taylor-by-std`). The polynomial stays below the
+# yardstick up to a standard deviation of {glue:text}`std_limit:.2f`. At 1 it is off by
+# {glue:text}`l2_one:.0f` %, because of the few scores beyond 2. On the published benchmark's own
+# inputs, standard normal $q$ and $k$ with head_dim 128 and no scale, its relative error is
+# {glue:text}`l2_published:.0f` thousand: the output has nothing to do with GELU.
 #
-# So a test of such a kernel is only as good as its inputs. A standard deviation of 1, which the
-# default scale gives standard normal inputs, exposes any polynomial of this kind; a third hides it.
-# In production, the authors say, normalised queries and keys keep the scores small
-# {cite}`meta2026gem`: with $q$ and $k$ of length one every score lies between -1 and 1, about where
-# the polynomial holds. Nothing in the kernel checks that.
+# A test of such a kernel is only as good as its inputs. Scores of standard deviation 1, which the
+# default scale makes of standard normal inputs, expose any polynomial of this kind; a standard
+# deviation of 1/3 hides it. In production, the authors say, normalised queries and keys keep the
+# scores small {cite}`meta2026gem`: with $q$ and $k$ of length one every score lies between -1 and
+# 1, about where the polynomial holds. Nothing in the kernel checks that.
 #
 # ## What each one costs
 #
@@ -250,11 +248,11 @@ chapter.table(cost.reset_index(names="activation"), modelled="counts of the comp
 
 # %% [markdown]
 # One MUFU per score is {glue:text}`mufu:.0f` % of the tensor cores' time on Hopper, hidden if the
-# kernel overlaps the two, which is what the ladder is about. GELU by its error function takes
-# {glue:text}`erf:.0f` instructions of all kinds as compiled: {glue:text}`erf_slots:.0f` % of the
-# issue slots that pass meanwhile, so that nothing could hide it. On Blackwell the tensor cores are
-# twice as fast and the special function unit is not {cite}`zadouri2026flashattention4`: one MUFU
-# per score takes as long as the MMAs, and removing it is worth a polynomial.
+# kernel overlaps the two; the ladder is about that. GELU by its error function compiles to
+# {glue:text}`erf:.0f` instructions of all kinds, {glue:text}`erf_slots:.0f` % of the issue slots in
+# that time: nothing could hide it. On Blackwell the tensor cores are twice as fast and the special
+# function unit is not {cite}`zadouri2026flashattention4`: one MUFU per score takes as long as the
+# MMAs, and removing it is worth a polynomial.
 #
 # ## Exercises
 #

@@ -157,8 +157,8 @@ for some in (blocks, blocks[::-1]):
 # | a query without keys | 0/0 | 0 |
 #
 # Without the rescaling, the published GDPA kernel could drop a whole stage of four warps
-# {cite}`meta2026gem`. There is a price: a softmax row is an average of values, whatever the number
-# of keys. A GDPA row is a sum, and it grows with the number of keys unless a scale prevents it.
+# {cite}`meta2026gem`. The price: a softmax row averages its values, a GDPA row sums them, and it
+# grows with the number of keys unless a scale prevents it.
 #
 # ## One operator, three uses
 #
@@ -168,7 +168,7 @@ for some in (blocks, blocks[::-1]):
 # **{term}`PMA`**, pooling by multi-head attention {cite}`lee2019settransformer`, summarises a
 # history of any length in a fixed number of rows. The original uses softmax; GDPA keeps its shape.
 # The queries are learned *seeds*, the same for every sample. `q` holds them once,
-# `cu_seqlens_q=None` says so, and the output has their rows once for each sample:
+# `cu_seqlens_q=None` says so, and the output has as many rows for each sample:
 
 # %%
 seeds = draw(4)
@@ -179,9 +179,9 @@ print(f"{list(seeds.shape)} -> {list(pooled.shape)}")
 # %% [markdown]
 # **{term}`PFFN`**, the personalised feed-forward network of InterFormer {cite}`zeng2024interformer`
 # and Kunlun {cite}`hou2026kunlun`, sends every token of a sample through a two-layer perceptron
-# whose weights belong to that sample: they are computed from its context features, which are not a
-# sequence. In {eq}`eq-gdpa`, $K^{\mathsf T}$ is the first layer's weight matrix $W_1$ and $V$ the
-# second layer's $W_2$. The number of keys is the width of the hidden layer.
+# whose weights are computed from that sample's context features. In {eq}`eq-gdpa`, $K^{\mathsf T}$
+# is the first layer's weight matrix $W_1$ and $V$ the second layer's $W_2$. The number of keys is
+# the width of the hidden layer.
 
 # %%
 width = 6
@@ -196,12 +196,11 @@ print(f"sample 2, head 0: W1 {list(w1.shape)}, W2 {list(w2.shape)}")
 # %% [markdown]
 # ## Why the scores cannot be skipped
 #
-# With the identity as activation the parentheses move,
-# $(Q K^{\mathsf T})\, V = Q\, (K^{\mathsf T} V)$: each token is multiplied by one `head_dim` ×
-# `head_dim` matrix, and nothing has the size of the scores. That is InterFormer's original PFFN
-# {cite}`zeng2024interformer`. For 1,000 tokens, 256 keys and head_dim 128 it needs a third of the
-# FLOPs, and the gap widens with the length. The activation forbids the shortcut, which is why this
-# book has kernels to write.
+# With the identity as activation the parentheses move, $(Q K^{\mathsf T})\, V = Q\, (K^{\mathsf T}
+# V)$: each token is multiplied by one `head_dim` × `head_dim` matrix, and nothing has the size of
+# the scores. That is InterFormer's original PFFN {cite}`zeng2024interformer`. For 1,000 tokens, 256
+# keys and head_dim 128 it needs a third of the FLOPs, and the gap widens with the length. The
+# activation forbids the shortcut, so this book has kernels to write.
 #
 # ## The surprise: two scales, two functions
 #
@@ -231,18 +230,18 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
     print(f"{name:11} {difference:.2f} of the output")
 
 # %% [markdown]
-# They agree exactly where the activation is *positively homogeneous*,
-# $\mathrm{act}(s x) = s\, \mathrm{act}(x)$ for $s > 0$. For GELU, SiLU and hard swish the outputs
-# are more than 50 % apart: a small inner scale keeps the scores near zero, where these activations
-# are almost $x/2$. A model trained with one convention does not run with the other.
+# They agree exactly where the activation is *positively homogeneous*, $\mathrm{act}(s x) = s\,
+# \mathrm{act}(x)$ for $s > 0$. For GELU, SiLU and hard swish the outputs are more than 50 % apart:
+# a small inner scale keeps the scores near zero, where these activations are almost $x/2$. A model
+# trained with one convention is wrong with the other.
 #
 # ## Masks act after the activation
 #
-# A softmax kernel removes a pair by setting its score to $-\infty$. GELU and SiLU of $-\infty$ are
-# NaN as computed, $-\infty \cdot 0$. Setting the score to zero works forward, since all activations
-# here vanish at zero, and fails backward, where most derivatives at zero are 1/2. So our kernels
-# evaluate the activation first and then set masked pairs to zero, and do the same with the
-# derivative. `causal` and `window` are the masks that `gdpa` knows.
+# A softmax kernel masks a pair by setting its score to $-\infty$. GELU and SiLU would compute
+# $-\infty \cdot 0$, a NaN. Setting the score to zero works forward, since all activations here
+# vanish at zero, but fails backward, where most derivatives at zero are 1/2. So our kernels set
+# masked pairs to zero after the activation, and after its derivative. `gdpa` has two masks,
+# `causal` and `window`.
 #
 # ## Exercises
 #
@@ -285,9 +284,9 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # :::{solution} ex-gdpa-tail
 # :class: dropdown
 #
-# Yes. A key that does not exist has the score 0, so $P$ is 1 there, but its row of $V$ is zero too
-# and adds nothing: $V = 0$ carries the tail. A kernel that zeroed $K$ alone would be wrong. A pair
-# that a mask removes has a row of $V$ that exists, and needs the mask on $P$.
+# Yes. A missing key has score 0, so $P$ is 1 there, but its row of $V$ is zero too and adds
+# nothing. A kernel that zeroed $K$ alone would be wrong. A masked pair has a real row of $V$, so it
+# needs the mask on $P$.
 # :::
 #
 # ## Takeaways
@@ -296,5 +295,5 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 #   order, and a row without keys is zero.
 # - Self-attention, PMA and PFFN are one operator on a jagged batch. Only the lengths and the origin
 #   of $Q$, $K$ and $V$ differ.
-# - Say where the scale stands. Inside and outside are the same function only for positively
+# - Say on which side the scale is. Inside and outside are the same function only for positively
 #   homogeneous activations.

@@ -80,8 +80,8 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 
 # %% [markdown]
 # These lines hold the conventions of the book. A pair costs $4 \cdot \mathtt{head\_dim}$ FLOPs per
-# head, a multiply-add in each of two matmuls. The activation is not counted, nor is work on
-# padding, for anybody. The fewest bytes are $Q$, $K$ and $V$ read once and $O$ written once. The
+# head, a multiply-add in each of two matmuls. Neither the activation nor work on padding counts,
+# for any implementation. The fewest bytes are $Q$, $K$ and $V$ read once and $O$ written once. The
 # backward pass has five matmuls and counts 2.5 times the FLOPs. FLOPs per byte span
 # {glue:text}`least:.0f` to {glue:text}`most:,.0f` over the workloads of the forward pass;
 # {doc}`../measuring/roofline` says which of them are limited by the memory of an H200.
@@ -89,8 +89,8 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 # ## Laws of length
 #
 # `fill` is the mean length over the largest one. The published benchmark calls this number
-# *sparsity*, although its sparsity of 1.0 is a batch without an empty place. Its generator draws
-# lengths uniformly from 1 to $N$ for 0.5, and from $(2f - 1)N$ to $N$ for larger values $f$
+# *sparsity*, although its sparsity of 1.0 means no padding at all. Its generator draws lengths
+# uniformly from 1 to $N$ for 0.5, and from $(2f - 1)N$ to $N$ for larger values $f$
 # {cite}`adsmodelkernellibrary`. Real histories look different ({numref}`fig-workload-laws`):
 #
 # - **MovieLens**: ratings per user follow a shifted log-normal law; we use the fits of the LensKit
@@ -101,12 +101,12 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 # Every history is capped at `max_seqlen`, as in a model. No raw data is part of this repository.
 # These laws count each user once. A ranking model is trained on *events*, and active users have
 # more, with longer histories: drawn by events (`ml25m-events`), MovieLens 25M fills
-# {glue:text}`events:.0f` % of 1,024 places instead of {glue:text}`users:.0f` %.
+# {glue:text}`events:.0f` % of 1,024 rows instead of {glue:text}`users:.0f` %.
 #
 # ## What padding wastes
 #
-# A padded batch uses a share `fill` $= f$ of its places. But the scores of a sequence of length $n$
-# are $n^2$, so the share of useful *pairs* is
+# A padded batch uses a share `fill` $= f$ of its rows. But a sequence of length $n$ has $n^2$
+# scores, so the share of useful *pairs* is
 #
 # $$
 # \frac{E[n^2]}{N^2} \;=\; f^2\,(1 + \mathrm{CV}^2),
@@ -140,9 +140,9 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
     chapter.glue(**{key: 100 * np.std(counts) / np.mean(counts)})
 
 # %% [markdown]
-# For MovieLens 20M, capped at 2,048, {glue:text}`fill:.0f` % of the places are used. No padded
-# kernel is good enough to make up for the rest, which is why all rungs after
-# {doc}`v0 <../forward/v0_eager>` work on the {term}`jagged` layout.
+# For MovieLens 20M, capped at 2,048, {glue:text}`fill:.0f` % of the rows are used. No padded kernel
+# can make up for the rest, so all rungs after {doc}`v0 <../forward/v0_eager>` work on the
+# {term}`jagged` layout.
 #
 # ## Dense keys in a jagged batch
 #
@@ -153,8 +153,8 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 # `half-jagged`; the dense one has {glue:text}`dense_over_jagged:.2f` times the FLOPs.
 #
 # With dense keys *every tile of queries costs the same*. Such a batch shows what skipping empty
-# tiles is worth, but not what a clever order of tiles is worth. The published kernel has one,
-# zigzag, and the published chart cannot tell whether it helps.
+# tiles is worth, but not what their order is worth. The published kernel orders its tiles in a
+# zigzag; the published chart cannot tell whether that helps.
 #
 # ## Who gets which tile
 #
@@ -165,8 +165,8 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 #
 # - `padded`: all tiles of the padded batch, empty ones included;
 # - `valid`: only tiles that exist, in their natural order;
-# - `zigzag`: those by falling cost, every second round of $P$ tiles in reverse, as in the published
-#   kernel;
+# - `zigzag`: the same by falling cost, every second round of $P$ tiles reversed, as in the
+#   published kernel;
 # - by the hardware: the padded list again, but each tile goes to the first free program, as in an
 #   ordinary launch grid.
 
@@ -214,8 +214,8 @@ chapter.figure(
 # **The padded list resonates.** With dense keys all existing tiles cost the same, and still the
 # busiest program has {glue:text}`padded_half:.2f` times the mean load. A sequence has 8 row blocks
 # and 264 is a multiple of 8, so each program gets the same row block of every sequence. Programs
-# that get the first one always have work, those with the eighth rarely. If that is all, the share
-# of existing tiles per row block predicts the imbalance:
+# that get the first one always have work, those with the eighth rarely. If that is the whole cause,
+# the share of existing tiles per row block predicts the imbalance:
 
 # %%
 dense, jagged = (workload(f"gdpa-self-half-{kind}-1024") for kind in ("dense", "jagged"))
@@ -236,7 +236,7 @@ chapter.glue(
 assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the text: repaired"
 
 # %% [markdown]
-# **Leaving out empty tiles** repairs that with dense keys. With real histories up to
+# **Skipping empty tiles** repairs that for dense keys. On real histories an imbalance of up to
 # {glue:text}`valid_worst:.2f` remains. **Sorted lists** balance everything here to within
 # {glue:text}`zigzag_worst:.0f` %. **A queue needs no list**: where the hardware gives the next tile
 # to the first free slot, the imbalance is at most {glue:text}`queue_worst:.2f`.
@@ -272,8 +272,8 @@ assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the tex
 # :class: dropdown
 #
 # The standard deviation over twenty seeds is {glue:text}`luck_half:.1f` % of the mean for the
-# uniform law and {glue:text}`luck_ml20m:.1f` % for the log-normal one: a heavy tail is felt in sums
-# over 1,152 sequences. Two machines must be compared on the same seed, or on many.
+# uniform law and {glue:text}`luck_ml20m:.1f` % for the log-normal one: a heavy tail shows even in
+# sums over 1,152 sequences. Compare machines on the same seed, or on many.
 # :::
 #
 # :::{exercise} Your own histories
@@ -286,9 +286,10 @@ assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the tex
 # :::{solution} ex-workloads-own
 # :class: dropdown
 #
-# A cap far below the median makes the batch nearly full, and any order does (KuaiRand-1K at 4,096).
-# A cap far above it leaves most of the pairs to a few long sequences: the natural order fails
-# first, and in the end a single tile is longer than the mean load. Then only splitting keys helps.
+# A cap far below the median makes the batch nearly full, and any order will do (KuaiRand-1K at
+# 4,096). A cap far above it leaves most of the pairs to a few long sequences: the natural order
+# fails first, and in the end a single tile is longer than the mean load. Then only splitting keys
+# helps.
 # :::
 #
 # ## Takeaways
@@ -296,5 +297,5 @@ assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the tex
 # - Pairs, not tokens, are the work: the useful share of a padded batch is $f^2(1 + \mathrm{CV}^2)$.
 # - "Sparsity 0.5" is a fill of 0.5, and with dense keys every tile costs the same. Ask which
 #   tensors are jagged before comparing numbers.
-# - On heavy-tailed histories the order of tiles matters, and the order to beat is the one that the
-#   hardware's queue gives for nothing.
+# - On heavy-tailed histories the order of tiles matters, and the order to beat is the hardware
+#   queue's, which is free.
