@@ -7,14 +7,14 @@
 # %% [markdown]
 # # Activation arithmetic
 #
-# What is the cheapest sequence of instructions for an activation that must hold for *every* score,
-# and how much of it does a kernel hide?
+# What is the cheapest sequence of instructions that computes an activation accurately for *every*
+# score, and how much of it does a kernel hide?
 #
 # :::{admonition} In this chapter (25 minutes)
 # You will write an activation as $x$ times a gate, bound its error for all scores, and count what
-# the compiler makes of it. A polynomial that holds everywhere costs no more than one that does not.
-# Inside `v6_short_kv` GELU adds {glue:text}`gelu_128:.0f` % to the time of the identity at head_dim
-# 128, and SiLU, with the same tanh in fewer instructions, {glue:text}`silu_128:.0f` %.
+# the compiler makes of it. A polynomial that is accurate everywhere costs no more than one that is
+# not. Inside `v6_short_kv` GELU adds {glue:text}`gelu_128:.0f` % to the time of the identity at
+# head_dim 128, and SiLU, with the same tanh in fewer instructions, {glue:text}`silu_128:.0f` %.
 # :::
 
 # %%
@@ -62,15 +62,13 @@ chapter.figure(
 # %% [markdown]
 # ## The budget
 #
-# {doc}`../operator/activations` asked how exact an activation must be. Here the question is its
-# price. The kernel stays {doc}`v6 <v6_short_kv>`; only what happens to a score between the two
-# matmuls changes.
+# {doc}`../operator/activations` asked how accurate an activation must be; this chapter asks what it
+# costs. The kernel is {doc}`v6 <v6_short_kv>`; only the activation changes.
 #
 # The tensor cores of an SM do 4,096 bf16 FLOPs a clock. A score costs $4 d$ FLOPs, so at head_dim
 # 128 the other units must finish 8 activations a clock, or the tensor cores wait; at head_dim 64
-# they must finish 16. Three documented limits ([CUDA programming
-# guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions)) say what
-# these units can do on an SM in a clock:
+# they must finish 16. Three documented limits, per SM and clock ([CUDA programming
+# guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions)):
 #
 # | limit | results |
 # |:--|--:|
@@ -81,8 +79,8 @@ chapter.figure(
 # ## A gate, and two bounds
 #
 # GELU, SiLU and hard swish are $x\,g(x)$ with a gate $g$ that rises from 0 to 1. An error $\delta$
-# of the gate is an error $\delta |x|$ of the result, for the smallest score and for the largest.
-# Errors here are shares of $|x|$, with two bounds:
+# of the gate is an error $\delta |x|$ of the result, for every score. So errors here are shares of
+# $|x|$, with two bounds:
 #
 # - **2⁻¹⁰**: for positive $x$ the result is at least $x/2$, so its relative error is at most
 #   $2^{-9}$, the yardstick of {doc}`../operator/activations`;
@@ -93,11 +91,11 @@ chapter.figure(
 # - *One MUFU.* $g = (1 + \tanh u)/2$, with $u = x/2$ for SiLU and a cubic for GELU. Another cubic
 #   at the same cost, `gelu.tanh3`, makes $\tanh u$ the error function itself.
 # - *Two MUFU.* $g = 1/(1 + 2^{-cu})$, an `ex2` and a `rcp`.
-# - *None.* $g$ is an odd polynomial plus 1/2, clamped to $[0, 1]$. The clamp is `.sat`, a modifier
-#   of the last multiply-add, and free. The last coefficient must be positive, so that the
-#   polynomial leaves the interval at the right end.
-# - *A mixture.* Every fourth element goes by polynomial, the others by tanh. The compiler decides
-#   which: neighbouring columns are registers of one thread, and no thread branches.
+# - *None.* $g$ is an odd polynomial plus 1/2, clamped to $[0, 1]$. The clamp is `.sat`, a free
+#   modifier of the last multiply-add. The last coefficient must be positive, so that the polynomial
+#   leaves the interval at the right end.
+# - *A mixture.* Every fourth element takes the polynomial, the others tanh. The choice is made at
+#   compile time: neighbouring columns are registers of one thread, and no thread branches.
 
 # %% tags=["remove-input"]
 chapter.code(sequences.saturated)
@@ -142,13 +140,13 @@ chapter.glue(clamped=100 * worst["published, clamped"], fitted=100 * worst["degr
 
 # %% [markdown]
 # Degree 9 keeps the first bound, degree 13 the second. The published polynomial has the terms of
-# degree 5. Merely clamped it would hold everywhere within {glue:text}`clamped:.0f` % of $|x|$;
+# degree 5. Merely clamped, it would stay within {glue:text}`clamped:.0f` % of $|x|$ everywhere;
 # with fitted coefficients, within {glue:text}`fitted:.1f` %.
 #
 # ## Counted, and measured in registers
 #
-# One program of 16 warps on each SM evaluates a sequence 1,024 times on 4,096 elements in
-# registers. Each argument depends on the last result. It reads the SM's clock before and after. The
+# On each SM one program of 16 warps evaluates a sequence 1,024 times on 4,096 elements in
+# registers, each argument depending on the last result, between two readings of the SM's clock. The
 # model counts the {term}`SASS` of this loop and takes the slowest of the three limits. Errors are
 # the largest on $2^{22}$ scores from -60 to 60.
 
@@ -220,7 +218,7 @@ chapter.glue(ones_min=ones.min(), ones_max=ones.max(), mix_gelu=mix["gelu_tanh"]
 
 # %% [markdown]
 # *Why the model breaks.* It takes the slowest of three limits, as if the other two were idle. GELU
-# and SiLU have the same first limit, one {term}`MUFU`. The second, issue, stands at
+# and SiLU have the same first limit, one {term}`MUFU`. The second, issue, is at
 # {glue:text}`issue_gelu:.0f` % of the first for GELU and at {glue:text}`issue_silu:.0f` % for SiLU,
 # and SiLU runs at {glue:text}`ones_max:.1f` elements a clock where the slowest runs at
 # {glue:text}`ones_min:.1f`. Two limits that are close to each other cost more than either.
@@ -255,10 +253,9 @@ print(f"{len(bounded)} sequences within their bounds, emulated and measured")
 # %% [markdown]
 # ## The first surprise: holding everywhere costs nothing
 #
-# We had expected that holding for all scores costs a clamp, a select, a term or two. `gelu.poly5`
-# and `gelu_taylor6` have the same number of instructions. On scores like those of the published
-# benchmark, which draws $q$ and $k$ from a standard normal distribution at head_dim 128 without a
-# scale, this is what they are worth:
+# We had expected accuracy for all scores to cost a clamp, a select, a term or two. `gelu.poly5` and
+# `gelu_taylor6` have the same number of instructions. On scores like those of the published
+# benchmark (standard normal $q$ and $k$, head_dim 128, no scale) they give:
 
 # %%
 torch.manual_seed(2025)
@@ -319,18 +316,18 @@ print(f"{fewer} instructions fewer: {slots_us:.0f} us; measured: {gelu - silu:.0
 #
 # ## The second surprise: a tanh is one instruction
 #
-# The prediction took the slowest unit for the price. Two comparisons tell otherwise.
+# The prediction took the slowest unit for the price. Two comparisons disagree.
 #
 # *The same tanh, fewer instructions.* SiLU is faster than GELU by more than the issue slots that it
-# saves. These instructions are paid for as if nothing else ran.
+# saves: these instructions cost as much as if nothing else ran.
 #
 # *As many instructions, no tanh.* In the kernel the published polynomial has as many instructions
 # as GELU, because it must multiply by `scale`, which GELU folds into its constants. In registers it
 # is {glue:text}`taylor_gain:.1f` times as fast. In the kernel the two take the same time.
 #
-# So at head_dim 128 a tanh costs what any other instruction costs. This record does not say what
-# the instructions are paid with. There are two candidates: energy, on a GPU at its power limit
-# ({doc}`v7_packed`), and waits that keep a warp group from computing while its own MMAs run
+# So at head_dim 128 a tanh costs what any other instruction costs. This record does not say why
+# they all cost time. There are two candidates: energy, on a GPU at its power limit
+# ({doc}`v7_packed`), and waits that keep a warp group from computing while its MMAs run
 # ({doc}`v8_own_waits`). The mixture has not been measured in a kernel.
 #
 # ## Exercises
@@ -361,11 +358,10 @@ print(f"{fewer} instructions fewer: {slots_us:.0f} us; measured: {gelu - silu:.0
 # :::{solution} ex-aa-hardswish
 # :class: dropdown
 #
-# `x * saturated(x, 1/6, 1/2)`, the sequence `hardswish.sat` of the table. 1/6 is rounded, so at $x
-# = -3$ the gate may be $10^{-8}$ instead of 0, an error far below $2^{-20}|x|$. NaN becomes 0 in
-# the gate and NaN again when $x$ multiplies it. With a scale, the multiply-add takes `scale / 6`
-# and the result one multiplication more, or the factor goes into the output, as in {doc}`v7
-# <v7_packed>`.
+# `x * saturated(x, 1/6, 1/2)`, the sequence `hardswish.sat` of the table. 1/6 is rounded, so at
+# $x = -3$ the gate may be $10^{-8}$ instead of 0, an error far below $2^{-20}|x|$. NaN becomes 0 in
+# the gate and NaN again when $x$ multiplies it. A scale turns 1/6 into `scale / 6` and adds one
+# multiplication, unless the factor goes into the output, as in {doc}`v7 <v7_packed>`.
 # :::
 #
 # :::{exercise} A gate for the backward pass

@@ -7,7 +7,7 @@
 # %% [markdown]
 # # The published figures, measured again
 #
-# Six charts announced these operators. What do the three forward ones look like on a machine one
+# Six charts announced these operators. What do the three forward ones look like on a machine you
 # can rent, with every kernel checked before it is timed?
 #
 # :::{admonition} In this chapter (15 minutes)
@@ -38,21 +38,19 @@ data_dir = "data"
 # ## What runs
 #
 # The workloads of the published benchmark: batch 1,152, 4 heads, head_dim 128, bf16. In the *full*
-# charts all sequences have the length on the axis. In the *half* chart lengths are uniform from 1
-# to that length. In the *cross* chart queries have that length, and keys and values 256. The
-# published script keeps K and V dense at full length in the half chart too: we measure that
-# (`dense`), and what the title promises, K/V lengths equal to Q lengths (`jagged`).
-# {doc}`Jagged workloads <../operator/workloads>` counts their FLOPs and bytes, and
-# {doc}`How we measure <../measuring/protocol>` describes the protocol.
+# charts all sequences have the length on the axis; in the *half* chart lengths are uniform from 1
+# to that length; in the *cross* chart queries have that length, and keys and values 256. The
+# published half chart keeps K and V at full length: we measure that (`dense`), and K/V lengths
+# equal to Q lengths (`jagged`; {doc}`../operator/workloads`).
 #
 # Inputs are drawn from N(0, 1) as published. The scale is 1/sqrt(head_dim) instead of 1: GELU sees
-# logits of standard deviation 1 instead of 11 ({doc}`../operator/activations`).
+# scores of standard deviation 1 instead of 11 ({doc}`../operator/activations`).
 #
 # All rungs and all peers run on all workloads in {term}`bursts <burst>`, near the highest clock. A
-# loop over one kernel, as published benchmarks and training have it, runs into the power limit
-# ({doc}`../measuring/power_wall`). So what users choose between also runs
-# {term}`back to back <sustained scope>`, a second each: the numbers of this chapter unless it says
-# burst. Each stands under ceilings timed in its own way. Whole calls are timed on four:
+# loop over one kernel, as in published benchmarks and training, runs into the power limit
+# ({doc}`../measuring/power_wall`). So what users choose between also runs {term}`back to back
+# <sustained scope>`, a second each: this chapter's numbers unless it says burst. Each is compared
+# with ceilings timed the same way. Whole calls are timed on four:
 
 # %%
 chapter = Chapter("forward/results", mode=mode, device=device, data_dir=data_dir)
@@ -102,9 +100,8 @@ chapter.glue(over_peer=spread(best["peer / rung (time)"]), first=(over[V8] == 1)
 chapter.glue_origin("front", rows[rows["workload"] == LADDER])
 
 # %% [markdown]
-# All {glue:text}`checked:.0f` times back to back belong to outputs that were compared, element by
-# element, with an fp64 result, and stayed within twice the error that PyTorch makes in bf16 plus
-# one rounding. The charts draw two rungs and the peers; {numref}`fig-forward-steps` has all rungs.
+# All {glue:text}`checked:.0f` kernels timed back to back passed the check against fp64 on the same
+# inputs. The charts draw two rungs and the peers; {numref}`fig-forward-steps` has all rungs.
 #
 # ## Self-attention, full
 
@@ -126,7 +123,7 @@ standings.redrawn(chapter, "gdpa-self-fwd-full", DRAWN)
 # roofline: the share is {glue:text}`share_self-full_512:.0f` %, and
 # {glue:text}`share_self-full_2048:.0f` % at 2,048: {glue:text}`best_self-full_2048:.0f` TFLOP/s,
 # where a burst shows {glue:text}`v8_burst:.0f`. Back to back v8 has {glue:text}`kept` of its rates
-# in bursts: bytes and FLOPs are paid from one power budget.
+# in bursts: bytes and FLOPs share one power budget.
 #
 # ## Self-attention, half full
 #
@@ -144,8 +141,8 @@ standings.redrawn(chapter, "gdpa-self-fwd-full", DRAWN)
 standings.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, "dense")
 
 # %% [markdown]
-# Then as self-attention is: K and V have the lengths of Q. Nobody published this chart, so the
-# right panel repeats the dense one.
+# Then true self-attention: K and V have the lengths of Q. Nobody published this chart, so the right
+# panel repeats the dense one.
 
 # %% tags=["remove-input"]
 # | name: fig-self-fwd-half-jagged
@@ -164,8 +161,8 @@ lost = {n: rates[V8][f"gdpa-self-half-jagged-{n}"] / rates[V8][f"gdpa-self-full-
 chapter.glue(kept_256=100 * lost[256], kept_2048=100 * lost[2048])
 
 # %% [markdown]
-# Only tokens that exist count as useful FLOPs, so partial tiles show as lower rates. With a mean of
-# 128 rows a sequence, a tile of 128 rows is far from full: v8 keeps {glue:text}`kept_256:.0f` % of
+# Only real tokens count as useful FLOPs, so partial tiles show as lower rates. With a mean of 128
+# rows per sequence, a tile of 128 rows is far from full: v8 keeps {glue:text}`kept_256:.0f` % of
 # its rate on the full batch at 256 tokens, and {glue:text}`kept_2048:.0f` % at 2,048.
 #
 # ## Cross-attention with 256 keys
@@ -205,9 +202,7 @@ chapter.table(standings.ranges(peers, "time of a peer / best rung").round(2), me
 
 # %% [markdown]
 # All of them compute softmax: about the same FLOPs on a different function, so only times are
-# compared, and no quotient says that our kernel would be the faster softmax. cuDNN's source is
-# closed. Open kernels of its class are warp-specialized {cite}`shah2024flashattention3`, as our
-# rungs are from v4 on.
+# compared, and no ratio says that our kernel would be the faster softmax. cuDNN's source is closed.
 #
 # **The newest name is not the peer to beat.** `fa4` is flash-attn-4, pre-release 4.0.0b36, written
 # for Blackwell; here its path for Hopper runs. The published comparison was made on a B200 with a
@@ -285,7 +280,7 @@ chapter.glue(
 #   {glue:text}`v6_cross` on cross-attention.
 #
 # The surprise is in the order. Judged on short sequences alone, neither v4 nor v5 would have been
-# kept, and {doc}`v7 <v7_packed>` and {doc}`v8 <v8_own_waits>` stand on both.
+# kept, and {doc}`v7 <v7_packed>` and {doc}`v8 <v8_own_waits>` build on both.
 #
 # ## The whole call
 #
@@ -319,8 +314,8 @@ chapter.glue(worst=extra.idxmax().split("_")[0], most=extra.max(), v8_extra=extr
 #
 # ## Other machines
 #
-# `make compare NOTEBOOKS=forward/results` measures two lengths of every chart on your GPU beside
-# the record and keeps nothing; `make measure` appends a record.
+# `make compare NOTEBOOKS=forward/results` shows two lengths of every chart on your GPU beside ours;
+# `make measure` appends a record.
 
 # %% tags=["remove-input"]
 standings.others(chapter, here, "forward")
@@ -332,7 +327,7 @@ standings.others(chapter, here, "forward")
 # :label: ex-figures-ratio
 #
 # The published chart for full self-attention claims 2.08 times the Triton kernel at length 256.
-# Which two bars give that number, and what is it here, best rung over `v1_tiled`? *(paper)*
+# Which two bars give that ratio, and what is it here, best rung over `v1_tiled`? *(paper)*
 # :::
 #
 # :::{solution} ex-figures-ratio
@@ -376,4 +371,4 @@ standings.others(chapter, here, "forward")
 #   half-full ones. Persistence, cheaper arithmetic and exact waits add up.
 # - Name the peer and the way of timing before the factor. The best peer depends on the batch, and a
 #   burst flatters whoever works hardest.
-# - A kernel's time and a call's time are different numbers. Short batches live in the difference.
+# - A kernel's time is not a call's time. For short batches the difference is what counts.

@@ -72,15 +72,15 @@ chapter.code(v0_eager.pad)
 # ## Bytes per score
 #
 # A score has 2 bytes. The first matmul writes it; `* scale` reads and writes it; so does the
-# activation; the second matmul reads it. That is six crossings of the memory bus, 12 bytes, for two
-# multiply-adds per element of `head_dim`, `4 * head_dim` = 512 FLOPs:
-# {glue:text}`intensity:.0f` FLOPs per byte at any length. The H200 needs {glue:text}`ridge:.0f`
-# before its tensor cores, and not its memory, are the limit ({doc}`../measuring/roofline`).
+# activation; the second matmul reads it. That is six crossings of the memory bus, 12 bytes, for
+# `4 * head_dim` = 512 FLOPs: {glue:text}`intensity:.0f` FLOPs per byte at any length. The H200
+# needs {glue:text}`ridge:.0f` before its tensor cores, and not its memory, are the limit
+# ({doc}`../measuring/roofline`).
 #
 # ## All bytes
 #
-# The program itself can count the rest. PyTorch runs on tensors of the device `meta`, which have a
-# shape and no contents, and a dispatch mode sees each operation:
+# The program can count the rest itself. Tensors on the device `meta` have a shape and no contents,
+# and a dispatch mode sees each operation:
 
 # %% tags=["remove-input"]
 chapter.code(ledger.Ledger, "def __torch_dispatch__")
@@ -233,14 +233,14 @@ chapter.glue(
 # {glue:text}`rows_ms:.0f` ms, {glue:text}`rows_share:.0f` % of the whole. The assumption that
 # failed is that everything moves at the rate of a copy. A gather by an index tensor computes an
 # address for each element, and a copy that exchanges dimensions does not stream. The ledger is
-# right about bytes and wrong about rates. Whether these two are the slow operations, a total
-# cannot tell; the third exercise asks a profiler.
+# right about bytes and wrong about rates. A total cannot tell whether these two are the slow
+# operations; the third exercise asks a profiler.
 #
 # The fit also explains `torch.compile`. Of the {glue:text}`saved_ms:.1f` ms that it saves,
 # {glue:text}`compile_scores_ms:.1f` belong to the scores, as predicted; the others belong to rows.
 #
-# What v0 cannot escape stands in its first line: `q @ k.transpose(-1, -2)` is a tensor, and a
-# tensor lives in memory. {doc}`The next rung <v1_tiled>` never writes the scores and pads no row.
+# What v0 cannot escape is in its first line: `q @ k.transpose(-1, -2)` is a tensor, and a tensor
+# lives in memory. {doc}`The next rung <v1_tiled>` never writes the scores and pads no row.
 #
 # ## Exercises
 #
@@ -285,16 +285,16 @@ chapter.glue(
 # :::{solution} ex-v0-profile
 # :class: dropdown
 #
-# The fit says what to expect: steps on the scores near the rate of a copy, gathers and copies of
-# rows far below it. If the matmuls turn out to be slow instead, the explanation above is wrong, and
-# the fit has put their cost on the wrong kind of data.
+# By the fit, steps on the scores run near the rate of a copy, gathers and copies of rows far below
+# it. If the matmuls are slow instead, the explanation above is wrong: the fit has put their cost on
+# the wrong kind of data.
 # :::
 #
 # ## Takeaways
 #
 # - Count crossings. At 12 bytes a score v0 does {glue:text}`intensity:.0f` FLOPs per byte where the
 #   machine needs {glue:text}`ridge:.0f`; no library call can repair that.
-# - Padding is paid twice: in FLOPs and bytes for rows that do not exist, and in the copies that
+# - You pay for padding twice: in FLOPs and bytes for rows that do not exist, and in the copies that
 #   make and remove them.
 # - When a prediction fails, find the term that failed: several workloads and three coefficients
 #   are enough.

@@ -10,10 +10,9 @@
 # What is left to pay for when a score never leaves the chip?
 #
 # :::{admonition} In this chapter (20 minutes)
-# You will write attention without softmax as one tiled kernel, say what each part of its time is
-# for, and choose its tile from the registers and the shared memory of an SM. v1 is
-# {glue:text}`over_v0:.1f` times as fast as v0 on a full batch of 1,024 tokens, and memory, tensor
-# cores and activation hardly overlap in it.
+# You will write attention without softmax as one tiled kernel, account for its time, and choose its
+# tile by an SM's registers and shared memory. v1 is {glue:text}`over_v0:.1f` times as fast as v0 on
+# a full batch of 1,024 tokens, and memory, tensor cores and activation hardly overlap in it.
 # :::
 
 # %%
@@ -73,8 +72,8 @@ chapter.ladder(V1, SELF)
 # | name: fig-v1-tiles
 # | caption: >
 # |   One head: queries down, keys to the right. The program of the second row of tiles has finished
-# |   three blocks of keys (pale) and works on the fourth. It holds its tiles of Q and O; of K and V
-# |   it needs the block at hand.
+# |   three blocks of keys (pale) and works on the fourth. It keeps its tiles of Q and O; of K and V
+# |   it holds one block at a time.
 # | alt: >
 # |   A square of tiles of scores with strips around it: Q at its left, K above, V below, O at its
 # |   right. In the second row three tiles are pale and one is filled; its Q, K and V are framed.
@@ -87,14 +86,12 @@ chapter.code(v1_tiled.tiled_kernel, "q_ptrs, q_mask = tile")
 chapter.roles(V1)
 
 # %% [markdown]
-# **No maximum.** A softmax kernel carries the largest score and the sum of each row from block to
-# block and rescales its {term}`accumulator` when the maximum rises
-# {cite}`milakov2018online,dao2022flashattention`. Here blocks just add up
-# ({doc}`../operator/gdpa`), in the accumulator of the tensor cores: `tl.dot(p, v, acc)`.
+# **No maximum.** Blocks just add up ({doc}`../operator/gdpa`), in the {term}`accumulator` of the
+# tensor cores: `tl.dot(p, v, acc)`.
 #
 # **Tails.** A load of rows that do not exist returns zeros. A zero key gives a score of zero, and
 # all our activations are zero at zero, so the tail of the keys needs no mask on the scores. V is
-# loaded with zeros as well, because 0 times the neighbour's NaN is not 0. That also covers
+# loaded with zeros as well, because 0 times the neighbour's NaN is not 0; this also covers
 # activations that are not zero at zero. Rows beyond the end of Q are computed and not stored.
 #
 # ## Prediction
@@ -198,7 +195,7 @@ chapter.figure(chart, measured=chapter.rows("forward/results", direction="forwar
 # The constants of a rung are chosen by measurement, within what fits. A program keeps its rows of Q
 # and `num_stages` blocks of K and V in {term}`shared memory`, and in registers at least the
 # accumulator, a tile of scores and its bf16 copy. An SM has 65,536 registers and 228 KiB of shared
-# memory, of which each program takes one KiB more:
+# memory; each program takes one KiB on top of its buffers:
 
 
 # %%
@@ -236,9 +233,8 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 
 # %% [markdown]
 # On all three workloads one number orders the shapes: the warp groups on an SM. That much does
-# overlap: while one warp group evaluates its activation, the others have the tensor cores, if there
-# are any. 64 x 128 leaves room for a single warp group and takes {glue:text}`worst:.1f` times as
-# long.
+# overlap: while one warp group evaluates its activation, the others, if any, have the tensor cores.
+# 64 x 128 leaves room for a single warp group and takes {glue:text}`worst:.1f` times as long.
 #
 # Registers limit the warp groups, and addressing takes its share of them. In each iteration every
 # thread computes 64-bit addresses for its pieces of K and V, compares their rows with the end of
@@ -280,7 +276,7 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 # :label: ex-v1-pointers
 #
 # `tile` computes the pointers of each block from the row's number, in every iteration. Computed
-# once and advanced by a constant, they would stay alive through both {term}`MMAs <MMA>`. Say that
+# once and advanced by a constant, they would stay alive through both {term}`MMAs <MMA>`. Suppose
 # this takes 8 registers more than the table above shows. How many programs fit on an SM? *(paper)*
 # :::
 #

@@ -51,8 +51,8 @@ chapter.glue(
 # %% tags=["remove-input"]
 # | name: fig-v2-shapes
 # | caption: >
-# |   How many times as fast as v1 v2 is with the same tile (BLOCK_M x BLOCK_N x warps x stages),
-# |   forward, kernel alone.
+# |   Speedup of v2 over v1 with the same tile (BLOCK_M x BLOCK_N x warps x stages), forward, kernel
+# |   alone.
 # | alt: >
 # |   A dot plot with a row for each of eight shapes and a mark for each of three workloads. All
 # |   marks lie right of 1, those of 128x64x4x2 furthest, at up to 1.3.
@@ -71,7 +71,7 @@ chapter.figure(charts.dots(gain, xlabel="time of v1 / time of v2"), measured=swe
 # and strides, and the shape of the box {cite}`nvidiaptx`. The host makes it once, before the
 # launch. Then one thread issues one instruction with the coordinates of a box. The unit computes
 # all addresses, writes the box in the layout that the tensor cores want, and reports the bytes to a
-# barrier. Elements outside the sizes read as zero and are not written, without a predicate.
+# barrier. Out of bounds, elements read as zero and are not written, without a predicate.
 #
 # ## The tail of a sequence
 #
@@ -105,13 +105,13 @@ print("descriptor of this book: ", loaded[1, :, 0].tolist())
 #
 # ## Five dimensions
 #
-# The way out is that of Triton's `ragged_tma` {cite}`fbtriton`: put the end of *every* sequence at
-# the same bound. The descriptor clips in a dimension of size $B = 2^{30}$, and row $i$ of a
-# sequence of $n$ rows has the coordinate $B - n + i$ there: inside for $i < n$, outside from
-# $i = n$ on, whatever $n$ is. The address is now wrong, and two more dimensions put it right. One
-# adds the end of the sequence, $\text{start} + n$ rows. The other has the stride $2^{34} - s$,
-# where $s$ is the stride of a row, and always the coordinate $B$. Since $B \cdot 2^{34} = 2^{64}$
-# and addresses have 64 bits, it subtracts $B s$:
+# Triton's `ragged_tma` {cite}`fbtriton` has the way out: put the end of *every* sequence at the
+# same bound. The descriptor clips in a dimension of size $B = 2^{30}$, and row $i$ of a sequence of
+# $n$ rows has the coordinate $B - n + i$ there: inside for $i < n$, outside from $i = n$ on,
+# whatever $n$ is. The address is now wrong, and two more dimensions put it right. One adds the end
+# of the sequence, $\text{start} + n$ rows. The other has the stride $2^{34} - s$, where $s$ is the
+# stride of a row, and always the coordinate $B$. Since $B \cdot 2^{34} = 2^{64}$ and addresses have
+# 64 bits, it subtracts $B s$:
 #
 # $$
 # (\text{start} + n)\,s + (B - n + i)\,s + B\,(2^{34} - s)
@@ -135,8 +135,8 @@ chapter.code(v2_tma.tma_kernel, "q = load_rows")
 # %% [markdown]
 # ## Prediction
 #
-# Bytes and FLOPs stay the same. What may change is what the warps do besides, and {term}`SASS`
-# shows that without a GPU. A shape is `BLOCK_M` x `BLOCK_N` x `num_warps` x `num_stages`:
+# Bytes and FLOPs stay the same. What else the warps do may change, and {term}`SASS` shows that
+# without a GPU. A shape is `BLOCK_M` x `BLOCK_N` x `num_warps` x `num_stages`:
 
 
 # %%
@@ -169,7 +169,7 @@ assert 0.84 < count["loop"][V2][WIDE] / count["loop"]["v1_tiled"][WIDE] < 0.88, 
 # %% [markdown]
 # At 128x64x4x2 the {term}`accumulator` and the scores take 192 registers of each thread; with its
 # pointers v1 {term}`spills <spill>`. v2 fits, and its loop is shorter by a seventh. At v1's own
-# shape there was room, and hardly an instruction goes.
+# shape there was room, and hardly an instruction disappears.
 #
 # Two programs share an SM. If they overlap perfectly, the tensor cores are the limit and fewer
 # instructions gain nothing. If nothing overlaps, issue and tensor cycles add up. A gain above the
@@ -242,7 +242,7 @@ chapter.glue(once_v1=once["v1_tiled"][OURS], once_v2=once[V2][OURS])
 # At v1's own shape the loop gained nothing, as its count said, and *all* of the gain is at the two
 # ends of a tile: {glue:text}`once_v1:.1f` µs become {glue:text}`once_v2:.1f` µs. v1 carries Q
 # through registers into {term}`shared memory` and shuffles the output back into rows before every
-# thread stores its part; v2 does either in one instruction. With 64 rows the ends did not get
+# thread stores its part; v2 does each in one instruction. With 64 rows the ends did not get
 # shorter.
 #
 # In a half-full batch nearly half of the programs find that their rows do not exist:

@@ -83,7 +83,7 @@ chapter.figure(chart, measured=chapter.rows(variant=["hardware", *LISTS]))
 # grid of v2 has 36,864 programs for 1,152 sequences of up to 1,024 tokens; whenever one ends, the
 # hardware starts the next in its place. v3 is persistent: two programs on each SM, 264 in all, and
 # program $p$ of $P$ takes the entries $p, p + P, p + 2P, \ldots$ of a list. The order of the list
-# does not change a bit of the result. A loop goes around v2's body:
+# leaves every bit of the result unchanged. A loop goes around v2's body:
 
 # %% tags=["remove-input"]
 chapter.code(v3_persistent.persistent_kernel, "num_tiles = tl.load", "if cu_seqlens_q_ptr")
@@ -200,9 +200,10 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# The third has a reason. Entry $i$ of a padded list is row block $i$ modulo the blocks of a
-# sequence. With eight blocks, $\gcd(132, 8) = 4$: a program sees only two of the eight. Program 0
-# gets blocks 0 and 4, and a block 0 is never empty. 131 is a prime: all programs see all blocks.
+# The third prediction has a reason. Entry $i$ of a padded list is row block $i$ modulo the blocks
+# of a sequence. With eight blocks, $\gcd(132, 8) = 4$: a program sees only two of the eight.
+# Program 0 gets blocks 0 and 4, and a block 0 is never empty. 131 is a prime: all programs see all
+# blocks.
 #
 # ## Measurement
 #
@@ -214,10 +215,10 @@ chapter.glue(
 # **Real lengths.** Zigzag saves {glue:text}`real_min:.0f` to {glue:text}`real_max:.0f` % on the
 # four laws, where the model promised {glue:text}`promised_min:.0f` to
 # {glue:text}`promised_max:.0f`. The natural order loses up to {glue:text}`valid_loss:.0f` %: it
-# gives tiles away before it is known who will be free. The hardware gives each free slot the next
-# program, which is list scheduling {cite}`graham1969bounds`.
+# assigns tiles before it is known which program will be free. The hardware gives each free slot the
+# next program, which is list scheduling {cite}`graham1969bounds`.
 #
-# **131 programs** beat 132 by up to {glue:text}`alias_max:.2f` times. Except on
+# **131 programs** are up to {glue:text}`alias_max:.2f` times as fast as 132. Except on
 # {glue:text}`worst` the modelled ratio is within {glue:text}`error:.0f` %. For 264 programs the
 # model is worse, perhaps because two share an SM: when one has finished, the other runs faster.
 #
@@ -235,10 +236,10 @@ chapter.glue(
 # programs, the default, it takes {glue:text}`even_min:.2f` to {glue:text}`even_max:.2f` times: the
 # repair made the kernel *slower*, though nearly half of its tiles no longer compute anything.
 #
-# The model says why it could not help: $\gcd(264, 8) = 8$, so program 0 has every block 0 of its
-# share, none of them is empty, and the others wait for it. It does not say why it hurt. A guess:
-# before, all programs went through the list in step, and the eight blocks of a head read the same K
-# and V at the same time; now the programs with empty tiles run ahead.
+# The model says why it could not help: $\gcd(264, 8) = 8$, so program 0 gets only blocks 0, none of
+# them empty, and the others wait for it. It does not say why it hurt. A guess: before, all programs
+# went through the list in step, and the eight blocks of a head read the same K and V at the same
+# time; now the programs with empty tiles run ahead.
 #
 # v3 does not pay on the published workloads. A persistent kernel is worth its list when the first
 # loads of the next tile can run during the last MMA of this one, and that needs warps that do

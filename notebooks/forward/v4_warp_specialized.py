@@ -11,10 +11,10 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will split a kernel into one producer and two consumer warp groups, hand buffers over with
-# your own barriers, and read what a forgotten and an early arrival do. You will also separate what
-# a block costs from what a tile costs. On the H200 a block of 128 keys takes
-# {glue:text}`block_v4:.2f` µs of an SM, {glue:text}`block_v2:.2f` in v2. But each tile also pays a
-# fixed {glue:text}`fixed_v4:.1f` µs: with one CTA per SM, nothing hides its prologue and epilogue.
+# your own barriers, see what a forgotten and an early arrival do, and separate what a block costs
+# from what a tile costs. On the H200 a block of 128 keys takes {glue:text}`block_v4:.2f` µs of an
+# SM, {glue:text}`block_v2:.2f` in v2. But each tile also pays a fixed {glue:text}`fixed_v4:.1f` µs:
+# with one CTA per SM, nothing hides its prologue and epilogue.
 # :::
 
 # %%
@@ -101,9 +101,8 @@ chapter.roles(V4)
 # A barrier counts the arrivals of its current phase; when none is missing, the phase completes and
 # the next begins. A waiter names a phase by its parity. Two consumers read each K and V, so a phase
 # of `k_empty` completes only with the arrivals of both: 2 x 128 threads. Until then the producer
-# may not overwrite the buffer, even if one consumer is long done. The producer waits with the other
-# parity, `phase ^ 1`, which a fresh barrier lets pass: buffers are empty at first, and nobody has
-# to say so ({doc}`../tools/emulator`).
+# may not overwrite the buffer, even if one consumer is long done. It waits with the other parity,
+# `phase ^ 1`, which a fresh barrier lets pass: buffers start empty ({doc}`../tools/emulator`).
 #
 # ## Prediction
 #
@@ -129,12 +128,12 @@ chapter.table(
 )
 
 # %% [markdown]
-# Inside a consumer nothing changes: MMA, activation and MMA follow each other. An MMA can be
-# overlapped only with the activation of the *other* consumer, and nothing makes it so. In step, a
-# block takes {glue:text}`in_step:,.0f` cycles, {glue:text}`in_step_share:.0f` % of the peak;
-# perfectly out of step, {glue:text}`mma:,.0f`. The two CTAs that v2 has on an SM have the same
-# limits. So the count promises nothing for long tiles and a loss for short ones, whose prologue and
-# epilogue now stop the SM. Prototypes had shown both before they were written down.
+# Inside a consumer nothing changes: MMA, activation and MMA follow each other. An MMA can overlap
+# only with the activation of the *other* consumer, and nothing arranges that. In step, a block
+# takes {glue:text}`in_step:,.0f` cycles, {glue:text}`in_step_share:.0f` % of the peak; perfectly
+# out of step, {glue:text}`mma:,.0f`. The two CTAs that v2 has on an SM have the same limits. So the
+# count promises nothing for long tiles and a loss for short ones, whose prologue and epilogue now
+# stop the SM. Prototypes had shown both before they were written down.
 #
 # The third prediction is about registers. A consumer keeps 64 values of S a thread, 64 of the
 # {term}`accumulator` and 32 registers of bf16 P: 160. An even share of the register file is 168, so
@@ -272,7 +271,7 @@ chapter.glue(short_min=short.min(), short_max=short.max(), spilling=spilling.min
 #
 # By these lines v4 would take {glue:text}`line:.2f` times the time of v2 with 2,048 keys; it takes
 # {glue:text}`ratio_2048:.2f`. Long launches run into the power limit, and the consumers may fall
-# into step. The record cannot tell the two apart, since it does not hold the clock of each launch.
+# into step. The record cannot tell which, since it lacks the clock of each launch.
 #
 # ### What the compiler made of it
 
@@ -342,9 +341,9 @@ chapter.glue(price=price, doubt=doubt, saved=saved, early=100 * gained / whole)
 # :class: dropdown
 #
 # The MMAs halve to 1,024 cycles; the activation keeps its 1,024 cycles of {term}`MUFU`. In step
-# that is 50 % of the peak. Perfectly out of step, tensor cores and MUFU are both busy all the time,
-# and any other instruction is too many. Fewer instructions for an activation would then be worth
-# more than better overlap.
+# that is 50 % of the peak. Perfectly out of step, tensor cores and MUFU are both always busy, and
+# any other instruction is one too many. A cheaper activation would then be worth more than better
+# overlap.
 # :::
 #
 # :::{exercise} How many stages?
@@ -393,7 +392,7 @@ chapter.glue(**ends)
 # ## Takeaways
 #
 # - Warp specialization separates what a kernel computes from when it asks for data. By itself it
-#   overlaps no MMA with an activation: inside a consumer everything still follows everything.
+#   overlaps no MMA with an activation: a consumer still does one thing after another.
 # - With one CTA per SM, prologue, epilogue and empty tiles are time of the whole SM. Measure what a
 #   tile costs besides its blocks before you make it bigger.
 # - Count registers before you move them, and let the compiler confirm the count.

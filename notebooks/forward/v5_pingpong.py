@@ -73,7 +73,7 @@ chapter.code(v5_pingpong.math, "for block in", "store_rows")
 #
 # P waits in fp32 and is converted just before its {term}`MMA`, because registers that a `wgmma`
 # reads must not be written while another one runs. S, P in both formats and the {term}`accumulator`
-# take 224 registers, where an even share of the register file is 168. So `setmaxnreg` now pays: the
+# take 224 registers, where an even share of the register file is 168. So `setmaxnreg` pays now: the
 # producer gives up what the consumers need.
 #
 # An option adds the *turns* of FlashAttention-3's ping-pong schedule: with a pair of named barriers
@@ -233,7 +233,7 @@ chapter.glue(tanh=tanh, under_v5=under_v5, under_as_is=under_as_is)
 # :label: ex-v5-wait
 #
 # Replace `async_dot_wait(1, s)` in the loop with `async_dot_wait(0, s)`, then with
-# `async_dot_wait(2, s)`. What does each do to the result and to the time? *(paper, then one digit)*
+# `async_dot_wait(2, s)`. How do result and time change? *(paper, then one digit)*
 # :::
 
 # %% tags=["remove-cell"]

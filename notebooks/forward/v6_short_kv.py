@@ -7,14 +7,14 @@
 # %% [markdown]
 # # v6: the pipeline never drains
 #
-# A CTA of v5 fills an SM, computes one tile and exits. What is gained if it stays, if it pipelines
-# across tiles, and if short K and V stay in shared memory as well?
+# A CTA of v5 fills an SM, computes one tile and exits. What is gained if it stays, pipelines across
+# tiles, and keeps short K and V in shared memory?
 #
 # :::{admonition} In this chapter (25 minutes)
-# You will make a warp-specialized kernel persistent, pipeline it across tiles, and learn to tell a
-# gap worth closing from one that is filled already. On the H200 persistent CTAs (`v6a_persistent`)
-# run at {glue:text}`stay_min:.2f` to {glue:text}`stay_max:.2f` times the rate of v5 on full
-# batches, up to {glue:text}`stay_half:.1f` times on half-full ones. The others stay within noise.
+# You will make a warp-specialized kernel persistent, pipeline it across tiles, and tell a gap worth
+# closing from one that is already filled. On the H200 persistent CTAs (`v6a_persistent`) run at
+# {glue:text}`stay_min:.2f` to {glue:text}`stay_max:.2f` times the rate of v5 on full batches, up to
+# {glue:text}`stay_half:.1f` times on half-full ones. The others stay within noise.
 # :::
 
 # %%
@@ -64,8 +64,8 @@ chapter.figure(
 # | | v5 | v6a | v6b | v6 |
 # |:--|:--|:--|:--|:--|
 # | a CTA | one tile | walks a list of tiles | as v6a | as v6a |
-# | with a tile's last P V runs | nothing | nothing | the next tile's first S | as v6b |
-# | K and V are fetched | for each tile | for each tile | for each tile | once a head, if they fit |
+# | overlapped with a tile's last P V | nothing | nothing | the next tile's first S | as v6b |
+# | K and V are fetched | per tile | per tile | per tile | once per head, if they fit |
 #
 # Inside a tile nothing has changed since {doc}`v5 <v5_pingpong>`; all three steps are about what
 # lies between two tiles. {doc}`v3 <v3_persistent>` was persistent too and gained nothing by it: two
@@ -77,7 +77,7 @@ chapter.figure(
 # *Persistent {term}`CTAs <CTA>`* save the same time on every tile, a fifth of a tile with 512 keys:
 # barrier set-up, the first copies, the store. *The stream* saves one block's time on every tile, n
 # instead of n + 1, since a consumer of v6a waits twice with nothing in flight, for the first S and
-# for the last P V. *K and V that stay* spare L2 128 KiB a tile of 256 keys, and should be worth 3
+# for the last P V. *Resident K and V* spare L2 128 KiB per tile of 256 keys, and should be worth 3
 # to 6 %. The control: with more than 256 keys v6 does what v6b does.
 
 # %%
@@ -110,8 +110,8 @@ chapter.predict("Control, largest difference.", noise, most=3, form=".1f", unit=
 # ## Step one: stay
 #
 # As in v3, a list made from the lengths says which tiles exist. An entry now holds all that a tile
-# needs, so no lookup in `cu_seqlens` follows. One small kernel makes the list, in
-# {glue:text}`list_share:.1f` % of v6's time on gdpa-self-full-256. It is read one tile ahead:
+# needs, so no lookup in `cu_seqlens` follows. One small kernel makes the list; it takes
+# {glue:text}`list_share:.1f` % of v6's time on gdpa-self-full-256. Entries are read one tile ahead:
 
 # %% tags=["remove-input"]
 chapter.code(v6a_persistent.math, "while item", "row += role")
@@ -180,7 +180,7 @@ chapter.figure(after.svg(width=720, start=6000, end=13000), emulated="v6b, 12 ti
 #
 # ## Measurement
 #
-# {doc}`results` measures the ladder, this chapter the list, and K and V that stay:
+# {doc}`results` measures the ladder; this chapter, the list and resident K and V:
 
 
 # %% tags=["hide-input"]
@@ -214,7 +214,7 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# With equal blocks K and V that stay give {glue:text}`kept_min:.2f` to {glue:text}`kept_max:.2f`
+# With equal blocks, resident K and V give {glue:text}`kept_min:.2f` to {glue:text}`kept_max:.2f`
 # times the rate. On full batches the best of the three steps runs at {glue:text}`peer_min:.2f` to
 # {glue:text}`peer_max:.2f` times the rate of cuDNN's softmax attention.
 #
@@ -225,11 +225,11 @@ chapter.glue(
 # {glue:text}`stream_max:.2f` times the rate.
 #
 # The prediction counted what one consumer waits for. The tensor core does not care which consumer
-# feeds it. Two consumers drift apart until one multiplies while the other evaluates; then a wait at
-# the boundary gives the tensor core to the other one. The gap between two CTAs of v5 was different:
-# it stopped both consumers and the copies.
+# feeds it. Two consumers drift apart until one multiplies while the other evaluates; a wait at the
+# boundary then hands the tensor core to the other. The gap between two CTAs of v5 was different: it
+# stopped both consumers and the copies.
 #
-# K and V that stay save L2 bandwidth that was not short. On gdpa-self-half-jagged-256 they give
+# Resident K and V save L2 bandwidth that was not short. On gdpa-self-half-jagged-256 they give
 # {glue:text}`few:.2f` times the rate: an entry is a whole head there, and blocks have 128 keys
 # instead of 64; no record separates the two. Both steps stay because {doc}`v7 <v7_packed>` makes a
 # score cheaper, and cheaper scores leave longer gaps.
@@ -255,7 +255,7 @@ chapter.glue(
 # :label: ex-v6-release
 #
 # Before its loop over tiles a consumer releases `k[0]` if `steps == 1`. Drop the condition. For
-# which batches is the kernel still right? Try 128 and 129 query rows on 200 keys that stay.
+# which batches is the kernel still right? Try 128 and 129 query rows on 200 resident keys.
 # *(emulator, fifteen minutes)*
 # :::
 
@@ -295,6 +295,7 @@ chapter.glue(one_slot=100 * (slower / as_is - 1))
 #
 # ## Takeaways
 #
-# - A CTA that fills an SM must not end: its prologue and epilogue cost the whole SM, every tile.
+# - A CTA that fills an SM should not exit: its prologue and epilogue stall the whole SM, every
+#   tile.
 # - Before closing a gap in one warp group, see whether another one uses the resource meanwhile.
 # - Put a control beside small gains: two kernels that do the same.

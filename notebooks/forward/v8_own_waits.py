@@ -7,9 +7,8 @@
 # %% [markdown]
 # # v8: the waits as written
 #
-# Since v5 the loop says: issue the next S, issue P V, wait for S only. v6 carries that across
-# tiles, from a list that persistent programs walk, with short K and V kept in shared memory; v7
-# computes the activation in packed bf16. Does the GPU do what the loop says?
+# Since v5 the loop says: issue the next S, issue P V, wait for S only. Does the GPU do what the
+# loop says?
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will find waits that nobody wrote, keep them out with one argument, and learn what an
@@ -99,10 +98,9 @@ chapter.glue(tanh=tanh, hidden_v7=hidden["v7"], hidden_v8=hidden["v8"], after=ta
 
 # %% [markdown]
 # In v7 a `wait 0` follows each MMA: no commit group may be left in flight, and the source's own
-# `wait 1` finds nothing to wait for. A pass of the compiler adds them. It makes the MMAs of
-# software-pipelined `for` loops asynchronous, which is meant for kernels without waits of their
-# own, and it waits wherever it cannot prove that a result is not needed yet {cite}`fbtriton`. It
-# does not check whether the source already waits. A loop counts as pipelined by its number of
+# `wait 1` finds nothing to wait for. The compiler pass of {doc}`v5 <v5_pingpong>` adds them: it
+# makes the MMAs of software-pipelined `for` loops asynchronous, and waits wherever it cannot prove
+# that a result is not needed yet {cite}`fbtriton`. A loop counts as pipelined by its number of
 # stages, a launch option unless the loop sets its own. With `num_stages=0`, or 1, the pass leaves
 # the loop alone; 2 brings the waits back. (`NUM_STAGES` is the number of K and V buffers.)
 #
@@ -127,7 +125,7 @@ chapter.figure(
 # %% [markdown]
 # In v7 S is issued and awaited. Then the instructions of P V are issued with the `tanh` of the new
 # scores between them: all {glue:text}`hidden_v7:.0f` of a thread are overlapped with P V. So v7 did
-# overlap, though not as its source says. What it lacks is anything in flight while it waits for S.
+# overlap, though not as its source says. But while it waits for S it has nothing else in flight.
 #
 # In v8 both {term}`MMAs <MMA>` are issued back to back, and the consumer waits for S with P V
 # queued behind it. But ptxas has moved the *last* wait up: only {glue:text}`hidden_v8:.0f` of the
@@ -138,8 +136,9 @@ chapter.figure(
 #
 # In v7 a consumer waits 512 cycles or more for S of 128 keys with nothing else in flight, and twice
 # that when the other one holds the tensor core. With P V queued behind S the tensor core has work
-# during that wait: +5 to +15 % where a tile has many blocks, and a gain under 3 % refutes it. With
-# 256 keys the loop runs once, since the first block belongs to the tile boundary: no change.
+# during that wait. We predict +5 to +15 % where a tile has many blocks; a gain under 3 % refutes
+# that. With 256 keys the loop runs once, since the first block belongs to the tile boundary: no
+# change.
 
 # %% tags=["remove-input"]
 few = gain[[name for name in gain.index if "full" in name and workload(name).max_seqlen_k == 256]]
@@ -167,7 +166,7 @@ assert gain[FULL[1024]] < gain[FULL[2048]] <= gain[FULL[512]], "the text says so
 
 # %% [markdown]
 # TFLOP/s; cuDNN and FA4 compute softmax. At 512 and 2,048 tokens the gain is as predicted; at 1,024
-# it is {glue:text}`at_1024:.1f` %, and that refutes the prediction. Half-full batches run at
+# it is {glue:text}`at_1024:.1f` %, which refutes the prediction. Half-full batches run at
 # {glue:text}`half_min:.2f` to {glue:text}`half_max:.2f` times the rate of v7. On full batches v8
 # runs at {glue:text}`cudnn_min:.2f` to {glue:text}`cudnn_max:.2f` times the rate of cuDNN.
 #
@@ -189,11 +188,11 @@ chapter.glue(real=100 * real, of_computed=100 * rates.loc[LEAST, V8] / real / pe
 chapter.glue(least=roof.loc[LEAST, V8], at_512_roof=roof.loc[FULL[512], V8])
 
 # %% [markdown]
-# {glue:text}`real:.0f` % of the computed pairs are real. v8 stands at {glue:text}`least:.0f` % of
-# the roofline there, and at {glue:text}`of_computed:.0f` % of the compute ceiling if all computed
-# pairs count. These tiles have to become smaller, not faster. At 512 full tokens nothing is wasted,
-# and v8 stands at {glue:text}`at_512_roof:.0f` %. Blocks of 64 keys read Q from shared memory twice
-# as often, and every eighth block is a tile boundary; no record says which costs more.
+# {glue:text}`real:.0f` % of the computed pairs are real. v8 reaches {glue:text}`least:.0f` % of the
+# roofline there, and {glue:text}`of_computed:.0f` % of the compute ceiling if all computed pairs
+# count. These tiles have to become smaller, not faster. At 512 full tokens nothing is wasted, and
+# v8 reaches {glue:text}`at_512_roof:.0f` %. Blocks of 64 keys read Q from shared memory twice as
+# often, and every eighth block is a tile boundary; no record says which costs more.
 #
 # ## Is it right?
 #
@@ -209,24 +208,24 @@ for module in (v7_packed, v8_own_waits):
     print(f"{module.__name__}: {max(event.end for event in events):,.0f} modelled cycles")
 
 # %% [markdown]
-# The emulator runs the source, so it sees no difference at all. It shows that the waits of the
-# source are *enough*. It cannot know that the compiler adds more.
+# The emulator runs the source, so it sees no difference. It shows that the source's waits are
+# *enough*; it cannot see that the compiler adds more.
 #
 # ## The surprise: an order that nobody wrote
 #
-# In v5, v6a, v6b, v6 and v7 the source asked for one order, the compiler's waits for another, and
-# the order in SASS was neither. Every measurement was explained all the same: by the ends of tiles,
-# the list, power. All of it was plausible, some of it was tested, and none of it needed the waits.
+# From v5 to v7 the source asked for one order, the compiler's waits for another, and SASS had
+# neither. We explained every measurement all the same: by the ends of tiles, the list, power. All
+# of it was plausible, some of it was tested, and none of it needed the waits.
 #
-# {doc}`v5_pingpong` saw the waits and asked the right question with the wrong instrument. Its
-# `while` loop has no added waits either, but it also converts its {term}`accumulator` through
-# {term}`shared memory`, and it was slower. One experiment that changed two things closed the
-# question up to v7; `num_stages=0` changes one.
+# {doc}`v5_pingpong` saw the waits and tested them with the wrong instrument. Its `while` loop has
+# no added waits either, but it also converts its {term}`accumulator` through {term}`shared memory`,
+# and was slower. That experiment changed two things and closed the question until v8;
+# `num_stages=0` changes one.
 #
-# Nor does counting explain the gain: by the `tanh` that are overlapped with P V, v7 is the better
-# kernel. The count misses that a consumer drains its queue of MMAs twice a block in v7, after S and
-# after P V, and once in v8. Each time, the tensor core depends on the other consumer being ready at
-# that moment. This is a hypothesis; a profile of both kernels would test it.
+# Nor does counting explain the gain: v7 overlaps more `tanh` with P V. The count misses that a
+# consumer drains its queue of MMAs twice a block in v7, after S and after P V, and once in v8. Each
+# time, the tensor core depends on the other consumer being ready at that moment. This is a
+# hypothesis; a profile of both kernels would test it.
 #
 # ## Exercises
 #
@@ -299,5 +298,6 @@ chapter.glue(idle=idle, alone=1024 + idle, idle_share=100 * idle / (1024 + idle)
 #
 # - The compiler must keep the waits that you write, and it may add more. Read the IR for waits and
 #   the SASS for order.
-# - An emulator that runs the source shows that its waits are enough. It cannot see added ones.
+# - An emulator that runs the source shows that its waits are enough, not that the compiler adds
+#   none.
 # - An experiment that changes two things answers no question.
