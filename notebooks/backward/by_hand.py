@@ -7,11 +7,11 @@
 # %% [markdown]
 # # The backward by hand
 #
-# What must backward compute when softmax is gone, and what must forward leave behind?
+# What must the backward pass compute when softmax is gone, and what must forward save for it?
 #
 # :::{admonition} In this chapter (20 minutes)
-# You will derive the three gradients, see where a mask must stand, and decide who owns which sum.
-# The result: five MMAs, {glue:text}`flops_ratio:.1f` times the FLOPs of forward for
+# You will derive the three gradients, see where a mask must act, and decide who owns which sum. The
+# result: five MMAs, {glue:text}`flops_ratio:.1f` times the FLOPs of forward for
 # {glue:text}`bytes_ratio:.2f` times its bytes, from q, k, v and dO alone: no output, no
 # log-sum-exp, no row sums.
 # :::
@@ -71,7 +71,7 @@ chapter.figure(charts.tiles({"": charts.Tiles((2, 3), cross, strips)}), modelled
 # dA = dC\,B^{\mathsf T}, \qquad dB = A^{\mathsf T} dC :
 # $$ (eq-hand-product)
 #
-# so that each matmul forward becomes two backward. From the end to the beginning:
+# so each matmul forward becomes two backward. From the end to the beginning:
 #
 # - Through $O = c\,P V$: $dP = c\,dO\,V^{\mathsf T}$ and $dV = c\,P^{\mathsf T} dO$.
 # - Through the activation, score by score: $dS = m \odot \alpha'(S) \odot dP$.
@@ -110,12 +110,12 @@ print(gaps(by_hand(Q, K, V, dO, m), expected))
 # In the code, as in our rungs, $c$ has moved from $dP$ to the end. That saves a multiplication per
 # score and keeps fp16 accurate: an {term}`MMA` takes dS in 16 bits, and with `output_scale` 1 /
 # 2048, as in Kunlun {cite}`hou2026kunlun`, small gradients would underflow. `reference.backward`
-# does the same for heads and a batch; tests hold it against finite differences of the forward pass.
+# does the same for heads and a batch; tests compare it with finite differences of the forward pass.
 #
 # ## Masks act twice
 #
-# $m$ stands in $P$ and in $dS$. All our activations are 0 at 0, so it seems enough to set masked
-# *scores* to 0. Forward it is. Backward it is not, because $\alpha'(0)$ of GELU is ½:
+# $m$ appears in $P$ and in $dS$. All our activations are 0 at 0, so setting masked *scores* to 0
+# seems enough. Forward it is. Backward it is not, because $\alpha'(0)$ of GELU is ½:
 
 
 # %%
@@ -128,12 +128,12 @@ def mask_on_scores(Q, K, V, dO, m):
 print(gaps(mask_on_scores(Q, K, V, dO, m), expected))
 
 # %% [markdown]
-# dV is right. dQ and dK are wrong by more than half of their largest number: they pick up gradient
-# from pairs that do not count. A check of the output or of dV finds nothing.
+# dV is right. dQ and dK are wrong by more than half of their largest element: they pick up gradient
+# from masked pairs. A check of the output or of dV finds nothing.
 #
 # *Rows and keys beyond the end* need no mask. Tails are loaded as zeros
 # ({doc}`../forward/v1_tiled`), so dO or V is 0 there, hence $dP = 0$, and $P = \alpha(0) = 0$. The
-# zeros must be real: the next sequence lies behind in memory, and $0 \cdot \text{NaN}$ is NaN.
+# zeros must be real: in memory the next sequence follows, and $0 \cdot \text{NaN}$ is NaN.
 #
 # *A tensor that is used several times* gets a sum: with grouped heads {cite}`ainslie2023gqa` dK and
 # dV over the query heads of a group, with a shared q dQ over the batch. If the order of such a sum
@@ -151,17 +151,17 @@ print(gaps(mask_on_scores(Q, K, V, dO, m), expected))
 #
 # The derivative of tanh is a polynomial in tanh, so one `tanh.approx` serves both. Value and slope
 # take {glue:text}`both:.0f` fp32 instructions, the value alone {glue:text}`alone:.0f`. At head_dim
-# 128 MUFU needs half as long as the tensor cores forward, and a fifth as long backward. Forward the
-# fight was for the activation. Backward it will be for registers and shared memory.
+# 128 MUFU needs half as long as the tensor cores forward, and a fifth as long backward. Forward we
+# fought over the activation; backward, over registers and shared memory.
 #
 # ## The surprise: memory is the easier part
 #
-# One expects backward to be the harder half, and for issue slots and registers it is. For memory it
-# is not: it has 5 MMAs where forward has 2, and at equal lengths it moves 7 tensors where forward
-# moves 4, so its intensity is 10/7 of forward's. Of {glue:text}`workloads:.0f` workloads
-# {glue:text}`memory_forward:.0f` are memory-bound forward, {glue:text}`memory_backward:.0f`
-# backward (modelled). Forward, self-attention is compute-bound from
-# {glue:text}`ridge_forward:.0f` tokens on; from where it is backward, the third exercise asks.
+# Backward is the harder half for issue slots and registers, but not for memory: it has 5 MMAs where
+# forward has 2, and at equal lengths it moves 7 tensors where forward moves 4, so its intensity is
+# 10/7 of forward's. Of {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are
+# memory-bound forward, {glue:text}`memory_backward:.0f` backward (modelled). Forward,
+# self-attention is compute-bound from {glue:text}`ridge_forward:.0f` tokens on; the third exercise
+# asks the same of backward.
 
 # %% tags=["remove-cell"]
 ridge = {}
@@ -177,7 +177,8 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# These are the fewest bytes. A kernel that owns keys and adds up dQ in memory, in fp32, moves more.
+# These are the fewest bytes. A kernel that owns keys and accumulates dQ in fp32 in memory moves
+# more.
 #
 # ## What forward must leave behind
 #
@@ -190,9 +191,9 @@ chapter.glue(
 # $$ (eq-hand-softmax)
 #
 # $Z_i$ and $D_i$ are sums over all keys, which a kernel with a tile of keys cannot form. It needs
-# the log-sum-exp from forward, and $D_i$ before the first tile, which takes the output and a kernel
-# of its own {cite}`dao2024flashattention2`. The Jacobian of an activation is diagonal. What
-# autograd keeps beside the inputs, on 200 tokens, 2 heads of 64:
+# the log-sum-exp from forward, and $D_i$ before the first tile, from the output and a separate
+# kernel {cite}`dao2024flashattention2`. The Jacobian of an activation is diagonal. What autograd
+# saves beside the inputs, on 200 tokens, 2 heads of 64:
 
 
 # %%
@@ -212,8 +213,8 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 
 # %% [markdown]
 # The log-sum-exp is small. The cost is the kernel that forms $D$: it reads output and dO once more,
-# two tensors beside the seven. Ask of any attention: *is everything that a score's derivative
-# depends on in one tile?* {doc}`../block/backward_alone` has a softmax where it is.
+# two tensors beside the seven. Ask of any attention: *does one tile hold everything that a score's
+# derivative depends on?* {doc}`../block/backward_alone` has a softmax where it does.
 #
 # ## Who owns what, and which way round
 #
@@ -228,13 +229,13 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 # *Who owns what.* A program that walks down a column of tiles in {numref}`fig-hand-owners` sums dK
 # and dV in registers and scatters dQ; one that walks along a row does the reverse.
 # {doc}`v1_tiled_backward` has a kernel of each kind and computes $T$ and $dP$ twice.
-# {doc}`v2_fused_backward` walks columns and adds up dQ in memory. {doc}`v5_short_kv_backward` gives
-# all columns to one {term}`cluster`.
+# {doc}`v2_fused_backward` walks columns and accumulates dQ in memory. {doc}`v5_short_kv_backward`
+# gives all columns to one {term}`cluster`.
 #
 # *Which way round.* What a Hopper tensor core leaves in registers can be the first operand of the
-# next MMA as it stands, but not transposed ({doc}`../forward/v4_warp_specialized`). With scores as
-# $Q K^{\mathsf T}$, dV and dK need a transpose each; with $K Q^{\mathsf T}$ only dQ does. A kernel
-# of all three gradients transposes at least once, two kernels never.
+# next MMA as it is, but not transposed. With scores as $Q K^{\mathsf T}$, dV and dK need a
+# transpose each; with $K Q^{\mathsf T}$ only dQ does. A kernel of all three gradients transposes at
+# least once, two kernels never.
 #
 # ## Exercises
 #
@@ -258,8 +259,8 @@ chapter.glue(store_gb=stored / 1e9, store_ms=there_and_back, mma_ms=mma)
 # :class: dropdown
 #
 # {glue:text}`store_gb:.1f` GB. Writing and reading take {glue:text}`store_ms:.1f` ms, the MMA
-# {glue:text}`mma_ms:.1f` ms at the rate of the ceiling. And GELU' cannot be had from GELU: two
-# scores, left and right of its minimum, have the same value.
+# {glue:text}`mma_ms:.1f` ms at the rate of the ceiling. And GELU' does not follow from GELU: left
+# and right of the minimum, two scores have the same value.
 # :::
 #
 # :::{exercise} No activation at all

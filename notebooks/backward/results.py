@@ -36,10 +36,10 @@ data_dir = "data"
 # ## What runs
 #
 # The workloads of {doc}`../forward/results`, with a gradient of the output drawn from N(0, 1).
-# *Kernel time* is that of all kernels of the pass: a rung that sums dQ in fp32 pays for the zero
-# fill before and the rounding after, a softmax peer for its row sums. Lists of work are made
-# before. *Useful FLOPs* are five matmuls for everybody, 2.5 times those of forward. v1 makes seven
-# and is credited with five, as in the publication.
+# *Kernel time* covers all kernels of the pass: a rung that sums dQ in fp32 pays for the zero fill
+# and the rounding, a softmax peer for its row sums. Lists of work are made beforehand. *Useful
+# FLOPs* are five matmuls for everybody, 2.5 times those of forward. v1 does seven and is credited
+# with five, as in the publication.
 #
 # | rung | kernels of the pass | matmuls | who writes dQ |
 # |:--|:--|--:|:--|
@@ -53,8 +53,7 @@ data_dir = "data"
 # most 128 keys, and {doc}`v7 <v7_wide_backward>`, for wide heads, take shapes that no figure has.
 # All peers compute softmax; they are timed through autograd, their backward alone. All rungs run in
 # {term}`bursts <burst>`; v1, the newest and the peers also {term}`back to back <sustained scope>`,
-# a second each, under ceilings timed in the same way. These are the numbers here unless it says
-# burst.
+# a second each, under ceilings timed the same way: the numbers here unless it says burst.
 
 # %%
 chapter = Chapter("backward/results", mode=mode, device=device, data_dir=data_dir)
@@ -108,8 +107,8 @@ chapter.glue(over_peer=spread(ahead), won=(ahead >= 1).sum(), count=len(best), l
              **standings.glued(best))  # fmt: skip
 
 # %% [markdown]
-# All {glue:text}`checked:.0f` times back to back belong to gradients that passed the check against
-# fp64 ({doc}`../measuring/protocol`). A softmax peer is held to the gradients of softmax.
+# All {glue:text}`checked:.0f` kernels timed back to back passed the check of their gradients
+# against fp64 ({doc}`../measuring/protocol`), a softmax peer against those of softmax.
 #
 # ## Self-attention, full
 
@@ -128,7 +127,7 @@ standings.redrawn(chapter, "gdpa-self-bwd-full", DRAWN)
 # %% [markdown]
 # From 512 tokens on the limit is the tensor cores. The best rung has
 # {glue:text}`share_self-full_512:.0f` % of the roofline at 512 and
-# {glue:text}`share_self-full_2048:.0f` % at 2,048, less than forward: five matmuls want three
+# {glue:text}`share_self-full_2048:.0f` % at 2,048, less than forward: five matmuls need three
 # accumulators, and dQ has to leave after every 128 keys. Dense cuDNN takes {glue:text}`cudnn` times
 # the time of the best rung on the batches of one length, here and below. Back to back our rungs
 # keep {glue:text}`kept` of their rates in bursts.
@@ -148,7 +147,7 @@ standings.redrawn(chapter, "gdpa-self-bwd-full", DRAWN)
 standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, "dense")
 
 # %% [markdown]
-# Then with K and V as long as Q. Nobody published this chart: the right panel is the dense one.
+# Then with K and V as long as Q. The right panel is the published dense chart again:
 
 # %% tags=["remove-input"]
 # | name: fig-self-bwd-half-jagged
@@ -205,8 +204,8 @@ chapter.glue(suspect=spread(suspect), rest=spread(others))
 
 # %% [markdown]
 # No kernel is as fast backward as forward: all other published pairs have {glue:text}`rest`, the
-# suspect one {glue:text}`suspect`. The forward series was probably plotted twice;
-# {doc}`the claims <../tools/claims>` say what becomes of the factor read from the chart.
+# suspect one {glue:text}`suspect`. The forward series was probably plotted twice; {doc}`the claims
+# <../tools/claims>` say what that does to the published factor.
 #
 # ## Best rung, best peer
 #
@@ -237,9 +236,9 @@ chapter.predict(
 
 # %% [markdown]
 # Forward, FlashAttention-4 is behind dense cuDNN on every batch that both take. Backward it is the
-# best peer on {glue:text}`fa4_first:.0f` workloads. Ragged cuDNN, by the interface that PyTorch has
-# for it, has no time on any of the {glue:text}`asked:.0f` on which it was tried: its gradients fail
-# the check. FlashAttention-3 is not on PyPI; where it is installed, it is measured too.
+# best peer on {glue:text}`fa4_first:.0f` workloads. Ragged cuDNN, called through PyTorch, has no
+# time on any of the {glue:text}`asked:.0f` workloads it was tried on: its gradients fail the check.
+# FlashAttention-3 is not on PyPI; where it is installed, it is measured too.
 #
 # ## What the ladder shows
 #
@@ -268,8 +267,7 @@ chapter.glue(**{name: spread(x) for name, x in of.items()}, over_v1=over[V1].max
 #
 # The surprise is at 256 tokens. With v5 a full batch of 256 runs at
 # {glue:text}`best_self-full_256:.0f` TFLOP/s, one of 512 at {glue:text}`best_self-full_512:.0f`: v5
-# needs all keys on chip, and that ends at 256. What keeps v4 from the roofline is mostly the
-# instructions of a consumer, one after the other ({doc}`v4_warp_specialized_backward`).
+# needs all keys on chip, and 256 is the most that fit.
 #
 # The publication claims 1.6 times Triton {cite}`xu2026gdpa`. Over v1, which like that Triton kernel
 # makes seven matmuls, the largest factor here is {glue:text}`over_v1:.2f`, and the count alone
@@ -280,7 +278,7 @@ chapter.glue(**{name: spread(x) for name, x in of.items()}, over_v1=over[V1].max
 # Training calls forward and backward. A *step* is `gdpa` on tensors that require gradients and
 # `torch.autograd.grad` of its result: checks, allocations, lists, launches, waiting for the end.
 # Forward is the rung that `impl="auto"` takes. *Backward, op* is autograd's backward alone. Whole
-# calls have pauses between them, so they stand beside the kernels of bursts.
+# calls have pauses between them, so compare them with kernels in bursts.
 
 # %%
 ops, step = (chapter.times(direction="backward", scope="op", variant=v).loc[STEPS]
@@ -303,8 +301,8 @@ chapter.predict(
 # %% [markdown]
 # ## Memory of a step
 #
-# The most that a step had allocated at once, beside its inputs. It must hold the output and three
-# gradients, and twice q more for an fp32 dQ:
+# The peak allocation of a step, beside its inputs. It must hold the output, three gradients, and
+# for an fp32 dQ twice q more:
 
 # %%
 memory = chapter.recorded("memory").set_index(["workload", "impl"])["bytes"].astype(float)
@@ -324,12 +322,12 @@ chapter.predict("Every rung is within 5 % of the count: the largest difference."
                 unit=" %")  # fmt: skip
 
 # %% [markdown]
-# Whoever is short of memory and not of time takes v1, or v5 where it applies.
+# If memory is short and time is not, take v1, or v5 where it applies.
 #
 # ## Other machines
 #
-# `make compare NOTEBOOKS=backward/results` measures two lengths of every chart on your GPU beside
-# the record and keeps nothing; `make measure` appends a record.
+# `make compare NOTEBOOKS=backward/results` shows two lengths of every chart on your GPU beside
+# ours; `make measure` appends a record.
 
 # %% tags=["remove-input"]
 standings.others(chapter, here, "backward")
@@ -363,9 +361,9 @@ standings.others(chapter, here, "backward")
 # :class: dropdown
 #
 # With 256 queries and 256 keys, cross-attention *is* full self-attention, so a kernel must have the
-# same bar in both charts. Three kernels do, FlashAttention-4 does not. A check that fails to catch
-# it: at 1,024 its bar is about the same fraction of the self-attention bar as that of CUTLASS FMHA.
-# A plausible number is not a right one.
+# same bar in both charts. Three kernels do, FlashAttention-4 does not. A check that misses it: at
+# 1,024 its bar is about the same fraction of the self-attention bar as that of CUTLASS FMHA.
+# Plausible is not right.
 # :::
 #
 # ## Takeaways
@@ -373,4 +371,4 @@ standings.others(chapter, here, "backward")
 # - Back to back with at most 256 keys, where dQ can stay on chip, the best rung reaches
 #   {glue:text}`few_keys:.0f` % of the roofline, with more keys {glue:text}`more_keys:.0f` %.
 # - Name the peer, the batch and the range. The largest "times as fast" belongs to the weakest peer.
-# - A chart can be tested with a pencil: two shapes that are one, two directions that must differ.
+# - Test a chart with a pencil: one shape that appears twice, two directions that must differ.

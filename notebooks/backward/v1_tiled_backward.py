@@ -12,8 +12,8 @@
 # :::{admonition} In this chapter (20 minutes)
 # You will split a backward pass so that every gradient has one owner, choose the orientation of a
 # tile so that nothing is transposed in registers, and see why only the GPU can check the compiler.
-# v1 makes {glue:text}`rate:.0f` useful TFLOP/s on gdpa-self-full-1024, {glue:text}`percent:.0f` %
-# of the roofline, without atomics, an fp32 buffer or a bit that differs between runs.
+# v1 reaches {glue:text}`rate:.0f` useful TFLOP/s on gdpa-self-full-1024, {glue:text}`percent:.0f` %
+# of the roofline, without atomics or an fp32 buffer, and with the same bits in every run.
 # :::
 
 # %%
@@ -87,10 +87,10 @@ chapter.figure(charts.tiles(walks), modelled="the loops of keys_kernel and queri
 # | dK | $dS^{\mathsf T} Q$ | | once |
 # | dQ | | $dS\,K$ | once |
 #
-# Two {term}`MMAs <MMA>` of seven are repetitions, and so is the activation's slope. Each gradient
-# is stored once. What is loaded grows with the length: every block of keys reads all of Q and dO,
+# Two of the seven {term}`MMAs <MMA>` are repetitions, and so is the activation's slope. Each
+# gradient is stored once. Loads grow with the length: every block of keys reads all of Q and dO,
 # every block of queries all of K and V. Neighbours in the grid read the same rows at about the same
-# time, so L2 can answer.
+# time, so L2 can serve them.
 #
 # The loop of the first kernel, where `member` counts the query heads that share a key head:
 
@@ -100,12 +100,12 @@ chapter.code(v1_tiled_backward.keys_kernel, "for member", "dk_ptrs")
 # %% [markdown]
 # The second kernel is its mirror image, with one {term}`accumulator`. A row of a gradient belongs
 # to one program, which adds its tiles, and the heads of a group, in the order of a loop: the result
-# is deterministic. A kernel whose gradients nobody wants is not launched.
+# is deterministic. A kernel whose gradients are not needed is not launched.
 #
 # ## Nothing is transposed in registers
 #
-# The textbook writes $S = Q K^{\mathsf T}$ everywhere and then `tl.dot(tl.trans(p), grad)`. It is
-# the same mathematics, and in the emulator the first kernel so written gives the same bits:
+# The textbook writes $S = Q K^{\mathsf T}$ everywhere and then `tl.dot(tl.trans(p), grad)`. The
+# mathematics is the same, and in the emulator a first kernel written that way gives the same bits:
 
 # %%
 textbook = studies.changed(
@@ -123,7 +123,7 @@ same = studies.backward(textbook, one_head).gradients
 print("the same bits:", all(map(torch.equal, same, ran.gradients)))
 
 # %% [markdown]
-# The compiler does not see it that way:
+# To the compiler they differ:
 
 # %%
 built = {
@@ -152,8 +152,8 @@ chapter.glue(spills=spills, more_spills=more_spills)
 # traced wrong gradients [to such a
 # line](https://github.com/fla-org/flash-linear-attention/pull/826); it now
 # [refuses](https://github.com/fla-org/flash-linear-attention/pull/983) Hopper with Triton from
-# 3.4.0 to before 3.7.1. No error, no warning, a plausible gradient. v1 avoids the pattern because
-# it has two kernels. A kernel of all three gradients transposes dS once, so {doc}`the next rung
+# 3.4.0 to before 3.7.1. No error, no warning, a plausible gradient. Two kernels let v1 avoid the
+# pattern. A kernel of all three gradients transposes dS once, so {doc}`the next rung
 # <v2_fused_backward>` depends on a compiler that gets it right.
 #
 # ## Is it right?
@@ -175,7 +175,7 @@ chapter.predict(
 )  # fmt: skip
 
 # %% [markdown]
-# Broken from above. With its two extra MMAs counted, v1 executes {glue:text}`executed:.0f` TFLOP/s,
+# It did better. With its two extra MMAs counted, v1 executes {glue:text}`executed:.0f` TFLOP/s,
 # forward v1 {glue:text}`forward:.0f`. In units of v1's time FlashAttention-2 takes
 # {glue:text}`fa2_min:.2f` to {glue:text}`fa2_max:.2f` over all workloads; on gdpa-self-full-1024
 # FlashAttention-4 takes {glue:text}`fa4:.2f` and cuDNN {glue:text}`cudnn:.2f`. The best later rung
@@ -219,17 +219,17 @@ assert over > 1.03, "the text: more than the sum"
 chapter.glue(over=over, waste=costs["MMAs, two repeated"], total=costs["v1, measured"])
 
 # %% [markdown]
-# Two MMAs of seven look like the obvious waste: {glue:text}`waste:.1f` ms of
-# {glue:text}`total:.1f` at the rate of the ceiling. Yet v1 takes {glue:text}`over:.2f` times the
-# *sum*: whatever overlaps is less than what the count leaves out. The MMAs hang on a chain. The
-# scores come before the activation and that before dV, slope and dP before dS, dS before dK.
+# Two MMAs of seven look like the obvious waste: {glue:text}`waste:.1f` ms of {glue:text}`total:.1f`
+# at the rate of the ceiling. Yet v1 takes {glue:text}`over:.2f` times the *sum*: whatever overlaps
+# is less than what the count leaves out. The MMAs form a chain: scores before activation before dV,
+# slope and dP before dS, dS before dK.
 #
-# Nothing fills the gaps, because an SM holds one program of the first kernel. dK and dV of 128 keys
+# Nothing fills the gaps, because an SM holds one program of the first kernel: dK and dV of 128 keys
 # alone take 128 registers of each of its threads, half of what a thread may have. The way out is
 # different work for each warp ({doc}`v4_warp_specialized_backward`).
 #
-# Can the two MMAs be saved? Whoever owns keys has dS in hand and could multiply it by K too, but
-# the result belongs to somebody else. That is {doc}`v2_fused_backward`.
+# Can the two MMAs be saved? The owner of the keys has dS and could multiply it by K too, but the
+# result belongs to another program. {doc}`v2_fused_backward` does that.
 #
 # ## Exercises
 #
@@ -255,7 +255,7 @@ chapter.glue(ds_gb=stored / 1e9, ds_ms=there_and_back, causal=kept.pop())
 # :class: dropdown
 #
 # {glue:text}`ds_gb:.1f` GB, and {glue:text}`ds_ms:.1f` ms there and back; the two MMAs take
-# {glue:text}`waste:.1f` ms. Computing again is cheaper, even before the memory for dS is found.
+# {glue:text}`waste:.1f` ms. Recomputing is cheaper, and needs no memory for dS.
 # :::
 #
 # :::{exercise} What a causal mask saves

@@ -60,9 +60,9 @@ chapter.ladder(V2, LONG, direction="backward")
 # | same bits in every run | yes | no, beyond two blocks of keys | yes |
 #
 # The program of a block of keys has dS in registers. v1 multiplies it by Q for dK and drops it;
-# another kernel computes it again, for dQ. v2 multiplies it by K on the spot. But a row of dQ is a
-# sum over *all* keys, and each program of its sequence holds one part. So they add to memory, at
-# the end of the loop:
+# another kernel recomputes it for dQ. v2 multiplies it by K on the spot. But a row of dQ is a sum
+# over *all* keys, and each program of its sequence holds one part. So the programs add their parts
+# in memory, at the end of the loop:
 
 # %% tags=["remove-input"]
 chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_ptr")
@@ -73,7 +73,7 @@ chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_pt
 #
 # ## Counting
 #
-# Bytes of one element of dQ, by who makes it; an addition sends 4 bytes to L2:
+# Bytes per element of dQ; an addition sends 4 bytes to L2:
 #
 # | | zero fill | additions | rounding reads | written | sum |
 # |:--|--:|--:|--:|--:|--:|
@@ -117,14 +117,15 @@ assert differ[256] == 0 < differ[384] < differ[1024]
 # Rounding to bf16 hides nearly all of it: a sum moves by about one unit in its 24th bit, and
 # neighbouring bf16 numbers lie 65,536 such units apart.
 #
-# **v2a** gives each launch one block of keys of every sequence and runs the launches one after the
-# other, with a barrier across the whole device between them. No two programs of a launch add to the
-# same element, so the order is fixed. (Small launches take several blocks, each with its own dQ.)
+# **v2a** gives each launch one block of keys of every sequence and runs the launches one after
+# another, so that the whole device synchronises between them. No two programs of a launch add to
+# the same element, so the order is fixed. (Small launches take several blocks, each with its own
+# dQ.)
 #
 # ## Is it right?
 #
 # Lengths on both sides of a block, in the emulator, against fp64. Then a tile is stored instead of
-# added, and the emulator does not wait for a wrong number:
+# added, and the emulator objects before any number is wrong:
 
 # %%
 given = studies.batch((0, 1, 65, 130), (3, 0, 129, 257), heads=2, head_dim=64)
@@ -138,8 +139,8 @@ print(studies.findings(lambda: stored.backward(studies.gradient(given), given), 
 # %% [markdown]
 # ## Measurement
 #
-# The same clock times *parts* of v2: zero fill, rounding, the pass without dQ, and with its tiles
-# `stored`, wrong on purpose. Every variant then runs five times, and its bits are compared.
+# We also time *parts* of v2: zero fill, rounding, the pass without dQ, and with its tiles `stored`,
+# wrong on purpose. Every variant then runs five times, and its bits are compared.
 
 # %%
 VARIANTS = [
@@ -220,7 +221,7 @@ chapter.predict(text, min(long["stored"], cross["stored"]), least=0.95, most=1.0
 # %% [markdown]
 # dQ costs more than predicted. Zero fill and rounding are {glue:text}`fixed_long:.0f` % of v2's
 # time with 1,024 keys and {glue:text}`fixed_cross:.0f` % with 256. Of the last part the MMA, at the
-# rate of large matmuls, explains {glue:text}`mma:.2f`. Most of it is the way to L2 and what waits
+# rate of large matmuls, explains {glue:text}`mma:.2f`. Most of it is the path to L2 and what waits
 # for it. {doc}`v4_warp_specialized_backward` overlaps the additions with the MMAs of the next step;
 # {doc}`v5_short_kv_backward` needs none.
 #
@@ -272,9 +273,9 @@ chapter.glue(apart=apart, ppm=ppm, error=error.max_abs)
 # :::{solution} ex-five-bf16
 # :class: dropdown
 #
-# A rounding error is proportional to what is rounded, and a sum of k summands is as large as the
-# root of k. The squares add up: 8 for the summands and 2 + 3 + .. + 8 = 35 for the partial sums,
-# against 8 for one rounding at the end. The root of 43 / 8 is 2.3; a simulation gives about 2.4.
+# A rounding error is proportional to what is rounded, and a sum of k summands grows like the root
+# of k. The squares add up: 8 for the summands and 2 + 3 + .. + 8 = 35 for the partial sums, against
+# 8 for one rounding at the end. The root of 43 / 8 is 2.3; a simulation gives about 2.4.
 # :::
 #
 # :::{exercise} When is v1 the better choice?
@@ -296,5 +297,5 @@ chapter.glue(apart=apart, ppm=ppm, error=error.max_abs)
 #
 # - A sum whose parts live in different programs has a price in bytes: a zero fill, an addition for
 #   each part, a rounding. Count them before counting MMAs.
-# - MMAs and additions grow with keys, zero fill and rounding do not. They hurt where keys are few.
+# - Zero fill and rounding do not grow with the keys. They hurt where keys are few.
 # - Nondeterminism begins at three summands. Two commute.

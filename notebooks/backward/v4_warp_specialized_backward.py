@@ -12,8 +12,8 @@
 # :::{admonition} In this chapter (20 minutes)
 # You will place the operands of five matmuls between registers and shared memory, tell a dependency
 # chain from a throughput bound, and shorten such a chain. On the H200, v4 runs full batches of
-# 1,024 tokens {glue:text}`over_v2:.2f` times as fast as v2. Six small ideas make a factor of
-# {glue:text}`over_none:.2f` of it.
+# 1,024 tokens {glue:text}`over_v2:.2f` times as fast as v2. Six small ideas contribute a factor of
+# {glue:text}`over_none:.2f`.
 # :::
 
 # %%
@@ -74,8 +74,8 @@ chapter.roles(V4, "gdpa_backward")
 # | dQ = dS K | dS of all 128 keys | K, 64 columns | 64 KiB |
 #
 # Each consumer computes half of the columns of dQ. With dS stored (16 KiB), dQ written and read
-# again (64) and Q and dO landing (32), 368 KiB pass shared memory. At 128 bytes a cycle that is
-# 2,944 cycles, more than the matmuls' 2,560: the bound, it seems.
+# again (64) and Q and dO landing (32), 368 KiB go through shared memory. At 128 bytes a cycle that
+# is 2,944 cycles, more than the matmuls' 2,560: the bound, it seems.
 #
 # ## No unit is busy
 #
@@ -85,8 +85,8 @@ chapter.roles(V4, "gdpa_backward")
 #
 # Each consumer is a chain: issue an {term}`MMA`, wait, run 300 instructions of arithmetic, store,
 # fence, issue, wait. Each of an SM's four schedulers has two warps to choose from, one of each
-# consumer, and mostly one of them waits. With two chains of $t$ cycles a step takes $t$, however
-# idle the units are, and *every* instruction counts. Six ideas make the chain shorter:
+# consumer, and usually one of them waits. With two chains of $t$ cycles a step takes $t$, however
+# idle the units are, and *every* instruction counts. Six ideas shorten the chain:
 #
 # **1. Fold.** With $x = s \cdot scale$ and $t = \tanh u(x)$, GELU is
 # $\tfrac{scale}{2} \cdot s(1 + t)$ and its derivative $\tfrac12(1 + c)$ with
@@ -97,21 +97,21 @@ chapter.roles(V4, "gdpa_backward")
 # **2. Uniform.** The number of steps is loaded from a list. The compiler cannot know that all
 # threads of a warp loaded the same number, so stages and addresses derived from it live in ordinary
 # registers. `wgmma` and {term}`TMA` want uniform ones: an R2UR before each MMA. A shuffle from lane
-# 0 changes no value; it tells the compiler that there is only one.
+# 0 leaves the value and tells the compiler that it is uniform.
 #
 # **3. K ahead.** The last MMA of a tile still reads K. A second stage lets the next K be requested
 # earlier. It costs one stage of Q and one of dO.
 #
-# **4. dQ put aside.** TMA sees what threads wrote to shared memory only behind a fence. dS needs a
-# fence in each step anyway, so dQ is sent behind the *next* step's fence.
+# **4. dQ put aside.** TMA sees what threads wrote to shared memory only after a fence. dS needs a
+# fence in each step anyway, so dQ is sent after the *next* step's fence.
 #
 # **5. S first.** S of the next step is issued before dQ of the last one, so a single wait serves
 # both. The last step computes its own S again: an MMA behind a branch costs more.
 #
 # **6. Late addresses.** The addresses of V, K and the staging buffer never change, so the compiler
-# hoists them out of the loop. A `wgmma` takes a 64-bit descriptor for every 16 columns: more than
-# there are registers. They are spilled, and each MMA waits for a load and an R2UR. `nothing(step)`
-# is `step ^ step` in inline assembly: what is added to it cannot be hoisted. ptxas, which comes
+# hoists them out of the loop. A `wgmma` takes a 64-bit descriptor for every 16 columns, too many
+# for the register file. They spill, and each MMA waits for a load and an R2UR. `nothing(step)` is
+# `step ^ step` in inline assembly, so an address that adds it cannot be hoisted. ptxas, which comes
 # later, sees the 0 and computes the descriptors in uniform registers. The loop with all six:
 
 # %% tags=["remove-input"]
@@ -170,7 +170,7 @@ def _(session):
 # ### Predictions
 #
 # Written before any run on a GPU (2026-11-21), for v4 without the six ideas, at an assumed clock of
-# 1.55 GHz. In the difference between two lengths what a tile takes besides its steps cancels.
+# 1.55 GHz. The difference between two lengths cancels a tile's fixed cost.
 
 # %%
 us = chapter.times(columns="variant", variant=None)
@@ -212,8 +212,8 @@ chapter.glue(three=shown["+ dQ put aside"], four=shown["+ S first"])
 
 # %% [markdown]
 # The ideas depend on each other. *S first* took the rate from {glue:text}`three:.0f` to
-# {glue:text}`four:.0f` TFLOP/s when it came; taking it away from the finished kernel costs
-# {glue:text}`first:.1f` % of time. *Uniform* helped when it came and is worth nothing now. The
+# {glue:text}`four:.0f` TFLOP/s when it was added; removing it from the finished kernel costs
+# {glue:text}`first:.1f` % of time. *Uniform* helped when added and is worth nothing now. The
 # compiler's output shows why:
 
 # %% tags=["remove-input"]
@@ -229,8 +229,8 @@ chapter.table(facts, modelled="compiled for sm_90a when this page was built")
 #
 # ## Is it right?
 #
-# A ragged batch with several tiles of keys, in the emulator, against fp64. It does not check the
-# fence: there *dQ put aside* rests on the check of results that precedes each measurement.
+# A ragged batch with several tiles of keys, in the emulator, against fp64. The emulator does not
+# model the fence: there *dQ put aside* rests on the check before each measurement.
 
 # %%
 ragged = studies.batch((0, 1, 63, 130), (3, 70, 129, 257), heads=2)
@@ -289,8 +289,8 @@ for name in (ALL, NONE):
 # :::{solution} ex-bw4-useless
 # :class: dropdown
 #
-# The result of an MMA behind a branch exists on one path, and the wait for it stands on both, so
-# the compiler has to make the accumulator whole where they meet. ptxas reports spills again.
+# The result of an MMA behind a branch exists on one path, and the wait for it is on both, so the
+# compiler has to materialise the accumulator where they meet. ptxas reports spills again.
 # :::
 #
 # ## Takeaways

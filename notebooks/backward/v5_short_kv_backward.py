@@ -92,7 +92,7 @@ for rung, moved in {"v4": 512 + 512 + 2 * 512 + 512 + 256, "v5": 512 + 256}.item
     print(f"{rung}: its bytes take {ratio:.2f} times as long as its matmuls (modelled)")
 
 # %% [markdown]
-# Not all of v4's bytes go to memory, since L2 adds by itself, but all of them pass L2.
+# Not all of v4's bytes reach memory, since L2 does the additions, but all of them go through L2.
 #
 # ## Measurement and predictions
 #
@@ -141,14 +141,14 @@ chapter.predict(
 )  # fmt: skip
 
 # %% [markdown]
-# All three are broken from above. What did it for the first two came later: the surprise below.
+# All three were exceeded. The surprise below explains the first two.
 #
 # ## The lines that matter
 #
 # **Who computes which columns.** A {term}`CTA` has a rank, 0 or 1, and owns 128 keys: K, V, dK, dV.
 # Of dQ it computes the 64 columns of its rank, from all 256 keys, so it also loads that half of the
 # other CTA's K. A slice of a tile in {term}`shared memory` has to be named at compile time, but the
-# rank is known only at run time. So K and Q come as two tiles of 64 columns, *the CTA's own half
+# rank is known only at run time. So K and Q arrive as two tiles of 64 columns, *the CTA's own half
 # first*: the rank decides where {term}`TMA` fetches from.
 #
 # **How dS crosses.** A consumer stores its dS, then starts a copy into the buffer `peer` of the
@@ -181,9 +181,9 @@ chapter.code(v5.math, "dq = dq_product(", "tlx.async_descriptor_store_wait(0)")
 chapter.code(v5.math, "# The other program")
 
 # %% [markdown]
-# Per step 16 KiB of dS leave a CTA and as many come in. Exchanging *operands* in bf16 before the
-# matmul moves fewer bytes than adding *results* in fp32 after it, and the sum has a fixed order. It
-# is the choice between all-gather and all-reduce among GPUs, inside one chip.
+# Per step 16 KiB of dS leave a CTA and 16 come in. Exchanging *operands* in bf16 before the matmul
+# moves fewer bytes than adding *results* in fp32 after it, and the sum has a fixed order:
+# all-gather instead of all-reduce, inside one chip.
 #
 # ## Is it right?
 #
@@ -201,16 +201,15 @@ for forgotten in ("    tlx.barrier_wait(peer.full[role], phase)\n", TELL, BYTES,
     print(says[0].split("; nothing")[0].splitlines()[0] if says[0] else "nothing found")
 
 # %% [markdown]
-# Three are found. The fourth is not: the emulator does not model that the memory of a CTA that has
-# exited belongs to somebody else. On a GPU it might work for weeks. That the last wait is needed
-# follows from the rules for clusters; no test shows it.
+# Three are found. The fourth is not: the emulator does not model that the memory of an exited CTA
+# goes to another. On a GPU it might work for weeks. The rules for clusters demand the last wait; no
+# test shows it.
 #
 # ## The surprise: one line, a third of the speed
 #
-# *Addresses kept* is v5 without one line, `zero = nothing(step)`. No byte, no matmul and no
-# instruction of the algorithm differs. It takes {glue:text}`kept_cross:.2f` times the time of v5
-# with 2,048 queries, and {glue:text}`kept_self:.2f` times on full batches of 256 tokens. What the
-# compiler made of both:
+# *Addresses kept* is v5 without one line, `zero = nothing(step)`. Bytes, matmuls and algorithm are
+# the same. It takes {glue:text}`kept_cross:.2f` times the time of v5 with 2,048 queries, and
+# {glue:text}`kept_self:.2f` times on full batches of 256 tokens. What the compiler made of both:
 
 # %%
 built = {"v5": studies.build_backward(v5), "v5, addresses kept": studies.build_backward(KEPT)}
@@ -232,11 +231,10 @@ chapter.glue(gib_v4=memory[CROSS, V4] / 2**30, gib_v5=memory[CROSS, V5] / 2**30)
 chapter.table(facts.reset_index().round(1), modelled="compiled for sm_90a; of one step of a role")
 
 # %% [markdown]
-# Each buffer of a pair of steps has a fixed place, so all addresses are known before the loop and
-# the compiler hoists them: 64-bit descriptors, one for every 16 columns that a `wgmma` reads, more
-# than there are registers. They are spilled, {glue:text}`spilled:.0f` bytes, and each step has
-# {glue:text}`local:.0f` accesses to local memory in front of MMAs that wait for them. `nothing`
-# ({doc}`v4_warp_specialized_backward`) makes the compiler compute each address where it is used.
+# Each buffer of a pair of steps has a fixed place, so the compiler hoists all descriptors out of
+# the loop, spills {glue:text}`spilled:.0f` bytes, and each step has {glue:text}`local:.0f` accesses
+# to local memory in front of MMAs that wait for them. `nothing` makes it compute each address where
+# it is used, as in {doc}`v4 <v4_warp_specialized_backward>`.
 #
 # Between five runs no element of v5's gradients differed, nor of v4's: with 256 keys a sum of dQ
 # has two summands, and two commute. A training step with 2,048 queries needs
@@ -295,5 +293,5 @@ chapter.table(facts.reset_index().round(1), modelled="compiled for sm_90a; of on
 #
 # - Ask who has to be together for a sum to be finished in one place. Two CTAs of a cluster are one.
 # - Exchange operands before a matmul, or add results after it: count the bytes of both.
-# - The compiler hoists what is invariant, whether or not there is a register for it.
+# - The compiler hoists invariants whether or not there is a register for them.
 # - A protocol between CTAs has an end, and a tool that does not model it will not complain.

@@ -7,14 +7,14 @@
 # %% [markdown]
 # # v6 backward: one tile has all keys
 #
-# Of 128 keys or fewer, dQ is one product. v4 fills a sum with zeros for it, adds once and rounds;
-# the second CTA of v5's cluster multiplies zeros. What is left if neither happens?
+# With 128 keys or fewer, dQ is a single product. v4 still fills a buffer with zeros, adds once and
+# rounds; the second CTA of v5's cluster multiplies zeros. What is left if neither happens?
 #
 # :::{admonition} In this chapter (15 minutes)
-# You will take a sum with one summand out of a kernel, count what that saves in bytes and in MMAs,
-# and meet what the zero fill did besides. With 128 keys v6 runs {glue:text}`over_v4` times as fast
-# as v4 on the H200, {glue:text}`over_v5` times as fast as v5, and {glue:text}`over_peer` times as
-# fast as the best peer.
+# You will remove a sum with one summand from a kernel, count the bytes and MMAs that saves, and
+# find out what else the zero fill did. With 128 keys v6 runs {glue:text}`over_v4` times as fast as
+# v4 on the H200, {glue:text}`over_v5` times as fast as v5, and {glue:text}`over_peer` times as fast
+# as the best peer.
 # :::
 
 # %%
@@ -78,14 +78,14 @@ for keys in (64, 128):
     print(f"{keys} keys, modelled ns a row: bytes of {found}; five matmuls {matmuls:.2f}")
 
 # %% [markdown]
-# v4 is bound by its bytes. v5 moves v6's bytes, and twice the {term}`MMAs <MMA>`: its second CTA
-# has no keys, but half of the columns of dQ.
+# v4 is bound by its bytes. v5 moves as many bytes as v6 but has twice the {term}`MMAs <MMA>`: its
+# second CTA has no keys, but half of the columns of dQ.
 #
 # ## The lines that matter
 #
 # **dQ leaves.** A consumer has its half of dQ of a step in registers, from all keys. It multiplies
 # by the factors that v4 leaves to the rounding kernel, rounds, and puts the half aside in shared
-# memory. The store starts in the next step, behind the fence that dS needs anyway:
+# memory. The store starts in the next step, after the fence that dS needs anyway:
 
 # %% tags=["remove-input"]
 chapter.code(v6.math, "if step > 1", "dk = tlx")
@@ -94,10 +94,10 @@ chapter.code(v6.math, "s = scores(k.buffer[k_at + role + zero]", "count += all_s
 # %% [markdown]
 # What is put aside has half as many bytes as in v4; it lies in dK's buffer.
 #
-# **Every row gets a tile.** In v4 a row that no tile adds to keeps the zeros of the fill. Here
-# somebody has to write them. So a sequence without keys gets a tile as well, `least=1`, and a tile
-# walks all rows, also those that a mask keeps from seeing a key: TMA brings zeros for keys beyond
-# the end, and their product is the right dQ.
+# **Every row gets a tile.** In v4 a row that no tile adds to keeps the zeros of the fill. Here a
+# tile has to write them. So a sequence without keys gets a tile too, `least=1`, and a tile walks
+# all rows, even those whose keys are all masked: TMA fills keys beyond the end with zeros, and
+# their product is the right dQ.
 
 # %% tags=["remove-input"]
 chapter.code(v6.make_schedule)
@@ -141,9 +141,9 @@ unwritten = int(dq.isnan().any(dim=(1, 2)).sum())
 print(f"{says or 'nothing found'}; {unwritten} rows of dQ are not written")
 
 # %% [markdown]
-# No race and no endless wait: the emulator judges what programs do, and here none does anything.
-# Only a comparison sees it, if the memory held something else before. So `measure` fills what an
-# earlier call returned with NaN.
+# No race and no deadlock: the emulator judges what programs do, and here none does anything. Only a
+# comparison sees it, if the memory held something else before. So `measure` overwrites earlier
+# results with NaN.
 #
 # ## Measurement
 #
@@ -227,8 +227,8 @@ chapter.table(shown, data=rows, measured=rows)
 
 # %% [markdown]
 # The first prediction is what head_dim 64 had to reach, set before v6 ran. The second follows from
-# v5's record, in which a row saves 0.8 to 1.0 times what the bytes take that it does not move. The
-# third comes from counting MMAs, after a run by a script and before this record:
+# v5's record, in which a row saves 0.8 to 1.0 times the time of the bytes it no longer moves. The
+# third comes from counting MMAs, after a trial run and before this record:
 
 
 # %% tags=["remove-cell"]
@@ -255,13 +255,13 @@ chapter.table(compared.rename(index=short).rename_axis("workload").reset_index()
               measured=rows[rows["impl"].isin([V5, V6])])  # fmt: skip
 
 # %% [markdown]
-# Of a sequence of 128 rows v5 walks two steps of 64, v6 as well; of one of 30 rows v5 walks two, v6
-# one. Where the two columns agree, a step costs both the same.
+# In a sequence of 128 rows v5 and v6 walk two steps of 64; in one of 30 rows v5 walks two, v6 one.
+# Where the two columns agree, a step costs both the same.
 #
 # ## The surprise: an addition moves more than it says
 #
-# A row of `2048-kv128` costs v6 {glue:text}`saved:.2f` ns less than v4. The bytes that are not
-# moved, 1,536, take {glue:text}`bytes:.2f` ns at the rate of a copy. Where v4's time goes:
+# A row of `2048-kv128` costs v6 {glue:text}`saved:.2f` ns less than v4. The 1,536 bytes it does not
+# move take {glue:text}`bytes:.2f` ns at the rate of a copy. Where v4's time goes:
 
 # %% tags=["remove-input"]
 order = ["v4", "v4, nothing added", "zero fill", "rounding", "v6"]
@@ -271,9 +271,9 @@ chapter.table(parts[order].rename("us").reset_index(), measured=[chapter.record(
 # Zero fill and rounding are {glue:text}`around:.0f` % of v4. The rest, its main kernel, takes
 # {glue:text}`main:.2f` times the time of v6, which does the same matmuls and stores half as many
 # bytes. The additions are worth {glue:text}`added:,.0f` µs; without them {glue:text}`left:,.0f` µs
-# of the main kernel remain, and v6 takes {glue:text}`v6:,.0f`. 512 bytes for an addition are right
-# while the sum is in L2. Here the fill has written 4.8 GB before the first one: if L2 has to fetch
-# the zeros, and to write the sum later, an addition moves 1,024. Then a row saves 2,048 bytes, or
+# of the main kernel remain, and v6 takes {glue:text}`v6:,.0f`. An addition moves 512 bytes while
+# the sum is in L2. Here the fill has written 4.8 GB before the first one: if L2 has to fetch the
+# zeros and write the sum back later, an addition moves 1,024. Then a row saves 2,048 bytes, or
 # {glue:text}`twice:.2f` ns.
 #
 # ## Exercises
@@ -289,8 +289,8 @@ chapter.table(parts[order].rename("us").reset_index(), measured=[chapter.record(
 # :class: dropdown
 #
 # Rows from 192 on see nothing: v4 walks 3 steps, v6 all 16. For such a row v4 fills 512 bytes,
-# reads 512 and writes 256, more than the 768 of v6 by two thirds. v6 also multiplies zeros; a loop
-# that only stores them would be faster, and one more path to test.
+# reads 512 and writes 256, two thirds more than v6's 768. v6 also multiplies zeros; a loop that
+# only stores them would be faster, and one more path to test.
 # :::
 #
 # :::{exercise} 256 keys in one CTA
@@ -317,8 +317,8 @@ chapter.table(parts[order].rename("us").reset_index(), measured=[chapter.record(
 # :::{solution} ex-bw6-shared
 # :class: dropdown
 #
-# dQ of a shared row is a sum over sequences, so no tile has it complete. A program could keep the
-# sum of its own tiles in fp32, if the rows were few, and the programs would add theirs at the end.
+# dQ of a shared row is a sum over sequences, so no tile has all of it. A program could keep the sum
+# of its own tiles in fp32, if the rows were few, and the programs would add theirs at the end.
 # :::
 #
 # ## Takeaways

@@ -7,8 +7,8 @@
 # %% [markdown]
 # # v7 backward: wide heads
 #
-# With head_dim 256, dK and dV of 64 keys take 256 registers of a thread, one more than there are.
-# How do you divide five matmuls when two accumulators do not fit?
+# With head_dim 256, dK and dV of 64 keys take 256 registers per thread, one more than a thread may
+# have. How do you divide five matmuls when two accumulators do not fit?
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will divide a backward pass by product instead of by keys, compare divisions by the bytes that
@@ -55,8 +55,8 @@ chapter.roles(V7, "gdpa_backward")
 # %% [markdown]
 # ## Three divisions
 #
-# A step, 64 keys and 64 rows, has as many FLOPs as one of v4, 2,560 cycles of the tensor cores, but
-# dQ is twice as wide. KiB that {term}`shared memory` moves in it, and cycles at 128 bytes each:
+# A step of 64 keys and 64 rows has as many FLOPs as one of v4, 2,560 cycles of the tensor cores,
+# but dQ is twice as wide. KiB through {term}`shared memory` per step, and cycles at 128 bytes each:
 #
 # | | S, dP | dV, dK | dQ | exchange | sum | cycles |
 # |:--|--:|--:|--:|--:|--:|--:|
@@ -65,7 +65,7 @@ chapter.roles(V7, "gdpa_backward")
 # | by product: v7 | 128 | 72 | 48 | 8 | 448 | 3,584 |
 #
 # All sums contain 64 for {term}`TMA` loads and 128 for dQ: fp32, written by threads, read by TMA.
-# By product P stays in registers. The second line does not fit: it wants P and dS of two steps. v7
+# By product P stays in registers. The second line does not fit: it needs P and dS of two steps. v7
 # holds K and V (64 KiB), two slots of Q and one of dO (96), two of dS (16) and half of dQ (32), 208
 # of 227. Shared memory is the bound, it seems. The emulator, which models units and queues, agrees:
 
@@ -87,7 +87,7 @@ chapter.figure(traced, emulated="v7_wide_backward, one program, modelled schedul
 # ## The lines that matter
 #
 # **`scores`.** `differentiate` evaluates the activation, issues dP and dV, and returns dS. S of the
-# next step is issued behind dV, which is still in flight:
+# next step is issued after dV, which is still in flight:
 
 # %% tags=["remove-input"]
 chapter.code(v7.score_role, "d, dv = diff", "count += last")

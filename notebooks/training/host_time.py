@@ -7,7 +7,7 @@
 # %% [markdown]
 # # What does a call cost the host?
 #
-# A training step enqueues kernels, and the device works them off. When is the host too slow?
+# A training step enqueues kernels, and the device works through them. When is the host too slow?
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will measure the host's time for a call without fooling yourself, share offsets between layers
@@ -42,9 +42,9 @@ chapter = Chapter("training/host_time", mode=mode, device=device, data_dir=data_
 # %% [markdown]
 # ## How it is measured
 #
-# As long as the host is ahead, its time costs nothing. So what counts is its time for a call among
-# calls, with the device still busy with those before; a call that waits for the device is an error
-# here. Only benchmarks repeat offsets, so each batch is the one before without its last token:
+# As long as the host is ahead, its time costs nothing. So we time a call in a row of calls, with
+# the device still busy with earlier ones; a call that waits for the device is an error here. Only
+# benchmarks repeat offsets, so each batch is the one before without its last token:
 
 # %% tags=["remove-input"]
 chapter.code(hosts.batches)
@@ -65,10 +65,10 @@ def _(session):
 
 # %% [markdown]
 # Each workload is also measured with `exp` of q in place of the operator: one kernel, launched by
-# PyTorch. And a loop of plain Python says how fast this host interprets. Hosts of one kind of
-# machine differ by a factor of three, and one host changes from minute to minute, so compare with
-# `exp`. `TRITON_ENABLE_C_CACHE=1 TRITON_USE_C_DISPATCHER=1` makes Triton launch in C where a kernel
-# allows it; both launchers are measured.
+# PyTorch. And a loop of plain Python says how fast this host interprets. Hosts of the same kind
+# differ by a factor of three, and one host changes from minute to minute, so compare with `exp`.
+# `TRITON_ENABLE_C_CACHE=1 TRITON_USE_C_DISPATCHER=1` makes Triton launch in C where a kernel allows
+# it; both launchers are measured.
 #
 # ## What was found
 
@@ -131,10 +131,10 @@ chapter.predict("Launched in C, forward takes this share of its time (median).",
 #
 # Forward is {glue:text}`in_exp:.0f` times an `exp`, which is what its parts add up to. A step is
 # {glue:text}`in_steps:.0f` steps of `exp`, where 3 to 5 were expected. Autograd runs the backward
-# pass of tensors on a GPU in a thread of its own. Until the operator's backward begins there, and
-# from its end until the call returns, {glue:text}`around:.0f` µs pass (median of the workloads):
-# two threads wake each other, and each takes Python's lock. Backward itself takes
-# {glue:text}`itself:.0f` µs, with seven descriptors where forward has four.
+# pass of tensors on a GPU in a thread of its own. Before the operator's backward begins there, and
+# after its end, {glue:text}`around:.0f` µs pass (median of the workloads): two threads wake each
+# other, and each takes Python's lock. Backward itself takes {glue:text}`itself:.0f` µs, with seven
+# descriptors where forward has four.
 #
 # Launches in C bring forward to {glue:text}`in_c_least:.0f` to {glue:text}`in_c_most:.0f` µs and a
 # step to {glue:text}`step_c_least:,.0f` to {glue:text}`step_c_most:,.0f`. `v5_short_kv_backward`
@@ -143,12 +143,12 @@ chapter.predict("Launched in C, forward takes this share of its time (median).",
 #
 # ## `Lengths`: what many layers share
 #
-# Offsets live on the GPU. Whoever reads them on the host waits until everything before them has
-# run, and the queue of kernels runs dry. Unless told not to, `gdpa` reads them in each call, to
-# check them. It could remember which tensor it has checked, but a collective, a CUDA graph or
-# another library can write to a tensor without leaving a trace. So nothing is remembered behind the
-# caller's back. `Lengths(cu_seqlens)` copies the offsets, checks them once, and keeps the lists of
-# work that kernels make of them:
+# Offsets live on the GPU. Reading them on the host waits for everything enqueued before, and the
+# queue runs dry. Unless told not to, `gdpa` reads them in each call, to check them. It could
+# remember which tensor it has checked, but a collective, a CUDA graph or another library can write
+# to a tensor without leaving a trace. So nothing is remembered behind the caller's back.
+# `Lengths(cu_seqlens)` copies the offsets, checks them once, and keeps the lists of work that
+# kernels make of them:
 
 
 # %%
@@ -192,7 +192,7 @@ with Reads() as reads, tritonemu.enabled():
 # | an ordinary call or two before | kernels are compiled and loaded at the first of their kind |
 #
 # The next cell needs a GPU. It fails if a step waits for the device, or if a replay with other
-# lengths is not what an ordinary step gives.
+# lengths differs from an ordinary step.
 
 # %%
 if torch.device(device).type == "cuda":
@@ -224,8 +224,8 @@ if torch.device(device).type == "cuda":
 #
 # `backward_impl="auto"` takes the first rung that can compute the call, in the order measured at
 # the nearest shape on this kind of device; it does not look at lengths. Name a rung to compare, or
-# for results that repeat bit for bit ({doc}`../backward/v2_fused_backward`): a rung that is named
-# never hands the work to another one.
+# for bit-identical results ({doc}`../backward/v2_fused_backward`): a named rung never hands the
+# work to another one.
 #
 # {doc}`../backward/results` also times autograd's backward of the operator from the call, on an
 # idle device, to completion.
@@ -241,9 +241,10 @@ chapter.glue(worst=f"{impl} on {slow}", worst_kernel=kernel[impl][slow],
              worst_more=(back - kernel)[impl][slow])  # fmt: skip
 
 # %% [markdown]
-# The most is that of {glue:text}`worst`: its kernels take {glue:text}`worst_kernel:.2f` ms and the
-# call {glue:text}`worst_more:.2f` ms more, since on an idle device the host's time comes first.
-# When calls follow each other it does not, as long as the host is ahead.
+# The largest difference is that of {glue:text}`worst`: its kernels take
+# {glue:text}`worst_kernel:.2f` ms and the call {glue:text}`worst_more:.2f` ms more, since on an
+# idle device the host's time comes first. In a row of calls it is hidden, as long as the host is
+# ahead.
 #
 # ## Exercises
 #
@@ -281,8 +282,8 @@ chapter.glue(worst=f"{impl} on {slow}", worst_kernel=kernel[impl][slow],
 # :::{exercise} `Lengths` in a graph
 # :label: ex-host-lengths
 #
-# Why may a step that is captured not use `Lengths`, if lengths change between replays? *(paper,
-# five minutes)*
+# Why must a captured step not use `Lengths` if lengths change between replays? *(paper, five
+# minutes)*
 # :::
 #
 # :::{solution} ex-host-lengths
@@ -297,4 +298,4 @@ chapter.glue(worst=f"{impl} on {slow}", worst_kernel=kernel[impl][slow],
 # - Measure host time on calls in a row, with inputs that no call has seen, in units of a call of
 #   PyTorch. An absolute time is a property of that host.
 # - Remember nothing that somebody else can change. Let the caller hold what is shared.
-# - Where the host is the bound, a CUDA graph is the documented way out, and it is PyTorch's own.
+# - Where the host is the limit, PyTorch's own CUDA graphs are the way out.

@@ -10,7 +10,7 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will test layers against their references through whole training runs, train a small model of
-# user histories of which one in five is empty, and see what padding and masks do to gradients. The
+# user histories, one in five of them empty, and see what padding and masks do to gradients. The
 # model comes within {glue:text}`excess_sums:.3f` of the best possible loss; with averages instead
 # of sums it stays {glue:text}`excess_averages:.3f` above it.
 # :::
@@ -56,12 +56,11 @@ GELU = reference.ACTIVATIONS["gelu_tanh"].function
 # | without tokens | no rows | zeros, then the bias of $W_o$ | no rows |
 #
 # The operator is Kunlun's {cite}`hou2026kunlun`; pooling by seeds comes from Set Transformer
-# {cite}`lee2019settransformer`, the feed-forward layer whose weights are data from InterFormer
+# {cite}`lee2019settransformer`, the feed-forward layer with computed weights from InterFormer
 # {cite}`zeng2024interformer`. Layers take pairs `(values, offsets)` or nested tensors of layout
 # `torch.jagged`: the same rows in memory. Residuals and norms are the caller's.
 #
-# Their references are plain PyTorch, one sequence after another, without padding and without an
-# operator of ours:
+# Their references are plain PyTorch, one sequence at a time, without padding or our operators:
 
 
 # %%
@@ -93,8 +92,8 @@ def by_layer(layer, rows: torch.Tensor, summary: torch.Tensor) -> torch.Tensor:
 
 
 # %% [markdown]
-# Each layer learns what a teacher of the same form, with other weights, computes: as plain PyTorch,
-# as the layer in fp32 from the same start, and as the layer in bf16 by emulated kernels.
+# Each layer learns to imitate a teacher of the same form with other weights, three times: as plain
+# PyTorch, as the layer in fp32 from the same start, and as the layer in bf16 on emulated kernels.
 
 # %%
 MADE = {
@@ -145,7 +144,7 @@ apart = pd.DataFrame(apart)
 # %% tags=["remove-input"]
 # | name: fig-train-layers
 # | caption: >
-# |   How far the loss of a layer is from that of plain PyTorch at the same step, relative to it.
+# |   Relative difference between a layer's loss and plain PyTorch's at the same step.
 # | alt: >
 # |   Curves on a logarithmic axis. Those in bf16 stay near one thousandth; those in fp32 are grey
 # |   and lie several powers of ten below.
@@ -159,14 +158,14 @@ text = "Over 12 steps in bf16, by emulated kernels, by less than 3 %."
 chapter.predict(text, 100 * apart[bf16].max().max(), most=3, form=".1f", unit=" %")
 
 # %% [markdown]
-# Training forgives wrong gradients that point downhill. The same curve, step by step, does not.
+# Training forgives wrong gradients that point downhill. Matching the curve step by step does not.
 #
 # ## A model of histories
 #
-# A user has a history of events and is shown something. Will there be a click? Here the answer is
-# known, because we make it. An event is of one of three kinds, so is what is shown; with $n$ events
-# of the shown kind in the history a click has the probability $\sigma(0.8\, n - 1.5)$. One user in
-# five has no history; the other lengths are uniform from 1 to 15.
+# A user has a history of events and is shown something. Will there be a click? Here we make the
+# answer. Events are of three kinds, and so is what is shown; with $n$ events of the shown kind in
+# the history, the click probability is $\sigma(0.8\, n - 1.5)$. One user in five has no history;
+# the other lengths are uniform from 1 to 15.
 #
 # The model has one of each layer. Events attend to each other, {term}`PMA` pools them into four
 # rows, {term}`PFFN` sends these through a perceptron made from what is shown, and a linear layer
@@ -220,8 +219,8 @@ def train(average: bool) -> tuple[Clicks, pd.Series]:
 trained = {"sums": train(False), "averages": train(True)}
 
 # %% [markdown]
-# The smallest possible loss is the mean entropy of the true probabilities. Averages tell the
-# *shares* of the three kinds alone, and have a larger bound.
+# The smallest possible loss is the mean entropy of the true probabilities. Averages show only the
+# *shares* of the three kinds, and have a larger bound.
 
 # %%
 best = histories.best_losses()
@@ -266,15 +265,15 @@ chapter.figure(chart, emulated="trained on a CPU in fp32", data=curve)
 # ### The surprise: an average cannot count
 #
 # The rows of softmax attention are averages, and it is tempting to divide by the length of each
-# history. But then two events of four and five of ten are the same. To users with five events or
-# more of the shown kind, who click with probability {glue:text}`many_true:.2f`, the model of
-# averages gives {glue:text}`many_averages:.2f` and the model of sums {glue:text}`many_sums:.2f`.
-# The authors of HSTU gave up softmax for this reason, among others {cite}`zhai2024hstu`.
+# history. But then two events of four look like five of ten. To users with five events or more of
+# the shown kind, who click with probability {glue:text}`many_true:.2f`, the model of averages gives
+# {glue:text}`many_averages:.2f` and the model of sums {glue:text}`many_sums:.2f`. The authors of
+# HSTU gave up softmax for this reason, among others {cite}`zhai2024hstu`.
 #
 # ## What padding does
 #
-# The pooling layer of the trained model again, padded, with four ways to deal with what is not
-# there; then the {term}`jagged` layer. The loss leaves out the user without a history.
+# The trained model's pooling layer, padded, with four ways to treat the padding; then the
+# {term}`jagged` layer. The loss leaves out the user without a history.
 
 # %%
 WAYS = {
@@ -323,9 +322,8 @@ chapter.table(table.reset_index(names="pooling with"), emulated="fp32 on a CPU")
 #   still the gradients of the weights are NaN: zero times NaN on the way back.
 # - *P = 0* is right as long as padding holds numbers: zero times NaN is NaN.
 #
-# In a jagged tensor there is no padding, but a tile of a kernel reaches beyond the end of its
-# sequence into the next one. Our rungs load zeros there, by a predicate on each load or by TMA
-# descriptors that end where the sequence ends. A NaN stays with the user who brought it.
+# A jagged tensor has no padding, but a kernel's tile reaches beyond the end of its sequence into
+# the next one. Our rungs load zeros there. A NaN stays with the user who brought it.
 #
 # ## Choosing the scales
 #
@@ -359,16 +357,16 @@ chapter.glue(**{name: share.item() for name, share in dead.items()})
 # :class: dropdown
 #
 # Divide the rows of the output by the length of their sequence; or the rows of v, since the output
-# is linear in v. Both give the same output and gradients. What must not be divided are the scores:
-# inside the activation a factor makes another function.
+# is linear in v. Both give the same output and gradients. Do not divide the scores: a factor inside
+# the activation makes another function.
 # :::
 #
 # :::{exercise} Right forward, wrong backward
 # :label: ex-train-mask
 #
-# Somebody masks padded pairs by setting their *scores* to 0 before GELU, and writes the backward
+# Someone masks padded pairs by setting their *scores* to 0 before GELU, and writes the backward
 # pass by hand from the same masked scores. Which gradients are wrong, and why do tests of the
-# output and of dV not find it? *(paper, fifteen minutes)*
+# output and of dV miss it? *(paper, fifteen minutes)*
 # :::
 #
 # :::{solution} ex-train-mask
@@ -397,4 +395,4 @@ chapter.glue(**{name: share.item() for name, share in dead.items()})
 #
 # - A falling loss proves little. A loss that follows the reference's, step by step, does.
 # - Sums count and averages do not. Divide by a constant of the model, not by a length of the batch.
-# - A mask on scores is no mask. Ask what is at masked places: a number, a NaN, a neighbour.
+# - A mask on scores is no mask. Ask what a masked place holds: a number, a NaN, a neighbour.

@@ -10,10 +10,9 @@
 # cast, and stopped when it calls the operator wrongly.
 #
 # :::{admonition} In this chapter (15 minutes)
-# You will count what autograd keeps, see a custom operator from the side of `torch.compile`, and
-# know which questions to ask of any operator before you train with it. `gdpa` keeps its arguments
-# and nothing else; padded PyTorch keeps {glue:text}`eager_times:.0f` times as many bytes in a small
-# example.
+# You will count what autograd keeps, see a custom operator as `torch.compile` does, and know which
+# questions to ask of any operator before you train with it. `gdpa` keeps its arguments and nothing
+# else; padded PyTorch keeps {glue:text}`eager_times:.0f` times as many bytes in a small example.
 # :::
 
 # %%
@@ -68,8 +67,8 @@ chapter.figure(chart, modelled="bytes of the tensors, bf16", data=kept_gib.reset
 # ## What autograd keeps
 #
 # The gradients are functions of q, k, v, the offsets and the incoming gradient
-# ({doc}`../backward/by_hand`). `saved_tensors_hooks` reports what is packed away for the backward
-# pass; the function below counts what is beside the tensors that were given.
+# ({doc}`../backward/by_hand`). `saved_tensors_hooks` reports what is saved for the backward pass;
+# the function below counts everything except its arguments.
 
 # %%
 torch.manual_seed(0)
@@ -113,12 +112,12 @@ assert ours == 0 and theirs > 4 * 3 * q.nbytes, "the text: its arguments and not
 chapter.glue(eager_times=1 + theirs / (3 * q.nbytes))
 
 # %% [markdown]
-# A model does not always get rid of the output: the linear layer after the attention needs it for
-# the gradient of its weight. What it always gets rid of is the log-sum-exp, and the kernel that a
-# row sum of $dO \odot O$ would need.
+# A model may still keep the output: the linear layer after the attention needs it for the gradient
+# of its weight. What it always saves is the log-sum-exp, and the kernel for the row sums of $dO
+# \odot O$.
 #
-# What is kept must not change before it is used. Autograd checks the version of the offsets as it
-# does that of any tensor:
+# What is kept must not change before it is used. Autograd checks the offsets' version like any
+# tensor's:
 
 # %%
 moved = ENDS.clone()
@@ -147,9 +146,9 @@ for name, verdict in torch.library.opcheck(OPERATORS[0].default, (*tensors, *opt
     print(f"{name}: {verdict}")
 
 # %% [markdown]
-# `opcheck` holds schema and fake kernel against the real ones. `torch.compile(fullgraph=True)`
-# refuses any graph break. The back end below compiles nothing: it notes what it is given over three
-# batches of different sizes.
+# `opcheck` compares schema and fake kernel with the real ones. `torch.compile(fullgraph=True)`
+# refuses any graph break. The backend below compiles nothing: it records what it is given over
+# three batches of different sizes.
 
 # %%
 graphs: list[tuple[str, list[str]]] = []
@@ -183,8 +182,8 @@ assert sum("gdpa" in target for _, targets in graphs for target in targets) == 2
 
 # %% [markdown]
 # Three batches, one graph each way, and in each the operator is one node: the compiler fuses what
-# is around it and does not look inside. In a compiled program the values of the offsets are not
-# read, so they are not checked either. Shapes and types are.
+# is around it and does not look inside. A compiled program checks shapes and types, but not the
+# values of the offsets, which it never reads.
 #
 # ## Only what is asked for
 #
@@ -218,9 +217,9 @@ assert found["q"][0] == "queries" and found["v"][0] == "keys", "the text says so
 chapter.table(frame.reset_index(names="gradients of"), emulated="kernels of a backward pass")
 
 # %% [markdown]
-# The wish reaches the kernels of {glue:text}`thrifty`. v1 leaves out a whole kernel, the fused ones
-# the matmuls, the fp32 dQ and its conversion. The other rungs compute all three gradients, and the
-# operator drops what nobody wants. Where only dQ or only dV is trained, try
+# The request reaches the kernels of {glue:text}`thrifty`. v1 leaves out a whole kernel, the fused
+# ones the matmuls, the fp32 dQ and its conversion. The other rungs compute all three gradients, and
+# the operator drops the rest. Where only dQ or only dV is needed, try
 # `backward_impl="v1_tiled_backward"`; no record of ours compares them.
 #
 # ## Gradients of any strides
@@ -249,13 +248,13 @@ for impl in (rung.impl for rung in ladder.BACKWARD_RUNGS if rung.problem(call) i
 print(f"the bits of the contiguous copy in {sum(same)} of {len(same)} cases")
 
 # %% [markdown]
-# A kernel that took the rows as adjacent would read beyond that one number. v1 has the strides of
-# its arguments as constants; the others copy a gradient that {term}`TMA` cannot read, and nothing
-# else. q, k and v may be strided too: slices of one packed projection are read where they are.
+# A kernel that assumed contiguous rows would read beyond that one number. v1 has the strides of its
+# arguments as constants; the others copy a gradient that {term}`TMA` cannot read, and nothing else.
+# q, k and v may be strided too: slices of one packed projection are read where they are.
 #
 # ## What is refused
 #
-# An operator without second derivatives can return zeros, or nothing, or say so:
+# An operator without second derivatives can return zeros, return nothing, or say so:
 
 
 # %%
@@ -274,9 +273,8 @@ forward_mode = (lambda x: gdpa(x, k, v, *CALL), (q.detach(),), (q.detach(),))
 print(refusal(lambda: torch.func.jvp(*forward_mode)))
 
 # %% [markdown]
-# The first comes when the second derivative is used, not when `create_graph=True` allows it: much
-# code sets that flag and never differentiates. The refusal of a forward-mode derivative is
-# PyTorch's own.
+# The first error comes when the second derivative is used, not when `create_graph=True` allows it:
+# much code sets that flag and never differentiates. PyTorch itself refuses forward mode.
 #
 # An explicit `backward_impl` that cannot take the call is refused when the *output* is computed: an
 # hour later, inside `backward()`, nobody would know which call it was. Layers check as well:
@@ -299,8 +297,8 @@ for name, call in WRONG.items():
 # ## Autocast
 #
 # Under autocast q, k and v are cast as PyTorch's own attention casts them, and gradients come back
-# in the type of the leaves. Inside a rung autocast is off: a reference made of PyTorch's operators
-# must not be cast a second time.
+# in the type of the leaves. Inside a rung autocast is off, so that a reference made of PyTorch's
+# operators is not cast again.
 
 # %%
 single = leaves()
@@ -369,7 +367,7 @@ assert size == sum(LENGTHS) * (1536 + 512) * 2, "the answer says so"
 #
 # ## Takeaways
 #
-# - An operator is ready for training when it has answers for what nobody thinks of: an expanded
-#   gradient, offsets that change, a second derivative, a frozen input.
+# - An operator is ready for training when it can answer for an expanded gradient, offsets that
+#   change, a second derivative, a frozen input.
 # - What autograd keeps can be counted with `saved_tensors_hooks`. Count it before you optimise it.
 # - Refuse early: an error belongs to the call that caused it.
