@@ -12,10 +12,9 @@
 #
 # :::{admonition} In this chapter (25 minutes)
 # You will derive the backward pass of one block, decide what it needs from forward, test it with
-# gradients of any strides, and rank the roundings of a bf16 kernel. Result: backward needs its
-# inputs and nothing else, so it moves seven tensors. Rounding once instead of twice lowers the mean
-# error of dq by {glue:text}`gain:.0f` % (emulated); {glue:text}`published_gain:.0f` % are
-# published.
+# gradients of any strides, and rank the roundings of a bf16 kernel. Backward needs its inputs and
+# nothing else, so it moves seven tensors. Rounding once instead of twice lowers the mean error of
+# dq by {glue:text}`gain:.0f` % (emulated); {glue:text}`published_gain:.0f` % are published.
 # :::
 
 # %%
@@ -70,7 +69,7 @@ chapter.figure(
 # | kept by forward | q, k, v, the output, a log-sum-exp per row | q, k, v |
 # | kernels of backward | row sums; dk and dv; dq | one |
 # | P | from the log-sum-exp | from the scores of the row, as in forward |
-# | $D$, one number per row | from the output, in a kernel of its own | from P and dP, in place |
+# | $D$, one number per row | from the output, in a separate kernel | from P and dP, in place |
 # | tensors moved | {glue:text}`flash_tensors:.0f` | {glue:text}`tensors:.0f` |
 #
 # ## The gradient of one block
@@ -122,9 +121,9 @@ print(f"D from P and dP against D from O:    {(D[:, 0] - (out * dO).sum(1)).abs(
 assert gap < 1e-12
 
 # %% [markdown]
-# *Rows beyond the end of a block* need no mask. Their Q is loaded as zero, so their P is uniform,
-# which is nonsense. But their $dO$ is zero too, so they add nothing to $dV$; their $dP$, $D$ and
-# $dS$ vanish, so they add nothing to $dK$; and their $dQ$ is never stored.
+# *Rows beyond the end of a block* need no mask. Their Q is zero, so their P is uniform nonsense.
+# But their $dO$ is zero too, so they add nothing to $dV$; their $dP$, $D$ and $dS$ vanish, so they
+# add nothing to $dK$; and their $dQ$ is never stored.
 #
 # ## The lines that matter
 #
@@ -145,8 +144,7 @@ chapter.code(v1_one_tile.backward_kernel, "        p, total = softmax_parts")
 # block-diagonal with $\begin{pmatrix} c & -s \\ s & c \end{pmatrix}$ for each pair of columns. The
 # gradient of $q$ is $R^{\mathsf T}$ times that of $R q$, whatever $R$ is. Only if $s^2 + c^2 = 1$
 # is this also $R^{-1}$. The operator takes sin and cos as they come, as the published one does
-# {cite}`adsmodelkernellibrary`. With numbers that lie on no circle, $R^{\mathsf T} R\,x$ is $(s^2 +
-# c^2)\,x$:
+# {cite}`adsmodelkernellibrary`. If $s^2 + c^2 \ne 1$, $R^{\mathsf T} R\,x$ is $(s^2 + c^2)\,x$:
 
 # %%
 x, y = (torch.randn(50, 3, 16, generator=make, dtype=torch.float64) for _ in range(2))
@@ -183,16 +181,16 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# The source of v1 loads three tiles twice, because a wide head comes in pieces. At head_dim 128 the
-# compiler sees that they are the same and moves seven as well; a test counts the loads in the
-# {term}`SASS`. At the measured rates of copies, moving thirteen tensors takes
-# {glue:text}`floor:.2f` times as long as moving seven (modelled).
+# The source of v1 loads three tiles twice, because wide heads are processed in pieces. At head_dim
+# 128 the compiler merges them and moves seven as well; a test counts the loads in the {term}`SASS`.
+# At the measured rates of copies, moving thirteen tensors takes {glue:text}`floor:.2f` times as
+# long as moving seven (modelled).
 #
 # ## Gradients as they come
 #
 # `out.sum().backward()` hands over a gradient whose strides are all 0: one number in memory. v1
 # passes the strides to its kernel. v2 reads by {term}`TMA`, which cannot step by zero, so it copies
-# such a gradient first. What must not happen is to assume that a gradient is laid out like q:
+# such a gradient first. A kernel must not assume that a gradient is laid out like q:
 
 # %%
 given = block_studies.batch((70, 3))
@@ -208,11 +206,11 @@ wrong = studies.changed(v1_one_tile, ("GRAD_STRIDES=grad_out.stride()", "GRAD_ST
 print(studies.findings(lambda: wrong.backward(ones, given), ("modelled",))[0].splitlines()[0])
 
 # %% [markdown]
-# On a GPU that load would most likely succeed, and bring whatever lies behind the 1.
+# On a GPU that load would most likely succeed and return whatever follows the 1 in memory.
 #
 # ## Is it right?
 #
-# v1 on ragged lengths, with grouped heads and rotary on q, k and v, sin and cos on no circle, in
+# v1 on ragged lengths, with grouped heads, rotary on q, k and v, and $\sin^2 + \cos^2 \ne 1$, in
 # the emulator, against fp64:
 
 # %%
@@ -235,15 +233,15 @@ chapter.table(checked, emulated="bf16; allowed: twice PyTorch's error and one ro
 # | P, dS | before $P^{\mathsf T} dO$; before $dS\,K$ and $dS^{\mathsf T} Q$ | all |
 # | D | the output, from which $D$ is computed | those that read the output |
 # | stored | the gradient at the end | all |
-# | stored twice | the gradient before rotary is applied to it | with a rotary kernel apart |
+# | stored twice | the gradient before rotary is applied to it | with a separate rotary kernel |
 #
-# The publication puts the better accuracy of its fused kernel down to the last line
+# The publication credits the last line for the better accuracy of its fused kernel
 # {cite}`siso2026block`. A rounding to bf16 is a relative error of about $2^{-9}$. If storing were
 # the only one, two would give $\sqrt 2 = 1.41$ times the error of one. dS should add as much as
 # storing does, which leaves $\sqrt{3 / 2}$, or a little less.
 #
-# The model runs the mathematics in fp32 and rounds where it is told to; a test holds it to the
-# kernels of v0 and v1. Its core:
+# The model computes in fp32 and rounds where it is told to; a test compares it with the kernels of
+# v0 and v1. Its core:
 
 # %% tags=["remove-input"]
 chapter.code(roundings.gradients, "    q, k, v = (at(")
@@ -299,7 +297,7 @@ chapter.table(measured.reset_index(), measured=[chapter.record("block/results").
 #
 # The published *largest* error of dq halves, and that of dk stays the same. But k gets rotary as q
 # does, and the second rounding costs both alike on average ({glue:text}`twice_dq:.2f` and
-# {glue:text}`twice_dk:.2f`). A largest error is that of one element, and which one is luck. Cut the
+# {glue:text}`twice_dk:.2f`). A largest error belongs to one element, and which one is luck. Cut the
 # inputs into 16 batches and divide the largest error of dq with two roundings by that with one,
 # with sin and cos of angles and from N(0, 1), as the published tests draw them
 # {cite}`adsmodelkernellibrary`:
@@ -323,7 +321,7 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# Roundings that both have decide it. Another difference between the two kernels has nothing to do
+# The roundings they share decide it. Another difference between the two kernels has nothing to do
 # with rotary: with normal sin and cos, D from a rounded output raises a mean error by up to
 # {glue:text}`normal_output:.0f` %, the second rounding that of dq by
 # {glue:text}`normal_twice:.0f` %.
@@ -342,9 +340,9 @@ chapter.glue(
 # :class: dropdown
 #
 # The inverse is the transpose divided by $\sin^2 + \cos^2 = 1.21$, so dq and dk come out 1.21 times
-# too small. A test needs sines and cosines that lie on no circle. Then
-# $\langle R x, y \rangle = \langle x, R^{\mathsf T} y \rangle$ for random x and y finds the error
-# without any attention.
+# too small. A test needs sines and cosines with $\sin^2 + \cos^2 \ne 1$. Then $\langle R x, y
+# \rangle = \langle x, R^{\mathsf T} y \rangle$ for random x and y finds the error without any
+# attention.
 # :::
 #
 # :::{exercise} Read the magnitude off the error
@@ -388,4 +386,4 @@ chapter.glue(
 #   row in registers, the answer is nothing.
 # - Gradients go through the transpose. Test with numbers for which that is not the inverse, and
 #   with gradients whose strides are 0.
-# - Before crediting one rounding, list all of them and switch them on one by one.
+# - Before crediting one rounding, switch all of them on one by one.

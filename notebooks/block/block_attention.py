@@ -9,10 +9,10 @@
 # What is left of attention over a long history if every token sees at most 63 others?
 #
 # :::{admonition} In this chapter (20 minutes)
-# You will be able to write block attention from its definition, run it on any kernel that takes
-# jagged batches, and say what its backward pass must keep. On the published batch the blocks leave
-# out {glue:text}`left_out:.1f` % of the pairs of full attention. The "sparsity 0.7" of the
-# published tables is another number: a fill, the mean length over the largest one.
+# You will write block attention from its definition, run it on any kernel that takes jagged
+# batches, and say what its backward pass must keep. On the published batch the blocks leave out
+# {glue:text}`left_out:.1f` % of the pairs of full attention. The published "sparsity 0.7" is
+# another number: a fill, the mean length over the largest one.
 # :::
 
 # %%
@@ -82,8 +82,8 @@ assert (p > 0).sum() == 16**2 + 4**2 + 16**2 + 5**2
 # in both directions, with $s = 1/\sqrt{\mathtt{head\_dim}}$ unless given. Across blocks: nothing.
 #
 # "Sparse attention" names what is missing. What is left is a batch of small dense problems, so any
-# kernel for {term}`jagged` batches can run it: let each block be a sequence of its own. Four query
-# heads share two heads of keys and values here {cite}`shazeer2019mqa,ainslie2023gqa`:
+# kernel for {term}`jagged` batches can run it, with each block as a sequence. Four query heads
+# share two heads of keys and values here {cite}`shazeer2019mqa,ainslie2023gqa`:
 
 # %%
 q, k, v = (torch.randn(total, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
@@ -117,14 +117,14 @@ chapter.glue(blocks=main.blocks, fill=main.fill, empty=0.3 * main.max_seqlen_q)
 # %% [markdown]
 # Work now grows with the number of tokens instead of its square: {glue:text}`fewer:.0f` times fewer
 # FLOPs. The bytes stay, so the operator falls from {glue:text}`full:.0f` FLOP per byte to
-# {glue:text}`few:.0f`. A problem of tensor cores has become one of memory.
+# {glue:text}`few:.0f`: compute-bound has become memory-bound.
 #
 # The price is reach. A sliding window of 32 to each side costs about the same per token, and its
-# tokens hear from 65, 129 and 193 tokens after one, two and three layers. Borders of blocks are in
-# the same places in every layer: 64 tokens, however many layers. Something else has to carry
-# information between blocks, such as pooling by learned seeds
-# {cite}`zeng2024interformer,hou2026kunlun`. In return blocks share nothing, and that is what makes
-# them fast: the key tiles of a window overlap, and a row of its scores spans several of them.
+# tokens see 65, 129 and 193 tokens after one, two and three layers. Block borders are the same in
+# every layer: 64 tokens, however many layers. Something else has to carry information between
+# blocks, such as pooling by learned seeds {cite}`zeng2024interformer,hou2026kunlun`. In return
+# blocks share nothing, and that is what makes them fast: the key tiles of a window overlap, and a
+# row of its scores spans several of them.
 #
 # ## Rotary embeddings
 #
@@ -156,7 +156,7 @@ chapter.glue(blocks=main.blocks, fill=main.fill, empty=0.3 * main.max_seqlen_q)
 #
 # with $D_i = \sum_j P_{ij}\, dP_{ij} = \sum_c O_{ic}\, dO_{ic}$, one number for each row. A kernel
 # that sees a row of scores in pieces lacks the first sum until the last piece. So FlashAttention-2
-# keeps the output, to compute $D$ from it, and the log-sum-exp of each row, to recover $P$
+# keeps the output, for $D$, and the log-sum-exp of each row, for $P$
 # {cite}`dao2024flashattention2`. With the whole row in one tile neither is needed:
 
 # %%
@@ -185,8 +185,8 @@ chapter.table(
 # %% [markdown]
 # ## Neighbours
 #
-# A tile has 64 rows whether the block has or not. The rows after the end of a sequence are somebody
-# else's tokens. A mask makes their probabilities zero, but $0 \cdot \mathrm{NaN}$ is NaN: a kernel
+# A tile has 64 rows even if the block has fewer. The rows after the end of a sequence are another
+# user's tokens. A mask makes their probabilities zero, but $0 \cdot \mathrm{NaN}$ is NaN: a kernel
 # that loads those rows of V and relies on the mask hands one user's NaN to another. The published
 # kernels load them (read in their source, not run {cite}`adsmodelkernellibrary`). In this book a
 # block never sees another one's values. Here all but four tokens become NaN, and the results for
@@ -218,8 +218,8 @@ for module in (v0_flash, v1_one_tile):
 # %% tags=["remove-input"]
 # | name: fig-block-lengths
 # | caption: >
-# |   Lengths of the two published batches with a largest length of 2000, sorted. Dashed: what the
-# |   mean would be if 70 % of the places were empty.
+# |   Lengths of the two published batches with a largest length of 2000, sorted. Dashed: the mean
+# |   if 70 % of the rows were empty.
 # | alt: >
 # |   Two lines over the sequences, longest first. Fill 0.7 falls from 2000 to 800 in a straight
 # |   line, fill 1.0 is level at 2000. A dashed line at 600 lies below every length.
@@ -237,7 +237,7 @@ chapter.figure(
 # %% [markdown]
 # Three numbers compete for the word. A padded batch would be {glue:text}`fill:.2f` full: that is
 # the published 0.7. The blocks leave out {glue:text}`left_out:.1f` % of the pairs. And a batch with
-# 70 % empty places would have a mean length of {glue:text}`empty:.0f`, less than its shortest
+# 70 % empty rows would have a mean length of {glue:text}`empty:.0f`, less than its shortest
 # sequence. {doc}`counting_bytes` shows that only the fill fits the published times.
 #
 # ## Exercises
@@ -279,8 +279,8 @@ chapter.figure(
 # :label: ex-block-moving
 #
 # A model keeps the newest 2,000 events of each user, oldest first. A new event arrives, the oldest
-# goes. What happens to the blocks? How likely do two events $d$ apart share a block, and what would
-# you change if that were a concern? *(thought, open)*
+# goes. What happens to the blocks? How likely are two events $d$ apart to share a block, and what
+# would you change if that mattered? *(thought, open)*
 # :::
 #
 # :::{solution} ex-block-moving

@@ -10,9 +10,9 @@
 # much can a kernel made for blocks gain over a general one?
 #
 # :::{admonition} In this chapter (20 minutes)
-# You will count what a design moves, turn bytes into a floor in microseconds, and test published
-# times against it. By bytes alone, one tile is worth a factor of {glue:text}`bound_forward:.2f`
-# forward and {glue:text}`bound_backward:.2f` backward. All published speed-ups are larger.
+# You will count a design's bytes, turn them into a floor in microseconds, and test published times
+# against it. By bytes alone, one tile is worth a factor of {glue:text}`bound_forward:.2f` forward
+# and {glue:text}`bound_backward:.2f` backward. All published speedups are larger.
 # :::
 
 # %%
@@ -89,20 +89,20 @@ chapter.glue(
 # %% [markdown]
 # Which GB/s? DRAM loses time when it switches from reads to writes ({doc}`../measuring/roofline`).
 # Forward reads three bytes for each byte it writes, backward four for every three. Kernels in
-# `gdpa_kernels/measuring/copies.py` do nothing but read and write in these proportions, and the
-# fastest copy of a mix is its ceiling: {glue:text}`rate_forward:,.0f` GB/s for 3:1 and
-# {glue:text}`rate_backward:,.0f` for 4:3. Judging a backward pass by the wrong copy would be an
-# error of {glue:text}`mix_gap:.0f` %.
+# `gdpa_kernels/measuring/copies.py` only read and write in these proportions, and the fastest copy
+# of a mix is its ceiling: {glue:text}`rate_forward:,.0f` GB/s for 3:1 and
+# {glue:text}`rate_backward:,.0f` for 4:3. Judging a backward pass by the wrong copy is an error of
+# {glue:text}`mix_gap:.0f` %.
 #
 # ## What a general kernel moves
 #
 # FlashAttention-2 {cite}`dao2024flashattention2` keeps the output and the log-sum-exp for the
-# backward pass and computes $D = \mathrm{rowsum}(dO \odot O)$ in a kernel of its own. The gradients
+# backward pass and computes $D = \mathrm{rowsum}(dO \odot O)$ in a separate kernel. The gradients
 # of k and v are sums over queries, that of q is a sum over keys. That takes one kernel with atomic
 # additions, or two deterministic ones as in our {doc}`v0 <v0_flash>`.
 #
-# No kernel finds in L2 ({glue:text}`l2_mb:.0f` MB, nominal) what another one touched, since one
-# tensor has {glue:text}`tensor_mb:,.0f` MB. So the names of the tensors give the bytes:
+# No kernel finds in L2 ({glue:text}`l2_mb:.0f` MB, nominal) what another left there, since one
+# tensor has {glue:text}`tensor_mb:,.0f` MB. So listing the tensors gives the bytes:
 
 # %%
 moved = pd.DataFrame({
@@ -168,17 +168,17 @@ chapter.glue(
 # %% [markdown]
 # These numbers settle what "sparsity 0.7" means in table 5. Table 7 times the same attention
 # backward on a batch whose tokens are stated: {glue:text}`stated:,.0f` GB/s. If 0.7 is a fill, the
-# kernel of table 5 moves {glue:text}`as_fill:,.0f`. If it means 70 % empty places, it moves
+# kernel of table 5 moves {glue:text}`as_fill:,.0f`. If it means 70 % empty rows, it moves
 # {glue:text}`as_empty:,.0f`, and the forward kernel runs at {glue:text}`empty_forward:.0f` % of the
 # nominal rate. Only the fill fits kernels that their authors call memory-bound
-# ({doc}`../tools/claims`). Even so the two tables differ, and no reason is given: a speed-up must
+# ({doc}`../tools/claims`). Even so the two tables differ, and no reason is given: a speedup must
 # not take one time from each.
 #
 # ## Little's law: how much has to be in flight
 #
-# A rate holds only if enough bytes are on their way at any time: *bytes in flight = rate x
-# latency*. Nobody waits for a store, so only reads count. We have no measured latency of a busy
-# memory and assume a microsecond. For each SM:
+# A rate needs enough bytes under way at any time: *bytes in flight = rate x latency*. Nothing waits
+# for a store, so only reads count. We have no measured latency under load and assume a microsecond.
+# For each SM:
 
 # %%
 tile = 64 * 128 * 2 / 1024  # KiB: one tensor, one block, one head of dimension 128
@@ -196,7 +196,7 @@ for way, (read, written) in {"forward": (3, 1), "backward": (4, 3)}.items():
 #
 # ## The surprise
 #
-# If bytes were everything, and the published baseline moved what v0 moves, no published speed-up
+# If bytes were everything, and the published baseline moved what v0 moves, no published speedup
 # would exceed the ratio of their bytes.
 
 # %%
@@ -212,8 +212,8 @@ held = {way: least[way, OLD] * allowed[way] for way in rate}  # GB/s if it moves
 # %% tags=["remove-input"]
 # | name: fig-bytes-speedups
 # | caption: >
-# |   Published speed-ups over the authors' FlashAttention-2 baseline (B200, read from bars).
-# |   Dashed: what bytes allow backward; forward they allow 1.00.
+# |   Published speedups over the authors' FlashAttention-2 baseline (B200, read from bars). Dashed:
+# |   what bytes allow backward; forward they allow 1.00.
 # | alt: >
 # |   Four lines over the largest length from 1000 to 8000. Backward both lie near 2.5, forward
 # |   between 1.7 and 2.1. A dashed line at the backward bound lies below the backward lines.
@@ -230,12 +230,12 @@ chapter.glue(held_forward=held["forward"], held_backward=held["backward"],
              held_share=held["forward"] / 80)  # fmt: skip
 
 # %% [markdown]
-# A speed-up is a ratio of bytes times a ratio of rates. The source of the baseline is not
-# published; that it moves what v0 moves is an assumption. With it, its times in table 5 mean
+# A speedup is a ratio of bytes times a ratio of rates. The baseline's source is not published; that
+# it moves what v0 moves is an assumption. If so, its times in table 5 mean
 # {glue:text}`held_forward:,.0f` GB/s forward and {glue:text}`held_backward:,.0f` backward: the same
-# rate in both directions, {glue:text}`held_share:.0f` % of nominal. That proves nothing, but the
-# simplest story that fits is a baseline held at one rate by something other than its bytes. The
-# next chapters look for it.
+# rate in both directions, {glue:text}`held_share:.0f` % of nominal. That proves nothing, but it
+# suggests a baseline held at one rate by something other than its bytes. The next chapters look for
+# it.
 #
 # ## Exercises
 #
@@ -260,7 +260,7 @@ chapter.glue(held_forward=held["forward"], held_backward=held["backward"],
 #
 # FlashAttention-2 makes all three gradients in one pass: a program owns a tile of keys and adds its
 # part of dq with atomic additions. Let it add to an fp32 tensor that is zeroed before and converted
-# to bf16 after, with D from a kernel of its own. Count in units of q what a backward pass moves for
+# to bf16 after, with D from a separate kernel. Count in units of q what a backward pass moves for
 # blocks of one tile. Which part depends on the L2 cache? *(paper, ten minutes)*
 # :::
 #
@@ -274,7 +274,7 @@ chapter.glue(held_forward=held["forward"], held_backward=held["backward"],
 # each element of dq receives exactly one addition, to a zero. A general kernel cannot know that.
 # :::
 #
-# :::{exercise} Rotary in a kernel of its own
+# :::{exercise} Rotary in a separate kernel
 # :label: ex-bytes-rotary
 #
 # A batch has 3 heads and {term}`rotary` embeddings on q, k and v; sin and cos, in bf16, hold

@@ -7,16 +7,16 @@
 # %% [markdown]
 # # The published tables of block attention, measured again
 #
-# Four tables announced these kernels. What does each look like on a machine one can rent, against a
-# baseline one can install?
+# Four tables announced these kernels. What does each look like on a machine you can rent, against a
+# baseline you can install?
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will read each published table beside ours and tell a fast kernel from a slow baseline. Back
 # to back on the H200 the fastest rung moves its bytes at {glue:text}`share_forward:.0f` % of the
 # rate of a copy forward and {glue:text}`share_backward:.0f` % backward:
-# {glue:text}`fa2_forward:.2f` and {glue:text}`fa2_backward:.2f` times as fast as
-# FlashAttention-2. Fusing rotary, published as a factor of {glue:text}`published_fused:.2f`, is one
-# of {glue:text}`over_kernel:.2f` or of {glue:text}`over_eager:.0f`, as one chooses the baseline.
+# {glue:text}`fa2_forward:.2f` and {glue:text}`fa2_backward:.2f` times as fast as FlashAttention-2.
+# Fusing rotary, published as a factor of {glue:text}`published_fused:.2f`, is worth
+# {glue:text}`over_kernel:.2f` or {glue:text}`over_eager:.0f`, depending on the baseline.
 # :::
 
 # %%
@@ -48,25 +48,24 @@ data_dir = "data"
 # | published | shows | leaves out |
 # |:--|:--|:--|
 # | table 5 | times at a largest length of 2000, "sparsity 0.7" | the baseline's source |
-# | table 6 | quotients for largest lengths of 1000 to 8000 | times |
+# | table 6 | ratios for largest lengths of 1000 to 8000 | times |
 # | table 7 | rotary and attention backward, fused and not | the law of the lengths |
 # | table 8 | errors of the gradients | shape, inputs and seed |
 #
-# All four {cite}`siso2026block` are of an NVIDIA B200, ours of an H200. Shares of a machine and
-# quotients on one machine may be compared, times of two machines not. Their baseline is the
-# authors' own FlashAttention-2 with blocks, in Triton, which is not published. Ours is the
-# FlashAttention-2 that PyTorch brings, with a sequence for each block: the same mathematics, and
-# what a user would write today.
+# All four {cite}`siso2026block` are from an NVIDIA B200, ours from an H200. Shares of a machine and
+# ratios on one machine may be compared, times of two machines not. Their baseline is the authors'
+# own unpublished FlashAttention-2 with blocks, in Triton. Ours is PyTorch's FlashAttention-2, with
+# a sequence for each block: the same mathematics, and what a user would write today.
 #
 # *Sparsity 0.7 is a fill*: lengths between 0.4 and 1.0 of the largest ({doc}`block_attention`). The
-# tables do not describe one run: attention backward costs 0.366 ns for each token and head in
-# table 5 and 0.299 in table 7 (published, {doc}`counting_bytes`). A quotient of two times from two
-# tables means nothing.
+# tables do not describe one run: attention backward costs 0.366 ns for each token and head in table
+# 5 and 0.299 in table 7 (published, {doc}`counting_bytes`). A ratio of times from two tables means
+# nothing.
 #
-# Every output and gradient was compared with fp64 in every element before it was timed. Table 5 and
-# its figure are timed {term}`back to back <sustained scope>`, a second for each kernel, the others
-# in {term}`bursts <burst>`. A copy has one rate in both ({doc}`../measuring/power_wall`). The plan,
-# what matters most first:
+# Every kernel passed its check against fp64 before it was timed. Table 5 and its figure are timed
+# {term}`back to back <sustained scope>`, a second for each kernel, the others in {term}`bursts
+# <burst>`. A copy has one rate in both ({doc}`../measuring/power_wall`). The plan, what matters
+# most first:
 
 # %%
 chapter = Chapter("block/results", mode=mode, device=device, data_dir=data_dir)
@@ -166,15 +165,15 @@ for way, line in five[:2].set_index("direction").iterrows():
 
 # %% [markdown]
 # On both machines backward gains more: {glue:text}`fa2_backward:.2f` here,
-# {glue:text}`published_backward:.2f` there. Machine, kernel and
-# baseline are three differences at once, and shares of a machine tell them apart:
+# {glue:text}`published_backward:.2f` there. Machine, kernel and baseline all differ; shares of a
+# machine tell them apart:
 
 # %% tags=["remove-input"]
 chapter.table(limits.round(0).rename_axis("percent of a rate").reset_index(), measured=of_five)
 
 # %% [markdown]
-# Backward both baselines move about a quarter of their machine's rate. What makes the published
-# quotient the smaller one is the kernel.
+# Backward both baselines reach about a quarter of their machine's rate. The published ratio is
+# smaller because of the kernel.
 #
 # Heads of 96 and 256, which nobody published, back to back:
 
@@ -204,8 +203,8 @@ old = bars.groupby("direction")["speedup_vs_fa2_jfa"].agg(["min", "max"])
 # %% tags=["remove-input"]
 # | name: fig-tables-lengths
 # | caption: >
-# |   Times as fast as FlashAttention-2, over the largest length. Left: the fastest rung, measured
-# |   on an H200, over PyTorch's. Right: published for a B200, over the authors', read from bars.
+# |   Speedup over FlashAttention-2, by largest length. Left: the fastest rung, measured on an H200,
+# |   over PyTorch's. Right: published for a B200, over the authors', read from bars.
 # | alt: >
 # |   Two charts on one scale. In each, four lines that hardly rise or fall, the two of backward
 # |   above the two of forward. The measured ones lie farther apart, and end at 5000 tokens at fill
@@ -219,11 +218,11 @@ text = "Both kernels count blocks: the largest quotient over the smallest, the w
 chapter.predict(text, spread, most=10, **percent)
 
 # %% [markdown]
-# "The speed-up does not depend on the lengths" holds here better than in the published chart, whose
+# "The speed-up does not depend on the lengths" holds better here than in the published chart, whose
 # bars spread by {glue:text}`old_forward:.0f` % forward and {glue:text}`old_backward:.0f` %
-# backward. A program sees one block, wherever it lies and however long its
-# sequence is. The shares of the copy say the same without a baseline, on all sixteen batches:
-# {glue:text}`swept_forward` % forward and {glue:text}`swept_backward` % backward.
+# backward. A program sees one block, however long its sequence is. The shares of the copy say the
+# same without a baseline, on all sixteen batches: {glue:text}`swept_forward` % forward and
+# {glue:text}`swept_backward` % backward.
 
 # %%
 failed = six["quotient"].isna()
@@ -242,7 +241,7 @@ for way in DIRECTIONS:
 # %% [markdown]
 # **The surprise: the baseline did not run.** Between the two counts lies 65,535, the most programs
 # that CUDA allows in the second and third dimension of a grid. A sequence for each block is the
-# same mathematics, and yet no use that this kernel was built for.
+# same mathematics, but not what this kernel was built for.
 #
 # ## Table 7: rotary
 #
@@ -290,7 +289,7 @@ chapter.glue(
 
 # %% [markdown]
 # The same fused kernel is {glue:text}`over_kernel:.2f` or {glue:text}`over_eager:.0f` times as fast
-# as two passes. The baseline decides. PyTorch's operations reach {glue:text}`eager_share:.0f` % of
+# as two passes: the baseline decides. PyTorch's operations reach {glue:text}`eager_share:.0f` % of
 # the rate of a copy, our {term}`rotary` kernel {glue:text}`kernel_share:.0f` %. The published
 # rotary pass moves its bytes at {glue:text}`slow:.0f` % of the nominal rate, so most of the
 # published factor is that pass.
@@ -319,8 +318,7 @@ chapter.glue(mean_dq=eight.loc["dq", "mean, published"])
 # A gradient is made of rounded things: q, k and v after rotary, P and dS, then the result. One
 # rounding more is one among several, and independent errors add as squares. The published
 # {glue:text}`mean_dq:.2f` for dq would need a second rounding about as large as all others
-# together. {doc}`backward_alone` switches each rounding on alone and says what the published
-# number can mean.
+# together. {doc}`backward_alone` says what it can mean.
 #
 # ## The whole call
 #
@@ -337,8 +335,8 @@ print(f"v3 backward: {backward['v3_warp_specialized']:.0f} %")
 print(f"a list: {lists['v1_one_tile']:.0f} us; offsets in PyTorch: {lists['fa2_varlen']:.0f} us")
 
 # %% [markdown]
-# Times of kernels contain neither, for anybody. A forward call makes its own list and hands it to
-# its backward.
+# Kernel times contain neither, for any implementation. A forward call makes its own list and hands
+# it to its backward.
 #
 # {doc}`The ledger of claims <../tools/claims>` sets each published number of these tables beside
 # ours.
@@ -372,15 +370,14 @@ print(f"a list: {lists['v1_one_tile']:.0f} us; offsets in PyTorch: {lists['fa2_v
 # :class: dropdown
 #
 # A mean of 1506.5, a fill of 0.753. Uniform on 800 to 1999 has a mean of 1399.5 and a standard
-# deviation of 346; the mean of 1152 draws has one of 10.2. A mean that lies ten of them off is no
-# draw.
+# deviation of 346; the mean of 1152 draws has one of 10.2. A mean ten of them away is no such draw.
 # :::
 #
 # :::{exercise} A peer of your own
 # :label: ex-tables-peer
 #
 # Add FlexAttention with a mask of blocks to `BLOCK_BASELINES`. What must `prepare` return, what
-# belongs into `metadata`, and what if the mask lets a token see the next sequence? *(a GPU)*
+# belongs in `metadata`, and what if the mask lets a token see the next sequence? *(a GPU)*
 # :::
 #
 # :::{solution} ex-tables-peer
@@ -393,7 +390,7 @@ print(f"a list: {lists['v1_one_tile']:.0f} us; offsets in PyTorch: {lists['fa2_v
 #
 # ## Takeaways
 #
-# - A quotient is as good as its baseline. Ask what share of a copy each side reaches.
+# - A speedup is as good as its baseline. Ask what share of a copy each side reaches.
 # - A block does not know how long its sequence is: what is measured at one length holds for others,
 #   as long as the baseline runs at all.
-# - One rounding less is one among several. Errors of independent roundings add as squares.
+# - A rounding removed is one of several, and independent errors add as squares.

@@ -10,10 +10,10 @@
 # FlashAttention-2 was built for long sequences. What does its machinery cost on a block of 64?
 #
 # :::{admonition} In this chapter (15 minutes)
-# You will be able to say what each piece of FlashAttention-2 is for, price it in bytes, and tell
-# whether a baseline is a fair one. At head_dim 128, v0 reaches {glue:text}`forward_128:.0f` % of a
-# copy forward and {glue:text}`backward_128:.0f` % backward. Its bytes explain most of the shortfall
-# backward and none of it forward.
+# You will say what each piece of FlashAttention-2 is for, price it in bytes, and tell whether a
+# baseline is fair. At head_dim 128, v0 reaches {glue:text}`forward_128:.0f` % of a copy forward and
+# {glue:text}`backward_128:.0f` % backward. Its bytes explain most of the shortfall backward and
+# none of it forward.
 # :::
 
 # %%
@@ -66,7 +66,7 @@ bound = pd.Series({case: 100 * least[case] / floor[case] for case in share.index
 # %% tags=["remove-input"]
 # | name: fig-bv0-share
 # | caption: >
-# |   Least bytes over time, in percent of the best copy with the same mix of reads and writes, at
+# |   Fewest bytes over time, in percent of the best copy with the same mix of reads and writes, at
 # |   head_dim 128. The peers get each block as a sequence. What v0's bytes allow is modelled from
 # |   the rates of copies.
 # | alt: >
@@ -90,16 +90,16 @@ chapter.figure(drawn, measured=rows)
 # %% [markdown]
 # ## What it is
 #
-# Every block becomes a sequence of its own, and FlashAttention-2 {cite}`dao2024flashattention2`
-# runs on these sequences: four kernels of plain Triton, written for this book. Each piece is there
-# because a sequence is longer than a tile:
+# FlashAttention-2 {cite}`dao2024flashattention2` runs with every block as a sequence: four kernels
+# of plain Triton, written for this book. Each piece is there because a sequence is longer than a
+# tile:
 #
 # | what | why, on a long sequence | on a block of 64 |
 # |:--|:--|:--|
 # | a loop over keys | all scores do not fit | one trip |
 # | running maximum, rescaling {cite}`milakov2018online` | the largest may be last | known at once |
-# | log-sum-exp, written forward, read backward | recovers P tile by tile | the row is at hand |
-# | a kernel for `delta`, the row sums of O ∘ dO | dS needs a sum over keys | the row is at hand |
+# | log-sum-exp, written forward, read backward | recovers P tile by tile | the row is on chip |
+# | a kernel for `delta`, the row sums of O ∘ dO | dS needs a sum over keys | the row is on chip |
 # | dK and dV in one kernel, dQ in another | sums without atomics | one program owns all |
 #
 # {doc}`v1_one_tile` leaves all of it out. To know what that is worth, we first need a good version
@@ -186,11 +186,11 @@ for way in KERNELS:  # least bytes per second, in percent of nominal: B200 8 TB/
 # to {glue:text}`fa2_most:.1f` times as long as v0. It is made for long sequences: tile rows that a
 # block of 64 does not fill move no bytes but still take time.
 #
-# The published speed-ups are over another Triton implementation of the same algorithm, whose source
-# is not public {cite}`siso2026block`. On the same workload, by the least bytes over the published
+# The published speedups are over another Triton implementation of the same algorithm, whose source
+# is not public {cite}`siso2026block`. On the same workload, by the fewest bytes over the published
 # times, it reaches {glue:text}`forward_theirs:.0f` % of a B200's nominal rate forward and
 # {glue:text}`backward_theirs:.0f` % backward. v0, measured, reaches {glue:text}`forward_ours:.0f`
-# and {glue:text}`backward_ours:.0f` % of an H200's. By this measure v0 is not the weaker opponent.
+# and {glue:text}`backward_ours:.0f` % of an H200's. By this measure v0 is not the weaker baseline.
 #
 # ## The surprise: a pipeline for a loop that runs once
 #
@@ -225,10 +225,10 @@ assert kernels["shared (KiB)"].round().tolist() == [48, 80], "an answer says so"
 # two stages help at head_dim 128 and hurt at 64, so v0 has two stages forward and one backward. A
 # baseline is fair only when its constants have been tried, even those that should not matter.
 #
-# The number of programs hints at what the bytes leave open. Only two programs fit on an SM. Each
-# requests its tiles, waits, computes with nothing in flight, stores and ends. While it waits, only
-# the other one can keep the SM busy, and at times neither has a load in flight. {doc}`v1_one_tile`
-# tests this by taking the pieces out one at a time.
+# What do the bytes leave open? Only two programs fit on an SM. Each requests its tiles, waits,
+# computes with nothing in flight, stores and ends. While it waits, only the other can keep the SM
+# busy, and at times neither has a load in flight. {doc}`v1_one_tile` tests this by taking the
+# pieces out one at a time.
 #
 # ## Exercises
 #
@@ -293,6 +293,5 @@ chapter.glue(lse_forward=100 * (1 - 4 / extra["forward"]),
 #
 # - Count the bytes of every kernel of a pass, not just the operator's. Here the two passes and the
 #   extra kernel of backward cost more than everything else together.
-# - Bytes give a bound. What keeps a kernel from its bound is the next question, and bytes cannot
-#   answer it.
+# - Bytes give a bound. They cannot say what keeps a kernel from it.
 # - Tune a baseline's constants, even those that look pointless.

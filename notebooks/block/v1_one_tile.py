@@ -53,13 +53,13 @@ chapter.glue(**{f"gain_{way}": us[way, V0] / us[way, V1] for way in WAYS})
 # | order of programs | the blocks of a head follow each other | the heads of a block do |
 #
 # A program holds all scores of its block, so no state passes from step to step. Five things go, the
-# five that the publication names {cite}`siso2026block`; it gives one speed-up for all of them.
+# five that the publication names {cite}`siso2026block`; it gives one speedup for all of them.
 #
 # 1. *The loop over keys*, forward, and over queries, backward.
 # 2. *The rescaling*: a row's maximum is known before anything is summed.
 # 3. *The log-sum-exp*: backward has all scores of a row and recomputes P from them.
 # 4. *The `delta` kernel*. dS needs the row sums of O ∘ dO. They equal those of P ∘ dP
-#    ({doc}`block_attention`), and P and dP are at hand. So backward does not need the output.
+#    ({doc}`block_attention`), both on chip, so backward does not need the output.
 # 5. *The accumulation* over tiles, which took two kernels backward: dQ is a sum over keys, dK and
 #    dV are sums over queries. A program that holds the whole block has all the terms.
 #
@@ -74,7 +74,7 @@ chapter.code(v1_one_tile.backward_kernel, "ds = (p * (dp", "store_gradient(")
 # %% [markdown]
 # ## Prediction
 #
-# `eliminations.py` has a switch for each piece. What the pieces move is counted by names, as in
+# `eliminations.py` has a switch for each piece. Their bytes are counted as in
 # {doc}`counting_bytes`:
 
 # %%
@@ -193,14 +193,14 @@ assert fits["none"] > fits["key_loop"] > fits["accumulate"], "the text says so"
 chapter.glue(fits=fits["none"], fits_accumulate=fits["accumulate"])
 
 # %% [markdown]
-# Registers are the second currency. The tiles of Q, K and V pass through registers on their way to
-# {term}`shared memory`, 96 per thread. An {term}`accumulator` of a loop, 64 per thread, must exist
-# before the loop begins, while those tiles are being loaded. The output of a single tile exists
-# only after the scores, when the tiles are gone. So {glue:text}`fits_accumulate:.0f` programs share
-# an SM with the accumulation and {glue:text}`fits:.0f` without it.
+# Registers cost too. The tiles of Q, K and V pass through registers on their way to {term}`shared
+# memory`, 96 per thread. An {term}`accumulator` of a loop, 64 per thread, must exist before the
+# loop begins, while those tiles are being loaded. The output of a single tile exists only after the
+# scores, when the tiles are gone. So {glue:text}`fits_accumulate:.0f` programs share an SM with the
+# accumulation and {glue:text}`fits:.0f` without it.
 #
-# Why do programs count? A program asks, waits, computes and stores, and nothing in it overlaps with
-# itself. Memory is kept busy by the other programs on the SM.
+# Why does that number matter? A program loads, waits, computes and stores, one after the other.
+# Only the other programs on the SM keep memory busy meanwhile.
 #
 # ## The surprise: the order of the programs
 #
@@ -235,14 +235,14 @@ assert max(order) < 1, "the text says: in all four cases"
 # A token has 1,024 bytes in q, and a head 256 of them. With heads inner, the programs that run
 # together cover a stretch of q without a gap. With heads outer, they take a quarter of each row of
 # a stretch four times as long, and come back for the next quarter when all sequences are done with
-# the first. All bytes arrive in whole sectors either way. But memory is organised in larger units,
-# and opening one of them four times costs more than opening it once. That is our explanation; the
-# record holds no counter of memory pages. {doc}`v2_slab` takes the hint and gives all heads of a
-# block to one program.
+# the first. All bytes arrive in whole sectors either way. But DRAM is organised in pages, and
+# opening one four times costs more than opening it once. That is our explanation; the record holds
+# no counter of DRAM pages. {doc}`v2_slab` takes the hint and gives all heads of a block to one
+# program.
 #
 # Forward there is little left to gain. Backward a program moves seven tiles and computes five
-# matmuls one after another, and registers leave no room for more programs. So a program has to
-# overlap with itself: {doc}`v3_warp_specialized` gives the copies to a producer.
+# matmuls one after another, and registers leave no room for more programs. So overlap has to come
+# from within a program: {doc}`v3_warp_specialized` gives the copies to a producer.
 #
 # ## Exercises
 #

@@ -11,10 +11,10 @@
 # block, and TMA does the addressing?
 #
 # :::{admonition} In this chapter (20 minutes)
-# You will be able to tell from a compiled loop whether its loads are overlapped with anything, and
-# contiguous in memory from contiguous in time. The best variant of v2 takes
-# {glue:text}`forward_128:.2f` times the time of v1 forward and {glue:text}`backward_128:.2f` times
-# backward at head_dim 128. It gains only in this last case, and only with five stages.
+# You will tell from a compiled loop whether anything overlaps its loads, and contiguous in memory
+# from contiguous in time. At head_dim 128 the best variant of v2 takes {glue:text}`forward_128:.2f`
+# times the time of v1 forward and {glue:text}`backward_128:.2f` times backward. It gains only in
+# this last case, and only with five stages.
 # :::
 
 # %%
@@ -90,7 +90,7 @@ chapter.figure(charts.dots(ratio, xlabel="time / time of v1", colours=COLOURS), 
 # | | {doc}`v1 <v1_one_tile>` | v2 |
 # |:--|:--|:--|
 # | work of a program | one block of one head | all heads of a block, then another block |
-# | programs | as many as there is work, short | as few as one likes, long |
+# | programs | many, short | few, long |
 # | addressing | every thread computes pointers and masks | one thread issues a TMA load per tile |
 #
 # The tensors are `[total, num_heads, head_dim]`: the heads of a token lie side by side. At head_dim
@@ -111,7 +111,7 @@ chapter.code(v2_slab.forward_kernel, "    for step in")
 #
 # ## Prediction
 #
-# A slab is contiguous memory. Loads are always in flight, where a program of v1 has none once its
+# A slab is contiguous. Loads are always in flight, where a program of v1 has none once its
 # {term}`MMAs <MMA>` start. {term}`TMA` frees registers. Runs differ by 3 %.
 
 # %% tags=["remove-input"]
@@ -145,7 +145,7 @@ for stages, buffers in BUFFERS.items():
 # - *Five stages* are the first to ask two heads ahead: one head is in flight during the MMAs.
 #
 # So with two or three stages a program is as serial as one of v1. Only another program on the same
-# SM can be overlapped with it. How many fit?
+# SM can fill its gaps. How many fit?
 
 # %%
 CASES = {
@@ -161,12 +161,12 @@ fits = block_studies.compiled(CASES).drop(columns=["kernel", "spilled (B)"]).set
 chapter.table(fits.reset_index().round(0), modelled="compiled for sm_90a, head_dim 128, four heads")
 
 # %% [markdown]
-# TMA frees no registers to speak of, and the second buffer of each tile takes shared memory:
+# TMA frees hardly any registers, and the second buffer of each tile takes shared memory:
 # {glue:text}`v1_fit:.0f` programs of v1 fit on an SM forward, {glue:text}`v2_fit:.0f` of v2.
 #
 # ## One change at a time
 #
-# Measured times, each divided by that of the variant with one thing less:
+# Measured times, each divided by that of the variant with one change less:
 
 # %%
 CHANGES = {
@@ -223,14 +223,14 @@ assert best["backward 128"] < 0.9 and min(best["forward 128"], best["forward 64"
 # %% [markdown]
 # ## The surprise: stages are not buffers
 #
-# A first sweep over `num_stages`, from 1 to 3, said that a third stage brings little, as if two
-# were enough. The compiled loop says otherwise: neither has a load in flight while it computes, and
-# the third stage is not a buffer. The sweep ended before the first value that tests the idea.
+# A first sweep over `num_stages`, from 1 to 3, suggested that two are enough. The compiled loop
+# says otherwise: neither two nor three have a load in flight while computing. The sweep ended
+# before the first value that tests the idea.
 #
 # With five stages the idea works: one program per SM takes {glue:text}`fifth_least:.2f` to
 # {glue:text}`fifth_most:.2f` times the time it takes with three. Backward at head_dim 128, where
-# shared memory holds one program whatever one does, that is the fastest variant by far, and it
-# beats v1. Forward the third buffer costs the second program its place, and v1 stays ahead.
+# shared memory holds one program in any case, that is the fastest variant by far, and it beats v1.
+# Forward the third buffer costs the second program its place, and v1 stays ahead.
 #
 # Why is v1 so hard to beat? A step is one head of one block. An SM with v1 completes one every
 # {glue:text}`budget:.2f` µs (forward, head_dim 128), which is the rate of the copy. With
@@ -240,8 +240,8 @@ assert best["backward 128"] < 0.9 and min(best["forward 128"], best["forward 64"
 # wait, S, softmax, P V, store), so several must be in flight at once. v1 gets that for free: when
 # one program ends, the hardware starts another.
 #
-# What remains is that the same warps ask, wait, compute and store, in an order the compiler chose.
-# {doc}`v3_warp_specialized` gives the asking to a producer warp.
+# Still the same warps load, wait, compute and store, in an order the compiler chose.
+# {doc}`v3_warp_specialized` gives the loads to a producer warp.
 #
 # ## Exercises
 #
@@ -296,5 +296,5 @@ assert best["backward 128"] < 0.9 and min(best["forward 128"], best["forward 64"
 #
 # - Many small programs overlap for free. A persistent program has to earn that back.
 # - `num_stages` counts stages of a loop, shared by all loads that depend on each other. Read the
-#   loop: what is asked for between the last wait and the first MMA?
+#   loop: which loads start between the last wait and the first MMA?
 # - Contiguous in memory is not contiguous in time: look at what runs together.

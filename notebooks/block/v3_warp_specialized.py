@@ -10,10 +10,10 @@
 # This operator is bound by bytes, and warp specialization saves none. What can it buy?
 #
 # :::{admonition} In this chapter (25 minutes)
-# You will decide from Little's law how many slots a kernel needs, find room for results in tiles
-# that are dead, and say what a producer warp group is for where nothing is compute-bound. Backward
-# at head_dim 128, where one program fills an SM, v3 takes {glue:text}`over_v1:.2f` times the time
-# of v1 and {glue:text}`over_v2:.2f` times that of v2 with its defaults. Forward it is
+# You will decide by Little's law how many slots a kernel needs, store results in dead tiles, and
+# say what a producer warp group is for where nothing is compute-bound. Backward at head_dim 128,
+# where one program fills an SM, v3 takes {glue:text}`over_v1:.2f` times the time of v1 and
+# {glue:text}`over_v2:.2f` times that of v2 with its defaults. Forward it is
 # {glue:text}`forward_more:.1f` % slower than v1, which has no roles at all.
 # :::
 
@@ -69,9 +69,9 @@ chapter.figure(
 #
 # | | {doc}`v2 <v2_slab>` | v3 |
 # |:--|:--|:--|
-# | who asks for tiles | a thread of the warps that compute, between two items | the producer |
+# | who loads tiles | a thread of the warps that compute, between two items | the producer |
 # | barriers | made by the compiler | two arrays, made by us |
-# | results | through buffers of their own | through the tiles that they came by |
+# | results | through buffers of their own | through the tiles of their inputs |
 # | work of a program, bytes, arithmetic | | the same |
 #
 # An *item* is one head of one block. Its tiles come into a *slot*: Q, K and V forward, grad_out as
@@ -81,9 +81,9 @@ chapter.figure(
 chapter.roles("v3_warp_specialized", "block_attention")
 
 # %% [markdown]
-# The loop of a consumer, forward. `put` starts the {term}`TMA` store of a result, here over the
-# tile of Q; `release` waits until stores have read a slot and gives it back, one item later where
-# there is another slot to go on with (`LATER`):
+# The loop of a consumer, forward. `put` starts the {term}`TMA` store of a result, here from Q's
+# tile; `release` waits until stores have read a slot and gives it back, one item later if there is
+# another slot (`LATER`):
 
 # %% tags=["remove-input"]
 chapter.code(v3_warp_specialized.math_forward, "            s = None", "            before = stage")
@@ -91,8 +91,8 @@ chapter.code(v3_warp_specialized.math_forward, "            s = None", "        
 # %% [markdown]
 # ### The life of a slot
 #
-# TMA stores from {term}`shared memory`, so results need room there. v3 has none of its own for
-# them: when a result is ready, some tile of its item is dead and has the same shape. Backward:
+# TMA stores from {term}`shared memory`, so results need room there. v3 gives them none of their
+# own: when a result is ready, some tile of its item is dead and has the same shape. Backward:
 #
 # | when | grad_out | Q | K | V | 8 KiB apart |
 # |:--|:--|:--|:--|:--|:--|
@@ -115,16 +115,16 @@ except ValueError as error:
 
 # %% [markdown]
 # A wait on an {term}`mbarrier` sees the parity of its phase and no more. A consumer that takes over
-# a slot whose previous filling it did not see cannot tell "not yet filled" from "filled twice".
+# a slot whose previous fill it did not see cannot tell "not yet filled" from "filled twice".
 # Variants that shared slots failed on the H200 in some of many launches. {doc}`../tools/emulator`
 # has the smallest example.
 #
 # ## Prediction
 #
 # In {doc}`../forward/v4_warp_specialized` roles were a step towards {term}`MMAs <MMA>` that overlap
-# with activations. Here the tensor cores idle whoever asks for the tiles. All that can be gained is
-# the time in which nothing is in flight. Little's law says how much must be in flight, here with 1
-# µs of latency (an assumption) and measured copy rates:
+# with activations. Here the tensor cores idle whoever loads the tiles. All there is to gain is the
+# time in which nothing is in flight. Little's law says how much must be in flight, here with 1 µs
+# of latency (an assumption) and measured copy rates:
 
 # %%
 run = chapter.record("block/results")
@@ -218,8 +218,8 @@ chapter.predict(text, second.min(), least=0.97)
 assert second.min() > 0.99, "the text: a second one gains nowhere"
 
 # %% [markdown]
-# The first two are broken for the better, the next two by the count. It asks for two slots forward
-# at 128 and backward at 64, and a third saves {glue:text}`third_forward:.0f` and
+# The first two fail because v3 did better, the next two because the count was too low. It gives two
+# slots forward at 128 and backward at 64, but a third saves {glue:text}`third_forward:.0f` and
 # {glue:text}`third_backward:.0f` %: the latency is longer than 1 µs, or items vary. Backward at
 # 128, where a slot is 64 KiB, two are enough.
 #
@@ -285,12 +285,12 @@ print(said[0].replace("; ", ";\n  "))
 # %% [markdown]
 # ## The order in which memory is asked
 #
-# At head_dim 64 no number of slots or consumers brings backward above
-# {glue:text}`alone_64:.0f` % of the copy. A row of a tile is one head of one token, 128 bytes
-# there, and the heads of a token lie side by side. DRAM serves neighbours from one open row of its
-# cells (a *page*), and opening a row costs more than reading from it. v3 asks for all rows of one
-# head, later for all rows of the next; by then the page may be closed. `heads_together` issues the
-# loads of several heads together, tensor by tensor. Not a byte changes.
+# At head_dim 64 no number of slots or consumers brings backward above {glue:text}`alone_64:.0f` %
+# of the copy. A row of a tile is one head of one token, 128 bytes there, and the heads of a token
+# lie side by side. DRAM serves neighbours from one open *page*, and opening a page costs more than
+# reading from it. v3 loads all rows of one head, later all rows of the next; by then the page may
+# be closed. `heads_together` issues the loads of several heads together, tensor by tensor. Not a
+# byte changes.
 
 # %% tags=["remove-input"]
 chapter.predict(
@@ -309,7 +309,7 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# At head_dim 128 they save at most {glue:text}`wide_128:.1f` %. Backward at 64 v3 is now at
+# At head_dim 128 they save at most {glue:text}`wide_128:.1f` %. Backward at 64 v3 now reaches
 # {glue:text}`best_64:.0f` % of the copy.
 #
 # ## The surprise: four warps are enough
@@ -320,8 +320,8 @@ chapter.glue(
 # nowhere.
 #
 # So specialization pays, but not for what it is known for. Forward, MMAs and softmax still follow
-# each other. What counts is that *asking* no longer waits for computing, and a role is one way to
-# that. v2 finds another with five stages: backward at head_dim 128 it reaches
+# each other. What counts is that *loading* no longer waits for computing, and a role is one way to
+# get that. v2 finds another with five stages: backward at head_dim 128 it reaches
 # {glue:text}`v2_five:.0f` % of the copy in its own record, v3 {glue:text}`best_128:.0f` %. It pays
 # with a third buffer of each tile. Where many programs fit on an SM, as in v1 forward, the
 # hardware's own scheduler gets the same without a barrier.
@@ -347,8 +347,8 @@ chapter.glue(
 # :::{exercise} Dead or not
 # :label: ex-roles-dead
 #
-# In a copy of the file let dQ leave by the place of Q, and in another one dV. What does the
-# emulator say about each, and what do the results say? *(code, ten minutes, no GPU)*
+# In a copy of the file store dQ from Q's tile, and in another one dV. What does the emulator say
+# about each, and what do the results say? *(code, ten minutes, no GPU)*
 # :::
 #
 # :::{solution} ex-roles-dead
@@ -356,8 +356,8 @@ chapter.glue(
 #
 # dQ over Q is a race: the MMA of dK, which is in flight, still reads Q. dV over Q is none under any
 # schedule: the MMA of dK is issued after dV has been written and reads it in good order. But it
-# reads dV, so dK is wrong while dQ and dV are right. A race checker finds what has no order. That
-# the order is the wrong one, only a comparison with the reference can tell.
+# reads dV, so dK is wrong while dQ and dV are right. A race checker finds what has no order. Only a
+# comparison with the reference shows that an order is wrong.
 # :::
 #
 # :::{exercise} Slots for a B200
@@ -371,15 +371,15 @@ chapter.glue(
 # :::{solution} ex-roles-b200
 # :class: dropdown
 #
-# Forward three bytes of four are read: $8 \cdot 10^{12} \cdot \tfrac34 \cdot 10^{-6} / 148$, or
-# 40 KiB, and backward with four of seven 30 KiB. One slot holds 48 and 64 KiB, so two slots are the
-# count in both directions. Slots are not the problem. An item must become faster as well, and then
+# Forward three bytes of four are read: $8 \cdot 10^{12} \cdot \tfrac34 \cdot 10^{-6} / 148$, or 40
+# KiB, and backward with four of seven 30 KiB. One slot holds 48 and 64 KiB, so the count is two
+# slots in both directions. Slots are not the problem. An item must become faster as well, and then
 # one consumer may no longer be enough.
 # :::
 #
 # ## Takeaways
 #
-# - A producer that only asks keeps memory busy where one program fills an SM. Where many programs
-#   fit, they do the same without a barrier.
+# - Where one program fills an SM, a producer keeps memory busy. Where many programs fit, they do so
+#   without a barrier.
 # - Little's law gives the least that must be in flight. Measure one slot more than it says.
 # - Find shared memory by asking of every tile when it is dead.

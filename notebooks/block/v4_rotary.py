@@ -80,14 +80,8 @@ chapter.figure(
 # | gradients on their way out | rounded | rotary transposed is applied in fp32, then rounded |
 # | roles, slots, MMAs | | the same |
 #
-# *Interleaved* {term}`rotary` multiplies columns $2i$ and $2i + 1$ of a token by a matrix of the
-# token's angle number $i$, the same for all heads:
-#
-# $$
-# \begin{pmatrix} y_{2i} \\ y_{2i+1} \end{pmatrix} =
-# \begin{pmatrix} c_i & -s_i \\ s_i & c_i \end{pmatrix}
-# \begin{pmatrix} x_{2i} \\ x_{2i+1} \end{pmatrix} .
-# $$
+# *Interleaved* {term}`rotary`, {eq}`eq-block-rotary`, rotates columns $2i$ and $2i + 1$ of a token
+# by the token's angle number $i$, the same for all heads.
 #
 # Backward applies it again, since only q, k and v are kept, and its transpose to the gradients
 # ({doc}`backward_alone`). The batch is the published one: 1,735,537 tokens, 3 heads of 128, rotary
@@ -108,15 +102,15 @@ chapter.figure(
 # ## The lines that matter
 #
 # `turned` applies rotary to a tile in registers, `turn_tile` to one in shared memory, in place: an
-# MMA reads its operands there, and nobody needs the old tile any more. A fence makes what threads
-# have written visible to the MMA. Gradients get it as accumulators, before they are rounded.
+# MMA reads its operands there, and the old tile is no longer needed. A fence makes the threads'
+# writes visible to the MMA. Gradients are rotated as accumulators, before they are rounded.
 
 # %% tags=["remove-input"]
 chapter.code(v4_rotary.turned, "    sin = ")
 chapter.code(v4_rotary.turn_tile, "    x = ")
 
 # %% [markdown]
-# Why so complicated? The obvious form takes the tile apart first, into even and odd columns. Both,
+# Why so complicated? The obvious form first splits the tile into even and odd columns. Both,
 # compiled backward with two consumers, sin and cos in fp32:
 
 # %%
@@ -141,10 +135,10 @@ print(spilled.to_string())
 assert spilled.iloc[0] < 16 < 50 < spilled.iloc[1]
 
 # %% [markdown]
-# An accumulator lies in registers as the MMA left it; sin and cos, read from shared memory with 16
-# bytes per load, lie otherwise. To multiply the two, one is converted, through shared memory. The
-# obvious form converts each gradient, and spills. v4 doubles sin and cos to full width, multiplies,
-# and takes the *products* apart.
+# An accumulator has the MMA's register layout; sin and cos, read from shared memory with 16 bytes
+# per load, have another. To multiply the two, one is converted, through shared memory. The obvious
+# form converts each gradient, and spills. v4 doubles sin and cos to full width, multiplies, and
+# splits the *products*.
 #
 # ## Prediction
 #
@@ -202,9 +196,9 @@ chapter.predict(text, two["backward"], least=0.98)
 chapter.glue(two_forward=two["forward"], two_backward=two["backward"])
 
 # %% [markdown]
-# The first is broken badly, and the second says where to look. Two consumers take
+# The first fails badly, and the second says where to look. Two consumers take
 # {glue:text}`two_forward:.2f` and {glue:text}`two_backward:.2f` times the time of the default,
-# although the loads are in flight. Shared memory was counted, and instructions were not.
+# although the loads are in flight. We had counted shared memory, not instructions.
 #
 # ## Count what a warp issues
 #
@@ -235,14 +229,14 @@ chapter.glue(
 
 # %% [markdown]
 # Each of the four schedulers of an SM has one warp of the consumer, so a wait of this warp is a
-# wait of its scheduler. v4 takes {glue:text}`clocks:,.0f` clocks for an item at the highest clock
-# of {glue:text}`mhz:,.0f` MHz, {glue:text}`each:.1f` for an instruction. Memory needs
+# wait of its scheduler. v4 takes {glue:text}`clocks:,.0f` cycles for an item at the highest clock
+# of {glue:text}`mhz:,.0f` MHz, {glue:text}`each:.1f` per instruction. Memory needs
 # {glue:text}`needed:,.0f`. A second consumer is a second warp on each scheduler.
 #
 # ## v4a: a role that applies rotary
 #
 # Between producer and consumer v4a puts a third role. It applies rotary to q, k and v of a slot in
-# place and hands the slot on, so that one item gets rotary while another is multiplied:
+# place and hands the slot on, so that one item is rotated while another is multiplied:
 
 # %% tags=["remove-input"]
 chapter.code(v4a_turning_role.turn, "                turn_tile(tiles.q")
@@ -290,10 +284,10 @@ print("v4a has the bits of v4:", all(map(torch.equal, found, expected)))
 # %% [markdown]
 # ## Does it reach what memory allows?
 #
-# Written before v4a was measured, in clocks of a frequency below the highest: backward 7,000 to
-# 7,800 an item where memory needs 6,450, forward 3,900 to 4,200 where it needs 3,740. Two slots are
-# the weak point backward: an item is loaded, gets rotary, is multiplied and stored before its slot
-# is free. In shares of what memory allows the frequency drops out:
+# Written before v4a was measured, in cycles at a clock below the highest: backward 7,000 to 7,800
+# an item where memory needs 6,450, forward 3,900 to 4,200 where it needs 3,740. Two slots are the
+# weak point backward: an item is loaded, rotated, multiplied and stored before its slot is free. As
+# shares of what memory allows, the clock drops out:
 
 # %% tags=["remove-input"]
 of_v4a = share["v4a_turning_role"]
@@ -338,18 +332,18 @@ eager = us[ROTARY.name, "backward"]["eager_rotary"] / us[ROTARY.name, "backward"
 chapter.glue(v1_lost=lost["v1"], v2_lost=lost["v2"], eager=eager, won=1 / lost["v4a"])
 
 # %% [markdown]
-# A tile that gets rotary in registers must be there in fp32 and then go to shared memory for the
-# MMA, in another layout, and v1 and v2 spill on the way. v4a is {glue:text}`won:.1f` times as fast
-# as the two kernels, which is all that the bytes allow. Nor are those a weak baseline: over
-# PyTorch's operations even v1 is {glue:text}`eager:.1f` times as fast backward.
+# A tile that is rotated in registers must be there in fp32 and then go to shared memory for the
+# MMA, in another layout; v1 and v2 spill on the way. v4a is {glue:text}`won:.1f` times as fast as
+# the two kernels, which is all that the bytes allow. Nor are those a weak baseline: over PyTorch's
+# operations even v1 is {glue:text}`eager:.1f` times as fast backward.
 #
 # ## Exercises
 #
 # :::{exercise} q and k alone
 # :label: ex-rot-qk
 #
-# Most models apply rotary to q and k, not to v. How many times as long as fused do two kernels take
-# at most, by bytes, for this batch? *(paper, ten minutes)*
+# Most models apply rotary to q and k, not to v. By bytes, how many times as long as the fused
+# kernel do two kernels take for this batch? *(paper, ten minutes)*
 # :::
 #
 # :::{solution} ex-rot-qk
@@ -392,8 +386,8 @@ chapter.glue(v1_lost=lost["v1"], v2_lost=lost["v2"], eager=eager, won=1 / lost["
 #
 # ## Takeaways
 #
-# - A pass that is saved in memory turns up in shared memory, registers and instructions. A consumer
-#   has one warp on each scheduler to issue them.
+# - A pass saved in memory reappears in shared memory, registers and instructions. A consumer has
+#   one warp on each scheduler to issue them.
 # - Convert what is small, and once: sin and cos of a block, not a gradient of each head.
 # - A fused kernel can lose to two kernels. Between a fusion and a good one lies a factor as
 #   large as that of fusing.
