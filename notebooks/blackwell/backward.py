@@ -12,10 +12,10 @@
 #
 # :::{admonition} In this chapter (30 minutes)
 # You will plan the 512 columns of {term}`tensor memory` over a step, find the waits that this plan
-# needs and those that it makes superfluous, and count shared memory until it explains the emulated
-# time: {glue:text}`b1_smem:,.0f` clocks of its port for {glue:text}`mma:,.0f` clocks of MMAs. Then
-# two CTAs exchange halves of dQ. Nothing here is measured: kernels are compiled for sm_100a,
-# executed in the emulator, and counted.
+# needs and those that it makes superfluous, and count shared memory traffic until it explains the
+# emulated time: {glue:text}`b1_smem:,.0f` clocks of its port for {glue:text}`mma:,.0f` clocks of
+# MMAs. Then two CTAs exchange halves of dQ. Nothing here is measured: kernels are compiled for
+# sm_100a, executed in the emulator, and counted.
 # :::
 
 # %%
@@ -65,10 +65,10 @@ def built(module):
 # | dQ = dS K | dS, shared memory | K | new every step |
 #
 # Each accumulator is 128 lanes of 128 fp32: 128 columns at head_dim 128, five of them 640. There
-# are 512. dV and dK stay. So dQ must lie where S or dP was, and P^T and dS^T want columns too, 64
-# each in bf16, to be operands: A may come from tensor memory if its rows are lanes. For P^T and
-# dS^T they are, both are [keys, rows]. For dQ, A is dS, [rows, keys]: its lanes would be rows, so
-# dS must go to shared memory in any case. Then two plans remain:
+# are 512. dV and dK stay. So dQ must reuse the columns of S or dP. P^T and dS^T need columns too,
+# 64 each in bf16, to be operands: A may come from tensor memory if its rows are lanes. P^T and
+# dS^T, [keys, rows], qualify. For dQ, A is dS, [rows, keys], so dS must go to shared memory in any
+# case. Two plans remain:
 #
 # - *halves*: dS^T in columns 0-63 of dP as operand of dK, dQ in two halves of 64 columns, beside
 #   P^T and beside dS^T;
@@ -84,9 +84,9 @@ whole = {"dK": 2 * TILE, "dQ": 2 * TILE}
 print(f"halves: {sum(halves.values()):.0f} KiB, whole: {sum(whole.values()):.0f} KiB")
 
 # %% [markdown]
-# The same. But *halves* needs the other half of S's columns, so the next S would wait until dQ has
-# left, and S is the first thing a step needs. b1 takes *whole*. Its columns over time, from one S
-# to the next:
+# The same. But *halves* needs the other half of S's columns, so the next S, the first thing a step
+# needs, would wait for dQ to leave. b1 takes *whole*. Its columns over time, from one S to the
+# next:
 #
 # | MMA | 0-127 | 128-255 | 256-383 | 384-511 |
 # |:--|:--|:--|:--|:--|
@@ -97,8 +97,8 @@ print(f"halves: {sum(halves.values()):.0f} KiB, whole: {sum(whole.values()):.0f}
 # | dV of step i+1 | P(i+1) read | dP(i+1) → dS(i+1) | dV += | |
 #
 # While the MMAs of one line run, math works on what the line shows. Two math roles share a step, 64
-# rows each. P is stored over S, and a role may only overwrite scores that it has read itself: P of
-# role 0 is in columns 0-31, that of role 1 in 64-95, and dV takes two MMAs of 64 rows.
+# rows each. P overwrites S, and a role may only overwrite scores that it has read itself: P of role
+# 0 is in columns 0-31, that of role 1 in 64-95, and dV takes two MMAs of 64 rows.
 #
 # ## Roles and barriers
 
@@ -106,29 +106,29 @@ print(f"halves: {sum(halves.values()):.0f} KiB, whole: {sum(whole.values()):.0f}
 chapter.roles(B1, "gdpa_backward")
 
 # %% [markdown]
-# One thread issues all MMAs, and they run in the order of their issue. In the loop S of a step
-# comes before dQ and dK of the step *before*: while it runs, math finishes the dS that those two
+# One thread issues all MMAs, and they run in the order of their issue. In the loop, S of a step
+# comes before dQ and dK of the previous one: while it runs, math finishes the dS that those two
 # need. `from_ds` waits for it and issues both. Then come dP and, when P is stored, dV:
 
 # %% tags=["remove-input"]
 chapter.code(b1.mma, "if step == 0:", "for half in")
 
 # %% [markdown]
-# Count the waits that are *not* there.
+# Count the waits that are *not* there:
 #
-# - S overwrites P of the step before without asking: dV, which read it, is earlier in the queue.
+# - S overwrites the previous step's P without asking: dV, which read it, is earlier in the queue.
 # - math overwrites dS in shared memory without asking whether dK and dQ have read it. It has waited
 #   for dP, which is later in the queue than both.
 # - The first dV of a tile overwrites the sums of the last one, which math takes out. It comes after
 #   dP, which needs V, and `v.empty` says that dV and dK are stored.
 #
-# One wait is there for the plan's sake: `dq.empty`. dP of the next step may not be written before
-# the role `output` has dQ in registers. dK runs in between, {glue:text}`one:.0f` clocks.
+# The plan itself costs one wait, `dq.empty`: dP of the next step may not be written before the role
+# `output` has dQ in registers. dK runs in between, {glue:text}`one:.0f` clocks.
 #
 # ## What shared memory costs
 #
-# An SM multiplies {glue:text}`flops:,.0f` bf16 FLOPs a clock, twice what Hopper's does, but its
-# shared memory still gives 128 bytes a clock. Count a step, in KiB, every read and every write:
+# An SM does {glue:text}`flops:,.0f` bf16 FLOPs a clock, twice Hopper's, but its shared memory still
+# moves 128 bytes a clock. Every read and every write of a step, in KiB:
 
 # %%
 same = {
@@ -152,8 +152,7 @@ chapter.glue(b1_smem=clocks[B1], mma=5 * MMA, one=MMA, flops=units.B200.flops, *
 # The MMAs take {glue:text}`mma:,.0f` clocks. So b1 can keep the tensor cores busy at most
 # {glue:text}`b1_share:.0f` % of the time, b2 {glue:text}`b2_share:.0f` %: a bound from counting,
 # which a measurement above it would refute. (The ledger of {doc}`model` counts 448 KiB for such a
-# design: it counts dQ's way out once.) The emulator keeps its own books, access by access. Do they
-# agree?
+# design: it counts dQ's way out once.) The emulator counts independently, access by access:
 
 # %%
 STEPS, lines = 4, {}
@@ -181,9 +180,10 @@ chapter.glue(b1_step=books["a step takes"][0])
 assert (books["a step takes"] / books["port busy"]).between(1, 1.1).all(), "the text says so"
 
 # %% [markdown]
-# To the clock, so no access is forgotten; whether a B200 counts them so, only a B200 can say. A
-# step takes {glue:text}`b1_step:,.0f` clocks in b1, little more than its port is busy: the schedule
-# hides the chain of S, activation, dS and dQ. Overlapping better gains nothing. Bytes have to go.
+# They agree to the clock, so no access is forgotten; only a B200 can say whether it counts the same
+# way. A step takes {glue:text}`b1_step:,.0f` clocks in b1, little more than its port is busy: the
+# schedule hides the chain of S, activation, dS and dQ. Better overlap gains nothing. Bytes have to
+# go.
 
 # %% tags=["remove-input"]
 # | name: fig-b200-backward
@@ -197,10 +197,10 @@ chapter.figure(lines[B1], emulated=f"{B1}, modelled schedule, sm_100")
 # %% [markdown]
 # ## b2: halves of dQ change hands
 #
-# With at most 256 keys two CTAs of a {term}`cluster` own all of them, as in
-# {doc}`v5 <../backward/v5_short_kv_backward>`. There the CTAs exchange dS, in bf16, before the MMA,
-# which moved fewer bytes than adding results in fp32. Is that so here? Count what a CTA sends in a
-# step of 128 rows, and what has to fit into {glue:text}`most:.0f` KiB:
+# With at most 256 keys two CTAs of a {term}`cluster` own all of them, as in {doc}`v5
+# <../backward/v5_short_kv_backward>`. There the CTAs exchange dS, in bf16, before the MMA, which
+# moved fewer bytes than adding results in fp32. Count here what a CTA sends in a step of 128 rows,
+# and what has to fit into {glue:text}`most:.0f` KiB:
 
 # %%
 ROOM = {"K": TILE, "V": TILE, "Q, two steps": 2 * TILE, "dO": TILE, "dS": TILE}
@@ -231,12 +231,12 @@ assert together["dS"] > most > together["half of dQ"], "the text says so"
 chapter.code(b2.output, "tlx.barrier_wait(inbox.empty", "at = [BOUND")
 
 # %% [markdown]
-# It stores the half that belongs to the peer into the peer's *inbox*, through distributed shared
-# memory, straight from registers; the bytes complete a barrier over there. Then it adds what has
-# arrived to its own half. Of two summands the order does not matter, so dQ is deterministic. The
-# sum leaves in bf16 through the inbox, whose content is in registers by then. Last, it tells the
-# peer that the inbox is free. A row of head_dim 128 moves 768 bytes instead of b1's 2,816 with 256
-# keys, if L2 keeps Q and dO for the second reader, and no kernel runs before or after.
+# It stores the peer's half into the peer's *inbox*, through distributed shared memory, straight
+# from registers; the bytes complete a barrier over there. Then it adds what has arrived to its own
+# half. Two summands commute, so dQ is deterministic. The sum leaves in bf16 through the inbox,
+# whose content is in registers by then. Last, it tells the peer that the inbox is free. A row of
+# head_dim 128 moves 768 bytes instead of b1's 2,816 with 256 keys, if L2 keeps Q and dO for the
+# second reader, and no kernel runs before or after.
 #
 # ## What the compiler says
 
@@ -263,10 +263,10 @@ chapter.glue(spilled=max(spilled["b1"], spilled["b2"]), loop=len(b1_loop))
 # math and mma touch no local memory. math's has {glue:text}`loop:.0f` instructions for 64 scores of
 # each thread.
 #
-# **The surprise** is the last line. Without `num_stages=0` the compiler takes the loop over MMAs
-# for one that it should pipeline. It gives each MMA a barrier of its own, {glue:text}`theirs:.0f`
-# commits instead of {glue:text}`own:.0f`, peels the first step, and waits for MMAs that nobody
-# needs yet. Results are the same, so no test of results sees it. Count commits.
+# **The surprise** is the last line. Without `num_stages=0` the compiler pipelines the loop over
+# MMAs itself. It gives each MMA a barrier, {glue:text}`theirs:.0f` commits instead of
+# {glue:text}`own:.0f`, peels the first step, and waits for MMAs that nobody needs yet. Results are
+# the same, so no test of results sees it. Count commits.
 #
 # ## Is it right?
 #
@@ -282,7 +282,7 @@ errors = pd.DataFrame(errors).reset_index()
 chapter.table(errors, emulated="largest error, % of what is allowed; bf16")
 
 # %% [markdown]
-# Now forget a wait, or where P may lie:
+# Now forget a wait, or where P may go:
 
 # %%
 forgotten = {
@@ -305,21 +305,20 @@ for what, (module, *change) in forgotten.items():
     print(f"{what}: {(says or 'nothing found').splitlines()[0][:70]}")
 
 # %% [markdown]
-# The last one is not found: a CTA that has ended keeps its memory in the emulator, as in v5. The
+# The last one is not found: in the emulator a CTA that has exited keeps its memory, as in v5. The
 # tests make every such mistake, one at a time, and only mistakes of this kind survive.
 #
-# **What is not proved.** No B200 has run these kernels. The emulator knows order, bytes and
-# arrivals, not the descriptors that the compiler makes for swizzled tiles, nor fences between
-# registers, TMA and tensor memory. Remote arrivals have the scope that the compiler gives them. The
-# rate of the port under four kinds of traffic at once is assumed to be one sum.
+# **What is not proved**, beyond the list in {doc}`tensor_memory`: remote arrivals have the scope
+# that the compiler gives them, and four kinds of traffic at once are assumed to share the port's
+# one rate.
 #
 # ## A pair of CTAs
 #
 # tcgen05 can run one MMA on two SMs (`cta_group::2`): each CTA then holds half of B, and reads of B
 # halve. For long K and V a third rung would use that. By the same count, of a step and CTA: S, dP
 # and dK read 48 KiB each, dV 16. But dQ of 128 rows must sum over the keys of *both*, so halves of
-# dS change hands, each CTA has 64 rows of dQ, and those leave as fp32. Of Q and of dO a CTA loads
-# three quarters: its own 64 rows, and its own 64 columns of the others.
+# dS change hands, each CTA has 64 rows of dQ, and those leave as fp32. A CTA loads three quarters
+# of Q and dO: its own 64 rows, and its own 64 columns of the others.
 
 # %%
 pair = {
@@ -333,9 +332,9 @@ print(f"{sum(pair.values()):.0f} KiB a step: {pair_clocks:,.0f} clocks of the po
 chapter.glue(gain=100 * (1 - pair_clocks / clocks[B1]), pair_mma=(4 + 2) * MMA)
 
 # %% [markdown]
-# All MMAs of a kernel have to be of pairs, dQ too, whose 64 rows a CTA are assumed to run at half
-# rate: {glue:text}`pair_mma:,.0f` clocks of MMAs. At most {glue:text}`gain:.0f` % of the time can
-# be won, by the count that b1 reaches. That rung is not built.
+# All MMAs of a kernel must be a pair's, dQ too, whose 64 rows per CTA we assume to run at half
+# rate: {glue:text}`pair_mma:,.0f` clocks of MMAs. By the count that b1 reaches, at most
+# {glue:text}`gain:.0f` % of the time can be saved. That rung is not built.
 #
 # ## Exercises
 #
@@ -356,8 +355,8 @@ chapter.glue(gain=100 * (1 - pair_clocks / clocks[B1]), pair_mma=(4 + 2) * MMA)
 # :::{exercise} P in shared memory
 # :label: ex-b200b-p
 #
-# Had P to go through shared memory, how many KiB would a step of b1 move, and how busy could MMAs
-# be at most? *(paper, five minutes)*
+# If P had to go through shared memory, how many KiB would a step of b1 move, and how busy could
+# MMAs be at most? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-b200b-p
@@ -377,15 +376,16 @@ chapter.glue(gain=100 * (1 - pair_clocks / clocks[B1]), pair_mma=(4 + 2) * MMA)
 # :::{solution} ex-b200b-early
 # :class: dropdown
 #
-# Yes, a race between the peer's remote store and the TMA store, under the modelled schedule
-# already: whether two accesses are ordered does not depend on who happens to run first.
+# Yes, a race between the peer's remote store and the TMA store, even under the modelled schedule:
+# whether two accesses are ordered does not depend on who runs first.
 # :::
 #
 # ## Takeaways
 #
-# - Plan tensor memory as a table of columns over time; what may share is what is never alive at
-#   once.
+# - Plan tensor memory as a table of columns over time; tiles that are never alive at once may
+#   share.
 # - MMAs of one thread run in order. Each wait that this order implies can be left out.
 # - When the accumulators leave the registers, shared memory is the bound: count its bytes, each
 #   way.
-# - Exchanging operands or results is a count too, and it came out differently here than on Hopper.
+# - Whether to exchange operands or results is a matter of counting, and Blackwell's answer differs
+#   from Hopper's.

@@ -11,12 +11,12 @@
 # simplest kernel that saturates an H200 from saturating a B200?
 #
 # :::{admonition} In this chapter (30 minutes)
-# You will compile {doc}`v1 <../block/v1_one_tile>` for sm_100 and find
-# {glue:text}`v1_programs:.0f` programs on an {term}`SM` where Hopper has
-# {glue:text}`v1_hopper:.0f`; count what its instructions take of the time that memory gives them;
-# and divide the work among five or six roles. They need {glue:text}`b1_share:.0f` % of the issue
-# slots, v1 {glue:text}`v1_share:.0f` %, forward with {term}`rotary`. Nothing here is measured:
-# kernels are compiled, executed in the emulator, and predicted.
+# You will compile {doc}`v1 <../block/v1_one_tile>` for sm_100 and find {glue:text}`v1_programs:.0f`
+# programs on an {term}`SM` where Hopper has {glue:text}`v1_hopper:.0f`; compare its instructions
+# with the time that memory gives them; and divide the work among five or six roles. They need
+# {glue:text}`b1_share:.0f` % of the issue slots, v1 {glue:text}`v1_share:.0f` %, forward with
+# {term}`rotary`. Nothing here is measured: kernels are compiled, executed in the emulator, and
+# predicted.
 # :::
 
 # %%
@@ -59,9 +59,8 @@ def titled(name):
 # ## What becomes of v1
 #
 # A program of v1 loads its tiles, computes, stores and ends; other programs of the SM load
-# meanwhile. On sm_100 there is no wgmma: `tl.dot` becomes tcgen05, whose accumulators are in
-# {term}`tensor memory`, 512 columns of 128 lanes and 4 bytes on each SM, of which a program takes a
-# power of two. So they limit programs too:
+# meanwhile. On sm_100 `tl.dot` becomes tcgen05, whose accumulators are in {term}`tensor memory`:
+# 512 columns per SM, of which a program takes a power of two. So columns limit programs too:
 
 # %%
 programs = []
@@ -85,10 +84,10 @@ hopper = block_studies.compiled({"v1": (v1_one_tile, "forward")})["programs on a
 chapter.glue(v1_programs=programs["programs by columns"]["v1 forward"], v1_hopper=hopper.iloc[0])
 
 # %% [markdown]
-# Forward, S takes 64 columns and O 128; rounded up that is half of them. Where four programs shared
-# an SM of Hopper, two remain. Is that enough? Little's law, as in {doc}`../block/counting_bytes`:
-# only reads count, and the latency is an assumption, 1 µs. So is the bandwidth,
-# {glue:text}`gbytes:,.0f` GB/s forward: the nominal rate of a B200, 7,680 bits at 3,996 MHz
+# Forward, S takes 64 columns and O 128; rounded up that is half of them. Of four programs on a
+# Hopper SM two remain. Is that enough? Little's law again ({doc}`../block/counting_bytes`): only
+# reads count, and the latency is an assumption, 1 µs. So is the bandwidth, {glue:text}`gbytes:,.0f`
+# GB/s forward: the nominal rate of a B200, 7,680 bits at 3,996 MHz
 # ([pytorch/ao#4002](https://github.com/pytorch/ao/issues/4002)), times an H200's share of its own
 # ({doc}`model`).
 
@@ -108,15 +107,14 @@ for direction, (read, written) in MOVED.items():
 chapter.glue(gbytes=units.ASSUMED.gbytes_per_s(3, 1), budget=budget["forward"])
 
 # %% [markdown]
-# The loads of one program would do, if they were in flight all the time. A program of v1 has none
-# in flight while it computes. Four programs hid that; two do as long as they happen to take turns.
+# The loads of one program would suffice if they were always in flight. But a program of v1 has none
+# in flight while it computes. Four programs hid that; two do only if they happen to take turns.
 #
 # ## Issue slots
 #
-# The last numbers are time: memory gives a block of a head {glue:text}`budget:,.0f` clocks forward,
-# and each of an SM's four schedulers issues one instruction a clock. v1's code runs once for a
-# block and head, a warp on each scheduler: its instructions are its clocks. Of b1 count a role's
-# loop:
+# Memory takes {glue:text}`budget:,.0f` clocks for a block of a head forward, and each of an SM's
+# four schedulers issues one instruction a clock. v1's code runs once per block and head, one warp
+# on each scheduler: its instructions are its clocks. For b1, count each role's loop:
 
 # %%
 ROLES = {  # what only its loop holds (None: all there are of these), and what it does not hold
@@ -167,10 +165,10 @@ chapter.glue(
 
 # %% [markdown]
 # Without rotary v1 has slots to spare. With it v1 needs {glue:text}`v1_share:.0f` and
-# {glue:text}`v1_back:.0f` % of them, in two programs that wait for their loads first; they hardly
-# fill slots that well. b1 needs {glue:text}`b1_share:.0f` and {glue:text}`b1_back:.0f` %: TMA
-# computes addresses, few tiles change their layout, and sin and cos are read once a block. If a
-# power limit lowers the clock, every share grows.
+# {glue:text}`v1_back:.0f` % of them, hardly achievable for two programs that first wait for their
+# loads. b1 needs {glue:text}`b1_share:.0f` and {glue:text}`b1_back:.0f` %: TMA computes addresses,
+# few tiles change layout, and sin and cos are read once per block. If a power limit lowers the
+# clock, every share grows.
 #
 # ## What changes
 #
@@ -188,13 +186,13 @@ chapter.roles("b1_warp_specialized", "block_attention")
 chapter.code(b1.mma_forward, "    for item")
 
 # %% [markdown]
-# Two waits are not there. S may overwrite the scores of two items ago: that item's P was made from
-# them, and has been waited for. P may overwrite K: S, which read K, is complete when softmax runs.
+# Two waits are missing on purpose. S may overwrite the scores of two items ago: their P has been
+# waited for. P may overwrite K: S, which read K, is complete when softmax runs.
 #
 # ### 64 rows, or 128?
 #
-# Blackwell's tensor cores have their full rate at 128 rows, and half of it at 64. So stack two
-# blocks and mask all scores between them? Count both, for an item forward:
+# Blackwell's tensor cores have their full rate at 128 rows, and half of it at 64. So why not stack
+# two blocks and mask the scores between them? For an item forward:
 
 # %%
 flops, rows = units.B200.flops, ["MMA, clocks", "scores for exp2", "words from tensor memory"]
@@ -204,9 +202,9 @@ shapes = pd.DataFrame({"of an item": rows, "64 rows": alone, "two blocks, 128 ro
 chapter.table(shapes, modelled="tiles of head_dim 128; a stacked pair is two items")
 
 # %% [markdown]
-# Half of what the stacked MMA computes is thrown away, just what its rate gains, and softmax pays
-# double. The MMAs take {glue:text}`matmuls:.0f` % of the budget either way. b1 has 64 rows, and the
-# compiler packs two such accumulators into the two halves of the lanes.
+# Half of what the stacked MMA computes is thrown away, which cancels its higher rate, and softmax
+# pays double. The MMAs take {glue:text}`matmuls:.0f` % of the budget either way. b1 has 64 rows,
+# and the compiler packs two such accumulators into the two halves of the lanes.
 #
 # ## How many slots
 #
@@ -231,19 +229,18 @@ chapter.table(
 )
 
 # %% [markdown]
-# Four forward and three of 64 KiB backward, with rotary and without. For that, one slot of sin and
-# cos, 32 KiB, must do: two roles read it into registers as soon as they come to a block, and give
-# it back. P and dS lie over the two halves of V. Backward takes all 512 columns: S, dP, dQ, dK and
-# dV, twice, of 64 rows each. The order of allocation matters: with S and dP first the compiler
-# finds no packing below 640. What spills with rotary are scalars that all roles need, stored once a
-# program.
+# Four forward and three of 64 KiB backward, with rotary and without. That leaves one slot of sin
+# and cos, 32 KiB: two roles read it into registers as soon as they reach a block, and release it. P
+# and dS overwrite the two halves of V. Backward takes all 512 columns: S, dP, dQ, dK and dV, twice,
+# of 64 rows each. The order of allocation matters: with S and dP first the compiler finds no
+# packing below 640. With rotary, scalars that all roles need spill, once per program.
 #
 # ## The surprise: do not look ahead
 #
 # Every fast rung of GDPA issues S of the next tile before it waits for P of this one, so that the
-# tensor cores never idle ({doc}`../forward/v5_pingpong`). The first version of b1 did that too. Put
-# that back, as `looking`, and see in the emulator how long an item takes from its S to the end of
-# its store:
+# tensor cores never idle ({doc}`../forward/v5_pingpong`). The first version of b1 did that too.
+# Here it is again, as `looking`: how long an emulated item takes from its S to the end of its
+# store:
 
 # %% tags=["remove-cell"]
 inner = studies.piece(b1, "        stage, phase = turn_of(item, options.NUM_STAGES)\n        tlx.",
@@ -289,7 +286,7 @@ chapter.figure(line, emulated="b1_warp_specialized forward, modelled schedule, s
 # is the bound, or here rotary, the next item is *late*: an output that waits for it holds a slot
 # that a load could use. And S, softmax and O of an item take far less than the budget, so there was
 # nothing to hide. Backward it could even deadlock, as the emulator reported: the next block's
-# rotation waited for the one slot of sin and cos, and that for the gradients, which waited for the
+# rotation waited for the one slot of sin and cos, the slot for the gradients, and these for the
 # next block.
 #
 # ## Is it right?
@@ -301,18 +298,16 @@ ragged = block_studies.batch((0, 1, 63, 64, 65), rotary=torch.float32, rotate_v=
 print(block_studies.comparison(b1, ragged, arch="sm_100").to_string(index=False))
 
 # %% [markdown]
-# The tests do this for all cases of the other rungs, and in 20 random orders of events: the same
-# bits. Then they make mistakes on purpose: each operation on a barrier left out, each phase
-# flipped, each count and buffer off by one. The emulator notices all of them.
+# The tests run all cases of the other rungs, and 20 random orders of events: the same bits. Then
+# they leave out each operation on a barrier, flip each phase, and change each count and buffer by
+# one. The emulator finds all of these mistakes.
 #
-# *Not proved.* No B200 has run this. The emulator models neither proxy fences, so a missing one
-# would not be noticed, nor layouts in shared memory, and its clocks know no latency of an
-# instruction. PTX asks for fences of tcgen05 around barriers between roles; TLX has no call for
-# them. Only hardware can tell.
+# *Not proved*: what {doc}`tensor_memory` lists, above all fences. PTX asks for those of tcgen05
+# around barriers between roles; TLX has no call for them. Only hardware can tell.
 #
 # ## Prediction
 #
-# Written before anybody measured, from bytes, assumed copy rates and a margin ({doc}`model`):
+# From bytes, assumed copy rates and a margin, before any measurement ({doc}`model`):
 
 # %%
 rows = pd.read_csv(chapter.data_dir / "predictions" / "b200.csv")
@@ -339,8 +334,8 @@ chapter.glue(published=alone["forward"], here=predicted["forward"],
 # %% [markdown]
 # The published forward takes {glue:text}`published:.2f` ms on the first workload
 # {cite}`siso2026block`, where {glue:text}`here:.2f` are predicted: nothing to gain. Its backward
-# takes {glue:text}`back:.2f` times the predicted time. The prediction is broken if b1 is outside
-# its interval on a B200 whose copies run at the assumed rates.
+# takes {glue:text}`back:.2f` times the predicted time. The prediction fails if b1 is outside its
+# interval on a B200 whose copies run at the assumed rates.
 #
 # ## Exercises
 #
@@ -354,7 +349,7 @@ chapter.glue(published=alone["forward"], here=predicted["forward"],
 # :::{solution} ex-b200-slots
 # :class: dropdown
 #
-# A slot is 32 KiB, sin and cos 16, dS 2 × 8. Of 226 KiB 194 are left: six slots.
+# A slot is 32 KiB, sin and cos 16, dS 2 × 8. That leaves 194 of 226 KiB: six slots.
 # :::
 #
 # :::{exercise} Grouped heads, stacked
@@ -367,8 +362,8 @@ chapter.glue(published=alone["forward"], here=predicted["forward"],
 # :::{solution} ex-b200-stack
 # :class: dropdown
 #
-# Half of the MMA clocks, which nobody waits for. b1 loads K and V for every query head, 6 tiles for
-# the two; stacked they are 4. The second read of K and V may hit the L2 cache: measure it.
+# Half of the MMA clocks, which nothing waits for. b1 loads K and V for every query head, 6 tiles
+# for the two; stacked they are 4. The second read of K and V may hit the L2 cache: measure it.
 # :::
 #
 # :::{exercise} A wait that is missing
@@ -390,5 +385,5 @@ chapter.glue(published=alone["forward"], here=predicted["forward"],
 #
 # - Programs that share an SM share every resource. Tensor memory is a new one, and `tl.dot` uses it
 #   without being asked.
-# - For a memory-bound kernel tcgen05 is not about rate: roles can be cut as small as the work is.
+# - For a memory-bound kernel the gain of tcgen05 is not rate but smaller roles.
 # - Looking ahead pays where a unit must not idle. Where memory is the bound it holds a slot.

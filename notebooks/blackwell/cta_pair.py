@@ -8,14 +8,14 @@
 # # b5 and b6: pairs of CTAs
 #
 # In {doc}`b4's loop <tensor_memory>` the port of {term}`shared memory` is as busy as the tensor
-# cores. Which of its bytes need not pass it?
+# cores. Which bytes can it be spared?
 #
 # :::{admonition} In this chapter (25 minutes)
 # You will let two CTAs, a {term}`CTA pair`, share one {term}`MMA`, each with half of K and of V,
-# and bring a tile of pairs from {glue:text}`b4:.0f` KiB of the port to {glue:text}`b5:.0f` or
+# and cut a tile's port traffic from {glue:text}`b4:.0f` KiB to {glue:text}`b5:.0f` or
 # {glue:text}`b6:.0f`; break barriers that reach into another CTA; and count what a hardware
-# scheduler would add to a list of work. Nothing here is measured: kernels are compiled, emulated,
-# and counted.
+# scheduler would gain over a list of work. Nothing here is measured: kernels are compiled,
+# emulated, and counted.
 # :::
 
 # %%
@@ -43,8 +43,8 @@ RUNGS = {"b4": b4_mixed, "b5": b5_cta_pair, "b6": b6_pair_stream}
 # ## What passes the port
 #
 # Take a tile of 128 queries and 128 keys, head_dim 128. S = Q Kᵀ reads Q and K from shared memory,
-# P V reads V; P itself lies in tensor memory. {term}`TMA` has to write K and V there before, once
-# for all tiles of queries that use them:
+# P V reads V; P is in tensor memory. Before that {term}`TMA` writes K and V, once for all tiles of
+# queries that use them:
 
 # %%
 TILE = 128 * 128 * 2 / 1024  # KiB: 128 rows of Q, K or V in bf16
@@ -71,8 +71,8 @@ chapter.glue(**counted, mma_clocks=mma_clocks)
 
 # %% [markdown]
 # b4 needs the port for every clock of its MMAs, and then again for Q and O: 96 KiB for 128 queries,
-# whatever the number of keys ({doc}`model`). Q must pass: it is this CTA's own. But K and V are the
-# same for all queries of a head, and the SM beside this one reads them too.
+# whatever the number of keys ({doc}`model`). Q must pass: it belongs to this CTA. But K and V are
+# the same for all queries of a head, and the SM beside this one reads them too.
 #
 # ## One MMA, two CTAs
 #
@@ -90,12 +90,12 @@ chapter.glue(**counted, mma_clocks=mma_clocks)
 #
 # ## b5: keys that stay
 #
-# Half of K and V of 256 keys is {glue:text}`stay:.0f` KiB. That fits beside itself, for the next
-# item, so for short K and V the fills go as well, as in {doc}`v6 <../forward/v6_short_kv>`.
+# Half of K and V of 256 keys is {glue:text}`stay:.0f` KiB. That fits twice, so the next item's can
+# load ahead, and short K and V are loaded once per item, as in {doc}`v6 <../forward/v6_short_kv>`.
 #
 # S of 256 keys takes 256 columns of tensor memory, as S of two tiles of queries does in b4. So a
-# math role owns *keys*, 128 for the same rows. Both add to the same O, which is nobody's own, and a
-# role of four warps takes it out through a buffer.
+# math role owns 128 *keys*, for the same rows as the other. Both add to the same O, and a separate
+# role of four warps stores it through a buffer.
 
 # %% tags=["remove-input"]
 chapter.roles("b5_cta_pair")
@@ -105,11 +105,11 @@ chapter.glue(stay=2 * 2 * TILE / 2)
 # ## Three ways across
 #
 # One thread, of the even CTA, issues the MMAs of both. It must know that *both* CTAs are ready, and
-# both must learn that it is done. An {term}`mbarrier` can be waited for in its own CTA only, so
-# every message goes where it is awaited:
+# both must learn that an MMA is done. A CTA can only wait on its own {term}`mbarriers <mbarrier>`,
+# so every message goes to the waiter:
 #
 # - *Bytes.* A load with `two_ctas=True` counts its bytes on the leader's barrier, wherever it
-#   writes. The leader's `load` role announces the bytes of both CTAs, the other's none.
+#   writes. The leader's `load` role announces the bytes of both CTAs.
 # - *Arrivals.* `p.full` and `o.empty` of the leader expect two: `remote_cta_rank=0` sends the
 #   other CTA's there.
 # - *Commits.* A commit with `two_ctas=True` arrives in both CTAs: scores for two math roles, free
@@ -141,19 +141,19 @@ for what, change in BROKEN.items():
 
 # %% [markdown]
 # The tests do this to every barrier operation of both rungs, one at a time, and to every argument
-# that names a CTA or a half. All these mistakes are found.
+# that names a CTA or a half. All are found.
 #
 # ## b6: keys that stream
 #
-# More than 256 keys do not stay. In b6 K and V come in blocks of 128. For a block to serve more
-# than one MMA the CTA has two tiles of queries, as in b4, and a math role owns a tile again. An
-# item of the list has 2 × 2 × 128 rows, and b5's loop over tiles is one over blocks. O leaves
-# through the slot of its Q, so that two items fit.
+# More than 256 keys do not fit. In b6 K and V stream in blocks of 128. To use a block for more than
+# one MMA the CTA has two tiles of queries, as in b4, and a math role owns a tile again. An item of
+# the list has 2 × 2 × 128 rows, and b5's loop over tiles becomes one over blocks. O leaves through
+# the slot of its Q, so that two items fit.
 #
 # ## What the emulator's books say
 #
-# The emulator sees who reads and writes what, and keeps count of the port by itself. One item of
-# each rung, 1,024 keys in b4 and b6, 256 keys and four tiles in b5:
+# The emulator sees every read and write and counts the port's bytes independently. One item of each
+# rung, 1,024 keys in b4 and b6, 256 keys and four tiles in b5:
 
 # %%
 PICTURES = {"b4": ((256,), (1024,)), "b5": ((1024,), (256,)), "b6": ((512,), (1024,))}
@@ -188,7 +188,7 @@ chapter.predict("A tile of b6 takes fewer emulated clocks: b4 / b6.", gain, leas
 chapter.glue(b5_more=above["b5"], b4_clocks=clocks_of["b4"], b6_clocks=clocks_of["b6"])
 
 # %% [markdown]
-# b5 has {glue:text}`b5_more:.0f` KiB more than its loop: K and V, {glue:text}`stay:.0f` KiB for
+# b5 moves {glue:text}`b5_more:.0f` KiB more than its loop: K and V, {glue:text}`stay:.0f` KiB for
 # eight tiles of pairs here. b4 takes {glue:text}`b4_clocks:,.0f` clocks for a tile and b6
 # {glue:text}`b6_clocks:,.0f`; the MMAs alone take {glue:text}`mma_clocks:,.0f`.
 
@@ -220,8 +220,8 @@ assert not any("cta_group::1" in kernel.asm["ptx"] for kernel in built.values())
 chapter.table(facts, modelled="compiled for sm_100a, head_dim 128, bf16, gelu_tanh")
 
 # %% [markdown]
-# Nothing spills, all of tensor memory is taken, and every tensor core operation in the PTX is a
-# pair's.
+# Nothing spills, all of tensor memory is used, and every tensor core operation in the PTX is for a
+# pair.
 #
 # ## Is it right?
 #
@@ -236,15 +236,15 @@ for name in built:
     print(f"{name}: largest error, {share:.2f} of what is allowed")
 
 # %% [markdown]
-# The tests hold both to the cases of every rung, and run 20 random orders of roles: the same bits.
+# The tests run both on the cases of every rung and in 20 random orders of roles: the same bits.
 #
 # ## The list, or the hardware's scheduler
 #
 # Blackwell can hand out work by itself: *cluster launch control* (CLC). The grid has a cluster for
-# every item. One that is done asks for a cluster that has not started, cancels it, and takes its
-# place. Our list is fixed before: {glue:text}`num_pairs:.0f` pairs take items in turn, most keys
-# first, back and forth. Let an item take a unit of time for 128 keys and 256 rows, and one more.
-# The slowest pair over the mean:
+# every item. A finished cluster cancels one that has not started and takes its place. Our list is
+# fixed beforehand: {glue:text}`num_pairs:.0f` pairs take items in turn, most keys first, back and
+# forth. Let an item take a unit of time for 128 keys and 256 rows, plus one unit. The slowest pair
+# over the mean:
 
 # %%
 PAIRS = units.B200.sms // 2
@@ -300,15 +300,15 @@ chapter.glue(
 # {glue:text}`none:.0f` % of its clusters find no item; every answer has to reach five roles in two
 # CTAs, over two more barriers; and an item's first loads wait for it. So b6 keeps the list.
 #
-# For b5 the count found a fault of the *list*: it sorts by keys, here equal, while an item is a
-# whole sequence, whose rows differ. The slowest pair takes {glue:text}`b5_over:.0f` % longer than
-# the mean. CLC would repair that, and so would a list sorted by work:
+# For b5 the count found a fault in the *list*: it sorts by keys, here equal, while an item is a
+# whole sequence, and sequences differ in rows. The slowest pair takes {glue:text}`b5_over:.0f` %
+# longer than the mean. CLC would repair that, and so would a list sorted by work:
 # {glue:text}`b5_sorted:.1f` %. In published workloads all items of b5 are equal.
 #
 # ## The price of 512 rows
 #
-# b6 computes 512 rows for every item, whatever the sequence has left. The share of pairs that are
-# real, with items of 256 rows (b4) and of 512:
+# b6 computes 512 rows for every item, however few are left. The share of real pairs, with items of
+# 256 rows (b4) and of 512:
 
 
 # %%
@@ -329,15 +329,15 @@ chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain
 # %% [markdown]
 # On half-full batches of 512 b6 loses {glue:text}`lost:.0f` % against b4 before it begins. With the
 # emulated clocks of a tile it runs at {glue:text}`net_512:.2f` times the rate of b4, at 2,048 at
-# {glue:text}`net_2048:.2f` times. A later rung is not the better kernel for every batch.
+# {glue:text}`net_2048:.2f` times. A later rung is not better for every batch.
 #
 # ## What is not proved
 #
-# No B200 has run these kernels. To be measured first: that the other half of an operand costs no
-# port anything, as the instruction suggests and no document that we found says in bytes; that a
+# No B200 has run these kernels. To be measured first: that the other half of an operand costs
+# neither port anything, which the instruction suggests but no document we found states; that a
 # remote arrival, which the compiler gives the scope of one CTA, orders what the MMA then reads; and
 # that all {glue:text}`num_pairs:.0f` pairs fit at once. If one does not, its items begin when
-# others have ended, and there CLC *would* help.
+# others have ended, and CLC *would* help.
 #
 # ## Exercises
 #
@@ -360,8 +360,8 @@ chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain
 # :label: ex-pair-four
 #
 # Suppose MMAs of four CTAs, each with a quarter of K and of V. How many KiB pass a port for a tile
-# of pairs, with K and V streaming and two tiles of queries a CTA? What share of the gain from one
-# CTA to two would come again? *(the function `port`, five minutes)*
+# of pairs, with K and V streaming and two tiles of queries a CTA? How large is the second step's
+# gain, as a share of the first's? *(the function `port`, five minutes)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -378,8 +378,8 @@ chapter.glue(four=port(4, 2), again=100 * (port(2, 2) - port(4, 2)) / (port(1, 2
 # :::{exercise} A wait that is not there
 # :label: ex-pair-wait
 #
-# The loop of b5's `mma` role issues S of the next tile into the columns in which P of this one
-# lies. Which wait makes sure that P V has read P? *(the code of `mma`, ten minutes)*
+# The loop of b5's `mma` role issues S of the next tile into the columns that hold P of this one.
+# Which wait makes sure that P V has read P? *(the code of `mma`, ten minutes)*
 # :::
 #
 # :::{solution} ex-pair-wait
@@ -393,4 +393,4 @@ chapter.glue(four=port(4, 2), again=100 * (port(2, 2) - port(4, 2)) / (port(1, 2
 #
 # - Count the bytes of each operand. The ones that two SMs read twice can be read once.
 # - In a pair every message has a direction: bytes and arrivals go to the leader, commits to both.
-# - Count what a scheduler would give before you build it. The count found a fault in the list.
+# - Count what a scheduler would gain before you build it. Here the count found a fault in the list.

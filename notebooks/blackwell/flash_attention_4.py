@@ -7,14 +7,14 @@
 # %% [markdown]
 # # What 3.5× over FlashAttention-4 is made of
 #
-# On short keys the published kernel is "up to 3.5 times as fast as FlashAttention-4". Which part of
+# With few keys the published kernel is "up to 3.5 times as fast as FlashAttention-4". How much of
 # that is attention?
 #
 # :::{admonition} In this chapter (20 minutes)
-# You will split a published quotient into factors by a model, and test the largest of them on a GPU
-# of another generation with one switch. In a batch of 1,152 sequences of 256 tokens the way a
-# program finds its sequence makes FlashAttention-4 {glue:text}`scan_256:.1f` times slower
-# (measured, H200); in one of 4,608, {glue:text}`scan_4608:.0f` times.
+# You will split a published speedup into factors by a model, and test the largest of them on a GPU
+# of another generation with one switch. In a batch of 1,152 sequences of 256 tokens, the search for
+# a program's sequence makes FlashAttention-4 {glue:text}`scan_256:.1f` times slower (measured,
+# H200); in one of 4,608, {glue:text}`scan_4608:.0f` times.
 # :::
 
 # %%
@@ -73,8 +73,8 @@ short = rates.loc[[of_batch(SHORT, batch).name for batch in BATCHES]].set_axis(B
 # %% tags=["remove-input"]
 # | name: fig-fa4-batch
 # | caption: >
-# |   Sequences of 256 queries and 256 keys, forward, kernel alone on one H200, over the number of
-# |   sequences. FA4 on ragged batches: each program walks over the batch, or looks its sequence up.
+# |   Rate by number of sequences of 256 queries and 256 keys, forward, kernel alone on one H200.
+# |   FA4 on ragged batches: each program walks over the batch, or looks its sequence up.
 # | alt: >
 # |   A line chart over batches from 36 to 4,608 sequences. v8, cuDNN, FA4 dense and FA4 with lookup
 # |   rise and stay level. FA4 with the walk falls from 205 at 144 sequences to 28 at 4,608.
@@ -86,25 +86,24 @@ chapter.figure(
 # %% [markdown]
 # ## Three suspects
 #
-# The published quotient is one of whole kernels on a B200, batch 1,152 {cite}`xu2026gdpa`. Three
-# things differ between them.
+# The published speedup compares whole kernels on a B200, batch 1,152 {cite}`xu2026gdpa`. They
+# differ in three things.
 #
 # - *The scheduler.* How does a program find the sequence that its tile belongs to?
 # - *The pipeline.* What runs while one tile ends and the next begins?
 # - *The mathematics.* Softmax needs a maximum and a sum for each row; an activation needs neither.
 #
-# The claim is about the third and the second. The first is no part of attention: with equal lengths
-# it would be a division.
+# The claim is about the second and third. The first is not part of attention: with equal lengths it
+# would be a division.
 #
 # ## The walk
 #
-# A ragged batch comes as `cu_seqlens`, the offsets of its sequences. FlashAttention-4
-# {cite}`zadouri2026flashattention4` launches one program for each tile that the batch could have at
-# most, `total_q` plus 255 rows for each sequence, and each program finds its own by walking: the 32
-# lanes of a warp read the next lengths and sum them, 31 sequences a step, until the sum passes the
-# program's number. Of 1,152 sequences that takes up to 38 steps, and a program beyond the last tile
-# walks to the end to find that it has nothing to do. Programs grow with the batch, and so does the
-# walk of each: the work is quadratic.
+# FlashAttention-4 {cite}`zadouri2026flashattention4` launches one program for each tile that the
+# batch could have at most, `total_q` plus 255 rows for each sequence, and each program finds its
+# own by walking: the 32 lanes of a warp read the next lengths and sum them, 31 sequences a step,
+# until the sum passes the program's number. For 1,152 sequences that takes up to 38 steps, and a
+# program beyond the last tile walks to the end to find that it has nothing to do. The number of
+# programs grows with the batch, and so does each walk: the work is quadratic.
 #
 # ## Splitting the published quotient
 #
@@ -150,17 +149,17 @@ assert published["the loop"].between(0.9, 1.1).all(), "the text: the loop is abo
 # %% [markdown]
 # Of {glue:text}`published_256:.1f` at 256 tokens, {glue:text}`walk_256:.1f` would be the walk,
 # {glue:text}`ends_256:.1f` the beginning and end of tiles, and the loop, softmax included, about
-# nothing: {glue:text}`loop:.2f` to {glue:text}`loop_most:.2f`. In the loop FA4 is not slower than
+# nothing: {glue:text}`loop:.2f` to {glue:text}`loop_most:.2f`. In the loop FA4 is no slower than
 # GDPA; pairs alone would run at {glue:text}`pairs_fa4:,.0f` against {glue:text}`pairs_gdpa:,.0f`
 # TFLOP/s.
 #
-# A law fitted to seven bars, with a term that someone thought of, is a story until it is tested.
-# The test needs no B200. The walk is ordinary integer code and there is one on Hopper too.
+# A law fitted to seven bars is a story until it is tested. The test needs no B200: the walk is
+# ordinary integer code, and Hopper's path has one too.
 #
 # ## One switch
 #
-# The version that we time, 4.0.0b36, no longer walks where it hurts. Above 256 sequences a small
-# kernel writes a table first, and a program looks its sequence up. Lift that threshold, and the
+# The version that we time, 4.0.0b36, walks only up to 256 sequences. Above that a small kernel
+# writes a table first, in which programs look up their sequence. Lift that threshold, and the
 # library walks again; nothing else in the kernel changes:
 
 # %% tags=["remove-input"]
@@ -168,8 +167,8 @@ chapter.code(baselines._fa4, "interface =", "return scanning")
 
 # %% [markdown]
 # The same function without ragged offsets, `flash_attn_func`, takes batches of equal lengths. So on
-# equal lengths one library has three ways to the same result, and all were checked against fp64
-# before they were timed. v8 and dense cuDNN stand beside them.
+# equal lengths one library has three ways to the same result, all checked against fp64 before they
+# were timed, beside v8 and dense cuDNN.
 #
 # ## Prediction and measurement
 #
@@ -231,21 +230,21 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# A row multiplies out: the first number is the product of the others. v8 is up to
-# {glue:text}`whole:.1f` times as fast as an FA4 that walks.
+# In each row the first number is the product of the others. v8 is up to {glue:text}`whole:.1f`
+# times as fast as an FA4 that walks.
 #
 # - *Walk.* {glue:text}`scan_256:.2f` at 256 tokens, close to the model's. A step takes
 #   {glue:text}`ns:.0f` to {glue:text}`ns_4608:.0f` ns here, against {glue:text}`step_ns:.0f`
-#   fitted. On batches that really are jagged it costs a factor {glue:text}`jagged_low:.1f` to
+#   fitted. On truly jagged batches it costs a factor of {glue:text}`jagged_low:.1f` to
 #   {glue:text}`jagged:.1f`.
 # - *Ragged.* With the table, FA4 still takes {glue:text}`ragged_low:.2f` to {glue:text}`ragged:.2f`
 #   times as long as dense with 256 keys: {glue:text}`tile_low:.1f` to {glue:text}`tile_high:.1f` µs
-#   of an SM for each tile. A program has one tile, so nothing hides what it needs to find out about
-#   it. That these are loads which wait for each other is our guess.
+#   of an SM for each tile. A program has one tile, so nothing hides the lookup. Our guess is a
+#   chain of dependent loads.
 # - *FA4 to cuDNN*, both dense, both softmax: {glue:text}`ends_low:.2f` to {glue:text}`ends:.2f`
-#   with 256 keys. That is pipeline, beginnings and ends of tiles. Times *ragged* it is
+#   with 256 keys. That is the pipeline: beginnings and ends of tiles. Times *ragged* it is
 #   {glue:text}`both_low:.1f` to {glue:text}`both:.1f`; the model of the B200 has
-#   {glue:text}`ends_256:.1f` for that.
+#   {glue:text}`ends_256:.1f`.
 # - *cuDNN to v8.* {glue:text}`rest_low:.2f` to {glue:text}`rest:.2f`: softmax against GELU, and
 #   whatever else differs between two good kernels. Softmax costs at most that.
 #
@@ -260,16 +259,16 @@ chapter.glue(
 # The published comparison was fair: it timed what a user could install. But "3.5 times as fast as
 # FlashAttention-4" reads as a statement about attention. By the model, with 256 keys,
 # {glue:text}`share_low:.0f` to {glue:text}`share_high:.0f` % of it (of its logarithm) was the walk,
-# which the library has since replaced, nearly all of the rest how tiles begin and end, and nothing
-# of it softmax.
+# which the library has since replaced; nearly all the rest was how tiles begin and end, and none of
+# it softmax.
 #
 # ## The surprise: a benchmark's batch size is an argument
 #
 # At 144 sequences the walk is invisible. At 1,152 it halves the rate, and at 4,608 FA4 runs at
 # {glue:text}`walks_4608:.0f` TFLOP/s, where the same kernel without offsets reaches
-# {glue:text}`dense_4608:.0f`. Language models batch tens of sequences and never met it.
-# Recommendation batches thousands. A quotient of two kernels holds at the batch it was taken at; a
-# second batch size is the cheapest experiment there is.
+# {glue:text}`dense_4608:.0f`. Language models batch tens of sequences and never met it;
+# recommendation models batch thousands. A speedup holds for the batch it was measured on; a second
+# batch size is the cheapest experiment there is.
 #
 # ## Exercises
 #
@@ -318,14 +317,13 @@ chapter.glue(split=split, whole_us=us.loc[at[0], WALK], gain=us.loc[at[0], WALK]
 # :::{solution} ex-fa4-softmax
 # :class: dropdown
 #
-# The same kernel with both mathematics: v8 with a maximum, a sum and a rescaled accumulator for
-# each row, the rest unchanged. Until someone writes it, the quotient is an upper bound of what
-# softmax costs.
+# The same kernel with both: v8 with a maximum, a sum and a rescaled accumulator for each row, the
+# rest unchanged. Until someone writes it, the ratio is an upper bound on the cost of softmax.
 # :::
 #
 # ## Takeaways
 #
-# - A quotient of kernels is a product. Vary one factor at a time: here a threshold, then the
-#   interface, then the library.
-# - What every program does before its work counts as often as there are programs.
+# - A speedup is a product. Vary one factor at a time: here a threshold, then the interface, then
+#   the library.
+# - What a program does before its work is paid once per program.
 # - A mechanism can be tested on the wrong machine. Its size there is another matter.

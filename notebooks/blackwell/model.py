@@ -11,10 +11,10 @@
 # {glue:text}`worst:,.0f` on another. Why?
 #
 # :::{admonition} In this chapter (25 minutes)
-# You will count what a tile costs each unit of an SM, and get the published forward rates
-# on full batches to {glue:text}`rms_ledger:.1f` % (root mean square) with nothing fitted. The
+# You will count what a tile costs each unit of an SM, and get the published forward rates on full
+# batches to {glue:text}`rms_ledger:.1f` % (root mean square) with nothing fitted. The
 # {term}`roofline` misses them by {glue:text}`rms_roofline:.0f` %. Then the same count predicts our
-# own kernels on a B200, which nobody here has measured, in a file that can be wrong.
+# own kernels on a B200, unmeasured so far, in a file that can be proved wrong.
 # :::
 
 # %%
@@ -93,16 +93,16 @@ chapter.glue(
 #
 # - *Tensor cores.* Two {term}`MMAs <MMA>` of 128 x 128 x 128 are 8.4 million FLOPs. An SM of a B200
 #   does 8,192 of them a clock, one of an H200 4,096.
-# - *The port of {term}`shared memory`.* It moves 128 bytes a clock, on both. Every operand that an
-#   MMA reads from shared memory passes it, every tile that TMA writes, every output that is staged.
+# - *The port of {term}`shared memory`.* It moves 128 bytes a clock, on both: every operand that an
+#   MMA reads from shared memory, every tile that TMA writes, every staged output.
 # - *{term}`MUFU`.* 16 results a clock, on both: one `tanh` a score is 16,384 of them.
 # - *Issue slots.* Four schedulers issue an instruction a clock each: what the compiled loop says.
 #
 # In the published design a {term}`CTA` has two tiles of 128 queries. S reads Q (32 KiB) and K (32),
 # P V reads V (32), and P lies in tensor memory. K and V are written once for both tiles: 32 KiB for
-# each. That is 128 KiB, or 1,024 clocks. A CTA pair halves what each SM reads of K and V, since an
-# MMA of 256 rows takes one half of them from either SM. And for every 128 queries 96 KiB pass
-# the port whatever the number of keys: Q in, O out of registers and out to memory.
+# each. That is 128 KiB, or 1,024 clocks. A CTA pair halves each SM's reads of K and V, since an MMA
+# of 256 rows takes half of them from either SM. And every 128 queries add 96 KiB, however many keys
+# there are: Q in, O out of registers and out to memory.
 
 # %% tags=["remove-input"]
 ours = {x.impl: x.design for x in predictions.EXPECTED["forward"]}
@@ -117,13 +117,13 @@ chapter.table(counted, modelled="clocks of an SM for a tile, counted from the op
 # %% [markdown]
 # Blackwell doubled the tensor cores and left the rest as it was. On Hopper the MMAs take longest.
 # In the published design shared memory takes as long as they do, *and then* come Q and O. With 256
-# keys that is 2 × 1,024 + 768 clocks of the port against 2,048 of the tensor cores. The roofline
-# knows matmuls and memory only, and is {glue:text}`cross_roof:.0f` % too high there.
+# keys that is 2 × 1,024 + 768 clocks of the port against 2,048 of the tensor cores. The roofline,
+# which counts only matmuls and memory, is {glue:text}`cross_roof:.0f` % too high there.
 #
 # ## Clocks are not seconds
 #
-# A B200's nominal clock is 1,965 MHz, and at 750 W it does not hold it. So the ledger takes its
-# clock from a ceiling: that at which the rate of a large matmul is what all tensor cores deliver.
+# A B200's nominal clock is 1,965 MHz, and at 750 W it does not hold it. So the ledger takes the
+# clock at which all tensor cores together would deliver the rate of a large matmul.
 
 # %%
 ceilings = results.ceilings(chapter.record("forward/results"))
@@ -156,10 +156,10 @@ chapter.glue(
 # {cite}`xu2026gdpa`. By the nominal clock {glue:text}`best:,.0f` TFLOP/s are
 # {glue:text}`of_sheet:.0f` % of the tensor cores. Both are true only if the clock was
 # {glue:text}`utilised:.2f` GHz, {glue:text}`of_nominal:.0f` % of nominal: busy tensor cores under a
-# power cap run at half the clock. It also says what to compare. Under another power limit the same
-# kernel has another rate; its *share of a matmul* on the same machine is what carries over. The
-# ceiling here, {glue:text}`assumed:,.0f` TFLOP/s, was published for the same kind of machine, and
-# the copies are an H200's shares of the nominal rate: assumed, from outside.
+# power cap run at half the clock. Under another power limit the same kernel has another rate; what
+# carries over is its *share of a matmul* on the same machine. The ceiling here,
+# {glue:text}`assumed:,.0f` TFLOP/s, was published for the same kind of machine, and the copies are
+# an H200's shares of the nominal rate: both assumed.
 #
 # ## The ledger
 #
@@ -171,8 +171,8 @@ chapter.code(units.ledger, "chip, amounts", "begun =")
 # %% [markdown]
 # ## First where we can measure
 #
-# A model that is tried on somebody else's numbers only can be bent until it fits. So first
-# {doc}`v8 <../forward/v8_own_waits>` on our H200, with the ceilings of its own record:
+# A model tried only on other people's numbers can be bent until it fits. So first {doc}`v8
+# <../forward/v8_own_waits>` on our H200, with the ceilings of its own record:
 
 # %%
 rates = chapter.times("forward/results", value="tflops", direction="forward")["v8_own_waits"]
@@ -205,9 +205,8 @@ chapter.glue(eta=share.mean(), eta_sd=share.std())
 #
 # ## The published bars
 #
-# {numref}`fig-model-bars` applies the same count to the design that the publication describes, and
-# without any such factor. The ceiling is the one thing to argue about, so here are others that were
-# reported for the same kind of machine:
+# {numref}`fig-model-bars` applies the same count to the published design, without any such factor.
+# Only the ceiling is open to argument, so here are others reported for the same kind of machine:
 
 # %%
 errors = {}
@@ -233,22 +232,21 @@ chapter.predict(
 # ## Where it fails
 #
 # *Half-full batches of 256.* The ledger pads a sequence to the two tiles of a CTA, and is
-# {glue:text}`half_256:.0f` % too low. Half of them have at most 128 queries, and a kernel that
-# skips their empty second tile does half of that work. From 512 on the padding is right.
+# {glue:text}`half_256:.0f` % too low. Half of the sequences have at most 128 queries, and a kernel
+# may skip their empty second tile. From 512 on the padding is right.
 #
 # *2,048 full tokens*, {glue:text}`long:.0f` % too low. The published rate exceeds the assumed
-# ceiling itself. Either the power of an attention kernel, with its pauses, buys more clock than
-# that of a matmul, or the ceiling was higher on that day. No bar decides this; a record with both
-# in one run does.
+# ceiling itself. Either an attention kernel, with its pauses, runs at a higher clock than a matmul,
+# or the ceiling was higher that day. Only a record with both in one run can decide.
 #
-# *The backward.* The same count, 448 KiB a tile of pairs, is within a quarter for long sequences
-# and misses a constant of many microseconds for each 128 keys. And *other people's kernels*, whose
-# tiles we cannot count. For those there is a weaker tool.
+# *The backward.* The same count, 448 KiB per tile of pairs, is within a quarter for long sequences
+# and misses many microseconds for each 128 keys. *Other people's kernels*, whose tiles we cannot
+# count, need a weaker tool.
 #
 # ## Three constants
 #
 # Let each 128 queries, 128 keys and tile of pairs cost an SM a fixed time, and fit the three to a
-# kernel's full charts. Such a law cannot predict another kernel. It shows where one spends its
+# kernel's full charts. Such a law predicts no other kernel, but shows where this one spends its
 # time.
 
 # %%
@@ -274,11 +272,10 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# Read across. Pairs alone would run at {glue:text}`pairs_gdpa:,.0f` TFLOP/s in GDPA and at
-# {glue:text}`pairs_fa4:,.0f` in FlashAttention-4: inside the loop softmax costs nothing that shows.
-# What differs is the rest, and FA4 needs a constant of its own, {glue:text}`step_ns:.0f` ns for
-# each step of a walk over the batch, by which its scheduler finds a tile's sequence
-# ({doc}`flash_attention_4`).
+# Pairs alone would run at {glue:text}`pairs_gdpa:,.0f` TFLOP/s in GDPA and at
+# {glue:text}`pairs_fa4:,.0f` in FlashAttention-4: inside the loop softmax costs nothing visible.
+# The rest differs, and FA4 needs a fourth constant, {glue:text}`step_ns:.0f` ns for each step of a
+# walk over the batch, by which its scheduler finds a tile's sequence ({doc}`flash_attention_4`).
 #
 # GDPA's backward pays {glue:text}`back_rows:.1f` µs for 128 queries: at 6.5 TB/s that is
 # {glue:text}`back_bytes:,.0f` bytes a row, about what zeroing dQ, reading Q and dO and adding to dQ
@@ -292,7 +289,7 @@ chapter.glue(
 # The file `data/predictions/b200.csv` says, for each published workload and each of our Blackwell
 # rungs, which share of the ceilings it will reach, with a 90 % interval. The shares are the
 # ledger's times {glue:text}`pairs_share:.2f` for CTA pairs, whose port has slack,
-# {glue:text}`two_share:.2f` for two tiles on one, less for what stands still between tiles. The
+# {glue:text}`two_share:.2f` for two tiles on one CTA, less for what idles between tiles. The
 # interval runs from the lowest of v8 to a little over the bound, since the published kernel *is* at
 # its ledger. Block attention is bound by bytes, so its share is of a copy. For one shape of each
 # kind, under the assumed ceilings:
@@ -318,16 +315,16 @@ chapter.glue(pairs_share=b5.centre, two_share=b3.centre)
 # B200 it scales them by that record's ceilings, shows its power limit, and says hit or miss for
 # each measured row. The strongest claim among them is b5's on short keys: {glue:text}`b5:,.0f`
 # TFLOP/s [{glue:text}`b5_low:,.0f`, {glue:text}`b5_high:,.0f`] on gdpa-cross-full-1024,
-# {glue:text}`b5_over:.2f` times the published rate. It rests on one entry of the table of clocks,
+# {glue:text}`b5_over:.2f` times the published rate. It rests on one entry in the table of clocks:
 # 512 instead of 1,024.
 #
 # ## The surprise: a faster tensor core moved the wall
 #
-# Three of the four units did not change from Hopper to Blackwell. A kernel that was bound by its
-# MMAs there is bound by shared memory here, without a line of it being worse, and the way out is
-# neither a better pipeline nor a cheaper activation: it is to read less. The published bars show it
-# on the x axis that nobody looks at. With 256 keys the rate does not rise from 512 to 2,048
-# queries. Overheads of launches and tails would have shrunk; a cost per query does not.
+# Three of the four units did not change from Hopper to Blackwell. A kernel bound by its MMAs there
+# is bound by shared memory here, and the cure is neither a better pipeline nor a cheaper
+# activation, but reading less. The published bars show it: with 256 keys the rate does not rise
+# from 512 to 2,048 queries. Overheads of launches and tails would shrink; a cost per query does
+# not.
 #
 # ## Exercises
 #
@@ -375,14 +372,14 @@ chapter.glue(blocks=blocks, keys_needed=128 * np.ceil(blocks))
 #
 # b4 without its output store and with one Q for all items: the port has 96 KiB less for each 128
 # queries, while tiles begin and end as before. By the ledger the rate with 256 keys rises from 73 %
-# of the MMAs to all of them; by the other account nothing happens. Its results are wrong, so this
-# is a test and no row of a record.
+# of the MMAs' to all of it; by the other account nothing happens. Its results are wrong, so this is
+# a test, not a row of a record.
 # :::
 #
 # ## Takeaways
 #
-# - Count clocks of every unit before you look for stalls. The ceiling gives the clock; the power
-#   limit needs no model of its own.
+# - Count clocks of every unit before you look for stalls. The measured ceiling gives the clock, so
+#   the power limit needs no model.
 # - A bound with nothing fitted can be tried on two machines. A law with three constants explains
 #   one kernel and says where it breaks.
 # - A prediction counts if it is in a file before the measurement, with an interval and a command.

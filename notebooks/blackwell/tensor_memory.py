@@ -7,12 +7,12 @@
 # %% [markdown]
 # # b1 to b4: accumulators in tensor memory
 #
-# A Blackwell tensor core is twice as fast as a Hopper one, and no warp holds its accumulators any
-# more. What must a kernel change to keep it busy?
+# A Blackwell tensor core is twice as fast as a Hopper one, and its accumulators no longer live in
+# registers. What must a kernel change to keep it busy?
 #
 # :::{admonition} In this chapter (25 minutes)
 # You will place S, P and O in {glue:text}`columns:.0f` columns of {term}`tensor memory`, give all
-# {term}`MMAs <MMA>` to one thread, and take a chain of waits apart in three steps. In the emulator
+# {term}`MMAs <MMA>` to one thread, and break up a chain of waits in three steps. In the emulator
 # the tensor cores are busy {glue:text}`busy_b1:.0f` % of the time in b1 and
 # {glue:text}`busy_b3:.0f` % in b3, with 1,024 keys. b4 replaces a quarter of the `tanh` by a
 # polynomial whose error is bounded for every score. We have no B200: nothing here is measured.
@@ -56,21 +56,20 @@ chapter.glue(columns=compile_check.TENSOR_COLUMNS)
 # | `tanh` | 16 a clock | 16 a clock |
 #
 # Tensor memory is 128 lanes of 512 columns, 4 bytes each, 256 KiB in every {term}`SM`. Only MMAs
-# compute there. A warp copies columns to registers (`tcgen05.ld`) and back (`tcgen05.st`); of the
-# lanes it reaches the 32 of its place in the warp group. So a thread holds a row. The columns:
+# compute there. A warp copies columns to registers (`tcgen05.ld`) and back (`tcgen05.st`), and
+# reaches the 32 lanes of its place in the warp group. So a thread holds a row. The columns:
 #
 # | columns | 0-63 | 64-127 | 128-191 | 192-255 | 256-383 | 384-511 |
 # |:--|:--|:--|:--|:--|:--|:--|
 # | b1 | S, then P | S | O | O | | |
 # | b2, b3, b4 | S 0, then P 0 | S 0 | S 1, then P 1 | S 1 | O 0 | O 1 |
 #
-# P in bf16 needs half the columns of S in fp32. It may lie over the S that it was made of, since a
-# row of S is read before the same row of P is stored. P V then takes P from there.
+# P in bf16 needs half the columns of S in fp32. It may overwrite its own S, since a row of S is
+# read before the same row of P is stored. P V reads P from there.
 #
-# The hard part is in the last row of the first table. The MMAs of 128 x 128 pairs take 1,024 clocks
-# at head_dim 128, half of Hopper's. {term}`MUFU` still takes 1,024 for their `tanh`, and so does
-# the port of shared memory ({doc}`model`). On Hopper one unit had to be kept busy; now three have
-# to be, at the same time.
+# The hard part is the last row of the first table. The MMAs of 128 x 128 pairs take 1,024 clocks at
+# head_dim 128, half of Hopper's. {term}`MUFU` still takes 1,024 for their `tanh`, and so does the
+# port of shared memory ({doc}`model`). Hopper has one unit to keep busy; Blackwell has three.
 #
 # ## b1: one thread issues the MMAs
 #
@@ -85,10 +84,9 @@ chapter.code(b1_tensor_memory.mma, "for block in")
 chapter.code(b1_tensor_memory.math, "for block in", "if blocks > 0")
 
 # %% [markdown]
-# `mBarriers` is what a commit does: when this MMA and all before it have completed, the hardware
-# arrives on these barriers. An S that is complete gives K's buffer back to `load` and S to `math`,
-# by one MMA and without a wait in the thread that issued it. `math` answers with 128 arrivals: P is
-# stored, and hence S was read.
+# `mBarriers` is a commit: when this MMA and all before it have completed, the hardware arrives on
+# these barriers. A complete S thus returns K's buffer to `load` and hands S to `math`, without a
+# wait in the issuing thread. `math` answers with 128 arrivals: P is stored, hence S was read.
 
 # %% tags=["remove-input"]
 chapter.roles("b1_tensor_memory")
@@ -104,8 +102,8 @@ traces = {name: studies.timeline(module, picture, **BLACKWELL) for name, module 
 chapter.figure(traces["b1"], emulated="b1 for sm_100, modelled cycles")
 
 # %% [markdown]
-# The chain S, activation, P V is serial, and only one tile is there to work on. Two such programs
-# on an SM would hide each other's waits; with 160 KiB of shared memory there is room for one.
+# The chain S, activation, P V is serial, and there is only one tile to work on. Two such programs
+# would hide each other's waits; at 160 KiB of shared memory an SM has room for one.
 #
 # ## b2: two tiles
 #
@@ -116,8 +114,8 @@ chapter.figure(traces["b1"], emulated="b1 for sm_100, modelled cycles")
 chapter.code(b2_two_tiles.mma, "for block in")
 
 # %% [markdown]
-# P is handed over in slices: each 64 columns have a barrier of their own, so that P V starts while
-# the second half of the activation runs. `weighted_sum` waits slice by slice:
+# P is handed over in slices of 64 columns, each with a barrier, so that P V starts while the second
+# half of the activation runs. `weighted_sum` waits slice by slice:
 
 # %% tags=["remove-input"]
 chapter.code(b2_two_tiles.weighted_sum, "for part in")
@@ -134,8 +132,8 @@ chapter.figure(traces["b2"], emulated="b2 for sm_100, modelled cycles")
 # S of the next block is issued while P V that reads the P under it may still run. No barrier is
 # needed: MMAs of one thread run in the order of their issue.
 #
-# What is left is at both ends: Q, K and the first S, then the last P V, O and the store. All of it
-# passes with nothing beside it.
+# What is left is at both ends: Q, K and the first S, then the last P V, O and the store. Nothing
+# overlaps them.
 #
 # ## b3: one stream
 #
@@ -154,11 +152,11 @@ chapter.code(b3_stream.mma, "weighted_sum(", "step += 1")
 chapter.figure(traces["b3"], emulated="b3 for sm_100, one SM, modelled cycles")
 
 # %% [markdown]
-# The next item's P V overwrites O, and nobody tells `mma` that the old O was read. Nobody has to.
-# It waits for `p.full` first, and the math role that arrives there has read its O before, in
-# program order. An earlier draft had a barrier for it. The mutation tests found that nothing breaks
-# without it; then it was easy to see why. And the first drawing of this figure had a longer gap
-# where the items meet: `load` asked for K after it had waited for Q's buffers, though K's was free.
+# The next item's P V overwrites O, and nothing tells `mma` that the old O was read. Nothing has to:
+# it waits for `p.full` first, and the math role that arrives there has already read its O, in
+# program order. An earlier draft had a barrier for it; the mutation tests showed that nothing
+# breaks without it. And the first drawing of this figure had a longer gap where the items meet:
+# `load` requested K only after waiting for Q's buffers, though K's was free.
 #
 # ## How busy
 
@@ -189,25 +187,25 @@ for name in ("b1", "b2", "b3"):
     chapter.glue(**{f"busy_{name}": share.loc[1024, name], f"short_{name}": share.loc[256, name]})
 
 # %% [markdown]
-# With 1,024 keys the second tile does most of it: from {glue:text}`busy_b1:.0f` to
+# With 1,024 keys the second tile brings most of the gain: from {glue:text}`busy_b1:.0f` to
 # {glue:text}`busy_b2:.0f` %. With 256 keys the ends of the tiles do: b3 raises
 # {glue:text}`short_b2:.0f` to {glue:text}`short_b3:.0f` %. These are shares of modelled cycles. The
-# emulator's clock knows the rates of the units; it knows nothing of power, caches and latencies
-# under load. It ranks orders of events. It does not predict TFLOP/s; {doc}`model` does.
+# emulator models the rates of the units, not power, caches or latencies under load. It ranks orders
+# of events; {doc}`model` predicts TFLOP/s.
 #
 # ## b4: a quarter of the scores without MUFU
 #
-# GELU and SiLU are x / 2 (1 + t(x)) with t odd and between -1 and 1. Since
-# {doc}`v7 <../forward/v7_packed>` t is one `tanh` of MUFU. For two of eight scores b4 evaluates a
-# polynomial instead, on pairs of fp32 in one instruction that sm_100 adds, `fma.rn.f32x2`. That
-# leaves 768 clocks to MUFU. FlashAttention-4 does so with the `exp2` of softmax
+# GELU and SiLU are x / 2 (1 + t(x)) with t odd and between -1 and 1. Since {doc}`v7
+# <../forward/v7_packed>` t is one `tanh` of MUFU. For two of eight scores b4 evaluates a polynomial
+# instead, on pairs of fp32 in one instruction that sm_100 adds, `fma.rn.f32x2`. That leaves 768
+# clocks to MUFU. FlashAttention-4 does the same with softmax's `exp2`
 # {cite}`zadouri2026flashattention4`.
 #
-# A polynomial needs a bound. The published GDPA kernel has a Maclaurin polynomial of GELU to degree
-# 6, which leaves GELU beyond 1.2 ({doc}`../operator/activations`). Ours is clamped: v = x / (2
-# LIMIT) is limited to -1/2 .. 1/2 by the `.sat` of one FMA, and t = v (c₀ + c₁v² + ...). Within the
-# limit the error is that of the fit. Beyond it, the polynomial stays and t only rises to 1: the
-# largest distance is at the limit or at infinity. So one number bounds the error for every score.
+# A polynomial needs a bound. The published kernel's Maclaurin polynomial departs from GELU beyond
+# 1.2 ({doc}`../operator/activations`). Ours is clamped: v = x / (2 LIMIT) is limited to -1/2 .. 1/2
+# by the `.sat` of one FMA, and t = v (c₀ + c₁v² + ...). Within the limit the error is that of the
+# fit. Beyond it, the polynomial stays constant and t only rises to 1, so the error is largest at
+# the limit or at infinity: one number bounds it for every score.
 
 # %%
 x = torch.linspace(0.01, 8, 800, dtype=torch.float64)
@@ -239,12 +237,12 @@ columns = ["activation", "degree", "limit", "error / x, at most"]
 chapter.table(pd.DataFrame(found, columns=columns), modelled="the bounds that the tests prove")
 
 # %% [markdown]
-# The test takes error, slope and a bound of the curvature at 262,145 points, so that no score
-# between two of them is left out, and adds the rounding of every step. Then t is rounded to bf16,
-# as MUFU's is. Above 1 - 2⁻⁹ it becomes 1: a saturated score gives exactly x or exactly 0.
+# The test takes error, slope and a bound of the curvature at 262,145 points, which covers every
+# score between them, and adds the rounding of every step. Then t is rounded to bf16, as MUFU's is.
+# Above 1 - 2⁻⁹ it becomes 1: a saturated score gives exactly x or exactly 0.
 #
-# In the table above b4 is no better than b3. At head_dim 128 MUFU was not what b3 waits for, or not
-# alone. Exercise 3 looks where it is.
+# In the table above b4 is no better than b3: at head_dim 128 b3 does not wait for MUFU, or not for
+# it alone. Exercise 3 has a case where it does.
 #
 # ## What the compiler makes of them
 
@@ -268,8 +266,8 @@ chapter.glue(ptx_fences=built["b3"].asm["ptx"].count("tcgen05.fence"))
 # %% [markdown]
 # UTCHMMA is an MMA of 16 values along K, UTCBAR a commit, LDTM and STTM are the copies between
 # tensor memory and registers. Nothing spills (STL), and no role asks for more registers than its
-# even share: a math role keeps 64 scores at a time, never a tile. In the code of b1 the copies are
-# at columns 0, 0, 64 and 32: S read, P stored, and again. So P does lie where the table says.
+# even share: a math role keeps 64 scores at a time, never a tile. In b1's code the copies are at
+# columns 0, 0, 64 and 32: S read, P stored, twice, as the table of columns says.
 #
 # ## Is it right?
 #
@@ -285,8 +283,8 @@ for name, module in RUNGS.items():
 # %% [markdown]
 # The tests run every case of the forward ladder, 20 random orders of events for each rung with
 # races looked for, and mutants of each file: a barrier left out, a parity flipped, an arrival too
-# early. Those that nothing notices are listed with the reason why they are harmless. What no test
-# of ours can see:
+# early. Mutants that survive are listed with the reason why they are harmless. What our tests
+# cannot see:
 #
 # ```{list-table}
 # :header-rows: 1
@@ -331,9 +329,9 @@ chapter.glue(two_128=need[2, 128], two_64=need[2, 64], one_128=need[1, 128])
 # :class: dropdown
 #
 # Two tiles need {glue:text}`two_128:.0f` columns at head_dim 128 and {glue:text}`two_64:.0f` at 64,
-# of 512: no. One tile needs {glue:text}`one_128:.0f` and fits; it overlaps with itself, and each
-# block of K and V then serves 128 queries instead of 256. Blocks of 64 keys would also make room,
-# but an MMA with 64 columns of B waits for shared memory.
+# of 512: no. One tile needs {glue:text}`one_128:.0f` and fits, but then each block of K and V
+# serves 128 queries instead of 256. Blocks of 64 keys would also make room, but an MMA with 64
+# columns of B waits for shared memory.
 # :::
 #
 # :::{exercise} A wait too few
@@ -355,8 +353,8 @@ chapter.glue(finding=found[0], orders=len(found))
 # :class: dropdown
 #
 # P V reads columns that `math` is about to write, and the next S overwrites scores that it may not
-# have read. The emulator reports it in each of {glue:text}`orders:.0f` orders, whether or not the
-# numbers happen to be right: "{glue:text}`finding`".
+# have read. The emulator reports it in all {glue:text}`orders:.0f` orders, even where the numbers
+# happen to be right: "{glue:text}`finding`".
 # :::
 #
 # :::{exercise} Where the polynomial pays
@@ -383,7 +381,7 @@ chapter.glue(b3_64=at_64["b3"], b4_64=at_64["b4"], most_b4=100 * 512 / 768)
 #
 # ## Takeaways
 #
-# - Tensor memory takes the accumulators out of the registers and the issuing out of the warps. Then
-#   the design is a matter of who waits for whom.
+# - Tensor memory frees registers of accumulators and warps of issuing MMAs. What remains to design
+#   is who waits for whom.
 # - Two tiles hide the activation. A stream across items hides the ends of tiles.
-# - A polynomial in place of a function needs a bound for every argument, and a proof of it.
+# - A polynomial that replaces a function needs a proven bound for every argument.

@@ -43,8 +43,8 @@ records = sorted({x for ids in ledger["ours_record"] for x in ids.split(", ") if
 # %% tags=["remove-input"]
 # | name: fig-claims-ratios
 # | caption: >
-# |   Our largest quotient over the published one, for each series of the six charts. Right of the
-# |   dashed line ours is the larger. Theirs are of a B200, ours of an H200.
+# |   Our largest ratio over the published one, for each series of the six charts. Right of the
+# |   dashed line ours is larger. Theirs are from a B200, ours from an H200.
 # | alt: >
 # |   A dot plot with a row for each chart. Forward all marks lie between 0.5 and 0.8 but one, self
 # |   half over FMHA, at 3.6. Backward nearly all lie between 1.2 and 1.7.
@@ -63,9 +63,9 @@ chapter.figure(
 # it has a *selector* of rows, evaluated when this page is built.
 #
 # measured
-# : A selector found correct times on one machine: back to back, as the published loops, but in
-#   bursts for tables 6 and 7 and beside FMHA's stand-in, which its host cannot keep busy. *Stale*:
-#   a kernel changed since.
+# : A selector found correct times on one machine: back to back, like the published loops, but in
+#   bursts for tables 6 and 7 and beside FMHA's stand-in, whose host cannot keep it busy. *Stale*: a
+#   kernel changed since.
 #
 # answered
 # : A statement about mathematics, design or causes that a chapter decides.
@@ -84,8 +84,8 @@ chapter.figure(
 #
 # ## The charts and tables
 #
-# Published → measured, the largest quotient and rate of each series of the six charts; below it
-# tables 5 and 6 of block attention, over FlashAttention-2:
+# Published → measured, the largest ratio and rate of each series of the six charts; below, tables 5
+# and 6 of block attention, over FlashAttention-2:
 
 # %% tags=["remove-input", "full-width"]
 display(page.show_table(answers.plotted(ledger).rename_axis("chart").reset_index()))
@@ -116,7 +116,7 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# **A maximum finds the weakest rival.** In bursts on half-full batches we are
+# **A maximum finds the weakest peer.** In bursts on half-full batches we are
 # {glue:text}`ragged:.1f` times as fast as FMHA's stand-in at 256 tokens, where the ragged cuDNN
 # reaches {glue:text}`ragged_share:.0f` % of its {term}`roofline`, and {glue:text}`ragged_long:.2f`
 # times at 2,048. Over the best peer at each length it is {glue:text}`peers_least:.2f` to
@@ -146,13 +146,13 @@ display(Markdown(f"Sources: {letters}. The CSV has ids and all that is missing."
 # %% [markdown]
 # ## Refuted by arithmetic
 #
-# Most of these are slips of description beside kernels that are as fast as they say.
+# Most of these are slips in describing kernels that are as fast as claimed.
 #
 # ### The benchmark does not compute GELU
 #
 # The script draws q and k from N(0, 1) with head dimension 128 and applies no scale: a score is a
 # sum of 128 products of variance 1. The kernel evaluates GELU as the degree-6 polynomial of its
-# series around zero. bf16 would notice an error of 4e-3:
+# series around zero. An error of 4e-3 is visible in bf16:
 
 # %%
 sigma = 128**0.5
@@ -165,8 +165,8 @@ print(f"at one deviation off by {off:,.0f}")
 assert inside < 0.1 and off > 1e4
 
 # %% [markdown]
-# What was timed is a polynomial between two matmuls. The rates stand, since a polynomial costs the
-# same everywhere; the output is not attention with GELU. Nor is the scale $1/\sqrt{d}$ enough
+# What was timed is a polynomial between two matmuls. The rates are valid, since a polynomial costs
+# the same everywhere; the output is not attention with GELU. Nor is the scale $1/\sqrt{d}$ enough
 # ({doc}`../operator/activations`).
 #
 # ### "Sparsity 0.5" is half jagged
@@ -198,7 +198,7 @@ assert flash.diff(axis=1).abs().max(axis=None) <= 7.5, "two errors of reading, 5
 
 # %% [markdown]
 # A second check: with 256 queries and 256 keys cross-attention *is* self-attention. The other three
-# kernels have equal bars in both backward charts, FlashAttention-4 has not.
+# kernels have equal bars in both backward charts, FlashAttention-4 does not.
 #
 # ### The log-sum-exp does not explain the backward gain
 #
@@ -208,11 +208,11 @@ assert flash.diff(axis=1).abs().max(axis=None) <= 7.5, "two errors of reading, 5
 #
 # ### Budgets larger than the machine
 #
-# Two tables give registers per thread and warps for each stage. Forward that is
-# 32 (3 x 48 + 4 x 120 + 8 x 200) = 71,168 registers, backward 88,064; an SM has 65,536 (nominal).
-# They are requests, of which a compiler may grant less. Three stages of q, k, v (16 KiB each) and P
-# (8) are the 168 KiB of the forward kernel, and fit in the 228 KiB that an SM has. 256 KiB is the
-# size of *tensor* memory {cite}`nvidiaptx`.
+# Two tables give registers per thread and warps for each stage. Forward that is 32 (3 x 48 + 4 x
+# 120 + 8 x 200) = 71,168 registers, backward 88,064; an SM has 65,536 (nominal). They are requests;
+# a compiler may grant less. Three stages of q, k, v (16 KiB each) and P (8) are the 168 KiB of the
+# forward kernel, and fit in the 228 KiB that an SM has. 256 KiB is the size of *tensor* memory
+# {cite}`nvidiaptx`.
 #
 # ### Seventy percent sparse
 #
@@ -269,13 +269,13 @@ chapter.glue(step_gain=gain, training_share=100 * (1 - 1 / 1.3) / (1 - 1 / gain)
 # :class: dropdown
 #
 # One correct row per activation; the records hold rows with GELU only. The claim is a count of
-# correct rows and no rate: it needs a selector of its own.
+# correct rows, not a rate, and needs a new kind of selector.
 # :::
 #
 # :::{exercise} Refute us
 # :label: ex-claims-refute
 #
-# Try to break a measured number: another stand-in, length or GPU. Which change moves the quotient
+# Try to break a measured number: another stand-in, length or GPU. Which change moves the ratio
 # most? *(a GPU, an hour)*
 # :::
 #
@@ -288,8 +288,8 @@ chapter.glue(step_gain=gain, training_share=100 * (1 - 1 / 1.3) / (1 - 1 / gain)
 #
 # ## Takeaways
 #
-# - A claim is a value, a machine, a baseline and a source. Without one of them it can be believed,
-#   and not checked.
+# - A claim is a value, a machine, a baseline and a source. Without all four it can be believed, not
+#   checked.
 # - A maximum over shapes finds the weakest baseline. Ask for the whole row.
 # - Many numbers can be tested without hardware: multiply the counts, and compare with what the
 #   machine has.
