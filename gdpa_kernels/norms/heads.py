@@ -35,11 +35,12 @@ class Config:
     programs: int
 
 
-def config_of(heads: int, head_dim: int, programs: int = 1) -> Config:
-    """About 16 elements per thread; `programs` of 4 warps."""
+def config_of(heads: int, head_dim: int, per_thread: int = 16) -> Config:
+    """Tiles of about 2048 elements, `per_thread` of them in each thread; 32 warps on an SM."""
     elements = triton.next_power_of_2(heads) * triton.next_power_of_2(head_dim)
-    num_warps = min(16, max(4, elements // 512))
-    return Config(max(1, 2048 // elements), num_warps, max(1, 4 * programs // num_warps))
+    tokens = max(1, 2048 // elements)
+    num_warps = min(16, max(4, tokens * elements // (32 * per_thread)))
+    return Config(tokens, num_warps, 32 // num_warps)
 
 
 @triton.jit
@@ -199,7 +200,8 @@ def backward(
     """The gradients of both weights; `grad`, that of forward's result, becomes that of its x in
     place. saved: forward's result, with turns what it kept."""
     total, _, head_dim = grad.shape
-    config = config or config_of(sum(counts), head_dim, programs=5)
+    # Measured on an H200: 16 per thread take 1.13 to 1.19 times as long.
+    config = config or config_of(sum(counts), head_dim, per_thread=8)
     tiles = triton.cdiv(total, config.tokens)
     programs = min(tiles, config.programs * multiprocessors(grad.device))
     partial = torch.empty(programs, 2, head_dim, dtype=torch.float32, device=grad.device)

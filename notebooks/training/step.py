@@ -93,7 +93,7 @@ def _(session):
 
 # %%
 found = chapter.recorded("steps").set_index(["law", "way", "kernel"])
-ms = 1e3 * found["step_s"].unstack("kernel", sort=False)
+ms = 1e3 * found["step_s"].unstack("kernel")
 HALF, EVENTS, LONG = LAWS
 ours, v1 = ms["gdpa"].unstack("way"), ms["v1"].unstack("way")
 gain = v1 / ours
@@ -189,7 +189,7 @@ chapter.glue(
 
 # %% tags=["remove-input"]
 table = ms.join(found["samples_per_s"].xs("gdpa", level="kernel").rename("ours, rows/s"))
-chapter.table(table.loc[list(LAWS)].round(1).reset_index(), data=found.reset_index(),
+chapter.table(table.loc[list(PLAN)].round(1).reset_index(), data=found.reset_index(),
               measured=[chapter.record().id])  # fmt: skip
 
 # %% [markdown]
