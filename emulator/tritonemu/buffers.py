@@ -104,7 +104,7 @@ class AliasSpec:
             raise InvalidKernel("a storage_alias_spec takes one set_buffer_overlap, got two")
         self.defined = True
         alignment = 1 if self.storage.tensor else _ALIGNMENT
-        total = _round_up(group.size(alignment), _step(group, alignment))
+        total = _round_up(group.size(alignment), group.step(alignment))
         group.place(0, total, 1, alignment)
 
 
@@ -114,58 +114,34 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass
 class ReuseGroup:
-    """`tlx.reuse_group`: a tree of buffers that share memory, or must not."""
+    """`tlx.reuse_group`: a tree of buffers that share memory, or must not.
+
+    Of a member, a buffer or a group: `size`, and `step`, the multiple at which it starts in a
+    distinct group; in tensor memory (alignment 1) that of its size.
+    """
 
     members: tuple[Any, ...]
     distinct: bool
     group_size: int
 
+    def step(self, alignment: int) -> int:
+        return max(member.step(alignment) for member in self.members)
+
     def size(self, alignment: int) -> int:
         if not self.distinct:
-            return max(_size(m, alignment) for m in self.members) * self.group_size
+            return max(member.size(alignment) for member in self.members) * self.group_size
         total = 0
         for member in self.members:
-            total = _round_up(total, _step(member, alignment)) + _size(member, alignment)
+            total = _round_up(total, member.step(alignment)) + member.size(alignment)
         return total
 
     def place(self, offset: int, unit: int, group_size: int, alignment: int) -> None:
+        if not self.distinct:
+            unit, group_size = unit // self.group_size, group_size * self.group_size
         for member in self.members:
-            if not self.distinct:
-                _place(
-                    member, offset, unit // self.group_size, group_size * self.group_size, alignment
-                )
-                continue
-            offset = _round_up(offset, _step(member, alignment))
-            _place(member, offset, unit, group_size, alignment)
-            offset += _size(member, alignment)
-
-
-def _size(member: Any, alignment: int) -> int:
-    return member.size(alignment) if isinstance(member, ReuseGroup) else member.units
-
-
-def _step(member: Any, alignment: int) -> int:
-    """The multiple at which a member of a distinct group starts: in tensor memory, of its size."""
-    if alignment > 1:
-        return alignment
-    if isinstance(member, ReuseGroup):
-        return max(_step(m, alignment) for m in member.members)
-    return member.units
-
-
-def _place(member: Any, offset: int, unit: int, group_size: int, alignment: int) -> None:
-    if isinstance(member, ReuseGroup):
-        member.place(offset, unit, group_size, alignment)
-        return
-    if offset % member.units or unit % member.units:
-        raise InvalidKernel(
-            f"{member.name} of {member.units} units must lie at a multiple of its size, got offset "
-            f"{offset} and distance {unit}"
-        )
-    placement = member.placement
-    placement.scale, placement.first = unit // member.units, offset // member.units
-    placement.group = group_size
-    member.fit()
+            offset = _round_up(offset, member.step(alignment)) if self.distinct else offset
+            member.place(offset, unit, group_size, alignment)
+            offset += member.size(alignment) if self.distinct else 0
 
 
 @dataclass
@@ -241,6 +217,24 @@ class Buffer:
         """Name an allocation after the variable it is first assigned to."""
         self.name = name if self.name == "buffer" else self.name
         self.storage.name = self.storage.name or name
+
+    def step(self, alignment: int) -> int:
+        return self.units if alignment == 1 else alignment
+
+    def size(self, alignment: int) -> int:
+        return self.units
+
+    def place(self, offset: int, unit: int, group_size: int, alignment: int) -> None:
+        """Lay the allocation out, as `AliasSpec` has it."""
+        if offset % self.units or unit % self.units:
+            raise InvalidKernel(
+                f"{self.name} of {self.units} units must lie at a multiple of its size, got offset "
+                f"{offset} and distance {unit}"
+            )
+        placement = self.placement
+        placement.scale, placement.first = unit // self.units, offset // self.units
+        placement.group = group_size
+        self.fit()
 
     def fit(self) -> None:
         """Make the storage large enough for all buffers of this allocation."""

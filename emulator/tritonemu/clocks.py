@@ -16,28 +16,21 @@ mask in one Python integer: overlap is `&`, and an access is forgotten byte by b
 stands for it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .errors import Location
 
 
+@dataclass(eq=False, slots=True)
 class Clock:
     """What happens before: epochs of roles, and bits of asynchronous operations.
 
     fenced: the epochs behind a fence, whose stores to shared memory a copy of it may rely on.
     """
 
-    __slots__ = ("epochs", "fenced", "operations")
-
-    def __init__(
-        self,
-        epochs: dict[int, int] | None = None,
-        operations: int = 0,
-        fenced: dict[int, int] | None = None,
-    ):
-        self.epochs = {} if epochs is None else epochs
-        self.operations = operations
-        self.fenced = {} if fenced is None else fenced
+    epochs: dict[int, int] = field(default_factory=dict)
+    operations: int = 0
+    fenced: dict[int, int] = field(default_factory=dict)
 
     def copy(self) -> "Clock":
         return Clock(dict(self.epochs), self.operations, dict(self.fenced))
@@ -92,14 +85,12 @@ class Access:
     name: str = ""
 
 
+@dataclass(eq=False, slots=True)
 class Shadow:
-    """The accesses to one storage that a later access may race with."""
+    """The accesses to one storage that a later access may race with. written: the bytes."""
 
-    __slots__ = ("accesses", "written")
-
-    def __init__(self) -> None:
-        self.accesses: list[Access] = []
-        self.written = 0
+    accesses: list[Access] = field(default_factory=list)
+    written: int = 0
 
     def record(self, new: Access, clock: Clock) -> Access | None:
         """Add an access made at `clock`; return an earlier one that races with it, or None.

@@ -71,18 +71,17 @@ def compile_launch(
             known = [line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)]
             reason = next(iter(known or filter(None, reversed(lines))), type(error).__name__)
             raise InvalidKernel(f"the compiler refuses this kernel: {reason}", ("", 0)) from error
-    if made.metadata.shared > SHARED_BYTES:
-        raise ResourceLimit(
-            f"shared memory has {SHARED_BYTES} bytes per CTA, and the compiled kernel needs "
-            f"{made.metadata.shared}",
-            ("", 0),
-        )
     columns = getattr(made.metadata, "tmem_size", 0) or 0
-    if columns > TENSOR_COLUMNS:
-        raise ResourceLimit(
-            f"tensor memory has {TENSOR_COLUMNS} columns, and the compiled kernel needs {columns}",
-            ("", 0),
-        )
+    for needs, has, what in (
+        (
+            made.metadata.shared,
+            SHARED_BYTES,
+            f"shared memory has {SHARED_BYTES} bytes per CTA, and",
+        ),
+        (columns, TENSOR_COLUMNS, f"tensor memory has {TENSOR_COLUMNS} columns, and"),
+    ):
+        if needs > has:
+            raise ResourceLimit(f"{what} the compiled kernel needs {needs}", ("", 0))
     asked = re.search(r"requestedRegisters = array<i32: (\d+)", made.asm.get("ttgir", ""))
     if asked and "setmaxnreg" not in made.asm["ptx"]:
         warnings.warn(

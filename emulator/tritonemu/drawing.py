@@ -26,22 +26,17 @@ KINDS = {
 
 # Contrast of the fills: at least 4.5 with their white labels, 3.5 with a dark page.
 COLOURS = {
-    "compute": "#007a63",
-    "mma": "#c24a00",
-    "copy": "#1a73b8",
-    "store": "#7257d0",
-    "read": "#7d6b00",
-    "write": "#b04488",
-    "wait": "#787878",
-    "arrive": "#6b6b6b",
+    **{"compute": "#007a63", "mma": "#c24a00", "copy": "#1a73b8", "store": "#7257d0"},
+    **{"read": "#7d6b00", "write": "#b04488", "wait": "#787878", "arrive": "#6b6b6b"},
 }
+_STRIPES = '<path d="M-2 2l4-4M0 8l8-8M6 10l4-4"/>'
 _HATCHES = {
     "mma": '<circle cx="2" cy="2" r="1"/><circle cx="6" cy="6" r="1"/>',
-    "copy": '<path d="M-2 2l4-4M0 8l8-8M6 10l4-4"/>',
+    "copy": _STRIPES,
     "store": '<path d="M-2 6l4 4M0 0l8 8M6-2l4 4"/>',
     "read": '<path d="M0 2h8M0 6h8"/>',
     "write": '<path d="M2 0v8M6 0v8"/>',
-    "wait": '<path d="M-2 2l4-4M0 8l8-8M6 10l4-4"/>',
+    "wait": _STRIPES,
 }
 # An image cannot see the theme of its page: mid-grey there, the colour of the text when inlined.
 _STYLE = """

@@ -21,8 +21,7 @@ REGISTERS = 65536
 _COMPILERS_BARRIERS = {0: "the warps of the default task", 1: "the start and end of tasks"}
 
 
-def _no_checks() -> dict[str, int]:
-    return {"bounds": 0, "race": 0, "descriptor": 0, "shared": 0, "barrier": 0}
+CHECKS = ("bounds", "race", "descriptor", "shared", "barrier")
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Report:
     tensor_columns: int = 0
     barriers: int = 0
     warps: dict[str, int] = field(default_factory=dict)
-    checks: dict[str, int] = field(default_factory=_no_checks)
+    checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKS, 0))
     uninitialized: int = 0
     timeline: Timeline | None = None
 

@@ -45,9 +45,9 @@ class Search:
     """Iterates over orders, each for one execution; str() says what was covered.
 
     kind: one of KINDS. schedules: orders beside the modelled one, as in DEFAULTS if not given; for
-    "exhaustive", the most of them. depth: of "pct" (see `orders.Priorities`). seed: the first one.
-    only: the name of an order, tried instead of all others. tried: executions begun. exhausted:
-    whether no other interleaving is left. ValueError for other kinds and names.
+    "exhaustive", the most of them. depth: of "pct" (see `orders.Priorities`). only: the name of an
+    order, tried instead of all others. tried: executions begun. exhausted: whether no other
+    interleaving is left. ValueError for other kinds and names.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class Search:
         kind: str = "random",
         schedules: int | None = None,
         depth: int = 3,
-        seed: int = 0,
         only: str | None = None,
     ):
         if kind not in KINDS:
@@ -65,7 +64,7 @@ class Search:
             raise ValueError(
                 f"schedules must be at least 0 and depth at least 1, got {schedules} and {depth}"
             )
-        self.kind, self.schedules, self.depth, self.seed = kind, schedules, depth, seed
+        self.kind, self.schedules, self.depth = kind, schedules, depth
         self.tried, self.exhausted = 0, False
         self._order, self.only = Order() if only is None else order_of(only), only
         self._tree = _Tree() if kind == "exhaustive" else None
@@ -75,7 +74,6 @@ class Search:
         yield self._order
         if self.only is not None:
             return
-        seeds = range(self.seed, self.seed + self.schedules)
         if self._tree is not None:
             for order in self._tree.executions(self.schedules):
                 self.tried += 1
@@ -83,12 +81,10 @@ class Search:
             self.exhausted = self._tree.exhausted
             return
         steps = 0
-        for seed in seeds:
+        for seed in range(self.schedules):
             self.tried += 1
-            if self.kind == "random":
-                self._order = Random(seed)
-            else:
-                self._order = Priorities(seed, self.depth, steps)
+            pct = self.kind == "pct"
+            self._order = Priorities(seed, self.depth, steps) if pct else Random(seed)
             yield self._order
             steps = max(steps, self._order.steps)
 
@@ -189,11 +185,7 @@ class Execution(Choices):
     """
 
     def __init__(
-        self,
-        prefix: list[_Thread],
-        sleep: dict[_Thread, list[_Note]],
-        most: int,
-        reduced: bool = True,
+        self, prefix: list[_Thread], sleep: dict[_Thread, list[_Note]], most: int, reduced: bool
     ):
         super().__init__()
         self._prefix, self._sleep, self._most, self._reduced = prefix, sleep, most, reduced

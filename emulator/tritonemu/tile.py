@@ -29,10 +29,8 @@ _INTEGERS = {f"int{width}": getattr(torch, f"int{width}") for width in (8, 16, 3
 _UNSIGNED = {"uint8": 8, "uint16": 16, "uint32": 32}
 _FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 _FLOATS = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
+    **{"fp16": torch.float16, "bf16": torch.bfloat16},
+    **{"fp32": torch.float32, "fp64": torch.float64},
 }
 _HELD = {
     "int1": torch.bool,
@@ -302,11 +300,6 @@ def _flip(data: torch.Tensor) -> torch.Tensor:
     return data ^ -(2**63)
 
 
-def _ordered(*operands: torch.Tensor, dtype: tl.dtype) -> tuple[torch.Tensor, ...]:
-    """Patterns that compare as the numbers do."""
-    return tuple(map(_flip, operands)) if dtype.name == "uint64" else operands
-
-
 def unsigned(extremum: Callable) -> Callable:
     """Of patterns of uint64 instead of int64."""
     return lambda x, y: _flip(extremum(_flip(x), _flip(y)))
@@ -319,14 +312,14 @@ def upper_half(a: Any, b: Any) -> Tile:
         raise InvalidKernel(f"umulhi takes integers of 32 or 64 bits, got {dtype}")
     if dtype.int_bitwidth == 32:
         return Tile(_wrap((x.to(torch.int64) * y.to(torch.int64)) >> 32, dtype).to(x.dtype), dtype)
-    x0, y0, x1, y1 = x & 0xFFFFFFFF, y & 0xFFFFFFFF, x >> 32, y >> 32
-    if dtype.name == "uint64":
-        x1, y1 = x1 & 0xFFFFFFFF, y1 & 0xFFFFFFFF
-    first = x1 * y0 + (x0 * y0 >> 32 & 0xFFFFFFFF)
-    second = x0 * y1 + (first & 0xFFFFFFFF)
-    if dtype.name == "uint64":
-        return Tile(x1 * y1 + (first >> 32 & 0xFFFFFFFF) + (second >> 32 & 0xFFFFFFFF), dtype)
-    return Tile(x1 * y1 + (first >> 32) + (second >> 32), dtype)
+
+    def upper(z: torch.Tensor) -> torch.Tensor:
+        return z >> 32 & 0xFFFFFFFF if dtype.name == "uint64" else z >> 32
+
+    x0, y0 = x & 0xFFFFFFFF, y & 0xFFFFFFFF
+    first = upper(x) * y0 + (x0 * y0 >> 32 & 0xFFFFFFFF)
+    second = x0 * upper(y) + (first & 0xFFFFFFFF)
+    return Tile(upper(x) * upper(y) + upper(first) + upper(second), dtype)
 
 
 def _towards_zero(tile: Tile, dtype: tl.dtype) -> Tile:
@@ -441,7 +434,9 @@ def mod(a: Any, b: Any) -> Tile:
 def _compare(op: Callable, a: Any, b: Any) -> Tile:
     # Unlike arithmetic, a comparison makes constants values: `bf16_tile < 0.1` compares in fp32.
     x, y, dtype = operands(to_tile(a), to_tile(b))
-    return Tile(op(*_ordered(x, y, dtype=dtype)), tl.int1)
+    if dtype.name == "uint64":
+        x, y = _flip(x), _flip(y)
+    return Tile(op(x, y), tl.int1)
 
 
 def _bitwise(op: Callable, a: Any, b: Any) -> Tile:
@@ -504,13 +499,9 @@ def where(condition: Any, x: Any, y: Any) -> Tile:
     """Element-wise choice; x and y follow the promotion rules."""
     mask = cast(condition, tl.int1).data
     if is_pointer(x) and is_pointer(y):
-        if x.base is not y.base and bool(mask.all()):
-            return x.like(x.data.expand(torch.broadcast_shapes(mask.shape, x.shape, y.shape)))
-        if x.base is not y.base and not bool(mask.any()):
-            return y.like(y.data.expand(torch.broadcast_shapes(mask.shape, x.shape, y.shape)))
-        if x.base is not y.base:
+        if x.base is not y.base and bool(mask.any()) and not bool(mask.all()):
             raise Unsupported("tl.where between pointers into different tensors")
-        return x.like(torch.where(mask, x.data, y.data))
+        return (x if bool(mask.any()) else y).like(torch.where(mask, x.data, y.data))
     p, q, dtype = operands(x, y)
     return Tile(torch.where(mask, p, q), dtype)
 

@@ -90,30 +90,24 @@ class Timeline:
                 slices += boxes
             for box in slices:
                 (event,) = box.events
-                args = {name: getattr(event, name) for name in ("line", "target", "phase")}
-                args |= {"pending": event.pending, "bytes": event.bytes}
+                told = ("line", "target", "phase", "pending", "bytes")
+                args = {name: getattr(event, name) for name in told}
                 ids = {"pid": cta, "tid": threads[event.lane, box.row]}
-                span = {"ts": event.start, "dur": event.end - event.start}
-                out.append(
-                    {"ph": "X", "name": event.name, "cat": event.kind, **ids, **span, "args": args}
-                )
+                span = {"ts": event.start, "dur": event.end - event.start, "args": args}
+                out.append({"ph": "X", "name": event.name, "cat": event.kind, **ids, **span})
             for arrow in (arrow for arrow in self.arrows if arrow.cta == cta):
                 shared = {"name": arrow.barrier, "cat": "barrier", "pid": cta, "id": len(out)}
                 shared["args"] = {"phase": arrow.phase}
-                for ph, lane, time in (
-                    ("s", arrow.source, arrow.left),
-                    ("f", arrow.target, arrow.right),
-                ):
+                ends = ("s", arrow.source, arrow.left), ("f", arrow.target, arrow.right)
+                for ph, lane, time in ends:
                     box = box_at(slices, lane, time)
                     if box is not None:  # a flow binds to the slice around it, its end excluded
                         time = min(time, max(box.start, box.end - 1e-3))
                     tid = threads.get((lane, box.row if box else 0), 0)
                     bind = {"bp": "e"} if ph == "f" else {}
                     out.append({"ph": ph, **shared, "tid": tid, "ts": time, **bind})
-        return {
-            "traceEvents": out,
-            "otherData": {"clock": "modelled cycles", "file": Path(self.file).name},
-        }
+        about = {"clock": "modelled cycles", "file": Path(self.file).name}
+        return {"traceEvents": out, "otherData": about}
 
     def save_chrome_trace(self, path: str | Path) -> Path:
         """Write `chrome_trace` as JSON; returns the path."""
@@ -143,16 +137,8 @@ class Timeline:
         shown = [e for e in events if e.end >= left and e.start <= right]
         if not shown or right <= left:
             raise ValueError(f"CTA {cta} must do something in [{left}, {right}], got no event")
-        return draw(
-            shown,
-            arrows,
-            self.lanes(cta),
-            cta=cta,
-            left=left,
-            right=right,
-            title=title,
-            width=width,
-        )
+        span = {"cta": cta, "left": left, "right": right}
+        return draw(shown, arrows, self.lanes(cta), **span, title=title, width=width)
 
 
 def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> dict[str, Any]:
