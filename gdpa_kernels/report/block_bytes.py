@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.report.house import INK, Figure, colour, style, subplots
+from gdpa_kernels.report.house import INK, Figure, canvas, colour
 
 Kernels = Sequence[tuple[str, str]]
 
@@ -51,8 +51,7 @@ def floor_us(kernels: Kernels, work: Workload, limits: Ceilings) -> float:
 def boxes(designs: Mapping[str, Kernels], work: Workload, highlight: str) -> Figure:
     """A row for each design, a box for each tensor that it moves: filled if read, outlined if
     written, with a gap between kernels. `highlight`: the design in the colour of a rung."""
-    with style():
-        chart, axis = subplots(width=8.6, height=0.5 + 0.42 * len(designs))
+    with canvas(width=8.6, height=0.5 + 0.42 * len(designs)) as (chart, axis):
         for row, (name, kernels) in enumerate(designs.items()):
             shade, x = colour("v1" if name == highlight else ""), 0.0
             for read, written in kernels:
@@ -91,10 +90,9 @@ def cells(
     frames: (first, last, text) of squares on the diagonal, last excluded; their ends become ticks.
     numbers: what stands in the cells of each panel.
     """
-    with style():
-        width = 5.6 if len(panels) == 1 else 3.3 * len(panels)
-        chart, axes = subplots(1, len(panels), width=width, height=0.85 * width / len(panels) + 0.2,
-                               squeeze=False)  # fmt: skip
+    width = 5.6 if len(panels) == 1 else 3.3 * len(panels)
+    with canvas(1, len(panels), width=width, height=0.85 * width / len(panels) + 0.2,
+                squeeze=False) as (chart, axes):  # fmt: skip
         for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
             for (row, column), value in values.stack().items():
                 face = colour("v1") if value else "none"

@@ -63,20 +63,16 @@ class Chapter:
         ... def _(session):
         ...     session.measure(workload("gdpa-self-full-1024"), ["v4_warp_specialized"])
         """
-        if self.mode != "measure":
-            return
-        from gdpa_kernels.measuring.session import Session
-
-        session = Session(f"notebooks/{self.slug}.py", self.device)
-        run(session)
-        print(session.write(self.data_dir))
-        self._records.clear()
+        if self.mode == "measure":
+            print(self._session(run).write(self.data_dir))
+            self._records.clear()
 
     def compare(self, run: Callable[[Any], None]) -> Any:
         """In mode "compare": the session after `run(session)`, of which nothing is kept. Otherwise
         None."""
-        if self.mode != "compare":
-            return None
+        return self._session(run) if self.mode == "compare" else None
+
+    def _session(self, run: Callable[[Any], None]) -> Any:
         from gdpa_kernels.measuring.session import Session
 
         session = Session(f"notebooks/{self.slug}.py", self.device)
@@ -227,8 +223,7 @@ class Chapter:
     def glue(self, **values: float | str) -> None:
         """Give numbers and words to the text: {glue:text}`name:.1f`."""
         for name, value in values.items():
-            give = page.glue_text if isinstance(value, str) else page.glue_number
-            give(name, value)
+            page.glue(name, value)
 
     def glue_origin(self, name: str, rows: pd.DataFrame) -> None:
         """Give a page at the root of the book the line under a figure of measured rows."""
@@ -257,12 +252,8 @@ class Chapter:
         elif math.isinf(least):
             limits = f"at most {high}"
         verdict = "kept" if least <= found <= most else "broken"
-        display(
-            Markdown(
-                f"**Prediction {self._predictions}** {text} *Predicted: {limits}. Found: {got}:* "
-                f"**{verdict}**."
-            )
-        )
+        told = f"*Predicted: {limits}. Found: {got}:* **{verdict}**."
+        display(Markdown(f"**Prediction {self._predictions}** {text} {told}"))
 
 
 def _line_of(marker: str, lines: list[str], first: int) -> int:

@@ -15,7 +15,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullFormatter
 
-from gdpa_kernels.report.house import INK, RUNG_COLOURS, Figure, colour, is_rung, style, subplots
+from gdpa_kernels.report import house
+from gdpa_kernels.report.house import DASHED, INK, SMALL, Figure, canvas, colour, is_rung, note
 
 MOST_COLOURED = 3
 GREY = "#a8a8a8"
@@ -44,16 +45,13 @@ def lines(
     line; `log`: powers of two to the right. Rates and times begin at zero.
     """
     _check_highlight(highlight, frame.columns)
-    with style():
-        chart, axis = subplots(width=6.8, height=3.9)
+    with canvas(width=6.8, height=3.9) as (chart, axis):
         for column in sorted(frame, key=lambda name: name in highlight):
             series, strong = frame[column].dropna(), column in highlight
-            axis.plot(
-                series.index, series, "o-", color=_colour(column, strong),
-                linewidth=1.8 if strong else 1.0,
-            )  # fmt: skip
+            axis.plot(series.index, series, "o-", color=_colour(column, strong),
+                      linewidth=1.8 if strong else 1.0)  # fmt: skip
         if ceiling is not None:
-            axis.axhline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+            axis.axhline(ceiling, **DASHED)
         if log:
             axis.set_xscale("log", base=2)
         axis.set_xticks(list(frame.index), [f"{x:,}" for x in frame.index])
@@ -80,26 +78,20 @@ def bars(
     `ceiling`: a dashed line; `marks`: thin lines with a name and a number above the bars.
     """
     _check_highlight(highlight, values.index)
-    with style():
-        chart, axis = subplots(width=7.0, height=0.9 + 0.34 * len(values))
+    with canvas(width=7.0, height=0.9 + 0.34 * len(values)) as (chart, axis):
         for place, (name, value) in enumerate(values.items()):
             strong = name in highlight
             axis.barh(place, value, 0.62, color=_colour(name, strong))
             inside = bool(marks) and value > 0.2 * values.max()  # clear of the lines
             shade = ("white" if strong else "black") if inside else INK
-            axis.annotate(
-                f"{value:{form}}", (0 if inside else value, place), xytext=(5, 0),
-                textcoords="offset points", va="center", color=shade,
-                fontweight="bold" if strong else "normal",
-            )  # fmt: skip
+            note(axis, f"{value:{form}}", (0 if inside else value, place), (5, 0), va="center",
+                 color=shade, fontweight="bold" if strong else "normal")  # fmt: skip
         if ceiling is not None:
-            axis.axvline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+            axis.axvline(ceiling, **DASHED)
         for height, (name, value) in enumerate(sorted((marks or {}).items(), key=lambda m: -m[1])):
             axis.axvline(value, color=INK, linewidth=1.0)
-            axis.annotate(
-                f"{name} {value:{form}}", (value, 1), xycoords=("data", "axes fraction"),
-                xytext=(3, 3 + 12 * height), textcoords="offset points", fontsize=8.5,
-            )  # fmt: skip
+            note(axis, f"{name} {value:{form}}", (value, 1), (3, 3 + 12 * height), fontsize=SMALL,
+                 xycoords=("data", "axes fraction"))  # fmt: skip
         _list(axis, [(names or {}).get(name, name) for name in values.index])
         axis.set_xlim(0, 1.12 * max(values.max(), ceiling or 0, *(marks or {"": 0}).values()))
         axis.set_xlabel(xlabel)
@@ -121,9 +113,8 @@ def dots(
     `low` and `high`: ends of error bars, shaped as `frame`. `colours`: one, or one for each column.
     `log`: powers of two to the right.
     """
-    with style():
-        chart, axis = subplots(width=7.4, height=1.3 + 0.42 * len(frame))
-        axis.axvline(baseline, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+    with canvas(width=7.4, height=1.3 + 0.42 * len(frame)) as (chart, axis):
+        axis.axvline(baseline, **DASHED)
         for number, column in enumerate(frame):
             shift = (number - (frame.shape[1] - 1) / 2) * 0.22
             errors = None
@@ -142,7 +133,10 @@ def dots(
         axis.set_xlabel(xlabel)
         if frame.shape[1] > 1:
             axis.legend(
-                loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, frame.shape[1]), fontsize=8.5
+                loc="lower left",
+                bbox_to_anchor=(0, 1),
+                ncols=min(3, frame.shape[1]),
+                fontsize=SMALL,
             )
         return chart
 
@@ -163,9 +157,8 @@ def loglog(
     the first highlighted line, a text by x. Nothing is drawn beyond `ylim`.
     """
     _check_highlight(highlight, frame.columns)
-    colours = dict(zip(highlight, (RUNG_COLOURS[i] for i in (3, 1, 2)), strict=False))
-    with style():
-        chart, axis = subplots(width=6.6, height=3.8)
+    colours = dict(zip(highlight, (house.RUNG_COLOURS[i] for i in (3, 1, 2)), strict=False))
+    with canvas(width=6.6, height=3.8) as (chart, axis):
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_ylim(*ylim)
@@ -183,12 +176,12 @@ def loglog(
         for end, column in sorted(ends):
             level = max(end, level + 0.065)
             axis.annotate(column, (1.02, level), xycoords="axes fraction", va="center",
-                          fontsize=8.5, color=colours.get(column, INK))  # fmt: skip
+                          fontsize=SMALL, color=colours.get(column, INK))  # fmt: skip
         first = frame[highlight[0]]
         for x, text in (marks or {}).items():
             y = first.iloc[(abs(first.index - x)).argmin()]
             axis.plot(x, y, "o", color=colours[highlight[0]])
-            axis.annotate(text, (x, y), xytext=(-8, 2), textcoords="offset points", ha="right")
+            note(axis, text, (x, y), (-8, 2), ha="right")
         for side in (axis.xaxis, axis.yaxis):
             side.set_minor_formatter(NullFormatter())
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
@@ -216,8 +209,7 @@ def stacked(
     if missing := [name for name in frame if looks.get(name) not in _LOOKS]:
         raise ValueError(f"looks must be {', '.join(_LOOKS)} for each column, not so {missing}")
     shown = colour(hue) if hue and marks is None else INK
-    with style():
-        chart, axis = subplots(width=7.8, height=1.1 + (0.6 if inside else 0.3) * len(frame))
+    with canvas(width=7.8, height=1.1 + (0.6 if inside else 0.3) * len(frame)) as (chart, axis):
         left = pd.Series(0.0, index=frame.index)
         for name in frame:
             fill, options = _LOOKS[looks[name]]
@@ -237,11 +229,11 @@ def stacked(
             axis.plot(marks, range(len(frame)), "o", markersize=7, color=colour(hue),
                       markeredgecolor="white", label=marks.name)  # fmt: skip
         if ceiling is not None:
-            axis.axvline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+            axis.axvline(ceiling, **DASHED)
         _list(axis, list(frame.index))
         axis.set_xlabel(xlabel)
         if not inside:
-            axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8.5)
+            axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=SMALL)
         return chart
 
 
@@ -251,10 +243,8 @@ def panels(
     """Line charts side by side on one scale from zero, by title; a line for each column of a frame
     over its index, named at its right end. Other columns than those of `highlight` are grey."""
     shades = _shades(highlight)
-    with style():
-        chart, axes = subplots(
-            1, len(frames), width=4.3 * len(frames), height=3.6, sharey=True, squeeze=False
-        )
+    with canvas(1, len(frames), width=4.3 * len(frames), height=3.6, sharey=True,
+                squeeze=False) as (chart, axes):  # fmt: skip
         axes[0, 0].set_ylim(0, 1.1 * max(frame.max().max() for frame in frames.values()))
         axes[0, 0].set_ylabel(ylabel)
         for axis, (title, frame) in zip(axes[0], frames.items(), strict=True):
@@ -285,8 +275,10 @@ def tiles(panels: Mapping[str, Tiles], count: int = 5) -> Figure:
     sides = ("left", "right", "above", "below")
     placed = [[side for _, side, _ in panel.strips] for panel in panels.values()]
     most = {side: 0.75 * max(found.count(side) for found in placed) for side in sides}
-    with style():
-        chart, axes = subplots(1, len(panels), width=4.1 * len(panels), height=4.1, squeeze=False)
+    with canvas(1, len(panels), width=4.1 * len(panels), height=4.1, squeeze=False) as (
+        chart,
+        axes,
+    ):
         for axis, (title, panel) in zip(axes[0], panels.items(), strict=True):
             for row in range(count):
                 for column in range(count):
@@ -338,14 +330,13 @@ def curves(
     """
     _check_highlight(highlight, frame.columns)
     shades = _shades(highlight)
-    with style():
-        chart, axis = subplots(width=7.2, height=3.6)
+    with canvas(width=7.2, height=3.6) as (chart, axis):
         for column in sorted(frame, key=lambda name: name in highlight):
             axis.plot(frame.index, frame[column], color=shades.get(column, GREY), label=column)
         for label, level in (levels or {}).items():
             axis.axhline(level, color=INK, linewidth=1, linestyle=(0, (4, 2)))
-            axis.annotate(label, (frame.index[-1], level), xytext=(0, 2), ha="right", va="bottom",
-                          textcoords="offset points", fontsize=8.5)  # fmt: skip
+            note(axis, label, (frame.index[-1], level), (0, 2), ha="right", va="bottom",
+                 fontsize=SMALL)  # fmt: skip
         if lowest is None:
             axis.set_ylim(bottom=0)
         else:
@@ -353,7 +344,7 @@ def curves(
             axis.set_ylim(bottom=lowest)
         axis.set_xlabel(xlabel)
         axis.set_ylabel(ylabel)
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, fontsize=8.5)
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, fontsize=SMALL)
         return chart
 
 
@@ -373,30 +364,27 @@ def scatter(
     lines by label, `limits`: dotted vertical ones.
     """
     shades = _shades(list(groups))
-    with style():
-        chart, axis = subplots(width=7.6, height=4.4)
+    with canvas(width=7.6, height=4.4) as (chart, axis):
         for number, (group, points) in enumerate(groups.items()):
             x, y = points.iloc[:, 0], points.iloc[:, 1]
             axis.plot(x, y, _MARKS[number], markersize=7, color=shades[group], label=group)
             for name, *at in zip(points.index, x, y, strict=True):
                 right, up = (shifts or {}).get(name, (7, -3))
-                axis.annotate(name, at, xytext=(right, up), textcoords="offset points",
-                              fontsize=8, ha="left" if right > 0 else "right")  # fmt: skip
+                note(axis, name, at, (right, up), fontsize=8, ha="left" if right > 0 else "right")
         axis.set_xscale("log")
         axis.set_ylim(0, 1.15 * max(points.iloc[:, 1].max() for points in groups.values()))
         axis.margins(x=0.14)
         for label, level in (levels or {}).items():
             axis.axhline(level, color=INK, linewidth=1, linestyle=(0, (4, 2)))
-            axis.annotate(label, (1, level), xycoords=("axes fraction", "data"), xytext=(0, 2),
-                          textcoords="offset points", ha="right", fontsize=8.5)  # fmt: skip
+            note(axis, label, (1, level), (0, 2), xycoords=("axes fraction", "data"), ha="right",
+                 fontsize=SMALL)  # fmt: skip
         for label, limit in (limits or {}).items():
             axis.axvline(limit, color=INK, linewidth=1, linestyle=":")
-            axis.annotate(label, (limit, 0), xytext=(2, 3), textcoords="offset points",
-                          fontsize=8.5)  # fmt: skip
+            note(axis, label, (limit, 0), (2, 3), fontsize=SMALL)
         axis.minorticks_off()
         axis.set_xlabel(xlabel)
         axis.set_ylabel(ylabel)
-        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=8.5)
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=SMALL)
         return chart
 
 
@@ -407,16 +395,13 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
     of such a step stands above it: "wait 1" as 1.
     """
     shades = _shades(highlight)
-    with style():
-        chart, axis = subplots(width=8.2, height=0.9 + 0.55 * len(rows))
+    with canvas(width=8.2, height=0.9 + 0.55 * len(rows)) as (chart, axis):
         for place, steps in enumerate(rows.values()):
             for number, step in enumerate(steps):
                 kind, _, label = step.partition(" ")
                 strong = kind in shades
-                axis.barh(
-                    place, 0.86, 0.44 if strong else 0.66, left=number,
-                    color=shades.get(kind, INK), linewidth=0,
-                )  # fmt: skip
+                axis.barh(place, 0.86, 0.44 if strong else 0.66, left=number, linewidth=0,
+                          color=shades.get(kind, INK))  # fmt: skip
                 axis.annotate(label, (number + 0.43, place - 0.34), ha="center", va="bottom",
                               fontsize=7)  # fmt: skip
         others = {step.split()[0] for steps in rows.values() for step in steps} - set(shades)
@@ -426,7 +411,7 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
         axis.set_ylim(len(rows) - 0.5, -0.75)
         axis.grid(visible=False)
         axis.set_xlabel(xlabel)
-        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8.5)
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=SMALL)
         return chart
 
 
@@ -435,9 +420,8 @@ def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str, columns:
     and label; a bar without a label is thin and grey."""
     rows = -(-len(panels) // columns)
     lanes = 1 + max(frame["lane"].max() for frame in panels.values())
-    with style():
-        chart, axes = subplots(rows, columns, width=7.6, height=0.4 + rows * (0.6 + 0.24 * lanes),
-                               sharex=True, sharey=True, squeeze=False)  # fmt: skip
+    with canvas(rows, columns, width=7.6, height=0.4 + rows * (0.6 + 0.24 * lanes),
+                sharex=True, sharey=True, squeeze=False) as (chart, axes):  # fmt: skip
         for axis in axes.flat[len(panels) :]:
             axis.set_axis_off()
         for axis, (title, frame) in zip(axes.flat, panels.items(), strict=False):
@@ -472,7 +456,7 @@ def _shades(names: Sequence[str]) -> dict[str, str]:
     """A colour for each name: a rung's own, or the next of the rungs' colours."""
     if len(names) > MOST_COLOURED:
         raise ValueError(f"names must be at most {MOST_COLOURED}, got {', '.join(names)}")
-    free = iter(RUNG_COLOURS[1:])
+    free = iter(house.RUNG_COLOURS[1:])
     return {name: colour(name) if is_rung(name) else next(free) for name in names}
 
 
@@ -498,7 +482,7 @@ def _label_ends(
         level = max(value, level + step)
         axis.annotate(
             names.get(column, column), (frame[column].dropna().index[-1], value),
-            xytext=(1.02, level), textcoords=("axes fraction", "data"), va="center", fontsize=8.5,
+            xytext=(1.02, level), textcoords=("axes fraction", "data"), va="center", fontsize=SMALL,
             color=(shades or {}).get(column, _colour(column, column in highlight))
             if column in highlight else INK, annotation_clip=False,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from matplotlib.patches import Rectangle
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.report.house import INK, RUNG_COLOURS, Figure, style, subplots
+from gdpa_kernels.report.house import INK, RUNG_COLOURS, Figure, canvas, note
 
 COLOURS = tuple(RUNG_COLOURS[i] for i in (1, 0, 3, 2, 4))
 FAMILIES = {
@@ -36,8 +36,7 @@ def jagged(lengths: Sequence[int]) -> Figure:
     """Sequences of these lengths as they lie in memory, cu_seqlens below; then the padded batch."""
     starts = [0, *accumulate(lengths)]
     high = float(len(lengths))
-    with style():
-        chart, axis = subplots(width=7.2, height=1.7 + 0.55 * high)
+    with canvas(width=7.2, height=1.7 + 0.55 * high) as (chart, axis):
         for i, length in enumerate(lengths):
             row = high - 1 - i
             for t in range(max(lengths)):
@@ -61,8 +60,7 @@ def scores(uses: Mapping[str, Sequence[tuple[int, int]]]) -> Figure:
     """A panel for each use: the score matrix of each sequence, (queries, keys), to scale."""
     wide = max(sum(keys + 2.0 for _, keys in shapes) for shapes in uses.values())
     deep = max(queries for shapes in uses.values() for queries, _ in shapes)
-    with style():
-        chart, axes = subplots(1, len(uses), width=8.4, height=3.3, squeeze=False)
+    with canvas(1, len(uses), width=8.4, height=3.3, squeeze=False) as (chart, axes):
         for axis, (title, shapes) in zip(axes[0], uses.items(), strict=True):
             x = 0.0
             for i, (queries, keys) in enumerate(shapes):
@@ -84,8 +82,7 @@ def laws(workloads: Mapping[str, Workload]) -> Figure:
     """A panel for each workload, by title: its query lengths over max_seqlen_q, longest first; the
     frame is the padded batch."""
     rows = -(-len(workloads) // 3)
-    with style():
-        chart, axes = subplots(rows, 3, width=8.4, height=2.2 * rows, sharex=True, sharey=True)
+    with canvas(rows, 3, width=8.4, height=2.2 * rows, sharex=True, sharey=True) as (chart, axes):
         for axis, (text, work) in zip(axes.flat, workloads.items(), strict=True):
             height = np.sort(work.seqlens_q)[::-1] / work.max_seqlen_q
             axis.fill_between(np.linspace(0, 1, work.batch), height, color=COLOURS[0], linewidth=0)
@@ -103,8 +100,7 @@ def activations(names: Sequence[str]) -> Figure:
     """A panel for each activation from -4 to 4, four in a row: solid, its derivative dashed."""
     x = torch.linspace(-4, 4, 401, dtype=torch.float64)
     rows = -(-len(names) // 4)
-    with style():
-        chart, axes = subplots(rows, 4, width=8.4, height=2.1 * rows, sharex=True, sharey=True)
+    with canvas(rows, 4, width=8.4, height=2.1 * rows, sharex=True, sharey=True) as (chart, axes):
         for axis, name in zip(axes.flat, names, strict=True):
             axis.plot(x, ACTIVATIONS[name].function(x), color=COLOURS[0])
             axis.plot(x, ACTIVATIONS[name].derivative(x), color=COLOURS[2], linestyle=(0, (4, 2)))
@@ -125,16 +121,14 @@ def roofline(
     further horizontal lines, TFLOP/s by text. `labels`: texts beside marks, by workload.
     `families`: what the legend says of workloads that begin so, the first that fits.
     """
-    with style():
-        chart, axis = subplots(width=8.2, height=5.0)
+    with canvas(width=8.2, height=5.0) as (chart, axis):
         along = np.geomspace(45, 2600, 200)
         roofs = [np.minimum(along * rate / 1e3, ceilings.tflops) for _, rate in ceilings.copies]
         axis.fill_between(along, roofs[0], roofs[-1], color=INK, alpha=0.35, linewidth=0)
         axis.plot(along, roofs[-1], color=INK, linewidth=1.4)
         texts = {f"bf16 matmul: {ceilings.tflops:.0f}": ceilings.tflops}
         for text, level in (texts | dict(levels)).items():
-            axis.annotate(text, (2600, level), xytext=(0, 3), textcoords="offset points",
-                          ha="right", va="bottom")  # fmt: skip
+            note(axis, text, (2600, level), (0, 3), ha="right", va="bottom")
             if text not in texts:
                 axis.axhline(level, color=INK, linewidth=1, linestyle=(0, (1, 2)))
         of = [next(stem for stem in families if name.startswith(stem)) for name in points.index]
@@ -146,14 +140,12 @@ def roofline(
                       alpha=0.9, label=label)  # fmt: skip
         for name, text in labels.items():
             place = points["intensity"][name], points["high"][name]
-            axis.annotate(text, place, xytext=(-5, 4), textcoords="offset points", ha="right")
+            note(axis, text, place, (-5, 4), ha="right")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
-        for set_ticks, ticks in (
-            (axis.set_xticks, (64, 128, 256, 512, 1024, 2048)),
-            (axis.set_yticks, (128, 256, 512, 1024, 2048)),
-        ):
-            set_ticks(ticks, [f"{tick}" for tick in ticks])
+        ticks = [64, 128, 256, 512, 1024, 2048]
+        axis.set_xticks(ticks, ticks)
+        axis.set_yticks(ticks[1:], ticks[1:])
         axis.set_xlim(45, 2700)
         axis.set_ylim(120, 2900)
         axis.grid(visible=True, axis="both")

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.measuring.record import Record
-from gdpa_kernels.report.house import INK, RUNG_COLOURS, Figure, style, subplots
+from gdpa_kernels.report.house import INK, RUNG_COLOURS, Figure, canvas
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ def clocks(groups: Mapping[str, pd.DataFrame], busy: float) -> Figure:
     """Clock over rate, a mark for each row of a group; a line where tensor cores that do `busy`
     TFLOP/s a MHz never pause: below it nothing can be."""
     shades = (RUNG_COLOURS[3], RUNG_COLOURS[1], INK, RUNG_COLOURS[2])
-    with style():
-        chart, axis = subplots(width=7.2, height=3.9)
+    with canvas(width=7.2, height=3.9) as (chart, axis):
         for (name, rows), shade, mark in zip(groups.items(), shades, "os^D", strict=False):
             axis.plot(rows["tflops"], rows["sm_clock_mhz"], mark, color=shade, label=name)
         drawn = pd.concat(list(groups.values()))

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 
 from gdpa_kernels.measuring.workload import WORKLOADS, figure_direction
 from gdpa_kernels.report import results
-from gdpa_kernels.report.house import INK, Figure, colour, is_rung, style, subplots
+from gdpa_kernels.report.house import DASHED, INK, SMALL, Figure, canvas, colour, is_rung, note
 
 PUBLISHED_COLOURS = {
     "triton_gdpa": "#1f83c4",
@@ -25,18 +25,8 @@ PUBLISHED_COLOURS = {
     "cutedsl_fa4": "#a06a4a",
 }
 
-RATE_COLUMNS = (
-    "time_us_p20",
-    "time_us_p50",
-    "time_us_p80",
-    "tflops",
-    "gbytes_per_s",
-    "percent_of_roofline",
-)
 RATE_LABEL = "TFLOP/s"
-LENGTH_LABEL = "max_seqlen_q (tokens)"
 _HEADROOM = 1.08
-_SMALL = 8.5
 
 
 def figure_tflops(
@@ -78,16 +68,8 @@ def figure_tflops(
         if found != lengths:
             raise ValueError(f"published must hold the lengths {lengths}, got {found}")
     widths = [1.05] * len(panels) + [1] * (theirs is not None)
-    with style():
-        chart, axes = subplots(
-            1,
-            len(widths),
-            width=(6.0, 8.8, 12.4)[len(widths) - 1],
-            height=4.4,
-            sharey=True,
-            squeeze=False,
-            gridspec_kw={"width_ratios": widths},
-        )
+    with canvas(1, len(widths), width=(6.0, 8.8, 12.4)[len(widths) - 1], height=4.4, sharey=True,
+                squeeze=False, gridspec_kw={"width_ratios": widths}) as (chart, axes):  # fmt: skip
         tops = []
         for axis, (measured, names) in zip(axes[0], panels, strict=False):
             tops.append(_draw_measured(axis, measured, lengths, names))
@@ -102,7 +84,7 @@ def figure_tflops(
             axes[0, -1].set_title(f"published, {_only(theirs, 'hardware')}")
         for axis in axes[0]:
             axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
-            axis.set_xlabel(LENGTH_LABEL)
+            axis.set_xlabel("max_seqlen_q (tokens)")
         axes[0, 0].set_ylim(0, max(tops) * _HEADROOM)
         for axis in axes[0, : len(panels)]:
             _place_labels(axis)
@@ -113,39 +95,33 @@ def figure_ladder(
     table: pd.DataFrame,
     workload: str,
     rungs: Sequence[str],
-    highlight: str | None,
+    highlight: str,
     direction: str = "forward",
 ) -> Figure:
     """The ladder so far on one workload: a bar for each rung, then each baseline.
 
     `table`: rows of `results.table` of one system. `rungs`: in the order to show; `highlight`: the
-    one in colour (None: all). Every baseline of the table with a time is shown, slowest first.
+    one in colour. Every baseline of the table with a time is shown, slowest first.
     Labels: TFLOP/s and % of roofline; error bars: p20-p80. ValueError if a rung has no row.
     """
-    if highlight is not None and highlight not in rungs:
+    if highlight not in rungs:
         raise ValueError(f"highlight must be one of {', '.join(rungs)}, got {highlight!r}")
-    rows, baselines = _ladder_rows(table, workload, rungs, direction)
-    order = [*rungs, *baselines]
-    with style():
-        chart, axis = subplots(width=7.0, height=1.1 + 0.34 * len(order))
+    rows = _timed_rows(table[table["workload"] == workload], direction)
+    rows = rows.drop_duplicates(["impl", "system"], keep="last")
+    _require_impls(rows, rungs, f"{workload}, {direction}")
+    others = rows.dropna(subset=["tflops"]).sort_values("tflops")["impl"]
+    order = [*rungs, *(impl for impl in others if not is_rung(impl) and impl not in rungs)]
+    with canvas(width=7.0, height=1.1 + 0.34 * len(order)) as (chart, axis):
         ceiling = _ceiling(rows)
-        axis.axvline(ceiling, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
-        axis.annotate(
-            f"roofline {ceiling:.0f}",
-            (ceiling, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(-4, 3),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-        )
+        axis.axvline(ceiling, **DASHED)
+        note(axis, f"roofline {ceiling:.0f}", (ceiling, 1.0), (-4, 3), ha="right", va="bottom",
+             xycoords=("data", "axes fraction"))  # fmt: skip
         for position, impl in enumerate(order):
             row = rows[rows["impl"] == impl].iloc[0]
-            shown = colour(impl) if highlight in (None, impl) else INK
+            shown = colour(impl) if impl == highlight else INK
             _draw_bar(axis, position, row, shown, strong=impl == highlight)
         axis.set_yticks(range(len(order)), [_label(rows, impl) for impl in order])
-        if highlight is not None:
-            axis.get_yticklabels()[order.index(highlight)].set_color(colour(highlight))
+        axis.get_yticklabels()[order.index(highlight)].set_color(colour(highlight))
         axis.set_ylim(len(order) - 0.4, -0.6)
         axis.set_xlim(0, ceiling * _HEADROOM)
         axis.grid(visible=False, axis="y")
@@ -155,27 +131,13 @@ def figure_ladder(
         return chart
 
 
-def ladder_table(table: pd.DataFrame, workload: str, rungs: Sequence[str]) -> pd.DataFrame:
-    """The numbers of `figure_ladder`: impl, math, times in us, rates, failures if there are any.
-
-    `times_faster`: the time of the rung before divided by this rung's; NaN for baselines.
-    """
-    rows, baselines = _ladder_rows(table, workload, rungs)
-    shown = rows.set_index("impl").loc[[*rungs, *baselines]].reset_index()
-    gain = shown["time_us_p50"].shift() / shown["time_us_p50"]
-    shown["times_faster"] = gain.where(shown.index < len(rungs))
-    columns = ["impl", "math", *RATE_COLUMNS, "times_faster"]
-    return shown[[*columns, "failure"] if (shown["failure"] != "").any() else columns]
-
-
 def _figure_rows(
     table: pd.DataFrame, figure: str, system: str, impls: Sequence[str], scope: str
 ) -> pd.DataFrame:
     """The rows of `impls` in a figure, each with its `length`."""
-    rows = _timed_rows(table, figure_direction(figure), impls, scope)
-    rows = rows[
-        (rows["figure"] == figure) & rows["system"].str.contains(system.lower(), regex=False)
-    ]
+    rows = _timed_rows(table, figure_direction(figure), scope)
+    here = rows["system"].str.contains(system.lower(), regex=False)
+    rows = rows[(rows["figure"] == figure) & rows["impl"].isin(impls) & here]
     rows = rows.assign(length=[WORKLOADS[name].max_seqlen_q for name in rows["workload"]])
     for length, names in rows.groupby("length")["workload"].unique().items():
         if len(names) > 1:
@@ -185,14 +147,9 @@ def _figure_rows(
     return rows
 
 
-def _timed_rows(
-    table: pd.DataFrame, direction: str, impls: Sequence[str] | None, scope: str = "kernel"
-) -> pd.DataFrame:
+def _timed_rows(table: pd.DataFrame, direction: str, scope: str = "kernel") -> pd.DataFrame:
     keep = (table["scope"] == scope) & (table["variant"] == "")
-    keep &= table["direction"] == direction
-    if impls is not None:
-        keep &= table["impl"].isin(impls)
-    return table[keep]
+    return table[keep & (table["direction"] == direction)]
 
 
 def _require_impls(
@@ -248,50 +205,32 @@ def _draw_measured(
     timed = set(rows["length"][rows["tflops"].notna()])
     ceilings = [_ceiling(rows[rows["length"] == n]) if n in timed else np.nan for n in lengths]
     edges = np.arange(len(lengths) + 1) - 0.5
-    axis.stairs(ceilings, edges, baseline=None, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+    axis.stairs(ceilings, edges, baseline=None, **DASHED)
     first = int(np.argmax(np.isfinite(ceilings)))
-    axis.annotate(
-        "roofline",
-        (first - 0.5, ceilings[first]),
-        xytext=(2, 4),
-        textcoords="offset points",
-        va="bottom",
-    )
+    note(axis, "roofline", (first - 0.5, ceilings[first]), (2, 4), va="bottom")
     baselines = [impl for impl in impls if not is_rung(impl)]
     for impl in (*baselines, *(impl for impl in impls if is_rung(impl))):
         ours = rows[rows["impl"] == impl].sort_values("length")
         timed = ours.dropna(subset=["tflops"])
         shown = colour(impl)
         axis.errorbar(
-            [place[length] for length in timed["length"]],
-            timed["tflops"],
-            yerr=_spread(timed),
-            color=shown,
-            marker="o",
-            linewidth=1.8 if is_rung(impl) else 1.0,
-            elinewidth=1.0,
-            capsize=2,
-            label=_label(ours, impl),
-        )
+            [place[length] for length in timed["length"]], timed["tflops"], yerr=_spread(timed),
+            color=shown, marker="o", linewidth=1.8 if is_rung(impl) else 1.0, elinewidth=1.0,
+            capsize=2, label=_label(ours, impl),
+        )  # fmt: skip
         for length in ours["length"][ours["tflops"].isna()]:
             axis.plot(place[length], 0, "x", color=shown, markersize=7, clip_on=False, zorder=5)
     best = rows[rows["impl"].isin(baselines)].dropna(subset=["tflops"])
     best = best.sort_values("tflops").groupby("length").last()
     axis.plot(
-        [place[length] for length in best.index],
-        best["tflops"],
-        linestyle="none",
-        marker="o",
-        markersize=10,
-        markerfacecolor="none",
-        markeredgecolor=INK,
-        gid="best-baseline",
-    )
+        [place[length] for length in best.index], best["tflops"], "o", markersize=10,
+        markerfacecolor="none", markeredgecolor=INK, gid="best-baseline",
+    )  # fmt: skip
     axis.set_xlim(-0.5, len(lengths) - 0.75)
     notes = [] if best.empty else ["ring: best baseline"]
     notes += ["cross: failed"] if rows["tflops"].isna().any() else []
     notes += ["dash: burst"] if _only(rows, "scope") != "kernel" else []
-    _note(axis, "; ".join(notes))
+    _below(axis, "; ".join(notes))
     return float(np.nanmax([*ceilings, *rows["tflops"]]))
 
 
@@ -310,42 +249,21 @@ def _draw_published(axis: Axes, rows: pd.DataFrame, lengths: Sequence[int]) -> f
         bars = rows[rows["kernel"] == kernel].sort_values("length")
         positions = np.arange(len(lengths)) - 0.42 + width * (index + 0.5)
         drawn = axis.bar(
-            positions,
-            bars["tflops"],
-            width * 0.92,
-            yerr=bars["tflops_error"],
-            color=PUBLISHED_COLOURS[kernel],
-            error_kw={"ecolor": INK, "elinewidth": 1.0},
+            positions, bars["tflops"], width * 0.92, yerr=bars["tflops_error"],
+            color=PUBLISHED_COLOURS[kernel], error_kw={"ecolor": INK, "elinewidth": 1.0},
             label=kernel,
-        )
+        )  # fmt: skip
         for bar, suspect in zip(drawn, bars["suspect"], strict=True):
             if suspect:
                 bar.set(facecolor="none", edgecolor=PUBLISHED_COLOURS[kernel], hatch="////")
-        axis.annotate(
-            kernel,
-            (positions[-1], 0),
-            xytext=(0, 5),
-            textcoords="offset points",
-            rotation=90,
-            ha="center",
-            va="bottom",
-            color=INK if bars["suspect"].iloc[-1] else "white",
-            fontsize=_SMALL,
-        )
-    _note(axis, "hatched: doubtful in the original" if rows["suspect"].any() else "")
+        note(axis, kernel, (positions[-1], 0), (0, 5), rotation=90, ha="center", va="bottom",
+             color=INK if bars["suspect"].iloc[-1] else "white", fontsize=SMALL)  # fmt: skip
+    _below(axis, "hatched: doubtful in the original" if rows["suspect"].any() else "")
     return float((rows["tflops"] + rows["tflops_error"]).max())
 
 
-def _note(axis: Axes, text: str) -> None:
-    axis.annotate(
-        text,
-        (0, 0),
-        xycoords="axes fraction",
-        xytext=(0, -36),
-        textcoords="offset points",
-        va="top",
-        fontsize=_SMALL,
-    )
+def _below(axis: Axes, text: str) -> None:
+    note(axis, text, (0, 0), (0, -36), xycoords="axes fraction", va="top", fontsize=SMALL)
 
 
 def _place_labels(axis: Axes) -> None:
@@ -364,63 +282,24 @@ def _place_labels(axis: Axes) -> None:
     levels = [max(0.0, level - shift / len(ends)) for level in levels]
     for (value, container), level in zip(ends, levels, strict=True):
         line = container.lines[0]
+        arrow = {"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.5, "shrinkA": 0,
+                 "shrinkB": 6}  # fmt: skip
         axis.annotate(
-            container.get_label(),
-            (float(line.get_xdata()[-1]), value),
-            xytext=(1.02, level),
-            textcoords=("axes fraction", "data"),
-            va="center",
-            color=line.get_color(),
-            fontsize=_SMALL,
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": line.get_color(),
-                "linewidth": 0.5,
-                "shrinkA": 0,
-                "shrinkB": 6,
-            },
-        )
-
-
-def _ladder_rows(
-    table: pd.DataFrame, workload: str, rungs: Sequence[str], direction: str = "forward"
-) -> tuple[pd.DataFrame, list[str]]:
-    rows = _timed_rows(table, direction, None)
-    rows = rows[rows["workload"] == workload].drop_duplicates(["impl", "system"], keep="last")
-    _require_impls(rows, rungs, f"{workload}, {direction}")
-    others = rows[[not is_rung(impl) and impl not in rungs for impl in rows["impl"]]]
-    others = others.dropna(subset=["tflops"]).sort_values("tflops")
-    return rows, list(others["impl"])
+            container.get_label(), (float(line.get_xdata()[-1]), value), xytext=(1.02, level),
+            textcoords=("axes fraction", "data"), va="center", color=line.get_color(),
+            fontsize=SMALL, annotation_clip=False, arrowprops=arrow,
+        )  # fmt: skip
 
 
 def _draw_bar(axis: Axes, position: int, row: pd.Series, shown: str, *, strong: bool) -> None:
     rate = float(row["tflops"])
     if math.isnan(rate):
-        axis.annotate(
-            f"failed: {row['failure']}",
-            (0, position),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-        )
+        note(axis, f"failed: {row['failure']}", (0, position), (4, 0), va="center")
         return
     below, above = _spread(row)
     axis.barh(
-        position,
-        rate,
-        0.62,
-        color=shown if is_rung(row["impl"]) else "none",
-        edgecolor=shown,
-        xerr=[[below], [above]],
-        error_kw={"ecolor": INK, "elinewidth": 1.2, "capsize": 2},
-    )
-    axis.annotate(
-        f"{rate:.0f}  {row['percent_of_roofline']:.0f} %",
-        (rate + above, position),
-        xytext=(5, 0),
-        textcoords="offset points",
-        va="center",
-        color=shown,
-        fontweight="bold" if strong else "normal",
-    )
+        position, rate, 0.62, color=shown if is_rung(row["impl"]) else "none", edgecolor=shown,
+        xerr=[[below], [above]], error_kw={"ecolor": INK, "elinewidth": 1.2, "capsize": 2},
+    )  # fmt: skip
+    note(axis, f"{rate:.0f}  {row['percent_of_roofline']:.0f} %", (rate + above, position), (5, 0),
+         va="center", color=shown, fontweight="bold" if strong else "normal")  # fmt: skip

@@ -13,23 +13,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as BaseFigure
 
 INK = "#787878"
 """Axes, text, baselines and ceilings: contrast above 4 on white and on the dark page."""
 
 RUNG_COLOURS = (
-    "#8f7d00",
-    "#1f83c4",
-    "#00937a",
-    "#d55e00",
-    "#7a6ad8",
-    "#c0609a",
-    "#b8860b",
-    "#0072b2",
+    "#8f7d00", "#1f83c4", "#00937a", "#d55e00", "#7a6ad8", "#c0609a", "#b8860b", "#0072b2",
     "#5b8a00",
-)
+)  # fmt: skip
 """Colour of rung v0, v1, ...: hues of Okabe and Ito, at least 3:1 on white and on black."""
+
+DASHED: dict[str, Any] = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2))}
+"""A ceiling or another line of reference."""
+
+SMALL = 8.5
+"""Size of texts beside marks and lines."""
 
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -89,13 +89,22 @@ def style() -> Iterator[None]:
         yield
 
 
-def subplots(
+@contextmanager
+def canvas(
     nrows: int = 1, ncols: int = 1, *, width: float = 8.0, height: float = 4.0, **options: Any
-) -> tuple[Figure, Any]:
-    """A house Figure of `width` x `height` inches and its axes, as `Figure.subplots` gives them."""
+) -> Iterator[tuple[Figure, Any]]:
+    """A Figure of `width` x `height` inches and its axes, as `Figure.subplots` gives them, in the
+    house style for whatever is drawn inside the block."""
     with style():
         figure = Figure(figsize=(width, height), layout="constrained")
-        return figure, figure.subplots(nrows, ncols, **options)
+        yield figure, figure.subplots(nrows, ncols, **options)
+
+
+def note(
+    axis: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **options: Any
+) -> None:
+    """Write `text` at a point of `axis`, moved by `shift` points; `options`: of `annotate`."""
+    axis.annotate(text, at, xytext=shift, textcoords="offset points", **options)
 
 
 def is_rung(impl: str) -> bool:

@@ -94,28 +94,20 @@ def save_csv(table: pd.DataFrame, name: str) -> Path:
     return path
 
 
-def glue_number(key: str, value: float) -> None:
-    """Give a number to the text: {glue:text}`key:.1f`. ValueError unless it is finite."""
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"value of {key!r} must be a finite number, got {number}")
-    _glue(key, number)
-
-
-def glue_text(key: str, value: str) -> None:
-    """Give a word to the text: {glue:text}`key`, for example the name of the best baseline."""
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"value of {key!r} must be a word, got {value!r}")
-    _glue(key, value)
+def glue(key: str, value: float | str) -> None:
+    """Give a number or a word to the text: {glue:text}`key:.1f`. ValueError unless the number is
+    finite and the word not empty."""
+    if isinstance(value, str):
+        if not value:
+            raise ValueError(f"value of {key!r} must be a word, got {value!r}")
+    elif not math.isfinite(value := float(value)):
+        raise ValueError(f"value of {key!r} must be a finite number, got {value}")
+    _display("text/plain", key, repr(value))
 
 
 def glue_html(key: str, text: str) -> None:
     """Give HTML to the text, for example a table that another page shows: ```{glue} key```."""
     _display("text/html", key, text)
-
-
-def _glue(key: str, value: float | str) -> None:
-    _display("text/plain", key, repr(value))
 
 
 def _display(kind: str, key: str, value: str) -> None:

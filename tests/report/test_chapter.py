@@ -65,7 +65,7 @@ def test_an_exhibit_has_its_data_and_its_origin(chapter, shown, tmp_path):
 @pytest.mark.parametrize("origin", ({}, {"guessed": "x"}, {"modelled": "x", "emulated": "y"}))
 def test_an_exhibit_without_one_origin_is_refused(chapter, shown, origin):
     with pytest.raises(TypeError, match="origin must be one of measured, published, modelled"):
-        chapter.figure(house.subplots()[0], **origin)
+        chapter.figure(house.Figure(), **origin)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_roles_are_the_tables_of_the_docstring(chapter, shown):
 
 def test_glue_gives_numbers_and_words(chapter, monkeypatch):
     given = {}
-    monkeypatch.setattr(page, "_glue", given.__setitem__)
+    monkeypatch.setattr(page, "_display", lambda _, key, value: given.update({key: value}))
     chapter.glue(number=2, word="kept")
-    assert given == {"number": 2.0, "word": "kept"}
+    assert given == {"number": "2.0", "word": "'kept'"}
     rows = chapter.rows("forward/results", workload="gdpa-self-full-256")
     monkeypatch.setattr(page, "glue_html", given.__setitem__)
     chapter.glue_origin("front", rows)
