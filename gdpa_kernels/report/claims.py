@@ -8,13 +8,13 @@ is `measured` only while correct rows exist, and a published number never become
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import yaml
 
@@ -27,7 +27,6 @@ OPERATORS = ("gdpa", "block_attention", "jagged_attention")
 KINDS = ("speedup", "rate", "accuracy", "ratio", "qualitative")
 STATUSES = ("open", "measured", "not_comparable", "refuted_by_arithmetic")
 SELECTOR_KINDS = ("best_rate", "best_time", "max_ratio")
-REDUCTIONS = ("max", "min")
 
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PUBLISHED_HARDWARE = "NVIDIA B200"
@@ -39,12 +38,6 @@ _FIGURE_COLUMNS = [
     "figure", "attention", "direction", "fill", "length", "kv_length", "kernel", "tflops",
     "tflops_error",
 ]  # fmt: skip
-_VALUE_COLUMNS = {
-    "gdpa_figures.csv": ("tflops", "tflops_error"),
-    "block_attention_times.csv": ("time_ms",),
-    "block_attention_speedups.csv": ("speedup_vs_fa2_jfa", "error"),
-    "block_attention_accuracy.csv": ("fa2_jfa", "tlx_block_attention"),
-}
 
 
 class ClaimError(ValueError):
@@ -161,28 +154,15 @@ class Selector:
 
 
 @dataclass(frozen=True)
-class PublishedData:
-    """How a claim's value follows from a CSV of data/published.
-
-    Rows equal to `where` are reduced over `column`. With `over`, each is first divided by the row
-    that differs from it only by the columns named in `over`.
-    """
-
-    file: str
-    where: Mapping[str, Any]
-    column: str
-    reduce: str
-    over: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
 class Claim:
     """One published statement, in our words.
 
     `value` (in `unit`) is the published number and belongs to `hardware`; None for a statement
     without one. `tolerance` is the relative difference a rerun on that hardware may show.
-    `figure` is our figure id, `ours` the rows that answer the claim, `data` the published CSV
-    rows behind `value`. `status` is what the author of the entry decided; see `ledger`.
+    `figure` is our figure id, `ours` the rows that answer the claim. `data` says how `value`
+    follows from a CSV of data/published: rows equal to `where` are reduced over `column`, with
+    `over` each first divided by the row that differs from it only by the columns named there.
+    `status` is what the author of the entry decided; see `ledger`.
     """
 
     id: str
@@ -199,7 +179,7 @@ class Claim:
     tolerance: float | None
     status: str
     note: str
-    data: PublishedData | None = None
+    data: Mapping[str, Any] | None = None
 
 
 def load(data_dir: str | Path = DATA_DIR) -> tuple[Claim, ...]:
@@ -258,10 +238,8 @@ def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
         if not pd.api.types.is_numeric_dtype(table[name]) or not _positive(table[name]).all():
             raise ValueError(f"{path}: {name} must hold positive numbers only")
     table["workload"] = [
-        f"gdpa-{attention}-{'full' if fill == 1 else 'half-dense'}-{length}"
-        for attention, fill, length in table[["attention", "fill", "length"]].itertuples(
-            index=False
-        )
+        f"gdpa-{bar.attention}-{'full' if bar.fill == 1 else 'half-dense'}-{bar.length}"
+        for bar in table.itertuples()
     ]
     table["hardware"] = PUBLISHED_HARDWARE
     table["suspect"] = (table["figure"] == "gdpa-cross-bwd-full") & (
@@ -311,11 +289,9 @@ def _same_hardware(published: str, gpu: str) -> bool:
 
 
 def _usable(results: pd.DataFrame) -> pd.Series:
-    """Rows that passed their check; anything but a plain True is not a pass."""
-    correct = [isinstance(value, bool | np.bool_) and bool(value) for value in results["correct"]]
-    failed = results["failure"].notna() & (results["failure"] != "")
-    variant = results["variant"].notna() & (results["variant"] != "")
-    return (pd.Series(correct, index=results.index, dtype=bool) & ~failed & ~variant).astype(bool)
+    """Rows of a rung's own constants that passed their check."""
+    passed = results["correct"].eq(True).fillna(False).astype(bool)
+    return passed & results["failure"].fillna("").eq("") & results["variant"].fillna("").eq("")
 
 
 def _positive(column: pd.Series) -> pd.Series:
@@ -379,40 +355,52 @@ def _check_fields(where: str, entry: Any, required: set[str], optional: set[str]
     _check(not unknown, where, f"made of the fields {known}", sorted(map(str, unknown)))
 
 
+def _one_of(choices: Iterable[str]) -> tuple[str, Callable[[Any], bool]]:
+    return f"one of {list(choices)}", lambda value: value in choices
+
+
+def _or_null(value: object) -> bool:
+    return value is None or _is_text(value)
+
+
+def _is_kebab(value: object) -> bool:
+    return _is_text(value) and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", value) is not None
+
+
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "id": ("kebab-case", _is_kebab),
+    "operator": _one_of(OPERATORS),
+    "kind": _one_of(KINDS),
+    "status": _one_of(STATUSES),
+    "value": ("positive or null", lambda x: x is None or (_is_number(x) and x > 0)),
+    "tolerance": (
+        "a fraction between 0 and 1, or null", lambda x: x is None or (_is_number(x) and 0 < x < 1)
+    ),
+    **dict.fromkeys(("claim", "hardware", "how_to_check"), ("a sentence", _is_text)),
+    **dict.fromkeys(("unit", "figure", "note"), ("text or null", _or_null)),
+}  # fmt: skip
+"""What a field of a claim must be, by itself."""
+
+
 def _parse_claim(entry: Any) -> Claim:
-    optional = {"data"}
-    required = {f.name for f in fields(Claim)} - {"sources"} - optional | {"source"}
-    _check_fields("claim", entry, required, optional)
-    for name in ("claim", "hardware", "how_to_check"):
-        _check(_is_text(entry[name]), name, "a sentence", entry[name])
-    for name in ("unit", "figure", "note"):
-        _check(entry[name] is None or _is_text(entry[name]), name, "text or null", entry[name])
-    identifier = entry["id"]
-    kebab = _is_text(identifier) and all(
-        part.isalnum() and part.islower() or part.isdigit() for part in identifier.split("-")
-    )
-    _check(kebab and identifier.isascii(), "id", "kebab-case", identifier)
-    for name, choices in (("operator", OPERATORS), ("kind", KINDS), ("status", STATUSES)):
-        _check(entry[name] in choices, name, f"one of {list(choices)}", entry[name])
-    value, tolerance, status = entry["value"], entry["tolerance"], entry["status"]
-    _check(value is None or (_is_number(value) and value > 0), "value", "positive or null", value)
+    names = {f.name for f in fields(Claim)} - {"sources", "data"}
+    _check_fields("claim", entry, names | {"source"}, {"data"})
+    for name, (expectation, holds) in _RULES.items():
+        _check(holds(entry[name]), name, expectation, entry[name])
+    value, status = entry["value"], entry["status"]
     _check(value is None or entry["unit"] is not None, "unit", "text beside a value", entry["unit"])
     numeric = entry["kind"] == "qualitative" or value is not None
     _check(numeric, "value", f"a number for kind {entry['kind']}", value)
-    ok = tolerance is None or (_is_number(tolerance) and 0 < tolerance < 1)
-    _check(ok, "tolerance", "a fraction between 0 and 1, or null", tolerance)
     ours = None if entry["ours"] is None else _parse_selector(entry["ours"])
     if ours is None:
         _check(status != "measured", "status", "derived from ours, which is null", status)
     else:
         _check(status in ("open", "measured"), "status", "open or measured beside ours", status)
         _check(value is not None, "value", "a number beside ours", value)
-    data = None if entry.get("data") is None else _parse_data(entry["data"])
-    _check(data is None or value is not None, "value", "a number beside data", value)
-    parsed = {"sources": _parse_sources(entry["source"]), "ours": ours, "data": data}
+    parsed = {"sources": _parse_sources(entry["source"]), "ours": ours, "data": entry.get("data")}
     parsed["value"] = None if value is None else float(value)
     parsed |= {name: (entry[name] or "").strip() for name in ("claim", "how_to_check", "note")}
-    return Claim(**{name: entry[name] for name in required - {"source"}} | parsed)
+    return Claim(**{name: entry[name] for name in names} | parsed)
 
 
 def _parse_sources(entry: Any) -> tuple[Source, ...]:
@@ -433,8 +421,8 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _parse_selector(entry: Any) -> Selector:
-    optional = {"figure", "baseline", "workload", "direction", "scope"}
-    _check_fields("ours", entry, {"kind", "impl"}, optional)
+    globs = ("figure", "impl", "baseline", "workload", "direction")
+    _check_fields("ours", entry, {"kind", "impl"}, {*globs, "scope"} - {"impl"})
     kind, scope = entry["kind"], entry.get("scope", "kernel")
     _check(scope in TIMED, "ours.scope", f"one of {list(TIMED)}", scope)
     _check(kind in SELECTOR_KINDS, "ours.kind", f"one of {list(SELECTOR_KINDS)}", kind)
@@ -444,22 +432,7 @@ def _parse_selector(entry: Any) -> Selector:
         _check("baseline" not in entry, "ours.baseline", f"absent for {kind}", entry)
     picked = "figure" in entry or {"workload", "direction"} <= set(entry)
     _check(picked, "ours", "given a figure, or a workload and a direction", sorted(entry))
-    names = ("figure", "impl", "baseline", "workload", "direction")
-    globs = {name: _patterns(name, entry[name]) for name in names if name in entry}
-    for direction in globs.get("direction", ()):
+    found = {name: _patterns(name, entry[name]) for name in globs if name in entry}
+    for direction in found.get("direction", ()):
         _check(direction in DIRECTIONS, "ours.direction", f"among {list(DIRECTIONS)}", direction)
-    return Selector(kind=kind, scope=scope, **globs)
-
-
-def _parse_data(entry: Any) -> PublishedData:
-    _check_fields("data", entry, {"file", "where", "column", "reduce"}, {"over"})
-    ok = entry["file"] in _VALUE_COLUMNS
-    _check(ok, "data.file", f"one of {sorted(_VALUE_COLUMNS)}", entry["file"])
-    ok = entry["column"] in _VALUE_COLUMNS[entry["file"]]
-    _check(ok, "data.column", f"one of {_VALUE_COLUMNS[entry['file']]}", entry["column"])
-    _check(entry["reduce"] in REDUCTIONS, "data.reduce", "'max' or 'min'", entry["reduce"])
-    for name in ("where", "over"):
-        value = entry.get(name)
-        ok = isinstance(value, dict) and bool(value) or (name == "over" and value is None)
-        _check(ok, f"data.{name}", "a mapping of column to value", value)
-    return PublishedData(**entry)
+    return Selector(kind=kind, scope=scope, **found)
