@@ -34,13 +34,6 @@ def support_html() -> str:
     return f'<div style="overflow-x: auto">{table}</div>'
 
 
-def input_bytes(name: str) -> int:
-    """Bytes of q, k and v of a workload."""
-    work = workload(name)
-    row = work.head_dim * 2
-    return work.rows_q * work.num_heads_q * row + 2 * work.total_k * work.num_heads_k * row
-
-
 def peak_bytes(run: Record, name: str) -> dict[str, int]:
     """What one call of each implementation allocated on top of its inputs, in a record."""
     return {
@@ -71,7 +64,7 @@ def gigabytes(run: Record, runs: Sequence[Record]) -> dict[str, float]:
     """What book/reproduce.md says of memory, in GB: of a call on the longest published shape in
     `run`, alone and with its inputs, and of the checks of all `runs`."""
     name = "gdpa-self-full-2048"
-    peaks, held = peak_bytes(run, name), input_bytes(name)
+    peaks, held = peak_bytes(run, name), workload(name).bytes_read("forward")
     fused = (size for impl, size in peaks.items() if impl[0] == "v" and impl != "v0_eager")
     found = {
         "v0_peak_gb": peaks["v0_eager"],

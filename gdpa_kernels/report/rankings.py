@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -63,12 +61,12 @@ def made_from(data_dir: str | Path, operator: str) -> str:
 
 def render(rankings: Iterable[Ranking], columns: Iterable[str]) -> str:
     """The text of the table."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow((*columns, "impls", "record"))
-    for (gpu, *shape), impls, made_by in rankings:
-        writer.writerow(("{}.{}".format(*gpu), *shape, " ".join(impls), made_by))
-    return out.getvalue()
+    rows = [
+        ("{}.{}".format(*gpu), *shape, " ".join(impls), made_by)
+        for (gpu, *shape), impls, made_by in rankings
+    ]
+    frame = pd.DataFrame(rows, columns=[*columns, "impls", "record"])
+    return frame.to_csv(index=False, lineterminator="\n")
 
 
 def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:

@@ -15,6 +15,7 @@ import pandas as pd
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring import baselines, record
 from gdpa_kernels.report import charts, results
+from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import Figure
 
 SYSTEM = "h200"
@@ -60,21 +61,19 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
     ]
     quoted: dict[str, str] = {}
     for line in LINES:
-        scope = _scope(data_dir, line)
-        rows = _rows(data_dir, line, scope)
-        ours = _fastest(rows, {r.impl for r in _rungs(line)}, f"{line.workload}, a rung")
-        theirs = _fastest(rows, set(_peers(line)), f"{line.workload}, a peer")
+        rows, scope = _rows(data_dir, line)
+        ours = _fastest(rows, scope, {r.impl for r in _rungs(line)}, f"{line.workload}, a rung")
+        theirs = _fastest(rows, scope, set(_peers(line)), f"{line.workload}, a peer")
         us, peer_us = ours["time_us_p50"], theirs["time_us_p50"]
-        told = (
-            f"| {line.title} | {line.direction} | `{ours['impl']}` | {us / 1e3:.2f} ms | "
-            f"{_rate(ours, line)} | {ours['percent_of_roofline']:.0f} % | "
-            f"{_peers(line)[theirs['impl']]} | {peer_us / 1e3:.2f} ms | {peer_us / us:.2f}× |"
-        )
         burst = "only"
         if scope != "kernel":
-            same = _fastest(_rows(data_dir, line, "kernel"), {ours["impl"]}, "its burst")
-            burst = _rate(same, line)
-        lines.append(f"{told} {burst} |")
+            burst = _rate(_fastest(rows, "kernel", {ours["impl"]}, "its burst"), line)
+        lines.append(
+            f"| {line.title} | {line.direction} | `{ours['impl']}` | {us / 1e3:.2f} ms | "
+            f"{_rate(ours, line)} | {ours['percent_of_roofline']:.0f} % | "
+            f"{_peers(line)[theirs['impl']]} | {peer_us / 1e3:.2f} ms | {peer_us / us:.2f}× | "
+            f"{burst} |"
+        )
         quoted[ours["record"]] = f"{ours['gpu']}, {ours['date'][:10]}"
     places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
     machines = "; ".join(dict.fromkeys(quoted.values()))
@@ -92,8 +91,8 @@ def _rate(row: pd.Series, line: Line) -> str:
 
 def hero(data_dir: Path = record.DATA_DIR) -> Figure:
     """The forward ladder as bars, the ceiling and the best peers as lines."""
-    scope = _scope(data_dir, LINES[0])
-    rows = _rows(data_dir, LINES[0], scope).set_index("impl")
+    rows, scope = _rows(data_dir, LINES[0])
+    rows = rows[rows["scope"] == scope].set_index("impl")
     rungs = [rung.impl for rung in ladder.RUNGS if rung.impl in rows.index]
     last = rows.loc[rungs[-1]]
     ceiling = 100 * last["tflops"] / last["percent_of_roofline"]
@@ -120,20 +119,16 @@ def update(root: Path = record.ROOT) -> bool:
     return changed
 
 
-def _scope(data_dir: Path, line: Line) -> str:
-    """What leads: times back to back if the record has those of a rung and a peer, else bursts."""
-    timed = set(_rows(data_dir, line, "sustained")["impl"])
+def _rows(data_dir: Path, line: Line) -> tuple[pd.DataFrame, str]:
+    """Times of a row of the table, default constants, from the chapter's newest record, and the
+    scope that leads: back to back if the record has those of a rung and a peer, else bursts."""
+    rows = Chapter(line.chapter, data_dir=data_dir, system=SYSTEM).rows(
+        workload=line.workload, direction=line.direction, scope=tuple(results.TIMED)
+    )
+    rows = rows[rows["time_us_p50"].notna()]
+    timed = set(rows["impl"][rows["scope"] == "sustained"])
     peers = timed & set(_peers(line))
-    return "sustained" if peers and timed - peers else "kernel"
-
-
-def _rows(data_dir: Path, line: Line, scope: str) -> pd.DataFrame:
-    """Times of a row of the table, default constants, from the chapter's newest record."""
-    run = results.latest_record(data_dir, notebook=f"notebooks/{line.chapter}.py", system=SYSTEM)
-    table = results.table(data_dir, system=SYSTEM, workload=line.workload, latest=False)
-    keep = (table["record"] == run.id) & (table["direction"] == line.direction)
-    keep &= (table["scope"] == scope) & (table["variant"] == "") & table["time_us_p50"].notna()
-    return table[keep].drop_duplicates("impl")
+    return rows, "sustained" if peers and timed - peers else "kernel"
 
 
 def _rungs(line: Line) -> tuple:
@@ -148,8 +143,8 @@ def _peers(line: Line) -> dict[str, str]:
     return {impl: peer.title for impl, peer in known.items()}
 
 
-def _fastest(rows: pd.DataFrame, impls: set[str], what: str) -> pd.Series:
-    found = rows[rows["impl"].isin(impls)]
+def _fastest(rows: pd.DataFrame, scope: str, impls: set[str], what: str) -> pd.Series:
+    found = rows[rows["impl"].isin(impls) & (rows["scope"] == scope)]
     if found.empty:
         raise LookupError(f"a record must hold a time of {what}, got none")
     return found.loc[found["time_us_p50"].idxmin()]

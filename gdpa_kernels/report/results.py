@@ -20,26 +20,12 @@ from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.workload import BLOCK_WORKLOADS, WORKLOADS, figures_of
 
 _IDENTITY = (
-    "figure",
-    "workload",
-    "direction",
-    "impl",
-    "math",
-    "scope",
-    "variant",
-    "system",
-    "gpu",
-    "date",
+    "figure", "workload", "direction", "impl", "math", "scope", "variant", "system", "gpu", "date",
     "record",
-)
+)  # fmt: skip
 _NUMBERS = (
-    "time_us_p20",
-    "time_us_p50",
-    "time_us_p80",
-    "tflops",
-    "gbytes_per_s",
-    "percent_of_roofline",
-)
+    "time_us_p20", "time_us_p50", "time_us_p80", "tflops", "gbytes_per_s", "percent_of_roofline",
+)  # fmt: skip
 _LOAD = ("sm_clock_mhz", "power_w", "joules")
 COLUMNS = (*_IDENTITY, *_NUMBERS, "correct", "failure", "stale", "samples", *_LOAD)
 _MOST_LISTED = 20
@@ -192,13 +178,11 @@ def _derive(
     checked = row.error is not None or row.failure is not None
     passed = row.error is not None and row.error.passed and row.failure is None
     limit = limits["sustained" if row.scope == "sustained" else "kernel"]
+    floor = math.nan
+    if limit is not None and row.flops:
+        floor = limit.floor_us(row.flops, row.bytes_read, row.bytes_written)
     values = {
-        "workload": row.workload,
-        "direction": row.direction,
-        "impl": row.impl,
-        "math": row.math,
-        "scope": row.scope,
-        "variant": row.variant,
+        **{name: getattr(row, name) for name in _IDENTITY[1:7]},
         "system": record.system,
         "gpu": gpu,
         "date": record.created[:10],
@@ -208,7 +192,7 @@ def _derive(
         "time_us_p80": p80,
         "tflops": row.flops / p50 / 1e6 if row.flops else math.nan,
         "gbytes_per_s": size / p50 / 1e3 if size else math.nan,
-        "percent_of_roofline": 100 * _floor_us(row, limit) / p50,
+        "percent_of_roofline": 100 * floor / p50,
         "correct": passed if checked else None,
         "failure": row.failure or "",
         "stale": _is_stale(record, row),
@@ -216,13 +200,6 @@ def _derive(
         **{name: getattr(row.load, name, None) for name in _LOAD},
     }
     return [{"figure": f, **values} for f in figures_of(row.workload, row.direction) or ("",)]
-
-
-def _floor_us(row: Row, limits: Ceilings | None) -> float:
-    """The larger of the compute and memory floors of `row`, as `roofline.bracket` has it."""
-    if limits is None or not row.flops:
-        return math.nan
-    return limits.floor_us(row.flops, row.bytes_read, row.bytes_written)
 
 
 def _is_stale(record: Record, row: Row) -> bool:

@@ -13,12 +13,12 @@ from IPython.display import Markdown, display
 
 from gdpa_kernels.measuring.workload import figure_direction
 from gdpa_kernels.report import claims, figures, page, results
+from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import is_rung
 
 if TYPE_CHECKING:
     from gdpa_kernels.calling.rung import Rung
     from gdpa_kernels.measuring.session import Session
-    from gdpa_kernels.report.chapter import Chapter
 
 
 def short(name: str) -> str:
@@ -70,14 +70,12 @@ def redrawn(
 def _on(chapter: Chapter, published: pd.DataFrame, scope: str) -> pd.DataFrame:
     """Times of the chapter's newest record of the published GPU; none without one."""
     system = published["hardware"].iloc[0].lower().replace(" ", "-")
-    notebook = f"notebooks/{chapter.slug}.py"
-    rows = results.table(chapter.data_dir, system=system, latest=False)
-    rows = rows[(rows["scope"] == scope) & (rows["variant"] == "")]
+    there = Chapter(chapter.slug, data_dir=chapter.data_dir, system=system)
     try:
-        run = results.latest_record(chapter.data_dir, notebook=notebook, system=system)
+        rows = there.rows(scope=scope)
     except LookupError:
-        return rows.iloc[:0]
-    return rows[(rows["record"] == run.id) & (chapter.system not in system)]
+        rows = chapter.rows(scope=None).iloc[:0]
+    return rows.iloc[:0] if chapter.system in system else rows
 
 
 def best(rows: pd.DataFrame) -> pd.DataFrame:
