@@ -9,7 +9,8 @@ import importlib.util
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,19 +26,24 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring import compile_check, record, testing, timing
+from gdpa_kernels.measuring import compile_check, measure, record, system, testing, timing
 from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
+from gdpa_kernels.report import page
+from tritonemu.timeline import interactive
 
 if TYPE_CHECKING:
     from gdpa_kernels.measuring.session import Session
     from gdpa_kernels.measuring.workload import Workload
 
+SCHEDULES = ("modelled", *range(8))
+MAX_STEPS = 100_000
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
 """Lengths around the edges of a role's 64 rows and of a tile of 128."""
 GRADIENTS = ("dq", "dk", "dv")
 BITS = (
     "workload", "impl", "variant", "gradient", "run", "different", "elements", "most_apart",
 )  # fmt: skip
+POWER = ("impl", "activation", "sample", "sm_clock_mhz", "power_w", "throttle_reasons")
 
 
 def batch(
@@ -96,7 +102,7 @@ def findings(
     for schedule in schedules:
         text = ""
         try:
-            with tritonemu.enabled(schedule=schedule, max_steps=100_000, **how):
+            with tritonemu.enabled(schedule=schedule, max_steps=MAX_STEPS, **how):
                 call()
         except tritonemu.EmulatorError as error:
             text = f"{type(error).__name__}: {error}"
@@ -273,6 +279,27 @@ def measure_lists(
             session.add(work, row)
 
 
+def snapshots(session: Session, work: Workload, kernels: Sequence[tuple[str, str]]) -> None:
+    """Clock and power, three times while each (impl, activation) runs `work` again and again on the
+    same inputs: the table "power" of the session's record. A hundred calls must last longer than
+    the snapshots take."""
+    inputs = make_inputs(work, device=session.device)
+    rows = []
+    for impl, activation in kernels:
+        mine = replace(work, name=f"power-{activation}", activation=activation)
+        made = measure.candidate(impl, replace(inputs, workload=mine))
+        for _ in range(100):
+            made.call()
+        for sample in range(3):
+            time.sleep(0.35)
+            now = system.state(session.device.index)
+            reasons = ", ".join(now["throttle_reasons"] or ())
+            rows.append((impl, activation, sample, now["sm_clock_mhz"], now["power_w"], reasons))
+        torch.cuda.synchronize()
+        session.log(f"  {impl} {activation}: clock and power")
+    session.tables["power"] = record.Table(POWER, rows)
+
+
 @cache
 def _folder() -> tempfile.TemporaryDirectory:
     """Where changed sources lie until the process ends: Triton reads them when it compiles."""
@@ -305,3 +332,50 @@ def changed(module: ModuleType, *changes: tuple[str, str]) -> ModuleType:
     sys.modules[spec.name] = made
     spec.loader.exec_module(made)
     return made
+
+
+def run_main(
+    module: ModuleType, schedule: str | int = "modelled", **options: object
+) -> tritonemu.Report:
+    """The first launch of a module's `main`, which launches a kernel and checks the result, in the
+    emulator. `options`: of `tritonemu.enabled`.
+
+    Raises EmulatorError for a finding, AssertionError for a wrong result.
+    """
+    with tritonemu.enabled(schedule=schedule, max_steps=MAX_STEPS, **options) as reports:
+        module.main()
+    return reports[0]
+
+
+def wrong_results(module: ModuleType, schedules: Sequence[str | int] = SCHEDULES) -> int:
+    """Under how many schedules `main` finds its result wrong, races not being looked for."""
+    wrong = 0
+    for schedule in schedules:
+        try:
+            run_main(module, schedule, races=False)
+        except AssertionError:
+            wrong += 1
+    return wrong
+
+
+def step_page(
+    module: ModuleType, changes: Mapping[str, Sequence[tuple[str, str]]], file: str, title: str
+) -> dict[str, str]:
+    """Write the page `file` that steps through `main` of each changed copy of `module`, and return
+    what is found in each, "" for nothing. `changes`: of `changed`, by name."""
+    timelines, sources, found = {}, {}, {}
+    for name, pieces in changes.items():
+        copy = changed(module, *pieces)
+        sources[name] = Path(copy.__file__).read_text(encoding="utf-8")
+        (found[name],) = findings(copy.main, ["modelled"])
+        try:
+            timelines[name] = run_main(copy, trace=True).timeline
+        except tritonemu.EmulatorError as error:
+            timelines[name] = error.report.timeline
+    outcomes = {
+        name: text or "Nothing found, and the right result." for name, text in found.items()
+    }
+    made = interactive(timelines, sources, title=title, outcomes=outcomes)
+    page.CSV_DIR.mkdir(parents=True, exist_ok=True)
+    (page.CSV_DIR / file).write_text(made, encoding="utf-8")
+    return found

@@ -29,7 +29,7 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import activations, reference, v7_packed
 from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
 from gdpa_kernels.measuring.workload import workload
-from gdpa_kernels.report import power, studies
+from gdpa_kernels.report import studies
 from gdpa_kernels.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -166,7 +166,7 @@ def _(session):
     for name in ("identity", "relu", "silu", "gelu_tanh", "gelu"):
         work = replace(workload("gdpa-self-full-1024"), name=f"packed-{name}-1024", activation=name)
         session.measure(work, [V6, "cudnn", V7])
-    power.snapshots(session, workload(LONGEST), CLOCKED)
+    studies.snapshots(session, workload(LONGEST), CLOCKED)
 
 
 # %% tags=["remove-cell"]
@@ -178,6 +178,14 @@ change = tanh_gelu / exact_gelu  # between two runs
 over = (us["cudnn"] / us[V7]).dropna()
 chapter.glue(beside=change[V7] / change["cudnn"], cudnn=change["cudnn"])
 chapter.glue(cudnn_min=over.min(), cudnn_max=over.max())
+power = chapter.recorded("power")
+power["limited"] = power["throttle_reasons"].str.contains("power", case=False)
+state = power.groupby(["impl", "activation"], sort=False).agg(
+    **{
+        "SM clock (MHz)": ("sm_clock_mhz", "median"), "power (W)": ("power_w", "median"),
+        "at the power limit": ("limited", "sum"), "snapshots": ("limited", "count"),
+    }
+)  # fmt: skip
 
 # %% tags=["remove-input"]
 chapter.predict("v7 gains 4 to 8 % on gdpa-self-full-2048.", gain[LONGEST], least=1.04, most=1.08)
@@ -203,7 +211,6 @@ chapter.predict("`gelu` in v7 runs at the rate of `gelu_tanh`: only the coeffici
 # clock while it repeated each kernel on gdpa-self-full-2048:
 
 # %%
-state = power.summary(chapter.recorded("power"))
 clock, watts = (state[name].xs("gelu_tanh", level=1) for name in ("SM clock (MHz)", "power (W)"))
 cycles = clock[V7] / clock[V6]  # of a second
 work, energy = here[LONGEST] / cycles, watts[V7] / watts[V6] / cycles  # of a cycle

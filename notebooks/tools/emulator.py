@@ -21,7 +21,7 @@ from pathlib import Path
 
 import tritonemu
 from gdpa_kernels import gdpa
-from gdpa_kernels.report import emulated, studies
+from gdpa_kernels.report import studies
 from gdpa_kernels.report.chapter import Chapter
 from notebooks.tools.kernels import deadlock, phase, pipeline, race, turns
 from tritonemu import clocks
@@ -46,7 +46,7 @@ chapter.measure(hardware.measure)
 # | alt: >
 # |   Four lanes over time. TMA fills both buffers at once, math waits for the first, the tensor
 # |   core multiplies, and an arrow from math to load ends the wait of load for a free buffer.
-trace = emulated.run(pipeline, trace=True).timeline
+trace = studies.run_main(pipeline, trace=True).timeline
 chapter.figure(trace, emulated="notebooks/tools/kernels/pipeline.py under the modelled schedule")
 
 # %% [markdown]
@@ -157,9 +157,9 @@ print("copy B, after a wait:", k0.record(copy_b, load))
 RELEASE = "        tlx.barrier_arrive(k_empty[stage])\n"
 WAIT = "        tlx.barrier_wait(k_full[stage], phase)\n"
 early = studies.changed(pipeline, (RELEASE, ""), (WAIT, WAIT + RELEASE))
-races = sum(text.startswith("Race") for text in emulated.findings(early.main))
-wrong = emulated.wrong_results(early)
-print(f"of {len(emulated.SCHEDULES)} schedules: a race under {races}, a wrong result under {wrong}")
+found = studies.findings(early.main, studies.SCHEDULES)
+races, wrong = sum(text.startswith("Race") for text in found), studies.wrong_results(early)
+print(f"of {len(found)} schedules: a race under {races}, a wrong result under {wrong}")
 
 # %% [markdown]
 # ## Step through it
@@ -175,7 +175,7 @@ BROKEN = {
     "wrong byte count": [("(k_full[stage], BYTES)", "(k_full[stage], BYTES * 2)")],
     "released too early": [(RELEASE, ""), (WAIT, WAIT + RELEASE)],
 }
-found = emulated.step_page(pipeline, BROKEN, "emulator-pipeline.html", "Two roles, step by step")
+found = studies.step_page(pipeline, BROKEN, "emulator-pipeline.html", "Two roles, step by step")
 print("; ".join(f"{name}: {text.split(':')[0] or 'nothing'}" for name, text in found.items()))
 
 # %% [markdown]
@@ -189,7 +189,7 @@ print("; ".join(f"{name}: {text.split(':')[0] or 'nothing'}" for name, text in f
 # a slot goes from one role to the other:
 
 # %%
-print(emulated.findings(lambda: turns.main(slots=3, roles=2, rows=6), ["modelled"])[0])
+print(studies.findings(lambda: turns.main(slots=3, roles=2, rows=6), ["modelled"])[0])
 
 # %% [markdown]
 # A kernel for block attention did this: on the H200 some variants failed only after many launches,
@@ -202,7 +202,7 @@ print(emulated.findings(lambda: turns.main(slots=3, roles=2, rows=6), ["modelled
 
 # %% tags=["remove-input"]
 broken = mutants.enumerate_mutants(Path(pipeline.__file__), "pipeline_kernel")
-judged = [mutants.judge(mutant, mutants.import_file, [emulated.run]) for mutant in broken]
+judged = [mutants.judge(mutant, mutants.import_file, [studies.run_main]) for mutant in broken]
 found = sum(bool(verdict.error) for verdict in judged)
 agreement = chapter.recorded("agreement")
 text = "Mutants of `pipeline.py`, one statement broken in each, are found."
@@ -231,7 +231,7 @@ chapter.glue(
 (case,) = (case for case in blackwell.CASES if case.name == "blackwell_fa_ws small")
 made = case.build()
 options = made.kwargs | {"uninitialized": "error", "arch": case.arch}
-print(*emulated.findings(lambda: tritonemu.run(made.kernel, made.grid, *made.args, **options), [0]))
+print(*studies.findings(lambda: tritonemu.run(made.kernel, made.grid, *made.args, **options), [0]))
 
 # %% [markdown]
 # One role rescales the accumulator before the first MMA too, when nobody has written it. That MMA
@@ -256,7 +256,7 @@ print(*emulated.findings(lambda: tritonemu.run(made.kernel, made.grid, *made.arg
 
 # %%
 for module in (deadlock, race, phase):
-    print(emulated.findings(module.main, ["modelled"])[0], end="\n\n")
+    print(studies.findings(module.main, ["modelled"])[0], end="\n\n")
 
 # %% [markdown]
 # :::{exercise} It hangs

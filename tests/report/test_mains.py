@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gdpa_kernels.report import emulated, page, studies
+from gdpa_kernels.report import page, studies
 from notebooks.tools.kernels import deadlock, phase, pipeline, race
 
 RELEASE = "        tlx.barrier_arrive(k_empty[stage])\n"
@@ -12,15 +12,17 @@ EARLY = [(RELEASE, ""), (WAIT, WAIT + RELEASE)]
 
 def test_an_early_release_is_found_under_every_schedule_and_seldom_in_the_result():
     early = studies.changed(pipeline, *EARLY)
-    assert {text.split(":")[0] for text in emulated.findings(early.main)} == {"Race"}
-    assert 0 < emulated.wrong_results(early) < len(emulated.SCHEDULES)
-    assert emulated.findings(pipeline.main, ["modelled", 0]) == ["", ""]
-    assert emulated.wrong_results(pipeline, [0]) == 0
+    assert {text.split(":")[0] for text in studies.findings(early.main, studies.SCHEDULES)} == {
+        "Race"
+    }
+    assert 0 < studies.wrong_results(early) < len(studies.SCHEDULES)
+    assert studies.findings(pipeline.main, ["modelled", 0]) == ["", ""]
+    assert studies.wrong_results(pipeline, [0]) == 0
 
 
 def test_the_page_holds_every_copy_and_no_folder_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "CSV_DIR", tmp_path)
-    found = emulated.step_page(pipeline, {"right": [], "early": EARLY}, "steps.html", "Steps")
+    found = studies.step_page(pipeline, {"right": [], "early": EARLY}, "steps.html", "Steps")
     assert found["right"] == "" and found["early"].startswith("Race: pipeline.py:")
     text = Path(tmp_path, "steps.html").read_text()
     assert "Nothing found, and the right result." in text
@@ -28,7 +30,7 @@ def test_the_page_holds_every_copy_and_no_folder_of_this_machine(tmp_path, monke
 
 
 def found(call) -> str:
-    (text,) = emulated.findings(call, ["modelled"])
+    (text,) = studies.findings(call, ["modelled"])
     return text.split(":")[0]
 
 
