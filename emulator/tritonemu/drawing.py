@@ -44,7 +44,6 @@ _STYLE = """
 .gdpa-timeline .label { fill: #fff; font-size: 11px; paint-order: stroke; stroke-width: 3px;
   stroke-linejoin: round; text-anchor: middle }
 .gdpa-timeline .wait .label { fill: #787878; stroke: none }
-.gdpa-timeline .title { font-size: 13px; font-weight: bold }
 .gdpa-timeline .gutter { fill: none }
 .gdpa-timeline .grid { stroke: #787878; stroke-opacity: .22; stroke-width: .7 }
 .gdpa-timeline .band { fill: #787878; fill-opacity: .09 }
@@ -223,7 +222,6 @@ def draw(
     cta: int,
     left: float,
     right: float,
-    title: str | None,
     width: float,
 ) -> str:
     """The SVG of `Timeline.svg`. The data- attributes say where a cycle is: the page needs them."""
@@ -237,7 +235,7 @@ def draw(
     bands, grid, shapes, curves, words = [], [], [], [], []
     boxes: list[Box] = []
     tops: dict[str, float] = {}
-    y = first = 30.0 if title else 10.0
+    y = first = 10.0
     for lane in lanes:
         found = placed(merged((e for e in events if e.lane == lane), 0.5 / scale))
         boxes += found
@@ -278,15 +276,14 @@ def draw(
         f"CTA {cta}, modelled cycles {_number(left)} to {_number(right)}. Lanes: "
         f"{', '.join(lanes)}. Boxes: {told}. {len(arrows)} arrows from an arrival to a wait."
     )
-    heading = f'<text class="title" x="0" y="14">{_text(title)}</text>' if title else ""
     patterns = "".join(_pattern(kind) for kind in kinds if kind in _HATCHES)
     size = f"{width:g} {y + 8:g}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="gdpa-timeline" role="img" '
         f'width="{width:g}" height="{y + 8:g}" viewBox="0 0 {size}" data-start="{left:.10g}" '
         f'data-x="{gutter}" data-scale="{scale:.10g}" data-bottom="{bottom:g}">',
-        f"<title>{_text(title or f'Timeline of CTA {cta}')}</title><desc>{_text(described)}</desc>",
-        f"<style>{_STYLE}</style><defs>{patterns}</defs>{heading}",
+        f"<title>Timeline of CTA {cta}</title><desc>{_text(described)}</desc>",
+        f"<style>{_STYLE}</style><defs>{patterns}</defs>",
         *bands, *grid, *shapes, *curves,
         f'<g class="names"><rect class="gutter" width="{gutter - 4}" height="{bottom + 20:g}"/>',
         *words, *legend, "</g></svg>\n",

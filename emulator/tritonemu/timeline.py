@@ -121,7 +121,6 @@ class Timeline:
         *,
         start: float | None = None,
         end: float | None = None,
-        title: str | None = None,
         width: float = 720,
     ) -> str:
         """One CTA as a figure: a row per role, then TMA and tensor core, and barrier arrows.
@@ -138,7 +137,7 @@ class Timeline:
         if not shown or right <= left:
             raise ValueError(f"CTA {cta} must do something in [{left}, {right}], got no event")
         span = {"cta": cta, "left": left, "right": right}
-        return draw(shown, arrows, self.lanes(cta), **span, title=title, width=width)
+        return draw(shown, arrows, self.lanes(cta), **span, width=width)
 
 
 def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> dict[str, Any]:
@@ -238,15 +237,23 @@ def _excerpt(source: str, events: list[Event]) -> tuple[int, list[str]]:
     return first, "\n".join(lines[first - 1 : last]).rstrip().splitlines()
 
 
-def _variant(timeline: Timeline, source: str, outcome: str, cta: int) -> dict[str, Any]:
-    """What the page embeds of one variant."""
+def _finite(states: dict[str, list[tuple]]) -> dict[str, list[list]]:
+    """States for JSON, which has no infinity: null is before everything."""
+    return {name: [[None, *list_[0][1:]], *map(list, list_[1:])] for name, list_ in states.items()}
+
+
+def interactive(timeline: Timeline, source: str, *, title: str, outcome: str, cta: int = 0) -> str:
+    """A self-contained HTML page that steps through one CTA.
+
+    source: the text of the whole file `Timeline.file`. outcome: what is shown after the last step.
+    """
     events = [event for event in timeline.events if event.cta == cta]
     barriers = barrier_states(events)
     start, end = min(e.start for e in events), max(e.end for e in events)
     long = sorted(e.end - e.start for e in events if e.end > e.start) or [1.0]
     width = 40 * (end - start) / long[len(long) // 2]
     first, lines = _excerpt(source, events)
-    return {
+    data = {
         "lanes": timeline.lanes(cta),
         "events": [asdict(event) for event in events],
         "times": sorted({t for event in events for t in (event.start, event.end)}),
@@ -256,34 +263,6 @@ def _variant(timeline: Timeline, source: str, outcome: str, cta: int) -> dict[st
         "first": first,
         "lines": lines,
         "outcome": outcome,
-    }
-
-
-def _finite(states: dict[str, list[tuple]]) -> dict[str, list[list]]:
-    """States for JSON, which has no infinity: null is before everything."""
-    return {name: [[None, *list_[0][1:]], *map(list, list_[1:])] for name, list_ in states.items()}
-
-
-def interactive(
-    timelines: dict[str, Timeline],
-    sources: dict[str, str],
-    *,
-    title: str,
-    outcomes: dict[str, str],
-    cta: int = 0,
-) -> str:
-    """A self-contained HTML page that steps through one CTA of each variant.
-
-    timelines: variant -> its trace, in the order of the buttons. sources: variant -> the text of
-    the whole file `Timeline.file`. outcomes: variant -> what is shown after its last step.
-    ValueError if the three do not name the same variants.
-    """
-    if not timelines or not timelines.keys() == sources.keys() == outcomes.keys():
-        got = [list(names) for names in (timelines, sources, outcomes)]
-        raise ValueError(f"timelines, sources and outcomes must name the same variants, got {got}")
-    data = {
-        name: _variant(timeline, sources[name], outcomes[name], cta)
-        for name, timeline in timelines.items()
     }
     parts = {"TITLE": html.escape(title), "DATA": json.dumps(data).replace("<", "\\u003c")}
     template = Path(__file__).with_name("pipeline.html").read_text(encoding="utf-8")

@@ -110,19 +110,14 @@ def pipeline(blocks: int = 6, guard: bool = True) -> Timeline:
 
 
 OUTCOMES = {
-    "correct": "6 blocks, nothing found.",
-    "without k_empty": "Race: TMA fills k[0] while math[0] reads it </script><b>",
+    True: "6 blocks, nothing found.",
+    False: "Race: TMA fills k[0] while math[0] reads it </script><b>",
 }
-CORRECT, BROKEN = OUTCOMES
 
 
-def page() -> str:
-    return interactive(
-        {CORRECT: pipeline(), BROKEN: pipeline(guard=False)},
-        dict.fromkeys(OUTCOMES, SOURCE),
-        title="A pipeline & its barriers",
-        outcomes=OUTCOMES,
-    )
+def page(guard: bool = True) -> str:
+    title = "A pipeline & its barriers"
+    return interactive(pipeline(guard=guard), SOURCE, title=title, outcome=OUTCOMES[guard])
 
 
 def picture(timeline: Timeline, **options) -> ET.Element:
@@ -153,9 +148,9 @@ def test_a_lane_per_role_and_then_the_engines():
 
 
 def test_svg_says_what_it_shows():
-    root = picture(pipeline(), title="Two <stages>")
+    root = picture(pipeline())
     assert root.get("role") == "img"
-    assert root.find(f"{SVG}title").text == "Two <stages>"
+    assert root.find(f"{SVG}title").text == "Timeline of CTA 0"
     assert root.find(f"{SVG}desc").text == (
         "CTA 0, modelled cycles 0 to 3640. Lanes: load, math[0], TMA, tensor core. Boxes: "
         "18 compute, 6 MMA, 6 TMA load, 18 wait, 18 arrive. "
@@ -227,8 +222,8 @@ def test_a_window_clips_and_leaves_out():
 
 
 def test_svg_is_the_same_every_time_self_contained_and_small():
-    svg = pipeline().svg(title="t")
-    assert svg == pipeline().svg(title="t")
+    svg = pipeline().svg()
+    assert svg == pipeline().svg()
     assert re.findall(r"https?://[^\"]+", svg) == ["http://www.w3.org/2000/svg"]
     assert len(list(ET.fromstring(pipeline(blocks=40).svg()).iter())) < 45 * 40
 
@@ -336,32 +331,27 @@ def test_the_operands_of_a_product_are_read():
 
 
 def test_page_is_self_contained_and_holds_its_data():
-    text = page()
+    text = page(guard=False)
     assert re.sub(r"http://www.w3.org/2000/svg", "", text).count("://") == 0
     assert text.count("</script>") == 2, "data must not end the script"
     assert "<title>A pipeline &amp; its barriers</title>" in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert list(data) == [CORRECT, BROKEN]
-    assert data[CORRECT]["first"] == 6 and data[CORRECT]["lines"][0] == "@triton.jit"
-    assert data[CORRECT]["lines"][-1].strip() == "acc += p"
-    assert data[BROKEN]["outcome"] == OUTCOMES[BROKEN]
-    assert text == page()
-
-
-def test_page_wants_the_same_variants_everywhere():
-    with pytest.raises(ValueError, match="same variants"):
-        interactive({"a": pipeline()}, {"a": SOURCE}, title="t", outcomes={})
+    assert data["first"] == 6 and data["lines"][0] == "@triton.jit"
+    assert data["lines"][-1].strip() == "acc += p"
+    assert data["outcome"] == OUTCOMES[False]
+    assert text == page(guard=False)
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
-    """The page in a browser from the disk, with what went wrong in `errors`."""
+    """A browser that opens the page, with or without `guard`, from the disk."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if chromium is None:
         pytest.skip("chromium is not on the PATH")
-    path = tmp_path_factory.mktemp("page") / "pipeline.html"
-    path.write_text(page(), encoding="utf-8")
+    folder = tmp_path_factory.mktemp("page")
+    for guard in OUTCOMES:
+        (folder / f"{guard}.html").write_text(page(guard), encoding="utf-8")
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     arguments += [f"--disable-{name}" for name in ("background-networking", "component-update")]
     with playwright.sync_playwright() as started:
@@ -369,12 +359,12 @@ def opened(tmp_path_factory):
             executable_path=chromium, args=[*arguments, "--disable-sync"]
         )
         tab = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-        tab.errors = []
-        tab.on("pageerror", lambda error: tab.errors.append(error.message))
-        tab.on("request", lambda r: tab.errors.append(r.url) if "file:" not in r.url else None)
-        tab.goto(path.as_uri())
+        errors = []
+        tab.on("pageerror", lambda error: errors.append(error.message))
+        tab.on("request", lambda r: errors.append(r.url) if "file:" not in r.url else None)
+        tab.show = lambda guard=True: tab.goto((folder / f"{guard}.html").as_uri())
         yield tab
-        assert tab.errors == []
+        assert errors == []
         browser.close()
 
 
@@ -383,7 +373,7 @@ def step_of(tab) -> int:
 
 
 def test_page_steps_with_keys_and_buttons(opened):
-    opened.get_by_role("button", name=CORRECT).click()
+    opened.show()
     assert step_of(opened) == 0
     for _ in range(3):
         opened.keyboard.press("ArrowRight")
@@ -400,17 +390,17 @@ def test_page_steps_with_keys_and_buttons(opened):
 
 
 def test_page_ends_with_the_outcome(opened):
-    opened.get_by_role("button", name=BROKEN).click()
+    opened.show(guard=False)
     assert opened.locator("#outcome").is_hidden()
     opened.keyboard.press("End")
-    assert opened.locator("#outcome").inner_text() == OUTCOMES[BROKEN]
+    assert opened.locator("#outcome").inner_text() == OUTCOMES[False]
     assert opened.locator("#buffers .overwritten").count() > 0
     opened.keyboard.press("ArrowLeft")
     assert opened.locator("#outcome").is_hidden()
 
 
 def test_page_plays_and_pauses(opened):
-    opened.get_by_role("button", name=CORRECT).click()
+    opened.show()
     opened.keyboard.press(" ")
     opened.wait_for_function("document.getElementById('slider').value > 0")
     opened.get_by_role("button", name="Pause").click()
@@ -418,7 +408,7 @@ def test_page_plays_and_pauses(opened):
 
 
 def test_page_goes_where_the_timeline_is_clicked(opened):
-    opened.get_by_role("button", name=CORRECT).click()
+    opened.show()
     opened.locator("#lanes").click(position={"x": 400, "y": 20})
     assert step_of(opened) > 0
 
@@ -426,8 +416,8 @@ def test_page_goes_where_the_timeline_is_clicked(opened):
 @pytest.mark.parametrize("width", [390, 1280])
 def test_page_fits_its_window(opened, width):
     opened.set_viewport_size({"width": width, "height": 844})
-    for variant in OUTCOMES:
-        opened.get_by_role("button", name=variant).click()
+    for guard in OUTCOMES:
+        opened.show(guard)
         for key in ("ArrowRight", "End"):
             opened.keyboard.press(key)
             assert opened.evaluate("document.documentElement.scrollWidth") <= width
