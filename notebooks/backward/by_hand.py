@@ -135,9 +135,9 @@ print(gaps(mask_on_scores(Q, K, V, dO, m), expected))
 # ({doc}`../forward/v1_tiled`), so dO or V is 0 there, hence $dP = 0$, and $P = \alpha(0) = 0$. The
 # zeros must be real: in memory the next sequence follows, and $0 \cdot \text{NaN}$ is NaN.
 #
-# *A tensor that is used several times* gets a sum: with grouped heads {cite}`ainslie2023gqa` dK and
-# dV over the query heads of a group, with a shared q dQ over the batch. If the order of such a sum
-# is free, two runs need not agree to the bit ({doc}`v2_fused_backward`).
+# *A tensor used several times* gets a sum: with grouped heads {cite}`ainslie2023gqa` dK and dV over
+# the query heads of a group, with a shared q dQ over the batch. If its order is free, two runs may
+# differ in bits ({doc}`v2_fused_backward`).
 #
 # ## Value and slope from one transcendental
 #
@@ -151,8 +151,8 @@ print(gaps(mask_on_scores(Q, K, V, dO, m), expected))
 #
 # The derivative of tanh is a polynomial in tanh, so one `tanh.approx` serves both. Value and slope
 # take {glue:text}`both:.0f` fp32 instructions, the value alone {glue:text}`alone:.0f`. At head_dim
-# 128 MUFU needs half as long as the tensor cores forward, and a fifth as long backward. Forward we
-# fought over the activation; backward, over registers and shared memory.
+# 128 MUFU needs half as long as the tensor cores forward, a fifth backward. Forward the fight was
+# over the activation; backward it is over registers and shared memory.
 #
 # ## The surprise: memory is the easier part
 #
@@ -212,8 +212,8 @@ print("gdpa:", kept_by(lambda: gdpa(*qkv, ends, ends, 200, 200), [*qkv, ends]) o
 print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 
 # %% [markdown]
-# The log-sum-exp is small. The cost is the kernel that forms $D$: it reads output and dO once more,
-# two tensors beside the seven. Ask of any attention: *does one tile hold everything that a score's
+# The log-sum-exp is small. The cost is the kernel that forms $D$: it reads output and dO again, two
+# tensors beside the seven. Ask of any attention: *does one tile hold everything that a score's
 # derivative depends on?* {doc}`../block/backward_alone` has a softmax where it does.
 #
 # ## Who owns what, and which way round
@@ -235,7 +235,7 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 # *Which way round.* What a Hopper tensor core leaves in registers can be the first operand of the
 # next MMA as it is, but not transposed. With scores as $Q K^{\mathsf T}$, dV and dK need a
 # transpose each; with $K Q^{\mathsf T}$ only dQ does. A kernel of all three gradients transposes at
-# least once, two kernels never.
+# least once, two kernels need not.
 #
 # ## Exercises
 #
@@ -296,7 +296,7 @@ chapter.glue(store_gb=stored / 1e9, store_ms=there_and_back, mma_ms=mma)
 #
 # ## Takeaways
 #
-# - A matmul forward is two matmuls backward. Two become four, and five with the scores recomputed.
+# - Each matmul forward is two backward: two become four, and five with the scores recomputed.
 # - What forward must leave behind depends on how far a derivative reaches.
 # - A mask belongs to the activation *and* to its derivative. Zeros that were loaded need no mask.
 # - dK and dV are sums over queries, dQ is one over keys. No walk through the tiles suits both.

@@ -49,9 +49,9 @@ data_dir = "data"
 # | v4, {doc}`v4_warp_specialized_backward` | zero fill, one, rounding | 5 | TMA reduce-add |
 # | v5, {doc}`v5_short_kv_backward` | one, up to 256 keys | 5 | its owner, once |
 #
-# There is no v3: its persistent schedule came with v4. {doc}`v6 <v6_one_tile_backward>`, for at
-# most 128 keys, and {doc}`v7 <v7_wide_backward>`, for wide heads, take shapes that no figure has.
-# All peers compute softmax; they are timed through autograd, their backward alone. All rungs run in
+# There is no v3: its persistent schedule came with v4. No figure has shapes for {doc}`v6
+# <v6_one_tile_backward>`, at most 128 keys, or {doc}`v7 <v7_wide_backward>`, wide heads. All peers
+# compute softmax; they are timed through autograd, their backward alone. All rungs run in
 # {term}`bursts <burst>`; v1, the newest and the peers also {term}`back to back <sustained scope>`,
 # a second each, under ceilings timed the same way: the numbers here unless it says burst.
 
@@ -238,7 +238,6 @@ chapter.predict(
 # Forward, FlashAttention-4 is behind dense cuDNN on every batch that both take. Backward it is the
 # best peer on {glue:text}`fa4_first:.0f` workloads. Ragged cuDNN, called through PyTorch, has no
 # time on any of the {glue:text}`asked:.0f` workloads it was tried on: its gradients fail the check.
-# FlashAttention-3 is not on PyPI; where it is installed, it is measured too.
 #
 # ## What the ladder shows
 #

@@ -11,9 +11,9 @@
 # to rows that no program owns?
 #
 # :::{admonition} In this chapter (20 minutes)
-# You will count the bytes of a sum whose parts live in different programs, and tell from the number
-# of summands whether it is deterministic. v2 takes {glue:text}`of_v1_long:.2f` of v1's time on full
-# batches of 1,024 tokens; MMAs alone would give 5/7. The difference is dQ in fp32.
+# You will count the bytes of a sum across programs, and tell from the number of summands whether it
+# is deterministic. v2 takes {glue:text}`of_v1_long:.2f` of v1's time on full batches of 1,024
+# tokens; MMAs alone would give 5/7. The difference is dQ in fp32.
 # :::
 
 # %%
@@ -81,9 +81,9 @@ chapter.code(v2_fused_backward.fused_kernel, "q = load_rows(q_desc", "elif dq_pt
 # | v2, 256 keys: two blocks of 128 | 4 | 8 | 4 | 2 | 18 |
 # | v2, 1,024 keys: eight | 4 | 32 | 4 | 2 | 42 |
 #
-# Not all of that reaches memory: L2 adds by itself, and a row of dQ may still be there when the
+# Not all of that reaches memory: L2 does the additions, and may still hold a row of dQ when the
 # next block of keys comes. {term}`MMAs <MMA>` and additions grow with the number of keys, zero fill
-# and rounding do not. The fewer keys, the larger their share.
+# and rounding do not: the fewer keys, the larger their share.
 #
 # ## The order of additions
 #
@@ -118,9 +118,8 @@ assert differ[256] == 0 < differ[384] < differ[1024]
 # neighbouring bf16 numbers lie 65,536 such units apart.
 #
 # **v2a** gives each launch one block of keys of every sequence and runs the launches one after
-# another, so that the whole device synchronises between them. No two programs of a launch add to
-# the same element, so the order is fixed. (Small launches take several blocks, each with its own
-# dQ.)
+# another. No two programs of a launch add to the same element, so the order is fixed. (Small
+# launches take several blocks, each with its own dQ.)
 #
 # ## Is it right?
 #
@@ -241,10 +240,10 @@ chapter.glue(apart=apart, ppm=ppm, error=error.max_abs)
 # %% [markdown]
 # With 1,024 keys up to {glue:text}`ppm:.0f` elements of dQ in a million differ between runs. dK and
 # dV of v2 never do, nor any gradient of v1 and v2a. Two runs of v2 are at most
-# {glue:text}`apart:.2g` apart, and each is up to {glue:text}`error:.2g` from the exact gradient. So
-# the spread does not matter for accuracy. It matters for debugging: a training run that cannot be
-# repeated bit by bit cannot be bisected. v2a costs {glue:text}`price_long:.0f` % with 1,024 keys,
-# and {glue:text}`price_cross:.0f` % with 256, where it buys nothing.
+# {glue:text}`apart:.2g` apart, and each is up to {glue:text}`error:.2g` from the exact gradient.
+# That does not matter for accuracy, but for debugging: a training run that cannot be repeated bit
+# for bit cannot be bisected. v2a costs {glue:text}`price_long:.0f` % with 1,024 keys, and
+# {glue:text}`price_cross:.0f` % with 256, where it buys nothing.
 #
 # ## Exercises
 #

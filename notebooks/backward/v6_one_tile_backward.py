@@ -63,10 +63,10 @@ chapter = Chapter(f"backward/{V6}", mode=mode, device=device, data_dir=data_dir)
 # ideas of its chapter.
 # ## What one summand costs
 #
-# With head_dim 128 a row has 256 bytes in bf16, 512 in fp32. v4 reads Q and dO (512 bytes), fills
-# dQ with zeros (512), adds (512), reads the sum (512) and writes it rounded (256). v6 reads Q and
-# dO and writes dQ: 768 of 2,304 bytes. Against the five matmuls of the row, at the rates of a copy
-# and of large matmuls back to back:
+# At head_dim 128, per row: v4 reads Q and dO (512 bytes), fills dQ with zeros (512), adds (512),
+# reads the sum (512) and writes it rounded (256). v6 reads Q and dO and writes dQ: 768 of 2,304
+# bytes. Against the five matmuls of the row, at the rates of a copy and of large matmuls back to
+# back:
 
 # %%
 limits = results.ceilings(chapter.record("backward/results"), "sustained")
@@ -268,13 +268,12 @@ order = ["v4", "v4, nothing added", "zero fill", "rounding", "v6"]
 chapter.table(parts[order].rename("us").reset_index(), measured=[chapter.record().id])
 
 # %% [markdown]
-# Zero fill and rounding are {glue:text}`around:.0f` % of v4. The rest, its main kernel, takes
-# {glue:text}`main:.2f` times the time of v6, which does the same matmuls and stores half as many
-# bytes. The additions are worth {glue:text}`added:,.0f` µs; without them {glue:text}`left:,.0f` µs
-# of the main kernel remain, and v6 takes {glue:text}`v6:,.0f`. An addition moves 512 bytes while
-# the sum is in L2. Here the fill has written 4.8 GB before the first one: if L2 has to fetch the
-# zeros and write the sum back later, an addition moves 1,024. Then a row saves 2,048 bytes, or
-# {glue:text}`twice:.2f` ns.
+# Zero fill and rounding are {glue:text}`around:.0f` % of v4. Its main kernel takes
+# {glue:text}`main:.2f` times the time of v6, which does the same matmuls and stores half the bytes.
+# The additions take {glue:text}`added:,.0f` µs; without them {glue:text}`left:,.0f` µs remain,
+# where v6 takes {glue:text}`v6:,.0f`. An addition moves 512 bytes while the sum is in L2. Here the
+# fill has written 4.8 GB before the first one: if L2 has to fetch the zeros and write the sum back
+# later, an addition moves 1,024. Then a row saves 2,048 bytes, or {glue:text}`twice:.2f` ns.
 #
 # ## Exercises
 #

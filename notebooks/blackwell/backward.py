@@ -234,9 +234,9 @@ chapter.code(b2.output, "tlx.barrier_wait(inbox.empty", "at = [BOUND")
 # It stores the peer's half into the peer's *inbox*, through distributed shared memory, straight
 # from registers; the bytes complete a barrier over there. Then it adds what has arrived to its own
 # half. Two summands commute, so dQ is deterministic. The sum leaves in bf16 through the inbox,
-# whose content is in registers by then. Last, it tells the peer that the inbox is free. A row of
-# head_dim 128 moves 768 bytes instead of b1's 2,816 with 256 keys, if L2 keeps Q and dO for the
-# second reader, and no kernel runs before or after.
+# whose content is in registers by then. Last, it tells the peer that the inbox is free. With 256
+# keys a row of head_dim 128 moves 768 bytes instead of b1's 2,816, if L2 keeps Q and dO for the
+# second reader.
 #
 # ## What the compiler says
 

@@ -296,9 +296,9 @@ chapter.glue(
 
 # %% [markdown]
 # For b6 CLC would gain {glue:text}`b6_gain:.1f` % at the published batch size, and
-# {glue:text}`b6_few:.1f` % at an eighth of it. Its price: the host knows only a bound, so
-# {glue:text}`none:.0f` % of its clusters find no item; every answer has to reach five roles in two
-# CTAs, over two more barriers; and an item's first loads wait for it. So b6 keeps the list.
+# {glue:text}`b6_few:.1f` % at an eighth of it. Its price: {glue:text}`none:.0f` % of the clusters
+# find no item, since the host knows only a bound; every answer must reach five roles in two CTAs,
+# over two more barriers; and an item's first loads wait for it. So b6 keeps the list.
 #
 # For b5 the count found a fault in the *list*: it sorts by keys, here equal, while an item is a
 # whole sequence, and sequences differ in rows. The slowest pair takes {glue:text}`b5_over:.0f` %

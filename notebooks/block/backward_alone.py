@@ -382,8 +382,7 @@ chapter.glue(
 #
 # ## Takeaways
 #
-# - What backward needs from forward depends on what is on the chip at the same time. With a whole
-#   row in registers, the answer is nothing.
+# - With a whole row in registers, backward needs nothing from forward but its inputs.
 # - Gradients go through the transpose. Test with numbers for which that is not the inverse, and
 #   with gradients whose strides are 0.
 # - Before crediting one rounding, switch all of them on one by one.

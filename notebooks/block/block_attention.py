@@ -123,8 +123,8 @@ chapter.glue(blocks=main.blocks, fill=main.fill, empty=0.3 * main.max_seqlen_q)
 # tokens see 65, 129 and 193 tokens after one, two and three layers. Block borders are the same in
 # every layer: 64 tokens, however many layers. Something else has to carry information between
 # blocks, such as pooling by learned seeds {cite}`zeng2024interformer,hou2026kunlun`. In return
-# blocks share nothing, and that is what makes them fast: the key tiles of a window overlap, and a
-# row of its scores spans several of them.
+# blocks share nothing, which makes them fast: a window's key tiles overlap, and a row of its scores
+# spans several.
 #
 # ## Rotary embeddings
 #
@@ -139,10 +139,10 @@ chapter.glue(blocks=main.blocks, fill=main.fill, empty=0.3 * main.max_seqlen_q)
 # $$ (eq-block-rotary)
 #
 # Pairs are *interleaved*. Many models pair $i$ with $i + \mathtt{head\_dim} / 2$; mixing the two up
-# gives numbers that look right. Three things follow the published operator
-# {cite}`adsmodelkernellibrary`. Sines and cosines are an input without a gradient. $\sin^2 + \cos^2
-# = 1$ is not assumed, so the gradients take the *transpose* of {eq}`eq-block-rotary` and not its
-# inverse. And v may be rotated too, `rotate_v=True`; an exercise asks what that does.
+# looks right. Three things follow the published operator {cite}`adsmodelkernellibrary`. Sines and
+# cosines are an input without a gradient. $\sin^2 + \cos^2 = 1$ is not assumed, so the gradients
+# take the *transpose* of {eq}`eq-block-rotary` and not its inverse. And v may be rotated too,
+# `rotate_v=True`; an exercise asks what that does.
 #
 # ## The gradients need no output
 #
@@ -188,9 +188,9 @@ chapter.table(
 # A tile has 64 rows even if the block has fewer. The rows after the end of a sequence are another
 # user's tokens. A mask makes their probabilities zero, but $0 \cdot \mathrm{NaN}$ is NaN: a kernel
 # that loads those rows of V and relies on the mask hands one user's NaN to another. The published
-# kernels load them (read in their source, not run {cite}`adsmodelkernellibrary`). In this book a
-# block never sees another one's values. Here all but four tokens become NaN, and the results for
-# these four must not change in a single bit:
+# kernels load them (read in their source, not run {cite}`adsmodelkernellibrary`). Ours never see
+# another block's values. Here all but four tokens become NaN, and the results for these four must
+# not change in a single bit:
 
 # %%
 own = (torch.arange(total) >= 16) & (torch.arange(total) < 20)
@@ -290,7 +290,7 @@ chapter.figure(
 # positions of a border, two events share a block with probability $1 - d/64$, and never for $d \ge
 # 64$. Counting blocks from a fixed event keeps the borders. Shifting them by half a block in every
 # second layer lets information travel. Neither needs another kernel: a first block of another size
-# is passed as a sequence of its own.
+# is just another sequence.
 # :::
 #
 # ## Takeaways

@@ -62,10 +62,9 @@ data_dir = "data"
 # 5 and 0.299 in table 7 (published, {doc}`counting_bytes`). A ratio of times from two tables means
 # nothing.
 #
-# Every kernel passed its check against fp64 before it was timed. Table 5 and its figure are timed
-# {term}`back to back <sustained scope>`, a second for each kernel, the others in {term}`bursts
-# <burst>`. A copy has one rate in both ({doc}`../measuring/power_wall`). The plan, what matters
-# most first:
+# Table 5 and its figure are timed {term}`back to back <sustained scope>`, a second for each kernel,
+# the others in {term}`bursts <burst>`. A copy has one rate in both
+# ({doc}`../measuring/power_wall`). The plan, what matters most first:
 
 # %%
 chapter = Chapter("block/results", mode=mode, device=device, data_dir=data_dir)

@@ -218,12 +218,12 @@ assert kernels["programs on an SM"].eq(2).all() and kernels["LDGSTS"][0] == 0
 assert kernels["shared (KiB)"].round().tolist() == [48, 80], "an answer says so"
 
 # %% [markdown]
-# A pipeline also changes the path of the data. With one stage, K and V are loaded into registers,
-# and the warps store them to {term}`shared memory` once they have arrived. A pipeline uses LDGSTS
-# (`cp.async`): the data go straight to shared memory, and the warp is free until its `wait_group`.
-# The number of programs stays the same and so does the arithmetic, yet forward is faster. Backward,
-# two stages help at head_dim 128 and hurt at 64, so v0 has two stages forward and one backward. A
-# baseline is fair only when its constants have been tried, even those that should not matter.
+# A pipeline also changes the path of the data. With one stage, K and V are loaded into registers
+# and then stored to {term}`shared memory`. A pipeline uses LDGSTS (`cp.async`): the data go
+# straight to shared memory, and the warp is free until its `wait_group`. Programs and arithmetic
+# stay the same, yet forward is faster. Backward, two stages help at head_dim 128 and hurt at 64, so
+# v0 has two forward and one backward. A baseline is fair only when its constants have been tried,
+# even those that should not matter.
 #
 # What do the bytes leave open? Only two programs fit on an SM. Each requests its tiles, waits,
 # computes with nothing in flight, stores and ends. While it waits, only the other can keep the SM
@@ -291,7 +291,7 @@ chapter.glue(lse_forward=100 * (1 - 4 / extra["forward"]),
 #
 # ## Takeaways
 #
-# - Count the bytes of every kernel of a pass, not just the operator's. Here the two passes and the
-#   extra kernel of backward cost more than everything else together.
+# - Count the bytes of every kernel of a pass. Here backward's second pass and extra kernel cost
+#   more than everything else.
 # - Bytes give a bound. They cannot say what keeps a kernel from it.
 # - Tune a baseline's constants, even those that look pointless.

@@ -12,9 +12,9 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will take a general algorithm apart, price each piece by its bytes, and put it back alone to
-# see whether the price is right. At head_dim 128, v0 takes {glue:text}`gain_forward:.2f` times as
-# long as v1 forward and {glue:text}`gain_backward:.2f` times as long backward. Two things that move
-# no byte cost time as well: an accumulator that exists too early, and the order of the programs.
+# check the price. At head_dim 128, v0 takes {glue:text}`gain_forward:.2f` times as long as v1
+# forward and {glue:text}`gain_backward:.2f` times as long backward. Two things that move no byte
+# cost time as well: an accumulator that exists too early, and the order of the programs.
 # :::
 
 # %%
@@ -234,11 +234,10 @@ assert max(order) < 1, "the text says: in all four cases"
 #
 # A token has 1,024 bytes in q, and a head 256 of them. With heads inner, the programs that run
 # together cover a stretch of q without a gap. With heads outer, they take a quarter of each row of
-# a stretch four times as long, and come back for the next quarter when all sequences are done with
-# the first. All bytes arrive in whole sectors either way. But DRAM is organised in pages, and
-# opening one four times costs more than opening it once. That is our explanation; the record holds
-# no counter of DRAM pages. {doc}`v2_slab` takes the hint and gives all heads of a block to one
-# program.
+# a stretch four times as long, and come back for the next quarter much later. All bytes arrive in
+# whole sectors either way, but DRAM is organised in pages, and opening one four times costs more
+# than once. That is our guess; the record holds no counter of DRAM pages. {doc}`v2_slab` gives all
+# heads of a block to one program.
 #
 # Forward there is little left to gain. Backward a program moves seven tiles and computes five
 # matmuls one after another, and registers leave no room for more programs. So overlap has to come

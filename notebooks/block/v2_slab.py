@@ -236,9 +236,9 @@ assert best["backward 128"] < 0.9 and min(best["forward 128"], best["forward 64"
 # {glue:text}`budget:.2f` µs (forward, head_dim 128), which is the rate of the copy. With
 # {glue:text}`v1_fit:.0f` programs on the SM, each may take {glue:text}`v1_step:.2f`. Alone on its
 # SM, a step of v2 takes {glue:text}`three:.2f` µs with three stages and {glue:text}`five:.2f` with
-# five: far less than a program of v1, but still too long. A step is a chain of latencies (ask,
-# wait, S, softmax, P V, store), so several must be in flight at once. v1 gets that for free: when
-# one program ends, the hardware starts another.
+# five: far less, but still too long. A step is a chain of latencies (load, wait, S, softmax, P V,
+# store), so several must be in flight at once. v1 gets that for free: when one program ends, the
+# hardware starts another.
 #
 # Still the same warps load, wait, compute and store, in an order the compiler chose.
 # {doc}`v3_warp_specialized` gives the loads to a producer warp.

@@ -286,11 +286,10 @@ print(said[0].replace("; ", ";\n  "))
 # ## The order in which memory is asked
 #
 # At head_dim 64 no number of slots or consumers brings backward above {glue:text}`alone_64:.0f` %
-# of the copy. A row of a tile is one head of one token, 128 bytes there, and the heads of a token
-# lie side by side. DRAM serves neighbours from one open *page*, and opening a page costs more than
-# reading from it. v3 loads all rows of one head, later all rows of the next; by then the page may
-# be closed. `heads_together` issues the loads of several heads together, tensor by tensor. Not a
-# byte changes.
+# of the copy. A row of a tile is only 128 bytes there, and the heads of a token lie side by side.
+# DRAM serves neighbours from one open *page*, and opening a page costs more than reading from it.
+# v3 loads all rows of one head, later all rows of the next; by then the page may be closed.
+# `heads_together` issues the loads of several heads together, tensor by tensor. Not a byte changes.
 
 # %% tags=["remove-input"]
 chapter.predict(

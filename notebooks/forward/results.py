@@ -182,9 +182,9 @@ standings.redrawn(chapter, "gdpa-cross-fwd-full", DRAWN)
 # Longer queries add work without adding keys, and at 2,048 the limit is the tensor cores. The best
 # rung reaches {glue:text}`best_cross-full_2048:.0f` TFLOP/s,
 # {glue:text}`share_cross-full_2048:.0f` % of the {term}`roofline`. Up to v5 the rungs do not
-# follow: in bursts v5 stays at {glue:text}`v5_cross:.0f` TFLOP/s, v8 has
-# {glue:text}`v8_cross:.0f`. Each tile pays for a {term}`prologue` and an {term}`epilogue` that
-# nothing hides. From v6a on the kernel is persistent: copies for the next tile run ahead.
+# follow: in bursts v5 stays at {glue:text}`v5_cross:.0f` TFLOP/s, v8 has {glue:text}`v8_cross:.0f`.
+# Each tile pays for a {term}`prologue` and an {term}`epilogue` that nothing hides. From v6a on,
+# copies for the next tile run ahead.
 #
 # ## Best rung, best peer
 #
@@ -274,8 +274,7 @@ chapter.glue(
 # - **{doc}`v5 <v5_pingpong>`** gains {glue:text}`v5_long:.2f` on full batches of 2,048 tokens. On
 #   the half-full batch of 256 it is worth {glue:text}`v5_few:.2f`: an empty tile computes a block
 #   all the same.
-# - **v6b**, MMAs that run on from tile to tile, is worth {glue:text}`v6b`: the other consumer had
-#   filled the gap already.
+# - **v6b**, MMAs that run on from tile to tile, is worth {glue:text}`v6b`.
 # - **{doc}`v6 <v6_short_kv>`**, K and V of up to 256 keys kept in shared memory, is worth
 #   {glue:text}`v6_cross` on cross-attention.
 #

@@ -184,8 +184,8 @@ chapter.glue(
 # The prediction is off by a factor of {glue:text}`over_predicted:.2f`. Which part of it? The record
 # holds one time for a whole call, but for {glue:text}`workloads:.0f` workloads, in which three
 # kinds of data grow differently: scores with the product of the lengths, padded rows with the
-# longest, rows of the output with the tokens that exist. Fit milliseconds per gigabyte of each, to
-# the measured times and to the modelled ones:
+# longest, rows of the output with the tokens that exist. Fit milliseconds per gigabyte of each,
+# measured and modelled:
 
 # %%
 sizes = pd.DataFrame({name: gigabytes(workload(name)) for name in us.index}).T
@@ -230,11 +230,10 @@ chapter.glue(
 # The fit holds to {glue:text}`fit_error:.1f` % on every workload. Six crossings of the scores, the
 # part we studied, cost {glue:text}`worse_scores:.2f` times their prediction. Padded rows cost
 # {glue:text}`worse_padded:.1f` times theirs and output rows {glue:text}`worse_output:.1f` times:
-# {glue:text}`rows_ms:.0f` ms, {glue:text}`rows_share:.0f` % of the whole. The assumption that
-# failed is that everything moves at the rate of a copy. A gather by an index tensor computes an
-# address for each element, and a copy that exchanges dimensions does not stream. The ledger is
-# right about bytes and wrong about rates. A total cannot tell whether these two are the slow
-# operations; the third exercise asks a profiler.
+# {glue:text}`rows_ms:.0f` ms, {glue:text}`rows_share:.0f` % of the whole. What failed is the
+# assumption that everything moves at the rate of a copy. A gather by an index tensor computes an
+# address for each element, and a copy that exchanges dimensions does not stream. A total cannot
+# tell whether these are the slow operations; the third exercise asks a profiler.
 #
 # The fit also explains `torch.compile`. Of the {glue:text}`saved_ms:.1f` ms that it saves,
 # {glue:text}`compile_scores_ms:.1f` belong to the scores, as predicted; the others belong to rows.

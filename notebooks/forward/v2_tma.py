@@ -66,12 +66,12 @@ chapter.figure(charts.dots(gain, xlabel="time of v1 / time of v2"), measured=swe
 # | data path | every thread computes pointers and predicates | one thread asks for a tile |
 # | synchronisation | `cp.async` groups, then block-wide barriers | barriers that count bytes |
 #
-# The tensor memory accelerator (TMA) of Hopper copies a box of a tensor between global and shared
-# memory. It is told about the tensor by a descriptor of 128 bytes: the address, up to five sizes
-# and strides, and the shape of the box {cite}`nvidiaptx`. The host makes it once, before the
-# launch. Then one thread issues one instruction with the coordinates of a box. The unit computes
-# all addresses, writes the box in the layout that the tensor cores want, and reports the bytes to a
-# barrier. Out of bounds, elements read as zero and are not written, without a predicate.
+# Hopper's tensor memory accelerator (TMA) copies a box of a tensor between global and shared
+# memory. A descriptor of 128 bytes, which the host makes before the launch, holds the address, up
+# to five sizes and strides, and the shape of the box {cite}`nvidiaptx`. Then one thread issues one
+# instruction with the coordinates of a box. The unit computes all addresses, writes the box in the
+# layout that the tensor cores want, and reports the bytes to a barrier. Out of bounds, elements
+# read as zero and are not written, without a predicate.
 #
 # ## The tail of a sequence
 #
@@ -107,11 +107,11 @@ print("descriptor of this book: ", loaded[1, :, 0].tolist())
 #
 # Triton's `ragged_tma` {cite}`fbtriton` has the way out: put the end of *every* sequence at the
 # same bound. The descriptor clips in a dimension of size $B = 2^{30}$, and row $i$ of a sequence of
-# $n$ rows has the coordinate $B - n + i$ there: inside for $i < n$, outside from $i = n$ on,
-# whatever $n$ is. The address is now wrong, and two more dimensions put it right. One adds the end
-# of the sequence, $\text{start} + n$ rows. The other has the stride $2^{34} - s$, where $s$ is the
-# stride of a row, and always the coordinate $B$. Since $B \cdot 2^{34} = 2^{64}$ and addresses have
-# 64 bits, it subtracts $B s$:
+# $n$ rows has the coordinate $B - n + i$ there: inside for $i < n$, outside from $i = n$ on. The
+# address is now wrong, and two more dimensions put it right. One adds the end of the sequence,
+# $\text{start} + n$ rows. The other has the stride $2^{34} - s$, where $s$ is the stride of a row,
+# and always the coordinate $B$. Since $B \cdot 2^{34} = 2^{64}$ and addresses have 64 bits, it
+# subtracts $B s$:
 #
 # $$
 # (\text{start} + n)\,s + (B - n + i)\,s + B\,(2^{34} - s)
@@ -196,9 +196,8 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 # spills. All three brackets are exceeded: TMA saves more than issue slots.
 #
 # On full batches cuDNN is {glue:text}`cudnn_least:.2f` to {glue:text}`cudnn_most:.2f` times as fast
-# as v2, and it computes a softmax as well. Open kernels of its class, such as FlashAttention-3,
-# give different warps different jobs {cite}`shah2024flashattention3`; {doc}`v4_warp_specialized`
-# does the same.
+# as v2, softmax included. Open kernels of its class give different warps different jobs
+# {cite}`shah2024flashattention3`, as {doc}`v4_warp_specialized` does.
 #
 # ## The surprise: time follows instructions, and a tile has ends
 #
@@ -236,8 +235,8 @@ chapter.glue(once_v1=once["v1_tiled"][OURS], once_v2=once[V2][OURS])
 
 # %% [markdown]
 # The last two columns nearly agree: time per key falls in proportion to the instructions of the
-# loop. The likely reason: with four warps per program only two share a scheduler, and while one
-# waits for a result the other is rarely ready to issue.
+# loop. The likely reason: with four warps per program only two share a scheduler, and one rarely
+# has work while the other waits.
 #
 # At v1's own shape the loop gained nothing, as its count said, and *all* of the gain is at the two
 # ends of a tile: {glue:text}`once_v1:.1f` µs become {glue:text}`once_v2:.1f` µs. v1 carries Q
@@ -245,8 +244,8 @@ chapter.glue(once_v1=once["v1_tiled"][OURS], once_v2=once[V2][OURS])
 # thread stores its part; v2 does each in one instruction. With 64 rows the ends did not get
 # shorter.
 #
-# In a half-full batch nearly half of the programs find that their rows do not exist:
-# {doc}`v3_persistent` asks what these cost.
+# In a half-full batch nearly half of the programs have no rows: {doc}`v3_persistent` asks what
+# these cost.
 #
 # ## Exercises
 #

@@ -216,11 +216,11 @@ chapter.glue(
 # four laws, where the model promised {glue:text}`promised_min:.0f` to
 # {glue:text}`promised_max:.0f`. The natural order loses up to {glue:text}`valid_loss:.0f` %: it
 # assigns tiles before it is known which program will be free. The hardware gives each free slot the
-# next program, which is list scheduling {cite}`graham1969bounds`.
+# next program: list scheduling {cite}`graham1969bounds`.
 #
 # **131 programs** are up to {glue:text}`alias_max:.2f` times as fast as 132. Except on
 # {glue:text}`worst` the modelled ratio is within {glue:text}`error:.0f` %. For 264 programs the
-# model is worse, perhaps because two share an SM: when one has finished, the other runs faster.
+# model is worse, perhaps because a program runs faster once its SM's other one has finished.
 #
 # **The list** costs {glue:text}`device:.0f` µs on the device and {glue:text}`host:.0f` on the host.
 # With the host waiting it pays after {glue:text}`few:.0f` launches with the same lengths on the
@@ -241,9 +241,9 @@ chapter.glue(
 # went through the list in step, and the eight blocks of a head read the same K and V at the same
 # time; now the programs with empty tiles run ahead.
 #
-# v3 does not pay on the published workloads. A persistent kernel is worth its list when the first
-# loads of the next tile can run during the last MMA of this one, and that needs warps that do
-# nothing but load. {doc}`v4_warp_specialized` makes them, and {doc}`v6_short_kv` takes up the list.
+# v3 does not pay on the published workloads. A persistent kernel is worth its list when the next
+# tile's first loads run during this one's last MMA, and that needs warps that only load.
+# {doc}`v4_warp_specialized` has them, and {doc}`v6_short_kv` takes up the list.
 #
 # ## Exercises
 #
@@ -273,8 +273,8 @@ chapter.glue(
 # :::{solution} ex-v3-layers
 # :class: dropdown
 #
-# Yes: on {glue:text}`best_law` {glue:text}`few:.0f` launches are enough. If the device is busy
-# meanwhile, only the list's device time counts, a third of it, and v3 pays on more laws.
+# Yes: on {glue:text}`best_law` {glue:text}`few:.0f` launches are enough. If the device is busy,
+# only the list's device time counts, a third, and v3 pays on more laws.
 # :::
 #
 # :::{exercise} The order without the loop

@@ -321,12 +321,11 @@ chapter.glue(price=price, doubt=doubt, saved=saved, early=100 * gained / whole)
 
 # %% [markdown]
 # On gdpa-self-half-dense-512 an empty tile costs {glue:text}`price:.1f` µs of an SM (modelled; if
-# everything else costs 2 % more than counted, still {glue:text}`doubt:.1f`). Two lines before the
-# roles let it exit at once,
-# `if first_row >= len_q: return`. Measured, that takes {glue:text}`early:.0f` % off the launch,
-# {glue:text}`saved:.1f` µs for each empty tile. The rest is probably the price of a CTA as such,
-# which needs a whole SM and cannot start before the last one has left. The rung stays as it is:
-# {doc}`v6 <v6_short_kv>` walks a list of tiles that have rows.
+# everything else costs 2 % more than counted, still {glue:text}`doubt:.1f`). An early exit before
+# the roles, `if first_row >= len_q: return`, takes {glue:text}`early:.0f` % off the launch
+# (measured), {glue:text}`saved:.1f` µs for each empty tile. The rest is probably the price of a CTA
+# as such, which needs a whole SM and cannot start before the last one has left. The rung stays as
+# it is: {doc}`v6 <v6_short_kv>` walks a list of tiles that have rows.
 #
 # ## Exercises
 #
@@ -385,8 +384,8 @@ chapter.glue(**ends)
 # :class: dropdown
 #
 # A role that leaves while others wait for its arrivals is a deadlock, so all must leave before they
-# are split. All threads of the CTA take the same branch, since `first_row` and `len_q` are the same
-# for all. `studies.comparison` passes as before, and nothing spills.
+# are split. All threads of the CTA take the same branch. `studies.comparison` passes as before, and
+# nothing spills.
 # :::
 #
 # ## Takeaways

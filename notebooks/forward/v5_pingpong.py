@@ -50,10 +50,9 @@ chapter.ladder(V5, "gdpa-self-full-1024")
 # ## What changes
 #
 # In {doc}`v4 <v4_warp_specialized>` a consumer warp group issues an MMA and waits for it. It need
-# not: `wgmma` is asynchronous {cite}`nvidiaptx`, so the warp group may go on until it needs the
-# result. All it lacks is something useful to do. P V of a block needs the activation of that block.
-# It does not need the activation of the *next* block, if the scores of that one exist already.
-# FlashAttention-3 hides its softmax in the same way {cite}`shah2024flashattention3`.
+# not: `wgmma` is asynchronous {cite}`nvidiaptx`. All it lacks is something useful to do meanwhile.
+# P V of a block needs the activation of that block, but not of the *next*, whose scores may exist
+# already. FlashAttention-3 hides its softmax in the same way {cite}`shah2024flashattention3`.
 #
 # | | v4 | v5 |
 # |:--|:--|:--|
@@ -213,10 +212,9 @@ chapter.glue(tanh=tanh, under_v5=under_v5, under_as_is=under_as_is)
 # Triton makes the MMAs of `for` loops asynchronous. It does not ask whether the source already has
 # waits, and adds one wherever it cannot prove that none is needed {cite}`fbtriton`.
 #
-# Then ptxas reorders the instructions. S is complete when P V begins, so the activation depends on
-# nothing in flight, and ptxas interleaves it with the HGMMAs of P V: {glue:text}`under_v5:.0f` of
-# {glue:text}`tanh:.0f` `tanh` stand there. The overlap is back. What does not come back is the time
-# in which the consumer waits for S with nothing else in flight.
+# Then ptxas reorders the instructions. S is complete when P V begins, so ptxas interleaves the
+# activation with the HGMMAs of P V: {glue:text}`under_v5:.0f` of {glue:text}`tanh:.0f` `tanh` are
+# there. The overlap is back, but the consumer still waits for S with nothing else in flight.
 #
 # With `num_stages=0` the IR is as written, but ptxas moves the last wait up, and only
 # {glue:text}`under_as_is:.0f` `tanh` still run under P V. Which loop is faster? The `while` loop

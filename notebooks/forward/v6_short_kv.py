@@ -68,9 +68,9 @@ chapter.figure(
 # | K and V are fetched | per tile | per tile | per tile | once per head, if they fit |
 #
 # Inside a tile nothing has changed since {doc}`v5 <v5_pingpong>`; all three steps are about what
-# lies between two tiles. {doc}`v3 <v3_persistent>` was persistent too and gained nothing by it: two
-# of its CTAs shared an SM, and each hid the prologue and epilogue of the other. A CTA of v4 or v5
-# takes all shared memory of an SM. While it starts or stores, that SM does nothing.
+# lies between two tiles. {doc}`v3 <v3_persistent>` was persistent too and gained nothing: two of
+# its CTAs shared an SM, and each hid the other's prologue and epilogue. A CTA of v4 or v5 takes all
+# shared memory of an SM. While it starts or stores, that SM does nothing.
 #
 # ## Prediction
 #
@@ -129,8 +129,8 @@ chapter.code(v6a_persistent.math, "while item", "row += role")
 chapter.code(v6b_stream.math, "tlx.barrier_wait(q.full[mine]", "tlx.async_descriptor_store_wait")
 
 # %% [markdown]
-# After the last tile it computes scores that nobody wants, of zeros. That is cheaper than a second
-# copy of the loop's body.
+# After the last tile it computes useless scores of zeros: cheaper than a second copy of the loop's
+# body.
 #
 # ## Step three: short K and V stay
 #
@@ -224,10 +224,10 @@ chapter.glue(
 # activation compiled a third time. On all workloads it gives {glue:text}`stream_min:.2f` to
 # {glue:text}`stream_max:.2f` times the rate.
 #
-# The prediction counted what one consumer waits for. The tensor core does not care which consumer
-# feeds it. Two consumers drift apart until one multiplies while the other evaluates; a wait at the
-# boundary then hands the tensor core to the other. The gap between two CTAs of v5 was different: it
-# stopped both consumers and the copies.
+# The prediction counted what one consumer waits for, but the tensor core does not care which
+# consumer feeds it. Two consumers drift apart until one multiplies while the other evaluates; a
+# wait at the boundary then hands the tensor core to the other. The gap between two CTAs of v5 was
+# different: it stopped both consumers and the copies.
 #
 # Resident K and V save L2 bandwidth that was not short. On gdpa-self-half-jagged-256 they give
 # {glue:text}`few:.2f` times the rate: an entry is a whole head there, and blocks have 128 keys
@@ -288,9 +288,9 @@ chapter.glue(one_slot=100 * (slower / as_is - 1))
 # :::{solution} ex-v6-slots
 # :class: dropdown
 #
-# The next Q can be fetched only after the last scores of this tile, so its latency is exposed at
-# every boundary: {glue:text}`one_slot:.0f` % more modelled cycles in the launch of
-# {numref}`fig-v6b-timeline`. Both consumers wait for a copy, so nobody fills this gap.
+# The next Q can be fetched only after this tile's last scores, so its latency is exposed at every
+# boundary: {glue:text}`one_slot:.0f` % more modelled cycles in the launch of
+# {numref}`fig-v6b-timeline`. Both consumers wait for a copy, so nothing fills this gap.
 # :::
 #
 # ## Takeaways

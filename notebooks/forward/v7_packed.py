@@ -8,7 +8,7 @@
 # # v7: two scores in one instruction
 #
 # A kernel pays for an activation by the instruction ({doc}`activation_arithmetic`). How many can
-# GELU do without, and what are they paid with?
+# GELU do without, and why do they cost time?
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will move a factor out of a sum, compute in pairs of bf16 that survive the compiler, and find
@@ -109,9 +109,9 @@ chapter.glue(per_v6=count["for a score"]["v6"], per_v7=count["for a score"]["v7"
 # becomes two `MUFU.TANH` and a `PRMT` that joins their results.
 #
 # The first version of `tanh_cubic_pairs` had a statement for each step. Between two statements the
-# compiler may take a pair to pieces, and it did: `PRMT` took halves out of registers and put them
-# back, the kernel executed more instructions per score than v6, and it spilled. Inside one block of
-# assembly a pair is one register and stays one.
+# compiler may take a pair apart, and it did: `PRMT` moved halves out of registers and back, the
+# kernel executed more instructions per score than v6, and it spilled. Inside one block of assembly
+# a pair stays one register.
 #
 # ## Is it right?
 #
@@ -146,12 +146,12 @@ assert worst["v6, rounded"] < worst["PyTorch in bf16"] < worst["v7, pairs"], "th
 
 # %% [markdown]
 # What v6 rounds once, v7 rounds several times. It is about as accurate as PyTorch's GELU of bf16
-# scores. Why not in fp16, with three bits more? The second exercise asks.
+# scores. Why not fp16, with three bits more? The second exercise asks.
 #
 # ## Measurement
 #
-# The first prediction rests on an assumption that scripts had suggested: an fp32 instruction per
-# score costs 3 % of the rate, whether or not there is room to issue it.
+# The first prediction assumes, from earlier trials, that an fp32 instruction per score costs 3 % of
+# the rate, whether or not there is room to issue it.
 
 # %%
 CLOCKED = [(V6, "identity"), (V6, "relu"), (V6, "gelu_tanh"), (V7, "gelu_tanh")]
@@ -205,10 +205,10 @@ chapter.predict("`gelu` in v7 runs at the rate of `gelu_tanh`: only the coeffici
 #
 # ## The surprise: the clock goes down
 #
-# What were the instructions paid with? The timelines of {doc}`v6_short_kv` show tensor cores that
-# are busy nearly all the time. Our guess was energy: at the {term}`power limit`, what is not
-# executed leaves power to the tensor cores, and the clock rises. So the H200 was asked for its
-# clock while it repeated each kernel on gdpa-self-full-2048:
+# Why did the instructions cost time? The timelines of {doc}`v6_short_kv` show tensor cores that are
+# busy nearly all the time. Our guess was energy: at the {term}`power limit`, every instruction
+# saved leaves power to the tensor cores, and the clock rises. So we read the H200's clock while it
+# repeated each kernel on gdpa-self-full-2048:
 
 # %%
 clock, watts = (state[name].xs("gelu_tanh", level=1) for name in ("SM clock (MHz)", "power (W)"))
@@ -231,17 +231,17 @@ assert work > energy > 1, "the text explains a lower clock"
 chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 
 # %% [markdown]
-# Half of the guess was right: power limits the clock in every snapshot. But v7 runs at the *lower*
-# clock and does more in each cycle. v6 leaves its tensor cores idle for more of the time than its
-# emulated timeline shows, which knows no latency of an instruction.
+# Half right: power limits the clock in every snapshot. But v7 runs at the *lower* clock and does
+# more in each cycle. v6 leaves its tensor cores idle for longer than its emulated timeline shows,
+# since the emulator models no instruction latency.
 #
-# Power then takes a part back. A cycle in which the tensor cores work takes more energy than one in
-# which they wait, and at the limit more energy for a cycle means fewer cycles a second. A kernel
-# that wastes cycles hides its waste in a higher clock.
+# Power then takes part of it back. A cycle in which the tensor cores work takes more energy than
+# one in which they wait, and at the limit more energy per cycle means fewer cycles a second. A
+# kernel that wastes cycles hides the waste behind a higher clock.
 #
-# The last line above prices an instruction: v6's SiLU and its GELU differ by
-# {glue:text}`fewer:.0f` instructions per score, and each costs {glue:text}`each:.1f` % of the rate,
-# twice what the first prediction took. With another power limit the gain would be another one.
+# The last line above prices an instruction: v6's SiLU and GELU differ by {glue:text}`fewer:.0f`
+# instructions per score, and each costs {glue:text}`each:.1f` % of the rate, twice what the first
+# prediction assumed. Another power limit would give another gain.
 #
 # ## Exercises
 #
@@ -261,8 +261,8 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 # most $2^{-8}$ from the tanh itself, plus $|u| / \cosh^2 u \le 0.45$ times the relative error of
 # $u$. In $u$ up to seven roundings add up: that of $x$ counts three times in a cubic, then come
 # $x^2$, the coefficients, a multiply-add and a multiplication. Together $(\frac{1}{2} (1 + 7 \cdot
-# 0.45) + 2)\, 2^{-8} = 0.016$. The emulator finds less, since not all are at their worst at one
-# $x$. The two roundings of $x$ and $p$ are half of it, and PyTorch makes them too.
+# 0.45) + 2)\, 2^{-8} = 0.016$. The emulator finds less, since not all peak at one $x$. The
+# roundings of $x$ and $p$ are half of it, and PyTorch makes them too.
 # :::
 #
 # :::{exercise} A score that breaks fp16
@@ -281,7 +281,7 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 # 1,500 would be infinite. So fp16 keeps v6's arithmetic.
 # :::
 #
-# :::{exercise} How many registers has a consumer?
+# :::{exercise} How many registers does a consumer have?
 # :label: ex-v7-registers
 #
 # At head_dim 64 each thread of four {term}`consumer warp groups <consumer warp group>` has 112
@@ -300,7 +300,7 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 #
 # ## Takeaways
 #
-# - A timeline proves nothing about latencies that it does not know. Ask the GPU.
+# - A timeline proves nothing about latencies it does not model. Ask the GPU.
 # - At the power limit a better kernel may run at a lower clock. Compare rates, not clocks.
 # - A factor that commutes with the sum belongs in the output, and a pair survives the compiler only
 #   inside one block of assembly.

@@ -61,8 +61,8 @@ chapter.figure(
 # %% [markdown]
 # ## What changes
 #
-# {doc}`v7 <v7_packed>` made an activation cheaper and left the loop as it was in
-# {doc}`v6 <v6_short_kv>`. Up to head_dim 128 v8 changes the loop's head and nothing else:
+# {doc}`v7 <v7_packed>` has the loop of {doc}`v6 <v6_short_kv>`. Up to head_dim 128 v8 changes only
+# the loop's head:
 #
 # ```diff
 # -for block in tl.range(1, blocks):
@@ -102,7 +102,7 @@ chapter.glue(tanh=tanh, hidden_v7=hidden["v7"], hidden_v8=hidden["v8"], after=ta
 # makes the MMAs of software-pipelined `for` loops asynchronous, and waits wherever it cannot prove
 # that a result is not needed yet {cite}`fbtriton`. A loop counts as pipelined by its number of
 # stages, a launch option unless the loop sets its own. With `num_stages=0`, or 1, the pass leaves
-# the loop alone; 2 brings the waits back. (`NUM_STAGES` is the number of K and V buffers.)
+# the loop alone; 2 brings the waits back. (`NUM_STAGES` counts K and V buffers.)
 #
 # ptxas then reorders the instructions. A wait is `WARPGROUP.DEPBAR` there:
 
@@ -249,9 +249,9 @@ chapter.glue(v4_added=len(loops.in_ir(plain)) - len(loops.in_ir(changed)))
 # :class: dropdown
 #
 # It adds {glue:text}`v4_added:.0f`. They do not matter: v4 waits for each MMA itself before it does
-# anything else, so an added wait finds nothing to wait for. With and without them, MMAs and `tanh`
-# come in the same order in {term}`SASS`. Waits matter where a rung issues one MMA before it waits
-# for another: v5 to v7.
+# anything else, so an added wait finds nothing to wait for. MMAs and `tanh` come in the same order
+# in {term}`SASS` either way. Waits matter where a rung issues one MMA before it waits for another:
+# v5 to v7.
 # :::
 #
 # :::{exercise} Why the boundary was never affected
@@ -264,18 +264,18 @@ chapter.glue(v4_added=len(loops.in_ir(plain)) - len(loops.in_ir(changed)))
 # :::{solution} ex-v8-boundary
 # :class: dropdown
 #
-# The boundary follows the `for` loop, in the body of the `while` loop over the list. The pass looks
-# at `for` loops only, so the order is as written in both kernels. For the same reason 256 keys
-# could not gain much: of two blocks one is the boundary.
+# The boundary follows the `for` loop, in the `while` loop over the list, and the pass looks at
+# `for` loops only. For the same reason 256 keys could not gain much: of two blocks one is the
+# boundary.
 # :::
 #
 # :::{exercise} The price of a wait moved up
 # :label: ex-v8-price
 #
 # {term}`MUFU` takes 8 cycles for one `tanh` of a warp. In v8 {glue:text}`after:.0f` of
-# {glue:text}`tanh:.0f` come after the wait for P V. For how many cycles of a block does a consumer
-# have nothing in flight, at least? What share of the block is that if it has the SM to itself, and
-# how much of it must remain with two consumers? *(paper, ten minutes)*
+# {glue:text}`tanh:.0f` come after the wait for P V. For at least how many cycles of a block does a
+# consumer have nothing in flight? What share of the block is that if it has the SM to itself, and
+# how much must remain with two consumers? *(paper, ten minutes)*
 # :::
 
 # %% tags=["remove-cell"]

@@ -269,12 +269,12 @@ chapter.glue(
 # {glue:text}`fitted:.0f` rows, four constants, residuals of {glue:text}`rms:.1f` % (root mean
 # square) and {glue:text}`most_residual:.1f` % at most. A GELU takes {glue:text}`pj_gelu:.0f` pJ, a
 # SiLU, with the same tanh and fewer FMAs, {glue:text}`pj_silu:.0f` pJ; ReLU cannot be told from
-# nothing. "FLOP" includes all that comes with one: shared memory, registers, instructions. Pairs
-# are a fixed multiple of FLOPs, so only identity and ReLU separate an activation from an
-# {term}`MMA`, at one length. SiLU's constant comes from a single row. And energy depends on
-# voltage, which follows the clock. At 512 tokens {glue:text}`bytes_512:.0f` % of a call are bytes
-# and {glue:text}`gelu_512:.0f` % GELU: with a free one v8 would reach {glue:text}`free:.0f` % of
-# its roofline (modelled), instead of {glue:text}`own_512:.0f`.
+# nothing. "FLOP" includes shared memory, registers, instructions. Pairs are a fixed multiple of
+# FLOPs, so only identity and ReLU separate an activation from an {term}`MMA`, at one length; SiLU's
+# constant comes from a single row; and energy depends on voltage, which follows the clock. At 512
+# tokens {glue:text}`bytes_512:.0f` % of a call are bytes and {glue:text}`gelu_512:.0f` % GELU: with
+# a free one v8 would reach {glue:text}`free:.0f` % of its roofline (modelled), instead of
+# {glue:text}`own_512:.0f`.
 #
 # For other kernels the activation cannot be separated at all. Two constants each, forward:
 

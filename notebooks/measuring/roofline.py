@@ -111,8 +111,8 @@ chapter.figure(
 # limit, and the clock falls until it no longer does. The compute ceiling is one large matmul of
 # random bf16 matrices, {glue:text}`matmul:.0f` TFLOP/s. The memory ceiling is a copy with the
 # kernel's own mix of reads and writes. Self-attention reads three tensors and writes one. A plain
-# copy is slower, because DRAM loses time whenever it turns from reading to writing. Between
-# measured mixes the rate is interpolated:
+# copy is slower, because DRAM loses time when it turns from reading to writing. Between measured
+# mixes we interpolate:
 
 # %%
 mixes = pd.DataFrame(ceilings.copies, columns=["read per written byte", "GB/s"])
@@ -211,9 +211,8 @@ chapter.glue(
 # with them it costs nothing. *Between* them it costs all of that: the first matmul must end before
 # the activation can begin, and the activation before the second matmul. A kernel whose tensor cores
 # wait meanwhile reaches at most {glue:text}`in_turns:.0f` TFLOP/s, {glue:text}`turns_share:.0f` %
-# of the compute ceiling. A rung above that line must overlap the two. The rungs up to {doc}`v3
-# <../forward/v3_persistent>` overlap them only as far as the hardware happens to interleave
-# independent programs, and do not get there:
+# of the compute ceiling. The rungs up to {doc}`v3 <../forward/v3_persistent>` overlap the two only
+# as far as the hardware happens to interleave programs, and stay below that line:
 
 # %% tags=["remove-input"]
 early = timed[timed["impl"].isin(["v1_tiled", "v2_tma", "v3_persistent"])]

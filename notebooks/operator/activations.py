@@ -11,9 +11,9 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will judge an approximation by the rounding that hides it, and choose inputs that expose one
-# with a limited range. One `tanh.approx` per score is enough for GELU and SiLU. The degree-6
-# polynomial of the published kernel is GELU for small scores only: at standard deviation 1 it is
-# off by {glue:text}`l2_one:.0f` %.
+# with a limited range. One `tanh.approx` per score is enough for GELU and SiLU. The published
+# kernel's degree-6 polynomial is GELU for small scores only: at standard deviation 1 it is off by
+# {glue:text}`l2_one:.0f` %.
 # :::
 
 # %%
@@ -92,9 +92,9 @@ chapter.figure(
 # take the smaller number: **an error well below $2^{-9}$ of the activated score disappears in a
 # rounding that happens anyway.**
 #
-# For a whole row we take the relative error in the L2 norm. If the values in $V$ have mean zero and
-# are independent of the errors, signal and error of the sum $P V$ both grow like the root of the
-# number of keys: the output inherits the relative L2 error of $P$, however many keys there are.
+# For a whole row we take the relative L2 error. If the values in $V$ have mean zero and are
+# independent of the errors, signal and error of $P V$ both grow like the root of the number of
+# keys: the output inherits the relative L2 error of $P$.
 #
 # ## Three ways to compute GELU
 #
@@ -147,11 +147,11 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# The tanh form is never more than {glue:text}`tanh_worst:.1f` × 10⁻⁴ away from GELU, and most
-# networks are trained with it in the first place; the fitted one {glue:text}`fitted_worst:.1f` ×
-# 10⁻⁴. The polynomial is excellent near zero and then departs from GELU abruptly: its error is
-# {glue:text}`worst_1:.4f` up to $|x| = 1$ and {glue:text}`worst_4:.0f` up to 4. It stays below the
-# yardstick only for $x$ between {glue:text}`left:.2f` and {glue:text}`right:.2f`.
+# The tanh form is never more than {glue:text}`tanh_worst:.1f` × 10⁻⁴ away from GELU, the fitted one
+# {glue:text}`fitted_worst:.1f` × 10⁻⁴. The polynomial is excellent near zero and then departs from
+# GELU abruptly: its error is {glue:text}`worst_1:.4f` up to $|x| = 1$ and {glue:text}`worst_4:.0f`
+# up to 4. It stays below the yardstick only for $x$ between {glue:text}`left:.2f` and
+# {glue:text}`right:.2f`.
 #
 # ## What the instruction is worth
 #
@@ -250,9 +250,9 @@ chapter.table(cost.reset_index(names="activation"), modelled="counts of the comp
 # One MUFU per score is {glue:text}`mufu:.0f` % of the tensor cores' time on Hopper, hidden if the
 # kernel overlaps the two; the ladder is about that. GELU by its error function compiles to
 # {glue:text}`erf:.0f` instructions of all kinds, {glue:text}`erf_slots:.0f` % of the issue slots in
-# that time: nothing could hide it. On Blackwell the tensor cores are twice as fast and the special
-# function unit is not {cite}`zadouri2026flashattention4`: one MUFU per score takes as long as the
-# MMAs, and removing it is worth a polynomial.
+# that time: nothing could hide it. On Blackwell the tensor cores are twice as fast and MUFU is not
+# {cite}`zadouri2026flashattention4`: one MUFU per score takes as long as the MMAs, and removing it
+# is worth a polynomial.
 #
 # ## Exercises
 #

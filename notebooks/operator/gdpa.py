@@ -10,8 +10,7 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will call the operator in its three uses, stream it over blocks of keys in four lines, and
-# tell two published scale conventions apart. Without softmax a row of scores needs no maximum, no
-# sum and no rescaling: blocks of keys simply add up.
+# tell two published scale conventions apart. Without softmax, blocks of keys simply add up.
 # :::
 
 # %%
@@ -162,8 +161,8 @@ for some in (blocks, blocks[::-1]):
 #
 # ## One operator, three uses
 #
-# The panels of {numref}`fig-gdpa-uses` differ in where the rows come from. In **self-attention**
-# all three tensors are projections of the same tokens, as in the first cell.
+# In {numref}`fig-gdpa-uses` the rows come from different places. In **self-attention** all three
+# tensors are projections of the same tokens, as in the first cell.
 #
 # **{term}`PMA`**, pooling by multi-head attention {cite}`lee2019settransformer`, summarises a
 # history of any length in a fixed number of rows. The original uses softmax; GDPA keeps its shape.
@@ -256,7 +255,7 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # :class: dropdown
 #
 # Existing pairs: $3^2 + 0 + 5^2 + 2^2 = 38$. Padded: $4 \cdot 5^2 = 100$. Half of the rows exist,
-# but only 38 % of the pairs. {doc}`workloads` has the general formula.
+# but only 38 % of the pairs ({doc}`workloads`).
 # :::
 #
 # :::{exercise} Split the keys
@@ -269,9 +268,9 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # :::{solution} ex-gdpa-split
 # :class: dropdown
 #
-# `sum(gdpa_in_blocks(q, part) for part in parts)`: one partial output per SM, added. In fp32 and in
-# a fixed order the result is the same from run to run. Softmax needs each SM's maximum and sum too,
-# and each partial output must be rescaled before it is added.
+# `sum(gdpa_in_blocks(q, part) for part in parts)`: one partial output per SM, added. In fixed order
+# the result repeats bit for bit. Softmax also needs each SM's maximum and sum, and rescales each
+# partial output before adding it.
 # :::
 #
 # :::{exercise} Not zero at zero

@@ -10,9 +10,9 @@
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will compute a batch's FLOPs, fewest bytes and padding waste from its lengths, and predict how
-# evenly a list of tiles loads the GPU. Tokens fill a padded batch in proportion to the mean length,
-# pairs in proportion to the mean *square*: for MovieLens 20M a padded kernel computes
-# {glue:text}`waste:.0f` scores for each one that is needed.
+# evenly a list of tiles loads the GPU. Pairs fill a padded batch in proportion to the mean *square*
+# of the length: for MovieLens 20M a padded kernel computes {glue:text}`waste:.0f` scores for each
+# one that is needed.
 # :::
 
 # %%
@@ -79,12 +79,12 @@ assert (pairs, flops, moved) == (w.pairs, w.flops("forward"), w.bytes("forward")
 print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 
 # %% [markdown]
-# These lines hold the conventions of the book. A pair costs $4 \cdot \mathtt{head\_dim}$ FLOPs per
-# head, a multiply-add in each of two matmuls. Neither the activation nor work on padding counts,
-# for any implementation. The fewest bytes are $Q$, $K$ and $V$ read once and $O$ written once. The
-# backward pass has five matmuls and counts 2.5 times the FLOPs. FLOPs per byte span
-# {glue:text}`least:.0f` to {glue:text}`most:,.0f` over the workloads of the forward pass;
-# {doc}`../measuring/roofline` says which of them are limited by the memory of an H200.
+# The book's conventions: a pair costs $4 \cdot \mathtt{head\_dim}$ FLOPs per head, a multiply-add
+# in each of two matmuls. Neither the activation nor work on padding counts, for any implementation.
+# The fewest bytes are $Q$, $K$ and $V$ read once and $O$ written once. The backward pass has five
+# matmuls and counts 2.5 times the FLOPs. FLOPs per byte span {glue:text}`least:.0f` to
+# {glue:text}`most:,.0f` over the workloads of the forward pass; {doc}`../measuring/roofline` says
+# which of them are limited by the memory of an H200.
 #
 # ## Laws of length
 #
@@ -98,10 +98,10 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 # - **KuaiRand**: interactions per user, interpolated between published quantiles
 #   {cite}`gao2022kuairand,kuairandlongseq`.
 #
-# Every history is capped at `max_seqlen`, as in a model. No raw data is part of this repository.
-# These laws count each user once. A ranking model is trained on *events*, and active users have
-# more, with longer histories: drawn by events (`ml25m-events`), MovieLens 25M fills
-# {glue:text}`events:.0f` % of 1,024 rows instead of {glue:text}`users:.0f` %.
+# Every history is capped at `max_seqlen`, as in a model. These laws count each user once. A ranking
+# model is trained on *events*, and active users have more, with longer histories: drawn by events
+# (`ml25m-events`), MovieLens 25M fills {glue:text}`events:.0f` % of 1,024 rows instead of
+# {glue:text}`users:.0f` %.
 #
 # ## What padding wastes
 #
@@ -149,8 +149,8 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 # One of the published charts is called self-attention with sparsity 0.5. Its script shortens the
 # queries only: keys and values stay at full length for every sequence
 # {cite}`adsmodelkernellibrary`. That is not self-attention on a jagged batch, where a query meets
-# {glue:text}`keys:.0f` keys on average instead of 1,024. We measure both, as `half-dense` and
-# `half-jagged`; the dense one has {glue:text}`dense_over_jagged:.2f` times the FLOPs.
+# {glue:text}`keys:.0f` keys on average instead of 1,024. We measure both; `half-dense` has
+# {glue:text}`dense_over_jagged:.2f` times the FLOPs of `half-jagged`.
 #
 # With dense keys *every tile of queries costs the same*. Such a batch shows what skipping empty
 # tiles is worth, but not what their order is worth. The published kernel orders its tiles in a
@@ -241,8 +241,8 @@ assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the tex
 # {glue:text}`zigzag_worst:.0f` %. **A queue needs no list**: where the hardware gives the next tile
 # to the first free slot, the imbalance is at most {glue:text}`queue_worst:.2f`.
 #
-# That is the surprise of this chapter. A {term}`tile scheduler` has to beat a launch grid that
-# costs nothing to make. {doc}`../forward/v3_persistent` measures whether it does.
+# That is the surprise: a {term}`tile scheduler` has to beat a launch grid that costs nothing to
+# make. {doc}`../forward/v3_persistent` measures whether it does.
 #
 # ## Exercises
 #

@@ -10,10 +10,10 @@
 # Can a laptop without a GPU tell whether a warp-specialized kernel is right, and where it is not?
 #
 # :::{admonition} In this chapter (25 minutes)
-# You will read the barriers of a small kernel from its timeline, run it under schedules of your
-# choice, and know why a race is found even when the result is right. All {glue:text}`small:.0f`
-# mistakes put into the kernel's synchronisation are found. On the H200 all
-# {glue:text}`outputs:.0f` outputs that were compared agree within one rounding.
+# You will read a small kernel's barriers from its timeline, run it under schedules of your choice,
+# and learn why a race is found even when the result is right. All {glue:text}`small:.0f` mistakes
+# planted in the kernel's synchronisation are found. On the H200 all {glue:text}`outputs:.0f`
+# outputs that were compared agree within one rounding.
 # :::
 
 # %%
@@ -54,9 +54,9 @@ chapter.figure(trace, emulated="notebooks/tools/kernels/pipeline.py under the mo
 #
 # A warp-specialized kernel splits a program into roles. One warp only asks the copy engine, TMA,
 # for tiles; four warps only issue MMAs; between them lie buffers in shared memory, and barriers
-# that say when a buffer is full and when it is empty. After a mistake there the kernel hangs, or is
-# wrong once in a thousand launches. This one, `notebooks/tools/kernels/pipeline.py`, finds the
-# largest score over all keys for each of 64 queries:
+# that say when a buffer is full or empty. A mistake there hangs the kernel, or makes it wrong once
+# in a thousand launches. This one, `notebooks/tools/kernels/pipeline.py`, finds the largest score
+# over all keys for each of 64 queries:
 
 # %% tags=["remove-input"]
 chapter.code(pipeline.load, "for i in")
@@ -69,12 +69,11 @@ chapter.code(pipeline.math, "for i in", "tl.store")
 # | `k_empty[i]` | 1 | `math` | `load` waits |
 #
 # The emulator runs this source on CPU tensors. The body of each `async_task` becomes a greenlet, a
-# function that can be left in the middle and resumed there. One runs at a time, up to the next
-# operation that another role can notice. There the *schedule* decides who goes on. "modelled" gives
-# every role and engine a clock in cycles and lets whoever is behind go first; roles share the
-# tensor core, the ports of both memories, the {term}`MUFU` and the issue slots. An integer seeds
-# random choices, which reach orders that a GPU would show once in years. A finding is raised as an
-# error, with file and line:
+# function that can pause and resume. One runs at a time, up to the next operation that another role
+# can notice. There the *schedule* decides who goes on. "modelled" gives every role and engine a
+# clock in cycles and runs the one furthest behind; roles share the tensor core, the ports of both
+# memories, the {term}`MUFU` and the issue slots. An integer seeds random choices, which reach
+# orders that a GPU would show once in years. A finding is raised as an error, with file and line:
 
 # %%
 given = studies.batch((70, 0, 33))
@@ -89,9 +88,9 @@ with tritonemu.enabled(schedule=7):
 #
 # ## A barrier is two counters and a parity
 #
-# An {term}`mbarrier` {cite}`nvidiaptx` counts down the arrivals that its current phase still lacks,
-# and the bytes that were announced and have not come. At zero of both the next phase begins. A wait
-# names no phase, only a parity, and passes if the phase of that parity is the last one completed:
+# An {term}`mbarrier` {cite}`nvidiaptx` counts down the arrivals and announced bytes that its
+# current phase still lacks. At zero the next phase begins. A wait names no phase, only a parity,
+# and passes if the last completed phase has that parity:
 
 
 # %%
@@ -122,17 +121,17 @@ print("delivered:", full.passes(0))
 # its buffers empty without anybody having released them.
 #
 # If two math roles read every buffer, `k_empty` needs two arrivals for each phase, and a fast role
-# cannot give both: before it reads again it waits for a filling that waits for the slow role.
+# cannot give both: before it reads again it waits for a copy that waits for the slow role.
 #
 # ## Before and after, as integers
 #
-# A copy writes its buffer some time after it was asked for. The emulator moves the bytes at once
-# and remembers that nobody knows it yet: every asynchronous operation is one bit, and a role
-# *knows* the operation when the bit is in its set. What a role did itself is a number, its *epoch*.
-# An arrival leaves at the barrier what the arriving role knows, and a wait that passes takes it
-# over. Together they are a vector clock, which computes "happened before"
-# {cite}`lamport1978time`. Two accesses to the same bytes, one of them a write, race if the later
-# side does not know the earlier one. The emulator's own classes on two copies to `k[0]`, A and B:
+# A copy lands some time after it is issued. The emulator moves the bytes at once and remembers that
+# no role knows it yet: every asynchronous operation is one bit, and a role *knows* the operation
+# when the bit is in its set. A role counts its own steps, its *epoch*. An arrival leaves at the
+# barrier what the arriving role knows, and a wait that passes takes it over. Together they are a
+# vector clock, which computes "happened before" {cite}`lamport1978time`. Two accesses to the same
+# bytes, one of them a write, race if the later side does not know the earlier one. The emulator's
+# own classes on two copies to `k[0]`, A and B:
 
 # %%
 BYTES, AT = 2**16 - 1, ("pipeline.py", 0)
@@ -149,9 +148,9 @@ load.join(math)  # load waits for k_empty[0]
 print("copy B, after a wait:", k0.record(copy_b, load))
 
 # %% [markdown]
-# Nothing here asks *when* something happened. Whether a chain of arrivals and waits leads from one
-# access to another follows from the program. So a race is found under any schedule that performs
-# both accesses. Below, `math` releases its buffer before it multiplies:
+# Nothing here asks *when* something happened. The program decides whether a chain of arrivals and
+# waits leads from one access to another, so any schedule that performs both accesses shows the
+# race. Below, `math` releases its buffer before it multiplies:
 
 # %%
 RELEASE = "        tlx.barrier_arrive(k_empty[stage])\n"
@@ -185,16 +184,16 @@ print("; ".join(f"{name}: {text.split(':')[0] or 'nothing'}" for name, text in f
 #
 # ## A parity knows only even and odd
 #
-# In `turns.py` `load` fills a ring of three slots and two roles `add` take every second filling, so
-# a slot goes from one role to the other:
+# In `turns.py`, `load` fills a ring of three slots and two `add` roles take every other fill, so a
+# slot passes from one role to the other:
 
 # %%
 print(studies.findings(lambda: turns.main(slots=3, roles=2, rows=6), ["modelled"])[0])
 
 # %% [markdown]
-# A kernel for block attention did this: on the H200 some variants failed only after many launches,
-# and the emulator had seen nothing, since it hardly ever made a copy late enough. So it does not
-# try to hit the bad order. It demands the proof.
+# One of our block attention kernels did this. On the H200 some variants failed only after many
+# launches; the emulator had seen nothing, since it hardly ever made a copy late enough. So it no
+# longer tries to hit the bad order. It demands proof of the right one.
 #
 # ## Evidence
 #
@@ -217,11 +216,11 @@ chapter.glue(
 
 # %% [markdown]
 # The tests break {glue:text}`subjects:.0f` kernels of fbtriton's tutorials {cite}`fbtriton` and of
-# this book in the same way; {glue:text}`harmless:.0f` mutants may go unnoticed, listed with the
-# reason why the kernel is still right. They also launch the tutorials as they are,
-# {glue:text}`launches:.0f` launches under {glue:text}`random:.0f` random schedules each; for
-# those that need Blackwell this is the only execution we have. The outputs of a GPU are measured
-# (record {glue:text}`of`); a rounding is the spacing of the dtype at the output's largest value.
+# this book in the same way; {glue:text}`harmless:.0f` mutants may go unnoticed, each listed with
+# the reason why it is still right. They also launch the tutorials as they are,
+# {glue:text}`launches:.0f` launches under {glue:text}`random:.0f` random schedules each; for those
+# that need Blackwell this is the only execution we have. The outputs of a GPU are measured (record
+# {glue:text}`of`); a rounding is the spacing of the dtype at the output's largest value.
 #
 # ## The surprise: what it found without being asked
 #
@@ -234,8 +233,8 @@ options = made.kwargs | {"uninitialized": "error", "arch": case.arch}
 print(*studies.findings(lambda: tritonemu.run(made.kernel, made.grid, *made.args, **options), [0]))
 
 # %% [markdown]
-# One role rescales the accumulator before the first MMA too, when nobody has written it. That MMA
-# overwrites it, so the output is right, until somebody lets the first MMA accumulate.
+# One role rescales the accumulator even before the first MMA, when it is uninitialized. That MMA
+# overwrites it, so the output is right, until someone lets the first MMA accumulate.
 #
 # ## What it proves, and what it cannot
 #

@@ -64,11 +64,11 @@ def _(session):
 
 
 # %% [markdown]
-# Each workload is also measured with `exp` of q in place of the operator: one kernel, launched by
-# PyTorch. And a loop of plain Python says how fast this host interprets. Hosts of the same kind
-# differ by a factor of three, and one host changes from minute to minute, so compare with `exp`.
-# `TRITON_ENABLE_C_CACHE=1 TRITON_USE_C_DISPATCHER=1` makes Triton launch in C where a kernel allows
-# it; both launchers are measured.
+# Each workload is also measured with `exp` of q in place of the operator, one kernel launched by
+# PyTorch, and with a loop of plain Python. Hosts of the same kind differ by a factor of three, and
+# one host changes from minute to minute, so compare with `exp`. `TRITON_ENABLE_C_CACHE=1
+# TRITON_USE_C_DISPATCHER=1` makes Triton launch in C where a kernel allows it; both launchers are
+# measured.
 #
 # ## What was found
 
@@ -146,9 +146,8 @@ chapter.predict("Launched in C, forward takes this share of its time (median).",
 # Offsets live on the GPU. Reading them on the host waits for everything enqueued before, and the
 # queue runs dry. Unless told not to, `gdpa` reads them in each call, to check them. It could
 # remember which tensor it has checked, but a collective, a CUDA graph or another library can write
-# to a tensor without leaving a trace. So nothing is remembered behind the caller's back.
-# `Lengths(cu_seqlens)` copies the offsets, checks them once, and keeps the lists of work that
-# kernels make of them:
+# to a tensor without leaving a trace. So it does not. `Lengths(cu_seqlens)` copies the offsets,
+# checks them once, and keeps the lists of work that kernels make of them:
 
 
 # %%
@@ -295,7 +294,7 @@ chapter.glue(worst=f"{impl} on {slow}", worst_kernel=kernel[impl][slow],
 #
 # ## Takeaways
 #
-# - Measure host time on calls in a row, with inputs that no call has seen, in units of a call of
-#   PyTorch. An absolute time is a property of that host.
+# - Measure host time on calls in a row, with fresh inputs, in units of a PyTorch call. An absolute
+#   time is a property of that host.
 # - Remember nothing that somebody else can change. Let the caller hold what is shared.
 # - Where the host is the limit, PyTorch's own CUDA graphs are the way out.

@@ -58,7 +58,7 @@ GELU = reference.ACTIVATIONS["gelu_tanh"].function
 # The operator is Kunlun's {cite}`hou2026kunlun`; pooling by seeds comes from Set Transformer
 # {cite}`lee2019settransformer`, the feed-forward layer with computed weights from InterFormer
 # {cite}`zeng2024interformer`. Layers take pairs `(values, offsets)` or nested tensors of layout
-# `torch.jagged`: the same rows in memory. Residuals and norms are the caller's.
+# `torch.jagged`. Residuals and norms are the caller's.
 #
 # Their references are plain PyTorch, one sequence at a time, without padding or our operators:
 

@@ -219,8 +219,7 @@ chapter.table(frame.reset_index(names="gradients of"), emulated="kernels of a ba
 # %% [markdown]
 # The request reaches the kernels of {glue:text}`thrifty`. v1 leaves out a whole kernel, the fused
 # ones the matmuls, the fp32 dQ and its conversion. The other rungs compute all three gradients, and
-# the operator drops the rest. Where only dQ or only dV is needed, try
-# `backward_impl="v1_tiled_backward"`; no record of ours compares them.
+# the operator drops the rest.
 #
 # ## Gradients of any strides
 #
@@ -308,7 +307,7 @@ out.float().sum().backward()
 print(f"out {out.dtype}, gradients {[str(x.grad.dtype) for x in single]}")
 
 # %% [markdown]
-# What layers make of the operator is in {doc}`layers`, what a call costs in {doc}`host_time`.
+# {doc}`layers` builds on the operator, {doc}`host_time` times its calls.
 #
 # ## Exercises
 #
@@ -332,9 +331,8 @@ assert size == sum(LENGTHS) * (1536 + 512) * 2, "the answer says so"
 #
 # The input x, for the gradient of the first projection; q, k and v, slices of one tensor of width
 # 1,536; and the output of `gdpa`, which is the input of the second projection. That is 512 +
-# 1,536 + 512 numbers a row, 4.77 GiB. Softmax adds a log-sum-exp, 4 bytes for each head and row:
-# 0.015 GiB. Here the two differ little; what GDPA does not need is the row sum of $dO \odot O$, and
-# reading the output for it.
+# 1,536 + 512 numbers a row, 4.77 GiB. Softmax adds a log-sum-exp, 4 bytes per head and row: 0.015
+# GiB. GDPA's real saving is the row sum of $dO \odot O$, and reading the output for it.
 # :::
 #
 # :::{exercise} Only the queries are trained
