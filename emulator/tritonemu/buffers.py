@@ -30,7 +30,7 @@ from .errors import (
 )
 from .launch import current
 from .scheduler import Operation, Role
-from .tile import RAW, from_raw, to_raw
+from .tile import RAW, bytes_of, from_raw, to_raw
 
 LANES = 128
 _ALIGNMENT = 128
@@ -180,7 +180,7 @@ class Buffer:
 
     @property
     def itemsize(self) -> int:
-        return max(1, self.dtype.primitive_bitwidth // 8)
+        return bytes_of(self.dtype)
 
     @property
     def pitch(self) -> int:
@@ -194,7 +194,7 @@ class Buffer:
         """The size of one buffer: bytes of shared memory, columns of tensor memory."""
         if self.storage.tensor:
             return -(-self.shape[1] * self.itemsize // (8 if self.halved else 4))
-        return math.prod(self.shape) * self.itemsize
+        return self.num_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -288,16 +288,16 @@ class Buffer:
     def reinterpret(self, dtype: tl.dtype, shape: tuple[int, ...] | None) -> "Buffer":
         """Other elements on the same bytes."""
         one = self.single()
-        item = max(1, dtype.primitive_bitwidth // 8)
+        item = bytes_of(dtype)
         shape = one.shape if shape is None else tuple(shape)
         if one.storage.tensor:
             if math.prod(shape[1:]) * item > math.prod(one.shape[1:]) * one.itemsize:
                 raise InvalidKernel(f"{self.name} is too small for {dtype}{list(shape)}")
             strides = (0, 1)
         else:
-            if math.prod(shape) * item > one.num_bytes or one.strides != _packed(one.shape):
+            if math.prod(shape) * item > one.num_bytes or one.strides != packed(one.shape):
                 raise InvalidKernel(f"{self.name} cannot be seen as {dtype}{list(shape)}")
-            strides = _packed(shape)
+            strides = packed(shape)
         offset = one.offset * one.itemsize // item
         return replace(one, dtype=dtype, shape=shape, strides=strides, offset=offset)
 
@@ -320,18 +320,12 @@ class Buffer:
         key = (self.offset, self.shape, self.strides, self.itemsize)
         masks = self.storage.masks
         if key not in masks:
-            pairs = zip(self.shape, self.strides, strict=True)
-            dims = sorted(pairs, key=lambda pair: pair[1])
+            dims = zip(self.shape, self.strides, strict=True)
             if self.storage.tensor:
                 dims = [(self.shape[1] // (2 if self.paired else 1), 1)]
-            bits, extent = (1 << self.itemsize) - 1, 1
+            bits = (1 << self.itemsize) - 1
             for size, stride in dims:
-                step = stride * self.itemsize
-                if stride == extent:
-                    bits = _repeat(bits, step, size)
-                else:
-                    bits = sum(bits << step * i for i in range(size))
-                extent = stride * size
+                bits = _repeat(bits, stride * self.itemsize, size)
             masks[key] = bits << self.offset * self.itemsize
         return masks[key]
 
@@ -407,18 +401,13 @@ class Buffer:
 
 
 def _repeat(bits: int, step: int, times: int) -> int:
-    """`bits` side by side, `step` apart, by doubling."""
-    result, count = 0, 0
-    block, size = bits, 1
-    while times:
-        if times & 1:
-            result |= block << count * step
-            count += size
-        times >>= 1
-        block |= block << size * step
-        size *= 2
-    return result
+    """`bits` side by side, `step` apart."""
+    if times == 1:
+        return bits
+    half = _repeat(bits, step, times // 2)
+    both = half | half << step * (times // 2)
+    return both | bits << step * (times - 1) if times % 2 else both
 
 
-def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:
+def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -23,6 +23,7 @@ import triton.testing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from triton.backends.compiler import GPUTarget
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MULTIPROCESSORS = 4  # a few, so that persistent programs share work; clusters of 2 and 4 fit
 
@@ -148,15 +149,16 @@ def _is_gpu(device: Any) -> bool:
     return isinstance(device, int) or str(device).partition(":")[0] == "cuda"
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results, also those in a tuple or list."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += [item for item in value if isinstance(item, torch.Tensor)]
-    return found
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of arguments or results."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, TensorDescriptor):
+        return [value.base]
+    if not isinstance(value, (dict, tuple, list)):
+        return []
+    values = value.values() if isinstance(value, dict) else value
+    return [tensor for each in values for tensor in tensors_of(each)]
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
@@ -243,7 +245,7 @@ class _CudaIsCpu(TorchFunctionMode):
                 device = _GPU if _on_gpu(args[1]) else "cpu"
             elif not isinstance(args[1], torch.dtype):
                 device, args = args[1], (args[0], "cpu", *args[2:])
-        given = _tensors((*args, *kwargs.values()))
+        given = tensors_of((args, kwargs))
         on_gpu = any(map(_on_gpu, given))
         if device is None and not given:
             device = _device.CURRENT_DEVICE
@@ -256,7 +258,7 @@ class _CudaIsCpu(TorchFunctionMode):
             self.inside = inside
         if func is torch.Tensor.to and result is args[0] and _on_gpu(result) != on_gpu:
             result = result.clone()
-        for tensor in _tensors((result,)):
+        for tensor in tensors_of(result):
             if not any(tensor is each for each in given):
                 if on_gpu:
                     tensor.__dict__.pop(_HOST, None)

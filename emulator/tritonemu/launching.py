@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .errors import EmulatorError, ResourceLimit
 from .execution import run, undecorated
-from .gpu import WARMED_UP, check_arch
+from .gpu import WARMED_UP, check_arch, tensors_of
 from .launch import Report
 from .orders import order_of
 
@@ -76,7 +75,7 @@ def _take_launches() -> None:
     def taken(original: Callable) -> Callable:
         @functools.wraps(original)
         def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _ENABLED.get() is None or _are_on_gpu(_tensors((args, kwargs))):
+            if _ENABLED.get() is None or _are_on_gpu(tensors_of((args, kwargs))):
                 return original(self, *args, **kwargs)
             if kwargs.pop("warmup", False):
                 return WARMED_UP
@@ -87,18 +86,6 @@ def _take_launches() -> None:
     for kind in (JITFunction, Autotuner, Heuristics):
         if "run" in vars(kind):
             kind.run = taken(kind.run)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of launch arguments."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, TensorDescriptor):
-        return [value.base]
-    values = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, (dict, tuple, list)):
-        return []
-    return [tensor for each in values for tensor in _tensors(each)]
 
 
 def _are_on_gpu(tensors: list[torch.Tensor]) -> bool:
@@ -131,7 +118,9 @@ def _run_configurations(
     configs = [] if "config" in opened.options else undecorated(kernel, args, kwargs)[2]
     if len(configs) < 2:
         return launch()
-    before = [(x.untyped_storage(), x.untyped_storage().clone()) for x in _tensors((args, kwargs))]
+    before = [
+        (x.untyped_storage(), x.untyped_storage().clone()) for x in tensors_of((args, kwargs))
+    ]
 
     def launch_afresh(config: Any) -> Report:
         for storage, content in before:

@@ -167,13 +167,15 @@ class _Step:
     """A step of an execution: its thread, those that were able, what it did.
 
     after: steps that made it possible. floor: the first step of its group of clusters. sleep: what
-    the next step of threads does that need not be tried here.
+    the next step of threads does that need not be tried here, as it was, or is covered elsewhere.
+    wanted: threads to be tried here.
     """
 
     thread: _Thread
     able: list[_Thread]
     sleep: dict[_Thread, list[_Note]]
     floor: int
+    wanted: set[_Thread]
     after: list[int] = field(default_factory=list)
     notes: list[_Note] = field(default_factory=list)
 
@@ -224,25 +226,12 @@ class Execution(Choices):
             candidates = of if self.useless is not None else awake
             number = min(candidates, key=lambda thread: (self._turns[of[thread]], thread))
         chosen = of[number]
-        step = _Step(number, list(of), dict(self._sleep), self._floor)
+        step = _Step(number, list(of), dict(self._sleep), self._floor, {number})
         enablers = self._enabled.get(chosen)
         step.after = [enablers.pop(0)] if enablers else []
         step.notes = self._notes.pop(chosen, [])
         self.trace.append(step)
         return chosen
-
-
-@dataclass
-class _Node:
-    """A choice of the current execution: what was tried there, and what is to be.
-
-    sleep: threads tried there or covered elsewhere, with what their next step does.
-    """
-
-    chosen: _Thread
-    able: list[_Thread]
-    sleep: dict[_Thread, list[_Note]]
-    wanted: set[_Thread]
 
 
 class _Tree:
@@ -252,7 +241,7 @@ class _Tree:
 
     def __init__(self, reduced: bool = True):
         self._reduced = reduced
-        self._nodes: list[_Node] = []
+        self._nodes: list[_Step] = []  # of the current execution
         self.classes = self.useless = 0
         self.exhausted = False
 
@@ -282,19 +271,17 @@ class _Tree:
             node = self._nodes[-1]
             left = [thread for thread in node.able if thread in node.wanted - node.sleep.keys()]
             if left:
-                node.chosen = left[0]
-                return [each.chosen for each in self._nodes], dict(node.sleep)
+                node.thread = left[0]
+                return [each.thread for each in self._nodes], dict(node.sleep)
             self._nodes.pop()
         return None, {}
 
     def _learn(self, trace: list[_Step], known: int) -> None:
         """What a finished execution says of each of its choices. `known`: steps seen before."""
-        for step in trace[len(self._nodes) :]:
-            node = _Node(step.thread, step.able, dict(step.sleep), {step.thread})
-            self._nodes.append(node)
+        self._nodes += trace[len(self._nodes) :]
         self._find_races(trace, known)
         for node, step in zip(self._nodes, trace, strict=False):
-            node.sleep[node.chosen] = step.notes
+            node.sleep[step.thread] = step.notes
 
     def _find_races(self, trace: list[_Step], known: int) -> None:
         """Wherever two dependent steps could change places, have that tried."""

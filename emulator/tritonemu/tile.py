@@ -62,6 +62,10 @@ def held(dtype: tl.dtype) -> torch.dtype:
     return _HELD[dtype.name]
 
 
+def bytes_of(dtype: tl.dtype) -> int:
+    return max(1, dtype.primitive_bitwidth // 8)
+
+
 def _wrap(data: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
     width = _UNSIGNED.get(dtype.name)
     return data if width is None else data & ((1 << width) - 1)

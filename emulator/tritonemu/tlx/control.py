@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from .. import language
 from ..barriers import MBarrier
 from ..buffers import Buffer
 from ..errors import InvalidKernel, OutOfBounds, Unsupported
-from ..language import make_tensor_descriptor
 from ..launch import current
 from ..memory import Descriptor
 from ..rewrite import constant, static_int
@@ -24,7 +24,7 @@ from .sync import (
     in_cta,
     remote,
 )
-from .table import OPERATIONS, blackwell_only, op, point
+from .table import blackwell_only, op, point
 from .views import local_alloc, local_load
 
 
@@ -151,17 +151,15 @@ def allocate_tensor_descriptor(num: int) -> DescriptorSlot:
     return DescriptorSlot([None] * static_int(num))
 
 
-def _make_tensor_descriptor(
+@op
+def make_tensor_descriptor(
     desc_ptr: DescriptorSlot | None, base: Tile, shape: Any, strides: Any, block_shape: Any,
     padding_option: str = "zero",
 ) -> Descriptor:  # fmt: skip
-    descriptor = make_tensor_descriptor(base, shape, strides, block_shape, padding_option)
+    descriptor = language.make_tensor_descriptor(base, shape, strides, block_shape, padding_option)
     if desc_ptr is not None:
         desc_ptr.slots[desc_ptr.first] = descriptor
     return descriptor
-
-
-OPERATIONS["make_tensor_descriptor"] = _make_tensor_descriptor
 
 
 @op

@@ -7,12 +7,12 @@ import torch
 import triton.language as tl
 from triton.language.extra import tlx
 
-from ..buffers import LANES, AliasSpec, Buffer, ReuseGroup, Storage
+from ..buffers import LANES, AliasSpec, Buffer, ReuseGroup, Storage, packed
 from ..engines import SHARED_BYTES, TENSOR_BYTES
 from ..errors import InvalidKernel, Unsupported
 from ..rewrite import static_int
 from ..scheduler import Role
-from ..tile import Tile, to_tile
+from ..tile import Tile, bytes_of, to_tile
 from .table import OPERATIONS, blackwell_only, op, point
 
 
@@ -31,9 +31,8 @@ def local_alloc(
     elif isinstance(reuse, AliasSpec):
         where, offset, spec = reuse.storage, 0, reuse
     else:
-        item = max(1, dtype.primitive_bitwidth // 8)
         where, spec = reuse.storage, reuse.spec
-        offset = reuse.offset * reuse.itemsize // item
+        offset = reuse.offset * reuse.itemsize // bytes_of(dtype)
     if where.tensor != tensor:
         raise InvalidKernel(f"reuse must be in {storage}, got another kind of memory")
     alone = len(role.cta.cluster.ctas) == 1
@@ -44,10 +43,10 @@ def local_alloc(
         )
     if tensor and (len(sizes) != 2 or sizes[0] not in (64, LANES)):
         raise Unsupported(f"tensor memory of shape {list(sizes)}")
-    strides = tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
     halved = tensor and spec is not None and sizes[0] == 64 and not alone
     where.paired = True if halved else where.paired
-    buffer = Buffer(where, dtype, sizes, strides, offset, static_int(num), "buffer", spec, halved)
+    number = static_int(num)
+    buffer = Buffer(where, dtype, sizes, packed(sizes), offset, number, "buffer", spec, halved)
     buffer.fit()
     if reuse is None:
         role.cta.allocate(where)
