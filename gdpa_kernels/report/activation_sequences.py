@@ -273,17 +273,6 @@ def normal_gate(x: np.ndarray) -> np.ndarray:
     return torch.special.ndtr(torch.from_numpy(x)).numpy()
 
 
-def tanh_gate(x: np.ndarray) -> np.ndarray:
-    """The gate of GELU's tanh form."""
-    t = torch.from_numpy(x)
-    return torch.sigmoid(2 * math.sqrt(2 / math.pi) * (t + 0.044715 * t**3)).numpy()
-
-
-def logistic_gate(x: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-x)), the gate of SiLU."""
-    return torch.sigmoid(torch.from_numpy(x)).numpy()
-
-
 def odd_polynomial(x: np.ndarray, coefficients: Iterable[float]) -> np.ndarray:
     """c[0] x + c[1] x^3 + c[2] x^5 + ..."""
     return sum(c * x ** (2 * i + 1) for i, c in enumerate(coefficients))

@@ -18,6 +18,7 @@ HALF_ULP = 2.0**-9
 
 NODES = torch.linspace(-14, 14, 14_001, dtype=torch.float64)
 DENSITY = torch.exp(-0.5 * NODES**2)
+ENDS = math.log10(0.05), math.log10(16.0)
 GRID = torch.linspace(0, 20, 200_001, dtype=torch.float64)[1:]
 
 gelu: Formula = reference.ACTIVATIONS["gelu"].function
@@ -84,16 +85,16 @@ def reach(formula: Formula, sign: int = 1) -> float:
     return sign * leaves((formula(x) - gelu(x)).abs(), gelu(x))
 
 
-def by_std(formulas: dict[str, Formula], least: float = 0.05, most: float = 16.0) -> pd.DataFrame:
+def by_std(formulas: dict[str, Formula]) -> pd.DataFrame:
     """`normal_l2` of each formula by standard deviation, and the yardstick."""
-    deviations = torch.logspace(math.log10(least), math.log10(most), 200).tolist()
+    deviations = torch.logspace(*ENDS, 200).tolist()
     found = {name: [normal_l2(f, std) for std in deviations] for name, f in formulas.items()}
     return pd.DataFrame(found, index=deviations).assign(**{"half a bf16 unit": HALF_ULP})
 
 
-def by_score(formulas: dict[str, Formula], least: float = 0.05, most: float = 16.0) -> pd.DataFrame:
+def by_score(formulas: dict[str, Formula]) -> pd.DataFrame:
     """The larger of the errors of each formula at x and -x, by |x|, and the yardstick at +x."""
-    x = torch.logspace(math.log10(least), math.log10(most), 400, dtype=torch.float64)
+    x = torch.logspace(*ENDS, 400, dtype=torch.float64)
     sides = torch.stack([x, -x])
     found = {name: (f(sides) - gelu(sides)).abs().amax(0) for name, f in formulas.items()}
     return pd.DataFrame(found | {"half a bf16 unit": HALF_ULP * gelu(x)}, index=x.tolist())

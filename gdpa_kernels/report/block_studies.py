@@ -15,8 +15,9 @@ import tritonemu
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.measuring import compile_check, testing
+from gdpa_kernels.measuring import compile_check
 from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.report import studies
 
 RESULTS = ("out", "dq", "dk", "dv")
 """What a pass forward and backward of block attention gives."""
@@ -92,10 +93,10 @@ def emulated(
     return results, [report for report in reports if report.kernel != "block_list_kernel"]
 
 
-def traffic(module: ModuleType, given: Batch, config: object = None) -> pd.DataFrame:
+def traffic(module: ModuleType, given: Batch) -> pd.DataFrame:
     """What each kernel of a pass forward and backward loads and stores, in tensors of q's size,
     in the emulator: without caches."""
-    _, reports = emulated(module, given, config=config)
+    _, reports = emulated(module, given)
     unit = given.q.nbytes
     rows = [(x.kernel, x.bytes_loaded / unit, x.bytes_stored / unit) for x in reports]
     made = pd.DataFrame(rows, columns=["kernel", "read", "written"])
@@ -110,18 +111,12 @@ def comparison(
     Raises AssertionError if one of them fails `testing.compare`.
     """
     found, _ = emulated(module, given, config=config, **how)
-    exact = {name: getattr(given, name).double() for name in "qkv"}
+    wide, grad_out = studies.in_fp64(given), gradient(given)
     if given.rotary is not None:
-        exact["rotary"] = tuple(x.double() for x in given.rotary)
-    grad_out = gradient(given)
-    right = run_pass(reference, replace(given, **exact), grad_out=grad_out.double())
+        wide = replace(wide, rotary=tuple(x.double() for x in given.rotary))
+    exact = run_pass(reference, wide, grad_out=grad_out.double())
     same = run_pass(reference, given, grad_out=grad_out)
-    rows = []
-    for name, actual, expected, baseline in zip(RESULTS, found, right, same, strict=True):
-        error = testing.compare(name=name, actual=actual, expected=expected, baseline=baseline)
-        assert error.passed, error
-        rows.append((name, error.elements, error.max_abs, error.max_abs_budget))
-    return pd.DataFrame(rows, columns=["tensor", "elements", "largest error", "allowed"])
+    return studies.compared("tensor", RESULTS, found, exact, same)
 
 
 def timeline(

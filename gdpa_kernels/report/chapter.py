@@ -150,10 +150,9 @@ class Chapter:
         display(page.show_table(frame))
         display(self._origin(data, origin))
 
-    def ladder(self, impl: str, workload: str, of: str = "", direction: str = "forward") -> None:
-        """Show the ladder up to a rung on a workload, with the peers of that record; `of`: the
-        results of the direction unless given."""
-        rows = self.rows(of or f"{direction}/results", workload=workload, direction=direction)
+    def ladder(self, impl: str, workload: str, direction: str = "forward") -> None:
+        """Show the ladder up to a rung on a workload, with the peers, of the record of results."""
+        rows = self.rows(f"{direction}/results", workload=workload, direction=direction)
         listed = ladder.RUNGS if direction == "forward" else ladder.BACKWARD_RUNGS
         names = [rung.impl for rung in listed if rung.impl in set(rows["impl"])]
         rungs = names[: names.index(impl) + 1]

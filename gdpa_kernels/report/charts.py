@@ -415,12 +415,12 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
         return chart
 
 
-def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str, columns: int = 2) -> Figure:
-    """Bars on lanes over time, a panel for each title: frames with the columns lane, start, time
-    and label; a bar without a label is thin and grey."""
-    rows = -(-len(panels) // columns)
+def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figure:
+    """Bars on lanes over time, a panel for each title, two in a row: frames with the columns lane,
+    start, time and label; a bar without a label is thin and grey."""
+    rows = -(-len(panels) // 2)
     lanes = 1 + max(frame["lane"].max() for frame in panels.values())
-    with canvas(rows, columns, width=7.6, height=0.4 + rows * (0.6 + 0.24 * lanes),
+    with canvas(rows, 2, width=7.6, height=0.4 + rows * (0.6 + 0.24 * lanes),
                 sharex=True, sharey=True, squeeze=False) as (chart, axes):  # fmt: skip
         for axis in axes.flat[len(panels) :]:
             axis.set_axis_off()

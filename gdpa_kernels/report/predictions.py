@@ -159,9 +159,9 @@ def update(path: Path = PATH) -> bool:
     return changed
 
 
-def registered(path: Path = PATH) -> pd.DataFrame:
+def registered() -> pd.DataFrame:
     """The predictions in the file."""
-    return pd.read_csv(path)
+    return pd.read_csv(PATH)
 
 
 class Basis(NamedTuple):

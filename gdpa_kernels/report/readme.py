@@ -15,7 +15,6 @@ import pandas as pd
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring import baselines, record
 from gdpa_kernels.report import charts, results
-from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import Figure
 
 SYSTEM = "h200"
@@ -122,10 +121,11 @@ def update(root: Path = record.ROOT) -> bool:
 def _rows(data_dir: Path, line: Line) -> tuple[pd.DataFrame, str]:
     """Times of a row of the table, default constants, from the chapter's newest record, and the
     scope that leads: back to back if the record has those of a rung and a peer, else bursts."""
-    rows = Chapter(line.chapter, data_dir=data_dir, system=SYSTEM).rows(
-        workload=line.workload, direction=line.direction, scope=tuple(results.TIMED)
-    )
-    rows = rows[rows["time_us_p50"].notna()]
+    run = results.latest_record(data_dir, notebook=f"notebooks/{line.chapter}.py", system=SYSTEM)
+    table = results.table(data_dir, system=SYSTEM, workload=line.workload, latest=False)
+    keep = (table["record"] == run.id) & (table["direction"] == line.direction)
+    keep &= (table["variant"] == "") & table["time_us_p50"].notna()
+    rows = table[keep].drop_duplicates(["impl", "scope"])
     timed = set(rows["impl"][rows["scope"] == "sustained"])
     peers = timed & set(_peers(line))
     return rows, "sustained" if peers and timed - peers else "kernel"

@@ -77,27 +77,6 @@ def noise(rows: Sequence[Row]) -> pd.Series:
     return 100 * (medians.groupby(level=0).max() / medians.groupby(level=0).min() - 1)
 
 
-def worst(found: pd.DataFrame) -> pd.DataFrame:
-    """By workload and impl of `repeated`: the least time (us) and the largest `slower`."""
-    return found.groupby(["workload", "impl"], as_index=False).agg(
-        time_us=("time_us_p50", "min"), slower=("slower", "max")
-    )
-
-
-def median_interval(run: Record, workload: str, impl: str) -> tuple[float, float]:
-    """Two sorted samples (us) that enclose the true median of a kernel time with 96 %, whatever the
-    distribution: the 10th and the 21st of 30. ValueError for another number of samples."""
-    (samples,) = (
-        row.samples_us
-        for row in run.rows
-        if (row.workload, row.impl, row.scope, row.variant) == (workload, impl, "kernel", "")
-    )
-    if len(samples) != 30:
-        raise ValueError(f"{impl} on {workload} must have 30 samples, got {len(samples)}")
-    ordered = sorted(samples)
-    return ordered[9], ordered[20]
-
-
 def ratios(found: pd.DataFrame) -> pd.DataFrame:
     """For each pair of rungs that met on a workload in two or more records of `repeated`: by how
     many per cent the time of either, and their ratio, differ between records."""
@@ -113,18 +92,3 @@ def ratios(found: pd.DataFrame) -> pd.DataFrame:
                 rows.append((workload, f"{first[0]} / {second[0]}", *moved))
     columns = ["workload", "ratio of", "times differ by (%)", "ratios differ by (%)"]
     return pd.DataFrame(rows, columns=columns)
-
-
-def states(runs: Sequence[Record], times: pd.Series) -> pd.DataFrame:
-    """The device after the last sample of each of `runs` that `times` (us, by record) names, by
-    rising time."""
-    rows = []
-    for run in runs:
-        if run.id in times:
-            after = run.state["after"]
-            notebook = run.chapter.removeprefix("notebooks/").removesuffix(".py")
-            reasons = ", ".join(after["throttle_reasons"]) or "none"
-            measured = after["sm_clock_mhz"], after["power_w"], after["temperature_c"]
-            rows.append((times[run.id], notebook, *measured, reasons))
-    columns = ["p50 (µs)", "notebook", "SM clock (MHz)", "power (W)", "°C", "throttle reasons"]
-    return pd.DataFrame(rows, columns=columns).sort_values(columns[0], ignore_index=True)

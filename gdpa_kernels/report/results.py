@@ -1,7 +1,7 @@
 """Results: what records say, derived when read.
 
 A table row is one row of a record with its rates. Nothing here is stored: delete a record and its
-rows are gone, and `one` fails, so a book that quotes them does not build.
+rows are gone, and `latest_record` fails, so a book that quotes them does not build.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _NUMBERS = (
 )  # fmt: skip
 _LOAD = ("sm_clock_mhz", "power_w", "joules")
 COLUMNS = (*_IDENTITY, *_NUMBERS, "correct", "failure", "stale", "samples", *_LOAD)
-_MOST_LISTED = 20
 TIMED = {"kernel": "in bursts", "sustained": "back to back"}
 """Scopes of device time, as a text names them."""
 
@@ -84,29 +83,6 @@ def table(
         key = ["figure", "workload", "direction", "impl", "scope", "variant", per]
         frame = frame.drop_duplicates(key, keep="last", ignore_index=True)
     return frame
-
-
-def one(table: pd.DataFrame, **filters: Any) -> pd.Series:
-    """The only row whose columns equal `filters`.
-
-    LookupError saying what exists if no row or more than one matches; ValueError for an unknown
-    column.
-    """
-    unknown = sorted(set(filters) - set(table.columns))
-    if unknown:
-        raise ValueError(f"filters must be columns ({', '.join(table.columns)}), got {unknown}")
-    found = _matching(table, filters)
-    if len(found) == 1:
-        return found.iloc[0]
-    wanted = ", ".join(f"{name}={value!r}" for name, value in filters.items())
-    if len(found):
-        differing = [n for n in _IDENTITY if found[n].nunique() > 1]
-        listed = found[differing or list(_IDENTITY)].head(_MOST_LISTED)
-        raise LookupError(
-            f"one row must match {wanted}, got {len(found)}, which differ in:\n"
-            + listed.to_string(index=False)
-        )
-    raise LookupError(f"one row must match {wanted}, got none; {_alternatives(table, filters)}")
 
 
 def latest_record(
@@ -208,24 +184,3 @@ def _is_stale(record: Record, row: Row) -> bool:
         return True
     name = f"gdpa_kernels/{row.operator}/{row.impl}.py"
     return not record.package.ran(name, ROOT / name)
-
-
-def _matching(table: pd.DataFrame, filters: dict[str, Any]) -> pd.DataFrame:
-    keep = pd.Series(True, index=table.index)
-    for name, value in filters.items():
-        keep &= (table[name] == value).fillna(False).astype(bool)
-    return table[keep]
-
-
-def _alternatives(table: pd.DataFrame, filters: dict[str, Any]) -> str:
-    """For each filter, the values that exist with the other filters, or else at all."""
-    parts = []
-    for name in filters:
-        others = {n: v for n, v in filters.items() if n != name}
-        rows = _matching(table, others)
-        values = sorted({str(v) for v in (rows if len(rows) else table)[name]})
-        beside = "with the others" if len(rows) and others else "in the table"
-        listed = ", ".join(values[:_MOST_LISTED]) or "nothing"
-        more = f" and {len(values) - _MOST_LISTED} more" if len(values) > _MOST_LISTED else ""
-        parts.append(f"{name} {beside}: {listed}{more}")
-    return "; ".join(parts) or "the table is empty"

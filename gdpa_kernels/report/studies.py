@@ -110,6 +110,31 @@ def findings(
     return found
 
 
+def in_fp64(given: Any) -> Any:
+    """A batch with q, k and v in fp64."""
+    return replace(given, **{name: getattr(given, name).double() for name in "qkv"})
+
+
+def compared(
+    what: str,
+    names: Sequence[str | int],
+    found: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+    same: Sequence[torch.Tensor],
+) -> pd.DataFrame:
+    """Errors of tensors against fp64, a row for each: its name, in the column `what`, elements,
+    largest error, what is allowed. `same`: the same mathematics in PyTorch in the same dtype.
+
+    Raises AssertionError if one of them fails `testing.compare`.
+    """
+    rows = []
+    for name, actual, expected, baseline in zip(names, found, exact, same, strict=True):
+        error = testing.compare(name=str(name), actual=actual, expected=expected, baseline=baseline)
+        assert error.passed, error
+        rows.append((name, error.elements, error.max_abs, error.max_abs_budget))
+    return pd.DataFrame(rows, columns=[what, "elements", "largest error", "allowed"])
+
+
 def comparison(
     module: ModuleType, given: Batch, config: object = None, arch: str = "sm_90"
 ) -> pd.DataFrame:
@@ -119,17 +144,9 @@ def comparison(
     """
     with tritonemu.enabled(arch):
         out = module.forward(given, **({} if config is None else {"config": config}))
-    exact = reference.forward(replace(given, **{x: getattr(given, x).double() for x in "qkv"}))
-    same, ends = reference.forward(given), given.cu_seqlens_q.tolist()
-    rows = []
-    for start, end in zip(ends[:-1], ends[1:], strict=True):
-        actual, expected, baseline = (x[start:end] for x in (out, exact, same))
-        found = testing.compare(
-            name=f"{end - start}", actual=actual, expected=expected, baseline=baseline
-        )
-        assert found.passed, found
-        rows.append((end - start, found.elements, found.max_abs, found.max_abs_budget))
-    return pd.DataFrame(rows, columns=["length", "elements", "largest error", "allowed"])
+    tensors = out, reference.forward(in_fp64(given)), reference.forward(given)
+    lengths = given.cu_seqlens_q.diff().tolist()
+    return compared("length", lengths, *(x.split(lengths) for x in tensors))
 
 
 def gradient(given: Batch) -> torch.Tensor:
@@ -169,25 +186,13 @@ def backward(
     return Backward(found, {r.kernel: r for r in reports}, {x.name: x for x in seen})
 
 
-def compare_gradients(
-    found: Sequence[torch.Tensor], given: Batch, grad_out: torch.Tensor | None = None
-) -> pd.DataFrame:
-    """Errors of (dq, dk, dv) against fp64, a row for each: elements, largest error, what is
-    allowed, and the one in percent of the other.
-
-    Raises AssertionError if one of them fails `testing.compare`.
-    """
-    grad_out = gradient(given) if grad_out is None else grad_out
-    wide = replace(given, **{x: getattr(given, x).double() for x in "qkv"})
-    exact, same = reference.backward(grad_out.double(), wide), reference.backward(grad_out, given)
-    rows = []
-    for name, actual, expected, baseline in zip(GRADIENTS, found, exact, same, strict=True):
-        error = testing.compare(name=name, actual=actual, expected=expected, baseline=baseline)
-        assert error.passed, error
-        share = 100 * error.max_abs / error.max_abs_budget
-        rows.append((name, error.elements, error.max_abs, error.max_abs_budget, share))
-    columns = ["gradient", "elements", "largest error", "allowed", "% of allowed"]
-    return pd.DataFrame(rows, columns=columns).set_index("gradient")
+def compare_gradients(found: Sequence[torch.Tensor], given: Batch) -> pd.DataFrame:
+    """`compared` for (dq, dk, dv) of `gradient(given)`, and the error in percent of the allowed."""
+    grad_out = gradient(given)
+    exact = reference.backward(grad_out.double(), in_fp64(given))
+    errors = compared("gradient", GRADIENTS, found, exact, reference.backward(grad_out, given))
+    share = 100 * errors["largest error"] / errors["allowed"]
+    return errors.assign(**{"% of allowed": share}).set_index("gradient")
 
 
 def differences(

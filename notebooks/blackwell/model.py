@@ -304,7 +304,7 @@ if (shown["verdict"] == "").all():
 # %% tags=["remove-input"]
 registered = "TFLOP/s, registered 2026-11-22; all rows in the data"
 chapter.table(shown, data=table, modelled=registered)
-b5 = results.one(table, impl="b5_cta_pair", workload="gdpa-cross-full-1024")
+b5 = table.set_index(["impl", "workload"]).loc["b5_cta_pair", "gdpa-cross-full-1024"]
 chapter.glue(b5=b5["predicted"], b5_low=b5["from"], b5_high=b5["to"],
              b5_over=b5["predicted"] / bars["gdpa-cross-full-1024"], rows=len(table))  # fmt: skip
 *_, b3, _, b5, _ = predictions.EXPECTED["forward"]

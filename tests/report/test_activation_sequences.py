@@ -14,12 +14,24 @@ from gdpa_kernels.report import activation_sequences as sequences
 
 NAMES = [sequence.name for sequence in sequences.SEQUENCES]
 BOUNDED = [sequence for sequence in sequences.SEQUENCES if sequence.bound is not None]
+
+
+def tanh_gate(x: np.ndarray) -> np.ndarray:
+    """The gate of GELU's tanh form."""
+    return logistic_gate(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+
+
+def logistic_gate(x: np.ndarray) -> np.ndarray:
+    """The gate of SiLU."""
+    return torch.sigmoid(torch.from_numpy(x)).numpy()
+
+
 GATES = {
     "GATE_GELU_5": (sequences.normal_gate, 5, "gelu.poly5"),
     "GATE_GELU_9": (sequences.normal_gate, 9, "gelu.poly9"),
     "GATE_GELU_13": (sequences.normal_gate, 13, "gelu.poly13"),
-    "GATE_TANH_9": (sequences.tanh_gate, 9, "gelu_tanh.mix_quarter"),
-    "GATE_SILU_13": (sequences.logistic_gate, 13, "silu.mix_quarter"),
+    "GATE_TANH_9": (tanh_gate, 9, "gelu_tanh.mix_quarter"),
+    "GATE_SILU_13": (logistic_gate, 13, "silu.mix_quarter"),
 }
 
 

@@ -76,8 +76,8 @@ def test_parts_of_a_bar_begin_where_the_one_before_ends():
 
 def test_bars_on_lanes_lie_at_their_times():
     bars = pd.DataFrame({"lane": [0, 1], "start": [0, 2], "time": [2, 1], "label": ["7", ""]})
-    chart = charts.gantt({"one": bars}, xlabel="blocks", hue="v3_persistent", columns=1)
-    (axis,) = chart.axes
+    chart = charts.gantt({"one": bars}, xlabel="blocks", hue="v3_persistent")
+    axis, _ = chart.axes
     assert [(bar.get_x(), bar.get_width()) for bar in axis.patches] == [(0, 2), (2, 1)]
     assert axis.patches[0].get_height() > axis.patches[1].get_height()
 

@@ -49,26 +49,6 @@ def test_a_ratio_may_hold_where_times_move():
     assert row["ratios differ by (%)"] == pytest.approx(0)
 
 
-def test_states_are_sorted_by_time():
-    found = repeats.states(RUNS, pd.Series({"two": 110.0, "one": 100.0}))
-    assert list(found["p50 (µs)"]) == [100, 110] and set(found["throttle reasons"]) == {"none"}
-
-
-def test_the_interval_of_a_median_is_two_of_its_samples():
-    one = run("one", {"v1_tiled": 0.0})
-    one.rows[0].samples_us = tuple(range(30, 0, -1))
-    assert repeats.median_interval(one, "w", "v1_tiled") == (10, 21)
-    one.rows[0].samples_us = (1.0,)
-    with pytest.raises(ValueError, match="must have 30 samples, got 1"):
-        repeats.median_interval(one, "w", "v1_tiled")
-
-
-def test_the_worst_is_kept_for_each_kernel():
-    found = repeats.worst(repeats.repeated(RUNS)).set_index("impl")
-    assert found["time_us"].to_dict() == {"v1_tiled": 100, "v2_tma": 50}
-    assert found["slower"]["v1_tiled"] == pytest.approx(20)
-
-
 def test_a_protocol_is_held_against_ours_at_its_batch():
     rows = [
         (name, "w", flops, sample, time)

@@ -53,6 +53,14 @@ CEILINGS = (
 )
 
 
+def one(table: pd.DataFrame, **filters) -> pd.Series:
+    """The only row whose columns equal `filters`."""
+    for name, value in filters.items():
+        table = table[table[name] == value]
+    assert len(table) == 1
+    return table.iloc[0]
+
+
 def a_system(driver: str = "580.1", gpu: str | None = "NVIDIA H200") -> System:
     return System(
         gpu=gpu,
@@ -122,7 +130,7 @@ def sources() -> dict[str, str]:
 def test_derived_quantities(add, tmp_path):
     samples = (5000.0, 5100.0, 5200.0, 5400.0, 9000.0)
     made = add(a_row(samples_us=samples))
-    row = results.one(results.table(tmp_path))
+    row = one(results.table(tmp_path))
     assert list(row.index) == list(results.COLUMNS)
     assert row.figure == "gdpa-self-fwd-full"
     assert (row.system, row.gpu) == (made.system, "NVIDIA H200")
@@ -143,7 +151,7 @@ def test_percent_of_roofline_is_that_of_the_bracket(add, tmp_path, of):
     made = add(a_row(of, samples_us=(6000.0,)))
     limits = results.ceilings(made)
     bracket = roofline.bracket(of, "forward", limits)
-    row = results.one(results.table(tmp_path))
+    row = one(results.table(tmp_path))
     assert row.percent_of_roofline == pytest.approx(bracket.percent_of_roofline(6000.0))
 
 
@@ -192,7 +200,7 @@ def test_block_attention_in_percent_of_the_copy_of_its_mix(
         ceilings=MIXES,
         workloads={of.name: of.to_dict()},
     )
-    row = results.one(results.table(tmp_path))
+    row = one(results.table(tmp_path))
     assert row.percent_of_roofline == pytest.approx(100 * size / rate / 5000e-6)
     assert row.gbytes_per_s == pytest.approx(size / 5000e-6 / 1e9)
     assert (row.direction, row.figure, row.correct, row.stale) == (direction, "", True, False)
@@ -234,13 +242,13 @@ def test_gdpa_backward_in_percent_of_its_roofline(add, tmp_path, capsys, of, fig
     memory_us = (3 * q + 4 * k) / limits.gbytes_per_s(2 * q + 2 * k, q + 2 * k) / 1e3
     assert bracket.bound == bound
     found = results.table(tmp_path)
-    row = results.one(found, scope="kernel")
+    row = one(found, scope="kernel")
     floor = max(compute_us, memory_us)
     assert row.percent_of_roofline == pytest.approx(100 * floor / 9000.0)
     assert row.percent_of_roofline == pytest.approx(bracket.percent_of_roofline(9000.0))
     assert row.tflops == pytest.approx(of.flops("backward") / 9000e-6 / 1e12)
     assert (row.figure, row.direction, row.stale) == (figure, "backward", False)
-    step = results.one(found, scope="op")
+    step = one(found, scope="op")
     assert step.tflops == pytest.approx(3.5 / 2.5 * of.flops("backward") / 12000e-6 / 1e12)
     base = ["results", "--data-dir", str(tmp_path), "--figure", "gdpa-*-bwd-*"]
     assert __main__.main(base) == 0
@@ -261,7 +269,7 @@ def test_a_backward_is_stale_after_a_change_of_its_own_file(add, tmp_path):
 @pytest.mark.parametrize("kept", [(), CEILINGS[:1], CEILINGS[1:]])
 def test_without_ceilings_there_is_no_percentage(add, tmp_path, kept):
     assert results.ceilings(add(a_row(), ceilings=kept)) is None
-    row = results.one(results.table(tmp_path))
+    row = one(results.table(tmp_path))
     assert np.isnan(row.percent_of_roofline)
     assert row.tflops > 0
 
@@ -286,11 +294,11 @@ def test_failures_have_no_times_and_are_not_correct(add, tmp_path):
     )
     found = results.table(tmp_path)
     for impl in ("oom", "wrong"):
-        row = results.one(found, impl=impl)
+        row = one(found, impl=impl)
         assert row.correct is np.False_ or row.correct is False
         assert np.isnan(row.time_us_p50) and np.isnan(row.tflops) and row.samples == 0
-    assert results.one(found, impl="wrong").failure == "error 1 exceeds 0.001"
-    schedule = results.one(found, impl="zigzag")
+    assert one(found, impl="wrong").failure == "error 1 exceeds 0.001"
+    schedule = one(found, impl="zigzag")
     assert schedule.correct is pd.NA
     assert schedule.time_us_p50 == 9000.0
     assert np.isnan(schedule.tflops) and np.isnan(schedule.percent_of_roofline)
@@ -315,7 +323,7 @@ def test_latest_keeps_the_newest_of_each_row(add, tmp_path):
 def test_a_newer_failure_replaces_an_older_time(add, tmp_path):
     add(a_row(), day=1)
     add(a_row(samples_us=(), error=None, failure="does not compile"), day=2)
-    assert results.one(results.table(tmp_path)).failure == "does not compile"
+    assert one(results.table(tmp_path)).failure == "does not compile"
 
 
 def test_systems_stay_apart_unless_asked_per_gpu(add, tmp_path):
@@ -361,33 +369,6 @@ def test_stale_after_a_change_of_the_workload(add, tmp_path, monkeypatch):
     monkeypatch.setitem(WORKLOADS, SHORT.name, replace(SHORT, seed=1))
     found = results.table(tmp_path)
     assert list(found.workload[found.stale]) == [SHORT.name]
-
-
-def test_one_names_what_exists(add, tmp_path):
-    add(a_row(), a_row(impl="v2_tma"), a_row(SHORT))
-    found = results.table(tmp_path)
-    row = results.one(found, workload=SELF.name, impl="v2_tma")
-    assert row.impl == "v2_tma"
-    with pytest.raises(LookupError) as caught:
-        results.one(found, workload=SELF.name, impl="v3_persistent")
-    assert "one row must match workload='gdpa-self-full-1024', impl='v3_persistent'" in str(
-        caught.value
-    )
-    assert "impl with the others: v1_tiled, v2_tma" in str(caught.value)
-    with pytest.raises(LookupError, match=r"got 2, which differ in:\s+impl\s+v1_tiled\s+v2_tma"):
-        results.one(found, workload=SELF.name)
-    with pytest.raises(ValueError, match=r"filters must be columns .* got \['speed'\]"):
-        results.one(found, speed=1)
-    with pytest.raises(LookupError, match="impl in the table: nothing"):
-        results.one(found.head(0), impl="v1_tiled")
-
-
-def test_a_deleted_record_fails_the_look_up(add, tmp_path):
-    made = add(a_row())
-    results.one(results.table(tmp_path), impl="v1_tiled")
-    (tmp_path / "records" / f"{made.id}.json").unlink()
-    with pytest.raises(LookupError):
-        results.one(results.table(tmp_path), impl="v1_tiled")
 
 
 def test_nothing_is_read_beside_a_refused_record(add, tmp_path):
