@@ -10,10 +10,9 @@
 # What must the backward pass compute when softmax is gone, and what must forward save for it?
 #
 # :::{admonition} In this chapter (20 minutes)
-# You will derive the three gradients, see where a mask must act, and decide who owns which sum. The
-# result: five MMAs, {glue:text}`flops_ratio:.1f` times the FLOPs of forward for
-# {glue:text}`bytes_ratio:.2f` times its bytes, from q, k, v and dO alone: no output, no
-# log-sum-exp, no row sums.
+# You will derive three gradients, see where a mask must act, and decide who owns which sum: five
+# MMAs, {glue:text}`flops_ratio:.1f` times the FLOPs of forward for {glue:text}`bytes_ratio:.2f`
+# times its bytes, from q, k, v and dO alone: no output, no log-sum-exp, no row sums.
 # :::
 
 # %%
@@ -109,8 +108,8 @@ print(gaps(by_hand(Q, K, V, dO, m), expected))
 # %% [markdown]
 # In the code, as in our rungs, $c$ has moved from $dP$ to the end. That saves a multiplication per
 # score and keeps fp16 accurate: an {term}`MMA` takes dS in 16 bits, and with `output_scale` 1 /
-# 2048, as in Kunlun {cite}`hou2026kunlun`, small gradients would underflow. `reference.backward`
-# does the same for heads and a batch; tests compare it with finite differences of the forward pass.
+# 2048, as in Kunlun {cite}`hou2026kunlun`, small gradients would underflow. Tests compare
+# `reference.backward` with finite differences.
 #
 # ## Masks act twice
 #
@@ -160,8 +159,8 @@ print(gaps(mask_on_scores(Q, K, V, dO, m), expected))
 # forward has 2, and at equal lengths it moves 7 tensors where forward moves 4, so its intensity is
 # 10/7 of forward's. Of {glue:text}`workloads:.0f` workloads {glue:text}`memory_forward:.0f` are
 # memory-bound forward, {glue:text}`memory_backward:.0f` backward (modelled). Forward,
-# self-attention is compute-bound from {glue:text}`ridge_forward:.0f` tokens on; the third exercise
-# asks the same of backward.
+# self-attention is compute-bound from {glue:text}`ridge_forward:.0f` tokens on; for backward see
+# the third exercise.
 
 # %% tags=["remove-cell"]
 ridge = {}
@@ -177,8 +176,7 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# These are the fewest bytes. A kernel that owns keys and accumulates dQ in fp32 in memory moves
-# more.
+# These are the fewest bytes. A kernel that accumulates dQ in fp32 in memory moves more.
 #
 # ## What forward must leave behind
 #
@@ -228,8 +226,8 @@ print("softmax:", kept_by(lambda: F.scaled_dot_product_attention(*wide), wide))
 #
 # *Who owns what.* A program that walks down a column of tiles in {numref}`fig-hand-owners` sums dK
 # and dV in registers and scatters dQ; one that walks along a row does the reverse.
-# {doc}`v1_tiled_backward` has a kernel of each kind and computes $T$ and $dP$ twice.
-# {doc}`v2_fused_backward` walks columns and accumulates dQ in memory. {doc}`v5_short_kv_backward`
+# {doc}`v1_tiled_backward` has a kernel of each kind and computes $T$ and $dP$ twice;
+# {doc}`v2_fused_backward` walks columns and accumulates dQ in memory; {doc}`v5_short_kv_backward`
 # gives all columns to one {term}`cluster`.
 #
 # *Which way round.* What a Hopper tensor core leaves in registers can be the first operand of the
@@ -297,6 +295,6 @@ chapter.glue(store_gb=stored / 1e9, store_ms=there_and_back, mma_ms=mma)
 # ## Takeaways
 #
 # - Each matmul forward is two backward: two become four, and five with the scores recomputed.
-# - What forward must leave behind depends on how far a derivative reaches.
+# - What forward must save depends on how far a derivative reaches.
 # - A mask belongs to the activation *and* to its derivative. Zeros that were loaded need no mask.
-# - dK and dV are sums over queries, dQ is one over keys. No walk through the tiles suits both.
+# - dK and dV sum over queries, dQ over keys. No walk through the tiles suits both.

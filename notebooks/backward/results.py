@@ -8,7 +8,7 @@
 # # The published backward charts, measured again
 #
 # Three published charts show the backward pass. What do they look like on an H200, and why can one
-# of them not be right?
+# not be right?
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will read each published backward chart beside ours, find the series that cannot be what it
@@ -178,9 +178,9 @@ standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, "jagged")
 standings.redrawn(chapter, "gdpa-cross-bwd-full", DRAWN)
 
 # %% [markdown]
-# Here dQ is most of what is written. An fp32 dQ is filled with zeros, added to twice and read
-# again; v5 does none of it. With 2,048 queries it has {glue:text}`share_cross-full_2048:.0f` % of
-# the {term}`roofline`.
+# Here dQ is most of what is written. An fp32 dQ is zeroed, added to twice and read again; v5 does
+# none of it. With 2,048 queries it has {glue:text}`share_cross-full_2048:.0f` % of the
+# {term}`roofline`.
 #
 # ### The hatched bars
 #
@@ -345,8 +345,7 @@ standings.others(chapter, here, "backward")
 # :class: dropdown
 #
 # By 7/5. The order by time stays. The order by rate would change wherever v1 takes less than 1.4
-# times another rung's time: a kernel could climb a chart by wasting work. That is why useful work
-# is counted.
+# times another rung's time: a kernel could climb a chart by wasting work.
 # :::
 #
 # :::{exercise} A series that cannot be

@@ -286,8 +286,8 @@ chapter.glue(ds_gb=stored / 1e9, ds_ms=there_and_back, causal=kept.pop())
 #
 # 8 × 2 = 16 programs of the first kernel, whose owner of keys walks over the queries of all four
 # heads, and 8 × 4 × 32 = 1,024 of the second. The first leaves most of the machine idle. Let
-# several programs share a block of keys, write partial sums of dK and dV in fp32, and add them in a
-# fixed order afterwards.
+# several programs share a block of keys, write partial sums of dK and dV in fp32, and add them in
+# fixed order.
 # :::
 #
 # ## Takeaways

@@ -70,8 +70,7 @@ chapter.figure(chart, measured=ladder)
 # | dQ leaves as | fp32, TMA reduce-add, then rounded | bf16, TMA store |
 # | launches | zero fill, main kernel, rounding | one |
 #
-# All keys stay and queries stream. It suits cross-attention on a summary of 256 tokens, and short
-# sequences.
+# Keys stay and queries stream, which suits short sequences and cross-attention on 256 tokens.
 
 # %% tags=["remove-input"]
 chapter.roles(V5, "gdpa_backward")
@@ -126,8 +125,7 @@ def _(session):
 
 
 # %% [markdown]
-# The first two predictions were made before any run on a GPU, the third after a first run without a
-# record:
+# The first two predictions precede any run on a GPU, the third follows a run without a record:
 
 # %% tags=["remove-input"]
 tflops = chapter.times("", "tflops", impl=[V4, V5], variant="default")

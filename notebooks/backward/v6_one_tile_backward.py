@@ -60,13 +60,12 @@ chapter = Chapter(f"backward/{V6}", mode=mode, device=device, data_dir=data_dir)
 # | head_dim | 64, 128 | 128 | 64, 128 |
 #
 # Everything else is v4's: roles, barriers, the exchange of dS between the consumers, and the six
-# ideas of its chapter.
+# ideas.
 # ## What one summand costs
 #
 # At head_dim 128, per row: v4 reads Q and dO (512 bytes), fills dQ with zeros (512), adds (512),
 # reads the sum (512) and writes it rounded (256). v6 reads Q and dO and writes dQ: 768 of 2,304
-# bytes. Against the five matmuls of the row, at the rates of a copy and of large matmuls back to
-# back:
+# bytes. Against the row's five matmuls, at the rates of a copy and of large matmuls:
 
 # %%
 limits = results.ceilings(chapter.record("backward/results"), "sustained")

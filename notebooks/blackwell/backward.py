@@ -74,8 +74,8 @@ def built(module):
 #   P^T and beside dS^T;
 # - *whole*: dS in shared memory alone, for dK as for dQ, and dQ in all of dP's columns.
 #
-# Half of dQ is an MMA with 64 columns, which reads all of A again. What both plans read from shared
-# memory for dK and dQ:
+# Half of dQ is an MMA with 64 columns, which reads all of A again. Reads from shared memory for dK
+# and dQ:
 
 # %%
 TILE = 128 * 128 * 2 / 1024  # KiB: an operand of an MMA in bf16
@@ -260,8 +260,8 @@ chapter.glue(spilled=max(spilled["b1"], spilled["b2"]), loop=len(b1_loop))
 
 # %% [markdown]
 # The {glue:text}`spilled:.0f` bytes are constants that roles carry into their loops; the loops of
-# math and mma touch no local memory. math's has {glue:text}`loop:.0f` instructions for 64 scores of
-# each thread.
+# math and mma touch no local memory. math's has {glue:text}`loop:.0f` instructions for a thread's
+# 64 scores.
 #
 # **The surprise** is the last line. Without `num_stages=0` the compiler pipelines the loop over
 # MMAs itself. It gives each MMA a barrier, {glue:text}`theirs:.0f` commits instead of
@@ -382,10 +382,7 @@ chapter.glue(gain=100 * (1 - pair_clocks / clocks[B1]), pair_mma=(4 + 2) * MMA)
 #
 # ## Takeaways
 #
-# - Plan tensor memory as a table of columns over time; tiles that are never alive at once may
-#   share.
+# - Plan tensor memory as a table of columns over time; what is never alive at once may share.
 # - MMAs of one thread run in order. Each wait that this order implies can be left out.
-# - When the accumulators leave the registers, shared memory is the bound: count its bytes, each
-#   way.
-# - Whether to exchange operands or results is a matter of counting, and Blackwell's answer differs
-#   from Hopper's.
+# - When the accumulators leave the registers, shared memory is the bound: count its bytes.
+# - Exchange operands or results? Count: Blackwell's answer differs from Hopper's.

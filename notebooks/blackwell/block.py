@@ -15,8 +15,7 @@
 # programs on an {term}`SM` where Hopper has {glue:text}`v1_hopper:.0f`; compare its instructions
 # with the time that memory gives them; and divide the work among five or six roles. They need
 # {glue:text}`b1_share:.0f` % of the issue slots, v1 {glue:text}`v1_share:.0f` %, forward with
-# {term}`rotary`. Nothing here is measured: kernels are compiled, executed in the emulator, and
-# predicted.
+# {term}`rotary`. Nothing here is measured: kernels are compiled, emulated, and predicted.
 # :::
 
 # %%
@@ -238,9 +237,8 @@ chapter.table(
 # ## The surprise: do not look ahead
 #
 # Every fast rung of GDPA issues S of the next tile before it waits for P of this one, so that the
-# tensor cores never idle ({doc}`../forward/v5_pingpong`). The first version of b1 did that too.
-# Here it is again, as `looking`: how long an emulated item takes from its S to the end of its
-# store:
+# tensor cores never idle ({doc}`../forward/v5_pingpong`). The first version of b1 did that too,
+# here as `looking`: emulated cycles of an item from its S to the end of its store:
 
 # %% tags=["remove-cell"]
 inner = studies.piece(b1, "        stage, phase = turn_of(item, options.NUM_STAGES)\n        tlx.",
@@ -383,7 +381,7 @@ chapter.glue(published=alone["forward"], here=predicted["forward"],
 #
 # ## Takeaways
 #
-# - Programs that share an SM share every resource. Tensor memory is a new one, and `tl.dot` uses it
-#   without being asked.
+# - Programs that share an SM share every resource. Tensor memory is a new one, which `tl.dot` uses
+#   unasked.
 # - For a memory-bound kernel the gain of tcgen05 is not rate but smaller roles.
 # - Looking ahead pays where a unit must not idle. Where memory is the bound it holds a slot.

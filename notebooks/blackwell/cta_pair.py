@@ -43,8 +43,8 @@ RUNGS = {"b4": b4_mixed, "b5": b5_cta_pair, "b6": b6_pair_stream}
 # ## What passes the port
 #
 # Take a tile of 128 queries and 128 keys, head_dim 128. S = Q Kᵀ reads Q and K from shared memory,
-# P V reads V; P is in tensor memory. Before that {term}`TMA` writes K and V, once for all tiles of
-# queries that use them:
+# P V reads V; P is in tensor memory. First {term}`TMA` writes K and V, once for all tiles of
+# queries:
 
 # %%
 TILE = 128 * 128 * 2 / 1024  # KiB: 128 rows of Q, K or V in bf16
@@ -220,8 +220,7 @@ assert not any("cta_group::1" in kernel.asm["ptx"] for kernel in built.values())
 chapter.table(facts, modelled="compiled for sm_100a, head_dim 128, bf16, gelu_tanh")
 
 # %% [markdown]
-# Nothing spills, all of tensor memory is used, and every tensor core operation in the PTX is for a
-# pair.
+# Nothing spills, tensor memory is full, and every tensor core operation in the PTX is for a pair.
 #
 # ## Is it right?
 #

@@ -93,8 +93,8 @@ chapter.figure(
 # - *The pipeline.* What runs while one tile ends and the next begins?
 # - *The mathematics.* Softmax needs a maximum and a sum for each row; an activation needs neither.
 #
-# The claim is about the second and third. The first is not part of attention: with equal lengths it
-# would be a division.
+# The claim is about the second and third. The first is not attention: with equal lengths it would
+# be a division.
 #
 # ## The walk
 #
@@ -150,8 +150,7 @@ assert published["the loop"].between(0.9, 1.1).all(), "the text: the loop is abo
 # Of {glue:text}`published_256:.1f` at 256 tokens, {glue:text}`walk_256:.1f` would be the walk,
 # {glue:text}`ends_256:.1f` the beginning and end of tiles, and the loop, softmax included, about
 # nothing: {glue:text}`loop:.2f` to {glue:text}`loop_most:.2f`. In the loop FA4 is no slower than
-# GDPA; pairs alone would run at {glue:text}`pairs_fa4:,.0f` against {glue:text}`pairs_gdpa:,.0f`
-# TFLOP/s.
+# GDPA: {glue:text}`pairs_fa4:,.0f` against {glue:text}`pairs_gdpa:,.0f` TFLOP/s for pairs alone.
 #
 # A law fitted to seven bars is a story until it is tested. The test needs no B200: the walk is
 # ordinary integer code, and Hopper's path has one too.
@@ -289,8 +288,8 @@ chapter.glue(
 # :::{exercise} A cure without a new kernel
 # :label: ex-fa4-split
 #
-# You are bound to a version that walks. What do you do with a batch of 1,152, and what do you gain?
-# *(the first figure)*
+# You are stuck with a version that walks. What do you do with a batch of 1,152, at what gain? *(the
+# first figure)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -323,7 +322,7 @@ chapter.glue(split=split, whole_us=us.loc[at[0], WALK], gain=us.loc[at[0], WALK]
 #
 # ## Takeaways
 #
-# - A speedup is a product. Vary one factor at a time: here a threshold, then the interface, then
-#   the library.
+# - A speedup is a product. Vary one factor at a time: a threshold, then the interface, then the
+#   library.
 # - What a program does before its work is paid once per program.
 # - A mechanism can be tested on the wrong machine. Its size there is another matter.

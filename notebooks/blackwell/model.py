@@ -156,10 +156,10 @@ chapter.glue(
 # {cite}`xu2026gdpa`. By the nominal clock {glue:text}`best:,.0f` TFLOP/s are
 # {glue:text}`of_sheet:.0f` % of the tensor cores. Both are true only if the clock was
 # {glue:text}`utilised:.2f` GHz, {glue:text}`of_nominal:.0f` % of nominal: busy tensor cores under a
-# power cap run at half the clock. Under another power limit the same kernel has another rate; what
-# carries over is its *share of a matmul* on the same machine. The ceiling here,
-# {glue:text}`assumed:,.0f` TFLOP/s, was published for the same kind of machine, and the copies are
-# an H200's shares of the nominal rate: both assumed.
+# power cap run at half the clock. What carries over to another power limit is not the rate but the
+# *share of a matmul* on the same machine. The ceiling here, {glue:text}`assumed:,.0f` TFLOP/s, was
+# published for the same kind of machine, and the copies are an H200's shares of the nominal rate:
+# both assumed.
 #
 # ## The ledger
 #

@@ -132,7 +132,7 @@ chapter.figure(traces["b2"], emulated="b2 for sm_100, modelled cycles")
 # S of the next block is issued while P V that reads the P under it may still run. No barrier is
 # needed: MMAs of one thread run in the order of their issue.
 #
-# What is left is at both ends: Q, K and the first S, then the last P V, O and the store. Nothing
+# What is left is at both ends: Q, K and the first S; the last P V, O and the store. Nothing
 # overlaps them.
 #
 # ## b3: one stream
@@ -283,8 +283,8 @@ for name, module in RUNGS.items():
 # %% [markdown]
 # The tests run every case of the forward ladder, 20 random orders of events for each rung with
 # races looked for, and mutants of each file: a barrier left out, a parity flipped, an arrival too
-# early. Mutants that survive are listed with the reason why they are harmless. What our tests
-# cannot see:
+# early. Surviving mutants are listed with the reason why they are harmless. What our tests cannot
+# see:
 #
 # ```{list-table}
 # :header-rows: 1

@@ -7,8 +7,8 @@
 # %% [markdown]
 # # The backward from q, k, v alone
 #
-# What must a forward pass keep for its backward pass, and what does rounding a gradient once
-# instead of twice gain?
+# What must a forward pass keep for its backward, and what does rounding a gradient once instead of
+# twice gain?
 #
 # :::{admonition} In this chapter (25 minutes)
 # You will derive the backward pass of one block, decide what it needs from forward, test it with
@@ -90,8 +90,7 @@ chapter.figure(
 #
 # *To the inputs.* $dQ = s\,dS\,K$ and $dK = s\,dS^{\mathsf T} Q$.
 #
-# *The row sum from the output.* Put $dP_{ij} = \sum_c dO_{ic} V_{jc}$ into $D_i$ and change the
-# order of the sums:
+# *The row sum from the output.* Put $dP_{ij} = \sum_c dO_{ic} V_{jc}$ into $D_i$ and swap the sums:
 #
 # $$
 # D_i = \sum_c dO_{ic} \sum_j P_{ij} V_{jc} = \sum_c dO_{ic}\,O_{ic} .
@@ -161,8 +160,7 @@ assert torch.allclose(round_trip, norm * x) and not torch.allclose(round_trip, x
 # %% [markdown]
 # ## Seven tensors
 #
-# What the kernels load and store in the emulator, one full block and one head of dimension 128, in
-# units of q:
+# Emulated loads and stores for one full block and one head of dimension 128, in units of q:
 
 # %%
 RUNGS = {"v0": v0_flash, "v1": v1_one_tile, "v2": v2_slab}
@@ -240,8 +238,8 @@ chapter.table(checked, emulated="bf16; allowed: twice PyTorch's error and one ro
 # the only one, two would give $\sqrt 2 = 1.41$ times the error of one. dS should add as much as
 # storing does, which leaves $\sqrt{3 / 2}$, or a little less.
 #
-# The model computes in fp32 and rounds where it is told to; a test compares it with the kernels of
-# v0 and v1. Its core:
+# The model computes in fp32 and rounds where told to; a test compares it with the kernels of v0 and
+# v1. Its core:
 
 # %% tags=["remove-input"]
 chapter.code(roundings.gradients, "    q, k, v = (at(")
@@ -292,8 +290,7 @@ chapter.table(measured.reset_index(), measured=[chapter.record("block/results").
 # The published mean error of dq is {glue:text}`of_published:.2f` times as large with FA2 as with
 # the fused kernel. That is $\sqrt 2$: the output rounded twice and *nothing else* rounded
 # ({glue:text}`alone:.2f` in the model). A kernel that rounds q, k and dS cannot show that against
-# an exact reference. It can against a reference that rounds these as the kernel does. Which one was
-# used is not published.
+# an exact reference, only against one that rounds these likewise. Which was used is not published.
 #
 # The published *largest* error of dq halves, and that of dk stays the same. But k gets rotary as q
 # does, and the second rounding costs both alike on average ({glue:text}`twice_dq:.2f` and
@@ -360,8 +357,8 @@ chapter.glue(
 # Storing a number between $2^e$ and $2^{e + 1}$ costs at most $2^{e - 8}$. The first needs
 # $2^{-3} = 0.125$, so an element of at least 32; the second $2^{-6} \approx 0.0156$, so at least 4.
 # In the model with normal sin and cos, storing alone makes an error of
-# {glue:text}`normal_stored:.2f` in dq. The published largest error may be little more than the grid
-# of the output.
+# {glue:text}`normal_stored:.2f` in dq. The published largest error may be little more than the
+# output's grid.
 # :::
 #
 # :::{exercise} What a copy of the gradient costs

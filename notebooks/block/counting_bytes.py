@@ -140,8 +140,7 @@ chapter.glue(
 #
 # Table 5 of the publication times both passes of the new kernel and of a baseline, the authors' own
 # Triton kernel after FlashAttention-2 {cite}`siso2026block`. All ran on a B200, 8 TB/s (nominal
-# {cite}`nvidiablackwell`). The fewest bytes over the time is a lower limit for the rate of a
-# kernel:
+# {cite}`nvidiablackwell`). The fewest bytes over the time bound a kernel's rate from below:
 
 # %%
 NEW, OLD = "tlx_block_attention", "fa2_jfa"
@@ -177,8 +176,7 @@ chapter.glue(
 # ## Little's law: how much has to be in flight
 #
 # A rate needs enough bytes under way at any time: *bytes in flight = rate x latency*. Nothing waits
-# for a store, so only reads count. We have no measured latency under load and assume a microsecond.
-# For each SM:
+# for a store, so only reads count. We assume a latency of a microsecond under load. For each SM:
 
 # %%
 tile = 64 * 128 * 2 / 1024  # KiB: one tensor, one block, one head of dimension 128

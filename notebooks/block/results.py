@@ -132,9 +132,8 @@ chapter.figure(
 # %% [markdown]
 # ## Table 5: the main batch
 #
-# 1152 sequences of 800 to 1999 tokens, 4 heads, bf16. The best rung against the best peer, of
-# FlashAttention-2, cuDNN, FlashAttention-3 where it is installed, and `torch.compile` on padded
-# blocks:
+# 1152 sequences of 800 to 1999 tokens, 4 heads, bf16. The best rung against the best of
+# FlashAttention-2, cuDNN, FlashAttention-3 where installed, and `torch.compile` on padded blocks:
 
 # %%
 five = block_tables.duels(of_five, (TABLE5, NARROW), RUNGS)

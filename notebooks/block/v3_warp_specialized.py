@@ -74,8 +74,8 @@ chapter.figure(
 # | results | through buffers of their own | through the tiles of their inputs |
 # | work of a program, bytes, arithmetic | | the same |
 #
-# An *item* is one head of one block. Its tiles come into a *slot*: Q, K and V forward, grad_out as
-# well backward.
+# An *item* is one head of one block. Its tiles fill a *slot*: Q, K and V forward, grad_out as well
+# backward.
 
 # %% tags=["remove-input"]
 chapter.roles("v3_warp_specialized", "block_attention")
@@ -154,8 +154,7 @@ text = "Backward at 128, where one program of v2 fills an SM, v3 takes 5 to 15 %
 chapter.predict(text, over_v2["backward 128"], least=0.85, most=0.95)
 
 # %% [markdown]
-# Three more, about slots and consumers. The variants of v3 that fit into 227 KiB, and how they are
-# measured:
+# Three more, about slots and consumers, with the variants of v3 that fit into 227 KiB:
 
 # %%
 # Consumers, slots, heads whose loads are issued together.
@@ -272,8 +271,7 @@ for config in (Config(1, 1), Config(1, 3, 2), Config(2, 4)):
           "of what is allowed, at most")  # fmt: skip
 
 # %% [markdown]
-# One line less: `release` without its wait, so that a slot goes back while its stores may still
-# read it:
+# Now `release` without its wait, so that a slot goes back while its stores may still read it:
 
 # %%
 hasty = studies.changed(v3_warp_specialized)
@@ -331,7 +329,7 @@ chapter.glue(
 # :label: ex-roles-own
 #
 # Give the results tiles of their own in each slot: O forward; dQ, dK, dV and P backward. How many
-# slots fit into 227 KiB at head_dim 128? What would such a kernel look like in the figures above?
+# slots fit into 227 KiB at head_dim 128? Where would such a kernel be in the figures above?
 # *(paper, ten minutes)*
 # :::
 #
@@ -378,7 +376,7 @@ chapter.glue(
 #
 # ## Takeaways
 #
-# - Where one program fills an SM, a producer keeps memory busy. Where many programs fit, they do so
-#   without a barrier.
+# - Where one program fills an SM, a producer keeps memory busy. Many programs do so without a
+#   barrier.
 # - Little's law gives the least that must be in flight. Measure one slot more than it says.
 # - Find shared memory by asking of every tile when it is dead.

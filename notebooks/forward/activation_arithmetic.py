@@ -103,9 +103,8 @@ chapter.code(sequences.by_polynomial)
 chapter.code(sequences.mixed, "even, odd =")
 
 # %% [markdown]
-# `fit_gate` finds the coefficients: within a range the polynomial must follow the gate, beyond it
-# the clamp must be right, and the range is scanned. For GELU, with the published polynomial for
-# comparison:
+# `fit_gate` finds the coefficients: it scans the range within which the polynomial must follow the
+# gate, and beyond which the clamp must be right. For GELU, beside the published polynomial:
 
 # %%
 x = np.linspace(0, 8, 2001)
@@ -236,8 +235,8 @@ chapter.glue(ones_min=ones.min(), ones_max=ones.max(), mix_gelu=mix["gelu_tanh"]
 # ## Is it right?
 #
 # In the emulator, whose `tanh`, `ex2` and `rcp` are as inaccurate as PTX allows, every sequence
-# with a bound must keep it, and a NaN must stay one. (`.sat` turns NaN into 0; multiplying by $x$
-# brings it back.)
+# with a bound must keep it, and a NaN must stay NaN. (`.sat` makes it 0; multiplying by $x$
+# restores it.)
 
 # %%
 points = torch.linspace(-60, 60, 4801)

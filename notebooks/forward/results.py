@@ -272,8 +272,8 @@ chapter.glue(
 #   256 and 512 tokens and with 256 keys, {glue:text}`v4_long` on full batches of 1,024 and 2,048.
 #   One of its CTAs fills an SM, so nothing hides its prologue and epilogue.
 # - **{doc}`v5 <v5_pingpong>`** gains {glue:text}`v5_long:.2f` on full batches of 2,048 tokens. On
-#   the half-full batch of 256 it is worth {glue:text}`v5_few:.2f`: an empty tile computes a block
-#   all the same.
+#   the half-full batch of 256 it is worth {glue:text}`v5_few:.2f`: an empty tile still computes a
+#   block.
 # - **v6b**, MMAs that run on from tile to tile, is worth {glue:text}`v6b`.
 # - **{doc}`v6 <v6_short_kv>`**, K and V of up to 256 keys kept in shared memory, is worth
 #   {glue:text}`v6_cross` on cross-attention.

@@ -246,8 +246,8 @@ chapter.glue(
 # :::{exercise} Wide heads
 # :label: ex-v0-head-dim
 #
-# From which head_dim on would the tensor cores be the limit of v0's six crossings? And of four?
-# *(paper, five minutes)*
+# From which head_dim on would the tensor cores limit v0 with six crossings? With four? *(paper,
+# five minutes)*
 # :::
 #
 # :::{solution} ex-v0-head-dim
@@ -285,15 +285,14 @@ chapter.glue(
 # :class: dropdown
 #
 # By the fit, steps on the scores run near the rate of a copy, gathers and copies of rows far below
-# it. If the matmuls are slow instead, the explanation above is wrong: the fit has put their cost on
-# the wrong kind of data.
+# it. If the matmuls are slow instead, the fit has put their cost on the wrong kind of data.
 # :::
 #
 # ## Takeaways
 #
 # - Count crossings. At 12 bytes a score v0 does {glue:text}`intensity:.0f` FLOPs per byte where the
 #   machine needs {glue:text}`ridge:.0f`; no library call can repair that.
-# - You pay for padding twice: in FLOPs and bytes for rows that do not exist, and in the copies that
-#   make and remove them.
+# - You pay for padding twice: in FLOPs and bytes for missing rows, and in copies that make and
+#   remove them.
 # - When a prediction fails, find the term that failed: several workloads and three coefficients
-#   are enough.
+#   suffice.

@@ -244,8 +244,7 @@ chapter.glue(once_v1=once["v1_tiled"][OURS], once_v2=once[V2][OURS])
 # thread stores its part; v2 does each in one instruction. With 64 rows the ends did not get
 # shorter.
 #
-# In a half-full batch nearly half of the programs have no rows: {doc}`v3_persistent` asks what
-# these cost.
+# In a half-full batch nearly half of the programs have no rows: {doc}`v3_persistent` prices them.
 #
 # ## Exercises
 #
@@ -272,8 +271,8 @@ chapter.glue(once_v1=once["v1_tiled"][OURS], once_v2=once[V2][OURS])
 # :::{solution} ex-v2-shape
 # :class: dropdown
 #
-# v1 spills here too, and its loop loses even more instructions than at 128x64x4x2. Their ratio is
-# again the better guess.
+# v1 spills here too, and its loop loses even more instructions. Their ratio is again the better
+# guess.
 # :::
 #
 # :::{exercise} A tensor that is too long

@@ -79,11 +79,11 @@ chapter.figure(chart, measured=chapter.rows(variant=["hardware", *LISTS]))
 # %% [markdown]
 # ## What changes
 #
-# v3 computes a tile as {doc}`v2 <v2_tma>` does. What differs is who decides where and when. The
-# grid of v2 has 36,864 programs for 1,152 sequences of up to 1,024 tokens; whenever one ends, the
-# hardware starts the next in its place. v3 is persistent: two programs on each SM, 264 in all, and
-# program $p$ of $P$ takes the entries $p, p + P, p + 2P, \ldots$ of a list. The order of the list
-# leaves every bit of the result unchanged. A loop goes around v2's body:
+# v3 computes a tile as {doc}`v2 <v2_tma>` does. What differs is who decides where and when. v2's
+# grid has 36,864 programs for 1,152 sequences of up to 1,024 tokens; when one ends, the hardware
+# starts the next. v3 is persistent: two programs on each SM, 264 in all, and program $p$ of $P$
+# takes the entries $p, p + P, p + 2P, \ldots$ of a list. The order of the list leaves every bit of
+# the result unchanged. A loop goes around v2's body:
 
 # %% tags=["remove-input"]
 chapter.code(v3_persistent.persistent_kernel, "num_tiles = tl.load", "if cu_seqlens_q_ptr")
@@ -202,7 +202,7 @@ chapter.glue(
 # %% [markdown]
 # The third prediction has a reason. Entry $i$ of a padded list is row block $i$ modulo the blocks
 # of a sequence. With eight blocks, $\gcd(132, 8) = 4$: a program sees only two of the eight.
-# Program 0 gets blocks 0 and 4, and a block 0 is never empty. 131 is a prime: all programs see all
+# Program 0 gets blocks 0 and 4, and a block 0 is never empty. 131 is prime: all programs see all
 # blocks.
 #
 # ## Measurement
@@ -230,7 +230,7 @@ chapter.glue(
 # ## The surprise: saving half of the work saved no time
 #
 # The first version of this kernel did not skip the empty tiles of a padded list: it multiplied rows
-# of zeros and stored nothing. The results were right, so no test failed. One line repaired it. On
+# of zeros and stored nothing. The results were right, so no test failed. One line fixed it. On
 # three half-empty workloads a padded list on 131 programs now takes {glue:text}`odd_min:.2f` to
 # {glue:text}`odd_max:.2f` times its time before (measured, record 20261121T022342Z). On 264
 # programs, the default, it takes {glue:text}`even_min:.2f` to {glue:text}`even_max:.2f` times: the
@@ -238,8 +238,8 @@ chapter.glue(
 #
 # The model says why it could not help: $\gcd(264, 8) = 8$, so program 0 gets only blocks 0, none of
 # them empty, and the others wait for it. It does not say why it hurt. A guess: before, all programs
-# went through the list in step, and the eight blocks of a head read the same K and V at the same
-# time; now the programs with empty tiles run ahead.
+# walked the list in step, and the eight blocks of a head read the same K and V together; now
+# programs with empty tiles run ahead.
 #
 # v3 does not pay on the published workloads. A persistent kernel is worth its list when the next
 # tile's first loads run during this one's last MMA, and that needs warps that only load.
@@ -289,13 +289,12 @@ chapter.glue(
 # :class: dropdown
 #
 # `schedule.build("longest_first", ...).imbalance(dynamic=True)` promises {glue:text}`least:.0f` to
-# {glue:text}`most:.0f` % less time than v2 on the four laws. It needs only the sorted indices of
-# the sequences: an argument `order_ptr`, and `batch = tl.load(order_ptr + batch)` before the
-# offsets are loaded. Empty programs remain, and cost as little as before.
+# {glue:text}`most:.0f` % less time than v2 on the four laws. It needs the sorted indices of the
+# sequences, `order_ptr`, and `batch = tl.load(order_ptr + batch)` before the offsets are loaded.
 # :::
 #
 # ## Takeaways
 #
-# - The hardware's scheduler is hard to beat: it is dynamic, and its empty programs are nearly free.
+# - The hardware's scheduler is dynamic, and its empty programs are nearly free: hard to beat.
 # - With real lengths the order of work is worth a few percent. A list pays when it is used often.
 # - A number of programs that shares a factor with the grid can undo any saving.

@@ -341,7 +341,7 @@ chapter.glue(price=price, doubt=doubt, saved=saved, early=100 * gained / whole)
 #
 # The MMAs halve to 1,024 cycles; the activation keeps its 1,024 cycles of {term}`MUFU`. In step
 # that is 50 % of the peak. Perfectly out of step, tensor cores and MUFU are both always busy, and
-# any other instruction is one too many. A cheaper activation would then be worth more than better
+# any other instruction is one too many. Then a cheaper activation is worth more than better
 # overlap.
 # :::
 #

@@ -67,8 +67,8 @@ chapter.figure(
 # | overlapped with a tile's last P V | nothing | nothing | the next tile's first S | as v6b |
 # | K and V are fetched | per tile | per tile | per tile | once per head, if they fit |
 #
-# Inside a tile nothing has changed since {doc}`v5 <v5_pingpong>`; all three steps are about what
-# lies between two tiles. {doc}`v3 <v3_persistent>` was persistent too and gained nothing: two of
+# Inside a tile nothing has changed since {doc}`v5 <v5_pingpong>`; all three steps concern the
+# boundary between tiles. {doc}`v3 <v3_persistent>` was persistent too and gained nothing: two of
 # its CTAs shared an SM, and each hid the other's prologue and epilogue. A CTA of v4 or v5 takes all
 # shared memory of an SM. While it starts or stores, that SM does nothing.
 #
@@ -117,8 +117,8 @@ chapter.predict("Control, largest difference.", noise, most=3, form=".1f", unit=
 chapter.code(v6a_persistent.math, "while item", "row += role")
 
 # %% [markdown]
-# O has a buffer of its own. {term}`TMA` drains it while the next tile is computed, and
-# `async_descriptor_store_wait(0)` comes a whole tile later, before the buffer is written again.
+# O has a buffer of its own. {term}`TMA` drains it during the next tile;
+# `async_descriptor_store_wait(0)` comes a whole tile later, before the buffer is rewritten.
 #
 # ## Step two: one stream
 #
@@ -129,8 +129,7 @@ chapter.code(v6a_persistent.math, "while item", "row += role")
 chapter.code(v6b_stream.math, "tlx.barrier_wait(q.full[mine]", "tlx.async_descriptor_store_wait")
 
 # %% [markdown]
-# After the last tile it computes useless scores of zeros: cheaper than a second copy of the loop's
-# body.
+# After the last tile it computes useless scores of zeros: cheaper than a second copy of the loop.
 #
 # ## Step three: short K and V stay
 #
@@ -175,8 +174,8 @@ chapter.figure(before.svg(width=720, start=6000, end=13000), emulated="v6a, 12 t
 chapter.figure(after.svg(width=720, start=6000, end=13000), emulated="v6b, 12 tiles on 3 CTAs")
 
 # %% [markdown]
-# A consumer of v6a does wait at the boundary, {glue:text}`idle:.0f` cycles each time. But during
-# these waits the tensor core is busy {glue:text}`busy:.0f` % of the time, for the other consumer.
+# A consumer of v6a does wait at the boundary, {glue:text}`idle:.0f` cycles each time. But meanwhile
+# the tensor core is busy {glue:text}`busy:.0f` % of the time, for the other consumer.
 #
 # ## Measurement
 #
@@ -295,7 +294,6 @@ chapter.glue(one_slot=100 * (slower / as_is - 1))
 #
 # ## Takeaways
 #
-# - A CTA that fills an SM should not exit: its prologue and epilogue stall the whole SM, every
-#   tile.
-# - Before closing a gap in one warp group, see whether another one uses the resource meanwhile.
+# - A CTA that fills an SM should not exit: its prologue and epilogue stall the SM, every tile.
+# - Before closing a gap in one warp group, see whether another fills it.
 # - Put a control beside small gains: two kernels that do the same.

@@ -108,10 +108,10 @@ chapter.glue(per_v6=count["for a score"]["v6"], per_v7=count["for a score"]["v7"
 # and a tanh. The number of `MUFU` is the same: sm_90 has no packed tanh, and `tanh.approx.bf16x2`
 # becomes two `MUFU.TANH` and a `PRMT` that joins their results.
 #
-# The first version of `tanh_cubic_pairs` had a statement for each step. Between two statements the
+# The first version of `tanh_cubic_pairs` had a statement for each step. Between statements the
 # compiler may take a pair apart, and it did: `PRMT` moved halves out of registers and back, the
-# kernel executed more instructions per score than v6, and it spilled. Inside one block of assembly
-# a pair stays one register.
+# kernel executed more instructions per score than v6, and spilled. Inside one block of assembly a
+# pair stays one register.
 #
 # ## Is it right?
 #

@@ -7,8 +7,7 @@
 # %% [markdown]
 # # v8: the waits as written
 #
-# Since v5 the loop says: issue the next S, issue P V, wait for S only. Does the GPU do what the
-# loop says?
+# Since v5 the loop says: issue the next S, issue P V, wait for S only. Does the GPU obey?
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will find waits that nobody wrote, keep them out with one argument, and learn what an
@@ -61,8 +60,7 @@ chapter.figure(
 # %% [markdown]
 # ## What changes
 #
-# {doc}`v7 <v7_packed>` has the loop of {doc}`v6 <v6_short_kv>`. Up to head_dim 128 v8 changes only
-# the loop's head:
+# v7 has the loop of {doc}`v6 <v6_short_kv>`. Up to head_dim 128 v8 changes only the loop's head:
 #
 # ```diff
 # -for block in tl.range(1, blocks):
@@ -128,7 +126,7 @@ chapter.figure(
 # overlap, though not as its source says. But while it waits for S it has nothing else in flight.
 #
 # In v8 both {term}`MMAs <MMA>` are issued back to back, and the consumer waits for S with P V
-# queued behind it. But ptxas has moved the *last* wait up: only {glue:text}`hidden_v8:.0f` of the
+# queued. But ptxas has moved the *last* wait up: only {glue:text}`hidden_v8:.0f` of the
 # {glue:text}`tanh:.0f` `tanh` come before it. During the other {glue:text}`after:.0f` this consumer
 # has nothing in flight.
 #
@@ -137,8 +135,7 @@ chapter.figure(
 # In v7 a consumer waits 512 cycles or more for S of 128 keys with nothing else in flight, and twice
 # that when the other one holds the tensor core. With P V queued behind S the tensor core has work
 # during that wait. We predict +5 to +15 % where a tile has many blocks; a gain under 3 % refutes
-# that. With 256 keys the loop runs once, since the first block belongs to the tile boundary: no
-# change.
+# that. With 256 keys the loop runs once, since the boundary has the first block: no change.
 
 # %% tags=["remove-input"]
 few = gain[[name for name in gain.index if "full" in name and workload(name).max_seqlen_k == 256]]
@@ -219,8 +216,8 @@ for module in (v7_packed, v8_own_waits):
 #
 # {doc}`v5_pingpong` saw the waits and tested them with the wrong instrument. Its `while` loop has
 # no added waits either, but it also converts its {term}`accumulator` through {term}`shared memory`,
-# and was slower. That experiment changed two things and closed the question until v8;
-# `num_stages=0` changes one.
+# and was slower. That experiment changed two things and closed the question; `num_stages=0` changes
+# one.
 #
 # Nor does counting explain the gain: v7 overlaps more `tanh` with P V. The count misses that a
 # consumer drains its queue of MMAs twice a block in v7, after S and after P V, and once in v8. Each
@@ -248,10 +245,9 @@ chapter.glue(v4_added=len(loops.in_ir(plain)) - len(loops.in_ir(changed)))
 # :::{solution} ex-v8-v4
 # :class: dropdown
 #
-# It adds {glue:text}`v4_added:.0f`. They do not matter: v4 waits for each MMA itself before it does
-# anything else, so an added wait finds nothing to wait for. MMAs and `tanh` come in the same order
-# in {term}`SASS` either way. Waits matter where a rung issues one MMA before it waits for another:
-# v5 to v7.
+# It adds {glue:text}`v4_added:.0f`. They do not matter: v4 waits for each MMA itself before
+# anything else. MMAs and `tanh` come in the same order in {term}`SASS` either way. Waits matter
+# where a rung issues one MMA before it waits for another: v5 to v7.
 # :::
 #
 # :::{exercise} Why the boundary was never affected
@@ -296,8 +292,7 @@ chapter.glue(idle=idle, alone=1024 + idle, idle_share=100 * idle / (1024 + idle)
 #
 # ## Takeaways
 #
-# - The compiler must keep the waits that you write, and it may add more. Read the IR for waits and
-#   the SASS for order.
-# - An emulator that runs the source shows that its waits are enough, not that the compiler adds
-#   none.
+# - The compiler must keep your waits, and may add more. Read the IR for waits and the SASS for
+#   order.
+# - An emulator shows that the source's waits are enough, not that the compiler adds none.
 # - An experiment that changes two things answers no question.

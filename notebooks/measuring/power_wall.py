@@ -387,7 +387,7 @@ chapter.glue(fa2=100 * (kept["fa2_varlen"][at] - 1), alone=alone, **{
 # :class: dropdown
 #
 # Rows *below* the wall at a steady clock: one kernel on fewer and fewer SMs, or with growing pauses
-# too short for the clock to change. At no work the line of power ends at the static power of that
+# too short for the clock to change. Extrapolated to no work, power is the static power of that
 # voltage.
 # :::
 #
@@ -395,5 +395,5 @@ chapter.glue(fa2=100 * (kept["fa2_varlen"][at] - 1), alone=alone, **{
 #
 # - Back to back a rate is the power limit over the energy per FLOP.
 # - Compare a rate with ceilings timed the same way. In a burst kernels share a clock, or hit the
-#   wall half-way.
+#   wall.
 # - Repeat a measurement before you fit it. At constant power joules and seconds are one column.

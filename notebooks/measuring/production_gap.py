@@ -8,8 +8,7 @@
 # # Where a 2.6× gap comes from
 #
 # Attention kernels are said to run 2.6 times slower on production traffic than on synthetic
-# benchmarks, and in the worst case four times {cite}`meta2026gem`. Which traffic, which kernel, and
-# why?
+# benchmarks, at worst four times {cite}`meta2026gem`. Which traffic, which kernel, and why?
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will turn a slogan into a ratio of two measured rates, predict it from two numbers for batches
@@ -319,8 +318,8 @@ chapter.glue(events_fa4=ahead.loc["partial", "fa4"], events_v8=ahead.loc["partia
 # :::{exercise} Your histories
 # :label: ex-gap-yours
 #
-# Take lengths from your own log. What is each kernel's gap, and which factor is larger? *(`counts`,
-# ten lines)*
+# Take lengths from your log. What is each kernel's gap, and which factor is larger? *(`counts`, ten
+# lines)*
 # :::
 #
 # :::{solution} ex-gap-yours
@@ -333,8 +332,7 @@ chapter.glue(events_fa4=ahead.loc["partial", "fa4"], events_v8=ahead.loc["partia
 # :::{exercise} The better benchmark
 # :label: ex-gap-benchmark
 #
-# You may measure two batches of a new kernel. Which two tell most about its gap on any law?
-# *(paper)*
+# You may measure two batches of a new kernel. Which two say most about its gap? *(paper)*
 # :::
 #
 # :::{solution} ex-gap-benchmark
@@ -347,6 +345,5 @@ chapter.glue(events_fa4=ahead.loc["partial", "fa4"], events_v8=ahead.loc["partia
 # ## Takeaways
 #
 # - A gap is a ratio of two rates: ask for both batches, and for the kernel.
-# - Two numbers from full batches predict jagged ones. Benchmarks hide one of them: the start of a
-#   tile, in keys.
+# - Two numbers from full batches predict jagged ones. Benchmarks hide one: the start of a tile.
 # - Subtract the roofline first: no kernel gets that part back.

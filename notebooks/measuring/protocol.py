@@ -105,7 +105,7 @@ chapter.glue(
 # - *The host clock without synchronisation* times the enqueueing, {glue:text}`host_us:.0f` µs
 #   whatever the kernel does afterwards, and prints {glue:text}`host_short:,.0f` and
 #   {glue:text}`host_long:,.0f` TFLOP/s, beyond any ceiling of the machine.
-# - *No lead* is the opposite mistake. At batch 32 and length 256 the kernel takes
+# - *No lead* errs the other way. At batch 32 and length 256 the kernel takes
 #   {glue:text}`small_us:.0f` µs, less than its launch. The first event fires while the host is
 #   still preparing the call, and {glue:text}`bare_us:.0f` µs are measured, as for any short kernel.
 # - *No flush* changes little for the published batch, which is much larger than any cache. At batch
@@ -215,12 +215,11 @@ chapter.glue(
 # Kernels shorter than 2 ms repeat within {glue:text}`short:.1f` %. v2 on full self-attention at
 # 1,024 differs by {glue:text}`between_worst:.0f` % between {glue:text}`records:.0f` records,
 # {glue:text}`factor:.0f` times the noise floor. No error bar shows that, since the samples of one
-# record share their conditions. In the slow records, those of this chapter, the kernel competed
-# with copies of itself only. In the others it took turns with kernels of all kinds, some of which
-# mostly wait for memory. A long kernel that keeps the tensor cores busy meets the board's power
-# limit, and the clock that is left depends on what ran just before: {glue:text}`fast_clock:,.0f`
-# MHz after the fastest record, {glue:text}`slow_clock:,.0f` after the slowest. This fits, but is no
-# proof.
+# record share their conditions. In the slow records, those of this chapter, the kernel took turns
+# with copies of itself only; in the others with all kinds of kernels, some of which mostly wait for
+# memory. A long kernel that keeps the tensor cores busy meets the board's power limit, and its
+# clock depends on what ran just before: {glue:text}`fast_clock:,.0f` MHz after the fastest record,
+# {glue:text}`slow_clock:,.0f` after the slowest. This fits, but is no proof.
 #
 # What survives is the **ratio** of two kernels of one record. For {glue:text}`pairs:.0f` pairs of
 # rungs that met on the same workload in two or more records:
@@ -235,11 +234,11 @@ chapter.predict(
 # %% [markdown]
 # ## The surprise
 #
-# The protocol was built against caches, launches and the host, and it removes their effects. What
-# remained was the power limit: it makes zeros fast ({doc}`roofline`), rest valuable and yesterday's
-# record incomparable. Kernels measured *together* share it, so their order holds; how far they are
-# apart in a loop that never rests is another question ({doc}`power_wall`). For your own GPU there
-# is `make compare` ({doc}`../../reproduce`).
+# The protocol removes the effects of caches, launches and the host. What remained was the power
+# limit: it makes zeros fast ({doc}`roofline`), rest valuable and yesterday's record incomparable.
+# Kernels measured *together* share it, so their order holds; how far apart they are in a loop that
+# never rests is another question ({doc}`power_wall`). For your own GPU: `make compare`
+# ({doc}`../../reproduce`).
 
 # %% tags=["remove-input"]
 page.glue_html("support", needs.support_html())  # for book/reproduce.md, as what follows
@@ -264,7 +263,7 @@ if compared:
 # :class: dropdown
 #
 # Two records of that workload differ by up to {glue:text}`between_worst:.0f` % without any change.
-# Both versions in one run would convince: there 2 % is several times the noise floor.
+# Measure both versions in one run: there 2 % is several times the noise floor.
 # :::
 #
 # :::{exercise} The interval of a median

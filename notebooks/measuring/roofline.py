@@ -291,9 +291,8 @@ chapter.glue(b200_gbytes=gbytes.max(), b200_busiest=gbytes.idxmax(),
 #
 # ## Takeaways
 #
-# - Arithmetic intensity is $nm/(n+m)$: heads and head_dim cancel, and the shorter of the two sides
-#   caps it.
+# - Arithmetic intensity is $nm/(n+m)$: heads and head_dim cancel, and the shorter side caps it.
 # - A bracket is two numbers, perfect overlap and none. No correct kernel can be below it; a kernel
 #   above it is limited by something else.
 # - The tanh unit is a third ceiling: harmless when overlapped with the tensor cores, costly in
-#   turns with them.
+#   turns.

@@ -108,8 +108,7 @@ chapter.figure(
 #   six for every score of its forward pass and most of its backward pass
 #   {cite}`adsmodelkernellibrary`. It needs no special function.
 #
-# The second and third, as our kernels have them; `gelu_tanh` folds the scale into its constants, at
-# no cost:
+# The second and third, as our kernels have them; `gelu_tanh` folds the scale into its constants:
 
 # %% tags=["remove-input"]
 chapter.code(activations.gelu_tanh)
@@ -283,7 +282,7 @@ chapter.table(cost.reset_index(names="activation"), modelled="counts of the comp
 #
 # By the yardstick of this chapter the range on the positive side grows from {glue:text}`right:.2f`
 # to {glue:text}`degree10_right:.2f`. For scores of standard deviation 1 the relative L2 error is
-# {glue:text}`degree10_l2:.1f`, larger than that of degree 6: outside its range a longer Maclaurin
+# {glue:text}`degree10_l2:.1f`, larger than degree 6's: outside its range a longer Maclaurin
 # polynomial is worse.
 # :::
 #
@@ -306,7 +305,6 @@ chapter.table(cost.reset_index(names="activation"), modelled="counts of the comp
 #
 # - The rounding of activated scores to bfloat16 is the yardstick. One `tanh.approx` per score
 #   passes it by its documented bound, for positive scores and in the L2 norm.
-# - The chip is {glue:text}`better:.0f` times better than its documentation. Measure the first, rely
-#   on the second.
-# - A polynomial has a range. Inside it `gelu_taylor6` is GELU without MUFU; outside it is fast and
-#   meaningless.
+# - The chip is {glue:text}`better:.0f` times better than documented. Measure the first, rely on the
+#   second.
+# - A polynomial has a range. Inside it `gelu_taylor6` is GELU without MUFU; outside, fast nonsense.

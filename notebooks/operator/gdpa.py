@@ -207,8 +207,7 @@ print(f"sample 2, head 0: W1 {list(w1.shape)}, W2 {list(w2.shape)}")
 # GDPA has at least two, on different sides of the activation:
 #
 # - **Inside.** According to public summaries of the paper, Kunlun divides the scores by the largest
-#   sequence length before the activation {cite}`hou2026kunlun`: $s = 1/\mathtt{max\_seqlen}$,
-#   $c = 1$.
+#   length before the activation {cite}`hou2026kunlun`: $s = 1/\mathtt{max\_seqlen}$, $c = 1$.
 # - **Outside.** The published Triton kernel multiplies the *activated* scores by an argument
 #   `qk_scale`, 1 by default: $s = 1$, $c = \mathtt{qk\_scale}$ {cite}`adsmodelkernellibrary`. HSTU,
 #   a relative with SiLU, also divides by the largest length outside

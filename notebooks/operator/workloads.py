@@ -165,10 +165,9 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 #
 # - `padded`: all tiles of the padded batch, empty ones included;
 # - `valid`: only tiles that exist, in their natural order;
-# - `zigzag`: the same by falling cost, every second round of $P$ tiles reversed, as in the
-#   published kernel;
-# - by the hardware: the padded list again, but each tile goes to the first free program, as in an
-#   ordinary launch grid.
+# - `zigzag`: the same by falling cost, every second round of $P$ reversed, as published;
+# - by the hardware: the padded list, but each tile goes to the first free program, as in a launch
+#   grid.
 
 # %%
 config = v3_persistent.Config()
@@ -249,8 +248,8 @@ assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the tex
 # :::{exercise} A quarter full
 # :label: ex-workloads-quarter
 #
-# Redo the arithmetic for lengths uniform from 1 to $N/2$ (fill 0.25): tokens, pairs, FLOP per byte,
-# each relative to the full batch of the same $N$. *(paper, five minutes)*
+# For lengths uniform from 1 to $N/2$ (fill 0.25): tokens, pairs, FLOP per byte, relative to the
+# full batch of the same $N$. *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-workloads-quarter
@@ -287,15 +286,13 @@ assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the tex
 # :class: dropdown
 #
 # A cap far below the median makes the batch nearly full, and any order will do (KuaiRand-1K at
-# 4,096). A cap far above it leaves most of the pairs to a few long sequences: the natural order
-# fails first, and in the end a single tile is longer than the mean load. Then only splitting keys
-# helps.
+# 4,096). A cap far above it gives most pairs to a few long sequences: the natural order fails
+# first, and in the end a single tile exceeds the mean load. Then only splitting keys helps.
 # :::
 #
 # ## Takeaways
 #
-# - Pairs, not tokens, are the work: the useful share of a padded batch is $f^2(1 + \mathrm{CV}^2)$.
-# - "Sparsity 0.5" is a fill of 0.5, and with dense keys every tile costs the same. Ask which
-#   tensors are jagged before comparing numbers.
+# - Work is pairs, not tokens: the useful share of a padded batch is $f^2(1 + \mathrm{CV}^2)$.
+# - "Sparsity 0.5" is a fill of 0.5. Ask which tensors are jagged before comparing numbers.
 # - On heavy-tailed histories the order of tiles matters, and the order to beat is the hardware
 #   queue's, which is free.

@@ -276,8 +276,8 @@ chapter.glue(step_gain=gain, training_share=100 * (1 - 1 / 1.3) / (1 - 1 / gain)
 # :::{exercise} Refute us
 # :label: ex-claims-refute
 #
-# Try to break a measured number: another stand-in, length or GPU. Which change moves the ratio
-# most? *(a GPU, an hour)*
+# Try to break a measured number: another stand-in, length or GPU. What moves the ratio most? *(a
+# GPU, an hour)*
 # :::
 #
 # :::{solution} ex-claims-refute
@@ -289,8 +289,6 @@ chapter.glue(step_gain=gain, training_share=100 * (1 - 1 / 1.3) / (1 - 1 / gain)
 #
 # ## Takeaways
 #
-# - A claim is a value, a machine, a baseline and a source. Without all four it can be believed, not
-#   checked.
+# - A claim is a value, a machine, a baseline and a source. Without all four, nobody can check it.
 # - A maximum over shapes finds the weakest baseline. Ask for the whole row.
-# - Many numbers can be tested without hardware: multiply the counts, and compare with what the
-#   machine has.
+# - Many numbers can be tested without hardware: multiply the counts, compare with the machine.

@@ -179,8 +179,8 @@ with Reads() as reads, tritonemu.enabled():
 #
 # ## CUDA graphs
 #
-# A CUDA graph records launches and replays them without Python. Whatever the host decided during
-# capture stays decided:
+# A CUDA graph replays launches without Python. Whatever the host decided during capture stays
+# decided:
 #
 # | what is needed | why |
 # |:--|:--|
@@ -281,8 +281,7 @@ chapter.glue(worst=f"{impl} on {slow}", worst_kernel=kernel[impl][slow],
 # :::{exercise} `Lengths` in a graph
 # :label: ex-host-lengths
 #
-# Why must a captured step not use `Lengths` if lengths change between replays? *(paper, five
-# minutes)*
+# Why must a captured step not use `Lengths` if lengths change? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-host-lengths

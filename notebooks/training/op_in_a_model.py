@@ -112,12 +112,10 @@ assert ours == 0 and theirs > 4 * 3 * q.nbytes, "the text: its arguments and not
 chapter.glue(eager_times=1 + theirs / (3 * q.nbytes))
 
 # %% [markdown]
-# A model may still keep the output: the linear layer after the attention needs it for the gradient
-# of its weight. What it always saves is the log-sum-exp, and the kernel for the row sums of $dO
-# \odot O$.
+# A model may still keep the output, which the next linear layer needs for its weight's gradient.
+# What GDPA always spares it is the log-sum-exp, and the kernel for the row sums of $dO \odot O$.
 #
-# What is kept must not change before it is used. Autograd checks the offsets' version like any
-# tensor's:
+# What is kept must not change before use. Autograd checks the offsets' version like any tensor's:
 
 # %%
 moved = ENDS.clone()
