@@ -1,5 +1,5 @@
-"""The warp-specialized backward rungs: against the definition, under several schedules, under
-mistakes, and as Hopper code."""
+"""The warp-specialized backward rungs: against the definition and under mistakes; those for Hopper
+under several schedules and as code too, those for Blackwell in `test_tensor_memory_backward`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
+from gdpa_kernels.gdpa import b1_tensor_memory_backward as b1
+from gdpa_kernels.gdpa import b2_short_kv_backward as b2
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa import v5_short_kv_backward as v5
@@ -30,12 +32,15 @@ from tests.gdpa.cases import CASES, DEVICE, Case
 from tests.gdpa.test_backward import backwards
 from tests.gdpa.test_forward import kernels_run
 
-RUNGS = {
+HOPPER = {
     "v4_warp_specialized_backward": v4, "v5_short_kv_backward": v5, "v6_one_tile_backward": v6,
     "v7_wide_backward": v7,
 }  # fmt: skip
+BLACKWELL = {"b1_tensor_memory_backward": b1, "b2_short_kv_backward": b2}
+EMULATED = BLACKWELL if DEVICE == "cpu" else {}
+RUNGS = HOPPER | EMULATED
 # That a test takes which is not about head_dim.
-HEAD_DIM = {impl: 256 if module is v7 else 128 for impl, module in RUNGS.items()}
+HEAD_DIM = {**dict.fromkeys(HOPPER, 128), "v7_wide_backward": 256, **dict.fromkeys(BLACKWELL, 64)}
 BF16, FP16 = torch.bfloat16, torch.float16
 NAMES = ("dq", "dk", "dv")
 TENSORS = ("grad_out", "q", "k", "v")
@@ -70,7 +75,7 @@ def problem(impl: str, call: dict) -> str | None:
 
 def gradients(module, call: dict, **more) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of a rung."""
-    with kernels_run():
+    with kernels_run("b1_tensor_memory" if module in BLACKWELL.values() else ""):
         return module.backward(call["grad_out"], batch_of(call), **more)
 
 
@@ -98,6 +103,7 @@ def check(
         assert_close(name=name, actual=actual, expected=expected, baseline=baseline)
 
 
+MOST_KEYS = {"v5_short_kv_backward": 256, "v6_one_tile_backward": 128, "b2_short_kv_backward": 256}
 OWN_CASES = [
     Case("three_tiles_of_keys", (70, 5, 0), (300, 130, 257), num_heads=1, num_heads_k=1),
     Case("all_keys_of_v5", (70, 5, 0, 129), (256, 129, 255, 1), num_heads=1, num_heads_k=1),
@@ -107,13 +113,18 @@ OWN_CASES = [
 ]
 ALL_CASES = [*CASES, *OWN_CASES]
 ALSO_WIDE = ("empty_sequences", "packed_qkv", "grouped_heads", *(case.name for case in OWN_CASES))
-HALF = ("empty_sequences", "grouped_causal_window", "all_keys_of_v5", "per_head")
+HALF = ("empty_sequences", "grouped_causal_window", "all_keys_of_v5", "per_head", "wide")
 WIDE = [
     replace(
         case, head_dim=128, **({"num_heads": 1, "num_heads_k": 1} if case.num_heads == 2 else {})
     )
     for case in ALL_CASES
     if case.head_dim == 64
+]
+WIDE_BLACKWELL = [
+    Case("wide", (140, 0, 129, 5), (256, 130, 0, 1), num_heads=1, num_heads_k=1, head_dim=128),
+    Case("wide_grouped", (130, 9), (40, 250), 2, 1, 128, options={"causal": True, "window": 70}),
+    Case("wide_per_head", (60,), None, 2, 2, 128, options={"activation": ("gelu", "silu")}),
 ]
 TAKEN = [
     *(("v4_warp_specialized_backward", case) for case in ALL_CASES),
@@ -123,6 +134,7 @@ TAKEN = [
     *(("v7_wide_backward", replace(case, head_dim=256)) for case in WIDE),
     *(("v7_wide_backward", replace(case, head_dim=136)) for case in WIDE if case.name in HALF),
     ("v7_wide_backward", Case("head_dim_200", (70, 5), (64, 130), head_dim=200)),
+    *((impl, case) for impl in EMULATED for case in (*ALL_CASES, *WIDE_BLACKWELL)),
 ]
 
 
@@ -254,11 +266,13 @@ def test_which_results_are_deterministic():
         call = call_of(Case("bits", (5,), head_dim=HEAD_DIM[impl]), BF16) | change
         return ladder.rung(impl, "gdpa_backward").is_deterministic(batch_of(call))
 
-    always = ("v5_short_kv_backward", "v6_one_tile_backward")
-    for impl, keys in (("v4_warp_specialized_backward", 256), ("v7_wide_backward", 128)):
+    up_to = {"v4_warp_specialized_backward": 256, "v7_wide_backward": 128,
+             "b1_tensor_memory_backward": 256}  # fmt: skip
+    for impl, keys in up_to.items():
         assert of(impl, max_seqlen_k=keys) and not of(impl, max_seqlen_k=keys + 1)
         assert not of(impl, cu_seqlens_q=None)
-    assert all(of(impl) for impl in always) and len(RUNGS) == 2 + len(always)
+    always = (HOPPER | BLACKWELL).keys() - up_to
+    assert always == {*MOST_KEYS} and all(of(impl) for impl in always)
 
 
 @pytest.mark.parametrize("impl", RUNGS)
@@ -315,6 +329,7 @@ NEIGHBOURS = {
         Case("grouped", (5, 64, 70), (100, 3, 128), num_heads_k=1, head_dim=128),
     ),
     "v7_wide_backward": (Case("grouped", (5, 70, 64), (100, 3, 64), num_heads_k=1, head_dim=256),),
+    **dict.fromkeys(EMULATED, (Case("grouped", (5, 130, 64), (200, 3, 256), num_heads_k=1),)),
 }
 
 
@@ -401,6 +416,10 @@ def test_without_queries_or_keys_gradients_are_zero(impl, lengths, monkeypatch):
         ("v6_one_tile_backward", Case("whole", (5, 130, 0, 300), (128, 0, 7, 0), head_dim=128)),
         ("v6_one_tile_backward", Case("whole", (130, 300, 0), (0, 0, 7), 4, 2)),
         ("v7_wide_backward", Case("whole", (5, 130, 0), (200, 0, 7), head_dim=160)),
+        *(
+            (impl, Case("whole", (5, 300, 0), (256, 40, 7), 4, 2, options={"causal": True}))
+            for impl in EMULATED
+        ),
     ],
     ids=str,
 )
@@ -427,8 +446,8 @@ DIMS = {
     "v5_short_kv_backward": (128,),
     "v6_one_tile_backward": (64, 128),
     "v7_wide_backward": (136, 248, 256),
+    **dict.fromkeys(BLACKWELL, (64, 128)),
 }
-MOST_KEYS = {"v5_short_kv_backward": 256, "v6_one_tile_backward": 128}
 
 
 @settings(deadline=None, max_examples=4)
@@ -471,6 +490,14 @@ SMALL = {
     ),
     "v5_short_kv_backward": ((Case("short", (130, 65), (256, 130), 1, 1, head_dim=128), {}),),
     "v7_wide_backward": ((THREE, {}), *((THREE, config) for config in OTHERS["v7_wide_backward"])),
+    "b1_tensor_memory_backward": (
+        (Case("narrow", (260, 130), (128, 130), 1, 1), {}),
+        (Case("wide", (300, 5), (128, 130), 1, 1, head_dim=128), {}),
+    ),
+    "b2_short_kv_backward": (
+        (Case("narrow", (260, 130), (200, 5), 1, 1), {}),
+        (Case("wide", (300, 5), (256, 130), 1, 1, head_dim=128), {}),
+    ),
 }
 
 # Why it is no mistake: what nothing notices.
@@ -544,11 +571,12 @@ def _launch(
 ) -> tuple:
     """(dq, dk, dv) of a changed rung on one program or cluster: AssertionError if not `expected`.
 
-    relu is cheap, and dQ has one tile of keys, or is written once: every order gives the same bits.
+    relu is cheap, and a dQ is a sum of at most two: every order gives the same bits.
     """
     call = call_of(case, BF16) | {"activation": ("relu",)}
-    programs = 2 if impl == "v5_short_kv_backward" else 1
-    with tritonemu.enabled(multiprocessors=programs, schedule=schedule, max_steps=50_000):
+    gpu = {"arch": "sm_100" if impl in BLACKWELL else "sm_90",
+           "multiprocessors": 2 if "short_kv" in impl else 1}  # fmt: skip
+    with tritonemu.enabled(**gpu, schedule=schedule, max_steps=50_000):
         options = {"config": module.Config(**config)} if config else {}
         found = module.backward(call["grad_out"], batch_of(call), **options)
     if expected is not None:
@@ -565,9 +593,9 @@ def test_every_harmful_mistake_in_synchronisation_is_found(impl):
         for small in SMALL[impl]
     ]
     tested, found = surviving(module, "backward_kernel", launched)
-    known = [what for reason in SURVIVORS[impl].values() for what in reason]
+    known = [what for reason in SURVIVORS.get(impl, {}).values() for what in reason]
     every = enumerate_mutants(Path(module.__file__), "backward_kernel")
-    assert tested == len(every) > 110
+    assert tested == len(every) > 100
     assert sorted(mutant.what for mutant in found) == sorted(known)
 
 

@@ -1,22 +1,20 @@
-"""The backward rungs for sm_100: against the definition, under several schedules, under mistakes,
-and as sm_100a code."""
+"""The backward rungs for sm_100: under several schedules, and as sm_100a code.
+
+`test_backward_roles` holds them against the definition, and makes mistakes in them.
+"""
 
 from __future__ import annotations
 
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from triton.compiler import CompiledKernel
 
 import tritonemu
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import b1_tensor_memory_backward as b1
 from gdpa_kernels.gdpa import b2_short_kv_backward as b2
-from gdpa_kernels.gdpa import reference
 from gdpa_kernels.measuring.compile_check import (
     SHARED_BYTES,
     TENSOR_COLUMNS,
@@ -25,22 +23,10 @@ from gdpa_kernels.measuring.compile_check import (
     read,
     shortest_loop,
 )
-from gdpa_kernels.measuring.testing import assert_close
-from tests.emulator.mutants import enumerate_mutants, surviving
-from tests.gdpa.cases import CASES, DEVICE, Case
-from tests.gdpa.test_backward_roles import (
-    HALF,
-    NAMES,
-    OWN_CASES,
-    TENSORS,
-    batch_of,
-    call_of,
-    check,
-    defined,
-    problem,
-)
+from tests.gdpa.cases import DEVICE, Case
+from tests.gdpa.test_backward_roles import BLACKWELL as RUNGS
+from tests.gdpa.test_backward_roles import batch_of, call_of, check, problem
 
-RUNGS = {"b1_tensor_memory_backward": b1, "b2_short_kv_backward": b2}
 BF16, FP16 = torch.bfloat16, torch.float16
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="sm_100 is emulated, and compiled")
 
@@ -49,159 +35,6 @@ def gradients(module, call: dict, schedule: str | int = "modelled", **more) -> t
     """(dq, dk, dv) of a rung, emulated."""
     with tritonemu.enabled("sm_100", schedule=schedule, max_steps=100_000):
         return module.backward(call["grad_out"], batch_of(call), **more)
-
-
-# -- The definition --------------------------------------------------------------------------------
-
-ALL_CASES = [
-    *CASES,
-    *OWN_CASES,
-    Case("wide", (140, 0, 129, 5), (256, 130, 0, 1), num_heads=1, num_heads_k=1, head_dim=128),
-    Case("wide_grouped", (130, 9), (40, 250), 2, 1, 128, options={"causal": True, "window": 70}),
-    Case("wide_per_head", (60,), None, 2, 2, 128, options={"activation": ("gelu", "silu")}),
-]
-
-
-@pytest.mark.parametrize(
-    "impl, case, dtype",
-    [
-        (impl, case, dtype)
-        for impl in RUNGS
-        for case in ALL_CASES
-        for dtype in (BF16, FP16)
-        if problem(impl, call_of(case, dtype)) is None
-        and (dtype == BF16 or case.name in (*HALF, "wide"))
-    ],
-    ids=str,
-)
-def test_matches_the_definition(impl, case, dtype):
-    check(partial(gradients, RUNGS[impl]), case, dtype)
-
-
-@pytest.mark.parametrize("impl", RUNGS)
-def test_every_activation(impl):
-    names = tuple(reference.ACTIVATIONS)
-    heads = {"num_heads": len(names), "num_heads_k": len(names)}
-    call = call_of(Case("all", (33, 70), **heads, options={"activation": names}), BF16)
-    found = gradients(RUNGS[impl], call), defined(call, torch.float64), defined(call, BF16)
-    for name, *results in zip(NAMES, *found, strict=True):
-        for head, activation in enumerate(names):
-            actual, expected, baseline = (result[:, head] for result in results)
-            assert_close(
-                name=f"{name} of {activation}", actual=actual, expected=expected, baseline=baseline
-            )
-
-
-@pytest.mark.parametrize("scale", (1e-6, 1e4))
-@pytest.mark.parametrize("impl", RUNGS)
-def test_any_logits(impl, scale):
-    """Saturated and vanishing logits: finite, and right."""
-    options = {"activation": ("gelu", "gelu_tanh", "silu", "hardswish"), "scale": scale}
-    case = Case("logits", (40, 9), num_heads=4, num_heads_k=4, options=options)
-    check(partial(gradients, RUNGS[impl]), case, BF16)
-
-
-@pytest.mark.parametrize("impl", RUNGS)
-def test_strided_and_expanded_arguments(impl):
-    def change(call):
-        q, v, grad = call["q"], call["v"], call["grad_out"]
-        wide = q.new_full((q.shape[0], q.shape[1] + 1, q.shape[2] + 8), float("nan"))
-        wide[:, 1:, 8:] = q
-        return call | {
-            "q": wide[:, 1:, 8:],
-            "k": call["k"].transpose(0, 1).contiguous().transpose(0, 1),
-            "v": torch.stack((v, v.flip(0)), 1)[:, 0],
-            "grad_out": grad[:, :1].expand_as(grad),
-        }
-
-    check(partial(gradients, RUNGS[impl]), Case("strided", (65, 0, 40)), BF16, change=change)
-
-
-@pytest.mark.parametrize("impl", RUNGS)
-def test_neighbours_do_not_leak(impl):
-    """Other sequences hold NaN, or large values: this one's gradients are bitwise equal."""
-    call = call_of(Case("grouped", (5, 130, 64), (200, 3, 256), num_heads_k=1), BF16)
-    before = gradients(RUNGS[impl], call)
-    ends = [call[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
-    for own in range(3):
-        rows, keys = (slice(values[own], values[own + 1]) for values in ends)
-        poison = (float("nan"), -3e38)[own % 2]
-
-        def poisoned(name, rows=rows, keys=keys, poison=poison):
-            part = keys if name in ("k", "v") else rows
-            changed = torch.full_like(call[name], poison)
-            changed[part] = call[name][part]
-            return changed
-
-        after = gradients(RUNGS[impl], call | {name: poisoned(name) for name in TENSORS})
-        for name, part, a, b in zip(NAMES, (rows, keys, keys), after, before, strict=True):
-            assert torch.equal(a[part], b[part]), (name, own, poison)
-
-
-@pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.parametrize("impl", RUNGS)
-def test_own_nan_stays_visible(impl, name):
-    """A NaN of the sequence's own reaches what depends on it, and nothing else."""
-    call = call_of(Case("nan", (6, 70)), BF16)
-    call[name][2, 0, 3] = float("nan")
-    dq, dk, dv = gradients(RUNGS[impl], call)
-    reached = {
-        "grad_out": (dq[2, 0], dk[:6, 0], dv[:6, 0, 3]),
-        "q": (dq[2, 0], dk[:6, 0], dv[:6, 0]),
-        "k": (dq[:6, 0], dk[2, 0], dv[2, 0]),
-        "v": (dq[:6, 0], dk[2, 0]),
-    }[name]
-    assert all(part.isnan().all() for part in reached)
-    nans = sum(part.numel() for part in reached)
-    assert sum(int(result.isnan().sum()) for result in (dq, dk, dv)) == nans
-
-
-@pytest.mark.parametrize(
-    "case",
-    (
-        Case("causal", (5, 300, 0), (256, 40, 7), 4, 2, options={"causal": True}),
-        Case("no_keys", (3, 4), (0, 0)),
-        Case("no_queries", (0, 0), (3, 4), head_dim=128),
-    ),
-    ids=str,
-)
-@pytest.mark.parametrize("impl", RUNGS)
-def test_gradients_are_written_whole(impl, case, monkeypatch):
-    """Memory is full of NaN before the call, and every element is finite after it."""
-    empty = torch.Tensor.new_empty
-    monkeypatch.setattr(
-        torch.Tensor,
-        "new_empty",
-        lambda self, *shape, **options: empty(self, *shape, **options).fill_(float("nan")),
-    )
-    for name, result in zip(NAMES, gradients(RUNGS[impl], call_of(case, BF16)), strict=True):
-        assert result.isfinite().all() and result.is_contiguous(), name
-
-
-@settings(deadline=None, max_examples=3)
-@given(data=st.data())
-@pytest.mark.parametrize("impl", RUNGS)
-def test_random_batches_and_options(impl, data):
-    lengths_q = data.draw(st.lists(st.integers(0, 200), min_size=1, max_size=3))
-    most = 256 if impl == "b2_short_kv_backward" else 300
-    lengths_k = [data.draw(st.integers(0, most)) for _ in lengths_q]
-    group, heads_k = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1)]))
-    case = Case(
-        "random",
-        tuple(lengths_q),
-        tuple(lengths_k),
-        num_heads=group * heads_k,
-        num_heads_k=heads_k,
-        head_dim=data.draw(st.sampled_from([64, 128])),
-        options={
-            "activation": data.draw(st.sampled_from(sorted(reference.ACTIVATIONS))),
-            "causal": data.draw(st.booleans()),
-            "window": data.draw(st.none() | st.integers(0, 300)),
-            "output_scale": data.draw(st.sampled_from([1.0, 1 / 128])),
-        },
-    )
-    dtype = data.draw(st.sampled_from((BF16, FP16)))
-    check(partial(gradients, RUNGS[impl]), case, dtype, seed=data.draw(st.integers(0, 99)))
 
 
 # -- Schedules -------------------------------------------------------------------------------------
@@ -241,82 +74,12 @@ def test_any_config(impl, config):
     check(partial(gradients, RUNGS[impl], config=config), Case("config", (300, 7), (70, 1)), BF16)
 
 
-# -- What a call must meet -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "impl, change, text",
-    [
-        ("b2_short_kv_backward", {"max_seqlen_k": 257}, "a max_seqlen_k of at most 256, got 257"),
-        ("b2_short_kv_backward", {"cu_seqlens_q": None}, "cu_seqlens_q, got None: a shared q"),
-        ("b1_tensor_memory_backward", {"max_seqlen_k": 257}, None),
-        ("b1_tensor_memory_backward", {"cu_seqlens_q": None}, None),
-    ],
-)
-def test_rungs_say_what_they_need(impl, change, text):
-    call = call_of(Case("needs", (256,), head_dim=128), BF16) | change
-    assert problem(impl, call) == (text and f"needs {text}")
-
-
 @pytest.mark.parametrize("impl", RUNGS)
 def test_of_head_dims_64_and_128_alone(impl):
     for head_dim in (64, 128):
         assert problem(impl, call_of(Case("dim", (5,), head_dim=head_dim), BF16)) is None
     for head_dim in (16, 96, 256):
         assert "head_dim" in problem(impl, call_of(Case("dim", (5,), head_dim=head_dim), BF16))
-
-
-def test_which_results_are_deterministic():
-    def of(impl, **change):
-        call = call_of(Case("bits", (5,)), BF16) | change
-        return RUNGS[impl].is_deterministic(batch_of(call))
-
-    assert of("b1_tensor_memory_backward", max_seqlen_k=256)
-    assert not of("b1_tensor_memory_backward", max_seqlen_k=257)
-    assert not of("b1_tensor_memory_backward", cu_seqlens_q=None)
-    assert not hasattr(b2, "is_deterministic")  # always
-
-
-# -- Mistakes --------------------------------------------------------------------------------------
-
-# One CTA, or cluster, with several tiles of keys, or items: every slot is used several times over.
-SMALL = {
-    "b1_tensor_memory_backward": (
-        Case("narrow", (260, 130), (128, 130), 1, 1),
-        Case("wide", (300, 5), (128, 130), 1, 1, head_dim=128),
-    ),
-    "b2_short_kv_backward": (
-        Case("narrow", (260, 130), (200, 5), 1, 1),
-        Case("wide", (300, 5), (256, 130), 1, 1, head_dim=128),
-    ),
-}
-
-
-def _launch(impl: str, case: Case, expected: tuple | None, module, schedule: str | int) -> tuple:
-    """(dq, dk, dv) of a changed rung on one CTA or cluster: AssertionError if not `expected`.
-
-    relu is cheap, and a dQ is a sum of at most two: every order gives the same bits.
-    """
-    call = call_of(case, BF16) | {"activation": ("relu",)}
-    ctas = 2 if impl == "b2_short_kv_backward" else 1
-    with tritonemu.enabled("sm_100", multiprocessors=ctas, schedule=schedule, max_steps=50_000):
-        found = module.backward(call["grad_out"], batch_of(call))
-    if expected is not None:
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    return found
-
-
-@pytest.mark.parametrize("impl", RUNGS)
-def test_every_harmful_mistake_in_synchronisation_is_found(impl):
-    module = RUNGS[impl]
-    launched = [
-        partial(_launch, impl, case, _launch(impl, case, None, module, "modelled"))
-        for case in SMALL[impl]
-    ]
-    tested, found = surviving(module, "backward_kernel", launched)
-    every = enumerate_mutants(Path(module.__file__), "backward_kernel")
-    assert tested == len(every) > 100
-    assert [mutant.what for mutant in found] == []
 
 
 # -- Code for sm_100a ------------------------------------------------------------------------------
