@@ -248,38 +248,22 @@ def spec_kernel(out_ptr, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C
         tl.store(out_ptr + i * A + tl.arange(0, A), tlx.local_load(a[i]))
 
 
-def spec_result(kind, a, b, c):
-    out = nothing(2, a, dtype=torch.int8)
-    report = run(spec_kernel, (1,), out, KIND=kind, A=a, B=b, C=c)
-    return out, report
-
-
-def test_a_spec_without_overlap_puts_all_at_the_start():
-    out, report = spec_result("none", 256, 128, 64)
-    assert report.shared_bytes == 512
-    # b is packed over a[0], c over b[0].
-    expected = torch.tensor([30] * 64 + [31] * 64 + [21] * 128, dtype=torch.int8)
-    assert torch.equal(out[0], expected) and out[1].eq(11).all()
-
-
-def test_a_shared_group_puts_its_buffers_at_one_distance():
-    out, report = spec_result("shared", 256, 128, 128)
-    assert report.shared_bytes == 512
-    for i in range(2):
-        assert out[i, :128].eq(30 + i).all() and out[i, 128:].eq(10 + i).all()
-
-
-def test_a_distinct_group_puts_its_members_side_by_side():
-    out, report = spec_result("distinct", 128, 128, 128)
-    assert out[0].eq(10).all() and out[1].eq(11).all()
-    assert report.shared_bytes == 2 * 3 * 128
-
-
-def test_a_group_in_a_group():
-    out, report = spec_result("nested", 256, 128, 128)
-    assert report.shared_bytes == 512
-    for i in range(2):
-        assert out[i, :128].eq(20 + i).all() and out[i, 128:].eq(30 + i).all()
+@pytest.mark.parametrize(
+    "kind, sizes, first, second, total",
+    (
+        # b is packed over a[0], c over b[0].
+        ("none", (256, 128, 64), [30] * 64 + [31] * 64 + [21] * 128, [11] * 256, 512),
+        ("shared", (256, 128, 128), [30, 10], [31, 11], 512),
+        ("distinct", (128, 128, 128), [10], [11], 768),
+        ("nested", (256, 128, 128), [20, 30], [21, 31], 512),
+    ),
+)
+def test_buffers_of_a_spec(kind, sizes, first, second, total):
+    """The bytes of both buffers of `a` after a, b and c were written; of groups, of 128 each."""
+    out = nothing(2, sizes[0], dtype=torch.int8)
+    report = run(spec_kernel, (1,), out, KIND=kind, **dict(zip("ABC", sizes, strict=True)))
+    expected = torch.tensor([first, second]).repeat_interleave(sizes[0] // len(first), 1)
+    assert torch.equal(out, expected.to(torch.int8)) and report.shared_bytes == total
 
 
 @triton.jit
@@ -312,6 +296,8 @@ def columns_kernel(out_ptr, WHERE: tl.constexpr):
         part = tlx.local_slice(acc[0], [0, 32], [128, 16])
     elif WHERE == "rows":
         part = tlx.local_slice(acc[0], [64, 32], [64, 16])
+    elif WHERE == "shared memory":
+        part = tlx.subslice(tlx.local_alloc((128, 64), tl.float32, 1)[0], 0, 16)
     else:
         part = tlx.subslice(acc[0], 56, 16)
     tlx.local_store(part, value)
@@ -329,27 +315,18 @@ def test_columns_of_tensor_memory(where):
     assert report.tensor_columns == 64 and report.shared_bytes == 0
 
 
-def test_slices_of_tensor_memory_take_all_rows():
-    with pytest.raises(InvalidKernel, match="all rows"):
-        run(columns_kernel, (1,), nothing(128, 64), WHERE="rows", arch="sm_100")
-    with pytest.raises(OutOfBounds):
-        run(columns_kernel, (1,), nothing(128, 64), WHERE="beyond", arch="sm_100")
-
-
-def test_tensor_memory_needs_blackwell():
-    with pytest.raises(InvalidKernel, match="needs arch sm_100, got sm_90"):
-        run(columns_kernel, (1,), nothing(128, 64), WHERE="slice", arch="sm_90")
-
-
-@triton.jit
-def subslice_kernel():
-    cell = tlx.local_alloc((128, 64), tl.float32, 1)
-    tlx.subslice(cell[0], 0, 16)
-
-
-def test_subslices_are_of_tensor_memory():
-    with pytest.raises(InvalidKernel, match="takes tensor memory, got shared memory"):
-        run(subslice_kernel, (1,), arch="sm_100")
+@pytest.mark.parametrize(
+    "where, arch, error, message",
+    (
+        ("rows", "sm_100", InvalidKernel, "all rows"),
+        ("beyond", "sm_100", OutOfBounds, "leaves acc"),
+        ("shared memory", "sm_100", InvalidKernel, "takes tensor memory, got shared memory"),
+        ("slice", "sm_90", InvalidKernel, "needs arch sm_100, got sm_90"),
+    ),
+)
+def test_wrong_slices_of_tensor_memory(where, arch, error, message):
+    with pytest.raises(error, match=message):
+        run(columns_kernel, (1,), nothing(128, 64), WHERE=where, arch=arch)
 
 
 # A number in each 16-bit half of a column: i in both halves.

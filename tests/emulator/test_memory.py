@@ -301,17 +301,6 @@ def test_boxes_of_rank_five_match_padding(seed):
 
 
 @triton.jit
-def mismatch_kernel(desc):
-    desc.store([0, 0], desc.load([0, 0]).to(tl.float16))
-
-
-def test_stored_value_must_have_the_type_of_the_descriptor():
-    desc = TensorDescriptor.from_tensor(torch.ones(4, 16), [4, 16])
-    with pytest.raises(InvalidKernel, match=r"must be fp32\[4, 16\] as the descriptor, got fp16"):
-        run(mismatch_kernel, (1,), desc)
-
-
-@triton.jit
 def same_box_kernel(x_desc, out_desc):
     out_desc.store([0, 0], x_desc.load([8 * tl.program_id(0), 0]))
 
@@ -330,58 +319,51 @@ def test_two_programs_may_store_the_same_bits():
 
 
 @pytest.mark.parametrize(
-    "shape, stride, message",
+    "x, shape, stride, message",
     (
-        ((4, 16), 17, "multiples of 16"),
-        ((0, 16), 16, "sizes in"),
-        ((4, 16), 2**38, "below 2"),
-        ((4, 16), 0, "strides above 0 along dimensions longer than 1, got .0, 4."),
+        (torch.ones(64), (4, 16), 17, "multiples of 16"),
+        (torch.ones(64), (0, 16), 16, "sizes in"),
+        (torch.ones(64), (4, 16), 2**38, "below 2"),
+        (torch.ones(64), (4, 16), 0, "strides above 0 along dimensions longer than 1, got .0, 4."),
+        (torch.ones(65)[1:], (4, 16), 16, "aligned to 16 bytes, got 4 bytes off"),
+        (torch.ones(32), (4, 16), 16, "descriptor load of x_ptr"),
+        (torch.ones(64), (1, 16), 0, None),  # one element may have any stride
     ),
 )
-def test_descriptor_rules(shape, stride, message):
-    with pytest.raises(DescriptorError, match=message):
-        run(
-            device_desc_kernel, (1,), torch.ones(64), torch.ones(64), *shape, stride,
-            ROWS=4, KIND="store",
-        )  # fmt: skip
+def test_descriptor_rules(x, shape, stride, message):
+    def launch():
+        out = torch.ones(64)
+        run(device_desc_kernel, (1,), x, out, *shape, stride, ROWS=4, KIND="store")
 
-
-def test_a_dimension_of_one_element_may_have_any_stride():
-    run(device_desc_kernel, (1,), torch.ones(64), torch.ones(64), 1, 16, 0, ROWS=4, KIND="store")
-
-
-def test_descriptor_base_must_be_aligned():
-    with pytest.raises(DescriptorError, match="aligned to 16 bytes, got 4 bytes off"):
-        x = torch.ones(65)[1:]
-        run(device_desc_kernel, (1,), x, x, 4, 16, 16, ROWS=4, KIND="store")
-
-
-def test_descriptor_larger_than_its_tensor():
-    with pytest.raises(OutOfBounds, match="descriptor load of x_ptr"):
-        x = torch.ones(32)
-        run(device_desc_kernel, (1,), x, torch.ones(64), 4, 16, 16, ROWS=4, KIND="store")
+    if message is None:
+        launch()
+        return
+    with pytest.raises((DescriptorError, OutOfBounds), match=message):
+        launch()
 
 
 @triton.jit
-def coordinate_kernel(desc, big):
-    desc.load([big, 0])
+def wrong_kernel(desc, big, HOW: tl.constexpr):
+    if HOW == "another type":
+        desc.store([0, 0], desc.load([0, 0]).to(tl.float16))
+    elif HOW == "a large coordinate":
+        desc.load([big, 0])
+    else:
+        desc.prefetch(0)
 
 
-def test_coordinates_are_int32():
+@pytest.mark.parametrize(
+    "how, error, message",
+    (
+        ("another type", InvalidKernel, r"must be fp32\[4, 16\] as the descriptor, got fp16"),
+        ("a large coordinate", InvalidKernel, "int32 scalars"),
+        ("an unknown operation", Unsupported, "tensor_descriptor.prefetch"),
+    ),
+)
+def test_wrong_uses_of_a_descriptor(how, error, message):
     desc = TensorDescriptor.from_tensor(torch.ones(4, 16), [4, 16])
-    with pytest.raises(InvalidKernel, match="int32 scalars"):
-        run(coordinate_kernel, (1,), desc, 2**31)
-
-
-@triton.jit
-def prefetch_kernel(desc, big):
-    desc.prefetch(0)
-
-
-def test_unknown_descriptor_operation():
-    desc = TensorDescriptor.from_tensor(torch.ones(4, 16), [4, 16])
-    with pytest.raises(Unsupported, match="tensor_descriptor.prefetch"):
-        run(prefetch_kernel, (1,), desc, 0)
+    with pytest.raises(error, match=message):
+        run(wrong_kernel, (1,), desc, 2**31, HOW=how)
 
 
 @triton.jit

@@ -40,10 +40,6 @@ def _line(path, start: str) -> int:
     return found[0]
 
 
-def _line_of_kernel() -> int:
-    return _line(V4, "def specialized_kernel(")
-
-
 def _elsewhere(impl: str, text: str, errors: int) -> int:
     found = sanitizer.parse(impl, "racecheck", text + _summary(errors))
     assert found == sanitizer.Finding(impl, "racecheck", 6, errors, 0, found.elsewhere)
@@ -65,56 +61,43 @@ def test_a_summary_of_calls_that_did_not_return_is_no_success(tool):
         sanitizer.parse("v4_rotary", tool, "out of resource\n" + text.replace(RETURNED, ""))
 
 
-def test_a_race_at_the_line_of_the_kernel_is_the_compilers():
-    text = _race(_line_of_kernel()) * 2 + _summary(2)
-    found = sanitizer.parse("v4_warp_specialized", "racecheck", text)
-    assert (found.errors, found.elsewhere) == (2, 0)
-
-
-def test_a_race_with_the_start_of_the_tasks_is_the_compilers():
-    region = _line(V4, "    with tlx.async_tasks():")
-    assert _elsewhere("v4_warp_specialized", _race(_line_of_kernel(), region), 1) == 0
+KERNEL = _line(V4, "def specialized_kernel(")
+BLOCK_KERNELS = [_line(BLOCK_V4, f"def {name}_kernel(") for name in ("forward", "backward")]
+BLOCK_RACES = "".join(_race(line, file=BLOCK_V4.name) for line in BLOCK_KERNELS)
+SLAB = ladder.rung("v2_slab", "block_attention").path
 
 
 @pytest.mark.parametrize(
-    "text", (_race(_line_of_kernel()) + _race(80) + _summary(2), _race(80) + _summary(1, 4))
+    "impl, text, errors, ours",
+    (
+        # At the line of the kernel, or between that and the start of the tasks: the compiler's.
+        ("v4_warp_specialized", _race(KERNEL) * 2, 2, 0),
+        ("v4_warp_specialized", _race(KERNEL, _line(V4, "    with tlx.async_tasks():")), 1, 0),
+        # In the body, with the body, without a place, or not displayed.
+        ("v4_warp_specialized", _race(KERNEL) + _race(80), 2, 1),
+        ("v4_warp_specialized", _race(KERNEL, 80), 1, 1),
+        ("v4_warp_specialized", _race(80, KERNEL), 1, 1),
+        ("v4_warp_specialized", "========= Error: Race reported between Write access at k\n", 1, 1),
+        ("v4_warp_specialized", _race(KERNEL), 3, 2),
+        # Each kernel of a file has a first line; a function of a kernel, without tasks, has none.
+        ("v4_rotary", BLOCK_RACES, 2, 0),
+        (
+            "v4_rotary",
+            BLOCK_RACES + _race(_line(BLOCK_V4, "def math_backward("), file=BLOCK_V4.name),
+            *(3, 1),
+        ),
+        ("v4_rotary", _race(BLOCK_KERNELS[0], file="block_list.py"), 1, 1),
+        # A kernel without tasks has no byte of the compiler's.
+        ("v2_slab", _race(_line(SLAB, "def forward_kernel("), file=SLAB.name), 1, 1),
+    ),
 )
-def test_a_race_in_the_body_is_ours(text):
+def test_races_of_the_compiler_and_ours(impl, text, errors, ours):
+    assert _elsewhere(impl, text, errors) == ours
+
+
+def test_a_race_that_is_a_warning_is_ours():
+    text = _race(80) + _summary(1, 4)
     assert sanitizer.parse("v4_warp_specialized", "racecheck", text).elsewhere == 1
-
-
-def test_a_race_with_the_body_is_ours():
-    assert _elsewhere("v4_warp_specialized", _race(_line_of_kernel(), 80), 1) == 1
-    assert _elsewhere("v4_warp_specialized", _race(80, _line_of_kernel()), 1) == 1
-
-
-def test_a_race_without_a_place_is_ours():
-    text = "========= Error: Race reported between Write access at kernel+0x1070\n"
-    assert _elsewhere("v4_warp_specialized", text, 1) == 1
-
-
-def test_a_race_that_was_not_displayed_counts_as_ours():
-    text = _race(_line_of_kernel()) + _summary(3)
-    assert sanitizer.parse("v4_warp_specialized", "racecheck", text).elsewhere == 2
-
-
-def test_each_kernel_of_a_file_has_a_first_line():
-    lines = [_line(BLOCK_V4, f"def {name}_kernel(") for name in ("forward", "backward")]
-    text = "".join(_race(line, file=BLOCK_V4.name) for line in lines)
-    assert _elsewhere("v4_rotary", text, 2) == 0
-    other = _line(BLOCK_V4, "def math_backward(")  # a function of a kernel, without tasks
-    assert _elsewhere("v4_rotary", text + _race(other, file=BLOCK_V4.name), 3) == 1
-
-
-def test_the_same_line_of_another_file_is_ours():
-    line = _line(BLOCK_V4, "def forward_kernel(")
-    assert _elsewhere("v4_rotary", _race(line, file="block_list.py"), 1) == 1
-
-
-def test_a_kernel_without_tasks_has_no_byte_of_the_compilers():
-    path = ladder.rung("v2_slab", "block_attention").path
-    line = _line(path, "def forward_kernel(")
-    assert _elsewhere("v2_slab", _race(line, file=path.name), 1) == 1
 
 
 @pytest.mark.parametrize("control", sanitizer.CONTROLS)
