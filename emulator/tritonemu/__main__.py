@@ -5,8 +5,8 @@ kernel that is launched as `kernel[grid](...)` runs under the modelled schedule 
 `--search` (see `search`), or under one named by `--schedule`, as findings name it; the program is
 run once for each, and prints the first time. There seems to be a GPU (`--arch`, `--no-fake-gpu`),
 whose tensors lie on the CPU. `--svg`, `--html` and `--trace` keep a timeline: of the launch with
-the finding, or else of the first. `--json` writes what was found and what was covered (see
-`messages`). Options stand before FILE.py; what follows it belongs to the program.
+the finding, or else of the first. `--json` writes what was found and what was covered (its
+fields: README, "Reports"). Options stand before FILE.py; what follows it belongs to the program.
 
 The exit status is 0 if nothing was found, 1 after a finding (also if the program itself fails under
 some schedule, and not under the modelled one), 2 for a wrong command line, 3 if the program could
@@ -130,7 +130,6 @@ def _as_program(path: str, arguments: list[str]) -> Iterator[None]:
 
 
 def summary(report: Report) -> str:
-    """One launch in a few lines."""
     lines = [
         f"{report.programs} CTAs on {report.arch}: {report.dots} MMAs, "
         f"{report.bytes_loaded} bytes loaded, {report.bytes_stored} stored"
@@ -173,7 +172,6 @@ def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | No
 
 
 def _command(options: argparse.Namespace, schedule: str) -> str:
-    """The command that shows a finding again."""
     command, parser = ["python", "-m", "tritonemu", "--arch", options.arch], _parser()
     command += ["--no-fake-gpu"] * (not options.fake_gpu)
     for name in _REPEATED:
@@ -272,7 +270,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status."""
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     if options.timeout:
         _end_after(options.timeout)

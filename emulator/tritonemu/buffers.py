@@ -396,12 +396,10 @@ class Buffer:
         view.copy_(to_raw(data, self.dtype).reshape(view.shape))
 
     def on(self, storage: Storage) -> "Buffer":
-        """The same view of another storage."""
         return replace(self, storage=storage)
 
 
 def _repeat(bits: int, step: int, times: int) -> int:
-    """`bits` side by side, `step` apart."""
     if times == 1:
         return bits
     half = _repeat(bits, step, times // 2)

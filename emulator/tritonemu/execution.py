@@ -131,7 +131,6 @@ def run(
 
 
 def _told(error: EmulatorError, report: Report, order: Order) -> EmulatorError:
-    """The finding, with what a reader needs beside its message."""
     error.report, error.schedule = report, str(order)
     if hasattr(error, "add_note"):
         error.add_note(explain(error))

@@ -40,7 +40,6 @@ def check_arch(arch: str) -> None:
 
 
 def _properties(arch: str, multiprocessors: int) -> dict[str, Any]:
-    """As `torch.cuda.get_device_properties` names them."""
     major, minor = divmod(int(arch.removeprefix("sm_")), 10)
     return {
         "name": _NAMES[arch],
@@ -122,8 +121,6 @@ class _Stream:
 
 
 class _Generator(torch.Generator):
-    """`torch.Generator(device="cuda")`."""
-
     def __new__(cls, device: Any = "cpu") -> torch.Generator:
         return super().__new__(cls, "cpu")
 
@@ -150,7 +147,6 @@ def _is_gpu(device: Any) -> bool:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of arguments or results."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, TensorDescriptor):

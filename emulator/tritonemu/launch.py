@@ -138,7 +138,6 @@ class Cta:
         )
 
     def reserve(self, num_bytes: int) -> None:
-        """Count an allocation of shared memory."""
         report = self.launch.report
         self.shared_bytes += num_bytes
         report.shared_bytes = max(report.shared_bytes, self.shared_bytes)
@@ -227,12 +226,10 @@ class Launch:
 
     @property
     def role(self) -> Any:
-        """The role that runs now."""
         return self.scheduler.role
 
     @property
     def program(self) -> tuple[int, int, int]:
-        """The program id of the CTA that runs now."""
         return self.scheduler.role.cta.program if self.scheduler else (0, 0, 0)
 
 
@@ -240,7 +237,6 @@ CURRENT: contextvars.ContextVar[Launch] = contextvars.ContextVar("emulator_launc
 
 
 def current() -> Launch:
-    """The launch being executed."""
     launch = CURRENT.get(None)
     if launch is None:
         raise EmulatorError("operations must be called inside tritonemu.run, got no launch")

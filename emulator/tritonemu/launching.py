@@ -30,8 +30,6 @@ class Reports(list[Report]):
 
 @dataclass(frozen=True)
 class _Enabled:
-    """What `enabled` was given, and the reports of the launches in it."""
-
     arch: str
     multiprocessors: int
     all_configs: bool
@@ -148,7 +146,6 @@ def _run_configurations(
 
 
 def is_enabled() -> bool:
-    """Whether an `enabled` context is open."""
     return _ENABLED.get() is not None
 
 

@@ -8,7 +8,7 @@ directed rounding (`_rz`, `_rd`, `_ru`) are those of fp64, rounded.
 import math
 import re
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -221,28 +221,16 @@ def call(name: str, tiles: list[Tile], result: tl.dtype) -> Tile:
     return Tile(given.to(held(result)), result)
 
 
-class _Core:
-    """What stands for `triton.language.core` in the code of libdevice's functions."""
-
-    dtype, int1, constexpr = tl.dtype, tl.int1, tl.constexpr
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def extern_elementwise(
-        self, lib: str, path: str, args: list[Any], table: dict[Any, Any], is_pure: bool,
-        _semantic: Any = None,
-    ) -> Tile:  # fmt: skip
-        tiles = [to_tile(value) for value in args]
-        given = tuple(tile.dtype for tile in tiles)
-        if given not in table:
-            raise InvalidKernel(
-                f"libdevice.{self._name} takes {' or '.join(_listed(types) for types in table)}, "
-                f"got {_listed(given)}"
-            )
-        shape = torch.broadcast_shapes(*(tile.data.shape for tile in tiles))
-        tiles = [tile.like(tile.data.expand(shape)) for tile in tiles]
-        return call(self._name, tiles, table[given][1])
+def _apply(name: str, args: list[Any], table: dict[Any, Any]) -> Tile:
+    """`core.extern_elementwise` in the code of libdevice's functions."""
+    tiles = [to_tile(value) for value in args]
+    given = tuple(tile.dtype for tile in tiles)
+    if given not in table:
+        known = " or ".join(_listed(types) for types in table)
+        raise InvalidKernel(f"libdevice.{name} takes {known}, got {_listed(given)}")
+    shape = torch.broadcast_shapes(*(tile.data.shape for tile in tiles))
+    tiles = [tile.like(tile.data.expand(shape)) for tile in tiles]
+    return call(name, tiles, table[given][1])
 
 
 def _listed(types: tuple[tl.dtype, ...]) -> str:
@@ -252,5 +240,11 @@ def _listed(types: tuple[tl.dtype, ...]) -> str:
 def function(name: str, real: Any) -> Callable[..., Tile]:
     """The function of Triton's libdevice, on tiles."""
     inner = getattr(real, "__wrapped__", real)
-    names = {"core": _Core(name), "__builtins__": __builtins__}
+    core = SimpleNamespace(
+        **{"dtype": tl.dtype, "int1": tl.int1, "constexpr": tl.constexpr},
+        extern_elementwise=lambda lib, path, args, table, is_pure, _semantic=None: _apply(
+            name, args, table
+        ),
+    )
+    names = {"core": core, "__builtins__": __builtins__}
     return FunctionType(inner.__code__, names, name, inner.__defaults__)

@@ -554,7 +554,6 @@ class Descriptor:
         self.region.memory.store_box(self, offsets, value, update, by)
 
     def _rows(self, x_offsets: Tile, what: str) -> list[int]:
-        """The rows that a gather or a scatter names."""
         if current().arch != "sm_100":
             raise InvalidKernel(f"descriptor {what} needs arch sm_100, got {current().arch}")
         if len(self.sizes) != 2 or self.block_shape[0] != 1 or len(x_offsets.shape) != 1:
@@ -565,7 +564,6 @@ class Descriptor:
         return x_offsets.data.tolist()
 
     def gather(self, x_offsets: Tile, y_offset: Any) -> Tile:
-        """Rows x_offsets, from column y_offset on."""
         memory, rows = self.region.memory, self._rows(x_offsets, "gather")
         boxes = [memory.load_box(self, (row, y_offset)).data for row in rows]
         return Tile(torch.cat(boxes), self.dtype)

@@ -42,13 +42,7 @@ def explain(error: EmulatorError) -> str:
 
 
 def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
-    """A finding for machines.
-
-    kind: the class of the error. message. role, buffer, barrier: what is concerned, "" if nothing.
-    places: statements, first the one where it was found; each has `what` ("here", "earlier", or a
-    role that waits) and `calls`, outermost first, with file, line, function and source. kernel.
-    schedule: shows it again. replay: the command that does.
-    """
+    """A finding for machines; its fields are in the README, under "Reports"."""
     places = []
     for what, at in _places(error):
         calls = [
@@ -89,9 +83,7 @@ def page(report: Any, error: EmulatorError | None = None) -> str:
 
 
 def write_json(path: str | Path, found: EmulatorError | None, replay: str, search: Any) -> None:
-    """The report of one command: `found`, null or as `as_json`, and `covered`, as of `Search`."""
-    report = {
-        "found": as_json(found, replay) if found is not None else None,
-        "covered": search.as_json(),
-    }
+    """The report of one command: what it found, and what its search covered."""
+    said = as_json(found, replay) if found is not None else None
+    report = {"found": said, "covered": search.as_json()}
     Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

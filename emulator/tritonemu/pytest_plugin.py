@@ -19,28 +19,16 @@ from .undefined import MODES
 
 def pytest_addoption(parser):
     group = parser.getgroup("tritonemu", "Triton kernels in the emulator")
-    group.addoption("--fake-gpu", action="store_true", help="run all tests without a GPU")
-    group.addoption("--emulated-arch", choices=ARCHITECTURES, default="sm_90")
-    group.addoption(
-        "--emulated-schedules",
-        type=int,
-        default=2,
-        metavar="N",
-        help="random schedules for each test (default 2)",
-    )
-    group.addoption(
-        "--emulated-all-configs",
-        action="store_true",
-        help="run every configuration of autotuned kernels, not the first that fits",
-    )
-    group.addoption(
-        "--emulated-masked", choices=MODES, default="nan", help="lanes off without `other`"
-    )
-    group.addoption(
-        "--skip-unsupported",
-        action="store_true",
-        help="skip tests whose kernels use an operation that the emulator does not know",
-    )
+    add = group.addoption
+    add("--fake-gpu", action="store_true", help="run all tests without a GPU")
+    add("--emulated-arch", choices=ARCHITECTURES, default="sm_90")
+    several = "random schedules for each test (default 2)"
+    add("--emulated-schedules", type=int, default=2, metavar="N", help=several)
+    every = "run every configuration of autotuned kernels, not the first that fits"
+    add("--emulated-all-configs", action="store_true", help=every)
+    add("--emulated-masked", choices=MODES, default="nan", help="lanes off without `other`")
+    unknown = "skip tests whose kernels use an operation that the emulator does not know"
+    add("--skip-unsupported", action="store_true", help=unknown)
 
 
 @contextlib.contextmanager

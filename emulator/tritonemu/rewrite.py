@@ -422,7 +422,6 @@ def _constexpr_function(function: Any) -> Callable:
 
 
 def static_int(value: Any) -> int:
-    """A compile-time integer."""
     if not isinstance(value, int):
         raise InvalidKernel(f"a constant integer is needed here, got {value!r}")
     return value
@@ -487,7 +486,6 @@ def _assign(value: Any, called: str | tuple[str, ...] = "") -> Any:
 
 
 def constant(value: Any) -> Any:
-    """A compile-time constant, as it is."""
     if isinstance(value, Tile):
         raise InvalidKernel(f"a tl.constexpr needs a constant, got {value!r}")
     return value

@@ -62,7 +62,6 @@ class Role:
 
     @property
     def label(self) -> str:
-        """The role as messages name it."""
         return f"{self.name} of CTA {self.cta.number}"
 
     def _run(self, body: Callable) -> None:

@@ -89,12 +89,7 @@ class Search:
             steps = max(steps, self._order.steps)
 
     def as_json(self) -> dict[str, Any]:
-        """What was covered: search (or the only schedule), schedules (tried), and at times more.
-
-        exhausted, classes, redundant: of "exhaustive", whether all interleavings are covered, by
-        how many executions that differ, and how many more that turned out not to. depth, threads,
-        steps, bound: of "pct", what its bound is made of, and the bound for one schedule.
-        """
+        """What was covered, as the README lists it under "Reports"."""
         out: dict[str, Any] = {"search": self.kind, "schedules": self.tried}
         if self.only is not None:
             return out | {"search": self.only}

@@ -110,7 +110,6 @@ class Timeline:
         return {"traceEvents": out, "otherData": about}
 
     def save_chrome_trace(self, path: str | Path) -> Path:
-        """Write `chrome_trace` as JSON; returns the path."""
         path = Path(path)
         path.write_text(json.dumps(self.chrome_trace()) + "\n", encoding="utf-8")
         return path

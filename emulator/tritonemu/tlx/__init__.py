@@ -25,10 +25,10 @@ from triton.language.extra import tlx
 from triton.language.extra.tlx import warp_spec
 
 from ..language import Namespace
-from . import control, conversions, copies, products, sync, views  # they fill the table
+from . import control, copies, products, sync, views  # they fill the table
 from .table import OPERATIONS
 
-__all__ = ["MODULES", "TLX", "control", "conversions", "copies", "products", "sync", "views"]
+__all__ = ["MODULES", "TLX", "control", "copies", "products", "sync", "views"]
 
 TLX = Namespace("tlx", OPERATIONS, tlx, tlx.warp_ops, warp_spec)
 
