@@ -267,12 +267,9 @@ _DO_NOTHING = (
     *("init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"),
     *("manual_seed", "manual_seed_all", "seed", "seed_all", "reset_peak_memory_stats"),
 )
-_USE_NOTHING = (
-    "memory_allocated",
-    "max_memory_allocated",
-    "memory_reserved",
-    "max_memory_reserved",
-)
+_USE_NOTHING = [
+    f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved")
+]
 
 
 def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
@@ -337,13 +334,14 @@ def fake_gpu(arch: str = "sm_90", *, multiprocessors: int = MULTIPROCESSORS) -> 
             replace(torch.cuda, name, value)
         for name in ("range_push", "range_pop", "mark"):
             replace(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
-        for name, value in (
-            ("is_available", lambda: True),
-            ("device_count", lambda: 1),
-            ("current_accelerator", lambda *args, **kwargs: torch.device("cuda")),
-            ("current_device_index", lambda: 0),
-            ("synchronize", lambda *args: None),
-        ):
+        there = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_accelerator": lambda *args, **kwargs: torch.device("cuda"),
+            "current_device_index": lambda: 0,
+            "synchronize": lambda *args: None,
+        }
+        for name, value in there.items():
             replace(accelerator, name, value)
         replace(torch.version, "cuda", torch.version.cuda or "12.8")
         replace(torch, "Generator", _Generator)

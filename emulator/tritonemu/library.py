@@ -82,14 +82,9 @@ def _logb(x: torch.Tensor) -> torch.Tensor:
 
 
 _EXACT: dict[str, Function] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
+    **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "sqrt", "rsqrt")},
     "rcp": torch.reciprocal,
-    "sqrt": torch.sqrt,
     "fma": lambda x, y, z: x * y + z,
-    "rsqrt": torch.rsqrt,
 }
 _SAME = (
     *("abs", "floor", "ceil", "trunc", "rsqrt", "exp2", "sqrt", "signbit", "copysign", "isnan"),
@@ -109,27 +104,19 @@ _FUNCTIONS: dict[str, Function] = {
     "hadd": lambda x, y: (x.to(torch.int64) + y.to(torch.int64)) >> 1,
     "rhadd": lambda x, y: (x.to(torch.int64) + y.to(torch.int64) + 1) >> 1,
     "saturatef": saturate,
-    "rint": torch.round,
-    "nearbyint": torch.round,
-    "llrint": torch.round,
-    "round": _away_from_zero,
-    "llround": _away_from_zero,
+    **dict.fromkeys(("rint", "nearbyint", "llrint"), torch.round),
+    **dict.fromkeys(("round", "llround"), _away_from_zero),
     "finitef": torch.isfinite,
     "isfinited": torch.isfinite,
     "sinpi": lambda x: torch.sin(math.pi * x.remainder(2)),
     "cospi": lambda x: torch.cos(math.pi * x.remainder(2)),
     "exp10": lambda x: torch.pow(10.0, x),
     "rhypot": lambda x, y: 1 / torch.hypot(x, y),
-    "norm3d": _norm,
-    "norm4d": _norm,
-    "rnorm3d": lambda *values: 1 / _norm(*values),
-    "rnorm4d": lambda *values: 1 / _norm(*values),
+    **dict.fromkeys(("norm3d", "norm4d"), _norm),
+    **dict.fromkeys(("rnorm3d", "rnorm4d"), lambda *values: 1 / _norm(*values)),
     "cbrt": lambda x: x.abs().pow(1 / 3).copysign(x),
     "rcbrt": lambda x: x.abs().pow(-1 / 3).copysign(x),
-    "j0": torch.special.bessel_j0,
-    "j1": torch.special.bessel_j1,
-    "y0": torch.special.bessel_y0,
-    "y1": torch.special.bessel_y1,
+    **{name: getattr(torch.special, f"bessel_{name}") for name in ("j0", "j1", "y0", "y1")},
     "cyl_bessel_i0": torch.special.i0,
     "cyl_bessel_i1": torch.special.i1,
     "erfcx": torch.special.erfcx,
@@ -155,12 +142,7 @@ _FUNCTIONS: dict[str, Function] = {
     "double2loint": lambda x: x.contiguous().view(torch.int64).to(torch.int32),
     "double2hiint": lambda x: (x.contiguous().view(torch.int64) >> 32).to(torch.int32),
 }
-_ROUNDINGS: dict[str, Function] = {
-    "rn": torch.round,
-    "rz": torch.trunc,
-    "rd": torch.floor,
-    "ru": torch.ceil,
-}
+_ROUNDINGS = {"rn": torch.round, "rz": torch.trunc, "rd": torch.floor, "ru": torch.ceil}
 # In the names of conversions: a type, and the one of the other signedness that it passes for.
 _TYPES = {
     **{"float": tl.float32, "double": tl.float64, "int": tl.int32, "uint": tl.uint32},
@@ -171,19 +153,11 @@ _TYPES = {
 def _directed(exact: torch.Tensor, rounding: str) -> torch.Tensor:
     """fp64 rounded to fp32 towards zero (`rz`), down (`rd`) or up (`ru`); `rn`: to nearest."""
     near = exact.to(torch.float32)
-    if rounding == "rn":
-        return near
     wide = near.to(torch.float64)
-    down, up = torch.tensor(-math.inf), torch.tensor(math.inf)
-    too_high, too_low = wide > exact, wide < exact
-    if rounding == "rz":
-        too_high, too_low = too_high & (exact > 0), too_low & (exact < 0)
-    elif rounding == "rd":
-        too_low = torch.zeros_like(too_low)
-    else:
-        too_high = torch.zeros_like(too_high)
-    near = torch.where(too_high, torch.nextafter(near, down), near)
-    return torch.where(too_low, torch.nextafter(near, up), near)
+    down = torch.where(wide > exact, torch.nextafter(near, torch.tensor(-math.inf)), near)
+    up = torch.where(wide < exact, torch.nextafter(near, torch.tensor(math.inf)), near)
+    towards_zero = torch.where(exact > 0, down, up)
+    return {"rn": near, "rz": towards_zero, "rd": down, "ru": up}[rounding]
 
 
 def _convert(x: Tile, source: str, target: str, rounding: str) -> Tile:
