@@ -1,8 +1,7 @@
 """What the chapter on activation arithmetic measures, and what it reads from its record.
 
-`run_all` fills a session: errors of every sequence ("accuracy", "extremes"), its clocks in
-registers ("checks", "repeat", "times", "clocks"), and `v6_short_kv` with seven activations on the
-same inputs, interleaved (rows).
+`run_all` fills a session: errors of every sequence ("accuracy"), its clocks in registers ("repeat",
+"times", "clocks"), and `v6_short_kv` with seven activations on the same inputs, interleaved (rows).
 """
 
 from __future__ import annotations
@@ -43,43 +42,32 @@ def computed(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 def run_all(session: Session) -> None:
     """Everything that the chapter shows, into the tables and rows of `session`."""
     x = torch.linspace(-60, 60, 2**22 + 1, device=session.device)
-    session.tables["accuracy"], session.tables["extremes"] = errors(x)
+    session.tables["accuracy"] = errors(x)
     _rates(session)
     for head_dim in (128, 64):
         _kernels(session, head_dim)
         torch.cuda.empty_cache()
 
 
-def errors(x: torch.Tensor, names: Iterable[str] = NAMES) -> tuple[record.Table, record.Table]:
-    """Tables of `sequences.accuracy` at `x` and of `sequences.extremes`; after the sequences, what
-    rounding the exact functions makes."""
-    rows, corners = [], []
-    for name in names:
-        rows += sequences.accuracy(name, exact(name), x, LIMITS)
-        found = sequences.extremes(name, exact(name), x.device)
-        corners += [(name, *map(repr, values)) for values in found]
-    for name in ("gelu_tanh", "gelu", "silu"):
-        for row in sequences.accuracy("exact", _FUNCTIONS[name], x, LIMITS):
-            rows.append(row._replace(sequence=f"exact {name}"))
-    columns = ("sequence", "x", "y", "exact")
-    return record.Table(sequences.Accuracy._fields, rows), record.Table(columns, corners)
+def errors(x: torch.Tensor, names: Iterable[str] = NAMES) -> record.Table:
+    """The table of `sequences.accuracy` at `x`."""
+    rows = [row for name in names for row in sequences.accuracy(name, exact(name), x, LIMITS)]
+    return record.Table(sequences.Accuracy._fields, rows)
 
 
 def _rates(session: Session) -> None:
     repeated = sequences.Repeated.make(session.device, session.system.num_sms, rounds=256)
-    checked = []
+    calls = {}
     for name in (sequences.LOOP, *NAMES):
         known = sequences.BY_NAME.get(name)
         budget = 1e-5 + 1.5 * ((known.bound or 0.0) if known else 0.0)
         error = repeated.error_per_x(name, computed(name))
         assert error <= budget, f"{name}: {error:.3g} per x, budget {budget:.3g}"
-        checked.append((name, error, budget))
-    session.tables["checks"] = record.Table(("sequence", "error_per_x", "budget"), checked)
+        calls[name] = partial(repeated.run, name)
     session.tables["repeat"] = record.Table(
         ("programs", "warps", "block", "evaluations"),
         [(repeated.x.shape[0], sequences.WARPS, repeated.x.shape[1], repeated.evaluations)],
     )
-    calls = {name: partial(repeated.run, name) for name, *_ in checked}
     times = timing.sample_kernels(calls, session.device, session.protocol)
     session.tabulate("times", ("sequence",), {(name,): taken for name, taken in times.items()})
     rows = []

@@ -13,8 +13,8 @@ Three ideas carry them:
   1 / (1 + exp(-2u)): two.
 - A gate by a polynomial is 1/2 + x Q(x^2), clamped to [0, 1] by the `.sat` modifier of the last
   multiply-add, which costs nothing. Q's last coefficient is positive, so that beyond the fitted
-  range the clamp, and not the polynomial, decides. `fit_gate` finds Q, `fit_tanh` the odd
-  polynomial inside a tanh.
+  range the clamp, and not the polynomial, decides. The coefficients of Q, and of the odd
+  polynomial inside a tanh, are found by tests/report/gates.py.
 
 | instructions of sm_90, results a clock and SM | rate | source              |
 |-----------------------------------------------|------|---------------------|
@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -96,37 +96,23 @@ BY_NAME = {sequence.name: sequence for sequence in SEQUENCES}
 LOOP = "loop"
 """Not a sequence: the identity, which leaves the measuring loop and its one multiply-add."""
 
-# fit_gate(GATES[...], degree), in fp32; the coefficients of x, x^3, x^5, ...
+# The coefficients of x, x^3, x^5, ... of gate(x) - 1/2, minimax, in fp32.
 GATE_GELU_5 = tl.constexpr((0.38647633, -0.0488137474, 0.00295336609))
-GATE_GELU_9 = tl.constexpr(
-    (0.397126293, -0.0625883185, 0.00754255112, -0.000511840697, 1.44055845e-05)
-)
-GATE_GELU_13 = tl.constexpr(
-    (
-        0.398663828,
-        -0.0656898606,
-        0.00929737416,
-        -0.000926343553,
-        6.001205e-05,
-        -2.23123613e-06,
-        3.56959259e-08,
-    )
-)
-GATE_TANH_9 = tl.constexpr(
-    (0.397151019, -0.0628625794, 0.00767410623, -0.000531194447, 1.53049148e-05)
-)
-GATE_SILU_13 = tl.constexpr(
-    (
-        0.247648479,
-        -0.0182548141,
-        0.00119814907,
-        -5.12262923e-05,
-        1.2932295e-06,
-        -1.7348571e-08,
-        9.49050911e-11,
-    )
-)
-# fit_tanh(): tanh of this cubic is erf(x / sqrt(2)).
+GATE_GELU_9 = tl.constexpr((
+    0.397126293, -0.0625883185, 0.00754255112, -0.000511840697, 1.44055845e-05
+))  # fmt: skip
+GATE_GELU_13 = tl.constexpr((
+    0.398663828, -0.0656898606, 0.00929737416, -0.000926343553, 6.001205e-05, -2.23123613e-06,
+    3.56959259e-08
+))  # fmt: skip
+GATE_TANH_9 = tl.constexpr((
+    0.397151019, -0.0628625794, 0.00767410623, -0.000531194447, 1.53049148e-05
+))  # fmt: skip
+GATE_SILU_13 = tl.constexpr((
+    0.247648479, -0.0182548141, 0.00119814907, -5.12262923e-05, 1.2932295e-06, -1.7348571e-08,
+    9.49050911e-11
+))  # fmt: skip
+# tanh of this cubic is erf(x / sqrt(2)).
 ERF_3 = tl.constexpr((0.798801444, 0.0352820472))
 
 
@@ -265,7 +251,7 @@ def sequence(x, NAME: tl.constexpr):
     return y
 
 
-# How coefficients are found. fp64, on the CPU.
+# The gate of GELU and its polynomials. fp64, on the CPU.
 
 
 def normal_gate(x: np.ndarray) -> np.ndarray:
@@ -276,69 +262,6 @@ def normal_gate(x: np.ndarray) -> np.ndarray:
 def odd_polynomial(x: np.ndarray, coefficients: Iterable[float]) -> np.ndarray:
     """c[0] x + c[1] x^3 + c[2] x^5 + ..."""
     return sum(c * x ** (2 * i + 1) for i, c in enumerate(coefficients))
-
-
-def gate_error(gate: Callable, coefficients: Iterable[float]) -> float:
-    """Largest distance of the clamped polynomial from `gate` on 0 <= x <= 60 (it is odd)."""
-    x = np.linspace(0, 60, 120_001)
-    return float(np.abs(np.clip(0.5 + odd_polynomial(x, coefficients), 0, 1) - gate(x)).max())
-
-
-def fit_gate(gate: Callable, degree: int) -> tuple[tuple[float, ...], float]:
-    """The odd polynomial whose clamped value is nearest to `gate` - 1/2, and the largest error.
-
-    It is the minimax polynomial of a range [0, c], found on the positive half of 400 Chebyshev
-    points. c is found by a scan: large enough for the clamp to be right beyond it, small enough to
-    fit. The terms alternate in sign, so degree must be 5, 9, 13, ... for the last one to be
-    positive; ValueError otherwise.
-    """
-    if degree % 4 != 1 or degree < 5:
-        raise ValueError(f"degree must be 5, 9, 13, ..., got {degree}")
-    points = np.sin(np.pi / 2 * np.arange(1, 401) / 400)
-    best = ((), math.inf)
-    low, high, steps = 1.5, 12.0, 43
-    for _ in range(4):
-        for c in map(float, np.linspace(low, high, steps)):
-            scaled, _ = _minimax(points, gate(c * points) - 0.5, degree, rounds=80)
-            coefficients = tuple(float(k / c ** (2 * i + 1)) for i, k in enumerate(scaled))
-            error = gate_error(gate, coefficients)
-            if coefficients[-1] > 0 and error < best[1]:
-                best, at = (coefficients, error), c
-        step = (high - low) / (steps - 1)
-        low, high, steps = at - step, at + step, 9
-    return best
-
-
-def fit_tanh(limit: float = 5.2) -> tuple[tuple[float, ...], float]:
-    """The odd cubic u for which tanh(u(x)) is nearest to erf(x / sqrt(2)) on 0 < x <= limit, and
-    the largest error of the gate (1 + tanh(u)) / 2 there."""
-    x = np.linspace(limit / 4000, limit, 4000)
-    tanh = 2 * normal_gate(x) - 1
-    found, error = _minimax(x, np.arctanh(tanh), 3, rounds=400, slope=1 - tanh**2, of=np.tanh)
-    return tuple(found), error / 2
-
-
-def _minimax(
-    x: np.ndarray, target: np.ndarray, degree: int, rounds: int, slope: Any = 1.0,
-    of: Callable = np.positive,
-) -> tuple[np.ndarray, float]:  # fmt: skip
-    """The odd polynomial p for which of(p(x)) is nearest to of(target), and the largest distance.
-
-    Lawson's iteration: weighted least squares, in which every weight is multiplied by the error at
-    its point. `slope`: that of `of`, at the target.
-    """
-    powers = np.stack([x ** (2 * i + 1) for i in range(degree // 2 + 1)], axis=1)
-    weight = np.full(len(x), 1 / len(x))
-    best, least = None, math.inf
-    for _ in range(rounds):
-        root = np.sqrt(weight) * slope
-        found = np.linalg.lstsq(powers * root[:, None], target * root, rcond=None)[0]
-        error = np.abs(of(powers @ found) - of(target))
-        if error.max() < least:
-            best, least = found, error.max()
-        weight = weight * error
-        weight /= weight.sum()
-    return best, least
 
 
 # Kernels: every sequence once on each element, and one sequence again and again in registers.
@@ -365,44 +288,26 @@ EXTREMES = (1e4, 1e19, 1e37, 1e-39, 1e-45, 0.0, math.inf)
 
 
 class Accuracy(NamedTuple):
-    """Largest errors for abs(x) <= `limit` against fp64, before and after rounding to bf16.
-
-    `per_x`: abs(error) / abs(x) over abs(x) >= 2**-100. `differ`: the share of results whose bf16
-    value is not that of the exact function.
-    """
+    """Largest errors for abs(x) <= `limit` against fp64; `per_x`: abs(error) / abs(x) over abs(x)
+    >= 2**-100."""
 
     sequence: str
     limit: float
     max_abs: float
     per_x: float
-    rounded_max_abs: float
-    rounded_per_x: float
-    differ: float
 
 
 def accuracy(
     name: str, function: Callable, x: torch.Tensor, limits: Iterable[float]
 ) -> list[Accuracy]:
-    """Errors of sequence `name` at the fp32 points `x`; `function` is the exact one, in fp64.
-
-    The name "exact" stands for `function` itself: the error that rounding to bf16 alone makes.
-    """
-    exact = function(x.double())
-    y = exact if name == "exact" else evaluate(x, name).double()
-    rounded = y.to(torch.bfloat16).double()
-    differ = rounded != exact.to(torch.bfloat16).double()
+    """Errors of sequence `name` at the fp32 points `x`; `function` is the exact one, in fp64."""
+    wide = x.double()
+    error, size = (evaluate(x, name).double() - function(wide)).abs(), wide.abs()
     found = []
     for limit in limits:
-        keep = x.abs() <= limit
-        size = x[keep].double().abs()
-        errors = [(values - exact)[keep].abs() for values in (y, rounded)]
-        shares = [(error / size)[size >= 2.0**-100] for error in errors]
-        found.append(
-            Accuracy(
-                name, limit, errors[0].max().item(), shares[0].max().item(), errors[1].max().item(),
-                shares[1].max().item(), differ[keep].double().mean().item(),
-            )
-        )  # fmt: skip
+        inside = size <= limit
+        share = (error / size)[inside & (size >= 2.0**-100)]
+        found.append(Accuracy(name, limit, error[inside].max().item(), share.max().item()))
     return found
 
 

@@ -12,8 +12,9 @@ from gdpa_kernels.measuring.record import Record
 from gdpa_kernels.measuring.workload import WORKLOADS, workload
 
 
-def support() -> pd.DataFrame:
-    """What each rung of the forward ladder requires of the GPU and of the call, in words."""
+def support() -> str:
+    """What each rung of the forward ladder requires of the GPU and of the call, in words: a table
+    in HTML that scrolls on a phone."""
     rows = []
     for rung in (*ladder.RUNGS, *ladder.BLACKWELL_RUNGS):
         wants = rung.requires
@@ -25,13 +26,9 @@ def support() -> pd.DataFrame:
             dims += f", multiples of {wants.head_dim_multiple}"
         strides = "multiples of 16 bytes" if wants.aligned else "any"
         rows.append((f"<code>{rung.impl}</code>", devices, ", ".join(wants.dtypes), dims, strides))
-    return pd.DataFrame(rows, columns=["impl", "device", "dtypes", "head_dim", "strides"])
-
-
-def support_html() -> str:
-    """`support` as a table that scrolls on a phone."""
-    table = support().to_html(index=False, border=0, classes="table", escape=False, justify="left")
-    return f'<div style="overflow-x: auto">{table}</div>'
+    table = pd.DataFrame(rows, columns=["impl", "device", "dtypes", "head_dim", "strides"])
+    text = table.to_html(index=False, border=0, classes="table", escape=False, justify="left")
+    return f'<div style="overflow-x: auto">{text}</div>'
 
 
 def peak_bytes(run: Record, name: str) -> dict[str, int]:

@@ -37,21 +37,15 @@ def spread(values: pd.Series) -> str:
     return f"{values.min():.2f} to {values.max():.2f}"
 
 
-def redrawn(
-    chapter: Chapter,
-    figure: str,
-    impls: Sequence[str],
-    keys: str = "",
-    scope: str = "sustained",
-) -> None:
+def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "") -> None:
     """Show a published chart next to ours (`figures.figure_tflops`), of those of `impls` that have
-    a time in `scope`, with bursts beside what ran back to back. `keys`: a part of the workloads'
+    a time back to back, with bursts beside it. `keys`: a part of the workloads'
     names, where the figure has two families. Where the chapter has a record of the GPU of the
     published chart, it shows that too: its own rungs (b1 and up; other rungs if none has a time)
     and the peers among `impls`."""
     published = claims.published_figures(chapter.data_dir)
-    direction, scopes = figure_direction(figure), [*dict.fromkeys((scope, "kernel"))]
-    tables = chapter.rows(direction=direction, scope=scopes), _on(chapter, published, scope)
+    ours = chapter.rows(direction=figure_direction(figure), scope=tuple(results.TIMED))
+    tables, scope = (ours, _on(chapter, published)), "sustained"
     rows, there = (x[(x["figure"] == figure) & x["workload"].str.contains(keys)] for x in tables)
     timed, timed_there = (
         set(x["impl"][x["tflops"].notna() & (x["scope"] == scope)]) for x in (rows, there)
@@ -67,12 +61,12 @@ def redrawn(
     chapter.figure(chart, measured=rows if there.empty else pd.concat([rows, there]))
 
 
-def _on(chapter: Chapter, published: pd.DataFrame, scope: str) -> pd.DataFrame:
-    """Times of the chapter's newest record of the published GPU; none without one."""
+def _on(chapter: Chapter, published: pd.DataFrame) -> pd.DataFrame:
+    """Times back to back of the chapter's newest record of the published GPU; none without one."""
     system = published["hardware"].iloc[0].lower().replace(" ", "-")
     there = Chapter(chapter.slug, data_dir=chapter.data_dir, system=system)
     try:
-        rows = there.rows(scope=scope)
+        rows = there.rows(scope="sustained")
     except LookupError:
         rows = chapter.rows(scope=None).iloc[:0]
     return rows.iloc[:0] if chapter.system in system else rows

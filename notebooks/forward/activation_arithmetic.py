@@ -103,8 +103,9 @@ chapter.code(sequences.by_polynomial)
 chapter.code(sequences.mixed, "even, odd =")
 
 # %% [markdown]
-# `fit_gate` finds the coefficients: it scans the range within which the polynomial must follow the
-# gate, and beyond which the clamp must be right. For GELU, beside the published polynomial:
+# `fit_gate` in `tests/report/gates.py` finds the coefficients: it scans the range within which the
+# polynomial must follow the gate, and beyond which the clamp must be right. For GELU, beside the
+# published polynomial:
 
 # %%
 x = np.linspace(0, 8, 2001)

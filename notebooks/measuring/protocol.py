@@ -241,7 +241,7 @@ chapter.predict(
 # ({doc}`../../reproduce`).
 
 # %% tags=["remove-input"]
-page.glue_html("support", needs.support_html())  # for book/reproduce.md, as what follows
+page.glue_html("support", needs.support())  # for book/reproduce.md, as what follows
 chapter.glue(**needs.gigabytes(chapter.record("forward/results"), runs))
 assert needs.heaviest(runs) == "gdpa-self-kuairand1k-4096", "book/reproduce.md names it"
 if compared:

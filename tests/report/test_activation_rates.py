@@ -10,11 +10,10 @@ from gdpa_kernels.report.chapter import Chapter
 def test_errors_are_rows_of_the_record():
     names = ["silu.tanh", "gelu.poly5"]
     with tritonemu.enabled():
-        accuracy, extremes = rates.errors(torch.linspace(-60, 60, 201), names)
+        accuracy = rates.errors(torch.linspace(-60, 60, 201), names)
     recorded = Chapter("forward/activation_arithmetic").recorded("accuracy")
-    assert list(accuracy.columns) == list(recorded.columns)
-    assert [row[0] for row in accuracy.rows][:4] == ["silu.tanh"] * 2 + ["gelu.poly5"] * 2
-    assert len(extremes.rows) == 2 * 15
+    assert set(accuracy.columns) <= set(recorded.columns)
+    assert [row[0] for row in accuracy.rows] == ["silu.tanh"] * 2 + ["gelu.poly5"] * 2
 
 
 def test_speeds_hold_every_sequence_of_the_record():

@@ -11,27 +11,18 @@ import tritonemu
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_kernels.measuring import compile_check
 from gdpa_kernels.report import activation_sequences as sequences
+from tests.report import gates
 
 NAMES = [sequence.name for sequence in sequences.SEQUENCES]
 BOUNDED = [sequence for sequence in sequences.SEQUENCES if sequence.bound is not None]
-
-
-def tanh_gate(x: np.ndarray) -> np.ndarray:
-    """The gate of GELU's tanh form."""
-    return logistic_gate(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-
-
-def logistic_gate(x: np.ndarray) -> np.ndarray:
-    """The gate of SiLU."""
-    return torch.sigmoid(torch.from_numpy(x)).numpy()
 
 
 GATES = {
     "GATE_GELU_5": (sequences.normal_gate, 5, "gelu.poly5"),
     "GATE_GELU_9": (sequences.normal_gate, 9, "gelu.poly9"),
     "GATE_GELU_13": (sequences.normal_gate, 13, "gelu.poly13"),
-    "GATE_TANH_9": (tanh_gate, 9, "gelu_tanh.mix_quarter"),
-    "GATE_SILU_13": (logistic_gate, 13, "silu.mix_quarter"),
+    "GATE_TANH_9": (gates.tanh_gate, 9, "gelu_tanh.mix_quarter"),
+    "GATE_SILU_13": (gates.logistic_gate, 13, "silu.mix_quarter"),
 }
 
 
@@ -92,32 +83,32 @@ def test_the_published_polynomial_has_no_bound():
 def test_the_fit_gives_the_coefficients(name):
     gate, degree, sequence = GATES[name]
     written = getattr(sequences, name).value
-    found, error = sequences.fit_gate(gate, degree)
+    found, error = gates.fit_gate(gate, degree)
     assert len(found) == len(written) == degree // 2 + 1
     x = np.linspace(0, 3, 301)
     difference = sequences.odd_polynomial(x, found) - sequences.odd_polynomial(x, written)
     assert np.abs(difference).max() < 0.05 * error
-    assert sequences.gate_error(gate, written) == pytest.approx(error, rel=0.02)
+    assert gates.gate_error(gate, written) == pytest.approx(error, rel=0.02)
     assert error < sequences.BY_NAME[sequence].bound < 1.1 * error
 
 
 def test_more_terms_and_other_coefficients_are_worse_or_better_as_they_should():
-    errors = [sequences.fit_gate(sequences.normal_gate, d)[1] for d in (5, 9, 13)]
+    errors = [gates.fit_gate(sequences.normal_gate, d)[1] for d in (5, 9, 13)]
     assert errors[0] > 5 * errors[1] > 25 * errors[2]
     taylor = (0.3989422804, -0.0664903801, 0.0099735570)
-    assert sequences.gate_error(sequences.normal_gate, taylor) > 5 * errors[0]
+    assert gates.gate_error(sequences.normal_gate, taylor) > 5 * errors[0]
     for factor in (0.999, 1.001):
         bent = [factor * c for c in sequences.GATE_GELU_9.value]
-        assert sequences.gate_error(sequences.normal_gate, bent) > errors[1]
+        assert gates.gate_error(sequences.normal_gate, bent) > errors[1]
 
 
 def test_a_degree_without_a_rising_end_is_refused():
     with pytest.raises(ValueError, match="degree must be 5, 9, 13, ..., got 7"):
-        sequences.fit_gate(sequences.normal_gate, 7)
+        gates.fit_gate(sequences.normal_gate, 7)
 
 
 def test_the_fit_inside_tanh():
-    found, error = sequences.fit_tanh()
+    found, error = gates.fit_tanh()
     assert sequences.ERF_3.value == pytest.approx(found, rel=1e-4)
     assert error < 1.5e-4
 
@@ -207,13 +198,8 @@ def test_a_listing_without_whole_evaluations_is_refused():
         sequences.count(code, [range(2)])
 
 
-def test_accuracy_sees_an_error_and_the_rounding():
+def test_accuracy_sees_an_error():
     gelu = ACTIVATIONS["gelu"].function
-    x = torch.linspace(-8, 8, 4096)
     with tritonemu.enabled():
-        exact, rough = (
-            sequences.accuracy(name, gelu, x, (4.0, 8.0))[1] for name in ("exact", "gelu.poly5")
-        )
-    assert exact.max_abs == exact.per_x == exact.differ == 0
-    assert 2.0**-9 < exact.rounded_per_x <= 2.0**-8
-    assert 4e-3 < rough.per_x < 4.5e-3 and rough.differ > 0.2
+        _, rough = sequences.accuracy("gelu.poly5", gelu, torch.linspace(-8, 8, 4096), (4.0, 8.0))
+    assert 4e-3 < rough.per_x < 4.5e-3 and rough.max_abs <= 8 * rough.per_x
