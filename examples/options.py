@@ -139,7 +139,7 @@ def pairs(c: Config, lengths: np.ndarray) -> np.ndarray:
 
 def flops_of(c: Config) -> Callable[[np.ndarray], float]:
     """FLOPs of forward and backward, as a function of the lengths of a batch: of matmuls, of pairs
-    that count, whatever an attention pads and whatever is computed again.
+    that count, whatever an attention pads, whatever is computed again, and without lookups.
 
     A row has a part of its own, one per token and one per pair: three rows that FlopCounterMode
     counts on a CPU tell how much.

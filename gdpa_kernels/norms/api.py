@@ -7,6 +7,7 @@ import torch
 from gdpa_kernels.calling import checks
 from gdpa_kernels.calling.operators import define, distinct, final
 from gdpa_kernels.calling.rung import capability
+from gdpa_kernels.norms import reference
 
 EPSILON = 1e-6
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -180,29 +181,38 @@ def _kernels_take(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     )
 
 
+def _of_rows(x: torch.Tensor, *others: torch.Tensor | None):
+    """The functions (forward, backward) for these tensors."""
+    if WIDTHS[0] <= x.shape[-1] <= WIDTHS[1] and _kernels_take(x, *others):
+        from gdpa_kernels.norms import residual
+
+        return residual.forward, residual.backward
+    return reference.add_forward, reference.add_backward
+
+
+def _of_heads(x: torch.Tensor, *others: torch.Tensor | None):
+    """The functions (forward, backward) for these tensors."""
+    if x.shape[-1] <= MAX_HEAD_DIM and _kernels_take(x, *others):
+        from gdpa_kernels.norms import heads
+
+        return heads.forward, heads.backward
+    return reference.head_forward, reference.head_backward
+
+
+def _given(x: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """What an operator returns for None: a tensor without elements."""
+    return like.new_empty(0) if x is None else x
+
+
 def _rows(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype of the arithmetic."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _add_forward(x, residual, weight, eps, dtype):
-    width = x.shape[-1]
-    if WIDTHS[0] <= width <= WIDTHS[1] and _kernels_take(x, residual, weight):
-        from gdpa_kernels.norms import residual as kernels
-
-        y, stream, rstd = kernels.forward(_rows(x), _rows(residual), weight, eps, dtype)
-        stream = x.new_empty(0) if stream is None else stream.view(x.shape)
-        return y.view(x.shape), stream, rstd
-    stream = x if residual is None else (_wide(x) + _wide(residual)).to(residual.dtype)
-    normalised = _wide(stream)
-    rstd = (normalised.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = normalised * rstd
-    y = (y if weight is None else y * _wide(weight)).to(dtype)
-    return y.contiguous(), x.new_empty(0) if residual is None else stream, rstd.flatten()
+    forward, _ = _of_rows(x, residual, weight)
+    y, stream, rstd = forward(_rows(x), _rows(residual), weight, eps, dtype)
+    stream = None if stream is None else stream.view(x.shape)
+    return y.view(x.shape), _given(stream, x), rstd
 
 
 def _fake_add_forward(x, residual, weight, eps, dtype):
@@ -210,32 +220,16 @@ def _fake_add_forward(x, residual, weight, eps, dtype):
     rows = 1
     for size in x.shape[:-1]:
         rows = rows * size
-    rstd = x.new_empty(rows, dtype=_wide(stream[:0]).dtype)
+    rstd = x.new_empty(rows, dtype=reference.wide(stream[:0]).dtype)
     return x.new_empty(x.shape, dtype=dtype), stream, rstd
 
 
 def _add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype):
-    shape, width = stream.shape, stream.shape[-1]
-    if WIDTHS[0] <= width <= WIDTHS[1] and _kernels_take(stream, grad_y, grad_stream, weight):
-        from gdpa_kernels.norms import residual as kernels
-
-        given = _rows(grad_y), _rows(grad_stream), _rows(stream)
-        grad, grad_x, grad_weight = kernels.backward(*given, rstd, weight, x_dtype)
-        grad = grad.view(shape)
-        grad_x = None if grad_x is None else grad_x.view(shape)
-    else:
-        normalised, dy = _wide(stream) * rstd.view(*shape[:-1], 1), _wide(grad_y)
-        grad_weight = None
-        if weight is not None:
-            grad_weight = (dy * normalised).flatten(0, -2).sum(0).to(weight.dtype)
-            dy = dy * _wide(weight)
-        mean = (dy * normalised).mean(-1, keepdim=True)
-        wide = (dy - normalised * mean) * rstd.view(*shape[:-1], 1)
-        wide = wide if grad_stream is None else wide + grad_stream
-        grad = wide.to(stream.dtype).contiguous()
-        grad_x = None if x_dtype is None else wide.to(x_dtype).contiguous()
-    none = stream.new_empty(0)
-    return grad, none if grad_x is None else grad_x, none.clone() if weight is None else grad_weight
+    _, backward = _of_rows(stream, grad_y, grad_stream, weight)
+    given = _rows(grad_y), _rows(grad_stream), _rows(stream)
+    grad, grad_x, grad_weight = backward(*given, rstd, weight, x_dtype)
+    grad_x = None if grad_x is None else grad_x.view(stream.shape)
+    return grad.view(stream.shape), _given(grad_x, stream), _given(grad_weight, stream)
 
 
 def _fake_add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype):
@@ -247,21 +241,6 @@ def _fake_add_backward(grad_y, grad_stream, stream, rstd, weight, x_dtype):
     )
 
 
-def _turned(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    sin, cos = sin[:, None].to(x.dtype), cos[:, None].to(x.dtype)
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-
-
-def _per_head(first, second, count_1, count_2, dtype, turned) -> torch.Tensor:
-    """The weight of each head, `[heads, head_dim]`, in the dtype of the arithmetic."""
-    weights = first.expand(count_1, -1)
-    if second is not None:
-        weights = torch.cat((weights, second.expand(count_2, -1)))
-    weights, floor = _wide(weights), 0.0 if turned else floor_of(dtype)
-    return torch.where(weights.abs() < floor, floor, weights)
-
-
 def _heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     head_dim = weight.shape[0]
     if x.dim() == 3 and x.shape[2] == head_dim:
@@ -269,52 +248,28 @@ def _heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.view(-1, x.shape[-1] // head_dim, head_dim)
 
 
-def _head_forward(x, first, second, sin, cos, count_1, count_2, eps):
-    x = _heads(x, first)
-    if x.shape[-1] <= MAX_HEAD_DIM and _kernels_take(x, first, second, sin, cos):
-        from gdpa_kernels.norms import heads as kernels
+def _floor(x: torch.Tensor, sin: torch.Tensor | None) -> float:
+    return floor_of(x.dtype) if sin is None else 0.0
 
-        counts = count_1, count_2
-        rstd, kept = kernels.forward(x, first, second, counts, (sin, cos), eps)
-        return rstd, x.new_empty(0) if kept is None else kept
-    rows = x[:, : count_1 + count_2]
-    wide = _wide(rows)
-    kept = x.new_empty(0) if sin is None else rows.clone(memory_format=torch.contiguous_format)
-    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = wide * rstd * _per_head(first, second, count_1, count_2, x.dtype, sin is not None)
-    rows.copy_(y if sin is None else _turned(y, sin, cos))
-    return rstd[..., 0].contiguous(), kept
+
+def _head_forward(x, first, second, sin, cos, count_1, count_2, eps):
+    x, counts = _heads(x, first), (count_1, count_2)
+    forward, _ = _of_heads(x, first, second, sin, cos)
+    rstd, kept = forward(x, first, second, counts, (sin, cos), eps, _floor(x, sin))
+    return rstd, _given(kept, x)
 
 
 def _fake_head_forward(x, first, second, sin, cos, count_1, count_2, eps):
     sizes = _heads(x, first).shape[0], count_1 + count_2
     kept = x.new_empty(0) if sin is None else x.new_empty(*sizes, first.shape[0])
-    return x.new_empty(sizes, dtype=_wide(x[:0]).dtype), kept
+    return x.new_empty(sizes, dtype=reference.wide(x[:0]).dtype), kept
 
 
 def _head_backward(grad, saved, rstd, first, second, sin, cos, count_1, count_2):
-    grad, saved = _heads(grad, first), _heads(saved, first)
-    if grad.shape[-1] <= MAX_HEAD_DIM and _kernels_take(saved, grad, first, second, sin, cos):
-        from gdpa_kernels.norms import heads as kernels
-
-        counts = count_1, count_2
-        found = kernels.backward(grad, saved, rstd, first, second, counts, (sin, cos))
-    else:
-        heads = count_1 + count_2
-        wide, normalised = _wide(grad[:, :heads]), _wide(saved[:, :heads])
-        weight = _per_head(first, second, count_1, count_2, saved.dtype, sin is not None)
-        if sin is None:
-            normalised = normalised / weight
-        else:
-            wide, normalised = _turned(wide, -sin, cos), normalised * rstd[..., None]
-        sums = (wide * normalised).sum(0)
-        wide = wide * weight
-        mean = (wide * normalised).mean(-1, keepdim=True)
-        grad[:, :heads].copy_((wide - normalised * mean) * rstd[..., None])
-        found = sums[:count_1].sum(0).to(first.dtype), None
-        if second is not None:
-            found = found[0], sums[count_1:].sum(0).to(second.dtype)
-    return found[0], first.new_empty(0) if second is None else found[1]
+    grad, saved, counts = _heads(grad, first), _heads(saved, first), (count_1, count_2)
+    _, backward = _of_heads(saved, grad, first, second, sin, cos)
+    found = backward(grad, saved, rstd, first, second, counts, (sin, cos), _floor(saved, sin))
+    return found[0], _given(found[1], first)
 
 
 def _fake_head_backward(grad, saved, rstd, first, second, sin, cos, count_1, count_2):

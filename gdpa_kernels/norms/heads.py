@@ -9,9 +9,9 @@ and with g the gradient of y and h = R^T g
     dx = rstd (w h - n mean(w h n)),    dw = the sum of h n over rows.
 
 Without a rotation n = y / w, element by element: it has y's relative error, and nothing but rstd is
-saved. A weight that is 0 would lose n, so one below `floor_of(dtype)` in size counts as that. A
-rotation adds products of two elements of w n, and a small one beside a large one would be lost: so
-forward then keeps a copy of x.
+saved. A weight that is 0 would lose n, so one below a floor in size counts as that. A rotation adds
+products of two elements of w n, and a small one beside a large one would be lost: so forward then
+keeps a copy of x.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.norms.api import floor_of
 
 
 @dataclass(frozen=True)
@@ -154,12 +153,12 @@ def head_norm_backward_kernel(
         tl.store(to + HEAD_DIM, second, mask=dim < HEAD_DIM)
 
 
-def _options(counts: tuple[int, int], x: torch.Tensor, turned: bool, config: Config) -> dict:
+def _options(counts: tuple[int, int], x: torch.Tensor, floor: float, config: Config) -> dict:
     heads, head_dim = sum(counts), x.shape[2]
     return {
         "FIRST": counts[0], "HEADS": heads, "SLOTS": triton.next_power_of_2(heads),
         "TOKENS": config.tokens, "HEAD_DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim),
-        "FLOOR": 0.0 if turned else floor_of(x.dtype), "num_warps": config.num_warps,
+        "FLOOR": floor, "num_warps": config.num_warps,
     }  # fmt: skip
 
 
@@ -170,11 +169,12 @@ def forward(
     counts: tuple[int, int],
     turns: tuple[torch.Tensor | None, torch.Tensor | None],
     eps: float,
+    floor: float,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Normalises heads of x `[total, heads, head_dim]` in place: counts[0] with the weight `first`,
-    then counts[1] with `second`. rstd, fp32 `[total, sum(counts)]`; and with turns what these heads
-    were, `[total, sum(counts), head_dim]`."""
+    then counts[1] with `second`; a weight below `floor` in size counts as that. rstd, fp32 `[total,
+    sum(counts)]`; and with turns what these heads were, `[total, sum(counts), head_dim]`."""
     total, _, head_dim = x.shape
     config, heads = config or config_of(sum(counts), head_dim), sum(counts)
     rstd = torch.empty(total, heads, dtype=torch.float32, device=x.device)
@@ -182,7 +182,7 @@ def forward(
     launch(
         head_norm_kernel, (triton.cdiv(total, config.tokens),), x.device,
         x, first, second, *turns, kept, rstd, total, eps,
-        STRIDES=x.stride(), **_options(counts, x, kept is not None, config),
+        STRIDES=x.stride(), **_options(counts, x, floor, config),
     )  # fmt: skip
     return rstd, kept
 
@@ -195,6 +195,7 @@ def backward(
     second: torch.Tensor | None,
     counts: tuple[int, int],
     turns: tuple[torch.Tensor | None, torch.Tensor | None],
+    floor: float,
     config: Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of both weights; `grad`, that of forward's result, becomes that of its x in
@@ -209,7 +210,7 @@ def backward(
         head_norm_backward_kernel, (programs,), grad.device,
         grad, saved, rstd, first, second, *turns, partial, total, tiles,
         GRAD_STRIDES=grad.stride(), STRIDES=saved.stride(),
-        **_options(counts, grad, turns[0] is not None, config),
+        **_options(counts, grad, floor, config),
     )  # fmt: skip
     sums = partial[:, : 1 if second is None else 2].sum(0)
     return sums[0].to(first.dtype), None if second is None else sums[1].to(second.dtype)

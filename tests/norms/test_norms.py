@@ -361,8 +361,8 @@ def compiled(capability, stream, turned):
     with launches(run=False) as seen:
         residual.forward(x, r, w, EPS, BF16)
         residual.backward(x, r, r, rows, w, other)
-        heads.forward(qkv, v, v, (4, 4), turns, EPS)
-        heads.backward(qkv, qkv, torch.zeros(64, 8), v, v, (4, 4), turns)
+        heads.forward(qkv, v, v, (4, 4), turns, EPS, 0.0)
+        heads.backward(qkv, qkv, torch.zeros(64, 8), v, v, (4, 4), turns, 0.0)
     return {launch.name: read(build_launch(launch, capability=capability)) for launch in seen}
 
 
