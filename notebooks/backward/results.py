@@ -107,8 +107,8 @@ chapter.glue(over_peer=spread(ahead), won=(ahead >= 1).sum(), count=len(best), l
              **standings.glued(best))  # fmt: skip
 
 # %% [markdown]
-# All {glue:text}`checked:.0f` kernels timed back to back passed the check of their gradients
-# against fp64 ({doc}`../measuring/protocol`), a softmax peer against those of softmax.
+# All {glue:text}`checked:.0f` times back to back are of gradients that passed the check against
+# fp64 ({doc}`../measuring/protocol`), for a softmax peer against those of softmax.
 #
 # ## Self-attention, full
 

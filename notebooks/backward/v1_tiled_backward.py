@@ -105,7 +105,8 @@ chapter.code(v1_tiled_backward.keys_kernel, "for member", "dk_ptrs")
 # ## Nothing is transposed in registers
 #
 # The textbook writes $S = Q K^{\mathsf T}$ everywhere and then `tl.dot(tl.trans(p), grad)`. The
-# mathematics is the same, and in the emulator a first kernel written that way gives the same bits:
+# mathematics is the same, and in the emulator the first kernel written that way gives the same
+# bits:
 
 # %%
 textbook = studies.changed(

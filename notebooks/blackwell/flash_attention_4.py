@@ -251,9 +251,8 @@ chapter.glue(
 #
 # *Measured*: on an H200, with one version of FA4 and its path for Hopper, the walk costs what the
 # table says. *Published*: the bars, and that FA4 ran ragged. *Modelled*: that the FA4 of the bars
-# walked, on a B200, at {glue:text}`step_ns:.0f` ns a step. The publication does not name its
-# commit; sources of that month walk (`flash_attn/cute/tile_scheduler.py` at 10bbfd0e of
-# Dao-AILab/flash-attention). If a commit is named, the model is right or wrong.
+# walked, on a B200, at {glue:text}`step_ns:.0f` ns a step. The publication names no commit; sources
+# of that month walk (`flash_attn/cute/tile_scheduler.py` at 10bbfd0e of Dao-AILab/flash-attention).
 #
 # The published comparison was fair: it timed what a user could install. But "3.5 times as fast as
 # FlashAttention-4" reads as a statement about attention. By the model, with 256 keys,

@@ -6,8 +6,8 @@
 # %% [markdown]
 # # Counting bytes: what one tile can win before it exists
 #
-# A block is so small that its arithmetic hardly counts. What does memory traffic allow, and how
-# much can a kernel made for blocks gain over a general one?
+# Block attention's 64-token blocks are so small that arithmetic hardly counts. What does memory
+# traffic allow, and how much can a kernel made for blocks gain over a general one?
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will count a design's bytes, turn them into a floor in microseconds, and test published times

@@ -224,8 +224,8 @@ assert best["backward 128"] < 0.9 and min(best["forward 128"], best["forward 64"
 # ## The surprise: stages are not buffers
 #
 # A first sweep over `num_stages`, from 1 to 3, suggested that two are enough. The compiled loop
-# says otherwise: neither two nor three have a load in flight while computing. The sweep ended
-# before the first value that tests the idea.
+# says otherwise: with two or three no load is in flight during the MMAs. The sweep ended before the
+# first value that tests the idea.
 #
 # With five stages the idea works: one program per SM takes {glue:text}`fifth_least:.2f` to
 # {glue:text}`fifth_most:.2f` times the time it takes with three. Backward at head_dim 128, where

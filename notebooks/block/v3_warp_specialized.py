@@ -115,9 +115,9 @@ except ValueError as error:
 
 # %% [markdown]
 # A wait on an {term}`mbarrier` sees the parity of its phase and no more. A consumer that takes over
-# a slot whose previous fill it did not see cannot tell "not yet filled" from "filled twice".
-# Variants that shared slots failed on the H200 in some of many launches. {doc}`../tools/emulator`
-# has the smallest example.
+# a slot whose previous fill it did not see cannot tell "not yet filled" from "filled twice". Such
+# variants failed on the H200 in some of many launches ({doc}`../tools/emulator` has the smallest
+# example).
 #
 # ## Prediction
 #

@@ -100,8 +100,9 @@ chapter.glue(over_peer=spread(best["peer / rung (time)"]), first=(over[V8] == 1)
 chapter.glue_origin("front", rows[rows["workload"] == LADDER])
 
 # %% [markdown]
-# All {glue:text}`checked:.0f` kernels timed back to back passed the check against fp64 on the same
-# inputs. The charts draw two rungs and the peers; {numref}`fig-forward-steps` has all rungs.
+# All {glue:text}`checked:.0f` times back to back are of outputs that passed the check against fp64
+# ({doc}`../measuring/protocol`). The charts draw two rungs and the peers;
+# {numref}`fig-forward-steps` has all rungs.
 #
 # ## Self-attention, full
 
@@ -205,8 +206,8 @@ chapter.table(standings.ranges(peers, "time of a peer / best rung").round(2), me
 # compared, and no ratio says that our kernel would be the faster softmax. cuDNN's source is closed.
 #
 # **The newest name is not the peer to beat.** `fa4` is flash-attn-4, pre-release 4.0.0b36, written
-# for Blackwell; here its path for Hopper runs. The published comparison was made on a B200 with a
-# FlashAttention-4 of another date: neither says anything about the other.
+# for Blackwell; here its path for Hopper runs. The published comparison, on a B200 with another
+# version, says nothing about it.
 
 # %% tags=["remove-cell"]
 cross, fa4_by_fa2 = [n for n in us.index if "cross" in n], us["fa4"] / us["fa2_varlen"]
@@ -307,9 +308,8 @@ chapter.glue(worst=extra.idxmax().split("_")[0], most=extra.max(), v8_extra=extr
 # call of v8 is {glue:text}`calls` times as fast as that of v2. Calls that share one `Lengths` share
 # the list, and {doc}`v6_short_kv` times it alone.
 #
-# `impl="auto"` takes its order from these records: `python -m gdpa_kernels choices` writes, for
-# each measured shape, the rungs that passed their check, fastest first, by times back to back where
-# there are some. A call takes the nearest shape and the first rung that supports it.
+# `impl="auto"` takes its order from these records: at the nearest measured shape, the fastest rung
+# that supports the call (`python -m gdpa_kernels choices` writes the order).
 #
 # ## Other machines
 #

@@ -51,8 +51,8 @@ chapter.ladder(V5, "gdpa-self-full-1024")
 #
 # In {doc}`v4 <v4_warp_specialized>` a consumer warp group issues an MMA and waits for it. It need
 # not: `wgmma` is asynchronous {cite}`nvidiaptx`. All it lacks is something useful to do meanwhile.
-# P V of a block needs the activation of that block, but not of the *next*, whose scores may exist
-# already. FlashAttention-3 hides its softmax in the same way {cite}`shah2024flashattention3`.
+# P V of a block needs that block's activation, but not that of the *next*, whose scores may already
+# exist. FlashAttention-3 hides its softmax in the same way {cite}`shah2024flashattention3`.
 #
 # | | v4 | v5 |
 # |:--|:--|:--|

@@ -7,7 +7,9 @@
 # %% [markdown]
 # # v8: the waits as written
 #
-# Since v5 the loop says: issue the next S, issue P V, wait for S only. Does the GPU obey?
+# Since {doc}`v5 <v5_pingpong>` the loop says: issue the next S, issue P V, wait for S only. v6 made
+# it persistent, with short K and V resident; v7 packed the activation in bf16. Does the GPU obey
+# the loop?
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will find waits that nobody wrote, keep them out with one argument, and learn what an

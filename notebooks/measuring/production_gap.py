@@ -272,8 +272,8 @@ chapter.glue(
 # the hardware's queue balances them. A naive persistent kernel with a static list of all possible
 # tiles takes {glue:text}`static:.2f` to {glue:text}`worst_list:.2f` times as long, less than the
 # 2.4 that laws of users gave ({doc}`../forward/v3_persistent`): a trainer sees longer histories. A
-# library without jagged batches pads: dense cuDNN takes {glue:text}`padded:.1f` times v8's time.
-# The whole call with new offsets takes {glue:text}`host:.2f` times the kernel.
+# library that pads, dense cuDNN, takes {glue:text}`padded:.1f` times v8's time. The whole call with
+# new offsets takes {glue:text}`host:.2f` times the kernel.
 #
 # Other laws by the two constants of each kernel, beside what was measured:
 

@@ -329,8 +329,8 @@ chapter.table(table.reset_index(names="pooling with"), emulated="fp32 on a CPU")
 #
 # **The output.** A row over $n$ keys is a sum: it grows as $\sqrt n$ for values of mean 0 and as
 # $n$ otherwise. Divide by a constant, the longest sequence of the *model*, as Kunlun and HSTU do
-# ({doc}`../operator/gdpa`). Not by each sequence's own length, unless counts must not matter, and
-# not by the longest sequence of the *batch*: a user's result would depend on the others again.
+# ({doc}`../operator/gdpa`); not by each sequence's own length, unless counts must not matter, nor
+# by the longest of the *batch*, which couples its users again.
 #
 # **The scores.** $1/\sqrt d$ gives scores of about 1, where GELU bends. With `scale=1/2048` GELU is
 # $x/2$: linear attention at the cost of attention. Large scores learn little: GELU's slope is below
