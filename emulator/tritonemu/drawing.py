@@ -1,16 +1,10 @@
 """Draws a Timeline as SVG: lanes, boxes, barrier arrows, an axis in modelled cycles."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .timeline import Arrow, Event
 
 KINDS = {
     "compute": "compute",
@@ -59,6 +53,36 @@ _ROW, _GAP = 26.0, 22.0  # height of a row, and between two lanes
 _CHAR = 6.9  # width of a letter, rather wide
 _MARGIN = 10.0
 _ARROW = "completes a phase: the wait ends"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something a role or an engine did; `Timeline.events` are in order of occurrence."""
+
+    cta: int
+    lane: str
+    kind: str  # one of KINDS
+    name: str
+    start: float
+    end: float
+    line: int  # of Timeline.file
+    target: str = ""  # barrier or buffer: "k_full[1]", "k[1]"
+    phase: int = -1  # waited for or arrived in; its parity is phase & 1
+    pending: int = 0  # arrivals that `phase` still lacks after the event: 0 if it is complete
+    bytes: int = 0  # that `phase` still expects after the event; of a copy or store: bytes moved
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """An arrival that completed a phase of a barrier, and a wait that it released."""
+
+    cta: int
+    barrier: str
+    phase: int
+    source: str  # lane of the arrival: a role or an engine
+    left: float  # its time
+    target: str  # lane of the wait
+    right: float  # when the wait ended
 
 
 @dataclass

@@ -73,11 +73,12 @@ def cta_of(error: EmulatorError) -> int:
 def page(report: Any, error: EmulatorError | None = None) -> str:
     """A page that steps through the traced launch of a report, up to a finding if there is one."""
     timeline, name = report.timeline, report.kernel
+    source = Path(timeline.file).read_text(encoding="utf-8")
     return interactive(
-        timeline,
-        Path(timeline.file).read_text(encoding="utf-8"),
+        {name: timeline},
+        {name: source},
         title=f"{type(error).__name__} in {name}" if error else name,
-        outcome=f"{error}\n{explain(error)}" if error else "The kernel ends.",
+        outcomes={name: f"{error}\n{explain(error)}" if error else "The kernel ends."},
         cta=cta_of(error) if error else min(event.cta for event in timeline.events),
     )
 

@@ -3,8 +3,6 @@
 Times are modelled cycles, not measured ones. Needs the standard library only.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import math
@@ -15,40 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .drawing import box_at, draw, placed
+from .drawing import Arrow, Event, box_at, draw, placed
 
 ENGINES = ("TMA", "tensor core")
 """Lanes that are no role, drawn below the roles in this order."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something a role or an engine did; `Timeline.events` are in order of occurrence."""
-
-    cta: int
-    lane: str
-    kind: str  # one of KINDS
-    name: str
-    start: float
-    end: float
-    line: int  # of Timeline.file
-    target: str = ""  # barrier or buffer: "k_full[1]", "k[1]"
-    phase: int = -1  # waited for or arrived in; its parity is phase & 1
-    pending: int = 0  # arrivals that `phase` still lacks after the event: 0 if it is complete
-    bytes: int = 0  # that `phase` still expects after the event; of a copy or store: bytes moved
-
-
-@dataclass(frozen=True)
-class Arrow:
-    """An arrival that completed a phase of a barrier, and a wait that it released."""
-
-    cta: int
-    barrier: str
-    phase: int
-    source: str  # lane of the arrival: a role or an engine
-    left: float  # its time
-    target: str  # lane of the wait
-    right: float  # when the wait ended
 
 
 @dataclass
@@ -236,23 +204,15 @@ def _excerpt(source: str, events: list[Event]) -> tuple[int, list[str]]:
     return first, "\n".join(lines[first - 1 : last]).rstrip().splitlines()
 
 
-def _finite(states: dict[str, list[tuple]]) -> dict[str, list[list]]:
-    """States for JSON, which has no infinity: null is before everything."""
-    return {name: [[None, *list_[0][1:]], *map(list, list_[1:])] for name, list_ in states.items()}
-
-
-def interactive(timeline: Timeline, source: str, *, title: str, outcome: str, cta: int = 0) -> str:
-    """A self-contained HTML page that steps through one CTA.
-
-    source: the text of the whole file `Timeline.file`. outcome: what is shown after the last step.
-    """
+def _variant(timeline: Timeline, source: str, outcome: str, cta: int) -> dict[str, Any]:
+    """What the page embeds of one variant."""
     events = [event for event in timeline.events if event.cta == cta]
     barriers = barrier_states(events)
     start, end = min(e.start for e in events), max(e.end for e in events)
     long = sorted(e.end - e.start for e in events if e.end > e.start) or [1.0]
     width = 40 * (end - start) / long[len(long) // 2]
     first, lines = _excerpt(source, events)
-    data = {
+    return {
         "lanes": timeline.lanes(cta),
         "events": [asdict(event) for event in events],
         "times": sorted({t for event in events for t in (event.start, event.end)}),
@@ -262,6 +222,34 @@ def interactive(timeline: Timeline, source: str, *, title: str, outcome: str, ct
         "first": first,
         "lines": lines,
         "outcome": outcome,
+    }
+
+
+def _finite(states: dict[str, list[tuple]]) -> dict[str, list[list]]:
+    """States for JSON, which has no infinity: null is before everything."""
+    return {name: [[None, *list_[0][1:]], *map(list, list_[1:])] for name, list_ in states.items()}
+
+
+def interactive(
+    timelines: dict[str, Timeline],
+    sources: dict[str, str],
+    *,
+    title: str,
+    outcomes: dict[str, str],
+    cta: int = 0,
+) -> str:
+    """A self-contained HTML page that steps through one CTA of each variant.
+
+    timelines: variant -> its trace, in the order of the buttons. sources: variant -> the text of
+    the whole file `Timeline.file`. outcomes: variant -> what is shown after its last step.
+    ValueError if the three do not name the same variants.
+    """
+    if not timelines or not timelines.keys() == sources.keys() == outcomes.keys():
+        got = [list(names) for names in (timelines, sources, outcomes)]
+        raise ValueError(f"timelines, sources and outcomes must name the same variants, got {got}")
+    data = {
+        name: _variant(timeline, sources[name], outcomes[name], cta)
+        for name, timeline in timelines.items()
     }
     parts = {"TITLE": html.escape(title), "DATA": json.dumps(data).replace("<", "\\u003c")}
     template = Path(__file__).with_name("pipeline.html").read_text(encoding="utf-8")

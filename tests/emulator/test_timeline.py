@@ -110,14 +110,19 @@ def pipeline(blocks: int = 6, guard: bool = True) -> Timeline:
 
 
 OUTCOMES = {
-    True: "6 blocks, nothing found.",
-    False: "Race: TMA fills k[0] while math[0] reads it </script><b>",
+    "correct": "6 blocks, nothing found.",
+    "without k_empty": "Race: TMA fills k[0] while math[0] reads it </script><b>",
 }
+CORRECT, BROKEN = OUTCOMES
 
 
-def page(guard: bool = True) -> str:
-    title = "A pipeline & its barriers"
-    return interactive(pipeline(guard=guard), SOURCE, title=title, outcome=OUTCOMES[guard])
+def page() -> str:
+    return interactive(
+        {CORRECT: pipeline(), BROKEN: pipeline(guard=False)},
+        dict.fromkeys(OUTCOMES, SOURCE),
+        title="A pipeline & its barriers",
+        outcomes=OUTCOMES,
+    )
 
 
 def picture(timeline: Timeline, **options) -> ET.Element:
@@ -331,27 +336,32 @@ def test_the_operands_of_a_product_are_read():
 
 
 def test_page_is_self_contained_and_holds_its_data():
-    text = page(guard=False)
+    text = page()
     assert re.sub(r"http://www.w3.org/2000/svg", "", text).count("://") == 0
     assert text.count("</script>") == 2, "data must not end the script"
     assert "<title>A pipeline &amp; its barriers</title>" in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert data["first"] == 6 and data["lines"][0] == "@triton.jit"
-    assert data["lines"][-1].strip() == "acc += p"
-    assert data["outcome"] == OUTCOMES[False]
-    assert text == page(guard=False)
+    assert list(data) == [CORRECT, BROKEN]
+    assert data[CORRECT]["first"] == 6 and data[CORRECT]["lines"][0] == "@triton.jit"
+    assert data[CORRECT]["lines"][-1].strip() == "acc += p"
+    assert data[BROKEN]["outcome"] == OUTCOMES[BROKEN]
+    assert text == page()
+
+
+def test_page_wants_the_same_variants_everywhere():
+    with pytest.raises(ValueError, match="same variants"):
+        interactive({"a": pipeline()}, {"a": SOURCE}, title="t", outcomes={})
 
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
-    """A browser that opens the page, with or without `guard`, from the disk."""
+    """The page in a browser from the disk, with what went wrong in `errors`."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if chromium is None:
         pytest.skip("chromium is not on the PATH")
-    folder = tmp_path_factory.mktemp("page")
-    for guard in OUTCOMES:
-        (folder / f"{guard}.html").write_text(page(guard), encoding="utf-8")
+    path = tmp_path_factory.mktemp("page") / "pipeline.html"
+    path.write_text(page(), encoding="utf-8")
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
     arguments += [f"--disable-{name}" for name in ("background-networking", "component-update")]
     with playwright.sync_playwright() as started:
@@ -359,12 +369,12 @@ def opened(tmp_path_factory):
             executable_path=chromium, args=[*arguments, "--disable-sync"]
         )
         tab = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-        errors = []
-        tab.on("pageerror", lambda error: errors.append(error.message))
-        tab.on("request", lambda r: errors.append(r.url) if "file:" not in r.url else None)
-        tab.show = lambda guard=True: tab.goto((folder / f"{guard}.html").as_uri())
+        tab.errors = []
+        tab.on("pageerror", lambda error: tab.errors.append(error.message))
+        tab.on("request", lambda r: tab.errors.append(r.url) if "file:" not in r.url else None)
+        tab.goto(path.as_uri())
         yield tab
-        assert errors == []
+        assert tab.errors == []
         browser.close()
 
 
@@ -373,7 +383,7 @@ def step_of(tab) -> int:
 
 
 def test_page_steps_with_keys_and_buttons(opened):
-    opened.show()
+    opened.get_by_role("button", name=CORRECT).click()
     assert step_of(opened) == 0
     for _ in range(3):
         opened.keyboard.press("ArrowRight")
@@ -390,17 +400,17 @@ def test_page_steps_with_keys_and_buttons(opened):
 
 
 def test_page_ends_with_the_outcome(opened):
-    opened.show(guard=False)
+    opened.get_by_role("button", name=BROKEN).click()
     assert opened.locator("#outcome").is_hidden()
     opened.keyboard.press("End")
-    assert opened.locator("#outcome").inner_text() == OUTCOMES[False]
+    assert opened.locator("#outcome").inner_text() == OUTCOMES[BROKEN]
     assert opened.locator("#buffers .overwritten").count() > 0
     opened.keyboard.press("ArrowLeft")
     assert opened.locator("#outcome").is_hidden()
 
 
 def test_page_plays_and_pauses(opened):
-    opened.show()
+    opened.get_by_role("button", name=CORRECT).click()
     opened.keyboard.press(" ")
     opened.wait_for_function("document.getElementById('slider').value > 0")
     opened.get_by_role("button", name="Pause").click()
@@ -408,7 +418,7 @@ def test_page_plays_and_pauses(opened):
 
 
 def test_page_goes_where_the_timeline_is_clicked(opened):
-    opened.show()
+    opened.get_by_role("button", name=CORRECT).click()
     opened.locator("#lanes").click(position={"x": 400, "y": 20})
     assert step_of(opened) > 0
 
@@ -416,8 +426,8 @@ def test_page_goes_where_the_timeline_is_clicked(opened):
 @pytest.mark.parametrize("width", [390, 1280])
 def test_page_fits_its_window(opened, width):
     opened.set_viewport_size({"width": width, "height": 844})
-    for guard in OUTCOMES:
-        opened.show(guard)
+    for variant in OUTCOMES:
+        opened.get_by_role("button", name=variant).click()
         for key in ("ArrowRight", "End"):
             opened.keyboard.press(key)
             assert opened.evaluate("document.documentElement.scrollWidth") <= width
