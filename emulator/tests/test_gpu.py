@@ -212,6 +212,14 @@ def test_every_configuration_gets_the_same_input_and_the_first_one_stays():
     assert x.eq(2).all() and add_kernel.best_config.kwargs == {"BLOCK": 8}
 
 
+def test_the_hook_of_a_configuration_is_called_once_for_each_launch():
+    calls = []
+    configs = [triton.Config({"BLOCK": n}, pre_hook=calls.append) for n in (8, 16)]
+    with enabled():
+        triton.autotune(configs, key=[])(double_kernel)[(3,)](torch.ones(20, device="cuda"), 20)
+    assert [given["BLOCK"] for given in calls] == [8]
+
+
 def test_findings_are_kept_although_the_program_goes_on():
     with enabled() as reports:
         for _ in range(2):

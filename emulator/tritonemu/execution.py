@@ -79,7 +79,7 @@ def run(
         raise ValueError(f'uninitialized must be "error" or "allow", got {uninitialized!r}')
     if masked not in MODES:
         raise ValueError(f"masked must be one of {MODES}, got {masked!r}")
-    kernel, kwargs, _ = undecorated(kernel, args, kwargs, config)
+    kernel, kwargs, _ = undecorated(kernel, args, kwargs, config, prepare=True)
     signature = inspect.signature(kernel.fn)
     options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys() - signature.parameters}
     bound = signature.bind(*args, **kwargs)
@@ -174,10 +174,11 @@ def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None
 
 
 def undecorated(
-    kernel: Any, args: tuple, kwargs: dict[str, Any], chosen: Any = None
+    kernel: Any, args: tuple, kwargs: dict[str, Any], chosen: Any = None, prepare: bool = False
 ) -> tuple[JITFunction, dict[str, Any], list[Any]]:
     """The function below autotune and heuristics, the arguments with theirs, and what pruning
-    leaves of its configurations, of which `chosen` or the first one counts."""
+    leaves of its configurations, of which `chosen` or the first one counts. prepare: call its
+    `pre_hook`."""
     configs: list[Any] = []
     while not isinstance(kernel, JITFunction):
         named = dict(zip(getattr(kernel, "arg_names", ()), args, strict=False))
@@ -186,7 +187,7 @@ def undecorated(
             configs = list(kernel.prune_configs(kwargs))
             config = kernel.best_config = chosen or configs[0]
             kwargs = {**kwargs, **config.all_kwargs()}
-            if config.pre_hook is not None:
+            if prepare and config.pre_hook is not None:
                 config.pre_hook({**named, **kwargs})
         elif hasattr(kernel, "values"):
             for name, rule in kernel.values.items():
