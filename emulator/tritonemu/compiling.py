@@ -33,7 +33,7 @@ def _source(kernel: JITFunction, arguments: Mapping[str, Any]) -> ASTSource:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def _target(arch: str) -> GPUTarget:
+def target_of(arch: str) -> GPUTarget:
     return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
 
 
@@ -41,7 +41,7 @@ def ask_front_end(
     kernel: JITFunction, arch: str, arguments: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     """Raise InvalidKernel with Triton's words if its front end refuses the kernel."""
-    target = _target(arch)
+    target = target_of(arch)
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -64,7 +64,7 @@ def compile_launch(
     with _diagnostics() as said:
         try:
             made = triton.compile(
-                _source(kernel, arguments), target=_target(arch), options=dict(options)
+                _source(kernel, arguments), target=target_of(arch), options=dict(options)
             )
         except Exception as error:
             lines = [line.strip() for line in f"{error}\n{said()}".splitlines()]

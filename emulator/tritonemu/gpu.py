@@ -22,8 +22,10 @@ import triton
 import triton.testing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
-from triton.backends.compiler import GPUTarget
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .compiling import target_of
+from .launch import REGISTERS, SHARED_BYTES
 
 MULTIPROCESSORS = 4  # a few, so that persistent programs share work; clusters of 2 and 4 fit
 
@@ -50,9 +52,9 @@ def _properties(arch: str, multiprocessors: int) -> dict[str, Any]:
         "warp_size": 32,
         "max_threads_per_block": 1024,
         "max_threads_per_multi_processor": 2048,
-        "regs_per_multiprocessor": 65536,
+        "regs_per_multiprocessor": REGISTERS,
         "shared_memory_per_block": 49152,
-        "shared_memory_per_block_optin": 232448,
+        "shared_memory_per_block_optin": SHARED_BYTES,
         "shared_memory_per_multiprocessor": 233472,
         "L2_cache_size": 50 << 20,
         "is_integrated": False,
@@ -63,11 +65,11 @@ def _properties(arch: str, multiprocessors: int) -> dict[str, Any]:
 
 def _driver(arch: str, multiprocessors: int) -> types.SimpleNamespace:
     """What Triton's driver answers on such a device."""
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    target = target_of(arch)
     known = {
         "multiprocessor_count": multiprocessors,
-        "max_shared_mem": 232448,
-        "max_num_regs": 65536,
+        "max_shared_mem": SHARED_BYTES,
+        "max_num_regs": REGISTERS,
         "warpSize": 32,
         "sm_clock_rate": 1_980_000,
         "mem_clock_rate": 3_201_000,
