@@ -90,7 +90,12 @@ class Chapter:
 
     def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
         """A table of that record. LookupError naming those there are."""
-        return results.notebook_table(self.record(of), table)
+        run = self.record(of)
+        if table not in run.tables:
+            known = sorted(run.tables)
+            raise LookupError(f"table must be one of {run.id} ({known}), got {table!r}")
+        found = run.tables[table]
+        return pd.DataFrame(list(found.rows), columns=list(found.columns))
 
     def rows(self, of: str | None = None, **filters: Any) -> pd.DataFrame:
         """The rows of that record, as `results.table` has them, each once.

@@ -291,7 +291,7 @@ def _place_labels(axis: Axes) -> None:
         )  # fmt: skip
 
 
-def _draw_bar(axis: Axes, position: int, row: pd.Series, shown: str, *, strong: bool) -> None:
+def _draw_bar(axis: Axes, position: int, row: pd.Series, shown: str, strong: bool) -> None:
     rate = float(row["tflops"])
     if math.isnan(rate):
         note(axis, f"failed: {row['failure']}", (0, position), (4, 0), va="center")

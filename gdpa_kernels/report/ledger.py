@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 from gdpa_kernels.measuring.roofline import Ceilings
 
-COLUMNS = ("op", "shapes", "bytes_read", "bytes_written", "flops")
-
 
 def account(name: str, inputs: list[torch.Tensor], result: torch.Tensor) -> tuple[int, int, int]:
     """Bytes read, bytes written and FLOPs of one step."""
@@ -55,11 +53,12 @@ class Ledger(TorchDispatchMode):
 
 
 def count(run: Callable[[], object], *given: torch.Tensor) -> tuple[pd.DataFrame, int]:
-    """The steps of `run()`, with COLUMNS, and the peak of its memory in bytes; `given`: tensors
-    that are not counted as allocated."""
+    """The steps of `run()` and the peak of its memory in bytes; `given`: tensors that are not
+    counted as allocated."""
     with Ledger(*given) as ledger:
         run()
-    return pd.DataFrame(ledger.steps, columns=list(COLUMNS)), ledger.peak_bytes
+    columns = ["op", "shapes", "bytes_read", "bytes_written", "flops"]
+    return pd.DataFrame(ledger.steps, columns=columns), ledger.peak_bytes
 
 
 def modelled_us(steps: pd.DataFrame, limits: Ceilings) -> np.ndarray:

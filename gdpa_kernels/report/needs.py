@@ -31,15 +31,6 @@ def support() -> str:
     return f'<div style="overflow-x: auto">{text}</div>'
 
 
-def peak_bytes(run: Record, name: str) -> dict[str, int]:
-    """What one call of each implementation allocated on top of its inputs, in a record."""
-    return {
-        row.impl: row.peak_bytes
-        for row in run.rows
-        if row.workload == name and row.scope == "kernel" and row.samples_us and not row.variant
-    }
-
-
 def check_bytes(name: str) -> int:
     """Device memory while the oracle is computed: bf16 inputs, output and its gradient; of a part
     of the batch, at most `Gdpa.PART` tokens, fp64 inputs and output, and the output's pieces before
@@ -61,7 +52,12 @@ def gigabytes(run: Record, runs: Sequence[Record]) -> dict[str, float]:
     """What book/reproduce.md says of memory, in GB: of a call on the longest published shape in
     `run`, alone and with its inputs, and of the checks of all `runs`."""
     name = "gdpa-self-full-2048"
-    peaks, held = peak_bytes(run, name), workload(name).bytes_read("forward")
+    held = workload(name).bytes_read("forward")
+    peaks = {
+        row.impl: row.peak_bytes
+        for row in run.rows
+        if row.workload == name and row.scope == "kernel" and row.samples_us and not row.variant
+    }
     fused = (size for impl, size in peaks.items() if impl[0] == "v" and impl != "v0_eager")
     found = {
         "v0_peak_gb": peaks["v0_eager"],

@@ -180,30 +180,31 @@ def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) ->
     """
     known = {found.id: found for found in records.load_all(data_dir)}
     if record is None:
-        ours = [name for name, found in known.items() if _capability(found, data_dir)[:3] == "10."]
-        ours = [name for name in ours if results.ceilings(known[name]) is not None]
+        ours = [name for name, found in known.items() if _is_ours(found, data_dir)]
         if not ours:
             return Basis(units.ASSUMED, ASSUMED_W, "assumed, from outside: no record of a B200")
         record = ours[-1]
     if record not in known:
         raise LookupError(f"record must be the id of a record, got {record!r}")
-    capability = _capability(known[record], data_dir)
+    machine, found = _machine(known[record], data_dir), results.ceilings(known[record])
+    capability = machine.compute_capability or ""
     if not capability.startswith("10."):
         raise LookupError(
             f"record must be of compute capability 10.x, got {record} of {capability}"
         )
-    found = results.ceilings(known[record])
     if found is None:
         raise LookupError(f"record must hold a matmul and a copy as ceilings, got {record}")
-    return Basis(found, _system(known[record], data_dir).power_limit_w, record)
+    return Basis(found, machine.power_limit_w, record)
 
 
-def _system(record: records.Record, data_dir: str | Path) -> systems.System:
+def _machine(record: records.Record, data_dir: str | Path) -> systems.System:
     return systems.load(Path(data_dir) / "systems" / f"{record.system}.json")
 
 
-def _capability(record: records.Record, data_dir: str | Path) -> str:
-    return _system(record, data_dir).compute_capability or ""
+def _is_ours(record: records.Record, data_dir: str | Path) -> bool:
+    """Whether a record is of a B200 and has the ceilings that predictions are scaled by."""
+    capability = _machine(record, data_dir).compute_capability or ""
+    return capability.startswith("10.") and results.ceilings(record) is not None
 
 
 def judged(
@@ -220,17 +221,15 @@ def judged(
         ["workload", "direction", "impl", "record"]
     )
     known = {found.id: found for found in records.load_all(data_dir)}
+    key = ["workload", "direction", "impl"]
     for name, group in rows.groupby("record", sort=True):
-        found = results.ceilings(known[name])
-        other = record not in (None, name) or found is None
-        if other or not _capability(known[name], data_dir).startswith("10."):
+        if record not in (None, name) or not _is_ours(known[name], data_dir):
             continue
-        timed = group.set_index(["workload", "direction", "impl"])
-        for index, row in scaled(shares, found).iterrows():
-            key = row["workload"], row["direction"], row["impl"]
-            if key not in timed.index:
+        timed = group.set_index(key)
+        for index, row in scaled(shares, results.ceilings(known[name])).iterrows():
+            if tuple(row[key]) not in timed.index:
                 continue
-            got = timed.loc[key]
+            got = timed.loc[tuple(row[key])]
             value = got["time_us_p50"] / 1e3 if row["unit"] == "ms" else got["tflops"]
             verdict = "low" if value < row["from"] else "high" if value > row["to"] else "hit"
             table.loc[index, row.index] = row

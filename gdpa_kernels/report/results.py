@@ -108,16 +108,6 @@ def latest_record(
     return found[-1]
 
 
-def notebook_table(record: Record, name: str) -> pd.DataFrame:
-    """Table `name` of a record as a frame; LookupError listing the tables if there is none."""
-    if name not in record.tables:
-        raise LookupError(
-            f"name must be a table of {record.id} ({sorted(record.tables)}), got {name!r}"
-        )
-    found = record.tables[name]
-    return pd.DataFrame(list(found.rows), columns=list(found.columns))
-
-
 def ceilings(record: Record, scope: str = "kernel") -> Ceilings | None:
     """The ceilings of bursts measured in `record`, or those of scope "sustained"; None if either
     kind is missing."""

@@ -245,28 +245,26 @@ def build_backward(
 
 
 def facts(built: dict[str, CompiledKernel], mnemonics: Sequence[str] = ()) -> pd.DataFrame:
-    """What the compiler made of kernels, by label, with the columns of `compiled`."""
-    return pd.DataFrame(
-        _row(label, compile_check.read(kernel), mnemonics) for label, kernel in built.items()
-    )
+    """What the compiler made of kernels, by label: registers, spills, whether wgmma is serialised,
+    and counts of `mnemonics`."""
+    rows = []
+    for label, kernel in built.items():
+        made = compile_check.read(kernel)
+        row = {"kernel": label, "registers": made.registers, "spilled (B)": made.spill_bytes}
+        row["serialised"] = "yes" if made.serialised else "no"
+        rows.append(row | {name: made.instructions[name] for name in mnemonics})
+    return pd.DataFrame(rows)
 
 
 def compiled(
     modules: dict[str, tuple[str | ModuleType, object]], mnemonics: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """What the compiler makes of forward kernels for sm_90a: registers, spills, whether wgmma is
-    serialised, and counts of `mnemonics`. `modules`: (rung or changed module, config) by label."""
-    rows = []
-    for label, (module, config) in modules.items():
-        made = compile_check.compile_rung(module, **({"config": config} if config else {}))
-        rows.append(_row(label, made, mnemonics))
-    return pd.DataFrame(rows)
-
-
-def _row(label: str, made: compile_check.Compiled, mnemonics: Sequence[str]) -> dict[str, Any]:
-    row = {"kernel": label, "registers": made.registers, "spilled (B)": made.spill_bytes}
-    row["serialised"] = "yes" if made.serialised else "no"
-    return row | {name: made.instructions[name] for name in mnemonics}
+    """`facts` of forward kernels for sm_90a; `modules`: (rung or changed copy, config) by label."""
+    built = {
+        label: compile_check.build_rung(module, config=config)
+        for label, (module, config) in modules.items()
+    }
+    return facts(built, mnemonics)
 
 
 def measure_lists(

@@ -44,6 +44,8 @@ def test_what_no_record_holds_is_refused(chapter):
         chapter.rows(impl="nothing")
     with pytest.raises(LookupError, match="notebook='notebooks/forward/none.py'"):
         chapter.record("forward/none")
+    with pytest.raises(LookupError, match=r"table must be one of .*'bits'.*, got 'nothing'"):
+        chapter.recorded("nothing", "backward/v2_fused_backward")
 
 
 def test_nothing_is_measured_in_replay(chapter):

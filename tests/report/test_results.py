@@ -17,7 +17,6 @@ from gdpa_kernels.measuring.record import (
     Record,
     RecordError,
     Row,
-    Table,
 )
 from gdpa_kernels.measuring.system import System
 from gdpa_kernels.measuring.workload import WORKLOADS, Full, Workload, workload
@@ -400,15 +399,6 @@ def test_latest_record(add, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(LookupError, match="there is: no record"):
         results.latest_record(tmp_path / "empty")
-
-
-def test_notebook_table(add):
-    made = add(tables={"errors": Table(("x", "y"), ((1, 2.0), (3, None)))})
-    found = results.notebook_table(made, "errors")
-    assert list(found.columns) == ["x", "y"]
-    assert found.x.tolist() == [1, 3]
-    with pytest.raises(LookupError, match=r"\['errors'\]"):
-        results.notebook_table(made, "other")
 
 
 def test_command_line(add, tmp_path, capsys):
