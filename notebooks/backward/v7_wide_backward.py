@@ -116,9 +116,9 @@ print(studies.findings(lambda: wrong.backward(studies.gradient(small), small), [
 # %% [markdown]
 # ## Measurement
 #
-# 256 full sequences of 512 tokens, 4 heads; and 64 of 2,048, as many rows with four times the
-# steps; {term}`back to back <sustained scope>`. *Knock-outs* compute something wrong on purpose, in
-# {term}`bursts <burst>`: *identity* evaluates no activation, *not sent* leaves dQ in staging.
+# 256 full sequences of 512 tokens, 4 heads; and 64 of 2,048, as many rows in four times the steps;
+# {term}`back to back <sustained scope>`. *Knock-outs*, wrong on purpose, in {term}`bursts <burst>`:
+# *identity* evaluates no activation, *not sent* leaves dQ in staging.
 
 # %%
 WIDE = workload("gdpa-self-full-512-b256-d256")
@@ -202,9 +202,9 @@ chapter.table(share.rename("% of v7's time").reset_index(), measured=[chapter.re
 
 # %% [markdown]
 # *Identity* saves nothing, as in the emulator: the chain has slack. *Not folded*, 14 % more
-# instructions in `scores`, costs {glue:text}`unfolded:.1f` %. Not sending dQ saves
-# {glue:text}`sent:.0f` %, both together {glue:text}`together:.0f` %. A step adds 64 KiB to the sums
-# in memory, {glue:text}`added:.1f` TB/s from all SMs: the count sees dQ leave shared memory, not
+# instructions in `scores`, costs {glue:text}`unfolded:.1f` %; not sending dQ saves
+# {glue:text}`sent:.0f` %, both {glue:text}`together:.0f` %. A step adds 64 KiB to the sums in
+# memory, {glue:text}`added:.1f` TB/s from all SMs: the count sees dQ leave shared memory, not
 # arrive in L2.
 #
 # ## Exercises

@@ -205,7 +205,7 @@ for module in (v0_flash, v1_one_tile):
     assert all(b[~own].isnan().all() for b in dirty)
 
 # %% [markdown]
-# The last line matters too: a block's own NaN must not be swallowed.
+# The last line checks that a block's own NaN survives.
 #
 # ## What "sparsity 0.7" means
 #

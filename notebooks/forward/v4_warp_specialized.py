@@ -200,7 +200,7 @@ chapter.figure(trace, emulated="gdpa_kernels/gdpa/v4_warp_specialized.py, modell
 # %% [markdown]
 # From its first {term}`MMA` to its last the tensor core is busy {glue:text}`busy:.0f` % of the
 # time. The model serves one MMA after the other, so the second consumer starts half a block late
-# and stays there. That is luck, and a model without noise always has it. No MMA runs for
+# and stays there: luck, which a model without noise always has. No MMA runs for
 # {glue:text}`ends:.0f` % of the tile; in v2 a second CTA would use that time.
 #
 # ## Two ways to get it wrong
@@ -218,7 +218,7 @@ print(hangs[0], races[0], sep="\n\n")
 
 # %% [markdown]
 # Each is found under all schedules tried, the modelled one and three random ones. A test could miss
-# both. The deadlock needs a third block, since there are two buffers; and without race detection
+# both: the deadlock needs a third block, since there are two buffers, and without race detection
 # the racing kernel gives the right bits:
 
 # %%

@@ -193,11 +193,11 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# The knee of the roof, the **ridge**, is where both floors are equal: {glue:text}`ridge_low:.0f` to
+# The **ridge** of the roof is where both floors are equal: {glue:text}`ridge_low:.0f` to
 # {glue:text}`ridge_high:.0f` FLOP/byte, depending on the mix. Left of it bytes decide. At length
-# 256 the slow end of the bracket is {glue:text}`full_256:.1f` times the fast one: what a kernel
-# hides decides more than how well it multiplies. At 2,048 the two lie {glue:text}`gap:.0f` % apart,
-# and traffic hardly counts.
+# 256 the slow end of the bracket is {glue:text}`full_256:.1f` times the fast one: overlap matters
+# more than fast multiplication. At 2,048 the two are {glue:text}`gap:.0f` % apart, and traffic
+# hardly counts.
 #
 # ## A third ceiling
 #

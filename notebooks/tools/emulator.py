@@ -216,11 +216,11 @@ chapter.glue(
 
 # %% [markdown]
 # The tests break {glue:text}`subjects:.0f` kernels of fbtriton's tutorials {cite}`fbtriton` and of
-# this book in the same way; {glue:text}`harmless:.0f` mutants may go unnoticed, each listed with
-# the reason why it is still right. They also launch the tutorials as they are,
-# {glue:text}`launches:.0f` launches under {glue:text}`random:.0f` random schedules each; for those
-# that need Blackwell this is the only execution we have. The outputs of a GPU are measured (record
-# {glue:text}`of`); a rounding is the spacing of the dtype at the output's largest value.
+# this book likewise; {glue:text}`harmless:.0f` mutants may go unnoticed, each listed with the
+# reason why it is still right. They also run the tutorials as they are, {glue:text}`launches:.0f`
+# launches under {glue:text}`random:.0f` random schedules each; tutorials for Blackwell have run
+# nowhere else here. The outputs of a GPU are measured (record {glue:text}`of`); a rounding is the
+# spacing of the dtype at the output's largest value.
 #
 # ## The surprise: what it found without being asked
 #

@@ -257,18 +257,18 @@ chart = charts.curves(curve.rolling(20).mean(), xlabel="batch of 64 users", ylab
 chapter.figure(chart, emulated="trained on a CPU in fp32", data=curve)
 
 # %% [markdown]
-# The model of sums ends {glue:text}`excess_sums:.3f` above the best loss on 4,000 new users, which
-# is about {glue:text}`best:.2f`; without the history it would be {glue:text}`neither:.2f`. To users
-# without a history it gives a click with probability {glue:text}`empty_sums:.2f`; the truth is
-# {glue:text}`empty_true:.2f`. PMA gives them zeros, and the batch needs no special case.
+# The model of sums ends {glue:text}`excess_sums:.3f` above the best loss on 4,000 new users, about
+# {glue:text}`best:.2f`; without the history it would be {glue:text}`neither:.2f`. For users without
+# a history it predicts a click with probability {glue:text}`empty_sums:.2f`; the truth is
+# {glue:text}`empty_true:.2f`. PMA gives them zeros, without a special case.
 #
 # ### The surprise: an average cannot count
 #
 # The rows of softmax attention are averages, and it is tempting to divide by the length of each
 # history. But then two events of four look like five of ten. To users with five events or more of
 # the shown kind, who click with probability {glue:text}`many_true:.2f`, the model of averages gives
-# {glue:text}`many_averages:.2f` and the model of sums {glue:text}`many_sums:.2f`. The authors of
-# HSTU gave up softmax for this reason, among others {cite}`zhai2024hstu`.
+# {glue:text}`many_averages:.2f` and the model of sums {glue:text}`many_sums:.2f`. HSTU gave up
+# softmax for this reason, among others {cite}`zhai2024hstu`.
 #
 # ## What padding does
 #
