@@ -283,42 +283,12 @@ def evaluate(x: torch.Tensor, name: str) -> torch.Tensor:
     return y
 
 
-EXTREMES = (1e4, 1e19, 1e37, 1e-39, 1e-45, 0.0, math.inf)
-"""Magnitudes that `extremes` tries with both signs, and NaN after them."""
-
-
-class Accuracy(NamedTuple):
-    """Largest errors for abs(x) <= `limit` against fp64; `per_x`: abs(error) / abs(x) over abs(x)
-    >= 2**-100."""
-
-    sequence: str
-    limit: float
-    max_abs: float
-    per_x: float
-
-
-def accuracy(
-    name: str, function: Callable, x: torch.Tensor, limits: Iterable[float]
-) -> list[Accuracy]:
-    """Errors of sequence `name` at the fp32 points `x`; `function` is the exact one, in fp64."""
+def error_per_x(name: str, function: Callable, x: torch.Tensor) -> float:
+    """The largest abs(error) / abs(x) of sequence `name` over those of the fp32 points `x` that are
+    at least 2**-100 in magnitude; `function` is the exact one, in fp64."""
     wide = x.double()
-    error, size = (evaluate(x, name).double() - function(wide)).abs(), wide.abs()
-    found = []
-    for limit in limits:
-        inside = size <= limit
-        share = (error / size)[inside & (size >= 2.0**-100)]
-        found.append(Accuracy(name, limit, error[inside].max().item(), share.max().item()))
-    return found
-
-
-def extremes(
-    name: str, function: Callable, device: torch.device | str
-) -> list[tuple[float, float, float]]:
-    """(x, sequence of x, function of x in fp64) at EXTREMES of both signs and at NaN."""
-    points = [sign * x for x in EXTREMES for sign in (1, -1)] + [math.nan]
-    x = torch.tensor(points, dtype=torch.float32, device=device)
-    y, exact = evaluate(x, name), function(x.double())
-    return list(zip(x.tolist(), y.tolist(), exact.tolist(), strict=True))
+    error = (evaluate(x, name).double() - function(wide)).abs() / wide.abs()
+    return error[wide.abs() >= 2.0**-100].max().item()
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.record import Record, Row
+from gdpa_kernels.measuring.record import Record
 
 KEY = ["workload", "impl", "config", "source"]
 """What makes two forward rows of different records the same kernel."""
@@ -66,15 +66,6 @@ def repeated(runs: Sequence[Record]) -> pd.DataFrame:
     found = found[found.groupby(KEY)["record"].transform("nunique") > 1]
     fastest = found.groupby(KEY)["time_us_p50"].transform("min")
     return found.assign(slower=100 * (found["time_us_p50"] / fastest - 1))
-
-
-def noise(rows: Sequence[Row]) -> pd.Series:
-    """By how many per cent the medians of the rows of a workload differ: its noise floor, if they
-    are replicates."""
-    medians = pd.Series(
-        [float(np.median(row.samples_us)) for row in rows], index=[row.workload for row in rows]
-    )
-    return 100 * (medians.groupby(level=0).max() / medians.groupby(level=0).min() - 1)
 
 
 def ratios(found: pd.DataFrame) -> pd.DataFrame:

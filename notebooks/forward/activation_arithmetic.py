@@ -244,10 +244,9 @@ points = torch.linspace(-60, 60, 4801)
 bounded = [name for name in SHOWN if sequences.BY_NAME[name].bound is not None]
 with tritonemu.enabled():
     for name in bounded:
-        (found,) = sequences.accuracy(name, activation_rates.exact(name), points, (60.0,))
-        *_, nan = sequences.extremes(name, activation_rates.exact(name), "cpu")
-        bound = sequences.BY_NAME[name].bound
-        assert max(found.per_x, speed["error"][name]) <= bound and np.isnan(nan[1]), name
+        error = sequences.error_per_x(name, activation_rates.exact(name), points)
+        assert max(error, speed["error"][name]) <= sequences.BY_NAME[name].bound, name
+        assert sequences.evaluate(torch.full((4,), torch.nan), name).isnan().all(), name
 print(f"{len(bounded)} sequences within their bounds, emulated and measured")
 
 # %% [markdown]

@@ -67,8 +67,3 @@ def test_a_protocol_is_held_against_ours_at_its_batch():
         "ours": 1, "warm": 2, "ours, batch 32": 1, "bare, batch 32": 0.25
     }  # fmt: skip
     assert found["low"]["warm"] < 2 < found["high"]["warm"]
-
-
-def test_noise_is_the_spread_of_medians_of_a_workload():
-    rows = [*run("one", {"v2_tma": 100.0}).rows, *run("two", {"v2_tma": 103.0}).rows]
-    assert repeats.noise(rows).to_dict() == pytest.approx({"w": 3})
