@@ -145,14 +145,11 @@ class Memory:
     def at_address(self, address: int, dtype: tl.dtype) -> Tile:
         """The pointer that an integer names, into an argument or a reachable tensor."""
         for tensor in self._reachable:
-            first = tensor.data_ptr()
-            pointer = self.pointer("memory", tensor)
+            pointer, step = self.pointer("memory", tensor), address - tensor.data_ptr()
             region = pointer.base
-            extent = (region.high - region.low) * region.itemsize
-            if first <= address < first + extent:
+            if 0 <= step < (region.high - region.low) * region.itemsize:
                 pointer = cast(pointer, dtype)
-                step = torch.tensor((address - first) // pointer.base.itemsize)
-                return pointer.like(pointer.data + step)
+                return pointer.like(pointer.data + step // pointer.base.itemsize)
         raise OutOfBounds(
             f"address {address:#x} must lie in a tensor of `reachable`, got none that holds it"
         )

@@ -5,11 +5,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
 
 from tritonemu import EmulatorError, run
 
+# Launch options of a cluster of two CTAs.
+PAIR = {"ctas_per_cga": (2, 1, 1)}
+
 # The modelled schedule, and seeds of random ones.
 SCHEDULES = ("modelled", *range(11))
+
+
+@triton.jit
+def grid2(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def fill(buffer, ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    tlx.local_store(buffer, tl.load(ptr + grid2(ROWS, COLUMNS)))
 
 
 def place(kernel: Any, text: str) -> tuple[str, int]:

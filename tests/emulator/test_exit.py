@@ -10,16 +10,8 @@ import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.measuring.compile_check import build
-from tests.emulator.checking import everywhere, found, place
+from tests.emulator.checking import PAIR, everywhere, found, grid2, place
 from tritonemu import EarlyExit, InvalidKernel, MissingFence, run
-
-PAIR = {"ctas_per_cga": (2, 1, 1)}
-
-
-@triton.jit
-def tile_of(ptr):
-    return tl.load(ptr + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :])
-
 
 # The end of a CTA of a cluster.
 
@@ -175,7 +167,7 @@ def pending_kernel(x_desc, y_desc, y_ptr, HOW: tl.constexpr, WAIT: tl.constexpr)
         if WAIT:
             tlx.async_descriptor_store_wait(0)
     else:
-        lanes = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        lanes = grid2(16, 16)
         tlx.async_load(y_ptr + lanes, tile[0])
         tlx.async_load_commit_group()
 
@@ -207,7 +199,7 @@ def fence_kernel(x_ptr, y_ptr, FENCE: tl.constexpr, BULK: tl.constexpr):
     rank = tlx.cluster_cta_rank()
     if FENCE == "before the store":
         tlx.fence("async_shared")
-    tlx.local_store(tile[0], tile_of(x_ptr))  # store
+    tlx.local_store(tile[0], tl.load(x_ptr + grid2(16, 16)))  # store
     if FENCE == "of another scope":
         tlx.fence("gpu")
     elif FENCE == "deprecated":
@@ -225,7 +217,7 @@ def fence_kernel(x_ptr, y_ptr, FENCE: tl.constexpr, BULK: tl.constexpr):
         tlx.barrier_expect_bytes(full, 1024)
         tlx.async_remote_shmem_copy(inbox[0], tile[0], 1 - rank, full)
         tlx.barrier_wait(full, 0)
-        lanes = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        lanes = grid2(16, 16)
         tl.store(y_ptr + rank * 256 + lanes, tlx.local_load(inbox[0]))
     tlx.cluster_barrier()
 
@@ -267,7 +259,7 @@ def handed_over_kernel(x_ptr, y_ptr, WHERE: tl.constexpr):
     full = tlx.alloc_barriers(1)
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            tlx.local_store(tile[0], tile_of(x_ptr))
+            tlx.local_store(tile[0], tl.load(x_ptr + grid2(16, 16)))
             if WHERE == "at the store":
                 tlx.fence("async_shared")
             tlx.barrier_arrive(full)

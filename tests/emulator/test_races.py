@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.emulator.checking import everywhere, found, place
+from tests.emulator.checking import PAIR, everywhere, fill, found, grid2, place
 from tritonemu import InvalidKernel, Race, Unsupported, run
 from tritonemu.clocks import Clock, Shadow
 from tritonemu.orders import Order
@@ -509,7 +509,7 @@ def written_kernel(out_desc, back_ptr, HOW: tl.constexpr):
         tlx.async_descriptor_load(out_desc, tile[1], [0, 0], full)  # copy
         tlx.barrier_wait(full, 0)
     if HOW == "load" or HOW == "landed":
-        place = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        place = grid2(8, 16)
         tl.load(back_ptr + place)  # load
 
 
@@ -566,12 +566,6 @@ def matrices(m=64, n=32, k=32):
 
 
 @triton.jit
-def fill(buffer, ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    place = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tlx.local_store(buffer, tl.load(ptr + place))
-
-
-@triton.jit
 def wgmma_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
     a = tlx.local_alloc((64, 32), tl.float16, 1)
     b = tlx.local_alloc((32, 32), tl.float16, 2)
@@ -593,7 +587,7 @@ def wgmma_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
     acc = tlx.async_dot_wait(0, acc)
     tlx.local_store(a[0], tl.zeros((64, 32), tl.float16))
     tlx.local_store(b[1], tl.zeros((32, 32), tl.float16))
-    tl.store(out_ptr + tl.arange(0, 64)[:, None] * 32 + tl.arange(0, 32)[None, :], acc)
+    tl.store(out_ptr + grid2(64, 32), acc)
 
 
 def test_operands_of_wgmma():
@@ -634,7 +628,7 @@ def tcgen05_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
             if FAULT != "acc":
                 tlx.barrier_wait(done, 0)
             x = tlx.local_load(acc[0])
-            tl.store(out_ptr + tl.arange(0, 128)[:, None] * 32 + tl.arange(0, 32)[None, :], x)
+            tl.store(out_ptr + grid2(128, 32), x)
 
 
 def test_accumulators_in_tensor_memory():
@@ -720,15 +714,14 @@ def test_distributed_shared_memory():
     def check(out):
         assert out[:, 0].tolist() == [6, 5, 6, 5] and out.eq(out[:, :1]).all()
 
-    options = {"ctas_per_cga": (2, 1, 1)}
-    everywhere(exchange_kernel, (4,), ints(4, 16), check, FAULT="none", **options)
+    everywhere(exchange_kernel, (4,), ints(4, 16), check, FAULT="none", **PAIR)
     check_race(
         exchange_kernel, (2,), ints(4, 16), FAULT="no wait", buffer="cell[0]",
-        places=("async_remote_shmem_store", "# read"), **options,
+        places=("async_remote_shmem_store", "# read"), **PAIR,
     )  # fmt: skip
     check_race(
         exchange_kernel, (2,), ints(4, 16), FAULT="no cluster barrier", buffer="cell[0]",
-        places=("async_remote_shmem_store", "# clear"), **options,
+        places=("async_remote_shmem_store", "# clear"), **PAIR,
     )  # fmt: skip
 
 
@@ -758,12 +751,11 @@ def test_a_multicast_is_awaited_in_each_cta():
     def check(desc, out_desc):
         assert torch.equal(desc.base, out_desc.base)
 
-    options = {"ctas_per_cga": (2, 1, 1)}
-    everywhere(relay_kernel, (2,), boxes(), check, OWN=True, **options)
+    everywhere(relay_kernel, (2,), boxes(), check, OWN=True, **PAIR)
     # The bytes that CTA 0 has waited for are those in CTA 0.
     check_race(
         relay_kernel, (2,), boxes(), OWN=False, buffer="tile[0]",
-        places=("async_descriptor_load", "# read"), **options,
+        places=("async_descriptor_load", "# read"), **PAIR,
     )  # fmt: skip
 
 
@@ -821,9 +813,8 @@ def test_global_memory_between_the_ctas_of_a_cluster():
     def check(x, out):
         assert out.tolist() == list(range(16))
 
-    options = {"ctas_per_cga": (2, 1, 1)}
-    everywhere(global_ctas_kernel, (2,), arguments, check, ORDERED=True, **options)
-    for error in found(Race, global_ctas_kernel, (2,), arguments, ORDERED=False, **options):
+    everywhere(global_ctas_kernel, (2,), arguments, check, ORDERED=True, **PAIR)
+    for error in found(Race, global_ctas_kernel, (2,), arguments, ORDERED=False, **PAIR):
         assert error.buffer == "x_ptr"
         assert sorted(error.programs) == [(0, 0, 0), (1, 0, 0)]
 
@@ -876,7 +867,7 @@ def summed_kernel(sum_desc, sum_ptr, count_ptr, out_ptr, n, FAULT: tl.constexpr)
     """Every program adds a tile by TMA; the first waits for all of them and reads the sum."""
     tile = tlx.local_alloc((8, 16), tl.float32, 1)
     pid = tl.program_id(0)
-    place = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    place = grid2(8, 16)
     tlx.local_store(tile[0], tl.zeros((8, 16), tl.float32) + pid + 1)
     tlx.async_descriptor_store(sum_desc, tile[0], [0, 0], store_reduce="add")  # add
     if FAULT == "read":

@@ -12,7 +12,7 @@ import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.measuring.compile_check import build
-from tests.emulator.checking import everywhere, found, place
+from tests.emulator.checking import PAIR, everywhere, fill, found, grid2, place
 from tritonemu import (
     Deadlock,
     DescriptorError,
@@ -26,8 +26,6 @@ from tritonemu import (
 )
 from tritonemu.__main__ import main
 
-PAIR = {"ctas_per_cga": (2, 1, 1)}
-
 
 def normal(*shape, dtype=torch.float16, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -35,16 +33,6 @@ def normal(*shape, dtype=torch.float16, seed=0):
 
 def box(tensor, *shape):
     return TensorDescriptor.from_tensor(tensor, list(shape))
-
-
-@triton.jit
-def grid2(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-
-
-@triton.jit
-def fill(buffer, ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    tlx.local_store(buffer, tl.load(ptr + grid2(ROWS, COLUMNS)))
 
 
 # wgmma.
@@ -1063,7 +1051,7 @@ SCRIPT = """
     import triton.language.extra.tlx as tlx
 
     @triton.jit
-    def kernel(x_ptr, WAIT: tl.constexpr, WRITE: tl.constexpr):
+    def kernel(x_ptr, WRITE: tl.constexpr):
         cell = tlx.local_alloc((16,), tl.float32, 1)
         full = tlx.alloc_barriers(1)
         if WRITE:
@@ -1074,8 +1062,7 @@ SCRIPT = """
                     tlx.local_store(cell[0], tl.full((16,), 1, tl.float32))
                 tlx.barrier_arrive(full)
             with tlx.async_task(num_warps=4):
-                if WAIT:
-                    tlx.barrier_wait(full, 0)
+                tlx.barrier_wait(full, 0)
                 tl.store(x_ptr + tl.arange(0, 16), tlx.local_load(cell[0]))
 
     @triton.jit
@@ -1087,13 +1074,10 @@ SCRIPT = """
         masked_kernel[(1,)](torch.zeros(16))
 
     def right():
-        kernel[(2,)](torch.zeros(16), WAIT=True, WRITE=True)
-
-    def racing():
-        kernel[(2,)](torch.zeros(16), WAIT=False, WRITE=True)
+        kernel[(2,)](torch.zeros(16), WRITE=True)
 
     def unwritten():
-        kernel[(1,)](torch.zeros(16), WAIT=True, WRITE=False)
+        kernel[(1,)](torch.zeros(16), WRITE=False)
 
     def nothing():
         pass
@@ -1108,12 +1092,6 @@ def script(tmp_path):
 
 
 def test_command_line_with_a_finding(script, capsys):
-    assert main([f"{script}:racing"]) == 1
-    captured = capsys.readouterr()
-    line, *more = captured.err.splitlines()
-    assert line.startswith(f"Race (schedule modelled): {script}:")
-    assert "cell[0] of CTA 0" in line and "nothing orders the two" in line
-    assert more[-1] == f"  python -m tritonemu --arch sm_90 --schedule modelled {script}:racing"
     assert main([f"{script}:unwritten"]) == 1
     assert capsys.readouterr().err.startswith("UninitializedRead (schedule modelled): ")
     assert main([f"{script}:unwritten", "--allow-uninitialized"]) == 0
