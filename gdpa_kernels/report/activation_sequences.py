@@ -15,15 +15,6 @@ Three ideas carry them:
   multiply-add, which costs nothing. Q's last coefficient is positive, so that beyond the fitted
   range the clamp, and not the polynomial, decides. The coefficients of Q, and of the odd
   polynomial inside a tanh, are found by tests/report/gates.py.
-
-| instructions of sm_90, results a clock and SM | rate | source              |
-|-----------------------------------------------|------|---------------------|
-| all, 32 lanes of 4 warps                      | 128  | four schedulers     |
-| fp32 add, multiply, multiply-add              | 128  | programming guide   |
-| minimum, maximum, compare, convert, integer   | 64   | programming guide   |
-| MUFU: tanh, ex2, rcp                          | 16   | programming guide   |
-
-(CUDA C++ programming guide, "Throughput of Native Arithmetic Instructions", column 9.0.)
 """
 
 import math
@@ -44,9 +35,11 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa.activations import gelu_tanh, gelu_taylor6, relu, silu, tanh_approx
 from gdpa_kernels.measuring import compile_check
 
-ISSUE_RATE = 128
-ALU_RATE = 64
-MUFU_RATE = 16
+# Results that an SM of sm_90 delivers in a clock: CUDA C++ programming guide, "Throughput of Native
+# Arithmetic Instructions", column 9.0.
+ISSUE_RATE = 128  # four schedulers, 32 lanes each; fp32 add, multiply, multiply-add too
+ALU_RATE = 64  # minimum, maximum, compare, convert, integer
+MUFU_RATE = 16  # tanh, ex2, rcp
 
 TANH_BITS = 2.0**-12
 """Error of a gate (1 + tanh(u)) / 2 by tanh.approx.f32: half of the documented 2**-11."""

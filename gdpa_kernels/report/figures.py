@@ -19,12 +19,9 @@ from gdpa_kernels.report import results
 from gdpa_kernels.report.house import DASHED, INK, SMALL, Figure, canvas, colour, is_rung, note
 
 PUBLISHED_COLOURS = {
-    "triton_gdpa": "#1f83c4",
-    "cutedsl_gdpa": "#7a6ad8",
-    "cutlass_fmha": "#787878",
+    "triton_gdpa": "#1f83c4", "cutedsl_gdpa": "#7a6ad8", "cutlass_fmha": INK,
     "cutedsl_fa4": "#a06a4a",
-}
-
+}  # fmt: skip
 RATE_LABEL = "TFLOP/s"
 _HEADROOM = 1.08
 

@@ -66,17 +66,11 @@ def pair_tflops(law: pd.Series, sms: int, direction: str = "forward") -> float:
     return products * 2 * units.TILE**3 * sms / law["pairs"] / 1e6
 
 
-def published_us(bars: pd.DataFrame, direction: str) -> pd.Series:
-    """The times behind published rates: by `workload`, from `tflops`."""
-    flops = [workload(name).flops(direction) for name in bars["workload"]]
-    return pd.Series(np.array(flops) / bars["tflops"].to_numpy() / 1e6, index=bars["workload"])
-
-
 KERNELS = {"cutedsl_gdpa": "GDPA", "triton_gdpa": "Triton", "cutlass_fmha": "FMHA",
            "cutedsl_fa4": "FA4"}  # fmt: skip
 
 
-def published(bars: pd.DataFrame, sms: int = units.B200.sms) -> pd.DataFrame:
+def published(bars: pd.DataFrame) -> pd.DataFrame:
     """The laws of published kernels, a row for each direction and kernel, from the bars of
     `claims.published_figures` that are not suspect.
 
@@ -84,23 +78,24 @@ def published(bars: pd.DataFrame, sms: int = units.B200.sms) -> pd.DataFrame:
     alone, and by how many percent published times exceed the law's: the most of any full batch,
     which the fit is made of, and each of the half chart, which it is not.
     """
-    laws = {}
+    laws, sms = {}, units.B200.sms
+    bars = bars[bars["workload"] != "gdpa-cross-full-256"]  # self-256 under another name
     for (direction, kernel), found in bars.groupby(["direction", "kernel"], sort=False):
         forward, fa4 = direction == "forward", kernel == "cutedsl_fa4"
         tile = (256, 128) if forward and kernel != "triton_gdpa" else (128, 128)
         terms = ["queries", "pairs", "steps"] if forward else ["keys", "pairs"]
         terms = terms if fa4 else list(COLUMNS)
-        us = published_us(found, direction).drop("gdpa-cross-full-256", errors="ignore")
-        works = [workload(name) for name in us.index]  # without what self-256 is under another name
+        works = [workload(name) for name in found["workload"]]
         done = amounts(works, sms, tile).assign(steps=[scan_steps(work, sms) for work in works])
+        flops = pd.Series([work.flops(direction) for work in works], index=done.index)
+        us = flops / found.set_index("workload")["tflops"] / 1e6
         full = us.index.str.contains("full")
         law = fit(done.loc[full, terms], us[full])
         more = 100 * (us / (done[terms] @ law) - 1)
-        half = {f"half {name.rsplit('-')[-1]}": more[name] for name in us.index[~full]}
-        rate = {"pairs alone, TFLOP/s": pair_tflops(law, sms, direction)}
         laws[direction, KERNELS[kernel]] = {
             **law,
-            **rate,
+            "pairs alone, TFLOP/s": pair_tflops(law, sms, direction),
             "full, most": more[full].abs().max(),
-        } | half
+            **{f"half {name.rsplit('-')[-1]}": more[name] for name in us.index[~full]},
+        }
     return pd.DataFrame(laws).T.rename_axis(["direction", "kernel"])
