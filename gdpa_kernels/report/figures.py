@@ -22,7 +22,6 @@ PUBLISHED_COLOURS = {
     "triton_gdpa": "#1f83c4", "cutedsl_gdpa": "#7a6ad8", "cutlass_fmha": INK,
     "cutedsl_fa4": "#a06a4a",
 }  # fmt: skip
-RATE_LABEL = "TFLOP/s"
 _HEADROOM = 1.08
 
 
@@ -32,58 +31,53 @@ def figure_tflops(
     *,
     system: str,
     impls: Sequence[str],
-    published: pd.DataFrame | None = None,
+    published: pd.DataFrame,
     there: pd.DataFrame | None = None,
-    scope: str = "kernel",
 ) -> Figure:
-    """A published chart redrawn: ours measured on the left, theirs on the right, one scale. Between
-    them, if there is any, what was measured on the hardware of the published one.
+    """A published chart redrawn: ours measured back to back on the left, theirs on the right, one
+    scale. Between them, if there is any, what was measured on the hardware of the published one.
 
     `table`: rows of `results.table`; if `figure` has two families of workloads (dense and jagged
     keys), pass the rows of one. `system`: part of the system's id. `impls`: what to draw, rungs and
     baselines. `published`: `claims.published_figures()`. `there`: rows of another system, of which
-    all are drawn. `scope`: "kernel" or "sustained".
+    all are drawn.
 
-    Error bars: p20-p80. Steps: the roofline of each workload, with the ceilings of its record and
-    scope. Ring: the best baseline at that length. Cross: a row that failed. Dash, beside times of
-    scope "sustained": the burst, where `table` has it. ValueError if an impl has no row, if the
-    rows come from two systems, or if one length has two workloads.
+    Error bars: p20-p80. Steps: the roofline of each workload, with the ceilings of its record.
+    Ring: the best baseline at that length. Cross: a row that failed. Dash: a rung's burst, where
+    `table` has it. ValueError if an impl has no row, if the rows come from two systems, or if one
+    length has two workloads.
     """
-    rows = _figure_rows(table, figure, system, impls, scope)
-    _require_impls(rows, impls, f"{figure} on {system}", scope)
+    rows = _figure_rows(table, figure, system, impls)
+    _require_impls(rows, impls, f"{figure} on {system}", "sustained")
     lengths = sorted(rows["length"].unique())
     panels = [(rows, impls)]
     if there is not None:
         names = list(dict.fromkeys(there["impl"]))
-        panels.append((_figure_rows(there, figure, "", names, scope), names))
-    theirs = None
-    if published is not None:
-        theirs = published[published["figure"] == figure]
-        if theirs.empty:
-            raise ValueError(f"published must hold rows of {figure}, got none")
-        found = sorted(theirs["length"].unique())
-        if found != lengths:
-            raise ValueError(f"published must hold the lengths {lengths}, got {found}")
-    widths = [1.05] * len(panels) + [1] * (theirs is not None)
-    with canvas(1, len(widths), width=(6.0, 8.8, 12.4)[len(widths) - 1], height=4.4, sharey=True,
-                squeeze=False, gridspec_kw={"width_ratios": widths}) as (chart, axes):  # fmt: skip
+        panels.append((_figure_rows(there, figure, "", names), names))
+    theirs = published[published["figure"] == figure]
+    if theirs.empty:
+        raise ValueError(f"published must hold rows of {figure}, got none")
+    found = sorted(theirs["length"].unique())
+    if found != lengths:
+        raise ValueError(f"published must hold the lengths {lengths}, got {found}")
+    widths = [1.05] * len(panels) + [1]
+    with canvas(1, len(widths), width=(8.8, 12.4)[len(panels) - 1], height=4.4, sharey=True,
+                gridspec_kw={"width_ratios": widths}) as (chart, axes):  # fmt: skip
         tops = []
-        for axis, (measured, names) in zip(axes[0], panels, strict=False):
+        for axis, (measured, names) in zip(axes, panels, strict=False):
             tops.append(_draw_measured(axis, measured, lengths, names))
-            axis.set_title(f"measured {results.TIMED[scope]}, {_machine(measured)}")
-        if scope != "kernel":
-            rungs = [impl for impl in impls if is_rung(impl)]
-            bursts = _figure_rows(table, figure, system, rungs, "kernel")
-            tops.append(_draw_bursts(axes[0, 0], bursts, lengths))
-        axes[0, 0].set_ylabel(RATE_LABEL)
-        if theirs is not None:
-            tops.append(_draw_published(axes[0, -1], theirs, lengths))
-            axes[0, -1].set_title(f"published, {_only(theirs, 'hardware')}")
-        for axis in axes[0]:
+            axis.set_title(f"measured {results.TIMED['sustained']}, {_machine(measured)}")
+        rungs = [impl for impl in impls if is_rung(impl)]
+        bursts = _figure_rows(table, figure, system, rungs, "kernel")
+        tops.append(_draw_bursts(axes[0], bursts, lengths))
+        axes[0].set_ylabel("TFLOP/s")
+        tops.append(_draw_published(axes[-1], theirs, lengths))
+        axes[-1].set_title(f"published, {_only(theirs, 'hardware')}")
+        for axis in axes:
             axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
             axis.set_xlabel("max_seqlen_q (tokens)")
-        axes[0, 0].set_ylim(0, max(tops) * _HEADROOM)
-        for axis in axes[0, : len(panels)]:
+        axes[0].set_ylim(0, np.nanmax(tops) * _HEADROOM)
+        for axis in axes[:-1]:
             _place_labels(axis)
         return chart
 
@@ -103,9 +97,9 @@ def figure_ladder(
     """
     if highlight not in rungs:
         raise ValueError(f"highlight must be one of {', '.join(rungs)}, got {highlight!r}")
-    rows = _timed_rows(table[table["workload"] == workload], direction)
+    rows = _timed_rows(table[table["workload"] == workload], direction, "kernel")
     rows = rows.drop_duplicates(["impl", "system"], keep="last")
-    _require_impls(rows, rungs, f"{workload}, {direction}")
+    _require_impls(rows, rungs, f"{workload}, {direction}", "kernel")
     others = rows.dropna(subset=["tflops"]).sort_values("tflops")["impl"]
     order = [*rungs, *(impl for impl in others if not is_rung(impl) and impl not in rungs)]
     with canvas(width=7.0, height=1.1 + 0.34 * len(order)) as (chart, axis):
@@ -115,8 +109,18 @@ def figure_ladder(
              xycoords=("data", "axes fraction"))  # fmt: skip
         for position, impl in enumerate(order):
             row = rows[rows["impl"] == impl].iloc[0]
-            shown = colour(impl) if impl == highlight else INK
-            _draw_bar(axis, position, row, shown, strong=impl == highlight)
+            rate, strong = float(row["tflops"]), impl == highlight
+            if math.isnan(rate):
+                note(axis, f"failed: {row['failure']}", (0, position), (4, 0), va="center")
+                continue
+            shown, (below, above) = colour(impl) if strong else INK, _spread(row)
+            axis.barh(
+                position, rate, 0.62, color=shown if is_rung(impl) else "none", edgecolor=shown,
+                xerr=[[below], [above]], error_kw={"ecolor": INK, "elinewidth": 1.2, "capsize": 2},
+            )  # fmt: skip
+            label = f"{rate:.0f}  {row['percent_of_roofline']:.0f} %"
+            note(axis, label, (rate + above, position), (5, 0), va="center", color=shown,
+                 fontweight="bold" if strong else "normal")  # fmt: skip
         axis.set_yticks(range(len(order)), [_label(rows, impl) for impl in order])
         axis.get_yticklabels()[order.index(highlight)].set_color(colour(highlight))
         axis.set_ylim(len(order) - 0.4, -0.6)
@@ -124,12 +128,12 @@ def figure_ladder(
         axis.grid(visible=False, axis="y")
         axis.grid(visible=True, axis="x")
         axis.tick_params(axis="y", length=0)
-        axis.set_xlabel(f"{RATE_LABEL}, {workload}, {_machine(rows)}")
+        axis.set_xlabel(f"TFLOP/s, {workload}, {_machine(rows)}")
         return chart
 
 
 def _figure_rows(
-    table: pd.DataFrame, figure: str, system: str, impls: Sequence[str], scope: str
+    table: pd.DataFrame, figure: str, system: str, impls: Sequence[str], scope: str = "sustained"
 ) -> pd.DataFrame:
     """The rows of `impls` in a figure, each with its `length`."""
     rows = _timed_rows(table, figure_direction(figure), scope)
@@ -144,14 +148,12 @@ def _figure_rows(
     return rows
 
 
-def _timed_rows(table: pd.DataFrame, direction: str, scope: str = "kernel") -> pd.DataFrame:
+def _timed_rows(table: pd.DataFrame, direction: str, scope: str) -> pd.DataFrame:
     keep = (table["scope"] == scope) & (table["variant"] == "")
     return table[keep & (table["direction"] == direction)]
 
 
-def _require_impls(
-    rows: pd.DataFrame, impls: Sequence[str], where: str, scope: str = "kernel"
-) -> None:
+def _require_impls(rows: pd.DataFrame, impls: Sequence[str], where: str, scope: str) -> None:
     missing = [impl for impl in impls if impl not in set(rows["impl"])]
     if missing or rows.empty:
         wanted = ", ".join(missing) or "at least one impl"
@@ -226,8 +228,7 @@ def _draw_measured(
     axis.set_xlim(-0.5, len(lengths) - 0.75)
     notes = [] if best.empty else ["ring: best baseline"]
     notes += ["cross: failed"] if rows["tflops"].isna().any() else []
-    notes += ["dash: burst"] if _only(rows, "scope") != "kernel" else []
-    _below(axis, "; ".join(notes))
+    _below(axis, "; ".join([*notes, "dash: burst"]))
     return float(np.nanmax([*ceilings, *rows["tflops"]]))
 
 
@@ -286,17 +287,3 @@ def _place_labels(axis: Axes) -> None:
             textcoords=("axes fraction", "data"), va="center", color=line.get_color(),
             fontsize=SMALL, annotation_clip=False, arrowprops=arrow,
         )  # fmt: skip
-
-
-def _draw_bar(axis: Axes, position: int, row: pd.Series, shown: str, strong: bool) -> None:
-    rate = float(row["tflops"])
-    if math.isnan(rate):
-        note(axis, f"failed: {row['failure']}", (0, position), (4, 0), va="center")
-        return
-    below, above = _spread(row)
-    axis.barh(
-        position, rate, 0.62, color=shown if is_rung(row["impl"]) else "none", edgecolor=shown,
-        xerr=[[below], [above]], error_kw={"ecolor": INK, "elinewidth": 1.2, "capsize": 2},
-    )  # fmt: skip
-    note(axis, f"{rate:.0f}  {row['percent_of_roofline']:.0f} %", (rate + above, position), (5, 0),
-         va="center", color=shown, fontweight="bold" if strong else "normal")  # fmt: skip

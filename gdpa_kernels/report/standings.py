@@ -39,16 +39,17 @@ def spread(values: pd.Series) -> str:
 
 def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "") -> None:
     """Show a published chart next to ours (`figures.figure_tflops`), of those of `impls` that have
-    a time back to back, with bursts beside it. `keys`: a part of the workloads'
-    names, where the figure has two families. Where the chapter has a record of the GPU of the
-    published chart, it shows that too: its own rungs (b1 and up; other rungs if none has a time)
-    and the peers among `impls`."""
+    a time back to back. `keys`: a part of the workloads' names, where the figure has two families.
+    Where the chapter has a record of the GPU of the published chart, it shows that too: its own
+    rungs (b1 and up; other rungs if none has a time) and the peers among `impls`."""
     published = claims.published_figures(chapter.data_dir)
     ours = chapter.rows(direction=figure_direction(figure), scope=tuple(results.TIMED))
-    tables, scope = (ours, _on(chapter, published)), "sustained"
-    rows, there = (x[(x["figure"] == figure) & x["workload"].str.contains(keys)] for x in tables)
+    rows, there = (
+        x[(x["figure"] == figure) & x["workload"].str.contains(keys)]
+        for x in (ours, _on(chapter, published))
+    )
     timed, timed_there = (
-        set(x["impl"][x["tflops"].notna() & (x["scope"] == scope)]) for x in (rows, there)
+        set(x["impl"][x["tflops"].notna() & (x["scope"] == "sustained")]) for x in (rows, there)
     )
     rungs = {impl for impl in timed_there if is_rung(impl)}
     own = {impl for impl in rungs if impl.startswith("b")} or rungs
@@ -56,7 +57,7 @@ def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "")
     there = there[there["impl"].isin(own | (peers & timed_there))]
     chart = figures.figure_tflops(
         rows, figure, system=chapter.system, impls=[impl for impl in impls if impl in timed],
-        published=published, there=None if there.empty else there, scope=scope,
+        published=published, there=None if there.empty else there,
     )  # fmt: skip
     chapter.figure(chart, measured=rows if there.empty else pd.concat([rows, there]))
 
@@ -131,19 +132,10 @@ def steps(times: pd.DataFrame, rungs: Sequence[Rung]) -> pd.DataFrame:
 def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
     """Of each column of `quotients` over workloads the least, the median, the most, where the first
     and the last are, and how many there are; `of`: what the columns are called."""
-    found = []
-    for name, column in quotients.items():
-        column = column.dropna()
-        found.append({
-            of: name,
-            "least": column.min(),
-            "on": short(column.idxmin()),
-            "median": column.median(),
-            "most": column.max(),
-            "on ": short(column.idxmax()),
-            "workloads": len(column),
-        })  # fmt: skip
-    return pd.DataFrame(found)
+    by = quotients.rename(index=short)
+    found = {"least": by.min(), "on": by.idxmin(), "median": by.median(), "most": by.max()}
+    found |= {"on ": by.idxmax(), "workloads": by.count()}
+    return pd.DataFrame(found).rename_axis(of).reset_index()
 
 
 def others(
