@@ -324,10 +324,10 @@ print(f"{fewer} instructions fewer: {slots_us:.0f} us; measured: {gelu - silu:.0
 # as GELU, because it must multiply by `scale`, which GELU folds into its constants. In registers it
 # is {glue:text}`taylor_gain:.1f` times as fast. In the kernel the two take the same time.
 #
-# So at head_dim 128 a tanh costs what any other instruction costs. This record does not say why
-# they all cost time. There are two candidates: energy, on a GPU at its power limit
-# ({doc}`v7_packed`), and waits that keep a warp group from computing while its MMAs run
-# ({doc}`v8_own_waits`). The mixture has not been measured in a kernel.
+# So at head_dim 128 a tanh costs what any other instruction costs. Why they all cost time this
+# record does not say. Two candidates: energy, at the power limit ({doc}`v7_packed`), and waits that
+# keep a warp group from computing while its MMAs run ({doc}`v8_own_waits`). The mixture has not
+# been measured in a kernel.
 #
 # ## Exercises
 #
