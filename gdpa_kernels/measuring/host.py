@@ -21,7 +21,8 @@ import torch
 from gdpa_kernels import Lengths, block_attention, gdpa
 from gdpa_kernels.measuring import timing
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import Workload, workload
+from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workloads import workload
 
 COLUMNS = ("workload", "call", "what", "median_us", "p20_us", "p80_us")
 FORWARD, STEP = "forward", "forward + backward"

@@ -16,7 +16,7 @@ import torch
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.measuring import inputs, measure, operators, record, timing
 from gdpa_kernels.measuring.session import Session
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import activation_sequences as sequences
 from gdpa_kernels.report.chapter import Chapter
 

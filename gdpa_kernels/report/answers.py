@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from gdpa_kernels.measuring import units
-from gdpa_kernels.measuring.workload import FIGURES
+from gdpa_kernels.measuring.workloads import FIGURES
 from gdpa_kernels.report import approximations
 from gdpa_kernels.report.results import TIMED
 

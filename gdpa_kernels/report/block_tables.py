@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from gdpa_kernels.measuring.workload import DIRECTIONS, Workload, workload
+from gdpa_kernels.measuring.workload import DIRECTIONS, Workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report.house import is_rung
 
 NOMINAL = 8e9

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from gdpa_kernels.measuring.workload import WORKLOADS, figure_direction
+from gdpa_kernels.measuring.workloads import WORKLOADS, figure_direction
 from gdpa_kernels.report import results
 from gdpa_kernels.report.house import DASHED, INK, SMALL, Figure, canvas, colour, is_rung, note
 

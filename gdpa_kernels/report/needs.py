@@ -9,7 +9,7 @@ import pandas as pd
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring import operators
 from gdpa_kernels.measuring.record import Record
-from gdpa_kernels.measuring.workload import WORKLOADS, workload
+from gdpa_kernels.measuring.workloads import WORKLOADS, workload
 
 
 def support() -> str:

@@ -20,7 +20,8 @@ from gdpa_kernels.measuring import system as systems
 from gdpa_kernels.measuring import units
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.units import B200, backward, forward
-from gdpa_kernels.measuring.workload import BLOCK_TABLES, FIGURES, Workload, workload
+from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workloads import BLOCK_TABLES, FIGURES, workload
 from gdpa_kernels.report import results
 
 PATH = records.DATA_DIR / "predictions" / "b200.csv"

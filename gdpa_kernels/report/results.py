@@ -17,7 +17,7 @@ import pandas as pd
 from gdpa_kernels.measuring import system as systems
 from gdpa_kernels.measuring.record import DATA_DIR, ROOT, Record, Row, load_all
 from gdpa_kernels.measuring.roofline import Ceilings
-from gdpa_kernels.measuring.workload import BLOCK_WORKLOADS, WORKLOADS, figures_of
+from gdpa_kernels.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, figures_of
 
 _IDENTITY = (
     "figure", "workload", "direction", "impl", "math", "scope", "variant", "system", "gpu", "date",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 from IPython.display import Markdown, display
 
-from gdpa_kernels.measuring.workload import figure_direction
+from gdpa_kernels.measuring.workloads import figure_direction
 from gdpa_kernels.report import claims, figures, page, results
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import is_rung

@@ -14,7 +14,8 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.measuring import units
-from gdpa_kernels.measuring.workload import Workload, workload
+from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workloads import workload
 
 COLUMNS = ("queries", "keys", "pairs")
 SCAN_WIDTH = 31

@@ -24,7 +24,7 @@ from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import activations, derivatives, reference
 from gdpa_kernels.measuring import roofline
 from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.workload import FIGURES, workload
+from gdpa_kernels.measuring.workloads import FIGURES, workload
 from gdpa_kernels.report import charts, results
 from gdpa_kernels.report.chapter import Chapter
 

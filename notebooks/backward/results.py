@@ -22,7 +22,8 @@ import pandas as pd
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.v5_short_kv_backward import MOST_KEYS
-from gdpa_kernels.measuring.workload import FIGURES, STEP, workload
+from gdpa_kernels.measuring.workload import STEP
+from gdpa_kernels.measuring.workloads import FIGURES, workload
 from gdpa_kernels.report import claims, standings
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.standings import short, spread

@@ -26,7 +26,7 @@ import torch
 
 from gdpa_kernels.gdpa import derivatives, v1_tiled_backward
 from gdpa_kernels.measuring import system
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
 

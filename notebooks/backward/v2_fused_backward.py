@@ -24,7 +24,7 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import gradients, v2_fused_backward, v2a_ordered_backward
 from gdpa_kernels.measuring import timing
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
 

@@ -19,7 +19,7 @@
 # %%
 from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa.v4_warp_specialized_backward import Config
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, studies
 from gdpa_kernels.report.chapter import Chapter
 

@@ -25,7 +25,7 @@ from gdpa_kernels.gdpa import v5_short_kv_backward as v5
 from gdpa_kernels.gdpa.v5_short_kv_backward import Config
 from gdpa_kernels.measuring import compile_check, record
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
 

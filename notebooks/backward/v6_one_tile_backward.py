@@ -31,7 +31,7 @@ from gdpa_kernels.gdpa import v6_one_tile_backward as v6
 from gdpa_kernels.gdpa.gradients import round_kernel
 from gdpa_kernels.measuring import timing
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS

@@ -25,7 +25,7 @@ from gdpa_kernels.gdpa import v7_wide_backward as v7
 from gdpa_kernels.gdpa.v7_wide_backward import Config
 from gdpa_kernels.measuring import timing
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import studies
 from gdpa_kernels.report.chapter import Chapter
 
@@ -184,9 +184,9 @@ chapter.predict("A step takes 3,900 to 4,400 cycles.", step, least=3900, most=44
 chapter.predict("v7 with 512 tokens.", rate[WIDE.name, V7, ""], least=370, most=430, **RATE)
 chapter.predict("v7 with 2,048 tokens.", rate[LONG.name, V7, ""], least=420, most=480, **RATE)
 chapter.predict("v8, forward.", forward[V8, ""], least=520, most=600, **RATE)
-text = "Identity takes 80 to 95 % of v7's time: `scores` is a chain, and its instructions count."
+text = "With identity v7 takes 80 to 95 % of its time: `scores` is a chain of instructions."
 chapter.predict(text, share["identity"], least=80, most=95, form=".0f", unit=" %")
-text = "Not sent, v7 takes 75 to 92 % of its time: each half waits for the one before."
+text = "Without sending dQ v7 takes 75 to 92 % of its time: each half waits for the one before."
 chapter.predict(text, share["not sent"], least=75, most=92, form=".0f", unit=" %")
 
 # %% [markdown]

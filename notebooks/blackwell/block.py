@@ -28,7 +28,7 @@ import torch
 from gdpa_kernels.block_attention import b1_warp_specialized as b1
 from gdpa_kernels.block_attention import v1_one_tile
 from gdpa_kernels.measuring import compile_check, units
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import block_studies, studies
 from gdpa_kernels.report.chapter import Chapter
 

@@ -26,7 +26,7 @@ import pandas as pd
 
 from gdpa_kernels.gdpa import b4_mixed, b5_cta_pair, b6_pair_stream, schedule
 from gdpa_kernels.measuring import compile_check, units
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import predictions, studies
 from gdpa_kernels.report.chapter import Chapter
 

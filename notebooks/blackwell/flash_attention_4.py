@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.measuring import baselines, units
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, claims, tile_law
 from gdpa_kernels.report.chapter import Chapter
 

@@ -23,7 +23,7 @@ import pandas as pd
 
 from gdpa_kernels.measuring import units
 from gdpa_kernels.measuring.roofline import Ceilings, bracket
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, claims, predictions, results, tile_law
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS

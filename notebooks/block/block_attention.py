@@ -28,7 +28,7 @@ from torch.testing import assert_close
 from gdpa_kernels import block_attention
 from gdpa_kernels.block_attention import v0_flash, v1_one_tile
 from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.workload import BLOCK_TABLES, workload
+from gdpa_kernels.measuring.workloads import BLOCK_TABLES, workload
 from gdpa_kernels.report import block_bytes, block_studies, charts
 from gdpa_kernels.report.chapter import Chapter
 

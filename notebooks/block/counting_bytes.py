@@ -19,7 +19,7 @@
 import pandas as pd
 
 from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring.workload import BLOCK_TABLES, workload
+from gdpa_kernels.measuring.workloads import BLOCK_TABLES, workload
 from gdpa_kernels.report import block_bytes, charts, results
 from gdpa_kernels.report.chapter import Chapter
 

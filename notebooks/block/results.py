@@ -23,7 +23,8 @@
 from dataclasses import replace
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.workload import DIRECTIONS, workload
+from gdpa_kernels.measuring.workload import DIRECTIONS
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import block_tables, charts
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS

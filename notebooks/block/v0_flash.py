@@ -21,7 +21,7 @@ import pandas as pd
 
 from gdpa_kernels.block_attention import v0_flash
 from gdpa_kernels.block_attention.v0_flash import Config
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import block_bytes, block_studies, charts, results
 from gdpa_kernels.report.chapter import Chapter
 

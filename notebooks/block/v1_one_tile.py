@@ -24,7 +24,7 @@ import pandas as pd
 
 from gdpa_kernels.block_attention import eliminations, v0_flash, v1_one_tile
 from gdpa_kernels.block_attention.v1_one_tile import default_config
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import block_bytes, block_studies, charts, results
 from gdpa_kernels.report.chapter import Chapter
 

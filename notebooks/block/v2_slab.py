@@ -26,7 +26,7 @@ import torch
 from gdpa_kernels.block_attention import v1_one_tile, v2_slab
 from gdpa_kernels.block_attention.v2_slab import Config
 from gdpa_kernels.measuring import system
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import block_studies, charts, loops
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS

@@ -25,7 +25,7 @@ import pandas as pd
 from gdpa_kernels.block_attention import slots, v3_warp_specialized
 from gdpa_kernels.block_attention.v3_warp_specialized import Config
 from gdpa_kernels.measuring import system
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import block_studies, charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS

@@ -28,7 +28,7 @@ import torch
 from gdpa_kernels.block_attention import v1_one_tile, v2_slab, v4_rotary, v4a_turning_role
 from gdpa_kernels.block_attention.v4_rotary import Config
 from gdpa_kernels.measuring import system
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import block_studies, charts, loops, studies
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS

@@ -23,7 +23,7 @@ import pandas as pd
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring.baselines import BASELINES
-from gdpa_kernels.measuring.workload import FIGURES, workload
+from gdpa_kernels.measuring.workloads import FIGURES, workload
 from gdpa_kernels.report import charts, standings
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS

@@ -22,7 +22,8 @@ import pandas as pd
 from gdpa_kernels.gdpa import v0_eager
 from gdpa_kernels.measuring import roofline
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import Workload, workload
+from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, ledger, results, studies
 from gdpa_kernels.report.chapter import Chapter
 

@@ -22,7 +22,7 @@ import pandas as pd
 
 from gdpa_kernels.gdpa import activations, v1_tiled, v2_tma
 from gdpa_kernels.measuring import roofline, system
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
 

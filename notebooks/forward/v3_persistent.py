@@ -29,7 +29,7 @@ from gdpa_kernels.gdpa import schedule, v2_tma, v3_persistent
 from gdpa_kernels.gdpa.v3_persistent import Config
 from gdpa_kernels.measuring import record
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, studies
 from gdpa_kernels.report.chapter import Chapter
 

@@ -24,7 +24,7 @@ import torch
 import tritonemu
 from gdpa_kernels.gdpa import activations, v2_tma, v4_warp_specialized
 from gdpa_kernels.gdpa.v4_warp_specialized import Config
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
 

@@ -19,7 +19,7 @@
 from gdpa_kernels.gdpa import activations, v4_warp_specialized, v5_pingpong
 from gdpa_kernels.gdpa.v5_pingpong import Config
 from gdpa_kernels.measuring import compile_check
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, loops, studies
 from gdpa_kernels.report.chapter import Chapter
 

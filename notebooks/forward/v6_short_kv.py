@@ -25,7 +25,7 @@ import pandas as pd
 
 from gdpa_kernels.gdpa import v6_short_kv, v6a_persistent, v6b_stream
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, studies
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS

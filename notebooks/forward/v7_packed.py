@@ -28,7 +28,7 @@ import tritonemu
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import activations, reference, v7_packed
 from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import studies
 from gdpa_kernels.report.chapter import Chapter
 

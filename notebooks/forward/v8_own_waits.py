@@ -24,7 +24,7 @@ import pandas as pd
 from gdpa_kernels.gdpa import v4_warp_specialized, v7_packed, v8_own_waits
 from gdpa_kernels.gdpa.v8_own_waits import Config
 from gdpa_kernels.measuring import compile_check
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, loops, results, studies
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS

@@ -32,7 +32,7 @@ import torch
 
 from gdpa_kernels.measuring import record, sustained, units
 from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, claims, drawings, energy, results
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import INK, RUNG_COLOURS

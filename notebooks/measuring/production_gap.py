@@ -24,7 +24,8 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.gdpa import v3_persistent as v3
-from gdpa_kernels.measuring.workload import Full, Rounded, Sorted, workload
+from gdpa_kernels.measuring.laws import Full, Rounded, Sorted
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.standings import short, spread

@@ -28,7 +28,7 @@ from gdpa_kernels.gdpa import v2_tma
 from gdpa_kernels.measuring import record as records
 from gdpa_kernels.measuring import timing
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, needs, page, repeats
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS

@@ -25,7 +25,7 @@ import torch
 
 from gdpa_kernels.measuring import roofline, timing
 from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring.workload import FIGURES, WORKLOADS, workload
+from gdpa_kernels.measuring.workloads import FIGURES, WORKLOADS, workload
 from gdpa_kernels.report import charts, claims, drawings, results
 from gdpa_kernels.report.chapter import Chapter
 

@@ -22,7 +22,8 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.gdpa import schedule, v3_persistent
-from gdpa_kernels.measuring.workload import WORKLOADS, Workload, workload
+from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workloads import WORKLOADS, workload
 from gdpa_kernels.report import charts, drawings
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import INK, RUNG_COLOURS
@@ -56,7 +57,7 @@ lengths = {name: sorted(WORKLOADS[name].seqlens_q, reverse=True) for name in SHO
 chapter.figure(
     drawings.laws({text: WORKLOADS[name] for name, text in SHOWN.items()}),
     data=pd.DataFrame(lengths),
-    modelled="the laws of gdpa_kernels/measuring/workload.py, seed 2025",
+    modelled="the laws of gdpa_kernels/measuring/laws.py, seed 2025",
 )
 
 # %% [markdown]

@@ -22,7 +22,7 @@ import math
 import numpy as np
 from IPython.display import Markdown, display
 
-from gdpa_kernels.measuring.workload import FIGURES, workload
+from gdpa_kernels.measuring.workloads import FIGURES, workload
 from gdpa_kernels.report import answers, charts, claims, page, results
 from gdpa_kernels.report import approximations as approx
 from gdpa_kernels.report.chapter import Chapter

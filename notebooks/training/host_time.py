@@ -27,7 +27,7 @@ from gdpa_kernels import GDPASelfAttention, Lengths, gdpa
 from gdpa_kernels.measuring import host as hosts
 from gdpa_kernels.measuring import record
 from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts
 from gdpa_kernels.report.chapter import Chapter
 
@@ -121,10 +121,10 @@ chapter.table(ours.T.round(0).reset_index(names="µs"), measured=[chapter.record
 US = {"form": ",.0f", "unit": " µs"}
 chapter.predict("Forward with new offsets, slowest workload.", new.max(), least=75, most=120, **US)
 chapter.predict("A step with new offsets.", step.max(), least=200, most=350, **US)
-chapter.predict("`Lengths` save so much of a step.", (step - shared).max(), least=15, most=40, **US)
+chapter.predict("What `Lengths` saves of a step.", (step - shared).max(), least=15, most=40, **US)
 chapter.predict("The replay of a step's CUDA graph.", graph.max(), most=15, form=".1f", unit=" µs")
 ratio = (in_c["ours"][FORWARD] / new).median()
-chapter.predict("Launched in C, forward takes this share of its time (median).", ratio, most=0.75)
+chapter.predict("Forward launched in C, share of its usual time (median).", ratio, most=0.75)
 
 # %% [markdown]
 # ## The surprise: the way to another thread and back

@@ -13,7 +13,8 @@ import torch
 
 from gdpa_kernels.measuring import baselines, operators
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import Full, Uniform, Workload
+from gdpa_kernels.measuring.laws import Full, Uniform
+from gdpa_kernels.measuring.workload import Workload
 
 WORK = Workload(
     name="small", batch=3, num_heads_q=2, num_heads_k=2, head_dim=16, max_seqlen_q=8,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
-from gdpa_kernels.measuring.workload import Full, Uniform, Workload
+from gdpa_kernels.measuring.laws import Full, Uniform
+from gdpa_kernels.measuring.workload import Workload
 
 SELF = Workload(
     name="self",

@@ -24,8 +24,10 @@ from gdpa_kernels.measuring import (
     timing,
 )
 from gdpa_kernels.measuring.inputs import make_inputs
+from gdpa_kernels.measuring.laws import Between, Full
 from gdpa_kernels.measuring.session import Session
-from gdpa_kernels.measuring.workload import Between, Full, Workload, workload
+from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workloads import workload
 
 LOAD = record.Load(1500.0, 700.0, 0.35, ("sw_power_cap",))
 SMALL = replace(

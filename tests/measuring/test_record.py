@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import gdpa_kernels
 from gdpa_kernels.measuring import record, refusals, system
 from gdpa_kernels.measuring.record import Ceiling, Error, Protocol, Record, RecordError, Row, Table
-from gdpa_kernels.measuring.workload import WORKLOADS
+from gdpa_kernels.measuring.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = WORKLOADS["gdpa-self-full-256"]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from gdpa_kernels.measuring import record, refusals
 from gdpa_kernels.measuring.record import Error, Record, Row
-from gdpa_kernels.measuring.workload import STEP, WORKLOADS, workload
+from gdpa_kernels.measuring.workload import STEP
+from gdpa_kernels.measuring.workloads import WORKLOADS, workload
 from gdpa_kernels.report import results
 from tests.measuring.test_record import WORKLOAD, a_record, a_row, put
 

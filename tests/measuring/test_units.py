@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from gdpa_kernels.measuring import units
+from gdpa_kernels.measuring.laws import Full, Uniform
 from gdpa_kernels.measuring.roofline import Ceilings
-from gdpa_kernels.measuring.workload import Full, Uniform, Workload, workload
+from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workloads import workload
 
 CHIP = units.Chip("a chip", sms=4, flops=1024)
 SLOW_MATMUL = Ceilings(0.8192, ((1.0, 40000.0),))  # 4 SMs x 1024 FLOPs at 0.2 GHz

@@ -13,13 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdpa_kernels.measuring.workload import (
-    BLOCK_TABLES,
-    BLOCK_WORKLOADS,
-    FIGURES,
+from gdpa_kernels.measuring.laws import (
     KUAIRAND,
     MOVIELENS,
-    WORKLOADS,
     Between,
     Events,
     Full,
@@ -29,10 +25,15 @@ from gdpa_kernels.measuring.workload import (
     Rounded,
     Sorted,
     Uniform,
-    Workload,
+)
+from gdpa_kernels.measuring.workload import Workload, visible_pairs
+from gdpa_kernels.measuring.workloads import (
+    BLOCK_TABLES,
+    BLOCK_WORKLOADS,
+    FIGURES,
+    WORKLOADS,
     figure_direction,
     figures_of,
-    visible_pairs,
     workload,
 )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gdpa_kernels.measuring.workload import FIGURES
+from gdpa_kernels.measuring.workloads import FIGURES
 from gdpa_kernels.report import answers, claims
 
 ROOT = Path(__file__).resolve().parents[2]

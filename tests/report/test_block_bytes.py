@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from gdpa_kernels.measuring.roofline import Ceilings
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import block_bytes
 
 WORK = workload("block-fill70-2000")

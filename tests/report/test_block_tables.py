@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from gdpa_kernels.measuring.record import DATA_DIR
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import block_tables
 
 TIMES = {"v1_one_tile": 1000.0, "v3_warp_specialized": 2000.0, "fa2_varlen": 3000.0}

@@ -11,7 +11,9 @@ import torch
 import yaml
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.workload import BLOCK_WORKLOADS, FIGURES, WORKLOADS, Full, Workload
+from gdpa_kernels.measuring.laws import Full
+from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workloads import BLOCK_WORKLOADS, FIGURES, WORKLOADS
 from gdpa_kernels.report import claims
 from gdpa_kernels.report import results as real_results
 from gdpa_kernels.report.claims import ClaimError, load, published_figures

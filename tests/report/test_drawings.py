@@ -3,7 +3,7 @@
 import pandas as pd
 
 from gdpa_kernels.measuring.roofline import Ceilings
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import drawings
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from gdpa_kernels.measuring import record, system
-from gdpa_kernels.measuring.workload import WORKLOADS
+from gdpa_kernels.measuring.workloads import WORKLOADS
 from gdpa_kernels.report import claims, figures, house, page, results
 
 FIGURE = "gdpa-self-fwd-full"

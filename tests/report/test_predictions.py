@@ -13,7 +13,7 @@ from gdpa_kernels.measuring import compile_check, record, system, units
 from gdpa_kernels.measuring.record import Ceiling, Error, Package, Protocol, Record, Row
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.system import System
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import predictions, results, tile_law
 
 SELF = workload("gdpa-self-full-1024")

@@ -9,7 +9,7 @@ import pytest
 
 from gdpa_kernels.__main__ import main
 from gdpa_kernels.measuring import record, system
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import readme
 from tests.report.test_results import CEILINGS, GOOD, STATE, a_system, sources
 from tritonemu.__main__ import main as emulate

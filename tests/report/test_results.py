@@ -9,6 +9,7 @@ import pytest
 
 from gdpa_kernels import __main__
 from gdpa_kernels.measuring import record, refusals, roofline, system
+from gdpa_kernels.measuring.laws import Full
 from gdpa_kernels.measuring.record import (
     Ceiling,
     Error,
@@ -19,7 +20,8 @@ from gdpa_kernels.measuring.record import (
     Row,
 )
 from gdpa_kernels.measuring.system import System
-from gdpa_kernels.measuring.workload import WORKLOADS, Full, Workload, workload
+from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workloads import WORKLOADS, workload
 from gdpa_kernels.report import results
 
 SELF = workload("gdpa-self-full-1024")

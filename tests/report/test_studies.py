@@ -16,7 +16,9 @@ from gdpa_kernels.gdpa import (
 )
 from gdpa_kernels.measuring import measure, timing
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import Full, Workload, workload
+from gdpa_kernels.measuring.laws import Full
+from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import house, studies
 
 SMALL = replace(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from gdpa_kernels.measuring.workload import workload
+from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import claims, tile_law
 
 NAMES = [f"gdpa-{kind}-full-{n}" for kind in ("self", "cross") for n in (512, 1024, 2048)]
