@@ -11,8 +11,8 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will write attention without softmax as one tiled kernel, account for its time, and choose its
-# tile by an SM's registers and shared memory. v1 is {glue:text}`over_v0:.1f` times as fast as v0 on
-# a full batch of 1,024 tokens, and memory, tensor cores and activation hardly overlap in it.
+# {term}`tile` by an SM's registers and shared memory. v1 is {glue:text}`over_v0:.1f` times as fast
+# as v0 on a full batch of 1,024 tokens; memory, tensor cores and activation hardly overlap in it.
 # :::
 
 # %%

@@ -92,10 +92,10 @@ chapter.figure(
 # %% [markdown]
 # ## FLOPs per byte
 #
-# A workload's useful FLOPs and fewest bytes need no kernel. Forward, with $h$ heads of dimension
-# $d$ and 2 bytes per number, a sequence of $n$ queries and $m$ keys needs two matmuls at two FLOPs
-# per multiply-add; q, k and v are read once and o is written once. Heads and head dimension cancel
-# in the quotient, the **{term}`arithmetic intensity`**
+# The useful FLOPs and fewest bytes of a {term}`workload` need no kernel. Forward, with $h$ heads of
+# dimension $d$ and 2 bytes per number, a sequence of $n$ queries and $m$ keys needs two matmuls at
+# two FLOPs per multiply-add; q, k and v are read once and o is written once. Heads and head
+# dimension cancel in the quotient, the **{term}`arithmetic intensity`**
 #
 # $$
 # I = \frac{4\,h\,d\,n\,m}{2\,h\,d\,(2n + 2m)} = \frac{n\,m}{n + m} \;\text{FLOP/byte}.
