@@ -162,7 +162,7 @@ chapter.glue(
 # could gain no more than that: Amdahl's law. In eager mode most of a step is passes over tokens
 # without a matmul, and `torch.compile` fuses most of them.
 #
-# ## The surprise: a norm that was none
+# ## The surprise: not a norm
 #
 # A first profile of the compiled step gave the norms the largest share, and faster norms gained far
 # less than that promised. It had sorted kernels by name, and one of them took
