@@ -34,7 +34,7 @@ import torch
 import triton
 
 from . import EmulatorError, Report, Reports, Unsupported, WrongResult, enabled, fake_gpu, gpu
-from .gpu import ARCHITECTURES, MULTIPROCESSORS
+from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
 from .messages import cta_of, explain, page, write_json
 from .orders import Order, order_of
 from .search import KINDS, Search
@@ -232,8 +232,8 @@ def _parser() -> _Parser:
     add("--schedule", type=_schedule, metavar="NAME", help="this one only")
     there = "let there seem to be a GPU (default), or leave torch.cuda as it is"
     add("--fake-gpu", action=argparse.BooleanOptionalAction, default=True, help=there)
-    few = f"of that GPU, for persistent programs (default {MULTIPROCESSORS})"
-    add("--multiprocessors", **number, default=MULTIPROCESSORS, help=few)
+    few = f"of that GPU, for persistent programs (default {FAKE_MULTIPROCESSORS})"
+    add("--multiprocessors", **number, default=FAKE_MULTIPROCESSORS, help=few)
     every = "run every configuration of an autotuned kernel, not the first that fits"
     add("--all-configs", action="store_true", help=every)
     add("--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4")

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .compiling import target_of
 from .launch import REGISTERS, SHARED_BYTES
 
-MULTIPROCESSORS = 4  # a few, so that persistent programs share work; clusters of 2 and 4 fit
+FAKE_MULTIPROCESSORS = 4  # few, so that persistent programs share work; clusters of 2 and 4 fit
 
 _NAMES = {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200"}
 ARCHITECTURES = tuple(_NAMES)
@@ -317,7 +317,7 @@ WARMED_UP = types.SimpleNamespace(
 
 
 @contextlib.contextmanager
-def fake_gpu(arch: str = "sm_90", *, multiprocessors: int = MULTIPROCESSORS) -> Iterator[None]:
+def fake_gpu(arch: str = "sm_90", *, multiprocessors: int = FAKE_MULTIPROCESSORS) -> Iterator[None]:
     """Within this context there seems to be one GPU, `cuda:0`, with compute capability `arch`.
 
     arch: "sm_90", an H200, or "sm_100", a B200; with fewer `multiprocessors` than they have, so

@@ -15,6 +15,7 @@ from gdpa_kernels.measuring import units
 from gdpa_kernels.measuring.workloads import FIGURES
 from gdpa_kernels.report import approximations
 from gdpa_kernels.report.results import TIMED
+from gdpa_kernels.report.standings import spread
 
 if TYPE_CHECKING:
     from gdpa_kernels.report.chapter import Chapter
@@ -160,11 +161,6 @@ def numbers(chapter: Chapter) -> dict[str, str]:
         "busy_nominal": f"{100 * busy / 1.965:.0f}",
         "twice": f"{errors['dq', 2] / errors['dq', 1]:.2f}",
     }
-
-
-def spread(values: pd.Series) -> str:
-    """'a to b'."""
-    return f"{values.min():.2f} to {values.max():.2f}"
 
 
 def amount(value: float, unit: str) -> str:

@@ -220,22 +220,21 @@ chapter.glue(
 # The interpreter knows no TLX, so it cannot run the {glue:text}`roles:.0f` mistakes of the
 # pipeline. The {glue:text}`plain:.0f` others it runs in numpy, one program after the other, where
 # neither a race nor a lost update can happen, and a store behind the end of a tensor lands in the
-# memory of Python. The emulator took {glue:text}`slow:.1f` s at most for a mistake, nearly all of
-# it to import PyTorch.
+# memory of Python. The emulator took {glue:text}`slow:.1f` s at most for a mistake, the import of
+# PyTorch included.
 #
 # TileLens is a visualizer that has grown a memory sanitizer and, on
 # [a branch](https://github.com/Deep-Learning-Profiling-Tools/triton-viz/commit/4e2af488e91ac71e2672094d48cc339a1634bca5)
 # not yet released, a race detector; the table is of that branch. Both reason about addresses with a
 # solver, for every program of the grid at once, and need no luck either. In the sum they find
 # {glue:text}`tilelens:.0f` of {glue:text}`plain:.0f`: the store behind the end and the plain
-# addition. It cannot run the pipeline, for it takes no TMA descriptors yet and knows no TLX; of its
-# compiled code, the branch says that it does not model warp specialization.
+# addition. It cannot run the pipeline, for it takes no TMA descriptors yet and knows no TLX.
 #
 # On the H200 the program tells most: {glue:text}`seen:.0f` of the ten make it hang, crash or fail
 # its own test. ConSan names {glue:text}`consan:.0f`, all in the pipeline's barriers and buffers; it
 # does not watch plain memory. Racecheck does not follow TMA's barriers, and its answers change from
-# run to run: once it reported the pipeline without a mistake. Synccheck and memcheck, in the data
-# of the table, say no more than that the program crashed or hung.
+# run to run ({doc}`lab notes <../../notes/emulator>`). Synccheck and memcheck, in the data of the
+# table, say no more than that the program crashed or hung.
 #
 # Read the table with this in mind: the ten were chosen by the authors of one of the tools, and each
 # breaks something that this tool models. A tool on a GPU sees what none on a CPU does: the code

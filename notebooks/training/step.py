@@ -181,14 +181,16 @@ chapter.glue(
 #
 # Norms are bound by bytes, so counting predicts them. `gdpa_kernels.norms` has two: the residual
 # addition and RMSNorm in one kernel each way, and the norm of q and k in place on packed q, k, v.
-# They run at the rate of a copy. With them, and the residual stream in bf16, norms go from
+# They run near the rate of a copy. With them, and the residual stream in bf16, norms go from
 # {glue:text}`norms:.0f` to {glue:text}`fused_norms:.0f` ms, the step to {glue:text}`fused:.0f`,
 # memory from {glue:text}`memory:.0f` to {glue:text}`fused_memory:.0f` GiB. Matmuls and attention
 # are then {glue:text}`left:.0f` % of the step. From v1 and lookups to here it became
 # {glue:text}`everything:.2f` times as fast.
 
 # %% tags=["remove-input"]
-table = ms.join(found["samples_per_s"].xs("gdpa", level="kernel").rename("ours, rows/s"))
+table = ms.add_suffix(", ms").join(
+    found["samples_per_s"].xs("gdpa", level="kernel").rename("ours, rows/s")
+)
 chapter.table(table.loc[list(PLAN)].round(1).reset_index(), data=found.reset_index(),
               measured=[chapter.record().id])  # fmt: skip
 
