@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from gdpa_kernels.gdpa import reference, v0_eager
 from gdpa_kernels.measuring.inputs import BlockInputs, Inputs
-from gdpa_kernels.measuring.workload import STEP
+from gdpa_kernels.measuring.workload import STEP, Workload
 
 
 class Availability(NamedTuple):
@@ -31,6 +31,27 @@ class Availability(NamedTuple):
 
 class Unsupported(Exception):
     """A baseline cannot compute this workload; the text says what it needs."""
+
+
+Problem = Callable[[Workload, str], str | None]
+"""What a workload and a direction lack that a peer needs, or None."""
+
+
+def _takes_all(workload: Workload, direction: str) -> str | None:
+    return None
+
+
+def _one_length(workload: Workload, direction: str) -> str | None:
+    jagged = any(len({*x}) != 1 for x in (workload.seqlens_q, workload.seqlens_k))
+    return "needs sequences of one length, got a jagged batch" if jagged else None
+
+
+def _with_rotary(workload: Workload, direction: str) -> str | None:
+    return None if workload.rotary else "needs a workload with rotary"
+
+
+def _without_rotary(workload: Workload, direction: str) -> str | None:
+    return "needs a workload without rotary" if workload.rotary else None
 
 
 @dataclass(frozen=True)
@@ -46,6 +67,7 @@ class Baseline:
     math: str
     needs: Callable[[], str | None]
     prepare: Callable[..., Callable[[], object]]
+    problem: Problem = _takes_all
 
     def availability(self) -> Availability:
         """Whether this machine has what the peer needs."""
@@ -317,7 +339,7 @@ BASELINES: dict[str, Baseline] = {
     for baseline in (
         Baseline("torch_compile", "torch.compile", "activation", _needs_cuda, _torch_compile),
         Baseline("fa2_varlen", "FlashAttention-2 (torch)", "softmax", _needs_varlen, _fa2_varlen),
-        Baseline("cudnn", "cuDNN, dense", "softmax", _needs_cuda, _cudnn),
+        Baseline("cudnn", "cuDNN, dense", "softmax", _needs_cuda, _cudnn, _one_length),
         Baseline("cudnn_varlen", "cuDNN, ragged", "softmax", _needs_cuda, _cudnn_varlen),
         Baseline(
             "fa3", "FlashAttention-3", "softmax",
@@ -330,7 +352,7 @@ BASELINES: dict[str, Baseline] = {
         ),
         Baseline(
             "fa4_dense", "FlashAttention-4, dense", "softmax",
-            _needs_module("flash_attn.cute", "flash-attn-4"), _fa4_dense,
+            _needs_module("flash_attn.cute", "flash-attn-4"), _fa4_dense, _one_length,
         ),
     )
 }  # fmt: skip
@@ -350,6 +372,7 @@ class BlockBaseline:
     needs: Callable[[], str | None]
     prepare: Callable[..., Callable[[], object]]
     metadata: Callable[[BlockInputs], torch.Tensor] | None = None
+    problem: Problem = _takes_all
 
     def availability(self) -> Availability:
         """Whether this machine has what the peer needs."""
@@ -503,25 +526,27 @@ BLOCK_BASELINES: dict[str, BlockBaseline] = {
     for baseline in (
         BlockBaseline(
             "fa2_varlen", "FlashAttention-2 (torch), a sequence per block", _needs_varlen,
-            _per_block(_fa2_blocks), block_offsets,
+            _per_block(_fa2_blocks), block_offsets, _without_rotary,
         ),
         BlockBaseline(
             "cudnn_varlen", "cuDNN, ragged, a sequence per block", _needs_cuda,
-            _per_block(_cudnn_blocks), block_offsets,
+            _per_block(_cudnn_blocks), block_offsets, _without_rotary,
         ),
         BlockBaseline(
             "fa3", "FlashAttention-3, a sequence per block",
             _needs_module("flash_attn_interface", "flash-attn-3"),
-            _per_block(_fa3_blocks), block_offsets,
+            _per_block(_fa3_blocks), block_offsets, _without_rotary,
         ),
         BlockBaseline(
             "torch_compile", "torch.compile, padded blocks", _needs_cuda, _compiled_blocks
         ),
         BlockBaseline(
-            "eager_rotary", "eager rotary, then our attention", _needs_cuda, _eager_rotary
+            "eager_rotary", "eager rotary, then our attention", _needs_cuda, _eager_rotary,
+            problem=_with_rotary,
         ),
         BlockBaseline(
-            "rotary_kernel", "our rotary kernel, then our attention", _needs_cuda, _rotary_kernel
+            "rotary_kernel", "our rotary kernel, then our attention", _needs_cuda, _rotary_kernel,
+            problem=_with_rotary,
         ),
     )
 }  # fmt: skip

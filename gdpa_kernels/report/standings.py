@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import pandas as pd
 from IPython.display import Markdown, display
 
-from gdpa_kernels.measuring.workloads import figure_direction
+from gdpa_kernels.measuring.baselines import BASELINES, BLOCK_BASELINES
+from gdpa_kernels.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, figure_direction
 from gdpa_kernels.report import claims, figures, page, results
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import is_rung
@@ -73,21 +74,63 @@ def _on(chapter: Chapter, published: pd.DataFrame) -> pd.DataFrame:
     return rows.iloc[:0] if chapter.system in system else rows
 
 
+def best_rung(rows: pd.DataFrame) -> pd.Series:
+    """The fastest rung among rows of one workload, direction and scope; LookupError without one."""
+    return _fastest(rows, rows["impl"].map(is_rung), "a rung")
+
+
+def best_peer(rows: pd.DataFrame, math: str | None = None) -> pd.Series:
+    """The fastest peer among rows of one workload, direction and scope, whatever its layout: a
+    dense form counts where it takes the batch. `math`: only peers that compute "activation" or
+    "softmax". LookupError without one."""
+    peers = ~rows["impl"].map(is_rung)
+    if math is not None:
+        peers &= rows["math"] == math
+    return _fastest(rows, peers, "a peer" if math is None else f"a peer that computes {math}")
+
+
+def _fastest(rows: pd.DataFrame, which: pd.Series, what: str) -> pd.Series:
+    for column in rows.columns.intersection(["workload", "direction", "scope"]):
+        if rows[column].nunique() > 1:
+            raise ValueError(f"rows must be of one {column}, got {sorted(rows[column].unique())}")
+    timed = rows[which.astype(bool) & rows["time_us_p50"].notna()]
+    if timed.empty:
+        raise LookupError(f"rows must hold a time of {what} on {', '.join(rows['workload'][:1])}")
+    return timed.loc[timed["time_us_p50"].idxmin()]
+
+
+def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
+    """Titles of the peers that take a workload of `rows` and have no time in them, and why.
+
+    `rows`: of `Chapter.rows`, of any number of workloads, directions and scopes; give it all rows
+    that a sentence speaks of, failed ones included. The reason is that of the newest failed row, or
+    "not in this record".
+    """
+    found = {}
+    for peers, works in ((BASELINES, WORKLOADS), (BLOCK_BASELINES, BLOCK_WORKLOADS)):
+        ours = rows[rows["workload"].isin(works)]
+        batches = {*zip(ours["workload"], ours["direction"], strict=True)}
+        for impl, peer in peers.items():
+            own = ours[ours["impl"] == impl]
+            taken = any(peer.problem(works[name], way) is None for name, way in batches)
+            if taken and own["time_us_p50"].isna().all():
+                failures = own["failure"][own["failure"] != ""]
+                why = failures.iloc[-1] if len(failures) else "not in this record"
+                found[peer.title] = why.removeprefix("Unsupported: ")
+    return found
+
+
 def best(rows: pd.DataFrame) -> pd.DataFrame:
-    """The best rung and the best peer of each workload among rows of `Chapter.rows`, by time.
+    """`best_rung` and `best_peer` of each workload among rows of `Chapter.rows`.
 
     Columns: roofline and rates in TFLOP/s, shares of that roofline in percent, and the peer's time
     over the rung's. LookupError for a workload without either.
     """
-    timed = rows.dropna(subset=["time_us_p50"])
     found = []
-    for name, group in timed.groupby("workload", sort=False):
-        group = group.sort_values("time_us_p50")
-        ours = [is_rung(impl) for impl in group["impl"]]
-        theirs = [not mine for mine in ours]
-        if not any(ours) or not any(theirs):
-            raise LookupError(f"rows must hold times of a rung and of a peer on {name}")
-        rung, peer = group[ours].iloc[0], group[theirs].iloc[0]
+    for name, group in rows.groupby("workload", sort=False):
+        if group["time_us_p50"].isna().all():
+            continue
+        rung, peer = best_rung(group), best_peer(group)
         found.append({
             "workload": name,
             "roofline": 100 * rung["tflops"] / rung["percent_of_roofline"],

@@ -38,8 +38,35 @@ def test_a_row_without_a_time_does_not_count_and_one_of_each_kind_is_needed():
     table = rows()
     table.loc[table["impl"] == "cudnn", "time_us_p50"] = float("nan")
     assert standings.best(table).loc[NAME, "best peer"] == "fa2_varlen"
-    with pytest.raises(LookupError, match=f"of a rung and of a peer on {NAME}"):
+    with pytest.raises(LookupError, match=f"a time of a peer on {NAME}"):
         standings.best(table[table["impl"] != "fa2_varlen"])
+
+
+def test_the_best_peer_may_be_a_dense_form_and_rows_are_of_one_batch():
+    table = rows(RATES | {"fa4": 450.0, "fa4_dense": 550.0}).assign(math="softmax")
+    assert standings.best_peer(table)["impl"] == "fa4_dense"
+    table.loc[table["impl"] == "fa2_varlen", "math"] = "activation"
+    assert standings.best_peer(table, "activation")["impl"] == "fa2_varlen"
+    assert standings.best_rung(table)["impl"] == "v2_tma"
+    with pytest.raises(ValueError, match="rows must be of one workload, got"):
+        standings.best_peer(pd.concat([table, rows(name="gdpa-self-full-512")]))
+    with pytest.raises(LookupError, match="a time of a peer that computes activation"):
+        standings.best_peer(table[table["impl"] == "fa4"], "activation")
+
+
+def test_peers_without_a_time_are_named_with_the_reason():
+    table = rows().assign(direction="forward", failure="")
+    table.loc[len(table)] = {"workload": NAME, "impl": "fa3", "direction": "forward",
+                             "failure": "Unsupported: needs the package xformers"}  # fmt: skip
+    missing = standings.missing_peers(table)
+    assert missing["FlashAttention-3"] == "needs the package xformers"
+    assert missing["FlashAttention-4, dense"] == "not in this record"
+    assert not {"cuDNN, dense", "FlashAttention-2 (torch)"} & {*missing}
+    jagged = table.assign(workload="gdpa-self-half-jagged-256")
+    assert "FlashAttention-4, dense" not in standings.missing_peers(jagged)
+    blocks = table.assign(workload="block-rotary-1735537", impl="v1_one_tile")
+    assert "our rotary kernel, then our attention" in standings.missing_peers(blocks)
+    assert "FlashAttention-3, a sequence per block" not in standings.missing_peers(blocks)
 
 
 def test_a_step_is_from_the_predecessor_and_ranges_say_where():
