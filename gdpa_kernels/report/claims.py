@@ -81,17 +81,17 @@ class Selector:
     the fastest other impl matching `impl`, in one record, if possible without a stale row, that
     which compares most of them; with several of `direction`, of the sums over them. Rows are picked
     by `figure`, or by `workload` and `direction` where there is no figure. Patterns are shell
-    globs. Only times of the kernels alone (variant "") count, in bursts or, with `scope`
-    "sustained", back to back.
+    globs. Only times of the kernels alone (variant "") count, back to back or, with `scope`
+    "kernel", in bursts.
     """
 
     kind: str
     impl: tuple[str, ...]
+    scope: str
     figure: tuple[str, ...] = ()
     baseline: tuple[str, ...] = ()
     workload: tuple[str, ...] = ("*",)
     direction: tuple[str, ...] = ()
-    scope: str = "kernel"
 
     def evaluate(self, results: pd.DataFrame) -> Evidence | None:
         """The evidence in `results` (columns of results.table), or None if it holds none."""
@@ -209,7 +209,8 @@ def ledger(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> p
     ours (NaN if nothing was measured), ours_gpu, ours_system, ours_workload, ours_impl,
     ours_baseline, ours_record, ours_scope, stale; ratio = ours / published; within_tolerance (None
     unless ours was measured on `hardware`); status, how_to_check, source, note.
-    A claim with a selector is "measured" if the selector finds correct rows and "open" otherwise.
+    A claim is "measured" if its selector finds correct rows; without any it is what its author
+    decided, "open" instead of "measured".
     """
     claims = load() if claims is None else claims
     return pd.DataFrame([_ledger_row(claim, results) for claim in claims])
@@ -237,8 +238,10 @@ def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
 def _ledger_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
     evidence = claim.ours.evaluate(results) if claim.ours is not None else None
     status = claim.status
-    if claim.ours is not None:
-        status = "measured" if evidence is not None else "open"
+    if evidence is not None:
+        status = "measured"
+    elif status == "measured":
+        status = "open"
     found = evidence or Evidence(math.nan, "", "", "", "", "", (), False)
     published = math.nan if claim.value is None else claim.value
     ratio, within = found.value / published, None
@@ -381,7 +384,8 @@ def _parse_claim(entry: Any) -> Claim:
     if ours is None:
         _check(status != "measured", "status", "derived from ours, which is null", status)
     else:
-        _check(status in ("open", "measured"), "status", "open or measured beside ours", status)
+        known = ("open", "measured", "not_comparable")
+        _check(status in known, "status", f"one of {known} beside ours", status)
         _check(value is not None, "value", "a number beside ours", value)
     parsed = {"sources": _parse_sources(entry["source"]), "ours": ours, "data": entry.get("data")}
     parsed["value"] = None if value is None else float(value)
@@ -408,8 +412,8 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
 
 def _parse_selector(entry: Any) -> Selector:
     globs = ("figure", "impl", "baseline", "workload", "direction")
-    _check_fields("ours", entry, {"kind", "impl"}, {*globs, "scope"} - {"impl"})
-    kind, scope = entry["kind"], entry.get("scope", "kernel")
+    _check_fields("ours", entry, {"kind", "impl", "scope"}, {*globs} - {"impl"})
+    kind, scope = entry["kind"], entry["scope"]
     _check(scope in TIMED, "ours.scope", f"one of {list(TIMED)}", scope)
     _check(kind in SELECTOR_KINDS, "ours.kind", f"one of {list(SELECTOR_KINDS)}", kind)
     if kind == "max_ratio":

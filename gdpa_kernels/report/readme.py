@@ -1,7 +1,7 @@
 """What README.md says of speed, written from the records: one table and one figure.
 
 `python -m gdpa_kernels readme` rewrites them; a test holds them equal to the records. Both show
-times back to back, the table with bursts beside them; of a row whose record has none, bursts.
+times back to back and nothing else: where a peer has none, the table says why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ SYSTEM = "h200"
 FIGURE = Path("book/assets/ladder.svg")
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 WORKLOAD = "gdpa-self-full-1024"
-PEERS = {"cudnn": "cuDNN", "fa4": "FlashAttention-4", "fa2_varlen": "FlashAttention-2"}
+PEERS = {
+    "cuDNN": ("cudnn", "cudnn_varlen"),
+    "FlashAttention-4": ("fa4", "fa4_dense"),
+    "FlashAttention-3": ("fa3",),
+    "FlashAttention-2": ("fa2_varlen",),
+}
+"""Lines of the figure: of each library the fastest form that takes the batch."""
 
 
 class Line(NamedTuple):
@@ -55,33 +61,36 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
     LookupError if a row has no record, no rung or no peer.
     """
     lines = [
-        "| | | best rung | time | rate | of ceiling | best peer | time | faster | rate, burst |",
-        "|---|---|---|--:|--:|--:|---|--:|--:|--:|",
+        "| | | best rung | time | rate | of ceiling | best peer | time | faster |",
+        "|---|---|---|--:|--:|--:|---|--:|--:|",
     ]
     quoted: dict[str, str] = {}
     for line in LINES:
-        rows, scope = _rows(data_dir, line)
-        ours = _fastest(rows, scope, {r.impl for r in _rungs(line)}, f"{line.workload}, a rung")
-        theirs = _fastest(rows, scope, set(_peers(line)), f"{line.workload}, a peer")
-        us, peer_us = ours["time_us_p50"], theirs["time_us_p50"]
-        burst = "only"
-        if scope != "kernel":
-            burst = _rate(_fastest(rows, "kernel", {ours["impl"]}, "its burst"), line)
+        rows = _rows(data_dir, line)
+        ours = rows[rows["impl"].isin([rung.impl for rung in _rungs(line)])].iloc[0]
+        us = ours["time_us_p50"]
         lines.append(
             f"| {line.title} | {line.direction} | `{ours['impl']}` | {us / 1e3:.2f} ms | "
-            f"{_rate(ours, line)} | {ours['percent_of_roofline']:.0f} % | "
-            f"{_peers(line)[theirs['impl']]} | {peer_us / 1e3:.2f} ms | {peer_us / us:.2f}× | "
-            f"{burst} |"
+            f"{_rate(ours, line)} | {ours['percent_of_roofline']:.0f} % | {_peer(rows, line, us)} |"
         )
         quoted[ours["record"]] = f"{ours['gpu']}, {ours['date'][:10]}"
     places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
     machines = "; ".join(dict.fromkeys(quoted.values()))
-    lines += [
-        "",
-        'Times back to back, of bursts where the last column says "only"; '
-        f"{machines}; records {', '.join(places)}.",
-    ]
+    lines += ["", f"Times back to back; {machines}; records {', '.join(places)}."]
     return "\n".join(lines)
+
+
+def _peer(rows: pd.DataFrame, line: Line, us: float) -> str:
+    """The last three cells: the fastest peer or, if none was timed, why the first was not."""
+    titles = _peers(line)
+    peers = rows[rows["impl"].isin(titles)]
+    if peers.empty:
+        raise LookupError(f"a record must hold a row of {line.workload}, a peer, got none")
+    best = peers.iloc[0]
+    if pd.isna(best["time_us_p50"]):
+        return f"{titles[best['impl']]} | not timed: {best['failure'].partition(':')[0]} | "
+    peer_us = best["time_us_p50"]
+    return f"{titles[best['impl']]} | {peer_us / 1e3:.2f} ms | {peer_us / us:.2f}×"
 
 
 def _rate(row: pd.Series, line: Line) -> str:
@@ -90,15 +99,16 @@ def _rate(row: pd.Series, line: Line) -> str:
 
 def hero(data_dir: Path = record.DATA_DIR) -> Figure:
     """The forward ladder as bars, the ceiling and the best peers as lines."""
-    rows, scope = _rows(data_dir, LINES[0])
-    rows = rows[rows["scope"] == scope].set_index("impl")
-    rungs = [rung.impl for rung in ladder.RUNGS if rung.impl in rows.index]
+    rows = _rows(data_dir, LINES[0]).set_index("impl")
+    rates = rows["tflops"].dropna()
+    rungs = [rung.impl for rung in ladder.RUNGS if rung.impl in rates]
     last = rows.loc[rungs[-1]]
     ceiling = 100 * last["tflops"] / last["percent_of_roofline"]
-    peers = {title: rows.loc[impl, "tflops"] for impl, title in PEERS.items() if impl in rows.index}
+    peers = {title: rates[rates.index.isin(forms)].max() for title, forms in PEERS.items()}
     return charts.bars(
-        rows.loc[rungs, "tflops"], highlight=[rungs[-1]], marks=peers | {"roofline": ceiling},
-        xlabel=f"TFLOP/s {results.TIMED[scope]}, {WORKLOAD}, forward, {last['gpu']}",
+        rates[rungs], highlight=[rungs[-1]],
+        marks={title: rate for title, rate in peers.items() if rate == rate} | {"roofline": ceiling},
+        xlabel=f"TFLOP/s {results.TIMED['sustained']}, {WORKLOAD}, forward, {last['gpu']}",
     )  # fmt: skip
 
 
@@ -118,17 +128,17 @@ def update(root: Path = record.ROOT) -> bool:
     return changed
 
 
-def _rows(data_dir: Path, line: Line) -> tuple[pd.DataFrame, str]:
-    """Times of a row of the table, default constants, from the chapter's newest record, and the
-    scope that leads: back to back if the record has those of a rung and a peer, else bursts."""
+def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
+    """Times back to back of a row of the table, fastest first, default constants, from the
+    chapter's newest record; last those that failed."""
     run = results.latest_record(data_dir, notebook=f"notebooks/{line.chapter}.py", system=SYSTEM)
     table = results.table(data_dir, system=SYSTEM, workload=line.workload, latest=False)
     keep = (table["record"] == run.id) & (table["direction"] == line.direction)
-    keep &= (table["variant"] == "") & table["time_us_p50"].notna()
-    rows = table[keep].drop_duplicates(["impl", "scope"])
-    timed = set(rows["impl"][rows["scope"] == "sustained"])
-    peers = timed & set(_peers(line))
-    return rows, "sustained" if peers and timed - peers else "kernel"
+    keep &= (table["variant"] == "") & (table["scope"] == "sustained")
+    rows = table[keep].drop_duplicates("impl").sort_values("time_us_p50", kind="stable")
+    if not rows["impl"][rows["time_us_p50"].notna()].isin([r.impl for r in _rungs(line)]).any():
+        raise LookupError(f"a record must hold a time of {line.workload}, a rung, got none")
+    return rows
 
 
 def _rungs(line: Line) -> tuple:
@@ -141,10 +151,3 @@ def _peers(line: Line) -> dict[str, str]:
     """Titles of the baselines by impl."""
     known = baselines.BLOCK_BASELINES if line.of_blocks else baselines.BASELINES
     return {impl: peer.title for impl, peer in known.items()}
-
-
-def _fastest(rows: pd.DataFrame, scope: str, impls: set[str], what: str) -> pd.Series:
-    found = rows[rows["impl"].isin(impls) & (rows["scope"] == scope)]
-    if found.empty:
-        raise LookupError(f"a record must hold a time of {what}, got none")
-    return found.loc[found["time_us_p50"].idxmin()]
