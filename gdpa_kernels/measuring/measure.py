@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -164,12 +164,8 @@ def measure(
         samples = _sampler(scope, seconds)(functions, device, protocol)
         for i, variant, _ in calls:
             made, error, peak = asked[i]
-            times = samples[f"{made.impl} {variant}"]
-            what = {"error": error, "peak_bytes": peak, "config": dict(made.config)}
-            if isinstance(times, sustained.HostTooSlow):
-                what["failure"], times = reason(times), []
-            elif scope == "sustained":
-                times, what["load"] = times
+            times, more = _samples(scope, samples[f"{made.impl} {variant}"])
+            what = {"error": error, "peak_bytes": peak, "config": dict(made.config)} | more
             if scope == "schedule":
                 what = {}
             elif scope == "host":
@@ -200,13 +196,16 @@ def measure_rotary(
     device: torch.device,
     direction: str = "forward",
     protocol: timing.Protocol = timing.DEFAULT,
+    scopes: Scopes = ("kernel",),
+    seconds: float = sustained.SECONDS,
     log: Callable[[str], None] = print,
 ) -> list[record.Row]:
     """Rotary alone on the tensors of a workload that has it: our kernel, impl "rotary", and PyTorch
     operation by operation, impl "rotary_eager".
 
     Forward rotates q and k, and v if the workload rotates it; backward applies the transpose to
-    tensors of the same shapes. Both read sin and cos. What a row counts: `record.Row.of`.
+    tensors of the same shapes. Both read sin and cos. Scopes: those of `measure` on the device. What
+    a row counts: `record.Row.of`.
     """
     from gdpa_kernels.block_attention import reference
     from gdpa_kernels.block_attention.rotary import rotary
@@ -228,14 +227,15 @@ def measure_rotary(
 
     rows, ready, errors = [], {}, {}
     for impl, call in (("rotary", kernel), ("rotary_eager", eager)):
-        common = {"impl": impl, "math": "rotary", "scope": "kernel"}
+        common = {"impl": impl, "math": "rotary"}
         try:
             result, peak = run_once(Candidate(impl, "rotary", call))
             comparisons = _check_turned(turn, tensors, turns, result)
             del result
         except Exception as error:
             text = reason(error)
-            rows.append(record.Row.of(workload, direction, **common, failure=text))
+            common |= {"failure": text}
+            rows += [record.Row.of(workload, direction, scope=x, **common) for x in scopes]
             log(f"  {impl}: {text}")
             continue
         error = _error(comparisons)
@@ -243,12 +243,17 @@ def measure_rotary(
             ready[impl], errors[impl] = call, {**common, "error": error, "peak_bytes": peak}
         else:
             text = f"check failed: {'; '.join(str(c) for c in comparisons if not c.passed)}"
-            rows.append(record.Row.of(workload, direction, **common, error=error, failure=text))
+            common |= {"error": error, "failure": text}
+            rows += [record.Row.of(workload, direction, scope=x, **common) for x in scopes]
             log(f"  {impl}: {text}")
     free()
-    for impl, times in timing.sample_kernels(ready, device, protocol).items():
-        rows.append(record.Row.of(workload, direction, **errors[impl], samples_us=times))
-        log(f"  {impl} alone: {sorted(times)[len(times) // 2]:.0f} us")
+    for scope in scopes:
+        for impl, times in _sampler(scope, seconds)(ready, device, protocol).items():
+            times, more = _samples(scope, times)
+            what = {**errors[impl], "scope": scope, "samples_us": times} | more
+            rows.append(record.Row.of(workload, direction, **what))
+            if times:
+                log(f"  {impl} alone: {scope} {sorted(times)[len(times) // 2]:.0f} us")
     return rows
 
 
@@ -398,6 +403,13 @@ def _sampler(scope: str, seconds: float) -> Callable[..., dict[str, list[float]]
         "sustained": functools.partial(sustained.sample_each, seconds=seconds),
     }
     return others.get(scope, timing.sample_kernels)
+
+
+def _samples(scope: str, found: Any) -> tuple[Sequence[float], dict[str, object]]:
+    """Samples among what the timer of `scope` found, and what else their row holds."""
+    if isinstance(found, sustained.HostTooSlow):
+        return [], {"failure": reason(found)}
+    return (found[0], {"load": found[1]}) if scope == "sustained" else (found, {})
 
 
 def free() -> None:

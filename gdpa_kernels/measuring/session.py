@@ -84,14 +84,21 @@ class Session:
         self.rows += found
         measuring.free()
 
-    def measure_rotary(self, workload: Workload, *, direction: str = "forward") -> None:
+    def measure_rotary(
+        self,
+        workload: Workload,
+        *,
+        direction: str = "forward",
+        scopes: measuring.Scopes = ("kernel",),
+        seconds: float = sustained.SECONDS,
+    ) -> None:
         """Check and time rotary alone on the tensors of `workload`; see `measure_rotary`."""
         if not self._begins(f"{workload.name}, rotary alone, {direction}"):
             return
-        self._prepare(workload, direction)
+        self._prepare(workload, direction, "sustained" in scopes)
         self.rows += measuring.measure_rotary(
             workload, device=self.device, direction=direction, protocol=self.protocol,
-            log=self.log,
+            scopes=scopes, seconds=seconds, log=self.log,
         )  # fmt: skip
         measuring.free()
 

@@ -780,6 +780,23 @@ def test_rotary_turned_the_wrong_way_is_not_timed(cpu, monkeypatch, direction):
     assert rows["rotary_eager"].samples_us and cpu == ["rotary_eager"]
 
 
+def test_rotary_alone_is_timed_back_to_back_too(cpu, monkeypatch):
+    load = record.Load(1500.0, 700.0, 0.35, ("sw_power_cap",))
+    slow = sustained.HostTooSlow("one in 4012 us")
+    loops = {"rotary": ([4.0], load), "rotary_eager": slow}
+    monkeypatch.setattr(sustained, "sample_each", lambda calls, *_, seconds: loops)
+    with tritonemu.enabled():
+        rows = measure.measure_rotary(
+            TURNED, device=torch.device("cpu"), scopes=("kernel", "sustained"), seconds=0.7,
+            log=lambda text: None,
+        )  # fmt: skip
+    assert [(row.impl, row.scope, row.samples_us) for row in rows] == [
+        ("rotary", "kernel", (1.0, 2.0, 3.0)), ("rotary_eager", "kernel", (1.0, 2.0, 3.0)),
+        ("rotary", "sustained", (4.0,)), ("rotary_eager", "sustained", ()),
+    ]  # fmt: skip
+    assert rows[2].load == load and rows[3].failure == "HostTooSlow: one in 4012 us"
+
+
 def test_rotary_alone_needs_rotary():
     with pytest.raises(ValueError, match="workload must have rotary, got 'blocks' without"):
         turn_alone(BLOCKS, "forward")
