@@ -26,6 +26,7 @@ from gdpa_kernels.report.house import Figure
 from tritonemu import Timeline
 
 CHANGES_DIR = records.ROOT / "book" / "extra" / "changes"
+_CALL = ["record", "workload", "direction", "impl", "variant"]
 MOST_CHANGED = 60
 """Lines of a difference that a page shows; the whole of it is a download."""
 
@@ -101,14 +102,13 @@ class Chapter:
         """The rows of that record, as `results.table` has them, each once.
 
         `filters`: a value or a list of values for a column; `scope="kernel"` and `variant=""`
-        unless they are among them, None for any. LookupError if nothing is left.
+        unless they are among them, None for any. A burst of calls that the host enqueues too slowly
+        is host time, and counts as failed. LookupError if nothing is left.
         """
         of = self.record(of).id
         if of not in self._rows:
             rows = results.table(self.data_dir, system=self.system, latest=False)
-            rows = rows.drop_duplicates(
-                ["record", "workload", "direction", "impl", "scope", "variant"]
-            )
+            rows = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
             self._rows = dict(list(rows.groupby("record", sort=False)))
         found = self._rows.get(of, pd.DataFrame(columns=list(results.COLUMNS)))
         for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():
@@ -131,6 +131,15 @@ class Chapter:
         rows = self.rows(of, **filters)
         made = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
         return made[[name for name in dict.fromkeys(rows[columns]) if name in made]]
+
+    def scope(self, of: str | None = None, **filters: Any) -> str:
+        """The scope that an exhibit of some rows shows: back to back, unless the record lacks such
+        rows of what it has bursts of. `results.TIMED` is what the axis says."""
+        rows = self.rows(of, scope=list(results.TIMED), **filters)
+        calls = {scope: {*found[_CALL].itertuples(index=False)}
+                 for scope, found in rows.groupby("scope")}  # fmt: skip
+        whole = calls.get("kernel", set()) <= calls.get("sustained", set())
+        return "sustained" if whole else "kernel"
 
     # Exhibits.
 
@@ -258,6 +267,17 @@ class Chapter:
         verdict = "kept" if least <= found <= most else "broken"
         told = f"*Predicted: {limits}. Found: {got}:* **{verdict}**."
         display(Markdown(f"**Prediction {self._predictions}** {text} {told}"))
+
+
+def _without_host_time(rows: pd.DataFrame) -> pd.DataFrame:
+    """Bursts without a time where the same record refused the calls back to back."""
+    slow = rows[(rows["scope"] == "sustained") & rows["failure"].str.startswith("HostTooSlow")]
+    slow = slow.set_index(_CALL)["failure"]
+    at = pd.MultiIndex.from_frame(rows[_CALL])
+    bound = (rows["scope"] == "kernel") & at.isin(slow.index)
+    rows.loc[bound, list(results.NUMBERS)] = math.nan
+    rows.loc[bound, "failure"] = slow.reindex(at)[bound.to_numpy()].to_numpy()
+    return rows
 
 
 def _line_of(marker: str, lines: list[str], first: int) -> int:

@@ -23,11 +23,11 @@ _IDENTITY = (
     "figure", "workload", "direction", "impl", "math", "scope", "variant", "system", "gpu", "date",
     "record",
 )  # fmt: skip
-_NUMBERS = (
+NUMBERS = (
     "time_us_p20", "time_us_p50", "time_us_p80", "tflops", "gbytes_per_s", "percent_of_roofline",
 )  # fmt: skip
 _LOAD = ("sm_clock_mhz", "power_w", "joules")
-COLUMNS = (*_IDENTITY, *_NUMBERS, "correct", "failure", "stale", "samples", *_LOAD)
+COLUMNS = (*_IDENTITY, *NUMBERS, "correct", "failure", "stale", "samples", *_LOAD)
 TIMED = {"kernel": "in bursts", "sustained": "back to back"}
 """Scopes of device time, as a text names them."""
 
@@ -76,7 +76,7 @@ def table(
             for derived in _derive(record, row, limits, gpus[record.system])
         ]
     frame = pd.DataFrame(rows, columns=list(COLUMNS)).astype(
-        dict.fromkeys((*_NUMBERS, *_LOAD), "float64")
+        dict.fromkeys((*NUMBERS, *_LOAD), "float64")
         | {"correct": "boolean", "stale": "bool", "samples": "int64"}
     )
     if latest:
