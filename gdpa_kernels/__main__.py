@@ -1,10 +1,11 @@
 """`python -m gdpa_kernels COMMAND`; `--help` after a command lists its options.
 
 - `doctor`: what runs on this machine, why the rest does not, and what mends it.
-- `results`: every measured row as CSV or Markdown; `--system`, `--workload`,
-  `--figure`, `--scope`, `--all`.
+- `results`: every measured row as CSV or Markdown; `--gpu`, `--workload`, `--figure`, `--scope`,
+  `--all`; `--community`: those of other machines, in data/community.
 - `choices`: rewrite from the records what `impl="auto"` tries first.
 - `readme`: rewrite from the records the table and the figure of README.md.
+- `manifest`: list in data/manifest.sha256 the files as they are; lines of records and systems stay.
 - `predictions`: what is predicted for a B200, and which of it records keep; `--record`, `--write`.
 """
 
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "results": _results,
         "choices": _choices,
         "readme": _readme,
+        "manifest": _manifest,
         "predictions": _predictions,
     }
     try:
@@ -51,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("choices", help="rewrite what impl='auto' tries first from the records")
     commands.add_parser("readme", help="rewrite the results in README.md from the records")
+    commands.add_parser("manifest", help="list the files of data/ as they are; records stay")
     predictions_ = commands.add_parser(
         "predictions",
         help="print what is predicted for a B200, and what its records say of it",
@@ -63,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     for command in (doctor_, results_, predictions_):
         command.add_argument("--data-dir", help="folder of systems/ and records/")
     results_.add_argument("--format", choices=("csv", "markdown"), default="csv")
-    results_.add_argument("--system", metavar="S", help="systems whose id contains S, e.g. h200")
+    results_.add_argument("--gpu", metavar="G", help="GPUs of exactly this name: 'NVIDIA H200'")
+    results_.add_argument(
+        "--community", action="store_true", help="records of other machines: data/community"
+    )
     results_.add_argument("--workload", metavar="W", help="a workload, or a pattern: 'gdpa-self-*'")
     results_.add_argument("--figure", metavar="F", help="a figure, or a pattern: '*-fwd-*'")
     results_.add_argument("--scope", metavar="S", help="kernel (bursts), sustained, op, ...")
@@ -95,6 +101,14 @@ def _readme(options: argparse.Namespace) -> int:
     return 0
 
 
+def _manifest(options: argparse.Namespace) -> int:
+    from gdpa_kernels.measuring import manifest
+
+    changed = manifest.update(manifest.DATA_DIR)
+    sys.stdout.write(f"data/{manifest.NAME} {'rewritten' if changed else 'was up to date'}\n")
+    return 0
+
+
 def _predictions(options: argparse.Namespace) -> int:
     from gdpa_kernels.measuring import record
     from gdpa_kernels.report import predictions
@@ -120,9 +134,8 @@ def _results(options: argparse.Namespace) -> int:
     from gdpa_kernels.report import results
 
     data_dir = options.data_dir or record.DATA_DIR
-    table = results.table(
-        data_dir, system=options.system, workload=options.workload, latest=not options.all
-    )
+    read = results.community if options.community else results.table
+    table = read(data_dir, gpu=options.gpu, workload=options.workload, latest=not options.all)
     if options.figure is not None:
         table = table[[fnmatch.fnmatchcase(f, options.figure) for f in table["figure"]]]
     if options.scope is not None:

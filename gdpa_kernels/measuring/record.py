@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import gdpa_kernels
-from gdpa_kernels.measuring import manifest, refusals
+from gdpa_kernels.measuring import bounds, manifest, refusals
 from gdpa_kernels.measuring import system as systems
 from gdpa_kernels.measuring.manifest import DATA_DIR, RecordError
 from gdpa_kernels.measuring.refusals import SCHEMA_VERSION
@@ -253,7 +253,10 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
     """
     path = Path(data_dir) / "records" / f"{record.id}.json"
     data = record.to_dict()
-    reason = refusals.refusal(data) or _system_refusal(record.system, data_dir)
+    reason = refusals.refusal(data)
+    if reason is not None:
+        raise RecordError(path, reason)
+    reason = bounds.refusal(record, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
     text = _dumps({**data, "digest": refusals.digest(data)})
@@ -285,7 +288,8 @@ def load(path: str | Path) -> Record:
     if path != named:
         reason = f"must be named {named.name}, after its id"
         raise RecordError(path, reason + " (a duplicate of that file)" * named.exists())
-    reason = _system_refusal(record.system, path.parent.parent)
+    machine = _machine(record, path)
+    reason = _beyond(path, seen.st_mtime_ns, seen.st_size, sha256, machine)
     if reason is not None:
         raise RecordError(path, reason)
     return record
@@ -301,12 +305,21 @@ def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
         raise RecordError(path, str(error)) from error
 
 
+@cache
+def _beyond(path: Path, *state: Any) -> str | None:
+    """`bounds.refusal` of the record in `path` and the machine, the last of `state`."""
+    *state, machine = state
+    return bounds.refusal(_parse(path, *state), machine)
+
+
 def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
     """Every record in `data_dir`/records, oldest first, and an error for each refused file: each
-    one there that is no record, and each record of the manifest that is not there."""
+    one there that is no record, each record of the manifest that is not there, and what else is
+    wrong with the folder (`manifest.problems`)."""
     data_dir = Path(data_dir)
     folder = data_dir / "records"
     try:
+        others = manifest.problems(data_dir)
         listed = manifest.listed(data_dir) or ()
         paths = {data_dir / name for name in listed if name.startswith("records/")}
         if folder.exists():
@@ -315,7 +328,7 @@ def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordEr
         return [], [error]
     except OSError as error:
         return [], [RecordError(folder, f"cannot be read: {error.strerror}")]
-    records, errors = [], []
+    records, errors = [], others
     for path in sorted(paths):
         try:
             records.append(load(path))
@@ -333,6 +346,13 @@ def load_all(data_dir: str | Path = DATA_DIR) -> list[Record]:
         named = "".join(f"\nrefused {error}" for error in errors)
         raise RecordError(Path(data_dir) / "records", f"{len(errors)} refused{named}")
     return records
+
+
+def communities(data_dir: str | Path = DATA_DIR) -> dict[str, Path]:
+    """The folders of records of other machines, `data_dir`/community/<handle>, by handle: laid out
+    like `data_dir`, each with a manifest of its own."""
+    folder = Path(data_dir) / manifest.COMMUNITY
+    return {path.name: path for path in sorted(folder.glob("*/")) if path.is_dir()}
 
 
 def _plain(value: Any) -> Any:
@@ -353,15 +373,23 @@ def _dumps(data: Mapping[str, Any]) -> str:
     return numbers.sub(lambda m: re.sub(r"\n\s*", " ", m[0]), text) + "\n"
 
 
-def _system_refusal(system: str, data_dir: str | Path) -> str | None:
-    path = Path(data_dir) / "systems" / f"{system}.json"
-    if not path.exists():
-        return f"system must be in systems/, got {system!r}, which is not"
+def _machine(record: Record, path: Path) -> systems.System:
+    """The system of the record in `path`; RecordError if it is unknown or not promoted."""
+    data_dir = path.parent.parent
+    file = data_dir / "systems" / f"{record.system}.json"
+    if not file.exists():
+        raise RecordError(path, f"system must be in systems/, got {record.system!r}, which is not")
     try:
-        systems.load(path)
+        machine = systems.load(file)
     except ValueError as error:
-        return str(error)
-    return None
+        raise RecordError(path, str(error)) from error
+    if not systems.is_promoted(machine, data_dir):
+        raise RecordError(
+            path,
+            f"system must be one that {systems.PROMOTED} lists for its GPU, got {machine.id!r} of "
+            f"{machine.gpu!r}: its records belong in {manifest.COMMUNITY}/<handle>/",
+        )
+    return machine
 
 
 def _git(root: Path, *arguments: str) -> str | None:

@@ -33,6 +33,7 @@ THROTTLE_REASONS = {
 }
 """Bits of the mask that nvidia-smi reports. Source: NVML reference, nvmlClocksEventReasons."""
 
+PROMOTED = "promoted.json"
 _SMI_SECONDS = 20
 _TYPES = {"str": str, "int": int, "float": float}
 
@@ -191,6 +192,31 @@ def load(path: str | Path) -> System:
     if path.stem != system.id:
         raise ValueError(f"systems/{path.name} must be named {system.id}.json, after its id")
     return system
+
+
+def promoted(data_dir: str | Path) -> dict[str, list[str]] | None:
+    """The systems whose records a folder may hold: ids by name of the GPU. None: any.
+
+    `data_dir`/promoted.json lists them, and is reviewed; the repository's folder must have one.
+    RecordError if it cannot be read or is not such a list.
+    """
+    path = Path(data_dir) / PROMOTED
+    if not path.exists() and path.parent.resolve() != manifest.DATA_DIR:
+        return None
+    try:
+        found = json.loads(manifest.contents(path, None))
+    except ValueError as error:
+        raise manifest.RecordError(path, f"must be JSON, got {error}") from error
+    lists = found.values() if isinstance(found, dict) else [None]
+    if not all(isinstance(ids, list) and all(isinstance(x, str) for x in ids) for ids in lists):
+        raise manifest.RecordError(path, f"must be lists of systems by GPU, got {found!r:.120}")
+    return found
+
+
+def is_promoted(system: System, data_dir: str | Path) -> bool:
+    """Whether a folder may hold records of a system: by its exact id, under its GPU's name."""
+    found = promoted(data_dir)
+    return found is None or system.id in found.get(system.gpu or "", ())
 
 
 def triton_versions() -> tuple[str | None, str | None]:

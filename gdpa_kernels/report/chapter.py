@@ -20,6 +20,7 @@ import pandas as pd
 from IPython.display import SVG, Markdown, display
 
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring import manifest
 from gdpa_kernels.measuring import record as records
 from gdpa_kernels.report import figures, page, results
 from gdpa_kernels.report.house import Figure
@@ -37,7 +38,7 @@ class Chapter:
     Args:
         slug: its file without the ending, such as "forward/v5_pingpong".
         mode: "replay", "measure" or "compare"; device, data_dir: as papermill gives them.
-        system: part of the id of the system whose records it quotes.
+        gpu: exact name of the GPU whose records it quotes.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class Chapter:
         mode: str = "replay",
         device: str = "cpu",
         data_dir: str | Path = records.DATA_DIR,
-        system: str = "h200",
+        gpu: str = "NVIDIA H200",
     ):
-        self.slug, self.mode, self.device, self.system = slug, mode, device, system
+        self.slug, self.mode, self.device, self.gpu = slug, mode, device, gpu
         self.data_dir = Path(data_dir)
+        manifest.verify(self.data_dir)
         self._tables = self._predictions = 0
         self._records: dict[str, records.Record] = {}
         self._rows: dict[str, pd.DataFrame] = {}
@@ -85,7 +87,7 @@ class Chapter:
         slug = of or self.slug
         if slug not in self._records:
             self._records[slug] = results.latest_record(
-                self.data_dir, notebook=f"notebooks/{slug}.py", system=self.system
+                self.data_dir, notebook=f"notebooks/{slug}.py", gpu=self.gpu
             )
         return self._records[slug]
 
@@ -107,7 +109,7 @@ class Chapter:
         """
         of = self.record(of).id
         if of not in self._rows:
-            rows = results.table(self.data_dir, system=self.system, latest=False)
+            rows = results.table(self.data_dir, gpu=self.gpu, latest=False)
             rows = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
             self._rows = dict(list(rows.groupby("record", sort=False)))
         found = self._rows.get(of, pd.DataFrame(columns=list(results.COLUMNS)))

@@ -29,7 +29,7 @@ def figure_tflops(
     table: pd.DataFrame,
     figure: str,
     *,
-    system: str,
+    gpu: str,
     impls: Sequence[str],
     published: pd.DataFrame,
     there: pd.DataFrame | None = None,
@@ -38,8 +38,8 @@ def figure_tflops(
     scale. Between them, if there is any, what was measured on the hardware of the published one.
 
     `table`: rows of `results.table`; if `figure` has two families of workloads (dense and jagged
-    keys), pass the rows of one. `system`: part of the system's id. `impls`: what to draw, rungs and
-    baselines. `published`: `claims.published_figures()`. `there`: rows of another system, of which
+    keys), pass the rows of one. `gpu`: its exact name. `impls`: what to draw, rungs and baselines.
+    `published`: `claims.published_figures()`. `there`: rows of another system, of which
     all are drawn.
 
     Error bars: p20-p80. Steps: the roofline of each workload, with the ceilings of its record.
@@ -47,13 +47,13 @@ def figure_tflops(
     `table` has it. ValueError if an impl has no row, if the rows come from two systems, or if one
     length has two workloads.
     """
-    rows = _figure_rows(table, figure, system, impls)
-    _require_impls(rows, impls, f"{figure} on {system}", "sustained")
+    rows = _figure_rows(table[table["gpu"] == gpu], figure, impls)
+    _require_impls(rows, impls, f"{figure} on {gpu}", "sustained")
     lengths = sorted(rows["length"].unique())
     panels = [(rows, impls)]
     if there is not None:
         names = list(dict.fromkeys(there["impl"]))
-        panels.append((_figure_rows(there, figure, "", names), names))
+        panels.append((_figure_rows(there, figure, names), names))
     theirs = published[published["figure"] == figure]
     if theirs.empty:
         raise ValueError(f"published must hold rows of {figure}, got none")
@@ -68,7 +68,7 @@ def figure_tflops(
             tops.append(_draw_measured(axis, measured, lengths, names))
             axis.set_title(f"measured {results.TIMED['sustained']}, {_machine(measured)}")
         rungs = [impl for impl in impls if is_rung(impl)]
-        bursts = _figure_rows(table, figure, system, rungs, "kernel")
+        bursts = _figure_rows(table[table["gpu"] == gpu], figure, rungs, "kernel")
         tops.append(_draw_bursts(axes[0], bursts, lengths))
         axes[0].set_ylabel("TFLOP/s")
         tops.append(_draw_published(axes[-1], theirs, lengths))
@@ -133,12 +133,11 @@ def figure_ladder(
 
 
 def _figure_rows(
-    table: pd.DataFrame, figure: str, system: str, impls: Sequence[str], scope: str = "sustained"
+    table: pd.DataFrame, figure: str, impls: Sequence[str], scope: str = "sustained"
 ) -> pd.DataFrame:
     """The rows of `impls` in a figure, each with its `length`."""
     rows = _timed_rows(table, figure_direction(figure), scope)
-    here = rows["system"].str.contains(system.lower(), regex=False)
-    rows = rows[(rows["figure"] == figure) & rows["impl"].isin(impls) & here]
+    rows = rows[(rows["figure"] == figure) & rows["impl"].isin(impls)]
     rows = rows.assign(length=[WORKLOADS[name].max_seqlen_q for name in rows["workload"]])
     for length, names in rows.groupby("length")["workload"].unique().items():
         if len(names) > 1:

@@ -17,7 +17,7 @@ from gdpa_kernels.measuring import baselines, record
 from gdpa_kernels.report import charts, results
 from gdpa_kernels.report.house import Figure
 
-SYSTEM = "h200"
+GPU = "NVIDIA H200"
 FIGURE = Path("book/assets/ladder.svg")
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 WORKLOAD = "gdpa-self-full-1024"
@@ -131,8 +131,8 @@ def update(root: Path = record.ROOT) -> bool:
 def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
     """Times back to back of a row of the table, fastest first, default constants, from the
     chapter's newest record; last those that failed."""
-    run = results.latest_record(data_dir, notebook=f"notebooks/{line.chapter}.py", system=SYSTEM)
-    table = results.table(data_dir, system=SYSTEM, workload=line.workload, latest=False)
+    run = results.latest_record(data_dir, notebook=f"notebooks/{line.chapter}.py", gpu=GPU)
+    table = results.table(data_dir, gpu=GPU, workload=line.workload, latest=False)
     keep = (table["record"] == run.id) & (table["direction"] == line.direction)
     keep &= (table["variant"] == "") & (table["scope"] == "sustained")
     rows = table[keep].drop_duplicates("impl").sort_values("time_us_p50", kind="stable")

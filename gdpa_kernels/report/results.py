@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring.record import DATA_DIR, ROOT, Record, Row, load_all
+from gdpa_kernels.measuring.record import DATA_DIR, ROOT, Record, Row, communities, load_all
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, figures_of
 
@@ -35,16 +35,16 @@ TIMED = {"kernel": "in bursts", "sustained": "back to back"}
 def table(
     data_dir: str | Path = DATA_DIR,
     *,
-    system: str | None = None,
+    gpu: str | None = None,
     workload: str | None = None,
     latest: bool = True,
     per: str = "system",
 ) -> pd.DataFrame:
     """One row per measured row and figure, with COLUMNS, oldest record first.
 
-    `system`: keep systems whose id contains this. `workload`: keep workloads matching this shell
-    pattern. `latest`: of the rows that share workload, direction, impl, scope, variant and `per`
-    ("system" or "gpu") keep the newest, failed or not.
+    `gpu`: keep systems whose GPU has exactly this name. `workload`: keep workloads matching this
+    shell pattern. `latest`: of the rows that share workload, direction, impl, scope, variant and
+    `per` ("system" or "gpu") keep the newest, failed or not.
 
     time_us_p20, p50, p80: quantiles of the samples in microseconds (linear interpolation). tflops
     (TFLOP/s) and gbytes_per_s (GB/s, 1e9 bytes): useful FLOPs and fewest bytes over the p50 time.
@@ -61,51 +61,65 @@ def table(
     if per not in ("system", "gpu"):
         raise ValueError(f"per must be 'system' or 'gpu', got {per!r}")
     rows: list[dict[str, Any]] = []
-    gpus: dict[str, str] = {}
     for record in load_all(data_dir):
-        if record.system not in gpus:
-            path = Path(data_dir) / "systems" / f"{record.system}.json"
-            gpus[record.system] = systems.load(path).gpu or ""
-        if system is not None and system.lower() not in record.system:
+        name = gpu_of(record, data_dir)
+        if gpu not in (None, name):
             continue
         limits = {scope: ceilings(record, scope) for scope in ("kernel", "sustained")}
         rows += [
             derived
             for row in record.rows
             if workload is None or fnmatch.fnmatchcase(row.workload, workload)
-            for derived in _derive(record, row, limits, gpus[record.system])
+            for derived in _derive(record, row, limits, name)
         ]
-    frame = pd.DataFrame(rows, columns=list(COLUMNS)).astype(
-        dict.fromkeys((*NUMBERS, *_LOAD), "float64")
-        | {"correct": "boolean", "stale": "bool", "samples": "int64"}
-    )
+    frame = _frame(rows)
     if latest:
         key = ["figure", "workload", "direction", "impl", "scope", "variant", per]
         frame = frame.drop_duplicates(key, keep="last", ignore_index=True)
     return frame
 
 
-def latest_record(
-    data_dir: str | Path = DATA_DIR, *, notebook: str | None = None, system: str | None = None
-) -> Record:
-    """The newest record of `notebook` (path relative to the repository) on `system`.
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype(
+        dict.fromkeys((*NUMBERS, *_LOAD), "float64")
+        | {"correct": "boolean", "stale": "bool", "samples": "int64"}
+    )
 
-    `system`: part of the system's id. LookupError saying what exists if there is none; RecordError
-    naming every refused file.
+
+def community(data_dir: str | Path = DATA_DIR, **options: Any) -> pd.DataFrame:
+    """`table` of the records of other machines, data_dir/community/<handle>, and their `handle`.
+    Nothing else reads them. RecordError naming every refused file."""
+    found = [
+        table(folder, **options).assign(handle=handle)
+        for handle, folder in communities(data_dir).items()
+    ]
+    return pd.concat(found, ignore_index=True) if found else _frame([]).assign(handle="")
+
+
+def latest_record(
+    data_dir: str | Path = DATA_DIR, *, notebook: str | None = None, gpu: str | None = None
+) -> Record:
+    """The newest record of `notebook` (path relative to the repository) on a GPU of exactly this
+    name. LookupError saying what exists if there is none; RecordError naming every refused file.
     """
     records = load_all(data_dir)
     found = [
         r
         for r in records
-        if notebook in (None, r.chapter) and (system is None or system.lower() in r.system)
+        if notebook in (None, r.chapter) and gpu in (None, gpu_of(r, data_dir))
     ]
     if not found:
         existing = sorted({f"{r.chapter} on {r.system}" for r in records}) or ["no record"]
         raise LookupError(
-            f"a record must match notebook={notebook!r}, system={system!r}, got none; "
+            f"a record must match notebook={notebook!r}, gpu={gpu!r}, got none; "
             f"there is: {'; '.join(existing)}"
         )
     return found[-1]
+
+
+def gpu_of(record: Record, data_dir: str | Path = DATA_DIR) -> str:
+    """The name of the GPU that made a record, "" without one."""
+    return systems.load(Path(data_dir) / "systems" / f"{record.system}.json").gpu or ""
 
 
 def ceilings(record: Record, scope: str = "kernel") -> Ceilings | None:

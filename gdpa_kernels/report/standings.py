@@ -57,7 +57,7 @@ def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "")
     peers = {impl for impl in impls if not is_rung(impl)}
     there = there[there["impl"].isin(own | (peers & timed_there))]
     chart = figures.figure_tflops(
-        rows, figure, system=chapter.system, impls=[impl for impl in impls if impl in timed],
+        rows, figure, gpu=chapter.gpu, impls=[impl for impl in impls if impl in timed],
         published=published, there=None if there.empty else there,
     )  # fmt: skip
     chapter.figure(chart, measured=rows if there.empty else pd.concat([rows, there]))
@@ -65,13 +65,13 @@ def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "")
 
 def _on(chapter: Chapter, published: pd.DataFrame) -> pd.DataFrame:
     """Times back to back of the chapter's newest record of the published GPU; none without one."""
-    system = published["hardware"].iloc[0].lower().replace(" ", "-")
-    there = Chapter(chapter.slug, data_dir=chapter.data_dir, system=system)
+    gpu = published["hardware"].iloc[0]
+    there = Chapter(chapter.slug, data_dir=chapter.data_dir, gpu=gpu)
     try:
         rows = there.rows(scope="sustained")
     except LookupError:
         rows = chapter.rows(scope=None).iloc[:0]
-    return rows.iloc[:0] if chapter.system in system else rows
+    return rows.iloc[:0] if chapter.gpu == gpu else rows
 
 
 def best_rung(rows: pd.DataFrame) -> pd.Series:
@@ -191,8 +191,14 @@ def others(
         machines = {"This machine": _measured(session)}
     else:
         everything = results.table(chapter.data_dir, per="gpu")
-        away = everything[~everything["system"].str.contains(chapter.system)]
-        machines = dict(list(away[away["figure"] != ""].groupby("gpu")))
+        guests = results.community(chapter.data_dir, per="gpu")
+        machines = {
+            f"{gpu}, data/community/{handle}" if handle else gpu: rows
+            for (gpu, handle), rows in pd.concat([everything.assign(handle=""), guests])
+            .query("figure != ''")
+            .groupby(["gpu", "handle"])
+            if handle or gpu != chapter.gpu
+        }
     for machine, rows in machines.items():
         rows = rows[(rows["scope"] == scope) & (rows["variant"] == "")]
         rows = rows[rows["direction"] == direction].drop_duplicates(["workload", "impl"])

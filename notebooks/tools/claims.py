@@ -35,7 +35,7 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("tools/claims", mode=mode, device=device, data_dir=data_dir)
-every = results.table(data_dir, system="h200", latest=False)
+every = results.table(data_dir, gpu=chapter.gpu, latest=False)
 ledger = claims.ledger(every, claims=claims.load(data_dir))
 shown = answers.answered(ledger, answers.numbers(chapter))
 records = sorted({x for ids in ledger["ours_record"] for x in ids.split(", ") if x})

@@ -91,7 +91,7 @@ def folders(tmp_path_factory):
 
 def test_what_is_said_of_the_h200_stays(folders):
     def said(data_dir):
-        every = results.table(folders[1], system="h200", latest=False)
+        every = results.table(folders[1], gpu="NVIDIA H200", latest=False)
         tables = [rankings.from_records(data_dir, operator) for operator in rankings.CHOICES]
         kept = [row for table in tables for row in table if row.shape[0] == (9, 0)]
         ledger = claims.ledger(every, claims=claims.load(data_dir))
@@ -108,7 +108,7 @@ def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
     assert ("gdpa", "forward", "v8_own_waits") in probe.proven(both, "9.0")
     known = probe.proven(both, "10.0")
     assert ("gdpa", "forward", OWN[0]) in known and ("gdpa", "forward", "v8_own_waits") not in known
-    assert __main__.main(["results", "--data-dir", str(both), "--system", "b200"]) == 0
+    assert __main__.main(["results", "--data-dir", str(both), "--gpu", "NVIDIA B200"]) == 0
     printed = capsys.readouterr().out
     assert OWN[1] in printed and '"needs sm_90, got sm_100"' in printed
 
@@ -123,7 +123,7 @@ def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
         assert first[10, 0] == {OWN[1]}, operator
         assert first[9, 0] and not first[9, 0] & {*OWN}
 
-    ledger = claims.ledger(results.table(both, system="b200"), claims=claims.load(both))
+    ledger = claims.ledger(results.table(both, gpu="NVIDIA B200"), claims=claims.load(both))
     assert (ledger["ours_gpu"] == "NVIDIA B200").any()
 
 
@@ -160,7 +160,7 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
     standings.others(both, None, chapter.partition("/")[0])
     assert shown[-2].data.startswith("**NVIDIA B200**") and OWN[0] in shown[-1].data
     # At one length everything failed: the rest is drawn.
-    there = results.table(folders[1], system="b200", latest=False)
+    there = results.table(folders[1], gpu="NVIDIA B200", latest=False)
     there = there[(there["figure"] == figure) & there["workload"].str.contains(keys)]
     there = there[there["impl"] == OWN[0]]
     there.loc[there["workload"].str.endswith("-256"), ["tflops", "percent_of_roofline"]] = None
@@ -168,6 +168,6 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
     rows = rows[(rows["figure"] == figure) & rows["workload"].str.contains(keys)]
     published = claims.published_figures()
     chart = draw(
-        rows, figure, system="h200", impls=["fa2_varlen"], published=published, there=there
+        rows, figure, gpu="NVIDIA H200", impls=["fa2_varlen"], published=published, there=there
     )
     assert any(line.get_marker() == "x" for line in chart.axes[1].lines)

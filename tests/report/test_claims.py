@@ -458,7 +458,7 @@ def test_claims_without_a_selector_keep_their_status():
 
 
 def test_the_records_of_the_repository_answer_every_selector_they_have_rows_for():
-    rows = real_results.table(ROOT / "data", system="h200", latest=False)
+    rows = real_results.table(ROOT / "data", gpu="NVIDIA H200", latest=False)
     table = claims.ledger(rows, claims=CLAIMS).set_index("id")
     timed = rows[(rows["scope"] == "sustained") & rows["time_us_p50"].notna()]
     for claim in CLAIMS:

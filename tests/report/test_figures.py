@@ -69,7 +69,7 @@ def bursts(table) -> pd.DataFrame:
 
 
 def draw(table, **changes):
-    options = {"system": "h200", "impls": list(RATES), "published": claims.published_figures()}
+    options = {"gpu": "NVIDIA H200", "impls": list(RATES), "published": claims.published_figures()}
     return figures.figure_tflops(table, FIGURE, **options | changes)
 
 

@@ -54,7 +54,7 @@ def test_the_picture_of_the_emulator_is_what_its_command_draws(tmp_path, monkeyp
 
 def test_results_command_prints_the_ladder(capsys):
     assert (
-        main(["results", "--format", "csv", "--system", "h200", "--workload", readme.WORKLOAD]) == 0
+        main(["results", "--format", "csv", "--gpu", "NVIDIA H200", "--workload", readme.WORKLOAD]) == 0
     )
     printed = capsys.readouterr().out
     assert printed.startswith("figure,workload,direction,impl,")

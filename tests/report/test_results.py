@@ -343,7 +343,7 @@ def test_filters(add, tmp_path):
     assert len(results.table(tmp_path, workload="gdpa-self-full-*")) == 2
     assert list(results.table(tmp_path, workload=SHORT.name).workload) == [SHORT.name]
     assert results.table(tmp_path, workload="nothing").empty
-    assert results.table(tmp_path, system="b200").empty
+    assert results.table(tmp_path, gpu="NVIDIA B200").empty
 
 
 def test_stale_after_a_change_of_the_kernel(add, tmp_path):
@@ -395,7 +395,7 @@ def test_latest_record(add, tmp_path):
     other = add(day=3, notebook="notebooks/05_v2.py", on=a_system(gpu="NVIDIA B200"))
     assert results.latest_record(tmp_path) == other
     assert results.latest_record(tmp_path, notebook=old.notebook) == new
-    assert results.latest_record(tmp_path, system="h200") == new
+    assert results.latest_record(tmp_path, gpu="NVIDIA H200") == new
     with pytest.raises(LookupError, match=r"there is: .*notebooks/05_v2.py on nvidia-b200-"):
         results.latest_record(tmp_path, notebook="notebooks/06_v3.py")
     (tmp_path / "empty").mkdir()
@@ -407,7 +407,7 @@ def test_command_line(add, tmp_path, capsys):
     add(a_row(samples_us=(5200.0,)), a_row(SHORT, direction="backward"), day=1)
     add(a_row(samples_us=(5000.0,)), day=2)
     base = ["results", "--data-dir", str(tmp_path)]
-    assert __main__.main([*base, "--format", "csv", "--system", "h200", "--figure", "*-fwd-*"]) == 0
+    assert __main__.main([*base, "--format", "csv", "--gpu", "NVIDIA H200", "--figure", "*-fwd-*"]) == 0
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert row["impl"] == "v1_tiled"
     assert row["time_us_p50"] == "5000"
@@ -424,7 +424,7 @@ def test_command_line(add, tmp_path, capsys):
 def test_command_line_says_when_nothing_matches_or_a_file_is_refused(add, tmp_path, capsys):
     add(a_row())
     base = ["results", "--data-dir", str(tmp_path)]
-    assert __main__.main([*base, "--system", "b200"]) == 1
+    assert __main__.main([*base, "--gpu", "NVIDIA B200"]) == 1
     assert capsys.readouterr().err == "no result matches\n"
     (tmp_path / "records" / "foreign.json").write_text("{}")
     assert __main__.main(base) == 1

@@ -29,9 +29,11 @@ from typing import Any
 
 import torch
 
+from gdpa_kernels.measuring import manifest
+
 from . import seeded
 
-FILE = Path(__file__).with_name("seeded.json")
+FILE = manifest.DATA_DIR / "tools" / "seeded.json"
 PROGRAM = Path(seeded.__file__)
 UNDER_TILELENS = f"{PROGRAM.with_name('under_tilelens.py')}"
 MOST_S, MOST_CPU_S, ALL_S = 18.0, 60.0, 52.0
@@ -145,6 +147,8 @@ def main(file: str | Path = FILE) -> None:
             "machine": machine, "date": f"{datetime.date.today()}", "found": found,
         }  # fmt: skip
     Path(file).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    if Path(file) == FILE:
+        manifest.update(manifest.DATA_DIR)
 
 
 if __name__ == "__main__":
