@@ -5,6 +5,7 @@
   `--all`; `--community`: those of other machines, in data/community.
 - `choices`: rewrite from the records what `impl="auto"` tries first.
 - `readme`: rewrite from the records the table and the figure of README.md.
+- `keep`: make a record of what a measuring run left that did not end (`doctor` names it).
 - `manifest`: list in data/manifest.sha256 the files as they are; lines of records and systems stay.
 - `predictions`: what is predicted for a B200, and which of it records keep; `--record`, `--write`.
 """
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "results": _results,
         "choices": _choices,
         "readme": _readme,
+        "keep": _keep,
         "manifest": _manifest,
         "predictions": _predictions,
     }
@@ -53,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("choices", help="rewrite what impl='auto' tries first from the records")
     commands.add_parser("readme", help="rewrite the results in README.md from the records")
+    keep = commands.add_parser("keep", help="make a record of what a run left that did not end")
+    keep.add_argument("file", help="a file of data/partial")
     commands.add_parser("manifest", help="list the files of data/ as they are; records stay")
     predictions_ = commands.add_parser(
         "predictions",
@@ -98,6 +102,13 @@ def _readme(options: argparse.Namespace) -> int:
     from gdpa_kernels.report import readme
 
     sys.stdout.write("README.md rewritten\n" if readme.update() else "README.md was up to date\n")
+    return 0
+
+
+def _keep(options: argparse.Namespace) -> int:
+    from gdpa_kernels.measuring import record
+
+    sys.stdout.write(f"{record.keep(options.file)}\n")
     return 0
 
 

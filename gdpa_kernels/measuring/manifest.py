@@ -149,7 +149,8 @@ def update(data_dir: str | Path) -> bool:
     """List all files that may change as they are now; whether the manifest changed. Lines of
     records/ and systems/ stay as they are."""
     data_dir = Path(data_dir)
-    kept = {name: x for name, x in (listed(data_dir) or {}).items() if name.startswith(_APPENDED)}
+    found = map(_LINE.fullmatch, _read(data_dir / NAME).decode().splitlines(True))
+    kept = {line[2]: line[1] for line in found if line and line[2].startswith(_APPENDED)}
     names = sorted(name for name in _others(data_dir) if not name.startswith(_APPENDED))
     lines = {name: digest(_read(data_dir / name)) for name in names} | kept
     text = "".join(f"{sha256}  {name}\n" for name, sha256 in lines.items())

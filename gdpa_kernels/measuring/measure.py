@@ -151,14 +151,14 @@ def measure(
         else:
             common = {"impl": impl, "variant": variant, "math": operator.math(impl)}
             common |= {"error": found.error, "failure": found.failure}
-            there = [scope for scope in ON_DEVICE if _asks(scopes, scope, impl)] or ["kernel"]
+            there = [scope for scope in ON_DEVICE if asks(scopes, scope, impl)] or ["kernel"]
             rows += [record.Row.of(workload, direction, scope=x, **common) for x in there]
             log(f"  {impl}{' ' + variant if variant else ''}: {found.failure}")
         free()
     operator = operators.of(inputs, direction)  # without what it remembered to check
     free()
     for scope in scopes:
-        asked = [found for found in ready if _asks(scopes, scope, found[0].impl)]
+        asked = [found for found in ready if asks(scopes, scope, found[0].impl)]
         calls = list(_calls(scope, operator, [made for made, _, _ in asked]))
         functions = {f"{asked[i][0].impl} {variant}": call for i, variant, call in calls}
         samples = _sampler(scope, seconds)(functions, device, protocol)
@@ -367,7 +367,7 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
-def _asks(scopes: Scopes, scope: str, impl: str) -> bool:
+def asks(scopes: Scopes, scope: str, impl: str) -> bool:
     """Whether `impl` is to be timed in `scope`."""
     return scope in scopes and (not isinstance(scopes, Mapping) or impl in scopes[scope])
 

@@ -46,6 +46,11 @@ def of(inputs: Inputs | BlockInputs, direction: str) -> Gdpa | BlockAttention:
     return kind(inputs, direction)
 
 
+def math(operator: str, impl: str) -> str:
+    """Whose mathematics `impl` of an operator computes: "activation" or "softmax"."""
+    return (Gdpa if operator == "gdpa" else BlockAttention).math(impl)
+
+
 def _peer(baseline: baselines.Baseline | baselines.BlockBaseline) -> None:
     available = baseline.availability()
     if not available.ok:

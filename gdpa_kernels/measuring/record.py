@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import tokenize
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from functools import cache
@@ -78,7 +78,8 @@ class Record:
     """One run. `created` is UTC, ISO 8601. `system` is the id of a file in data/systems.
 
     `state` has the GPU's state `before` and `after` the measurement, as `system.state` returns it.
-    `workloads` holds `Workload.to_dict()` by name.
+    `workloads` holds `Workload.to_dict()` by name. `plan`: keys of the rows that the run set out to
+    measure in bursts or back to back, each of which has a row; None in older records.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Record:
     workloads: Mapping[str, Mapping[str, Any]]
     rows: tuple[Row, ...]
     tables: Mapping[str, Table] = field(default_factory=dict)
+    plan: tuple[tuple[str, ...], ...] | None = None
 
     @property
     def chapter(self) -> str | None:
@@ -126,8 +128,13 @@ class Record:
                 "ceilings": tuple(_rebuilt(Ceiling, ceiling) for ceiling in data["ceilings"]),
                 "rows": tuple(_rebuilt(Row, row) for row in data["rows"]),
                 "tables": {name: Table(**table) for name, table in data["tables"].items()},
+                "plan": _keys(data.get("plan")),
             }
         )
+
+
+def _keys(plan: Iterable[Sequence[str]] | None) -> tuple[tuple[str, ...], ...] | None:
+    return None if plan is None else tuple(map(tuple, plan))
 
 
 def _rebuilt(kind: type, values: Mapping[str, Any]) -> Any:
@@ -148,6 +155,7 @@ def new_record(
     rows: Iterable[Row],
     ceilings: Iterable[Ceiling] = (),
     tables: Mapping[str, Table] | None = None,
+    plan: Iterable[Sequence[str]] | None = None,
     commit: str | None = None,
 ) -> Record:
     """A record of a run that ends now.
@@ -173,6 +181,7 @@ def new_record(
         workloads={workload.name: workload.to_dict() for workload in workloads},
         rows=tuple(rows),
         tables=dict(tables or {}),
+        plan=_keys(plan),
     )
 
 
@@ -259,16 +268,40 @@ def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
     reason = bounds.refusal(record, _machine(record, path))
     if reason is not None:
         raise RecordError(path, reason)
-    text = _dumps({**data, "digest": refusals.digest(data)})
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         file = path.open("x", encoding="utf-8")
     except FileExistsError as error:
         raise FileExistsError(f"records/{path.name} exists, and records are append-only") from error
     with file:
-        file.write(text)
+        file.write(_text(data))
     manifest.add(path)
     return path
+
+
+def write_partial(record: Record, path: Path) -> None:
+    """Replace `path`, <folder>/partial/<name>.json, by what a run has measured so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".new")
+    written.write_text(_text(record.to_dict()), encoding="utf-8")
+    written.replace(path)
+
+
+def keep(partial: str | Path) -> Path:
+    """Make a record of what a run left that did not end, <folder>/partial/<name>.json; its path.
+    RecordError if it is refused, then it stays."""
+    partial = Path(partial).absolute()
+    try:
+        made = Record.from_dict(refusals.parse(manifest.contents(partial, None)))
+    except ValueError as error:
+        raise RecordError(partial, str(error)) from error
+    path = write(made, partial.parent.parent)
+    partial.unlink()
+    return path
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    return _dumps({**data, "digest": refusals.digest(data)})
 
 
 def load(path: str | Path) -> Record:

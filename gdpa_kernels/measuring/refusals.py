@@ -169,6 +169,9 @@ def _contradictions(data: Mapping[str, Any]) -> Iterator[str]:
         if key in seen:
             yield f"rows[{i}] must differ from rows[{seen[key]}], got {'/'.join(key)} twice"
         seen[key] = i
+    for key in map(tuple, data.get("plan") or ()):
+        if key not in seen:
+            yield f"rows must hold {'/'.join(key)}, which the run planned, if only its failure"
     for name, table in data["tables"].items():
         for i, row in enumerate(table["rows"]):
             if len(row) != len(table["columns"]):

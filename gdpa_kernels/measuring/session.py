@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +13,11 @@ from pathlib import Path
 
 import torch
 
+from gdpa_kernels.measuring import manifest, operators, probe, record, sustained, system, timing
 from gdpa_kernels.measuring import measure as measuring
-from gdpa_kernels.measuring import probe, record, sustained, system, timing
 from gdpa_kernels.measuring.workload import Workload
+
+HANDLE_VARIABLE = "GDPA_KERNELS_HANDLE"
 
 
 class Session:
@@ -55,6 +59,8 @@ class Session:
         self._limits: set[tuple[Callable, str]] = set()
         self._add_ceilings(timing.limits, "kernel")
         self.rows: list[record.Row] = []
+        self._plan: dict[tuple[str, ...], tuple[Workload, str]] = {}
+        self._partial: Path | None = None
         self.tables: dict[str, record.Table] = {}
         self.workloads: dict[str, Workload] = {}
 
@@ -72,6 +78,7 @@ class Session:
         The first workload of block attention, or the first backward, adds copies of attention's
         mixes to the ceilings; scope "sustained" adds ceilings of that scope.
         """
+        self._set_out(workload, impls, direction, scopes)
         if not self._begins(f"{workload.name}, {direction}"):
             return
         self._prepare(workload, direction, "sustained" in scopes)
@@ -114,8 +121,33 @@ class Session:
             self.log(f"  no table {name}: {measuring.reason(error)}")
         measuring.free()
 
+    def _set_out(
+        self, workload: Workload, impls: Sequence, direction: str, scopes: measuring.Scopes
+    ) -> None:
+        """Plan a row for each of `impls` and scope on the device: the record will hold them."""
+        for impl, variant, _ in map(measuring.parts, impls):
+            for scope in measuring.ON_DEVICE:
+                if measuring.asks(scopes, scope, impl):
+                    key = (workload.name, direction, impl, scope, variant)
+                    self._plan[key] = (workload, operators.math(workload.operator, impl))
+
+    def _missing(self) -> list[record.Row]:
+        """A failure for each planned row that there is not."""
+        known, late = {row.key for row in self.rows}, time.monotonic() > self._deadline
+        why = "the time was up" if late else "the run ended before it"
+        return [
+            record.Row.of(
+                workload, key[1], impl=key[2], scope=key[3], variant=key[4], math=kind,
+                failure=f"not measured: {why}",
+            )
+            for key, (workload, kind) in self._plan.items()
+            if key not in known
+        ]  # fmt: skip
+
     def _begins(self, what: str) -> bool:
         gc.freeze()  # or `free` looks through all that was imported, 0.2 s for each implementation
+        if self._partial is not None:
+            record.write_partial(self._made(), self._partial)
         late = time.monotonic() > self._deadline
         self.log(f"{what}: left out, the time is up" if late else what)
         return not late
@@ -170,29 +202,63 @@ class Session:
             tuple((*key, i, t) for key, times in samples.items() for i, t in enumerate(times)),
         )
 
+    def begin(self, data_dir: str | Path) -> None:
+        """Keep what is measured in data_dir/partial/ from now on, until `write`: what a run leaves
+        there that does not end, `record.keep` makes a record."""
+        place = self._place(data_dir)
+        system.save(self.system, place)
+        self._partial = place / manifest.PARTIAL / f"{self._made().id}.json"
+
     def write(self, data_dir: str | Path) -> Path:
-        """Write the record, and the system's file if it is new; the record's path."""
+        """Write the record, and the system's file if it is new; the record's path.
+
+        In a folder that lists the systems it holds (`system.promoted`), records of others go to
+        community/<handle>/, where <handle> is the environment variable GDPA_KERNELS_HANDLE, or
+        "local". RecordError if the record is refused; what `begin` kept stays then.
+        """
+        place = self._place(data_dir)
+        system.save(self.system, place)
+        path = record.write(self._made(), place)
+        if self._partial is not None:
+            self._partial.unlink(missing_ok=True)
+        return path
+
+    def _place(self, data_dir: str | Path) -> Path:
+        if system.is_promoted(self.system, data_dir):
+            return Path(data_dir)
+        handle = os.environ.get(HANDLE_VARIABLE) or "local"
+        if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9-]*", handle):
+            raise ValueError(
+                f"{HANDLE_VARIABLE} must be letters, digits and hyphens, got {handle!r}"
+            )
+        place = Path(data_dir) / manifest.COMMUNITY / handle
+        place.mkdir(parents=True, exist_ok=True)
+        (place / manifest.NAME).touch()
+        return place
+
+    def _made(self) -> record.Record:
+        """The record of what was measured so far."""
         slug = self.notebook.removeprefix("notebooks/").removesuffix(".py")
-        system.save(self.system, data_dir)
-        return record.write(
-            record.new_record(
-                command=f'make measure NOTEBOOKS="{slug}"',
-                notebook=self.notebook,
-                system=self.system,
-                state_before=self.before,
-                state_after=system.state(self.device.index),
-                protocol=record.Protocol(
-                    timer="cuda events (scopes kernel, sustained), host clock (scopes op, host)",
-                    warmup=self.protocol.warmup,
-                    samples=self.protocol.samples,
-                    l2_flush_bytes=self.protocol.l2_flush_bytes,
-                    interleaved=self.protocol.interleaved,
-                    statistic="one call; of scope sustained the mean of a chunk of calls",
-                ),
-                workloads=self.workloads.values(),
-                rows=self.rows,
-                ceilings=self.ceilings,
-                tables=self.tables,
+        return record.new_record(
+            command=f'make measure NOTEBOOKS="{slug}"',
+            notebook=self.notebook,
+            system=self.system,
+            state_before=self.before,
+            state_after=system.state(self.device.index),
+            protocol=record.Protocol(
+                timer="cuda events (scopes kernel, sustained), host clock (scopes op, host)",
+                warmup=self.protocol.warmup,
+                samples=self.protocol.samples,
+                l2_flush_bytes=self.protocol.l2_flush_bytes,
+                interleaved=self.protocol.interleaved,
+                statistic="one call; of scope sustained the mean of a chunk of calls",
             ),
-            data_dir,
+            workloads=[
+                *(workload for workload, _ in self._plan.values()),
+                *self.workloads.values(),
+            ],
+            rows=[*self.rows, *self._missing()],
+            ceilings=self.ceilings,
+            tables=self.tables,
+            plan=self._plan,
         )

@@ -60,27 +60,35 @@ class Chapter:
     # Records.
 
     def measure(self, run: Callable[[Any], None]) -> None:
-        """In mode "measure": `run(session)`, then write the record. Otherwise nothing.
+        """In mode "measure": `run(session)`, then write the record, also if that raises. Otherwise
+        nothing.
 
         >>> @chapter.measure                                            # doctest: +SKIP
         ... def _(session):
         ...     session.measure(workload("gdpa-self-full-1024"), ["v4_warp_specialized"])
         """
         if self.mode == "measure":
-            print(self._session(run).write(self.data_dir))
-            self._records.clear()
+            session = self._session()
+            session.begin(self.data_dir)
+            try:
+                run(session)
+            finally:
+                print(session.write(self.data_dir))
+                self._records.clear()
 
     def compare(self, run: Callable[[Any], None]) -> Any:
         """In mode "compare": the session after `run(session)`, of which nothing is kept. Otherwise
         None."""
-        return self._session(run) if self.mode == "compare" else None
-
-    def _session(self, run: Callable[[Any], None]) -> Any:
-        from gdpa_kernels.measuring.session import Session
-
-        session = Session(f"notebooks/{self.slug}.py", self.device)
+        if self.mode != "compare":
+            return None
+        session = self._session()
         run(session)
         return session
+
+    def _session(self) -> Any:
+        from gdpa_kernels.measuring.session import Session
+
+        return Session(f"notebooks/{self.slug}.py", self.device)
 
     def record(self, of: str | None = None) -> records.Record:
         """The newest record of a chapter, this one by default. LookupError if there is none."""

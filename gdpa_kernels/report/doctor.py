@@ -21,6 +21,7 @@ TORCH = "torch==2.13.0"
 FBTRITON = "fbtriton==3.7.4"
 RUNGS = "implementations of "
 UNPROVEN = "unproven here: measured in a child process first"
+KEEP = "python -m gdpa_kernels keep"
 
 
 @dataclass(frozen=True)
@@ -337,7 +338,19 @@ def check_records(data_dir: str | Path | None = None) -> Finding:
         found.append(f"no {record.manifest.NAME} to hold them to")
     if not data_dir.is_dir():
         found.append(f"{data_dir} is no folder")
-    return Finding("data", "records", data_dir.is_dir() and not errors, "; ".join(found))
+    for handle, folder in record.communities(data_dir).items():
+        guests, refused = record.survey(folder)
+        found.append(f"community/{handle}: {len(guests)} read, {len(refused)} refused")
+        found += map(str, refused)
+        errors += refused
+    left = [x for x in (data_dir, *record.communities(data_dir).values()) for x in _left(x, record)]
+    found += [f"{path} is of a run that did not end: {KEEP} {path}" for path in left]
+    good = data_dir.is_dir() and not errors and not left
+    return Finding("data", "records", good, "; ".join(found))
+
+
+def _left(folder: Path, record: Any) -> list[Path]:
+    return sorted((folder / record.manifest.PARTIAL).glob("*.json"))
 
 
 def _ask(group: str, name: str, availability: Any, *arguments: Any) -> Finding:

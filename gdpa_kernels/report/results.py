@@ -104,9 +104,7 @@ def latest_record(
     """
     records = load_all(data_dir)
     found = [
-        r
-        for r in records
-        if notebook in (None, r.chapter) and gpu in (None, gpu_of(r, data_dir))
+        r for r in records if notebook in (None, r.chapter) and gpu in (None, gpu_of(r, data_dir))
     ]
     if not found:
         existing = sorted({f"{r.chapter} on {r.system}" for r in records}) or ["no record"]

@@ -97,8 +97,8 @@ def test_what_is_listed_must_be_there(data_dir, name):
         (lambda text: text[:-1], 2),  # the last line break
         (lambda text: text.upper(), 1),
         (lambda text: text + text.splitlines(keepends=True)[1], 3),  # a file listed twice
-        (lambda text: text.replace("  records/", "  records/../records/"), 2),
-        (lambda text: text.replace("  records/", "  published/"), 2),
+        (lambda text: text.replace("  records/", "  ../records/"), 2),
+        (lambda text: text.replace("  records/", "  /records/"), 2),
         (lambda text: "\n" + text, 1),
         (lambda text: text.encode("utf-16").decode("latin-1"), 1),
     ],
@@ -125,10 +125,46 @@ def test_the_repository_must_have_one(tmp_path, monkeypatch):
             read()
 
 
-def test_the_repositorys_manifest_and_its_folders_name_the_same_files():
+def test_the_repositorys_manifest_lists_its_files():
+    """After an edit: python -m gdpa_kernels manifest."""
+    manifest.verify(manifest.DATA_DIR)
     there = {
-        f"{folder}/{path.name}"
-        for folder in ("records", "systems")
-        for path in (manifest.DATA_DIR / folder).iterdir()
+        path.relative_to(manifest.DATA_DIR).as_posix()
+        for path in manifest.DATA_DIR.rglob("*")
+        if path.is_file() and path.suffix != ".md" and path.name != manifest.NAME
     }
-    assert set(manifest.listed(manifest.DATA_DIR)) == there
+    listed = set(manifest.listed(manifest.DATA_DIR))
+    assert listed == {name for name in there if not name.startswith(("community/", "partial/"))}
+    assert {"claims.yml", "promoted.json", "predictions/b200.csv", "tools/seeded.json"} < listed
+
+
+def test_other_files_are_held_to_the_manifest_and_listed_again(data_dir):
+    path = fill(data_dir)
+    claims, table = data_dir / "claims.yml", data_dir / "published" / "table.csv"
+    table.parent.mkdir()
+    for file in (claims, table, data_dir / "README.md"):
+        file.write_text("1")
+    refused = [str(error) for error in manifest.problems(data_dir)]
+    assert [line.partition(":")[0] for line in refused] == [
+        f"{data_dir.name}/claims.yml", "published/table.csv",
+    ]  # fmt: skip
+    assert manifest.update(data_dir) and not manifest.update(data_dir)
+    manifest.verify(data_dir)
+    assert [r.id for r in record.load_all(data_dir)] == [path.stem]
+    table.write_text("2")
+    with pytest.raises(
+        RecordError, match="1 refused\nrefused published/table.csv: SHA-256 must be"
+    ):
+        record.load_all(data_dir)
+    lines = (data_dir / manifest.NAME).read_text()
+    (data_dir / manifest.NAME).write_text(
+        f"{'0' * 64}  claims.yml\n{lines}"
+    )  # as a merge leaves it
+    assert manifest.update(data_dir)
+    table.unlink()
+    with pytest.raises(RecordError, match="table.csv: cannot be read"):
+        manifest.verify(data_dir)
+    assert manifest.update(data_dir)
+    manifest.verify(data_dir)
+    path.write_text("edited")
+    assert not manifest.update(data_dir)

@@ -838,7 +838,7 @@ def session(monkeypatch):
     made = object.__new__(Session)
     made.__dict__.update(
         device=torch.device("cpu"), protocol=timing.DEFAULT, ceilings=[], rows=[], tables={},
-        workloads={}, said=[], _limits=set(), _deadline=float("inf"), learnt=[],
+        workloads={}, said=[], _limits=set(), _deadline=float("inf"), learnt=[], _plan={}, _partial=None,
         _probe=SimpleNamespace(failures=lambda *_: {}, learn=lambda rows: made.learnt.extend(rows)),
     )  # fmt: skip
     made.log = made.said.append

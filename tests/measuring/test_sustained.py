@@ -103,14 +103,16 @@ def test_what_the_driver_does_not_tell_is_none(monkeypatch):
     assert len(times) == 75 and load == Load(None, None, None, None)
 
 
-LOAD = Load(1500.0, 700.0, 0.35, ("sw_power_cap",))
+LOAD = Load(1500.0, None, 0.35, ("sw_power_cap",))
 
 
 def test_a_record_holds_rows_of_both_scopes_each_against_its_own_ceilings(tmp_path):
     made = a_record()
     burst = made.rows[0]
     slower = tuple(2 * x for x in burst.samples_us)
-    rows = [burst, replace(burst, scope="sustained", samples_us=slower, load=LOAD)]
+    joules = 700.0 * sum(slower) / len(slower) / 1e6
+    load = replace(LOAD, power_w=700.0, joules=joules)
+    rows = [burst, replace(burst, scope="sustained", samples_us=slower, load=load)]
     twice = [
         replace(c, scope="sustained", load=LOAD, samples_us=[4 * x for x in c.samples_us])
         for c in made.ceilings
@@ -122,7 +124,7 @@ def test_a_record_holds_rows_of_both_scopes_each_against_its_own_ceilings(tmp_pa
     share = table["percent_of_roofline"]
     assert share["sustained"] == pytest.approx(2 * share["kernel"])
     told = table[["sm_clock_mhz", "power_w", "joules"]]
-    assert told.loc["sustained"].tolist() == [1500, 700, 0.35] and told.loc["kernel"].isna().all()
+    assert told.loc["sustained"].tolist() == [1500, 700, joules] and told.loc["kernel"].isna().all()
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_what_is_missing_or_ambiguous_is_refused(table):
     with pytest.raises(ValueError, match="one workload per length"):
         draw(pd.concat([table, other]))
     with pytest.raises(ValueError, match="figure must be one of"):
-        figures.figure_tflops(table, "no-such-figure", system="", impls=[], published=table)
+        figures.figure_tflops(table, "no-such-figure", gpu="", impls=[], published=table)
 
 
 def test_times_of_whole_ops_and_of_variants_are_not_drawn(table):

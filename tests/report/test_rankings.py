@@ -15,7 +15,7 @@ from gdpa_kernels.measuring import record
 from gdpa_kernels.report import rankings
 from tests.report.test_results import SHORT, a_row, a_system, add  # noqa: F401  (a fixture)
 
-LOAD = record.Load(1500.0, 700.0, 0.35, ("sw_power_cap",))
+LOAD = record.Load(1500.0, None, 0.35, ("sw_power_cap",))
 OPERATORS = sorted(rankings.CHOICES)
 LATER = {(10, 0): "b90_stand_in", (10, 3): "v2_tma", (10, 1): "v2_tma", (12, 0): "v2_tma"}
 

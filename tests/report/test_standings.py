@@ -1,6 +1,5 @@
 """The best rung against the best peer, and another machine beside the record."""
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -8,6 +7,7 @@ import pytest
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring import record
+from gdpa_kernels.measuring import system as systems
 from gdpa_kernels.report import results, standings
 from gdpa_kernels.report.chapter import Chapter
 
@@ -115,11 +115,7 @@ def test_without_a_session_other_machines_of_the_records_are_shown(monkeypatch):
     chapter, shown = Chapter("backward/results"), []
     monkeypatch.setattr(standings, "display", lambda shown_: shown.append(shown_.data))
     standings.others(chapter, None, "backward", scope="kernel")
-    systems = {
-        json.loads(path.read_text())["system"]
-        for path in (record.DATA_DIR / "records").glob("*.json")
-    }
-    if all(chapter.system in system for system in systems):
+    if systems.promoted(record.DATA_DIR).keys() == {chapter.gpu}:
         assert shown == ["No other machine has been measured yet."]
 
 
