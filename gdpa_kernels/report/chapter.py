@@ -27,6 +27,12 @@ from gdpa_kernels.report.house import Figure
 from tritonemu import Timeline
 
 CHANGES_DIR = records.ROOT / "book" / "extra" / "changes"
+LADDER = "gdpa-self-full-1024"
+LADDERS = {
+    "forward": ("forward/results", ladder.RUNGS),
+    "backward": ("measuring/power_wall", ladder.BACKWARD_RUNGS),
+}
+"""By direction: the chapter whose record has the rungs back to back on `LADDER`, and the rungs."""
 _CALL = ["record", "workload", "direction", "impl", "variant"]
 MOST_CHANGED = 60
 """Lines of a difference that a page shows; the whole of it is a download."""
@@ -158,9 +164,9 @@ class Chapter:
     ) -> None:
         """Show a chart, a timeline or SVG text, in a cell whose `# |` lines name and describe it.
 
-        `origin` is one of measured= (rows of `results.table`, or ids of records), published=,
-        modelled=, emulated= (a sentence: from what). `data`: what the reader downloads; None: the
-        measured rows.
+        `origin`: of each kind of number in it, where those come from. measured= (rows of
+        `results.table`, or ids of records), published=, modelled=, emulated=, compiled= (a
+        sentence: from what). `data`: what the reader downloads; None: the measured rows.
         """
         if isinstance(chart, Timeline):
             chart = chart.svg(width=760)
@@ -174,29 +180,33 @@ class Chapter:
         display(page.show_table(frame))
         display(self._origin(data, origin))
 
-    def ladder(self, impl: str, workload: str, direction: str = "forward") -> None:
-        """Show the ladder up to a rung on a workload, with the peers, of the record of results."""
-        rows = self.rows(f"{direction}/results", workload=workload, direction=direction)
-        listed = ladder.RUNGS if direction == "forward" else ladder.BACKWARD_RUNGS
+    def ladder(self, impl: str, direction: str = "forward") -> None:
+        """Show the ladder up to a rung on `LADDER`, with the peers, back to back."""
+        of, listed = LADDERS[direction]
+        rows = self.rows(of, workload=LADDER, direction=direction, scope="sustained")
         names = [rung.impl for rung in listed if rung.impl in set(rows["impl"])]
         rungs = names[: names.index(impl) + 1]
-        chart = figures.figure_ladder(rows, workload, rungs, impl, direction)
+        chart = figures.figure_ladder(rows, LADDER, rungs, impl, direction)
         self.figure(chart, measured=rows)
 
     def _origin(self, data: pd.DataFrame | None, origin: dict[str, Any]) -> Markdown:
-        if len(origin) != 1 or not set(origin) <= set(page.KINDS):
-            raise TypeError(f"origin must be one of {', '.join(page.KINDS)}, got {list(origin)}")
-        ((kind, values),) = origin.items()
-        if data is None and isinstance(values, pd.DataFrame):
-            data = values
+        if not origin or not set(origin) <= set(page.KINDS):
+            raise TypeError(f"origin must be among {', '.join(page.KINDS)}, got {list(origin)}")
+        if data is None and isinstance(origin.get("measured"), pd.DataFrame):
+            data = origin["measured"]
         csv = None
         if data is not None:
             self._tables += 1
             csv = f"{self.slug.replace('/', '-')}-{self._tables}"
             page.save_csv(data, csv)
-        if kind == "measured":
-            return page.provenance(values, csv, data_dir=self.data_dir)
-        return page.source(kind, values, csv)
+        lines = []
+        for kind, values in origin.items():
+            of = None if lines else csv
+            if kind == "measured":
+                lines.append(page.provenance(values, of, data_dir=self.data_dir))
+            else:
+                lines.append(page.source(kind, values, of))
+        return Markdown("\n".join(line.data for line in lines))
 
     def code(
         self, source: Any, begin: str = "", end: str = "", *, language: str = "python"

@@ -89,7 +89,7 @@ def figure_ladder(
     highlight: str,
     direction: str = "forward",
 ) -> Figure:
-    """The ladder so far on one workload: a bar for each rung, then each baseline.
+    """The ladder so far on one workload, back to back: a bar for each rung, then each baseline.
 
     `table`: rows of `results.table` of one system. `rungs`: in the order to show; `highlight`: the
     one in colour. Every baseline of the table with a time is shown, slowest first.
@@ -97,9 +97,9 @@ def figure_ladder(
     """
     if highlight not in rungs:
         raise ValueError(f"highlight must be one of {', '.join(rungs)}, got {highlight!r}")
-    rows = _timed_rows(table[table["workload"] == workload], direction, "kernel")
+    rows = _timed_rows(table[table["workload"] == workload], direction, "sustained")
     rows = rows.drop_duplicates(["impl", "system"], keep="last")
-    _require_impls(rows, rungs, f"{workload}, {direction}", "kernel")
+    _require_impls(rows, rungs, f"{workload}, {direction}", "sustained")
     others = rows.dropna(subset=["tflops"]).sort_values("tflops")["impl"]
     order = [*rungs, *(impl for impl in others if not is_rung(impl) and impl not in rungs)]
     with canvas(width=7.0, height=1.1 + 0.34 * len(order)) as (chart, axis):
@@ -128,7 +128,7 @@ def figure_ladder(
         axis.grid(visible=False, axis="y")
         axis.grid(visible=True, axis="x")
         axis.tick_params(axis="y", length=0)
-        axis.set_xlabel(f"TFLOP/s, {workload}, {_machine(rows)}")
+        axis.set_xlabel(f"TFLOP/s {results.TIMED['sustained']}, {workload}, {_machine(rows)}")
         return chart
 
 

@@ -18,8 +18,8 @@ from gdpa_kernels.report import results
 if TYPE_CHECKING:
     from IPython.display import Markdown
 
-KINDS = ("measured", "published", "modelled", "emulated")
-"""What a number can be; every figure says which."""
+KINDS = ("measured", "published", "modelled", "emulated", "compiled", "computed")
+"""What a number can be; every figure says which: "computed" is PyTorch on a CPU."""
 
 CSV_DIR = records.ROOT / "book" / "extra" / "figures"
 
@@ -34,9 +34,11 @@ def provenance(
     missing.
     """
     stale: list[str] = []
-    ids = list(rows)
+    ids, timed = list(rows), ""
     if isinstance(rows, pd.DataFrame):
         ids = list(dict.fromkeys(rows["record"]))
+        scopes = [text for scope, text in results.TIMED.items() if (rows["scope"] == scope).any()]
+        timed = f"; timed {' and '.join(scopes)}" if scopes else ""
         stale = sorted(set(rows["impl"][rows["stale"]]))
     if not ids:
         raise ValueError("rows must name at least one record, got none")
@@ -61,11 +63,11 @@ def provenance(
             + ", ".join(f"<code>{html.escape(impl)}</code>" for impl in stale)
             + " has changed since: <code>make measure</code> records it again.</span>"
         )
-    return _provenance("measured", "; ".join(runs) + "." + warning, csv)
+    return _provenance("measured", "; ".join(runs) + timed + "." + warning, csv)
 
 
 def source(kind: str, text: str, csv: str | None = None) -> Markdown:
-    """The line under a figure that shows no measurement: "published", "modelled" or "emulated".
+    """The line under a figure for values that are not measured; `kind`: one of the other `KINDS`.
 
     `text`: where its values come from (a publication and its machine, a formula, a program).
     """

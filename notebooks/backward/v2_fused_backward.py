@@ -12,7 +12,7 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will count the bytes of a sum across programs, and tell from the number of summands whether it
-# is deterministic. v2 takes {glue:text}`of_v1_long:.2f` of v1's time on full batches of 1,024
+# is deterministic. In bursts v2 takes {glue:text}`of_v1_long:.2f` of v1's time on full batches of 1,024
 # tokens; MMAs alone would give 5/7. The difference is dQ in fp32.
 # :::
 
@@ -45,7 +45,7 @@ LONG, CROSS = "gdpa-self-full-1024", "gdpa-cross-full-2048"
 # | alt: >
 # |   Bars of TFLOP/s. v2 is about a quarter longer than v1 and FlashAttention-2; FlashAttention-4
 # |   and cuDNN are longer still. All end below the dashed line of the roofline.
-chapter.ladder(V2, LONG, direction="backward")
+chapter.ladder(V2, "backward")
 
 # %% [markdown]
 # ## What stays, what changes

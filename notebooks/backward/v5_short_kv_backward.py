@@ -13,8 +13,8 @@
 # :::{admonition} In this chapter (20 minutes)
 # You will let two CTAs of a cluster exchange operands through distributed shared memory, write the
 # protocol that makes this safe, and find the cost that nearly undid it. With 256 keys, v5 takes
-# {glue:text}`least:.2f` to {glue:text}`most:.2f` times the time of v4 on the H200, its gradients
-# have the same bits in every run, and it needs no fp32 dQ in memory.
+# {glue:text}`least:.2f` to {glue:text}`most:.2f` times the time of v4 in bursts, its gradients have
+# the same bits in every run, and it needs no fp32 dQ in memory.
 # :::
 
 # %%
@@ -53,7 +53,7 @@ chapter.glue(least=(rates[V4] / rates[V5]).min(), most=(rates[V4] / rates[V5]).m
 # |   number of queries; v4 follows, then cuDNN and FlashAttention-4 close to v2.
 NAMES = {V2: "v2", V4: "v4", V5: "v5", "fa2_varlen": "FA2", "fa4": "FA4", "cudnn": "cuDNN"}
 chart = charts.lines(
-    rates[list(NAMES)], xlabel="queries of a sequence", ylabel="TFLOP/s", names=NAMES,
+    rates[list(NAMES)], xlabel="queries of a sequence", ylabel="TFLOP/s in bursts", names=NAMES,
     highlight=[V4, V5],
 )  # fmt: skip
 chapter.figure(chart, measured=ladder)
@@ -226,7 +226,7 @@ slower = us["addresses kept"] / us["default"]
 chapter.glue(kept_cross=slower[CROSS], kept_self=slower[SELF])
 chapter.glue(local=kept["LDL, STL"], spilled=kept["spilled (B)"])
 chapter.glue(gib_v4=memory[CROSS, V4] / 2**30, gib_v5=memory[CROSS, V5] / 2**30)
-chapter.table(facts.reset_index().round(1), modelled="compiled for sm_90a; of one step of a role")
+chapter.table(facts.reset_index().round(1), compiled="compiled for sm_90a; of one step of a role")
 
 # %% [markdown]
 # Each buffer of a pair of steps has a fixed place, so the compiler hoists all descriptors out of

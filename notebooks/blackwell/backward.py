@@ -249,7 +249,7 @@ facts = studies.facts(kernels, ("UTCHMMA", "UTCBAR", "UTMAREDG", "STAS"))
 facts["shared (B)"] = [kernel.metadata.shared for kernel in kernels.values()]
 facts["columns"] = [kernel.metadata.tmem_size for kernel in kernels.values()]
 facts = facts.drop(columns="serialised").set_index("kernel")
-chapter.table(facts.reset_index(), modelled="SASS for sm_100a, head_dim 128, bf16")
+chapter.table(facts.reset_index(), compiled="SASS for sm_100a, head_dim 128, bf16")
 
 # %% tags=["remove-cell"]
 b1_loop = compile_check.shortest_loop(kernels["b1"], "MUFU", 64)

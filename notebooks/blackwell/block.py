@@ -76,7 +76,7 @@ programs = pd.DataFrame(programs).set_index("kernel")
 # %% tags=["remove-input"]
 chapter.table(
     programs.reset_index(),
-    modelled="what the compiler allocates for sm_100a, head_dim 128; an SM has 64 Ki registers, "
+    compiled="what the compiler allocates for sm_100a, head_dim 128; an SM has 64 Ki registers, "
     "228 KiB of shared memory, 512 columns",
 )
 hopper = block_studies.compiled({"v1": (v1_one_tile, "forward")})["programs on an SM"]
@@ -152,7 +152,7 @@ issued = pd.DataFrame(issued).set_index("kernel")
 # %% tags=["remove-input"]
 chapter.table(
     issued.round(0).reset_index().astype(object).fillna(""),
-    modelled="SASS for sm_100a, head_dim 128, sin and cos in fp32, v rotated too; loops that the "
+    compiled="SASS for sm_100a, head_dim 128, sin and cos in fp32, v rotated too; loops that the "
     "compiler has unrolled are counted whole, so b1's clocks are at most these. %: of the budget",
 )
 share = issued["%"]
@@ -224,7 +224,7 @@ facts = pd.DataFrame(facts).T
 # %% tags=["remove-input"]
 chapter.table(
     facts.rename_axis("kernel").reset_index(),
-    modelled="compiled for sm_100a, head_dim 128, sin and cos in fp32",
+    compiled="compiled for sm_100a, head_dim 128, sin and cos in fp32",
 )
 
 # %% [markdown]

@@ -217,7 +217,7 @@ facts["TMEM columns"] = [kernel.metadata.tmem_size for kernel in built.values()]
 facts["SMEM (B)"] = [kernel.metadata.shared for kernel in built.values()]
 assert not facts["spilled (B)"].any() and (facts["TMEM columns"] == 512).all(), "the text says so"
 assert not any("cta_group::1" in kernel.asm["ptx"] for kernel in built.values()), "the text too"
-chapter.table(facts, modelled="compiled for sm_100a, head_dim 128, bf16, gelu_tanh")
+chapter.table(facts, compiled="compiled for sm_100a, head_dim 128, bf16, gelu_tanh")
 
 # %% [markdown]
 # Nothing spills, tensor memory is full, and every tensor core operation in the PTX is for a pair.

@@ -254,7 +254,7 @@ facts.insert(2, "shared memory (B)", [kernel.metadata.shared for kernel in built
 facts.insert(3, "columns", [kernel.metadata.tmem_size for kernel in built.values()])
 
 # %% tags=["remove-input"]
-chapter.table(facts, modelled="compiled for sm_100a when this page was built; head_dim 128, bf16")
+chapter.table(facts, compiled="compiled for sm_100a when this page was built; head_dim 128, bf16")
 
 # %% tags=["remove-cell"]
 assert (facts["STL"] == 0).all(), "the text: nothing spills"

@@ -12,9 +12,9 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will tell from a compiled loop whether anything overlaps its loads, and contiguous in memory
-# from contiguous in time. At head_dim 128 the best variant of v2 takes {glue:text}`forward_128:.2f`
-# times the time of v1 forward and {glue:text}`backward_128:.2f` times backward. It gains only in
-# this last case, and only with five stages.
+# from contiguous in time. In bursts the best variant of v2 takes, at head_dim 128,
+# {glue:text}`forward_128:.2f` times the time of v1 forward and {glue:text}`backward_128:.2f` times
+# backward. It gains only in this last case, and only with five stages.
 # :::
 
 # %%
@@ -158,7 +158,7 @@ CASES = {
     )
 }
 fits = block_studies.compiled(CASES).drop(columns=["kernel", "spilled (B)"]).set_index("case")
-chapter.table(fits.reset_index().round(0), modelled="compiled for sm_90a, head_dim 128, four heads")
+chapter.table(fits.reset_index().round(0), compiled="compiled for sm_90a, head_dim 128, four heads")
 
 # %% [markdown]
 # TMA frees hardly any registers, and the second buffer of each tile takes shared memory:

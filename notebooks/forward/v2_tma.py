@@ -10,8 +10,8 @@
 #
 # :::{admonition} In this chapter (25 minutes)
 # You will make one TMA descriptor clip at the end of every sequence of a packed tensor, count what
-# it saves in SASS, and separate what a tile costs once from what it costs per key. With the same
-# tile, TMA is {glue:text}`gain_min:.2f` to {glue:text}`gain_max:.2f` times as fast as pointers.
+# it saves in SASS, and separate what a tile costs once from what it costs per key. In bursts with
+# the same tile, TMA is {glue:text}`gain_min:.2f` to {glue:text}`gain_max:.2f` times as fast as pointers.
 # :::
 
 # %%
@@ -56,7 +56,7 @@ chapter.glue(
 # | alt: >
 # |   A dot plot with a row for each of eight shapes and a mark for each of three workloads. All
 # |   marks lie right of 1, those of 128x64x4x2 furthest, at up to 1.3.
-chapter.figure(charts.dots(gain, xlabel="time of v1 / time of v2"), measured=sweep)
+chapter.figure(charts.dots(gain, xlabel="time of v1 / time of v2, in bursts"), measured=sweep)
 
 # %% [markdown]
 # ## What changes
@@ -159,7 +159,7 @@ counts = pd.DataFrame([counted(impl, shape) for shape in COUNTED for impl in RUN
 # %% tags=["remove-input"]
 chapter.table(
     counts,
-    modelled="compiled for sm_90a. loop: instructions of a warp for one block of keys; issue: "
+    compiled="compiled for sm_90a. loop: instructions of a warp for one block of keys; issue: "
     "cycles of the four schedulers for them; tensor: cycles of the tensor cores.",
 )
 count = counts.set_index(["impl", "shape"])

@@ -12,7 +12,7 @@
 # :::{admonition} In this chapter (20 minutes)
 # You will split a kernel into one producer and two consumer warp groups, hand buffers over with
 # your own barriers, see what a forgotten and an early arrival do, and separate what a block costs
-# from what a tile costs. On the H200 a block of 128 keys takes {glue:text}`block_v4:.2f` µs of an
+# from what a tile costs. In bursts on the H200 a block of 128 keys takes {glue:text}`block_v4:.2f` µs of an
 # SM, {glue:text}`block_v2:.2f` in v2. But each tile also pays a fixed {glue:text}`fixed_v4:.1f` µs:
 # with one CTA per SM, nothing hides its prologue and epilogue.
 # :::
@@ -54,7 +54,7 @@ ideal = 4 * 128**3 * 132 / peak / 1e6  # of a block, in µs of an SM
 chapter.figure(
     charts.lines(
         on_sm.div(on_sm.index, axis=0), xlabel="blocks of 128 keys in a tile",
-        ylabel="µs of an SM per block", highlight=[V2, V4], ceiling=ideal,
+        ylabel="µs of an SM per block, in bursts", highlight=[V2, V4], ceiling=ideal,
         names={V2: "v2", V4: "v4", "cudnn": "cuDNN (softmax)"},
     ),
     measured=chapter.rows("forward/results", workload=FULL.values(), impl=[V2, V4, "cudnn"]),
@@ -285,7 +285,7 @@ listed = {
 built = studies.compiled(listed, ("HGMMA", "UTMALDG", "USETMAXREG"))
 
 # %% tags=["remove-input"]
-chapter.table(built, modelled="compiled for sm_90a when this page was built; registers at launch")
+chapter.table(built, compiled="compiled for sm_90a when this page was built; registers at launch")
 assert list(built["spilled (B)"] > 0) == [True, False, False, True], "the text says so"
 
 # %% [markdown]

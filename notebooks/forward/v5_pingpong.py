@@ -11,7 +11,7 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will software-pipeline a consumer loop by half an iteration, read in the emulator what that
-# hides, and find in the SASS what the compiler made of it. On the H200, v5 takes
+# hides, and find in the SASS what the compiler made of it. In bursts on the H200, v5 takes
 # {glue:text}`full_min:.2f` to {glue:text}`full_max:.2f` times the time of v4 on full batches.
 # :::
 
@@ -44,7 +44,7 @@ chapter.glue(full_min=full.min(), full_max=full.max(), half=half)
 # |   The ladder up to v5 on gdpa-self-full-1024, forward, kernel alone.
 # | alt: >
 # |   Horizontal bars of TFLOP/s. v5 is a little longer than v4 and v2; cuDNN is longer still.
-chapter.ladder(V5, "gdpa-self-full-1024")
+chapter.ladder(V5)
 
 # %% [markdown]
 # ## What changes

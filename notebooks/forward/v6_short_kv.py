@@ -12,7 +12,7 @@
 #
 # :::{admonition} In this chapter (25 minutes)
 # You will make a warp-specialized kernel persistent, pipeline it across tiles, and tell a gap worth
-# closing from one that is already filled. On the H200 persistent CTAs (`v6a_persistent`) run at
+# closing from one that is already filled. In bursts, persistent CTAs (`v6a_persistent`) run at
 # {glue:text}`stay_min:.2f` to {glue:text}`stay_max:.2f` times the rate of v5 on full batches, up to
 # {glue:text}`stay_half:.1f` times on half-full ones. The others stay within noise.
 # :::
@@ -54,7 +54,7 @@ stay, stream, short = (steps[name] for name in steps)
 # |   batches, and falls toward 1 with 2,048 keys. The other two steps stay near 1.
 shown = steps[~steps.index.str.contains("dense|cross-full-256")]
 chapter.figure(
-    charts.dots(shown, xlabel="rate / rate of the step before", colours=RUNG_COLOURS[1:4]),
+    charts.dots(shown, xlabel="rate / rate of the step before, in bursts", colours=RUNG_COLOURS[1:4]),
     measured=chapter.rows("forward/results", impl=[V5, V6A, V6B, V6], direction="forward"),
 )
 

@@ -12,9 +12,10 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will move a factor out of a sum, compute in pairs of bf16 that survive the compiler, and find
-# where the cycles went by asking the GPU for its clock. On the published workloads v7 runs at
-# {glue:text}`gain_min:.2f` to {glue:text}`gain_max:.2f` times the rate of v6, and on
-# gdpa-self-full-2048 at a lower clock.
+# where the cycles went by asking the GPU for its clock. Back to back v7 runs at
+# {glue:text}`loop_min:.2f` to {glue:text}`loop_max:.2f` times the rate of v6, in bursts at
+# {glue:text}`gain_min:.2f` to {glue:text}`gain_max:.2f` times, and on gdpa-self-full-2048 at a lower
+# clock.
 # :::
 
 # %%
@@ -42,17 +43,19 @@ chapter = Chapter("forward/v7_packed", mode=mode, device=device, data_dir=data_d
 V6, V7, LONGEST = "v6_short_kv", "v7_packed", "gdpa-self-full-2048"
 us = chapter.times("forward/results", direction="forward").filter(like="gdpa-", axis=0)
 gain = (us[V6] / us[V7]).dropna()
-assert (gain > 1).all(), "the text says that v7 is the faster kernel everywhere"
-chapter.glue(gain_min=gain.min(), gain_max=gain.max())
+loops = chapter.times("measuring/power_wall", direction="forward", scope="sustained")
+loops = (loops[V6] / loops[V7]).dropna()
+assert min(gain.min(), loops.min()) > 1, "the text says that v7 is the faster kernel everywhere"
+chapter.glue(gain_min=gain.min(), gain_max=gain.max(), loop_min=loops.min(), loop_max=loops.max())
 
 # %% tags=["remove-input"]
 # | name: fig-v7-ladder
 # | caption: >
-# |   The ladder up to v7 on gdpa-self-full-2048, forward, kernel alone.
+# |   The ladder up to v7 on gdpa-self-full-1024, forward, kernel alone.
 # | alt: >
 # |   Horizontal bars of TFLOP/s for v1 to v7 and the peers, with the dashed line of the roofline.
 # |   v7 is the longest bar of the rungs.
-chapter.ladder(V7, LONGEST)
+chapter.ladder(V7)
 
 # %% [markdown]
 # ## What changes
@@ -98,7 +101,7 @@ count["for a score"] = (count[ARITHMETIC].sum(axis=1) - OUTPUT) / count["MUFU"] 
 # %% tags=["remove-input"]
 chapter.table(
     count.drop(columns=["registers", "serialised"]).round(1).reset_index(),
-    modelled="nvdisasm of kernels compiled for sm_90a when this page was built",
+    compiled="nvdisasm of kernels compiled for sm_90a when this page was built",
 )
 assert count["MUFU"].nunique() == 1, "the text says so"
 chapter.glue(per_v6=count["for a score"]["v6"], per_v7=count["for a score"]["v7"])

@@ -114,8 +114,8 @@ chapter.table(standings.shown(best["forward"]), measured=rows["forward"])
 #
 # ## A mask costs most where it does nothing
 #
-# A block that all rows of a tile see needs no mask. A comparison and a selection for each score are
-# about 190 of the 430 instructions of a block, so v8 asks first:
+# A block that all rows of a tile see needs no mask. A mask is a comparison and a selection for each
+# score, so v8 asks first:
 
 # %% tags=["remove-input"]
 chapter.code(v8.begin, "    x = s if", "    t = 0")

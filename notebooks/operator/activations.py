@@ -243,7 +243,7 @@ chapter.glue(
     mufu=cost["MUFU, % of MMA time"]["silu"], erf=by_erf,
     erf_slots=100 * (by_erf / sequences.ISSUE_RATE) / (4 * 128 / 4096),
 )  # fmt: skip
-chapter.table(cost.reset_index(names="activation"), modelled="counts of the compiled instructions")
+chapter.table(cost.reset_index(names="activation"), compiled="counts of the compiled instructions")
 
 # %% [markdown]
 # One MUFU per score is {glue:text}`mufu:.0f` % of the tensor cores' time on Hopper, hidden if the

@@ -151,7 +151,7 @@ apart = pd.DataFrame(apart)
 bf16, fp32 = ([f"{kind}, {dtype}" for kind in MADE] for dtype in ("bf16", "fp32"))
 chart = charts.curves(apart.clip(lower=1e-8), xlabel="step", ylabel="relative difference",
                       highlight=bf16, lowest=1e-8)  # fmt: skip
-chapter.figure(chart, emulated="bf16 by the emulator, fp32 by PyTorch on a CPU", data=apart)
+chapter.figure(chart, emulated="bf16", computed="fp32 by PyTorch on a CPU", data=apart)
 text = "Over 40 steps in fp32 losses differ by less than 0.01 %, in millionths:"
 chapter.predict(text, 1e6 * apart[fp32].max().max(), most=100, form=".1f")
 text = "Over 12 steps in bf16, by emulated kernels, by less than 3 %."
@@ -254,7 +254,7 @@ curve = pd.DataFrame({name: found - true_losses for name, (_, found) in trained.
 chart = charts.curves(curve.rolling(20).mean(), xlabel="batch of 64 users", ylabel="excess loss",
                       highlight=["sums", "averages"],
                       levels={"shares": best["shares"] - best["counts"]})  # fmt: skip
-chapter.figure(chart, emulated="trained on a CPU in fp32", data=curve)
+chapter.figure(chart, computed="trained on a CPU in fp32", data=curve)
 
 # %% [markdown]
 # The model of sums ends {glue:text}`excess_sums:.3f` above the best loss on 4,000 new users, about
@@ -312,7 +312,7 @@ naive["gdpa, jagged"] = judged(whole, alone)
 # %% tags=["remove-input"]
 columns = ["depends on the batch", "user without history", "gradients"]
 table = pd.DataFrame(naive, index=columns).T
-chapter.table(table.reset_index(names="pooling with"), emulated="fp32 on a CPU")
+chapter.table(table.reset_index(names="pooling with"), computed="fp32 on a CPU")
 
 # %% [markdown]
 # - *No mask*: a projection has a bias, so padded keys and values are not zeros, and a user's result

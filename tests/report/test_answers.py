@@ -73,6 +73,7 @@ def test_a_measured_claim_names_what_was_compared(found):
         ({"status": "measured", "ours": 12.0, "stale": True}, "2.08× → 12.0× (stale)"),
         ({"status": "open"}, "2.08× → open"),
         ({"status": "refuted_by_arithmetic"}, "2.08× → refuted"),
+        ({"status": "not_comparable"}, "2.08× → not comparable"),
     ],
     ids=str,
 )

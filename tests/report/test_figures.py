@@ -154,9 +154,9 @@ def test_times_of_whole_ops_and_of_variants_are_not_drawn(table):
     assert all(len(c.lines[0].get_ydata()) == 4 for c in axis.containers)
 
 
-def test_the_ladder_shows_rungs_in_order_then_baselines_and_colours_one(bursts):
+def test_the_ladder_shows_rungs_in_order_then_baselines_and_colours_one(table):
     rungs = ["v0_eager", "v1_tiled", "v2_tma"]
-    (axis,) = figures.figure_ladder(bursts, LADDER, rungs, "v1_tiled").axes
+    (axis,) = figures.figure_ladder(table, LADDER, rungs, "v1_tiled").axes
     names = [label.get_text() for label in axis.get_yticklabels()]
     assert names == [*rungs, "compiled (activation)", "fa2 (softmax)"]
     colours = {c.patches[0].get_facecolor() for c in axis.containers if hasattr(c, "patches")}
@@ -164,12 +164,12 @@ def test_the_ladder_shows_rungs_in_order_then_baselines_and_colours_one(bursts):
     assert axis.get_xlim()[0] == 0
     assert "roofline 790" in texts(axis)
     with pytest.raises(ValueError, match="highlight must be one of"):
-        figures.figure_ladder(bursts, LADDER, rungs, "v3_persistent")
+        figures.figure_ladder(table, LADDER, rungs, "v3_persistent")
 
 
-def test_the_ladder_keeps_failed_rungs(bursts):
-    kept = bursts[bursts["impl"] != "v0_eager"]
-    table = pd.concat([kept, frame(failed(LADDER, "v0_eager")).assign(scope="kernel")])
+def test_the_ladder_keeps_failed_rungs(table):
+    kept = table[table["impl"] != "v0_eager"]
+    table = pd.concat([kept, frame(failed(LADDER, "v0_eager"))])
     (axis,) = figures.figure_ladder(table, LADDER, ["v0_eager", "v1_tiled"], "v1_tiled").axes
     assert "failed: out of memory" in texts(axis)
 
@@ -257,7 +257,7 @@ def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path
     assert "commit <code>0123456789</code> with local changes" in line
     assert '<a href="../../figures/ladder-v1.csv">' in line
     assert "stale" not in line
-    assert page.provenance([run.id], data_dir=folder).data in line.replace(
+    assert page.provenance([run.id], data_dir=folder).data in line.replace("; timed back to back", "").replace(
         ' <a href="../../figures/ladder-v1.csv">Data of this figure (CSV)</a>.', ""
     )
 
