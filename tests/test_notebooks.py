@@ -68,3 +68,17 @@ def test_no_line_of_text_is_taken_for_a_comment(page):
     prose = [cell for cell in cells if cell.startswith(" [markdown]")]
     lines = [line for cell in prose for line in cell.splitlines()[1:]]
     assert [line for line in lines if re.match(r"#\s*%", line)] == []
+
+
+EXHIBIT = re.compile(r"(# \| name: \S+\n(?:# \|[^\n]*\n)+)(.*?)(?=\n# %%|\Z)", re.S)
+# Lengths, head sizes, fills and lines at a fixed value describe an axis; all else was measured.
+OF_AN_AXIS = {"0", "1", "32", "64", "100", "128", "256", "512", "1,024", "2,048", "8000", "0.5", "0.7"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_no_text_for_a_measured_picture_types_what_was_measured(page):
+    for head, code in EXHIBIT.findall(page.read_text(encoding="utf-8")):
+        alt = " ".join(line[4:].strip() for line in head.partition("# | alt:")[2].splitlines())
+        if "measured=" in code or "chapter.ladder" in code or "redrawn" in code:
+            numbers = set(re.findall(r"(?<![\w.,-])\d[\d,.]*\d|(?<![\w.,-])\d(?![\w-])", alt))
+            assert numbers <= OF_AN_AXIS, alt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,18 +27,18 @@ CSV_DIR = records.ROOT / "book" / "extra" / "figures"
 def provenance(
     rows: pd.DataFrame | Sequence[str], csv: str | None = None, *, data_dir: Path = records.DATA_DIR
 ) -> Markdown:
-    """The line under a measured figure: machine, date, commit, records, data, and a stale warning.
+    """The line under a measured figure: machine, date, commit, records, data, how rows were timed and
+    the matmul of that record and scope, which shares are of, and a stale warning.
 
     `rows`: the rows of `results.table` that were drawn, or ids of records. `csv`: the name given to
     `save_csv`. Paths are relative to a page of book/executed/<part>. RecordError if a record is
     missing.
     """
     stale: list[str] = []
-    ids, timed = list(rows), ""
+    ids, scopes = list(rows), {}
     if isinstance(rows, pd.DataFrame):
-        ids = list(dict.fromkeys(rows["record"]))
-        scopes = [text for scope, text in results.TIMED.items() if (rows["scope"] == scope).any()]
-        timed = f"; timed {' and '.join(scopes)}" if scopes else ""
+        scopes = rows.groupby("record", sort=False)["scope"].agg(set)
+        ids = list(scopes.index)
         stale = sorted(set(rows["impl"][rows["stale"]]))
     if not ids:
         raise ValueError("rows must name at least one record, got none")
@@ -54,7 +54,7 @@ def provenance(
         runs.append(
             f"{_link(f'data/systems/{run.system}.json', machine.gpu or run.system)}, "
             f"{html.escape(run.created[:10])}, {commit}, "
-            f"record {_link(f'data/records/{name}.json', name)}"
+            f"record {_link(f'data/records/{name}.json', name)}{_timed(run, scopes.get(name, ()))}"
         )
     warning = ""
     if stale:
@@ -63,7 +63,16 @@ def provenance(
             + ", ".join(f"<code>{html.escape(impl)}</code>" for impl in stale)
             + " has changed since: <code>make measure</code> records it again.</span>"
         )
-    return _provenance("measured", "; ".join(runs) + timed + "." + warning, csv)
+    return _provenance("measured", "; ".join(runs) + "." + warning, csv)
+
+
+def _timed(run: records.Record, scopes: Collection[str]) -> str:
+    parts = []
+    for scope in (scope for scope in results.TIMED if scope in scopes):
+        limit = results.ceilings(run, scope)
+        under = f" (matmul {limit.tflops:.0f} TFLOP/s)" if limit else ""
+        parts.append(f"{results.TIMED[scope]}{under}")
+    return f", timed {' and '.join(parts)}" if parts else ""
 
 
 def source(kind: str, text: str, csv: str | None = None) -> Markdown:

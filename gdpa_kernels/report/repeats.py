@@ -11,6 +11,7 @@ import pandas as pd
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring.record import Record
+from gdpa_kernels.measuring.roofline import Ceilings
 
 KEY = ["workload", "impl", "config", "source"]
 """What makes two forward rows of different records the same kernel."""
@@ -66,6 +67,27 @@ def repeated(runs: Sequence[Record]) -> pd.DataFrame:
     found = found[found.groupby(KEY)["record"].transform("nunique") > 1]
     fastest = found.groupby(KEY)["time_us_p50"].transform("min")
     return found.assign(slower=100 * (found["time_us_p50"] / fastest - 1))
+
+
+def ceilings(runs: Sequence[Record]) -> pd.DataFrame:
+    """What the newest of `runs` of each chapter measured as ceilings, by chapter: matmul in bursts
+    and back to back (TFLOP/s), the SM clock then (MHz), and the copy with one byte read for each
+    written (GB/s). NaN where a record has none."""
+    newest = {run.chapter.removeprefix("notebooks/").removesuffix(".py"): run for run in runs}
+    found = {}
+    for chapter, run in newest.items():
+        limits = {scope: Ceilings.measured(run.ceilings, scope) for scope in ("kernel", "sustained")}
+        if not any(limits.values()):
+            continue
+        loops = [c.load for c in run.ceilings if c.scope == "sustained" and c.kind == "matmul"]
+        found[chapter] = {
+            "matmul, burst": limits["kernel"].tflops if limits["kernel"] else np.nan,
+            "matmul, back to back": limits["sustained"].tflops if limits["sustained"] else np.nan,
+            "clock (MHz)": loops[0].sm_clock_mhz if loops else np.nan,
+            "copy 1:1, burst (GB/s)": limits["kernel"].copies[0][1] if limits["kernel"] else np.nan,
+            "record": run.id,
+        }
+    return pd.DataFrame(found).T.infer_objects().rename_axis("chapter")
 
 
 def ratios(found: pd.DataFrame) -> pd.DataFrame:

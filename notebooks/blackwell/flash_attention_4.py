@@ -76,8 +76,8 @@ short = rates.loc[[of_batch(SHORT, batch).name for batch in BATCHES]].set_axis(B
 # |   Rate by number of sequences of 256 queries and 256 keys, forward, kernel alone on one H200.
 # |   FA4 on ragged batches: each program walks over the batch, or looks its sequence up.
 # | alt: >
-# |   A line chart over batches from 36 to 4,608 sequences. v8, cuDNN, FA4 dense and FA4 with lookup
-# |   rise and stay level. FA4 with the walk falls from 205 at 144 sequences to 28 at 4,608.
+# |   A line chart over the number of sequences. v8, cuDNN, FA4 dense and FA4 with lookup rise and
+# |   stay level. FA4 with the walk rises, then falls lower than it began.
 chapter.figure(
     charts.lines(short, xlabel="sequences", ylabel="TFLOP/s", highlight=[WALK, LOOKUP, "v8"]),
     measured=rows[rows["workload"].str.startswith(SHORT.name)],

@@ -122,7 +122,7 @@ shown = shown.loc[[*RUNGS, *shown.index.difference(RUNGS)], list(DIRECTIONS)]
 # |   both back to back.
 # | alt: >
 # |   A dot plot, two marks a row, forward and backward. The rungs climb toward the dashed line at
-# |   100: v1 is on it forward, v3 near 92 backward. The peers lie near 60 and below.
+# |   100: v1 is on it forward, v3 a little below backward. The peers lie far below.
 chapter.figure(
     charts.dots(
         shown, xlabel="% of the rate of a copy", baseline=100,
@@ -211,8 +211,8 @@ old = bars.groupby("direction")["speedup_vs_fa2_jfa"].agg(["min", "max"])
 # |   over PyTorch's. Right: published for a B200, over the authors', read from bars.
 # | alt: >
 # |   Two charts on one scale. In each, four lines that hardly rise or fall, the two of backward
-# |   above the two of forward. The measured ones lie farther apart, and end at 5000 tokens at fill
-# |   0.7 and at 3000 at fill 1.0; the published ones go to 8000.
+# |   above the two of forward. The measured ones lie farther apart and end where FlashAttention-2
+# |   fails; the published ones go on to 8000 tokens.
 chart = charts.panels(
     panels, xlabel="largest length (tokens)", ylabel="times as fast",
     highlight=["backward, fill 0.7", "forward, fill 0.7"],

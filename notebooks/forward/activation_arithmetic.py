@@ -193,7 +193,7 @@ chapter.table(table.round(4), measured=[chapter.record().id])
 # |   Dotted: the two bounds. `gelu_taylor6` is drawn at the right edge: it has no bound.
 # | alt: >
 # |   Scatter plot of elements a clock over the largest error, logarithmic, in two groups, GELU and
-# |   SiLU. More accurate polynomials are slower. One tanh lies far left at about 15 elements.
+# |   SiLU. More accurate polynomials are slower. One tanh lies far left.
 chapter.figure(
     charts.scatter(
         kinds, xlabel="largest error / |x|", ylabel="elements per clock and SM",

@@ -52,7 +52,7 @@ def _(session):
 # | caption: >
 # |   The ladder up to v1 on gdpa-self-full-1024, forward, kernel alone.
 # | alt: >
-# |   Horizontal bars of TFLOP/s. The bar of v1 is nearly seven times as long as that of v0, longer
+# |   Horizontal bars of TFLOP/s. The bar of v1 is several times as long as that of v0, longer
 # |   than that of FlashAttention-2 and shorter than that of dense cuDNN.
 chapter.ladder(V1)
 
@@ -178,8 +178,8 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 # |   (modelled), and the time of v1 in the same unit (dots, measured).
 # | alt: >
 # |   Sixteen horizontal bars of equal length, divided into three parts. Memory shrinks and the
-# |   tensor cores grow with length. The dots lie between 0.8 and 1.1 of the bars' length, those of
-# |   dense batches of 256 tokens lowest.
+# |   tensor cores grow with length. The dots lie near the ends of the bars, those of dense batches of
+# |   256 tokens lowest.
 share = costs.div(costs.sum(axis=1), axis=0).rename(index=lambda name: name.removeprefix("gdpa-"))
 looks = {"memory": "hollow", "tensor cores": "pale", "activation": "hatched"}
 chart = charts.stacked(share, xlabel="time / sum of costs", looks=looks, marks=relative, hue=V1)
@@ -226,8 +226,8 @@ chapter.glue(
 # |   Time of eight tile shapes (BLOCK_M x BLOCK_N x warps x stages), relative to the best, on three
 # |   workloads; in brackets the warp groups that an SM holds.
 # | alt: >
-# |   A dot plot with eight rows. v1 is fastest at 128 by 32 with eight warps and four warp groups
-# |   on an SM; 64 by 128 with a single one takes about twice as long.
+# |   A dot plot with eight rows. v1 is fastest at 128 by 32 with eight warps and two programs on an
+# |   SM; 64 by 128 with a single one takes longest.
 for shapes in (best.groupby(groups)[name] for name in best):
     assert (shapes.min().iloc[:-1].values > shapes.max().iloc[1:].values).all(), "ordered by groups"
 chart = charts.dots(best.rename(lambda s: f"{s} ({groups[s]})"), xlabel="time / best of v1")

@@ -55,7 +55,7 @@ chapter.glue(
 # |   alone.
 # | alt: >
 # |   A dot plot with a row for each of eight shapes and a mark for each of three workloads. All
-# |   marks lie right of 1, those of 128x64x4x2 furthest, at up to 1.3.
+# |   marks lie right of 1, those of 128x64x4x2 furthest.
 chapter.figure(charts.dots(gain, xlabel="time of v1 / time of v2, in bursts"), measured=sweep)
 
 # %% [markdown]

@@ -68,7 +68,7 @@ def _(session):
 # |   Time of v3 divided by the time of v2 with the same tile, forward, kernel alone. Three orders
 # |   of the list on 264 programs. The last five workloads have real lengths.
 # | alt: >
-# |   Dots for each workload. On uniform lengths the orders lie between 1.00 and 1.10. On real
+# |   Dots for each workload. On uniform lengths the orders lie at 1 or a little above. On real
 # |   lengths zigzag and longest_first lie below 1 for four laws, and valid above 1.
 times = chapter.times(columns="variant", variant=None)
 times.index = times.index.str.removeprefix("gdpa-self-")

@@ -103,7 +103,7 @@ EACH = [*sorted(FULL, key=lambda name: -workload(name).max_seqlen_q), CROSS, *HA
 # |   Dashed: a matmul of 8,192, burst (right) and back to back (left).
 # | alt: >
 # |   A dot plot over eight workloads. Each hollow mark lies left of its filled mark, by a tenth to
-# |   a sixth. v8 lies right of the peer in both. Two dashed lines, near 673 and 788 TFLOP/s.
+# |   a sixth. v8 lies right of the peer in both. Two dashed lines stand right of most marks.
 drawn = {"v8, burst": rates["kernel"][V8], "v8, back to back": rates["sustained"][V8]}
 drawn["best peer, burst"] = rates["kernel"][PEERS].max(axis=1)
 drawn["best peer, back to back"] = rates["sustained"][PEERS].max(axis=1)
@@ -185,8 +185,8 @@ chapter.glue(
 # |   Clock over rate, back to back, all workloads, both directions. Dashed: the rate of tensor
 # |   cores that never pause; nothing can lie below it.
 # | alt: >
-# |   A scatter falling from 1,980 MHz at 200 TFLOP/s to about 1,400 MHz at 600. Ours and peers
-# |   follow one band. Two marks of v8 lie near the dashed line, one of them below it.
+# |   A scatter that falls: the higher the rate, the lower the clock. Ours and peers follow one band.
+# |   Two marks of v8 lie near the dashed line, one of them below it.
 ours = ~load["impl"].isin([V8, *PEERS])
 groups = {"v8": of_v8, "peers": load[load["impl"].isin(PEERS)], "our other kernels": load[ours]}
 chart = energy.clocks(groups, busy=units.H200.sms * units.H200.flops / 1e6)
@@ -205,8 +205,8 @@ chapter.figure(chart, measured=load)
 # |   v8 forward under the roofline of bursts: a mark for the burst, a line down to the rate back to
 # |   back. Dotted: the matmul back to back. Copies have one slope, burst or not.
 # | alt: >
-# |   A roof with a flat top at 788 and a dotted line at 673 TFLOP/s. Marks of v8 at high intensity
-# |   lie between the two, and their lines end below the dotted one.
+# |   A roof with a flat top and a dotted line below it. Marks of v8 at high intensity lie between the
+# |   two, and their lines end below the dotted one.
 families = {s: text for s, text in drawings.FAMILIES.items() if s and "dense" not in s}
 roof = pd.DataFrame({"high": rates["kernel"][V8], "low": rates["sustained"][V8]}).loc[EACH]
 roof["intensity"] = of_v8["flops"] / of_v8["bytes"]
@@ -325,8 +325,8 @@ samples = workload(FULL[0]).flops("forward") / samples.set_axis(range(1, 31)) / 
 # | caption: >
 # |   v8's burst at 1,024 tokens, taking turns with seven kernels or none. Dashed: back to back.
 # | alt: >
-# |   Three curves over thirty samples. In company: near 690 TFLOP/s but for one dip. Alone: falling
-# |   in steps from 695 to 640. With gelu, alone: near 690 for eighteen samples, then 610.
+# |   Three curves over thirty samples. In company: level but for one dip. Alone: falling in steps.
+# |   With gelu, alone: level for more than half of the samples, then a fall.
 chart = charts.curves(samples, xlabel="sample", ylabel="TFLOP/s", highlight=list(shown),
                       levels={"back to back": rate[FULL[0]]})  # fmt: skip
 chapter.figure(chart, data=samples.reset_index(names="sample"), measured=[made.id])

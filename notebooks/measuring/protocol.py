@@ -84,7 +84,7 @@ us, rate, relative, low, high = (found[column].unstack().loc[shown] for column i
 # |   batch (logarithmic). Bars from p20 to p80.
 # | alt: >
 # |   A row for each protocol, two marks a row. Most lie close to one. Without lead and warm-up the
-# |   small batch of length 256 falls to a quarter. The host clock lies above six and above sixty.
+# |   small batch of length 256 lies far left. The host clock lies far right.
 run = chapter.record()
 chart = charts.dots(
     relative, xlabel="apparent rate / ours", low=low, high=high,
@@ -196,8 +196,8 @@ short = worst[worst["time_us"] < 2000]["slower"]
 # | caption: >
 # |   The same kernel in several records of one machine: its slowest record relative to its fastest.
 # | alt: >
-# |   A scatter over time. Short kernels stay below three percent, and so does v0 up to nearly 100
-# |   ms. Some kernels of full self-attention at 1,024 and 2,048 reach about ten percent.
+# |   A scatter over time. Short kernels stay low, and so does v0 at any length. Some kernels of full
+# |   self-attention at 1,024 and 2,048 lie several times as high.
 kind = worst["impl"].eq("v0_eager").map({True: "v0, waiting for memory", False: "others"})
 points = worst[["time_us", "slower"]].set_axis(worst["impl"].where(worst["slower"] > 6, ""))
 groups = dict(list(points.groupby(kind.to_numpy())))
@@ -232,6 +232,29 @@ chapter.predict(
 )  # fmt: skip
 
 # %% [markdown]
+# ### Which ceilings there are
+#
+# Every record measures its own ceilings in each scope that it has, and a share of the
+# {term}`roofline` is one of those: the line under a figure names the matmul. The newest record of
+# each chapter that ran {term}`back to back <sustained scope>`, by date:
+
+# %%
+limits = repeats.ceilings(runs)
+loops = limits.dropna().sort_values("record")
+chapter.table(loops.drop(columns="record").round(0).reset_index(), data=limits.reset_index(),
+              measured=list(loops["record"]))  # fmt: skip
+for name, values in {"burst": limits["matmul, burst"], "loop": loops["matmul, back to back"],
+                     "copy": limits["copy 1:1, burst (GB/s)"]}.items():  # fmt: skip
+    chapter.glue(**{f"{name}_low": values.min(), f"{name}_high": values.max(),
+                    f"{name}_spread": 100 * (values.max() / values.min() - 1)})  # fmt: skip
+
+# %% [markdown]
+# In bursts all records have {glue:text}`burst_low:.0f` to {glue:text}`burst_high:.0f` TFLOP/s,
+# {glue:text}`burst_spread:.1f` % apart: how far into a burst the power limit acts depends on what
+# ran before. Back to back it is {glue:text}`loop_low:.0f` to {glue:text}`loop_high:.0f`
+# ({glue:text}`loop_spread:.1f` %): the limit over the energy of a FLOP, which follows temperature
+# and voltage. Copies stay within {glue:text}`copy_spread:.1f` %.
+#
 # ## The surprise
 #
 # The protocol removes the effects of caches, launches and the host. What remained was the power

@@ -130,7 +130,7 @@ gain = 100 * (rates["zeros"] / rates["random"] - 1)
 # |   Square bf16 matmuls by size, of random numbers and of zeros: the same instructions. Dashed:
 # |   the ceiling of this record, a matmul of 8,192.
 # | alt: >
-# |   Two lines over a logarithmic size axis. Both rise steeply from 1024 to 4096 and level off near
+# |   Two lines over a logarithmic size axis. Both rise steeply at first and level off near
 # |   the dashed ceiling, zeros above random numbers.
 chart = charts.lines(
     rates, xlabel="size of the square matrices", ylabel="TFLOP/s",

@@ -257,7 +257,7 @@ def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path
     assert "commit <code>0123456789</code> with local changes" in line
     assert '<a href="../../figures/ladder-v1.csv">' in line
     assert "stale" not in line
-    assert page.provenance([run.id], data_dir=folder).data in line.replace("; timed back to back", "").replace(
+    assert page.provenance([run.id], data_dir=folder).data in line.replace(", timed back to back", "").replace(
         ' <a href="../../figures/ladder-v1.csv">Data of this figure (CSV)</a>.', ""
     )
 

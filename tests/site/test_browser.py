@@ -1,5 +1,6 @@
 """The built pages in a browser, from the disk: wide and narrow, light and dark."""
 
+import json
 import re
 import shutil
 from itertools import product
@@ -25,6 +26,25 @@ KNOWN_ERRORS = re.compile(
 )
 SIZES = {"desktop": {"width": 1280, "height": 900}, "phone": {"width": 390, "height": 844}}
 SCHEMES = ("light", "dark")
+
+LEAST_CONTRAST = 4.5
+"""Of text on its background, WCAG 2.2, level AA."""
+CONTRASTS = """selector => [...document.querySelectorAll(selector)].filter(e => e.checkVisibility())
+.map(element => {
+  const rgba = colour => colour.match(/[\\d.]+/g).map(Number);
+  const luminance = ([r, g, b]) => [r, g, b].map(x => x / 255)
+    .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, x, i) => sum + [0.2126, 0.7152, 0.0722][i] * x, 0);
+  let behind = element, ground = [0, 0, 0, 0];
+  for (; behind && ground[3] === 0; behind = behind.parentElement) {
+    ground = rgba(getComputedStyle(behind).backgroundColor);
+    if (ground.length === 3) ground.push(1);
+  }
+  const pair = [rgba(getComputedStyle(element).color), ground].map(luminance).sort((a, b) => b - a);
+  return [element.className + ' ' + element.textContent.slice(0, 40),
+          (pair[0] + 0.05) / (pair[1] + 0.05)];
+})"""
+READ = "p.provenance, p.provenance a, p.provenance .stale, .admonition p, .admonition-title"
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the PATH")
 
@@ -68,6 +88,7 @@ def test_page_renders(site, page_name, tab, request):
         tab.wait_for_function(f"document.documentElement.dataset.theme === '{scheme}'")
         too_wide = f"{size}: the page scrolls sideways"
         assert tab.evaluate("document.documentElement.scrollWidth") <= viewport["width"], too_wide
+        assert [x for x in tab.evaluate(CONTRASTS, READ) if x[1] < LEAST_CONTRAST] == []
         if folder:
             name = f"{page_name.removesuffix('.html').replace('/', '-')}-{size}-{scheme}.png"
             tab.screenshot(path=Path(folder) / name, full_page=True)
@@ -99,3 +120,22 @@ def test_one_search_field(site, tab, size):
     open_page(tab, site / "index.html")
     fields = tab.locator("input[type=search], .search-button-field, .search-button__button")
     assert sum(field.is_visible() for field in fields.all()) == 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_origins_and_warnings_can_be_read(tab, tmp_path, scheme):
+    """With the styles of the theme and ours; no page of the book need have a stale figure."""
+    import pydata_sphinx_theme
+
+    theme = Path(pydata_sphinx_theme.__file__).parent / "theme/pydata_sphinx_theme/static/styles"
+    styles = [theme / "theme.css", theme / "pydata-sphinx-theme.css"]
+    styles.append(Path(__file__).resolve().parents[2] / "book" / "assets" / "book.css")
+    links = "".join(f'<link rel="stylesheet" href={json.dumps(x.as_uri())}>' for x in styles)
+    line = '<p class="provenance">measured: <a href="#">a GPU</a> <span class="stale">Old.</span></p>'
+    box = '<div class="admonition warning"><p class="admonition-title">Note</p><p>Text.</p></div>'
+    page = tmp_path / "page.html"
+    page.write_text(f'<html data-theme="{scheme}"><head>{links}</head><body>{line}{box}</body></html>')
+    tab.goto(page.as_uri(), wait_until="load")
+    found = tab.evaluate(CONTRASTS, READ)
+    assert len(found) == 5
+    assert [x for x in found if x[1] < LEAST_CONTRAST] == []
