@@ -10,16 +10,20 @@ The gradients of dO need nothing but Q, K and V:
     dV = P^T dO,   dP = dO V^T,   dS = P * (dP - rowsum(P * dP)),
     dQ = scale dS K,   dK = scale dS^T Q,
 
-rotated back by the transpose. Every step is done in the dtype of the arguments: fp64
-tensors make this the oracle, bf16 tensors make it the honest low-precision baseline that the error
-budget of `testing` is computed from. No kernel imports this.
+rotated back by the transpose. `forward` and `backward` compute in fp32, in fp64 of fp64 tensors,
+and round once, beside q, k and v after a rotation: fp64 tensors make them the oracle.
+`forward_in_dtype` and `backward_in_dtype` do every step in the dtype of the arguments: the honest
+low-precision baseline that the error budget of `testing` is computed from. No kernel imports this.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+
+from gdpa_kernels.gdpa.reference import wide
 
 if TYPE_CHECKING:
     from gdpa_kernels.block_attention.batch import Batch
@@ -89,8 +93,36 @@ def _rotated(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q, k, rotate(batch.v, *batch.rotary) if batch.rotate_v else batch.v
 
 
+def _widened(batch: Batch) -> Batch:
+    """A batch that needs no rotation: q, k and v rotated and rounded to their dtype before."""
+    turns = None if batch.rotary is None else tuple(wide(turn) for turn in batch.rotary)
+    tensors = {name: wide(getattr(batch, name)) for name in "qkv"}
+    turned = _rotated(replace(batch, **tensors, rotary=turns))
+    q, k, v = (wide(x.to(batch.dtype)) for x in turned)
+    return replace(batch, q=q, k=k, v=v, rotary=None, rotate_v=False)
+
+
 def forward(batch: Batch) -> tuple[torch.Tensor, tuple[()]]:
-    """The output, `[total, num_heads, head_dim]`, and what backward needs of it: nothing."""
+    """The output, `[total, num_heads, head_dim]`, rounded once, and what backward needs of it:
+    nothing."""
+    return forward_in_dtype(_widened(batch))[0].to(batch.dtype), ()
+
+
+def backward(
+    grad_out: torch.Tensor, batch: Batch, saved: tuple[()] = ()
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k, v, rounded once; dk and dv are sums over the query heads of a
+    group."""
+    dq, dk, dv = backward_in_dtype(wide(grad_out), _widened(batch))
+    if batch.rotary is not None:
+        turns = tuple(wide(turn) for turn in batch.rotary)
+        dq, dk = rotate_transposed(dq, *turns), rotate_transposed(dk, *turns)
+        dv = rotate_transposed(dv, *turns) if batch.rotate_v else dv
+    return tuple(x.to(batch.dtype) for x in (dq, dk, dv))
+
+
+def forward_in_dtype(batch: Batch) -> tuple[torch.Tensor, tuple[()]]:
+    """`forward` by PyTorch's operators in the dtype of the arguments, rounded in every step."""
     tokens = tokens_of_blocks(batch.cu_seqlens, batch.block_size)
     q, k, v = _rotated(batch)
     q_b, k_b, v_b = _gather(q, tokens), *(_gather(x, tokens, batch.group) for x in (k, v))
@@ -98,10 +130,10 @@ def forward(batch: Batch) -> tuple[torch.Tensor, tuple[()]]:
     return _scatter(p @ v_b, tokens, batch.total), ()
 
 
-def backward(
+def backward_in_dtype(
     grad_out: torch.Tensor, batch: Batch, saved: tuple[()] = ()
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k, v; dk and dv are sums over the query heads of a group."""
+    """`backward` by PyTorch's operators in the dtype of the arguments, rounded in every step."""
     tokens = tokens_of_blocks(batch.cu_seqlens, batch.block_size)
     q, k, v = _rotated(batch)
     q_b, k_b, v_b = _gather(q, tokens), *(_gather(x, tokens, batch.group) for x in (k, v))

@@ -27,7 +27,7 @@ _TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
 REFERENCE = Rung(
     "reference",
     "the definition",
-    "One sequence after another, in the dtype of its arguments.",
+    "One sequence after another; in fp32, in fp64 of fp64.",
     None,
     Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
 )
@@ -177,7 +177,7 @@ BLACKWELL_RUNGS: tuple[Rung, ...] = (
 BLOCK_REFERENCE = Rung(
     "reference",
     "the definition",
-    "Whole blocks at once, in the dtype of its arguments.",
+    "Whole blocks at once; in fp32, in fp64 of fp64.",
     None,
     Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
     operator="block_attention",

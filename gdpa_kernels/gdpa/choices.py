@@ -5,7 +5,8 @@ measured workload with GELU the implementations, fastest first. A call takes the
 direction and of its device's compute capability whose head_dim and longest sequences are nearest,
 by their ratios; rows of a head_dim on the same side of 128 come first, since other rungs take those
 over it, then rows of the call's own dtype. Another minor version does not count. Where nothing was
-measured, and after what was, come the implementations that run anywhere (`UNMEASURED`).
+measured, and after what was, come the implementations that run anywhere (`UNMEASURED`). "v0_eager",
+which rounds in every step, takes no call in 16 bits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gdpa_kernels.calling.rankings import Ranking, Shape
 
 PATH = Path(__file__).with_name("choices.csv")
 UNMEASURED = {
-    "forward": ("v2_tma", "v1_tiled", "v0_eager"),
+    "forward": ("v2_tma", "v1_tiled", "v0_eager", "reference"),
     "backward": ("v1_tiled_backward", "reference"),
 }
 COLUMNS = {
@@ -44,11 +45,12 @@ def order(
 ) -> tuple[str, ...]:  # fmt: skip
     """Implementations to try for a call, fastest first; capability None: no GPU."""
     rows = [row for row in load() if row.shape[:2] == (capability, direction)]
-    if not rows:
-        return UNMEASURED[direction]
     call = dtype, head_dim, max_seqlen_q, max_seqlen_k
-    ranked = min(rows, key=lambda row: distance(row.shape, *call)).impls
-    return tuple(dict.fromkeys((*ranked, *UNMEASURED[direction])))
+    ranked = min(rows, key=lambda row: distance(row.shape, *call)).impls if rows else ()
+    found = dict.fromkeys((*ranked, *UNMEASURED[direction]))
+    if dtype in ("bfloat16", "float16"):
+        found.pop("v0_eager", None)
+    return tuple(found)
 
 
 @cache

@@ -14,8 +14,9 @@ Backward, with the gradient dO of the output:
 A pair that does not count adds 0 times finite values. 0 times NaN or infinity is NaN: such a value
 may reach any row of its own sequence, and never another sequence.
 
-Every step is done in the dtype of the arguments: fp64 tensors make this the oracle, bf16 tensors
-make it the honest low-precision baseline that the error budget of `testing` is computed from. No
+`forward` and `backward` compute in fp32, in fp64 of fp64 tensors, and round once: fp64 tensors make
+them the oracle. `forward_in_dtype` and `backward_in_dtype` do every step in the dtype of the
+arguments: the honest low-precision baseline that the error budget of `testing` is computed from. No
 kernel imports this.
 """
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,8 +137,33 @@ def derive_heads(scores: torch.Tensor, activation: tuple[str, ...]) -> torch.Ten
     return torch.stack(heads, dim=-3)
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype that the definition computes in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _widened(batch: Batch) -> Batch:
+    return replace(batch, q=wide(batch.q), k=wide(batch.k), v=wide(batch.v))
+
+
 def forward(batch: Batch) -> torch.Tensor:
-    """The output, `[total_q, num_heads, head_dim]`."""
+    """The output, `[total_q, num_heads, head_dim]`, rounded once."""
+    return forward_in_dtype(_widened(batch)).to(batch.dtype)
+
+
+def backward(
+    grad_out: torch.Tensor, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v, rounded once.
+
+    The gradients of a key head are summed over its query heads, those of a shared q over the batch.
+    """
+    gradients = backward_in_dtype(wide(grad_out).contiguous(), _widened(batch))
+    return tuple(x.to(batch.dtype) for x in gradients)
+
+
+def forward_in_dtype(batch: Batch) -> torch.Tensor:
+    """`forward` by PyTorch's operators in the dtype of the arguments, rounded in every step."""
     q, k, v = batch.q, batch.k, batch.v
     ends_k = batch.cu_seqlens_k.tolist()
     ends_q = batch.cu_seqlens_q.tolist() if batch.cu_seqlens_q is not None else None
@@ -158,13 +184,10 @@ def forward(batch: Batch) -> torch.Tensor:
     return torch.cat(outputs) if outputs else q.new_empty(0, *q.shape[1:])
 
 
-def backward(
+def backward_in_dtype(
     grad_out: torch.Tensor, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k and v.
-
-    The gradients of a key head are summed over its query heads, those of a shared q over the batch.
-    """
+    """`backward` by PyTorch's operators in the dtype of the arguments, rounded in every step."""
     q, k, v, group = batch.q, batch.k, batch.v, batch.group
     ends_k = batch.cu_seqlens_k.tolist()
     ends_q = batch.cu_seqlens_q.tolist() if batch.cu_seqlens_q is not None else None

@@ -198,8 +198,8 @@ class Gdpa(_Checked):
         batch = part.batch()
         batch = replace(batch, **{name: getattr(batch, name).to(dtype) for name in "qkv"})
         if self._direction == "forward":
-            return (gdpa_reference.forward(batch),)
-        return gdpa_reference.backward(part.grad_out.to(dtype), batch)
+            return (gdpa_reference.forward_in_dtype(batch),)
+        return gdpa_reference.backward_in_dtype(part.grad_out.to(dtype), batch)
 
     def ops(self, impl: str) -> dict[str, Call]:
         """By variant the public calls of a rung: checks, schedule, launch; of a backward rung
@@ -330,8 +330,8 @@ class BlockAttention(_Checked):
             tensors["rotary"] = tuple(turn.to(dtype) for turn in part.rotary)
         batch = replace(batch, **tensors)
         if self._direction == "forward":
-            return (reference.forward(batch)[0],)
-        return reference.backward(part.grad_out.to(dtype), batch)
+            return (reference.forward_in_dtype(batch)[0],)
+        return reference.backward_in_dtype(part.grad_out.to(dtype), batch)
 
     def ops(self, impl: str) -> dict[str, Call]:
         """By variant, of which there is one, the whole public call of a rung, or autograd's

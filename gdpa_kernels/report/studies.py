@@ -144,7 +144,7 @@ def comparison(
     """
     with tritonemu.enabled(arch):
         out = module.forward(given, **({} if config is None else {"config": config}))
-    tensors = out, reference.forward(in_fp64(given)), reference.forward(given)
+    tensors = out, reference.forward(in_fp64(given)), reference.forward_in_dtype(given)
     lengths = given.cu_seqlens_q.diff().tolist()
     return compared("length", lengths, *(x.split(lengths) for x in tensors))
 
@@ -190,7 +190,9 @@ def compare_gradients(found: Sequence[torch.Tensor], given: Batch) -> pd.DataFra
     """`compared` for (dq, dk, dv) of `gradient(given)`, and the error in percent of the allowed."""
     grad_out = gradient(given)
     exact = reference.backward(grad_out.double(), in_fp64(given))
-    errors = compared("gradient", GRADIENTS, found, exact, reference.backward(grad_out, given))
+    errors = compared(
+        "gradient", GRADIENTS, found, exact, reference.backward_in_dtype(grad_out, given)
+    )
     share = 100 * errors["largest error"] / errors["allowed"]
     return errors.assign(**{"% of allowed": share}).set_index("gradient")
 

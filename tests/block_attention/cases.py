@@ -132,8 +132,8 @@ def defined(tensors: dict, options: dict, dtype: torch.dtype) -> tuple[torch.Ten
     )
     if dtype == torch.float64 and options["rotary"] is not None:
         options = options | {"rotary": tuple(t.double() for t in options["rotary"])}
-    out = reference.forward(Batch(*others, ends, **options))[0]
-    return out, *reference.backward(grad_out, Batch(*others, ends, **options))
+    out = reference.forward_in_dtype(Batch(*others, ends, **options))[0]
+    return out, *reference.backward_in_dtype(grad_out, Batch(*others, ends, **options))
 
 
 def check(

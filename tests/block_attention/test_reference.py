@@ -55,6 +55,29 @@ def test_gradients_are_those_of_autograd(rotary):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("rotated", (False, True))
+def test_the_definition_rounds_once(dtype, rotated):
+    """After what is rotated first; scores of 200, and gradients that fp16's sums would lose."""
+    q, k, v = (draw(45, 2, 16).mul(size).to(dtype) for size in (12, 12, 1))
+    ends, turns = cu_seqlens([17, 0, 28], "cpu"), (draw(45, 8).to(dtype), draw(45, 8).to(dtype))
+    grad_out, scale = (draw(45, 2, 16) * 100).to(dtype), 0.25
+    batch = Batch(q, k, v, ends, scale, 32, turns if rotated else None)
+    wide = tuple(turn.double() for turn in turns)
+    if rotated:
+        q, k = (reference.rotate(x.double(), *wide).to(dtype) for x in (q, k))
+    exact = Batch(q.double(), k.double(), v.double(), ends, scale, 32)
+    dq, dk, dv = reference.backward(grad_out.double(), exact)
+    if rotated:
+        dq, dk = (reference.rotate_transposed(x, *wide) for x in (dq, dk))
+    wanted = reference.forward(exact)[0], dq, dk, dv
+    found = reference.forward(batch)[0], *reference.backward(grad_out, batch)
+    for result, right in zip(found, wanted, strict=True):
+        assert result.dtype == dtype
+        error, size = (result.double() - right).abs(), right.abs().clamp(min=right.abs().max() / 64)
+        assert (error <= 0.51 * torch.finfo(dtype).eps * size).all()
+
+
 def test_a_block_is_attention_of_its_own():
     q, k, v = (draw(80, 2, 16) for _ in range(3))
     out = reference.forward(Batch(q, k, v, cu_seqlens([30, 50], "cpu"), block_size=32, scale=0.25))[

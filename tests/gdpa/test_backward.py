@@ -64,7 +64,7 @@ def gradients(impl: str, call: dict, **more) -> tuple[torch.Tensor, ...]:
 def defined(call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv) of the definition, computed in `dtype`."""
     cast = {name: x.to(dtype) if name in TENSORS else x for name, x in call.items()}
-    return reference.backward(cast["grad_out"], batch_of(cast))
+    return reference.backward_in_dtype(cast["grad_out"], batch_of(cast))
 
 
 def check(

@@ -82,7 +82,7 @@ def gradients(module, call: dict, **more) -> tuple[torch.Tensor, torch.Tensor, t
 def defined(call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv) of the definition, computed in `dtype`."""
     cast = {name: t.to(dtype) if name in TENSORS else t for name, t in call.items()}
-    return reference.backward(cast["grad_out"], batch_of(cast))
+    return reference.backward_in_dtype(cast["grad_out"], batch_of(cast))
 
 
 def check(

@@ -118,6 +118,37 @@ def call_of(case: Case) -> dict:
     return options | case.arguments(torch.float64)
 
 
+EXTREMES = {
+    "steep": (1000**0.5 / 4, 0.01, 1.0, 1.0),  # scores of 1000: x * x is beyond fp16
+    "scaled_inside": (250.0, 1.0, 1e-5, 1.0),
+    "scaled_outside": (3.0, 250.0, 1.0, 2.0**-10),
+}
+
+
+@pytest.mark.parametrize("name", ("identity", "gelu", "gelu_tanh", "silu", "hardswish"))
+@pytest.mark.parametrize("size", EXTREMES)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_the_definition_rounds_once(name, size, dtype):
+    """What `auto` computes on a CPU is what fp64 gives, rounded, but for errors of fp32."""
+    of_qk, of_v, scale, output_scale = EXTREMES[size]
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (
+        (torch.ones(64, 2, 16) * size + torch.randn(64, 2, 16, generator=make) / 64).to(dtype)
+        for size in (of_qk, of_qk, of_v)
+    )
+    ends, found = cu_seqlens([40, 24], "cpu"), {}
+    for kind in (dtype, torch.float64):
+        leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]
+        options = {"activation": name, "scale": scale, "output_scale": output_scale}
+        out = gdpa(*leaves, ends, ends, 40, 40, **options)
+        found[kind] = out, *torch.autograd.grad(out, leaves, torch.full_like(out, 2.0**-10))
+    bound = 0.51 * torch.finfo(dtype).eps
+    for result, exact in zip(found[dtype], found[torch.float64], strict=True):
+        assert result.isfinite().all()
+        error = (result.double() - exact).abs()
+        assert (error <= bound * exact.abs().clamp(min=exact.abs().max() / 64)).all()
+
+
 def assert_backward_is_autograds(call: dict, atol: float = 1e-11) -> None:
     call = call | {name: call[name].detach().requires_grad_() for name in "qkv"}
     out = reference.forward(Batch(**call))

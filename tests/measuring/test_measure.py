@@ -252,8 +252,7 @@ def doubled(batch):
 
 def test_the_error_of_a_part_is_that_of_the_whole(small_parts):
     inputs = make_inputs(BLOCKS, device="cpu")
-    made = measure.candidate("reference", inputs, direction="backward")
-    results = made.call()
+    results = block_reference.backward_in_dtype(inputs.grad_out, inputs.batch())
     operator = operators.of(inputs, "backward")
     assert len(list(operator._parts())) > 1
     exact = block_reference.backward(inputs.grad_out.double(), doubled(inputs.batch()))
@@ -269,13 +268,13 @@ def test_the_error_of_a_part_is_that_of_the_whole(small_parts):
 def test_what_is_allowed_is_computed_once(small_parts, monkeypatch, room):
     inputs = make_inputs(BLOCKS, device="cpu")
     operator, computed = operators.of(inputs, "backward"), []
-    backward = block_reference.backward
+    backward = block_reference.backward_in_dtype
 
     def count(grad_out, batch):
         computed.append(grad_out.dtype)
         return backward(grad_out, batch)
 
-    monkeypatch.setattr(block_reference, "backward", count)
+    monkeypatch.setattr(block_reference, "backward_in_dtype", count)
     monkeypatch.setattr(operators.BlockAttention, "_has_room", lambda self: room)
     results = backward(inputs.grad_out, inputs.batch())
     wrong = [tensor.clone() for tensor in results]
@@ -513,10 +512,10 @@ def test_the_error_of_a_part_of_gdpa_is_that_of_the_whole(small_parts, work):
         assert parts == 1 if work.shared_q else parts > 1
         batch, exact = inputs.batch(), doubled(inputs.batch())
         if direction == "forward":
-            results = (gdpa_reference.forward(batch),)
+            results = (gdpa_reference.forward_in_dtype(batch),)
             right = (gdpa_reference.forward(exact),)
         else:
-            results = gdpa_reference.backward(inputs.grad_out, batch)
+            results = gdpa_reference.backward_in_dtype(inputs.grad_out, batch)
             right = gdpa_reference.backward(inputs.grad_out.double(), exact)
         for found, result, expected in zip(
             operator.check("activation", results), results, right, strict=True
