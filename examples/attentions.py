@@ -108,7 +108,7 @@ class _Peer:
             q, k = self.q_norm(q), self.k_norm(k)
         base = getattr(self, "rotary", None)
         if base is not None:
-            angles = turns(base, self.head_dim, q.shape[0], lengths_q)
+            angles = turns(base, self.head_dim, q, lengths_q)
             q, k = rotate(q, *angles), rotate(k, *angles)
         if isinstance(self, BlockAttention):
             lengths_q = lengths_k = blocks(lengths_q, self.block_size)

@@ -103,7 +103,7 @@ class BlockAttention(nn.Module):
         if self.q_norm is not None and not self.fused_qk_norm:
             q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
             q, k = self.q_norm(q), self.k_norm(k)
-        turns = layers.turns(self.rotary, self.head_dim, values.shape[0], offsets)
+        turns = layers.turns(self.rotary, self.head_dim, values, offsets)
         out = block_attention(
             q, k, v, offsets, num_kv_heads=self.num_kv_heads if k is None else None,
             block_size=self.block_size, rotary=turns, rotate_v=self.rotate_v,

@@ -54,14 +54,16 @@ def check_fused(qk_norm: bool, fused_qk_norm: object) -> bool:
 
 
 def turns(
-    base: float | None, head_dim: int, total: int, offsets: Offsets
+    base: float | None, head_dim: int, values: torch.Tensor, offsets: Offsets
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(sin, cos) of the rotary embedding of every token, fp32 `[total_tokens, head_dim // 2]`; of
-    `Lengths` made once for all layers. Waits for no device. None of base None."""
+    """(sin, cos) of the rotary embedding of every row of `values`, `[total_tokens, head_dim // 2]`,
+    fp32, of fp64 values fp64; of `Lengths` made once for all layers. Waits for no device. None of
+    base None."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
-        _, positions = jagged.places(total, offsets)
-        pairs = torch.arange(head_dim // 2, device=positions.device)
+        _, positions = jagged.places(values.shape[0], offsets)
+        pairs = torch.arange(head_dim // 2, dtype=dtype, device=positions.device)
         angles = positions[:, None] * base ** (-2.0 * pairs / head_dim)
         return angles.sin(), angles.cos()
 
@@ -69,7 +71,7 @@ def turns(
         return None
     if not isinstance(offsets, Lengths):
         return make()
-    return offsets.once(("turns", base, head_dim), make)
+    return offsets.once(("turns", base, head_dim, dtype), make)
 
 
 def rotate(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,8 +25,8 @@ class Lengths:
     Making one waits for the device, once; calls that are given it do not wait. The offsets are
     copied: a later write to `cu_seqlens` changes nothing here. A work list is made by the first
     call that needs it, on the stream of that call, and serves all later ones there. In the capture
-    of a CUDA graph none is kept, and the graph repeats these lengths; a graph that is to read new
-    offsets takes a tensor.
+    of a CUDA graph none is kept; the graph repeats these lengths, which must live as long as it. A
+    graph that is to read new offsets takes a tensor.
 
     Args:
         cu_seqlens: int32 or int64 `[batch + 1]`: sequence i holds the rows cu_seqlens[i] up to, not
@@ -63,29 +64,40 @@ class Lengths:
             )
         if max_seqlen is not None:
             checks.check_max_seqlen("max_seqlen", max_seqlen)
-        self.total = int(cu_seqlens[-1])
-        if not 0 <= self.total < 2**31:
-            raise ValueError(f"cu_seqlens must end below 2**31, got {self.total}")
-        longest = checks.check_lengths("cu_seqlens", cu_seqlens, self.total, max_seqlen)
-        self.max_seqlen = longest if max_seqlen is None else max_seqlen
-        self.cu_seqlens = cu_seqlens.to(device, torch.int32, non_blocking=True, copy=True)
-        self._made: dict[Hashable, object] = {}
+        total = _checked_total(int(cu_seqlens[-1]))
+        longest = checks.check_lengths("cu_seqlens", cu_seqlens, total, max_seqlen)
+        with torch.inference_mode(False):  # training may follow an evaluation
+            # Copied before it goes to a device: a copy from pinned memory only joins the queue.
+            own = cu_seqlens.to(torch.int32, copy=True)
+            own = own.to(device, non_blocking=own.device.type == "cpu")
+        self._hold(own, total, longest if max_seqlen is None else max_seqlen)
+
+    def _hold(self, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
+        """Itself, of offsets that are right."""
+        self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, max_seqlen
+        # By the Lengths that it was made with, itself or others, which it does not keep alive.
+        self._made: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()
+        return self
+
+    def __reduce__(self):
+        return _held, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
 
     @classmethod
     def uniform(cls, batch: int, length: int, device: torch.device | str) -> Lengths:
         """`batch` sequences of `length` rows on `device`; waits for nothing."""
-        return cls(torch.arange(batch + 1) * length, length, device=device)
+        total = _checked_total(batch * length)
+        with torch.inference_mode(False):
+            own = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+        return _held(cls, own, total, length)
 
     def extended(self, count: int) -> Lengths:
         """The Lengths of the same sequences, `count` rows longer each; made once, without waiting
         for the device."""
 
         def make() -> Lengths:
-            made = object.__new__(type(self))
-            made.cu_seqlens = extended(self.cu_seqlens, count)
-            made.total, made.max_seqlen = self.total + count * self.batch, self.max_seqlen + count
-            made._made = {}
-            return made
+            total = _checked_total(self.total + count * self.batch)
+            own = extended(self.cu_seqlens, count)
+            return _held(type(self), own, total, self.max_seqlen + count)
 
         return self.once(("extended", count), make)
 
@@ -111,21 +123,41 @@ class Lengths:
             raise ValueError(f"{maximum} must be at least {self.max_seqlen}, got {max_seqlen}")
         return self.cu_seqlens, self.max_seqlen if max_seqlen is None else max_seqlen
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made once for each key and stream; in a compiled program, and in the
-        capture of a CUDA graph, each time. It must depend on nothing that changes but the key."""
+    def once(self, key: Hashable, make: Callable[[], T], beside: Lengths | None = None) -> T:
+        """What `make` returns, made once for each key and stream, and kept as long as `beside`.
+
+        It must depend on nothing that changes but the key, this and the Lengths `beside`, and must
+        hold neither of them. A compiled program makes it each time; what the capture of a CUDA
+        graph or a fake mode makes is not kept.
+        """
         if torch.compiler.is_compiling():
             return make()
+        capturing = False
         if self.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return make()
+            capturing = torch.cuda.is_current_stream_capturing()
             key = key, torch.cuda.current_stream(self.device).cuda_stream
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        kept = self._made.setdefault(self if beside is None else beside, {})
+        if key in kept:
+            return kept[key]
+        with torch.inference_mode(False):  # training may follow an evaluation
+            made = make()
+        if not (capturing or checks.is_fake()):
+            kept[key] = made
+        return made
 
     def __repr__(self) -> str:
         return f"Lengths({self.batch} sequences of {self.total} rows on {self.device})"
+
+
+def _held(cls: type[Lengths], cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
+    """Lengths of offsets that need no check."""
+    return object.__new__(cls)._hold(cu_seqlens, total, max_seqlen)
+
+
+def _checked_total(total: int) -> int:
+    if not 0 <= total < 2**31:
+        raise ValueError(f"cu_seqlens must end below 2**31, got {total}")
+    return total
 
 
 def extended(cu_seqlens: torch.Tensor, count: int) -> torch.Tensor:

@@ -85,7 +85,7 @@ def gdpa(
 
     Returns:
         `[total_q, num_heads_q, head_dim]`, or `[batch * max_seqlen_q, ...]` with a shared q, in q's
-        dtype, rounded once from fp32.
+        dtype, rounded once from fp32 (by impl "v0_eager" in every step).
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -116,7 +116,7 @@ def gdpa(
         q.shape[-1] ** -0.5 if scale is None else float(scale), float(output_scale), bool(causal),
         window, bool(precise), impl, backward_impl,
     )  # fmt: skip
-    return _Gdpa.apply(_shared(given), *tensors, options)
+    return _Gdpa.apply(None if checks.is_fake(q) else _shared(given), *tensors, options)
 
 
 def resolve(impl: str, batch: Batch) -> Rung:
@@ -166,10 +166,9 @@ class _Gdpa(torch.autograd.Function):
 
 
 def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
-    """The Lengths that keep work lists for this call, if all of its offsets are some; compiled
-    programs make their lists in each call."""
+    """The Lengths that keep work lists for this call, if all of its offsets are some."""
     q, k = given
-    if torch.compiler.is_compiling() or not isinstance(k, Lengths):
+    if not isinstance(k, Lengths):
         return None
     return given if q is None or isinstance(q, Lengths) else None
 
@@ -182,8 +181,8 @@ def _schedule(
         return []
     config = rung.config(batch)
     sizes = batch.num_heads, batch.num_heads_k, batch.max_seqlen_q, batch.max_seqlen_k
-    key = rung.operator, rung.impl, config, sizes, lengths[0]
-    return list(lengths[1].once(key, lambda: rung.schedule(batch, config)))
+    key = rung.operator, rung.impl, config, sizes, batch.shared_q
+    return list(lengths[1].once(key, lambda: rung.schedule(batch, config), lengths[0]))
 
 
 def _batch(

@@ -228,7 +228,7 @@ class GDPASelfAttention(_Layer):
         values, offsets, longest = self._read(x, max_seqlen)
         y = self._attend(
             self.qkv(values), None, None, offsets, offsets, longest, longest,
-            layers.turns(self.rotary, self.head_dim, values.shape[0], offsets),
+            layers.turns(self.rotary, self.head_dim, values, offsets),
             causal=self.causal, window=self.window,
         )  # fmt: skip
         return jagged.like(x, y, offsets)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonemu
 from gdpa_kernels import (
@@ -18,7 +29,9 @@ from gdpa_kernels import (
     jagged,
 )
 from gdpa_kernels.block_attention import block_list
-from gdpa_kernels.gdpa import work_list
+from gdpa_kernels.calling.layers import turns
+from gdpa_kernels.gdpa import api as gdpa_api
+from gdpa_kernels.gdpa import reference, work_list
 
 FIRST, SECOND = [0, 40, 40, 47], [0, 7, 20, 47]
 
@@ -297,3 +310,208 @@ def test_deterministic_algorithms_are_asked_for():
     finally:
         torch.use_deterministic_algorithms(False)
     assert q.grad is not None
+
+
+# -- What is kept, and how long ----------------------------------------------------------------
+
+
+@pytest.fixture
+def listed(monkeypatch) -> None:
+    """Every call of `gdpa` needs a work list, as a kernel would, and is computed on the CPU."""
+    module = SimpleNamespace(
+        forward=lambda batch, schedule: reference.forward(batch),
+        backward=lambda grad, batch, schedule: reference.backward(grad, batch),
+    )
+    rung = SimpleNamespace(
+        operator="gdpa", impl="listed", has={"schedule"}, config=lambda batch: None,
+        schedule=lambda batch, config: (torch.zeros(3),), module=lambda: module,
+    )  # fmt: skip
+    monkeypatch.setattr(gdpa_api, "resolve", lambda *call: rung)
+    monkeypatch.setattr(gdpa_api, "resolve_backward", lambda *call: rung)
+
+
+def test_lengths_go_with_their_last_reference(listed):
+    """Not with the cyclic collector, which large trainers switch off."""
+    layers = GDPASelfAttention(32, 2, rotary=1e4), BlockAttention(32, 2, block_size=16, rotary=1e4)
+    pffn, tensors = PFFN(32, 2, 8, 5), leaves()
+    gdpa(*tensors, *[Lengths(offsets(FIRST))] * 2)  # imports what keeps the first call's frames
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        first, second = Lengths(offsets(FIRST)), Lengths(offsets(SECOND))
+        x = torch.randn(47, 32)
+        for layer in layers:
+            layer((x, first))[0].sum().backward()
+        pffn((x, first), torch.randn(3, 8))[0].sum().backward()
+        jagged.append((x, first), torch.randn(3, 2, 32))
+        for pair in ((first, first), (first, second), (second, first)):
+            gradients(gdpa(*tensors, *pair), tensors)
+        assert set(first._made) == {first, second} and set(second._made) == {first}
+        gone = [weakref.ref(lengths) for lengths in (first, second, first.extended(2))]
+        del first, pair
+        assert [ref() for ref in gone] == [None, second, None]
+        assert not second._made, "lists that were made with others go with them"
+        del second
+        assert gone[1]() is None
+    finally:
+        if collects:
+            gc.enable()
+
+
+@pytest.mark.parametrize("copied", (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))))
+def test_a_copy_holds_the_same_offsets_and_makes_its_own_lists(copied):
+    lengths = Lengths(offsets(FIRST), 64)
+    lengths.once("list", lambda: torch.zeros(3))
+    found = copied(lengths)
+    assert found.cu_seqlens.tolist() == FIRST and found.cu_seqlens is not lengths.cu_seqlens
+    assert (found.max_seqlen, found.total, len(found._made)) == (64, 47, 0)
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+def test_what_goes_to_a_device_is_a_copy(dtype, monkeypatch):
+    """A copy from pinned memory waits in the device's queue, and its source may change by then."""
+    given, queued, to = offsets(FIRST, dtype), [], torch.Tensor.to
+
+    def watched(x, device=None, *args, **options):
+        if device == "meta":
+            queued.append((x, options))
+        return to(x, device, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", watched)
+    Lengths(given, device="meta")
+    given.copy_(offsets(SECOND))
+    ((source, options),) = queued
+    assert source.dtype == torch.int32 and source.tolist() == FIRST
+    assert options == {"non_blocking": True}
+
+
+def layer_calls() -> dict[str, Callable[[torch.Tensor, Lengths], torch.Tensor]]:
+    torch.manual_seed(0)
+    own, block = GDPASelfAttention(32, 2, rotary=1e4), BlockAttention(32, 2, rotary=1e4)
+    pma, pffn, summary = PMA(32, 2, 3), PFFN(32, 2, 8, 5), torch.randn(3, 8)
+    return {
+        "self": lambda x, lengths: own((x, lengths))[0],
+        "block": lambda x, lengths: block((x, lengths))[0],
+        "pma": lambda x, lengths: pma((x, lengths)),
+        "pffn": lambda x, lengths: pffn((x, lengths), summary)[0],
+        "append": lambda x, lengths: jagged.append((x, lengths), torch.ones(3, 2, 32))[0],
+    }
+
+
+@pytest.mark.parametrize("name", layer_calls())
+@pytest.mark.parametrize("kernels", (False, True))
+@pytest.mark.parametrize("made_there", (False, True))
+def test_training_may_follow_an_evaluation(name, kernels, made_there):
+    call, x = layer_calls()[name], torch.randn(47, 32)
+    x = (x.bfloat16() if kernels else x).requires_grad_()
+    if kernels:
+        bound = [cell.cell_contents for cell in call.__closure__ or ()]
+        for module in (m for m in bound if isinstance(m, torch.nn.Module)):
+            module.bfloat16()
+        if name == "pffn":
+            call = lambda x, n, f=bound: f[0]((x, n), f[1].bfloat16())[0]  # noqa: E731
+    with tritonemu.enabled() if kernels else contextlib.nullcontext():
+        lengths = None if made_there else Lengths(offsets(FIRST))
+        with torch.inference_mode():
+            lengths = Lengths(offsets(FIRST)) if made_there else lengths
+            evaluated = call(x, lengths)
+        trained = call(x, lengths)
+        assert torch.equal(trained, evaluated)
+        (dx,) = torch.autograd.grad(trained.sum(), x)
+        (expected,) = torch.autograd.grad(call(x, Lengths(offsets(FIRST))).sum(), x)
+    assert torch.equal(dx, expected)
+
+
+def test_what_a_fake_mode_makes_is_not_kept():
+    x, lengths = torch.randn(47, 32), Lengths(offsets(FIRST))
+    for name, call in layer_calls().items():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(call(x, lengths), FakeTensor), name
+        assert not any(lengths._made.values())
+        assert type(call(x, lengths)) is torch.Tensor, name
+        lengths._made.clear()
+
+
+@pytest.mark.parametrize("kernels", (False, True))
+def test_no_kernel_meets_fake_tensors(kernels, made):
+    mode = FakeTensorMode()
+    tensors = [mode.from_tensor(t.detach()).requires_grad_() for t in leaves(head_dim=128)]
+    ends = mode.from_tensor(offsets(FIRST))
+    with tritonemu.enabled() if kernels else contextlib.nullcontext():
+        for out in (gdpa(*tensors, ends, ends, 40, 40), block_attention(*tensors, ends)):
+            found = gradients(out, tensors)
+            assert all(isinstance(x, FakeTensor) and x.shape == (47, 2, 128) for x in found)
+    with mode, pytest.raises(ValueError, match="must have values to read, got a fake tensor"):
+        Lengths(ends)
+    assert not made
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """A function that begins the capture of a graph of a pretended GPU, on its current stream."""
+    monkeypatch.setattr(Lengths, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Mock(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return lambda: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def test_a_capture_finds_what_was_made_before_and_keeps_nothing(capturing):
+    lengths, made = Lengths(offsets(FIRST)), []
+    assert lengths.once("list", lambda: 1) == 1
+    capturing()
+    assert lengths.once("list", lambda: made.append("again")) == 1 and not made
+    assert [lengths.once("other", lambda n=n: n) for n in (2, 3)] == [2, 3]
+
+
+def test_the_offsets_of_keys_can_be_made_in_a_capture(capturing):
+    """On the device: a capture refuses a copy from memory that is not pinned."""
+    lengths, layer = Lengths(offsets(FIRST)), PFFN(32, 2, 8, 5)
+    capturing()
+    with NoCopies():
+        keys = layer._keys(lengths, torch.device("meta"))
+        longer = lengths.extended(2)
+    assert (keys.device.type, keys.total, keys.max_seqlen) == ("cuda", 15, 5)
+    assert keys.cu_seqlens.is_meta and longer.cu_seqlens.tolist() == [0, 42, 44, 53]
+
+
+class NoCopies(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default), func
+        return func(*args, **kwargs or {})
+
+
+# -- A default dtype ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("default", (torch.bfloat16, torch.float16, torch.float64))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+def test_the_default_dtype_changes_nothing(default, dtype):
+    """Positions of 700 need fp32's digits; neither this call nor a later one may lack them."""
+    ends, x = offsets([0, 700]), torch.randn(700, 32, dtype=dtype)
+    fused = {"qk_norm": True, "fused_qk_norm": True}
+    for layer in (
+        BlockAttention(32, 1, rotary=1e4), GDPASelfAttention(32, 1, rotary=1e4, window=9),
+        BlockAttention(32, 1, rotary=1e4, **fused),
+        GDPASelfAttention(32, 1, rotary=1e4, window=9, **fused), PMA(32, 2, 3),
+    ):  # fmt: skip
+        layer = layer.to(dtype)
+        expected, lengths = layer((x, Lengths(ends))), Lengths(ends)
+        torch.set_default_dtype(default)
+        try:
+            found = layer((x, lengths))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        for y in (found, layer((x, lengths))):
+            pair = (y, expected) if isinstance(layer, PMA) else (y[0], expected[0])
+            assert pair[0].dtype == dtype and torch.equal(*pair)
+
+
+def test_angles_have_the_layers_precision():
+    x, lengths = torch.randn(3000, 32), Lengths(offsets([0, 3000]))
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        sin, cos = turns(1e4, 16, x.to(dtype), lengths)
+        exact = torch.arange(3000.0).double()[:, None] * 1e4 ** (-torch.arange(8).double() / 8)
+        assert sin.dtype == cos.dtype == dtype
+        for found, wanted in ((sin, exact.sin()), (cos, exact.cos())):
+            assert (found - wanted).abs().max() < 3000 * 2 * torch.finfo(dtype).eps
+    assert turns(1e4, 16, x.bfloat16(), lengths)[0].dtype == torch.float32
