@@ -66,7 +66,8 @@ def problems(data_dir: str | Path) -> list[RecordError]:
     except RecordError as error:
         return [error]
     if lines is None:
-        return []
+        gone = any(_history(data_dir))
+        return [RecordError(data_dir / NAME, "is missing, and was committed")] * gone
     found = []
     for name in sorted({*_others(data_dir), *(n for n in lines if not n.startswith("records/"))}):
         try:

@@ -204,8 +204,8 @@ def measure_rotary(
     operation by operation, impl "rotary_eager".
 
     Forward rotates q and k, and v if the workload rotates it; backward applies the transpose to
-    tensors of the same shapes. Both read sin and cos. Scopes: those of `measure` on the device. What
-    a row counts: `record.Row.of`.
+    tensors of the same shapes. Both read sin and cos. Scopes: those of `measure` on the device.
+    What a row counts: `record.Row.of`.
     """
     from gdpa_kernels.block_attention import reference
     from gdpa_kernels.block_attention.rotary import rotary

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tritonemu
+from gdpa_kernels import __main__
 from gdpa_kernels.block_attention import eliminations, v1_one_tile
 from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.calling import ladder
@@ -20,6 +24,7 @@ from gdpa_kernels.measuring import (
     operators,
     record,
     sustained,
+    system,
     testing,
     timing,
 )
@@ -28,7 +33,14 @@ from gdpa_kernels.measuring.laws import Between, Full
 from gdpa_kernels.measuring.session import Session
 from gdpa_kernels.measuring.workload import Workload
 from gdpa_kernels.measuring.workloads import workload
+from gdpa_kernels.report import doctor
+from gdpa_kernels.report.chapter import Chapter
 
+H200 = system.load(record.DATA_DIR / "systems" / "nvidia-h200-62ac9e84.json")
+STATE = dict.fromkeys(
+    ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w", "throttle_reasons",
+     "other_processes")
+)  # fmt: skip
 LOAD = record.Load(1500.0, 700.0, 0.35, ("sw_power_cap",))
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=3, max_seqlen_q=20, max_seqlen_k=20
@@ -838,7 +850,8 @@ def session(monkeypatch):
     made = object.__new__(Session)
     made.__dict__.update(
         device=torch.device("cpu"), protocol=timing.DEFAULT, ceilings=[], rows=[], tables={},
-        workloads={}, said=[], _limits=set(), _deadline=float("inf"), learnt=[], _plan={}, _partial=None,
+        workloads={}, said=[], _limits=set(), _deadline=float("inf"), learnt=[],
+        _plan={}, _partial=None,
         _probe=SimpleNamespace(failures=lambda *_: {}, learn=lambda rows: made.learnt.extend(rows)),
     )  # fmt: skip
     made.log = made.said.append
@@ -937,3 +950,88 @@ def test_a_table_that_fails_leaves_the_rest(session, monkeypatch):
     every_part(session)
     assert session.rows == ["blocks", "turned"] and session.tables == {}
     assert "NotImplementedError: impl 'v4_rotary' needs sm_90" in session.said[-1]
+
+
+@pytest.fixture
+def run_of(session, monkeypatch):
+    """The session with a machine, and rows that fit a record."""
+    session.notebook, session.system, session.before = "notebooks/forward/results.py", H200, STATE
+    monkeypatch.setattr(system, "state", lambda device: STATE)
+
+    def measured(work, impls, **_):
+        return [
+            record.Row.of(
+                work, "forward", impl=impl, math="activation", scope="kernel", failure="no GPU"
+            )
+            for impl in impls
+        ]
+
+    monkeypatch.setattr(measure, "measure", measured)
+    for kind in (timing, sustained):
+        monkeypatch.setattr(kind, "measure_ceilings", lambda *_: [])
+    return session
+
+
+def test_what_was_measured_before_a_crash_is_kept(run_of, tmp_path):
+    data = tmp_path / "data"
+    (data / "records").mkdir(parents=True)
+    run_of.begin(data)
+    run_of.measure(SMALL, ["v1_tiled"])
+    run_of.measure(CROSS, ["v2_tma"])
+    (partial,) = (data / "partial").iterdir()  # all that a killed process leaves
+    killed = Path(shutil.copytree(data, tmp_path / "killed"))
+    found = doctor.check_records(killed)
+    left = killed / "partial" / partial.name
+    assert not found.ok and f"did not end: python -m gdpa_kernels keep {left}" in found.detail
+    assert __main__.main(["keep", str(left)]) == 0
+    assert doctor.check_records(killed).ok
+    (made,) = record.load_all(killed)
+    assert {row.impl: row.failure for row in made.rows} == {
+        "v1_tiled": "no GPU",
+        "v2_tma": "not measured: the run ended before it",
+    }
+    assert made.plan == tuple(row.key for row in made.rows)
+    path = run_of.write(data)
+    assert not partial.exists() and [x.failure for x in record.load(path).rows] == ["no GPU"] * 2
+
+
+def test_what_the_time_did_not_allow_has_rows(run_of, tmp_path):
+    run_of.measure(SMALL, ["v1_tiled"])
+    run_of._deadline = 0.0
+    run_of.measure(CROSS, ["v1_tiled", ("v2_tma", "small", {})], scopes=("kernel", "op"))
+    rows = record.load(run_of.write(tmp_path)).rows
+    assert [(row.workload, row.impl, row.variant, row.failure) for row in rows[1:]] == [
+        ("cross", "v1_tiled", "", "not measured: the time was up"),
+        ("cross", "v2_tma", "small", "not measured: the time was up"),
+    ]
+
+
+def test_records_of_other_machines_go_to_their_own_folder(run_of, tmp_path, monkeypatch):
+    promoted = tmp_path / system.PROMOTED
+    promoted.write_text(json.dumps({"NVIDIA H200": []}))
+    (tmp_path / "manifest.sha256").touch()
+    run_of.measure(SMALL, ["v1_tiled"])
+    monkeypatch.setenv("GDPA_KERNELS_HANDLE", "some/body")
+    with pytest.raises(ValueError, match="must be letters, digits and hyphens, got 'some/body'"):
+        run_of.write(tmp_path)
+    monkeypatch.setenv("GDPA_KERNELS_HANDLE", "somebody")
+    path = run_of.write(tmp_path)
+    assert path.parent == tmp_path / "community" / "somebody" / "records"
+    record.load(path)
+    assert not (tmp_path / "records").exists()
+    promoted.write_text(json.dumps({"NVIDIA H200": [H200.id]}))
+    assert run_of.write(tmp_path).parent == tmp_path / "records"
+
+
+def test_a_chapter_that_fails_leaves_a_record(run_of, tmp_path, monkeypatch):
+    chapter = Chapter("forward/results", mode="measure", data_dir=tmp_path)
+    monkeypatch.setattr(chapter, "_session", lambda: run_of)
+
+    def fails(session):
+        session.measure(SMALL, ["v1_tiled"])
+        raise AssertionError("a sentence does not hold here")
+
+    with pytest.raises(AssertionError, match="does not hold here"):
+        chapter.measure(fails)
+    (made,) = record.load_all(tmp_path)
+    assert [row.impl for row in made.rows] == ["v1_tiled"]
