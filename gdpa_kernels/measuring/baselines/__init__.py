@@ -18,7 +18,7 @@ from gdpa_kernels.measuring.baselines.peer import (
     differentiate,
 )
 from gdpa_kernels.measuring.baselines.softmax import softmax_gradients, softmax_reference
-from gdpa_kernels.measuring.workload import STEP
+from gdpa_kernels.measuring.workload import STEP, Workload
 
 __all__ = [
     "BASELINES",
@@ -32,6 +32,7 @@ __all__ = [
     "differentiate",
     "softmax_gradients",
     "softmax_reference",
+    "taking",
 ]
 
 BASELINES: dict[str, Baseline] = {
@@ -40,3 +41,14 @@ BASELINES: dict[str, Baseline] = {
 """Peers of GDPA, by impl."""
 BLOCK_BASELINES: dict[str, Baseline] = {peer.impl: peer for peer in blocks.PEERS}
 """Peers of block attention, by impl. The last two are about rotary, most others know none."""
+
+
+def taking(workload: Workload, direction: str, math: str | None = None) -> list[str]:
+    """The peers that take a workload in a direction, wherever they are installed; `math`: only
+    those that compute "activation" or "softmax"."""
+    peers = BASELINES if workload.operator == "gdpa" else BLOCK_BASELINES
+    return [
+        impl
+        for impl, peer in peers.items()
+        if math in (None, peer.math) and peer.problem(workload, direction) is None
+    ]
