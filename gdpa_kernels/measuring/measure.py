@@ -85,7 +85,7 @@ def attempt(
         made = operator.candidate(impl, variant, **options)
         result, peak = run_once(made)
         ran()
-        comparisons = operator.check(made.math, _tensors(result))
+        comparisons = operator.check(made.math, made.checked(_tensors(result)))
     except Exception as error:
         return Attempt(failure=reason(error))
     found = _error(comparisons)
@@ -135,7 +135,8 @@ def measure(
     rung, or autograd's backward of it, and of GDPA's backward rungs also the variant
     `baselines.STEP`, with the FLOPs and bytes of both directions; "host", until that call returns;
     "schedule", what makes the lists and offsets that the kernels were given. What fails has a row
-    in each of the first two that was asked of it. The error of a backward row is that of the
+    in each of the first two that was asked of it; a call that waits for the device, or that the
+    device waits for, has one in the scope where it did. The error of a backward row is that of the
     gradient closest to its budget. `failures`: by their places in `impls`, what `probe.Probe` found
     and must not run in this process.
     """
@@ -161,13 +162,13 @@ def measure(
         asked = [found for found in ready if asks(scopes, scope, found[0].impl)]
         calls = list(_calls(scope, operator, [made for made, _, _ in asked]))
         functions = {f"{asked[i][0].impl} {variant}": call for i, variant, call in calls}
-        samples = _sampler(scope, seconds)(functions, device, protocol)
+        samples = _sampled(_sampler(scope, seconds), functions, device, protocol)
         for i, variant, _ in calls:
             made, error, peak = asked[i]
             times, more = _samples(scope, samples[f"{made.impl} {variant}"])
             what = {"error": error, "peak_bytes": peak, "config": dict(made.config)} | more
             if scope == "schedule":
-                what = {}
+                what = {"failure": what["failure"]} if "failure" in what else {}
             elif scope == "host":
                 what["peak_bytes"] = None
             elif variant == STEP and variant != made.variant:
@@ -248,7 +249,7 @@ def measure_rotary(
             log(f"  {impl}: {text}")
     free()
     for scope in scopes:
-        for impl, times in _sampler(scope, seconds)(ready, device, protocol).items():
+        for impl, times in _sampled(_sampler(scope, seconds), ready, device, protocol).items():
             times, more = _samples(scope, times)
             what = {**errors[impl], "scope": scope, "samples_us": times} | more
             rows.append(record.Row.of(workload, direction, **what))
@@ -305,7 +306,8 @@ def memory(
         try:
             made = operator.step(impl)
             result, found = run_once(made)
-            wrong = [str(c) for c in operator.check(made.math, result) if not c.passed]
+            comparisons = operator.check(made.math, made.checked(result))
+            wrong = [str(c) for c in comparisons if not c.passed]
             if wrong:
                 raise ValueError(f"check failed: {'; '.join(wrong)}")
             peak = found
@@ -338,7 +340,8 @@ def accuracy(
     for roundings, entry in impls.items():
         impl, variant, options = parts(entry)
         made = candidate(impl, inputs, direction="backward", variant=variant, **options)
-        for name, gradient in zip(operator.results["backward"], made.call(), strict=True):
+        gradients = made.checked(made.call())
+        for name, gradient in zip(operator.results["backward"], gradients, strict=True):
             found[name, roundings, impl] = gradient, []
     for places, expected in operator.exact(*kinds):
         exact = dict(
@@ -395,6 +398,19 @@ def _calls(
                 yield i, "", call
 
 
+def _sampled(
+    sampler: Callable[..., dict], functions: Mapping[str, operators.Call], *how: object
+) -> dict[str, object]:
+    """What `sampler` returns, with the error in place of the samples of a call that waits."""
+    sound, waiting = dict(functions), {}
+    while True:
+        try:
+            return waiting | sampler(sound, *how)
+        except timing.WaitsForDevice as error:
+            waiting[error.name] = error
+            del sound[error.name]
+
+
 def _sampler(scope: str, seconds: float) -> Callable[..., dict[str, list[float]]]:
     """The timer of `scope`; of "sustained", whose samples come with a load."""
     others = {
@@ -407,7 +423,7 @@ def _sampler(scope: str, seconds: float) -> Callable[..., dict[str, list[float]]
 
 def _samples(scope: str, found: Any) -> tuple[Sequence[float], dict[str, object]]:
     """Samples among what the timer of `scope` found, and what else their row holds."""
-    if isinstance(found, sustained.HostTooSlow):
+    if isinstance(found, Exception):
         return [], {"failure": reason(found)}
     return (found[0], {"load": found[1]}) if scope == "sustained" else (found, {})
 

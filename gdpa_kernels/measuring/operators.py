@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from types import ModuleType
 
@@ -25,7 +26,8 @@ Call = Callable[[], object]
 class Candidate:
     """One implementation ready to run on one workload: the call to be timed, and its constants.
 
-    The call returns the output, or the gradients of q, k and v.
+    The call returns the output, or the gradients of q, k and v; `checked` makes of them, a tuple,
+    what is compared with what is right.
     """
 
     impl: str
@@ -33,6 +35,7 @@ class Candidate:
     call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
     config: Mapping[str, object] = field(default_factory=dict)
     variant: str = ""
+    checked: Callable[[baselines.Results], baselines.Results] = lambda results: results
 
 
 def of(inputs: Inputs | BlockInputs, direction: str) -> Gdpa | BlockAttention:
@@ -49,12 +52,6 @@ def of(inputs: Inputs | BlockInputs, direction: str) -> Gdpa | BlockAttention:
 def math(operator: str, impl: str) -> str:
     """Whose mathematics `impl` of an operator computes: "activation" or "softmax"."""
     return (Gdpa if operator == "gdpa" else BlockAttention).math(impl)
-
-
-def _peer(baseline: baselines.Baseline | baselines.BlockBaseline) -> None:
-    available = baseline.availability()
-    if not available.ok:
-        raise baselines.Unsupported(available.reason)
 
 
 class _Checked:
@@ -156,9 +153,9 @@ class Gdpa(_Checked):
         inputs = self._inputs
         if impl in baselines.BASELINES:
             baseline = baselines.BASELINES[impl]
-            _peer(baseline)
-            call = baseline.prepare(inputs, self._direction, **options)
-            return Candidate(impl, baseline.math, call, options, variant)
+            call = baseline.call(inputs, self._direction, **options)
+            checked = partial(baseline.checked, inputs)
+            return Candidate(impl, baseline.math, call, options, variant, checked)
         from gdpa_kernels.gdpa import api
 
         batch = inputs.batch()
@@ -202,14 +199,15 @@ class Gdpa(_Checked):
         return gdpa_reference.backward_in_dtype(part.grad_out.to(dtype), batch)
 
     def ops(self, impl: str) -> dict[str, Call]:
-        """By variant the public calls of a rung: checks, schedule, launch; of a backward rung
-        autograd's backward alone, and `STEP`. Empty for what is no rung."""
+        """By variant the public calls of a rung, which trust the offsets: other checks, schedule,
+        launch; of a backward rung autograd's backward alone, and `STEP`. Empty for what is no
+        rung."""
         from gdpa_kernels import gdpa
 
         if self._direction == "forward":
             if impl not in ladder.impls()[1:]:
                 return {}
-            arguments = self._inputs.arguments()
+            arguments = self._inputs.arguments() | {"validate": False}
             return {"": lambda: gdpa(**arguments, impl=impl)}
         if impl not in ladder.impls("gdpa_backward")[1:]:
             return {}
@@ -221,8 +219,9 @@ class Gdpa(_Checked):
         the fastest forward, or of a baseline."""
         if impl in baselines.BASELINES:
             baseline = baselines.BASELINES[impl]
-            _peer(baseline)
-            return Candidate(impl, baseline.math, baseline.prepare(self._inputs, STEP))
+            checked = partial(baseline.checked, self._inputs)
+            call = baseline.call(self._inputs, STEP)
+            return Candidate(impl, baseline.math, call, checked=checked)
         call = baselines.differentiate(self._function(impl), self._inputs, STEP)
         return Candidate(impl, "activation", call)
 
@@ -236,7 +235,7 @@ class Gdpa(_Checked):
         """`gdpa` of q, k and v whose gradients are the rung's."""
         from gdpa_kernels import gdpa
 
-        arguments = self._inputs.arguments() | {"backward_impl": impl}
+        arguments = self._inputs.arguments() | {"backward_impl": impl, "validate": False}
         return lambda q, k, v: gdpa(**arguments | {"q": q, "k": k, "v": v})
 
     def schedule(self, impl: str) -> Call | None:
@@ -280,9 +279,7 @@ class BlockAttention(_Checked):
         """A rung, a study or a baseline; see `measure.candidate`."""
         inputs, direction = self._inputs, self._direction
         if impl in baselines.BLOCK_BASELINES:
-            baseline = baselines.BLOCK_BASELINES[impl]
-            _peer(baseline)
-            call = baseline.prepare(inputs, direction, **options)
+            call = baselines.BLOCK_BASELINES[impl].call(inputs, direction, **options)
             return Candidate(impl, "softmax", call, dict(options), variant)
         from gdpa_kernels.block_attention import api
 
@@ -334,13 +331,13 @@ class BlockAttention(_Checked):
         return reference.backward_in_dtype(part.grad_out.to(dtype), batch)
 
     def ops(self, impl: str) -> dict[str, Call]:
-        """By variant, of which there is one, the whole public call of a rung, or autograd's
-        backward of it; empty for what is no rung."""
+        """By variant, of which there is one, the whole public call of a rung, which trusts the
+        offsets, or autograd's backward of it; empty for what is no rung."""
         from gdpa_kernels.block_attention.api import block_attention
 
         if impl not in ladder.impls("block_attention")[1:]:
             return {}
-        arguments = self._inputs.arguments()
+        arguments = self._inputs.arguments() | {"validate": False}
         if self._direction == "forward":
             return {"": lambda: block_attention(**arguments, impl=impl)}
 

@@ -10,6 +10,7 @@ NVML reference, nvmlDeviceGetTotalEnergyConsumption.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -65,20 +66,26 @@ def sample(
     *,
     seconds: float = SECONDS,
     warm_s: float = WARM_S,
+    name: str = "the function",
 ) -> tuple[list[float], Load]:
     """Mean times of a call in microseconds, chunk by chunk, and the load of the GPU meanwhile.
 
-    HostTooSlow if the device was idle between calls.
+    HostTooSlow if the device was idle between calls, WaitsForDevice if a call waits for it.
     """
     meter = meter or Meter(device)
+
+    def unwaiting() -> contextlib.AbstractContextManager[None]:
+        return timing.no_waiting(device, name)
+
     with torch.cuda.device(device):
         function()
-        once_us = _chunks(function, 3, 2)[0][-1]
+        once_us = _chunks(function, unwaiting, 3, 2)[0][-1]
         calls = max(1, round(CHUNK_US / once_us))
         chunk_s = calls * once_us / 1e6
-        _chunks(function, calls, math.ceil(warm_s / chunk_s))
+        _chunks(function, unwaiting, calls, math.ceil(warm_s / chunk_s))
         before = meter.energy_j()
-        times, clocks, reasons = _chunks(function, calls, math.ceil(seconds / chunk_s), meter)
+        count = math.ceil(seconds / chunk_s)
+        times, clocks, reasons = _chunks(function, unwaiting, calls, count, meter)
         after = meter.energy_j()
     joules = power = None
     if before is not None and after is not None:
@@ -93,7 +100,11 @@ def sample(
 
 
 def _chunks(
-    function: Callable[[], object], calls: int, count: int, meter: Meter | None = None
+    function: Callable[[], object],
+    unwaiting: Callable[[], contextlib.AbstractContextManager[None]],
+    calls: int,
+    count: int,
+    meter: Meter | None = None,
 ) -> tuple[list[float], list[float | None], list[set[str] | None]]:
     """The mean time of a call, in microseconds, in each of `count` chunks in a row; with a meter,
     clock and throttle reasons during each."""
@@ -101,8 +112,9 @@ def _chunks(
     clocks, reasons = [], []
     events[0].record()
     for event in events[1:]:
-        for _ in range(calls):
-            function()
+        with unwaiting():
+            for _ in range(calls):
+                function()
         event.record()
         if meter is not None:
             clocks.append(meter.clock_mhz())
@@ -126,14 +138,14 @@ def sample_each(
     protocol: timing.Protocol = timing.DEFAULT,
     *,
     seconds: float = SECONDS,
-) -> dict[str, tuple[list[float], Load] | HostTooSlow]:
+) -> dict[str, tuple[list[float], Load] | HostTooSlow | timing.WaitsForDevice]:
     """`sample` of one function after another; the error in place of its result. `protocol` is that
     of bursts, and says nothing here."""
     meter, found = Meter(device), {}
     for name, function in functions.items():
         try:
-            found[name] = sample(function, device, meter, seconds=seconds)
-        except HostTooSlow as error:
+            found[name] = sample(function, device, meter, seconds=seconds, name=name)
+        except (HostTooSlow, timing.WaitsForDevice) as error:
             found[name] = error
     return found
 

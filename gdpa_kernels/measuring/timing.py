@@ -5,17 +5,19 @@ cache, the call already enqueued when the first event fires: a device-side pause
 host that lead, so that launch overhead is not measured. The pause is at least twice what the host
 needed to enqueue the call. A sample of scope "op" is host time from the call on an idle device to
 its completion, which is what a caller waits for; of scope "host", to its return, which is how long
-it keeps the host. Kernels under comparison take turns in an order shuffled every round, so that a
-drift of clocks or temperature meets all of them alike. `sample_calls` is for calls in a row, as a
-program makes them, and belongs to no scope.
+it keeps the host. In none of them may the call itself wait for the device: a pause would not cover
+it, and host time would be taken for the device's. Kernels under comparison take turns in an order
+shuffled every round, so that a drift of clocks or temperature meets all of them alike.
+`sample_calls` is for calls in a row, as a program makes them, and belongs to no scope.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,13 +45,41 @@ class Protocol:
 DEFAULT = Protocol()
 
 
+class WaitsForDevice(RuntimeError):
+    """A call to be timed waits for the device; `name` is whose."""
+
+    def __init__(self, name: str) -> None:
+        expected = "a timed call must not wait for the device"
+        super().__init__(f"{expected}, got one of {name.strip()} that does")
+        self.name = name
+
+
+@contextlib.contextmanager
+def no_waiting(device: torch.device, name: str) -> Iterator[None]:
+    """WaitsForDevice if what runs inside waits for a GPU, as far as PyTorch notices it."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" in str(error):
+            raise WaitsForDevice(name) from error
+        raise
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def sample_kernels(
     functions: Mapping[str, Callable[[], object]],
     device: torch.device,
     protocol: Protocol = DEFAULT,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Device time of each function's calls, in microseconds, `protocol.samples` each."""
+    """Device time of each function's calls, in microseconds, `protocol.samples` each.
+
+    WaitsForDevice if a call waits for the device."""
     flush = torch.empty(max(protocol.l2_flush_bytes, 1), dtype=torch.int8, device=device)
     order = list(functions)
     shuffle = random.Random(seed).shuffle
@@ -61,7 +91,8 @@ def sample_kernels(
                 functions[name]()
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            functions[name]()
+            with no_waiting(device, name):
+                functions[name]()
             enqueue_us = (time.perf_counter() - begin) * 1e6
             torch.cuda.synchronize()
             pauses[name] = int(max(protocol.pause_us, 2 * enqueue_us) * CYCLES_PER_US)
@@ -78,9 +109,10 @@ def sample_kernels(
                     flush.zero_()
                 if protocol.pause_us:
                     torch.cuda._sleep(pauses[name])
-                start.record()
-                functions[name]()
-                end.record()
+                with no_waiting(device, name):
+                    start.record()
+                    functions[name]()
+                    end.record()
                 events[name].append((start, end))
             torch.cuda.synchronize()
     return {n: [s.elapsed_time(e) * 1e3 for s, e in pairs] for n, pairs in events.items()}
@@ -91,7 +123,8 @@ def sample_ops(
     device: torch.device,
     protocol: Protocol = DEFAULT,
 ) -> dict[str, list[float]]:
-    """Host time from call to completion on an idle device, in microseconds."""
+    """Host time from call to completion on an idle device, in microseconds; WaitsForDevice if a
+    call waits before it returns."""
     return _sample_on_host(functions, device, protocol, torch.cuda.synchronize)
 
 
@@ -100,7 +133,8 @@ def sample_hosts(
     device: torch.device,
     protocol: Protocol = DEFAULT,
 ) -> dict[str, list[float]]:
-    """Host time from call to return on an idle device, in microseconds."""
+    """Host time from call to return on an idle device, in microseconds; WaitsForDevice if a call
+    waits."""
     return _sample_on_host(functions, device, protocol, lambda: None)
 
 
@@ -114,33 +148,28 @@ def sample_calls(
     """Host time from call to return, in microseconds, of calls in a row: the device may still be
     busy with those before.
 
-    The functions take turns, `in_a_row` calls each, after a round that warms up. RuntimeError if a
-    call waits for the device, as far as PyTorch notices it.
+    The functions take turns, `in_a_row` calls each, after a round that warms up. WaitsForDevice if
+    a call waits for the device.
     """
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
-            times = _times_in_a_row(function, device, in_a_row)
+            times = _times_in_a_row(name, function, device, in_a_row)
             samples[name] += times if turn else []
     return samples
 
 
 def _times_in_a_row(
-    function: Callable[[], object], device: torch.device, count: int
+    name: str, function: Callable[[], object], device: torch.device, count: int
 ) -> list[float]:
     times = []
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting(device, name):
         for _ in range(count):
             begin = time.perf_counter()
             function()
             times.append((time.perf_counter() - begin) * 1e6)
-    finally:
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("default")
     return times
 
 
@@ -160,8 +189,9 @@ def _sample_on_host(
             for name, function in functions.items():
                 flush.zero_()
                 torch.cuda.synchronize()
-                begin = time.perf_counter()
-                function()
+                with no_waiting(device, name):
+                    begin = time.perf_counter()
+                    function()
                 wait()
                 samples[name].append((time.perf_counter() - begin) * 1e6)
     return samples

@@ -59,7 +59,20 @@ def _workloads() -> dict[str, Workload]:
         _self("kuairandpure", 512, KUAIRAND["kuairandpure"]),
         _self("kuairand1k", 4096, KUAIRAND["kuairand1k"]),
     ]
-    return {w.name: w for w in (*found, *_other_shapes())}
+    return {w.name: w for w in (*found, *_other_shapes(), *_hstu())}
+
+
+def _hstu() -> list[Workload]:
+    """The function of HSTU, which no published figure shows: SiLU over the longest length, for
+    causal self-attention and without a mask."""
+
+    def of(name: str, n: int, law: LengthLaw, causal: bool) -> Workload:
+        mask = "-causal" * causal
+        options = {"activation": "silu", "output_scale": 1 / n, "causal": causal}
+        return replace(_self(name, n, law), name=f"gdpa-hstu-{name}-{n}{mask}", **options)
+
+    laws = {"full": Full(), "half-jagged": Uniform(0.5)}
+    return [of(name, 1024, law, causal) for name, law in laws.items() for causal in (True, False)]
 
 
 def _other_shapes() -> list[Workload]:
@@ -94,6 +107,9 @@ def _other_shapes() -> list[Workload]:
 
 WORKLOADS: dict[str, Workload] = _workloads()
 """Every named workload of GDPA. The published ones: batch 1152, 4 heads, head_dim 128, bfloat16."""
+
+HSTU: tuple[str, ...] = tuple(name for name in WORKLOADS if name.startswith("gdpa-hstu-"))
+"""Names of the workloads with the function of HSTU."""
 
 BLOCK_MAX_SEQLENS = (1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000)
 

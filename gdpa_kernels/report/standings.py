@@ -12,7 +12,7 @@ import pandas as pd
 from IPython.display import Markdown, display
 
 from gdpa_kernels.measuring.baselines import BASELINES, BLOCK_BASELINES
-from gdpa_kernels.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, figure_direction
+from gdpa_kernels.measuring.workloads import BLOCK_WORKLOADS, HSTU, WORKLOADS, figure_direction
 from gdpa_kernels.report import claims, figures, page, results
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import is_rung
@@ -100,16 +100,20 @@ def _fastest(rows: pd.DataFrame, which: pd.Series, what: str) -> pd.Series:
 
 
 def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
-    """Titles of the peers that take a workload of `rows` and have no time in them, and why.
+    """Titles of the peers that take a workload of `rows`, or of GDPA one with the function of HSTU,
+    and have no time in them, and why.
 
     `rows`: of `Chapter.rows`, of any number of workloads, directions and scopes; give it all rows
     that a sentence speaks of, failed ones included. The reason is that of the newest failed row, or
     "not in this record".
     """
     found = {}
-    for peers, works in ((BASELINES, WORKLOADS), (BLOCK_BASELINES, BLOCK_WORKLOADS)):
+    for peers, works, like in (
+        (BASELINES, WORKLOADS, HSTU), (BLOCK_BASELINES, BLOCK_WORKLOADS, ())
+    ):  # fmt: skip
         ours = rows[rows["workload"].isin(works)]
         batches = {*zip(ours["workload"], ours["direction"], strict=True)}
+        batches |= {(name, way) for name in like for way in ours["direction"]}
         for impl, peer in peers.items():
             own = ours[ours["impl"] == impl]
             taken = any(peer.problem(works[name], way) is None for name, way in batches)

@@ -22,8 +22,9 @@ import pandas as pd
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.v5_short_kv_backward import MOST_KEYS
+from gdpa_kernels.measuring.baselines import taking
 from gdpa_kernels.measuring.workload import STEP
-from gdpa_kernels.measuring.workloads import FIGURES, workload
+from gdpa_kernels.measuring.workloads import FIGURES, HSTU, workload
 from gdpa_kernels.report import claims, standings
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.standings import short, spread
@@ -60,7 +61,6 @@ data_dir = "data"
 chapter = Chapter("backward/results", mode=mode, device=device, data_dir=data_dir)
 RUNGS = [rung.impl for rung in ladder.BACKWARD_RUNGS]
 V1, V2, V2A, V4, V5 = RUNGS[:5]
-PEERS = ["fa2_varlen", "cudnn", "fa3", "fa4"]
 BLACKWELL = [rung.impl for rung in ladder.BLACKWELL_BACKWARD_RUNGS]
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-bwd-" in figure for n in FIGURES[figure]))
 STEPS = ["gdpa-self-full-1024", "gdpa-cross-full-2048", "gdpa-self-full-256"]
@@ -73,11 +73,17 @@ def rungs_on(name):
 def plan(session, names=NAMES, steps=STEPS):
     how = {"direction": "backward", "seconds": 0.7}
     for name in names:
-        ragged = ["cudnn_varlen"] if "half-dense" in name or name == STEPS[0] else []
-        rungs, others = rungs_on(name), [*BLACKWELL, *PEERS, *ragged]
+        given, rungs = workload(name), rungs_on(name)
+        others = [*BLACKWELL, *taking(given, "backward")]
+        others.remove("torch_compile")
+        if "half-dense" not in name and name != STEPS[0]:
+            others.remove("cudnn_varlen")  # its gradients fail the check
         impls, timed = [*rungs, *others], [V1, rungs[-1], *others]
         scopes = {"kernel": impls, "sustained": timed, "op": impls if name in steps else []}
-        session.measure(workload(name), impls, scopes=scopes, **how)
+        session.measure(given, impls, scopes=scopes, **how)
+    for given in map(workload, HSTU):
+        impls = [V1, V4, *taking(given, "backward", "activation")]
+        session.measure(given, impls, scopes=("sustained",), **how)
     for name in steps[:2]:
         session.memory(workload(name), [*rungs_on(name), "fa2_varlen"])
 

@@ -22,8 +22,8 @@
 import pandas as pd
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.baselines import BASELINES
-from gdpa_kernels.measuring.workloads import FIGURES, workload
+from gdpa_kernels.measuring.baselines import BASELINES, taking
+from gdpa_kernels.measuring.workloads import FIGURES, HSTU, workload
 from gdpa_kernels.report import charts, standings
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import RUNG_COLOURS
@@ -57,20 +57,27 @@ chapter = Chapter("forward/results", mode=mode, device=device, data_dir=data_dir
 RUNGS, BLACKWELL = ([rung.impl for rung in x] for x in (ladder.RUNGS, ladder.BLACKWELL_RUNGS))
 NAMES = list(dict.fromkeys(n for figure in FIGURES if "-fwd-" in figure for n in FIGURES[figure]))
 V1, V5, V7, V8 = "v1_tiled", "v5_pingpong", "v7_packed", "v8_own_waits"
-SLOW, PEERS = ("v0_eager", "torch_compile"), ["fa2_varlen", "fa3", "fa4"]
+SLOW = ("v0_eager", "torch_compile")
 LADDER = "gdpa-self-full-1024"
 CALLED = ["gdpa-self-full-256", LADDER, "gdpa-self-half-jagged-256", "gdpa-cross-full-2048"]
 
 
 def plan(session, names=NAMES, left_out=()):
-    impls = [impl for impl in (*RUNGS, *BLACKWELL, *BASELINES) if impl not in left_out]
     for name in names:
-        dense = ["cudnn_varlen"] if "half" in name else ["cudnn", *["fa4_dense"] * ("self" in name)]
+        given = workload(name)
+        peers = [peer for peer in taking(given, "forward") if peer != "torch_compile"]
+        if not name.endswith("-jagged-2048"):
+            peers.remove("cudnn_varlen")  # the host is slower than its kernel
         rungs = RUNGS if name == LADDER else [V1, V8, *[V7] * name.endswith("-256")]
-        timed = [*rungs, *BLACKWELL, *PEERS, *dense]
-        every = impls if "self-full" in name or name in CALLED else timed
+        timed = [*rungs, *BLACKWELL, *peers]
+        every = [*RUNGS, "torch_compile", *BLACKWELL, *peers]
+        every = [impl for impl in every if impl not in left_out]
+        every = every if "self-full" in name or name in CALLED else timed
         scopes = {"kernel": every, "sustained": timed, "op": RUNGS if name in CALLED else []}
-        session.measure(workload(name), every, scopes=scopes, seconds=0.7)
+        session.measure(given, every, scopes=scopes, seconds=0.7)
+    for given in map(workload, HSTU):
+        impls = [V1, V8, *taking(given, "forward", "activation")]
+        session.measure(given, impls, scopes=("sustained",), seconds=0.7)
 
 
 chapter.measure(plan)

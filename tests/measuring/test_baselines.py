@@ -1,25 +1,47 @@
-"""FlashAttention-4 behind the baselines' signature, with its library replaced by one that notes
-how it was called."""
+"""Peers behind the baselines' signature, with their libraries replaced by ones that note how they
+were called, or in the emulator where their sources are on the path."""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 
+import tritonemu
+from gdpa_kernels.gdpa import reference, v0_eager
 from gdpa_kernels.measuring import baselines, operators
+from gdpa_kernels.measuring.baselines import flash, peer, same_function, torch_peers
 from gdpa_kernels.measuring.inputs import make_inputs
 from gdpa_kernels.measuring.laws import Full, Uniform
-from gdpa_kernels.measuring.workload import Workload
+from gdpa_kernels.measuring.workload import STEP, Workload
+from gdpa_kernels.measuring.workloads import WORKLOADS
 
 WORK = Workload(
     name="small", batch=3, num_heads_q=2, num_heads_k=2, head_dim=16, max_seqlen_q=8,
-    max_seqlen_k=4, lengths_q=Full(), lengths_k=Full(),
+    max_seqlen_k=4, lengths_q=Full(), lengths_k=Full(), dtype="float32",
 )  # fmt: skip
+SELF = replace(WORK, max_seqlen_k=8, lengths_q=Uniform(0.5), lengths_k=None)
+HSTU = replace(SELF, activation="silu", output_scale=1 / 8, causal=True)
+
+
+def softmax(q, k, v, scale):
+    """Of dense [batch, length, heads, head_dim]."""
+    p = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * scale, -1)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v).contiguous()
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """This machine has what every peer needs."""
+    for table in (baselines.BASELINES, baselines.BLOCK_BASELINES):
+        for name, baseline in table.items():
+            monkeypatch.setitem(table, name, replace(baseline, needs=lambda: None))
 
 
 @pytest.fixture
@@ -36,15 +58,13 @@ def library(monkeypatch):
 
     def dense(q, k, v, softmax_scale):
         assert q.shape == (3, 8, 2, 16) and k.shape == v.shape == (3, 4, 2, 16)
-        p = torch.softmax(torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale, -1)
-        return torch.einsum("bhqk,bkhd->bqhd", p, v).contiguous(), None
+        return softmax(q, k, v, softmax_scale), None
 
     cute.flash_attn_varlen_func, cute.flash_attn_func = varlen, dense
     cute.interface = interface
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
-    monkeypatch.setattr(operators, "_peer", lambda baseline: None)
     return interface
 
 
@@ -65,14 +85,289 @@ def test_scan_says_so_if_the_library_has_no_such_threshold(library):
         call()
 
 
-def test_dense_gives_the_rows_back_in_their_order(library):
-    inputs = make_inputs(replace(WORK, dtype="float32"), device="cpu")
-    out = baselines.BASELINES["fa4_dense"].prepare(inputs)()
-    right = baselines.softmax_reference(inputs, torch.float64)
-    torch.testing.assert_close(out.double(), right, atol=1e-5, rtol=1e-5)
+def right(inputs, direction, math="activation"):
+    """The output, or the gradients, in fp64."""
+    operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
+    return operator._compute(math, torch.float64, inputs)
 
 
-def test_dense_refuses_a_jagged_batch(library):
+def check(made, inputs, direction, math="activation", atol=1e-5):
+    found = made()
+    found = found if isinstance(found, tuple) else (found,)
+    for got, expected in zip(found, right(inputs, direction, math), strict=True):
+        torch.testing.assert_close(got.double(), expected, atol=atol, rtol=atol)
+
+
+WAYS = ("forward", "backward", STEP)
+
+
+@pytest.mark.parametrize("direction", WAYS)
+def test_dense_gives_the_rows_back_in_their_order(library, direction):
+    inputs = make_inputs(WORK, device="cpu")
+    check(baselines.BASELINES["fa4_dense"].call(inputs, direction), inputs, direction, "softmax")
+
+
+@pytest.mark.parametrize("impl", ("fa4_dense", "cudnn", "flex"))
+def test_dense_refuses_a_jagged_batch(impl):
     inputs = make_inputs(replace(WORK, lengths_q=Uniform(0.5)), device="cpu")
     with pytest.raises(baselines.Unsupported, match="sequences of one length, got a jagged batch"):
-        baselines.BASELINES["fa4_dense"].prepare(inputs)
+        baselines.BASELINES[impl].call(inputs, "forward")
+
+
+def ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale):
+    """Softmax of equally long sequences, and its weights."""
+    shape = len(cu_seqlens_q) - 1, -1
+    q, k, v = (x.unflatten(0, shape) for x in (q, k, v))
+    assert (q.shape[1], k.shape[1]) == (max_seqlen_q, max_seqlen_k)
+    return softmax(q, k, v, softmax_scale).flatten(0, 1)
+
+
+@pytest.mark.parametrize("direction", WAYS)
+def test_flash_attention_3_of_its_own_package(monkeypatch, direction):
+    module = ModuleType("flash_attn_interface")
+    module.__spec__ = SimpleNamespace()
+
+    def attention(q, k, v, *, causal, window_size, **options):
+        assert (causal, window_size) == (False, (-1, -1))
+        return ragged(q, k, v, **options)
+
+    module.flash_attn_varlen_func = attention
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    inputs = make_inputs(WORK, device="cpu")
+    check(baselines.BASELINES["fa3"].call(inputs, direction), inputs, direction, "softmax")
+
+
+@pytest.mark.parametrize("direction", WAYS)
+def test_flash_attention_3_of_the_library_in_xformers(monkeypatch, direction):
+    def fwd(q, k, v, *, is_causal, window_size_left, window_size_right, num_splits, **options):
+        assert (is_causal, window_size_left, window_size_right, num_splits) == (False, -1, -1, 1)
+        return ragged(q, k, v, **options), "lse", None, None
+
+    def bwd(grad, q, k, v, out, lse, dq, dk, dv, *, is_causal, window_size_left,
+            window_size_right, **options):  # fmt: skip
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        assert lse == "lse" and torch.equal(out, ragged(q, k, v, **options))
+        found = torch.autograd.grad(ragged(*leaves, **options), leaves, grad)
+        for place, gradient in zip((dq, dk, dv), found, strict=True):
+            place.copy_(gradient)
+
+    monkeypatch.setattr(flash, "_operators", lambda: SimpleNamespace(fwd=fwd, bwd=bwd))
+    inputs = make_inputs(WORK, device="cpu")
+    check(baselines.BASELINES["fa3"].call(inputs, direction), inputs, direction, "softmax")
+
+
+def test_the_library_of_flash_attention_3_is_found_without_importing_xformers(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "xformers" / "flash_attn_3"
+    folder.mkdir(parents=True)
+    (tmp_path / "xformers" / "__init__.py").write_text("raise ImportError('another PyTorch')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert flash._library() is None and "not installed" in flash.needs_fa3()
+    (folder / "_C.so").write_bytes(b"")
+    assert flash._library() == folder / "_C.so"
+    assert "not installed" not in (flash.needs_fa3() or "")
+
+
+def stub(monkeypatch, name: str, function: str, attention) -> None:
+    """A module with one function, and the packages that hold it."""
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+    setattr(sys.modules[name], function, attention)
+
+
+def definition(inputs, **options):
+    """The function of q, k and v that a same-function peer stands for."""
+
+    def attention(q, k, v):
+        batch = replace(inputs.batch(), q=q, k=k, v=v, **options)
+        return reference.forward(batch)
+
+    return attention
+
+
+@pytest.mark.parametrize("direction", WAYS)
+def test_hstu_of_generative_recommenders(monkeypatch, direction):
+    inputs = make_inputs(HSTU, device="cpu")
+
+    def attention(N, alpha, q, k, v, seq_offsets, enable_tma):
+        assert (N, enable_tma) == (8, True) and seq_offsets is inputs.cu_seqlens_q
+        return definition(inputs, scale=alpha, output_scale=1 / N)(q, k, v)
+
+    stub(monkeypatch, same_function.HSTU, "triton_hstu_mha", attention)
+    check(baselines.BASELINES["hstu_triton"].call(inputs, direction), inputs, direction)
+
+
+@pytest.mark.parametrize("work", (HSTU, replace(HSTU, causal=False)))
+def test_hstu_of_fbgemm(monkeypatch, work):
+    inputs = make_inputs(work, device="cpu")
+
+    def attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
+        scaling_seqlen, num_contexts, num_targets, window_size, alpha,
+    ):  # fmt: skip
+        assert seqused_q is seqused_k is num_contexts is num_targets is None
+        assert window_size == (-1, 0 if work.causal else -1)
+        assert (max_seqlen_q, max_seqlen_k, scaling_seqlen) == (8, 8, 8)
+        assert cu_seqlens_q is inputs.cu_seqlens_q and cu_seqlens_k is inputs.cu_seqlens_k
+        return definition(inputs, scale=alpha, output_scale=1 / scaling_seqlen)(q, k, v)
+
+    stub(monkeypatch, "hstu", "hstu_attn_varlen_func", attention)
+    for direction in WAYS:
+        check(baselines.BASELINES["hstu_cutlass"].call(inputs, direction), inputs, direction)
+
+
+@pytest.mark.parametrize("direction", WAYS)
+def test_the_published_gdpa(monkeypatch, direction):
+    inputs = make_inputs(replace(SELF, output_scale=0.5), device="cpu")
+
+    def attention(
+        query, key, value, query_offset, key_offset, max_seq_len_q, max_seq_len_kv, activation,
+        qk_scale, enable_tma=False,
+    ):  # fmt: skip
+        assert query_offset is inputs.cu_seqlens_q and key_offset is inputs.cu_seqlens_k
+        assert (max_seq_len_q, max_seq_len_kv) == (8, 8)
+        assert enable_tma == (direction != STEP)
+        assert activation == "fast_gelu"
+        return definition(inputs, scale=1.0, output_scale=qk_scale)(query, key, value)
+
+    stub(monkeypatch, same_function.GDPA, "generalized_dot_product_attention", attention)
+    if direction == STEP:
+        made = operators.of(inputs, "backward").step("gdpa_triton")
+    else:
+        operator = operators.of(inputs, direction)
+        made = operator.candidate("gdpa_triton", "", enable_tma=True)
+    found = made.call()
+    found = found if isinstance(found, tuple) else (found,)
+    check(lambda: made.checked(found), inputs, direction)
+
+
+def test_flashinfer(monkeypatch):
+    inputs, planned = make_inputs(SELF, device="cpu"), []
+
+    class Wrapper:
+        def __init__(self, workspace, layout, *, backend, jit_args):
+            assert (layout, backend, workspace.dtype) == ("NHD", "fa3", torch.uint8)
+            assert jit_args[1:10] == (
+                *[torch.float32] * 3, torch.int32, 16, 16, [], [], ["logits_scale", "output_scale"]
+            )  # fmt: skip
+            assert jit_args[11] == "ElementWise" and "math::tanh(x * (0.797" in jit_args[12]
+
+        def plan(self, ends_q, ends_k, heads_q, heads_k, head_dim, **options):
+            planned.append((ends_q.tolist(), ends_k.tolist(), heads_q, heads_k, head_dim))
+            assert not options["causal"] and options["q_data_type"] == torch.float32
+
+        def run(self, q, k, v, scale, output_scale):
+            return definition(inputs, scale=scale, output_scale=output_scale)(q, k, v)
+
+    stub(monkeypatch, "flashinfer", "BatchPrefillWithRaggedKVCacheWrapper", Wrapper)
+    check(baselines.BASELINES["flashinfer"].call(inputs, "forward"), inputs, "forward")
+    assert planned == [(*[inputs.cu_seqlens_q.tolist()] * 2, 2, 2, 16)]
+    with pytest.raises(baselines.Unsupported, match="FlashInfer has no gradients"):
+        baselines.BASELINES["flashinfer"].call(inputs, "backward")
+
+
+@pytest.mark.parametrize("name", same_function.FLASHINFER)
+def test_the_activations_given_to_flashinfer_are_the_definitions(name):
+    text = re.sub(r"(\d)\.?f\b|math::", r"\1", same_function.FLASHINFER[name])
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    found = eval(text, {"x": x, "h": x / 2, "tanh": torch.tanh})
+    torch.testing.assert_close(found, v0_eager.ACTIVATIONS[name](x), atol=1e-7, rtol=1e-7)
+
+
+def flex(q, k, v, score_mod, *, scale, return_aux, enable_gqa=False):
+    """FlexAttention by definition, which PyTorch differentiates on a GPU alone."""
+    assert return_aux.lse and enable_gqa == (q.shape[1] != k.shape[1])
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = score_mod(q @ k.mT * scale, *[None] * 4)
+    return torch.softmax(scores, -1) @ v, SimpleNamespace(lse=scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize("activation", torch_peers.OFFSETS)
+@pytest.mark.parametrize("direction", (*WAYS, "PyTorch's own"))
+def test_flex_attention_computes_the_activation(monkeypatch, direction, activation):
+    if direction in WAYS:
+        monkeypatch.setattr(torch.nn.attention.flex_attention, "flex_attention", flex)
+    else:
+        direction = "forward"
+    compiled = torch.compile  # FlexAttention itself calls it, with a backend that compiles nothing
+    eager = lambda f, **how: compiled(f, **how) if "backend" in how else f  # noqa: E731
+    monkeypatch.setattr(torch, "compile", eager)
+    work = replace(WORK, activation=activation, output_scale=0.5, num_heads_q=4)
+    inputs = make_inputs(work, device="cpu")
+    check(baselines.BASELINES["flex"].call(inputs, direction), inputs, direction, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("impl", "change", "reason"),
+    [
+        ("hstu_triton", {}, "needs silu and as many key heads, got gelu_tanh, 2 and 2 heads"),
+        ("hstu_triton", {"activation": "silu"}, "needs causal self-attention"),
+        ("hstu_triton", {"activation": "silu", "causal": True}, r"output_scale 1 / 8, got 1.0"),
+        ("hstu_cutlass", {"activation": "silu", "output_scale": 0.3}, "1 / n, got 0.3"),
+        ("gdpa_triton", {"causal": True}, "without a causal mask"),
+        ("gdpa_triton", {"window": 3}, "a batch without a window, got window=3"),
+        ("flashinfer", {"activation": "gelu"}, "needs silu or gelu_tanh, got gelu"),
+        ("flex", {"activation": "identity", "lengths_q": Full()}, "needs an activation among"),
+    ],
+)
+def test_what_a_peer_does_not_compute_is_refused_by_name(impl, change, reason):
+    inputs = make_inputs(replace(SELF, **change), device="cpu")
+    with pytest.raises(baselines.Unsupported, match=reason):
+        baselines.BASELINES[impl].call(inputs, "forward")
+
+
+def test_a_peer_that_is_not_here_says_how_to_get_it():
+    for table in (same_function.PEERS, flash.PEERS):
+        for baseline in table:
+            assert baseline.install and baseline.source.startswith("https://github.com/")
+            missing = replace(baseline, needs=lambda: "needs it")
+            assert missing.availability().reason == f"needs it: {baseline.install}"
+
+
+def test_every_peer_of_the_same_function_takes_a_named_workload():
+    for baseline in (*same_function.PEERS, baselines.BASELINES["flex"]):
+        taken = [name for name, w in WORKLOADS.items() if baseline.problem(w, "forward") is None]
+        assert taken, baseline.impl
+
+
+def sources(module: str):
+    """The module, or skip: its sources are not on PYTHONPATH."""
+    if not peer.is_importable(module):
+        pytest.skip(f"needs {module} on PYTHONPATH")
+    with tritonemu.fake_gpu("sm_90"):
+        return pytest.importorskip(module)
+
+
+EMULATED = {"head_dim": 16, "num_heads_q": 1, "num_heads_k": 1, "batch": 2, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_hstu_from_source_computes_the_definition(direction):
+    sources(same_function.HSTU)
+    work = replace(HSTU, max_seqlen_q=40, max_seqlen_k=40, output_scale=1 / 40, **EMULATED)
+    emulated("hstu_triton", work, direction, tma=False)
+
+
+@pytest.mark.parametrize("activation", same_function.GDPA_NAMES)
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_the_published_gdpa_from_source_computes_the_definition(monkeypatch, direction, activation):
+    helpers = sources(same_function.GDPA.rpartition(".")[0] + ".register_helpers")
+    # Its operator on a CPU is softmax; without one its kernels run there.
+    monkeypatch.setattr(helpers, "custom_register_kernel", lambda *_: lambda function: function)
+    sources(same_function.GDPA)
+    work = replace(SELF, max_seqlen_q=40, max_seqlen_k=40, activation=activation, **EMULATED)
+    emulated("gdpa_triton", work, direction)
+
+
+def emulated(impl, work, direction, **options):
+    # What their loads leave undefined beyond a sequence's end does not reach what is stored.
+    with tritonemu.fake_gpu("sm_90"), tritonemu.enabled("sm_90", masked="zero"):
+        inputs = make_inputs(work, device="cuda")
+        operator = operators.of(inputs, direction)
+        made = operator.candidate(impl, "", **options)
+        found = made.call()
+        found = made.checked(found if isinstance(found, tuple) else (found,))
+        for comparison in operator.check("activation", found):
+            assert comparison.passed, str(comparison)

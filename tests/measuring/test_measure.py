@@ -99,8 +99,25 @@ def test_an_implementation_that_cannot_run_leaves_its_reason(cpu):
     assert rows["v2_tma"].failure.startswith(
         "NotImplementedError: impl 'v2_tma' needs tensors on a CUDA"
     )
-    assert rows["fa3"].failure.startswith("Unsupported: needs the package flash-attn-3")
+    assert rows["fa3"].failure.startswith("Unsupported: needs FlashAttention-3, which is not inst")
     assert rows["v0_eager"].samples_us and cpu == ["v0_eager "]
+
+
+def test_a_call_that_waits_for_the_device_has_no_time(cpu, monkeypatch):
+    sample = timing.sample_kernels
+
+    def strict(functions, *how):
+        if "v0_eager " in functions:
+            raise timing.WaitsForDevice("v0_eager ")
+        return sample(functions, *how)
+
+    monkeypatch.setattr(timing, "sample_kernels", strict)
+    rows = {row.impl: row for row in run(["v0_eager", "reference"])}
+    assert rows["v0_eager"].failure == (
+        "WaitsForDevice: a timed call must not wait for the device, got one of v0_eager that does"
+    )
+    assert rows["v0_eager"].samples_us == () and rows["v0_eager"].error.passed
+    assert rows["reference"].samples_us and cpu == ["reference "]
 
 
 def test_each_scope_times_whom_it_was_given_and_failures_stand_in_it(cpu, monkeypatch):

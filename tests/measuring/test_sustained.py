@@ -8,7 +8,7 @@ import pynvml
 import pytest
 import torch
 
-from gdpa_kernels.measuring import record, sustained
+from gdpa_kernels.measuring import record, sustained, timing
 from gdpa_kernels.measuring.rows import Ceiling, Error, Load, Row
 from gdpa_kernels.report import results
 from tests.measuring.test_record import a_record
@@ -61,9 +61,10 @@ def sampled(monkeypatch, device_us: float, host_us: float, meter=FakeMeter):
     clocks = Clocks(device_us, host_us)
     cuda = SimpleNamespace(
         device=lambda device: contextlib.nullcontext(), Event=clocks.event,
-        synchronize=clocks.synchronize,
+        synchronize=clocks.synchronize, set_sync_debug_mode=lambda mode: None,
     )  # fmt: skip
-    monkeypatch.setattr(sustained, "torch", SimpleNamespace(cuda=cuda))
+    for module in (sustained, timing):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda))
     return clocks, sustained.sample(clocks.call, DEVICE, meter(clocks))
 
 
@@ -80,14 +81,17 @@ def test_a_device_that_waits_for_the_host_is_no_sustained_load(monkeypatch):
         sampled(monkeypatch, device_us=10, host_us=30)
     monkeypatch.setattr(sustained, "Meter", lambda device: None)
 
-    def sample(function, device, meter, *, seconds):
+    def sample(function, device, meter, *, seconds, name):
         assert seconds == sustained.SECONDS
+        if function == "waits":
+            raise timing.WaitsForDevice(name)
         if function == "slow":
             raise sustained.HostTooSlow("why")
         return [1.0], None
 
     monkeypatch.setattr(sustained, "sample", sample)
-    found = sustained.sample_each({"a": "slow", "b": "quick"}, DEVICE)
+    found = sustained.sample_each({"a": "slow", "b": "quick", "c": "waits"}, DEVICE)
+    assert isinstance(found["c"], timing.WaitsForDevice) and found["c"].name == "c"
     assert isinstance(found["a"], sustained.HostTooSlow) and found["b"] == ([1.0], None)
 
 

@@ -1,5 +1,6 @@
 """The timers, on a GPU: a pause of known length is measured, and launch overhead is not."""
 
+import contextlib
 import time
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import tritonemu
-from gdpa_kernels.measuring import copies, timing
+from gdpa_kernels.measuring import copies, sustained, timing
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FEW = timing.Protocol(warmup=1, samples=5, l2_flush_bytes=2**20)
@@ -48,6 +49,71 @@ def test_functions_take_turns():
     assert rounds == [["a", "b", "c"]] * 5
 
 
+class Gpu:
+    """`torch.cuda` of a device that is always done; in mode "error" a wait is one."""
+
+    def __init__(self) -> None:
+        self.mode = "default"
+        self.device = lambda device: contextlib.nullcontext()
+        self.synchronize = lambda *_: None
+        self._sleep = lambda cycles: None
+        self.Event = lambda enable_timing: SimpleNamespace(
+            record=lambda: None, query=lambda: False, elapsed_time=lambda end: 1.0
+        )
+
+    def set_sync_debug_mode(self, mode: str) -> None:
+        self.mode = mode
+
+    def wait(self) -> None:
+        if self.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+
+CUDA = SimpleNamespace(type="cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    found, silent = Gpu(), lambda: None
+    fake = SimpleNamespace(
+        cuda=found, int8=None, empty=lambda *_, **__: SimpleNamespace(zero_=silent)
+    )
+    meter = SimpleNamespace(energy_j=silent, clock_mhz=silent, throttle_reasons=silent)
+    for module in (timing, sustained):
+        monkeypatch.setattr(module, "torch", fake)
+    monkeypatch.setattr(sustained, "Meter", lambda device: meter)
+    return found
+
+
+def back_to_back(functions, device, protocol):
+    """`sample_each`, with the error of a call raised, as the other timers do."""
+    found = sustained.sample_each(functions, device, protocol, seconds=0.05)
+    for result in found.values():
+        if isinstance(result, Exception):
+            raise result
+    return found
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    (timing.sample_kernels, timing.sample_ops, timing.sample_hosts, back_to_back,
+     lambda functions, device, _: timing.sample_calls(functions, device, rounds=1)),
+)  # fmt: skip
+def test_no_timed_call_may_wait_for_the_device(gpu, sampler):
+    modes = []
+    sampler({"quick": lambda: modes.append(gpu.mode)}, CUDA, FEW)
+    assert modes.count("error") >= FEW.samples and gpu.mode == "default"
+    with pytest.raises(timing.WaitsForDevice, match="not wait for the device, got one of slow"):
+        sampler({"quick": lambda: None, "slow": gpu.wait}, CUDA, FEW)
+    assert gpu.mode == "default"
+
+
+def test_another_error_of_a_timed_call_is_its_own(gpu):
+    with pytest.raises(RuntimeError, match="out of memory"), timing.no_waiting(CUDA, "x"):
+        raise RuntimeError("out of memory")
+    assert gpu.mode == "default"
+
+
 def test_calls_in_a_row_take_turns_and_the_first_turn_warms_up(monkeypatch):
     order: list[str] = []
     now = [0.0]
@@ -70,7 +136,7 @@ def test_calls_in_a_row_do_not_wait_and_must_not():
     calls = {"long": lambda: torch.cuda._sleep(2_000_000)}
     samples = timing.sample_calls(calls, device, in_a_row=5, rounds=2)["long"]
     assert sorted(samples)[5] < 500
-    with pytest.raises(RuntimeError, match="synchronizing"):
+    with pytest.raises(timing.WaitsForDevice, match="one of waits"):
         timing.sample_calls({"waits": lambda: x[0].item()}, device, in_a_row=5, rounds=2)
     assert torch.cuda.get_sync_debug_mode() == 0
 
