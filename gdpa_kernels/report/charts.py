@@ -218,7 +218,8 @@ def stacked(
     """
     if missing := [name for name in frame if looks.get(name) not in _LOOKS]:
         raise ValueError(f"looks must be {', '.join(_LOOKS)} for each column, not so {missing}")
-    _check_complete(frame if marks is None else frame.assign(marks=marks))
+    _check_complete(frame)
+    _check_complete(pd.DataFrame() if marks is None else marks.to_frame())
     shown = colour(hue) if hue and marks is None else INK
     with canvas(width=7.8, height=1.1 + (0.6 if inside else 0.3) * len(frame)) as (chart, axis):
         left = pd.Series(0.0, index=frame.index)

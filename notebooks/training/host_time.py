@@ -232,7 +232,7 @@ if torch.device(device).type == "cuda":
 # %% tags=["remove-input"]
 of = {"of": "backward/results", "direction": "backward"}
 kernel, back = chapter.times(**of) / 1e3, chapter.times(**of, scope="op") / 1e3
-more = 100 * (back / kernel - 1).stack()
+more = 100 * (back / kernel - 1).stack().dropna()  # where a call was timed
 slow, impl = more.idxmax()
 text = "From the call, backward takes so much more than its kernels."
 chapter.predict(text, more, most=5, form=".1f", unit=" %")
