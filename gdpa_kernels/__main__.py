@@ -7,7 +7,7 @@
 - `readme`: rewrite from the records the table and the figure of README.md.
 - `keep`: make a record of what a measuring run left that did not end (`doctor` names it).
 - `manifest`: list in data/manifest.sha256 the files as they are; lines of records and systems stay.
-- `predictions`: what is predicted for a B200, and which of it records keep; `--record`, `--write`.
+- `predictions`: what is predicted for a B200, and what records confirm; `--record`, `--write`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 A notebook that fails leaves its output in book/executed/failed/ and none elsewhere, so the book
 never shows it. Ids of cells are deterministic and timestamps are dropped: two runs that
 compute the same write the same bytes. A replay of all leaves out the chapters whose source, data,
-package and pins are those of their last run; `make clean` forgets them.
+package and pins are those of their last run; `make clean` forgets them. A chapter whose header says
+`reads: chapters` runs after the others, and again when one of them has changed.
 """
 
 from __future__ import annotations
@@ -137,7 +138,17 @@ def shared_inputs() -> str:
 
 def inputs(path: Path) -> str:
     """A hash of what decides the output of a replay."""
-    return hashlib.sha256(path.read_bytes() + shared_inputs().encode()).hexdigest()
+    made = hashlib.sha256(path.read_bytes() + shared_inputs().encode())
+    if reads_chapters(path):
+        target = EXECUTED / f"{slug(path)}.ipynb"
+        for other in sorted(set(EXECUTED.glob("*/*.ipynb")) - {target}):
+            made.update(other.read_bytes())
+    return made.hexdigest()
+
+
+def reads_chapters(path: Path) -> bool:
+    """Whether a notebook shows what the others have displayed."""
+    return read(path).metadata.get("reads") == "chapters"
 
 
 def is_current(path: Path) -> bool:
@@ -274,20 +285,25 @@ def main() -> int:
         remove_strangers(chapters())
         if options.mode == "replay":
             known, paths = paths, [path for path in paths if not is_current(path)]
+            if paths:
+                paths += [x for x in known if reads_chapters(x) and x not in paths]
             print(
                 f"{len(known) - len(paths)} of {len(known)} chapters are as they were", flush=True
             )
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         use_this_interpreter(Path(folder), options.mode)
-        with ThreadPoolExecutor(WORKERS[options.mode]) as pool:
-            runs = [pool.submit(execute, path, parameters) for path in paths]
-            for run in as_completed(runs):
-                name, seconds, problem = run.result()
-                failures += bool(problem)
-                print(f"{name:<40} {seconds:7.1f} s  {'failed' if problem else 'ok'}", flush=True)
-                if problem:
-                    print(textwrap.indent(problem, "    "), flush=True)
+        for late in (False, True):
+            with ThreadPoolExecutor(WORKERS[options.mode]) as pool:
+                now = [path for path in paths if reads_chapters(path) == late]
+                runs = [pool.submit(execute, path, parameters) for path in now]
+                for run in as_completed(runs):
+                    name, seconds, problem = run.result()
+                    failures += bool(problem)
+                    said = "failed" if problem else "ok"
+                    print(f"{name:<40} {seconds:7.1f} s  {said}", flush=True)
+                    if problem:
+                        print(textwrap.indent(problem, "    "), flush=True)
     return 1 if failures else 0
 
 

@@ -106,6 +106,21 @@ def run(runner, monkeypatch, capfd, *arguments: str) -> tuple[int, str]:
     return runner.main(), capfd.readouterr().out
 
 
+def test_a_chapter_that_reads_the_others_runs_after_them_and_again(runner, monkeypatch, capfd):
+    code = "# %%\nfrom pathlib import Path\nprint(len(list(Path({!r}).glob('part/*.ipynb'))))\n"
+    header = HEADER.replace("measures: true", "reads: chapters")
+    write(runner, "a.py", header + code.format(str(runner.EXECUTED)))
+    other = write(runner, "b.py", HEADER)
+    status, out = run(runner, monkeypatch, capfd)
+    assert status == 0 and [line.split()[0] for line in out.splitlines()[1:]] == ["part/b", "part/a"]
+    page = nbformat.read(runner.EXECUTED / "part" / "a.ipynb", as_version=4)
+    assert page.cells[-1].outputs[0].text == "1\n", "the other chapter was there"
+    assert run(runner, monkeypatch, capfd)[1] == "2 of 2 chapters are as they were\n"
+    other.write_text(HEADER + "# %%\nnew = 1\n", encoding="utf-8")
+    out = run(runner, monkeypatch, capfd)[1]
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["part/b", "part/a"]
+
+
 def test_two_runs_write_the_same_bytes_and_keep_the_origin(runner, monkeypatch, capfd):
     text = HEADER + '# %%\nimport sys\nprint(mode, device, sys.executable)\n{1: "a"}\n'
     write(runner, "a.py", text)

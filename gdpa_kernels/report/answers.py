@@ -119,7 +119,9 @@ _TABLES = {"table 5": "over-fa2", "table 6, fill 0.7": "scaling-fill-07",
 
 def numbers(chapter: Chapter) -> dict[str, str]:
     """The measured numbers that `ANSWERS` quotes, from the newest records of their chapters."""
-    us = chapter.times("forward/results", direction="forward")
+    rungs = ["v5_pingpong", "v6a_persistent", "v6b_stream"]
+    whole = chapter.holding("forward/results", rungs, "gdpa-cross-full-1024")
+    us = chapter.times(whole, direction="forward")
     gaps = {}
     for way in ("forward", "backward"):
         options = {"value": "tflops", "direction": way, "scope": "sustained"}

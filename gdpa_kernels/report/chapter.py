@@ -12,17 +12,18 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from IPython.display import SVG, Markdown, display
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring import manifest
 from gdpa_kernels.measuring import record as records
-from gdpa_kernels.report import figures, page, results
+from gdpa_kernels.report import figures, page, registered, results
 from gdpa_kernels.report.house import Figure
 from tritonemu import Timeline
 
@@ -97,13 +98,33 @@ class Chapter:
         return Session(f"notebooks/{self.slug}.py", self.device)
 
     def record(self, of: str | None = None) -> records.Record:
-        """The newest record of a chapter, this one by default. LookupError if there is none."""
+        """The newest record of a chapter, this one by default, or the record of that id.
+        LookupError if there is none."""
         slug = of or self.slug
         if slug not in self._records:
-            self._records[slug] = results.latest_record(
-                self.data_dir, notebook=f"notebooks/{slug}.py", gpu=self.gpu
-            )
+            path, notebook = self.data_dir / "records" / f"{slug}.json", f"notebooks/{slug}.py"
+            if path.exists():
+                self._records[slug] = records.load(path)
+            else:
+                self._records[slug] = results.latest_record(
+                    self.data_dir, notebook=notebook, gpu=self.gpu
+                )
         return self._records[slug]
+
+    def holding(self, of: str, impls: Collection[str], workload: str) -> str:
+        """The id of the newest record of a chapter that has a time in bursts of each of `impls` on
+        a workload: the newest record of all may lack some. LookupError if there is none."""
+        for run in reversed(records.load_all(self.data_dir)):
+            timed = {
+                row.impl
+                for row in run.rows
+                if (row.workload, row.scope, row.variant) == (workload, "kernel", "")
+                and row.samples_us
+            }
+            ours = run.chapter == f"notebooks/{of}.py"
+            if ours and results.gpu_of(run, self.data_dir) == self.gpu and timed.issuperset(impls):
+                return run.id
+        raise LookupError(f"a record of {of} must hold {', '.join(impls)} on {workload}, got none")
 
     def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
         """A table of that record. LookupError naming those there are."""
@@ -266,27 +287,51 @@ class Chapter:
     def predict(
         self,
         text: str,
-        found: float,
+        found: float | pd.Series,
         *,
         least: float = -math.inf,
         most: float = math.inf,
         form: str = ".2f",
         unit: str = "",
     ) -> None:
-        """Show a prediction with its limits, what was found, and the verdict. ValueError without a
-        limit: it could not fail."""
+        """Show a prediction with its limits, what was found, and the verdict with its margin.
+
+        Of a series the value that is farthest outside the limits, or nearest to one, decides.
+        ValueError without a limit, since it could not fail, and naming what is missing in `found`.
+        """
         if math.isinf(least) and math.isinf(most):
             raise ValueError("least or most must be given, got neither")
         self._predictions += 1
+        of = ""
+        if isinstance(found, pd.Series):
+            if found.empty or not np.isfinite(found.to_numpy(float)).all():
+                self._missing(text, list(found.index[~np.isfinite(found.to_numpy(float))]))
+            label, count = registered.decisive(found, least, most), len(found)
+            found, of = found[label], f" ({_named(label)}, of {count})"
+        elif not math.isfinite(found):
+            self._missing(text, [found])
         low, high, got = (f"{x:{form}}{unit}" for x in (least, most, found))
-        limits = f"{low} to {high}"
+        limits = f"{least:{form}} to {high}"
         if math.isinf(most):
             limits = f"at least {low}"
         elif math.isinf(least):
             limits = f"at most {high}"
-        verdict = "kept" if least <= found <= most else "broken"
-        told = f"*Predicted: {limits}. Found: {got}:* **{verdict}**."
-        display(Markdown(f"**Prediction {self._predictions}** {text} {told}"))
+        name = f"{self.slug}#{self._predictions}"
+        says = registered.verdict(float(found), least, most)
+        told = f"*{registered.told(name, limits)}: {limits}. Found: {got}{of}:* {says}."
+        fact = {"id": name, "text": text, "limits": limits, "found": f"{got}{of}", **says._asdict()}
+        shown = Markdown(f"**Prediction {self._predictions}** {text} {told}")
+        display(shown, metadata={"prediction": fact})
+
+    def _missing(self, text: str, where: list[Any]) -> None:
+        raise ValueError(
+            f"{self.slug}, prediction {self._predictions} ({text}): found must be finite, "
+            f"got no value for {', '.join(map(_named, where)) or 'anything'}"
+        )
+
+
+def _named(label: Any) -> str:
+    return " ".join(map(str, label)) if isinstance(label, tuple) else str(label)
 
 
 def _without_host_time(rows: pd.DataFrame) -> pd.DataFrame:

@@ -1,6 +1,7 @@
 """Charts that chapters draw of their own tables, in the house style.
 
 At most three series stand out, in their colours; the others are grey. Labels stand at the lines.
+A missing value is refused, or "not timed" stands at its place.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -20,6 +22,7 @@ from gdpa_kernels.report.house import DASHED, INK, SMALL, Figure, canvas, colour
 
 MOST_COLOURED = 3
 GREY = "#a8a8a8"
+NOT_TIMED = "not timed"
 _MARKS = "os^Dv"
 _LOOKS: dict[str, tuple[bool, dict[str, object]]] = {
     "filled": (True, {}),
@@ -42,13 +45,14 @@ def lines(
     """A line for each column of `frame` over its index, labels at the right ends.
 
     `highlight`: the columns in colour, at most three; `names`: what labels say; `ceiling`: a dashed
-    line; `log`: powers of two to the right. Rates and times begin at zero.
+    line; `log`: powers of two to the right. Rates and times begin at zero. "not timed" stands where
+    a column has no value, and its line has a gap there.
     """
     _check_highlight(highlight, frame.columns)
     with canvas(width=6.8, height=3.9) as (chart, axis):
         for column in sorted(frame, key=lambda name: name in highlight):
-            series, strong = frame[column].dropna(), column in highlight
-            axis.plot(series.index, series, "o-", color=_colour(column, strong),
+            strong = column in highlight
+            axis.plot(frame.index, frame[column], "o-", color=_colour(column, strong),
                       linewidth=1.8 if strong else 1.0)  # fmt: skip
         if ceiling is not None:
             axis.axhline(ceiling, **DASHED)
@@ -60,6 +64,7 @@ def lines(
         axis.set_xlabel(xlabel)
         axis.set_ylabel(ylabel)
         _label_ends(axis, frame, highlight, names or {})
+        _not_timed_below(axis, frame)
         return chart
 
 
@@ -78,6 +83,7 @@ def bars(
     `ceiling`: a dashed line; `marks`: thin lines with a name and a number above the bars.
     """
     _check_highlight(highlight, values.index)
+    _check_complete(values.to_frame("value"))
     with canvas(width=7.0, height=0.9 + 0.34 * len(values)) as (chart, axis):
         for place, (name, value) in enumerate(values.items()):
             strong = name in highlight
@@ -111,7 +117,7 @@ def dots(
     """A row for each index entry of `frame`, a mark for each column; a line at `baseline`.
 
     `low` and `high`: ends of error bars, shaped as `frame`. `colours`: one, or one for each column.
-    `log`: powers of two to the right.
+    `log`: powers of two to the right. "not timed" stands where a column has no value.
     """
     with canvas(width=7.4, height=1.3 + 0.42 * len(frame)) as (chart, axis):
         axis.axvline(baseline, **DASHED)
@@ -126,6 +132,10 @@ def dots(
                 color=colours[number % len(colours)],
                 markerfacecolor="none" if number % 2 else None,
             )  # fmt: skip
+            for place in np.flatnonzero(frame[column].isna()):
+                note(axis, NOT_TIMED, (0, place + shift), (3, 0), va="center", fontsize=SMALL,
+                     color=colours[number % len(colours)],
+                     xycoords=("axes fraction", "data"))  # fmt: skip
         _list(axis, list(frame.index))
         if log:
             axis.set_xscale("log", base=2)
@@ -157,6 +167,7 @@ def loglog(
     the first highlighted line, a text by x. Nothing is drawn beyond `ylim`.
     """
     _check_highlight(highlight, frame.columns)
+    _check_complete(frame)
     colours = dict(zip(highlight, (house.RUNG_COLOURS[i] for i in (3, 1, 2)), strict=False))
     with canvas(width=6.6, height=3.8) as (chart, axis):
         axis.set_xscale("log")
@@ -164,8 +175,7 @@ def loglog(
         axis.set_ylim(*ylim)
         ends = []
         for column in frame:
-            series = frame[column].dropna()
-            series = series[series.between(*ylim)]
+            series = frame[column][frame[column].between(*ylim)]
             strong = column in highlight
             axis.plot(
                 series.index, series, color=colours.get(column, INK),
@@ -208,6 +218,8 @@ def stacked(
     """
     if missing := [name for name in frame if looks.get(name) not in _LOOKS]:
         raise ValueError(f"looks must be {', '.join(_LOOKS)} for each column, not so {missing}")
+    _check_complete(frame)
+    _check_complete(pd.DataFrame() if marks is None else marks.to_frame())
     shown = colour(hue) if hue and marks is None else INK
     with canvas(width=7.8, height=1.1 + (0.6 if inside else 0.3) * len(frame)) as (chart, axis):
         left = pd.Series(0.0, index=frame.index)
@@ -241,7 +253,8 @@ def panels(
     frames: Mapping[str, pd.DataFrame], *, xlabel: str, ylabel: str, highlight: Sequence[str]
 ) -> Figure:
     """Line charts side by side on one scale from zero, by title; a line for each column of a frame
-    over its index, named at its right end. Other columns than those of `highlight` are grey."""
+    over its index, named at its right end. Other columns than those of `highlight` are grey.
+    "not timed" stands where a column has no value, and its line has a gap there."""
     shades = _shades(highlight)
     with canvas(1, len(frames), width=4.3 * len(frames), height=3.6, sharey=True,
                 squeeze=False) as (chart, axes):  # fmt: skip
@@ -249,9 +262,9 @@ def panels(
         axes[0, 0].set_ylabel(ylabel)
         for axis, (title, frame) in zip(axes[0], frames.items(), strict=True):
             for column in frame:
-                series = frame[column].dropna()
-                axis.plot(series.index, series, "o-", color=shades.get(column, GREY))
+                axis.plot(frame.index, frame[column], "o-", color=shades.get(column, GREY))
             _label_ends(axis, frame, highlight, {}, shades)
+            _not_timed_below(axis, frame)
             axis.set_title(title)
             axis.set_xlabel(xlabel)
         return chart
@@ -326,9 +339,12 @@ def curves(
     """A curve without marks for each column of `frame` over its index, and a legend above.
 
     `levels`: dashed horizontal lines by label. `lowest`: where a logarithmic axis begins; None: the
-    axis is linear, from zero. Colours are those of rungs, or the first free ones.
+    axis is linear, from zero. Colours are those of rungs, or the first free ones. A curve may end
+    before the others.
     """
     _check_highlight(highlight, frame.columns)
+    for column in frame:
+        _check_complete(frame.loc[: frame[column].last_valid_index(), [column]])
     shades = _shades(highlight)
     with canvas(width=7.2, height=3.6) as (chart, axis):
         for column in sorted(frame, key=lambda name: name in highlight):
@@ -366,6 +382,7 @@ def scatter(
     shades = _shades(list(groups))
     with canvas(width=7.6, height=4.4) as (chart, axis):
         for number, (group, points) in enumerate(groups.items()):
+            _check_complete(points)
             x, y = points.iloc[:, 0], points.iloc[:, 1]
             axis.plot(x, y, _MARKS[number], markersize=7, color=shades[group], label=group)
             for name, *at in zip(points.index, x, y, strict=True):
@@ -385,6 +402,23 @@ def scatter(
         axis.set_xlabel(xlabel)
         axis.set_ylabel(ylabel)
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize=SMALL)
+        return chart
+
+
+def swarm(groups: Mapping[str, pd.Series], *, xlabel: str, grey: Collection[str] = ()) -> Figure:
+    """A row of points for each group, from the top, a colour each; `grey`: groups without one. x is
+    logarithmic; points of a row are set apart vertically."""
+    colours = [*house.RUNG_COLOURS[1:], *house.RUNG_COLOURS[1:]]
+    with canvas(width=7.4, height=1.0 + 0.36 * len(groups)) as (chart, axis):
+        for place, (name, values) in enumerate(groups.items()):
+            _check_complete(values.to_frame(name))
+            heights = [place + 0.11 * (number % 5 - 2) for number in range(len(values))]
+            shown = GREY if name in grey else colours[place % len(colours)]
+            axis.plot(values.sort_values(), heights, "o", markersize=5, alpha=0.8, color=shown)
+        _list(axis, [f"{name} ({len(values)})" for name, values in groups.items()])
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axis.set_xlabel(xlabel)
         return chart
 
 
@@ -446,6 +480,21 @@ def _check_highlight(highlight: Sequence[str], names: Sequence[str]) -> None:
             f"highlight must name one to {MOST_COLOURED} of {', '.join(map(str, names))}, "
             f"got {', '.join(highlight) or 'none'}"
         )
+
+
+def _check_complete(frame: pd.DataFrame) -> None:
+    missing = [f"{name} at {row}" for name in frame for row in frame.index[frame[name].isna()]]
+    if missing:
+        raise ValueError(f"every value must be there, got none for {', '.join(missing)}")
+
+
+def _not_timed_below(axis: Axes, frame: pd.DataFrame) -> None:
+    """Name at the bottom of each place the columns that have no value there."""
+    for row, values in frame.iterrows():
+        if missing := list(values.index[values.isna()]):
+            text = f"{NOT_TIMED}: {', '.join(map(str, missing))}"
+            note(axis, text, (row, 0), (0, 4), rotation=90, ha="center", va="bottom",
+                 fontsize=SMALL)  # fmt: skip
 
 
 def _colour(name: str, strong: bool) -> str:

@@ -43,7 +43,7 @@ def figure_tflops(
     all are drawn.
 
     Error bars: p20-p80. Steps: the roofline of each workload, with the ceilings of its record.
-    Ring: the best baseline at that length. Cross: a row that failed. Dash: a rung's burst, where
+    Ring: the best baseline at that length. Cross: no time there. Dash: a rung's burst, where
     `table` has it. ValueError if an impl has no row, if the rows come from two systems, or if one
     length has two workloads.
     """
@@ -206,7 +206,7 @@ def _draw_measured(
     axis.stairs(ceilings, edges, baseline=None, **DASHED)
     first = int(np.argmax(np.isfinite(ceilings)))
     note(axis, "roofline", (first - 0.5, ceilings[first]), (2, 4), va="bottom")
-    baselines = [impl for impl in impls if not is_rung(impl)]
+    baselines, crossed = [impl for impl in impls if not is_rung(impl)], False
     for impl in (*baselines, *(impl for impl in impls if is_rung(impl))):
         ours = rows[rows["impl"] == impl].sort_values("length")
         timed = ours.dropna(subset=["tflops"])
@@ -216,7 +216,8 @@ def _draw_measured(
             color=shown, marker="o", linewidth=1.8 if is_rung(impl) else 1.0, elinewidth=1.0,
             capsize=2, label=_label(ours, impl),
         )  # fmt: skip
-        for length in ours["length"][ours["tflops"].isna()]:
+        for length in set(lengths) - set(timed["length"]):
+            crossed = True
             axis.plot(place[length], 0, "x", color=shown, markersize=7, clip_on=False, zorder=5)
     best = rows[rows["impl"].isin(baselines)].dropna(subset=["tflops"])
     best = best.sort_values("tflops").groupby("length").last()
@@ -226,7 +227,7 @@ def _draw_measured(
     )  # fmt: skip
     axis.set_xlim(-0.5, len(lengths) - 0.75)
     notes = [] if best.empty else ["ring: best baseline"]
-    notes += ["cross: failed"] if rows["tflops"].isna().any() else []
+    notes += ["cross: not timed"] if crossed else []
     _below(axis, "; ".join([*notes, "dash: burst"]))
     return float(np.nanmax([*ceilings, *rows["tflops"]]))
 

@@ -212,8 +212,8 @@ def judged(
     shares: pd.DataFrame, data_dir: str | Path = records.DATA_DIR, record: str | None = None
 ) -> pd.DataFrame:
     """Predictions under `basis`; where such records timed a rung, `measured` and the verdict, each
-    under the ceilings of its own record: "hit" within the interval, or "low" or "high", of rate or
-    time, outside it. `record`: that one alone."""
+    under the ceilings of its own record: "confirmed" within the interval, or "refuted, low" or
+    "refuted, high", of rate or time. `record`: that one alone."""
     table = scaled(shares, basis(data_dir, record).ceilings)
     table = table.assign(measured=np.nan, verdict="")
     rows = results.table(data_dir, latest=False)
@@ -232,7 +232,8 @@ def judged(
                 continue
             got = timed.loc[tuple(row[key])]
             value = got["time_us_p50"] / 1e3 if row["unit"] == "ms" else got["tflops"]
-            verdict = "low" if value < row["from"] else "high" if value > row["to"] else "hit"
+            outside = "low" if value < row["from"] else "high" if value > row["to"] else ""
+            verdict = f"refuted, {outside}" if outside else "confirmed"
             table.loc[index, row.index] = row
             table.loc[index, ["measured", "verdict"]] = round(value, 3), verdict
     return table
@@ -251,7 +252,7 @@ def report(data_dir: str | Path = records.DATA_DIR, record: str | None = None) -
     ]
     verdicts = table["verdict"].value_counts()
     timed = int(verdicts.drop("", errors="ignore").sum())
-    outcome = f"{verdicts.get('hit', 0)} of {timed} measured rows within the 90 % interval."
+    outcome = f"{verdicts.get('confirmed', 0)} of {timed} measured rows within the 90 % interval."
     lines.append(outcome if timed else "No row is measured: all are predictions.")
     columns = ["workload", "direction", "impl", "bound", "predicted", "from", "to", "unit"]
     if timed:

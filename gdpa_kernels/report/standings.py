@@ -34,8 +34,14 @@ def listed(items: Sequence[str]) -> str:
 
 
 def spread(values: pd.Series) -> str:
-    """'a to b': the least and the most of some quotients."""
-    return f"{values.min():.2f} to {values.max():.2f}"
+    """'0.98 to 1.03 (n = 4)': the least and the most of some quotients, and of how many; of one,
+    '1.03 (n = 1)'. ValueError naming what is missing."""
+    missing = values.index[values.isna()]
+    if values.empty or len(missing):
+        named = ", ".join(map(str, missing)) or "anything"
+        raise ValueError(f"values must all be there, got none for {named}")
+    least, most = f"{values.min():.2f}", f"{values.max():.2f}"
+    return f"{least if len(values) == 1 else f'{least} to {most}'} (n = {len(values)})"
 
 
 def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "") -> None:

@@ -203,7 +203,7 @@ chapter.figure(chart, measured=own, data=split.reset_index(names="batch"))
 # %% tags=["remove-cell"]
 assert own["correct"].astype(bool).all(), "all variants with a time passed the check"
 chapter.glue(
-    of_v1_long=1 / long["default"], mma=(pd.Series(mma) / added).max(),
+    of_v1_long=1 / long["default"], mma=(pd.Series(mma) / added[[*mma]]).max(),
     price_long=100 * long["1 slice"] - 100, price_cross=100 * cross["1 slice"] - 100,
     fixed_long=100 * fixed[LONG] / us[LONG]["by TMA"],
     fixed_cross=100 * fixed[CROSS] / us[CROSS]["by TMA"],
@@ -211,7 +211,7 @@ chapter.glue(
 
 # %% tags=["remove-input"]
 text = "Zero fill and rounding take what their 10 bytes an element take in a copy, within 20 %."
-chapter.predict(text, (fixed / pd.Series(copied)).min(), least=0.8, most=1.2)
+chapter.predict(text, fixed[[*copied]] / pd.Series(copied), least=0.8, most=1.2)
 text = "Without dQ v2 takes 60 to 75 % of its time with 1,024 keys."
 chapter.predict(text, long["without dQ"], least=0.60, most=0.75)
 text = "Stored instead of added changes the time by less than 5 %: what costs is the way to L2."

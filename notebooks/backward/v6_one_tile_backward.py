@@ -247,7 +247,7 @@ chapter.predict(text, rate[V6][NARROW.name], least=250, form=".0f", unit=" TFLOP
 text = "The time that a row of `2048-kv128` saves over v4, as a multiple of what the bytes take."
 chapter.predict(text, saved / (ns["v4"] - ns["v6"]), least=0.8, most=1.0)
 text = "v5 over v6: the factor of time is at most that of MMAs. Their largest quotient."
-chapter.predict(text, compared.iloc[:, 1].div(compared.iloc[:, 0]).max(), most=1.05)
+chapter.predict(text, compared.iloc[:, 1].div(compared.iloc[:, 0]), most=1.05)
 
 # %% tags=["remove-input"]
 chapter.table(compared.rename(index=short).rename_axis("workload").reset_index().round(2),

@@ -182,7 +182,7 @@ above, clocks_of = books["port (KiB)"] - books["ledger (KiB)"], books["clocks"]
 gain = clocks_of["b4"] / clocks_of["b6"]
 chapter.predict(
     "The emulator counts what the ledger counts for b4 and b6: the largest difference.",
-    above[["b4", "b6"]].abs().max(), most=0, form=".1f", unit=" KiB",
+    above[["b4", "b6"]].abs(), most=0, form=".1f", unit=" KiB",
 )  # fmt: skip
 chapter.predict("A tile of b6 takes fewer emulated clocks: b4 / b6.", gain, least=1.05)
 chapter.glue(b5_more=above["b5"], b4_clocks=clocks_of["b4"], b6_clocks=clocks_of["b6"])

@@ -183,7 +183,7 @@ few = [name for name in us.index if name.endswith(("-36", "-144"))]
 at = [of_batch(SHORT, batch).name for batch in (1152, 4608)]
 chapter.predict(
     "Up to 256 sequences the switch changes nothing: the largest change.",
-    100 * (walk[few] - 1).abs().max(), most=2, form=".1f", unit=" %",
+    100 * (walk[few] - 1).abs(), most=2, form=".1f", unit=" %",
 )  # fmt: skip
 chapter.predict(
     "Four times the batch, 16 times the walk: what it adds at 4,608 over 1,152.",

@@ -256,7 +256,7 @@ chapter.predict(
 )  # fmt: skip
 chapter.predict(
     "D from a rounded output changes the mean errors of dq and dk by less than 5 %.",
-    100 * (mean.loc["all and D"] / mean.loc[ONCE] - 1).abs().max(), most=5, form=".1f", unit=" %",
+    100 * (mean.loc["all and D"] / mean.loc[ONCE] - 1).abs(), most=5, form=".1f", unit=" %",
 )  # fmt: skip
 chapter.glue(
     of_rotary=100 * (dq["only rotary"] / dq[ONCE]) ** 2,

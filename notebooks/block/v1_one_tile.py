@@ -150,7 +150,7 @@ order = [us[way, dim, V1, INNER] / us[way, dim, V1, OUTER] for way in WAYS for d
 chart = charts.dots(put_back, xlabel="time / time with none", colours=["#1f83c4"] * 2 + ["#d55e00"])
 chapter.figure(chart, measured=chapter.rows(impl=STUDY, variant=None))
 chapter.predict("v1 moves the least, so it is a copy: the smallest share of the copy's rate, of "
-                "four.", min(copy.values()), least=90, form=".0f", unit=" %")  # fmt: skip
+                "four.", pd.Series(copy), least=90, form=".0f", unit=" %")  # fmt: skip
 chapter.predict("A piece costs its bytes: the largest time over what the bytes say.",
                 excess.max().max(), most=1.05)  # fmt: skip
 chapter.predict("The order of the programs changes no byte, so it changes no time: the smallest "

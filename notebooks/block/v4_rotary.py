@@ -187,7 +187,7 @@ hidden = default / (attention * of_bytes)
 # %% tags=["remove-input"]
 chapter.predict(
     "v4 hides rotary: it takes the time of attention without it, more by its bytes, within 10 % "
-    "(the larger ratio).", hidden.max(), least=0.90, most=1.10,
+    "(the larger ratio).", hidden.max(skipna=False), least=0.90, most=1.10,
 )  # fmt: skip
 text = "Backward one consumer is enough: two are not more than 2 % faster."
 two = {d: v4[d, label(2, n, 2)] / default[d] for d, n in (("forward", 4), ("backward", 2))}

@@ -235,7 +235,9 @@ chapter.glue(fa4_by_cudnn=spread(fa4_by_cudnn), fa4_by_fa2_cross=spread(fa4_by_f
 # In bursts, where all rungs share one clock:
 
 # %%
-climb = standings.steps(burst, ladder.RUNGS[2:]).dropna()
+whole = chapter.holding("forward/results", RUNGS[1:], "gdpa-cross-full-1024")
+in_bursts = chapter.times(whole, direction="forward")
+climb = standings.steps(in_bursts, ladder.RUNGS[2:]).dropna()
 v4_long = climb["v2 / v4"].filter(regex="self-full-(?:1024|2048)")
 v4_short = climb["v2 / v4"].filter(regex="-(?:256|512)$|cross")
 v5_few = climb["v4 / v5"]["gdpa-self-half-jagged-256"]
@@ -252,7 +254,7 @@ v5_few = climb["v4 / v5"]["gdpa-self-half-jagged-256"]
 three = ["gdpa-self-full-2048", "gdpa-self-half-jagged-256", "gdpa-cross-full-2048"]
 chart = charts.dots(climb.loc[three].rename(index=standings.short).T,
                     xlabel="time before / time after", colours=RUNG_COLOURS[1:4])  # fmt: skip
-measured = chapter.rows(direction="forward", impl=RUNGS)
+measured = chapter.rows(whole, direction="forward", impl=RUNGS)
 chapter.figure(chart, data=climb.reset_index(), measured=measured)
 
 # %% tags=["remove-cell"]
@@ -263,7 +265,8 @@ among = climb["v6b / v6"].filter(like="cross")
 chapter.glue(
     v4_short=spread(v4_short), v4_long=spread(v4_long), v5_few=v5_few,
     v5_long=climb.loc[three[0], "v4 / v5"], v6_cross=spread(among),
-    all=spread(burst["v2_tma"] / burst[V8]), all_v1=spread(burst[V1] / burst[V8]),
+    all=spread(in_bursts["v2_tma"] / in_bursts[V8]),
+    all_v1=spread(in_bursts[V1] / in_bursts[V8]),
     **{step.split(" / ")[1]: spread(column) for step, column in climb.items()},
 )  # fmt: skip
 

@@ -149,7 +149,7 @@ chapter.glue(
 # %% tags=["remove-input"]
 chapter.predict(
     "Two programs share an SM, so v1 takes less than the sum everywhere: the largest v1 / sum.",
-    relative.max(), most=1,
+    relative, most=1,
 )  # fmt: skip
 
 # %% [markdown]

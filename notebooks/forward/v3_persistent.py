@@ -169,11 +169,11 @@ alias = (times["padded, 132 programs"] / times["padded, 131 programs"])[half_emp
 table = modelled.loc[["full-1024", "half-jagged-1024", *FOUR], ["v2", *LISTS]]
 chapter.table(table.reset_index(names="workload"), modelled="schedule.build, 264 programs")
 text = "On uniform lengths v2 is nearly perfect, so no list gains much: the best list over v2."
-chapter.predict(text, best.min(), least=1 / modelled["v2"][UNIFORM].max())
+chapter.predict(text, best, least=1 / modelled["v2"][UNIFORM].max())
 text = "On the four laws v2 may start a heavy tile last. What a zigzag list saves:"
-chapter.predict(text, saved.min(), least=promised.min(), form=".0f", unit=" %")
+chapter.predict(text, saved, least=promised.min(), form=".0f", unit=" %")
 text = "131 programs beat 132 on a padded list wherever tiles are empty: the smallest ratio."
-chapter.predict(text, alias.min(), least=1)
+chapter.predict(text, alias, least=1)
 
 # %% tags=["remove-cell"]
 assert (saved > 0).all() and (ratio["valid"][FOUR] > 1).all(), "the text says so"

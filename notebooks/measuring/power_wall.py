@@ -147,7 +147,7 @@ say("Its clock is higher: that of random numbers over it.", zeros["sm_clock_mhz"
 # in `matmuls`: the times agree within {glue:text}`apart_time:.3f` %, the energies differ by
 # {glue:text}`apart_joules:.0f` % and the clocks by {glue:text}`apart_clock:.0f` %. The energy
 # counter seems coarse for 1.5 s, and a clock is a momentary reading. So v8's
-# {glue:text}`margin:.1f` % less energy than the next best, a prediction that held, proves little.
+# {glue:text}`margin:.1f` % less energy than the next best, a confirmed prediction, proves little.
 # *Time* repeats, and at the wall it measures energy: {glue:text}`watts:.0f` J a second.
 #
 # *The activation.* Without it v8 gains {glue:text}`plain:.1f` %, but hardly because of energy:

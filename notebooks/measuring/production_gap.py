@@ -129,7 +129,7 @@ chapter.glue(start_fa4=start["fa4"], start_fa2=start["fa2_varlen"], start_v8=sta
 # Two numbers predict them to {glue:text}`unseen:.0f` %. Starting a tile costs FlashAttention-4's
 # path for Hopper as much as {glue:text}`start_fa4:.0f` keys, FlashAttention-2
 # {glue:text}`start_fa2:.0f`, v8 {glue:text}`start_v8:.0f`. Fitted to older bursts, the model
-# predicted the gaps on MovieLens 1M before these kernels ran there, within about 10 %:
+# gives these gaps on MovieLens 1M, to about 10 %:
 
 # %% tags=["remove-input"]
 for impl, before in {"fa2_varlen": 1.37, "fa4": 2.50, "v8_own_waits": 1.47}.items():
@@ -237,7 +237,7 @@ for way, table in tables.items():
 
 # %% [markdown]
 # Blank: the peers take no q that all sequences share, and with 32 sequences or fewer most kernels
-# outrun the host ({doc}`../training/host_time`). Predicted from bursts of older records, by the
+# outrun the host ({doc}`../training/host_time`). Expected from bursts of older records, by the
 # lengths and two constants for each kernel:
 
 # %% tags=["remove-input"]

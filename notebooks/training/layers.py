@@ -251,7 +251,8 @@ chapter.glue(best=best["counts"], neither=best["no history"],
 seen = [histories.users(64, 1000 + step) for step in range(120)]
 true_losses = [F.binary_cross_entropy_with_logits(x.logit, x.clicked).item() for x in seen]
 curve = pd.DataFrame({name: found - true_losses for name, (_, found) in trained.items()})
-chart = charts.curves(curve.rolling(20).mean(), xlabel="batch of 64 users", ylabel="excess loss",
+smooth = curve.rolling(20).mean().dropna()
+chart = charts.curves(smooth, xlabel="batch of 64 users", ylabel="excess loss",
                       highlight=["sums", "averages"],
                       levels={"shares": best["shares"] - best["counts"]})  # fmt: skip
 chapter.figure(chart, computed="trained on a CPU in fp32", data=curve)

@@ -112,7 +112,7 @@ eager_norm = 100 * share[HALF, "eager", "gdpa"]
 chapter.predict("The norms' share of an eager step.", eager_norm, least=18, most=36, form=".0f",
                 unit=" %")  # fmt: skip
 chapter.predict("Our attention and fused norms over compiled v1, the least of three laws.",
-                both.min(), least=1.45)  # fmt: skip
+                both, least=1.45)  # fmt: skip
 
 # %% [markdown]
 # Attention gave more than predicted on all but the longest histories. The last prediction fails

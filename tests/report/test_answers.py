@@ -87,8 +87,8 @@ def test_numbers_come_from_the_records():
 
     quoted = answers.numbers(Chapter("tools/claims", data_dir=ROOT / "data"))
     assert set(quoted) == NAMES
-    least, most = map(float, quoted["stay"].split(" to "))
-    assert 1 < least <= most
+    least, most, count = re.fullmatch(r"(.+) to (.+) \(n = (\d+)\)", quoted["stay"]).groups()
+    assert 1 < float(least) <= float(most) and int(count) == 5
 
 
 def test_the_download_has_every_claim_and_the_statuses_of_the_page(found):

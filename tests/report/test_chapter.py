@@ -20,7 +20,7 @@ from gdpa_kernels.report.chapter import Chapter
 def shown(monkeypatch, tmp_path) -> list:
     """What a chapter displays, with its downloads in `tmp_path`."""
     outputs: list = []
-    monkeypatch.setattr(chapters, "display", outputs.append)
+    monkeypatch.setattr(chapters, "display", lambda shown, **_: outputs.append(shown))
     monkeypatch.setattr(page, "CSV_DIR", tmp_path / "figures")
     monkeypatch.setattr(chapters, "CHANGES_DIR", tmp_path / "changes")
     return outputs
@@ -100,15 +100,47 @@ def test_host_time_is_no_burst(chapter):
 @pytest.mark.parametrize(
     "limits, verdict, said",
     (
-        ({"most": 1.0}, "broken", "at most 1.00"),
-        ({"least": 1.0}, "kept", "at least 1.00"),
-        ({"least": 1.0, "most": 1.1}, "broken", "1.00 to 1.10"),
+        ({"most": 1.0}, "**refuted**, 25 % outside", "at most 1.00"),
+        ({"least": 1.0}, "**confirmed**, 25 % inside", "at least 1.00"),
+        ({"least": 1.0, "most": 1.1}, "**refuted**, 14 % outside", "1.00 to 1.10"),
+        ({"least": 0}, "**confirmed**.", "at least 0.00"),
     ),
 )
-def test_a_prediction_stands_with_its_verdict(chapter, shown, limits, verdict, said):
+def test_a_prediction_stands_with_its_verdict_and_margin(chapter, shown, limits, verdict, said):
     chapter.predict("It is so.", 1.25, **limits)
     text = shown[0].data
-    assert f"Predicted: {said}. Found: 1.25" in text and f"**{verdict}**" in text
+    assert f"Expected: {said}. Found: 1.25" in text and verdict in text
+
+
+def test_of_a_series_the_value_farthest_out_decides(chapter, shown):
+    found = pd.Series({"a": 1.2, "b": 0.8, "c": 1.0})
+    chapter.predict("It is so.", found, least=0.9, most=1.15)
+    assert "Found: 0.80 (b, of 3)" in shown[0].data
+
+
+@pytest.mark.parametrize(
+    "found, missing",
+    (
+        (float("nan"), "nan"),
+        (pd.Series({"a": 1.0, "gdpa-b": float("nan")}), "gdpa-b"),
+        (pd.Series(dtype=float), "anything"),
+    ),
+)
+def test_a_prediction_of_a_missing_value_is_refused_by_name(chapter, shown, found, missing):
+    said = rf"forward/v5_pingpong, prediction 1 \(It is so.\): .* got no value for {missing}"
+    with pytest.raises(ValueError, match=said):
+        chapter.predict("It is so.", found, most=1.0)
+    assert shown == []
+
+
+def test_a_record_that_holds_the_rungs_is_found(chapter):
+    rungs = ["v5_pingpong", "v6b_stream"]
+    whole = chapter.holding("forward/results", rungs, "gdpa-cross-full-1024")
+    us = chapter.times(whole, direction="forward")
+    assert us.loc["gdpa-cross-full-1024", rungs].notna().all()
+    assert chapter.record(whole).chapter == "notebooks/forward/results.py"
+    with pytest.raises(LookupError, match="must hold nothing on gdpa-cross-full-1024, got none"):
+        chapter.holding("forward/results", ["nothing"], "gdpa-cross-full-1024")
 
 
 def test_a_prediction_that_cannot_fail_is_refused(chapter):

@@ -1,6 +1,8 @@
 """Charts of chapters: what each draws, read from the figure."""
 
+import numpy as np
 import pandas as pd
+import pytest
 
 from gdpa_kernels.report import charts
 
@@ -90,6 +92,46 @@ def test_panels_share_a_scale_and_name_lines_at_their_ends():
     assert left.get_ylim() == right.get_ylim() == (0, 1.1 * 4)
     strong, grey = left.get_lines()
     assert grey.get_color() == charts.GREY != strong.get_color()
-    assert len(grey.get_xdata()) == 1
-    assert {text.get_text() for text in left.texts} == {"a", "b"}
+    assert grey.get_ydata()[0] == 3 and np.isnan(grey.get_ydata()[1])
+    assert {text.get_text() for text in left.texts} == {"a", "b", "not timed: b"}
     assert (left.get_title("left"), right.get_title("left")) == ("ours", "theirs")
+
+
+def test_a_missing_value_is_named_where_a_point_would_be():
+    frame = pd.DataFrame({"a": [1.0, None, 3.0]}, index=[1, 2, 4])
+    for draw in (charts.lines, charts.dots):
+        options = {"ylabel": "y", "highlight": ["a"]} if draw is charts.lines else {}
+        (axis,) = draw(frame, xlabel="x", **options).axes
+        assert any("not timed" in text.get_text() for text in axis.texts)
+    (line, *_) = charts.lines(frame, xlabel="x", ylabel="y", highlight=["a"]).axes[0].get_lines()
+    assert len(line.get_xdata()) == 3, "the line has a gap, not a bridge"
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: charts.bars(x["a"], xlabel="x", highlight=[1]),
+        lambda x: charts.curves(x, xlabel="x", ylabel="y", highlight=["a"]),
+        lambda x: charts.stacked(x, xlabel="x", looks={"a": "filled"}),
+        lambda x: charts.scatter({"g": x.assign(b=1.0)}, xlabel="x", ylabel="y"),
+        lambda x: charts.loglog(x, xlabel="x", ylabel="y", highlight=["a"], ylim=(1, 9)),
+        lambda x: charts.swarm({"a": x["a"]}, xlabel="x"),
+    ],
+)
+def test_a_missing_value_is_refused_by_name(draw):
+    frame = pd.DataFrame({"a": [1.0, None, 3.0]}, index=[1, 2, 4])
+    with pytest.raises(ValueError, match="every value must be there, got none for .+ at 2"):
+        draw(frame)
+
+
+def test_a_curve_may_end_early():
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, None]}, index=[0.0, 1.0])
+    charts.curves(frame, xlabel="x", ylabel="y", highlight=["a"])
+
+
+def test_swarm_counts_its_rows_and_sets_points_apart():
+    groups = {"one": pd.Series([1.0, 1.0, 10.0]), "rest": pd.Series([2.0])}
+    (axis,) = charts.swarm(groups, xlabel="x", grey=["rest"]).axes
+    one, rest = axis.get_lines()
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["one (3)", "rest (1)"]
+    assert len(set(one.get_ydata())) == 3 and rest.get_color() == charts.GREY

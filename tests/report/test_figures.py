@@ -126,7 +126,7 @@ def test_a_failed_row_is_a_cross_and_not_a_point(table):
     axis, _ = draw(pd.concat([kept, lost])).axes
     crosses = [line for line in axis.lines if line.get_marker() == "x"]
     assert [list(line.get_xydata()[0]) for line in crosses] == [[3, 0]]
-    assert any("cross: failed" in text for text in texts(axis))
+    assert any("cross: not timed" in text for text in texts(axis))
 
 
 def test_labels_keep_their_distance(table):

@@ -149,12 +149,12 @@ def test_a_record_of_a_b200_scales_and_judges(add, tmp_path):
     )
     table = predictions.judged(predictions.registered(), tmp_path)
     found = {impl: one(table, impl)["verdict"] for impl in ("b6_pair_stream", "b4_mixed")}
-    assert found == {"b6_pair_stream": "hit", "b4_mixed": "high"}
+    assert found == {"b6_pair_stream": "confirmed", "b4_mixed": "refuted, high"}
     assert one(table, "b6_pair_stream")["predicted"] == pytest.approx(centre, abs=1)
-    assert one(table, "b3_stream")["verdict"] == "low"
+    assert one(table, "b3_stream")["verdict"] == "refuted, low"
     assert one(table, "b2_two_tiles")["verdict"] == "", "its output was wrong"
     assert one(table, "b1_tensor_memory")["verdict"] == "", "a variant is not the rung"
-    assert one(table, "b1_warp_specialized", BLOCK.name)["verdict"] == "high", "of time"
+    assert one(table, "b1_warp_specialized", BLOCK.name)["verdict"] == "refuted, high", "of time"
     text = predictions.report(tmp_path)
     assert made.id in text and "power limit 1000 W" in text
     assert "1 of 4 measured rows within the 90 % interval" in text
@@ -166,9 +166,9 @@ def test_each_row_is_judged_by_its_own_record_and_the_newest_counts(add, tmp_pat
     old = add(timed("b6_pair_stream", us=at(share * TFLOPS)), day=1)
     add(timed("b6_pair_stream", us=at(share * TFLOPS)), day=2, ceilings=fast)
     newest = one(predictions.judged(predictions.registered(), tmp_path), "b6_pair_stream")
-    assert newest["verdict"] == "low" and newest["from"] > share * TFLOPS
+    assert newest["verdict"] == "refuted, low" and newest["from"] > share * TFLOPS
     first = predictions.judged(predictions.registered(), tmp_path, old.id)
-    assert one(first, "b6_pair_stream")["verdict"] == "hit"
+    assert one(first, "b6_pair_stream")["verdict"] == "confirmed"
 
 
 def test_what_is_no_record_of_a_b200_is_refused(add, tmp_path, capsys):

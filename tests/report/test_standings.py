@@ -84,7 +84,11 @@ def test_a_step_is_from_the_predecessor_and_ranges_say_where():
 def test_sentences():
     assert standings.listed(["a", "b", "c"]) == "a, b and c"
     assert (standings.listed(["a"]), standings.listed([])) == ("a", "none")
-    assert standings.spread(pd.Series([1.234, 2])) == "1.23 to 2.00"
+    assert standings.spread(pd.Series([1.234, 2])) == "1.23 to 2.00 (n = 2)"
+    assert standings.spread(pd.Series([1.234])) == "1.23 (n = 1)"
+    for values, missing in ((pd.Series([1.2, None], ["a", "b"]), "b"), (pd.Series([]), "anything")):
+        with pytest.raises(ValueError, match=f"values must all be there, got none for {missing}"):
+            standings.spread(values)
 
 
 class Again:

@@ -1,0 +1,120 @@
+# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# reads: chapters
+# ---
+
+# %% [markdown]
+# # What we got wrong
+#
+# Every chapter said what it would find before it showed what it found. How often was it right?
+#
+# :::{admonition} In this chapter (5 minutes)
+# You will see all {glue:text}`all:.0f` predictions of this book at once, what refuted
+# {glue:text}`refuted:.0f` of them, and which of them deserve the name: {glue:text}`predicted:.0f`
+# stood in this repository's history before the record that judges them.
+# :::
+
+# %%
+import re
+
+import pandas as pd
+
+from gdpa_kernels.report import charts, registered
+from gdpa_kernels.report.chapter import Chapter
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("measuring/got_wrong", mode=mode, device=device, data_dir=data_dir)
+found = registered.judged()
+wrong = found[found["word"] == "refuted"]
+causes = wrong["cause"].value_counts()
+away = 100 * found["margin"].abs()  # of the limit; none beside a limit of 0
+on_axis = away.where(away > 0).dropna().clip(lower=0.1)
+groups = {cause: on_axis[wrong.index[wrong["cause"] == cause].intersection(on_axis.index)]
+          for cause in causes.index}  # fmt: skip
+groups["confirmed"] = on_axis[found.index.difference(wrong.index).intersection(on_axis.index)]
+
+# %% tags=["remove-input"]
+# | name: fig-got-wrong
+# | caption: >
+# |   Each prediction, by how far what was found lies from the nearest limit, as a share of that
+# |   limit: outside it for the refuted ones, by cause; inside it for the confirmed ones, grey.
+# | alt: >
+# |   Rows of dots on a logarithmic axis. Most refuted predictions are a few to some tens of per
+# |   cent outside; a handful are off by their own size or more. The grey row at the bottom is the
+# |   longest.
+chart = charts.swarm(groups, xlabel="distance from the limit (%)", grey=["confirmed"])
+chapter.figure(chart, data=found.reset_index(), modelled="the verdicts of all chapters, as built")
+
+# %% tags=["remove-cell"]
+by = found.groupby("standing")["word"].value_counts().unstack(fill_value=0)
+far = wrong["margin"].astype(float).idxmin()
+assert causes.index[0] == "L2 and memory", "the text says what it made of bytes"
+chapter.glue(
+    all=len(found), refuted=len(wrong), share=100 * len(wrong) / len(found),
+    predicted=by.loc["predicted"].sum(), first=causes.index[0], most=causes.iloc[0],
+    predicted_refuted=100 * by.loc["predicted", "refuted"] / by.loc["predicted"].sum(),
+    other_refuted=100 * by["refuted"].drop("predicted").sum() / by.drop("predicted").sum().sum(),
+    median=away[wrong.index].median(), factor=1 + away[far] / 100, zero=len(away) - len(on_axis),
+)  # fmt: skip
+
+# %% [markdown]
+# {glue:text}`share:.0f` % were refuted, half of them by more than {glue:text}`median:.0f` % of the
+# limit. {glue:text}`zero:.0f` are not drawn: they sit on their limit, or the limit is 0.
+#
+# ## What counts as a prediction
+#
+# A sentence written after the measurement can be honest and still not be a prediction. So a chapter
+# says "Predicted" with a commit only if that commit holds the limits, it is older than the first
+# record that could judge them, and nothing had told the answer. "Known before" means that something
+# had: a published figure, an older record, a run of a prototype that left none. The rest is
+# "Expected", a check of our own understanding.
+
+# %% tags=["remove-input"]
+order = ["predicted", "known before", "expected"]
+chapter.table(by.loc[order].reset_index(), modelled="data/predictions/h200.csv and the verdicts")
+
+# %% [markdown]
+# Of the predicted ones {glue:text}`predicted_refuted:.0f` % were refuted, of the others
+# {glue:text}`other_refuted:.0f` %. Hindsight helps; that is why the two are counted apart.
+#
+# ## By cause
+#
+# One lesson for each refuted prediction, under what refuted it:
+
+# %% tags=["remove-input"]
+rows = [
+    {"cause": f"{cause} ({count})" if number == 0 else "",
+     "chapter": f"{{doc}}`../{name.partition('#')[0]}` {name.partition('#')[2]}",
+     "predicted": line["limits"], "found": re.sub(r" \(.*", "", line["found"]),
+     "lesson": line["lesson"]}
+    for cause, count in causes.items()
+    for number, (name, line) in enumerate(wrong[wrong["cause"] == cause].iterrows())
+]  # fmt: skip
+chapter.table(pd.DataFrame(rows), modelled="the verdicts; cause and lesson are ours")
+
+# %% [markdown]
+# ## What the list says
+#
+# The largest group is *{glue:text}`first`*, with {glue:text}`most:.0f`. The bytes were counted
+# right, nearly always. What was wrong is what memory makes of them: an addition fetches its line
+# first, latency grows under load, a gather does not stream, and bytes saved where none were short
+# buy nothing. The next groups say the same of instructions and of chains of MMAs. A count tells
+# what a unit must do, not what waits for what.
+#
+# Narrow limits fail at the edge, and a control in {doc}`../forward/v6_short_kv` tells why: two
+# kernels that do the same work differ there by more than many of our limits are wide.
+#
+# We could have widened the intervals until everything fitted. But each of these misses is the
+# reason for a rung, a chapter or an experiment that would not exist otherwise.
+#
+# ## Takeaways
+#
+# - Write the interval down and commit it before the run. Memory edits predictions.
+# - A count bounds a time from below. It predicts the time only where nothing else can wait.
+# - Ask of each refuted prediction what was not counted, and count it the next time.

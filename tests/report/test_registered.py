@@ -1,0 +1,152 @@
+"""The register of the chapters' predictions: what counts, and whether git held it first."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections import Counter
+
+import nbformat
+import pandas as pd
+import pytest
+
+from gdpa_kernels.measuring import record
+from gdpa_kernels.report import registered
+
+LINES = registered.load()
+RECORD = "20261122T120000Z-a-chapter"
+
+
+def git(*arguments: str, at=record.ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run(["git", *arguments], cwd=at, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "found, least, most, word, margin",
+    [
+        (1.2, 0.5, 1.0, "refuted", -0.2),
+        (0.4, 0.5, 1.0, "refuted", -0.2),
+        (0.6, 0.5, 1.0, "confirmed", 0.2),
+        (0.5, 0.5, 1.0, "confirmed", 0),
+        (3.0, 0.0, float("inf"), "confirmed", None),
+    ],
+)
+def test_a_verdict_has_a_margin(found, least, most, word, margin):
+    says = registered.verdict(found, least, most)
+    assert says.word == word and says.margin == (None if margin is None else pytest.approx(margin))
+
+
+@pytest.mark.parametrize(
+    "changes, standing",
+    [
+        ({}, "predicted"),
+        ({"date": "2026-11-22T13:00:00+01:00"}, "expected"),  # the second of the record
+        ({"date": "2026-11-22T12:59:59+01:00"}, "predicted"),
+        ({"commit": "", "date": ""}, "expected"),
+        ({"known": "published bars"}, "known before"),
+    ],
+)
+def test_only_what_git_held_before_the_record_was_predicted(changes, standing):
+    line = {"commit": "a" * 40, "date": "2026-11-22T11:00:00+00:00", "record": RECORD, "known": ""}
+    assert registered.standing(pd.Series(line | changes)) == standing
+
+
+@pytest.fixture
+def executed(tmp_path):
+    """A folder of one executed chapter with a refuted and a confirmed prediction."""
+    facts = [
+        {"id": f"a/b#{n}", "text": "So.", "limits": "at most 1", "found": "2", "word": word,
+         "margin": margin}
+        for n, word, margin in ((1, "refuted", -1.0), (2, "confirmed", None))
+    ]  # fmt: skip
+    outputs = [
+        nbformat.v4.new_output("display_data", {"text/plain": ""}, metadata={"prediction": fact})
+        for fact in facts
+    ]
+    cell = nbformat.v4.new_code_cell("", outputs=outputs)
+    (tmp_path / "executed" / "a").mkdir(parents=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "executed/a/b.ipynb")
+    return tmp_path / "executed"
+
+
+def lines(*rows: dict) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=registered.COLUMNS, dtype=object).fillna("")
+
+
+def test_the_page_has_every_verdict_with_its_cause(executed, tmp_path):
+    path = tmp_path / "h200.csv"
+    good = [
+        {"id": "a/b#1", "limits": "at most 1", "cause": "host", "lesson": "x"},
+        {"id": "a/b#2", "limits": "at most 1", "known": "published bars"},
+    ]
+    lines(*good).to_csv(path, index=False)
+    table = registered.judged(executed, path)
+    assert list(table["standing"]) == ["expected", "known before"]
+    assert list(table["cause"]) == ["host", ""]
+    for wrong, named in (
+        ([good[0] | {"cause": ""}, good[1]], "a/b#1"),
+        ([good[0], good[1] | {"limits": "at most 2"}], "a/b#2"),
+        (good[:1], "a/b#2"),
+        ([*good, {"id": "a/b#3", "limits": "at most 1"}], "a/b#3"),
+    ):
+        lines(*wrong).to_csv(path, index=False)
+        with pytest.raises(ValueError, match=f"registered; not so for {named}$"):
+            registered.judged(executed, path)
+
+
+def test_the_command_finds_the_first_commit_and_drops_evidence_of_other_limits(
+    executed, tmp_path, monkeypatch
+):
+    git("init", "-q", at=tmp_path)
+    for number, text in enumerate(("nothing", "at most 1", "at most 1, again")):
+        (tmp_path / "note.md").write_text(text)
+        git("add", "note.md", at=tmp_path)
+        git("-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", str(number), at=tmp_path)
+    second = git("rev-parse", "HEAD~1", at=tmp_path).stdout.strip()
+    monkeypatch.setattr(registered.records, "ROOT", tmp_path)
+    evidence = {"path": "note.md", "quote": "at most 1", "record": RECORD}
+    old = lines(
+        {"id": "a/b#1", "limits": "at most 1", "cause": "host"} | evidence,
+        {"id": "a/b#2", "limits": "at most 2"} | evidence,
+    ).set_index("id")
+    first, other = registered.made(registered.collected(executed), old).to_dict("records")
+    assert first["commit"] == second and first["cause"] == "host"
+    assert (other["quote"], other["commit"], other["limits"]) == ("", "", "at most 1")
+    old.loc["a/b#1", "quote"] = "never said"
+    with pytest.raises(LookupError, match="a commit must add 'never said' to note.md"):
+        registered.made(registered.collected(executed), old)
+
+
+def test_every_chapter_that_predicts_has_its_lines():
+    calls = Counter()
+    for path in (record.ROOT / "notebooks").glob("*/*.py"):
+        slug = path.relative_to(record.ROOT / "notebooks").with_suffix("").as_posix()
+        tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        calls[slug] += sum(isinstance(x, ast.Attribute) and x.attr == "predict" for x in tree)
+    counts = Counter(name.partition("#")[0] for name in LINES.index)
+    assert {slug for slug, count in calls.items() if count} == set(counts)
+    assert all(counts[slug] >= count for slug, count in calls.items())
+    for slug, count in counts.items():
+        assert {f"{slug}#{n + 1}" for n in range(count)} <= set(LINES.index)
+
+
+@pytest.mark.parametrize("name", LINES.index[LINES["commit"] != ""])
+def test_git_holds_what_the_file_says(name):
+    """Needs the history: a shallow clone has the file alone."""
+    line = LINES.loc[name]
+    if git("cat-file", "-e", line["commit"]).returncode:
+        pytest.skip("this clone has no history")
+    assert line["quote"] in git("show", f"{line['commit']}:{line['path']}").stdout
+    assert git("show", "-s", "--format=%cI", line["commit"]).stdout.strip() == line["date"]
+    path = f"data/records/{line['record']}.json"
+    assert (record.ROOT / path).exists()
+    if registered.standing(line) != "predicted":
+        return
+    added = git("log", "--diff-filter=A", "--format=%H", "--", path).stdout.split()[-1]
+    assert git("merge-base", "--is-ancestor", line["commit"], added).returncode == 0
+
+
+def test_causes_are_named_and_taught():
+    refuted = LINES[LINES["cause"] != ""]
+    assert set(refuted["cause"]) <= set(registered.CAUSES)
+    assert (refuted["lesson"].str.len() > 20).all()
