@@ -20,11 +20,9 @@
 # %%
 from collections import Counter
 
-from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa import v5_short_kv_backward as v5
 from gdpa_kernels.gdpa.v5_short_kv_backward import Config
-from gdpa_kernels.measuring import compile_check, record
-from gdpa_kernels.measuring.inputs import make_inputs
+from gdpa_kernels.measuring import compile_check
 from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
@@ -106,22 +104,13 @@ LISTED = [(impl, "default", {}) for impl in (V2, V2A, V4)] + [
     (V5, "232 registers", {"config": Config(registers=232)}),
     (V5, "addresses kept", {"config": Config(), "module": KEPT}),
 ]
-BITS = ("workload", "impl", "gradient", "run", "different", "elements")
 
 
 @chapter.measure
 def _(session):
-    bits = []
     for name in (CROSS, SHORT, SELF):
         session.measure(workload(name), LISTED, direction="backward")
-        inputs = make_inputs(workload(name), device=session.device)
-        for impl, module in ((V4, v4), (V5, v5)):
-            first = module.backward(inputs.grad_out, inputs.batch())
-            for run in range(1, 5):
-                again = module.backward(inputs.grad_out, inputs.batch())
-                for gradient, a, b in zip(studies.GRADIENTS, first, again, strict=True):
-                    bits.append((name, impl, gradient, run, int((a != b).sum()), a.numel()))
-    session.tables["bits"] = record.Table(BITS, bits)
+        studies.repeat_backward(session, workload(name), [(V4, "", {}), (V5, "", {})])
 
 
 # %% [markdown]
