@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     predictions_.add_argument("--record", metavar="ID", help="scale by its ceilings, judge by it")
     predictions_.add_argument(
-        "--write", action="store_true", help="rewrite data/predictions/b200.csv from the model"
+        "--write", action="store_true", help="rewrite data/predictions from the models"
     )
     for command in (doctor_, results_, predictions_):
         command.add_argument("--data-dir", help="folder of systems/ and records/")
@@ -122,14 +122,17 @@ def _manifest(options: argparse.Namespace) -> int:
 
 def _predictions(options: argparse.Namespace) -> int:
     from gdpa_kernels.measuring import record
-    from gdpa_kernels.report import predictions
+    from gdpa_kernels.report import clock_free, predictions
 
     if options.write:
-        state = "rewritten" if predictions.update() else "was up to date"
-        sys.stdout.write(f"{predictions.PATH.relative_to(record.ROOT)} {state}\n")
+        for made in (predictions, clock_free):
+            state = "rewritten" if made.update() else "was up to date"
+            sys.stdout.write(f"{made.PATH.relative_to(record.ROOT)} {state}\n")
         return 0
     try:
-        sys.stdout.write(predictions.report(options.data_dir or record.DATA_DIR, options.record))
+        data_dir = options.data_dir or record.DATA_DIR
+        sys.stdout.write(predictions.report(data_dir, options.record))
+        sys.stdout.write(f"\n{clock_free.report(data_dir)}")
     except LookupError as error:
         sys.stderr.write(f"{error.args[0]}\n")
         return 1

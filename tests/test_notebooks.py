@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -10,6 +11,8 @@ from gdpa_kernels.measuring import record
 
 PAGES = sorted((record.ROOT / "notebooks").glob("*/*.py"))
 PAGES += sorted((record.ROOT / "book").glob("*.md"))
+LAUNCHING = [page for page in PAGES if page.suffix == ".py"]
+STUDIES = sorted((record.ROOT / "gdpa_kernels" / "report").glob("*.py"))
 TEXTS = [*PAGES, *sorted((record.ROOT / "notebooks" / "notes").glob("*.md"))]
 TEXTS += sorted((record.ROOT / "gdpa_kernels").rglob("*.py"))
 TEXTS += [record.ROOT / name for name in ("README.md", "data/README.md", "data/claims.yml")]
@@ -82,3 +85,27 @@ def test_no_text_for_a_measured_picture_types_what_was_measured(page):
         if "measured=" in code or "chapter.ladder" in code or "redrawn" in code:
             numbers = set(re.findall(r"(?<![\w.,-])\d[\d,.]*\d|(?<![\w.,-])\d(?![\w-])", alt))
             assert numbers <= OF_AN_AXIS, alt
+
+
+def _on_the_device(tree: ast.AST) -> list[str]:
+    """Calls that make inputs anywhere but on the CPU: a kernel launched on them might run where
+    nobody has seen it right."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("make_inputs"):
+            devices = [ast.unparse(k.value) for k in node.keywords if k.arg == "device"]
+            if devices not in (["'cpu'"], ["'meta'"]):
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_inputs_on_the_device_are_found():
+    told = _on_the_device(ast.parse("make_inputs(x, device=session.device)\ninputs.make_inputs(x)"))
+    assert told == ["make_inputs(x, device=session.device)", "inputs.make_inputs(x)"]
+    assert _on_the_device(ast.parse("make_inputs(x, device='cpu')")) == []
+
+
+@pytest.mark.parametrize("page", [*LAUNCHING, *STUDIES], ids=str)
+def test_rungs_run_on_the_device_through_the_session_alone(page):
+    """`Session.launch` hands inputs over where its rungs may run; `Session.measure` runs them."""
+    assert _on_the_device(ast.parse(page.read_text(encoding="utf-8"))) == []

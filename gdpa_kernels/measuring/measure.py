@@ -11,7 +11,6 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,8 @@ Entry = str | tuple[str, str, Mapping[str, object]]
 """A name, or (name, variant, options of the rung)."""
 Scopes = Sequence[str] | Mapping[str, Collection[str]]
 """What is timed of every implementation, or of which each scope is."""
+Stage = Callable[[str], None]
+"""Is told what begins: "inputs", "run", "check" or "time"."""
 
 
 class Attempt(NamedTuple):
@@ -62,9 +63,9 @@ def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...],
     """One call on memory full of NaN: its result, and the most device memory it had allocated."""
     result = ready.call()
     with torch.no_grad():
-        for tensor in _tensors(result):
+        for tensor in tensors(result):
             tensor.fill_(float("nan"))  # no earlier right answer for what is allocated next
-    poison = [torch.full_like(tensor, float("nan")) for tensor in _tensors(result)]
+    poison = [torch.full_like(tensor, float("nan")) for tensor in tensors(result)]
     del result, poison
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -77,15 +78,16 @@ def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...],
 def attempt(
     entry: Entry,
     operator: operators.Gdpa | operators.BlockAttention,
-    ran: Callable[[], None] = lambda: None,
+    stage: Stage = lambda name: None,
 ) -> Attempt:
-    """Make, run and check an entry; `ran` is called when its kernels have run."""
+    """Make, run and check an entry."""
     impl, variant, options = parts(entry)
     try:
         made = operator.candidate(impl, variant, **options)
+        stage("run")
         result, peak = run_once(made)
-        ran()
-        comparisons = operator.check(made.math, made.checked(_tensors(result)))
+        stage("check")
+        comparisons = operator.check(made.math, made.checked(tensors(result)))
     except Exception as error:
         return Attempt(failure=reason(error))
     found = _error(comparisons)
@@ -95,8 +97,21 @@ def attempt(
     return Attempt(error=found, failure=f"check failed: {failed}")
 
 
-def _tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The output, or each gradient, of a call."""
     return result if isinstance(result, tuple) else (result,)
+
+
+def failed_rows(
+    workload: Workload, direction: str, scopes: Scopes, entry: Entry, found: Attempt
+) -> list[record.Row]:
+    """The rows of an entry that cannot be timed."""
+    impl, variant, _ = parts(entry)
+    kind = {"gdpa": operators.Gdpa, "block_attention": operators.BlockAttention}[workload.operator]
+    common = {"impl": impl, "variant": variant, "math": kind.math(impl)}
+    common |= {"error": found.error, "failure": found.failure}
+    there = [scope for scope in ON_DEVICE if asks(scopes, scope, impl)] or ["kernel"]
+    return [record.Row.of(workload, direction, scope=scope, **common) for scope in there]
 
 
 def _error(comparisons: Sequence[testing.Comparison]) -> record.Error:
@@ -124,8 +139,8 @@ def measure(
     protocol: timing.Protocol = timing.DEFAULT,
     scopes: Scopes = ("kernel",),
     seconds: float = sustained.SECONDS,
-    failures: Mapping[int, Attempt] = MappingProxyType({}),
     log: Callable[[str], None] = print,
+    stage: Stage = lambda name: None,
 ) -> list[record.Row]:
     """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
 
@@ -137,23 +152,20 @@ def measure(
     "schedule", what makes the lists and offsets that the kernels were given. What fails has a row
     in each of the first two that was asked of it; a call that waits for the device, or that the
     device waits for, has one in the scope where it did. The error of a backward row is that of the
-    gradient closest to its budget. `failures`: by their places in `impls`, what `probe.Probe` found
-    and must not run in this process.
+    gradient closest to its budget.
     """
+    stage("inputs")
     inputs = make_inputs(workload, device=device)
     operator = operators.of(inputs, direction)
     ready: list[tuple[Candidate, record.Error, int]] = []
     rows: list[record.Row] = []
-    for place, entry in enumerate(impls):
+    for entry in impls:
         impl, variant, _ = parts(entry)
-        found = failures[place] if place in failures else attempt(entry, operator)
+        found = attempt(entry, operator, stage)
         if found.failure is None:
             ready.append((found.made, found.error, found.peak))
         else:
-            common = {"impl": impl, "variant": variant, "math": operator.math(impl)}
-            common |= {"error": found.error, "failure": found.failure}
-            there = [scope for scope in ON_DEVICE if asks(scopes, scope, impl)] or ["kernel"]
-            rows += [record.Row.of(workload, direction, scope=x, **common) for x in there]
+            rows += failed_rows(workload, direction, scopes, entry, found)
             log(f"  {impl}{' ' + variant if variant else ''}: {found.failure}")
         free()
     operator = operators.of(inputs, direction)  # without what it remembered to check
@@ -162,6 +174,7 @@ def measure(
         asked = [found for found in ready if asks(scopes, scope, found[0].impl)]
         calls = list(_calls(scope, operator, [made for made, _, _ in asked]))
         functions = {f"{asked[i][0].impl} {variant}": call for i, variant, call in calls}
+        stage("time")
         samples = _sampled(_sampler(scope, seconds), functions, device, protocol)
         for i, variant, _ in calls:
             made, error, peak = asked[i]

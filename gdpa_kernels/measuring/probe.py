@@ -1,36 +1,48 @@
-"""Kernels that have not been right on such a GPU yet run in a child process first.
+"""Kernels that no record has seen right on such a GPU are measured in a child process.
 
 A kernel that hangs, or an illegal address, after which its process can launch nothing more, then
-costs one row and not the run. A rung is proven on GPUs of a compute capability (major.minor) by a
-correct row of a record or of this run; what is proven is not tried here. The child makes the inputs
-itself, and it has ended before anything is timed. What a chapter launches by itself is not covered.
+costs its rows and not the run, at its first launch or while it is timed. There, each rung is first
+launched `LAUNCHES` times on a jagged batch, since some faults appear only among launches back to
+back (facebookexperimental/triton#3492), and every result is compared. A rung is proven on GPUs of a
+compute capability (major.minor) by a correct row of a record: that one is measured in this process.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import multiprocessing
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.measuring import measure, operators, record, system
 from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.measure import Attempt, Entry
+from gdpa_kernels.measuring.laws import Full, Uniform
+from gdpa_kernels.measuring.measure import Entry, Stage
 from gdpa_kernels.measuring.workload import Workload
 
-START_S = 300.0  # until the child has imported everything and made the inputs
-LIMIT_S = 120.0  # until a kernel is compiled and has run twice
-MOST_TIMEOUTS = 2  # of one rung in a run: one that hangs on every workload would cost hours
+LIMITS_S = {
+    "start": 300.0, "inputs": 300.0, "run": 120.0, "check": math.inf, "launches": 120.0,
+    "time": 120.0,
+}  # fmt: skip
+"""Until the next stage of a child: everything imported, inputs made, a kernel compiled and run
+twice, checked, launched `LAUNCHES` times, timed in a scope."""
+MOST_LOST_S = 240.0  # with a rung that fails: on every workload it would cost hours
+LAUNCHES, IN_A_ROW = 10_000, 50
+JAGGED_TOKENS = 2**15
 
 Proven = set[tuple[str, str, str]]
 
@@ -55,16 +67,23 @@ def _right(rows: Iterable[record.Row]) -> Proven:
     }
 
 
+def _sound(row: record.Row) -> bool:
+    return row.failure is None or (row.error is not None and row.error.passed)
+
+
+def _rung(impl: str, operator: str, direction: str) -> Rung | None:
+    name = "gdpa_backward" if (operator, direction) == ("gdpa", "backward") else operator
+    return {**ladder.STUDIES, **{rung.impl: rung for rung in ladder.LADDERS[name]}}.get(impl)
+
+
 def is_unproven(
     impl: str, operator: str, direction: str, device: torch.device, known: Proven
 ) -> bool:
     """Whether `impl` is a rung with kernels that `device` can launch, and none of `known`."""
-    name = "gdpa_backward" if (operator, direction) == ("gdpa", "backward") else operator
-    rungs = {**ladder.STUDIES, **{rung.impl: rung for rung in ladder.LADDERS[name]}}
-    if impl not in rungs or (operator, direction, impl) in known:
+    rung = _rung(impl, operator, direction)
+    if rung is None or (operator, direction, impl) in known:
         return False
-    needs = rungs[impl].requires
-    return needs.capability is not None and needs.of_device(device) is None
+    return rung.requires.capability is not None and rung.requires.of_device(device) is None
 
 
 class Probe:
@@ -76,80 +95,120 @@ class Probe:
         known: Proven,
         log: Callable[[str], None] = print,
         *,
-        limit_s: float = LIMIT_S,
-        attempt: Callable[..., Attempt] = measure.attempt,
+        limits_s: Mapping[str, float] = MappingProxyType(LIMITS_S),
+        most_lost_s: float = MOST_LOST_S,
+        in_child: Callable[..., list[record.Row]] | None = None,
     ) -> None:
-        self._device, self._known, self._log = device, {*known}, log
-        self._limit_s, self._attempt = limit_s, attempt
-        self._found: dict[tuple[str, str, str, str], Attempt] = {}
-        self._timeouts: Counter[tuple[str, str]] = Counter()
+        self._device, self._log, self._in_child = device, log, in_child or trial
+        self._known, self._learnt = frozenset(known), {*known}
+        self._limits_s, self._most_lost_s = limits_s, most_lost_s
+        self._launched: set[tuple[str, ...]] = set()
+        self._lost_s: Counter[tuple[str, ...]] = Counter()
 
-    def failures(
-        self, workload: Workload, impls: Sequence[Entry], direction: str = "forward"
-    ) -> dict[int, Attempt]:
-        """Why entries of `impls` must not run in this process, by their places; see `measure`."""
-        child, failed = None, {}
-        for place, (impl, variant, options) in enumerate(map(measure.parts, impls)):
+    def measure(
+        self,
+        workload: Workload,
+        impls: Sequence[Entry],
+        direction: str = "forward",
+        *,
+        scopes: measure.Scopes = ("kernel",),
+        **how: Any,
+    ) -> dict[int, list[record.Row]]:
+        """Rows of the unproven entries of `impls`, by their places, measured in child processes;
+        see `measure.measure`."""
+        child, found = None, {}
+        how |= {"device": self._device, "direction": direction, "scopes": scopes}
+        for place, entry in enumerate(impls):
+            impl, variant, options = measure.parts(entry)
             if not is_unproven(impl, workload.operator, direction, self._device, self._known):
                 continue
-            key = workload.name, direction, impl, variant
-            if key not in self._found and self._timeouts[direction, impl] >= MOST_TIMEOUTS:
-                text = f"not tried: timeouts on {MOST_TIMEOUTS} workloads of this run"
-                self._found[key] = Attempt(failure=text)
-            elif key not in self._found:
-                self._log(f"  {impl}: unproven on this GPU, in a child process first")
-                child = child or _Child(self._attempt, workload, direction, self._device)
+            rung, begin = (workload.operator, direction, impl), time.monotonic()
+            if self._lost_s[rung] >= self._most_lost_s:
+                rows = f"not tried: {self._lost_s[rung]:.0f} s of this run were lost on it"
+            else:
+                self._log(f"  {impl}: unproven on this GPU, in a child process")
+                child = child or _Child(self._in_child, workload, how, self._limits_s, self._log)
                 # Modules come first: the rest may refer to what is in them.
                 options = sorted(options.items(), key=lambda x: not isinstance(x[1], ModuleType))
-                self._found[key] = child.run((impl, variant, dict(options)), self._limit_s)
-                self._timeouts[direction, impl] += child.timeout
-                if self._found[key].failure is not None:
-                    child = child.end()  # it may have written anywhere, or can launch nothing more
-            if self._found[key].failure is not None:
-                failed[place] = self._found[key]
+                launches = 0 if (*rung, variant) in self._launched else LAUNCHES
+                rows = child.run((impl, variant, dict(options)), launches)
+                if isinstance(rows, list) and any(map(_sound, rows)):
+                    self._launched.add((*rung, variant))
+                elif child.ran:  # it may have written anywhere, or can launch nothing more
+                    child = child.end()
+                    self._lost_s[rung] += time.monotonic() - begin
+            if isinstance(rows, str):
+                self._log(f"  {impl}: {rows}")
+                attempt = measure.Attempt(failure=rows)
+                rows = measure.failed_rows(workload, direction, scopes, entry, attempt)
+            found[place] = rows
+            self._learnt |= _right(rows)
         if child is not None:
             child.end()
-        return failed
+        return found
 
-    def learn(self, rows: Iterable[record.Row]) -> None:
-        """Let what the rows of this run prove run without a child process."""
-        self._known |= _right(rows)
+    def problem(self, impls: Iterable[str], operator: str, direction: str) -> str | None:
+        """Why one of `impls` must not be launched in this process, or None: the device cannot run
+        it, or neither a record nor this run has a correct row of it."""
+        for impl in impls:
+            rung = _rung(impl, operator, direction)
+            wrong = rung and rung.requires.of_device(self._device)
+            if wrong is not None:
+                return f"{impl} {wrong}"
+            if is_unproven(impl, operator, direction, self._device, self._learnt):
+                return f"{impl} has not been right on this GPU"
+        return None
 
 
 class _Child:
-    """A process with the inputs of a workload."""
+    """A process that measures entries on a workload."""
 
-    def __init__(self, *what: Any) -> None:
+    def __init__(
+        self,
+        in_child: Callable[..., list[record.Row]],
+        workload: Workload,
+        how: Mapping[str, Any],
+        limits_s: Mapping[str, float],
+        log: Callable[[str], None],
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, *what), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, in_child, workload, how), daemon=True
+        )
         self._process.start()
         theirs.close()
-        self._started = self.timeout = False
+        self._limits_s, self._log, self._stage = limits_s, log, "start"
+        self.ran = False
 
-    def run(self, entry: Entry, limit_s: float) -> Attempt:
-        """What comes of an entry; `timeout` is whether it came too late."""
+    def run(self, entry: Entry, launches: int) -> list[record.Row] | str:
+        """The rows of an entry, or why there are none; `ran` is whether its kernels were launched
+        or its process is of no use."""
+        self.ran = False
         try:
-            self._connection.send(entry)
-            if not self._started:
-                self._receive(START_S)
-                self._started = True
-            return self._receive(limit_s) or self._receive(None)  # None: it ran, now the check
-        except TimeoutError as error:
-            self.timeout = self._started
-            return Attempt(failure=f"timeout {error}")
+            self._connection.send((entry, launches))
+            while True:
+                limit_s = self._limits_s[self._stage]
+                if not self._connection.poll(None if math.isinf(limit_s) else limit_s):
+                    self.ran = True
+                    return f"timeout after {limit_s:g} s in a child process ({self._stage})"
+                kind, what = self._connection.recv()
+                if kind == "found":
+                    return what
+                if kind == "log":
+                    self._log(what)
+                else:
+                    self._stage = what
+                    self.ran |= what == "run"
         except (EOFError, OSError):
+            self.ran = True
             self._process.join(10)
             code = self._process.exitcode or 0
             how = signal.Signals(-code).name if code < 0 else f"status {code}"
-            return Attempt(failure=f"its child process ended with {how}")
+            return f"its child process ended with {how} ({self._stage})"
         except Exception as error:
-            return Attempt(failure=f"no child process takes it: {measure.reason(error)}")
-
-    def _receive(self, limit_s: float | None) -> Attempt | None:
-        if not self._connection.poll(limit_s):
-            raise TimeoutError(f"after {limit_s:g} s in a child process")
-        return self._connection.recv()
+            self.ran = True
+            return f"no child process takes it: {measure.reason(error)}"
 
     def end(self) -> None:
         self._process.kill()
@@ -159,19 +218,95 @@ class _Child:
 
 def _serve(
     connection: Connection,
-    attempt: Callable[..., Attempt],
+    in_child: Callable[..., list[record.Row]],
     workload: Workload,
-    direction: str,
-    device: torch.device,
+    how: Mapping[str, Any],
 ) -> None:
     """What the child does: one entry after another, until it is ended."""
-    operator = operators.of(make_inputs(workload, device=device), direction)
-    connection.send(None)
+    tell = {
+        kind: lambda what, kind=kind: connection.send((kind, what)) for kind in ("stage", "log")
+    }
     while True:
-        found = attempt(connection.recv(), operator, ran=lambda: connection.send(None))
-        connection.send(found._replace(made=None))
-        del found
+        entry, launches = connection.recv()
+        try:
+            found = in_child(entry, workload, launches=launches, **how, **tell)
+        except Exception as error:
+            found = measure.reason(error)
+        connection.send(("found", found))
         measure.free()
+
+
+def trial(
+    entry: Entry,
+    workload: Workload,
+    *,
+    launches: int,
+    device: torch.device,
+    direction: str,
+    stage: Stage,
+    **how: Any,
+) -> list[record.Row]:
+    """The rows of an entry, which is launched often before if it is new."""
+    if launches:
+        launch_often(entry, workload, launches, device=device, direction=direction, stage=stage)
+    options = {"device": device, "direction": direction, "stage": stage}
+    return measure.measure(workload, [entry], **options, **how)
+
+
+def launch_often(
+    entry: Entry,
+    workload: Workload,
+    launches: int = LAUNCHES,
+    *,
+    device: torch.device,
+    direction: str = "forward",
+    stage: Stage = lambda name: None,
+) -> None:
+    """Launch an entry again and again on a small `jagged` batch of a workload's kind, `IN_A_ROW`
+    times between looks at the results, each in memory full of NaN. ValueError if one is wrong: the
+    first is held against fp64, the others against the first."""
+    impl, variant, options = measure.parts(entry)
+    stage("inputs")
+    operator = operators.of(make_inputs(jagged(workload), device=device), direction)
+    made = operator.candidate(impl, variant, **options)
+    stage("run")
+    first = measure.tensors(made.call())
+    stage("check")
+    checks = operator.check(made.math, first)
+    wrong = [str(check) for check in checks if not check.passed]
+    if wrong:
+        raise ValueError(f"launch 1 of {launches:,} on a jagged batch: {'; '.join(wrong)}")
+    stage("launches")
+    for begin in range(1, launches, IN_A_ROW):
+        count = min(IN_A_ROW, launches - begin)
+        results = [measure.tensors(made.call()) for _ in range(count)]
+        apart = [
+            (one.float() - right.float()).abs().max()
+            for result in results
+            for one, right in zip(result, first, strict=True)
+        ]
+        for place, most in enumerate(torch.stack(apart).tolist()):
+            number, check = begin + 1 + place // len(first), checks[place % len(first)]
+            if not most <= 2 * check.max_abs_budget:
+                raise ValueError(
+                    f"launch {number:,} of {launches:,} on a jagged batch: {check.name} must be "
+                    f"within {2 * check.max_abs_budget:.3g} of the first, got {most:.3g}"
+                )
+        for result in results:
+            for tensor in result:
+                tensor.fill_(float("nan"))
+
+
+def jagged(workload: Workload) -> Workload:
+    """A workload of the same kind with few sequences, of 1 to as many tokens as it allows."""
+    law, longest = Uniform(0.5), max(workload.max_seqlen_q, workload.max_seqlen_k)
+    return replace(
+        workload,
+        name=f"{workload.name}-jagged",
+        batch=min(workload.batch, max(4, JAGGED_TOKENS // longest)),
+        lengths_q=Full() if workload.shared_q else law,
+        lengths_k=None if workload.lengths_k is None else law,
+    )
 
 
 def _module(name: str, file: str) -> ModuleType:

@@ -15,6 +15,7 @@ import torch
 
 from gdpa_kernels.measuring import manifest, operators, probe, record, sustained, system, timing
 from gdpa_kernels.measuring import measure as measuring
+from gdpa_kernels.measuring.inputs import BlockInputs, Inputs, make_inputs
 from gdpa_kernels.measuring.workload import Workload
 
 HANDLE_VARIABLE = "GDPA_KERNELS_HANDLE"
@@ -24,8 +25,8 @@ class Session:
     """One measuring run: state before, ceilings, rows and tables, then one record.
 
     What would begin more than `limit_s` seconds after the session is left out, and the log says so:
-    begin with what matters most. A rung that no record in `data_dir` proves on such a GPU runs in a
-    child process first; see `probe`.
+    begin with what matters most. A rung that no record in `data_dir` proves on such a GPU is
+    measured in a child process; see `probe`.
 
     >>> session = Session("notebooks/forward/results.py", device)      # doctest: +SKIP
     >>> session.measure(workload("gdpa-self-full-1024"), ["v1_tiled", "fa2_varlen"])
@@ -82,13 +83,15 @@ class Session:
         if not self._begins(f"{workload.name}, {direction}"):
             return
         self._prepare(workload, direction, "sustained" in scopes)
-        failures = self._probe.failures(workload, impls, direction)
-        found = measuring.measure(
-            workload, impls, device=self.device, direction=direction, protocol=self.protocol,
-            scopes=scopes, seconds=seconds, failures=failures, log=self.log,
-        )  # fmt: skip
-        self._probe.learn(found)
-        self.rows += found
+        how = {"protocol": self.protocol, "scopes": scopes, "seconds": seconds}
+        tried = self._probe.measure(workload, impls, direction, **how)
+        for rows in tried.values():
+            self.rows += rows
+        here = [entry for place, entry in enumerate(impls) if place not in tried]
+        if here:
+            self.rows += measuring.measure(
+                workload, here, device=self.device, direction=direction, log=self.log, **how
+            )
         measuring.free()
 
     def measure_rotary(
@@ -113,9 +116,11 @@ class Session:
         """Keep the errors of the gradients of `impls` as the table `name`; see `accuracy`."""
         if not self._begins(f"{workload.name}, {name}"):
             return
+        rungs = [measuring.parts(entry)[0] for entry in impls.values()]
+        problem = self._probe.problem(rungs, workload.operator, "backward")
         try:
-            for failed in self._probe.failures(workload, [*impls.values()], "backward").values():
-                raise RuntimeError(failed.failure)
+            if problem is not None:
+                raise NotImplementedError(problem)
             self.tables[name] = measuring.accuracy(workload, impls, device=self.device)
         except Exception as error:  # what was measured before must reach the record
             self.log(f"  no table {name}: {measuring.reason(error)}")
@@ -144,6 +149,32 @@ class Session:
             if key not in known
         ]  # fmt: skip
 
+    def launch(
+        self,
+        name: str,
+        workload: Workload,
+        rungs: Sequence[str],
+        run: Callable[[Inputs | BlockInputs], None],
+        *,
+        direction: str = "forward",
+    ) -> None:
+        """`run(inputs)`, which launches `rungs`, or changed copies of them, itself and keeps what
+        it finds, called `name`.
+
+        Only if all of them run on this GPU and a record or this session has a correct row of each;
+        otherwise, or if it raises, the log says why there is no `name`.
+        """
+        if not self._begins(f"{workload.name}, {name}"):
+            return
+        try:
+            problem = self._probe.problem(rungs, workload.operator, direction)
+            if problem is not None:
+                raise NotImplementedError(problem)
+            run(make_inputs(workload, device=self.device))
+        except Exception as error:  # what was measured before must reach the record
+            self.log(f"  no {name}: {measuring.reason(error)}")
+        measuring.free()
+
     def _begins(self, what: str) -> bool:
         gc.freeze()  # or `free` looks through all that was imported, 0.2 s for each implementation
         if self._partial is not None:
@@ -159,12 +190,14 @@ class Session:
             return
         self.workloads[workload.name] = workload
         before = self.tables.get("memory", record.Table(measuring.MEMORY, ()))
-        failures = self._probe.failures(workload, impls, "backward")
-        for place, failed in failures.items():
-            self.log(f"  {impls[place]}: {failed.failure}")
-        sound = [impl for place, impl in enumerate(impls) if place not in failures]
+        problems = {
+            impl: self._probe.problem([impl], workload.operator, "backward") for impl in impls
+        }
+        for problem in filter(None, problems.values()):
+            self.log(f"  {problem}")
+        sound = [impl for impl in impls if problems[impl] is None]
         found = measuring.memory(workload, sound, device=self.device, log=self.log)
-        lost = [(workload.name, impls[place], None) for place in failures]
+        lost = [(workload.name, impl, None) for impl in impls if impl not in sound]
         self.tables["memory"] = record.Table(measuring.MEMORY, (*before.rows, *found.rows, *lost))
         measuring.free()
 

@@ -14,7 +14,8 @@ import pandas as pd
 import torch
 
 from gdpa_kernels.gdpa import reference
-from gdpa_kernels.measuring import inputs, measure, operators, record, timing
+from gdpa_kernels.measuring import measure, operators, record, timing
+from gdpa_kernels.measuring.inputs import Inputs
 from gdpa_kernels.measuring.session import Session
 from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import activation_sequences as sequences
@@ -85,21 +86,24 @@ def _rates(session: Session) -> None:
 def _kernels(session: Session, head_dim: int) -> None:
     """`v6_short_kv` on gdpa-self-full-1024 by activation, interleaved on the same inputs."""
     base = replace(workload("gdpa-self-full-1024"), head_dim=head_dim)
-    tensors = inputs.make_inputs(base, device=session.device)
-    ready, calls = {}, {}
-    for name in IN_KERNEL:
-        work = replace(base, name=f"activation-{name}-{head_dim}", activation=name)
-        operator = operators.of(replace(tensors, workload=work), "forward")
-        tried = measure.attempt("v6_short_kv", operator)
-        common = {"impl": "v6_short_kv", "math": "activation", "error": tried.error}
-        if tried.failure is None:
-            common |= {"config": dict(tried.made.config), "peak_bytes": tried.peak}
-            ready[name], calls[name] = (work, common), tried.made.call
-        else:
-            session.add(work, record.Row.of(work, "forward", **common, failure=tried.failure))
-    times = timing.sample_kernels(calls, session.device, session.protocol)
-    for name, (work, common) in ready.items():
-        session.add(work, record.Row.of(work, "forward", **common, samples_us=times[name]))
+
+    def sample(tensors: Inputs) -> None:
+        ready, calls = {}, {}
+        for name in IN_KERNEL:
+            work = replace(base, name=f"activation-{name}-{head_dim}", activation=name)
+            operator = operators.of(replace(tensors, workload=work), "forward")
+            tried = measure.attempt("v6_short_kv", operator)
+            common = {"impl": "v6_short_kv", "math": "activation", "error": tried.error}
+            if tried.failure is None:
+                common |= {"config": dict(tried.made.config), "peak_bytes": tried.peak}
+                ready[name], calls[name] = (work, common), tried.made.call
+            else:
+                session.add(work, record.Row.of(work, "forward", **common, failure=tried.failure))
+        times = timing.sample_kernels(calls, session.device, session.protocol)
+        for name, (work, common) in ready.items():
+            session.add(work, record.Row.of(work, "forward", **common, samples_us=times[name]))
+
+    session.launch("kernels", base, ["v6_short_kv"], sample)
 
 
 def speeds(chapter: Chapter) -> pd.DataFrame:

@@ -26,6 +26,8 @@ from gdpa_kernels.report import results
 
 PATH = records.DATA_DIR / "predictions" / "b200.csv"
 MODEL, DATE = "unit ledger 1", "2026-11-22"
+CAPABILITY = "10.0"
+"""A GPU of 10.3 is another: its MUFU evaluates `ex2` twice as fast."""
 ASSUMED_W = 750
 """Power limit of the machine that `units.ASSUMED` is about."""
 
@@ -174,8 +176,8 @@ class Basis(NamedTuple):
 
 
 def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) -> Basis:
-    """The ceilings of `record`, an id; None: of the newest record of a GPU of compute capability
-    10.x, or the assumed ones if there is none.
+    """The sustained ceilings of `record`, an id; None: of the newest record of a GPU of
+    `CAPABILITY`, or the assumed ones if there is none.
 
     LookupError for an unknown id, for a record of another GPU and for one without ceilings.
     """
@@ -187,37 +189,38 @@ def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) ->
         record = ours[-1]
     if record not in known:
         raise LookupError(f"record must be the id of a record, got {record!r}")
-    machine, found = _machine(known[record], data_dir), results.ceilings(known[record])
-    capability = machine.compute_capability or ""
-    if not capability.startswith("10."):
+    on, found = machine(known[record], data_dir), results.ceilings(known[record], "sustained")
+    if on.compute_capability != CAPABILITY:
         raise LookupError(
-            f"record must be of compute capability 10.x, got {record} of {capability}"
+            f"record must be of compute capability {CAPABILITY}, got {record} of "
+            f"{on.compute_capability}"
         )
     if found is None:
-        raise LookupError(f"record must hold a matmul and a copy as ceilings, got {record}")
-    return Basis(found, machine.power_limit_w, record)
+        raise LookupError(f"record must hold sustained ceilings, matmul and copy, got {record}")
+    return Basis(found, on.power_limit_w, record)
 
 
-def _machine(record: records.Record, data_dir: str | Path) -> systems.System:
+def machine(record: records.Record, data_dir: str | Path) -> systems.System:
+    """The system that a record is of."""
     return systems.load(Path(data_dir) / "systems" / f"{record.system}.json")
 
 
 def _is_ours(record: records.Record, data_dir: str | Path) -> bool:
     """Whether a record is of a B200 and has the ceilings that predictions are scaled by."""
-    capability = _machine(record, data_dir).compute_capability or ""
-    return capability.startswith("10.") and results.ceilings(record) is not None
+    capability = machine(record, data_dir).compute_capability
+    return capability == CAPABILITY and results.ceilings(record, "sustained") is not None
 
 
 def judged(
     shares: pd.DataFrame, data_dir: str | Path = records.DATA_DIR, record: str | None = None
 ) -> pd.DataFrame:
-    """Predictions under `basis`; where such records timed a rung, `measured` and the verdict, each
-    under the ceilings of its own record: "confirmed" within the interval, or "refuted, low" or
-    "refuted, high", of rate or time. `record`: that one alone."""
+    """Predictions under `basis`; where such records timed a rung back to back, `measured` and the
+    verdict, each under the ceilings of its own record: "confirmed" within the interval, or
+    "refuted, low" or "refuted, high", of rate or time. `record`: that one alone."""
     table = scaled(shares, basis(data_dir, record).ceilings)
     table = table.assign(measured=np.nan, verdict="")
     rows = results.table(data_dir, latest=False)
-    rows = rows[(rows["scope"] == "kernel") & (rows["variant"] == "") & rows["correct"].eq(True)]
+    rows = rows[(rows["scope"] == "sustained") & (rows["variant"] == "") & rows["correct"].eq(True)]
     rows = rows[rows["time_us_p50"].notna()].drop_duplicates(
         ["workload", "direction", "impl", "record"]
     )
@@ -227,7 +230,7 @@ def judged(
         if record not in (None, name) or not _is_ours(known[name], data_dir):
             continue
         timed = group.set_index(key)
-        for index, row in scaled(shares, results.ceilings(known[name])).iterrows():
+        for index, row in scaled(shares, results.ceilings(known[name], "sustained")).iterrows():
             if tuple(row[key]) not in timed.index:
                 continue
             got = timed.loc[tuple(row[key])]

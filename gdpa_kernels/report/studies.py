@@ -27,7 +27,7 @@ from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check, measure, record, system, testing, timing
-from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
+from gdpa_kernels.measuring.inputs import Inputs, cu_seqlens
 from gdpa_kernels.report import page
 from tritonemu.timeline import interactive
 
@@ -217,13 +217,16 @@ def repeat_backward(
 ) -> None:
     """Run backward rungs, as (impl, variant, options), `runs` times each on the same inputs: their
     `differences` join the table "bits" of the session's record."""
-    inputs = make_inputs(work, device=session.device)
-    rows = list(session.tables["bits"].rows) if "bits" in session.tables else []
-    for impl, variant, options in listed:
-        module = ladder.rung(impl, "gdpa_backward").module()
-        run = partial(module.backward, inputs.grad_out, inputs.batch(), **options)
-        rows += [(work.name, impl, variant, *row) for row in differences(run, runs)]
-    session.tables["bits"] = record.Table(BITS, tuple(rows))
+
+    def compare(inputs: Inputs) -> None:
+        rows = list(session.tables["bits"].rows) if "bits" in session.tables else []
+        for impl, variant, options in listed:
+            module = ladder.rung(impl, "gdpa_backward").module()
+            run = partial(module.backward, inputs.grad_out, inputs.batch(), **options)
+            rows += [(work.name, impl, variant, *row) for row in differences(run, runs)]
+        session.tables["bits"] = record.Table(BITS, tuple(rows))
+
+    session.launch("bits", work, [impl for impl, *_ in listed], compare, direction="backward")
 
 
 def build_backward(
@@ -270,39 +273,47 @@ def compiled(
 
 
 def measure_lists(
-    session: Session, work: Workload, impl: str, makers: dict[str, Callable[[], object]]
+    session: Session, work: Workload, impl: str, makers: dict[str, Callable[[Batch], object]]
 ) -> None:
     """Time what makes lists of work, on the device and on the host: rows of scope "schedule" in the
     session's record, variants "<name>, device time" and "<name>, host time"."""
-    for how, sampler in (("device", timing.sample_kernels), ("host", timing.sample_ops)):
-        for name, times in sampler(makers, session.device, session.protocol).items():
-            row = record.Row.of(
-                work, "forward", impl=impl, math="activation", scope="schedule",
-                variant=f"{name}, {how} time", samples_us=times,
-                flops=0, bytes_read=0, bytes_written=0,
-            )  # fmt: skip
-            session.add(work, row)
+
+    def sample(inputs: Inputs) -> None:
+        calls = {name: partial(make, inputs.batch()) for name, make in makers.items()}
+        for how, sampler in (("device", timing.sample_kernels), ("host", timing.sample_ops)):
+            for name, times in sampler(calls, session.device, session.protocol).items():
+                row = record.Row.of(
+                    work, "forward", impl=impl, math="activation", scope="schedule",
+                    variant=f"{name}, {how} time", samples_us=times,
+                    flops=0, bytes_read=0, bytes_written=0,
+                )  # fmt: skip
+                session.add(work, row)
+
+    session.launch("lists", work, [impl], sample)
 
 
 def snapshots(session: Session, work: Workload, kernels: Sequence[tuple[str, str]]) -> None:
     """Clock and power, three times while each (impl, activation) runs `work` again and again on the
     same inputs: the table "power" of the session's record. A hundred calls must last longer than
     the snapshots take."""
-    inputs = make_inputs(work, device=session.device)
-    rows = []
-    for impl, activation in kernels:
-        mine = replace(work, name=f"power-{activation}", activation=activation)
-        made = measure.candidate(impl, replace(inputs, workload=mine))
-        for _ in range(100):
-            made.call()
-        for sample in range(3):
-            time.sleep(0.35)
-            now = system.state(session.device.index)
-            reasons = ", ".join(now["throttle_reasons"] or ())
-            rows.append((impl, activation, sample, now["sm_clock_mhz"], now["power_w"], reasons))
-        torch.cuda.synchronize()
-        session.log(f"  {impl} {activation}: clock and power")
-    session.tables["power"] = record.Table(POWER, rows)
+
+    def sample(inputs: Inputs) -> None:
+        rows = []
+        for impl, activation in kernels:
+            mine = replace(work, name=f"power-{activation}", activation=activation)
+            made = measure.candidate(impl, replace(inputs, workload=mine))
+            for _ in range(100):
+                made.call()
+            for number in range(3):
+                time.sleep(0.35)
+                now = system.state(session.device.index)
+                load = now["sm_clock_mhz"], now["power_w"], ", ".join(now["throttle_reasons"] or ())
+                rows.append((impl, activation, number, *load))
+            torch.cuda.synchronize()
+            session.log(f"  {impl} {activation}: clock and power")
+        session.tables["power"] = record.Table(POWER, rows)
+
+    session.launch("power", work, [impl for impl, _ in kernels], sample)
 
 
 @cache

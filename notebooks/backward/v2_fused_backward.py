@@ -23,7 +23,6 @@ import torch
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import gradients, v2_fused_backward, v2a_ordered_backward
 from gdpa_kernels.measuring import timing
-from gdpa_kernels.measuring.inputs import make_inputs
 from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
@@ -165,13 +164,17 @@ def parts(inputs) -> dict:
 @chapter.measure
 def _(session):
     samples = {}
+
+    def time_parts(inputs):
+        timed = timing.sample_kernels(parts(inputs), session.device, session.protocol)
+        name = inputs.workload.name
+        samples.update({(name, part): times for part, times in timed.items()})
+        session.tabulate("parts", ("workload", "part"), samples)
+
     for work in (workload(LONG), workload(CROSS)):
         session.measure(work, VARIANTS, direction="backward")
-        made = parts(make_inputs(work, device=session.device))
-        timed = timing.sample_kernels(made, session.device, session.protocol)
-        samples |= {(work.name, part): times for part, times in timed.items()}
+        session.launch("parts", work, [V2], time_parts, direction="backward")
         studies.repeat_backward(session, work, VARIANTS)
-    session.tabulate("parts", ("workload", "part"), samples)
 
 
 # %%

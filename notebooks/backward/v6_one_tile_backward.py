@@ -30,7 +30,6 @@ from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa import v6_one_tile_backward as v6
 from gdpa_kernels.gdpa.gradients import round_kernel
 from gdpa_kernels.measuring import timing
-from gdpa_kernels.measuring.inputs import make_inputs
 from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, results, studies
 from gdpa_kernels.report.chapter import Chapter
@@ -183,10 +182,12 @@ def pieces(inputs) -> dict:
 def _(session):
     for work, impls in PLAN.items():
         session.measure(work, impls, direction="backward", scopes=("sustained",), seconds=0.75)
-    timed = timing.sample_kernels(
-        pieces(make_inputs(CROSS, device=session.device)), session.device, session.protocol
-    )
-    session.tabulate("pieces", ("piece",), {(name,): us for name, us in timed.items()})
+
+    def time_pieces(inputs):
+        timed = timing.sample_kernels(pieces(inputs), session.device, session.protocol)
+        session.tabulate("pieces", ("piece",), {(name,): us for name, us in timed.items()})
+
+    session.launch("pieces", CROSS, [V4, V6], time_pieces, direction="backward")
 
 
 # %% tags=["remove-cell"]

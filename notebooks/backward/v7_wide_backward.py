@@ -24,7 +24,6 @@ from functools import partial
 from gdpa_kernels.gdpa import v7_wide_backward as v7
 from gdpa_kernels.gdpa.v7_wide_backward import Config
 from gdpa_kernels.measuring import timing
-from gdpa_kernels.measuring.inputs import make_inputs
 from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import studies
 from gdpa_kernels.report.chapter import Chapter
@@ -143,9 +142,12 @@ def _(session):
     session.measure(WIDE, listed, direction="backward", **how)
     session.measure(LONG, [V7, "cudnn"], direction="backward", **how)
     session.measure(WIDE, [V3, V8, *PEERS], **how)
-    parts = knocked_out(make_inputs(WIDE, device=session.device))
-    timed = timing.sample_kernels(parts, session.device, session.protocol)
-    session.tabulate("parts", ("part",), {(part,): times for part, times in timed.items()})
+
+    def time_parts(inputs):
+        timed = timing.sample_kernels(knocked_out(inputs), session.device, session.protocol)
+        session.tabulate("parts", ("part",), {(part,): times for part, times in timed.items()})
+
+    session.launch("parts", WIDE, [V7], time_parts, direction="backward")
 
 
 # %% tags=["remove-cell"]

@@ -197,13 +197,16 @@ chapter.code(b1.mma_forward, "    for item")
 flops, rows = units.B200.flops, ["MMA, clocks", "scores for exp2", "words from tensor memory"]
 alone = [4 * 64 * 64 * 128 / (flops / 2), 64 * 64, 64 * 64 + 64 * 128]
 stacked = [4 * 128**3 / flops / 2, 128**2 / 2, (128**2 + 128**2) / 2]
-shapes = pd.DataFrame({"of an item": rows, "64 rows": alone, "two blocks, 128 rows": stacked})
+own = [stacked[0], *alone[1:]]  # each warp takes the columns of its block
+shapes = pd.DataFrame({"of an item": rows, "64 rows": alone, "two blocks, 128 rows": stacked,
+                       "the same, own columns": own})  # fmt: skip
 chapter.table(shapes, modelled="tiles of head_dim 128; a stacked pair is two items")
 
 # %% [markdown]
-# Half of what the stacked MMA computes is thrown away, which cancels its higher rate, and softmax
-# pays double. The MMAs take {glue:text}`matmuls:.0f` % of the budget either way. b1 has 64 rows,
-# and the compiler packs two such accumulators into the two halves of the lanes.
+# Half of what the stacked MMA computes is thrown away, which cancels its higher rate. Softmax would
+# pay double if each warp took all 128 columns; but its 32 lanes belong to one block, and it could
+# leave the other's columns. The MMAs take {glue:text}`matmuls:.0f` % of the budget either way. b1
+# has 64 rows, and the compiler packs two such accumulators into the two halves of the lanes.
 #
 # ## How many slots
 #

@@ -336,7 +336,10 @@ chapter.glue(lost=100 * (1 - kept[512]), net_512=gain * kept[512], net_2048=gain
 # neither port anything, which the instruction suggests but no document we found states; that a
 # remote arrival, which the compiler gives the scope of one CTA, orders what the MMA then reads; and
 # that all {glue:text}`num_pairs:.0f` pairs fit at once. If one does not, its items begin when
-# others have ended, and CLC *would* help.
+# others have ended, and CLC *would* help. A compiler that gave arrivals the cluster's scope made a
+# pair's matmul fail, and only in launches back to back
+# ([#3492](https://github.com/facebookexperimental/triton/pull/3492)): so the tests refuse such
+# code, and a first run on a GPU launches each rung 10,000 times.
 #
 # ## Exercises
 #

@@ -246,7 +246,8 @@ chapter.glue(
 #   {glue:text}`both_low:.1f` to {glue:text}`both:.1f`; the model of the B200 has
 #   {glue:text}`ends_256:.1f`.
 # - *cuDNN to v8.* {glue:text}`rest_low:.2f` to {glue:text}`rest:.2f`: softmax against GELU, and
-#   whatever else differs between two good kernels. Softmax costs at most that.
+#   whatever else differs between two good kernels. It does not bound the cost of softmax: where
+#   cuDNN does the rest better, that hides a part of it.
 #
 # ## What this does and does not say
 #
@@ -317,7 +318,8 @@ chapter.glue(split=split, whole_us=us.loc[at[0], WALK], gain=us.loc[at[0], WALK]
 # :class: dropdown
 #
 # The same kernel with both: v8 with a maximum, a sum and a rescaled accumulator for each row, the
-# rest unchanged. Until someone writes it, the ratio is an upper bound on the cost of softmax.
+# rest unchanged. Until someone writes it, the ratio says little: if cuDNN does the rest better than
+# v8, softmax costs more than the ratio, if worse, less.
 # :::
 #
 # ## Takeaways

@@ -28,7 +28,6 @@ import pandas as pd
 from gdpa_kernels.gdpa import schedule, v2_tma, v3_persistent
 from gdpa_kernels.gdpa.v3_persistent import Config
 from gdpa_kernels.measuring import record
-from gdpa_kernels.measuring.inputs import make_inputs
 from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, studies
 from gdpa_kernels.report.chapter import Chapter
@@ -56,9 +55,8 @@ def _(session):
     listed += [("v3_persistent", name, {"config": c}) for name, c in (orders | fewer).items()]
     for work in (workload(f"gdpa-self-{name}") for name in NAMES):
         session.measure(work, listed)
-        batch = make_inputs(work, device=session.device).batch()
         make = v3_persistent.make_schedule
-        makers = {order: partial(make, batch, config) for order, config in orders.items()}
+        makers = {order: partial(make, config=config) for order, config in orders.items()}
         studies.measure_lists(session, work, "v3_persistent", makers)
 
 

@@ -24,7 +24,6 @@ from itertools import pairwise
 import pandas as pd
 
 from gdpa_kernels.gdpa import v6_short_kv, v6a_persistent, v6b_stream
-from gdpa_kernels.measuring.inputs import make_inputs
 from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, studies
 from gdpa_kernels.report.chapter import Chapter
@@ -193,10 +192,8 @@ def _(session):
             listed.append((V6, f"{keys} keys, {name}", {"config": config}))
     for name in ("gdpa-self-full-256", "gdpa-cross-full-1024"):
         session.measure(workload(name), listed)
-    work = workload("gdpa-self-full-256")
-    given = make_inputs(work, device=session.device).batch()
-    make = partial(v6b_stream.make_schedule, given, v6b_stream.Config(**NARROW))
-    studies.measure_lists(session, work, V6, {"list": make})
+    make = partial(v6b_stream.make_schedule, config=v6b_stream.Config(**NARROW))
+    studies.measure_lists(session, workload("gdpa-self-full-256"), V6, {"list": make})
 
 
 # %% tags=["remove-cell"]

@@ -27,7 +27,6 @@ import pandas as pd
 from gdpa_kernels.gdpa import v2_tma
 from gdpa_kernels.measuring import record as records
 from gdpa_kernels.measuring import timing
-from gdpa_kernels.measuring.inputs import make_inputs
 from gdpa_kernels.measuring.workloads import workload
 from gdpa_kernels.report import charts, needs, page, repeats
 from gdpa_kernels.report.chapter import Chapter
@@ -59,16 +58,20 @@ def plan(session):
     warm = replace(ours, l2_flush_bytes=0)
     bare = replace(warm, pause_us=0.0, warmup=0)
     samples = {}
-    for name, batch in product((SHORT, LONG), (1152, 32)):
-        work = replace(workload(name), batch=batch)
-        call = partial(v2_tma.forward, make_inputs(work, device=session.device).batch())
-        size, flops = ", batch 32" if batch == 32 else "", work.flops("forward")
+
+    def sample(inputs):
+        work, call = inputs.workload, partial(v2_tma.forward, inputs.batch())
+        size, flops = ", batch 32" if work.batch == 32 else "", work.flops("forward")
         for what, how in (("ours", ours), ("no L2 flush", warm), (BARE, bare)):
             times = timing.sample_kernels({"x": call}, session.device, how)["x"]
-            samples[name, what + size, flops] = times
+            samples[work.name, what + size, flops] = times
         times = timing.sample_calls({"x": call}, session.device, in_a_row=30, rounds=1)["x"]
-        samples[name, HOST + size, flops] = times
-    session.tabulate("protocols", ("workload", "protocol", "flops"), samples)
+        samples[work.name, HOST + size, flops] = times
+        session.tabulate("protocols", ("workload", "protocol", "flops"), samples)
+
+    for name, batch in product((SHORT, LONG), (1152, 32)):
+        work = replace(workload(name), batch=batch)
+        session.launch("protocols", work, ["v2_tma"], sample)
 
 
 chapter.measure(plan)

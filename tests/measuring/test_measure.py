@@ -866,9 +866,8 @@ def session(monkeypatch):
     made = object.__new__(Session)
     made.__dict__.update(
         device=torch.device("cpu"), protocol=timing.DEFAULT, ceilings=[], rows=[], tables={},
-        workloads={}, said=[], _limits=set(), _deadline=float("inf"), learnt=[],
-        _plan={}, _partial=None,
-        _probe=SimpleNamespace(failures=lambda *_: {}, learn=lambda rows: made.learnt.extend(rows)),
+        workloads={}, said=[], _limits=set(), _deadline=float("inf"), _plan={}, _partial=None,
+        _probe=SimpleNamespace(measure=lambda *_, **__: {}, problem=lambda *_: None),
     )  # fmt: skip
     made.log = made.said.append
     for name in ("measure", "measure_rotary"):
@@ -911,7 +910,6 @@ def test_a_backward_needs_copies_of_its_mixes_and_each_scope_ceilings_of_its_own
         session.measure(SMALL, ["v1_tiled"], scopes={"sustained": ["v1_tiled"]}, seconds=1.0)
         session.measure(BLOCKS, ["v1_one_tile"], scopes=("kernel", "sustained"))
     assert session.ceilings[2:] == [("sustained", "limits"), ("sustained", "attention_copies")]
-    assert session.learnt == session.rows
 
 
 def test_memory_gathers_in_one_table(session):
@@ -927,27 +925,47 @@ def test_memory_gathers_in_one_table(session):
     assert session.tables["memory"] == table and "cross" not in session.workloads
 
 
-def test_what_fails_in_a_child_process_does_not_run_in_this_one(session, monkeypatch):
-    failure = measure.Attempt(failure="timeout after 120 s in a child process")
-    asked, given = [], {}
+def test_what_a_child_process_measured_is_not_measured_here(session, monkeypatch):
+    given = {}
 
-    def failures(workload, impls, direction):
-        asked.append((workload.name, impls, direction))
-        return {0: failure}
+    def tried(workload, impls, direction, **how):
+        given.update(how)
+        return {0: ["of the child"]}
 
-    session._probe.failures = failures
-    monkeypatch.setattr(measure, "measure", lambda *_, **options: given.update(options) or [])
-    session.measure(SMALL, ["v2_tma", "v1_tiled"])
-    session.memory(SMALL, ["v2_fused_backward", "v1_tiled_backward"])
-    session.accuracy("accuracy", SMALL, {1: "v2_fused_backward", 2: "v1_tiled_backward"})
-    assert given["failures"] == {0: failure}
+    session._probe.measure = tried
+    monkeypatch.setattr(measure, "measure", lambda work, impls, **how: [*impls, how["seconds"]])
+    session.measure(SMALL, ["v2_tma", "v1_tiled"], scopes=("sustained",), seconds=0.5)
+    assert session.rows == ["of the child", "v1_tiled", 0.5]
+    assert given == {"protocol": timing.DEFAULT, "scopes": ("sustained",), "seconds": 0.5}
+    session.rows.clear()
+    session.measure(SMALL, ["v2_tma"])
+    assert session.rows == ["of the child"]
+
+
+def test_what_has_not_been_right_is_not_launched(session):
+    def problem(impls, operator, direction):
+        assert (operator, direction) == ("gdpa", "backward")
+        return "v5_short_kv_backward needs sm_90" if "v5_short_kv_backward" in impls else None
+
+    launched = []
+    session._probe.problem = problem
+    for impls in (["v5_short_kv_backward"], ["v1_tiled_backward"]):
+        session.launch("bits", SMALL, impls, launched.append, direction="backward")
+    (inputs,) = launched
+    assert inputs.workload == SMALL and inputs.q.device == session.device
+    session.memory(SMALL, ["v5_short_kv_backward", "v1_tiled_backward"])
     assert session.tables["memory"].rows == (
-        ("small", "v1_tiled_backward", 8), ("small", "v2_fused_backward", None),
+        ("small", "v1_tiled_backward", 8), ("small", "v5_short_kv_backward", None),
     )  # fmt: skip
-    assert "accuracy" not in session.tables and failure.failure in session.said[-1]
-    assert asked == [
-        ("small", ["v2_tma", "v1_tiled"], "forward"),
-        *[("small", ["v2_fused_backward", "v1_tiled_backward"], "backward")] * 2,
+    session.accuracy("accuracy", SMALL, {1: "v5_short_kv_backward", 2: "v1_tiled_backward"})
+    session.launch("parts", SMALL, [], lambda inputs: 1 / 0, direction="backward")
+    assert "accuracy" not in session.tables
+    told = [line for line in session.said if line.startswith("  ")]
+    assert told == [
+        "  no bits: NotImplementedError: v5_short_kv_backward needs sm_90",
+        "  v5_short_kv_backward needs sm_90",
+        "  no table accuracy: NotImplementedError: v5_short_kv_backward needs sm_90",
+        "  no parts: ZeroDivisionError: division by zero",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import v7_packed
-from gdpa_kernels.measuring import measure, probe, record
+from gdpa_kernels.measuring import probe, record
+from gdpa_kernels.measuring.workloads import WORKLOADS
 from gdpa_kernels.report import studies
 from tests.measuring import unproven
-from tests.measuring.test_measure import SMALL, cpu  # noqa: F401  (a fixture)
+from tests.measuring.test_measure import SMALL
 from tests.report.test_results import a_row, a_system, add  # noqa: F401  (a fixture)
 
 CPU = torch.device("cpu")
@@ -36,71 +38,100 @@ def forked(monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_context", {"spawn": fork}.get)
 
 
-def test_each_failure_costs_its_row_and_the_run_goes_on(cpu, forked, ladder_with_stand_ins):  # noqa: F811
-    impls = ["b94_wrong", "b95_raises", "b91_hangs", "b92_exits", "b93_crashes", "v0_eager"]
-    impls += ["b90_right"]
+def a_probe(said=None, **options):
+    limits = probe.LIMITS_S | dict.fromkeys(("run", "launches", "time"), 3.0)
+    log = [].append if said is None else said.append
+    return probe.Probe(CPU, set(), log, limits_s=limits, in_child=unproven.trial, **options)
+
+
+@pytest.mark.parametrize("deed", ("raises", "hangs", "wrong", "crashes", "exits"))
+def test_a_fault_at_any_launch_costs_its_own_rows(forked, ladder_with_stand_ins, deed):
+    """At the first and second launch, at the 5,000th back to back, and while it is timed."""
+    bad = [impl for impl in unproven.FORWARDS if f"_{deed}_" in impl]
+    made = a_probe()
+    found = made.measure(SMALL, ["v0_eager", *bad, "b90_right"], scopes=("kernel", "sustained"))
+    *failed, right = found.values()
+    assert [*found] == [*range(1, len(bad) + 2)]
+    stages = {1: "run", 2: "launches", 5000: "launches", unproven.TIMED: "time"}
+    expected = {
+        "raises": "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "hangs": "timeout after 3 s in a child process ({stage})",
+        "wrong": "ValueError: launch {launch:,} of 10,000 on a jagged batch: out",
+        "crashes": "its child process ended with SIGSEGV ({stage})",
+        "exits": "its child process ended with status 3 ({stage})",
+    }[deed]
+    for impl, rows in zip(bad, failed, strict=True):
+        launch = unproven.FORWARDS[impl][1]
+        assert [row.scope for row in rows] == ["kernel", "sustained"]
+        for row in rows:
+            says = expected.format(launch=launch, stage=stages[launch])
+            assert row.impl == impl and row.failure.startswith(says) and not row.samples_us
+    assert [row.samples_us for row in right] == [(1.0, 2.0, 3.0)] * 2
+    assert right[1].load == unproven.LOAD and all(row.error.passed for row in right)
+    assert made.problem(["b90_right", "v0_eager"], "gdpa", "forward") is None
+    assert made.problem(bad[:1], "gdpa", "forward") == f"{bad[0]} has not been right on this GPU"
+    assert made.problem(["v8_own_waits"], "gdpa", "forward").startswith("v8_own_waits needs sm_90")
+
+
+def test_a_rung_that_fails_is_given_up_after_a_time(forked, ladder_with_stand_ins):
+    made, names = a_probe(most_lost_s=1e-9), ("small 1", "small 2")
+    first, second = (made.measure(replace(SMALL, name=x), ["b92_raises_1"])[0] for x in names)
+    assert first[0].failure.startswith("RuntimeError: CUDA error")
+    assert re.fullmatch(r"not tried: \d+ s of this run were lost on it", second[0].failure)
+
+
+def test_a_refusal_costs_no_process_and_no_time(forked, ladder_with_stand_ins):
     said = []
-    made = probe.Probe(CPU, set(), said.append, limit_s=5, attempt=unproven.attempt)
-    failures = made.failures(SMALL, impls)
-    assert {place: found.failure for place, found in failures.items() if place} == {
-        1: "RuntimeError: CUDA error: an illegal memory access was encountered",
-        2: "timeout after 5 s in a child process",
-        3: "its child process ended with status 3",
-        4: "its child process ended with SIGSEGV",
-    }
-    assert failures[0].failure.startswith("check failed: out: max error")
-    assert not failures[0].error.passed
-    assert [line.split(":")[0].strip() for line in said] == [*impls[:5], "b90_right"]
-    assert made.failures(SMALL, impls) == failures and len(said) == 6  # known: no other process
-    rows = measure.measure(SMALL, impls[:6], device=CPU, failures=failures, log=lambda text: None)
-    assert [(row.impl, row.failure) for row in rows[:5]] == [
-        (impls[place], failures[place].failure) for place in range(5)
-    ]
-    assert rows[0].error == failures[0].error
-    assert cpu == ["v0_eager "] and rows[5].samples_us
+    made = a_probe(said, most_lost_s=1e-9)
+    for name in ("small 1", "small 2"):
+        found = made.measure(replace(SMALL, name=name), ["b91_refuses", "b90_right"])
+        assert "needs other lengths" in found[0][0].failure and found[1][0].samples_us
+    assert not any("not tried" in line for line in said)
 
 
-def test_a_rung_that_hangs_again_is_not_tried_a_third_time(forked, ladder_with_stand_ins):
-    made = probe.Probe(CPU, set(), str, limit_s=0.2, attempt=unproven.attempt)
-    names = [replace(SMALL, name=f"small {i}") for i in range(3)]
-    found = [made.failures(name, ["b91_hangs"])[0].failure for name in names]
-    assert found == [
-        *["timeout after 0.2 s in a child process"] * 2,
-        "not tried: timeouts on 2 workloads of this run",
-    ]
+def test_a_rung_is_launched_often_once(forked, ladder_with_stand_ins, monkeypatch):
+    asked = []
+
+    def run(child, entry, launches):
+        asked.append(launches)
+        return run_child(child, entry, launches)
+
+    run_child = probe._Child.run
+    monkeypatch.setattr(probe._Child, "run", run)
+    made = a_probe()
+    for impl in ("b92_raises_5000", "b90_right", "b92_raises_5000", "b90_right"):
+        made.measure(SMALL, [impl])
+    assert asked == [10_000, 10_000, 10_000, 0]
 
 
-def test_a_right_row_of_this_run_proves_a_rung(forked, ladder_with_stand_ins):
-    said = []
-    made = probe.Probe(CPU, set(), said.append, attempt=unproven.attempt)
-    made.failures(SMALL, ["b90_right"])
-    row = a_row(impl="b90_right")
-    made.learn([replace(row, failure="slow", samples_us=()), replace(row, impl="b94_wrong")])
-    made.failures(replace(SMALL, name="second"), ["b90_right"])
-    made.learn([row])
-    made.failures(replace(SMALL, name="third"), ["b90_right"])
-    assert len(said) == 2
+@pytest.mark.parametrize("name", sorted(WORKLOADS))
+def test_a_jagged_batch_is_small_and_of_the_same_kind(name):
+    of = WORKLOADS[name]
+    small = probe.jagged(of)
+    assert small.total_q <= max(of.batch, 4) * of.max_seqlen_q
+    assert small.total_q <= 2 * probe.JAGGED_TOKENS and len({*small.seqlens_k}) > 1
+    assert (small.max_seqlen_q, small.max_seqlen_k) == (of.max_seqlen_q, of.max_seqlen_k)
 
 
 def test_a_changed_copy_reaches_a_new_process_with_its_constants(ladder_with_stand_ins):
     """No fork: nothing is there but what was sent."""
     module = studies.changed(v7_packed, ("BLOCK_N: int = 128", "BLOCK_N: int = 96"))
     entry = "b90_right", "wide", {"config": module.Config(), "module": module}
-    said = []
-    made = probe.Probe(CPU, set(), said.append, attempt=unproven.report)
-    found = made.failures(SMALL, [entry, ("b90_right", "odd", {"config": lambda: 0})])
-    assert found[0].failure == "v7_packed.py, its own Config with BLOCK_N 96"
-    assert found[1].failure.startswith("no child process takes it: ")
+    made = probe.Probe(CPU, set(), [].append, in_child=unproven.report)
+    found = made.measure(SMALL, [entry, ("b90_right", "odd", {"config": lambda: 0})])
+    says = "ValueError: v7_packed.py, its own Config with BLOCK_N 96"
+    assert found[0][0].failure == says
+    assert found[1][0].failure.startswith("no child process takes it: ")
 
 
 def test_only_rungs_whose_kernels_the_device_runs_are_tried(ladder_with_stand_ins):
-    known = {("gdpa", "forward", "b92_exits"), ("block_attention", "forward", "v1_one_tile")}
+    known = {("gdpa", "forward", "b90_right"), ("block_attention", "forward", "v1_one_tile")}
 
     def tried(impl, operator="gdpa", direction="forward"):
         return probe.is_unproven(impl, operator, direction, CPU, known)
 
-    assert tried("b91_hangs") and tried("v1_tiled") and tried("v2_tma")
-    assert not tried("b92_exits")  # proven
+    assert tried("b91_refuses") and tried("v1_tiled") and tried("v2_tma")
+    assert not tried("b90_right")  # proven
     assert not tried("v0_eager") and not tried("reference")  # PyTorch
     assert not tried("fa2_varlen") and not tried("v8_own_waits")  # a peer; for sm_90 alone
     assert tried("v1_tiled_backward", direction="backward")

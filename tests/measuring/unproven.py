@@ -1,57 +1,112 @@
-"""Rungs that do what a kernel may do on a GPU where nobody has run it, for a child process."""
+"""Rungs that do what a kernel may do on a GPU where nobody has run it, for a child process.
+
+`b94_wrong_5000` is wrong at launch 5,000 and at no other; launch 1 is the first on a jagged batch,
+and the last ones are timed.
+"""
 
 import faulthandler
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from types import ModuleType
+from unittest import mock
+
+import torch
 
 import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Requires, Rung
 from gdpa_kernels.gdpa import v0_eager
-from gdpa_kernels.measuring import measure
+from gdpa_kernels.measuring import probe, sustained, timing
+from gdpa_kernels.measuring.rows import Load
+
+LOAD = Load(1500.0, 700.0, 0.35, ())
+LAUNCHES = Counter()
 
 
-def _crashes(batch):
+def _crashes(right):
     faulthandler.disable()  # pytest's, which a forked child has
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def _fails(batch):
+def _raises(right):
     raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
 
-FORWARDS = {
-    "b90_right": v0_eager.forward,
-    "b91_hangs": lambda batch: time.sleep(600),
-    "b92_exits": lambda batch: os._exit(3),
-    "b93_crashes": _crashes,
-    "b94_wrong": lambda batch: v0_eager.forward(batch) + 1,
-    "b95_raises": _fails,
+DEEDS = {
+    "right": lambda right: right,
+    "hangs": lambda right: time.sleep(600),
+    "exits": lambda right: os._exit(3),
+    "crashes": _crashes,
+    "wrong": lambda right: right + 1,
+    "raises": _raises,
 }
+TIMED = probe.LAUNCHES + 3
+"""The first launch that is timed: two are on the workload, before its check."""
+FORWARDS = {"b90_right": ("right", 1), "b91_refuses": ("right", 1)}
+FORWARDS |= {
+    f"b92_{deed}_{launch}": (deed, launch)
+    for deed in ("raises", "hangs", "wrong", "crashes", "exits")
+    for launch in (1, 2, 5000, TIMED)
+    if (deed, launch) != ("wrong", TIMED)  # nobody looks at it
+}
+
+
+def _forward(impl):
+    deed, launch = FORWARDS[impl]
+    rights = {}
+
+    def forward(batch):
+        LAUNCHES[impl] += 1
+        if id(batch.q) not in rights:
+            rights[id(batch.q)] = batch.q, v0_eager.forward(batch)
+        right = rights[id(batch.q)][1].clone()
+        return DEEDS[deed](right) if LAUNCHES[impl] == launch else right
+
+    return forward
+
+
 RUNGS = tuple(
-    Rung(impl, "a stand-in", "It has no kernel.", None, Requires((10, 0), only_major=True))
+    Rung(
+        impl, "a stand-in", "It has no kernel.", None, Requires((10, 0), only_major=True),
+        has=frozenset({"requires"} if "refuses" in impl else ()),
+    )
     for impl in FORWARDS
-)
+)  # fmt: skip
 MODULES = {f"gdpa_kernels.gdpa.{impl}": ModuleType(impl) for impl in FORWARDS}
-for made, forward in zip(MODULES.values(), FORWARDS.values(), strict=True):
-    made.forward = forward
+for impl, made in zip(FORWARDS, MODULES.values(), strict=True):
+    made.forward, made.requires = _forward(impl), lambda batch: "needs other lengths"
 
 
-def attempt(entry, operator, ran):
-    """`measure.attempt` on the CPU, where these rungs are known."""
+def _sample(functions, device, protocol):
+    for call in functions.values():
+        call()
+    return {name: [1.0, 2.0, 3.0] for name in functions}
+
+
+def _sample_each(functions, device, protocol, *, seconds):
+    return {name: (times, LOAD) for name, times in _sample(functions, device, protocol).items()}
+
+
+CUDA = ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated")
+
+
+def trial(*args, **options):
+    """`probe.trial` on the CPU, where these rungs are known and the CUDA device is a fake."""
     sys.modules.update(MODULES)
     ladder._BY_IMPL.update({(rung.operator, rung.impl): rung for rung in RUNGS})
-    measure.run_once = lambda ready: (ready.call(), 0)
-    with tritonemu.enabled("sm_100"):
-        return measure.attempt(entry, operator, ran)
+    timing.sample_kernels, sustained.sample_each = _sample, _sample_each
+    LAUNCHES.clear()
+    fakes = dict.fromkeys(CUDA, lambda: 0)
+    with mock.patch.multiple(torch.cuda, **fakes), tritonemu.enabled("sm_100"):
+        return probe.trial(*args, **options)
 
 
-def report(entry, operator, ran):
-    """What arrived of an entry, as a failure."""
+def report(entry, workload, **how):
+    """What arrived of an entry, as an error."""
     module, config = entry[2]["module"], entry[2]["config"]
     whose = "its own" if isinstance(config, module.Config) else "another"
     name = module.__file__.rpartition("/")[2]
-    return measure.Attempt(failure=f"{name}, {whose} Config with BLOCK_N {config.BLOCK_N}")
+    raise ValueError(f"{name}, {whose} Config with BLOCK_N {config.BLOCK_N}")

@@ -10,11 +10,11 @@ import pytest
 from gdpa_kernels import __main__
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring import compile_check, record, system, units
-from gdpa_kernels.measuring.record import Ceiling, Error, Package, Protocol, Record, Row
+from gdpa_kernels.measuring.record import Ceiling, Error, Load, Package, Protocol, Record, Row
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.system import System
 from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import predictions, results, tile_law
+from gdpa_kernels.report import clock_free, predictions, results, tile_law
 
 SELF = workload("gdpa-self-full-1024")
 BLOCK = workload("block-fill70-2000")
@@ -23,11 +23,13 @@ STATE = dict.fromkeys(
      "other_processes")
 )  # fmt: skip
 MATMUL_US = 1000.0
+LOAD = Load(1500.0, 990.0, 1.0, ())
 WRONG = Error.judge(1.0, 1e-3, elements=4)
+SUSTAINED = {"scope": "sustained", "load": LOAD}
 CEILINGS = (
-    Ceiling("matmul", "8192^3", (MATMUL_US,), flops=2 * 8192**3),
-    Ceiling("copy", "1:1", (1000.0,), bytes_read=3 * 10**9, bytes_written=3 * 10**9),
-    Ceiling("copy", "3:1", (1000.0,), bytes_read=45 * 10**8, bytes_written=15 * 10**8),
+    Ceiling("matmul", "8192^3", (MATMUL_US,), flops=2 * 8192**3, **SUSTAINED),
+    Ceiling("copy", "1:1", (1000.0,), bytes_read=3 * 10**9, bytes_written=3 * 10**9, **SUSTAINED),
+    Ceiling("copy", "3:1", (1000.0,), bytes_read=45 * 10**8, bytes_written=15 * 10**8, **SUSTAINED),
 )
 TFLOPS = 2 * 8192**3 / MATMUL_US / 1e6
 
@@ -61,8 +63,9 @@ def add(tmp_path):
 def timed(impl: str, of=SELF, direction="forward", us=1000.0, **values) -> Row:
     known = {
         "math": "softmax" if of is BLOCK else "activation",
-        "scope": "kernel",
+        "scope": "sustained",
         "samples_us": (us,),
+        "load": LOAD,
         "error": Error.judge(1e-3, 2e-3, elements=64),
     }
     return Row.of(of, direction, impl=impl, **known | values)
@@ -143,7 +146,7 @@ def test_a_record_of_a_b200_scales_and_judges(add, tmp_path):
         timed("b6_pair_stream", us=at(centre)),
         timed("b4_mixed", us=at(1.01 * b4["of_matmul"] * b4["high"] * TFLOPS)),
         timed("b3_stream", us=at(50)),
-        timed("b2_two_tiles", samples_us=(), error=WRONG, failure="check failed"),
+        timed("b2_two_tiles", samples_us=(), load=None, error=WRONG, failure="no"),
         timed("b1_tensor_memory", us=at(50), variant="other"),
         timed("b1_warp_specialized", BLOCK, us=1e5),
     )
@@ -172,14 +175,14 @@ def test_each_row_is_judged_by_its_own_record_and_the_newest_counts(add, tmp_pat
 
 
 def test_what_is_no_record_of_a_b200_is_refused(add, tmp_path, capsys):
-    other = add(timed("v8_own_waits", us=at(500)), capability="9.0")
+    other = add(timed("v8_own_waits", us=at(500)), capability="10.3")
     bare = add(timed("b3_stream", us=at(500)), day=2, ceilings=CEILINGS[:1])
     assert predictions.basis(tmp_path).ceilings == units.ASSUMED
     command = ["predictions", "--data-dir", str(tmp_path), "--record"]
     for name, expectation in (
         ("nothing", "record must be the id of a record, got 'nothing'"),
-        (other.id, f"record must be of compute capability 10.x, got {other.id} of 9.0"),
-        (bare.id, f"record must hold a matmul and a copy as ceilings, got {bare.id}"),
+        (other.id, f"record must be of compute capability 10.0, got {other.id} of 10.3"),
+        (bare.id, f"record must hold sustained ceilings, matmul and copy, got {bare.id}"),
     ):
         assert __main__.main([*command, name]) == 1
         assert expectation in capsys.readouterr().err
@@ -188,13 +191,18 @@ def test_what_is_no_record_of_a_b200_is_refused(add, tmp_path, capsys):
 def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     assert __main__.main(["predictions", "--data-dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("\n| ") == len(predictions.registered()) + 2
+    rows = len(predictions.registered()) + len(clock_free.registered())
+    assert printed.count("\n| ") == rows + 4
     monkeypatch.setattr(record, "ROOT", tmp_path)
     monkeypatch.setattr(predictions, "PATH", tmp_path / "predictions" / "b200.csv")
     monkeypatch.setattr(predictions.update, "__defaults__", (predictions.PATH,))
+    monkeypatch.setattr(clock_free, "PATH", tmp_path / "predictions" / "b200_2.csv")
+    monkeypatch.setattr(clock_free.update, "__defaults__", (clock_free.PATH,))
     for state in ("rewritten", "was up to date"):
         assert __main__.main(["predictions", "--write"]) == 0
-        assert capsys.readouterr().out == f"predictions/b200.csv {state}\n"
+        printed = capsys.readouterr().out
+        names = ("b200.csv", "b200_2.csv")
+        assert printed == "".join(f"predictions/{name} {state}\n" for name in names)
 
 
 RUNS = {"forward": "20261121T134948Z-10-figures", "backward": "20261121T225723Z-33-backward"}

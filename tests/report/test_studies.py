@@ -138,6 +138,15 @@ def test_a_piece_of_a_source_ends_before_the_next_one():
         studies.piece(v1_tiled, "no such text", "")
 
 
+def a_session(**parts):
+    """A session that launches whatever it is asked to."""
+
+    def launch(name, work, rungs, run, direction="forward"):
+        run(make_inputs(work, device="cpu"))
+
+    return SimpleNamespace(device="cpu", protocol=None, launch=launch, **parts)
+
+
 def test_measure_lists_adds_a_row_for_each_clock(monkeypatch):
     def sample(makers, device, protocol):
         return {name: [1.0, 2.0] for name in makers}
@@ -145,10 +154,8 @@ def test_measure_lists_adds_a_row_for_each_clock(monkeypatch):
     monkeypatch.setattr(timing, "sample_kernels", sample)
     monkeypatch.setattr(timing, "sample_ops", sample)
     rows = []
-    session = SimpleNamespace(
-        device="cpu", protocol=None, add=lambda work, *added: rows.extend(added)
-    )
-    studies.measure_lists(session, workload("gdpa-self-full-256"), "v3_persistent", {"zigzag": int})
+    session = a_session(add=lambda work, *added: rows.extend(added))
+    studies.measure_lists(session, SMALL, "v3_persistent", {"zigzag": id})
     assert [row.variant for row in rows] == ["zigzag, device time", "zigzag, host time"]
     assert {(row.scope, row.impl, len(row.samples_us)) for row in rows} == {
         ("schedule", "v3_persistent", 2)
@@ -165,7 +172,7 @@ def test_runs_of_a_backward_are_compared_with_the_first():
 
 
 def test_rungs_are_repeated_into_a_table_of_the_session():
-    session = SimpleNamespace(device=torch.device("cpu"), tables={})
+    session = a_session(tables={})
     listed = [("v1_tiled_backward", "default", {})]
     with tritonemu.enabled():
         for _ in range(2):
