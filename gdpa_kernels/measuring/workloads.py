@@ -62,17 +62,16 @@ def _workloads() -> dict[str, Workload]:
     return {w.name: w for w in (*found, *_other_shapes(), *_hstu())}
 
 
+def of_hstu(batch: Workload, causal: bool) -> Workload:
+    """A batch with the function of HSTU, SiLU over the longest length, as no published figure."""
+    kind = f"-{'causal-' * causal}hstu"
+    options = {"activation": "silu", "output_scale": 1 / batch.max_seqlen_q, "causal": causal}
+    return replace(batch, name=f"{batch.name}{kind}", **options)
+
+
 def _hstu() -> list[Workload]:
-    """The function of HSTU, which no published figure shows: SiLU over the longest length, for
-    causal self-attention and without a mask."""
-
-    def of(name: str, n: int, law: LengthLaw, causal: bool) -> Workload:
-        mask = "-causal" * causal
-        options = {"activation": "silu", "output_scale": 1 / n, "causal": causal}
-        return replace(_self(name, n, law), name=f"gdpa-hstu-{name}-{n}{mask}", **options)
-
-    laws = {"full": Full(), "half-jagged": Uniform(0.5)}
-    return [of(name, 1024, law, causal) for name, law in laws.items() for causal in (True, False)]
+    batches = _self("full", 1024, Full()), _self("half-jagged", 1024, Uniform(0.5))
+    return [of_hstu(batch, causal) for batch in batches for causal in (True, False)]
 
 
 def _other_shapes() -> list[Workload]:
@@ -108,7 +107,7 @@ def _other_shapes() -> list[Workload]:
 WORKLOADS: dict[str, Workload] = _workloads()
 """Every named workload of GDPA. The published ones: batch 1152, 4 heads, head_dim 128, bfloat16."""
 
-HSTU: tuple[str, ...] = tuple(name for name in WORKLOADS if name.startswith("gdpa-hstu-"))
+HSTU: tuple[str, ...] = tuple(name for name in WORKLOADS if name.endswith("-hstu"))
 """Names of the workloads with the function of HSTU."""
 
 BLOCK_MAX_SEQLENS = (1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000)

@@ -12,7 +12,12 @@ import pandas as pd
 from IPython.display import Markdown, display
 
 from gdpa_kernels.measuring.baselines import BASELINES, BLOCK_BASELINES
-from gdpa_kernels.measuring.workloads import BLOCK_WORKLOADS, HSTU, WORKLOADS, figure_direction
+from gdpa_kernels.measuring.workloads import (
+    BLOCK_WORKLOADS,
+    WORKLOADS,
+    figure_direction,
+    of_hstu,
+)
 from gdpa_kernels.report import claims, figures, page, results
 from gdpa_kernels.report.chapter import Chapter
 from gdpa_kernels.report.house import is_rung
@@ -106,23 +111,23 @@ def _fastest(rows: pd.DataFrame, which: pd.Series, what: str) -> pd.Series:
 
 
 def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
-    """Titles of the peers that take a workload of `rows`, or of GDPA one with the function of HSTU,
-    and have no time in them, and why.
+    """Titles of the peers that take a batch of `rows`, of GDPA also with the function of HSTU, and
+    have no time in them, and why.
 
     `rows`: of `Chapter.rows`, of any number of workloads, directions and scopes; give it all rows
     that a sentence speaks of, failed ones included. The reason is that of the newest failed row, or
     "not in this record".
     """
     found = {}
-    for peers, works, like in (
-        (BASELINES, WORKLOADS, HSTU), (BLOCK_BASELINES, BLOCK_WORKLOADS, ())
-    ):  # fmt: skip
+    for peers, works in ((BASELINES, WORKLOADS), (BLOCK_BASELINES, BLOCK_WORKLOADS)):
         ours = rows[rows["workload"].isin(works)]
-        batches = {*zip(ours["workload"], ours["direction"], strict=True)}
-        batches |= {(name, way) for name in like for way in ours["direction"]}
+        asked = {*zip(ours["workload"], ours["direction"], strict=True)}
+        batches = [(works[name], way) for name, way in asked]
+        if peers is BASELINES:
+            batches += [(of_hstu(x, causal), way) for x, way in batches for causal in (True, False)]
         for impl, peer in peers.items():
             own = ours[ours["impl"] == impl]
-            taken = any(peer.problem(works[name], way) is None for name, way in batches)
+            taken = any(peer.problem(*batch) is None for batch in batches)
             if taken and own["time_us_p50"].isna().all():
                 failures = own["failure"][own["failure"] != ""]
                 why = failures.iloc[-1] if len(failures) else "not in this record"

@@ -62,8 +62,11 @@ def test_peers_without_a_time_are_named_with_the_reason():
     assert missing["FlashAttention-3"] == "needs the package xformers"
     assert missing["FlashAttention-4, dense"] == "not in this record"
     assert not {"cuDNN, dense", "FlashAttention-2 (torch)"} & {*missing}
-    jagged = table.assign(workload="gdpa-self-half-jagged-256")
-    assert "FlashAttention-4, dense" not in standings.missing_peers(jagged)
+    jagged = standings.missing_peers(table.assign(workload="gdpa-self-half-jagged-256"))
+    assert "FlashAttention-4, dense" not in jagged and "HSTU, Triton" in jagged
+    assert "HSTU, Triton" not in standings.missing_peers(
+        table.assign(workload="gdpa-cross-full-512")
+    )
     blocks = table.assign(workload="block-rotary-1735537", impl="v1_one_tile")
     assert "our rotary kernel, then our attention" in standings.missing_peers(blocks)
     assert "FlashAttention-3, a sequence per block" not in standings.missing_peers(blocks)
