@@ -27,6 +27,7 @@ LATER = (
     "measuring/power_wall",
     "measuring/other_shapes",
     "measuring/production_gap",
+    "measuring/got_wrong",
     "training/step",
     "training/ranks",
     "backward/v6_one_tile_backward",

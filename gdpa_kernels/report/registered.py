@@ -42,8 +42,8 @@ class Verdict(NamedTuple):
     def __str__(self) -> str:
         if self.margin is None:
             return f"**{self.word}**"
-        side = "outside" if self.word == "refuted" else "inside"
-        return f"**{self.word}**, {100 * abs(self.margin):.2g} % {side}"
+        side, share = "outside" if self.word == "refuted" else "inside", 100 * abs(self.margin)
+        return f"**{self.word}**, {share:.{0 if share >= 10 else 1}f} % {side}"
 
 
 def verdict(found: float, least: float, most: float) -> Verdict:

@@ -232,7 +232,7 @@ chapter.glue(fa4_by_cudnn=spread(fa4_by_cudnn), fa4_by_fa2_cross=spread(fa4_by_f
 #
 # ## What the ladder shows
 #
-# In bursts, where all rungs share one clock:
+# In bursts, where all rungs share one clock, of the newest record that has all of them:
 
 # %%
 whole = chapter.holding("forward/results", RUNGS[1:], "gdpa-cross-full-1024")

@@ -16,8 +16,6 @@
 # :::
 
 # %%
-import re
-
 import pandas as pd
 
 from gdpa_kernels.report import charts, registered
@@ -88,15 +86,17 @@ chapter.table(by.loc[order].reset_index(), modelled="data/predictions/h200.csv a
 # One lesson for each refuted prediction, under what refuted it:
 
 # %% tags=["remove-input"]
-rows = [
-    {"cause": f"{cause} ({count})" if number == 0 else "",
-     "chapter": f"{{doc}}`../{name.partition('#')[0]}` {name.partition('#')[2]}",
-     "predicted": line["limits"], "found": re.sub(r" \(.*", "", line["found"]),
-     "lesson": line["lesson"]}
-    for cause, count in causes.items()
-    for number, (name, line) in enumerate(wrong[wrong["cause"] == cause].iterrows())
-]  # fmt: skip
-chapter.table(pd.DataFrame(rows), modelled="the verdicts; cause and lesson are ours")
+shown = pd.concat([wrong[wrong["cause"] == cause] for cause in causes.index])
+named = shown["cause"] + " (" + shown["cause"].map(causes).astype(str) + ")"
+slugs = shown.index.str.split("#").str[0]
+said = [f"{text} ({{doc}}`{slug.split('/')[1]} <../{slug}>`)"
+        for text, slug in zip(shown["text"], slugs, strict=True)]  # fmt: skip
+shown = shown.assign(**{"by": named.where(~named.duplicated(), ""), "we said": said})
+shown["found"] = shown["found"].str.split(" (", regex=False).str[0]
+columns = {"by": "cause", "we said": "we said", "limits": "predicted", "found": "found",
+           "lesson": "lesson"}  # fmt: skip
+chapter.table(shown[list(columns)].rename(columns=columns),
+              modelled="the verdicts of all chapters; cause and lesson are ours")  # fmt: skip
 
 # %% [markdown]
 # ## What the list says
