@@ -21,8 +21,8 @@ book: $(READY)
 	@rm -rf book/extra/data
 	@mkdir -p book/extra/data book/assets/mathjax book/notes
 	@cp -p notebooks/notes/*.md book/notes/
-	@cp -R data/claims.yml data/manifest.sha256 data/published data/records data/systems \
-	  book/extra/data/
+	@cp -R data/. book/extra/data/
+	@rm -rf book/extra/data/partial book/extra/data/community/*/partial
 	@cp "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(MATHJAX)" \
 	  book/assets/mathjax/
 	$(BIN)/jupyter-book build book --config "$(CURDIR)/_config.yml" --toc "$(CURDIR)/_toc.yml" \
