@@ -61,6 +61,32 @@ class Package:
         same = renames()["code"].get(name, {})
         return kept == now or (same.get("now") == code_hash(path) and kept in same["before"])
 
+    def differs(self, root: str | Path = ROOT) -> bool | None:
+        """Whether the files that ran are not those of `commit` in the git history of `root`; None
+        if that cannot be known: no commit, no git, or a clone without that commit."""
+        if self.commit is None:
+            return None
+        return _differs(str(root), self.commit, tuple(sorted(self.sources.items())))
+
+
+@cache
+def _differs(root: str, commit: str, sources: tuple[tuple[str, str], ...]) -> bool | None:
+    if _git(Path(root), "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        return None
+    names = "".join(f"{commit}:{name}\n" for name, _ in sources)
+    command = ["git", "-C", root, "cat-file", "--batch"]
+    text = subprocess.run(command, input=names.encode(), capture_output=True, check=True).stdout
+    at = 0
+    for _, sha256 in sources:
+        end = text.index(b"\n", at)
+        head = text[at:end].split()
+        if head[-1] == b"missing":
+            return True
+        at = end + 1 + int(head[-1]) + 1
+        if manifest.digest(text[end + 1 : at - 1]) != sha256:
+            return True
+    return False
+
 
 @cache
 def renames() -> Mapping[str, Mapping[str, Any]]:

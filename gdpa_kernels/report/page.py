@@ -13,7 +13,7 @@ import pandas as pd
 
 from gdpa_kernels.measuring import record as records
 from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.report import results
+from gdpa_kernels.report import doctor, results
 
 if TYPE_CHECKING:
     from IPython.display import Markdown
@@ -27,8 +27,9 @@ CSV_DIR = records.ROOT / "book" / "extra" / "figures"
 def provenance(
     rows: pd.DataFrame | Sequence[str], csv: str | None = None, *, data_dir: Path = records.DATA_DIR
 ) -> Markdown:
-    """The line under a measured figure: machine, date, commit, records, data, how rows were timed and
-    the matmul of that record and scope, which shares are of, and a stale warning.
+    """The line under a measured figure: machine, versions other than the pinned ones, date, commit,
+    whether other files than that commit's ran, records, data, how rows were timed and the matmul of
+    that record and scope, which shares are of, and a stale warning.
 
     `rows`: the rows of `results.table` that were drawn, or ids of records. `csv`: the name given to
     `save_csv`. Paths are relative to a page of book/executed/<part>. RecordError if a record is
@@ -42,17 +43,19 @@ def provenance(
         stale = sorted(set(rows["impl"][rows["stale"]]))
     if not ids:
         raise ValueError("rows must name at least one record, got none")
-    runs = []
+    runs, machines = [], set()
     for name in ids:
         run = records.load(Path(data_dir) / "records" / f"{name}.json")
         machine = systems.load(Path(data_dir) / "systems" / f"{run.system}.json")
         commit = (
             f"commit <code>{run.package.commit[:10]}</code>" if run.package.commit else "no commit"
         )
-        if run.package.dirty:
+        if run.package.dirty or run.package.differs():
             commit += " with local changes"
+        told = "" if run.system in machines else _versions(machine)
+        machines.add(run.system)
         runs.append(
-            f"{_link(f'data/systems/{run.system}.json', machine.gpu or run.system)}, "
+            f"{_link(f'data/systems/{run.system}.json', machine.gpu or run.system)}{told}, "
             f"{html.escape(run.created[:10])}, {commit}, "
             f"record {_link(f'data/records/{name}.json', name)}{_timed(run, scopes.get(name, ()))}"
         )
@@ -73,6 +76,20 @@ def _timed(run: records.Record, scopes: Collection[str]) -> str:
         under = f" (matmul {limit.tflops:.0f} TFLOP/s)" if limit else ""
         parts.append(f"{results.TIMED[scope]}{under}")
     return f", timed {' and '.join(parts)}" if parts else ""
+
+
+def _versions(machine: systems.System) -> str:
+    """Versions of the software that ran, in parentheses; "" where they are the pinned ones."""
+    pins = (doctor.TORCH, doctor.FBTRITON)
+    torch, fbtriton = (pin.partition("==")[2] for pin in pins)
+    told = []
+    if machine.torch.partition("+")[0] != torch:
+        told.append(f"torch {machine.torch}, not {torch}")
+    if machine.fbtriton != fbtriton:
+        told.append(f"Triton {machine.triton}, not fbtriton {fbtriton}")
+    if not told:
+        return ""
+    return html.escape(f" ({'; '.join([*told, f'driver {machine.driver}'])})")
 
 
 def source(kind: str, text: str, csv: str | None = None) -> Markdown:

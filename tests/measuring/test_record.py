@@ -506,3 +506,27 @@ def test_the_dictionary_explains_every_key():
     system_keys = system.describe().to_dict()
     missing = [k for k in {*keys_of(schema), *system_keys} if f"`{k}`" not in text]
     assert missing == []
+
+
+def test_sources_are_compared_with_those_of_their_commit(tmp_path):
+    """Without a word from the machine that measured: `dirty` is None there."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    (tmp_path / "gdpa_kernels").mkdir()
+    ran = {}
+    for name in ("gdpa_kernels/a.py", "gdpa_kernels/b.py"):
+        (tmp_path / name).write_text(f"name = '{name}'\n\n")
+        ran[name] = record.source_hash(tmp_path / name)
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "commit", "-qm", "code"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    package = record.Package("0.1.0", head.stdout.strip(), None, ran)
+    assert package.differs(tmp_path) is False
+    (tmp_path / "gdpa_kernels" / "a.py").write_text("later")
+    assert package.differs(tmp_path) is False
+    edited = ran | {"gdpa_kernels/a.py": "0" * 64}
+    assert replace(package, sources=edited).differs(tmp_path) is True
+    assert replace(package, sources=ran | {"gdpa_kernels/c.py": "0" * 64}).differs(tmp_path) is True
+    for unknown in (None, "0" * 40):
+        assert replace(package, commit=unknown).differs(tmp_path) is None
+    assert package.differs(tmp_path / "gdpa_kernels" / "nowhere") is None
