@@ -5,7 +5,8 @@ torchrun --nproc-per-node 2 examples/ranks.py --engine ddp --batch 1152 --deals 
 
 For each deal of rows to ranks, prints and writes to --out: the time of a step, and the time that
 each rank takes for its own rows without communication. A rank that waits for a slower one and one
-that waits for gradients look alike in the first; the second tells them apart.
+that waits for gradients look alike in the first; the second tells them apart. "samples_s" in --out has both for
+each rank and step.
 """
 
 from __future__ import annotations
@@ -74,9 +75,11 @@ def measure(o: argparse.Namespace, how: str, rank: int, ranks: int, device: torc
         "batch": o.batch, "step_s": step_s, "samples_per_s": o.batch / step_s,
         "tokens": gathered(tokens, ranks, device)[:, o.warmup :].median(1).values.tolist(),
         "own_s": None, "slowest_s": None, "skew": None,
+        "samples_s": {"step": together[:, o.warmup :].tolist()},
     }  # fmt: skip
     if isinstance(net, DistributedDataParallel):
         own = gathered(times(net, optimizer, batches, device, True), ranks, device)[:, o.warmup :]
+        row["samples_s"]["own"] = own.tolist()
         row["own_s"] = own.median(1).values.tolist()
         row["slowest_s"] = own.amax(0).median().item()
         row["skew"] = (own.amax(0) / own.mean(0)).median().item()

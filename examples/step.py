@@ -4,7 +4,8 @@ python examples/step.py --law ml25m --rows events --attentions gdpa v1 fa2_varle
 
 Prints, and writes to --out, for each attention: the median time of a step and of its forward pass,
 backward pass and optimizer; that of its self-attention alone, forward and backward, on the same
-lengths; and the step's time on the device by kind of operator, as PyTorch's profiler counts it.
+lengths; the times that these are medians of; and the step's time on the device by kind of
+operator, as PyTorch's profiler counts it.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def attend(c: Config):
     return lambda q, k, v, n: attention(q, k, v, n, n, **given)
 
 
-def alone(c: Config, batch: Batch, repeats: int, warmup: int) -> float:
-    """Seconds of self-attention, forward and backward, the median."""
+def alone(c: Config, batch: Batch, repeats: int, warmup: int) -> list[float]:
+    """Seconds of self-attention, forward and backward, each time."""
     device = batch.items.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = batch.lengths.total, c.heads, c.dim // c.heads
@@ -101,7 +102,7 @@ def alone(c: Config, batch: Batch, repeats: int, warmup: int) -> float:
         torch.autograd.grad(function(*inputs, batch.lengths), inputs, grad)
         clock.mark()
         found.append(clock)
-    return statistics.median(clock.seconds()[0] for clock in found[warmup:])
+    return [clock.seconds()[0] for clock in found[warmup:]]
 
 
 def kinds(run, batches: list[Batch]) -> dict[str, float]:
@@ -144,21 +145,20 @@ def measure(o, attention: str, device: torch.device) -> dict:
         clocks.append(Clock(device))
         step(model, optimizer, batch, clocks[-1].mark)
     parts = [clock.seconds() for clock in clocks[o.warmup :]]
-    medians = {
-        name: statistics.median(each[i] for each in parts)
-        for i, name in enumerate(("forward", "backward", "optimizer"))
-    }
     seconds = [sum(each) for each in parts]
+    samples = {"step": seconds}
+    for i, name in enumerate(("forward", "backward", "optimizer")):
+        samples[name] = [each[i] for each in parts]
+    samples["attention_alone"] = alone(config, batches[-1], o.repeats, o.warmup)
     timed = lengths[o.warmup :]
     work = statistics.median(map(options.flops_of(config), timed)) / 1e12
     row = {
-        "attention": attention, "step_s": statistics.median(seconds), "steps_s": seconds,
-        **{f"{name}_s": value for name, value in medians.items()},
+        "attention": attention, "samples_s": samples,
+        **{f"{name}_s": statistics.median(each) for name, each in samples.items()},
         "samples_per_s": o.batch / statistics.median(seconds),
         "tflops": work / statistics.median(seconds), "peak_tflops": options.peak_of(o, device),
         "tokens": statistics.median(int(n.sum()) for n in timed),
         "pairs": statistics.median(options.pairs(config, n).sum().item() for n in timed),
-        "attention_alone_s": alone(config, batches[-1], o.repeats, o.warmup),
     }  # fmt: skip
     if device.type == "cuda":
         row["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -178,6 +179,7 @@ class Session:
     def _begins(self, what: str) -> bool:
         gc.freeze()  # or `free` looks through all that was imported, 0.2 s for each implementation
         if self._partial is not None:
+            system.save(self.system, self._partial.parents[1])
             record.write_partial(self._made(), self._partial)
         late = time.monotonic() > self._deadline
         self.log(f"{what}: left out, the time is up" if late else what)
@@ -235,12 +237,14 @@ class Session:
             tuple((*key, i, t) for key, times in samples.items() for i, t in enumerate(times)),
         )
 
+    def uses(self, gpus: int) -> None:
+        """What is measured runs on so many GPUs at once: the system says so."""
+        self.system = replace(self.system, gpus=gpus)
+
     def begin(self, data_dir: str | Path) -> None:
         """Keep what is measured in data_dir/partial/ from now on, until `write`: what a run leaves
         there that does not end, `record.keep` makes a record."""
-        place = self._place(data_dir)
-        system.save(self.system, place)
-        self._partial = place / manifest.PARTIAL / f"{self._made().id}.json"
+        self._partial = self._place(data_dir) / manifest.PARTIAL / f"{self._made().id}.json"
 
     def write(self, data_dir: str | Path) -> Path:
         """Write the record, and the system's file if it is new; the record's path.

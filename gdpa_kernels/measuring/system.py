@@ -35,6 +35,8 @@ THROTTLE_REASONS = {
 
 PROMOTED = "promoted.json"
 _SMI_SECONDS = 20
+_LATER = ("gpus", "board")
+BOARD_VARIABLE = "GDPA_KERNELS_BOARD"
 _TYPES = {"str": str, "int": int, "float": float}
 
 
@@ -43,7 +45,9 @@ class System:
     """One machine and its software; None where it cannot be known (no GPU, no nvidia-smi).
 
     `cuda` is the CUDA version torch was built with. `triton` is the version of the imported
-    package, `fbtriton` that of the distribution that provides it, None if another one does.
+    package, `fbtriton` that of the distribution that provides it, None if another one does. `gpus`:
+    how many of them worked together, None for one. `board`: what those who measure call this one
+    (environment variable GDPA_KERNELS_BOARD), None if they have one or do not say.
     """
 
     gpu: str | None
@@ -62,23 +66,30 @@ class System:
     python: str
     platform: str
     cpu: str | None
+    gpus: int | None = None
+    board: str | None = None
 
     @property
     def id(self) -> str:
         """Slug of the GPU (without one: of the CPU) and 8 hex digits of the SHA-256 of the rest."""
-        content = json.dumps(asdict(self), sort_keys=True).encode()
+        content = json.dumps(self._content(), sort_keys=True).encode()
         name = self.gpu or f"cpu {self.cpu or self.platform}"
         return f"{_slug(name)}-{hashlib.sha256(content).hexdigest()[:8]}"
 
     def to_dict(self) -> dict[str, Any]:
         """The system as JSON values, `id` first."""
-        return {"id": self.id, **asdict(self)}
+        return {"id": self.id, **self._content()}
+
+    def _content(self) -> dict[str, Any]:
+        """Without what older systems did not say, where it is not known."""
+        return {k: v for k, v in asdict(self).items() if v is not None or k not in _LATER}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> System:
         """Rebuild a system from `to_dict`; ValueError if a key, a type or the id is wrong."""
         if not isinstance(data, Mapping):
             raise ValueError(f"system must be a JSON object, got {type(data).__name__}")
+        data = {**dict.fromkeys(_LATER), **data}
         names = [f.name for f in fields(System)]
         if sorted(data) != sorted([*names, "id"]):
             raise ValueError(
@@ -131,6 +142,7 @@ def describe(device: int | None = None) -> System:
         python=platform.python_version(),
         platform=f"{platform.system()}-{platform.machine()}".lower(),
         cpu=_cpu(),
+        board=os.environ.get(BOARD_VARIABLE) or None,
     )
 
 

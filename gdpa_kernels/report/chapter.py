@@ -135,6 +135,11 @@ class Chapter:
         found = run.tables[table]
         return pd.DataFrame(list(found.rows), columns=list(found.columns))
 
+    def lacks(self, table: str, instead: str) -> None:
+        """Say `instead` on the page if the chapter's record is from before it kept `table`."""
+        if table not in self.record().tables:
+            display(Markdown(instead))
+
     def rows(self, of: str | None = None, **filters: Any) -> pd.DataFrame:
         """The rows of that record, as `results.table` has them, each once.
 

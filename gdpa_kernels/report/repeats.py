@@ -76,7 +76,9 @@ def ceilings(runs: Sequence[Record]) -> pd.DataFrame:
     newest = {run.chapter.removeprefix("notebooks/").removesuffix(".py"): run for run in runs}
     found = {}
     for chapter, run in newest.items():
-        limits = {scope: Ceilings.measured(run.ceilings, scope) for scope in ("kernel", "sustained")}
+        limits = {
+            scope: Ceilings.measured(run.ceilings, scope) for scope in ("kernel", "sustained")
+        }
         if not any(limits.values()):
             continue
         loops = [c.load for c in run.ceilings if c.scope == "sustained" and c.kind == "matmul"]

@@ -74,14 +74,19 @@ KINDS = ("attention", "norm", "matmul", "embedding", "optimizer", "compiled", "o
 
 @chapter.measure
 def _(session):
-    found = []
+    found, samples = [], []
     for (law, way), attentions in PLAN.items():
         options = [*LAWS[law], *WAYS[way], "--warmup", 3, "--repeats", 8]
         for row in steps.run("step", *options, "--attentions", *attentions):
             kinds = [row["kinds_s"].get(kind, 0.0) for kind in KINDS]
-            found.append((law, way, row["attention"], *(row[part] for part in PARTS), *kinds))
+            what = law, way, row["attention"]
+            found.append((*what, *(row[part] for part in PARTS), *kinds))
+            samples += [(*what, part, i, s) for part, each in row["samples_s"].items()
+                        for i, s in enumerate(each)]  # fmt: skip
     columns = ("law", "way", "kernel", *PARTS, *(f"{kind}_kind_s" for kind in KINDS))
     session.tables["steps"] = record.Table(columns, tuple(found))
+    columns = ("law", "way", "kernel", "part", "sample", "time_s")
+    session.tables["samples"] = record.Table(columns, tuple(samples))
 
 
 # %% [markdown]
@@ -142,6 +147,7 @@ chart = charts.stacked(bars[["attention", "norm", "matmul", "rest"]], xlabel="ms
                        looks={"attention": "filled", "norm": "pale", "matmul": "hollow",
                               "rest": "hollow"}, hue="v8_own_waits")  # fmt: skip
 chapter.figure(chart, data=bars.reset_index(names="step"), measured=[chapter.record().id])
+chapter.lacks("samples", "This record keeps medians of eight steps, not the steps.")
 
 # %% tags=["remove-cell"]
 attention = kinds["attention"] / kinds.sum(axis=1)

@@ -2,6 +2,7 @@ import getpass
 import json
 import os
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -207,6 +208,20 @@ def test_the_id_follows_the_content(gpu, smi):
     assert system.describe().id != first.id
     smi(STATIC)
     assert system.describe().id == first.id
+
+
+def test_boards_and_counts_of_gpus_are_told_apart(gpu, smi, monkeypatch, tmp_path):
+    smi(STATIC)
+    one = system.describe()
+    assert not {"gpus", "board"} & one.to_dict().keys()
+    monkeypatch.setenv(system.BOARD_VARIABLE, "left")
+    left = system.describe()
+    two = replace(one, gpus=2)
+    assert len({one.id, left.id, two.id}) == 3
+    for made in (one, left, two):
+        assert system.load(system.save(made, tmp_path)) == made
+    old = system.manifest.DATA_DIR / "systems" / "nvidia-h200-62ac9e84.json"
+    assert system.load(old).board is None
 
 
 @pytest.mark.parametrize(

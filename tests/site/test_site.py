@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import pytest
 from bs4 import BeautifulSoup, Tag
 
 from gdpa_kernels.measuring import manifest, record
