@@ -39,8 +39,8 @@ ANSWERS: dict[str, tuple[str, str]] = {
     ),
     "gdpa-training-throughput": (
         "training/step",
-        "A model of ours on an H200, compiled, over v1: attention {step_attention} times. With fused "
-        "norms too {step_fused}; in bf16 on both sides {step_bf16}, on half-full batches of 1,024.",
+        "A model of ours on an H200, compiled, over v1: attention {step_attention} times. With "
+        "fused norms too {step_fused}, in bf16 on both sides {step_bf16}, half-full at 1,024.",
     ),
     "kunlun-normalisation-share": (
         "training/step",

@@ -191,8 +191,9 @@ class Chapter:
         """Show a chart, a timeline or SVG text, in a cell whose `# |` lines name and describe it.
 
         `origin`: of each kind of number in it, where those come from. measured= (rows of
-        `results.table`, or ids of records), published=, modelled=, emulated=, compiled= (a
-        sentence: from what). `data`: what the reader downloads; None: the measured rows.
+        `results.table`, or ids of records), and in a sentence published=, modelled=, emulated=,
+        compiled=, computed=, and measured= of what is in no record. `data`: what the reader
+        downloads; None: the measured rows.
         """
         if isinstance(chart, Timeline):
             chart = chart.svg(width=760)
@@ -228,7 +229,7 @@ class Chapter:
         lines = []
         for kind, values in origin.items():
             of = None if lines else csv
-            if kind == "measured":
+            if kind == "measured" and not isinstance(values, str):
                 lines.append(page.provenance(values, of, data_dir=self.data_dir))
             else:
                 lines.append(page.source(kind, values, of))

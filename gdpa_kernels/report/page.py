@@ -93,12 +93,12 @@ def _versions(machine: systems.System) -> str:
 
 
 def source(kind: str, text: str, csv: str | None = None) -> Markdown:
-    """The line under a figure for values that are not measured; `kind`: one of the other `KINDS`.
+    """The line under a figure for values that no record holds, of one of `KINDS`.
 
-    `text`: where its values come from (a publication and its machine, a formula, a program).
+    `text`: where they come from (a publication and its machine, a formula, a program).
     """
-    if kind not in KINDS[1:]:
-        raise ValueError(f"kind must be one of {', '.join(KINDS[1:])}, got {kind!r}")
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     return _provenance(kind, html.escape(text), csv)
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring import baselines, record
-from gdpa_kernels.report import charts, results
+from gdpa_kernels.report import charts, results, standings
 from gdpa_kernels.report.house import Figure
 
 GPU = "NVIDIA H200"
@@ -65,8 +65,8 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
         "|---|---|---|--:|--:|--:|---|--:|--:|",
     ]
     quoted: dict[str, str] = {}
-    for line in LINES:
-        rows = _rows(data_dir, line)
+    shown = [_rows(data_dir, line) for line in LINES]
+    for line, rows in zip(LINES, shown, strict=True):
         ours = rows[rows["impl"].isin([rung.impl for rung in _rungs(line)])].iloc[0]
         us = ours["time_us_p50"]
         lines.append(
@@ -76,7 +76,12 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
         quoted[ours["record"]] = f"{ours['gpu']}, {ours['date'][:10]}"
     places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
     machines = "; ".join(dict.fromkeys(quoted.values()))
-    lines += ["", f"Times back to back; {machines}; records {', '.join(places)}."]
+    missing = "; ".join(standings.missing_peers(pd.concat(shown))) or "none"
+    lines += [
+        "",
+        f"Times back to back; {machines}; records {', '.join(places)}. "
+        f"Peers without a time in them: {missing}.",
+    ]
     return "\n".join(lines)
 
 

@@ -76,17 +76,15 @@ def ceilings(runs: Sequence[Record]) -> pd.DataFrame:
     newest = {run.chapter.removeprefix("notebooks/").removesuffix(".py"): run for run in runs}
     found = {}
     for chapter, run in newest.items():
-        limits = {
-            scope: Ceilings.measured(run.ceilings, scope) for scope in ("kernel", "sustained")
-        }
-        if not any(limits.values()):
+        bursts, loops = (Ceilings.measured(run.ceilings, x) for x in ("kernel", "sustained"))
+        if bursts is None:
             continue
-        loops = [c.load for c in run.ceilings if c.scope == "sustained" and c.kind == "matmul"]
+        loads = [c.load for c in run.ceilings if c.scope == "sustained" and c.kind == "matmul"]
         found[chapter] = {
-            "matmul, burst": limits["kernel"].tflops if limits["kernel"] else np.nan,
-            "matmul, back to back": limits["sustained"].tflops if limits["sustained"] else np.nan,
-            "clock (MHz)": loops[0].sm_clock_mhz if loops else np.nan,
-            "copy 1:1, burst (GB/s)": limits["kernel"].copies[0][1] if limits["kernel"] else np.nan,
+            "matmul, burst": bursts.tflops,
+            "matmul, back to back": loops.tflops if loops else np.nan,
+            "clock (MHz)": loads[0].sm_clock_mhz if loads else np.nan,
+            "copy 1:1, burst (GB/s)": bursts.copies[0][1],
             "record": run.id,
         }
     return pd.DataFrame(found).T.infer_objects().rename_axis("chapter")

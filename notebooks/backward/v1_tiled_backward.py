@@ -12,8 +12,9 @@
 # :::{admonition} In this chapter (20 minutes)
 # You will split a backward pass so that every gradient has one owner, choose the orientation of a
 # tile so that nothing is transposed in registers, and see why only the GPU can check the compiler.
-# Back to back v1 reaches {glue:text}`rate:.0f` useful TFLOP/s on gdpa-self-full-1024, {glue:text}`percent:.0f` %
-# of the roofline, without atomics or an fp32 buffer, and with the same bits in every run.
+# Back to back v1 reaches {glue:text}`rate:.0f` useful TFLOP/s on gdpa-self-full-1024,
+# {glue:text}`percent:.0f` % of the roofline, without atomics or an fp32 buffer, and with the same
+# bits in every run.
 # :::
 
 # %%

@@ -12,8 +12,8 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will count the bytes of a sum across programs, and tell from the number of summands whether it
-# is deterministic. In bursts v2 takes {glue:text}`of_v1_long:.2f` of v1's time on full batches of 1,024
-# tokens; MMAs alone would give 5/7. The difference is dQ in fp32.
+# is deterministic. In bursts v2 takes {glue:text}`of_v1_long:.2f` of v1's time on full batches of
+# 1,024 tokens; MMAs alone would give 5/7. The difference is dQ in fp32.
 # :::
 
 # %%

@@ -79,9 +79,9 @@ chapter.roles(V4, "gdpa_backward")
 #
 # ## No unit is busy
 #
-# The first v4 was profiled once (2026-11-21; Nsight Compute, full batches of 1,024; without a
-# record). A step took about 5,200 cycles. The tensor pipe was active for 49.5 % of them, the issue
-# slots for 33 %. Of the loop's 805 instructions 62 were R2UR: register to uniform register.
+# The first v4 was profiled once, without a record ({doc}`lab notes <../../notes/gdpa_backward>`).
+# The tensor pipe was active for half of the cycles of a step, the issue slots for a third. Many of
+# the loop's instructions were R2UR: register to uniform register.
 #
 # Each consumer is a chain: issue an {term}`MMA`, wait, run 300 instructions of arithmetic, store,
 # fence, issue, wait. Each of an SM's four schedulers has two warps to choose from, one of each

@@ -203,7 +203,7 @@ chapter.predict(text, share["not sent"], least=75, most=92, form=".0f", unit=" %
 chapter.table(share.rename("% of v7's time").reset_index(), measured=[chapter.record().id])
 
 # %% [markdown]
-# *Identity* saves nothing, as in the emulator: the chain has slack. *Not folded*, 14 % more
+# *Identity* saves nothing, as in the emulator: the chain has slack. *Not folded*, more
 # instructions in `scores`, costs {glue:text}`unfolded:.1f` %; not sending dQ saves
 # {glue:text}`sent:.0f` %, both {glue:text}`together:.0f` %. A step adds 64 KiB to the sums in
 # memory, {glue:text}`added:.1f` TB/s from all SMs: the count sees dQ leave shared memory, not

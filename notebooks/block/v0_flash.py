@@ -11,9 +11,9 @@
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will say what each piece of FlashAttention-2 is for, price it in bytes, and tell whether a
-# baseline is fair. Back to back at head_dim 128, v0 reaches {glue:text}`forward_128:.0f` % of a copy forward and
-# {glue:text}`backward_128:.0f` % backward. Its bytes explain most of the shortfall backward and
-# none of it forward.
+# baseline is fair. Back to back at head_dim 128, v0 reaches {glue:text}`forward_128:.0f` % of a
+# copy forward and {glue:text}`backward_128:.0f` % backward. Its bytes explain most of the shortfall
+# backward and none of it forward.
 # :::
 
 # %%

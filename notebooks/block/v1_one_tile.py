@@ -12,9 +12,9 @@
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will take a general algorithm apart, price each piece by its bytes, and put it back alone to
-# check the price. Back to back at head_dim 128, v0 takes {glue:text}`gain_forward:.2f` times as long as v1
-# forward and {glue:text}`gain_backward:.2f` times as long backward. Two things that move no byte
-# cost time as well: an accumulator that exists too early, and the order of the programs.
+# check the price. Back to back at head_dim 128, v0 takes {glue:text}`gain_forward:.2f` times as
+# long as v1 forward and {glue:text}`gain_backward:.2f` times as long backward. Two things that move
+# no byte cost time as well: an accumulator that exists too early, and the order of the programs.
 # :::
 
 # %%

@@ -46,11 +46,10 @@ data_dir = "data"
 # Inputs are drawn from N(0, 1) as published. The scale is 1/sqrt(head_dim) instead of 1: GELU sees
 # scores of standard deviation 1 instead of 11 ({doc}`../operator/activations`).
 #
-# All rungs and all peers run on all workloads in {term}`bursts <burst>`, near the highest clock. A
-# loop over one kernel, as in published benchmarks and training, runs into the power limit
-# ({doc}`../measuring/power_wall`). So what users choose between also runs {term}`back to back
-# <sustained scope>`, a second each: this chapter's numbers unless it says burst. Each is compared
-# with ceilings timed the same way. Whole calls are timed on four:
+# In {term}`bursts <burst>` kernels run near the highest clock. A loop over one kernel, as in
+# published benchmarks and training, runs into the power limit ({doc}`../measuring/power_wall`). So
+# what users choose between runs {term}`back to back <sustained scope>` too: this chapter's numbers
+# unless it says burst. Each is compared with ceilings timed the same way. Whole calls are timed on four:
 
 # %%
 chapter = Chapter("forward/results", mode=mode, device=device, data_dir=data_dir)
@@ -90,10 +89,12 @@ rows, us, rates = (chapter.rows(**shown), chapter.times(**shown),
                    chapter.times(value="tflops", **shown))  # fmt: skip
 timed, best = rows[rows["time_us_p50"].notna()], standings.best(rows)
 over = us.div(us[us.columns.intersection(RUNGS)].min(axis=1), axis=0)  # times of the best rung's
+missing = standings.missing_peers(rows)
+PEER_TITLES = [BASELINES[impl].title for impl in us if impl in BASELINES]
 burst, bursts = (chapter.times(value=x, direction="forward") for x in ("time_us_p50", "tflops"))
 
 # %% tags=["remove-cell"]
-DRAWN = [V1, V8, "fa2_varlen", "fa3", "fa4", "cudnn", "cudnn_varlen"]
+DRAWN = [V1, V8, "fa2_varlen", "fa3", "fa4", "fa4_dense", "cudnn", "cudnn_varlen"]
 assert "fa4" in us, "the text compares with flash-attn-4==4.0.0b36: install it and measure again"
 assert timed["correct"].all(), "the text says that nothing is timed without a passed check"
 full, half = (best["share (%)"].filter(like=kind) for kind in ("-full-", "-half-"))
@@ -103,6 +104,7 @@ chapter.glue(over_peer=spread(best["peer / rung (time)"]), first=(over[V8] == 1)
              v8_cross=bursts[V8]["gdpa-cross-full-2048"], full_least=full.min(),
              v8_burst=bursts[V8]["gdpa-self-full-2048"], full_most=full.max(),
              half_least=half.min(), half_most=half.max(), kept=spread(rates[V8] / bursts[V8]),
+             peers=standings.listed(PEER_TITLES), missing=standings.listed(missing),
              **standings.glued(best))  # fmt: skip
 chapter.glue_origin("front", rows[rows["workload"] == LADDER])
 
@@ -227,8 +229,8 @@ chapter.glue(fa4_by_cudnn=spread(fa4_by_cudnn), fa4_by_fa2_cross=spread(fa4_by_f
 # On dense batches it takes {glue:text}`fa4_by_cudnn` times as long as dense cuDNN. With 256 keys it
 # takes {glue:text}`fa4_by_fa2_cross` times as long as FlashAttention-2, and on full batches of
 # 2,048 tokens it is {glue:text}`fa2_by_fa4:.2f` times as fast. Jagged batches exclude dense cuDNN;
-# there the best peer depends on length, as the table shows. `fa3` is not on PyPI. Where it is
-# installed, the same command measures it.
+# there the best peer depends on length, as the table shows. Without a time back to back in this
+# record: {glue:text}`missing`.
 #
 # ## What the ladder shows
 #

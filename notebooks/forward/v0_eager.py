@@ -11,8 +11,8 @@
 # :::{admonition} In this chapter (15 minutes)
 # You will count the bytes of an eager program without running it, predict its time, and find by a
 # fit over {glue:text}`workloads:.0f` workloads which part of the prediction failed. Back to back v0
-# takes {glue:text}`measured_ms:.0f` ms where the roofline is {glue:text}`floor_ms:.0f`, and more than
-# half of it goes to padding.
+# takes {glue:text}`measured_ms:.0f` ms where the roofline is {glue:text}`floor_ms:.0f`, and more
+# than half of it goes to padding.
 # :::
 
 # %%

@@ -12,7 +12,8 @@
 # :::{admonition} In this chapter (20 minutes)
 # You will write attention without softmax as one tiled kernel, account for its time, and choose its
 # {term}`tile` by an SM's registers and shared memory. Back to back v1 is {glue:text}`over_v0:.1f`
-# times as fast as v0 on a full batch of 1,024 tokens; memory, tensor cores and activation hardly overlap in it.
+# times as fast as v0 on a full batch of 1,024 tokens; memory, tensor cores and activation hardly
+# overlap in it.
 # :::
 
 # %%
@@ -166,8 +167,8 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 #
 # At 1,024 tokens v1 is {glue:text}`over_v0:.1f` times as fast as v0 and, in bursts, on half-full
 # batches of 256 {glue:text}`over_v0_half:.0f` times, because it skips the padding. It beats
-# FlashAttention-2 everywhere. On full batches dense cuDNN is ahead, {glue:text}`cudnn:.2f` times as fast at 1,024
-# tokens; it computes softmax, and takes no {term}`jagged` batch.
+# FlashAttention-2 everywhere. On full batches dense cuDNN is ahead, {glue:text}`cudnn:.2f` times as
+# fast at 1,024 tokens; it computes softmax, and takes no {term}`jagged` batch.
 #
 # ## The surprise: as if nothing overlapped
 
@@ -178,8 +179,8 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 # |   (modelled), and the time of v1 in the same unit (dots, measured).
 # | alt: >
 # |   Sixteen horizontal bars of equal length, divided into three parts. Memory shrinks and the
-# |   tensor cores grow with length. The dots lie near the ends of the bars, those of dense batches of
-# |   256 tokens lowest.
+# |   tensor cores grow with length. The dots lie near the ends of the bars, those of dense batches
+# |   of 256 tokens lowest.
 share = costs.div(costs.sum(axis=1), axis=0).rename(index=lambda name: name.removeprefix("gdpa-"))
 looks = {"memory": "hollow", "tensor cores": "pale", "activation": "hatched"}
 chart = charts.stacked(share, xlabel="time / sum of costs", looks=looks, marks=relative, hue=V1)

@@ -11,7 +11,8 @@
 # :::{admonition} In this chapter (25 minutes)
 # You will make one TMA descriptor clip at the end of every sequence of a packed tensor, count what
 # it saves in SASS, and separate what a tile costs once from what it costs per key. In bursts with
-# the same tile, TMA is {glue:text}`gain_min:.2f` to {glue:text}`gain_max:.2f` times as fast as pointers.
+# the same tile, TMA is {glue:text}`gain_min:.2f` to {glue:text}`gain_max:.2f` times as fast as
+# pointers.
 # :::
 
 # %%

@@ -12,9 +12,9 @@
 # :::{admonition} In this chapter (20 minutes)
 # You will split a kernel into one producer and two consumer warp groups, hand buffers over with
 # your own barriers, see what a forgotten and an early arrival do, and separate what a block costs
-# from what a tile costs. In bursts on the H200 a block of 128 keys takes {glue:text}`block_v4:.2f` µs of an
-# SM, {glue:text}`block_v2:.2f` in v2. But each tile also pays a fixed {glue:text}`fixed_v4:.1f` µs:
-# with one CTA per SM, nothing hides its prologue and epilogue.
+# from what a tile costs. In bursts on the H200 a block of 128 keys takes {glue:text}`block_v4:.2f`
+# µs of an SM, {glue:text}`block_v2:.2f` in v2. But each tile also pays a fixed
+# {glue:text}`fixed_v4:.1f` µs: with one CTA per SM, nothing hides its prologue and epilogue.
 # :::
 
 # %%

@@ -54,18 +54,8 @@ stay, stream, short = (steps[name] for name in steps)
 # |   batches, and falls toward 1 with 2,048 keys. The other two steps stay near 1.
 shown = steps[~steps.index.str.contains("dense|cross-full-256")]
 chapter.figure(
-<<<<<<< HEAD
-    charts.dots(shown, xlabel="rate / rate of the step before, in bursts", colours=RUNG_COLOURS[1:4]),
+    charts.dots(shown, xlabel="rate / rate before, in bursts", colours=RUNG_COLOURS[1:4]),
     measured=chapter.rows(whole, impl=[V5, V6A, V6B, V6], direction="forward"),
-||||||| 0fa5215
-    charts.dots(shown, xlabel="rate / rate of the step before, in bursts", colours=RUNG_COLOURS[1:4]),
-    measured=chapter.rows("forward/results", impl=[V5, V6A, V6B, V6], direction="forward"),
-=======
-    charts.dots(
-        shown, xlabel="rate / rate of the step before, in bursts", colours=RUNG_COLOURS[1:4]
-    ),
-    measured=chapter.rows("forward/results", impl=[V5, V6A, V6B, V6], direction="forward"),
->>>>>>> w-records
 )
 
 # %% [markdown]

@@ -14,8 +14,8 @@
 # You will move a factor out of a sum, compute in pairs of bf16 that survive the compiler, and find
 # where the cycles went by asking the GPU for its clock. Back to back v7 runs at
 # {glue:text}`loop_min:.2f` to {glue:text}`loop_max:.2f` times the rate of v6, in bursts at
-# {glue:text}`gain_min:.2f` to {glue:text}`gain_max:.2f` times, and on gdpa-self-full-2048 at a lower
-# clock.
+# {glue:text}`gain_min:.2f` to {glue:text}`gain_max:.2f` times, and on gdpa-self-full-2048 at a
+# lower clock.
 # :::
 
 # %%

@@ -59,7 +59,7 @@ chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(own >= 90).su
 shown = roof.loc[~roof.index.str.contains("dense|cross-full-256"), [V6, V7, V8]]
 chapter.figure(
     charts.dots(
-        shown.set_axis(["v6", "v7", "v8"], axis=1), xlabel="% of the roofline of bursts", baseline=90,
+        shown.set_axis(["v6", "v7", "v8"], axis=1), xlabel="% of the roofline, burst", baseline=90,
         colours=RUNG_COLOURS[1:4],
     ),
     measured=chapter.rows(whole, impl=[V6, V7, V8], direction="forward"),
@@ -170,10 +170,11 @@ chapter.glue(cudnn_min=peer.min(), cudnn_max=peer.max())
 assert gain[FULL[1024]] < gain[FULL[2048]] <= gain[FULL[512]], "the text says so"
 
 # %% [markdown]
-# TFLOP/s in bursts; cuDNN and FA4 compute softmax. At 512 and 2,048 tokens the gain is as predicted; at 1,024
-# it is {glue:text}`at_1024:.1f` %, which refutes the prediction. Half-full batches run at
-# {glue:text}`half_min:.2f` to {glue:text}`half_max:.2f` times the rate of v7. On full batches v8
-# runs at {glue:text}`cudnn_min:.2f` to {glue:text}`cudnn_max:.2f` times the rate of cuDNN.
+# TFLOP/s in bursts; cuDNN and FA4 compute softmax. At 512 and 2,048 tokens the gain is as
+# predicted; at 1,024 it is {glue:text}`at_1024:.1f` %, which refutes the prediction. Half-full
+# batches run at {glue:text}`half_min:.2f` to {glue:text}`half_max:.2f` times the rate of v7. On
+# full batches v8 runs at {glue:text}`cudnn_min:.2f` to {glue:text}`cudnn_max:.2f` times the rate of
+# cuDNN.
 #
 # ### How far from the roofline
 #

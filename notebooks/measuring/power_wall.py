@@ -19,9 +19,9 @@
 # {glue:text}`byte_flops:.0f` FLOPs, a GELU as much as {glue:text}`gelu_flops:.0f`.
 # :::
 #
-# Scope `kernel` is the burst of {doc}`protocol`. Scope `sustained` runs one kernel for 1.5 s after
-# 0.7 s of warming up, with clock and energy from NVML. The variant `alone` is a burst of v8 by
-# itself.
+# Scope `kernel` is the burst of {doc}`protocol`. Scope `sustained`, in this record, ran one kernel
+# for 1.5 s after 0.7 s of warming up, with clock and energy from NVML. The variant `alone` is a
+# burst of v8 by itself.
 
 # %%
 import functools
@@ -185,8 +185,8 @@ chapter.glue(
 # |   Clock over rate, back to back, all workloads, both directions. Dashed: the rate of tensor
 # |   cores that never pause; nothing can lie below it.
 # | alt: >
-# |   A scatter that falls: the higher the rate, the lower the clock. Ours and peers follow one band.
-# |   Two marks of v8 lie near the dashed line, one of them below it.
+# |   A scatter that falls: the higher the rate, the lower the clock. Ours and peers follow one
+# |   band. Two marks of v8 lie near the dashed line, one of them below it.
 ours = ~load["impl"].isin([V8, *PEERS])
 groups = {"v8": of_v8, "peers": load[load["impl"].isin(PEERS)], "our other kernels": load[ours]}
 chart = energy.clocks(groups, busy=units.H200.sms * units.H200.flops / 1e6)
@@ -205,8 +205,8 @@ chapter.figure(chart, measured=load)
 # |   v8 forward under the roofline of bursts: a mark for the burst, a line down to the rate back to
 # |   back. Dotted: the matmul back to back. Copies have one slope, burst or not.
 # | alt: >
-# |   A roof with a flat top and a dotted line below it. Marks of v8 at high intensity lie between the
-# |   two, and their lines end below the dotted one.
+# |   A roof with a flat top and a dotted line below it. Marks of v8 at high intensity lie between
+# |   the two, and their lines end below the dotted one.
 families = {s: text for s, text in drawings.FAMILIES.items() if s and "dense" not in s}
 roof = pd.DataFrame({"high": rates["kernel"][V8], "low": rates["sustained"][V8]}).loc[EACH]
 roof["intensity"] = of_v8["flops"] / of_v8["bytes"]
@@ -308,8 +308,8 @@ chapter.glue(ones=100 * (1 - data["ones"] / data["random"]), b200=b200, b200_pj=
 #
 # The published B200 figures meet such a wall too: under a cap of 750 W {glue:text}`b200:,.0f`
 # TFLOP/s back to back are {glue:text}`b200_pj:.2f` pJ per FLOP or less (modelled; v8 here:
-# {glue:text}`v8_pj:.2f`). For "97 % busy" tensor cores that means {glue:text}`ghz:.2f` GHz,
-# {glue:text}`nominal:.0f` % of nominal ({doc}`../blackwell/model`).
+# {glue:text}`v8_pj:.2f`). For "97 % busy" tensor cores, of active cycles, that would take
+# {glue:text}`ghz:.2f` GHz, {glue:text}`nominal:.0f` % of nominal ({doc}`../blackwell/model`).
 #
 # ## The surprise: the wall in the middle of a burst
 #

@@ -73,10 +73,10 @@ chapter.glue(
 
 # %% [markdown]
 # With 256 keys and 512 or more queries, the shape of a {term}`PFFN`, FlashAttention-4 has a gap of
-# {glue:text}`fa4_forward` forward and {glue:text}`fa4_backward` backward; 2.6 and 1.6 are published,
-# of another machine. The worst case in this table is {glue:text}`worst:.1f`, of which the
-# roofline explains {glue:text}`worst_roof:.2f`: short sequences have few FLOPs for each byte. One
-# number of this kind belongs to one kernel on one shape.
+# {glue:text}`fa4_forward` forward and {glue:text}`fa4_backward` backward; 2.6 and 1.6 are
+# published, of another machine. The worst case in this table is {glue:text}`worst:.1f`, of which
+# the roofline explains {glue:text}`worst_roof:.2f`: short sequences have few FLOPs for each byte.
+# One number of this kind belongs to one kernel on one shape.
 #
 # ## Two numbers for each kernel
 #

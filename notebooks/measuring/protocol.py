@@ -199,8 +199,8 @@ short = worst[worst["time_us"] < 2000]["slower"]
 # | caption: >
 # |   The same kernel in several records of one machine: its slowest record relative to its fastest.
 # | alt: >
-# |   A scatter over time. Short kernels stay low, and so does v0 at any length. Some kernels of full
-# |   self-attention at 1,024 and 2,048 lie several times as high.
+# |   A scatter over time. Short kernels stay low, and so does v0 at any length. Some kernels of
+# |   full self-attention at 1,024 and 2,048 lie several times as high.
 kind = worst["impl"].eq("v0_eager").map({True: "v0, waiting for memory", False: "others"})
 points = worst[["time_us", "slower"]].set_axis(worst["impl"].where(worst["slower"] > 6, ""))
 groups = dict(list(points.groupby(kind.to_numpy())))

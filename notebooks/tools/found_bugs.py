@@ -11,8 +11,8 @@
 # :::{admonition} In this chapter (20 minutes)
 # You will see six mistakes that the emulator found in published kernels, each in a few lines of
 # our own with the wrong number it leads to, and its mend. On ten mistakes put into two kernels, it
-# finds {glue:text}`emulator:.0f`, Triton's interpreter {glue:text}`interpreter:.0f`, TileLens
-# {glue:text}`tilelens:.0f`.
+# finds {glue:text}`emulator:.0f`; of the {glue:text}`plain:.0f` that they can run, Triton's
+# interpreter finds {glue:text}`interpreter:.0f` and TileLens {glue:text}`tilelens:.0f`.
 # :::
 #
 # Five are in the published kernels of this book's operators, at commit
@@ -197,14 +197,17 @@ verdicts = pd.DataFrame(
 verdicts.index.name = "mistake"
 correct, ten = verdicts.loc[[*seeded.CORRECT]], verdicts.drop([*seeded.CORRECT])
 shown = pd.concat([correct.replace({"missed": "no finding", "found": "false alarm"}), ten])
-where = "; ".join(f"{name}: {each['machine']}, {each['date']}" for name, each in asked.items())
+where = {name: f"{name}: {each['machine']}, {each['date']}" for name, each in asked.items()}
+on_gpu = "; ".join(text for text in where.values() if "NVIDIA" in text)
+on_cpu = [text for name, text in where.items() if "NVIDIA" not in text and name != "tritonemu"]
 names = {"TRITON_INTERPRET": "interpreter", "result on the GPU": "program"}
 shown = shown.rename(index={"none": "none in the pipeline"}, columns=names)
 chapter.table(
     shown.drop(columns=["synccheck", "memcheck"]).reset_index(),
     data=verdicts.reset_index(),
-    emulated=f"seeded.py, a process for each. {where}",
-)
+    emulated=where["tritonemu"], computed="; ".join(on_cpu),
+    measured=f"{on_gpu}; data/tools/seeded.json",
+)  # fmt: skip
 
 # %% tags=["remove-cell"]
 counts = ten.eq("found").sum()

@@ -133,8 +133,8 @@ chapter.predict("Our attention and fused norms over compiled v1, the least of th
 # |   attention and of ours, in eager mode, compiled, with embeddings as lookups, with norms fused,
 # |   and with a residual stream in bf16 as well.
 # | alt: >
-# |   Seven stacked bars. From top to bottom attention shrinks first, then everything that is neither
-# |   matmul nor norm, then the norms; matmuls stay as they are.
+# |   Seven stacked bars. From top to bottom attention shrinks first, then everything that is
+# |   neither matmul nor norm, then the norms; matmuls stay as they are.
 shown = {
     "v1, eager": ("eager", "v1"), "ours, eager": ("eager", "gdpa"),
     "v1, compiled": ("compiled", "v1"), "ours, lookups": ("compiled, lookups", "gdpa"),
@@ -198,9 +198,9 @@ chapter.glue(
 # addition and RMSNorm in one kernel each way, and the norm of q and k in place on packed q, k, v.
 # They run near the rate of a copy and take the step to {glue:text}`fused_only:.1f` ms. A residual
 # stream in bf16, a change of precision, takes it to {glue:text}`bf16_only:.1f`, and both together
-# to {glue:text}`fused:.1f`: norms go from {glue:text}`norms:.0f` to {glue:text}`fused_norms:.0f` ms,
-# memory from {glue:text}`memory:.0f` to {glue:text}`fused_memory:.0f` GiB. Matmuls and attention
-# are then {glue:text}`left:.0f` % of the step. From v1 and lookups to here it became
+# to {glue:text}`fused:.1f`: norms go from {glue:text}`norms:.0f` to {glue:text}`fused_norms:.0f`
+# ms, memory from {glue:text}`memory:.0f` to {glue:text}`fused_memory:.0f` GiB. Matmuls and
+# attention are then {glue:text}`left:.0f` % of the step. From v1 and lookups to here it became
 # {glue:text}`everything:.2f` times as fast.
 
 # %% tags=["remove-input"]
@@ -218,11 +218,11 @@ chapter.table(table.loc[list(PLAN)].round(1).reset_index(), data=found.reset_ind
 # gains {glue:text}`blocks:.2f`, in HSTULite {glue:text}`hstu:.2f`. Together with fused norms it
 # gains {glue:text}`fused_fp32:.2f` on half-full batches of 1,024, and {glue:text}`fused_bf16:.2f`
 # if both steps have the stream in bf16. Against padded attention, {glue:text}`padded`, it is always
-# more: the baseline decides. The published number names neither model nor baseline, so it can be neither confirmed nor
-# refuted; these are conditions under which it holds. Normalisation is published as about 20 % of
-# Kunlun's training latency {cite}`zhou2026normalization`. Here it is {glue:text}`norm_eager:.0f` %
-# in eager mode, {glue:text}`norm_compiled:.0f` % compiled, {glue:text}`norm_fused:.0f` % fused and
-# in bf16.
+# more: the baseline decides. The published number names neither model nor baseline, so it can be
+# neither confirmed nor refuted; these are conditions under which it holds. Normalisation is
+# published as about 20 % of Kunlun's training latency {cite}`zhou2026normalization`. Here it is
+# {glue:text}`norm_eager:.0f` % in eager mode, {glue:text}`norm_compiled:.0f` % compiled,
+# {glue:text}`norm_fused:.0f` % fused and in bf16.
 #
 # ## Exercises
 #

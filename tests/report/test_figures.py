@@ -257,24 +257,9 @@ def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path
     assert "commit <code>0123456789</code> with local changes" in line
     assert '<a href="../../figures/ladder-v1.csv">' in line
     assert "stale" not in line
-    assert page.provenance([run.id], data_dir=folder).data in line.replace(
-        ", timed back to back", ""
-    ).replace(' <a href="../../figures/ladder-v1.csv">Data of this figure (CSV)</a>.', "")
-
-
-def test_provenance_says_what_else_than_the_pins_and_the_commit_ran(data_dir, monkeypatch):
-    folder, run = data_dir
-    clean = replace(run.package, dirty=None)
-    other = replace(run, id=f"{run.id[:17]}other-{run.system}", package=clean)
-    record.write(other, folder)
-    line = page.provenance([other.id], data_dir=folder).data
-    assert "(" not in line and "local changes" not in line
-    monkeypatch.setattr(record.Package, "differs", lambda package: True)
-    monkeypatch.setattr(page.doctor, "TORCH", "torch==2.14.0")
-    line = page.provenance([other.id, run.id], data_dir=folder).data
-    machine = system.load(folder / "systems" / f"{run.system}.json")
-    assert line.count(f"(torch {machine.torch}, not 2.14.0; driver {machine.driver})") == 1
-    assert line.count("</code> with local changes, record") == 2
+    download = ' <a href="../../figures/ladder-v1.csv">Data of this figure (CSV)</a>.'
+    line = line.replace(", timed back to back", "").replace(download, "")
+    assert page.provenance([run.id], data_dir=folder).data in line
 
 
 def test_provenance_says_what_else_than_the_pins_and_the_commit_ran(data_dir, monkeypatch):

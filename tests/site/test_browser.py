@@ -131,14 +131,11 @@ def test_origins_and_warnings_can_be_read(tab, tmp_path, scheme):
     styles = [theme / "theme.css", theme / "pydata-sphinx-theme.css"]
     styles.append(Path(__file__).resolve().parents[2] / "book" / "assets" / "book.css")
     links = "".join(f'<link rel="stylesheet" href={json.dumps(x.as_uri())}>' for x in styles)
-    line = (
-        '<p class="provenance">measured: <a href="#">a GPU</a> <span class="stale">Old.</span></p>'
-    )
+    line = '<p class="provenance">On <a href="#">a GPU</a>. <span class="stale">Old.</span></p>'
     box = '<div class="admonition warning"><p class="admonition-title">Note</p><p>Text.</p></div>'
     page = tmp_path / "page.html"
-    page.write_text(
-        f'<html data-theme="{scheme}"><head>{links}</head><body>{line}{box}</body></html>'
-    )
+    begin = f'<html data-theme="{scheme}"><head>{links}</head><body>'
+    page.write_text(f"{begin}{line}{box}</body></html>")
     tab.goto(page.as_uri(), wait_until="load")
     found = tab.evaluate(CONTRASTS, READ)
     assert len(found) == 5
