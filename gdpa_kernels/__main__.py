@@ -5,6 +5,7 @@
   `--all`; `--community`: those of other machines, in data/community.
 - `choices`: rewrite from the records what `impl="auto"` tries first.
 - `readme`: rewrite from the records the table and the figure of README.md.
+- `machine-code`: compile what data/machine_code.csv lacks, to tell which rows are of older code.
 - `keep`: make a record of what a measuring run left that did not end (`doctor` names it).
 - `manifest`: list in data/manifest.sha256 the files as they are; lines of records and systems stay.
 - `predictions`: what is predicted for a B200, and what records confirm; `--record`, `--write`.
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor": _doctor,
         "results": _results,
         "choices": _choices,
+        "machine-code": _machine_code,
         "readme": _readme,
         "keep": _keep,
         "manifest": _manifest,
@@ -54,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 1 if nothing matches or a record is refused (named on stderr).",
     )
     commands.add_parser("choices", help="rewrite what impl='auto' tries first from the records")
+    commands.add_parser("machine-code", help="rewrite which machine code the records' kernels are")
     commands.add_parser("readme", help="rewrite the results in README.md from the records")
     keep = commands.add_parser("keep", help="make a record of what a run left that did not end")
     keep.add_argument("file", help="a file of data/partial")
@@ -95,6 +98,17 @@ def _choices(options: argparse.Namespace) -> int:
     for path, changed in rankings.update(record.DATA_DIR).items():
         name = path.relative_to(record.ROOT)
         sys.stdout.write(f"{name} {'rewritten' if changed else 'was up to date'}\n")
+    return 0
+
+
+def _machine_code(options: argparse.Namespace) -> int:
+    from gdpa_kernels.report import staleness
+
+    def log(text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+
+    changed = staleness.update(log=log)
+    sys.stdout.write(f"data/{staleness.NAME} {'rewritten' if changed else 'was up to date'}\n")
     return 0
 
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gdpa_kernels.measuring import operators, record, sustained, testing, timing
+from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.measuring import machine_code, operators, record, sustained, testing, timing
 from gdpa_kernels.measuring.baselines import STEP
 from gdpa_kernels.measuring.inputs import BlockInputs, Inputs, make_inputs
 from gdpa_kernels.measuring.operators import Candidate
@@ -176,7 +177,7 @@ def measure(
         functions = {f"{asked[i][0].impl} {variant}": call for i, variant, call in calls}
         stage("time")
         samples = _sampled(_sampler(scope, seconds), functions, device, protocol)
-        for i, variant, _ in calls:
+        for i, variant, call in calls:
             made, error, peak = asked[i]
             times, more = _samples(scope, samples[f"{made.impl} {variant}"])
             what = {"error": error, "peak_bytes": peak, "config": dict(made.config)} | more
@@ -187,6 +188,8 @@ def measure(
             elif variant == STEP and variant != made.variant:
                 what["peak_bytes"] = None
                 what["config"]["forward"] = operator.forward_of_step()
+            if times:
+                what["launches"] = launched(call, device)
             rows.append(
                 record.Row.of(
                     workload, direction, impl=made.impl, variant=variant, scope=scope,
@@ -265,10 +268,22 @@ def measure_rotary(
         for impl, times in _sampled(_sampler(scope, seconds), ready, device, protocol).items():
             times, more = _samples(scope, times)
             what = {**errors[impl], "scope": scope, "samples_us": times} | more
+            if times:
+                what["launches"] = launched(ready[impl], device)
             rows.append(record.Row.of(workload, direction, **what))
             if times:
                 log(f"  {impl} alone: {scope} {sorted(times)[len(times) // 2]:.0f} us")
     return rows
+
+
+def launched(call: operators.Call, device: torch.device) -> list[dict[str, object]] | None:
+    """What one call launches of our kernels, for a row; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        with launches() as seen:
+            call()
+        return [machine_code.describe(launch) for launch in seen]
 
 
 def _check_turned(

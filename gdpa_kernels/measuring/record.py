@@ -50,16 +50,10 @@ class Package:
     sources: Mapping[str, str]
     code: Mapping[str, str] | None = None
 
-    def ran(self, name: str, path: Path) -> bool:
-        """Whether the code that ran as `name` is that of the file at `path` now; there may have
-        been no such file, and be none."""
-        if not path.exists():
-            return name not in self.sources
-        kept, now = self.sources.get(name), source_hash(path)
-        if self.code is not None:
-            kept, now = self.code.get(name), code_hash(path)
-        same = renames()["code"].get(name, {})
-        return kept == now or (same.get("now") == code_hash(path) and kept in same["before"])
+    def ran(self, names: Iterable[str], root: Path) -> bool:
+        """Whether the code that ran as these files is that of the files in `root` now."""
+        kept, now = (self.sources, source_hash) if self.code is None else (self.code, code_hash)
+        return all(kept.get(name) == now(root / name) for name in names)
 
     def differs(self, root: str | Path = ROOT) -> bool | None:
         """Whether the files that ran are not those of `commit` in the git history of `root`; None
@@ -89,13 +83,8 @@ def _differs(root: str, commit: str, sources: tuple[tuple[str, str], ...]) -> bo
 
 
 @cache
-def renames() -> Mapping[str, Mapping[str, Any]]:
-    """What older records know under another name.
-
-    "notebooks": the path then -> the path now. "code": of a file of the package, `code_hash` "now"
-    and, "before", hashes of earlier texts that became the same machine code, of which the numbers
-    of older records are true. An edit changes the hash, and "before" counts no more.
-    """
+def renames() -> Mapping[str, str]:
+    """Notebooks that older records know under another path: the path then -> the path now."""
     return json.loads(Path(__file__).with_name("renames.json").read_text(encoding="utf-8"))
 
 
@@ -125,7 +114,7 @@ class Record:
     @property
     def chapter(self) -> str | None:
         """Where its notebook is now."""
-        return renames()["notebooks"].get(self.notebook, self.notebook)
+        return renames().get(self.notebook, self.notebook)
 
     def workload(self, name: str) -> Workload:
         """The workload called `name` as this record measured it; LookupError if there is none."""
@@ -134,8 +123,15 @@ class Record:
         return Workload.from_dict(self.workloads[name])
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON values."""
-        return {"schema_version": SCHEMA_VERSION, **_plain(self)}
+        """The record as JSON values; what several rows launch alike stands in it once."""
+        data = {"schema_version": SCHEMA_VERSION, **_plain(self)}
+        launches: list[dict[str, Any]] = []
+        for row in data["rows"]:
+            for launch in row["launches"] or ():
+                if launch not in launches:
+                    launches.append(launch)
+            row["launches"] = row["launches"] and [*map(launches.index, row["launches"])]
+        return {**data, "launches": launches}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Record:
@@ -143,16 +139,15 @@ class Record:
         reason = refusals.refusal(data)
         if reason is not None:
             raise ValueError(reason)
-        values = {
-            key: value for key, value in data.items() if key not in ("schema_version", "digest")
-        }
+        added = ("schema_version", "digest", "launches")
+        values = {key: value for key, value in data.items() if key not in added}
         return Record(
             **{
                 **values,
                 "package": Package(**data["package"]),
                 "protocol": Protocol(**data["protocol"]),
                 "ceilings": tuple(_rebuilt(Ceiling, ceiling) for ceiling in data["ceilings"]),
-                "rows": tuple(_rebuilt(Row, row) for row in data["rows"]),
+                "rows": tuple(_row(row, data.get("launches")) for row in data["rows"]),
                 "tables": {name: Table(**table) for name, table in data["tables"].items()},
                 "plan": _keys(data.get("plan")),
             }
@@ -161,6 +156,12 @@ class Record:
 
 def _keys(plan: Iterable[Sequence[str]] | None) -> tuple[tuple[str, ...], ...] | None:
     return None if plan is None else tuple(map(tuple, plan))
+
+
+def _row(values: Mapping[str, Any], launches: Sequence[Mapping[str, Any]] | None) -> Row:
+    places = values.get("launches")
+    seen = None if places is None else tuple(launches[place] for place in places)
+    return _rebuilt(Row, {**values, "launches": seen})
 
 
 def _rebuilt(kind: type, values: Mapping[str, Any]) -> Any:

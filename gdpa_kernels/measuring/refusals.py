@@ -159,6 +159,9 @@ def _contradictions(data: Mapping[str, Any]) -> Iterator[str]:
                 f"rows[{i}].workload must be one of {sorted(data['workloads'])}, "
                 f"got {row['workload']!r}"
             )
+        kept = len(data.get("launches", ()))
+        if any(place >= kept for place in row.get("launches") or ()):
+            yield f"rows[{i}].launches must be below {kept}, of launches, got {row['launches']}"
         error = row["error"] or {"passed": False}
         if error["passed"] and (error["max_abs"] is None or error["max_abs"] > error["budget"]):
             yield (

@@ -105,7 +105,8 @@ class Row:
     `flops`, `bytes_read`, `bytes_written`: useful FLOPs and fewest bytes of one call. `samples_us`:
     microseconds, one per timed call, of scope "sustained" the means of chunks of calls; empty when
     `failure` says why. `peak_bytes`: most device memory allocated during one call, None if not
-    measured. `load`: of the GPU, with samples of scope "sustained" alone.
+    measured. `load`: of the GPU, with samples of scope "sustained" alone. `launches`: of our
+    kernels, by one call of what was timed, as `machine_code.describe` has them; None if not known.
     """
 
     workload: str
@@ -124,9 +125,12 @@ class Row:
     config: Mapping[str, Any] = field(default_factory=dict)
     peak_bytes: int | None = None
     load: Load | None = None
+    launches: tuple[Mapping[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))
+        if self.launches is not None:
+            object.__setattr__(self, "launches", tuple(self.launches))
 
     @staticmethod
     def of(workload: Workload, direction: str, **values: Any) -> Row:

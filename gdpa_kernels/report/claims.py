@@ -57,8 +57,8 @@ class Evidence:
 
     `value` is TFLOP/s for best_rate, milliseconds for best_time and dimensionless for max_ratio,
     which alone has a `baseline`. `impl` and `baseline` name one implementation, or one for each
-    direction. `records` names every record that `value` comes from; `stale` is True if a kernel
-    source changed since one of them was made.
+    direction. `records` names every record that `value` comes from; `stale` is True if one
+    of its rows is.
     """
 
     value: float

@@ -62,7 +62,7 @@ def provenance(
     warning = ""
     if stale:
         warning = (
-            ' <span class="stale">The source of '
+            ' <span class="stale">The machine code of '
             + ", ".join(f"<code>{html.escape(impl)}</code>" for impl in stale)
             + " has changed since: <code>make measure</code> records it again.</span>"
         )

@@ -15,9 +15,10 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring.record import DATA_DIR, ROOT, Record, Row, communities, load_all
+from gdpa_kernels.measuring.record import DATA_DIR, Record, Row, communities, load_all
 from gdpa_kernels.measuring.roofline import Ceilings
-from gdpa_kernels.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, figures_of
+from gdpa_kernels.measuring.workloads import figures_of
+from gdpa_kernels.report import staleness
 
 _IDENTITY = (
     "figure", "workload", "direction", "impl", "math", "scope", "variant", "system", "gpu", "date",
@@ -52,8 +53,8 @@ def table(
     same record: sustained ones for scope "sustained", those of bursts for all others. These are NaN
     without samples, FLOPs or ceilings. `correct`: the check passed; NA where nothing was to be
     checked, as for a schedule. `failure`: why there are no samples, or "". `figure`: the published
-    figure that shows the workload, or "". `stale`: the file of the implementation, or the
-    definition of the workload, has changed since. `samples`: how many.
+    figure that shows the workload, or "". `stale`: what ran is not what our kernel compiles to
+    today, or the definition of the workload has changed; see `staleness`. `samples`: how many.
     sm_clock_mhz, power_w (W), joules (of one call): of scope "sustained", NaN elsewhere.
 
     RecordError naming every refused file; ValueError for another `per`.
@@ -62,15 +63,15 @@ def table(
         raise ValueError(f"per must be 'system' or 'gpu', got {per!r}")
     rows: list[dict[str, Any]] = []
     for record in load_all(data_dir):
-        name = gpu_of(record, data_dir)
-        if gpu not in (None, name):
+        machine = machine_of(record, data_dir)
+        if gpu not in (None, machine.gpu or ""):
             continue
         limits = {scope: ceilings(record, scope) for scope in ("kernel", "sustained")}
         rows += [
-            derived
+            derived | {"stale": staleness.is_stale(record, row, machine, data_dir=data_dir)}
             for row in record.rows
             if workload is None or fnmatch.fnmatchcase(row.workload, workload)
-            for derived in _derive(record, row, limits, name)
+            for derived in _derive(record, row, limits, machine.gpu or "")
         ]
     frame = _frame(rows)
     if latest:
@@ -117,7 +118,12 @@ def latest_record(
 
 def gpu_of(record: Record, data_dir: str | Path = DATA_DIR) -> str:
     """The name of the GPU that made a record, "" without one."""
-    return systems.load(Path(data_dir) / "systems" / f"{record.system}.json").gpu or ""
+    return machine_of(record, data_dir).gpu or ""
+
+
+def machine_of(record: Record, data_dir: str | Path = DATA_DIR) -> systems.System:
+    """The system that made a record."""
+    return systems.load(Path(data_dir) / "systems" / f"{record.system}.json")
 
 
 def ceilings(record: Record, scope: str = "kernel") -> Ceilings | None:
@@ -173,16 +179,7 @@ def _derive(
         "percent_of_roofline": 100 * floor / p50,
         "correct": passed if checked else None,
         "failure": row.failure or "",
-        "stale": _is_stale(record, row),
         "samples": len(row.samples_us),
         **{name: getattr(row.load, name, None) for name in _LOAD},
     }
     return [{"figure": f, **values} for f in figures_of(row.workload, row.direction) or ("",)]
-
-
-def _is_stale(record: Record, row: Row) -> bool:
-    known = (WORKLOADS | BLOCK_WORKLOADS).get(row.workload)
-    if known is not None and record.workload(row.workload) != known:
-        return True
-    name = f"gdpa_kernels/{row.operator}/{row.impl}.py"
-    return not record.package.ran(name, ROOT / name)

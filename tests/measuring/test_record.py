@@ -440,17 +440,42 @@ def test_code_is_what_runs(tmp_path, name):
 
 def test_the_code_that_ran_is_known_by_what_runs(root):
     name = "gdpa_kernels/a.py"
-    path = root / name
     package = record.package_state(root=root)
     older = replace(package, code=None)
-    assert package.ran(name, path) and older.ran(name, path)
-    path.write_text("# another comment\n")
-    assert package.ran(name, path) and not older.ran(name, path)
-    path.write_text("x = 1\n")
-    assert not package.ran(name, path) and not older.ran(name, path)
-    assert not package.ran("gdpa_kernels/b.py", path)
-    path.unlink()
-    assert not package.ran(name, path) and not older.ran(name, path)
+    assert package.ran([name], root) and older.ran([name], root)
+    (root / name).write_text("# another comment\n")
+    assert package.ran([name], root) and not older.ran([name], root)
+    (root / name).write_text("x = 1\n")
+    assert not package.ran([name], root) and not older.ran([name], root)
+    (root / "gdpa_kernels/b.py").write_text("")
+    assert not package.ran(["gdpa_kernels/b.py"], root)
+
+
+LAUNCH = {
+    "kernel": "gdpa_kernels.gdpa.v1_tiled:tiled_kernel", "code": "0123456789abcdef",
+    "compiler": "fbtriton 3.7.4", "arch": 90, "signature": {"q_ptr": "*bf16", "GROUP": "constexpr"},
+    "attributes": {"q_ptr": [["tt.divisibility", 16]]}, "constants": {"GROUP": 1},
+    "options": {"num_warps": 8},
+}  # fmt: skip
+
+
+def test_what_rows_launch_alike_stands_in_a_record_once(data_dir):
+    other = {**LAUNCH, "code": "f" * 16}
+    launches = [(LAUNCH,), (other, LAUNCH), (), None]
+    rows = [a_row(variant=str(i), launches=seen) for i, seen in enumerate(launches)]
+    path = record.write(a_record(rows), data_dir)
+    kept = json.loads(path.read_text())
+    assert kept["launches"] == [LAUNCH, other]
+    assert [row["launches"] for row in kept["rows"]] == [[0], [1, 0], [], None]
+    assert [row.launches for row in record.load(path).rows] == launches
+
+
+def test_a_launch_that_is_not_there_is_refused():
+    data = a_record([a_row(launches=[LAUNCH])]).to_dict()
+    data["rows"][0]["launches"] = [0, 1]
+    assert refusals.refusal(data) == "rows[0].launches must be below 1, of launches, got [0, 1]"
+    data["launches"][0]["code"] = "SASS"
+    assert "launches[0].code" in refusals.refusal(data)
 
 
 def test_commit_of_a_checkout(root, monkeypatch):

@@ -58,7 +58,7 @@ def newest(chapter: str) -> record.Record:
     notebook = f"notebooks/{chapter}.py"
     names = [
         notebook,
-        *(old for old, new in record.renames()["notebooks"].items() if new == notebook),
+        *(old for old, new in record.renames().items() if new == notebook),
     ]
     for path in sorted((record.DATA_DIR / "records").iterdir(), reverse=True):
         if any(f'"notebook": "{name}"' in path.read_text()[:1000] for name in names):

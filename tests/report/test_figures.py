@@ -280,7 +280,7 @@ def test_provenance_says_what_else_than_the_pins_and_the_commit_ran(data_dir, mo
 def test_provenance_warns_of_changed_kernels_and_refuses_a_missing_record(data_dir):
     folder, run = data_dir
     rows = frame(row(LADDER, "v1_tiled", record=run.id, stale=True))
-    assert "The source of <code>v1_tiled</code>" in page.provenance(rows, data_dir=folder).data
+    assert "machine code of <code>v1_tiled</code>" in page.provenance(rows, data_dir=folder).data
     with pytest.raises(record.RecordError):
         page.provenance(["no-such-run"], data_dir=folder)
     with pytest.raises(ValueError, match="at least one record"):

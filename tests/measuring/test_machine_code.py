@@ -1,0 +1,187 @@
+"""One hash for what runs the same, another for what does not; and a launch compiled again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime import driver
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa import v1_tiled, v2_fused_backward, v8_own_waits
+from gdpa_kernels.measuring import compile_check, machine_code, measure, record
+from gdpa_kernels.measuring.inputs import make_inputs
+from gdpa_kernels.measuring.workloads import workload
+
+SMALL = replace(workload("gdpa-self-full-256"), batch=2, max_seqlen_q=64, max_seqlen_k=64)
+
+TEXT = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def scaled(x, FACTOR: tl.constexpr):
+    return x * FACTOR + 1.0
+
+
+@triton.jit
+def a_kernel(x_ptr, FACTOR: tl.constexpr):
+    at = x_ptr + tl.arange(0, 256)
+    tl.store(at, scaled(tl.load(at), FACTOR))
+"""
+MORE = """
+
+@triton.jit
+def b_kernel(x_ptr):
+    tl.store(x_ptr, 0.0)
+"""
+SAME = {
+    "a comment": ("    at = ", "    # of this program\n    at = "),
+    "lines before": ("import triton\n", "import triton\n\n\n\n"),
+    "the kernel's name": ("a_kernel", "another_kernel"),
+    "a helper's name": ("scaled", "times_factor"),
+    "a variable's name": ("at", "where"),
+    "a kernel more": ("\n\n@triton.jit\ndef a_", f"{MORE}\n\n@triton.jit\ndef a_"),
+}  # fmt: skip
+OTHER = {
+    "a constant": ("1.0", "1.5"),
+    "an operation": ("x * FACTOR +", "x * FACTOR -"),
+    "the order": ("x * FACTOR + 1.0", "(x + 1.0) * FACTOR"),
+    "a size": ("256", "512"),
+}
+
+
+def code_of(folder, text: str = TEXT) -> str:
+    """The hash of the last kernel of `text`, a file in `folder`."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "kernels.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"kernels_{folder.name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernel = [x for name, x in vars(module).items() if name.endswith("_kernel")][-1]
+    made = compile_check.build(
+        kernel, {"x_ptr": "*fp32"}, {"FACTOR": 3.0}, options={"num_warps": 4}
+    )
+    return machine_code.digest(made.asm["cubin"])
+
+
+@pytest.mark.parametrize("name", SAME | OTHER)
+def test_a_hash_is_of_what_runs(tmp_path, name):
+    old, new = (SAME | OTHER)[name]
+    changed = re.sub(rf"\b{re.escape(old)}" if old.isidentifier() else re.escape(old), new, TEXT)
+    assert changed != TEXT
+    assert (code_of(tmp_path / "b", changed) == code_of(tmp_path / "a")) is (name in SAME)
+
+
+@pytest.fixture
+def gpu():
+    """Triton compiles what it is told to run for an H200."""
+    before = driver._active
+    machine_code.pretend(90)
+    yield
+    driver._active = before
+
+
+def launched(call) -> list[dict]:
+    """What `call` launches, as a record keeps it and gives it back."""
+    with launches(run=False) as seen:
+        call()
+    return json.loads(json.dumps([machine_code.describe(launch) for launch in seen]))
+
+
+def backward(module):
+    inputs = make_inputs(SMALL, device="cpu")
+    return lambda: module.backward(inputs.grad_out, inputs.batch())
+
+
+CALLS = {
+    "numbers and strides": lambda: v1_tiled.forward(make_inputs(SMALL, device="cpu").batch()),
+    "descriptors and roles": lambda: v8_own_waits.forward(make_inputs(SMALL, device="cpu").batch()),
+    "two kernels": backward(v2_fused_backward),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_launch_compiles_again_to_its_code(gpu, name):
+    for launch in launched(CALLS[name]):
+        assert (
+            machine_code.digest(machine_code.compile_again(launch).asm["cubin"]) == launch["code"]
+        )
+
+
+def test_what_a_launch_knows_of_its_numbers_counts(gpu):
+    with launches(run=False) as seen:
+        backward(v2_fused_backward)()
+    kept = machine_code.describe(seen[-1])
+    assert kept["kernel"] == "gdpa_kernels.gdpa.gradients:round_kernel"
+    unknown = compile_check.build_launch(seen[-1])
+    assert machine_code.digest(unknown.asm["cubin"]) != kept["code"]
+    without = {**kept, "attributes": {}}
+    assert machine_code.digest(machine_code.compile_again(without).asm["cubin"]) != kept["code"]
+
+
+def test_another_kernel_than_that_of_the_launch_is_refused(gpu):
+    (launch,) = launched(CALLS["numbers and strides"])
+    module, name = launch["kernel"].split(":")
+    for kernel in (f"{module}:no_kernel", f"no_module:{name}"):
+        with pytest.raises(LookupError, match=f"kernel must be of this package, got {kernel}"):
+            machine_code.compile_again({**launch, "kernel": kernel})
+    signature = {**launch["signature"], "more": "i32"}
+    with pytest.raises(ValueError, match=rf"{name} must take .*'more'\], got "):
+        machine_code.compile_again({**launch, "signature": signature})
+
+
+def test_a_row_keeps_what_is_launched_while_it_is_timed(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with launches(run=False):
+        found = measure.launched(CALLS["two kernels"], SimpleNamespace(type="cuda"))
+    assert [launch["kernel"].split(":")[1] for launch in found] == ["fused_kernel", "round_kernel"]
+    assert measure.launched(CALLS["two kernels"], torch.device("cpu")) is None
+
+
+def test_every_constant_of_a_rung_can_be_kept():
+    inputs = make_inputs(SMALL, device="cpu")
+    batch = inputs.batch()
+    with launches(run=False) as seen:
+        for impl in ladder.impls()[1:]:
+            ladder.rung(impl).module().forward(batch)
+        for impl in ladder.impls("gdpa_backward")[1:]:
+            ladder.rung(impl, "gdpa_backward").module().backward(inputs.grad_out, batch)
+    assert len({launch.kernel for launch in seen}) > 20
+    for launch in seen:
+        for name, value in launch.constants.items():
+            assert isinstance(value, bool | int | float | str | tuple | None), (launch.name, name)
+
+
+PROGRAM = """import json, sys
+from gdpa_kernels.measuring import machine_code
+json.dump([machine_code.answer(each) for each in json.load(sys.stdin)], sys.stdout)
+"""
+
+
+def test_another_process_and_hash_seed_find_the_same(tmp_path):
+    plain = {name: value for name, value in SMALL.to_dict().items() if name != "name"}
+    asked = {
+        "operator": "gdpa", "impl": "v1_tiled", "direction": "forward", "scope": "kernel",
+        "config": {}, "workload": plain, "arch": 90,
+    }  # fmt: skip
+    found = set()
+    for seed in ("1", "2"):
+        environment = {"PYTHONHASHSEED": seed, "TRITON_CACHE_DIR": str(tmp_path / seed)}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], input=json.dumps([asked]), capture_output=True,
+            text=True, check=True, cwd=record.ROOT, env=os.environ | environment,
+        )  # fmt: skip
+        found |= {*json.loads(done.stdout)}
+    assert len(found) == 1 and machine_code.is_code(*found)
