@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 
@@ -62,7 +63,9 @@ class _Shadow:
 
     def table(self, name: str) -> torch.Tensor:
         if name not in self.tables:
-            self.tables[name] = torch.zeros(-(-self.num_bytes // self.granule), dtype=torch.int32)
+            # Of NumPy, which leaves pages that nobody touches to the system: torch writes them.
+            zeros = np.zeros(-(-self.num_bytes // self.granule), np.int32)
+            self.tables[name] = torch.from_numpy(zeros)
         return self.tables[name]
 
 

@@ -41,7 +41,7 @@ def load_turns(
     STRIDES are (token, dim) of sin, then of cos, in elements. What does not exist reads as zero.
     """
     local = tl.arange(0, ROWS)
-    pairs = first_dim // 2 + tl.arange(0, WIDTH // 2)
+    pairs = first_dim // 2 + tl.arange(0, WIDTH // 2).to(tl.int64)
     mask = (local < rows)[:, None]
     if HEAD_DIM % WIDTH != 0:
         mask = mask & (pairs < HEAD_DIM // 2)[None, :]
@@ -63,7 +63,8 @@ def _rotate_heads(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """All heads of some rows of one tensor."""
-    dims = tl.arange(0, WIDTH)[None, :]
+    row = row.to(tl.int64)
+    dims = tl.arange(0, WIDTH).to(tl.int64)[None, :]
     for head in tl.static_range(NUM_HEADS):
         at = x_ptr + (row * X_STRIDES[0] + head * X_STRIDES[1] + dims * X_STRIDES[2])
         y = rotate(tl.load(at, mask=mask, other=0.0).to(tl.float32), sin, cos)

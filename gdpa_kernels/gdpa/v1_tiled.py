@@ -67,7 +67,7 @@ def tile(
     """
     rows = first_row + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
-    ptrs = ptr + (rows.to(tl.int64)[:, None] * STRIDES[0] + dims[None, :] * STRIDES[2])
+    ptrs = ptr + (rows.to(tl.int64)[:, None] * STRIDES[0] + dims.to(tl.int64)[None, :] * STRIDES[2])
     mask = (rows < length)[:, None]
     if BLOCK_D != HEAD_DIM:
         mask = mask & (dims < HEAD_DIM)[None, :]
@@ -105,10 +105,11 @@ def tiled_kernel(
     if first_row >= len_q:
         return
 
-    q_ptr += tl.cast(start_q, tl.int64) * Q_STRIDES[0] + head * Q_STRIDES[1]
-    k_ptr += tl.cast(start_k, tl.int64) * K_STRIDES[0] + head // GROUP * K_STRIDES[1]
-    v_ptr += tl.cast(start_k, tl.int64) * V_STRIDES[0] + head // GROUP * V_STRIDES[1]
-    out_ptr += tl.cast(start_out, tl.int64) * OUT_STRIDES[0] + head * OUT_STRIDES[1]
+    head_k = (head // GROUP).to(tl.int64)
+    q_ptr += tl.cast(start_q, tl.int64) * Q_STRIDES[0] + head.to(tl.int64) * Q_STRIDES[1]
+    k_ptr += tl.cast(start_k, tl.int64) * K_STRIDES[0] + head_k * K_STRIDES[1]
+    v_ptr += tl.cast(start_k, tl.int64) * V_STRIDES[0] + head_k * V_STRIDES[1]
+    out_ptr += tl.cast(start_out, tl.int64) * OUT_STRIDES[0] + head.to(tl.int64) * OUT_STRIDES[1]
 
     EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"

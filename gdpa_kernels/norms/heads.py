@@ -72,7 +72,7 @@ def _load_turns(sin_ptr, cos_ptr, token, real, HEAD_DIM: tl.constexpr, WIDTH: tl
     mask = real[:, None]
     if WIDTH != HEAD_DIM:
         mask = mask & (pair < HEAD_DIM // 2)[None, :]
-    at = token[:, None] * (HEAD_DIM // 2) + pair[None, :]
+    at = token.to(tl.int64)[:, None] * (HEAD_DIM // 2) + pair[None, :]
     sin = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32)
     return sin, tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
 
@@ -94,7 +94,8 @@ def head_norm_kernel(
     mask = real[:, None]
     if WIDTH != HEAD_DIM:
         mask = mask & (dim < HEAD_DIM)[None, :]
-    at = x_ptr + (token * STRIDES[0] + head * STRIDES[1])[:, None] + dim[None, :] * STRIDES[2]
+    at = x_ptr + (token * STRIDES[0] + head.to(tl.int64) * STRIDES[1])[:, None]
+    at += dim.to(tl.int64)[None, :] * STRIDES[2]
     given = tl.load(at, mask=mask, other=0.0)
     x = given.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
@@ -129,9 +130,10 @@ def head_norm_backward_kernel(
         mask = real[:, None]
         if WIDTH != HEAD_DIM:
             mask = mask & (dim < HEAD_DIM)[None, :]
-        at = (token * GRAD_STRIDES[0] + head * GRAD_STRIDES[1])[:, None]
-        at = grad_ptr + at + dim[None, :] * GRAD_STRIDES[2]
-        saved_at = (token * STRIDES[0] + head * STRIDES[1])[:, None] + dim[None, :] * STRIDES[2]
+        at = (token * GRAD_STRIDES[0] + head.to(tl.int64) * GRAD_STRIDES[1])[:, None]
+        at = grad_ptr + at + dim.to(tl.int64)[None, :] * GRAD_STRIDES[2]
+        saved_at = (token * STRIDES[0] + head.to(tl.int64) * STRIDES[1])[:, None]
+        saved_at += dim.to(tl.int64)[None, :] * STRIDES[2]
         grad = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         saved = tl.load(saved_ptr + saved_at, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + token * HEADS + head, mask=real, other=0.0)[:, None]
