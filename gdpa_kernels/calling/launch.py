@@ -15,10 +15,16 @@ from gdpa_kernels.calling import launches
 def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options) -> None:
     """Run `kernel` on `grid` programs; `options` are its constexprs, num_warps and num_stages.
 
-    A grid without programs (an empty batch) launches nothing.
-    Raises RuntimeError for CPU tensors outside `tritonemu.enabled()`.
+    A grid without programs launches nothing, and must come from an empty batch: one of the tensors
+    has no elements. Raises ValueError where none is, RuntimeError for CPU tensors outside
+    `tritonemu.enabled()`.
     """
     if 0 in grid:
+        if not any(map(_is_empty, args)):
+            raise ValueError(
+                f"grid must have programs unless the batch is empty, got {grid} for "
+                f"{kernel.__name__}"
+            )
         return
     if launches.recorders and not launches.note(kernel, grid, args, options):
         return
@@ -37,6 +43,13 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
             "execute the kernel on the CPU use `with tritonemu.enabled():`"
         )
     tritonemu.run_enabled(kernel, grid, *args, **options)
+
+
+def _is_empty(argument: object) -> bool:
+    """Whether it is a tensor without elements, or a `ragged_descriptor` of one."""
+    if isinstance(argument, torch.Tensor):
+        return argument.numel() == 0
+    return getattr(argument, "is_empty", False)
 
 
 def _run(kernel, grid: tuple[int, ...], args: tuple, options: dict) -> None:

@@ -35,7 +35,8 @@ def ragged_descriptor(
     tensor.
 
     A box is `width` columns wide; None: as the next power of two of head_dim, and at least
-    `min_width`. Columns beyond head_dim read as zero. `tensor` must be `is_readable`.
+    `min_width`. Columns beyond head_dim read as zero. `tensor` must be `is_readable`; `is_empty`
+    says whether it has rows.
     """
     rows, num_heads, head_dim = tensor.shape
     if rows == 0:
@@ -46,7 +47,7 @@ def ragged_descriptor(
     width = width or max(min_width, 1 << (head_dim - 1).bit_length())
     layout = num_heads, head_dim, row_stride, head_stride, block_rows, width
     made = TensorDescriptor.__new__(TensorDescriptor)
-    vars(made).update(_checked(tensor.dtype, *layout), base=tensor)
+    vars(made).update(_checked(tensor.dtype, *layout), base=tensor, is_empty=rows == 0)
     return made
 
 

@@ -381,7 +381,7 @@ def backward(
     config = config or default_config(batch)
     (order,) = schedule or make_schedule(batch, config)
     items = batch.sequences * batch.num_heads_k
-    clusters = min(multiprocessors(batch.device) // PROGRAMS.value, items)
+    clusters = min(max(multiprocessors(batch.device) // PROGRAMS.value, 1), items)
     dq, dk, dv = batch.new_gradients()
     launch(
         backward_kernel, (PROGRAMS.value * clusters,), batch.device,

@@ -9,6 +9,7 @@ import triton.language as tl
 
 import tritonemu
 from gdpa_kernels.calling import launch as launching
+from tests import rungs
 
 
 @triton.jit
@@ -44,4 +45,21 @@ def test_multiprocessors_of_each_device(monkeypatch):
 
 
 def test_a_grid_without_programs_launches_nothing():
-    launching.launch(store_kernel, (0, 3), torch.device("cpu"), None, 0, VALUE=0, BLOCK=32)
+    cpu = torch.device("cpu")
+    launching.launch(store_kernel, (0, 3), cpu, torch.empty(0), 0, VALUE=0, BLOCK=32)
+    with pytest.raises(ValueError, match=r"grid must have programs .*, got \(0, 3\) for store_ke"):
+        launching.launch(store_kernel, (0, 3), cpu, torch.empty(1), 1, VALUE=0, BLOCK=32)
+
+
+@pytest.mark.parametrize("rung", rungs.KERNELS, ids=lambda rung: rung.impl)
+def test_one_multiprocessor_does_all_the_work(rung):
+    head_dim, lengths = rungs.head_dim_of(rung), (5, 65)
+    grad, *qkv = torch.randn(4, sum(lengths), 2, head_dim).bfloat16()
+    turns = tuple(torch.randn(2, sum(lengths), head_dim // 2)) if rungs.takes_turns(rung) else None
+    batch = rungs.batch_of(rung, qkv, turns, lengths)
+    with rungs.emulated(rung, multiprocessors=1):
+        actual = rungs.results(rung, batch, grad)
+    with rungs.emulated(rung):
+        expected = rungs.results(rung, batch, grad)
+    for one, other in zip(actual, expected, strict=True):  # equal, but for the order of sums
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7)

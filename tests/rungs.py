@@ -1,0 +1,71 @@
+"""Every kernel of the ladders through one call, so that a new rung joins by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import tritonemu
+from gdpa_kernels.block_attention import batch as block
+from gdpa_kernels.block_attention import reference as block_reference
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.rung import Rung
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.measuring.inputs import cu_seqlens
+
+KERNELS = [rung for rungs in ladder.LADDERS.values() for rung in rungs if rung.requires.capability]
+Tensors = Sequence[torch.Tensor]
+
+
+def emulated(rung: Rung, **options):
+    """The context in which a rung runs on the CPU."""
+    return tritonemu.enabled(
+        "sm_100" if rung.requires.capability == (10, 0) else "sm_90", **options
+    )
+
+
+def batch_of(rung: Rung, qkv: Tensors, turns: Tensors | None, lengths: Sequence[int]):
+    """The arguments of a call on sequences of these lengths, for its `module()`."""
+    ends, most, scale = cu_seqlens(lengths, "cpu"), max(lengths), qkv[0].shape[2] ** -0.5
+    if rung.operator == "block_attention":
+        return block.Batch(*qkv, ends, scale, rotary=turns)
+    return Batch(*qkv, ends, ends, most, most, ("silu",), scale)
+
+
+def head_dim_of(rung: Rung) -> int:
+    """The least of 32, 64, ... that a rung takes."""
+    with emulated(rung):
+        for head_dim in (32, 64, 128, 256):
+            x = torch.zeros(1, 1, head_dim, dtype=torch.bfloat16)
+            for turns in (None, tuple(torch.zeros(2, 1, head_dim // 2))):
+                if rung.problem(batch_of(rung, (x, x, x), turns, (1,))) is None:
+                    return head_dim
+    raise ValueError(f"rung must take a head_dim of 32, 64, 128 or 256, got {rung.impl}")
+
+
+def takes_turns(rung: Rung) -> bool:
+    """Whether it takes rotary, which it then may need."""
+    if rung.operator != "block_attention":
+        return False
+    x, turns = torch.zeros(1, 1, 64, dtype=torch.bfloat16), tuple(torch.zeros(2, 1, 32))
+    with emulated(rung):
+        return rung.problem(batch_of(rung, (x, x, x), turns, (1,))) is None
+
+
+def results(rung: Rung, batch, grad: torch.Tensor, module=None) -> tuple[torch.Tensor, ...]:
+    """What a rung computes: out, (dq, dk, dv), or all of them. module: in place of its own."""
+    module = module or rung.module()
+    if rung.operator == "gdpa":
+        return (module.forward(batch),)
+    if rung.operator == "gdpa_backward":
+        return module.backward(grad, batch)
+    out, saved = module.forward(batch)
+    return out, *module.backward(grad, batch, saved)
+
+
+def defined(rung: Rung, batch, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`results` of the definition."""
+    of_blocks = rung.operator == "block_attention"
+    return results(rung, batch, grad, block_reference if of_blocks else reference)
