@@ -13,7 +13,7 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 # The newest two minor versions of Triton itself, for the emulator.
 UPSTREAM := 3.9.0 3.8.0
 
-.PHONY: book test test-upstream measure compare lint clean
+.PHONY: book test test-processors test-nightly test-upstream measure compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
 book: $(READY)
@@ -34,6 +34,18 @@ book: $(READY)
 # The test suite, on the CPU.
 test: $(READY)
 	$(PYTEST)
+
+# What depends on the processor, as on others: vector instructions of PyTorch and of MKL, threads.
+ON_A_CPU := tests/gdpa/test_reference.py tests/gdpa/test_modules.py tests/calling/test_jagged.py \
+  tests/block_attention/test_reference.py tests/block_attention/test_modules.py tests/norms \
+  tests/examples
+test-processors: $(READY)
+	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST) $(ON_A_CPU)
+	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --threads 4 $(ON_A_CPU)
+
+# What takes minutes more than `make test`: every promise compiled, more random calls.
+test-nightly: $(READY)
+	$(PYTEST) --nightly
 
 # The emulator's tests without TLX under Triton itself, which stands before fbtriton on the path.
 test-upstream: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)

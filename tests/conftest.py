@@ -7,9 +7,6 @@ import hypothesis
 import pytest
 import torch
 
-# Tensors are small here, and `pytest -n` runs a process per core: more threads only wait.
-torch.set_num_threads(1)
-
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -19,16 +16,34 @@ def pytest_addoption(parser):
         metavar="N",
         help="draw other tensors and examples (default 0)",
     )
+    parser.addoption("--nightly", action="store_true", help="only the long tests, marked nightly")
+    parser.addoption(
+        "--threads", type=int, default=1, metavar="N", help="threads of PyTorch (default 1)"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin of hypothesis reads its own options
 def pytest_configure(config):
-    """Examples depend on the test's code, with --seed N on N, and on no earlier run."""
+    """Examples depend on the test's code, with --seed N on N, and on no earlier run.
+
+    Tensors are small, and `pytest -n` runs a process per core: more threads than one only wait.
+    """
+    torch.set_num_threads(config.option.threads)
+    config.addinivalue_line("markers", "nightly: takes minutes; runs with --nightly alone")
     seed = config.option.seed
     if seed and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = seed
     hypothesis.settings.register_profile("seeded", derandomize=not seed, database=None)
     hypothesis.settings.load_profile("seeded")
+
+
+def pytest_collection_modifyitems(config, items):
+    chosen, others = [], []
+    for item in items:
+        nightly = item.get_closest_marker("nightly") is not None
+        (chosen if nightly == config.option.nightly else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = chosen
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ import tritonemu
 from gdpa_kernels.block_attention import batch as block
 from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
@@ -69,3 +71,25 @@ def defined(rung: Rung, batch, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`results` of the definition."""
     of_blocks = rung.operator == "block_attention"
     return results(rung, batch, grad, block_reference if of_blocks else reference)
+
+
+def launched(
+    rung: Rung, head_dim: int, dtype=torch.bfloat16, block_size: int = 64, turned: bool = False
+) -> list[Launch]:
+    """What forward, backward or both of a rung launch on 130 tokens with 4 heads; nothing runs.
+
+    turned: of blocks, with rotary of q, k and v.
+    """
+    x = torch.zeros(130, 4, head_dim, dtype=dtype)
+    turns = (torch.zeros(130, head_dim // 2),) * 2 if turned else None
+    batch = batch_of(rung, (x, x, x), turns, (130,))
+    module = rung.module()
+    with launches(run=False) as seen:
+        if rung.operator == "block_attention":
+            batch = replace(batch, block_size=block_size, rotate_v=turned)
+            blocks = (torch.zeros(3, 2, dtype=torch.int32),)
+            _, saved = module.forward(batch, schedule=blocks)
+            module.backward(x, batch, saved, schedule=blocks)
+        else:
+            results(rung, batch, x)
+    return seen

@@ -9,7 +9,13 @@ from gdpa_kernels.block_attention import choices
 from gdpa_kernels.block_attention.batch import Batch, Rotary
 from gdpa_kernels.calling import checks, ladder, packed
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.calling.operators import define, distinct, final, needed
+from gdpa_kernels.calling.operators import (
+    check_transforms,
+    define,
+    distinct,
+    final,
+    needed,
+)
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 
 OPERATOR = "block_attention"
@@ -76,11 +82,13 @@ def block_attention(
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
         NotImplementedError: an explicit impl does not support the call: what it needs, what it got.
-        RuntimeError: a second derivative, or a forward-mode derivative, is asked for.
+        RuntimeError: a second derivative, or a forward-mode derivative, is asked for; or inside a
+            transform of `torch.func` (vmap, grad, jvp).
 
     Source: the block attention of the published TLX kernels; see the chapter "What is block
     attention".
     """
+    check_transforms("block_attention")
     held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
     q, k, v = packed.unpack(*held, num_kv_heads)
     checks.check_tensors(q, k, v)

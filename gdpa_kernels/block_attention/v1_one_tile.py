@@ -39,7 +39,7 @@ from gdpa_kernels.block_attention.block_list import (
 )
 from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
 from gdpa_kernels.block_attention.tiles import load_tile, softmax_parts, store_tile
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import launch, shared_memory
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,17 @@ class Config:
 
 
 def default_config(direction: str, batch: Batch) -> Config:
-    """A tile as wide as the head; narrower or with more warps where registers run out.
+    """A tile as wide as the head; narrower or with more warps where registers run out, or shared
+    memory, as on sm_86, sm_89 and sm_120.
 
     Chosen in runs without a record, for blocks of 64 in bf16. Backward with rotary spills at
     head_dim 128 and was faster than with more warps all the same.
     """
     width = triton.next_power_of_2(batch.head_dim)
     if batch.dtype == torch.float32:
-        return Config(WIDTH=min(width, 32), num_warps={64: 8, 128: 16}.get(batch.block_size, 4))
+        fits = batch.block_size < 128 or shared_memory(batch.device) >= 114_688
+        num_warps = {64: 8, 128: 16}.get(batch.block_size, 4)
+        return Config(WIDTH=min(width, 32 if fits else 16), num_warps=num_warps)
     if batch.block_size == 128:
         return Config(WIDTH=width if width <= 128 else 64, num_warps=8)
     wide = direction == "backward" and width > 64 and batch.block_size == 64

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 
 import torch
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def autocast(*tensors: object) -> tuple:
@@ -42,11 +43,12 @@ def check_impl(impl: object, impls: tuple[str, ...], name: str = "impl") -> None
 
 
 def check_float(name: str, value: object) -> None:
-    """Raises TypeError or ValueError unless `value` is a finite number and no bool."""
+    """Raises TypeError or ValueError unless `value` is a number, finite in fp32, as which kernels
+    take it, and no bool."""
     if isinstance(value, bool) or not isinstance(value, float | int):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    if not torch.compiler.is_compiling() and not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if not torch.compiler.is_compiling() and not abs(value) <= LARGEST:
+        raise ValueError(f"{name} must be a finite number in fp32, got {value!r}")
 
 
 def check_max_seqlen(name: str, value: object) -> None:

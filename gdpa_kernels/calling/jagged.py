@@ -59,9 +59,12 @@ def from_padded_tensor(
 def mean(x: torch.Tensor | Jagged, *, validate: bool = True) -> torch.Tensor:
     """The mean of each sequence, `[batch, ...]`, summed in at least fp32; 0 without tokens.
 
-    Arguments and errors: as `to_padded_tensor`.
+    Arguments and errors: as `to_padded_tensor`; and TypeError for values that are no floating-point
+    numbers.
     """
     values, offsets, _ = read(x, validate=validate)
+    if not values.is_floating_point():
+        raise TypeError(f"x must have a floating-point dtype, got {values.dtype}")
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     found = torch.segment_reduce(wide, "mean", offsets=cu_seqlens(offsets), initial=0)
     return found.to(values.dtype)

@@ -61,7 +61,7 @@ RUNGS: tuple[Rung, ...] = (
         "a list of tiles",
         "Persistent programs walk a tile schedule without empty tiles.",
         "v2_tma",
-        _TMA,
+        dataclasses.replace(_TMA, head_dim_max_of={12: 64}),
         has=_LISTED,
     ),
     Rung(
@@ -265,7 +265,7 @@ STUDIES = {
 }
 """Measured like a rung of block attention, but on no ladder."""
 
-_PASS = dataclasses.replace(_TMA, head_dim_max=128, head_dim_max_of={10: 64})
+_PASS = dataclasses.replace(_TMA, head_dim_max=128, head_dim_max_of={10: 64, 12: 64})
 
 BACKWARD_REFERENCE = dataclasses.replace(REFERENCE, operator="gdpa_backward")
 

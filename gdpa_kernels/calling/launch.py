@@ -78,3 +78,16 @@ def multiprocessors(device: torch.device) -> int:
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on `device`; elsewhere as on an H200."""
+    if device.type != "cuda":
+        return 232_448
+    index = device.index
+    return _shared_memory(torch.cuda.current_device() if index is None else index)
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

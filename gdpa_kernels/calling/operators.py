@@ -33,6 +33,16 @@ def define(
     return packet.default
 
 
+def check_transforms(operator: str) -> None:
+    """Raises RuntimeError inside a transform of `torch.func`, which `operator` does not know."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    raise RuntimeError(
+        f"{operator} must be called outside torch.func transforms, got a call inside vmap, grad, "
+        "jvp or the like: use torch.autograd, and sequences of one batch in place of vmap"
+    )
+
+
 def needed(gradients: tuple, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     """The gradients, None in place of those that nobody needs."""
     return tuple(x if need else None for x, need in zip(gradients, needs, strict=True))

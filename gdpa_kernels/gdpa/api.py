@@ -7,7 +7,13 @@ import torch
 
 from gdpa_kernels.calling import checks, ladder, packed
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_kernels.calling.operators import define, distinct, final, needed
+from gdpa_kernels.calling.operators import (
+    check_transforms,
+    define,
+    distinct,
+    final,
+    needed,
+)
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
@@ -90,11 +96,13 @@ def gdpa(
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
         NotImplementedError: an explicit impl does not support the call: what it needs, what it got.
-        RuntimeError: a second derivative, or a forward-mode derivative, is asked for; or an
-            explicit backward_impl is not deterministic where PyTorch was told to be.
+        RuntimeError: a second derivative, or a forward-mode derivative, is asked for; inside a
+            transform of `torch.func` (vmap, grad, jvp); or an explicit backward_impl is not
+            deterministic where PyTorch was told to be.
 
     Source: the operator of Kunlun (arXiv 2602.10016); see the chapter "What is GDPA".
     """
+    check_transforms("gdpa")
     held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
     q, k, v = packed.unpack(*held, num_kv_heads)
     checks.check_tensors(q, k, v)

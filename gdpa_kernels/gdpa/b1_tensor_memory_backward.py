@@ -388,7 +388,7 @@ def backward(
     )  # fmt: skip
     factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
     if batch.shared_q:
-        return (total.view(-1, *q.shape).sum(0) * factor).to(batch.dtype), dk, dv
+        return (total.view(batch.sequences, *q.shape).sum(0) * factor).to(batch.dtype), dk, dv
     launch(
         round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
         total, dq, factor, dq.numel(), BLOCK=4096,

@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.calling.launch import launch, shared_memory
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities, mask_transposed, row_range
@@ -55,15 +55,16 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """Smaller tiles where registers run out. Not measured."""
+    """Smaller tiles where registers run out, or shared memory, as on sm_86, sm_89 and sm_120. Not
+    measured."""
     if batch.dtype == torch.float32:
         rows = 32 if batch.head_dim <= 64 else 16
         tile = Tile(BLOCK_M=rows, BLOCK_N=rows, num_stages=1)
         return Config(tile, tile)
     if batch.head_dim > 128:
-        return Config(
-            Tile(BLOCK_M=64, BLOCK_N=32, num_stages=1), Tile(BLOCK_M=32, BLOCK_N=32, num_stages=1)
-        )
+        small = Tile(BLOCK_M=32, BLOCK_N=32, num_stages=1)
+        fits = shared_memory(batch.device) >= 102_400
+        return Config(Tile(BLOCK_M=64, BLOCK_N=32, num_stages=1) if fits else small, small)
     return Config()
 
 

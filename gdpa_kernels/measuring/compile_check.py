@@ -31,7 +31,9 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa.batch import Batch
 
-SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
+SHARED_BYTES = {
+    **dict.fromkeys((86, 89, 120), 101_376), 80: 166_912, **dict.fromkeys((90, 100, 103), 232_448)
+}  # fmt: skip
 """Shared memory of a program at most, by compute capability."""
 TENSOR_COLUMNS = 512
 """Columns of tensor memory, of 128 lanes and 4 bytes; sm_100 has them."""

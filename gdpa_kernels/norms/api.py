@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.operators import define, distinct, final
+from gdpa_kernels.calling.operators import check_transforms, define, distinct, final
 from gdpa_kernels.calling.rung import capability
 from gdpa_kernels.norms import reference
 
@@ -50,6 +50,7 @@ def add_rms_norm(
 
     Source: RMSNorm, arXiv 1910.07467; fused with the addition as in vLLM, Liger and quack.
     """
+    check_transforms("add_rms_norm")
     _check_rows(x, residual, weight)
     _check_eps(eps)
     tensors = distinct(x, residual, weight)
@@ -74,16 +75,17 @@ def head_norm_(
 
     Without turns nothing but 4 bytes a row is saved: backward computes the normalised rows from
     what forward left in x, so a weight below 2 ** -60 in size (2 ** -14 for fp16) counts as that,
-    zero included. With turns a copy of these heads is saved. The gradients cannot be differentiated
-    again. Autocast changes nothing.
+    zero included; and the gradient of a weight, be it fp32, has the relative error of x's rounding,
+    at most 2 ** -9 for bf16 and 2 ** -12 for fp16. With turns a copy of these heads is saved. The
+    gradients cannot be differentiated again. Autocast changes nothing.
 
     One kernel in each direction on a GPU for a head_dim up to 256 in bf16, fp16 or fp32; PyTorch's
     operators otherwise.
 
     Args:
         x: `[total, heads, head_dim]`, or contiguous `[..., heads * head_dim]` as a linear layer
-            makes it; no leaf that requires grad. Who has kept x, a hook for example, sees the
-            result. PyTorch copies the gradient of a view once more.
+            makes it; no leaf that requires grad, nor one whose elements share memory. Who has kept
+            x, a hook for example, sees the result. PyTorch copies the gradient of a view once more.
         weights: one or two of `[head_dim]`.
         counts: heads of each weight, at most x's together.
         turns: (sin, cos), each contiguous `[total, head_dim // 2]`. None: no rotation.
@@ -98,6 +100,7 @@ def head_norm_(
     Source: RMSNorm, arXiv 1910.07467; of q and k, arXiv 2010.04245 with an L2 norm; rotary
     embedding, arXiv 2104.09864.
     """
+    check_transforms("head_norm_")
     _check_heads(x, weights, counts, turns)
     _check_eps(eps)
     second = weights[1] if len(weights) == 2 else None
@@ -354,6 +357,16 @@ def _check_rows(x: object, residual: object, weight: object) -> None:
             raise TypeError(f"{name} must be float64 like x or neither, got {other.dtype}")
 
 
+def _overlaps(x: torch.Tensor) -> bool:
+    """Whether a step along a dimension stays within what smaller steps reach."""
+    reach = int(x.numel() > 0)
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and step < reach:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
 def _check_heads(x: object, weights: object, counts: object, turns: object) -> None:
     _check_tensor("x", x)
     if not isinstance(weights, tuple | list) or len(weights) not in (1, 2):
@@ -372,6 +385,11 @@ def _check_heads(x: object, weights: object, counts: object, turns: object) -> N
         raise ValueError(
             f"x must be contiguous unless it is [total, heads, {head_dim}], "
             f"got strides {x.stride()}"
+        )
+    if not torch.compiler.is_compiling() and _overlaps(x):
+        raise ValueError(
+            f"x must have memory of its own for each element, got strides {x.stride()} "
+            f"of shape {list(x.shape)}"
         )
     if not isinstance(counts, tuple | list) or len(counts) != len(weights):
         raise TypeError(f"counts must be a tuple of {len(weights)} integers, got {counts!r}")

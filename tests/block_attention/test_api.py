@@ -433,9 +433,9 @@ def test_a_derivative_is_never_dropped():
     def loss(q):
         return block_attention(**call | {"q": q}).sum()
 
-    with pytest.raises(RuntimeError, match="functorch transforms"):
+    with pytest.raises(RuntimeError, match="outside torch.func transforms"):
         torch.func.grad(loss)(call["q"])
-    with pytest.raises(RuntimeError, match="forward mode AD|jvp"):
+    with pytest.raises(RuntimeError, match="outside torch.func transforms"):
         torch.func.jvp(loss, (call["q"],), (call["q"],))
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward mode AD|jvp"):
         loss(forward_ad.make_dual(call["q"], call["q"].clone()))

@@ -148,3 +148,8 @@ def test_wrong_arguments_say_what_is_wrong():
     for wrong in (torch.ones(4, 1, 3), torch.ones(5, 1, 2), torch.ones(5)):
         with pytest.raises(ValueError, match=r"tokens must have shape \[5, count, 3\], got \["):
             jagged.append(x, wrong)
+
+
+def test_integers_have_no_mean():
+    with pytest.raises(TypeError, match="x must have a floating-point dtype, got torch.int64"):
+        jagged.mean((torch.arange(9), cu_seqlens([4, 5], "cpu")))

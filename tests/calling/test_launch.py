@@ -1,5 +1,6 @@
 """Where a kernel meets a device."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -63,3 +64,19 @@ def test_one_multiprocessor_does_all_the_work(rung):
         expected = rungs.results(rung, batch, grad)
     for one, other in zip(actual, expected, strict=True):  # equal, but for the order of sums
         torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7)
+
+
+OF_GDPA = [rung for rung in rungs.KERNELS if rung.operator != "block_attention"]
+
+
+@pytest.mark.parametrize("rung", OF_GDPA, ids=lambda rung: rung.impl)
+def test_a_shared_q_of_no_rows(rung):
+    k = torch.randn(5, 1, rungs.head_dim_of(rung)).bfloat16()
+    batch = replace(rungs.batch_of(rung, (k[:0], k, k), None, (5,)), cu_seqlens_q=None)
+    batch = replace(batch, max_seqlen_q=0)
+    with rungs.emulated(rung):
+        if rung.problem(batch):
+            pytest.skip("it takes no shared q")
+        found = rungs.results(rung, batch, k[:0])
+    assert found[0].shape == (0, *k.shape[1:])
+    assert all(x.shape == k.shape and not x.any() for x in found[1:])

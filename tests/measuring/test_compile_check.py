@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -10,12 +12,9 @@ import triton.language.extra.tlx as tlx
 from triton.runtime.errors import OutOfResources
 
 import tritonemu
-from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.calling.rung import Rung
-from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.measuring import compile_check
+from tests.rungs import KERNELS, launched
 
 
 @triton.jit
@@ -63,7 +62,7 @@ def test_a_kernel_that_does_nothing_is_refused():
 
 
 def test_a_device_without_limits_is_refused():
-    with pytest.raises(ValueError, match=r"one of \(80, 90, 100\), got 70"):
+    with pytest.raises(ValueError, match=r"one of \(86, 89, 120, 80, 90, 100, 103\), got 70"):
         build(shared_kernel, 70, KIBIBYTES=2, WRITES=True)
 
 
@@ -76,31 +75,7 @@ def test_a_module_stands_for_its_rung():
     assert other.hash != built[0].hash
 
 
-def launched(rung: Rung, head_dim: int) -> list:
-    """What forward, backward or both of a rung launch on 130 tokens with 4 heads in bf16."""
-    module, ends = rung.module(), torch.tensor([0, 130], dtype=torch.int32)
-    x = torch.zeros(130, 4, head_dim, dtype=torch.bfloat16)
-    with launches(run=False) as seen:
-        if rung.operator == "block_attention":
-            batch = block_batch.Batch(x, x, x, ends, 1.0)
-            blocks = (torch.zeros(3, 2, dtype=torch.int32),)
-            _, saved = module.forward(batch, schedule=blocks)
-            module.backward(x, batch, saved, schedule=blocks)
-            return seen
-        batch = Batch(x, x, x, ends, ends, 130, 130, ("gelu_tanh",), 1.0)
-        if rung.operator == "gdpa":
-            module.forward(batch)
-        else:
-            module.backward(x, batch)
-    return seen
-
-
-ON_BLACKWELL = [
-    rung
-    for rungs in ladder.LADDERS.values()
-    for rung in rungs
-    if rung.requires.capability and not rung.requires.only_major
-]
+ON_BLACKWELL = [rung for rung in KERNELS if not rung.requires.only_major]
 
 
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
@@ -122,3 +97,53 @@ def test_rungs_fit_on_blackwell_where_they_say_so(rung, head_dim):
     with pytest.raises(OutOfResources):
         for launch in launched(rung, head_dim):
             compile_check.build_launch(launch, capability=100)
+
+
+PLAIN = [rung for rung in KERNELS if rung.requires.capability == (8, 0)]
+OF_PLAIN = "rung, head_dim, dtype, block_size, capability"
+
+
+def promised(capabilities: tuple[int, ...], head_dims: tuple[int, ...]) -> list:
+    return [
+        pytest.param(*call, id="-".join(map(str, (call[0].impl, *call[1:]))))
+        for rung in PLAIN
+        for call in itertools.product(
+            (rung,),
+            head_dims,
+            rung.requires.dtypes,
+            (64, 128) if rung.operator == "block_attention" else (64,),
+            capabilities,
+        )
+    ]
+
+
+def check_that_it_fits(rung, head_dim, dtype, block_size, capability, monkeypatch) -> None:
+    most = compile_check.SHARED_BYTES[capability]
+    monkeypatch.setattr(rung.module(), "shared_memory", lambda device: most, raising=False)
+    seen = launched(rung, head_dim, getattr(torch, dtype), block_size, turned=True)
+    for launch in seen:
+        compile_check.build_launch(launch, capability=capability)  # raises OutOfResources
+
+
+@pytest.mark.parametrize(OF_PLAIN, promised((89,), (256,)))
+def test_wide_heads_fit_in_the_least_shared_memory(
+    rung, head_dim, dtype, block_size, capability, monkeypatch
+):
+    check_that_it_fits(rung, head_dim, dtype, block_size, capability, monkeypatch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(OF_PLAIN, promised((80, 86, 89, 90, 100, 120), (16, 32, 64, 128, 256)))
+def test_plain_rungs_fit_on_every_gpu(rung, head_dim, dtype, block_size, capability, monkeypatch):
+    check_that_it_fits(rung, head_dim, dtype, block_size, capability, monkeypatch)
+
+
+@pytest.mark.parametrize("impl, most", (("v3_persistent", 64), ("v2_fused_backward", 64)))
+def test_what_does_not_fit_on_sm_120_is_refused(impl, most, monkeypatch):
+    monkeypatch.setattr("gdpa_kernels.calling.rung.capability", lambda device: (12, 0))
+    (rung,) = (rung for rung in KERNELS if rung.impl == impl)
+    for head_dim in (most, most + 8):
+        x = torch.zeros(1, 4, head_dim, dtype=torch.bfloat16)
+        problem = rung.requires.of_call(x, x, x)
+        assert (problem is None) == (head_dim == most)
+    assert problem.startswith("needs a head_dim of at most 64 on sm_120") and "got 72" in problem

@@ -377,3 +377,28 @@ def test_rows_move_in_16_bytes_a_thread(capability, stream, turned):
         assert made.wide["LDG"] >= 2 and made.wide["STG"] >= 1, name
         assert other_loads <= 4, f"{name}: of rstd and weights alone, got {other_loads}"
         assert other_stores <= 2, f"{name}: of rstd and partial sums alone, got {other_stores}"
+
+
+def test_memory_that_elements_share_is_refused():
+    weight = torch.ones(64, device=DEVICE)
+    shared = (draw(1, 3, 64).expand(5, 3, 64), draw(5 * 64).as_strided((5, 1, 64), (32, 64, 1)))
+    for x in shared:
+        with pytest.raises(ValueError, match="x must have memory of its own for each element, got"):
+            head_norm_(x, (weight,), (1,))
+    own = (draw(64, 3, 5).permute(2, 1, 0), draw(0, 3, 64), draw(5, 1, 128)[..., :64])
+    for x in own:
+        head_norm_(x, (weight,), (1,))
+
+
+@pytest.mark.parametrize("dtype, most", ((BF16, 2**-9), (torch.float16, 2**-12)), ids=str)
+@pytest.mark.parametrize("kernel", (True, False), ids=("kernel", "pytorch"))
+def test_the_gradient_of_a_weight_is_as_good_as_the_rounding_of_x(kernel, dtype, most):
+    x, weight = draw(300, 2, 64, dtype=dtype), torch.rand(64, device=DEVICE) + 0.5
+    grad, exact = draw(300, 2, 64, dtype=dtype), x.double()
+    normalised = exact * (exact.square().mean(2, keepdim=True) + EPS).rsqrt()
+    wanted = (grad.double() * normalised).sum((0, 1))
+    weight.requires_grad_()
+    with kernels_run() if kernel else contextlib.nullcontext():
+        y = head_norm_(x.clone(), (weight,), (2,))
+        (found,) = torch.autograd.grad(y, weight, grad)
+    assert (found - wanted).norm() <= most * wanted.norm()

@@ -1,0 +1,230 @@
+"""Calls drawn at random against the same in fp64: operators, rungs and layers.
+
+A few in each run of the tests; many more at night.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+import tritonemu
+from gdpa_kernels import (
+    PFFN,
+    PMA,
+    BlockAttention,
+    GDPASelfAttention,
+    Lengths,
+    block_attention,
+    gdpa,
+)
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.measuring.testing import compare
+from tests.fuzzing import ACTIVATIONS, attend, attend_blocks, jagged, turned
+
+LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
+DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
+SEEDS = [
+    *range(24),
+    *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(24, 2000)),
+]
+
+
+@pytest.fixture
+def draw(request, seed) -> random.Random:
+    return random.Random(f"{request.config.option.seed} {request.function.__name__} {seed}")
+
+
+LAYOUTS = {
+    "contiguous": lambda n, h, d: torch.randn(n, h, d),
+    "heads first": lambda n, h, d: torch.randn(h, n, d).transpose(0, 1),
+    "dims first": lambda n, h, d: torch.randn(n, d, h).transpose(1, 2),
+    "every other row": lambda n, h, d: torch.randn(2 * n, h, d)[::2],
+    "every other dim": lambda n, h, d: torch.randn(n, h, 2 * d)[..., ::2],
+    "odd address": lambda n, h, d: torch.randn(n * h * d + 1)[1:].view(n, h, d),
+    "wide rows": lambda n, h, d: torch.randn(n, h, d + 8)[..., :d],
+    "one row": lambda n, h, d: torch.randn(1, h, d).expand(n, h, d),
+}
+
+
+def tensor(draw, dtype, *shape) -> torch.Tensor:
+    layout = draw.choice(("contiguous",) * 6 + tuple(LAYOUTS))
+    made = LAYOUTS[layout](*shape)
+    like = torch.empty_strided(made.shape, made.stride(), dtype=dtype)
+    return made.to(dtype) if 0 in made.stride() else like.copy_(made)
+
+
+def arch_of(*impls: str) -> str:
+    return "sm_100" if any(impl.startswith("b") for impl in impls) else "sm_90"
+
+
+def differentiate(call, tensors, grad) -> tuple[torch.Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = call(*leaves)
+    return out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))
+
+
+def check(call, definition, exact, tensors) -> None:
+    """Hold a call to twice PyTorch's error, plus a rounding of the largest value."""
+    grad = torch.randn_like(exact(*(x.double() for x in tensors))).to(tensors[0].dtype)
+    found = differentiate(call, tensors, grad)
+    wanted = differentiate(exact, [x.double() for x in tensors], grad.double())
+    baseline = differentiate(definition, tensors, grad)
+    for name, *three in zip(("out", "dq", "dk", "dv"), found, wanted, baseline, strict=True):
+        actual, expected, low = three
+        got = compare(name=name, actual=actual, expected=expected, baseline=low)
+        unit = torch.finfo(actual.dtype).eps
+        largest = expected.abs().max().item() if expected.numel() else 0.0
+        assert got.max_abs <= got.max_abs_budget + 2 * unit * max(largest, 1.0), str(got)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gdpa(seed, draw):
+    impls, backwards = (ladder.impls(operator) for operator in ("gdpa", "gdpa_backward"))
+    impl, backward = draw.choice(("auto", *impls)), draw.choice(("auto", *backwards))
+    if arch_of(impl) != arch_of(backward):
+        backward = "v1_tiled_backward"
+    dtype, batch = draw.choice(DTYPES), draw.choice((1, 2, 3))
+    heads = draw.choice((1, 2, 4))
+    kv_heads = draw.choice([h for h in (1, 2, 4) if heads % h == 0])
+    head_dim = draw.choice((16, 40, 64, 64, 128, 128, 192, 256))
+    keys = draw.choices(LENGTHS, k=batch)
+    rows = draw.choice((keys, draw.choices(LENGTHS, k=batch)))
+    shared = draw.random() < 0.15
+    rows = rows[:1] * batch if shared else rows
+    names = tuple(draw.choices(list(ACTIVATIONS), k=draw.choice((1, heads))))
+    scale = draw.choice((None, 0.2, -0.1))
+    options = {
+        "output_scale": draw.choice((1.0, 0.1, -2.0)),
+        "causal": draw.random() < 0.3,
+        "window": draw.choice((None, None, 0, 3, 70)),
+    }
+    total = rows[0] if shared else sum(rows)
+    tensors = [tensor(draw, dtype, total, heads, head_dim)]
+    tensors += [tensor(draw, dtype, sum(keys), kv_heads, head_dim) for _ in "kv"]
+    ends = None if shared else cu_seqlens(rows, "cpu"), cu_seqlens(keys, "cpu")
+    longest = max(rows) + draw.choice((0, 0, 5)) * (not shared), max(keys) + draw.choice((0, 5))
+    if draw.random() < 0.3:
+        ends = tuple(
+            None if e is None else Lengths(e, m) for e, m in zip(ends, longest, strict=True)
+        )
+        longest = longest[0] if shared else None, None
+
+    def call(q, k, v, **chosen):
+        return gdpa(q, k, v, *ends, *longest, activation=names, scale=scale, **options, **chosen)
+
+    each = partial(attend, names=names, scale=head_dim**-0.5 if scale is None else scale, **options)
+    exact = partial(jagged, each, keys, lengths_q=None if shared else rows)
+    with tritonemu.enabled(arch_of(impl, backward), multiprocessors=draw.choice((1, 2, 3, 132))):
+        try:
+            chosen = {"impl": impl, "backward_impl": backward}
+            check(partial(call, **chosen), partial(call, impl="reference"), exact, tensors)
+        except NotImplementedError as error:
+            assert " needs " in str(error) and ", got " in str(error)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_block_attention(seed, draw):
+    impl, dtype = draw.choice(("auto", *ladder.impls("block_attention"))), draw.choice(DTYPES)
+    heads, head_dim = draw.choice((1, 2, 4)), draw.choice((16, 48, 64, 64, 128, 128, 256))
+    kv_heads = draw.choice([h for h in (1, 2, 4) if heads % h == 0])
+    lengths = draw.choices(LENGTHS, k=draw.choice((1, 2, 3)))
+    total, size = sum(lengths), draw.choice((16, 32, 64, 64, 64, 128))
+    tensors = [tensor(draw, dtype, total, h, head_dim) for h in (heads, kv_heads, kv_heads)]
+    turns, rotate_v = None, False
+    if draw.random() < 0.5:
+        turns = tuple(2 * torch.rand(2, total, head_dim // 2) - 1)
+        rotate_v = draw.random() < 0.5
+    ends = cu_seqlens(lengths, "cpu")
+    options = {"block_size": size, "rotary": turns, "rotate_v": rotate_v}
+
+    def exact(*tensors):
+        if turns is not None:
+            double = [x.double() for x in turns]
+            count = 3 if rotate_v else 2
+            tensors = [turned(x, *double) for x in tensors[:count]] + list(tensors[count:])
+        each = partial(attend_blocks, scale=head_dim**-0.5, block_size=size)
+        q, k, v = tensors
+        return jagged(each, lengths, q, k, v, lengths)
+
+    with tritonemu.enabled(arch_of(impl), multiprocessors=draw.choice((1, 2, 3, 132))):
+        try:
+            call = partial(block_attention, cu_seqlens=ends, **options)
+            check(partial(call, impl=impl), partial(call, impl="reference"), exact, tensors)
+        except NotImplementedError as error:
+            assert " needs " in str(error) and ", got " in str(error)
+
+
+def normed(x, norm):
+    return (
+        x if norm is None else x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_layers(seed, draw):
+    """Against their parameters in formulas, in values and in every gradient."""
+    heads, head_dim = draw.choice((1, 2, 4)), draw.choice((2, 4, 8, 16))
+    kv_heads = draw.choice([h for h in (1, 2, 4) if heads % h == 0])
+    lengths, width = draw.choices((0, 1, 2, 5, 20, 63, 64, 65), k=draw.choice((1, 2, 3))), 7
+    embed_dim, total = heads * head_dim, sum(lengths)
+    qk_norm = draw.random() < 0.6
+    common = {
+        "qk_norm": qk_norm,
+        "fused_qk_norm": qk_norm and draw.random() < 0.5,
+        "bias": draw.random() < 0.7,
+        "dtype": torch.float64,
+    }
+    names = tuple(draw.choices(list(ACTIVATIONS), k=draw.choice((1, heads))))
+    scale, output_scale = draw.choice((0.2, -0.1)), draw.choice((1.0, 0.1, -2.0))
+    of_gdpa = {"activation": names, "scale": scale, "output_scale": output_scale}
+    masks = {"causal": draw.random() < 0.4, "window": draw.choice((None, 0, 3, 70))}
+    size, kind = draw.choice((16, 64)), draw.choice(("self", "pma", "pffn", "block"))
+    tokens, num_keys = draw.choice((None, 3)), draw.choice((1, 4))
+    layer = {
+        "self": lambda: GDPASelfAttention(embed_dim, heads, kv_heads, **masks, **of_gdpa, **common),
+        "pma": lambda: PMA(embed_dim, heads, 3, kv_heads, **of_gdpa, **common),
+        "pffn": lambda: PFFN(
+            embed_dim, heads, width, num_keys, kv_heads, summary_tokens=tokens, **of_gdpa, **common
+        ),
+        "block": lambda: BlockAttention(embed_dim, heads, kv_heads, size, **common),
+    }[kind]()
+    x = torch.randn(total, embed_dim, dtype=torch.float64, requires_grad=True)
+    shape = (len(lengths), width) if tokens is None else (len(lengths), tokens, width)
+    summary = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    offsets = cu_seqlens(lengths, "cpu")
+    offsets = draw.choice((lambda: offsets, offsets.long, lambda: Lengths(offsets)))()
+    y = layer((x, offsets), *([summary] if kind == "pffn" else []))
+    y = y.flatten(0, 1) if kind == "pma" else y[0]
+
+    each = partial(attend, names=names, scale=scale, output_scale=output_scale)
+    heads_of = lambda x, module: linear(x, module.weight, module.bias).unflatten(-1, (-1, head_dim))
+    keys, rows = lengths, lengths
+    if kind in ("self", "block"):
+        q, k, v = heads_of(x, layer.qkv).split([heads, kv_heads, kv_heads], 1)
+        each = partial(each, **masks)
+        if kind == "block":
+            each = partial(attend_blocks, scale=head_dim**-0.5, block_size=size)
+    elif kind == "pma":
+        q, rows = layer.seeds.unflatten(1, (heads, head_dim)), None
+        k, v = heads_of(x, layer.kv).chunk(2, 1)
+    else:
+        q, kv = heads_of(x, layer.q), linear(summary, layer.kv.weight, layer.kv.bias)
+        kv = kv if tokens is None else layer.mix.weight @ kv
+        k, v = kv.reshape(len(lengths) * num_keys, 2 * kv_heads, head_dim).chunk(2, 1)
+        keys = [num_keys] * len(lengths)
+    q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
+    heads_out = jagged(each, keys, q, k, v, rows).flatten(1)
+    expected = linear(heads_out, layer.out.weight, layer.out.bias)
+    grad, leaves = torch.randn_like(expected), [x, summary, *layer.parameters()]
+    found, wanted = (
+        torch.autograd.grad(each, leaves, grad, allow_unused=True, materialize_grads=True)
+        for each in (y, expected)
+    )
+    torch.testing.assert_close(y, expected, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
