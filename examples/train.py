@@ -35,6 +35,11 @@ from data import DEALS, Batch, auc, bayes_loss, deal, make_batch, normalized_ent
 
 HELD_OUT = 2**40
 """The first step of the rows that are never trained on."""
+FREE = frozenset((
+    "checkpoint", "compile", "deal", "device", "engine", "eval_batches", "log_every", "out",
+    "peak_tflops", "recompute", "resume", "save_every", "timeout",
+))  # fmt: skip
+"""Options that change no result, but for roundings. The others are saved with a checkpoint."""
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
@@ -48,14 +53,17 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     found.add_argument("--eval-batches", type=options.positive, default=4)
     found.add_argument("--checkpoint", type=Path, help="folder of checkpoints")
     found.add_argument("--save-every", type=options.positive, default=100, help="steps")
-    found.add_argument("--resume", action="store_true", help="from the newest in --checkpoint")
+    found.add_argument(
+        "--resume",
+        action="store_true",
+        help="from the newest in --checkpoint; with its options, but for --steps",
+    )
     found.add_argument(
         "--timeout", type=options.positive, default=300, help="seconds for a lost rank"
     )
     o = found.parse_args(given)
     check_ranks(found, o)
-    if o.resume and (o.checkpoint is None or newest(o.checkpoint) is None):
-        found.error(f"--resume needs a complete checkpoint in --checkpoint, got {o.checkpoint}")
+    check_checkpoint(found, o)
     return o
 
 
@@ -66,6 +74,28 @@ def check_ranks(parser: options.Parser, o: argparse.Namespace) -> None:
         parser.error(f"--engine {o.engine} needs {wanted}, got {ranks} processes of torchrun")
     if o.batch % ranks:
         parser.error(f"--batch must be a multiple of the {ranks} ranks, got {o.batch}")
+
+
+def check_checkpoint(parser: options.Parser, o: argparse.Namespace) -> None:
+    """Refuses to mix two runs in one folder."""
+    found = [] if o.checkpoint is None else complete(o.checkpoint)
+    if not o.resume:
+        if o.checkpoint is not None and o.checkpoint.exists() and any(o.checkpoint.iterdir()):
+            parser.error(f"--checkpoint must be empty without --resume, got {o.checkpoint}")
+        return
+    if not found:
+        parser.error(f"--resume needs a complete checkpoint in --checkpoint, got {o.checkpoint}")
+    newest, given = found[0], trained(o)
+    saved = options_of(newest)
+    differ = [name for name in given if name != "steps" and given[name] != saved.get(name)]
+    if differ:
+        was, got = (
+            ", ".join(f"--{name.replace('_', '-')} {values.get(name)}" for name in differ)
+            for values in (saved, given)
+        )
+        parser.error(f"--resume needs the options of {newest}, {was}, got {got}")
+    if o.steps < step_of(newest):
+        parser.error(f"--steps must be at least the {step_of(newest)} of {newest}, got {o.steps}")
 
 
 class Loader:
@@ -86,26 +116,66 @@ class Loader:
         return batch, lengths
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end."""
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints that were written to their ends, the newest first."""
     found = [path.parent for path in folder.glob("step-*/.metadata")]
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
+    return sorted(found, key=step_of, reverse=True)
 
 
-def state_of(model, optimizer, schedule, step: int) -> dict:
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def trained(o: argparse.Namespace) -> dict:
+    """The options that decide what is trained."""
+    return {name: value for name, value in vars(o).items() if name not in FREE}
+
+
+def options_of(checkpoint: Path) -> dict:
+    """`trained` of the run that wrote it."""
+    return json.loads((checkpoint / "options.json").read_text())
+
+
+def state_of(model, optimizer) -> dict:
     weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "lr": schedule.state_dict(), "step": step}
+    return {"model": weights, "optimizer": moments}
 
 
-def restore(folder: Path, model, optimizer, schedule) -> int:
-    """Loads a checkpoint, of any engine and number of ranks; returns its step."""
-    state = state_of(model, optimizer, schedule, 0)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-    schedule.load_state_dict(state["lr"])
-    return state["step"]
+def save(o: argparse.Namespace, step: int, rank: int, model, optimizer) -> None:
+    folder = o.checkpoint / f"step-{step}"
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".metadata").unlink(missing_ok=True)  # until its end it is not complete
+        (folder / "options.json").write_text(json.dumps(trained(o)))
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+
+
+def restore(o: argparse.Namespace, rank: int, model, optimizer, schedule) -> int:
+    """Loads the newest checkpoint that can be read, of any engine and number of ranks; its step."""
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    for folder in complete(o.checkpoint):
+        state = state_of(model, optimizer)
+        try:
+            dcp.load(state, checkpoint_id=folder)
+        except dcp.api.CheckpointException as error:
+            problem, _ = next(iter(error.failures.values()))
+            say(f"{folder} cannot be read, so an older one is looked for: {problem!r}")
+            continue
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        step, planned = step_of(folder), options_of(folder)["steps"]
+        say(f"resumes from {folder}")
+        if planned != o.steps:
+            say(f"the learning rate, planned for {planned} steps, goes on as planned for {o.steps}")
+        schedule.last_epoch = step - 1
+        schedule.step()
+        return step
+    sys.exit(f"--resume needs a checkpoint that can be read, and {o.checkpoint} has none")
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +230,7 @@ def train(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) ->
     fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(net.parameters(), lr=o.lr, weight_decay=1e-4, fused=fused)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, o.lr, o.steps)
-    first = restore(newest(o.checkpoint), net, optimizer, schedule) if o.resume else 0
+    first = restore(o, rank, net, optimizer, schedule) if o.resume else 0
     losses, samples, work, clock = {}, 0, 0.0, time.perf_counter()
     for step in range(first, o.steps):
         batch, lengths = loader.batch(step)
@@ -181,8 +251,7 @@ def train(o: argparse.Namespace, rank: int, ranks: int, device: torch.device) ->
                 print(line, flush=True)
             samples, work, clock = 0, 0.0, time.perf_counter()
         if o.checkpoint and (done % o.save_every == 0 or done == o.steps):
-            state = state_of(net, optimizer, schedule, done)
-            dcp.save(state, checkpoint_id=o.checkpoint / f"step-{done}")
+            save(o, done, rank, net, optimizer)
     found = {"losses": losses, **evaluate(net, loader, o.eval_batches)}
     if rank == 0:
         print("held out: NE {ne:.4f} (Bayes {bayes_ne:.4f}), AUC {auc:.4f} (Bayes {bayes_auc:.4f})"

@@ -8,7 +8,7 @@ from torch import nn
 from gdpa_kernels.block_attention.api import BLOCK_SIZES, block_attention, check_impls
 from gdpa_kernels.calling import jagged, layers, packed
 from gdpa_kernels.calling.jagged import Jagged, Offsets
-from gdpa_kernels.norms.api import head_norm_
+from gdpa_kernels.norms.api import head_norm
 
 
 class BlockAttention(nn.Module):
@@ -30,8 +30,8 @@ class BlockAttention(nn.Module):
         rotate_v: rotate v too.
         qk_norm: RMSNorm of each head's rows of q and of k, with learned weights, before they are
             rotated. With it q and k are copies, and PyTorch concatenates the gradients.
-        fused_qk_norm: qk_norm by `norms.api.head_norm_`, in place on what the linear layer made,
-            which nothing else may keep, and with one packed gradient; as `GDPASelfAttention`.
+        fused_qk_norm: qk_norm by `norms.api.head_norm`, over what the linear layer made, which no
+            hook may keep, and with one packed gradient; as `GDPASelfAttention`.
         bias: whether the two projections have one.
         impl, backward_impl: as `block_attention`.
         validate: check the values of the offsets; as `block_attention`.
@@ -95,7 +95,7 @@ class BlockAttention(nn.Module):
         """W_out block_attention(W_qkv values); the offsets are those that `forward` checked."""
         qkv = self.qkv(values)
         if self.fused_qk_norm:
-            qkv = head_norm_(
+            qkv = head_norm(
                 qkv, (self.q_norm.weight, self.k_norm.weight), (self.num_heads, self.num_kv_heads),
                 eps=layers.EPSILON, overwrite_gradient=True,
             )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from gdpa_kernels.calling import checks
 
@@ -128,7 +129,7 @@ class Lengths:
 
         It must depend on nothing that changes but the key, this and the Lengths `beside`, and must
         hold neither of them. A compiled program makes it each time; what the capture of a CUDA
-        graph or a fake mode makes is not kept.
+        graph makes is not kept.
         """
         if torch.compiler.is_compiling():
             return make()
@@ -139,9 +140,11 @@ class Lengths:
         kept = self._made.setdefault(self if beside is None else beside, {})
         if key in kept:
             return kept[key]
-        with torch.inference_mode(False):  # training may follow an evaluation
+        # Training may follow an evaluation. A mode that counts or replays operators must not see
+        # what is made the first time alone, and a fake one would make it fake.
+        with torch.inference_mode(False), no_dispatch():
             made = make()
-        if not (capturing or checks.is_fake()):
+        if not capturing:
             kept[key] = made
         return made
 

@@ -43,6 +43,17 @@ def check_transforms(operator: str) -> None:
     )
 
 
+def is_watched() -> bool:
+    """Whether a dispatch mode sees each operator, and may keep its results or skip it the second
+    time, as selective checkpointing does. A compiled program has its own ways."""
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+
+
+def in_fake_mode() -> bool:
+    """Whether operators make fake tensors; `torch._guards.detect_fake_mode` is ten times slower."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def needed(gradients: tuple, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     """The gradients, None in place of those that nobody needs."""
     return tuple(x if need else None for x, need in zip(gradients, needs, strict=True))

@@ -10,7 +10,7 @@ from gdpa_kernels.calling.jagged import Jagged, Offsets
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api
 from gdpa_kernels.gdpa.api import gdpa
-from gdpa_kernels.norms.api import head_norm_
+from gdpa_kernels.norms.api import head_norm
 
 Activation = str | tuple[str, ...] | list[str]
 
@@ -89,7 +89,7 @@ class _Layer(nn.Module):
         """
         shared = cu_seqlens_q is None
         if self.fused_qk_norm:
-            q, k = self._norm_in_place(q, k, turns, shared)
+            q, k = self._norm_heads(q, k, turns, shared)
             turns = None
         q, k, v = (
             x if x is None else x.reshape(-1, x.shape[-1] // self.head_dim, self.head_dim)
@@ -113,17 +113,17 @@ class _Layer(nn.Module):
         )  # fmt: skip
         return self.out(out.flatten(1))
 
-    def _norm_in_place(self, q, k, turns, shared):
-        """q and k of `_attend`, or q, k and v packed in q, normalised where they lie; a shared q,
+    def _norm_heads(self, q, k, turns, shared):
+        """q and k of `_attend`, or q, k and v packed in q, normalised; a shared q,
         which is a parameter, is left. Their gradients come from `gdpa`, which makes them for us."""
         options = {"eps": layers.EPSILON, "overwrite_gradient": True}
         first, second = self.q_norm.weight, self.k_norm.weight
         heads = self.num_heads, self.num_kv_heads
         if k is None:
-            return head_norm_(q, (first, second), heads, turns, **options), None
+            return head_norm(q, (first, second), heads, turns, **options), None
         if not shared:
-            q = head_norm_(q, (first,), heads[:1], **options)
-        return q, head_norm_(k, (second,), heads[1:], **options)
+            q = head_norm(q, (first,), heads[:1], **options)
+        return q, head_norm(k, (second,), heads[1:], **options)
 
     def extra_repr(self) -> str:
         return (
@@ -158,9 +158,10 @@ class GDPASelfAttention(_Layer):
             scale=1 / head_dim makes it a cosine at first, where the polynomial "gelu_taylor6" is
             accurate; the other activations need no bound. With it q and k are copies, only v is
             read in place, and PyTorch concatenates their gradients. False: the operator alone.
-        fused_qk_norm: qk_norm and rotary by `norms.api.head_norm_`, in place on what the linear
-            layers made, which nothing else may keep, and with packed gradients. The same function
-            but for roundings; the modules q_norm and k_norm hold the weights and are not called.
+        fused_qk_norm: qk_norm and rotary by `norms.api.head_norm`, over what the linear layers
+            made, which no hook may keep, and with packed gradients. The same function but for
+            roundings; the modules q_norm and k_norm hold the weights and are not called. Selective
+            checkpointing costs a copy of what the linear layers made.
         bias: whether the two projections have one.
         max_seqlen: at least the longest sequence, in tokens. None takes that of the call, of
             `Lengths` or of a nested tensor that knows its own, or reads it from the offsets in each

@@ -1,11 +1,11 @@
-"""`add_rms_norm` and `head_norm_`: check the arguments, call kernels through PyTorch operators."""
+"""`add_rms_norm` and `head_norm`: check the arguments, call kernels through PyTorch operators."""
 
 from __future__ import annotations
 
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.operators import check_transforms, define, distinct, final
+from gdpa_kernels.calling.operators import check_transforms, define, distinct, final, is_watched
 from gdpa_kernels.calling.rung import capability
 from gdpa_kernels.norms import reference
 
@@ -57,7 +57,7 @@ def add_rms_norm(
     return _AddRMSNorm.apply(*tensors, float(eps), checks.autocast(x.new_empty(0))[0].dtype)
 
 
-def head_norm_(
+def head_norm(
     x: torch.Tensor,
     weights: tuple[torch.Tensor, ...],
     counts: tuple[int, ...],
@@ -66,17 +66,21 @@ def head_norm_(
     eps: float = EPSILON,
     overwrite_gradient: bool = False,
 ) -> torch.Tensor:
-    """RMSNorm of heads, then a rotary embedding, in place; differentiable. Returns x.
+    """RMSNorm of heads, then a rotary embedding, over x where that is safe; differentiable.
 
     For packed q, k and v: the first counts[0] heads are normalised with weights[0], the next
     counts[1] with weights[1], and the others stay as they are. A head's row becomes
     R(row / sqrt(mean(row ** 2) + eps) * weight), where R rotates its pairs (row[2i], row[2i + 1])
     by (sin[i], cos[i]) of the token. fp32 arithmetic (fp64 for fp64), rounded once.
 
+    The result takes x's memory, and x must not be used again. Only where a dispatch mode of PyTorch
+    sees the operators, as in selective checkpointing, which may keep x or skip what wrote to it, is
+    x copied first: its bytes once more, read, written and, until x is freed, held.
+
     Without turns nothing but 4 bytes a row is saved: backward computes the normalised rows from
-    what forward left in x, so a weight below 2 ** -60 in size (2 ** -14 for fp16) counts as that,
-    zero included; and the gradient of a weight, be it fp32, has the relative error of x's rounding,
-    at most 2 ** -9 for bf16 and 2 ** -12 for fp16. With turns a copy of these heads is saved. The
+    the result, so a weight below 2 ** -60 in size (2 ** -14 for fp16) counts as that, zero
+    included; and the gradient of a weight, be it fp32, has the relative error of x's rounding, at
+    most 2 ** -9 for bf16 and 2 ** -12 for fp16. With turns a copy of these heads is saved. The
     gradients cannot be differentiated again. Autocast changes nothing.
 
     One kernel in each direction on a GPU for a head_dim up to 256 in bf16, fp16 or fp32; PyTorch's
@@ -85,7 +89,8 @@ def head_norm_(
     Args:
         x: `[total, heads, head_dim]`, or contiguous `[..., heads * head_dim]` as a linear layer
             makes it; no leaf that requires grad, nor one whose elements share memory. Who has kept
-            x, a hook for example, sees the result. PyTorch copies the gradient of a view once more.
+            x, a hook for example, may see the result. PyTorch copies the gradient of a view once
+            more.
         weights: one or two of `[head_dim]`.
         counts: heads of each weight, at most x's together.
         turns: (sin, cos), each contiguous `[total, head_dim // 2]`. None: no rotation.
@@ -93,6 +98,9 @@ def head_norm_(
         overwrite_gradient: backward may write over the gradient that it is given. Only for an x
             whose gradient comes from one operator that hands out memory of its own, as `gdpa` does;
             False copies it first.
+
+    Returns:
+        The result, of x's shape and dtype.
 
     Raises:
         TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
@@ -149,15 +157,20 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 class _HeadNorm(torch.autograd.Function):
-    """The operators of both directions of `head_norm_` as one differentiable function."""
+    """The operators of both directions of `head_norm` as one differentiable function."""
 
     @staticmethod
     def forward(ctx, x, first, second, sin, cos, count_1, count_2, eps, overwrite):
-        rstd, kept = _HEAD_FORWARD(x, first, second, sin, cos, count_1, count_2, eps)
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(x if sin is None else kept, rstd, first, second, sin, cos)
+        options = first, second, sin, cos, count_1, count_2, eps
+        if is_watched():
+            y, rstd, kept = _HEAD_COPY(x, *options)
+        else:
+            rstd, kept = _HEAD_FORWARD(x, *options)
+            ctx.mark_dirty(x)
+            y = x
+        ctx.save_for_backward(y if sin is None else kept, rstd, first, second, sin, cos)
         ctx.counts, ctx.overwrite = (count_1, count_2), overwrite
-        return x
+        return y
 
     @staticmethod
     def backward(ctx, grad):
@@ -171,7 +184,7 @@ class _HeadNorm(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         gradients = tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
         inputs = tuple(t for t in (given, saved, first, second) if t is not None)
-        return *final("head_norm_", gradients, inputs), *(None,) * 6
+        return *final("head_norm", gradients, inputs), *(None,) * 6
 
 
 def _kernels_take(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -268,6 +281,15 @@ def _fake_head_forward(x, first, second, sin, cos, count_1, count_2, eps):
     return x.new_empty(sizes, dtype=reference.wide(x[:0]).dtype), kept
 
 
+def _head_copy(x, *options):
+    y = x.clone(memory_format=torch.contiguous_format)
+    return y, *_head_forward(y, *options)
+
+
+def _fake_head_copy(x, *options):
+    return x.new_empty(x.shape), *_fake_head_forward(x, *options)
+
+
 def _head_backward(grad, saved, rstd, first, second, sin, cos, count_1, count_2):
     grad, saved, counts = _heads(grad, first), _heads(saved, first), (count_1, count_2)
     _, backward = _of_heads(saved, grad, first, second, sin, cos)
@@ -307,6 +329,13 @@ _HEAD_FORWARD = define(
     f"(Tensor(a!) x, {_HEAD_SCHEMA}count_2, float eps) -> (Tensor, Tensor)",
     _head_forward,
     _fake_head_forward,
+    _no_flops,
+)
+_HEAD_COPY = define(
+    "head_norm_copy",
+    f"(Tensor x, {_HEAD_SCHEMA}count_2, float eps) -> (Tensor, Tensor, Tensor)",
+    _head_copy,
+    _fake_head_copy,
     _no_flops,
 )
 _HEAD_BACKWARD = define(

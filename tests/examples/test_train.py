@@ -77,6 +77,86 @@ def test_resuming_changes_no_bit(tmp_path):
     assert rest == whole
 
 
+def test_a_longer_run_goes_on_as_if_it_had_been_planned_so(tmp_path, capsys):
+    """From the step on where it resumes: the learning rates are those of the longer plan."""
+    options = [*FEW, "--checkpoint", str(tmp_path), "--save-every", "3"]
+    train.main(options)
+    capsys.readouterr()
+    assert list(train.main([*options, "--resume", "--steps", "9"])["losses"]) == [7, 8, 9]
+    said = capsys.readouterr().out
+    assert f"resumes from {tmp_path}/step-6\n" in said
+    assert "the learning rate, planned for 6 steps, goes on as planned for 9\n" in said
+
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    plan = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, 9)
+    for _ in range(9):
+        optimizer.step()
+        plan.step()
+    saved = torch.distributed.checkpoint.FileSystemReader(tmp_path / "step-9").read_metadata()
+    found = [key for key in saved.state_dict_metadata if key.endswith(".lr")]
+    state = dict.fromkeys(found, 0.0)
+    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "step-9")
+    assert set(state.values()) == {plan.get_last_lr()[0]}
+
+
+@pytest.mark.parametrize("damage", ("weights", ".metadata"))
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(damage, tmp_path, capsys):
+    options = [*FEW, "--checkpoint", str(tmp_path), "--save-every", "2"]
+    whole = train.main(options)
+    newest = tmp_path / "step-6"
+    for path in newest.glob("*.distcp") if damage == "weights" else [newest / damage]:
+        path.write_bytes(path.read_bytes()[:-100])
+    capsys.readouterr()
+    rest = train.main([*options, "--resume"])
+    assert rest["losses"] == {step: whole["losses"][step] for step in (5, 6)}
+    said = capsys.readouterr().out
+    assert re.search(f"{newest} cannot be read, so an older one is looked for: .+\n", said)
+    assert f"resumes from {tmp_path}/step-4\n" in said
+    for path in tmp_path.glob("step-*/*.distcp"):
+        path.write_bytes(b"")
+    with pytest.raises(SystemExit, match=f"can be read, and {tmp_path} has none"):
+        train.main([*options, "--resume"])
+
+
+OTHERS = {
+    "one": (["--seed", "8"], "--seed 7", "--seed 8"),
+    "several": (
+        ["--layers", "2", "--mixer", "window", "--law", "full", "--lr", "0.5"],
+        "--mixer gdpa, --layers 1, --law lognormal, --lr 0.002",
+        "--mixer window, --layers 2, --law full, --lr 0.5",
+    ),
+    "softmax": (["--attention", "padded_sdpa"], "--attention gdpa", "--attention padded_sdpa"),
+}
+
+
+def test_another_run_is_refused_in_one_sentence(tmp_path, capsys):
+    options = [*FEW, "--checkpoint", str(tmp_path)]
+    train.main(options)
+
+    def refused(*more: str) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            train.main([*options, *more])
+        return capsys.readouterr().err.split(": ", 1)[1]
+
+    assert refused() == f"--checkpoint must be empty without --resume, got {tmp_path}\n"
+    newest = tmp_path / "step-6"
+    for more, was, got in OTHERS.values():
+        wanted = f"--resume needs the options of {newest}, {was}, got {got}\n"
+        assert refused("--resume", *more) == wanted
+    found = refused("--resume", "--steps", "5")
+    assert found == f"--steps must be at least the 6 of {newest}, got 5\n"
+    free = ["--log-every", "2", "--deal", "sorted", "--recompute", "--eval-batches", "2"]
+    assert train.main([*options, "--resume", *free])["losses"] == {}
+
+
+def test_every_option_is_saved_or_free():
+    assert set(vars(train.arguments(FEW))) >= train.FREE
+    found = train.trained(train.arguments(FEW))
+    assert {"model", "mixer", "seed", "law", "lr", "layers", "steps", "attention"} <= set(found)
+
+
 @pytest.mark.parametrize(
     ("engine", "more"),
     (

@@ -103,8 +103,8 @@ def rotated(layer, x):
     base, dim = getattr(layer, "rotary", None), layer.head_dim
     if base is None:
         return x
-    angles = torch.arange(len(x))[:, None] * base ** (-torch.arange(0, dim, 2) / dim)
-    turns = torch.complex(angles.cos().double(), angles.sin().double())[:, None]
+    angles = torch.arange(len(x))[:, None] * base ** (-torch.arange(0, dim, 2).double() / dim)
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * turns).flatten(-2)
 

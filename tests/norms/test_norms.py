@@ -1,4 +1,4 @@
-"""`add_rms_norm` and `head_norm_`: against fp64, in the emulator or on a GPU, and with PyTorch."""
+"""`add_rms_norm` and `head_norm`: against fp64, in the emulator or on a GPU, and with PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gdpa_kernels.calling.layers import rotate
 from gdpa_kernels.measuring.compile_check import build_launch, read
 from gdpa_kernels.measuring.testing import assert_close
 from gdpa_kernels.norms import heads, residual
-from gdpa_kernels.norms.api import add_rms_norm, head_norm_
+from gdpa_kernels.norms.api import add_rms_norm, head_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -129,7 +129,7 @@ def test_head_norm(head_dim, counts, others, flat, dtype, rotary, kernel):
     weights = 0.5 + torch.rand(len(counts), head_dim, device=DEVICE)
     turns = turns_of(total, head_dim) if rotary else None
     context = kernels_run() if kernel else contextlib.nullcontext()
-    function = lambda x, *w: (head_norm_(x * 1, w, counts, turns, eps=EPS),)  # noqa: E731
+    function = lambda x, *w: (head_norm(x * 1, w, counts, turns, eps=EPS),)  # noqa: E731
     names = ["y", "grad x", "grad q weight", "grad k weight"][: 2 + len(counts)]
     definition = normalised(counts, turns, head_dim)
     against_fp64(names, function, definition, (x, *weights), (grad,), context)
@@ -144,7 +144,7 @@ def test_weights_of_any_size_have_their_gradients(small, rotary, kernel):
     weights = torch.ones(2, 32, device=DEVICE)
     weights[0, ::3] = small
     turns, counts = turns_of(9, 32) if rotary else None, (1, 1)
-    function = lambda x, *w: (head_norm_(x * 1, w, counts, turns, eps=EPS),)  # noqa: E731
+    function = lambda x, *w: (head_norm(x * 1, w, counts, turns, eps=EPS),)  # noqa: E731
     definition, names = normalised(counts, turns, 32), ("y", "grad x", "grad q", "grad k")
     context = kernels_run() if kernel else contextlib.nullcontext()
     against_fp64(names, function, definition, (x, *weights), (grad,), context)
@@ -155,7 +155,7 @@ def test_in_place_and_nothing_else_is_touched():
     wide = torch.full((10, 5, 64), torch.nan, dtype=BF16, device=DEVICE)
     wide[:, 1:4] = x
     with kernels_run(), launches() as seen:
-        y = head_norm_(wide[:, 1:4], (torch.ones(64, device=DEVICE),), (2,))
+        y = head_norm(wide[:, 1:4], (torch.ones(64, device=DEVICE),), (2,))
     assert y.data_ptr() == wide[:, 1].data_ptr() and len(seen) == 1
     assert torch.equal(y[:, 2], x[:, 2]) and not torch.equal(y[:, :2], x[:, :2])
     assert wide[:, [0, 4]].isnan().all() and not y.isnan().any()
@@ -164,21 +164,21 @@ def test_in_place_and_nothing_else_is_touched():
 def test_a_gradient_is_overwritten_only_where_it_may_be():
     weight, x = torch.ones(64, device=DEVICE), draw(10, 128, dtype=BF16).requires_grad_()
     for overwrite in (True, False):
-        y = head_norm_(x.clone(), (weight,), (2,), overwrite_gradient=overwrite)
+        y = head_norm(x.clone(), (weight,), (2,), overwrite_gradient=overwrite)
         grad = draw(10, 128, dtype=BF16)
         before = grad.clone()
         with kernels_run():
             (found,) = torch.autograd.grad(y, x, grad)
         assert torch.equal(grad, before) is not overwrite
         assert (found.data_ptr() == grad.data_ptr()) is overwrite
-        (again,) = torch.autograd.grad(head_norm_(x * 1, (weight,), (2,)), x, before)
+        (again,) = torch.autograd.grad(head_norm(x * 1, (weight,), (2,)), x, before)
         torch.testing.assert_close(found, again, atol=0.02, rtol=0.02)
 
 
 def test_what_was_saved_before_says_that_it_has_changed():
     x = draw(4, 64).requires_grad_()
     y = x.exp()  # saves its result
-    head_norm_(y, (torch.ones(64, device=DEVICE),), (1,)).sum()
+    head_norm(y, (torch.ones(64, device=DEVICE),), (1,)).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -198,7 +198,7 @@ def test_no_rows(kernel):
         x, weight = draw(0, 64).requires_grad_(), torch.ones(64, device=DEVICE, requires_grad=True)
         y, stream = add_rms_norm(x, x * 2, weight)
         assert y.shape == stream.shape == (0, 64)
-        out = head_norm_(y * 1, (weight,), (1,))
+        out = head_norm(y * 1, (weight,), (1,))
         assert torch.equal(torch.autograd.grad(out.sum(), weight)[0], torch.zeros_like(weight))
 
 
@@ -223,7 +223,7 @@ def test_autocast_takes_its_dtype_and_leaves_the_stream():
         assert (y.dtype, stream.dtype) == (BF16, FP32)
         y, stream = add_rms_norm(y, stream, weight)
         assert (y.dtype, stream.dtype) == (BF16, FP32)
-        assert head_norm_(stream * 1, (weight,), (1,)).dtype == FP32
+        assert head_norm(stream * 1, (weight,), (1,)).dtype == FP32
         y, stream = add_rms_norm(r.double(), None)
         assert (y.dtype, stream.dtype) == (FP64, FP64)
 
@@ -237,7 +237,7 @@ def model():
     def step(x, r):
         y, stream = add_rms_norm(x, r, weights[0])
         z, stream = add_rms_norm(stream, None, weights[0])
-        qkv = head_norm_(linear(y + z), weights[1:], (4, 4), overwrite_gradient=True)
+        qkv = head_norm(linear(y + z), weights[1:], (4, 4), overwrite_gradient=True)
         qkv = qkv.unflatten(1, (-1, 8))
         out = gdpa(qkv, None, None, ends, ends, 7, 7, impl="reference", validate=False)
         return out.flatten(1) + stream
@@ -268,7 +268,7 @@ def test_one_graph_for_any_number_of_rows():
     def norms(x, sin, cos):
         y, stream = add_rms_norm(x, None, torch.ones(32, device=DEVICE))
         y, stream = add_rms_norm(y, stream)
-        return head_norm_(linear(y), (weight, weight), (2, 1), (sin, cos)) + stream
+        return head_norm(linear(y), (weight, weight), (2, 1), (sin, cos)) + stream
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(norms, backend=counter, fullgraph=True, dynamic=True)
@@ -292,6 +292,8 @@ def test_opcheck():
         (ops.add_rms_norm_backward, (x, None, r, rstd, None, None)),
         (ops.head_norm_forward, (x, weight[:16], weight[:16], *turns, 2, 1, EPS)),
         (ops.head_norm_forward, (x, weight[:16], None, None, None, 2, 0, EPS)),
+        (ops.head_norm_copy, (x, weight[:16], weight[:16], *turns, 2, 1, EPS)),
+        (ops.head_norm_copy, (x.view(3, 4, 16)[:, :3], weight[:16], None, None, None, 2, 0, EPS)),
         (ops.head_norm_backward, (x, x * 2, rstd[:, None].expand(3, 2), weight[:16], None, None,
                                   None, 2, 0)),
     )  # fmt: skip
@@ -301,7 +303,7 @@ def test_opcheck():
 
 def test_a_second_derivative_is_refused():
     x, weight = draw(3, 64).requires_grad_(), torch.ones(64, device=DEVICE)
-    for y in (add_rms_norm(x, None, weight)[0], head_norm_(x * 1, (weight,), (1,))):
+    for y in (add_rms_norm(x, None, weight)[0], head_norm(x * 1, (weight,), (1,))):
         (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             grad.sum().backward()
@@ -331,7 +333,7 @@ HEAD_ERRORS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("function", (add_rms_norm, head_norm_))
+@pytest.mark.parametrize("function", (add_rms_norm, head_norm))
 @pytest.mark.parametrize("eps", (-1.0, float("nan"), float("inf")))
 def test_errors_of_eps(function, eps):
     given = (X, None) if function is add_rms_norm else (X.clone(), (W,), (1,))
@@ -341,7 +343,7 @@ def test_errors_of_eps(function, eps):
 
 @pytest.mark.parametrize(
     "function, error, message, given",
-    [(f, *e) for f, errors in ((add_rms_norm, ADD_ERRORS), (head_norm_, HEAD_ERRORS))
+    [(f, *e) for f, errors in ((add_rms_norm, ADD_ERRORS), (head_norm, HEAD_ERRORS))
      for e in errors],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip
