@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -58,7 +58,8 @@ def is_stale(
         return _path(row) in run.package.sources
     if not row.samples_us or run.package.ran(files, root):
         return False
-    codes, call = table(data_dir), _digest(question(run, row, machine))
+    codes = ChainMap(table(data_dir), table())
+    call = _digest(question(run, row, machine))
     now = codes.get(Key(call, _closure(files, root)))
     then = codes.get(Key(call, _package(run)))
     if now is not None and row.launches and _compilers(row) == {now.compiler}:
@@ -94,18 +95,20 @@ class Wanted(NamedTuple):
 
 
 def wanted(data_dir: Path = DATA_DIR, root: Path = ROOT) -> Iterator[Wanted]:
-    """What the table must hold for the records in `data_dir` and the sources in `root`."""
-    for run in record.load_all(data_dir):
-        machine = system.load(Path(data_dir) / "systems" / f"{run.system}.json")
-        for row in run.rows:
-            files = _files(row, root)
-            if not files or not row.samples_us:
-                continue
-            asked = question(run, row, machine)
-            call = _digest(asked)
-            yield Wanted(Key(call, _closure(files, root)), row, asked, None)
-            if _compilers(row) != {machine_code.compiler()}:
-                yield Wanted(Key(call, _package(run)), row, asked, _ours(run.package.sources))
+    """What the table must hold for the records in `data_dir`, those of its communities included,
+    and the sources in `root`."""
+    for folder in (Path(data_dir), *record.communities(data_dir).values()):
+        for run in record.load_all(folder):
+            machine = system.load(folder / "systems" / f"{run.system}.json")
+            for row in run.rows:
+                files = _files(row, root)
+                if not files or not row.samples_us:
+                    continue
+                asked = question(run, row, machine)
+                call = _digest(asked)
+                yield Wanted(Key(call, _closure(files, root)), row, asked, None)
+                if _compilers(row) != {machine_code.compiler()}:
+                    yield Wanted(Key(call, _package(run)), row, asked, _ours(run.package.sources))
 
 
 def update(
