@@ -14,7 +14,7 @@ import pandas as pd
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.measuring import baselines, record
-from gdpa_kernels.report import charts, results, standings
+from gdpa_kernels.report import block_tables, charts, results, standings
 from gdpa_kernels.report.house import Figure
 
 GPU = "NVIDIA H200"
@@ -95,7 +95,8 @@ def _peer(rows: pd.DataFrame, line: Line, us: float) -> str:
     if pd.isna(best["time_us_p50"]):
         return f"{titles[best['impl']]} | not timed: {best['failure'].partition(':')[0]} | "
     peer_us = best["time_us_p50"]
-    return f"{titles[best['impl']]} | {peer_us / 1e3:.2f} ms | {peer_us / us:.2f}×"
+    ratio = block_tables.checked(peer_us / us, best["impl"], line.workload, line.direction)
+    return f"{titles[best['impl']]} | {peer_us / 1e3:.2f} ms | {ratio:.2f}×"
 
 
 def _rate(row: pd.Series, line: Line) -> str:

@@ -415,7 +415,7 @@ def test_a_compiled_backward_runs_again(peers):
 
 def test_a_wrong_peer_is_found(cpu, peers, monkeypatch):
     right = baselines.block_offsets
-    monkeypatch.setattr(baselines, "block_offsets", lambda inputs: right(inputs)[[0, -1]])
+    monkeypatch.setattr(baselines.blocks, "block_offsets", lambda x: right(x)[[0, -1]])
     (row,) = run_blocks(BLOCKS, ["fa2_varlen"], "forward")
     assert row.failure and not row.samples_us and cpu == []
 
@@ -605,7 +605,7 @@ def test_a_backward_rung_that_cannot_run_leaves_its_reason(cpu):
     assert rows[0].failure.startswith(
         "NotImplementedError: backward_impl 'v5_short_kv_backward' needs a max_seqlen_k of at most"
     )
-    assert rows[1].failure.startswith("Unsupported: needs the package flash-attn-3")
+    assert rows[1].failure.startswith("Unsupported: needs FlashAttention-3, which is not inst")
     assert rows[2].failure.startswith("ValueError: impl must be 'auto' or one of reference, v1_")
     (row,) = measure.measure(
         SMALL, ["v1_tiled_backward"], device=torch.device("cpu"), direction="backward",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -117,7 +118,7 @@ def needs_cuda() -> str | None:
 def is_importable(module: str) -> bool:
     """Whether a module can be found; its packages are imported, it is not."""
     try:
-        return importlib.util.find_spec(module) is not None
+        return module in sys.modules or importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
 
