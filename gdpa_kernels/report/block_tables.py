@@ -105,6 +105,26 @@ def rotary(rows: pd.DataFrame, names: tuple[str, str], fused: str, data_dir: Pat
     return made
 
 
+def bytes_of_two(turned: Workload, plain: Workload, way: str) -> int:
+    """The fewest bytes of a rotary kernel and attention, one after the other; `plain`: the workload
+    `turned` without rotary."""
+    rotary = 6 * plain.bytes_written("forward")  # three tensors, read and written
+    return plain.bytes(way) + rotary + turned.bytes(way) - plain.bytes(way)
+
+
+def worth(times: pd.Series, fused: Sequence[str], turned: Workload, plain: Workload, way: str):
+    """The time of a rotary kernel and attention over the fastest of `fused`, and what their bytes
+    allow; `times`: of a direction, by implementation. NaN if the pair was not timed; ValueError if
+    it takes more than 3 % longer than its bytes allow."""
+    bound = bytes_of_two(turned, plain, way) / turned.bytes(way)
+    found = times["rotary_kernel"] / times[list(fused)].min()
+    if found > 1.03 * bound:
+        raise ValueError(
+            f"{way}, a pair must gain at most {bound:.2f} by its bytes, got {found:.2f}"
+        )
+    return found, bound
+
+
 def roundings(accuracy: pd.DataFrame, data_dir: str | Path) -> pd.DataFrame:
     """Table 8: errors with two roundings over those with one; `accuracy`: a record's table."""
     accuracy = accuracy.astype({"roundings": int}).set_index(["roundings", "gradient"])

@@ -150,24 +150,23 @@ chapter.figure(chart, data=bars.reset_index(names="step"), measured=[chapter.rec
 chapter.lacks("samples", "This record keeps medians of eight steps, not the steps.")
 
 # %% tags=["remove-cell"]
-attention = kinds["attention"] / kinds.sum(axis=1)
+attention, fused = kinds["attention"] / kinds.sum(axis=1), ours["fused, bf16"][HALF]
 LOOKUPS, COMPILED, FUSED_AT = (
     (HALF, way, "gdpa") for way in ("compiled, lookups", "compiled", "fused, bf16")
 )
 chapter.glue(
     attention=spread(gain.loc[list(LAWS), "compiled"]),
-    fused_fp32=(v1["compiled"] / ours["fused norms"])[HALF],
-    fused_bf16=(v1["compiled, bf16"] / ours["fused, bf16"])[HALF],
+    fused_fp32=v1["compiled"][HALF] / ours["fused norms"][HALF],
+    fused_bf16=v1["compiled, bf16"][HALF] / fused, fused=fused,
     fused_only=ours["fused norms"][HALF], bf16_only=ours["compiled, bf16"][HALF],
-    everything=v1["compiled, lookups"][HALF] / ours["fused, bf16"][HALF],
+    everything=v1["compiled, lookups"][HALF] / fused,
     share_v1=100 * attention[HALF, "compiled", "v1"], norm_eager=eager_norm,
     norm_compiled=100 * share[COMPILED], norm_fused=100 * share[FUSED_AT],
     padded=spread(ms["padded_sdpa"].dropna() / ms["gdpa"].xs("eager", level="way")),
     lookups=ours["compiled, lookups"][HALF], matmul=ours["compiled"][HALF],
-    atomics=kinds["embedding"][LOOKUPS], fused=ours["fused, bf16"][HALF],
-    norms=kinds["norm"][COMPILED], fused_norms=kinds["norm"][FUSED_AT],
+    atomics=kinds["embedding"][LOOKUPS], norms=kinds["norm"][COMPILED],
+    fused_norms=kinds["norm"][FUSED_AT], tokens=found["tokens"][LOOKUPS],
     memory=found["peak_memory_gib"][COMPILED], fused_memory=found["peak_memory_gib"][FUSED_AT],
-    tokens=found["tokens"][LOOKUPS],
     left=100 * (attention + kinds["matmul"] / kinds.sum(axis=1))[FUSED_AT],
     blocks=gain["blocks of 64"][HALF], hstu=gain["HSTULite"][HALF],
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """The published tables of block attention beside rows made by hand."""
 
+from dataclasses import replace
+
 import pandas as pd
 import pytest
 
@@ -47,6 +49,20 @@ def test_lengths_keep_a_batch_on_which_the_baseline_failed():
     assert set(long["fill"]) == {1.0} and set(long["blocks"]) == {768 * 125}
     wide = block_tables.by_length(made, "quotient")
     assert wide.loc[1000, "forward, fill 0.7"] == 3.0
+
+
+def test_a_pair_gains_no_more_than_its_bytes():
+    turned = workload("block-rotary-1735537")
+    plain = replace(turned, name="plain", rotary=False, rotate_v=False)
+    times = pd.Series({"rotary_kernel": 3000.0, "v4_rotary": 2000.0, "v1_one_tile": 2500.0})
+    found, bound = block_tables.worth(times, ["v4_rotary", "v1_one_tile"], turned, plain, "forward")
+    assert found == 1.5 and bound == pytest.approx(31 / 13)  # thirds of a tensor
+    slow = times.replace(3000.0, 6000.0)
+    with pytest.raises(ValueError, match="forward, a pair must gain at most 2.38 .* got 3.00"):
+        block_tables.worth(slow, ["v4_rotary"], turned, plain, "forward")
+    missing, _ = block_tables.worth(times.replace(3000.0, float("nan")), ["v4_rotary"], turned,
+                                    plain, "backward")  # fmt: skip
+    assert missing != missing
 
 
 def test_table_7_by_hand():
