@@ -203,7 +203,10 @@ def test_layers(seed, draw):
     y = y.flatten(0, 1) if kind == "pma" else y[0]
 
     each = partial(attend, names=names, scale=scale, output_scale=output_scale)
-    heads_of = lambda x, module: linear(x, module.weight, module.bias).unflatten(-1, (-1, head_dim))
+
+    def heads_of(x, module):
+        return linear(x, module.weight, module.bias).unflatten(-1, (-1, head_dim))
+
     keys, rows = lengths, lengths
     if kind in ("self", "block"):
         q, k, v = heads_of(x, layer.qkv).split([heads, kv_heads, kv_heads], 1)

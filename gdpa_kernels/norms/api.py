@@ -108,7 +108,7 @@ def head_norm(
     Source: RMSNorm, arXiv 1910.07467; of q and k, arXiv 2010.04245 with an L2 norm; rotary
     embedding, arXiv 2104.09864.
     """
-    check_transforms("head_norm_")
+    check_transforms("head_norm")
     _check_heads(x, weights, counts, turns)
     _check_eps(eps)
     second = weights[1] if len(weights) == 2 else None

@@ -7,13 +7,12 @@
 # %% [markdown]
 # # v2 backward: one pass, five MMAs
 #
-# A program that owns keys has everything that dQ needs, except dQ's rows. What does it cost to add
-# to rows that no program owns?
+# A program that owns keys has all that dQ needs but its rows. What does it cost to add to those?
 #
 # :::{admonition} In this chapter (20 minutes)
 # You will count the bytes of a sum across programs, and tell from the number of summands whether it
-# is deterministic. In bursts v2 takes {glue:text}`of_v1_long:.2f` of v1's time on full batches of
-# 1,024 tokens; MMAs alone would give 5/7. The difference is dQ in fp32.
+# is deterministic. v2 takes {glue:text}`of_v1_long:.2f` of v1's time in bursts of 1,024 tokens;
+# MMAs alone would give 5/7. The difference is dQ in fp32.
 # :::
 
 # %%
@@ -167,8 +166,7 @@ def _(session):
 
     def time_parts(inputs):
         timed = timing.sample_kernels(parts(inputs), session.device, session.protocol)
-        name = inputs.workload.name
-        samples.update({(name, part): times for part, times in timed.items()})
+        samples.update({(inputs.workload.name, part): times for part, times in timed.items()})
         session.tabulate("parts", ("workload", "part"), samples)
 
     for work in (workload(LONG), workload(CROSS)):
@@ -222,10 +220,9 @@ chapter.predict(text, min(long["stored"], cross["stored"]), least=0.95, most=1.0
 
 # %% [markdown]
 # dQ costs more than predicted. Zero fill and rounding are {glue:text}`fixed_long:.0f` % of v2's
-# time with 1,024 keys and {glue:text}`fixed_cross:.0f` % with 256. Of the last part the MMA, at the
-# rate of large matmuls, explains {glue:text}`mma:.2f`. Most of it is the path to L2 and what waits
-# for it. {doc}`v4_warp_specialized_backward` overlaps the additions with the MMAs of the next step;
-# {doc}`v5_short_kv_backward` needs none.
+# time with 1,024 keys and {glue:text}`fixed_cross:.0f` % with 256. Of the last part the MMA is
+# {glue:text}`mma:.2f`; most of it is the path to L2. {doc}`v4_warp_specialized_backward` overlaps
+# the additions with the next step's MMAs; {doc}`v5_short_kv_backward` needs none.
 #
 # ## The surprise: bits
 

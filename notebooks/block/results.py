@@ -60,9 +60,7 @@ data_dir = "data"
 # a sequence for each block: the same mathematics, and what a user would write today.
 #
 # *Sparsity 0.7 is a fill*: lengths between 0.4 and 1.0 of the largest ({doc}`block_attention`). The
-# tables do not describe one run: attention backward costs 0.366 ns for each token and head in table
-# 5 and 0.299 in table 7 (published, {doc}`counting_bytes`). A ratio of times from two tables means
-# nothing.
+# tables do not describe one run ({doc}`counting_bytes`): a ratio of times from two means nothing.
 #
 # Times are {term}`back to back <sustained scope>` unless an exhibit says burst. The plan, what
 # matters most first:
@@ -146,7 +144,8 @@ assert fa2["backward"] > fa2["forward"], "the text: backward gains more"
 assert limits["backward"].iloc[[1, 3]].between(20, 30).all(), "the text: about a quarter"
 
 # %% tags=["remove-input"]
-chapter.table(five.replace("_.*", "", regex=True).round(2), measured=of_five)
+chapter.table(five.replace("_.*", "", regex=True).round(2), measured=of_five,
+              published="table 5, NVIDIA B200")  # fmt: skip
 percent = {"form": ".1f", "unit": " %"}
 chapter.predict("v1 forward, share of the copy.", v1["forward"], least=95, most=100, **percent)
 chapter.predict("v3 backward, share of the copy.", v3["backward"], least=87, most=94, **percent)
@@ -167,7 +166,8 @@ for way, line in five[:2].set_index("direction").iterrows():
 # machine tell them apart:
 
 # %% tags=["remove-input"]
-chapter.table(limits.round(0).rename_axis("percent of a rate").reset_index(), measured=of_five)
+chapter.table(limits.round(0).rename_axis("percent of a rate").reset_index(), measured=of_five,
+              published="table 5, NVIDIA B200")  # fmt: skip
 
 # %% [markdown]
 # Backward both baselines reach about a quarter of their machine's rate. The published ratio is
@@ -215,7 +215,7 @@ chart = charts.panels(
     panels, xlabel="largest length (tokens)", ylabel="times as fast",
     highlight=["backward, fill 0.7", "forward, fill 0.7"],
 )  # fmt: skip
-chapter.figure(chart, measured=of_six)
+chapter.figure(chart, measured=of_six, published="table 6, NVIDIA B200, read from bars")
 text = "Both kernels count blocks: the largest quotient over the smallest, the worse direction."
 chapter.predict(text, spread, most=10, **percent)
 
@@ -283,7 +283,8 @@ chart = charts.bars(
     ceiling=back[fused] * of[fused] / 100,
 )  # fmt: skip
 chapter.figure(chart, measured=of_seven)
-chapter.table(seven.round(3).rename_axis("backward, ms").reset_index(), measured=of_seven)
+chapter.table(seven.round(3).rename_axis("backward, ms").reset_index(), measured=of_seven,
+              published="table 7, NVIDIA B200")  # fmt: skip
 chapter.predict("Fused over attention and a rotary kernel.", over_kernel, least=1.4, most=1.65)
 chapter.predict("Fused over PyTorch's operations.", over_eager, least=4, form=".1f")
 
@@ -321,7 +322,8 @@ eight = block_tables.roundings(chapter.recorded("accuracy"), data_dir)
 farthest = eight["mean"].iloc[(eight["mean"] - 1.1).abs().argmax()]
 
 # %% tags=["remove-input"]
-chapter.table(eight.round(3).reset_index(), measured=[chapter.record().id])
+chapter.table(eight.round(3).reset_index(), measured=[chapter.record().id],
+              published="table 8, NVIDIA B200")  # fmt: skip
 text = "The mean error of each gradient is 5 to 15 % larger with two (the farthest from 1.10)."
 chapter.predict(text, farthest, least=1.05, most=1.15)
 chapter.glue(mean_dq=eight.loc["dq", "mean, published"])
@@ -383,21 +385,6 @@ print(f"a list: {lists['v1_one_tile']:.0f} us; offsets in PyTorch: {lists['fa2_v
 #
 # A mean of 1506.5, a fill of 0.753. Uniform on 800 to 1999 has a mean of 1399.5 and a standard
 # deviation of 346; the mean of 1152 draws has one of 10.2. A mean ten of them away is no such draw.
-# :::
-#
-# :::{exercise} A peer of your own
-# :label: ex-tables-peer
-#
-# Add FlexAttention with a mask of blocks to `BLOCK_BASELINES`. What must `prepare` return, what
-# belongs in `metadata`, and what if the mask lets a token see the next sequence? *(a GPU)*
-# :::
-#
-# :::{solution} ex-tables-peer
-# :class: dropdown
-#
-# `prepare(inputs, direction)` returns the call to be timed: the output, or with `differentiate` the
-# three gradients. The block mask depends on the offsets alone, so making it is metadata, timed in
-# the scope `schedule`. A wrong mask gives a row that says "check failed" and has no samples.
 # :::
 #
 # ## Takeaways

@@ -49,7 +49,8 @@ data_dir = "data"
 # In {term}`bursts <burst>` kernels run near the highest clock. A loop over one kernel, as in
 # published benchmarks and training, runs into the power limit ({doc}`../measuring/power_wall`). So
 # what users choose between runs {term}`back to back <sustained scope>` too: this chapter's numbers
-# unless it says burst. Each is compared with ceilings timed the same way. Whole calls are timed on four:
+# unless it says burst. Each is compared with ceilings timed the same way. Whole calls are timed on
+# four:
 
 # %%
 chapter = Chapter("forward/results", mode=mode, device=device, data_dir=data_dir)

@@ -10,9 +10,8 @@
 #
 # :::{admonition} In this chapter (15 minutes)
 # You will count the bytes of an eager program without running it, predict its time, and find by a
-# fit over {glue:text}`workloads:.0f` workloads which part of the prediction failed. Back to back v0
-# takes {glue:text}`measured_ms:.0f` ms where the roofline is {glue:text}`floor_ms:.0f`, and more
-# than half of it goes to padding.
+# fit over {glue:text}`workloads:.0f` workloads which part failed. Back to back v0 takes
+# {glue:text}`measured_ms:.0f` ms, the roofline is {glue:text}`floor_ms:.0f`; half goes to padding.
 # :::
 
 # %%
@@ -38,8 +37,7 @@ FULL, SHORT, HALF = "gdpa-self-full-1024", "gdpa-self-full-256", "gdpa-self-half
 V0 = "v0_eager"
 us = chapter.times("forward/results", direction="forward").dropna(subset=["v0_eager"])
 record = chapter.record("forward/results")
-of = {"workload": FULL, "direction": "forward", "impl": V0}
-loop = chapter.rows("forward/results", scope="sustained", **of).iloc[0]
+loop = chapter.rows("forward/results", scope="sustained", workload=FULL, impl=V0).iloc[0]
 limits = results.ceilings(record)
 work, half, short = map(workload, (FULL, HALF, SHORT))
 floor, half_floor = (roofline.bracket(w, "forward", limits).lower_us / 1e3 for w in (work, half))

@@ -43,10 +43,10 @@ roof = chapter.times(whole, value="percent_of_roofline", direction="forward")
 gain = us[V7] / us[V8]
 FULL = {n: f"gdpa-self-full-{n}" for n in (256, 512, 1024, 2048)}
 sustained = {"direction": "forward", "scope": "sustained"}
-wall = chapter.times("measuring/power_wall", **sustained)
-wall = 100 * (wall[V7] / wall[V8] - 1)[[FULL[n] for n in (512, 1024, 2048)]]
+wall = chapter.times("measuring/power_wall", **sustained).loc[list(FULL.values())[1:]]
+wall = 100 * (wall[V7] / wall[V8] - 1)
 own = chapter.times("forward/results", "percent_of_roofline", **sustained).loc[us.index, V8]
-chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(own >= 90).sum())
+chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(own >= 90).sum(), all=len(us))
 
 # %% tags=["remove-input"]
 # | name: fig-v8-rates
@@ -165,8 +165,7 @@ chapter.table(table, measured=chapter.rows(whole, workload=list(FULL.values())))
 half = gain[gain.index.str.contains("half")]
 peer = us["cudnn"] / us[V8]
 chapter.glue(**{f"at_{n}": 100 * (gain[name] - 1) for n, name in FULL.items()})
-chapter.glue(half_min=half.min(), half_max=half.max(), all=len(us))
-chapter.glue(cudnn_min=peer.min(), cudnn_max=peer.max())
+chapter.glue(half_min=half.min(), half_max=half.max(), cudnn_min=peer.min(), cudnn_max=peer.max())
 assert gain[FULL[1024]] < gain[FULL[2048]] <= gain[FULL[512]], "the text says so"
 
 # %% [markdown]

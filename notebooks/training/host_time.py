@@ -28,7 +28,7 @@ from gdpa_kernels.measuring import host as hosts
 from gdpa_kernels.measuring import record
 from gdpa_kernels.measuring.inputs import cu_seqlens
 from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts
+from gdpa_kernels.report import calls, charts
 from gdpa_kernels.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -249,25 +249,7 @@ chapter.glue(worst=f"{impl} on {slow}", worst_kernel=kernel[impl][slow],
 # This book gives the cost of a forward call of v8 with new offsets in three ways:
 
 # %% tags=["remove-input"]
-EVENTS, v8 = "gdpa-self-ml25m-events-1024", {"direction": "forward", "impl": "v8_own_waits"}
-places = {"forward/results": {"scope": "kernel"}, "measuring/production_gap":
-          {"scope": "sustained", "workload": EVENTS}}  # fmt: skip
-idle = {}
-for of, how in places.items():
-    op, alone = (chapter.times(of, **v8, **x)["v8_own_waits"] for x in ({"scope": "op"}, how))
-    idle[of] = pd.DataFrame({"more": op - alone, "times": op / alone}).dropna()
-calls, events = idle["forward/results"], idle["measuring/production_gap"].loc[EVENTS]
-costs = {
-    "host: until the call returns, in a row": (
-        "checks, output, descriptors, list, launches", f"{new.min():.0f} to {new.max():.0f} µs"),
-    "op - kernel: to the result, on an idle device, median of {doc}`results <../forward/results>`":
-        ("the same on a cold host, waiting for offsets, the device's start and end",
-         f"{calls['more'].median():.0f} µs"),
-    f"op / kernel: the same, on {EVENTS} ({{doc}}`gap <../measuring/production_gap>`)":
-        ("that time beside a short kernel", f"{events['times']:.2f} ({events['more']:.0f} µs)"),
-}  # fmt: skip
-costs = pd.DataFrame(costs, index=["includes", "found"]).T.rename_axis("cost")
-ids = [chapter.record(of).id for of in (None, *places)]
+costs, ids = calls.costs(chapter, new)
 chapter.table(costs.reset_index(), measured=ids)
 
 # %% [markdown]

@@ -65,13 +65,12 @@ PLAN |= {
     **{("half-full 1,024", way): ["gdpa", "v1"]
        for way in ("compiled, lookups", "compiled, bf16", "blocks of 64", "HSTULite")},
 }  # fmt: skip
-
-# %% tags=["remove-cell"]
 PARTS = ("step_s", "forward_s", "backward_s", "optimizer_s", "attention_alone_s", "samples_per_s",
          "tflops", "tokens", "peak_memory_gib")  # fmt: skip
 KINDS = ("attention", "norm", "matmul", "embedding", "optimizer", "compiled", "other")
 
 
+# %% tags=["remove-cell"]
 @chapter.measure
 def _(session):
     found, samples = [], []
@@ -83,10 +82,9 @@ def _(session):
             found.append((*what, *(row[part] for part in PARTS), *kinds))
             samples += [(*what, part, i, s) for part, each in row["samples_s"].items()
                         for i, s in enumerate(each)]  # fmt: skip
-    columns = ("law", "way", "kernel", *PARTS, *(f"{kind}_kind_s" for kind in KINDS))
-    session.tables["steps"] = record.Table(columns, tuple(found))
-    columns = ("law", "way", "kernel", "part", "sample", "time_s")
-    session.tables["samples"] = record.Table(columns, tuple(samples))
+    ids, kinds = ("law", "way", "kernel"), (f"{kind}_kind_s" for kind in KINDS)
+    session.tables["steps"] = record.Table((*ids, *PARTS, *kinds), tuple(found))
+    session.tables["samples"] = record.Table((*ids, "part", "sample", "time_s"), tuple(samples))
 
 
 # %% [markdown]
@@ -150,26 +148,23 @@ chapter.figure(chart, data=bars.reset_index(names="step"), measured=[chapter.rec
 chapter.lacks("samples", "This record keeps medians of eight steps, not the steps.")
 
 # %% tags=["remove-cell"]
-attention = kinds["attention"] / kinds.sum(axis=1)
-LOOKUPS, COMPILED, FUSED_AT = (
-    (HALF, way, "gdpa") for way in ("compiled, lookups", "compiled", "fused, bf16")
-)
+attention, fused = kinds["attention"] / kinds.sum(axis=1), ours["fused, bf16"][HALF]
+WAY = "compiled, lookups", "compiled", "fused, bf16"
+LOOKUPS, COMPILED, FUSED_AT = ((HALF, way, "gdpa") for way in WAY)
 chapter.glue(
     attention=spread(gain.loc[list(LAWS), "compiled"]),
-    fused_fp32=(v1["compiled"] / ours["fused norms"])[HALF],
-    fused_bf16=(v1["compiled, bf16"] / ours["fused, bf16"])[HALF],
+    fused_fp32=v1["compiled"][HALF] / ours["fused norms"][HALF],
+    fused_bf16=v1["compiled, bf16"][HALF] / fused, fused=fused, matmul=ours["compiled"][HALF],
     fused_only=ours["fused norms"][HALF], bf16_only=ours["compiled, bf16"][HALF],
-    everything=v1["compiled, lookups"][HALF] / ours["fused, bf16"][HALF],
-    share_v1=100 * attention[HALF, "compiled", "v1"], norm_eager=eager_norm,
-    norm_compiled=100 * share[COMPILED], norm_fused=100 * share[FUSED_AT],
+    everything=v1["compiled, lookups"][HALF] / fused, norm_eager=eager_norm,
+    share_v1=100 * attention[HALF, "compiled", "v1"], norm_compiled=100 * share[COMPILED],
+    norm_fused=100 * share[FUSED_AT], memory=found["peak_memory_gib"][COMPILED],
+    fused_memory=found["peak_memory_gib"][FUSED_AT], hstu=gain["HSTULite"][HALF],
     padded=spread(ms["padded_sdpa"].dropna() / ms["gdpa"].xs("eager", level="way")),
-    lookups=ours["compiled, lookups"][HALF], matmul=ours["compiled"][HALF],
-    atomics=kinds["embedding"][LOOKUPS], fused=ours["fused, bf16"][HALF],
-    norms=kinds["norm"][COMPILED], fused_norms=kinds["norm"][FUSED_AT],
-    memory=found["peak_memory_gib"][COMPILED], fused_memory=found["peak_memory_gib"][FUSED_AT],
-    tokens=found["tokens"][LOOKUPS],
+    lookups=ours["compiled, lookups"][HALF], tokens=found["tokens"][LOOKUPS],
+    atomics=kinds["embedding"][LOOKUPS], norms=kinds["norm"][COMPILED],
+    fused_norms=kinds["norm"][FUSED_AT], blocks=gain["blocks of 64"][HALF],
     left=100 * (attention + kinds["matmul"] / kinds.sum(axis=1))[FUSED_AT],
-    blocks=gain["blocks of 64"][HALF], hstu=gain["HSTULite"][HALF],
 )  # fmt: skip
 
 # %% [markdown]

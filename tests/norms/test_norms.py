@@ -386,10 +386,10 @@ def test_memory_that_elements_share_is_refused():
     shared = (draw(1, 3, 64).expand(5, 3, 64), draw(5 * 64).as_strided((5, 1, 64), (32, 64, 1)))
     for x in shared:
         with pytest.raises(ValueError, match="x must have memory of its own for each element, got"):
-            head_norm_(x, (weight,), (1,))
+            head_norm(x, (weight,), (1,))
     own = (draw(64, 3, 5).permute(2, 1, 0), draw(0, 3, 64), draw(5, 1, 128)[..., :64])
     for x in own:
-        head_norm_(x, (weight,), (1,))
+        head_norm(x, (weight,), (1,))
 
 
 @pytest.mark.parametrize("dtype, most", ((BF16, 2**-9), (torch.float16, 2**-12)), ids=str)
@@ -401,6 +401,6 @@ def test_the_gradient_of_a_weight_is_as_good_as_the_rounding_of_x(kernel, dtype,
     wanted = (grad.double() * normalised).sum((0, 1))
     weight.requires_grad_()
     with kernels_run() if kernel else contextlib.nullcontext():
-        y = head_norm_(x.clone(), (weight,), (2,))
+        y = head_norm(x.clone(), (weight,), (2,))
         (found,) = torch.autograd.grad(y, weight, grad)
     assert (found - wanted).norm() <= most * wanted.norm()

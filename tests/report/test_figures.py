@@ -292,8 +292,8 @@ def test_provenance_warns_of_changed_kernels_and_refuses_a_missing_record(data_d
 def test_a_figure_without_measurements_says_what_it_is():
     line = page.source("modelled", "a < b").data
     assert line == '<p class="provenance" data-kind="modelled"><b>modelled</b>: a &lt; b</p>'
-    with pytest.raises(ValueError, match="kind must be one of published, modelled, emulated"):
-        page.source("measured", "trust me")
+    with pytest.raises(ValueError, match="kind must be one of measured, published, modelled"):
+        page.source("guessed", "a record")
 
 
 def test_save_csv_writes_the_table_and_refuses_other_names(tmp_path, monkeypatch):

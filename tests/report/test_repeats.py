@@ -67,3 +67,22 @@ def test_a_protocol_is_held_against_ours_at_its_batch():
         "ours": 1, "warm": 2, "ours, batch 32": 1, "bare, batch 32": 0.25
     }  # fmt: skip
     assert found["low"]["warm"] < 2 < found["high"]["warm"]
+
+
+def test_ceilings_are_those_of_the_newest_record_of_a_chapter():
+    def ceiling(kind, scope, us, **size):
+        sizes = {"flops": 0, "bytes_read": 0, "bytes_written": 0, **size}
+        load = SimpleNamespace(sm_clock_mhz=1500.0)
+        return SimpleNamespace(kind=kind, scope=scope, samples_us=[us], load=load, **sizes)
+
+    copy = ceiling("copy", "kernel", 1.0, bytes_read=2000, bytes_written=2000)
+    loops = [ceiling("matmul", "sustained", 4.0, flops=2e6)]
+    loops.append(ceiling("copy", "sustained", 1.0, bytes_read=2000, bytes_written=2000))
+    runs = [
+        SimpleNamespace(id=f"run-{us}", chapter="notebooks/a/b.py",
+                        ceilings=[ceiling("matmul", "kernel", us, flops=2e6), copy, *more])
+        for us, more in ((1.0, []), (2.0, loops))
+    ]  # fmt: skip
+    runs.append(SimpleNamespace(id="none", chapter="notebooks/a/c.py", ceilings=[]))
+    (row,) = repeats.ceilings(runs).itertuples(name=None)
+    assert row == ("a/b", 1.0, 0.5, 1500.0, 4.0, "run-2.0")
