@@ -112,10 +112,8 @@ def test_a_chapter_that_reads_the_others_runs_after_them_and_again(runner, monke
     write(runner, "a.py", header + code.format(str(runner.EXECUTED)))
     other = write(runner, "b.py", HEADER)
     status, out = run(runner, monkeypatch, capfd)
-    assert status == 0 and [line.split()[0] for line in out.splitlines()[1:]] == [
-        "part/b",
-        "part/a",
-    ]
+    ran = [line.split()[0] for line in out.splitlines()[1:]]
+    assert status == 0 and ran == ["part/b", "part/a"]
     page = nbformat.read(runner.EXECUTED / "part" / "a.ipynb", as_version=4)
     assert page.cells[-1].outputs[0].text == "1\n", "the other chapter was there"
     assert run(runner, monkeypatch, capfd)[1] == "2 of 2 chapters are as they were\n"

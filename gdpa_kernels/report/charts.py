@@ -78,15 +78,17 @@ def bars(
     marks: Mapping[str, float] | None = None,
     form: str = ".0f",
 ) -> Figure:
-    """A horizontal bar for each entry of `values`, from the top, with its number.
+    """A horizontal bar for each entry of `values`, from the top, with its number, or "not timed".
 
     `ceiling`: a dashed line; `marks`: thin lines with a name and a number above the bars.
     """
     _check_highlight(highlight, values.index)
-    _check_complete(values.to_frame("value"))
     with canvas(width=7.0, height=0.9 + 0.34 * len(values)) as (chart, axis):
         for place, (name, value) in enumerate(values.items()):
             strong = name in highlight
+            if np.isnan(value):
+                note(axis, NOT_TIMED, (0, place), (5, 0), va="center", fontsize=SMALL)
+                continue
             axis.barh(place, value, 0.62, color=_colour(name, strong))
             inside = bool(marks) and value > 0.2 * values.max()  # clear of the lines
             shade = ("white" if strong else "black") if inside else INK

@@ -162,8 +162,7 @@ table = table.assign(**{"v8 / v7": gain[table.index].round(3)}).reset_index()
 chapter.table(table, measured=chapter.rows(whole, workload=list(FULL.values())))
 
 # %% tags=["remove-cell"]
-half = gain[gain.index.str.contains("half")]
-peer = us["cudnn"] / us[V8]
+half, peer = gain[gain.index.str.contains("half")], (us["cudnn"] / us[V8]).dropna()
 chapter.glue(**{f"at_{n}": 100 * (gain[name] - 1) for n, name in FULL.items()})
 chapter.glue(half_min=half.min(), half_max=half.max(), cudnn_min=peer.min(), cudnn_max=peer.max())
 assert gain[FULL[1024]] < gain[FULL[2048]] <= gain[FULL[512]], "the text says so"

@@ -99,10 +99,13 @@ def test_panels_share_a_scale_and_name_lines_at_their_ends():
 
 def test_a_missing_value_is_named_where_a_point_would_be():
     frame = pd.DataFrame({"a": [1.0, None, 3.0]}, index=[1, 2, 4])
-    for draw in (charts.lines, charts.dots):
-        options = {"ylabel": "y", "highlight": ["a"]} if draw is charts.lines else {}
-        (axis,) = draw(frame, xlabel="x", **options).axes
-        assert any("not timed" in text.get_text() for text in axis.texts)
+    drawn = [
+        charts.lines(frame, xlabel="x", ylabel="y", highlight=["a"]),
+        charts.dots(frame, xlabel="x"),
+        charts.bars(pd.Series({"v1": 1.0, "v2": None}), xlabel="x", highlight=["v1"]),
+    ]
+    for chart in drawn:
+        assert any("not timed" in text.get_text() for text in chart.axes[0].texts)
     (line, *_) = charts.lines(frame, xlabel="x", ylabel="y", highlight=["a"]).axes[0].get_lines()
     assert len(line.get_xdata()) == 3, "the line has a gap, not a bridge"
 
@@ -110,7 +113,6 @@ def test_a_missing_value_is_named_where_a_point_would_be():
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda x: charts.bars(x["a"], xlabel="x", highlight=[1]),
         lambda x: charts.curves(x, xlabel="x", ylabel="y", highlight=["a"]),
         lambda x: charts.stacked(x, xlabel="x", looks={"a": "filled"}),
         lambda x: charts.scatter({"g": x.assign(b=1.0)}, xlabel="x", ylabel="y"),
