@@ -300,12 +300,12 @@ for name, module in RUNGS.items():
 # * - order of `tcgen05` operations across threads
 #   - emulated barriers order all memory; the PTX has {glue:text}`ptx_fences:.0f` `tcgen05.fence`
 #   - a sanitizer on the device
-# * - proxy fences before TMA stores
-#   - not modelled; the compiler keeps ours
+# * - that proxy fences suffice
+#   - not modelled; tests read in the PTX that each stored tile has one, and miss one left out
 #   - the same
-# * - swizzles, descriptors, lanes
-#   - the emulator has buffers, no layouts
-#   - one correct result
+# * - lanes of tensor memory
+#   - the emulator has buffers, no layouts; of shared memory tests evaluate descriptors and swizzles
+#   - one correct result for each shape
 # ```
 #
 # The first run on a B200 will settle most of it.
