@@ -5,8 +5,8 @@ torchrun --nproc-per-node 2 examples/ranks.py --engine ddp --batch 1152 --deals 
 
 For each deal of rows to ranks, prints and writes to --out: the time of a step, and the time that
 each rank takes for its own rows without communication. A rank that waits for a slower one and one
-that waits for gradients look alike in the first; the second tells them apart. "samples_s" in --out has both for
-each rank and step.
+that waits for gradients look alike in the first; the second tells them apart. "samples_s" in --out
+has both for each rank and step.
 """
 
 from __future__ import annotations
