@@ -23,7 +23,7 @@ STATE = dict.fromkeys(
      "other_processes")
 )  # fmt: skip
 MATMUL_US = 1000.0
-LOAD = Load(1500.0, 990.0, 1.0, ())
+LOAD = Load(1500.0, None, 1.0, ())
 WRONG = Error.judge(1.0, 1e-3, elements=4)
 SUSTAINED = {"scope": "sustained", "load": LOAD}
 CEILINGS = (
