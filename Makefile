@@ -29,6 +29,7 @@ book: $(READY)
 	  --path-output book -W -n --keep-going --quiet
 	$(BIN)/python notebooks/lengths.py
 	$(PYTEST) tests/site
+	$(BIN)/python -I tests/site/recompute.py --seed $$(date +%Y%m%d)
 	@echo "The book is in book/_build/html/index.html"
 
 # The test suite, on the CPU.

@@ -76,3 +76,11 @@ def test_the_repair_command_installs_the_pinned_fbtriton(path):
     written = re.findall(r"fbtriton(==[0-9.]*[0-9])", text)
     assert set(written) <= {pins(declared(), "3.11.7")["fbtriton"]}
     assert written or path.endswith(".py")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=str)
+def test_actions_are_pinned_by_commit(path):
+    uses = re.findall(r"uses: (.*)", path.read_text(encoding="utf-8"))
+    assert uses
+    for action in uses:
+        assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action

@@ -130,6 +130,13 @@ def _wrong_budgets(record: Record) -> Iterator[str]:
                 f"rows[{i}].error.budget must be at most {most:.3g}, what roundings to "
                 f"{record.workload(row.workload).dtype} amount to, got {row.error.budget:.3g}"
             )
+        if None not in (row.error.pytorch, row.error.rounding):
+            made = FACTOR * row.error.pytorch + row.error.rounding
+            if not math.isclose(made, row.error.budget, rel_tol=SAME):
+                yield (
+                    f"rows[{i}].error.budget must be {made:.6g}, {FACTOR:g} times pytorch and "
+                    f"rounding, got {row.error.budget:.6g}"
+                )
         seen = budgets.setdefault(key, set())
         seen.add(row.error.budget)
         tensors = 1 if row.direction == "forward" and row.math != "rotary" else 3

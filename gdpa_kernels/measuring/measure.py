@@ -128,6 +128,8 @@ def _error(comparisons: Sequence[testing.Comparison]) -> record.Error:
         budget=worst.max_abs_budget,
         passed=all(comparison.passed for comparison in comparisons),
         elements=sum(comparison.elements for comparison in comparisons),
+        pytorch=worst.pytorch,
+        rounding=worst.rounding,
     )
 
 

@@ -390,4 +390,6 @@ def _comparison(name: str, elements: int, errors: torch.Tensor) -> testing.Compa
     largest = errors[..., 0].amax(0).tolist()  # hands a NaN on, as the sum does
     rms = (errors[..., 1].sum(0) / elements).sqrt().tolist()
     budgets = [testing.FACTOR * error[1] + error[2] for error in (largest, rms)]
-    return testing.Comparison(name, elements, largest[0], budgets[0], rms[0], budgets[1])
+    return testing.Comparison(
+        name, elements, largest[0], budgets[0], rms[0], budgets[1], largest[1], largest[2]
+    )

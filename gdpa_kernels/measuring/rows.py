@@ -72,7 +72,9 @@ class Error:
     """The check of an output before it was timed.
 
     `max_abs`: largest absolute error against `reference`, None if the output was not finite.
-    `budget`: largest error allowed. `elements`: numbers compared.
+    `budget`: largest error allowed. `elements`: numbers compared. `pytorch`, `rounding`: largest
+    errors of PyTorch in the same dtype and of rounding alone, which make the budget (`testing`);
+    None in older records.
     """
 
     max_abs: float | None
@@ -80,6 +82,8 @@ class Error:
     passed: bool
     elements: int
     reference: str = "fp64"
+    pytorch: float | None = None
+    rounding: float | None = None
 
     @staticmethod
     def judge(max_abs: float, budget: float, *, elements: int, reference: str = "fp64") -> Error:

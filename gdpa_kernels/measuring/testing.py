@@ -18,7 +18,8 @@ FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """Errors of one named tensor against the fp64 oracle, and what they may be."""
+    """Errors of one named tensor against the fp64 oracle, and what they may be; `pytorch`,
+    `rounding`: the largest errors that `max_abs_budget` is made of."""
 
     name: str
     elements: int
@@ -26,6 +27,8 @@ class Comparison:
     max_abs_budget: float
     rms: float
     rms_budget: float
+    pytorch: float | None = None
+    rounding: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -85,6 +88,8 @@ def compare(
         FACTOR * allowed[0] + rounding[0],
         errors[1],
         FACTOR * allowed[1] + rounding[1],
+        allowed[0],
+        rounding[0],
     )
 
 

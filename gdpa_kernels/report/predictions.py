@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from gdpa_kernels.measuring import manifest, units
 from gdpa_kernels.measuring import record as records
 from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring import units
 from gdpa_kernels.measuring.roofline import Ceilings
 from gdpa_kernels.measuring.units import B200, backward, forward
 from gdpa_kernels.measuring.workload import Workload
@@ -159,6 +159,8 @@ def update(path: Path = PATH) -> bool:
     changed = not path.exists() or path.read_text(encoding="utf-8") != text
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
+    if path.resolve().is_relative_to(records.DATA_DIR):
+        manifest.update(records.DATA_DIR)
     return changed
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from gdpa_kernels import __main__
 from gdpa_kernels.measuring import manifest, record, refusals, system
-from gdpa_kernels.report import page, rankings, results
+from gdpa_kernels.report import page, rankings, results, standings
 from gdpa_kernels.report.chapter import Chapter
 
 OLD = "20261122T133040Z-forward-results-nvidia-h200-62ac9e84"
@@ -189,6 +189,9 @@ ATTACKS = {
     "a budget doubled": Attack(
         lambda f: f.edit(first(budget=5.0, max_abs=4.0)), "budget must be one of its workload"
     ),
+    "a budget not of its parts": Attack(
+        lambda f: f.edit(first(pytorch=0.5, rounding=0.1)), "budget must be 1.1, 2 times pytorch"
+    ),
     "a clock beyond the highest": Attack(lambda f: f.edit(raise_clock), "must be at most 1980"),
     "a date to come": Attack(lambda f: f.edit(later), "must be in the past"),
     "a record deleted": Attack(delete, "cannot be read", False),
@@ -287,7 +290,7 @@ def test_a_manifest_that_was_committed_must_stay(folder):
         results.table(folder.root)
 
 
-def test_a_guest_is_shown_and_changes_nothing(folder, capsys):
+def test_a_guest_is_shown_and_changes_nothing(folder, capsys, monkeypatch):
     def said() -> list[str]:
         found = [rankings.made_from(folder.root, name) for name in rankings.CHOICES]
         found.append(results.to_csv(results.table(folder.root)))
@@ -306,6 +309,10 @@ def test_a_guest_is_shown_and_changes_nothing(folder, capsys):
     assert "NVIDIA GH200 480GB" in printed and "somebody" in printed
     assert "NVIDIA H200," not in printed
     assert __main__.main([*command, "--gpu", "NVIDIA H200"]) == 1
+    shown = []
+    monkeypatch.setattr(standings, "display", lambda made: shown.append(made.data))
+    standings.others(Chapter("forward/results", data_dir=folder.root), None, "forward")
+    assert shown[0].startswith("**NVIDIA GH200 480GB, data/community/somebody**")
     (machine,) = (guest / "systems").iterdir()
     machine.write_text(machine.read_text() + " ")
     with pytest.raises(record.RecordError, match="SHA-256"):
