@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 NOTEBOOKS ?=
 DEVICE ?= cuda:0
+SEED ?= 0
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.gdpa-kernels-installed
@@ -44,9 +45,9 @@ test-processors: $(READY)
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST) $(ON_A_CPU)
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --threads 4 $(ON_A_CPU)
 
-# What takes minutes more than `make test`: every promise compiled, more random calls.
+# What takes too long for `make test`: every promise compiled, more random calls, others by SEED.
 test-nightly: $(READY)
-	$(PYTEST) --nightly
+	$(PYTEST) --nightly --seed $(SEED)
 
 # The emulator's tests without TLX under Triton itself, which stands before fbtriton on the path.
 test-upstream: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)
