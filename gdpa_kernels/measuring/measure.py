@@ -63,7 +63,7 @@ def candidate(
 def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], int]:
     """One call on memory full of NaN: its result, and the most device memory it had allocated."""
     result = ready.call()
-    with torch.no_grad():
+    with torch.inference_mode():  # a peer's backward may have made them in it
         for tensor in tensors(result):
             tensor.fill_(float("nan"))  # no earlier right answer for what is allocated next
     poison = [torch.full_like(tensor, float("nan")) for tensor in tensors(result)]

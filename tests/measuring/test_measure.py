@@ -516,6 +516,13 @@ def run_backward(work, impls, scopes=("kernel",)) -> list:
         )  # fmt: skip
 
 
+def test_a_result_made_in_inference_mode_can_be_poisoned():
+    call = torch.inference_mode()(lambda: torch.ones(3))
+    with tritonemu.fake_gpu("sm_90"):
+        result, _ = measure.run_once(measure.Candidate("stub", "softmax", call))
+    assert result.tolist() == [1, 1, 1]
+
+
 def test_backward_rungs_are_checked_timed_and_recorded(cpu):
     rows = run_backward(JAGGED, [*OF_ANY_TILES, "reference"])
     assert [row.impl for row in rows] == [*OF_ANY_TILES, "reference"]

@@ -143,7 +143,8 @@ def flex(inputs: Inputs, direction: str = "forward") -> Call:
         found = (out.float() * aux.lse.exp()[..., None] - offset * values) * workload.output_scale
         return found.to(q.dtype).transpose(1, 2).reshape(inputs.q.shape)
 
-    return compiled(torch.compile(attention, dynamic=False), inputs, direction)
+    attention = torch.compile(attention, dynamic=False, options={"compile_threads": 1})
+    return compiled(attention, inputs, direction)
 
 
 def _has_offset(workload: Workload, direction: str) -> str | None:
