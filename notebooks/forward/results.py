@@ -105,7 +105,7 @@ chapter.glue(over_peer=spread(best["peer / rung (time)"]), first=(over[V8] == 1)
              v8_cross=bursts[V8]["gdpa-cross-full-2048"], full_least=full.min(),
              v8_burst=bursts[V8]["gdpa-self-full-2048"], full_most=full.max(),
              half_least=half.min(), half_most=half.max(), kept=spread(rates[V8] / bursts[V8]),
-             peers=standings.listed(PEER_TITLES), missing=standings.listed(missing),
+             peers="; ".join(PEER_TITLES), missing="; ".join(missing) or "none",
              **standings.glued(best))  # fmt: skip
 chapter.glue_origin("front", rows[rows["workload"] == LADDER])
 
