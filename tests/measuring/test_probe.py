@@ -12,7 +12,7 @@ import torch
 import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import v7_packed
-from gdpa_kernels.measuring import probe, record
+from gdpa_kernels.measuring import probe
 from gdpa_kernels.measuring.workloads import WORKLOADS
 from gdpa_kernels.report import studies
 from tests.measuring import unproven
@@ -39,23 +39,23 @@ def forked(monkeypatch):
 
 
 def a_probe(said=None, **options):
-    limits = probe.LIMITS_S | dict.fromkeys(("run", "launches", "time"), 3.0)
     log = [].append if said is None else said.append
-    return probe.Probe(CPU, set(), log, limits_s=limits, in_child=unproven.trial, **options)
+    return probe.Probe(CPU, set(), log, in_child=unproven.trial, **options)
 
 
 @pytest.mark.parametrize("deed", ("raises", "hangs", "wrong", "crashes", "exits"))
 def test_a_fault_at_any_launch_costs_its_own_rows(forked, ladder_with_stand_ins, deed):
     """At the first and second launch, at the 5,000th back to back, and while it is timed."""
     bad = [impl for impl in unproven.FORWARDS if f"_{deed}_" in impl]
-    made = a_probe()
+    short = {"run": 5.0, "launches": 15.0, "time": 5.0} if deed == "hangs" else {}
+    made = a_probe(limits_s=probe.LIMITS_S | short)
     found = made.measure(SMALL, ["v0_eager", *bad, "b90_right"], scopes=("kernel", "sustained"))
     *failed, right = found.values()
     assert [*found] == [*range(1, len(bad) + 2)]
     stages = {1: "run", 2: "launches", 5000: "launches", unproven.TIMED: "time"}
     expected = {
         "raises": "RuntimeError: CUDA error: an illegal memory access was encountered",
-        "hangs": "timeout after 3 s in a child process ({stage})",
+        "hangs": "timeout after {limit:g} s in a child process ({stage})",
         "wrong": "ValueError: launch {launch:,} of 10,000 on a jagged batch: out",
         "crashes": "its child process ended with SIGSEGV ({stage})",
         "exits": "its child process ended with status 3 ({stage})",
@@ -64,7 +64,8 @@ def test_a_fault_at_any_launch_costs_its_own_rows(forked, ladder_with_stand_ins,
         launch = unproven.FORWARDS[impl][1]
         assert [row.scope for row in rows] == ["kernel", "sustained"]
         for row in rows:
-            says = expected.format(launch=launch, stage=stages[launch])
+            limit = short.get(stages[launch])
+            says = expected.format(launch=launch, stage=stages[launch], limit=limit or 0)
             assert row.impl == impl and row.failure.startswith(says) and not row.samples_us
     assert [row.samples_us for row in right] == [(1.0, 2.0, 3.0)] * 2
     assert right[1].load == unproven.LOAD and all(row.error.passed for row in right)
@@ -141,7 +142,7 @@ def test_only_rungs_whose_kernels_the_device_runs_are_tried(ladder_with_stand_in
 
 
 def test_a_correct_row_on_such_a_gpu_proves(add, tmp_path):  # noqa: F811
-    wrong = record.Error.judge(1.0, 1e-3, elements=1)
+    wrong = replace(a_row().error, max_abs=1.0, passed=False)
     add(
         a_row(impl="v1_tiled"), a_row(impl="v2_tma", direction="backward"),
         a_row(impl="v3_persistent", samples_us=(), error=wrong, failure="check failed"),

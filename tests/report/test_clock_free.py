@@ -7,9 +7,8 @@ import pandas as pd
 import pytest
 
 from gdpa_kernels.measuring import record, units
-from gdpa_kernels.measuring.record import Load
 from gdpa_kernels.report import clock_free, predictions, results
-from tests.report.test_predictions import CEILINGS, SELF, add, timed  # noqa: F401  (a fixture)
+from tests.report.test_predictions import CEILINGS, SELF, add, loaded, timed  # noqa: F401  (a fixture)
 
 
 def test_the_committed_file_is_what_the_records_make():
@@ -72,7 +71,7 @@ def at(impl: str, share: float, ghz: float) -> dict:
     design = clock_free.blackwell("forward")[impl].design
     copies = results.Ceilings.measured(CEILINGS, "sustained")
     us = clock_free.floor_us(SELF, design, ghz, copies) / share
-    return {"us": us, "load": Load(1e3 * ghz, 990.0, us / 1e3, ())}
+    return {"us": us, "load": loaded(us, ghz)}
 
 
 def test_a_record_judges_at_the_clock_of_each_row(add, tmp_path):  # noqa: F811

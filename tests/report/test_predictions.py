@@ -23,9 +23,15 @@ STATE = dict.fromkeys(
      "other_processes")
 )  # fmt: skip
 MATMUL_US = 1000.0
-LOAD = Load(1500.0, None, 1.0, ())
+
+
+def loaded(us: float, ghz: float = 1.5) -> Load:
+    """What NVML says of calls of `us` microseconds."""
+    return Load(1e3 * ghz, 990.0, 990.0 * us / 1e6, ())
+
+
 WRONG = Error.judge(1.0, 2e-3, elements=4)
-SUSTAINED = {"scope": "sustained", "load": LOAD}
+SUSTAINED = {"scope": "sustained", "load": loaded(1000.0)}
 CEILINGS = (
     Ceiling("matmul", "8192^3", (MATMUL_US,), flops=2 * 8192**3, **SUSTAINED),
     Ceiling("copy", "1:1", (1000.0,), bytes_read=3 * 10**9, bytes_written=3 * 10**9, **SUSTAINED),
@@ -65,7 +71,7 @@ def timed(impl: str, of=SELF, direction="forward", us=1000.0, **values) -> Row:
         "math": "softmax" if of is BLOCK else "activation",
         "scope": "sustained",
         "samples_us": (us,),
-        "load": LOAD,
+        "load": loaded(us),
         "error": Error.judge(1e-3, 2e-3, elements=64),
     }
     return Row.of(of, direction, impl=impl, **known | values)
@@ -165,7 +171,8 @@ def test_a_record_of_a_b200_scales_and_judges(add, tmp_path):
 
 def test_each_row_is_judged_by_its_own_record_and_the_newest_counts(add, tmp_path):
     share = one(predictions.registered(), "b6_pair_stream")["of_matmul"]
-    fast = (replace(CEILINGS[0], samples_us=(0.7 * MATMUL_US,)), *CEILINGS[1:])
+    us = 0.7 * MATMUL_US
+    fast = (replace(CEILINGS[0], samples_us=(us,), load=loaded(us)), *CEILINGS[1:])
     old = add(timed("b6_pair_stream", us=at(share * TFLOPS)), day=1)
     add(timed("b6_pair_stream", us=at(share * TFLOPS)), day=2, ceilings=fast)
     newest = one(predictions.judged(predictions.registered(), tmp_path), "b6_pair_stream")
