@@ -61,7 +61,7 @@ def test_v8_before_it_asked_whether_to_mask():
     [
         ("20261121T134948Z", "v8_own_waits"),
         ("20261121T134948Z", "v7_packed"),
-        ("20261121T194526Z", "v3_warp_specialized"),
+        ("20261121T200132Z", "v3_warp_specialized"),
     ],
 )
 def test_another_text_of_the_same_code_is_not_stale(stamp, impl):
