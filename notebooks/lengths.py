@@ -3,7 +3,8 @@
     python notebooks/lengths.py
 
 Hidden: lines of code that a page does not show at once; blank lines, captions and the cell of
-parameters aside. Words: of the article of a built page, code included.
+parameters aside. Words: of the article of a built page, code included, the lines under figures that
+tell where their numbers come from aside.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ def hidden_lines(source: str) -> int:
 
 
 def words(page: Path) -> int:
-    """Words of the article of a built page, code included; 0 without one."""
+    """Words of the article of a built page, code included, origins aside; 0 without one."""
     soup = BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser")
     article = soup.select_one("article") or soup.new_tag("article")
-    for part in article.select("svg, script, style, .headerlink"):
+    for part in article.select("svg, script, style, .headerlink, .provenance"):
         part.decompose()
     return len(article.get_text(" ").split())
 

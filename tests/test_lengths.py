@@ -39,7 +39,7 @@ def test_words_are_those_of_the_article(tmp_path):
     page = tmp_path / "a.html"
     page.write_text(
         "<p>menu</p><article>One <b>two</b> <svg><text>no</text></svg><pre>x = 3</pre>"
-        '<a class="headerlink">#</a></article>'
+        '<a class="headerlink">#</a><p class="provenance">measured: a GPU</p></article>'
     )
     assert lengths.words(page) == 5
     page.write_text("<p>no article</p>")

@@ -35,11 +35,13 @@ CONTRASTS = """selector => [...document.querySelectorAll(selector)].filter(e => 
   const luminance = ([r, g, b]) => [r, g, b].map(x => x / 255)
     .map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
     .reduce((sum, x, i) => sum + [0.2126, 0.7152, 0.0722][i] * x, 0);
-  let behind = element, ground = [0, 0, 0, 0];
-  for (; behind && ground[3] === 0; behind = behind.parentElement) {
-    ground = rgba(getComputedStyle(behind).backgroundColor);
-    if (ground.length === 3) ground.push(1);
+  const layers = [];
+  for (let behind = element; behind && layers.at(-1)?.[3] !== 1; behind = behind.parentElement) {
+    const [r, g, b, alpha = 1] = rgba(getComputedStyle(behind).backgroundColor);
+    layers.push([r, g, b, alpha]);
   }
+  const ground = layers.reduceRight((under, [r, g, b, alpha]) =>
+    [r, g, b].map((x, i) => alpha * x + (1 - alpha) * under[i]), [255, 255, 255]);
   const pair = [rgba(getComputedStyle(element).color), ground].map(luminance).sort((a, b) => b - a);
   return [element.className + ' ' + element.textContent.slice(0, 40),
           (pair[0] + 0.05) / (pair[1] + 0.05)];
