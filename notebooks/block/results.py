@@ -224,7 +224,7 @@ chapter.predict(text, spread, most=10, **percent)
 # bars spread by {glue:text}`old_forward:.0f` % forward and {glue:text}`old_backward:.0f` %
 # backward. A program sees one block, however long its sequence is. The shares of the copy say the
 # same without a baseline, on {glue:text}`swept:.0f` of sixteen batches, in per cent:
-# {glue:text}`swept_forward` forward and {glue:text}`swept_backward` backward, {glue:text}`six_timed`.
+# {glue:text}`swept_forward` forward, {glue:text}`swept_backward` backward, {glue:text}`six_timed`.
 
 # %%
 failed = six["quotient"].isna()
