@@ -64,7 +64,8 @@ def newest(chapter: str) -> record.Record:
         if any(f'"notebook": "{name}"' in path.read_text()[:1000] for name in names):
             run = record.load(path)
             rows = (row for row in run.rows if row.scope in results.TIMED and not row.variant)
-            return replace(run, rows=tuple(row for row in rows if re.fullmatch(KEPT, row.workload)))
+            kept = tuple(row for row in rows if re.fullmatch(KEPT, row.workload))
+            return replace(run, rows=kept, plan=None)
     raise LookupError(notebook)
 
 
