@@ -47,7 +47,7 @@ groups["confirmed"] = on_axis[found.index.difference(wrong.index).intersection(o
 # |   cent outside; a handful are off by their own size or more. The grey row at the bottom is the
 # |   longest.
 chart = charts.swarm(groups, xlabel="distance from the limit (%)", grey=["confirmed"])
-chapter.figure(chart, data=found.reset_index(), modelled="the verdicts of all chapters, as built")
+chapter.figure(chart, data=found.reset_index(), computed="the verdicts of all chapters, as built")
 
 # %% tags=["remove-cell"]
 by = found.groupby("standing")["word"].value_counts().unstack(fill_value=0)
@@ -75,7 +75,7 @@ chapter.glue(
 
 # %% tags=["remove-input"]
 order = ["predicted", "known before", "expected"]
-chapter.table(by.loc[order].reset_index(), modelled="data/predictions/h200.csv and the verdicts")
+chapter.table(by.loc[order].reset_index(), computed="data/predictions/h200.csv and the verdicts")
 
 # %% [markdown]
 # Of the predicted ones {glue:text}`predicted_refuted:.0f` % were refuted, of the others
@@ -96,7 +96,7 @@ shown["found"] = shown["found"].str.split(" (", regex=False).str[0]
 columns = {"by": "cause", "we said": "we said", "limits": "predicted", "found": "found",
            "lesson": "lesson"}  # fmt: skip
 chapter.table(shown[list(columns)].rename(columns=columns),
-              modelled="the verdicts of all chapters; cause and lesson are ours")  # fmt: skip
+              computed="the verdicts of all chapters; cause and lesson are ours")  # fmt: skip
 
 # %% [markdown]
 # ## What the list says
