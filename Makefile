@@ -83,7 +83,7 @@ $(READY): pyproject.toml emulator/pyproject.toml constraints.txt
 	  { echo "PYTHON must be Python 3.10 or newer, got $$($(PYTHON) --version)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable emulator --editable '.[book,test,dev]'
+	  --constraint constraints.txt --editable emulator --editable '.[lab,book,test,dev]'
 	@$(BIN)/python -c 'import triton; raise SystemExit(not triton.__version__.endswith("+fb"))' || \
 	  { echo "triton has overwritten fbtriton: installing $(FBTRITON) again"; \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check \

@@ -36,11 +36,14 @@ def pins(lines: list[str], python: str) -> dict[str, str]:
     return found
 
 
+def project(folder: str = ".") -> dict:
+    return tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
 def declared() -> list[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"].values()
-    lines = [*project["dependencies"], *(line for extra in extras for line in extra)]
-    return [line for line in lines if line != "tritonemu"]  # in this repository
+    extras = project()["optional-dependencies"].values()
+    lines = [line for extra in extras for line in extra]
+    return [line for line in lines if not line.startswith("tritonemu==")]  # in this repository
 
 
 def constrained() -> list[str]:
@@ -53,6 +56,20 @@ def test_every_version_is_exact(line):
     requirement = Requirement(line)
     assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(requirement.specifier)), line
     assert requirement.url is None
+
+
+def test_the_library_takes_ranges_that_hold_the_pinned_versions():
+    exact = pins(declared(), "3.11.7")
+    ranges = {r.name: r.specifier for r in map(Requirement, project()["dependencies"])}
+    assert set(ranges) == {"torch", "fbtriton", "numpy"}
+    for name, allowed in ranges.items():
+        assert allowed.contains(exact[name].removeprefix("==")) and "==" not in str(allowed)
+
+
+def test_the_emulator_is_the_one_of_this_repository():
+    wanted = f"tritonemu=={project('emulator')['version']}"
+    extras = project()["optional-dependencies"]
+    assert extras["emulator"] == [wanted] and wanted in extras["lab"]
 
 
 @pytest.mark.parametrize("python", PYTHONS)

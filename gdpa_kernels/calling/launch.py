@@ -6,6 +6,7 @@ back silently.
 """
 
 import functools
+import sys
 
 import torch
 
@@ -35,14 +36,13 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options
             with torch.cuda.device(device):
                 _run(kernel, grid, args, options)
         return
-    import tritonemu
-
-    if not tritonemu.is_enabled():
+    emulator = sys.modules.get("tritonemu")  # who enables it has imported it
+    if emulator is None or not emulator.is_enabled():
         raise RuntimeError(
             f"{kernel.__name__} needs tensors on a CUDA device, got tensors on {device}; to "
             "execute the kernel on the CPU use `with tritonemu.enabled():`"
         )
-    tritonemu.run_enabled(kernel, grid, *args, **options)
+    emulator.run_enabled(kernel, grid, *args, **options)
 
 
 def _is_empty(argument: object) -> bool:

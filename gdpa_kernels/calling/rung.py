@@ -94,10 +94,9 @@ class Requires:
         if got is not None:
             return f"needs {name}{newer}, got {'sm_{}{}'.format(*got)}"
         if device.type == "cpu":
-            import tritonemu  # needs triton, which the doctor must survive without
-
-            if tritonemu.is_enabled():
-                arch = tritonemu.current_arch()
+            emulator = sys.modules.get("tritonemu")  # who enables it has imported it
+            if emulator is not None and emulator.is_enabled():
+                arch = emulator.current_arch()
                 wrong = self.only_major and arch != name
                 return f"needs {name}, got an emulated {arch}" if wrong else None
             return (

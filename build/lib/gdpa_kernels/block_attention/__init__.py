@@ -1,0 +1,2 @@
+"""Softmax attention inside blocks of consecutive tokens: its definition and its ladder of
+kernels."""

@@ -1,0 +1,313 @@
+"""`block_attention`: check the arguments, choose the implementation, call it through operators of
+PyTorch, one for each direction."""
+
+from __future__ import annotations
+
+import torch
+
+from gdpa_kernels.block_attention import choices
+from gdpa_kernels.block_attention.batch import Batch, Rotary
+from gdpa_kernels.calling import checks, ladder, packed
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.operators import (
+    check_transforms,
+    define,
+    distinct,
+    final,
+    needed,
+)
+from gdpa_kernels.calling.rung import Rung, capability, dtype_name
+
+OPERATOR = "block_attention"
+IMPLS = tuple(ladder.impls(OPERATOR))
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def block_attention(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | Lengths,
+    *,
+    num_kv_heads: int | None = None,
+    block_size: int = 64,
+    scale: float | None = None,
+    rotary: Rotary | None = None,
+    rotate_v: bool = False,
+    impl: str = "auto",
+    backward_impl: str | None = None,
+    validate: bool = True,
+) -> torch.Tensor:
+    """Softmax attention inside blocks of consecutive tokens, on a jagged batch; differentiable.
+
+    A sequence is cut into blocks of `block_size` tokens from its start; the last one may be
+    shorter. For each block and head, O = softmax(scale Q K^T) V.
+
+    Only q, k, v, cu_seqlens, sin and cos are saved for backward, and the list of blocks (impl
+    "v0_flash" also saves its output, its log-sum-exp and what it rotated). The gradients are
+    deterministic, and cannot be differentiated again.
+
+    Under autocast q, k and v are cast to its dtype, fp64 excepted, as for PyTorch's
+    scaled_dot_product_attention; sin and cos stay as they are.
+
+    Args:
+        q: `[total_tokens, num_heads_q, head_dim]`, of any strides.
+        k, v: `[total_tokens, num_heads_k, head_dim]`; num_heads_q must be a multiple of
+            num_heads_k. Query head h uses key head h // (num_heads_q // num_heads_k). k and v None:
+            q holds all three, `[total_tokens, num_heads_q + 2 * num_heads_k, head_dim]` or
+            `[total_tokens, 3, num_heads, head_dim]`; v None: k holds both. What is packed so has
+            one gradient, written by the kernels where it lies; those of three slices PyTorch
+            concatenates.
+        cu_seqlens: int32 `[batch + 1]` on q's device: sequence i holds the tokens cu_seqlens[i] up
+            to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary, and so is batch 0. Or
+            `Lengths`, checked once for many calls.
+        num_kv_heads: num_heads_k of a q that holds all three; None for a third of its heads.
+        block_size: 16, 32, 64 or 128 tokens.
+        scale: multiplies Q K^T before the softmax; None means head_dim ** -0.5.
+        rotary: (sin, cos), each `[total_tokens, head_dim // 2]`, floating point: the pair (x[2i],
+            x[2i + 1]) of q and k becomes (cos x[2i] - sin x[2i + 1], cos x[2i + 1] + sin x[2i]),
+            rounded to their dtype. Gradients take the transpose; sin^2 + cos^2 = 1 is not assumed.
+            sin and cos get no gradient.
+        rotate_v: rotate v too.
+        impl: a rung's name, "reference", or "auto": in each direction the one that supports the
+            call and was fastest where such calls were measured (choices.py).
+        backward_impl: the same for the gradients; None for impl. What "v0_flash" saves in forward
+            its own backward needs, and no other.
+        validate: check the values of cu_seqlens, which waits for the device in each call. False
+            trusts the caller. `Lengths` have been checked; compiled calls do not check.
+
+    Returns:
+        `[total_tokens, num_heads_q, head_dim]`, in q's dtype, rounded once from fp32.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+        NotImplementedError: an explicit impl does not support the call: what it needs, what it got.
+        RuntimeError: a second derivative, or a forward-mode derivative, is asked for; or inside a
+            transform of `torch.func` (vmap, grad, jvp).
+
+    Source: the block attention of the published TLX kernels; see the chapter "What is block
+    attention".
+    """
+    check_transforms("block_attention")
+    held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
+    q, k, v = packed.unpack(*held, num_kv_heads)
+    checks.check_tensors(q, k, v)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have q's {q.shape[0]} tokens, got {k.shape[0]}")
+    _check_rotary_type(rotary)
+    _check_options(q, rotary, block_size, rotate_v)
+    backward_impl = check_impls(impl, backward_impl)
+    if scale is not None:
+        checks.check_float("scale", scale)
+    lengths = None
+    if isinstance(cu_seqlens, Lengths):
+        lengths, rows = cu_seqlens, q.shape[0]
+        cu_seqlens, _ = lengths.of("cu_seqlens", rows, q.device)
+    else:
+        checks.check_offsets("cu_seqlens", cu_seqlens, q.device)
+        if validate and checks.is_readable(cu_seqlens):
+            checks.check_lengths("cu_seqlens", cu_seqlens, q.shape[0], None)
+    sin, cos = (None, None) if rotary is None else rotary
+    tensors = distinct(*held, cu_seqlens, sin, cos)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options = num_kv_heads, scale, block_size, bool(rotate_v), impl, backward_impl
+    return _BlockAttention.apply(lengths, *tensors, options)
+
+
+def resolve(impl: str, direction: str, batch: Batch) -> Rung:
+    """The rung that runs in a direction, "forward" or "backward". Raises what `ladder.resolve`
+    raises."""
+
+    def order() -> tuple[str, ...]:
+        kind = capability(batch.device), dtype_name(batch.dtype), direction
+        return choices.order(*kind, batch.rotary is not None, batch.head_dim)
+
+    name = "impl" if direction == "forward" else "backward_impl"
+    return ladder.resolve(impl, OPERATOR, batch, order, name)
+
+
+def check_impls(impl: object, backward_impl: object) -> str:
+    """The implementation of the gradients. Raises ValueError unless there are such two, which do
+    together."""
+    checks.check_impl(impl, IMPLS)
+    if backward_impl is None:
+        return impl
+    checks.check_impl(backward_impl, IMPLS, "backward_impl")
+    if backward_impl in choices.SAVES and impl != backward_impl:
+        raise ValueError(
+            f"backward_impl {backward_impl!r} needs what impl {backward_impl!r} saves, got {impl!r}"
+        )
+    return backward_impl
+
+
+class _BlockAttention(torch.autograd.Function):
+    """The operators of both directions as one differentiable function; the list of blocks that
+    forward made is kept for backward."""
+
+    @staticmethod
+    def forward(ctx, lengths, q, k, v, cu_seqlens, sin, cos, options):
+        blocks = None
+        if not checks.is_fake(q, cu_seqlens):  # a compiled program makes it in each direction
+            batch = _batch(q, k, v, cu_seqlens, sin, cos, *options[:-2])
+            blocks = _blocks(lengths, resolve(options[-2], "forward", batch), batch)
+        out, saved = _FORWARD(q, k, v, cu_seqlens, sin, cos, blocks, *options)
+        ctx.save_for_backward(
+            q, k, v, cu_seqlens, sin, cos, blocks, *((out, *saved) if saved else ())
+        )
+        ctx.set_materialize_grads(False)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        if grad_out is None:
+            return (None,) * 8
+        q, k, v, cu_seqlens, sin, cos, blocks, *saved = ctx.saved_tensors
+        tensors = grad_out, q, k, v, cu_seqlens, sin, cos, blocks
+        *options, _, impl = ctx.options
+        with torch.no_grad():
+            gradients = _BACKWARD(*tensors, saved, *options, impl)
+        gradients = needed(gradients, ctx.needs_input_grad[1:4])
+        return None, *final(OPERATOR, gradients, tensors[:4]), *(None,) * 4
+
+
+def _blocks(lengths: Lengths | None, rung: Rung, batch: Batch) -> torch.Tensor | None:
+    """The list of blocks that a rung walks, for both directions; None if it needs none."""
+    if "schedule" not in rung.has:
+        return None
+
+    def make() -> torch.Tensor:
+        return rung.schedule(batch, None)[0]
+
+    return make() if lengths is None else lengths.once((OPERATOR, batch.block_size), make)
+
+
+def _batch(
+    q, k, v, cu_seqlens, sin, cos, num_kv_heads, scale, block_size, rotate_v, **gradients
+) -> Batch:
+    """The `Batch` of an operator's arguments."""
+    tensors = *packed.unpack(q, k, v, num_kv_heads), cu_seqlens
+    rotary = None if sin is None else (sin, cos)
+    return Batch(*tensors, scale, block_size, rotary, rotate_v, **gradients)
+
+
+def _forward(
+    q, k, v, cu_seqlens, sin, cos, blocks, *arguments
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    *options, impl, backward_impl = arguments
+    batch = _batch(q, k, v, cu_seqlens, sin, cos, *options)
+    rung = resolve(impl, "forward", batch)
+    if backward_impl not in ("auto", impl):  # one that cannot take the call says so here
+        resolve(backward_impl, "backward", batch)
+    given = {} if blocks is None else {"schedule": (blocks,)}
+    with checks.without_autocast(q):  # the definition is made of operators that it would change
+        out, saved = rung.module().forward(batch, **given)
+    return out, list(saved[1:])  # the first is the output
+
+
+def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, *arguments):
+    *options, impl, _ = arguments
+    batch, saved = _batch(q, k, v, cu_seqlens, sin, cos, *options), ()
+    if impl != "auto" and "saved" in (rung := ladder.rung(impl, OPERATOR)).has:
+        saved = rung.module().empty_saved(batch)
+    return q.new_empty(batch.q.shape), list(saved)
+
+
+def _backward(
+    grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *arguments
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *options, impl = arguments
+
+    def backward(places, _):
+        batch = _batch(q, k, v, cu_seqlens, sin, cos, *options, gradients=places)
+        rung = resolve(impl, "backward", batch)
+        given = {"schedule": (blocks,)} if blocks is not None and "schedule" in rung.has else {}
+        with checks.without_autocast(q):
+            return rung.module().backward(grad_out, batch, tuple(saved), **given)
+
+    gradients = packed.gradients(backward, q, k, v, options[0], (True, True, True))
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+
+
+def _fake_backward(grad_out, q, k, v, *_):
+    return tuple(q.new_empty(0 if x is None else x.shape) for x in (q, k, v))
+
+
+def _matmul_flops(q, k, v, cu_seqlens, sin, cos, options) -> int:
+    batch = _batch(q, k, v, cu_seqlens, sin, cos, *options)
+    return 2 * batch.num_heads * batch.head_dim * batch.pairs()
+
+
+def _forward_flops(q, k, v, cu_seqlens, sin, cos, blocks, *arguments) -> int:
+    return 2 * _matmul_flops(q, k, v, cu_seqlens, sin, cos, arguments[:-2])
+
+
+def _backward_flops(grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *arguments) -> int:
+    return 5 * _matmul_flops(q, k, v, cu_seqlens, sin, cos, arguments[:-1])
+
+
+_SHARED_SCHEMA = (
+    "Tensor q, Tensor? k, Tensor? v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, Tensor? blocks, "
+)
+_OPTIONS = "SymInt? num_kv_heads, float scale, int block_size, bool rotate_v, str impl"
+_FORWARD = define(
+    "block_attention_forward",
+    f"({_SHARED_SCHEMA}{_OPTIONS}, str backward_impl) -> (Tensor, Tensor[])",
+    _forward,
+    _fake_forward,
+    _forward_flops,
+)
+_BACKWARD = define(
+    "block_attention_backward",
+    f"(Tensor grad_out, {_SHARED_SCHEMA}Tensor[] saved, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+    _backward_flops,
+)
+
+
+def _check_rotary_type(rotary) -> None:
+    if rotary is None:
+        return
+    if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+        got = (
+            f"{len(rotary)} of them" if isinstance(rotary, tuple | list) else type(rotary).__name__
+        )
+        raise TypeError(f"rotary must be None or a pair (sin, cos) of tensors, got {got}")
+    for name, tensor in zip(("sin", "cos"), rotary, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} of rotary must be a tensor, got {type(tensor).__name__}")
+
+
+def _check_options(q: torch.Tensor, rotary, block_size, rotate_v) -> None:
+    whole = isinstance(block_size, int) and not isinstance(block_size, bool)
+    if not whole or block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size!r}"
+        )
+    if rotary is None:
+        if rotate_v:
+            raise ValueError(f"rotate_v must be False without rotary, got {rotate_v!r}")
+        return
+    total, _, head_dim = q.shape
+    if head_dim % 2:
+        raise ValueError(f"q must have an even head_dim to be rotated, got {head_dim}")
+    for name, tensor in zip(("sin", "cos"), rotary, strict=True):
+        if tensor.shape != (total, head_dim // 2):
+            raise ValueError(
+                f"{name} of rotary must have shape [total_tokens, head_dim // 2] = "
+                f"{[total, head_dim // 2]}, got {list(tensor.shape)}"
+            )
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(
+                f"{name} of rotary must have a floating-point dtype, got {tensor.dtype}"
+            )
+        if tensor.device != q.device:
+            raise ValueError(
+                f"{name} of rotary must be on q's device {q.device}, got {tensor.device}"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"rotary must not require gradients, which it does not get; got a {name} that "
+                f"does: use {name}.detach()"
+            )

@@ -1,0 +1,85 @@
+"""The list of blocks of a jagged batch: made by one small kernel, read by the rungs.
+
+int32 `[1 + max_blocks, 2]`. The first row holds the number of blocks. The others hold (first_row,
+rows) of a block, in the order of the tokens; rows beyond the count are undefined. The host knows
+only the bound `max_blocks`, and does not wait for the device.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.block_attention.batch import Batch, Schedule
+from gdpa_kernels.calling.launch import launch
+
+
+@triton.jit
+def count_blocks(blocks_ptr):
+    """How many blocks the list has."""
+    return tl.load(blocks_ptr)
+
+
+@triton.jit
+def block_entry(blocks_ptr, index):
+    """(first_row, rows) of a block."""
+    at = blocks_ptr + (index + 1).to(tl.int64) * 2
+    return tl.load(at), tl.load(at + 1)
+
+
+@triton.jit
+def _blocks_of(cu_seqlens_ptr, index, batch, block_size):
+    """(start, length, blocks) of the sequences at `index`; none beyond the batch."""
+    inside = index < batch
+    start = tl.load(cu_seqlens_ptr + index, mask=inside, other=0)
+    length = tl.load(cu_seqlens_ptr + index + 1, mask=inside, other=0) - start
+    return start, length, tl.cdiv(length, block_size)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def block_list_kernel(
+    cu_seqlens_ptr, blocks_ptr, batch, block_size,
+    OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """The entries of OWN sequences, after those of all sequences before them."""
+    first_own = tl.program_id(0) * OWN
+    before = 0
+    for first in tl.range(0, first_own, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        _, _, theirs = _blocks_of(cu_seqlens_ptr, others, tl.minimum(batch, first_own), block_size)
+        before += tl.sum(theirs)
+    start, length, blocks = _blocks_of(
+        cu_seqlens_ptr, first_own + tl.arange(0, OWN), batch, block_size
+    )
+    place = 1 + before + tl.cumsum(blocks, 0) - blocks
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(blocks_ptr, before + tl.sum(blocks))
+    for first in tl.range(0, tl.max(blocks, 0), ENTRIES):
+        local = first + tl.arange(0, ENTRIES)[None, :]
+        at = blocks_ptr + (place[:, None] + local).to(tl.int64) * 2
+        valid = local < blocks[:, None]
+        tl.store(at, start[:, None] + local * block_size, mask=valid)
+        tl.store(at + 1, tl.minimum(length[:, None] - local * block_size, block_size), mask=valid)
+
+
+def make_block_list(cu_seqlens: torch.Tensor, total: int, block_size: int) -> torch.Tensor:
+    """The list for sequences of `total` tokens, on the device of cu_seqlens int32 `[batch + 1]`.
+
+    Every full block has block_size tokens, and every sequence at most one shorter block.
+    """
+    batch, device = cu_seqlens.numel() - 1, cu_seqlens.device
+    max_blocks = min(total, total // block_size + batch)
+    if max_blocks == 0:
+        return torch.zeros(1, 2, dtype=torch.int32, device=device)
+    entries = torch.empty(1 + max_blocks, 2, dtype=torch.int32, device=device)
+    own = 16
+    launch(
+        block_list_kernel, (triton.cdiv(batch, own),), device,
+        cu_seqlens, entries, batch, block_size,
+        OWN=own, OTHERS=1024, ENTRIES=64, num_warps=4,
+    )  # fmt: skip
+    return entries
+
+
+def make_schedule(batch: Batch, config: object) -> Schedule:
+    """(blocks,), the list of a call, whatever the launch constants of its rung."""
+    return (make_block_list(batch.cu_seqlens, batch.total, batch.block_size),)

@@ -1,0 +1,268 @@
+"""v2: a program walks over the heads of a block, and over blocks; TMA does the addressing.
+
+Changes from v1_one_tile: programs take `slabs_per_program` slabs of `heads_per_program` heads of a
+block, one (block, head) after another, and prefetch the next tiles while they work on these. Tiles
+come and go by TMA, clipped at the end of the block (device/ragged.py).
+
+Why it should help: the heads of a token lie side by side, so a slab [64, num_heads * head_dim] is
+contiguous memory, and its rows of sin and cos come from memory once: for the other heads they hit
+in cache. A program of v1 has loads in flight only until its MMAs start; here they are in flight
+all the time. TMA needs no pointers and no masks: the registers go to the tiles.
+
+| role      | warps     | registers | work                                                   |
+|-----------|-----------|-----------|--------------------------------------------------------|
+| all warps | num_warps | up to 255 | MMAs and softmax; thread 0 issues TMA loads and stores |
+
+| barrier       | arrivals    | filled by -> drained by                                         |
+|---------------|-------------|-----------------------------------------------------------------|
+| one per stage | 1 and bytes | TMA loads of a head's tiles, num_stages - 1 steps ahead -> work |
+
+The compiler makes the barriers. Every option of v1 but other block sizes and head_dims.
+Needs: sm_90, bf16 or fp16, block_size 64, head_dim 64 or 128, contiguous rows of q, k and v whose
+addresses and strides are multiples of 16 bytes. A grad_out that TMA cannot read is copied first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.block_attention.batch import Batch, Schedule
+from gdpa_kernels.block_attention.block_list import (
+    block_entry,
+    count_blocks,
+    make_schedule,
+)
+from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
+from gdpa_kernels.block_attention.tiles import softmax_parts
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.ragged import (
+    is_readable,
+    load_rows,
+    ragged_descriptor,
+    readable,
+    store_rows,
+)
+
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants.
+
+    heads_per_program: how many heads of a block follow each other in a program, a divisor of their
+    number; 0 means all. slabs_per_program: how many such slabs a program takes; 0 means that
+    `programs_per_sm` programs on every SM share them all. num_stages: what the compiler's software
+    pipeliner is asked for; part of it goes to the loads of the list.
+    """
+
+    heads_per_program: int = 0
+    slabs_per_program: int = 0
+    programs_per_sm: int = 2
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def programs(self, slabs: int, device: torch.device) -> int:
+        """How many programs share at most `slabs` slabs on `device`."""
+        if self.slabs_per_program:
+            return triton.cdiv(slabs, self.slabs_per_program)
+        return min(slabs, multiprocessors(device) * self.programs_per_sm)
+
+
+def default_config(direction: str, batch: Batch) -> Config:
+    """What was fastest in runs without a record: two slabs for each of many programs, or one
+    persistent program on an SM where its tiles fill it.
+
+    With rotary at head_dim 128 backward spills where v is rotated too, 458 bytes, or heads are
+    grouped, 1.5 KB.
+    """
+    if batch.rotary is not None:
+        if direction == "forward":
+            return Config(programs_per_sm=2, num_stages=1)
+        return Config(programs_per_sm=1, num_stages=2)
+    if direction == "backward" and batch.head_dim == 128:
+        return Config(programs_per_sm=1, num_stages=3)
+    return Config(slabs_per_program=2, num_stages=3)
+
+
+def requires(batch: Batch) -> str | None:
+    """What this rung needs and does not get of a call, or None. It takes any rotary."""
+    if batch.block_size != BLOCK:
+        return f"needs block_size {BLOCK}, got {batch.block_size}"
+    if batch.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs dtype bfloat16 or float16, got {str(batch.dtype).removeprefix('torch.')}"
+    if batch.head_dim not in (64, 128):
+        return f"needs a head_dim of 64 or 128, got {batch.head_dim}"
+    for name, tensor in (("q", batch.q), ("k", batch.k), ("v", batch.v)):
+        if not is_readable(tensor):
+            return (
+                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
+                f"bytes, got strides {tensor.stride()}"
+            )
+    return None
+
+
+@triton.jit
+def count_steps(blocks_ptr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
+    """How many (block, head) this program works on: HEADS of each of its slabs."""
+    slabs = count_blocks(blocks_ptr) * (NUM_HEADS // HEADS)
+    return tl.cdiv(slabs - tl.program_id(0), tl.num_programs(0)) * HEADS
+
+
+@triton.jit
+def place(blocks_ptr, step, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
+    """(first_row, rows, head) of a step; slabs p, p + P, p + 2 P, ... belong to program p of P."""
+    slab = tl.program_id(0) + step // HEADS * tl.num_programs(0)
+    SLABS: tl.constexpr = NUM_HEADS // HEADS
+    first_row, rows = block_entry(blocks_ptr, slab // SLABS)
+    return first_row, rows, slab % SLABS * HEADS + step % HEADS
+
+
+@triton.jit
+def turn(x, sin, cos, ROTATE: tl.constexpr):
+    """x rotated if ROTATE, and rounded to its own dtype again."""
+    return rotate(x.to(tl.float32), sin, cos).to(x.dtype) if ROTATE else x
+
+
+@triton.jit
+def turn_back(gradient, sin, cos, ROTATE: tl.constexpr):
+    """A gradient, fp32, rotated back (by the transpose) if ROTATE."""
+    return rotate_transposed(gradient, sin, cos) if ROTATE else gradient
+
+
+@triton.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, sin_ptr, cos_ptr, blocks_ptr, scale,
+    TURN_STRIDES: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """softmax(scale Q K^T) V for the slabs of this program."""
+    for step in tl.range(0, count_steps(blocks_ptr, NUM_HEADS, HEADS), num_stages=STAGES):
+        first_row, rows, head = place(blocks_ptr, step, NUM_HEADS, HEADS)
+        q = load_rows(q_desc, first_row, rows, head, 0)
+        k = load_rows(k_desc, first_row, rows, head // GROUP, 0)
+        v = load_rows(v_desc, first_row, rows, head // GROUP, 0)
+        sin, cos = None, None
+        if ROTATE:
+            sin, cos = load_turns(
+                sin_ptr, cos_ptr, first_row, rows, 0, BLOCK, TURN_STRIDES, HEAD_DIM, HEAD_DIM
+            )
+        s = tl.dot(turn(q, sin, cos, ROTATE), turn(k, sin, cos, ROTATE).T)
+        p, total = softmax_parts(s, scale, rows)
+        out = tl.dot(p.to(v.dtype), turn(v, sin, cos, ROTATE_V)) / total[:, None]
+        store_rows(out_desc, first_row, rows, head, 0, out.to(v.dtype))
+
+
+@triton.jit
+def backward_kernel(
+    grad_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, sin_ptr, cos_ptr, blocks_ptr,
+    scale,
+    TURN_STRIDES: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and dv for the slabs of this program; NUM_HEADS and HEADS count query heads."""
+    dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    for step in tl.range(0, count_steps(blocks_ptr, NUM_HEADS, HEADS), num_stages=STAGES):
+        first_row, rows, head = place(blocks_ptr, step, NUM_HEADS, HEADS)
+        q = load_rows(q_desc, first_row, rows, head, 0)
+        k = load_rows(k_desc, first_row, rows, head // GROUP, 0)
+        grad = load_rows(grad_desc, first_row, rows, head, 0)
+        v = load_rows(v_desc, first_row, rows, head // GROUP, 0)
+        sin, cos = None, None
+        if ROTATE:
+            sin, cos = load_turns(
+                sin_ptr, cos_ptr, first_row, rows, 0, BLOCK, TURN_STRIDES, HEAD_DIM, HEAD_DIM
+            )
+        q, k = turn(q, sin, cos, ROTATE), turn(k, sin, cos, ROTATE)
+        v = turn(v, sin, cos, ROTATE_V)
+
+        p, total = softmax_parts(tl.dot(q, k.T), scale, rows)
+        p = p / total[:, None]
+        dp = tl.dot(grad, v.T)
+        ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
+        if GROUP == 1:
+            dv = tl.dot(tl.trans(p.to(grad.dtype)), grad)
+            dv = turn_back(dv, sin, cos, ROTATE_V)
+            store_rows(dv_desc, first_row, rows, head, 0, dv.to(v.dtype))
+        else:
+            dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv)
+        dq = turn_back(tl.dot(ds, k), sin, cos, ROTATE)
+        store_rows(dq_desc, first_row, rows, head, 0, dq.to(q.dtype))
+        if GROUP == 1:
+            dk = turn_back(tl.dot(tl.trans(ds), q), sin, cos, ROTATE)
+            store_rows(dk_desc, first_row, rows, head, 0, dk.to(k.dtype))
+        else:
+            dk = tl.dot(tl.trans(ds), q, dk)
+            if head % GROUP == GROUP - 1:
+                dv = turn_back(dv, sin, cos, ROTATE_V)
+                store_rows(dv_desc, first_row, rows, head // GROUP, 0, dv.to(v.dtype))
+                dk = turn_back(dk, sin, cos, ROTATE)
+                store_rows(dk_desc, first_row, rows, head // GROUP, 0, dk.to(k.dtype))
+                dk = tl.zeros_like(dk)
+                dv = tl.zeros_like(dv)
+
+
+def forward(
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
+    nothing.
+
+    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
+    """
+    q, k, v = batch.q, batch.k, batch.v
+    out = q.new_empty(q.shape)
+    config = config or default_config("forward", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    heads = config.heads_per_program or batch.num_heads
+    slabs = (len(blocks) - 1) * (batch.num_heads // heads)
+    sin, cos = batch.rotary or (None, None)
+    launch(
+        forward_kernel, (config.programs(slabs, batch.device),), batch.device,
+        *(ragged_descriptor(x, batch.block_size) for x in (q, k, v, out)),
+        sin, cos, blocks, batch.scale,
+        TURN_STRIDES=turn_strides(batch.rotary), NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        HEADS=heads,
+        ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
+        BLOCK=batch.block_size, HEAD_DIM=batch.head_dim, STAGES=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out, ()
+
+
+def backward(
+    grad_out: torch.Tensor,
+    batch: Batch,
+    saved: tuple[torch.Tensor, ...] = (),
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k, v and contiguous.
+
+    heads_per_program must keep the query heads of a key head together.
+    """
+    q, k, v = batch.q, batch.k, batch.v
+    grad_out = readable(grad_out)
+    dq, dk, dv = batch.new_gradients()
+    config = config or default_config("backward", batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    heads = config.heads_per_program or batch.num_heads
+    slabs = (len(blocks) - 1) * (batch.num_heads // heads)
+    sin, cos = batch.rotary or (None, None)
+    launch(
+        backward_kernel, (config.programs(slabs, batch.device),), batch.device,
+        *(ragged_descriptor(x, batch.block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
+        sin, cos, blocks, batch.scale,
+        TURN_STRIDES=turn_strides(batch.rotary), NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        HEADS=heads,
+        ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
+        BLOCK=batch.block_size, HEAD_DIM=batch.head_dim, STAGES=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,457 @@
+"""v4: rotary inside the kernels: no tensor is read or written once more for it.
+
+Changes from v3_warp_specialized: the producer loads sin and cos of a block too, once for all its
+heads, into one of `num_turns` slots of their own. A consumer applies rotary to q and k (and v, if
+asked) in place, in shared memory, before the first MMA, and its transpose to the fp32 accumulators
+dq and dk (and dv), on their way into the slots they leave by. One rounding, as without rotary.
+
+Why it should help, in tensors of q's size: attention moves 4 forward and 7 backward. A rotary
+kernel of its own moves 4 more, 6 if v is rotated; here only sin and cos are read besides.
+
+| role       | warps | registers | work                                                          |
+|------------|-------|-----------|---------------------------------------------------------------|
+| load       | 4     | 24        | one thread issues the TMA loads of a slot, and of sin and cos |
+| math (1-2) | 4     | 240       | all heads of every (second) block: rotary, MMAs, stores       |
+
+| barrier           | arrivals            | filled by -> drained by                             |
+|-------------------|---------------------|-----------------------------------------------------|
+| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> its consumer   |
+| empty[stage]      | 128 threads, 1 each | consumer, its stores have read the slot -> producer |
+| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> its consumer |
+| turns_empty[turn] | 128 threads, 1 each | consumer, done with the block -> producer           |
+
+Needs: as v3, but rotary: contiguous rows of sin and cos aligned to 16 bytes, in fp32, bf16 or fp16.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.block_attention.batch import Batch, Schedule
+from gdpa_kernels.block_attention.block_list import make_schedule
+from gdpa_kernels.block_attention.slots import (
+    Tiles,
+    Turns,
+    check_slots,
+    count_units,
+    fetch,
+    heads_together,
+    place,
+    put,
+    release,
+    requires_tiles,
+    requires_turns,
+    slot_of,
+    split,
+)
+from gdpa_kernels.block_attention.tiles import softmax_parts
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.ragged import ragged_descriptor, readable
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: consumers, slots of all of them, slots of sin and cos, heads of a block
+    whose loads are issued together, registers of a consumer thread, columns of a tile."""
+
+    math_roles: int = 1
+    num_stages: int = 2
+    num_turns: int = 2
+    heads_together: int = 1
+    registers: int = 240
+    width: int = 128
+
+    def __post_init__(self):
+        check_slots(self, "num_turns")
+
+
+def default_config(direction: str, batch: Batch) -> Config:
+    """One consumer; at head_dim 64 and 128 the slots that were fastest in runs without a record,
+    beyond as many as fit beside sin and cos."""
+    forward = direction == "forward"
+    if batch.head_dim > 128:
+        narrow = batch.rotary[0].dtype.itemsize == 2
+        if batch.head_dim <= 192:
+            return Config(num_stages=6 if forward else 4, num_turns=1, width=64)
+        if forward:
+            return Config(num_stages=4 if narrow else 3, num_turns=1)
+        return Config(num_stages=2, num_turns=2 if narrow else 1)
+    if batch.head_dim > 64:
+        return Config(num_stages=3 if forward else 2)
+    return Config(num_stages=4)
+
+
+def requires(batch: Batch) -> str | None:
+    """What this rung needs and does not get of a call, or None."""
+    if batch.rotary is None:
+        return "needs rotary (sin, cos), got None"
+    return requires_tiles(batch, splits=True) or requires_turns(batch.rotary)
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    NUM_HEADS: tl.constexpr
+    GROUP: tl.constexpr
+    ROTATE_V: tl.constexpr
+    MATH_ROLES: tl.constexpr
+    NUM_STAGES: tl.constexpr
+    NUM_TURNS: tl.constexpr
+    TOGETHER: tl.constexpr
+    PIECES: tl.constexpr
+
+
+@triton.jit
+def load(
+    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns, blocks_ptr, options
+):
+    """The producer: slot after slot, those of TOGETHER heads of a block at a time, tensor by
+    tensor. grad_desc None: forward."""
+    TILES: tl.constexpr = 3 if grad_desc is None else 4
+    WIDTH: tl.constexpr = q_desc.block_shape[4]
+    BYTES: tl.constexpr = q_desc.block_shape[3] * WIDTH * 2
+    PIECES: tl.constexpr = options.PIECES
+    TURN_BYTES: tl.constexpr = (
+        sin_desc.block_shape[3] * sin_desc.block_shape[4]
+        * (tlx.dtype_of(sin_desc).primitive_bitwidth + tlx.dtype_of(cos_desc).primitive_bitwidth)
+        // 8 * PIECES
+    )  # fmt: skip
+    NUM_TURNS: tl.constexpr = options.NUM_TURNS
+    units = count_units(blocks_ptr)
+    for first in tl.range(0, units, options.MATH_ROLES):
+        for part in tl.range(0, options.NUM_HEADS * PIECES, options.TOGETHER):
+            column = part % PIECES * WIDTH
+            for unit in tl.range(first, tl.minimum(first + options.MATH_ROLES, units)):
+                block = place(blocks_ptr, unit)
+                for i in tl.static_range(options.TOGETHER):
+                    stage, phase = slot_of(unit, part + i, options, PIECES)
+                    tlx.barrier_wait(tiles.empty[stage], phase ^ 1)
+                    tlx.barrier_expect_bytes(tiles.full[stage], TILES * BYTES)
+                for tile in tl.static_range(TILES):
+                    for i in tl.static_range(options.TOGETHER):
+                        stage, _ = slot_of(unit, part + i, options, PIECES)
+                        full = tiles.full[stage]
+                        head = (part + i) // PIECES
+                        head_k = head // options.GROUP
+                        if tile == 0:
+                            fetch(q_desc, tiles.q[stage], full, block, head, column)
+                        elif tile == 1:
+                            fetch(k_desc, tiles.k[stage], full, block, head_k, column)
+                        elif tile == 2:
+                            fetch(v_desc, tiles.v[stage], full, block, head_k, column)
+                        else:
+                            fetch(grad_desc, grad[stage], full, block, head, column)
+                    if tile == 1:  # noqa: SIM102, known when compiled
+                        if part == 0:
+                            turn = unit % NUM_TURNS
+                            tlx.barrier_wait(turns.empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
+                            tlx.barrier_expect_bytes(turns.full[turn], TURN_BYTES)
+                            for j in tl.static_range(PIECES):
+                                at, pair = turn * PIECES + j, j * (WIDTH // 2)
+                                fetch(sin_desc, turns.sin[at], turns.full[turn], block, 0, pair)
+                                fetch(cos_desc, turns.cos[at], turns.full[turn], block, 0, pair)
+
+
+@triton.jit
+def turned(x, sin, cos, BACK: tl.constexpr):
+    """x [rows, width], fp32, its pairs of columns rotated by sin and cos [rows, width // 2],
+    buffers in shared memory; BACK: by the transpose."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    sin = tlx.local_load(sin).to(tl.float32)
+    cos = tlx.local_load(cos).to(tl.float32)
+    by_sin = x * tl.reshape(tl.join(sin, sin), [ROWS, WIDTH])
+    by_cos = x * tl.reshape(tl.join(cos, cos), [ROWS, WIDTH])
+    even_sin, odd_sin = tl.split(tl.reshape(by_sin, [ROWS, WIDTH // 2, 2]))
+    even_cos, odd_cos = tl.split(tl.reshape(by_cos, [ROWS, WIDTH // 2, 2]))
+    if BACK:
+        pairs = tl.join(even_cos + odd_sin, odd_cos - even_sin)
+    else:
+        pairs = tl.join(even_cos - odd_sin, odd_cos + even_sin)
+    return tl.reshape(pairs, [ROWS, WIDTH])
+
+
+@triton.jit
+def turn_tile(buffer, sin, cos):
+    """Apply rotary to a tile in place; rounded to its own dtype."""
+    x = tlx.local_load(buffer)
+    tlx.local_store(buffer, turned(x.to(tl.float32), sin, cos, False).to(x.dtype))
+
+
+@triton.jit
+def turn(tiles, stage, turns, at, options):
+    """Apply rotary to q and k (and v, if asked) of a slot in place, for MMAs to read."""
+    turn_tile(tiles.q[stage], turns.sin[at], turns.cos[at])
+    turn_tile(tiles.k[stage], turns.sin[at], turns.cos[at])
+    if options.ROTATE_V:
+        turn_tile(tiles.v[stage], turns.sin[at], turns.cos[at])
+    tlx.fence("async_shared")
+
+
+@triton.jit
+def put_turned(desc, buffer, block, head, x, turns, at, piece, TURN: tl.constexpr):
+    """Start the store of a piece x of a gradient, fp32, rotated back if TURN, through `buffer`."""
+    if TURN:
+        x = turned(x, turns.sin[at], turns.cos[at], True)
+    put(desc, buffer, block, head, x, piece * desc.block_shape[4])
+
+
+@triton.jit
+def math_forward(role: tl.constexpr, tiles, turns, out_desc, blocks_ptr, scale, options):
+    """A consumer: all heads of units role, role + MATH_ROLES, ..."""
+    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    WIDTH: tl.constexpr = out_desc.block_shape[4]
+    PIECES: tl.constexpr = options.PIECES
+    LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
+    units = count_units(blocks_ptr)
+    before = -1
+    for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
+        block = place(blocks_ptr, unit)
+        at = unit % options.NUM_TURNS
+        tlx.barrier_wait(turns.full[at], (unit // options.NUM_TURNS) & 1)
+        for head in tl.range(0, options.NUM_HEADS, num_stages=0):
+            s = None
+            for piece in tl.static_range(PIECES):
+                stage, phase = slot_of(unit, head * PIECES + piece, options, PIECES)
+                tlx.barrier_wait(tiles.full[stage], phase)
+                turn(tiles, stage, turns, at * PIECES + piece, options)
+                s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
+                s = tlx.async_dot_wait(0, s)
+                if LATER and piece == 0:
+                    release(tiles.empty, before)
+            p, total = softmax_parts(s, scale, block.rows)
+            for piece in tl.static_range(PIECES):
+                stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
+                out = tlx.async_dot(p.to(DTYPE), tiles.v[stage])
+                if piece > 0:
+                    release(tiles.empty, before)
+                out = tlx.async_dot_wait(0, out) * (1 / total)[:, None]
+                put(out_desc, tiles.q[stage], block, head, out, piece * WIDTH)
+                if not LATER:
+                    release(tiles.empty, stage)
+                before = stage
+        tlx.barrier_arrive(turns.empty[at])
+    if LATER:
+        release(tiles.empty, before)
+
+
+@triton.jit
+def math_backward(
+    role: tl.constexpr, tiles, turns, dq_desc, dk_desc, dv_desc, grad, p, ds_tile, blocks_ptr,
+    scale, options,
+):  # fmt: skip
+    """A consumer: all heads of units role, role + MATH_ROLES, ..."""
+    DTYPE: tl.constexpr = tlx.dtype_of(dq_desc)
+    BLOCK: tl.constexpr = dq_desc.block_shape[3]
+    WIDTH: tl.constexpr = dq_desc.block_shape[4]
+    GROUP: tl.constexpr = options.GROUP
+    PIECES: tl.constexpr = options.PIECES
+    ROTATE_V: tl.constexpr = options.ROTATE_V
+    LATER: tl.constexpr = options.NUM_STAGES > options.MATH_ROLES
+    units = count_units(blocks_ptr)
+    before = -1
+    for unit in tl.range(role, units, options.MATH_ROLES, num_stages=0):
+        block = place(blocks_ptr, unit)
+        at = unit % options.NUM_TURNS
+        tlx.barrier_wait(turns.full[at], (unit // options.NUM_TURNS) & 1)
+        for head_k in tl.range(0, options.NUM_HEADS // GROUP, num_stages=0):
+            dk = tl.zeros([BLOCK, WIDTH], tl.float32)
+            dv = tl.zeros([BLOCK, WIDTH], tl.float32)
+            for member in tl.range(0, GROUP, num_stages=0):
+                head = head_k * GROUP + member
+                s, dp = None, None
+                for piece in tl.static_range(PIECES):
+                    stage, phase = slot_of(unit, head * PIECES + piece, options, PIECES)
+                    tlx.barrier_wait(tiles.full[stage], phase)
+                    turn(tiles, stage, turns, at * PIECES + piece, options)
+                    s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
+                    dp = tlx.async_dot(grad[stage], tlx.local_trans(tiles.v[stage]), dp)
+                    if LATER and piece == 0:
+                        release(tiles.empty, before)
+                s = tlx.async_dot_wait(1, s)
+                weights, total = softmax_parts(s, scale, block.rows)
+                weights = weights * (1 / total)[:, None]
+                dp = tlx.async_dot_wait(0, dp)
+                p_tile = p[stage * (WIDTH // BLOCK)]
+                tlx.local_store(p_tile, weights.to(DTYPE))
+                ds = weights * (dp - tl.sum(weights * dp, 1)[:, None]) * scale
+                tlx.local_store(ds_tile, ds.to(DTYPE))
+                tlx.fence("async_shared")
+                for piece in tl.static_range(PIECES):
+                    stage, _ = slot_of(unit, head * PIECES + piece, options, PIECES)
+                    by = turns, at * PIECES + piece, piece
+                    if piece > 0:
+                        dk, dv = tl.zeros_like(dk), tl.zeros_like(dv)
+                    dv = tlx.async_dot(tlx.local_trans(p_tile), grad[stage], dv)
+                    dq = tlx.async_dot(ds_tile, tiles.k[stage])
+                    if piece > 0:
+                        release(tiles.empty, before)
+                    dv = tlx.async_dot_wait(1, dv)
+                    if GROUP == 1:
+                        put_turned(dv_desc, tiles.v[stage], block, head_k, dv, *by, ROTATE_V)
+                    dk = tlx.async_dot(tlx.local_trans(ds_tile), tiles.q[stage], dk)
+                    dq = tlx.async_dot_wait(1, dq)
+                    dead = grad[stage] if GROUP == 1 else tiles.v[stage]
+                    put_turned(dq_desc, dead, block, head, dq, *by, True)
+                    dk = tlx.async_dot_wait(0, dk)
+                    if member == GROUP - 1:
+                        if GROUP > 1:
+                            put_turned(dv_desc, grad[stage], block, head_k, dv, *by, ROTATE_V)
+                        put_turned(dk_desc, tiles.k[stage], block, head_k, dk, *by, True)
+                    if not LATER:
+                        release(tiles.empty, stage)
+                    before = stage
+        tlx.barrier_arrive(turns.empty[at])
+    if LATER:
+        release(tiles.empty, before)
+
+
+@triton.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, sin_desc, cos_desc, blocks_ptr, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr,
+    REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """softmax(scale Q K^T) V for the blocks of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(
+        NUM_HEADS, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER, PIECES
+    )
+    q = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    k = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    sin = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(sin_desc), NUM_TURNS * PIECES)
+    cos = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(cos_desc), NUM_TURNS * PIECES)
+    full = tlx.alloc_barriers(NUM_STAGES)
+    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+    turns_full = tlx.alloc_barriers(NUM_TURNS)
+    turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
+    tiles = Tiles(q, k, v, full, empty)
+    turns = Turns(sin, cos, turns_full, turns_empty)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                None, q_desc, k_desc, v_desc, sin_desc, cos_desc, None, tiles, turns,
+                blocks_ptr, options,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math_forward(
+                tlx.async_task_replica_id(), tiles, turns, out_desc, blocks_ptr, scale, options
+            )
+
+
+@triton.jit
+def backward_kernel(
+    grad_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, sin_desc, cos_desc, blocks_ptr,
+    scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, MATH_ROLES: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NUM_TURNS: tl.constexpr, TOGETHER: tl.constexpr,
+    REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dq, dk and dv for the blocks of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(
+        NUM_HEADS_K * GROUP, GROUP, ROTATE_V, MATH_ROLES, NUM_STAGES, NUM_TURNS, TOGETHER, PIECES
+    )
+    grad = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    q = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    k = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
+    p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (WIDTH // BLOCK), reuse=v)
+    ds = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
+    sin = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(sin_desc), NUM_TURNS * PIECES)
+    cos = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(cos_desc), NUM_TURNS * PIECES)
+    full = tlx.alloc_barriers(NUM_STAGES)
+    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
+    turns_full = tlx.alloc_barriers(NUM_TURNS)
+    turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
+    tiles = Tiles(q, k, v, full, empty)
+    turns = Turns(sin, cos, turns_full, turns_empty)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(
+                grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns,
+                blocks_ptr, options,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            role: tl.constexpr = tlx.async_task_replica_id()
+            math_backward(
+                role, tiles, turns, dq_desc, dk_desc, dv_desc, grad, p, ds[role], blocks_ptr, scale,
+                options,
+            )  # fmt: skip
+
+
+def _descriptors(batch: Batch, width: int) -> list:
+    """Of sin and cos, as tensors of one head, for tiles of `width` columns of q."""
+    if batch.rotary is None:
+        raise NotImplementedError("impl 'v4_rotary' needs rotary (sin, cos), got None")
+    return [
+        ragged_descriptor(turns[:, None], batch.block_size, width=width // 2)
+        for turns in batch.rotary
+    ]
+
+
+def forward(
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The output, `[total, num_heads_q, head_dim]`, and what backward needs besides q, k, v:
+    nothing.
+
+    `schedule` is `make_schedule`'s for the same sequences; None makes it here.
+    """
+    q, k, v = batch.q, batch.k, batch.v
+    out = q.new_empty(q.shape)
+    config = config or default_config("forward", batch)
+    width, pieces = split(config, batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    launch(
+        forward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
+        *(ragged_descriptor(x, batch.block_size, width=width) for x in (q, k, v, out)),
+        *_descriptors(batch, width), blocks, batch.scale,
+        NUM_HEADS=batch.num_heads, GROUP=batch.group, ROTATE_V=batch.rotate_v,
+        BLOCK=batch.block_size, WIDTH=width, PIECES=pieces,
+        MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
+        NUM_TURNS=config.num_turns, TOGETHER=heads_together(config, batch.num_heads),
+        REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip
+    return out, ()
+
+
+def backward(
+    grad_out: torch.Tensor,
+    batch: Batch,
+    saved: tuple[torch.Tensor, ...] = (),
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k, v and contiguous."""
+    q, k, v = batch.q, batch.k, batch.v
+    grad_out = readable(grad_out)
+    dq, dk, dv = batch.new_gradients()
+    config = config or default_config("backward", batch)
+    width, pieces = split(config, batch)
+    (blocks,) = schedule or make_schedule(batch, config)
+    launch(
+        backward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
+        *(
+            ragged_descriptor(x, batch.block_size, width=width)
+            for x in (grad_out, q, k, v, dq, dk, dv)
+        ),
+        *_descriptors(batch, width), blocks, batch.scale,
+        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group, ROTATE_V=batch.rotate_v,
+        BLOCK=batch.block_size, WIDTH=width, PIECES=pieces, MATH_ROLES=config.math_roles,
+        NUM_STAGES=config.num_stages, NUM_TURNS=config.num_turns,
+        TOGETHER=heads_together(config, batch.num_heads), REGISTERS=config.registers,
+        num_warps=4,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,1 @@
+"""How a call reaches a kernel: checks, the ladder, lengths, launches, rankings."""

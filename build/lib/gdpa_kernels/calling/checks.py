@@ -1,0 +1,151 @@
+"""Checks that both operators make of their arguments: argument, expectation, received."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from gdpa_kernels.calling import operators
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+def autocast(*tensors: object) -> tuple:
+    """The arguments as autocast has them, if it is on: tensors, fp64 excepted, in its dtype."""
+    dtype = _autocast_dtype(tensors[0])
+    if dtype is None:
+        return tensors
+    return tuple(
+        x.to(dtype)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in tensors
+    )
+
+
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """A context in which operators of PyTorch compute in the dtypes of their arguments."""
+    if _autocast_dtype(x) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _autocast_dtype(x: object) -> torch.dtype | None:
+    kind = x.device.type if isinstance(x, torch.Tensor) else ""
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def check_impl(impl: object, impls: tuple[str, ...], name: str = "impl") -> None:
+    """Raises ValueError unless `impl` is "auto" or one of `impls`."""
+    if impl != "auto" and impl not in impls:
+        raise ValueError(f"{name} must be 'auto' or one of {', '.join(impls)}, got {impl!r}")
+
+
+def check_float(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless `value` is a number, finite in fp32, as which kernels
+    take it, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    if not torch.compiler.is_compiling() and not abs(value) <= LARGEST:
+        raise ValueError(f"{name} must be a finite number in fp32, got {value!r}")
+
+
+def check_max_seqlen(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is an integer of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 0:
+        raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
+
+
+def check_tensors(q: object, k: object, v: object) -> None:
+    """Raises TypeError or ValueError unless q is `[total_q, num_heads_q, head_dim]`, k and v are
+    `[total_k, num_heads_k, head_dim]`, of one floating-point dtype on one device, and num_heads_q
+    is a multiple of num_heads_k."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise TypeError(f"{name} must be a dense tensor, got a {kind} one")
+        if tensor.dim() != 3:
+            raise ValueError(
+                f"{name} must have shape [total, num_heads, head_dim], got {list(tensor.shape)}"
+            )
+        if tensor is q:
+            continue
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+        if tensor.shape[2] != q.shape[2]:
+            raise ValueError(f"{name} must have q's head_dim {q.shape[2]}, got {tensor.shape[2]}")
+    if not q.dtype.is_floating_point:
+        raise TypeError(f"q must have a floating-point dtype, got {q.dtype}")
+    if q.shape[2] < 1:
+        raise ValueError(f"q must have a head_dim of at least 1, got {q.shape[2]}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have k's shape {list(k.shape)}, got {list(v.shape)}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q must have a multiple of k's {k.shape[1]} heads, got {q.shape[1]} heads"
+        )
+
+
+def check_offsets(name: str, cu_seqlens: object, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless cu_seqlens is a contiguous int32 tensor `[batch + 1]`
+    on `device`. Its values are not read."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor or Lengths, got {type(cu_seqlens).__name__}")
+    if (
+        cu_seqlens.dtype != torch.int32
+        or cu_seqlens.dim() != 1
+        or cu_seqlens.numel() < 1
+        or cu_seqlens.device != device
+        or not cu_seqlens.is_contiguous()
+    ):
+        raise ValueError(
+            f"{name} must be a contiguous int32 tensor of shape [batch + 1] on {device}, "
+            f"got {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)} on {cu_seqlens.device}"
+        )
+
+
+def is_fake(*tensors: torch.Tensor) -> bool:
+    """Whether no kernel can run: for fake or meta tensors, in a fake mode or while being traced."""
+    return (
+        torch.compiler.is_compiling()
+        or operators.in_fake_mode()
+        or any(x.is_meta or isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
+    )
+
+
+def is_readable(cu_seqlens: torch.Tensor) -> bool:
+    """Whether the host can ask for values: not of fake tensors, nor in the capture of a graph."""
+    if is_fake(cu_seqlens):
+        return False
+    return not (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def check_lengths(name: str, cu_seqlens: torch.Tensor, total: int, max_seqlen: int | None) -> int:
+    """The longest sequence, in tokens. Raises ValueError unless cu_seqlens rises from 0 to `total`
+    in steps of at most `max_seqlen`, if that is given. Waits for the device."""
+    values = cu_seqlens.tolist()
+    lengths = [after - before for before, after in zip(values, values[1:], strict=False)]
+    if values[0] != 0 or values[-1] != total:
+        raise ValueError(
+            f"{name} must run from 0 to the {total} rows of its tensor, "
+            f"got {values[0]} to {values[-1]}"
+        )
+    if lengths and min(lengths) < 0:
+        at = lengths.index(min(lengths))
+        raise ValueError(
+            f"{name} must not decrease, got {values[at]} followed by {values[at + 1]} at index {at}"
+        )
+    longest = max(lengths, default=0)
+    if max_seqlen is not None and longest > max_seqlen:
+        raise ValueError(
+            f"{name.replace('cu_seqlens', 'max_seqlen')} must be at least the longest sequence, "
+            f"{longest} tokens, got {max_seqlen}"
+        )
+    return longest

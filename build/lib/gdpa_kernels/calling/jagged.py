@@ -1,0 +1,193 @@
+"""A jagged batch as the layers of both operators take it, a pair (values, offsets) or (values,
+Lengths), or a nested tensor of layout torch.jagged; and what a model does with it between them."""
+
+from __future__ import annotations
+
+import torch
+
+from gdpa_kernels.calling import checks
+from gdpa_kernels.calling.lengths import Lengths, extended
+
+Offsets = torch.Tensor | Lengths
+Jagged = tuple[torch.Tensor, Offsets]
+
+
+def to_padded_tensor(
+    x: torch.Tensor | Jagged,
+    padding: float = 0.0,
+    max_seqlen: int | None = None,
+    *,
+    validate: bool = True,
+) -> torch.Tensor:
+    """The sequences one above the other, `[batch, max_seqlen, ...]`, `padding` beyond their ends.
+
+    Args:
+        x: a pair (values `[total_tokens, ...]`, offsets `[batch + 1]` or `Lengths`), or a nested
+            tensor `[batch, jagged, ...]` of layout torch.jagged.
+        max_seqlen: at least the longest sequence, in tokens; None for what `Lengths` or the nested
+            tensor know, or else the longest itself, which waits for the device.
+        validate: check the values of the offsets, which waits for the device; `Lengths` have been.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+    """
+    values, offsets, longest = read(x, max_seqlen=max_seqlen, validate=validate)
+    longest = longest_of(offsets) if longest is None else longest
+    batch, rest = batch_size(offsets), values.shape[1:]
+    own, position = places(values.shape[0], offsets)
+    padded = values.new_full((batch * longest, *rest), padding)
+    return padded.index_copy_(0, own * longest + position, values).view(batch, longest, *rest)
+
+
+def from_padded_tensor(
+    padded: torch.Tensor, offsets: Offsets, *, validate: bool = True
+) -> tuple[torch.Tensor, Offsets]:
+    """The inverse of `to_padded_tensor`: (values `[total_tokens, ...]`, offsets) of padded
+    `[batch, max_seqlen, ...]`. A tensor of offsets is read, which waits for the device.
+
+    Raises TypeError, ValueError: as `to_padded_tensor`.
+    """
+    batch, most = padded.shape[:2]
+    total = offsets.total if isinstance(offsets, Lengths) else int(offsets[-1])
+    _, offsets, _ = read((padded.new_empty(total, 0), offsets), None, most, validate)
+    if batch != batch_size(offsets):
+        raise ValueError(f"padded must be of {batch_size(offsets)} sequences, got {batch}")
+    own, position = places(total, offsets)
+    return padded.flatten(0, 1).index_select(0, own * most + position), offsets
+
+
+def mean(x: torch.Tensor | Jagged, *, validate: bool = True) -> torch.Tensor:
+    """The mean of each sequence, `[batch, ...]`, summed in at least fp32; 0 without tokens.
+
+    Arguments and errors: as `to_padded_tensor`; and TypeError for values that are no floating-point
+    numbers.
+    """
+    values, offsets, _ = read(x, validate=validate)
+    if not values.is_floating_point():
+        raise TypeError(f"x must have a floating-point dtype, got {values.dtype}")
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    found = torch.segment_reduce(wide, "mean", offsets=cu_seqlens(offsets), initial=0)
+    return found.to(values.dtype)
+
+
+def append(
+    x: torch.Tensor | Jagged, tokens: torch.Tensor, *, validate: bool = True
+) -> torch.Tensor | Jagged:
+    """A batch of x's kind, `tokens` `[batch, count, ...]` at the ends of its sequences.
+
+    The other arguments, and errors: as `to_padded_tensor`. The offsets of a pair come back as
+    int32; from `Lengths` come `Lengths`, the same ones in each call.
+    """
+    values, offsets, _ = read(x, validate=validate)
+    batch, total, rest = batch_size(offsets), values.shape[0], values.shape[1:]
+    if tokens.dim() < 2 or (tokens.shape[0], *tokens.shape[2:]) != (batch, *rest):
+        shape = ", ".join(map(str, (batch, "count", *rest)))
+        raise ValueError(f"tokens must have shape [{shape}], got {list(tokens.shape)}")
+    count, (own, position) = tokens.shape[1], places(total, offsets)
+    longer = offsets.extended(count) if isinstance(offsets, Lengths) else extended(offsets, count)
+    ends = cu_seqlens(longer)
+    after = ends[1:, None] - count + torch.arange(count, device=ends.device)
+    y = values.new_empty(total + batch * count, *rest)
+    y.index_copy_(0, (ends[own] + position).long(), values)
+    y.index_copy_(0, after.flatten(), tokens.flatten(0, 1).to(y.dtype))
+    if isinstance(x, torch.Tensor):
+        return torch.nested.nested_tensor_from_jagged(y, extended(x.offsets(), count))
+    return y, longer
+
+
+def read(
+    x: torch.Tensor | Jagged,
+    embed_dim: int | None = None,
+    max_seqlen: int | None = None,
+    validate: bool = True,
+) -> tuple[torch.Tensor, Offsets, int | None]:
+    """(values, offsets, longest) of a batch of any kind: values `[total_tokens, embed_dim]`, or of
+    any trailing shape; offsets int32 `[batch + 1]`, the same tensor if it is that, or Lengths; at
+    least the longest sequence, None if neither `max_seqlen` nor x nor a check says it.
+
+    Raises TypeError, ValueError: x is wrong: what is expected, what was received.
+    """
+    values, offsets, known = _parts(x)
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"values must be a tensor, got {type(values).__name__}")
+    shape = values.shape
+    if (len(shape) < 1) if embed_dim is None else (len(shape) != 2 or shape[1] != embed_dim):
+        wanted = "..." if embed_dim is None else embed_dim
+        raise ValueError(
+            f"values must have shape [total_tokens, {wanted}], got {list(values.shape)}"
+        )
+    if max_seqlen is not None:
+        checks.check_max_seqlen("max_seqlen", max_seqlen)
+    if isinstance(offsets, Lengths):
+        return values, offsets, offsets.of("cu_seqlens", shape[0], values.device, max_seqlen)[1]
+    if not isinstance(offsets, torch.Tensor):
+        raise TypeError(f"offsets must be a tensor or Lengths, got {type(offsets).__name__}")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
+    if offsets.dim() != 1 or offsets.numel() < 1 or offsets.device != values.device:
+        raise ValueError(
+            f"offsets must have shape [batch + 1] on {values.device}, "
+            f"got {list(offsets.shape)} on {offsets.device}"
+        )
+    most = known if max_seqlen is None else max_seqlen
+    if validate and checks.is_readable(offsets):
+        longest = checks.check_lengths("cu_seqlens", offsets, shape[0], most)
+        most = longest if most is None else most
+    return values, offsets.to(torch.int32).contiguous(), most
+
+
+def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
+    """Values, offsets and, if x knows it, at least the longest sequence."""
+    if isinstance(x, torch.Tensor):
+        if not x.is_nested or x.layout != torch.jagged:
+            raise TypeError(
+                "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
+                f"got a tensor of layout {x.layout}" + (", nested" if x.is_nested else "")
+            )
+        if x._ragged_idx != 1 or x.lengths() is not None:
+            raise ValueError(
+                "x must be a nested tensor [batch, jagged, ...] without holes between its "
+                f"sequences, got {x.dim()} dimensions, of which {x._ragged_idx} is jagged, "
+                + ("with holes" if x.lengths() is not None else "without holes")
+            )
+        return x.values(), x.offsets(), x._maybe_max_seqlen
+    if not isinstance(x, tuple | list) or len(x) != 2:
+        raise TypeError(
+            "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
+            f"got {type(x).__name__}"
+        )
+    return *x, None
+
+
+def like(x: torch.Tensor | Jagged, y: torch.Tensor, offsets: Offsets) -> torch.Tensor | Jagged:
+    """y `[total_tokens, ...]` as a jagged batch of x's kind; `offsets` as `read` gave them."""
+    if isinstance(x, torch.Tensor):
+        known = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
+        return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **known)
+    return y, offsets
+
+
+def longest_of(offsets: torch.Tensor) -> int:
+    """The longest sequence, in tokens; waits for the device."""
+    longest = offsets.diff(prepend=offsets[:1]).max().item()
+    torch._check(longest >= 0)
+    return longest
+
+
+def cu_seqlens(offsets: Offsets) -> torch.Tensor:
+    """The offsets as a tensor."""
+    return offsets.cu_seqlens if isinstance(offsets, Lengths) else offsets
+
+
+def batch_size(offsets: Offsets) -> int:
+    """How many sequences there are."""
+    return cu_seqlens(offsets).shape[0] - 1
+
+
+def places(total: int, offsets: Offsets) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each of `total` tokens its sequence and its position there; waits for no device."""
+    ends = cu_seqlens(offsets)
+    tokens = torch.arange(total, dtype=ends.dtype, device=ends.device)
+    # The last sequence that starts at or before a token holds it; empty ones start there too.
+    own = torch.searchsorted(ends[1:].contiguous(), tokens, right=True)
+    return own, tokens - ends[own]

@@ -1,0 +1,449 @@
+"""The ladders: every rung in order, the one that a call takes, and the diffs between them.
+
+The number of a rung is its file, its `impl`, its chapter and its row in every table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from gdpa_kernels.calling.rung import PACKAGE, Requires, Rung
+
+_CONFIG = frozenset(("config",))
+_LISTED = frozenset(("config", "schedule"))
+_ALL_DTYPES = ("bfloat16", "float16", "float32")
+_TMA = Requires(capability=(9, 0), head_dim_multiple=8, aligned=True)
+_WGMMA = Requires(
+    capability=(9, 0), only_major=True, head_dim_multiple=8, head_dim_max=128, aligned=True
+)
+
+_TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
+
+REFERENCE = Rung(
+    "reference",
+    "the definition",
+    "One sequence after another; in fp32, in fp64 of fp64.",
+    None,
+    Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
+)
+
+RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "v0_eager",
+        "eager PyTorch",
+        "Pad the batch; two matmuls around an activation.",
+        None,
+        Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
+    ),
+    Rung(
+        "v1_tiled",
+        "one fused kernel",
+        "Scores stay in registers; the batch stays jagged.",
+        "v0_eager",
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES),
+        has=_CONFIG,
+    ),
+    Rung(
+        "v2_tma",
+        "copies by TMA",
+        "The copy engine addresses and clips.",
+        "v1_tiled",
+        _TMA,
+        has=_CONFIG,
+    ),
+    Rung(
+        "v3_persistent",
+        "a list of tiles",
+        "Persistent programs walk a tile schedule without empty tiles.",
+        "v2_tma",
+        dataclasses.replace(_TMA, head_dim_max_of={12: 64}),
+        has=_LISTED,
+    ),
+    Rung(
+        "v4_warp_specialized",
+        "warp specialization",
+        "A producer copies, two consumers compute, mbarriers between them.",
+        "v2_tma",
+        _WGMMA,
+        has=_CONFIG,
+    ),
+    Rung(
+        "v5_pingpong",
+        "software pipelining",
+        "The next block's Q K^T is issued before this block's P V.",
+        "v4_warp_specialized",
+        _WGMMA,
+        has=_CONFIG,
+    ),
+    Rung(
+        "v6a_persistent",
+        "persistent programs",
+        "They walk a list of tiles; loads run ahead, stores are asynchronous.",
+        "v5_pingpong",
+        _WGMMA,
+        has=_LISTED,
+    ),
+    Rung(
+        "v6b_stream",
+        "a pipeline across tiles",
+        "The next tile's first Q K^T is issued before this one's last P V.",
+        "v6a_persistent",
+        _WGMMA,
+        has=_LISTED,
+    ),
+    Rung(
+        "v6_short_kv",
+        "short K and V stay",
+        "K and V that fit are loaded once; Q streams by.",
+        "v6b_stream",
+        _WGMMA,
+        has=_LISTED,
+    ),
+    Rung(
+        "v7_packed",
+        "two scores in one instruction",
+        "GELU and SiLU in packed bf16; their factor moves to the epilogue.",
+        "v6_short_kv",
+        _WGMMA,
+        has=_LISTED,
+    ),
+    Rung(
+        "v8_own_waits",
+        "waits as written",
+        "The compiler adds no wait of its own to the loop.",
+        "v7_packed",
+        dataclasses.replace(_WGMMA, head_dim_max=256),
+        has=_LISTED,
+    ),
+)
+
+BLACKWELL_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "b1_tensor_memory",
+        "accumulators in tensor memory",
+        "One thread issues the MMAs; the math role is left with the activation.",
+        "v4_warp_specialized",
+        _TCGEN05,
+        has=_CONFIG,
+    ),
+    Rung(
+        "b2_two_tiles",
+        "two tiles of queries",
+        "One tile's MMAs run beside the other's activation; P comes in slices.",
+        "b1_tensor_memory",
+        _TCGEN05,
+        has=_CONFIG,
+    ),
+    Rung(
+        "b3_stream",
+        "one stream of MMAs",
+        "The next item's first S is issued before this one's last P V.",
+        "b2_two_tiles",
+        _TCGEN05,
+        has=_LISTED,
+    ),
+    Rung(
+        "b4_mixed",
+        "a quarter by polynomial",
+        "FMA units take over one score of four from MUFU, within a proven bound.",
+        "b3_stream",
+        _TCGEN05,
+        has=_LISTED,
+    ),
+    Rung(
+        "b5_cta_pair",
+        "CTA pairs, K and V stay",
+        "Two CTAs hold halves of K and V that the MMAs of both read.",
+        "b4_mixed",
+        _TCGEN05,
+        has=_LISTED | {"requires"},
+    ),
+    Rung(
+        "b6_pair_stream",
+        "CTA pairs, K and V stream",
+        "Any number of keys; a block that is loaded once serves 512 queries.",
+        "b5_cta_pair",
+        _TCGEN05,
+        has=_LISTED,
+    ),
+)
+"""For sm_100: accumulators in tensor memory. They follow `RUNGS` on the ladder "gdpa"."""
+
+BLOCK_REFERENCE = Rung(
+    "reference",
+    "the definition",
+    "Whole blocks at once; in fp32, in fp64 of fp64.",
+    None,
+    Requires(dtypes=(*_ALL_DTYPES, "float64"), head_dim_max=2**31 - 1),
+    operator="block_attention",
+)
+
+BLOCK_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "v0_flash",
+        "FlashAttention-2 on this mask",
+        "Key loop, online softmax, log-sum-exp, delta, two backward kernels.",
+        None,
+        Requires(capability=(8, 0), head_dim_multiple=16),
+        operator="block_attention",
+        has=_LISTED | {"saved"},
+    ),
+    Rung(
+        "v1_one_tile",
+        "a block is one tile",
+        "Nothing is left to carry from tile to tile, nor to save for backward.",
+        "v0_flash",
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES, head_dim_multiple=16),
+        operator="block_attention",
+        has=_LISTED,
+    ),
+    Rung(
+        "v2_slab",
+        "all heads of a block",
+        "Programs walk slabs of memory; the copy engine addresses and clips.",
+        "v1_one_tile",
+        Requires(capability=(9, 0), head_dim_multiple=8, head_dim_max=128, aligned=True),
+        operator="block_attention",
+        has=_LISTED | {"requires"},
+    ),
+    Rung(
+        "v3_warp_specialized",
+        "warp specialization",
+        "A producer copies, consumers compute; results leave through dead input slots.",
+        "v2_slab",
+        dataclasses.replace(_WGMMA, head_dim_max=256),
+        operator="block_attention",
+        has=_LISTED | {"requires"},
+    ),
+    Rung(
+        "v4_rotary",
+        "rotary in the kernels",
+        "Applied to tiles in shared memory, to gradients in registers on their way out.",
+        "v3_warp_specialized",
+        dataclasses.replace(_WGMMA, head_dim_max=256),
+        operator="block_attention",
+        has=_LISTED | {"requires"},
+    ),
+    Rung(
+        "v4a_turning_role",
+        "a rotary role",
+        "Rotary of one item is overlapped with the MMAs of another.",
+        "v4_rotary",
+        dataclasses.replace(_WGMMA, head_dim_max=256),
+        operator="block_attention",
+        has=_LISTED | {"requires"},
+    ),
+)
+
+BLACKWELL_BLOCK_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "b1_warp_specialized",
+        "a role for every step",
+        "Accumulators in tensor memory; rotary, softmax and output work on different items.",
+        "v4_rotary",
+        _TCGEN05,
+        operator="block_attention",
+        has=_LISTED | {"requires"},
+    ),
+)
+
+STUDIES = {
+    "eliminations": Rung(
+        "eliminations",
+        "what v1_one_tile leaves out",
+        "Each piece of the general kernel, put back.",
+        "v1_one_tile",
+        Requires(capability=(8, 0)),
+        operator="block_attention",
+        has=_LISTED | {"requires"},
+    )
+}
+"""Measured like a rung of block attention, but on no ladder."""
+
+_PASS = dataclasses.replace(_TMA, head_dim_max=128, head_dim_max_of={10: 64, 12: 64})
+
+BACKWARD_REFERENCE = dataclasses.replace(REFERENCE, operator="gdpa_backward")
+
+BACKWARD_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "v1_tiled_backward",
+        "two fused kernels",
+        "One owns keys, the other queries; they read q, k, v and the gradient alone.",
+        None,
+        Requires(capability=(8, 0), dtypes=_ALL_DTYPES),
+        operator="gdpa_backward",
+        has=frozenset(("config", "needs")),
+    ),
+    Rung(
+        "v2_fused_backward",
+        "one pass over the keys",
+        "The owner of the keys computes dS K too; TMA reduce-adds accumulate dQ.",
+        "v1_tiled_backward",
+        _PASS,
+        operator="gdpa_backward",
+        has=frozenset(("config", "needs", "is_deterministic")),
+    ),
+    Rung(
+        "v2a_ordered_backward",
+        "additions in order",
+        "One launch after another, each for some blocks of keys: deterministic.",
+        "v2_fused_backward",
+        _PASS,
+        operator="gdpa_backward",
+        has=frozenset(("config", "needs")),
+    ),
+    Rung(
+        "v4_warp_specialized_backward",
+        "warp specialization",
+        "dK and dV stay in registers; dS is shared; each consumer computes half of dQ.",
+        "v2_fused_backward",
+        dataclasses.replace(_WGMMA, head_dim_multiple=64),
+        operator="gdpa_backward",
+        has=_LISTED | {"is_deterministic"},
+    ),
+    Rung(
+        "v5_short_kv_backward",
+        "two programs own all keys",
+        "A cluster exchanges dS; dQ is complete where it is computed.",
+        "v4_warp_specialized_backward",
+        dataclasses.replace(_WGMMA, head_dim_multiple=128),
+        operator="gdpa_backward",
+        has=_LISTED | {"requires"},
+    ),
+    Rung(
+        "v6_one_tile_backward",
+        "a tile has all keys",
+        "Up to 128 keys: dQ is complete where it is computed, without a cluster.",
+        "v4_warp_specialized_backward",
+        dataclasses.replace(_WGMMA, head_dim_multiple=64),
+        operator="gdpa_backward",
+        has=_LISTED | {"requires"},
+    ),
+    Rung(
+        "v7_wide_backward",
+        "wide heads",
+        "One consumer computes dS and dV, the other dK and dQ.",
+        "v4_warp_specialized_backward",
+        dataclasses.replace(_WGMMA, head_dim_max=256),
+        operator="gdpa_backward",
+        has=_LISTED | {"requires", "is_deterministic"},
+    ),
+)
+
+BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (
+    Rung(
+        "b1_tensor_memory_backward",
+        "accumulators in tensor memory",
+        "One thread issues five MMAs a step; dQ lies where dP was.",
+        "v4_warp_specialized_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
+        operator="gdpa_backward",
+        has=_LISTED | {"is_deterministic"},
+    ),
+    Rung(
+        "b2_short_kv_backward",
+        "two CTAs own all keys",
+        "They exchange halves of dQ, which is written once.",
+        "b1_tensor_memory_backward",
+        dataclasses.replace(_TCGEN05, head_dim_multiple=64),
+        operator="gdpa_backward",
+        has=_LISTED | {"requires"},
+    ),
+)
+
+LADDERS = {
+    "gdpa": (REFERENCE, *RUNGS, *BLACKWELL_RUNGS),
+    "gdpa_backward": (BACKWARD_REFERENCE, *BACKWARD_RUNGS, *BLACKWELL_BACKWARD_RUNGS),
+    "block_attention": (BLOCK_REFERENCE, *BLOCK_RUNGS, *BLACKWELL_BLOCK_RUNGS),
+}
+_BY_IMPL = {(rung.operator, rung.impl): rung for rungs in LADDERS.values() for rung in rungs}
+
+
+def impls(operator: str = "gdpa") -> list[str]:
+    """The names that an operator accepts as `impl=` besides "auto"."""
+    return [rung.impl for rung in LADDERS[operator]]
+
+
+def rung(impl: str, operator: str = "gdpa") -> Rung:
+    """The rung of that name. Raises ValueError naming the ones there are."""
+    found = _BY_IMPL.get((operator, impl))
+    if found is not None:
+        return found
+    known = ", ".join(impls(operator))
+    raise ValueError(f"impl must be 'auto' or one of {known}, got {impl!r}")
+
+
+class Availability(NamedTuple):
+    """Whether this machine can run an implementation, and why or why not."""
+
+    ok: bool
+    reason: str
+
+
+def availability(
+    impl: str, device: torch.device | str | None = None, operator: str = "gdpa"
+) -> Availability:
+    """Whether `impl` runs on `device`: by default the first GPU, or the CPU where there is none."""
+    if device is None:
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    device, found = torch.device(device), rung(impl, operator)
+    problem = found.unavailable(device)
+    if problem is not None:
+        return Availability(False, problem)
+    emulated = found.requires.capability and device.type == "cpu"
+    return Availability(True, f"runs {'in the emulator' if emulated else f'on {device}'}")
+
+
+def resolve(
+    impl: str, operator: str, batch: Any, order: Callable[[], Iterable[str]], name: str = "impl"
+) -> Rung:
+    """The rung that takes a call: an explicit one checked, "auto" the first of `order()` that can.
+
+    `batch`: of the operator; `name`: of the argument, for errors. Raises NotImplementedError if
+    the device or the call is not supported; RuntimeError for an explicit one that is not
+    deterministic for this call where `torch.use_deterministic_algorithms` asks for it.
+    """
+    strict = torch.are_deterministic_algorithms_enabled()
+    if impl == "auto":
+        for candidate in order():
+            found = rung(candidate, operator)
+            if found.unavailable(batch.device) or found.problem(batch):
+                continue
+            if not strict or found.is_deterministic(batch):
+                return found
+        raise NotImplementedError(
+            f"{name} 'auto' needs dtype bfloat16, float16, float32 or float64, "
+            f"got {batch.dtype} on {batch.device}"
+        )
+    found = rung(impl, operator)
+    problem = found.requires.of_device(batch.device) or found.problem(batch)
+    if problem is not None:
+        raise NotImplementedError(f"{name} {impl!r} {problem}")
+    if strict and not found.is_deterministic(batch):
+        raise RuntimeError(
+            f"{name} must be deterministic under torch.use_deterministic_algorithms, got {impl!r}, "
+            "which is not for this call"
+        )
+    return found
+
+
+def diff(impl: str, context: int = 2, operator: str = "gdpa") -> str:
+    """What changed from the predecessor's file to this rung's, as a unified diff."""
+    current = rung(impl, operator)
+    if current.predecessor is None:
+        raise ValueError(f"impl must have a predecessor to differ from, got {impl!r}")
+    before = rung(current.predecessor, operator)
+    return "".join(
+        difflib.unified_diff(
+            before.path.read_text().splitlines(keepends=True),
+            current.path.read_text().splitlines(keepends=True),
+            fromfile=before.path.relative_to(PACKAGE).as_posix(),
+            tofile=current.path.relative_to(PACKAGE).as_posix(),
+            n=context,
+        )
+    )

@@ -1,0 +1,93 @@
+"""One place where a kernel meets a device.
+
+Tensors on a CUDA device: the compiled kernel runs there. Tensors on the CPU: the same kernel runs
+in the emulator, but only inside `with tritonemu.enabled(...)`; otherwise this raises. Nothing falls
+back silently.
+"""
+
+import functools
+import sys
+
+import torch
+
+from gdpa_kernels.calling import launches
+
+
+def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **options) -> None:
+    """Run `kernel` on `grid` programs; `options` are its constexprs, num_warps and num_stages.
+
+    A grid without programs launches nothing, and must come from an empty batch: one of the tensors
+    has no elements. Raises ValueError where none is, RuntimeError for CPU tensors outside
+    `tritonemu.enabled()`.
+    """
+    if 0 in grid:
+        if not any(map(_is_empty, args)):
+            raise ValueError(
+                f"grid must have programs unless the batch is empty, got {grid} for "
+                f"{kernel.__name__}"
+            )
+        return
+    if launches.recorders and not launches.note(kernel, grid, args, options):
+        return
+    if device.type == "cuda":
+        if device.index is None or device.index == torch.cuda.current_device():
+            _run(kernel, grid, args, options)
+        else:
+            with torch.cuda.device(device):
+                _run(kernel, grid, args, options)
+        return
+    emulator = sys.modules.get("tritonemu")  # who enables it has imported it
+    if emulator is None or not emulator.is_enabled():
+        raise RuntimeError(
+            f"{kernel.__name__} needs tensors on a CUDA device, got tensors on {device}; to "
+            "execute the kernel on the CPU use `with tritonemu.enabled():`"
+        )
+    emulator.run_enabled(kernel, grid, *args, **options)
+
+
+def _is_empty(argument: object) -> bool:
+    """Whether it is a tensor without elements, or a `ragged_descriptor` of one."""
+    if isinstance(argument, torch.Tensor):
+        return argument.numel() == 0
+    return getattr(argument, "is_empty", False)
+
+
+def _run(kernel, grid: tuple[int, ...], args: tuple, options: dict) -> None:
+    """By position, without options that are Triton's own: its C paths take nothing else
+    (TRITON_ENABLE_C_CACHE, TRITON_USE_C_DISPATCHER)."""
+    names = kernel.arg_names[len(args) :]
+    own = {name: value for name, value in options.items() if name not in names}
+    if own.get("num_warps") == 4:
+        del own["num_warps"]
+    if all(name in options for name in names):
+        kernel[grid](*args, *(options[name] for name in names), **own)
+    else:  # one has a default
+        kernel[grid](*args, **options)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of `device`, or of the one emulated."""
+    if device.type != "cuda":
+        import tritonemu
+
+        return tritonemu.current_multiprocessors()
+    index = device.index
+    return _multiprocessors(torch.cuda.current_device() if index is None else index)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on `device`; elsewhere as on an H200."""
+    if device.type != "cuda":
+        return 232_448
+    index = device.index
+    return _shared_memory(torch.cuda.current_device() if index is None else index)
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

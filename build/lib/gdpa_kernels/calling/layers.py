@@ -1,0 +1,115 @@
+"""What the layers of both operators share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gdpa_kernels.calling import checks, jagged
+from gdpa_kernels.calling.jagged import Jagged, Offsets
+from gdpa_kernels.calling.lengths import Lengths
+
+EPSILON = 1e-6
+"""Added to the mean square of a row of q or k before it is normalised."""
+
+
+class Tokenwise(nn.Sequential):
+    """Modules one after another on the values of a jagged batch, so that norms, linear layers and
+    dropout stand beside attention in an `nn.Sequential`:
+
+    >>> nn.Sequential(Tokenwise(nn.RMSNorm(32)), GDPASelfAttention(32, 4))    # doctest: +SKIP
+
+    Nested tensors need it where a module of theirs does not take them.
+    """
+
+    def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:
+        """x, its values `[total_tokens, ...]` replaced; offsets are not read."""
+        values, offsets, _ = jagged.read(x, validate=False)
+        return jagged.like(x, super().forward(values), offsets)
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of the rows of each head, one weight for all heads: x / rms(x) * weight, in x's
+    dtype, also under autocast, which on a GPU would make it fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with checks.without_autocast(x):
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def head_norms(qk_norm: bool, head_dim: int, made: dict) -> tuple[HeadNorm | None, HeadNorm | None]:
+    """The norms of q and of k, of the device and dtype in `made`; None without qk_norm."""
+    if not qk_norm:
+        return None, None
+    made = {"eps": EPSILON, "device": made["device"], "dtype": made["dtype"]}
+    return HeadNorm(head_dim, **made), HeadNorm(head_dim, **made)
+
+
+def check_fused(qk_norm: bool, fused_qk_norm: object) -> bool:
+    """fused_qk_norm as a bool. Raises ValueError if it is true without qk_norm."""
+    if fused_qk_norm and not qk_norm:
+        raise ValueError(f"fused_qk_norm must be False without qk_norm, got {fused_qk_norm!r}")
+    return bool(fused_qk_norm)
+
+
+def turns(
+    base: float | None, head_dim: int, values: torch.Tensor, offsets: Offsets
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(sin, cos) of the rotary embedding of every row of `values`, `[total_tokens, head_dim // 2]`,
+    fp32, of fp64 values fp64; of `Lengths` made once for all layers. Waits for no device. None of
+    base None."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        _, positions = jagged.places(values.shape[0], offsets)
+        pairs = torch.arange(head_dim // 2, dtype=dtype, device=positions.device)
+        angles = positions[:, None] * base ** (-2.0 * pairs / head_dim)
+        return angles.sin(), angles.cos()
+
+    if base is None:
+        return None
+    if not isinstance(offsets, Lengths):
+        return make()
+    return offsets.once(("turns", base, head_dim, dtype), make)
+
+
+def rotate(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    """x `[total_tokens, num_heads, head_dim]`, its pairs (x[2i], x[2i + 1]) rotated by `turns`."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    sin, cos = sin[:, None], cos[:, None]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def check_rotary(rotary: object, head_dim: int) -> None:
+    """Raises ValueError unless rotary is None, or a positive number and head_dim even."""
+    if rotary is None:
+        return
+    if isinstance(rotary, bool) or not isinstance(rotary, int | float) or not rotary > 0:
+        raise ValueError(f"rotary must be None or a base above 0, got {rotary!r}")
+    if head_dim % 2:
+        raise ValueError(
+            f"embed_dim // num_heads must be even for a rotary embedding, got {head_dim}"
+        )
+
+
+def check_positive(**sizes: object) -> None:
+    """Raises ValueError unless every size is an integer of at least 1."""
+    for name, value in sizes.items():
+        if not _is_positive(value):
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def check_heads(embed_dim: object, num_heads: object, num_kv_heads: object) -> None:
+    """Raises ValueError unless they are positive integers, each a divisor of the one before."""
+    check_positive(embed_dim=embed_dim)
+    whole, of = embed_dim, "embed_dim"
+    for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if not _is_positive(value) or whole % value:
+            raise ValueError(f"{name} must be a positive divisor of {of} {whole}, got {value!r}")
+        whole, of = value, name
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,169 @@
+"""`Lengths`: the lengths of a jagged batch, checked once and shared by the layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from gdpa_kernels.calling import checks
+
+T = TypeVar("T")
+
+
+class Lengths:
+    """The offsets of a jagged batch, checked, with the work lists that kernels make of them.
+
+    It stands wherever the operators and layers take `cu_seqlens`, and brings `max_seqlen`:
+
+    >>> lengths = Lengths(cu_seqlens)                       # doctest: +SKIP
+    >>> for layer in layers:
+    ...     x = layer((x, lengths))[0]
+
+    Making one waits for the device, once; calls that are given it do not wait. The offsets are
+    copied: a later write to `cu_seqlens` changes nothing here. A work list is made by the first
+    call that needs it, on the stream of that call, and serves all later ones there. In the capture
+    of a CUDA graph none is kept; the graph repeats these lengths, which must live as long as it. A
+    graph that is to read new offsets takes a tensor.
+
+    Args:
+        cu_seqlens: int32 or int64 `[batch + 1]`: sequence i holds the rows cu_seqlens[i] up to, not
+            including, cu_seqlens[i + 1].
+        max_seqlen: at least the longest sequence, in tokens; None for the longest itself. Kernels
+            are chosen and launched for it, and `torch.compile` specializes on it.
+        device: where the offsets go; None leaves them where they are. From the CPU to a GPU
+            nothing waits.
+
+    Attributes: cu_seqlens int32 `[batch + 1]`, max_seqlen, total (rows), batch (sequences).
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ):
+        if not isinstance(cu_seqlens, torch.Tensor):
+            raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+            raise ValueError(
+                f"cu_seqlens must have shape [batch + 1], got {list(cu_seqlens.shape)}"
+            )
+        if not checks.is_readable(cu_seqlens):
+            raise ValueError(
+                "cu_seqlens must have values to read, got a fake tensor, one that is being traced "
+                "or one in the capture of a CUDA graph: make Lengths before"
+            )
+        if max_seqlen is not None:
+            checks.check_max_seqlen("max_seqlen", max_seqlen)
+        total = _checked_total(int(cu_seqlens[-1]))
+        longest = checks.check_lengths("cu_seqlens", cu_seqlens, total, max_seqlen)
+        with torch.inference_mode(False):  # training may follow an evaluation
+            # Copied before it goes to a device: a copy from pinned memory only joins the queue.
+            own = cu_seqlens.to(torch.int32, copy=True)
+            own = own.to(device, non_blocking=own.device.type == "cpu")
+        self._hold(own, total, longest if max_seqlen is None else max_seqlen)
+
+    def _hold(self, cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
+        """Itself, of offsets that are right."""
+        self.cu_seqlens, self.total, self.max_seqlen = cu_seqlens, total, max_seqlen
+        # By the Lengths that it was made with, itself or others, which it does not keep alive.
+        self._made: WeakKeyDictionary[Lengths, dict[Hashable, object]] = WeakKeyDictionary()
+        return self
+
+    def __reduce__(self):
+        return _held, (type(self), self.cu_seqlens, self.total, self.max_seqlen)
+
+    @classmethod
+    def uniform(cls, batch: int, length: int, device: torch.device | str) -> Lengths:
+        """`batch` sequences of `length` rows on `device`; waits for nothing."""
+        total = _checked_total(batch * length)
+        with torch.inference_mode(False):
+            own = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+        return _held(cls, own, total, length)
+
+    def extended(self, count: int) -> Lengths:
+        """The Lengths of the same sequences, `count` rows longer each; made once, without waiting
+        for the device."""
+
+        def make() -> Lengths:
+            total = _checked_total(self.total + count * self.batch)
+            own = extended(self.cu_seqlens, count)
+            return _held(type(self), own, total, self.max_seqlen + count)
+
+        return self.once(("extended", count), make)
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.cu_seqlens.device
+
+    def of(
+        self, name: str, rows: int, device: torch.device, max_seqlen: int | None = None
+    ) -> tuple[torch.Tensor, int]:
+        """(cu_seqlens, max_seqlen) for a tensor of `rows` rows on `device`, given as the argument
+        `name`. Raises ValueError if they are not its."""
+        if self.total != rows:
+            raise ValueError(f"{name} must be of {rows} rows as its tensor, got {self!r}")
+        if self.device != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {self!r}")
+        if max_seqlen is not None and max_seqlen < self.max_seqlen:
+            maximum = name.replace("cu_seqlens", "max_seqlen")
+            raise ValueError(f"{maximum} must be at least {self.max_seqlen}, got {max_seqlen}")
+        return self.cu_seqlens, self.max_seqlen if max_seqlen is None else max_seqlen
+
+    def once(self, key: Hashable, make: Callable[[], T], beside: Lengths | None = None) -> T:
+        """What `make` returns, made once for each key and stream, and kept as long as `beside`.
+
+        It must depend on nothing that changes but the key, this and the Lengths `beside`, and must
+        hold neither of them. A compiled program makes it each time; what the capture of a CUDA
+        graph makes is not kept.
+        """
+        if torch.compiler.is_compiling():
+            return make()
+        capturing = False
+        if self.device.type == "cuda":
+            capturing = torch.cuda.is_current_stream_capturing()
+            key = key, torch.cuda.current_stream(self.device).cuda_stream
+        kept = self._made.setdefault(self if beside is None else beside, {})
+        if key in kept:
+            return kept[key]
+        # Training may follow an evaluation. A mode that counts or replays operators must not see
+        # what is made the first time alone, and a fake one would make it fake.
+        with torch.inference_mode(False), no_dispatch():
+            made = make()
+        if not capturing:
+            kept[key] = made
+        return made
+
+    def __repr__(self) -> str:
+        return f"Lengths({self.batch} sequences of {self.total} rows on {self.device})"
+
+
+def _held(cls: type[Lengths], cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Lengths:
+    """Lengths of offsets that need no check."""
+    return object.__new__(cls)._hold(cu_seqlens, total, max_seqlen)
+
+
+def _checked_total(total: int) -> int:
+    if not 0 <= total < 2**31:
+        raise ValueError(f"cu_seqlens must end below 2**31, got {total}")
+    return total
+
+
+def extended(cu_seqlens: torch.Tensor, count: int) -> torch.Tensor:
+    """Offsets of the same sequences, `count` rows longer each."""
+    index = torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return cu_seqlens + count * index

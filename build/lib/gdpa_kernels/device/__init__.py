@@ -1,0 +1,1 @@
+"""Triton helpers that both operators use."""

@@ -1,0 +1,78 @@
+"""What the warp-specialized rungs do with tiles: find their sequence, load and store their rows.
+
+The copies are those of ragged.py, issued by a role and awaited on an mbarrier.
+"""
+
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.device.ragged import BOUND
+
+
+@triton.jit
+def sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q):
+    """(start_q, start_out, len_q, start_k, len_k) of a sequence, in rows of the packed tensors.
+
+    cu_seqlens_q_ptr None: one q for all sequences.
+    """
+    start_k = tl.load(cu_seqlens_k_ptr + batch)
+    len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
+    if cu_seqlens_q_ptr is None:
+        start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
+    else:
+        start_q = tl.load(cu_seqlens_q_ptr + batch)
+        len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
+        start_out = start_q
+    return start_q, start_out, len_q, start_k, len_k
+
+
+@triton.jit
+def uniform(x):
+    """The int32 scalar x, which the compiler then knows to be uniform across a warp.
+
+    Of a loaded number it does not know that. It keeps what it computes from one, stages and their
+    addresses, in a register of every thread, and moves it to a uniform register before each MMA.
+    """
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=tl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def nothing(x):
+    """0, which the compiler takes for a value that depends on x; ptxas knows that it is 0.
+
+    Added to a buffer's index in a loop over x, it keeps the compiler from hoisting all buffer
+    addresses out of the loop. There are more of them than registers: they would spill, and each
+    MMA would wait for a load and for a move to a uniform register.
+    """
+    return tl.inline_asm_elementwise(
+        "xor.b32 $0, $1, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def fetch_rows(desc, buffer, full, start, length, head, first_row):
+    """Start the TMA load of rows first_row .. of one head; it arrives on `full`.
+
+    Rows from `length` on become zero; the copy counts the bytes of the whole box all the same.
+    """
+    ROWS: tl.constexpr = desc.block_shape[3]
+    WIDTH: tl.constexpr = desc.block_shape[4]
+    tlx.barrier_expect_bytes(full, ROWS * WIDTH * tlx.size_of(tlx.dtype_of(desc)))
+    place = [BOUND, start + length, head, BOUND - length + first_row, 0]
+    tlx.async_descriptor_load(desc, buffer, place, full)
+
+
+@triton.jit
+def put_rows(desc, buffer, start, length, head, first_row, rows):
+    """Start the TMA store of `rows` through `buffer`; rows from `length` on are dropped.
+
+    The buffer is free again when `tlx.async_descriptor_store_wait` says so.
+    """
+    tlx.local_store(buffer, rows)
+    tlx.fence("async_shared")
+    place = [BOUND, start + length, head, BOUND - length + first_row, 0]
+    tlx.async_descriptor_store(desc, buffer, place)

@@ -1,0 +1,1 @@
+"""Generalized dot-product attention: the operator, its definition and its ladder of kernels."""

@@ -1,0 +1,339 @@
+"""`gdpa`: check the arguments, choose the implementation, call it through operators of PyTorch, one
+for each direction."""
+
+from __future__ import annotations
+
+import torch
+
+from gdpa_kernels.calling import checks, ladder, packed
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.calling.operators import (
+    check_transforms,
+    define,
+    distinct,
+    final,
+    needed,
+)
+from gdpa_kernels.calling.rung import Rung, capability, dtype_name
+from gdpa_kernels.gdpa import choices
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.reference import ACTIVATIONS
+
+BACKWARD = "gdpa_backward"
+IMPLS = tuple(ladder.impls())
+BACKWARD_IMPLS = tuple(ladder.impls(BACKWARD))
+
+
+def gdpa(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | Lengths | None,
+    cu_seqlens_k: torch.Tensor | Lengths,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    num_kv_heads: int | None = None,
+    activation: str | tuple[str, ...] | list[str] = "gelu_tanh",
+    scale: float | None = None,
+    output_scale: float = 1.0,
+    causal: bool = False,
+    window: int | None = None,
+    precise: bool = False,
+    impl: str = "auto",
+    backward_impl: str = "auto",
+    validate: bool = True,
+) -> torch.Tensor:
+    """Generalized dot-product attention on a jagged batch; differentiable.
+
+    For each sequence and head, O = output_scale activation(scale Q K^T) V: an element-wise
+    activation stands where softmax would be. A pair that is masked out counts as 0 after the
+    activation; a NaN in a row of v reaches the rows of its own sequence all the same, and no other.
+
+    Only q, k, v and the offsets are saved for backward. The gradients cannot be differentiated
+    again.
+
+    Under autocast q, k and v are cast to its dtype, fp64 excepted, as for PyTorch's
+    scaled_dot_product_attention.
+
+    Args:
+        q: `[total_q, num_heads_q, head_dim]`, or `[max_seqlen_q, num_heads_q, head_dim]` with
+            `cu_seqlens_q=None`: one q shared by the whole batch (PMA seeds).
+        k, v: `[total_k, num_heads_k, head_dim]`; num_heads_q must be a multiple of num_heads_k.
+            v None: k holds both, `[total_k, 2 * num_heads_k, head_dim]` or `[total_k, 2,
+            num_heads_k, head_dim]`. k and v None: q holds all three, `[total, num_heads_q + 2 *
+            num_heads_k, head_dim]` or `[total, 3, num_heads, head_dim]`. What is packed so has one
+            gradient, where three slices have three, which PyTorch concatenates.
+        cu_seqlens_q, cu_seqlens_k: int32 `[batch + 1]` on q's device: sequence i holds the rows
+            cu_seqlens[i] up to, not including, cu_seqlens[i + 1]. Lengths of 0 are ordinary. Or
+            `Lengths`, checked once for many calls.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens. None: that of
+            `Lengths`, or the rows of a shared q.
+        num_kv_heads: num_heads_k of a q that holds all three; None for a third of its heads.
+        activation: a name of `reference.ACTIVATIONS`, or one name per query head.
+        scale: multiplies Q K^T before the activation; None means head_dim ** -0.5.
+        output_scale: multiplies the result after the activation; applied once, to the fp32 sum.
+        causal: keep keys at or before the query's position; positions start with their sequence.
+        window: keep keys at most this many positions from the query.
+        precise: compute the activation in fp32. By default GELU and SiLU of bf16 inputs are
+            computed in packed bf16, from rounded scores, where the implementation can: for inputs
+            from N(0, 1) the relative error of the result is then about 3.6e-3, as PyTorch's in
+            bf16, and 2.4e-3 with True. What that costs: see the chapter on v7. Gradients always
+            take fp32.
+        impl: a rung's name, "reference", or "auto" for the fastest that supports the call.
+        backward_impl: the same for the gradients. That of q is added up in an order that differs
+            from run to run where q is shared or a sequence has more than 256 keys by
+            "v2_fused_backward", "v4_warp_specialized_backward" and "b1_tensor_memory_backward", and
+            with more than 128 by "v7_wide_backward"; everything else is deterministic. Under
+            `torch.use_deterministic_algorithms` "auto" leaves those out.
+        validate: check the values of cu_seqlens, which waits for the device in each call. False
+            trusts the caller. `Lengths` have been checked; compiled calls do not check.
+
+    Returns:
+        `[total_q, num_heads_q, head_dim]`, or `[batch * max_seqlen_q, ...]` with a shared q, in q's
+        dtype, rounded once from fp32 (by impl "v0_eager" in every step).
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+        NotImplementedError: an explicit impl does not support the call: what it needs, what it got.
+        RuntimeError: a second derivative, or a forward-mode derivative, is asked for; inside a
+            transform of `torch.func` (vmap, grad, jvp); or an explicit backward_impl is not
+            deterministic where PyTorch was told to be.
+
+    Source: the operator of Kunlun (arXiv 2602.10016); see the chapter "What is GDPA".
+    """
+    check_transforms("gdpa")
+    held, num_kv_heads = packed.flat(*checks.autocast(q, k, v), num_kv_heads)
+    q, k, v = packed.unpack(*held, num_kv_heads)
+    checks.check_tensors(q, k, v)
+    names = check_activation(activation, q.shape[1])
+    check_scalars(scale, output_scale, window)
+    checks.check_impl(impl, IMPLS)
+    checks.check_impl(backward_impl, BACKWARD_IMPLS, "backward_impl")
+    given = cu_seqlens_q, cu_seqlens_k
+    cu_seqlens_q, max_seqlen_q = _read("q", q, cu_seqlens_q, max_seqlen_q, q.device, validate)
+    cu_seqlens_k, max_seqlen_k = _read("k", k, cu_seqlens_k, max_seqlen_k, q.device, validate)
+    if cu_seqlens_q is not None and cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q must have cu_seqlens_k's shape {list(cu_seqlens_k.shape)}, "
+            f"got {list(cu_seqlens_q.shape)}"
+        )
+    tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k)
+    options = (
+        num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names),
+        q.shape[-1] ** -0.5 if scale is None else float(scale), float(output_scale), bool(causal),
+        window, bool(precise), impl, backward_impl,
+    )  # fmt: skip
+    return _Gdpa.apply(None if checks.is_fake(q) else _shared(given), *tensors, options)
+
+
+def resolve(impl: str, batch: Batch) -> Rung:
+    """The rung that computes the output: "auto" is the first that supports the call in the order
+    measured at the nearest shape (choices.py). Raises what `ladder.resolve` raises."""
+    return ladder.resolve(impl, "gdpa", batch, lambda: _order("forward", batch))
+
+
+def resolve_backward(impl: str, batch: Batch) -> Rung:
+    """`resolve` for the gradients: a rung of the ladder "gdpa_backward"."""
+    return ladder.resolve(impl, BACKWARD, batch, lambda: _order("backward", batch), "backward_impl")
+
+
+def _order(direction: str, batch: Batch) -> tuple[str, ...]:
+    kind = capability(batch.device), direction, dtype_name(batch.dtype)
+    return choices.order(*kind, batch.head_dim, batch.max_seqlen_q, batch.max_seqlen_k)
+
+
+class _Gdpa(torch.autograd.Function):
+    """The operators of both directions as one differentiable function."""
+
+    @staticmethod
+    def forward(ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, options):
+        ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        ctx.set_materialize_grads(False)
+        ctx.lengths, ctx.options = lengths, options
+        schedule = []
+        if lengths is not None:
+            batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options[:-2])
+            schedule = _schedule(lengths, resolve(options[-2], batch), batch)
+        return _FORWARD(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        if grad_out is None:
+            return (None,) * 7
+        *options, _, impl = ctx.options
+        needs, schedule = ctx.needs_input_grad[1:4], []
+        saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
+        if ctx.lengths is not None:
+            batch = _batch(*saved, *options)
+            schedule = _schedule(ctx.lengths, resolve_backward(impl, batch), batch)
+        tensors = grad_out, *saved
+        with torch.no_grad():
+            gradients = needed(_BACKWARD(*tensors, schedule, *options, *needs, impl), needs)
+        return None, *final("gdpa", gradients, tensors[:4]), None, None, None
+
+
+def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
+    """The Lengths that keep work lists for this call, if all of its offsets are some."""
+    q, k = given
+    if not isinstance(k, Lengths):
+        return None
+    return given if q is None or isinstance(q, Lengths) else None
+
+
+def _schedule(
+    lengths: tuple[Lengths | None, Lengths], rung: Rung, batch: Batch
+) -> list[torch.Tensor]:
+    """The work list of a rung, made once for these lengths; empty if it needs none."""
+    if "schedule" not in rung.has:
+        return []
+    config = rung.config(batch)
+    sizes = batch.num_heads, batch.num_heads_k, batch.max_seqlen_q, batch.max_seqlen_k
+    key = rung.operator, rung.impl, config, sizes, batch.shared_q
+    return list(lengths[1].once(key, lambda: rung.schedule(batch, config), lengths[0]))
+
+
+def _batch(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, num_kv_heads, max_seqlen_q, max_seqlen_k, activation,
+    *options, **gradients,
+) -> Batch:  # fmt: skip
+    """The `Batch` of an operator's arguments."""
+    tensors = *packed.unpack(q, k, v, num_kv_heads), cu_seqlens_q, cu_seqlens_k
+    names = tuple(activation.split(","))
+    return Batch(*tensors, max_seqlen_q, max_seqlen_k, names, *options, **gradients)
+
+
+def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> torch.Tensor:
+    *options, impl, backward_impl = arguments
+    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+    rung = resolve(impl, batch)
+    if backward_impl != "auto":  # an explicit one that cannot take the call says so here
+        resolve_backward(backward_impl, batch)
+    given = {"schedule": tuple(schedule)} if schedule else {}
+    with checks.without_autocast(q):  # the definition is made of operators that it would change
+        return rung.module().forward(batch, **given).contiguous()
+
+
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, num_kv_heads, *_):
+    q, _, _ = packed.unpack(q, k, v, num_kv_heads)
+    rows = q.shape[0] if cu_seqlens_q is not None else (cu_seqlens_k.shape[0] - 1) * q.shape[0]
+    return q.new_empty(rows, q.shape[1], q.shape[2])
+
+
+def _backward(
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *options, need_q, need_k, need_v, impl = arguments
+
+    def backward(places, needs):
+        batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, gradients=places)
+        rung = resolve_backward(impl, batch)
+        given = {"schedule": tuple(schedule)} if schedule else {}
+        if "needs" in rung.has:
+            given["needs"] = needs
+        with checks.without_autocast(q):
+            return needed(rung.module().backward(grad_out, batch, **given), needs)
+
+    needs = need_q, need_k, need_v
+    gradients = needed(packed.gradients(backward, q, k, v, options[0], needs), needs)
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+
+
+def _fake_backward(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments):
+    gradients = needed((q, k, v), arguments[-4:-1])
+    return tuple(q.new_empty(0 if x is None else x.shape) for x in gradients)
+
+
+def _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, options) -> int:
+    """FLOPs of one matmul of a call, of pairs that count."""
+    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+    return 2 * batch.num_heads * batch.head_dim * batch.pairs()
+
+
+def _forward_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> int:
+    return 2 * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, arguments[:-2])
+
+
+def _backward_flops(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> int:
+    need_q, need_k, need_v = packed.needs_of_parts(k, v, arguments[-4:-1])
+    matmuls = 1 + (need_q or need_k) + need_q + need_k + need_v  # S, dP, dQ, dK, dV
+    return matmuls * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, arguments[:-4])
+
+
+_SHARED_SCHEMA = (
+    "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, "
+    "Tensor[] schedule, SymInt? num_kv_heads, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "str activation, float scale, float output_scale, bool causal, SymInt? window, bool precise, "
+)
+_FORWARD = define(
+    "gdpa_forward",
+    f"({_SHARED_SCHEMA}str impl, str backward_impl) -> Tensor",
+    _forward,
+    _fake_forward,
+    _forward_flops,
+)
+_BACKWARD = define(
+    "gdpa_backward",
+    f"(Tensor grad_out, {_SHARED_SCHEMA}bool need_q, bool need_k, bool need_v, str impl) "
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+    _backward_flops,
+)
+
+
+def check_activation(activation: object, num_heads: int) -> tuple[str, ...]:
+    """The names of the activations, one or one for each query head. Raises TypeError or ValueError
+    for anything else."""
+    if isinstance(activation, str) and activation in ACTIVATIONS:
+        return (activation,)
+    names = (activation,) if isinstance(activation, str) else activation
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"activation must be a name or a tuple of names, got {activation!r}")
+    for name in names:
+        if name not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    if len(names) != 1 and len(names) != num_heads:
+        raise ValueError(
+            f"activation must be one name or one per query head ({num_heads}), got {len(names)}"
+        )
+    return tuple(names) if len(set(names)) > 1 else tuple(names[:1])
+
+
+def check_scalars(scale: object, output_scale: object, window: object) -> None:
+    """Raises TypeError or ValueError unless each is what `gdpa` takes."""
+    for name, value in (("scale", scale), ("output_scale", output_scale)):
+        if value is not None or name == "output_scale":
+            checks.check_float(name, value)
+    if window is not None and (
+        isinstance(window, bool) or not isinstance(window, int) or window < 0
+    ):
+        raise ValueError(f"window must be None or an integer of at least 0, got {window!r}")
+
+
+def _read(
+    letter: str,
+    tensor: torch.Tensor,
+    cu_seqlens: torch.Tensor | Lengths | None,
+    max_seqlen: int | None,
+    device: torch.device,
+    validate: bool,
+) -> tuple[torch.Tensor | None, int]:
+    """(cu_seqlens, max_seqlen) of q or k, checked."""
+    name, maximum, rows = f"cu_seqlens_{letter}", f"max_seqlen_{letter}", tensor.shape[0]
+    if max_seqlen is not None:
+        checks.check_max_seqlen(maximum, max_seqlen)
+    if cu_seqlens is None and letter == "q":
+        if max_seqlen is not None and rows != max_seqlen:
+            raise ValueError(
+                f"{maximum} must equal the {rows} rows of a shared q, got {max_seqlen}"
+            )
+        return None, rows
+    if isinstance(cu_seqlens, Lengths):
+        return cu_seqlens.of(name, rows, device, max_seqlen)
+    if max_seqlen is None:
+        raise TypeError(f"{maximum} must be given unless {name} is Lengths, got None")
+    checks.check_offsets(name, cu_seqlens, device)
+    if validate and checks.is_readable(cu_seqlens):
+        checks.check_lengths(name, cu_seqlens, rows, max_seqlen)
+    return cu_seqlens, max_seqlen

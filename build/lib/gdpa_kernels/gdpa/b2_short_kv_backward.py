@@ -1,0 +1,434 @@
+"""b2, backward for short K and V: two CTAs own all keys and exchange halves of dQ; written once.
+
+Changes from b1_tensor_memory_backward: a cluster of two CTAs takes all keys, up to 256, of a
+(sequence, key head), 128 each, while Q and dO stream by, as in v5. Each computes dQ of its keys,
+sends one half of the columns to the other CTA and adds what arrives to the other half. So dQ is
+complete where it is added: no fp32 sum in memory, no zero fill, no rounding kernel; deterministic.
+
+Why it should help, in bytes for a row of head_dim 128: b1 reads 512, fills 512 with zeros, adds 512
+twice at 256 keys, reads them again and writes 256. Here 512 are read and 256 written. Half of dQ in
+fp32 is 32 KB a step, as is dS in bf16, which v5 exchanges; but with dS would come half of the
+peer's K, 16 KB, and there are 3 left.
+
+| role      | warps | registers | work                                                         |
+|-----------|-------|-----------|--------------------------------------------------------------|
+| output    | 4     | the rest  | half of dQ to the peer, half with the peer's to memory       |
+| others    |       |           | as in b1, of an item in place of a tile                      |
+
+| barrier     | arrivals    | filled by -> drained by                                           |
+|-------------|-------------|-------------------------------------------------------------------|
+| inbox.full  | 1 and bytes | the peer's half of dQ -> output                                   |
+| inbox.empty | 1           | the peer's output, its inbox was stored -> output                 |
+
+The others are b1's. Needs: as b1, a max_seqlen_k of at most 256, a q of every sequence's own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.rows import fetch_rows, nothing, sequence
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import Gradients
+from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.work_list import longest_first
+
+KEYS = tl.constexpr(128)  # of a CTA: TMEM lanes
+ROWS = tl.constexpr(128)  # of a step
+MATH_ROLES = tl.constexpr(2)
+HALF = tl.constexpr(ROWS.value // MATH_ROLES.value)  # rows of a math role
+PART = tl.constexpr(HALF.value // 2)  # in registers at a time
+CTAS = tl.constexpr(2)  # of a cluster
+MOST_KEYS = KEYS.value * CTAS.value
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants.
+
+    q_stages, g_stages: steps of Q and of dO in shared memory. fold: leave factors of the activation
+    to the sums where `derivatives.foldable`. registers: of a math thread.
+    """
+
+    q_stages: int = 2
+    g_stages: int = 1
+    fold: bool = True
+    registers: int = 152
+
+
+def default_config(batch: Batch) -> Config:
+    """As many steps as fit in shared memory at head_dim 128."""
+    return Config(q_stages=3, g_stages=2) if batch.head_dim == 64 else Config()
+
+
+def requires(batch: Batch) -> str | None:
+    """What this rung needs besides what its tensors say, and does not get, or None."""
+    if batch.shared_q:
+        return "needs cu_seqlens_q, got None: a shared q"
+    if batch.max_seqlen_k > MOST_KEYS:
+        return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {batch.max_seqlen_k}"
+    return None
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """(order,): the sequences, int32 `[sequences]`, those with the most queries first."""
+    return (longest_first(batch.cu_seqlens_q),)
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    NUM_HEADS_K: tl.constexpr
+    GROUP: tl.constexpr
+    ACTIVATION: tl.constexpr
+    FOLD: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    Q_STAGES: tl.constexpr
+    G_STAGES: tl.constexpr
+    DTYPE: tl.constexpr
+
+
+@triton.aggregate
+class Items:
+    """What there is to do: `count` pairs of a sequence, in this order, and a key head."""
+
+    order_ptr: tl.tensor
+    cu_seqlens_q_ptr: tl.tensor
+    cu_seqlens_k_ptr: tl.tensor
+    count: tl.tensor | tl.constexpr  # a constant if it is 1
+    max_seqlen_q: tl.tensor | tl.constexpr
+
+
+@triton.jit
+def entry(items, item, NUM_HEADS_K: tl.constexpr):
+    """(start_q, len_q, start_k, len_k, key head) of an item."""
+    batch = tl.load(items.order_ptr + item // NUM_HEADS_K)
+    start_q, _, len_q, start_k, len_k = sequence(
+        items.cu_seqlens_q_ptr, items.cu_seqlens_k_ptr, batch, items.max_seqlen_q
+    )
+    return start_q, len_q, start_k, len_k, item % NUM_HEADS_K
+
+
+@triton.jit
+def steps_of(len_q):
+    """Steps of one head, at least one. All rows are walked, whether or not a key is seen by them:
+    their dQ is written here."""
+    return tl.maximum(tl.cdiv(len_q, ROWS), 1)
+
+
+@triton.jit
+def place(step, steps, head_k, GROUP: tl.constexpr):
+    """(head, row) of a step: the rows of the group's first head, then of the next."""
+    if GROUP == 1:
+        return head_k, step * ROWS
+    return head_k * GROUP + step // steps, step % steps * ROWS
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, items, options):
+    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    GROUP: tl.constexpr = options.GROUP
+    clusters = tl.num_programs(0) // CTAS
+    key = tlx.cluster_cta_rank() * KEYS
+    phase, count = 0, 0
+    for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
+        start_q, len_q, start_k, len_k, head_k = entry(items, item, options.NUM_HEADS_K)
+        steps = steps_of(len_q)
+        tlx.barrier_wait(k.empty[0], phase ^ 1)
+        fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
+        for step in tl.range(0, steps * GROUP):
+            head, row = place(step, steps, head_k, GROUP)
+            at = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            if step == 0:
+                tlx.barrier_wait(v.empty[0], phase ^ 1)
+                fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
+            at = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[at], g.full[at], start_q, len_q, head, row)
+        count += steps * GROUP
+        phase ^= 1
+
+
+@triton.jit
+def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
+    """dQ of a step, then dK: both read its dS. `zero`: `nothing`."""
+    at = count % options.Q_STAGES
+    tlx.barrier_wait(ds.full[0], count & 1)
+    tlx.async_dot(
+        tlx.local_trans(ds.buffer[zero]), k.buffer[zero], dq.buffer[0], use_acc=False,
+        mBarriers=[dq.full[0]],
+    )  # fmt: skip
+    tlx.async_dot(ds.buffer[zero], q.buffer[at], dk, use_acc=use_acc, mBarriers=[q.empty[at]])
+
+
+@triton.jit
+def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, items, options):
+    """All MMAs, from one thread: they run in the order of their issue. S of a step comes before dQ
+    and dK of the step before, for which dS may not be ready."""
+    HEAD_DIM: tl.constexpr = options.HEAD_DIM
+    clusters = tl.num_programs(0) // CTAS
+    phase, count = 0, 0
+    for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
+        _, len_q, _, _, _ = entry(items, item, options.NUM_HEADS_K)
+        steps = steps_of(len_q)
+        tlx.barrier_wait(k.full[0], phase)
+        for step in tl.range(0, steps * options.GROUP, num_stages=0):
+            now = count + step
+            zero = nothing(step)
+            at = now % options.Q_STAGES
+            tlx.barrier_wait(q.full[at], (now // options.Q_STAGES) & 1)
+            tlx.async_dot(
+                k.buffer[zero], tlx.local_trans(q.buffer[at]), s.buffer[0], use_acc=False,
+                mBarriers=[s.full[0]],
+            )  # fmt: skip
+            if step == 0:
+                tlx.barrier_wait(v.full[0], phase)
+            else:
+                from_ds(q, k, ds, dk, dq, now - 1, step > 1, zero, options)
+            at = now % options.G_STAGES + zero
+            tlx.barrier_wait(g.full[at], (now // options.G_STAGES) & 1)
+            tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
+            tlx.async_dot(
+                v.buffer[zero], tlx.local_trans(g.buffer[at]), dp.buffer[0], use_acc=False,
+                mBarriers=[dp.full[0]],
+            )  # fmt: skip
+            tlx.barrier_wait(p.full[0], now & 1)
+            for half in tl.static_range(MATH_ROLES):
+                rows = tlx.local_slice(g.buffer[at], [half * HALF, 0], [HALF, HEAD_DIM])
+                tlx.async_dot(
+                    p.buffer[2 * half], rows, dv, use_acc=(step > 0) | (half > 0),
+                    force_async=True,
+                )  # fmt: skip
+            tlx.tcgen05_commit(g.empty[at])
+        count += steps * options.GROUP
+        from_ds(q, k, ds, dk, dq, count - 1, steps * options.GROUP > 1, 0, options)
+        tlx.tcgen05_commit(k.empty[0])
+        tlx.tcgen05_commit(sums_full[0])
+        phase ^= 1
+
+
+@triton.jit
+def activate(role: tl.constexpr, part: tl.constexpr, s, p, scale, head, row, key, options):
+    """P of a part of a role's rows, [keys, rows], over its S; what dS needs of it."""
+    scores = tlx.local_load(tlx.subslice(s.buffer[0], role * HALF + part * PART, PART))
+    y, slope = value_and_factor(scores, scale, head, options.ACTIVATION, options.FOLD)
+    y = mask_transposed(y, row + part * PART, key, options.CAUSAL, options.WINDOW)
+    tlx.local_store(tlx.subslice(p.buffer[2 * role], part * PART, PART), y.to(options.DTYPE))
+    return mask_slope(slope, row + part * PART, key, options.CAUSAL, options.WINDOW, options.FOLD)
+
+
+@triton.jit
+def differentiate(role: tl.constexpr, part: tl.constexpr, dp, ds, slope, options):
+    """dS of a part of a role's rows."""
+    FIRST: tl.constexpr = role * HALF + part * PART
+    d = tlx.local_load(tlx.subslice(dp.buffer[0], FIRST, PART))
+    d = times_slope(d, slope, options.FOLD).to(options.DTYPE)
+    tlx.local_store(tlx.local_slice(ds.buffer[0], [0, FIRST], [KEYS, PART]), d)
+
+
+@triton.jit
+def put_sum(desc, sums, buffer, factor, start, length, head, key):
+    """Store dV or dK of a tile, times factor, from TMEM through `buffer`, and await the store."""
+    WIDTH: tl.constexpr = desc.block_shape[4]
+    for part in tl.static_range(WIDTH // 64):
+        x = tlx.local_load(tlx.subslice(sums, part * 64, 64)) * factor
+        here = tlx.local_slice(buffer, [0, part * 64], [KEYS, 64])
+        tlx.local_store(here, x.to(tlx.dtype_of(desc)))
+    tlx.fence("async_shared")
+    place = [BOUND, start + length, head, BOUND - length + key, 0]
+    tlx.async_descriptor_store(desc, buffer, place)
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def math(
+    role: tl.constexpr, v, s, p, dp, ds, dv, dk, staged, sums_full, gradients, items, scale,
+    output_scale, options,
+):  # fmt: skip
+    """A consumer: 64 rows of every step; of a tile dV, or dK."""
+    GROUP: tl.constexpr = options.GROUP
+    clusters = tl.num_programs(0) // CTAS
+    key = tlx.cluster_cta_rank() * KEYS
+    phase, count = 0, 0
+    for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
+        _, len_q, start_k, len_k, head_k = entry(items, item, options.NUM_HEADS_K)
+        steps = steps_of(len_q)
+        for step in tl.range(0, steps * GROUP):
+            head, row = place(step, steps, head_k, GROUP)
+            row += role * HALF
+            tlx.barrier_wait(s.full[0], (count + step) & 1)
+            slope = activate(role, 0, s, p, scale, head, row, key, options)
+            slope_of_second = activate(role, 1, s, p, scale, head, row, key, options)
+            tlx.barrier_arrive(p.full[0])
+            tlx.barrier_wait(dp.full[0], (count + step) & 1)
+            differentiate(role, 0, dp, ds, slope, options)
+            differentiate(role, 1, dp, ds, slope_of_second, options)
+            tlx.fence("async_shared")
+            tlx.barrier_arrive(ds.full[0])
+        count += steps * GROUP
+        tlx.barrier_wait(sums_full[0], phase)
+        if role == 0:
+            factor = 0.5 * scale * output_scale if options.FOLD else output_scale
+            put_sum(gradients.dv, dv, v.buffer[0], factor, start_k, len_k, head_k, key)
+        else:
+            factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
+            put_sum(gradients.dk, dk, staged, factor, start_k, len_k, head_k, key)
+        tlx.barrier_arrive(v.empty[0])
+        phase ^= 1
+
+
+@triton.jit
+def output(dq, halves, inbox, staged, dq_desc, items, factor, options):
+    """Writes half of the columns of dQ of every step; the other half goes to the peer."""
+    GROUP: tl.constexpr = options.GROUP
+    WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
+    clusters = tl.num_programs(0) // CTAS
+    rank = tlx.cluster_cta_rank()
+    count = 0
+    for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
+        start_q, len_q, _, _, head_k = entry(items, item, options.NUM_HEADS_K)
+        steps = steps_of(len_q)
+        for step in tl.range(0, steps * GROUP):
+            now = (count + step) & 1
+            head, row = place(step, steps, head_k, GROUP)
+            tlx.barrier_expect_bytes(inbox.full[0], ROWS * WIDTH * 4)
+            tlx.barrier_wait(dq.full[0], now)
+            tlx.barrier_wait(inbox.empty[0], now ^ 1)
+            theirs = tlx.local_load(halves[1 - rank])
+            tlx.async_remote_shmem_store(inbox.buffer[0], theirs, 1 - rank, inbox.full[0])
+            own = tlx.local_load(halves[rank])
+            tlx.barrier_arrive(dq.empty[0])
+            tlx.barrier_wait(inbox.full[0], now)
+            own = (own + tlx.local_load(inbox.buffer[0])) * factor
+            tlx.local_store(staged, own.to(options.DTYPE))
+            tlx.fence("async_shared")
+            at = [BOUND, start_q + len_q, head, BOUND - len_q + row, rank * WIDTH]
+            tlx.async_descriptor_store(dq_desc, staged, at)
+            tlx.async_descriptor_store_wait(0)
+            tlx.barrier_arrive(inbox.empty[0], 1, remote_cta_rank=1 - rank)
+        count += steps * GROUP
+    # The peer still arrives here: this CTA's memory must not go before it has.
+    tlx.barrier_wait(inbox.empty[0], (count & 1) ^ 1)
+
+
+@triton.jit
+def backward_kernel(
+    q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc,
+    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, scale, output_scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr,
+    G_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK and dV of this cluster's items."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(
+        NUM_HEADS_K, GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES, DTYPE
+    )
+    q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
+    k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
+    v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
+    g = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, G_STAGES)
+    ds = tlx.local_alloc((KEYS, ROWS), DTYPE, 1)
+    staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1, reuse=ds)  # dK, after the last dS
+    inbox = tlx.local_alloc((ROWS, HEAD_DIM // CTAS), tl.float32, 1)
+    half = tlx.local_alloc((ROWS, HEAD_DIM // CTAS), DTYPE, 1, reuse=inbox)  # the sum, of dQ
+    s = tlx.local_alloc((KEYS, ROWS), tl.float32, 1, tlx.storage_kind.tmem)
+    # In columns 0-31 and 64-95 of S: a role overwrites no S but its own.
+    p = tlx.local_alloc((KEYS, HALF), DTYPE, 4, tlx.storage_kind.tmem, reuse=s)
+    dp = tlx.local_alloc((KEYS, ROWS), tl.float32, 1, tlx.storage_kind.tmem)
+    dq = tlx.local_alloc((ROWS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem, reuse=dp)
+    halves = tlx.local_alloc(
+        (ROWS, HEAD_DIM // CTAS), tl.float32, CTAS, tlx.storage_kind.tmem, reuse=dp
+    )
+    dv = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
+    dk = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
+    q_full = tlx.alloc_barriers(Q_STAGES)
+    q_empty = tlx.alloc_barriers(Q_STAGES)
+    k_full = tlx.alloc_barriers(1)
+    k_empty = tlx.alloc_barriers(1)
+    v_full = tlx.alloc_barriers(1)
+    v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    g_full = tlx.alloc_barriers(G_STAGES)
+    g_empty = tlx.alloc_barriers(G_STAGES)
+    s_full = tlx.alloc_barriers(1)
+    p_full = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    dp_full = tlx.alloc_barriers(1)
+    ds_full = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    dq_full = tlx.alloc_barriers(1)
+    dq_empty = tlx.alloc_warp_barrier(1, 4)
+    inbox_full = tlx.alloc_barriers(1)
+    inbox_empty = tlx.alloc_barriers(1)
+    sums_full = tlx.alloc_barriers(1)
+    q = Ring(q, q_full, q_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
+    g = Ring(g, g_full, g_empty)
+    s = Handover(s, s_full)
+    p = Handover(p, p_full)
+    dp = Handover(dp, dp_full)
+    ds = Handover(ds, ds_full)
+    dq = Ring(dq, dq_full, dq_empty)
+    inbox = Ring(inbox, inbox_full, inbox_empty)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc)
+    items = Items(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q)
+    factor = 0.5 * scale * output_scale if FOLD else scale * output_scale
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            output(dq, halves, inbox, half[0], dq_desc, items, factor, options)
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), v, s, p, dp, ds, dv[0], dk[0], staged[0], sums_full,
+                gradients, items, scale, output_scale, options,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=1, registers=48):
+            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, items, options)
+        with tlx.async_task(num_warps=1, registers=48):
+            mma(q, k, v, g, s, p, dp, ds, dv[0], dk[0], dq, sums_full, items, options)
+
+
+def backward(
+    grad_out: torch.Tensor,
+    batch: Batch,
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v, contiguous.
+
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
+    the same sequences; None makes it here.
+    """
+    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
+    config = config or default_config(batch)
+    (order,) = schedule or make_schedule(batch, config)
+    items = batch.sequences * batch.num_heads_k
+    clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), items)
+    dq, dk, dv = batch.new_gradients()
+    launch(
+        backward_kernel, (CTAS.value * clusters,), batch.device,
+        ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),
+        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
+        ragged_descriptor(dq, ROWS.value, width=batch.head_dim // CTAS.value),
+        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
+        order, batch.cu_seqlens_q, batch.cu_seqlens_k, items, batch.max_seqlen_q,
+        batch.scale, batch.output_scale,
+        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group,
+        ACTIVATION=batch.names, FOLD=config.fold and foldable(batch.activation, batch.dtype),
+        CAUSAL=batch.causal, WINDOW=batch.window, HEAD_DIM=batch.head_dim,
+        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers,
+        num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
+    )  # fmt: skip
+    return dq, dk, dv

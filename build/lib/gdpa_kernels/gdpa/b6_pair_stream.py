@@ -1,0 +1,338 @@
+"""b6: CTA pairs for any number of keys.
+
+Changes from b5_cta_pair: K and V stream by in blocks of 128 keys. A math role owns a tile of 128
+rows again, two tiles in each CTA and item. O leaves through its Q's slot: there are two for each.
+
+Why it should help: as in b5 each CTA reads half of K and V for itself, and a block that is loaded
+once serves 512 rows: 80 KB of shared memory a tile of 128 x 128 pairs, where b4 moves 128.
+Why it may not: an item has 512 rows, whatever the sequence has left.
+
+| role     | warps | registers | work                                               |
+|----------|-------|-----------|----------------------------------------------------|
+| output   | 4     | the rest  | O to Q's slot, its TMA store; the slot is free     |
+| math (2) | 4     | 192       | activation of its 128 rows x 128 keys              |
+| mma      | 1     | 48        | of the leader: S = Q K^T and O += P V of both CTAs |
+| load     | 1     | 48        | its rows of Q, its halves of K and V               |
+
+| barrier                | arrivals           | filled by -> drained by                |
+|------------------------|--------------------|----------------------------------------|
+| q.full, k.full, v.full | 1 and bytes        | TMA loads of both CTAs -> mma          |
+| k.empty, v.empty       | 1 (commit to both) | both roles' S, P V of a block -> load  |
+| s.full, o.full         | 1 (commit to both) | S = Q K^T -> math, last P V -> output  |
+| p.full, o.empty        | 1 of each CTA      | math (and S was read), output -> mma   |
+| q.empty                | 1                  | output -> load                         |
+
+TMEM: S 0-255 (P over it), O 256-511. SMEM: Q 4 x 32 KB, K and V 3 x 16 KB each. Needs: as b1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
+from gdpa_kernels.gdpa.activations import foldable
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.masks import key_range
+from gdpa_kernels.gdpa.polynomial import mixed_probabilities
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
+
+ROWS = tl.constexpr(128)  # of a CTA and tile
+ROLES = tl.constexpr(2)  # of math, a tile each
+ITEM = tl.constexpr(ROWS.value * CTAS.value * ROLES.value)
+Q_ITEMS = tl.constexpr(2)  # whose Q, and then O, are in shared memory
+
+
+@dataclass(frozen=True)
+class Config:
+    """num_stages: blocks of K, and of V, in shared memory. slices: of a tile's scores, columns: of
+    O, in registers at a time."""
+
+    BLOCK_N: int = 128
+    num_stages: int = 3
+    slices: int = 2
+    columns: int = 32
+    registers: int = 192
+
+
+def default_config(batch: Batch) -> Config:
+    """Narrower slices where a mask or a choice of activation takes registers."""
+    return Config(slices=4 if batch.masked or len(batch.activation) > 1 else 2)
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """The work list of these sequences, made on their device without waiting for it."""
+    return list_of_queries(batch, ITEM.value, config.BLOCK_N, CTAS.value)
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    ACTIVATION: tl.constexpr
+    PAIRS: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    DTYPE: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_D: tl.constexpr
+    NUM_STAGES: tl.constexpr
+    SLICES: tl.constexpr
+    COLUMNS: tl.constexpr
+
+
+@triton.jit
+def blocks_of(len_k, first, options):
+    """(first key, blocks of keys) of an item; at least one block: without keys it is zero."""
+    start, end = key_range(first, len_k, ITEM, options.BLOCK_N, options.CAUSAL, options.WINDOW)
+    return start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
+    """The producer of a CTA; the leader's also says how many bytes come from both."""
+    BYTES: tl.constexpr = options.BLOCK_N * options.BLOCK_D * tlx.size_of(options.DTYPE)
+    Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
+    rank = tlx.cluster_cta_rank()
+    item, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    tile, count = 0, 0
+    while item < num_items:
+        start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
+        start, blocks = blocks_of(len_k, first, options)
+        for role in tl.static_range(ROLES):
+            slot = tile % Q_ITEMS * ROLES + role
+            tlx.barrier_wait(q.empty[slot], ((tile // Q_ITEMS) & 1) ^ 1)
+            tlx.barrier_expect_bytes(q.full[slot], Q_BYTES, pred=rank == 0)
+            row = first + (role * CTAS + rank) * ROWS
+            fetch_part(q_desc, q.buffer[slot], q.full[slot], start_q, len_q, head, row, 0)
+        tile += 1
+        for block in tl.range(0, blocks):
+            stage = count % options.NUM_STAGES
+            free = ((count // options.NUM_STAGES) & 1) ^ 1
+            kv_head = head // options.GROUP
+            key = start + block * options.BLOCK_N
+            tlx.barrier_wait(k.empty[stage], free)
+            tlx.barrier_expect_bytes(k.full[stage], BYTES, pred=rank == 0)
+            fetch_part(
+                k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head,
+                key + rank * (options.BLOCK_N // CTAS), 0,
+            )  # fmt: skip
+            tlx.barrier_wait(v.empty[stage], free)
+            tlx.barrier_expect_bytes(v.full[stage], BYTES, pred=rank == 0)
+            fetch_part(
+                v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key,
+                rank * (options.BLOCK_D // CTAS),
+            )  # fmt: skip
+            count += 1
+        item += pairs
+
+
+@triton.jit
+def scores(role: tl.constexpr, q_buffer, k_buffer, s):
+    """S = Q K^T of a role, over the P that its last P V has read: MMAs run in order."""
+    tlx.async_dot(
+        q_buffer, tlx.local_trans(k_buffer), s.buffer[role], use_acc=False,
+        mBarriers=[s.full[role]], two_ctas=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def weighted_sum(role: tl.constexpr, p, v_buffer, o_buffer, step, continued, options):
+    """O += P V of a role, slice by slice of the keys; not continued: O = P V."""
+    WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
+    HALF: tl.constexpr = options.BLOCK_D // CTAS
+    for part in tl.static_range(options.SLICES):
+        tlx.barrier_wait(p.full[role * options.SLICES + part], step & 1)
+        weights = tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH)
+        values = tlx.local_slice(v_buffer, [part * WIDTH, 0], [WIDTH, HALF])
+        use_acc = continued if part == 0 else True
+        tlx.async_dot(weights, values, o_buffer, use_acc=use_acc, force_async=True, two_ctas=True)
+
+
+@triton.jit
+def mma(q, k, v, s, p, o, list_ptr, options):
+    """All MMAs, of the leader alone: for each tile P V of a block, then S of the next block, also
+    across the border of two items."""
+    NUM_STAGES: tl.constexpr = options.NUM_STAGES
+    item, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    tile, count, block = 0, 0, 0
+    if (tlx.cluster_cta_rank() == 0) & (item < num_items):
+        _, _, _, _, len_k, _, first = entry(list_ptr, item)
+        _, blocks = blocks_of(len_k, first, options)
+        # The next item's, loaded an item ahead.
+        _, _, _, _, len_k, _, first = entry(list_ptr, tl.minimum(item + pairs, num_items - 1))
+        tlx.barrier_wait(k.full[0], 0)
+        for role in tl.static_range(ROLES):
+            tlx.barrier_wait(q.full[role], 0)
+            scores(role, q.buffer[role], k.buffer[0], s)
+        tlx.tcgen05_commit(k.empty[0], two_ctas=True)
+        while item < num_items:
+            continued = block > 0
+            last = block + 1 == blocks
+            o_free = (tile & 1) ^ 1
+            item += tl.where(last, pairs, 0)
+            tile += tl.where(last, 1, 0)
+            block = tl.where(last, 0, block + 1)
+            if last:
+                _, blocks = blocks_of(len_k, first, options)
+                following = tl.minimum(item + pairs, num_items - 1)
+                _, _, _, _, len_k, _, first = entry(list_ptr, following)
+            mine = count % NUM_STAGES
+            stage = (count + 1) % NUM_STAGES
+            tlx.barrier_wait(v.full[mine], (count // NUM_STAGES) & 1)
+            for role in tl.static_range(ROLES):
+                slot = tile % Q_ITEMS * ROLES + role
+                if not continued:
+                    tlx.barrier_wait(o.empty[role], o_free)
+                weighted_sum(role, p, v.buffer[mine], o.buffer[role], count, continued, options)
+                if last:
+                    tlx.tcgen05_commit(o.full[role], two_ctas=True)
+                if role == ROLES - 1:
+                    tlx.tcgen05_commit(v.empty[mine], two_ctas=True)
+                if item < num_items:
+                    if role == 0:
+                        tlx.barrier_wait(k.full[stage], ((count + 1) // NUM_STAGES) & 1)
+                    if last:
+                        tlx.barrier_wait(q.full[slot], (tile // Q_ITEMS) & 1)
+                    scores(role, q.buffer[slot], k.buffer[stage], s)
+                    if role == ROLES - 1:
+                        tlx.tcgen05_commit(k.empty[stage], two_ctas=True)
+            count += 1
+
+
+@triton.jit
+def math(role: tl.constexpr, s, p, list_ptr, scale, options):
+    """The activation of a role's tile of this CTA."""
+    WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
+    rank = tlx.cluster_cta_rank()
+    item, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    count = 0
+    while item < num_items:
+        _, _, _, _, len_k, head, first = entry(list_ptr, item)
+        start, blocks = blocks_of(len_k, first, options)
+        row = first + (role * CTAS + rank) * ROWS
+        for block in tl.range(0, blocks):
+            key = start + block * options.BLOCK_N
+            tlx.barrier_wait(s.full[role], count & 1)
+            for part in tl.static_range(options.SLICES):
+                x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
+                x = mixed_probabilities(x, scale, head, row, key + part * WIDTH, options)
+                tlx.local_store(tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH), x)
+                tlx.barrier_arrive(p.full[role * options.SLICES + part], 1, remote_cta_rank=0)
+            count += 1
+        item += pairs
+
+
+@triton.jit
+def output(out_desc, q, o, list_ptr, output_scale, options):
+    """O from tensor memory to Q's slot, and from there to memory; then the slot is free."""
+    rank = tlx.cluster_cta_rank()
+    item, pairs = pair_and_pairs()
+    num_items = count_items(list_ptr)
+    tile = 0
+    while item < num_items:
+        _, start_out, len_q, _, _, head, first = entry(list_ptr, item)
+        for role in tl.static_range(ROLES):
+            row = first + (role * CTAS + rank) * ROWS
+            slot = tile % Q_ITEMS * ROLES + role
+            tlx.barrier_wait(o.full[role], tile & 1)
+            for part in tl.static_range(options.BLOCK_D // options.COLUMNS):
+                x = tlx.local_load(
+                    tlx.subslice(o.buffer[role], part * options.COLUMNS, options.COLUMNS)
+                )
+                window = tlx.local_slice(
+                    q.buffer[slot], [0, part * options.COLUMNS], [ROWS, options.COLUMNS]
+                )
+                tlx.local_store(window, (x * output_scale).to(options.DTYPE))
+            tlx.barrier_arrive(o.empty[role], 1, remote_cta_rank=0)
+            tlx.fence("async_shared")
+            place = [BOUND, start_out + len_q, head, BOUND - len_q + row, 0]
+            tlx.async_descriptor_store(out_desc, q.buffer[slot], place)
+            tlx.async_descriptor_store_wait(0)
+            tlx.barrier_arrive(q.empty[slot])
+        tile += 1
+        item += pairs
+
+
+@triton.jit
+def pair_stream_kernel(
+    q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SLICES: tl.constexpr, COLUMNS: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for the listed work of this pair of CTAs."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(
+        GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, DTYPE, BLOCK_N, BLOCK_D, NUM_STAGES, SLICES,
+        COLUMNS,
+    )  # fmt: skip
+    q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, Q_ITEMS * ROLES)
+    k = tlx.local_alloc((BLOCK_N // CTAS, BLOCK_D), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK_N, BLOCK_D // CTAS), DTYPE, NUM_STAGES)
+    s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, ROLES, tlx.storage_kind.tmem)
+    p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)
+    o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, ROLES, tlx.storage_kind.tmem)
+    q_full = tlx.alloc_barriers(Q_ITEMS * ROLES)
+    q_empty = tlx.alloc_barriers(Q_ITEMS * ROLES)
+    k_full = tlx.alloc_barriers(NUM_STAGES)
+    k_empty = tlx.alloc_barriers(NUM_STAGES)
+    v_full = tlx.alloc_barriers(NUM_STAGES)
+    v_empty = tlx.alloc_barriers(NUM_STAGES)
+    s_full = tlx.alloc_barriers(ROLES)
+    p_full = tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS)
+    o_full = tlx.alloc_barriers(ROLES)
+    o_empty = tlx.alloc_barriers(ROLES, arrive_count=CTAS)
+    q = Ring(q, q_full, q_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
+    s = Handover(s, s_full)
+    p = Handover(p, p_full)
+    o = Ring(o, o_full, o_empty)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            output(out_desc, q, o, list_ptr, output_scale, options)
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=ROLES):
+            math(tlx.async_task_replica_id(), s, p, list_ptr, scale, options)
+        with tlx.async_task(num_warps=1, registers=48):
+            mma(q, k, v, s, p, o, list_ptr, options)
+        with tlx.async_task(num_warps=1, registers=48):
+            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options)
+
+
+def forward(
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`.
+
+    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    """
+    out = batch.new_out()
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
+    clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
+    out_desc = ragged_descriptor(out, ROWS.value, min_width=64)
+    width = out_desc.block_shape[-1]
+    launch(
+        pair_stream_kernel, (CTAS.value * clusters,), batch.device,
+        ragged_descriptor(batch.q, ROWS.value, min_width=64),
+        ragged_descriptor(batch.k, config.BLOCK_N // CTAS.value, min_width=64),
+        ragged_descriptor(batch.v, config.BLOCK_N, width=width // CTAS.value), out_desc,
+        entries, batch.scale, batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
+        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal,
+        WINDOW=batch.window, BLOCK_N=config.BLOCK_N, BLOCK_D=width, NUM_STAGES=config.num_stages,
+        SLICES=config.slices, COLUMNS=config.columns, REGISTERS=config.registers,
+        num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
+    )  # fmt: skip
+    return out

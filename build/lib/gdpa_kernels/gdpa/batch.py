@@ -1,0 +1,99 @@
+"""The arguments of a call of `gdpa` as its implementations take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from gdpa_kernels.calling import checks
+from gdpa_kernels.calling.heads import Gradients, Heads
+
+Schedule = tuple[torch.Tensor, ...]
+"""A list of work on a device: what `make_schedule` of a rung returns."""
+
+
+@dataclass(frozen=True)
+class Batch(Heads):
+    """A jagged batch and what is to be computed of it; already validated.
+
+    q `[total_q, num_heads, head_dim]`, or `[max_seqlen_q, num_heads, head_dim]` with cu_seqlens_q
+    None: shared by all sequences; k, v `[total_k, num_heads_k, head_dim]`; cu_seqlens_q and
+    cu_seqlens_k int32 `[sequences + 1]`; `activation`: one name, or one for each query head;
+    `precise`: not in packed arithmetic; `gradients`: where dq, dk and dv are to be written, of any
+    strides, None for memory of their own.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    activation: tuple[str, ...]
+    scale: float
+    output_scale: float = 1.0
+    causal: bool = False
+    window: int | None = None
+    precise: bool = False
+    gradients: Gradients = (None, None, None)
+
+    def __post_init__(self) -> None:
+        # A window that every pair is inside of masks nothing; kernels add to it in 32 bits.
+        if self.window is not None and self.window >= max(self.q.shape[0], self.k.shape[0]):
+            object.__setattr__(self, "window", None)
+
+    @cached_property
+    def sequences(self) -> int:
+        return self.cu_seqlens_k.shape[0] - 1
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the output."""
+        rows = self.q.shape[0]
+        return rows * self.sequences if self.cu_seqlens_q is None else rows
+
+    @property
+    def mean_seqlen_k(self) -> float:
+        return self.k.shape[0] / (self.sequences or 1)
+
+    @property
+    def shared_q(self) -> bool:
+        return self.cu_seqlens_q is None
+
+    @property
+    def masked(self) -> bool:
+        return self.causal or self.window is not None
+
+    @property
+    def names(self) -> str:
+        """The activations as one word for a kernel."""
+        return ",".join(self.activation)
+
+    def pairs(self) -> int:
+        """Pairs of a query and a key that count, of one head. Reads the offsets, which waits for
+        the device; where they cannot be read, as in fake calls, every pair of sequences of the
+        greatest lengths counts."""
+        if not checks.is_readable(self.cu_seqlens_k):
+            return self.sequences * self.max_seqlen_q * self.max_seqlen_k
+        keys = np.diff(self.cu_seqlens_k.tolist())
+        rows = np.full_like(keys, self.max_seqlen_q)
+        if not self.shared_q:
+            rows = np.diff(self.cu_seqlens_q.tolist())
+        if not self.masked:
+            return int(rows @ keys)
+        position = np.arange(rows.sum()) - (rows.cumsum() - rows).repeat(rows)
+        first, last = 0, keys.repeat(rows) - 1
+        if self.window is not None:
+            first = np.maximum(position - self.window, 0)
+            last = np.minimum(last, position + self.window)
+        if self.causal:
+            last = np.minimum(last, position)
+        return int(np.maximum(last - first + 1, 0).sum())
+
+    def new_out(self) -> torch.Tensor:
+        """Memory for the output."""
+        return self.q.new_empty(self.rows, *self.q.shape[1:])

@@ -1,0 +1,424 @@
+"""`GDPASelfAttention`, `PMA` and `PFFN`: the uses of GDPA as layers, with their projections."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gdpa_kernels.calling import checks, jagged, layers, packed
+from gdpa_kernels.calling.jagged import Jagged, Offsets
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_kernels.gdpa import api
+from gdpa_kernels.gdpa.api import gdpa
+from gdpa_kernels.norms.api import head_norm
+
+Activation = str | tuple[str, ...] | list[str]
+
+
+class _Layer(nn.Module):
+    """What the layers share: their options, the reading of a jagged batch, the call of `gdpa`.
+
+    `GDPASelfAttention` describes the arguments. A subclass makes the projections, `out` among them.
+    """
+
+    out: nn.Linear
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        *,
+        activation: Activation,
+        scale: float | None,
+        output_scale: float,
+        qk_norm: bool,
+        fused_qk_norm: bool,
+        max_seqlen: int | None,
+        precise: bool,
+        impl: str,
+        backward_impl: str,
+        validate: bool,
+        made: dict,
+    ):
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        layers.check_heads(embed_dim, num_heads, num_kv_heads)
+        if max_seqlen is not None and (
+            isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int) or max_seqlen < 0
+        ):
+            raise ValueError(
+                f"max_seqlen must be None or an integer of at least 0, got {max_seqlen!r}"
+            )
+        checks.check_impl(impl, api.IMPLS)
+        checks.check_impl(backward_impl, api.BACKWARD_IMPLS, "backward_impl")
+        self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        api.check_activation(activation, num_heads)
+        self.activation = activation if isinstance(activation, str) else tuple(activation)
+        self.scale, self.output_scale = scale, output_scale
+        api.check_scalars(scale, output_scale, None)
+        self.max_seqlen, self.validate = max_seqlen, validate
+        self.precise, self.impl, self.backward_impl = bool(precise), impl, backward_impl
+        self.q_norm, self.k_norm = layers.head_norms(qk_norm, self.head_dim, made)
+        self.fused_qk_norm = layers.check_fused(qk_norm, fused_qk_norm)
+
+    def _read(
+        self, x: torch.Tensor | Jagged, max_seqlen: int | None
+    ) -> tuple[torch.Tensor, Offsets, int]:
+        """values, offsets and max_seqlen of a jagged batch, all checked."""
+        most = self.max_seqlen if max_seqlen is None else max_seqlen
+        values, offsets, longest = jagged.read(x, self.embed_dim, most, self.validate)
+        return values, offsets, jagged.longest_of(offsets) if longest is None else longest
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        cu_seqlens_q: Offsets | None,
+        cu_seqlens_k: Offsets,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        turns: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **mask,
+    ) -> torch.Tensor:
+        """W_out gdpa(q, k, v), `[rows, embed_dim]`; the offsets are those that `_read` checked.
+
+        q, k, v: `[..., heads * head_dim]`, as linear layers make them.
+        """
+        shared = cu_seqlens_q is None
+        if self.fused_qk_norm:
+            q, k = self._norm_heads(q, k, turns, shared)
+            turns = None
+        q, k, v = (
+            x if x is None else x.reshape(-1, x.shape[-1] // self.head_dim, self.head_dim)
+            for x in (q, k, v)
+        )
+        norm = self.q_norm is not None and not self.fused_qk_norm
+        if norm or turns is not None:
+            q, k, v = packed.unpack(q, k, v, self.num_kv_heads)
+        if norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif self.fused_qk_norm and shared:
+            q = self.q_norm(q)
+        if turns is not None:
+            q, k = layers.rotate(q, *turns), layers.rotate(k, *turns)
+        out = gdpa(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            num_kv_heads=self.num_kv_heads if k is None else None,
+            activation=self.activation, scale=self.scale, output_scale=self.output_scale,
+            precise=self.precise, impl=self.impl, backward_impl=self.backward_impl,
+            validate=False, **mask,
+        )  # fmt: skip
+        return self.out(out.flatten(1))
+
+    def _norm_heads(self, q, k, turns, shared):
+        """q and k of `_attend`, or q, k and v packed in q, normalised; a shared q,
+        which is a parameter, is left. Their gradients come from `gdpa`, which makes them for us."""
+        options = {"eps": layers.EPSILON, "overwrite_gradient": True}
+        first, second = self.q_norm.weight, self.k_norm.weight
+        heads = self.num_heads, self.num_kv_heads
+        if k is None:
+            return head_norm(q, (first, second), heads, turns, **options), None
+        if not shared:
+            q = head_norm(q, (first,), heads[:1], **options)
+        return q, head_norm(k, (second,), heads[1:], **options)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"activation={self.activation!r}, scale={self.scale}, output_scale={self.output_scale}"
+        )
+
+
+class GDPASelfAttention(_Layer):
+    """Self-attention with an element-wise activation for softmax, on a jagged batch.
+
+    One linear layer makes q, k and v, which the kernels read where they lie; another one mixes the
+    heads: y = W_out gdpa(W_qkv x). Nothing is added to y: a residual is the caller's. Under
+    autocast the layer follows its linear layers.
+
+    No row is normalised, so a row's size grows with its number of keys. Kunlun divides the scores
+    by the longest sequence: scale=1 / max_seqlen; output_scale=1 / max_seqlen divides the sum.
+
+    Args:
+        embed_dim: features of a token.
+        num_heads: query heads; must divide embed_dim. head_dim is embed_dim // num_heads.
+        num_kv_heads: key and value heads; must divide num_heads. None means num_heads.
+        activation: a name of `reference.ACTIVATIONS`, or one name per query head.
+        scale: multiplies the scores before the activation; None means head_dim ** -0.5.
+        output_scale: multiplies the attention's result, before the output projection.
+        causal, window: which pairs of tokens count; as `gdpa`.
+        rotary: the base of a rotary embedding of q and k, or None for none; interleaved, as
+            `BlockAttention` describes it, and after qk_norm. The kernels do not rotate: PyTorch's
+            operators do, and q and k are copies.
+        qk_norm: RMSNorm of each head's rows of q and of k, with learned weights w_q and w_k that
+            start at 1. A score is then at most `scale * head_dim * max(abs(w_q * w_k))` in size:
+            scale=1 / head_dim makes it a cosine at first, where the polynomial "gelu_taylor6" is
+            accurate; the other activations need no bound. With it q and k are copies, only v is
+            read in place, and PyTorch concatenates their gradients. False: the operator alone.
+        fused_qk_norm: qk_norm and rotary by `norms.api.head_norm`, over what the linear layers
+            made, which no hook may keep, and with packed gradients. The same function but for
+            roundings; the modules q_norm and k_norm hold the weights and are not called. Selective
+            checkpointing costs a copy of what the linear layers made.
+        bias: whether the two projections have one.
+        max_seqlen: at least the longest sequence, in tokens. None takes that of the call, of
+            `Lengths` or of a nested tensor that knows its own, or reads it from the offsets in each
+            call, which waits for the device; a CUDA graph's capture needs one of the others.
+        precise, impl, backward_impl: as `gdpa`.
+        validate: check the values of the offsets; as `gdpa`.
+        device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+
+    Source: GDPA of Kunlun (arXiv 2602.10016); see the chapter "What is GDPA". That its q and k are
+    normalised is published, in which way is not: RMSNorm per head is this layer's choice.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        activation: Activation = "gelu_tanh",
+        scale: float | None = None,
+        output_scale: float = 1.0,
+        causal: bool = False,
+        window: int | None = None,
+        rotary: float | None = None,
+        qk_norm: bool = False,
+        fused_qk_norm: bool = False,
+        bias: bool = True,
+        max_seqlen: int | None = None,
+        precise: bool = False,
+        impl: str = "auto",
+        backward_impl: str = "auto",
+        validate: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
+            output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
+            max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
+            validate=validate, made=made,
+        )  # fmt: skip
+        api.check_scalars(None, 1.0, window)
+        layers.check_rotary(rotary, self.head_dim)
+        self.causal, self.window, self.rotary = causal, window, rotary
+        heads = num_heads + 2 * self.num_kv_heads
+        self.qkv = nn.Linear(embed_dim, heads * self.head_dim, **made)
+        self.out = nn.Linear(embed_dim, embed_dim, **made)
+
+    def forward(
+        self, x: torch.Tensor | Jagged, max_seqlen: int | None = None
+    ) -> torch.Tensor | Jagged:
+        """The layer's output, of the kind and shape of x.
+
+        x: a pair (values `[total_tokens, embed_dim]`, offsets `[batch + 1]` or `Lengths`), or a
+        nested tensor `[batch, jagged, embed_dim]` of layout torch.jagged. A pair's int64 offsets
+        come back as int32; a nested tensor's are converted in each call, `Lengths` once.
+        max_seqlen: of this batch, in place of the layer's.
+
+        Raises TypeError, ValueError: x is wrong: what is expected, what was received.
+        """
+        values, offsets, longest = self._read(x, max_seqlen)
+        y = self._attend(
+            self.qkv(values), None, None, offsets, offsets, longest, longest,
+            layers.turns(self.rotary, self.head_dim, values, offsets),
+            causal=self.causal, window=self.window,
+        )  # fmt: skip
+        return jagged.like(x, y, offsets)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, causal={self.causal}, window={self.window}, "
+            f"rotary={self.rotary}"
+        )
+
+
+class PMA(_Layer):
+    """Pooling by multi-head attention: a jagged batch to `num_seeds` rows per sequence.
+
+    The queries are learned seeds, the same for every sequence; keys and values are projections of
+    its tokens: y = W_out gdpa(seeds, W_kv x). The seeds are held once, not once per sequence, and
+    have no projection: a matrix times learned rows is learned rows. A sequence without tokens pools
+    to zeros, to which the output projection adds its bias.
+
+    Args:
+        num_seeds: rows that a sequence is pooled to; their seeds are drawn from N(0, 1).
+
+    The other arguments: as `GDPASelfAttention`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+
+    Source: Set Transformer (arXiv 1810.00825), which has softmax; with GDPA in Kunlun
+    (arXiv 2602.10016). See the chapter "What is GDPA".
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_seeds: int,
+        num_kv_heads: int | None = None,
+        *,
+        activation: Activation = "gelu_tanh",
+        scale: float | None = None,
+        output_scale: float = 1.0,
+        qk_norm: bool = False,
+        fused_qk_norm: bool = False,
+        bias: bool = True,
+        max_seqlen: int | None = None,
+        precise: bool = False,
+        impl: str = "auto",
+        backward_impl: str = "auto",
+        validate: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
+            output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
+            max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
+            validate=validate, made=made,
+        )  # fmt: skip
+        layers.check_positive(num_seeds=num_seeds)
+        self.num_seeds = num_seeds
+        self.seeds = nn.Parameter(torch.randn(num_seeds, embed_dim, device=device, dtype=dtype))
+        self.kv = nn.Linear(embed_dim, 2 * self.num_kv_heads * self.head_dim, **made)
+        self.out = nn.Linear(embed_dim, embed_dim, **made)
+
+    def forward(self, x: torch.Tensor | Jagged, max_seqlen: int | None = None) -> torch.Tensor:
+        """The pooled rows, `[batch, num_seeds, embed_dim]`, for both kinds of x.
+
+        x, max_seqlen: as `GDPASelfAttention.forward`, and so the errors.
+        """
+        values, offsets, longest = self._read(x, max_seqlen)
+        y = self._attend(self.seeds, self.kv(values), None, None, offsets, self.num_seeds, longest)
+        return y.unflatten(0, (jagged.batch_size(offsets), self.num_seeds))
+
+    def extra_repr(self) -> str:
+        return f"num_seeds={self.num_seeds}, {super().extra_repr()}"
+
+
+class PFFN(_Layer):
+    """A feed-forward layer whose weights belong to the sample: personalised feed-forward network.
+
+    Queries are projections of the tokens; keys and values, `num_keys` per sample and kv head, come
+    from the sample's summary: y = W_out gdpa(W_q x, W_kv summary). For each head this is a
+    perceptron with num_keys hidden units: K^T is its first matrix, V its second. With
+    activation="identity" it is one matrix per sample and head, K^T V.
+
+    A summary vector is projected to all keys and values at once, which takes a W_kv of summary_dim
+    x 2 num_keys num_kv_heads head_dim weights, 134 million for 512 features and 256 keys. Summary
+    tokens, `PMA`'s rows for example, are projected one by one, and W_mix `[num_keys,
+    summary_tokens]` combines their keys and values: y = W_out gdpa(W_q x, W_mix W_kv summary), with
+    0.5 million weights in W_kv.
+
+    Nothing is added to y: a residual is the caller's. Under autocast the layer follows its linear
+    layers.
+
+    Args:
+        summary_dim: features of a sample's summary, or of each of its tokens.
+        num_keys: hidden units per sample and head; max_seqlen_k of `gdpa`.
+        summary_tokens: tokens of a summary; None for a summary that is one vector.
+
+    The other arguments: as `GDPASelfAttention`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong: its name, what is expected, what was received.
+
+    Source: InterFormer (arXiv 2411.09852), which has no activation; with one in Kunlun
+    (arXiv 2602.10016). See the chapter "What is GDPA".
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        summary_dim: int,
+        num_keys: int,
+        num_kv_heads: int | None = None,
+        *,
+        summary_tokens: int | None = None,
+        activation: Activation = "gelu_tanh",
+        scale: float | None = None,
+        output_scale: float = 1.0,
+        qk_norm: bool = False,
+        fused_qk_norm: bool = False,
+        bias: bool = True,
+        max_seqlen: int | None = None,
+        precise: bool = False,
+        impl: str = "auto",
+        backward_impl: str = "auto",
+        validate: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        made = {"bias": bias, "device": device, "dtype": dtype}
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
+            output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
+            max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
+            validate=validate, made=made,
+        )  # fmt: skip
+        layers.check_positive(summary_dim=summary_dim, num_keys=num_keys)
+        self.summary_dim, self.num_keys = summary_dim, num_keys
+        self.summary_tokens, self.mix = summary_tokens, None
+        self.q = nn.Linear(embed_dim, embed_dim, **made)
+        features = 2 * self.num_kv_heads * self.head_dim
+        if summary_tokens is None:
+            features *= num_keys
+        else:
+            layers.check_positive(summary_tokens=summary_tokens)
+            self.mix = nn.Linear(summary_tokens, num_keys, **made | {"bias": False})
+        self.kv = nn.Linear(summary_dim, features, **made)
+        self.out = nn.Linear(embed_dim, embed_dim, **made)
+
+    def forward(
+        self, x: torch.Tensor | Jagged, summary: torch.Tensor, max_seqlen: int | None = None
+    ) -> torch.Tensor | Jagged:
+        """The layer's output, of the kind and shape of x.
+
+        x, max_seqlen: as `GDPASelfAttention.forward`, and so the errors. summary: `[batch,
+        summary_dim]`, or `[batch, summary_tokens, summary_dim]`.
+        """
+        values, offsets, longest = self._read(x, max_seqlen)
+        batch = jagged.batch_size(offsets)
+        if not isinstance(summary, torch.Tensor):
+            raise TypeError(f"summary must be a tensor, got {type(summary).__name__}")
+        tokens = () if self.summary_tokens is None else (self.summary_tokens,)
+        shape = batch, *tokens, self.summary_dim
+        if summary.is_nested or summary.shape != shape:
+            raise ValueError(
+                f"summary must have shape {list(shape)}, one summary per sequence, "
+                + ("got a nested tensor" if summary.is_nested else f"got {list(summary.shape)}")
+            )
+        kv = self.kv(summary)
+        if self.mix is None:
+            kv = kv.view(batch, self.num_keys, 2 * self.num_kv_heads * self.head_dim)
+        else:
+            kv = torch.bmm(self.mix.weight.to(kv.dtype).expand(batch, -1, -1), kv)
+        keys = self._keys(offsets, values.device)
+        y = self._attend(self.q(values), kv, None, offsets, keys, longest, self.num_keys)
+        return jagged.like(x, y, offsets)
+
+    def _keys(self, offsets: Offsets, device: torch.device) -> Offsets:
+        """The offsets of the keys; with `Lengths` made once for all layers."""
+        batch, length = jagged.batch_size(offsets), self.num_keys
+        if isinstance(offsets, Lengths) and not torch.compiler.is_compiling():
+            return offsets.once(("keys", length), lambda: Lengths.uniform(batch, length, device))
+        return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+
+    def extra_repr(self) -> str:
+        return (
+            f"summary_dim={self.summary_dim}, num_keys={self.num_keys}, "
+            f"summary_tokens={self.summary_tokens}, {super().extra_repr()}"
+        )

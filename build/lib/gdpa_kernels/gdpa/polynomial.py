@@ -1,0 +1,149 @@
+"""GELU and SiLU of a quarter of the scores by a polynomial: what FMA units take over from MUFU.
+
+GELU(x) and SiLU(x) are x / 2 (1 + t(x)), t odd and rising from -1 to 1. The polynomial is t's
+minimax one, odd too, in v = x / (2 LIMIT) clamped to -1/2 .. 1/2, so it has an error bound for
+every x: within LIMIT the largest of the fit, beyond it the constant's, whose distance from a rising
+t is largest at one of the ends, LIMIT or infinity.
+
+| name        | degree | LIMIT | error of t, all x | of the activation |
+|-------------|--------|-------|-------------------|-------------------|
+| `gelu`      | 9      | 3.17  | 7.8e-4            | 3.9e-4 abs(x)     |
+| `gelu_tanh` | 9      | 3.13  | 7.7e-4            | 3.9e-4 abs(x)     |
+| `silu`      | 17     | 7.53  | 6.8e-4            | 3.4e-4 abs(x)     |
+
+That includes the rounding of each step to fp32. t is then rounded to bf16, and to 1 where it is
+above 1 - 2**-9, so a saturated score gives exactly x or 0. The error of `tanh.approx.bf16x2` is up
+to 2**-8.
+"""
+
+import struct
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from gdpa_kernels.gdpa.activations import multiply_add_pairs
+from gdpa_kernels.gdpa.masks import mask_probabilities
+from gdpa_kernels.gdpa.probabilities import probabilities
+
+# x and t; s; linear and cubic; v(1).
+OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["f"] * 8 + ["r"] * 8 + ["f"] * 8))
+
+
+class Polynomial(NamedTuple):
+    """t(x) = v (c0 + c1 v^2 + c2 v^4 + ...) with v = x / (2 limit), clamped to -1/2 .. 1/2."""
+
+    limit: float
+    coefficients: tuple[float, ...]
+    error: float
+
+
+POLYNOMIALS = {
+    "gelu": Polynomial(
+        19 / 6, (5.03512192, -32.1164627, 159.050171, -450.675354, 535.966614), 7.8e-4
+    ),
+    "gelu_tanh": Polynomial(
+        47 / 15, (4.98213482, -31.2363701, 153.327408, -433.497742, 516.075867), 7.7e-4
+    ),
+    "silu": Polynomial(
+        7.526666666666666,
+        (
+            *(7.50252056, -134.175247, 2412.51074, -32231.9668, 292288.781, -1714572.5),
+            *(6178068.0, -12377411.0, 10528795.0),
+        ),
+        6.8e-4,
+    ),
+}
+
+# u = x linear, or x (linear + cubic x^2); then tanh(u): activations.py's, of one pair.
+_TANH = {
+    "silu": "mul.rn.bf16x2 u, {x}, {linear};",
+    "gelu": "mul.rn.bf16x2 u, {x}, {x}; fma.rn.bf16x2 u, u, {cubic}, {linear}; "
+    "mul.rn.bf16x2 u, u, {x};",
+}
+_TANH["gelu_tanh"] = _TANH["gelu"]
+
+
+def _literal(value: float) -> str:
+    return "0f" + struct.pack(">f", value).hex().upper()
+
+
+def _steps(name: str, low: str, high: str, out: str) -> list[str]:
+    """PTX of t of two scores in fp32: `out` is the pair in bf16."""
+    *rest, highest = (_literal(c) for c in POLYNOMIALS[name].coefficients)
+    half = _literal(0.5)
+    return [
+        f"fma.rn.sat.f32 a, {low}, $24, {half};",
+        f"fma.rn.sat.f32 b, {high}, $24, {half};",
+        "mov.b64 v, {a, b};",
+        f"mov.b64 c, {{{_literal(-0.5)}, {_literal(-0.5)}}};",
+        "add.rn.f32x2 v, v, c;",
+        "mul.rn.f32x2 w, v, v;",
+        f"mov.b64 t, {{{highest}, {highest}}};",
+        *(
+            step
+            for value in reversed(rest)
+            for step in (f"mov.b64 c, {{{value}, {value}}};", "fma.rn.f32x2 t, t, w, c;")
+        ),
+        "mul.rn.f32x2 t, t, v;",
+        "mov.b64 {a, b}, t;",
+        f"cvt.rn.bf16x2.f32 {out}, b, a;",
+    ]
+
+
+def _assembly(name: str) -> str:
+    """PTX of eight scores: outputs x $0-3 and t $4-7, inputs s $8-15, linear, cubic, v(1)."""
+    lines = [".reg .b32 u;", ".reg .f32 a, b;", ".reg .b64 v, w, t, c;"]
+    for pair in range(4):
+        low, high = f"${8 + 2 * pair}", f"${9 + 2 * pair}"
+        lines.append(f"cvt.rn.bf16x2.f32 ${pair}, {high}, {low};")
+        if pair < 3:
+            lines.append(_TANH[name].format(x=f"${pair}", linear="$16", cubic="$20"))
+            lines.append(f"tanh.approx.bf16x2 ${4 + pair}, u;")
+        else:
+            lines += _steps(name, low, high, "$7")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+ASSEMBLY = {name: _assembly(name) for name in POLYNOMIALS}
+
+
+@triton.constexpr_function
+def assembly(name):
+    """The PTX of `mixed_pairs`."""
+    return ASSEMBLY[name]
+
+
+@triton.constexpr_function
+def constants(name):
+    """(linear, cubic) with t(x) = tanh(x (linear + cubic x^2)), and v(1): all of scale 1."""
+    linear, cubic = {
+        "gelu": (0.798801444, 0.0352820472),
+        "gelu_tanh": (0.7978845608028654, 0.7978845608028654 * 0.044715),
+        "silu": (0.5, 0.0),
+    }[name]
+    return linear, cubic, 0.5 / POLYNOMIALS[name].limit
+
+
+@triton.jit
+def mixed_pairs(s, scale, NAME: tl.constexpr):
+    """As `activations.tanh_of_pairs`; of every eight scores of a row two by the polynomial."""
+    FACTORS: tl.constexpr = constants(NAME)
+    linear = (FACTORS[0] * scale).to(tl.bfloat16)
+    cubic = (FACTORS[1] * scale * scale * scale).to(tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        assembly(NAME), OPERANDS, [s, linear, cubic, FACTORS[2] * scale],
+        dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def mixed_probabilities(s, scale, head, first_row, first_key, options):
+    """`probabilities`, with `mixed_pairs` where it computes GELU or SiLU in pairs."""
+    if options.PAIRS:
+        s = mask_probabilities(s, first_row, first_key, options.CAUSAL, options.WINDOW)
+        x, t = mixed_pairs(s, scale, options.ACTIVATION)
+        p = multiply_add_pairs(x, t, x)
+    else:
+        p = probabilities(s, scale, head, first_row, first_key, options)
+    return p

@@ -1,0 +1,215 @@
+"""The definition of GDPA in PyTorch: the mathematics, one sequence after another.
+
+For each sequence and head, with queries Q [len_q, head_dim] and keys and
+values K, V [len_k, head_dim]:
+
+    S = scale Q K^T,   P = activation(S) where the pair counts and 0 elsewhere,
+    O = output_scale P V.
+
+Backward, with the gradient dO of the output:
+
+    dP = dO V^T,   dS = activation'(S) * dP where the pair counts and 0 elsewhere,
+    dV = output_scale P^T dO,   dK = scale output_scale dS^T Q,   dQ = scale output_scale dS K.
+
+A pair that does not count adds 0 times finite values. 0 times NaN or infinity is NaN: such a value
+may reach any row of its own sequence, and never another sequence.
+
+`forward` and `backward` compute in fp32, in fp64 of fp64 tensors, and round once: fp64 tensors make
+them the oracle. `forward_in_dtype` and `backward_in_dtype` do every step in the dtype of the
+arguments: the honest low-precision baseline that the error budget of `testing` is computed from. No
+kernel imports this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from gdpa_kernels.gdpa.batch import Batch
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An element-wise activation and its derivative, on tensors of any shape and floating dtype."""
+
+    name: str
+    function: Callable[[torch.Tensor], torch.Tensor]
+    derivative: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _gelu_derivative(x: torch.Tensor) -> torch.Tensor:
+    cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    return cdf + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh_derivative(x: torch.Tensor) -> torch.Tensor:
+    root = math.sqrt(2 / math.pi)
+    t = torch.tanh(root * (x + 0.044715 * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x)
+
+
+def _silu_derivative(x: torch.Tensor) -> torch.Tensor:
+    sigmoid = torch.sigmoid(x)
+    return sigmoid * (1 + x * (1 - sigmoid))
+
+
+def _hardswish_derivative(x: torch.Tensor) -> torch.Tensor:
+    inner = torch.where(x >= 3, torch.ones_like(x), x / 3 + 0.5)
+    return torch.where(x <= -3, torch.zeros_like(x), inner)
+
+
+_TAYLOR = (
+    1 / math.sqrt(2 * math.pi),
+    -1 / (6 * math.sqrt(2 * math.pi)),
+    1 / (40 * math.sqrt(2 * math.pi)),
+)
+
+
+def _gelu_taylor6(x: torch.Tensor) -> torch.Tensor:
+    c2, c4, c6 = _TAYLOR
+    return 0.5 * x + x * x * (c2 + x * x * (c4 + x * x * c6))
+
+
+def _gelu_taylor6_derivative(x: torch.Tensor) -> torch.Tensor:
+    c2, c4, c6 = _TAYLOR
+    return 0.5 + x * (2 * c2 + x * x * (4 * c4 + x * x * 6 * c6))
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    activation.name: activation
+    for activation in (
+        Activation("identity", lambda x: x, torch.ones_like),
+        Activation("relu", F.relu, lambda x: (x > 0).to(x.dtype)),
+        Activation("relu_squared", lambda x: F.relu(x).square(), lambda x: 2 * F.relu(x)),
+        Activation(
+            "leaky_relu",
+            lambda x: F.leaky_relu(x, 0.01),
+            lambda x: torch.where(x > 0, torch.ones_like(x), torch.full_like(x, 0.01)),
+        ),
+        Activation("gelu", F.gelu, _gelu_derivative),
+        Activation("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh_derivative),
+        Activation("silu", F.silu, _silu_derivative),
+        Activation("hardswish", F.hardswish, _hardswish_derivative),
+        Activation("gelu_taylor6", _gelu_taylor6, _gelu_taylor6_derivative),
+    )
+}
+
+
+def visible(
+    len_q: int, len_k: int, *, causal: bool, window: int | None, device: torch.device | None = None
+) -> torch.Tensor:
+    """Which pairs count, bool [len_q, len_k]; positions start with their sequence.
+
+    causal keeps keys at or before the query's position, window those at most `window` positions
+    away.
+    """
+    distance = (
+        torch.arange(len_q, device=device)[:, None] - torch.arange(len_k, device=device)[None]
+    )
+    keep = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        keep &= distance >= 0
+    if window is not None:
+        keep &= distance.abs() <= window
+    return keep
+
+
+def activate_heads(scores: torch.Tensor, activation: tuple[str, ...]) -> torch.Tensor:
+    """Apply one activation, or one per head, to scores whose head dimension is the third from
+    last."""
+    if len(activation) == 1:
+        return ACTIVATIONS[activation[0]].function(scores)
+    heads = [ACTIVATIONS[name].function(scores.select(-3, i)) for i, name in enumerate(activation)]
+    return torch.stack(heads, dim=-3)
+
+
+def derive_heads(scores: torch.Tensor, activation: tuple[str, ...]) -> torch.Tensor:
+    """The derivatives of `activate_heads`, element by element."""
+    if len(activation) == 1:
+        return ACTIVATIONS[activation[0]].derivative(scores)
+    heads = [ACTIVATIONS[n].derivative(scores.select(-3, i)) for i, n in enumerate(activation)]
+    return torch.stack(heads, dim=-3)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype that the definition computes in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _widened(batch: Batch) -> Batch:
+    return replace(batch, q=wide(batch.q), k=wide(batch.k), v=wide(batch.v))
+
+
+def forward(batch: Batch) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`, rounded once."""
+    return forward_in_dtype(_widened(batch)).to(batch.dtype)
+
+
+def backward(
+    grad_out: torch.Tensor, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v, rounded once.
+
+    The gradients of a key head are summed over its query heads, those of a shared q over the batch.
+    """
+    gradients = backward_in_dtype(wide(grad_out).contiguous(), _widened(batch))
+    return tuple(x.to(batch.dtype) for x in gradients)
+
+
+def forward_in_dtype(batch: Batch) -> torch.Tensor:
+    """`forward` by PyTorch's operators in the dtype of the arguments, rounded in every step."""
+    q, k, v = batch.q, batch.k, batch.v
+    ends_k = batch.cu_seqlens_k.tolist()
+    ends_q = batch.cu_seqlens_q.tolist() if batch.cu_seqlens_q is not None else None
+    outputs = []
+    for i in range(batch.sequences):
+        rows = slice(None) if ends_q is None else slice(ends_q[i], ends_q[i + 1])
+        keys = slice(ends_k[i], ends_k[i + 1])
+        q_b = q[rows].transpose(0, 1)
+        k_b = k[keys].transpose(0, 1).repeat_interleave(batch.group, dim=0)
+        v_b = v[keys].transpose(0, 1).repeat_interleave(batch.group, dim=0)
+        p = activate_heads(q_b @ k_b.transpose(1, 2) * batch.scale, batch.activation)
+        if batch.masked:
+            keep = visible(
+                p.shape[1], p.shape[2], causal=batch.causal, window=batch.window, device=p.device
+            )
+            p = p.masked_fill(~keep, 0)
+        outputs.append((p @ v_b * batch.output_scale).transpose(0, 1))
+    return torch.cat(outputs) if outputs else q.new_empty(0, *q.shape[1:])
+
+
+def backward_in_dtype(
+    grad_out: torch.Tensor, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`backward` by PyTorch's operators in the dtype of the arguments, rounded in every step."""
+    q, k, v, group = batch.q, batch.k, batch.v, batch.group
+    ends_k = batch.cu_seqlens_k.tolist()
+    ends_q = batch.cu_seqlens_q.tolist() if batch.cu_seqlens_q is not None else None
+    dq, dk, dv = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for i in range(batch.sequences):
+        rows = slice(None) if ends_q is None else slice(ends_q[i], ends_q[i + 1])
+        at = slice(i * q.shape[0], (i + 1) * q.shape[0]) if ends_q is None else rows
+        keys = slice(ends_k[i], ends_k[i + 1])
+        q_b, grad_b = q[rows].transpose(0, 1), grad_out[at].transpose(0, 1)
+        k_b = k[keys].transpose(0, 1).repeat_interleave(group, dim=0)
+        v_b = v[keys].transpose(0, 1).repeat_interleave(group, dim=0)
+        scores = q_b @ k_b.transpose(1, 2) * batch.scale
+        p, slope = activate_heads(scores, batch.activation), derive_heads(scores, batch.activation)
+        if batch.masked:
+            keep = visible(
+                p.shape[1], p.shape[2], causal=batch.causal, window=batch.window, device=p.device
+            )
+            p, slope = p.masked_fill(~keep, 0), slope.masked_fill(~keep, 0)
+        ds = slope * (grad_b @ v_b.transpose(1, 2))
+        heads = (batch.num_heads_k, group, -1, q.shape[2])
+        dq[rows] += (ds @ k_b * (batch.scale * batch.output_scale)).transpose(0, 1)
+        dk_b = (ds.transpose(1, 2) @ q_b * (batch.scale * batch.output_scale)).reshape(heads).sum(1)
+        dv_b = (p.transpose(1, 2) @ grad_b * batch.output_scale).reshape(heads).sum(1)
+        dk[keys], dv[keys] = dk_b.transpose(0, 1), dv_b.transpose(0, 1)
+    return dq, dk, dv

@@ -1,0 +1,295 @@
+"""Tile schedules: which output tile a persistent program computes, and when.
+
+A tile is BLOCK_M query rows of one head of one sequence. A schedule is a flat list of tiles; the
+program p of P takes positions p, p + P, p + 2 P, ... The order of the list decides the balance:
+
+- "padded": the whole batch x heads x ceil(max_seqlen_q / BLOCK_M) grid, empty tiles included;
+- "valid": only tiles that hold query rows, in the same natural order;
+- "longest_first": valid, stably sorted by falling cost;
+- "zigzag": longest_first cut into rows of P, every second row reversed (boustrophedon).
+
+The cost of a tile is its number of K/V blocks, ceil(len_k / BLOCK_N). In the natural order the
+sequence is slowest; `fastest` says whether consecutive positions step through the heads of a row
+block ("head") or through the row blocks of a head ("block", the order of an ordinary launch grid).
+
+`build` makes the list with plain integers, for simulation; `build_on_device` makes the same list
+from device offsets without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+ORDERS = ("padded", "valid", "zigzag", "longest_first")
+FASTEST = ("head", "block")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A list of tiles for `num_programs` programs.
+
+    The tuples have one entry per list position: sequence, head, row block, cost in K/V blocks,
+    and whether the tile has query rows at all (an empty tile costs 0 blocks).
+    """
+
+    order: str
+    num_programs: int
+    tile_batch: tuple[int, ...]
+    tile_head: tuple[int, ...]
+    tile_block: tuple[int, ...]
+    costs: tuple[int, ...]
+    empty: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    def tiles(self) -> list[tuple[int, int, int]]:
+        """(sequence, head, row block) in list order."""
+        return list(zip(self.tile_batch, self.tile_head, self.tile_block, strict=True))
+
+    def work(self, empty_cost: float = 0.15, prologue: float = 1.0) -> list[float]:
+        """Modelled time of each tile, in units of one K/V block.
+
+        A tile takes `prologue` plus its K/V blocks; an empty one takes `empty_cost`. The defaults
+        charge one block for loading Q and storing O, and 0.15 for finding that it is empty.
+        """
+        return [
+            empty_cost if empty else prologue + cost
+            for cost, empty in zip(self.costs, self.empty, strict=True)
+        ]
+
+    def loads(
+        self, empty_cost: float = 0.15, prologue: float = 1.0, *, dynamic: bool = False
+    ) -> list[float]:
+        """Modelled time of each program, [num_programs].
+
+        By default position p goes to program p % num_programs. `dynamic=True` gives each tile in
+        turn to the program that is free first: an atomic counter, or an ordinary launch grid.
+        """
+        work = self.work(empty_cost, prologue)
+        if not dynamic:
+            return [sum(work[p :: self.num_programs]) for p in range(self.num_programs)]
+        free = [0.0] * self.num_programs
+        for time in work:
+            heapq.heapreplace(free, free[0] + time)
+        return free
+
+    def makespan(
+        self, empty_cost: float = 0.15, prologue: float = 1.0, *, dynamic: bool = False
+    ) -> float:
+        """Modelled time of the slowest program, in units of one K/V block."""
+        return max(self.loads(empty_cost, prologue, dynamic=dynamic))
+
+    def ideal(self, prologue: float = 1.0) -> float:
+        """Useful work (no empty tiles) per program: no assignment has a shorter makespan."""
+        return sum(self.work(0.0, prologue)) / self.num_programs
+
+    def imbalance(
+        self, empty_cost: float = 0.15, prologue: float = 1.0, *, dynamic: bool = False
+    ) -> float:
+        """makespan / ideal: at least 1, and 1 when no program waits and no tile is empty.
+
+        ValueError if the schedule holds no work.
+        """
+        ideal = self.ideal(prologue)
+        if ideal == 0:
+            raise ValueError(f"schedule must hold some work, got {len(self)} tiles of no cost")
+        return self.makespan(empty_cost, prologue, dynamic=dynamic) / ideal
+
+
+@dataclass(frozen=True)
+class DeviceSchedule:
+    """The flat list on a device.
+
+    tile_batch, tile_head and tile_block are int32 [max_tiles]; entries from num_tiles on are 0 and
+    stand for no tile. num_tiles is int32 [1]: the loop `for i in range(p, num_tiles, P)` needs no
+    copy to the host. `max_tiles` is the host's upper bound on num_tiles, heads included.
+    """
+
+    tile_batch: torch.Tensor
+    tile_head: torch.Tensor
+    tile_block: torch.Tensor
+    num_tiles: torch.Tensor
+    max_tiles: int
+
+
+def _check(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def build(
+    order: str,
+    seqlens_q: Sequence[int],
+    seqlens_k: Sequence[int],
+    *,
+    num_heads: int,
+    block_m: int,
+    block_n: int,
+    num_programs: int,
+    max_seqlen_q: int | None = None,
+    fastest: str = "head",
+) -> Schedule:
+    """Make the schedule of a batch with plain integers.
+
+    `seqlens_q` and `seqlens_k` are the rows of each sequence, [batch]; `num_heads` is num_heads_q.
+    `max_seqlen_q` (default: the longest sequence) sizes the padded grid. ValueError, naming
+    argument, expectation and received value, if an argument is out of range.
+    """
+    _check_choice("order", order, ORDERS)
+    _check_choice("fastest", fastest, FASTEST)
+    sizes = {"num_heads": num_heads, "block_m": block_m, "block_n": block_n}
+    for name, value in (sizes | {"num_programs": num_programs}).items():
+        _check(name, value, 1)
+    if len(seqlens_k) != len(seqlens_q):
+        raise ValueError(
+            f"seqlens_k must have the {len(seqlens_q)} entries of seqlens_q, got {len(seqlens_k)}"
+        )
+    for length in (*seqlens_q, *seqlens_k):
+        _check("every length", length, 0)
+    longest = max(seqlens_q, default=0)
+    if max_seqlen_q is None:
+        max_seqlen_q = longest
+    _check("max_seqlen_q", max_seqlen_q, longest)
+
+    costs = [_ceil_div(length, block_n) for length in seqlens_k]
+    blocks = [_ceil_div(length, block_m) for length in seqlens_q]
+    listed = blocks
+    if order == "padded":
+        listed = [_ceil_div(max_seqlen_q, block_m)] * len(blocks)
+    sequences = list(range(len(blocks)))
+    if order in ("zigzag", "longest_first"):
+        sequences.sort(key=lambda b: -costs[b])
+
+    tiles: list[tuple[int, int, int]] = []
+    for b in sequences:
+        if fastest == "head":
+            tiles += [(b, h, m) for m in range(listed[b]) for h in range(num_heads)]
+        else:
+            tiles += [(b, h, m) for h in range(num_heads) for m in range(listed[b])]
+    if order == "zigzag":
+        rows = [tiles[i : i + num_programs] for i in range(0, len(tiles), num_programs)]
+        tiles = [t for r, row in enumerate(rows) for t in (row[::-1] if r % 2 else row)]
+    empty = tuple(m >= blocks[b] for b, _, m in tiles)
+    return Schedule(
+        order=order,
+        num_programs=num_programs,
+        tile_batch=tuple(b for b, _, _ in tiles),
+        tile_head=tuple(h for _, h, _ in tiles),
+        tile_block=tuple(m for _, _, m in tiles),
+        costs=tuple(0 if none else costs[b] for (b, _, _), none in zip(tiles, empty, strict=True)),
+        empty=empty,
+    )
+
+
+def max_tiles(total_q: int, batch: int, max_seqlen_q: int, block_m: int) -> int:
+    """An upper bound, known on the host, on the row blocks of a batch (one head).
+
+    A sequence has at most ceil(max_seqlen_q / BLOCK_M) of them, and each adds at most one partial
+    block to the total_q // BLOCK_M whole ones. With a shared q, total_q = batch * max_seqlen_q.
+    """
+    for name, value in (("total_q", total_q), ("batch", batch), ("max_seqlen_q", max_seqlen_q)):
+        _check(name, value, 0)
+    _check("block_m", block_m, 1)
+    return min(batch * _ceil_div(max_seqlen_q, block_m), total_q // block_m + batch)
+
+
+def build_on_device(
+    order: str,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    batch: int,
+    max_tiles: int,
+    max_seqlen_q: int,
+    num_heads: int,
+    block_m: int,
+    block_n: int,
+    num_programs: int,
+    fastest: str = "head",
+) -> DeviceSchedule:
+    """Make the list of `build` on the device of `cu_seqlens_k`, without waiting for the device.
+
+    `cu_seqlens_q` and `cu_seqlens_k` are int32 [batch + 1]; `cu_seqlens_q=None` (shared q) gives
+    every sequence max_seqlen_q rows. `max_tiles` is the bound of the function `max_tiles`, row
+    blocks of one head, and must not be less than the true number, which only the device knows;
+    order "padded" lists the whole grid and does not consult it. The arrays have max_tiles *
+    num_heads entries. Rows of a sequence from max_seqlen_q on are given no tile.
+
+    All tiles of a sequence cost the same, so the device sorts sequences, not tiles: `batch` keys.
+    """
+    import torch
+
+    _check_choice("order", order, ORDERS)
+    _check_choice("fastest", fastest, FASTEST)
+    for name, value in (("batch", batch), ("max_tiles", max_tiles), ("max_seqlen_q", max_seqlen_q)):
+        _check(name, value, 0)
+    sizes = {"num_heads": num_heads, "block_m": block_m, "block_n": block_n}
+    for name, value in (sizes | {"num_programs": num_programs}).items():
+        _check(name, value, 1)
+    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is not None and tuple(offsets.shape) != (batch + 1,):
+            raise ValueError(
+                f"{name} must have shape [batch + 1] = [{batch + 1}], got {list(offsets.shape)}"
+            )
+
+    device = cu_seqlens_k.device
+    grid = _ceil_div(max_seqlen_q, block_m)
+    if order == "padded" or cu_seqlens_q is None:
+        blocks = torch.full((batch,), grid, dtype=torch.int32, device=device)
+    else:
+        rows = cu_seqlens_q.diff().clamp(0, max_seqlen_q)
+        blocks = (rows + (block_m - 1)) // block_m
+    capacity = (batch * grid if order == "padded" else max_tiles) * num_heads
+    if batch == 0 or capacity == 0:
+        none = torch.zeros(capacity, dtype=torch.int32, device=device)
+        count = torch.zeros(1, dtype=torch.int32, device=device)
+        return DeviceSchedule(none, none.clone(), none.clone(), count, capacity)
+
+    sequences = None
+    if order in ("zigzag", "longest_first"):
+        costs = (cu_seqlens_k.diff() + (block_n - 1)) // block_n
+        sequences = costs.sort(descending=True, stable=True).indices
+        blocks = blocks[sequences]
+    ends = blocks.cumsum(0, dtype=torch.int32) * num_heads
+    count = ends[-1:]
+
+    position = torch.arange(capacity, dtype=torch.int32, device=device)
+    listed = position < count
+    source = position
+    if order == "zigzag":
+        row_start = position // num_programs * num_programs
+        row_end = torch.minimum(row_start + num_programs, count)
+        odd = position // num_programs % 2 == 1
+        source = torch.where(odd & listed, row_start + row_end - 1 - position, position)
+    place = torch.searchsorted(ends, source, right=True, out_int32=True).clamp(max=batch - 1)
+    own = blocks[place]
+    local = source - (ends[place] - own * num_heads)
+    if fastest == "head":
+        head, block = local % num_heads, local // num_heads
+    else:
+        own = own.clamp(min=1)
+        head, block = local // own, local % own
+    sequence = place if sequences is None else sequences[place].to(torch.int32)
+    return DeviceSchedule(
+        tile_batch=sequence * listed,
+        tile_head=head * listed,
+        tile_block=block * listed,
+        num_tiles=count.clone(),
+        max_tiles=capacity,
+    )

@@ -1,0 +1,151 @@
+"""v1: one fused kernel on jagged tensors; the scores never reach memory.
+
+Changes from v0_eager: a program owns BLOCK_M query rows of one (sequence, head) and loops over the
+keys in blocks of BLOCK_N. S = Q K^T, the activation and P V stay in registers; the batch is never
+padded.
+
+Why it should help: v0 writes and reads every score several times, two bytes each time. At 1,024
+tokens a head's scores are 2 MB against 1 MB of q, k, v and out together. Here the traffic is the
+inputs and the output alone. Without softmax there is no running maximum, no sum and no rescaling:
+blocks of keys simply add up.
+
+| role      | warps     | registers | work                                                 |
+|-----------|-----------|-----------|------------------------------------------------------|
+| all warps | num_warps | 127       | addresses, cp.async of K and V, both MMAs, the store |
+
+| barrier         | arrivals  | filled by -> drained by                           |
+|-----------------|-----------|---------------------------------------------------|
+| cp.async groups | all warps | K and V, num_stages - 1 blocks ahead -> both MMAs |
+
+At the default shape two programs fit on an SM, four warp groups in all: while one evaluates its
+activation, another keeps the tensor cores busy. That is the only overlap here, and it is left to
+the warp schedulers.
+
+Every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and fp32, any strides. Needs: sm_80.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: query rows and keys of a tile, warps of a program, K/V blocks in flight."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 32
+    num_warps: int = 8
+    num_stages: int = 4
+
+
+def default_config(batch: Batch) -> Config:
+    """The fastest of the swept constants at head_dim 128; smaller tiles where registers run out."""
+    if batch.dtype == torch.float32:
+        return Config(BLOCK_M=32 if batch.head_dim <= 128 else 16, num_warps=4, num_stages=2)
+    if batch.head_dim > 128:
+        return Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+    return Config()
+
+
+@triton.jit
+def tile(
+    ptr, first_row, length, ROWS: tl.constexpr,
+    STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Pointers [ROWS, BLOCK_D] to the rows from first_row on, and which of them exist.
+
+    Offsets are 64-bit and start from the row's number: pointers the compiler can hoist out of the
+    loop stay alive across both MMAs, and spill.
+    """
+    rows = first_row + tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    ptrs = ptr + (rows.to(tl.int64)[:, None] * STRIDES[0] + dims.to(tl.int64)[None, :] * STRIDES[2])
+    mask = (rows < length)[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask = mask & (dims < HEAD_DIM)[None, :]
+    return ptrs, mask
+
+
+@triton.jit
+def tiled_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    max_seqlen_q, scale, output_scale,
+    Q_STRIDES: tl.constexpr, K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr, OUT_STRIDES: tl.constexpr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for BLOCK_M rows of one (sequence, head).
+
+    Strides are (token, head, dim), in elements. cu_seqlens_q_ptr None: one q for all sequences.
+    """
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    first_row = pid % blocks * BLOCK_M
+    head = pid // blocks % NUM_HEADS
+    batch = (pid // blocks // NUM_HEADS).to(tl.int64)
+
+    start_k = tl.load(cu_seqlens_k_ptr + batch)
+    len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
+    if cu_seqlens_q_ptr is None:
+        start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
+    else:
+        start_q = tl.load(cu_seqlens_q_ptr + batch)
+        len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
+        start_out = start_q
+    if first_row >= len_q:
+        return
+
+    head_k = (head // GROUP).to(tl.int64)
+    q_ptr += tl.cast(start_q, tl.int64) * Q_STRIDES[0] + head.to(tl.int64) * Q_STRIDES[1]
+    k_ptr += tl.cast(start_k, tl.int64) * K_STRIDES[0] + head_k * K_STRIDES[1]
+    v_ptr += tl.cast(start_k, tl.int64) * V_STRIDES[0] + head_k * V_STRIDES[1]
+    out_ptr += tl.cast(start_out, tl.int64) * OUT_STRIDES[0] + head.to(tl.int64) * OUT_STRIDES[1]
+
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
+    q_ptrs, q_mask = tile(q_ptr, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
+    q = tl.load(q_ptrs, mask=q_mask, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    for first_key in tl.range(start, end, BLOCK_N):
+        k_ptrs, mask = tile(k_ptr, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
+        k = tl.load(k_ptrs, mask=mask, other=0.0)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        p = activate_per_head(s, scale, head, ACTIVATION, not EXACT)
+        p = mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
+        v_ptrs, mask = tile(v_ptr, first_key, len_k, BLOCK_N, V_STRIDES, HEAD_DIM, BLOCK_D)
+        v = tl.load(v_ptrs, mask=mask, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+
+    out_ptrs, _ = tile(out_ptr, first_row, len_q, BLOCK_M, OUT_STRIDES, HEAD_DIM, BLOCK_D)
+    tl.store(out_ptrs, (acc * output_scale).to(q.dtype), mask=q_mask)
+
+
+def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`."""
+    out = batch.new_out()
+    q, k, v = batch.q, batch.k, batch.v
+    config = config or default_config(batch)
+    tiles = triton.cdiv(batch.max_seqlen_q, config.BLOCK_M)
+    launch(
+        tiled_kernel, (tiles * batch.num_heads * batch.sequences,), batch.device,
+        q, k, v, out, batch.cu_seqlens_q, batch.cu_seqlens_k,
+        batch.max_seqlen_q, batch.scale, batch.output_scale,
+        Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
+        NUM_HEADS=batch.num_heads, GROUP=batch.group, HEAD_DIM=batch.head_dim,
+        ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
+        BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
+        BLOCK_D=max(16, triton.next_power_of_2(batch.head_dim)),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,274 @@
+"""v1, backward: two fused kernels on jagged tensors; one owns keys, the other queries.
+
+The inputs are q, k, v and the gradient of the output alone: without softmax there is no log-sum-exp
+and no rowsum(O * dO). A program of the first kernel owns BLOCK_N keys of one (sequence, key head),
+loops over the queries that see them, of all its query heads, and accumulates dK and dV. One of the
+second owns BLOCK_M queries of one (sequence, head), loops over their keys and accumulates dQ.
+
+    S = scale Q K^T, dP = dO V^T, dS = activation'(S) * dP,
+    dV = output_scale activation(S)^T dO, dK = scale output_scale dS^T Q, dQ likewise dS K.
+
+The price: S and dP are computed twice, 7 matmuls where 5 suffice. The first kernel computes them as
+[keys, queries]: P and dS are then A operands of the next MMAs in the layout that they have.
+
+| role      | warps     | registers | work                                                |
+|-----------|-----------|-----------|-----------------------------------------------------|
+| all warps | num_warps | up to 255 | addresses, cp.async of the other side's tiles, MMAs |
+
+| barrier         | arrivals  | filled by -> drained by                                 |
+|-----------------|-----------|---------------------------------------------------------|
+| cp.async groups | all warps | the streamed tiles, num_stages - 1 blocks ahead -> MMAs |
+
+Deterministic: both kernels write what they own once. A shared q: PyTorch sums a dQ of each
+sequence, in fp32 and in a fixed order. Every option of `gdpa`, head_dim 16 to 256, bf16, fp16 and
+fp32, any strides of all arguments. Needs: sm_80.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.calling.launch import launch, shared_memory
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
+from gdpa_kernels.gdpa.masks import key_range, mask_probabilities, mask_transposed, row_range
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch constants of one kernel: query rows and keys of a tile, warps, tiles in flight."""
+
+    BLOCK_M: int = 64
+    BLOCK_N: int = 128
+    num_warps: int = 8
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tiles of the two kernels."""
+
+    keys: Tile = Tile()
+    queries: Tile = Tile(BLOCK_M=128, BLOCK_N=64)
+
+
+def default_config(batch: Batch) -> Config:
+    """Smaller tiles where registers run out, or shared memory, as on sm_86, sm_89 and sm_120. Not
+    measured."""
+    if batch.dtype == torch.float32:
+        rows = 32 if batch.head_dim <= 64 else 16
+        tile = Tile(BLOCK_M=rows, BLOCK_N=rows, num_stages=1)
+        return Config(tile, tile)
+    if batch.head_dim > 128:
+        small = Tile(BLOCK_M=32, BLOCK_N=32, num_stages=1)
+        fits = shared_memory(batch.device) >= 102_400
+        return Config(Tile(BLOCK_M=64, BLOCK_N=32, num_stages=1) if fits else small, small)
+    return Config()
+
+
+@triton.jit
+def tile(
+    ptr, first_row, length, ROWS: tl.constexpr,
+    STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Pointers [ROWS, BLOCK_D] to the rows from first_row on, and which of them exist."""
+    rows = first_row + tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    ptrs = ptr + (rows.to(tl.int64)[:, None] * STRIDES[0] + dims.to(tl.int64)[None, :] * STRIDES[2])
+    mask = (rows < length)[:, None]
+    if BLOCK_D != HEAD_DIM:
+        mask = mask & (dims < HEAD_DIM)[None, :]
+    return ptrs, mask
+
+
+@triton.jit
+def load_tile(
+    ptr, first_row, length, ROWS: tl.constexpr,
+    STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The tile [ROWS, BLOCK_D]; what does not exist reads as zero, and so adds nothing to any
+    gradient."""
+    ptrs, mask = tile(ptr, first_row, length, ROWS, STRIDES, HEAD_DIM, BLOCK_D)
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q):
+    """(start_q, start_out, len_q, start_k, len_k) of a sequence; cu_seqlens_q_ptr None: one q for
+    all sequences."""
+    start_k = tl.load(cu_seqlens_k_ptr + batch)
+    len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
+    if cu_seqlens_q_ptr is None:
+        start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
+    else:
+        start_q = tl.load(cu_seqlens_q_ptr + batch)
+        len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
+        start_out = start_q
+    return start_q, start_out, len_q, start_k, len_k
+
+
+@triton.jit
+def rows_of(ptr, start, head, STRIDES: tl.constexpr):
+    """Where one head of the sequence at row `start` begins."""
+    return ptr + tl.cast(start, tl.int64) * STRIDES[0] + tl.cast(head, tl.int64) * STRIDES[1]
+
+
+@triton.jit
+def keys_kernel(
+    grad_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    max_seqlen_q, max_seqlen_k, scale, output_scale,
+    GRAD_STRIDES: tl.constexpr, Q_STRIDES: tl.constexpr, K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr, DK_STRIDES: tl.constexpr,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of BLOCK_N keys of one (sequence, key head)."""
+    blocks = tl.cdiv(max_seqlen_k, BLOCK_N)
+    pid = tl.program_id(0)
+    first_key = pid % blocks * BLOCK_N
+    head_k = pid // blocks % NUM_HEADS_K
+    batch = (pid // blocks // NUM_HEADS_K).to(tl.int64)
+    start_q, start_out, len_q, start_k, len_k = sequence(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q
+    )
+    if first_key >= len_k:
+        return
+
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
+    k = load_tile(
+        rows_of(k_ptr, start_k, head_k, K_STRIDES), first_key, len_k, BLOCK_N,
+        K_STRIDES, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    v = load_tile(
+        rows_of(v_ptr, start_k, head_k, V_STRIDES), first_key, len_k, BLOCK_N,
+        V_STRIDES, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    start, end = row_range(first_key, len_q, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    for member in range(GROUP):
+        head = head_k * GROUP + member
+        q_rows = rows_of(q_ptr, start_q, head, Q_STRIDES)
+        grad_rows = rows_of(grad_ptr, start_out, head, GRAD_STRIDES)
+        for first_row in tl.range(start, end, BLOCK_M):
+            q = load_tile(q_rows, first_row, len_q, BLOCK_M, Q_STRIDES, HEAD_DIM, BLOCK_D)
+            s = tl.dot(k, q.T, input_precision=PRECISION)
+            p, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, not EXACT)
+            p = mask_transposed(p, first_row, first_key, CAUSAL, WINDOW)
+            slope = mask_transposed(slope, first_row, first_key, CAUSAL, WINDOW)
+            grad = load_tile(grad_rows, first_row, len_q, BLOCK_M, GRAD_STRIDES, HEAD_DIM, BLOCK_D)
+            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+            dp = tl.dot(v, grad.T, input_precision=PRECISION)
+            dk = tl.dot((slope * dp).to(q.dtype), q, dk, input_precision=PRECISION)
+
+    dk_ptrs, mask = tile(
+        rows_of(dk_ptr, start_k, head_k, DK_STRIDES), first_key, len_k, BLOCK_N,
+        DK_STRIDES, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    tl.store(dk_ptrs, (dk * (scale * output_scale)).to(k.dtype), mask=mask)
+    dv_ptrs, mask = tile(
+        rows_of(dv_ptr, start_k, head_k, DK_STRIDES), first_key, len_k, BLOCK_N,
+        DK_STRIDES, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    tl.store(dv_ptrs, (dv * output_scale).to(v.dtype), mask=mask)
+
+
+@triton.jit
+def queries_kernel(
+    grad_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    max_seqlen_q, scale, output_scale,
+    GRAD_STRIDES: tl.constexpr, Q_STRIDES: tl.constexpr, K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr, DQ_STRIDES: tl.constexpr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dQ of BLOCK_M queries of one (sequence, head), where the rows of the output are."""
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    first_row = pid % blocks * BLOCK_M
+    head = pid // blocks % NUM_HEADS
+    batch = (pid // blocks // NUM_HEADS).to(tl.int64)
+    start_q, start_out, len_q, start_k, len_k = sequence(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q
+    )
+    if first_row >= len_q:
+        return
+
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    PRECISION: tl.constexpr = "ieee" if EXACT else "tf32"
+    q = load_tile(
+        rows_of(q_ptr, start_q, head, Q_STRIDES), first_row, len_q, BLOCK_M,
+        Q_STRIDES, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    grad = load_tile(
+        rows_of(grad_ptr, start_out, head, GRAD_STRIDES), first_row, len_q, BLOCK_M,
+        GRAD_STRIDES, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    k_rows = rows_of(k_ptr, start_k, head // GROUP, K_STRIDES)
+    v_rows = rows_of(v_ptr, start_k, head // GROUP, V_STRIDES)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    for first_key in tl.range(start, end, BLOCK_N):
+        k = load_tile(k_rows, first_key, len_k, BLOCK_N, K_STRIDES, HEAD_DIM, BLOCK_D)
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        _, slope = value_and_slope_per_head(s, scale, head, ACTIVATION, not EXACT)
+        slope = mask_probabilities(slope, first_row, first_key, CAUSAL, WINDOW)
+        v = load_tile(v_rows, first_key, len_k, BLOCK_N, V_STRIDES, HEAD_DIM, BLOCK_D)
+        dp = tl.dot(grad, v.T, input_precision=PRECISION)
+        dq = tl.dot((slope * dp).to(k.dtype), k, dq, input_precision=PRECISION)
+
+    dq_ptrs, mask = tile(
+        rows_of(dq_ptr, start_out, head, DQ_STRIDES), first_row, len_q, BLOCK_M,
+        DQ_STRIDES, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+    tl.store(dq_ptrs, (dq * (scale * output_scale)).to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+def backward(
+    grad_out: torch.Tensor,
+    batch: Batch,
+    *,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+    config: Config | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(dq, dk, dv), shaped as q, k and v, contiguous; None where `needs` says so.
+
+    grad_out `[total_q, num_heads, head_dim]` of any strides. A kernel none of whose results is
+    needed is not launched.
+    """
+    q, k, v = batch.q, batch.k, batch.v
+    config = config or default_config(batch)
+    common = {
+        "GRAD_STRIDES": grad_out.stride(), "Q_STRIDES": q.stride(), "K_STRIDES": k.stride(),
+        "V_STRIDES": v.stride(), "GROUP": batch.group, "HEAD_DIM": batch.head_dim,
+        "ACTIVATION": batch.names, "CAUSAL": batch.causal, "WINDOW": batch.window,
+        "BLOCK_D": max(16, triton.next_power_of_2(batch.head_dim)),
+    }  # fmt: skip
+    dq = dk = dv = None
+    if needs[1] or needs[2]:
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+        tiles = triton.cdiv(batch.max_seqlen_k, config.keys.BLOCK_N)
+        launch(
+            keys_kernel, (tiles * batch.num_heads_k * batch.sequences,), batch.device,
+            grad_out, q, k, v, dk, dv, batch.cu_seqlens_q, batch.cu_seqlens_k,
+            batch.max_seqlen_q, batch.max_seqlen_k, batch.scale, batch.output_scale,
+            DK_STRIDES=dk.stride(), NUM_HEADS_K=batch.num_heads_k, **asdict(config.keys), **common,
+        )  # fmt: skip
+    if needs[0]:
+        dtype = torch.float32 if batch.shared_q else q.dtype
+        dq = q.new_empty(batch.rows, *q.shape[1:], dtype=dtype)
+        tiles = triton.cdiv(batch.max_seqlen_q, config.queries.BLOCK_M)
+        launch(
+            queries_kernel, (tiles * batch.num_heads * batch.sequences,), batch.device,
+            grad_out, q, k, v, dq, batch.cu_seqlens_q, batch.cu_seqlens_k,
+            batch.max_seqlen_q, batch.scale, batch.output_scale,
+            DQ_STRIDES=dq.stride(), NUM_HEADS=batch.num_heads, **asdict(config.queries), **common,
+        )  # fmt: skip
+        if batch.shared_q:
+            dq = dq.view(batch.sequences, *q.shape).sum(0).to(q.dtype)
+    return dq, dk if needs[1] else None, dv if needs[2] else None

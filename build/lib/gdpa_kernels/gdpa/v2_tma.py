@@ -1,0 +1,117 @@
+"""v2: let the copy engine do the addressing.
+
+Changes from v1_tiled: q, k, v and out are accessed through TMA descriptors. One thread issues the
+copy of a whole tile; rows beyond the sequence read as zero and are not written (device/ragged.py),
+so no mask and no pointer is left.
+
+Why it should help: v1 computes a 64-bit pointer and a predicate for every 16 bytes it copies, in
+every thread, for every block of keys; the instructions compete with the activation for issue slots,
+the values for registers. Without them one warp group can own 128 rows and 64 keys: its accumulator
+and scores take 192 of a thread's 255 registers, and every K or V block read from shared memory
+feeds twice the rows.
+
+| role      | warps     | registers | work                                                   |
+|-----------|-----------|-----------|--------------------------------------------------------|
+| all warps | num_warps | up to 255 | both MMAs; thread 0 issues TMA loads and the TMA store |
+
+| barrier       | arrivals    | filled by -> drained by                                |
+|---------------|-------------|--------------------------------------------------------|
+| one per stage | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> MMA |
+
+The compiler makes the barriers; v4 will make its own. The same options as v1.
+Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 256, contiguous rows aligned to 16
+bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
+from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: query rows and keys of a tile, warps of a program, K/V blocks in flight."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+def default_config(batch: Batch) -> Config:
+    """The fastest of the swept constants at head_dim 128; smaller tiles where registers run out."""
+    if batch.head_dim > 128:
+        return Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+    if batch.max_seqlen_k <= 512:
+        return Config(BLOCK_N=32, num_warps=8, num_stages=4)
+    return Config()
+
+
+@triton.jit
+def tma_kernel(
+    q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    max_seqlen_q, scale, output_scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for BLOCK_M rows of one (sequence, head).
+
+    cu_seqlens_q_ptr None: one q for all sequences.
+    """
+    blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    first_row = pid % blocks * BLOCK_M
+    head = pid // blocks % NUM_HEADS
+    batch = pid // blocks // NUM_HEADS
+
+    start_k = tl.load(cu_seqlens_k_ptr + batch)
+    len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
+    if cu_seqlens_q_ptr is None:
+        start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
+    else:
+        start_q = tl.load(cu_seqlens_q_ptr + batch)
+        len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
+        start_out = start_q
+    if first_row >= len_q:
+        return
+
+    q = load_rows(q_desc, start_q, len_q, head, first_row)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    for first_key in tl.range(start, end, BLOCK_N):
+        k = load_rows(k_desc, start_k, len_k, head // GROUP, first_key)
+        s = tl.dot(q, k.T)
+        p = activate_per_head(s, scale, head, ACTIVATION, True)
+        p = mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
+        v = load_rows(v_desc, start_k, len_k, head // GROUP, first_key)
+        acc = tl.dot(p.to(v.dtype), v, acc)
+
+    store_rows(out_desc, start_out, len_q, head, first_row, (acc * output_scale).to(q.dtype))
+
+
+def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`."""
+    out = batch.new_out()
+    config = config or default_config(batch)
+    out_desc = ragged_descriptor(out, config.BLOCK_M)
+    tiles = triton.cdiv(batch.max_seqlen_q, config.BLOCK_M)
+    launch(
+        tma_kernel, (tiles * batch.num_heads * batch.sequences,), batch.device,
+        ragged_descriptor(batch.q, config.BLOCK_M), ragged_descriptor(batch.k, config.BLOCK_N),
+        ragged_descriptor(batch.v, config.BLOCK_N), out_desc,
+        batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.scale, batch.output_scale,
+        NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
+        BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1],
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,155 @@
+"""v3: a persistent kernel: as many programs as fit on the device walk a list of tiles.
+
+Changes from v2_tma: the grid no longer covers (sequence, head, block of max_seqlen_q). A tile
+scheduler lists the tiles that exist, in an order of our choice; program p takes the entries p, p +
+P, p + 2 P, ...
+
+Why it should help: on a half-full batch nearly half of v2's programs find nothing to do, and with
+real length laws the heaviest tile may be started last. A list has no empty tiles and can start with
+the longest.
+Why it may not: an empty program of v2 costs one load and one comparison, the hardware gives the
+next program to the first free slot, and a loop over tiles drains the software pipeline at every
+tile, as a launch does.
+
+| role      | warps     | registers | work                              |
+|-----------|-----------|-----------|-----------------------------------|
+| all warps | num_warps | up to 255 | as v2, for one tile after another |
+
+| barrier       | arrivals    | filled by -> drained by                                |
+|---------------|-------------|--------------------------------------------------------|
+| one per stage | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> MMA |
+
+The schedule is an argument: its cost is measured apart from the kernel's. The same options as v1.
+Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 256, contiguous rows aligned to 16
+bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
+from gdpa_kernels.gdpa import schedule as schedules
+from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: v2's, the order of the tiles, and the number of programs.
+
+    `num_programs` 0 means `programs_per_sm` on every SM.
+    """
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    programs_per_sm: int = 2
+    num_programs: int = 0
+    order: str = "longest_first"
+
+    def programs(self, device: torch.device) -> int:
+        """How many programs are launched on `device`, unless there are fewer tiles."""
+        return self.num_programs or multiprocessors(device) * self.programs_per_sm
+
+
+def default_config(batch: Batch) -> Config:
+    """The fastest of the swept constants at head_dim 128; smaller tiles where registers run out."""
+    if batch.head_dim > 128:
+        return Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+    if batch.max_seqlen_k <= 512:
+        return Config(BLOCK_N=32, num_warps=8, num_stages=4)
+    return Config()
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """(tile_batch, tile_head, tile_block, num_tiles), the list of tiles for these sequences, made
+    on their device without waiting for it."""
+    made = schedules.build_on_device(
+        config.order,
+        batch.cu_seqlens_q,
+        batch.cu_seqlens_k,
+        batch=batch.sequences,
+        max_tiles=schedules.max_tiles(
+            batch.rows, batch.sequences, batch.max_seqlen_q, config.BLOCK_M
+        ),
+        max_seqlen_q=batch.max_seqlen_q,
+        num_heads=batch.num_heads,
+        block_m=config.BLOCK_M,
+        block_n=config.BLOCK_N,
+        num_programs=config.programs(batch.device),
+        fastest="block",
+    )
+    return made.tile_batch, made.tile_head, made.tile_block, made.num_tiles
+
+
+@triton.jit
+def persistent_kernel(
+    q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr,
+    max_seqlen_q, scale, output_scale,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for every listed tile of this program.
+
+    cu_seqlens_q_ptr None: one q for all sequences.
+    """
+    num_tiles = tl.load(num_tiles_ptr)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        first_row = tl.load(tile_block_ptr + tile) * BLOCK_M
+        head = tl.load(tile_head_ptr + tile)
+        batch = tl.load(tile_batch_ptr + tile)
+
+        start_k = tl.load(cu_seqlens_k_ptr + batch)
+        len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
+        if cu_seqlens_q_ptr is None:
+            start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
+        else:
+            start_q = tl.load(cu_seqlens_q_ptr + batch)
+            len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
+            start_out = start_q
+
+        q = load_rows(q_desc, start_q, len_q, head, first_row)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+        end = tl.where(first_row < len_q, end, start)  # an empty tile of order "padded"
+        for first_key in tl.range(start, end, BLOCK_N):
+            k = load_rows(k_desc, start_k, len_k, head // GROUP, first_key)
+            s = tl.dot(q, k.T)
+            p = activate_per_head(s, scale, head, ACTIVATION, True)
+            p = mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
+            v = load_rows(v_desc, start_k, len_k, head // GROUP, first_key)
+            acc = tl.dot(p.to(v.dtype), v, acc)
+
+        store_rows(out_desc, start_out, len_q, head, first_row, (acc * output_scale).to(q.dtype))
+
+
+def forward(
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`.
+
+    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    """
+    out = batch.new_out()
+    config = config or default_config(batch)
+    tiles = schedule or make_schedule(batch, config)
+    programs = min(config.programs(batch.device), len(tiles[0]))
+    out_desc = ragged_descriptor(out, config.BLOCK_M)
+    launch(
+        persistent_kernel, (programs,), batch.device,
+        ragged_descriptor(batch.q, config.BLOCK_M), ragged_descriptor(batch.k, config.BLOCK_N),
+        ragged_descriptor(batch.v, config.BLOCK_N), out_desc,
+        batch.cu_seqlens_q, batch.cu_seqlens_k, *tiles,
+        batch.max_seqlen_q, batch.scale, batch.output_scale,
+        GROUP=batch.group, ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
+        BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1],
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out

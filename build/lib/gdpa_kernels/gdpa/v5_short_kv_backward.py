@@ -1,0 +1,399 @@
+"""v5, backward for short K and V: a cluster of two programs owns all keys; dQ is written once.
+
+Changes from v4_warp_specialized_backward: a cluster of two programs takes all keys, up to 256, of a
+(sequence, key head), 128 each, while Q and dO stream by once. They exchange dS through distributed
+shared memory, and each computes half of the columns of dQ from the dS of all keys. So dQ leaves in
+the output's dtype: no fp32 sum in memory, no zero fill, no conversion; deterministic.
+
+Why it should help, in bytes for a row of head_dim 128: v4 reads 512, fills 512 with zeros, adds 512
+twice at 256 keys, reads them again and writes 256. Here 512 are read and 256 written.
+
+| role     | warps | registers | work                                                              |
+|----------|-------|-----------|-------------------------------------------------------------------|
+| load     | 4     | 24        | one thread issues the TMA loads                                   |
+| math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK; 64 keys; every other dQ |
+
+| barrier             | arrivals            | filled by -> drained by                             |
+|---------------------|---------------------|-----------------------------------------------------|
+| k_full, v_full      | 1 and bytes         | TMA loads of K, half of the peer's K, V -> math     |
+| q_full, g_full      | 1 and bytes         | TMA loads of 64 rows of Q, of dO -> both consumers  |
+| k_, v_, q_, g_empty | 256 threads, 1 each | consumers, done with the item, the rows -> producer |
+| ds_full[2]          | 256 threads, 1 each | consumers, dS is stored -> the step's dQ            |
+| peer_full[2]        | 1 and bytes         | the peer's copies of dS -> the step's dQ            |
+| ds_empty[2]         | 2 roles             | the step's dQ, here and in the peer -> consumers    |
+
+Needs: as v4, head_dim 128, a max_seqlen_k of at most 256, a q of every sequence's own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Ring
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, sequence
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import Gradients
+from gdpa_kernels.gdpa.masks import mask_transposed
+from gdpa_kernels.gdpa.work_list import longest_first
+
+MATH_ROLES = tl.constexpr(2)
+KEYS = tl.constexpr(64)  # of a consumer
+ROWS = tl.constexpr(64)  # of a step
+TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)  # keys of a program
+PAIR = tl.constexpr(2)  # steps that are worked on in turn, each in buffers of its own
+PROGRAMS = tl.constexpr(2)  # of a cluster
+MOST_KEYS = TILE.value * PROGRAMS.value
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: whether factors of the activation are left to the sums where
+    `derivatives.foldable`; registers of a consumer thread."""
+
+    fold: bool = True
+    registers: int = 240
+
+
+def requires(batch: Batch) -> str | None:
+    """What this rung needs besides what its tensors say, and does not get, or None."""
+    if batch.shared_q:
+        return "needs cu_seqlens_q, got None: a shared q"
+    if batch.max_seqlen_k > MOST_KEYS:
+        return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {batch.max_seqlen_k}"
+    return None
+
+
+def default_config(batch: Batch) -> Config:
+    """The same for every call."""
+    return Config()
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """(order,): the sequences, int32 `[sequences]`, those with the most queries first."""
+    return (longest_first(batch.cu_seqlens_q),)
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    NUM_HEADS_K: tl.constexpr
+    GROUP: tl.constexpr
+    ACTIVATION: tl.constexpr
+    FOLD: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    DTYPE: tl.constexpr
+
+
+@triton.aggregate
+class Items:
+    """What there is to do: `count` pairs of a sequence, in this order, and a key head."""
+
+    order_ptr: tl.tensor
+    cu_seqlens_q_ptr: tl.tensor
+    cu_seqlens_k_ptr: tl.tensor
+    count: tl.tensor | tl.constexpr  # a constant if it is 1
+    max_seqlen_q: tl.tensor | tl.constexpr
+
+
+@triton.aggregate
+class Inbox:
+    """Buffers that the other program fills; full[i] completes when those of step i may be read."""
+
+    buffer: tlx.buffered_tensor
+    full: tlx.mbarrier
+
+
+@triton.jit
+def entry(items, item, NUM_HEADS_K: tl.constexpr):
+    """(start_q, start_out, len_q, start_k, len_k, key head) of an item."""
+    batch = tl.load(items.order_ptr + item // NUM_HEADS_K)
+    start_q, start_out, len_q, start_k, len_k = sequence(
+        items.cu_seqlens_q_ptr, items.cu_seqlens_k_ptr, batch, items.max_seqlen_q
+    )
+    return start_q, start_out, len_q, start_k, len_k, item % NUM_HEADS_K
+
+
+@triton.jit
+def steps_of(len_q):
+    """Steps of 64 rows of one head, in whole pairs, at least one: both roles take part in each. All
+    rows are walked, whether or not a key is seen by them: their dQ is written here."""
+    return tl.maximum(tl.cdiv(len_q, PAIR * ROWS), 1) * PAIR
+
+
+@triton.jit
+def place(step, steps, head_k, GROUP: tl.constexpr):
+    """(head, row) of a step: the rows of the group's first head, then of the next."""
+    if GROUP == 1:
+        return head_k, step * ROWS
+    return head_k * GROUP + step // steps, step % steps * ROWS
+
+
+@triton.jit
+def fetch_half(desc, buffer, full, start, length, head, row, column):
+    """Start the copy of 64 columns of one head's rows; rows from `length` on become zero."""
+    at = [BOUND, start + length, head, BOUND - length + row, column * 64]
+    tlx.async_descriptor_load(desc, buffer, at, full)
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
+    """The producer: of each item K, the first rows of Q, V, then dO and Q in the order of use."""
+    GROUP: tl.constexpr = options.GROUP
+    HALF_BYTES: tl.constexpr = ROWS * 64 * 2
+    rank = tlx.cluster_cta_rank()
+    clusters = tl.num_programs(0) // PROGRAMS
+    count = 0
+    for item in tl.range(tl.program_id(0) // PROGRAMS, items.count, clusters):
+        start_q, start_out, len_q, start_k, len_k, head_k = entry(items, item, options.NUM_HEADS_K)
+        steps = steps_of(len_q)
+        free = (item // clusters & 1) ^ 1
+        tlx.barrier_wait(k.empty[0], free)
+        tlx.barrier_expect_bytes(k.full[0], 6 * HALF_BYTES)
+        for role in tl.static_range(MATH_ROLES):
+            key = rank * TILE + role * KEYS
+            other = (1 - rank) * TILE + role * KEYS
+            fetch_half(k_desc, k.buffer[role * 2], k.full[0], start_k, len_k, head_k, key, rank)
+            fetch_half(
+                k_desc, k.buffer[role * 2 + 1], k.full[0], start_k, len_k, head_k, key, 1 - rank
+            )
+            fetch_half(k_desc, half[role], k.full[0], start_k, len_k, head_k, other, rank)
+        for step in tl.range(0, steps * GROUP):
+            head, row = place(step, steps, head_k, GROUP)
+            at = step % PAIR
+            unused = ((count + step // PAIR) & 1) ^ 1
+            tlx.barrier_wait(q.empty[at], unused)
+            tlx.barrier_expect_bytes(q.full[at], 2 * HALF_BYTES)
+            fetch_half(q_desc, q.buffer[at * 2], q.full[at], start_q, len_q, head, row, rank)
+            fetch_half(
+                q_desc, q.buffer[at * 2 + 1], q.full[at], start_q, len_q, head, row, 1 - rank
+            )
+            if step == 0:
+                tlx.barrier_wait(v.empty[0], free)
+                tlx.barrier_expect_bytes(v.full[0], 4 * HALF_BYTES)
+                for role in tl.static_range(MATH_ROLES):
+                    row_of_v = BOUND - len_k + rank * TILE + role * KEYS
+                    where = [BOUND, start_k + len_k, head_k, row_of_v, 0]
+                    tlx.async_descriptor_load(v_desc, v.buffer[role], where, v.full[0])
+            tlx.barrier_wait(g.empty[at], unused)
+            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
+        count += steps * GROUP // PAIR
+
+
+@triton.jit
+def scores(role: tl.constexpr, k, q, at: tl.constexpr, zero, phase):
+    """S of a step, transposed, in flight: the sum over both halves of the columns.
+
+    `at`: which step of the pair it is; `zero`: `nothing`; `phase` counts pairs of all items.
+    """
+    tlx.barrier_wait(q.full[at], phase)
+    s = tlx.async_dot(k.buffer[role * 2 + zero], tlx.local_trans(q.buffer[at * 2 + zero]))
+    s = tlx.async_dot(
+        k.buffer[role * 2 + 1 + zero], tlx.local_trans(q.buffer[at * 2 + 1 + zero]), s
+    )
+    return s
+
+
+@triton.jit
+def differentiate(
+    role: tl.constexpr, s, v, g, dv, at: tl.constexpr, zero, phase, scale, head, row, key, options
+):
+    """dS of a step, and dv with its MMA in flight."""
+    p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
+    p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
+    slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
+    tlx.barrier_wait(g.full[at], phase)
+    dp = tlx.async_dot(v.buffer[role + zero], tlx.local_trans(g.buffer[at + zero]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at + zero], dv)
+    dp = tlx.async_dot_wait(1, dp)
+    return times_slope(dp, slope, options.FOLD).to(options.DTYPE), dv
+
+
+@triton.jit
+def share(role: tl.constexpr, ds, peer, d, at: tl.constexpr, zero, phase, rank):
+    """Store dS of a step for both roles to read, here and in the other program."""
+    tlx.barrier_wait(ds.empty[at], phase ^ 1)
+    if role == 0:
+        tlx.barrier_expect_bytes(peer.full[at], TILE * ROWS * 2)
+    own = at * MATH_ROLES + role + zero
+    tlx.local_store(ds.buffer[own], d)
+    tlx.fence("async_shared")
+    tlx.async_remote_shmem_copy(peer.buffer[own], ds.buffer[own], 1 - rank, peer.full[at])
+    tlx.barrier_arrive(ds.full[at])
+
+
+@triton.jit
+def dq_product(role: tl.constexpr, ds, peer, k, half, zero, phase):
+    """dS K of the role's step of the pair, in flight: half of the columns, from all keys."""
+    first = role * MATH_ROLES + zero
+    tlx.barrier_wait(ds.full[role], phase)
+    dq = tlx.async_dot(tlx.local_trans(ds.buffer[first]), k.buffer[zero])
+    dq = tlx.async_dot(tlx.local_trans(ds.buffer[first + 1]), k.buffer[2 + zero], dq)
+    tlx.barrier_wait(peer.full[role], phase)
+    dq = tlx.async_dot(tlx.local_trans(peer.buffer[first]), half[zero], dq)
+    dq = tlx.async_dot(tlx.local_trans(peer.buffer[first + 1]), half[1 + zero], dq)
+    return dq
+
+
+@triton.jit
+def put_half(desc, buffer, start, length, head, row, column, x):
+    """Start the store of 64 columns x, [rows, 64], through `buffer`."""
+    tlx.local_store(buffer, x.to(tlx.dtype_of(desc)))
+    tlx.fence("async_shared")
+    at = [BOUND, start + length, head, BOUND - length + row, column * 64]
+    tlx.async_descriptor_store(desc, buffer, at)
+
+
+@triton.jit
+def math(
+    role: tl.constexpr, q, k, v, g, half, ds, peer, staging, gradients, items, scale, output_scale,
+    options,
+):  # fmt: skip
+    """A consumer: 64 keys of every item, and dQ of a step of each pair. `count` counts pairs."""
+    GROUP: tl.constexpr = options.GROUP
+    HEAD_DIM: tl.constexpr = options.HEAD_DIM
+    rank = tlx.cluster_cta_rank()
+    clusters = tl.num_programs(0) // PROGRAMS
+    key = rank * TILE + role * KEYS
+    factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
+    count = 0
+    for item in tl.range(tl.program_id(0) // PROGRAMS, items.count, clusters, num_stages=0):
+        _, start_out, len_q, start_k, len_k, head_k = entry(items, item, options.NUM_HEADS_K)
+        steps = steps_of(len_q)
+        phase = item // clusters & 1
+        dk_own = tl.zeros([KEYS, 64], tl.float32)
+        dk_other = tl.zeros([KEYS, 64], tl.float32)
+        dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
+        tlx.barrier_wait(k.full[0], phase)
+        tlx.barrier_wait(v.full[0], phase)
+        for step in tl.range(0, steps * GROUP, PAIR, num_stages=0):
+            zero = nothing(step)
+            now = (count + step // PAIR) & 1
+            for at in tl.static_range(PAIR):
+                head, row = place(step + at, steps, head_k, GROUP)
+                s = scores(role, k, q, at, zero, now)
+                s = tlx.async_dot_wait(0, s)
+                d, dv = differentiate(
+                    role, s, v, g, dv, at, zero, now, scale, head, row, key, options
+                )
+                share(role, ds, peer, d, at, zero, now, rank)
+                dk_own = tlx.async_dot(d, q.buffer[at * 2 + zero], dk_own)
+                dk_other = tlx.async_dot(d, q.buffer[at * 2 + 1 + zero], dk_other)
+                dv = tlx.async_dot_wait(0, dv)
+                dk_own = tlx.async_dot_wait(0, dk_own)
+                dk_other = tlx.async_dot_wait(0, dk_other)
+                tlx.barrier_arrive(q.empty[at])
+                tlx.barrier_arrive(g.empty[at])
+            head, row = place(step + role, steps, head_k, GROUP)
+            dq = dq_product(role, ds, peer, k, half, zero, now)
+            dq = tlx.async_dot_wait(0, dq)
+            tlx.barrier_arrive(ds.empty[role])
+            tlx.barrier_arrive(ds.empty[role], 1, remote_cta_rank=1 - rank)
+            tlx.async_descriptor_store_wait(0)
+            dq = dq * factor
+            put_half(gradients.dq, staging[role], start_out, len_q, head, row, rank, dq)
+        count += steps * GROUP // PAIR
+        tlx.barrier_arrive(k.empty[0])
+        dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+        put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
+        dk_own = dk_own * factor
+        dk_other = dk_other * factor
+        tlx.async_descriptor_store_wait(0)
+        tlx.barrier_arrive(v.empty[0])
+        put_half(gradients.dk, staging[role], start_k, len_k, head_k, key, rank, dk_own)
+        tlx.async_descriptor_store_wait(0)
+        put_half(gradients.dk, staging[role], start_k, len_k, head_k, key, 1 - rank, dk_other)
+    tlx.async_descriptor_store_wait(0)
+    # The other program still arrives here: this one's memory must not go before it has.
+    for at in tl.static_range(PAIR):
+        tlx.barrier_wait(ds.empty[at], (count & 1) ^ 1)
+
+
+@triton.jit
+def backward_kernel(
+    q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc,
+    order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, scale, output_scale,
+    NUM_HEADS_K: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK and dV of this cluster's items."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(NUM_HEADS_K, GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE)
+    q = tlx.local_alloc((ROWS, 64), DTYPE, PAIR * 2)
+    k = tlx.local_alloc((KEYS, 64), DTYPE, MATH_ROLES * 2)
+    v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
+    g = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, PAIR)
+    half = tlx.local_alloc((KEYS, 64), DTYPE, MATH_ROLES)
+    ds = tlx.local_alloc((KEYS, ROWS), DTYPE, PAIR * MATH_ROLES)
+    peer = tlx.local_alloc((KEYS, ROWS), DTYPE, PAIR * MATH_ROLES)
+    staging = tlx.local_alloc((ROWS, 64), DTYPE, MATH_ROLES)
+    q_full = tlx.alloc_barriers(PAIR)
+    q_empty = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
+    k_full = tlx.alloc_barriers(1)
+    k_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    v_full = tlx.alloc_barriers(1)
+    v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    g_full = tlx.alloc_barriers(PAIR)
+    g_empty = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
+    ds_full = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
+    ds_empty = tlx.alloc_barriers(PAIR, arrive_count=PROGRAMS)
+    peer_full = tlx.alloc_barriers(PAIR)
+    q = Ring(q, q_full, q_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
+    g = Ring(g, g_full, g_empty)
+    ds = Ring(ds, ds_full, ds_empty)
+    peer = Inbox(peer, peer_full)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc)
+    items = Items(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options)
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), q, k, v, g, half, ds, peer, staging, gradients,
+                items, scale, output_scale, options,
+            )  # fmt: skip
+
+
+def backward(
+    grad_out: torch.Tensor,
+    batch: Batch,
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v, contiguous.
+
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
+    the same sequences; None makes it here.
+    """
+    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
+    config = config or default_config(batch)
+    (order,) = schedule or make_schedule(batch, config)
+    items = batch.sequences * batch.num_heads_k
+    clusters = min(max(multiprocessors(batch.device) // PROGRAMS.value, 1), items)
+    dq, dk, dv = batch.new_gradients()
+    launch(
+        backward_kernel, (PROGRAMS.value * clusters,), batch.device,
+        ragged_descriptor(q, ROWS.value, width=64), ragged_descriptor(k, KEYS.value, width=64),
+        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
+        ragged_descriptor(dq, ROWS.value, width=64), ragged_descriptor(dk, KEYS.value, width=64),
+        ragged_descriptor(dv, KEYS.value),
+        order, batch.cu_seqlens_q, batch.cu_seqlens_k, items, batch.max_seqlen_q,
+        batch.scale, batch.output_scale,
+        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group,
+        ACTIVATION=batch.names, FOLD=config.fold and foldable(batch.activation, batch.dtype),
+        CAUSAL=batch.causal, WINDOW=batch.window, HEAD_DIM=batch.head_dim,
+        REGISTERS=config.registers, num_warps=4, ctas_per_cga=(PROGRAMS.value, 1, 1),
+    )  # fmt: skip
+    return dq, dk, dv

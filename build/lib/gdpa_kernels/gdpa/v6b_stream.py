@@ -1,0 +1,262 @@
+"""v6b: one software pipeline from tile to tile.
+
+Changes from v6a_persistent: the loops over tiles and blocks become one. The first scores of the
+next tile are issued before the last P V of this one, so a consumer always has an MMA to overlap its
+activation with, at the boundary of two tiles too. After the last tile the consumer computes the
+scores of a dummy tile, for which the producer supplies zeros.
+
+Why it should help: v6a waits twice per tile with nothing in flight, for the first scores and for
+the last P V: about one block's time, of a tile that has two or four. The shorter the keys, the
+more.
+Why it may not: the other consumer may have filled the gap already.
+
+Roles and barriers: as v6a_persistent.
+
+The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
+contiguous rows aligned to 16 bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Ring
+from gdpa_kernels.device.ragged import ragged_descriptor
+from gdpa_kernels.device.rows import fetch_rows, put_rows
+from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
+
+MATH_ROLES = tl.constexpr(2)
+ROWS = tl.constexpr(64)
+TILE = tl.constexpr(128)
+Q_SLOTS = tl.constexpr(2)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: v6a's."""
+
+    BLOCK_N: int = 128
+    num_stages: int = 2
+    registers: int = 240
+
+
+def default_config(batch: Batch) -> Config:
+    """Short sequences take blocks of 64 keys, which waste less at their ends, and long ones blocks
+    of 128, which cost less shared-memory bandwidth."""
+    return Config(BLOCK_N=64, num_stages=4) if batch.mean_seqlen_k <= 640 else Config()
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """The work list of these sequences, made on their device without waiting for it."""
+    rows = TILE.value
+    return list_of_queries(batch, rows, config.BLOCK_N)
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    ACTIVATION: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_D: tl.constexpr
+    NUM_STAGES: tl.constexpr
+
+
+@triton.jit
+def blocks_of(row, len_k, options):
+    """(first key, blocks of keys) of the tile at `row`.
+
+    At least one block: prologue and epilogue need one. Without keys it is zero or masked.
+    """
+    start, end = key_range(row, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW)
+    return start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
+    """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
+    NUM_STAGES: tl.constexpr = options.NUM_STAGES
+    item = tl.program_id(0)
+    num_items = count_items(list_ptr)
+    tile, kv = 0, 0
+    if item < num_items:
+        start_q, _, len_q, start_k, len_k, head, row = entry(list_ptr, item)
+        while item < num_items:
+            item += tl.num_programs(0)
+            following = entry(list_ptr, tl.minimum(item, num_items - 1))
+            start, blocks = blocks_of(row, len_k, options)
+            fetch_q(q_desc, q, tile, start_q, len_q, head, row)
+            kv_head = head // options.GROUP
+            for block in tl.range(0, blocks):
+                stage = (kv + block) % NUM_STAGES
+                free = (((kv + block) // NUM_STAGES) & 1) ^ 1
+                key = start + block * options.BLOCK_N
+                tlx.barrier_wait(k.empty[stage], free)
+                fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
+                tlx.barrier_wait(v.empty[stage], free)
+                fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
+            kv += blocks
+            tile += 1
+            start_q, _, len_q, start_k, len_k, head, row = following
+    # The scores of a dummy tile, overlapped with the last P V.
+    if tile > 0:
+        fetch_q(q_desc, q, tile, 0, 0, 0, 0)
+        stage = kv % NUM_STAGES
+        tlx.barrier_wait(k.empty[stage], ((kv // NUM_STAGES) & 1) ^ 1)
+        fetch_rows(k_desc, k.buffer[stage], k.full[stage], 0, 0, 0, 0)
+
+
+@triton.jit
+def fetch_q(q_desc, q, tile, start, length, head, row):
+    """The rows of the tile-th tile for both consumers."""
+    slot = tile % Q_SLOTS
+    for role in tl.static_range(MATH_ROLES):
+        mine = role * Q_SLOTS + slot
+        tlx.barrier_wait(q.empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
+        fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
+
+
+@triton.jit
+def probabilities(s, scale, head, first_row, first_key, options):
+    """activation(scale * s) with masked pairs zero."""
+    p = activate_per_head(s, scale, head, options.ACTIVATION, True)
+    return mask_probabilities(p, first_row, first_key, options.CAUSAL, options.WINDOW)
+
+
+@triton.jit
+def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_scale, options):
+    """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
+    NUM_STAGES: tl.constexpr = options.NUM_STAGES
+    DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
+    item = tl.program_id(0)
+    num_items = count_items(list_ptr)
+    tile, kv = 0, 0
+    if item < num_items:
+        _, start_out, len_q, _, len_k, head, row = entry(list_ptr, item)
+        start, blocks = blocks_of(row, len_k, options)
+        row += role * ROWS
+        tlx.barrier_wait(q.full[role * Q_SLOTS], 0)
+        tlx.barrier_wait(k.full[0], 0)
+        s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
+        s = tlx.async_dot_wait(0, s)
+        tlx.barrier_arrive(k.empty[0])
+        p = probabilities(s, scale, head, row, start, options)
+        while item < num_items:
+            item += tl.num_programs(0)
+            # Prefetched: the loop over blocks hides the latency.
+            following = entry(list_ptr, tl.minimum(item, num_items - 1))
+            mine = role * Q_SLOTS + tile % Q_SLOTS
+            acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
+            for block in tl.range(1, blocks):
+                stage = (kv + block) % NUM_STAGES
+                before = (kv + block - 1) % NUM_STAGES
+                tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
+                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                p = p.to(DTYPE)
+                s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+                acc = tlx.async_dot(p, v.buffer[before], acc)
+                s = tlx.async_dot_wait(1, s)
+                tlx.barrier_arrive(k.empty[stage])
+                key = start + block * options.BLOCK_N
+                p = probabilities(s, scale, head, row, key, options)
+                acc = tlx.async_dot_wait(0, acc)
+                tlx.barrier_arrive(v.empty[before])
+            tlx.barrier_arrive(q.empty[mine])
+
+            # The first scores of the next tile, overlapped with the last P V of this one.
+            _, next_out, next_len_q, _, len_k, next_head, next_row = following
+            start, next_blocks = blocks_of(next_row, len_k, options)
+            next_row += role * ROWS
+            tile += 1
+            kv += blocks
+            mine = role * Q_SLOTS + tile % Q_SLOTS
+            stage = kv % NUM_STAGES
+            before = (kv - 1) % NUM_STAGES
+            tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
+            tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
+            tlx.barrier_wait(v.full[before], ((kv - 1) // NUM_STAGES) & 1)
+            p = p.to(DTYPE)
+            s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
+            acc = tlx.async_dot(p, v.buffer[before], acc)
+            s = tlx.async_dot_wait(1, s)
+            tlx.barrier_arrive(k.empty[stage])
+            p = probabilities(s, scale, next_head, next_row, start, options)
+            acc = tlx.async_dot_wait(0, acc)
+            tlx.barrier_arrive(v.empty[before])
+            tlx.async_descriptor_store_wait(0)
+            rows = (acc * output_scale).to(DTYPE)
+            put_rows(out_desc, out[role], start_out, len_q, head, row, rows)
+            start_out, len_q, head, row, blocks = (
+                next_out, next_len_q, next_head, next_row, next_blocks
+            )  # fmt: skip
+        tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def stream_kernel(
+    q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale,
+    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for the listed tiles of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(GROUP, ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES)
+    q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
+    k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES)
+    q_full = tlx.alloc_barriers(MATH_ROLES * Q_SLOTS)
+    q_empty = tlx.alloc_warp_barrier(MATH_ROLES * Q_SLOTS, 4)
+    k_full = tlx.alloc_barriers(NUM_STAGES)
+    v_full = tlx.alloc_barriers(NUM_STAGES)
+    k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+    v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
+    q = Ring(q, q_full, q_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options)
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), q, k, v, out_desc, out, list_ptr, scale, output_scale,
+                options,
+            )  # fmt: skip
+
+
+def forward(
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`.
+
+    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    """
+    out = batch.new_out()
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    programs = min(multiprocessors(batch.device), len(entries) - 1)
+    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
+    launch(
+        stream_kernel, (programs,), batch.device,
+        ragged_descriptor(batch.q, ROWS.value, min_width=32),
+        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
+        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        entries, batch.scale, batch.output_scale,
+        GROUP=batch.group, ACTIVATION=batch.names,
+        CAUSAL=batch.causal, WINDOW=batch.window,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
+        REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip
+    return out

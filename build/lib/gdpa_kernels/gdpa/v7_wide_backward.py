@@ -1,0 +1,358 @@
+"""v7, backward for wide heads: one consumer computes dS and dV, the other dK and dQ.
+
+Changes from v4_warp_specialized_backward: the work is divided by product instead of by keys. With
+256 columns, dK and dV of 64 keys take 256 registers of a thread: no consumer can hold both. So one
+computes S, dP and dV, the other dK and dQ from dS, all that passes between them; a tile is 64 keys.
+
+Why it should help: no product is computed twice; dV and dK take 256 columns at a time. A step of 64
+rows is 2,560 clocks of the tensor cores, and shared memory moves 448 KiB, 3,584 clocks: S and dP
+128, dV 32, dK 40, dQ 48, dS 8, dQ out and in again 128, TMA loads 64.
+
+| role   | warps | registers | work                                                      |
+|--------|-------|-----------|-----------------------------------------------------------|
+| load   | 4     | 24        | one thread issues the TMA loads                           |
+| scores | 4     | 240       | S, dP, activation and derivative, dS to shared memory; dV |
+| sums   | 4     | 240       | dK, dQ in halves; TMA reduce-adds                         |
+
+| barrier          | arrivals            | filled by -> drained by                               |
+|------------------|---------------------|-------------------------------------------------------|
+| k_full, q_full   | 1 and bytes         | TMA loads of a tile's K, of 64 rows of Q -> both      |
+| v_full, g_full   | 1 and bytes         | TMA loads of a tile's V, of 64 rows of dO -> scores   |
+| k_empty, q_empty | 128 threads, 1 each | sums; dS told it that scores has read them -> load    |
+| v_empty, g_empty | 128 threads, 1 each | scores, done with the tile, the rows -> load          |
+| ds_full, _empty  | 128 threads, 1 each | scores, dS is stored -> sums; sums, read it -> scores |
+
+dQ is deterministic up to 128 keys. Needs: as v2, TLX, sm_90, head_dim 136 to 256.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Ring
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, uniform
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import Gradients, round_kernel
+from gdpa_kernels.gdpa.masks import mask_transposed, row_range
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
+
+KEYS = tl.constexpr(64)  # of a tile
+ROWS = tl.constexpr(64)  # of a step
+COLUMNS = tl.constexpr(256)  # of a tile; those beyond head_dim are zero
+PIECE = tl.constexpr(128)  # columns of dQ that leave at once
+DS_STAGES = tl.constexpr(2)  # steps of dS in shared memory
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants.
+
+    q_stages, g_stages: steps of Q and of dO in shared memory, together at most 3. fold: leave
+    factors of the activation to the sums where `derivatives.foldable`. registers: of a consumer
+    thread.
+    """
+
+    q_stages: int = 2
+    g_stages: int = 1
+    fold: bool = True
+    registers: int = 240
+
+
+def requires(batch: Batch) -> str | None:
+    """What this rung needs besides what its tensors say, and does not get, or None."""
+    if batch.head_dim <= 128:
+        return f"needs a head_dim over 128, got {batch.head_dim}"
+    return None
+
+
+def default_config(batch: Batch) -> Config:
+    """The same for every call."""
+    return Config()
+
+
+def is_deterministic(batch: Batch) -> bool:
+    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
+    return batch.max_seqlen_k <= 2 * KEYS.value and not batch.shared_q
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """The list of tiles of keys, those with the most queries first."""
+    return list_of_keys(batch, KEYS.value, ROWS.value)
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    GROUP: tl.constexpr
+    SHARED_Q: tl.constexpr
+    ACTIVATION: tl.constexpr
+    FOLD: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    Q_STAGES: tl.constexpr
+    G_STAGES: tl.constexpr
+    DTYPE: tl.constexpr
+
+
+@triton.jit
+def steps_of(key, len_q, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """(first row, steps) of the tile at `key`.
+
+    At least one step: prologue and epilogue need one. Without rows it adds zero.
+    """
+    start, end = row_range(key, len_q, ROWS, KEYS, CAUSAL, WINDOW)
+    return start, tl.maximum(tl.cdiv(end - start, ROWS), 1)
+
+
+@triton.jit
+def place(step, steps, start, head_k, GROUP: tl.constexpr):
+    """(head, row) of a step: the rows of the group's first head, then of the next."""
+    if GROUP == 1:
+        return head_k, start + step * ROWS
+    return head_k * GROUP + step // steps, start + step % steps * ROWS
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
+    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    GROUP: tl.constexpr = options.GROUP
+    num_items = count_items(list_ptr)
+    count = 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+        start_q = 0 if options.SHARED_Q else start_out
+        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
+        tile = item // tl.num_programs(0)
+        tlx.barrier_wait(k.empty[0], (tile & 1) ^ 1)
+        fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
+        for step in tl.range(0, steps * GROUP):
+            head, row = place(step, steps, start, head_k, GROUP)
+            at = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            if step == 0:
+                tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
+                fetch_rows(v_desc, v.buffer[0], v.full[0], start_k, len_k, head_k, key)
+            at = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
+        count += steps * GROUP
+
+
+@triton.jit
+def scores(k, q, count, zero, Q_STAGES: tl.constexpr):
+    """S of a step, transposed, in flight. `count` counts steps of all tiles. zero: `nothing`."""
+    at = count % Q_STAGES
+    tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
+    return tlx.async_dot(k.buffer[zero], tlx.local_trans(q.buffer[at + zero]))
+
+
+@triton.jit
+def differentiate(s, v, g, dv, count, zero, scale, head, row, key, options):
+    """dS of a step, and dv with its MMA in flight. zero: `nothing`."""
+    at = count % options.G_STAGES
+    p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
+    p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
+    slope = mask_slope(slope, row, key, options.CAUSAL, options.WINDOW, options.FOLD)
+    tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
+    dp = tlx.async_dot(v.buffer[zero], tlx.local_trans(g.buffer[at + zero]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at + zero], dv)
+    dp = tlx.async_dot_wait(1, dp)
+    return times_slope(dp, slope, options.FOLD).to(options.DTYPE), dv
+
+
+@triton.jit
+def share(ds, d, count):
+    """Store dS of a step for the role `sums`."""
+    at = count % DS_STAGES
+    tlx.barrier_wait(ds.empty[at], ((count // DS_STAGES) & 1) ^ 1)
+    tlx.local_store(ds.buffer[at], d)
+    tlx.fence("async_shared")
+    tlx.barrier_arrive(ds.full[at])
+
+
+@triton.jit
+def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
+    """S, dP, dS and dV of every tile. The next step's S is issued beside this one's dV."""
+    GROUP: tl.constexpr = options.GROUP
+    Q_STAGES: tl.constexpr = options.Q_STAGES
+    G_STAGES: tl.constexpr = options.G_STAGES
+    num_items = count_items(list_ptr)
+    count = 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
+        tile = item // tl.num_programs(0)
+        start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
+        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
+        steps = uniform(steps)
+        last = uniform(steps * GROUP) - 1  # the compiler must not know that it is odd
+        dv = tl.zeros([KEYS, COLUMNS], tl.float32)
+        tlx.barrier_wait(k.full[0], tile & 1)
+        s = scores(k, q, count, 0, Q_STAGES)
+        s = tlx.async_dot_wait(0, s)
+        tlx.barrier_wait(v.full[0], tile & 1)
+        for step in tl.range(0, last, num_stages=0):
+            now = count + step
+            zero = nothing(now)
+            head, row = place(step, steps, start, head_k, GROUP)
+            d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, options)
+            share(ds, d, now)
+            s = scores(k, q, now + 1, zero, Q_STAGES)
+            dv = tlx.async_dot_wait(1, dv)
+            tlx.barrier_arrive(g.empty[now % G_STAGES])
+            s = tlx.async_dot_wait(0, s)
+        count += last
+        head, row = place(last, steps, start, head_k, GROUP)
+        d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, options)
+        share(ds, d, count)
+        dv = tlx.async_dot_wait(0, dv)
+        tlx.barrier_arrive(g.empty[count % G_STAGES])
+        count += 1
+        dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
+        put_rows(dv_desc, v.buffer[0], start_k, len_k, head_k, key, dv.to(options.DTYPE))
+        tlx.async_descriptor_store_wait(0)
+        tlx.barrier_arrive(v.empty[0])
+
+
+@triton.jit
+def dq_product(ds, k, column: tl.constexpr):
+    """PIECE columns of dS K of a step from `column` on, in flight."""
+    columns = tlx.local_slice(k, [0, column], [KEYS, PIECE])
+    return tlx.async_dot(tlx.local_trans(ds), columns)
+
+
+@triton.jit
+def add_columns(desc, buffer, start, length, head, row, column, x):
+    """Start the TMA reduce-add of x [ROWS, PIECE], fp32, once `buffer` has been read."""
+    tlx.async_descriptor_store_wait(0)
+    tlx.local_store(buffer, x)
+    tlx.fence("async_shared")
+    at = [BOUND, start + length, head, BOUND - length + row, column]
+    tlx.async_descriptor_store(desc, buffer, at, store_reduce="add")
+
+
+@triton.jit
+def sum_role(q, k, ds, staging, gradients, list_ptr, scale, output_scale, options):
+    """dK of every tile, and what it adds to dQ: halves, the first overlapped with dK."""
+    GROUP: tl.constexpr = options.GROUP
+    Q_STAGES: tl.constexpr = options.Q_STAGES
+    num_items = count_items(list_ptr)
+    count = 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
+        tile = item // tl.num_programs(0)
+        start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
+        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
+        steps = uniform(steps)
+        dk = tl.zeros([KEYS, COLUMNS], tl.float32)
+        tlx.barrier_wait(k.full[0], tile & 1)
+        for step in tl.range(0, steps * GROUP, num_stages=0):
+            now = count + step
+            zero = nothing(now)
+            at = now % DS_STAGES
+            q_at = now % Q_STAGES
+            head, row = place(step, steps, start, head_k, GROUP)
+            tlx.barrier_wait(q.full[q_at], (now // Q_STAGES) & 1)
+            tlx.barrier_wait(ds.full[at], (now // DS_STAGES) & 1)
+            dq = dq_product(ds.buffer[at], k.buffer[zero], 0)
+            dk = tlx.async_dot(ds.buffer[at], q.buffer[q_at], dk)
+            dq = tlx.async_dot_wait(1, dq)
+            add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, 0, dq)
+            dq = dq_product(ds.buffer[at], k.buffer[zero], PIECE)
+            dk = tlx.async_dot_wait(1, dk)
+            tlx.barrier_arrive(q.empty[q_at])
+            dq = tlx.async_dot_wait(0, dq)
+            tlx.barrier_arrive(ds.empty[at])
+            add_columns(gradients.dq, staging[zero], start_out, len_q, head, row, PIECE, dq)
+        count += steps * GROUP
+        dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
+        put_rows(gradients.dk, k.buffer[0], start_k, len_k, head_k, key, dk.to(options.DTYPE))
+        tlx.async_descriptor_store_wait(0)
+        tlx.barrier_arrive(k.empty[0])
+
+
+@triton.jit
+def backward_kernel(
+    q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
+    GROUP: tl.constexpr, SHARED_Q: tl.constexpr, ACTIVATION: tl.constexpr, FOLD: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, Q_STAGES: tl.constexpr, G_STAGES: tl.constexpr,
+    REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(GROUP, SHARED_Q, ACTIVATION, FOLD, CAUSAL, WINDOW, Q_STAGES, G_STAGES, DTYPE)
+    q = tlx.local_alloc((ROWS, COLUMNS), DTYPE, Q_STAGES)
+    k = tlx.local_alloc((KEYS, COLUMNS), DTYPE, 1)
+    v = tlx.local_alloc((KEYS, COLUMNS), DTYPE, 1)
+    g = tlx.local_alloc((ROWS, COLUMNS), DTYPE, G_STAGES)
+    ds = tlx.local_alloc((KEYS, ROWS), DTYPE, DS_STAGES)
+    staging = tlx.local_alloc((ROWS, PIECE), tl.float32, 1)
+    q_full = tlx.alloc_barriers(Q_STAGES)
+    q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4)
+    k_full = tlx.alloc_barriers(1)
+    k_empty = tlx.alloc_warp_barrier(1, 4)
+    v_full = tlx.alloc_barriers(1)
+    v_empty = tlx.alloc_warp_barrier(1, 4)
+    g_full = tlx.alloc_barriers(G_STAGES)
+    g_empty = tlx.alloc_warp_barrier(G_STAGES, 4)
+    ds_full = tlx.alloc_warp_barrier(DS_STAGES, 4)
+    ds_empty = tlx.alloc_warp_barrier(DS_STAGES, 4)
+    q = Ring(q, q_full, q_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
+    g = Ring(g, g_full, g_empty)
+    ds = Ring(ds, ds_full, ds_empty)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options)
+        with tlx.async_task(num_warps=4, registers=REGISTERS):
+            score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options)
+        with tlx.async_task(num_warps=4, registers=REGISTERS):
+            sum_role(q, k, ds, staging, gradients, list_ptr, scale, output_scale, options)
+
+
+def backward(
+    grad_out: torch.Tensor,
+    batch: Batch,
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v, contiguous.
+
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
+    the same sequences; None makes it here.
+    """
+    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    fold = config.fold and foldable(batch.activation, q.dtype)
+    dq, dk, dv = batch.new_gradients()
+    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
+    launch(
+        backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
+        ragged_descriptor(q, ROWS.value), ragged_descriptor(k, KEYS.value),
+        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, ROWS.value),
+        ragged_descriptor(total, ROWS.value, width=PIECE.value),
+        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
+        entries, batch.scale, batch.output_scale,
+        GROUP=batch.group, SHARED_Q=batch.shared_q,
+        ACTIVATION=batch.names, FOLD=fold, CAUSAL=batch.causal, WINDOW=batch.window,
+        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip
+    factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
+    if batch.shared_q:
+        return (total.view(batch.sequences, *q.shape).sum(0) * factor).to(batch.dtype), dk, dv
+    launch(
+        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
+        total, dq, factor, dq.numel(), BLOCK=4096,
+        WIDTH=dq.shape[1] * dq.shape[2], STRIDE=dq.stride(0),
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,218 @@
+"""The work list of `schedule.py`, order "zigzag": made by one small kernel, read by the rungs.
+
+`schedule.build_on_device` takes about thirty PyTorch operations; here each program ranks a few
+sequences against all others, which is batch ** 2 comparisons in all, and writes their entries.
+
+The list is int32 `[1 + max_items, 8]`. The first row holds the number of entries. An entry holds
+all that a role must know of its tile, so that one load finds it:
+start_q, start_out, len_q, start_k, len_k (rows of the packed tensors), head, first_row, 0.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+
+WIDTH = tl.constexpr(8)
+
+
+@triton.jit
+def count_items(list_ptr):
+    """How many entries the list has."""
+    return tl.load(list_ptr)
+
+
+@triton.jit
+def entry(list_ptr, item):
+    """(start_q, start_out, len_q, start_k, len_k, head, first_row) of an entry."""
+    at = list_ptr + (item + 1).to(tl.int64) * WIDTH
+    return (
+        tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
+        tl.load(at + 5), tl.load(at + 6),
+    )  # fmt: skip
+
+
+@triton.jit
+def sequences(cu_seqlens_q_ptr, cu_seqlens_k_ptr, index, batch, max_seqlen_q):
+    """(start_q, start_out, rows, start_k, keys) of the sequences at `index`; none beyond the batch.
+
+    cu_seqlens_q_ptr None: one q for all sequences.
+    """
+    inside = index < batch
+    start_k = tl.load(cu_seqlens_k_ptr + index, mask=inside, other=0)
+    keys = tl.load(cu_seqlens_k_ptr + index + 1, mask=inside, other=0) - start_k
+    if cu_seqlens_q_ptr is None:
+        rows = tl.where(inside, max_seqlen_q, 0)
+        start_q = tl.zeros_like(start_k)
+        start_out = index * max_seqlen_q
+    else:
+        start_q = tl.load(cu_seqlens_q_ptr + index, mask=inside, other=0)
+        rows = tl.load(cu_seqlens_q_ptr + index + 1, mask=inside, other=0) - start_q
+        rows = tl.minimum(tl.maximum(rows, 0), max_seqlen_q)
+        start_out = start_q
+    return start_q, start_out, rows, start_k, keys
+
+
+@triton.jit
+def work_list_kernel(
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, list_ptr,
+    batch, max_seqlen_q, rows_per_item, max_entries, num_programs,
+    NUM_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
+    OWN: tl.constexpr, OTHERS: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Entries of OWN sequences, at their places in the list.
+
+    Before a sequence come those with more key blocks, and those with as many and a smaller number.
+    One with keys has LEAST tiles or more.
+    """
+    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    start_q, start_out, rows, start_k, keys = sequences(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, mine, batch, max_seqlen_q
+    )
+    cost = tl.cdiv(keys, BLOCK_N)
+    tiles = tl.maximum(tl.cdiv(rows, rows_per_item), tl.minimum(cost, LEAST))
+    before = tl.zeros([OWN], tl.int32)
+    total = 0
+    for first in tl.range(0, batch, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        _, _, their_rows, _, their_keys = sequences(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, others, batch, max_seqlen_q
+        )
+        their_cost = tl.cdiv(their_keys, BLOCK_N)
+        their_tiles = tl.cdiv(their_rows, rows_per_item)
+        their_tiles = tl.maximum(their_tiles, tl.minimum(their_cost, LEAST))
+        total += tl.sum(their_tiles)
+        more = their_cost[None, :] > cost[:, None]
+        equal = (their_cost[None, :] == cost[:, None]) & (others[None, :] < mine[:, None])
+        before += tl.sum(tl.where(more | equal, their_tiles[None, :], 0), 1)
+    count = total * NUM_HEADS
+    if tl.program_id(0) == 0:
+        tl.store(list_ptr, count)
+
+    for first in tl.range(0, max_entries, ENTRIES):
+        local = first + tl.arange(0, ENTRIES)[None, :]
+        position = before[:, None] * NUM_HEADS + local
+        row = position // num_programs
+        row_start = row * num_programs
+        mirrored = row_start + tl.minimum(row_start + num_programs, count) - 1 - position
+        place = tl.where(row % 2 == 1, mirrored, position)
+        own = tl.maximum(tiles, 1)[:, None]
+        valid = local < (tiles * NUM_HEADS)[:, None]
+        at = list_ptr + (place + 1).to(tl.int64) * WIDTH
+        tl.store(at, tl.broadcast_to(start_q[:, None], at.shape), mask=valid)
+        tl.store(at + 1, tl.broadcast_to(start_out[:, None], at.shape), mask=valid)
+        tl.store(at + 2, tl.broadcast_to(rows[:, None], at.shape), mask=valid)
+        tl.store(at + 3, tl.broadcast_to(start_k[:, None], at.shape), mask=valid)
+        tl.store(at + 4, tl.broadcast_to(keys[:, None], at.shape), mask=valid)
+        tl.store(at + 5, local // own, mask=valid)
+        tl.store(at + 6, local % own * rows_per_item, mask=valid)
+
+
+def work_list(
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    max_tiles: int,
+    max_seqlen_q: int,
+    num_heads: int,
+    rows_per_item: int,
+    block_n: int,
+    num_programs: int,
+    least: int = 0,
+) -> torch.Tensor:
+    """As `schedule.build_on_device("zigzag", ..., fastest="block")`, without waiting for the
+    device.
+
+    `max_tiles` bounds the entries of one head (`schedule.max_tiles` with block_m=rows_per_item).
+    `least`: a sequence with keys has that many entries or more, 0 or 1.
+    """
+    device, batch, capacity = cu_seqlens_k.device, cu_seqlens_k.numel() - 1, max_tiles * num_heads
+    if capacity == 0:
+        return cu_seqlens_k.new_zeros(1, WIDTH.value)
+    entries = torch.empty(1 + capacity, WIDTH.value, dtype=torch.int32, device=device)
+    own = 4
+    launch(
+        work_list_kernel, (triton.cdiv(batch, own),), device,
+        cu_seqlens_q, cu_seqlens_k, entries, batch, max_seqlen_q, rows_per_item,
+        max(triton.cdiv(max_seqlen_q, rows_per_item), least) * num_heads, num_programs,
+        NUM_HEADS=num_heads, BLOCK_N=block_n, LEAST=least, OWN=own, OTHERS=2048, ENTRIES=16,
+        num_warps=4,
+    )  # fmt: skip
+    return entries
+
+
+@triton.jit
+def order_kernel(cu_seqlens_ptr, order_ptr, batch, OWN: tl.constexpr, OTHERS: tl.constexpr):
+    """The places of OWN sequences: after those with more rows, and those with as many and a smaller
+    number."""
+    mine = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    at = cu_seqlens_ptr + mine
+    rows = tl.load(at + 1, mask=mine < batch, other=0) - tl.load(at, mask=mine < batch, other=0)
+    place = tl.zeros([OWN], tl.int32)
+    for first in tl.range(0, batch, OTHERS):
+        others = first + tl.arange(0, OTHERS)
+        inside = others < batch
+        their_at = cu_seqlens_ptr + others
+        theirs = tl.load(their_at + 1, mask=inside, other=0)
+        theirs -= tl.load(their_at, mask=inside, other=0)
+        equal = (theirs[None, :] == rows[:, None]) & (others[None, :] < mine[:, None])
+        sooner = (theirs[None, :] > rows[:, None]) | equal
+        place += tl.sum((sooner & inside[None, :]).to(tl.int32), 1)
+    tl.store(order_ptr + place, mine, mask=mine < batch)
+
+
+def longest_first(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The sequences of `cu_seqlens`, int32 `[sequences]`, those with the most rows first."""
+    sequences = cu_seqlens.numel() - 1
+    order = torch.empty(sequences, dtype=torch.int32, device=cu_seqlens.device)
+    own = 4
+    launch(
+        order_kernel, (triton.cdiv(sequences, own),), cu_seqlens.device,
+        cu_seqlens, order, sequences, OWN=own, OTHERS=2048, num_warps=4,
+    )  # fmt: skip
+    return order
+
+
+def list_of_queries(batch: Batch, rows_per_item: int, block_n: int, ctas: int = 1) -> Schedule:
+    """The list of tiles of queries, those with the most keys first, for clusters of `ctas`."""
+    return (
+        work_list(
+            batch.cu_seqlens_q,
+            batch.cu_seqlens_k,
+            max_tiles=schedule.max_tiles(
+                batch.rows, batch.sequences, batch.max_seqlen_q, rows_per_item
+            ),
+            max_seqlen_q=batch.max_seqlen_q,
+            num_heads=batch.num_heads,
+            rows_per_item=rows_per_item,
+            block_n=block_n,
+            num_programs=max(multiprocessors(batch.device) // ctas, 1),
+        ),
+    )
+
+
+def list_of_keys(batch: Batch, keys_per_item: int, block_m: int, least: int = 0) -> Schedule:
+    """The list of tiles of keys, those with the most queries first: an entry's queries are keys
+    and its keys are queries. `least`: tiles of a sequence with queries."""
+    ends = batch.cu_seqlens_q
+    if ends is None:
+        starts = torch.arange(batch.sequences + 1, dtype=torch.int32, device=batch.device)
+        ends = starts * batch.max_seqlen_q
+    return (
+        work_list(
+            batch.cu_seqlens_k,
+            ends,
+            max_tiles=schedule.max_tiles(
+                batch.k.shape[0], batch.sequences, max(batch.max_seqlen_k, least), keys_per_item
+            ),
+            max_seqlen_q=batch.max_seqlen_k,
+            num_heads=batch.num_heads_k,
+            rows_per_item=keys_per_item,
+            block_n=block_m,
+            num_programs=multiprocessors(batch.device),
+            least=least,
+        ),
+    )

@@ -1,0 +1,1 @@
+"""What a number is made from: workloads, inputs, checks, timings, records."""

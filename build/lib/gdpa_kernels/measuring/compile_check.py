@@ -1,0 +1,257 @@
+"""Compile a kernel for a GPU that is not here, and read what the compiler made of it.
+
+Registers and spills come from ptxas, instructions from the disassembly; both ship with Triton. A
+kernel that spills or whose wgmma are serialised is slow on every machine, and a CPU shows it within
+seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.cache import get_cache_manager
+from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import Launch, launches
+from gdpa_kernels.gdpa.batch import Batch
+
+SHARED_BYTES = {
+    **dict.fromkeys((86, 89, 120), 101_376), 80: 166_912, **dict.fromkeys((90, 100, 103), 232_448)
+}  # fmt: skip
+"""Shared memory of a program at most, by compute capability."""
+TENSOR_COLUMNS = 512
+"""Columns of tensor memory, of 128 lanes and 4 bytes; sm_100 has them."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one kernel became: per-thread registers, bytes spilled, bytes of shared memory.
+
+    `serialised`: ptxas reported that it serialised wgmma instructions.
+    `instructions`: how often each SASS mnemonic occurs, e.g. HGMMA, UTMALDG, LDGSTS, MUFU.
+    `wide`: how often each occurs with the modifier .128, which moves 16 bytes a thread: LDG, STG,
+    LDGSTS, LDS, STS.
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    serialised: bool
+    instructions: Mapping[str, int]
+    wide: Mapping[str, int]
+
+
+@cache
+def compile_rung(impl: str | ModuleType, **options: object) -> Compiled:
+    """`read(build_rung(impl, **options))`, compiled once."""
+    return read(build_rung(impl, **options))
+
+
+def build_rung(
+    impl: str | ModuleType,
+    *,
+    capability: int = 90,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    activation: str = "gelu_tanh",
+    causal: bool = False,
+    window: int | None = None,
+    config: object | None = None,
+    max_seqlen_k: int = 1024,
+) -> CompiledKernel:
+    """Compile for sm_<capability> the kernel that rung `impl` launches last, on one sequence of
+    `max_seqlen_k` tokens with 4 heads.
+
+    impl: of the ladder "gdpa", or a module like one of its rungs. config: None for the rung's own
+    choice. Raises ValueError for a rung that launches nothing, and what `build` raises.
+    """
+    module = impl if isinstance(impl, ModuleType) else ladder.rung(impl).module()
+    x = torch.zeros(max_seqlen_k, 4, head_dim, dtype=dtype)
+    ends = torch.tensor([0, max_seqlen_k], dtype=torch.int32)
+    options = {} if config is None else {"config": config}
+    names, lengths = tuple(activation.split(",")), (ends, ends, max_seqlen_k, max_seqlen_k)
+    batch = Batch(x, x, x, *lengths, names, head_dim**-0.5, causal=causal, window=window)
+    with launches(run=False) as seen:
+        module.forward(batch, **options)
+    if not seen:
+        raise ValueError(f"impl must be a rung that launches a kernel, got {impl!r}")
+    return build_launch(seen[-1], capability=capability)
+
+
+_DTYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32",
+}  # fmt: skip
+# PTX that writes to global memory: a store, an atomic operation, or TMA.
+_WRITES = re.compile(r"\b(st|red|atom)\.\S*global|\bcp\.(reduce\.)?async\.bulk\S*\.global\.shared")
+
+
+def type_of(value: object) -> str:
+    """Triton's type of an argument of a launch, for `build`: a TMA descriptor, tensor or number."""
+    if isinstance(value, TensorDescriptor):
+        shape = ", ".join(map(str, value.block_shape))
+        return f"tensordesc<{_DTYPES[value.base.dtype]}[{shape}]>"
+    if isinstance(value, torch.Tensor):
+        return "*" + _DTYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def build(
+    kernel: triton.JITFunction,
+    types: Mapping[str, str],
+    constants: Mapping[str, object],
+    *,
+    capability: int = 90,
+    multiples_of_16: Container[str] = (),
+    options: Mapping[str, object],
+) -> CompiledKernel:
+    """Compile `kernel` for sm_<capability>; nothing runs.
+
+    `types` holds Triton's types of the arguments that a launch gives, e.g. "*bf16", "i32" or
+    "tensordesc<bf16[64, 128]>"; pointers are taken to be aligned to 16 bytes. All other arguments
+    are `constants`. `options` are num_warps and the like. Raises OutOfResources, as a launch would,
+    for a kernel that needs more memory than there is, and ValueError for one that writes nothing.
+    """
+    if capability not in SHARED_BYTES:
+        raise ValueError(f"capability must be one of {(*SHARED_BYTES,)}, got {capability}")
+    signature, values, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name not in types:
+            signature[name], values[(index,)] = "constexpr", constants[name]
+            continue
+        signature[name] = types[name]
+        if types[name].startswith("*") or name in multiples_of_16:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as said:
+        triton.knobs.nvidia.dump_ptxas_log = True
+        made = triton.compile(
+            ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes),
+            target=GPUTarget("cuda", capability, 32),
+            options=dict(options),
+        )
+    if _REGISTERS.search(said.getvalue()):  # nothing is said of what the cache has
+        get_cache_manager(made.hash).put(said.getvalue(), _REPORT, binary=False)
+    columns = made.metadata.tmem_size or 0
+    if made.metadata.shared > SHARED_BYTES[capability]:
+        raise OutOfResources(made.metadata.shared, SHARED_BYTES[capability], "shared memory")
+    if columns > TENSOR_COLUMNS:
+        raise OutOfResources(columns, TENSOR_COLUMNS, "tensor memory")
+    if not _WRITES.search(made.asm["ptx"]):
+        raise ValueError(f"kernel must write to memory, got {kernel.__name__}, which does not")
+    return made
+
+
+def build_launch(launch: Launch, *, capability: int = 90) -> CompiledKernel:
+    """`build` of what a launch launched; of its numbers it knows the types alone."""
+    given = launch.arguments.items()
+    types = {name: type_of(value) for name, value in given if value is not None}
+    constants = launch.arguments | launch.constants
+    return build(launch.kernel, types, constants, capability=capability, options=launch.options)
+
+
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)((?:\.\w+)*)", re.M)
+
+
+def read(compiled: CompiledKernel) -> Compiled:
+    """What ptxas says about a compiled kernel, and the instructions in it."""
+    report = _report(compiled)
+    used = _REGISTERS.search(report)
+    if used is None:
+        raise RuntimeError(f"ptxas must report registers, got {report[:300]!r}")
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    found = _INSTRUCTION.findall(disassemble(compiled.asm["cubin"]))
+    return Compiled(
+        registers=int(used.group(1)),
+        spill_bytes=int(spilled.group(1)) if spilled else 0,
+        shared_bytes=compiled.metadata.shared,
+        serialised="serialized" in report,
+        instructions=Counter(name for name, _ in found),
+        wide=Counter(name for name, modifiers in found if "128" in modifiers.split(".")),
+    )
+
+
+# What ptxas reports stands beside the kernel in Triton's cache, under this name.
+_REPORT = "ptxas.txt"
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+def _report(compiled: CompiledKernel) -> str:
+    """What ptxas reports of a kernel: as `build` kept it, or it is asked again."""
+    cache = get_cache_manager(compiled.hash)
+    kept = cache.get_file(_REPORT)
+    if kept is not None:
+        return Path(kept).read_text()
+    capability, tools = compiled.metadata.target.arch, triton.knobs.nvidia
+    assembler = tools.ptxas_blackwell if capability >= 100 else tools.ptxas
+    target = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        # --regAllocOptLevel: as Triton's own call has it.
+        options = (f"-arch={target}", "-v", "--regAllocOptLevel=2")
+        done = _run(assembler.path, *options, str(ptx), "-o", "/dev/null")
+    cache.put(done.stdout + done.stderr, _REPORT, binary=False)
+    return done.stdout + done.stderr
+
+
+def disassemble(cubin: bytes) -> str:
+    """The machine code of a compiled kernel's `asm["cubin"]` in words (SASS), by nvdisasm."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(path)).stdout
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+_LABEL = re.compile(r"\s*(\.L\w+):")
+_STATEMENT = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_BRANCH = re.compile(r"\bBRA\b.*?(\.L\w+)")
+
+
+def sass(built: CompiledKernel) -> tuple[list[str], list[range]]:
+    """The instructions of a compiled kernel and its loops, shortest first: each from a label to a
+    branch back to it, as a range of instructions."""
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    found = []
+    for line in disassemble(built.asm["cubin"]).splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif statement := _STATEMENT.search(line):
+            code.append(statement[1])
+            back = _BRANCH.search(statement[1])
+            if back and back[1] in labels:
+                found.append(range(labels[back[1]], len(code)))
+    return code, sorted(found, key=len)
+
+
+def shortest_loop(built: CompiledKernel, mnemonic: str, least: int) -> list[str]:
+    """The mnemonics of the shortest loop with at least `least` instructions `mnemonic`.
+
+    Raises ValueError if there is none.
+    """
+    code, loops = sass(built)
+    names = [re.sub(r"^@\S+\s+", "", line).split()[0].split(".")[0] for line in code]
+    for loop in loops:
+        body = [names[i] for i in loop]
+        if body.count(mnemonic) >= least:
+            return body
+    raise ValueError(f"built must have a loop with {least} {mnemonic}, got none")

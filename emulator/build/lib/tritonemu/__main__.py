@@ -1,0 +1,367 @@
+"""`python -m tritonemu FILE.py [ARGUMENT ...]`: run a GPU program in the emulator, unedited.
+
+Also `python -m tritonemu FILE.py:FUNCTION`, which calls one function without arguments. Every
+kernel that is launched as `kernel[grid](...)` runs under the modelled schedule and those of a
+`--search` (see `search`), or under one named by `--schedule`, as findings name it; the program is
+run once for each, and prints the first time. There seems to be a GPU (`--arch`, `--no-fake-gpu`),
+whose tensors lie on the CPU. `--svg`, `--html` and `--trace` keep a timeline: of the launch with
+the finding, or else of the first. `--json` writes what was found and what was covered (its
+fields: README, "Reports"). Options stand before FILE.py; what follows it belongs to the program.
+
+The exit status is 0 if nothing was found, 1 after a finding (also if the program itself fails under
+some schedule, and not under the modelled one), 2 for a wrong command line, 3 if the program could
+not be checked (it fails by itself, launches no kernel, or uses an operation that the
+emulator does not know), 4 after `--timeout` seconds.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import runpy
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch
+import triton
+
+from . import EmulatorError, Report, Reports, Unsupported, WrongResult, enabled, fake_gpu, gpu
+from .gpu import ARCHITECTURES, FAKE_MULTIPROCESSORS
+from .messages import cta_of, explain, page, write_json
+from .orders import Order, order_of
+from .search import KINDS, Search
+from .undefined import MODES
+
+CLEAN, FOUND, USAGE, UNCHECKED, TIMEOUT = range(5)
+
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
+_OURS = (_PACKAGE, "<frozen ")
+_MACHINERY = (
+    *_OURS,
+    *(os.path.join(os.path.dirname(module.__file__), "") for module in (torch, triton)),
+)
+
+
+# Options beside the architecture, the GPU and the schedule that decide what a program does.
+_REPEATED = (
+    *("multiprocessors", "all_configs", "allow_uninitialized", "compile", "masked", "resident"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}\n")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+def _schedule(text: str) -> str:
+    try:
+        return str(order_of(text)) and text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def split(target: str) -> tuple[str, str | None]:
+    """File and function of `FILE.py` or `FILE.py:FUNCTION`; ArgumentTypeError for others."""
+    found = re.fullmatch(r"(.*\.py)(?::(\w+))?", target)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"target must be FILE.py or FILE.py:FUNCTION, got {target!r}"
+        )
+    path, name = found.groups()
+    if not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"target must name an existing file, got {path!r}")
+    try:
+        compile(Path(path).read_bytes(), path, "exec")
+    except SyntaxError as error:
+        place = f"{error.filename}:{error.lineno}"
+        raise argparse.ArgumentTypeError(
+            f"target must be valid Python, got {error.msg} at {place}"
+        ) from None
+    return path, name
+
+
+def load(path: str, name: str) -> Callable[[], object]:
+    """The function `name` of the file at `path`; ArgumentTypeError if there is none."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        got = type(found).__name__ if hasattr(module, name) else "none"
+        raise argparse.ArgumentTypeError(f"{path} must define a function {name!r}, got {got}")
+    return found
+
+
+@contextlib.contextmanager
+def _as_program(path: str, arguments: list[str]) -> Iterator[None]:
+    """The command line and the import path of `python FILE.py ARGUMENT ...`."""
+    before = sys.argv, sys.path[:]
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def summary(report: Report) -> str:
+    lines = [
+        f"{report.programs} CTAs on {report.arch}: {report.dots} MMAs, "
+        f"{report.bytes_loaded} bytes loaded, {report.bytes_stored} stored"
+    ]
+    if report.warps:
+        roles = ", ".join(f"{role} {warps}" for role, warps in report.warps.items())
+        memory = f"{report.shared_bytes} bytes, tensor memory {report.tensor_columns} columns"
+        lines.append(f"  warps: {roles}; shared memory {memory}, {report.barriers} mbarriers")
+    checks = ", ".join(f"{kind} {count}" for kind, count in report.checks.items() if count)
+    lines.append(f"  checked: {checks}")
+    return "\n".join(lines)
+
+
+def _summaries(reports: list[Report]) -> str:
+    """The first launch of each kernel, with its name if there are others."""
+    kernels: dict[str, list[Report]] = {}
+    for report in reports:
+        kernels.setdefault(report.kernel, []).append(report)
+    lines = []
+    for name, launches in kernels.items():
+        if len(reports) > 1:
+            times = f", the first of {len(launches)} launches" if len(launches) > 1 else ""
+            lines.append(f"{name}{times}:")
+        lines.append(summary(launches[0]))
+    return "\n".join(lines)
+
+
+def _draw(options: argparse.Namespace, report: Report, error: EmulatorError | None = None) -> None:
+    """Write what was asked for of a launch, which may have ended with a finding."""
+    timeline = report.timeline
+    if timeline is None or not timeline.events:
+        return
+    if options.trace:
+        timeline.save_chrome_trace(options.trace)
+    if options.svg:
+        cta = cta_of(error) if error else min(event.cta for event in timeline.events)
+        Path(options.svg).write_text(timeline.svg(cta), encoding="utf-8")
+    if options.html:
+        Path(options.html).write_text(page(report, error), encoding="utf-8")
+
+
+def _command(options: argparse.Namespace, schedule: str) -> str:
+    command, parser = ["python", "-m", "tritonemu", "--arch", options.arch], _parser()
+    command += ["--no-fake-gpu"] * (not options.fake_gpu)
+    for name in _REPEATED:
+        value = getattr(options, name)
+        if value != parser.get_default(name):
+            command.append(f"--{name.replace('_', '-')}")
+            command += [str(value)] * (value is not True)
+    return shlex.join([*command, "--schedule", schedule, options.target, *options.arguments])
+
+
+def _place(frames: list[tuple[FrameType, int]]) -> str:
+    """File and line of the innermost frame, outermost first, that is the program's."""
+    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    own = [place for place in places if not place[0].startswith(_MACHINERY)]
+    return "{}:{}".format(*own[-1]) if own else "the start"
+
+
+def _failure(error: BaseException) -> str:
+    """Why the program failed: one line for a launch refused here, else its own traceback."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    inner = frames[-1][0].f_code.co_filename if frames else ""
+    if inner.startswith(_PACKAGE) and inner != gpu.__file__:
+        return f"{_place(frames)}: {type(error).__name__}: {error}"
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack[:] = [each for each in shown.stack if not each.filename.startswith(_OURS)]
+    return "".join(shown.format()).rstrip()
+
+
+def _end_after(seconds: float) -> None:
+    """End this process with TIMEOUT then, whatever it does."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        frames = list(traceback.walk_stack(frame))[::-1]
+        print(f"tritonemu: timeout after {seconds:g} s at {_place(frames)}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(TIMEOUT)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="python -m tritonemu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    number = {"type": _positive, "metavar": "N"}
+    add("target", metavar="FILE.py[:FUNCTION]", help="a program, or a function without arguments")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="of the program")
+    add("--arch", choices=ARCHITECTURES, default="sm_90")
+    add("--search", choices=KINDS, default="random", help="(default random)")
+    several = "to search (default 4 random, 50 pct, at most 1000 exhaustive)"
+    add("--schedules", **number, help=several)
+    add("--depth", type=_positive, default=3, help="of --search pct (default 3)")
+    add("--schedule", type=_schedule, metavar="NAME", help="this one only")
+    there = "let there seem to be a GPU (default), or leave torch.cuda as it is"
+    add("--fake-gpu", action=argparse.BooleanOptionalAction, default=True, help=there)
+    few = f"of that GPU, for persistent programs (default {FAKE_MULTIPROCESSORS})"
+    add("--multiprocessors", **number, default=FAKE_MULTIPROCESSORS, help=few)
+    every = "run every configuration of an autotuned kernel, not the first that fits"
+    add("--all-configs", action="store_true", help=every)
+    add("--timeout", type=_seconds, metavar="SECONDS", help="end then, with exit status 4")
+    add("--json", metavar="FILE", help="write what was found, for machines")
+    add("--html", metavar="FILE", help="write a page that steps through a launch")
+    add("--trace", metavar="FILE", help="write a Chrome trace of the first launch")
+    add("--svg", metavar="FILE", help="draw the first CTA of the first launch")
+    add("--allow-uninitialized", action="store_true", help="reads of unwritten memory yield NaN")
+    refused = "compile each launch, too, and say what is refused"
+    add("--compile", action="store_true", help=refused)
+    lanes = "lanes off without `other` (default nan)"
+    add("--masked", choices=MODES, default="nan", help=lanes)
+    add("--resident", **number, default=1, help="clusters that run together")
+    return parser
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    """The options, with `path` and `name` of the target. A function takes options after it too."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.path, options.name = split(options.target)
+        if options.name is not None and options.arguments:
+            target, rest = options.target, options.arguments
+            before = arguments[: len(arguments) - len(rest) - 1]
+            options = parser.parse_args([*before, *rest, target])
+            if options.target != target:
+                parser.error(f"{target} takes no arguments, got {options.target!r}")
+            options.path, options.name = split(target)
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    options.function = None
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    if options.timeout:
+        _end_after(options.timeout)
+    device = contextlib.nullcontext()
+    if options.fake_gpu:
+        device = fake_gpu(options.arch, multiprocessors=options.multiprocessors)
+    with device, _as_program(options.path, options.arguments):
+        try:
+            return _check(options)
+        except argparse.ArgumentTypeError as error:
+            _parser().error(str(error))
+        finally:
+            if options.timeout:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Run the program under each schedule; the exit status."""
+    wanted = bool(options.trace or options.svg or options.html)
+    search = Search(options.search, options.schedules, options.depth, only=options.schedule)
+    for order in search:
+        first = search.tried == 1
+        reports, failed = _run(options, order, trace=wanted and first, quiet=not first)
+        if failed and not reports.findings and str(order) != "modelled":
+            error = WrongResult(f"the program fails under this schedule:\n{failed}", ("", 0))
+            error.schedule, error.report = str(order), reports[0] if reports else None
+            reports.findings.append(error)
+        if reports.findings:
+            error = reports.findings[0]
+            replay = _command(options, error.schedule)
+            print(f"{type(error).__name__} (schedule {order}): {error}", file=sys.stderr)
+            print(f"{explain(error)}\n  {replay}", file=sys.stderr)
+            if wanted and not first:
+                again, _ = _run(options, error.schedule, trace=True, quiet=True)
+                error = again.findings[0] if again.findings else error
+                error.report = again[0] if again and not again.findings else error.report
+            if wanted and error.report is not None and error.report.timeline:
+                _draw(options, error.report, error)
+            if options.json:
+                write_json(options.json, error, replay, search)
+            return UNCHECKED if isinstance(error, Unsupported) else FOUND
+        if failed:
+            print(f"{failed}\n  {_command(options, str(order))}", file=sys.stderr)
+            return UNCHECKED
+        if first:
+            print(_summaries(reports))
+            if wanted:
+                _draw(options, reports[0])
+    print(f"nothing found under {search}")
+    if options.json:
+        write_json(options.json, None, "", search)
+    return CLEAN
+
+
+def _run(
+    options: argparse.Namespace, schedule: str | Order, trace: bool, quiet: bool
+) -> tuple[Reports, str]:
+    """Run the program once: its launches, and why it failed or that there are none."""
+    failed = ""
+    torch.manual_seed(0)
+    with (
+        contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext(),
+        enabled(
+            options.arch,
+            multiprocessors=options.multiprocessors,
+            all_configs=options.all_configs,
+            schedule=schedule,
+            trace=trace,
+            uninitialized="allow" if options.allow_uninitialized else "error",
+            masked=options.masked,
+            resident=options.resident,
+            compile=options.compile and not quiet,
+        ) as reports,
+    ):
+        try:
+            if options.name is None:
+                runpy.run_path(options.path, run_name="__main__")
+            else:
+                if options.function is None:
+                    options.function = load(options.path, options.name)
+                options.function()
+        except argparse.ArgumentTypeError:
+            raise
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                failed = f"{options.target} ended with exit status {error.code}"
+        except Exception as error:
+            failed = _failure(error)
+    if not failed and not reports:
+        failed = f"{options.target} launched no kernel"
+    return reports, failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,316 @@
+"""Barriers: mbarriers, named barriers, and the barrier of a cluster.
+
+An mbarrier counts arrivals and bytes. Its phase completes when the expected arrivals and bytes are
+in; the next phase starts at once. A wait names a parity: it passes if the phase of that parity is
+the last completed one. So a fresh barrier lets a wait for parity 1 pass, which is how a producer
+finds its buffers empty, and a barrier that completes two phases while somebody waits for the first
+has been missed.
+
+Of the 16 named barriers some are the compiler's: 0 for the warps of the default task, 1 for the
+start and end of tasks, 2 + i for the warps of the other task i, if it has more than one.
+
+Four mistakes are reported as `BarrierMisuse` even when this run gets away with them: an arrival
+that the phase does not expect; one that is not known to come after the end of the previous phase,
+and may be one too many for that; a phase that receives other bytes than it was told; and a phase
+that can complete although a role that waited for the previous one is not known to have noticed (on
+a device that role may come late, find the wrong parity and sleep for ever).
+
+The opposite of being late is being early. A wait that begins before the phase before its own is
+over meets the same parity one round earlier, and passes at once. So when a wait passes for phase k,
+the role must have known before it that phase k - 1 was over: it has waited for that phase itself,
+or for something that comes after it. If it has not, the order of this run was luck, and the wait is
+an `AliasedWait`. Like a race it is found in the clocks, under any schedule. A wait for phase 0 or
+for the phase of a fresh barrier, -1, has nothing to prove. The typical case is a ring of slots that
+several consumers take in turn, where the number of slots is no multiple of the number of consumers:
+a slot passes from one to another, and who waits for a fill has not waited for the fill before. If
+the slots are filled by the stores of one role, to have waited for a later slot is proof enough;
+copies complete in any order.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .clocks import Clock
+from .errors import (
+    AliasedWait,
+    BarrierMisuse,
+    InvalidKernel,
+    Location,
+    ResourceLimit,
+    Wait,
+    location,
+)
+from .scheduler import Role, Scheduler
+
+NUM_NAMED_BARRIERS = 16
+
+
+@dataclass(eq=False)
+class MBarrier:
+    """One mbarrier of a CTA; `phase` is the number of completed phases.
+
+    clock: gathers the clocks of the arrivals; phases are ordered, so it only grows. released: the
+    clock at the end of the last completed phase, which a role learns that passes a wait for it;
+    before: at the end of the phase before that one. observers: roles that passed a wait for the
+    last completed phase. waiters: roles that wait, for which parity, and where. key: what `search`
+    knows it by. arrivals: of the last phase that has any; what each knows, whose it is, and where.
+    """
+
+    scheduler: Scheduler
+    cta: Any
+    name: str
+    count: int
+    threads: bool
+    phase: int = 0
+    pending: int = 0
+    missing_bytes: int = 0
+    clock: Clock = field(default_factory=Clock)
+    released: Clock = field(default_factory=Clock)
+    before: Clock = field(default_factory=Clock)
+    observers: dict[Role, int] = field(default_factory=dict)
+    waiters: list[tuple[Role, int, Location]] = field(default_factory=list)
+    key: Hashable = None
+    arrivals: list[tuple[Clock, Any, Location]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count < 2**20:
+            raise InvalidKernel(f"arrive_count must be in [1, 2**20), got {self.count}")
+        self.pending = self.count
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} of CTA {self.cta.number}"
+
+    def misuse(self, what: str, at: Location | None = None) -> BarrierMisuse:
+        return BarrierMisuse(f"{self.label}: {what}", at, barrier=self.name)
+
+    def arrive(
+        self, count: int, clock: Clock, time: float, lane: Any, at: Location, num_bytes: int = 0
+    ) -> None:
+        """`count` arrivals of somebody whose clock is `clock`.
+
+        num_bytes: announced by that; negative: written by a copy, which is no arrival (count 0).
+        """
+        if self.pending == self.count and not self.missing_bytes:
+            self.arrivals = []
+        self.arrivals.append((clock, lane, at))
+        if self.cta.ended is not None:
+            self.check_end()
+        self.missing_bytes += num_bytes
+        completes = self.pending == count and not self.missing_bytes
+        self.scheduler.order.note(self.key, "arrive", (self.phase, completes))
+        if count and self.phase and not clock.includes(self.released):
+            raise self.misuse(
+                f"an arrival in phase {self.phase} is not ordered after the end of phase "
+                f"{self.phase - 1}, and may come too early",
+                at,
+            )
+        if count > self.pending:
+            raise self.misuse(
+                f"{count} arrivals in phase {self.phase}, which expects {self.pending} more of "
+                f"{self.count}",
+                at,
+            )
+        self.pending -= count
+        self.clock.join(clock)
+        # While arrivals are missing, bytes may come before they are announced.
+        if self.pending == 0 and self.missing_bytes < 0:
+            raise self.misuse(
+                f"phase {self.phase} receives {-self.missing_bytes} bytes more than expected", at
+            )
+        missing = {"pending": self.pending, "bytes": self.missing_bytes}
+        self._trace("arrive", lane, time, time, at, phase=self.phase, **missing)
+        if completes:
+            self._complete(time, lane, at)
+
+    def _trace(
+        self, kind: str, lane: Any, start: float, end: float, at: Location, **fields: Any
+    ) -> None:
+        fields |= {"cta": self.cta.number, "line": at[1], "target": self.name}
+        self.scheduler.trace(kind, f"{kind} {self.name}", lane, start, end, **fields)
+
+    def check_end(self) -> None:
+        """Raise EarlyExit if the CTA ends, or has ended, without knowing of an arrival.
+
+        An earlier phase ends before arrivals of the last one, so they stand for all.
+        """
+        for clock, lane, at in self.arrivals:
+            if self.cta.launch.races and not self.cta.ended.includes(clock):
+                who = getattr(lane, "label", f"the {lane}")
+                raise self.cta.too_early(self.name, who, at)
+
+    def _complete(self, time: float, lane: Any, at: Location) -> None:
+        for role, epoch in self.observers.items():
+            if self.clock.epochs.get(role.index, 0) < epoch:
+                raise self.misuse(
+                    f"phase {self.phase} can complete before {role.label}, which waits for phase "
+                    f"{self.phase - 1}, has noticed that one: a missed phase",
+                    at,
+                )
+        self.phase += 1
+        self.pending = self.count
+        self.before, self.released = self.released, self.clock.copy()
+        self.observers = {}
+        waiters, self.waiters = self.waiters, []
+        for role, parity, place in waiters:
+            if self._passes(parity):
+                self.scheduler.wake(role, time)
+                self.scheduler.order.note(self.key, "wait", self.phase, role)
+                self._observe(role, place)
+                self.scheduler.trace_release(self.name, self.phase - 1, lane, time, role)
+            else:
+                self.waiters.append((role, parity, place))
+
+    def _passes(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+    def _observe(self, role: Role, at: Location) -> None:
+        """The role passes its wait: what it knew before must prove which phase this is."""
+        phase = self.phase - 1
+        if phase and not role.clock.includes(self.before):
+            early = "as on a fresh barrier" if phase == 1 else f"for phase {phase - 2}"
+            raise AliasedWait(
+                f"{self.label}: this wait passes for phase {phase}, but nothing proves that phase "
+                f"{phase - 1} was over when it began. If phase {phase - 1} ends late, say because "
+                f"a copy is slow, parity {phase % 2} passes at once, {early}. Let an earlier wait "
+                f"of the role prove it, for phase {phase - 1} or for something after it; where "
+                f"roles take the slots of a ring in turn, make the slots a multiple of the roles, "
+                f"so that each slot has one owner",
+                at,
+                barrier=self.name,
+                phase=phase,
+                role=role.label,
+            )
+        role.clock.join(self.released)
+        self.observers[role] = role.epoch
+
+    def wait(self, role: Role, parity: int) -> None:
+        """Suspend the role until the phase of this parity is the last completed one."""
+        if parity not in (0, 1):
+            raise self.misuse(f"a wait takes phase 0 or 1, got {parity}")
+        start, at = role.time, location()
+        if self._passes(parity):
+            self.scheduler.order.note(self.key, "wait", self.phase)
+            self._observe(role, at)
+        else:
+            self.scheduler.order.note(self.key, "block", self.phase + 1)
+            self.waiters.append((role, parity, at))
+            self.scheduler.block(lambda: self._describe(role, at))
+        self._trace("wait", role, start, role.time, at, phase=self.phase - 1)
+
+    def _describe(self, role: Role, at: Location) -> Wait:
+        note = ""
+        if self.phase >= 2:
+            note = f"phase {self.phase - 2} of that parity is over, and {self.phase - 1} too"
+        missing = (self.phase, self.pending, self.missing_bytes)
+        return Wait(role.label, at, self.label, *missing, note)
+
+    def finish(self) -> None:
+        """At the end of the kernel: bytes must not be left over."""
+        if self.missing_bytes:
+            what = "is still expecting" if self.missing_bytes > 0 else "received in excess"
+            raise self.misuse(
+                f"phase {self.phase} {what} {abs(self.missing_bytes)} bytes when the kernel ends"
+            )
+
+
+@dataclass(eq=False)
+class Rendezvous:
+    """A barrier that roles reach until `expected` are there, each of which counts as several.
+
+    name: that of timelines, "" for none. key: what `search` knows it by.
+    """
+
+    scheduler: Scheduler
+    name: str
+    label: str
+    key: Hashable
+    expected: int = 0
+    arrived: int = 0
+    generation: int = 0
+    clock: Clock = field(default_factory=Clock)
+    waiters: list[Role] = field(default_factory=list)
+
+    def count(self, role: Role, number: int, wait: bool) -> None:
+        """Count the role in; with `wait`, suspend it until all have come."""
+        self.arrived += number
+        completes = self.arrived == self.expected
+        self.scheduler.order.note(self.key, "arrive", (self.generation, completes))
+        self.clock.join(role.release())
+        if wait:
+            self.waiters.append(role)
+        if not completes:
+            if wait:
+                place = role.label, location(), self.label, self.generation
+                self.scheduler.block(lambda: Wait(*place, self.expected - self.arrived, 0))
+            return
+        for waiter in self.waiters:
+            waiter.clock.join(self.clock)
+            self.scheduler.order.note(self.key, "wake", self.generation + 1, waiter)
+            if waiter is not role:
+                self.scheduler.wake(waiter, role.time)
+                if self.name:
+                    self.scheduler.trace_release(
+                        self.name, self.generation, role, role.time, waiter
+                    )
+        self.arrived, self.waiters = 0, []
+        self.generation += 1
+
+
+class ClusterBarrier(Rendezvous):
+    """`barrier.cluster`: one role of each CTA must come."""
+
+    def __init__(self, scheduler: Scheduler, number: int, size: int):
+        super().__init__(scheduler, "", "cluster barrier", ("cluster", number), size)
+
+    def wait(self, role: Role) -> None:
+        self.count(role, 1, wait=True)
+
+
+class NamedBarrier(Rendezvous):
+    """`bar.sync` and `bar.arrive`: a number of threads, which whole roles make up."""
+
+    def __init__(self, scheduler: Scheduler, cta: Any, name: str):
+        label = f"{name} of CTA {cta.number}"
+        super().__init__(scheduler, name, label, label)
+        self.roles: list[Role] = []
+
+    def arrive(self, role: Role, threads: int, wait: bool) -> None:
+        """Count the role's threads in; with `wait`, suspend it until all have come."""
+        own, start, generation = 32 * role.warps, role.time, self.generation
+        if threads < 32 or threads % 32:
+            raise InvalidKernel(f"a named barrier takes a multiple of 32 threads, got {threads}")
+        if not self.arrived:
+            self.expected, self.roles = threads, []
+        if threads != self.expected:
+            self._misuse(f"waits for {self.expected} threads, but {role.label} says {threads}")
+        if role in self.roles:
+            self._misuse(f"{role.label} arrives twice before {threads} threads have come")
+        if self.arrived + own > threads:
+            self._misuse(f"{self.arrived + own} threads arrive, {threads} are expected")
+        self.roles.append(role)
+        self.count(role, own, wait)
+        kind = "wait" if wait else "arrive"
+        missing = threads - self.arrived if self.generation == generation else 0
+        fields = {"target": self.name, "phase": generation, "pending": missing}
+        self.scheduler.trace(kind, f"{kind} {self.name}", role, start, role.time, **fields)
+
+    def _misuse(self, what: str) -> None:
+        raise BarrierMisuse(f"{self.label}: {what}", barrier=self.name)
+
+
+def named_barrier(role: Role, number: int) -> NamedBarrier:
+    """The named barrier `number` of the role's CTA."""
+    barriers = role.cta.named_barriers
+    if not 0 <= number < NUM_NAMED_BARRIERS:
+        raise ResourceLimit(f"named barriers are 0 to {NUM_NAMED_BARRIERS - 1}, got {number}")
+    name, use = f"named barrier {number}", role.cta.compilers_barriers.get(number)
+    if use:
+        last = NUM_NAMED_BARRIERS - 1
+        raise BarrierMisuse(
+            f"{name} is the compiler's, for {use}; take another, say {last}", barrier=name
+        )
+    if number not in barriers:
+        barriers[number] = NamedBarrier(role.scheduler, role.cta, name)
+    return barriers[number]

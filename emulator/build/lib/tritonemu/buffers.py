@@ -1,0 +1,411 @@
+"""Shared and tensor memory: allocations, views, aliases, and what they may hold.
+
+A `Storage` is the bytes of one allocation. Shared memory is a row of bytes in the logical order of
+the buffer (swizzles permute it within the allocation and are not modelled). Tensor memory is 128
+lanes of 32-bit columns; 64 rows take 16 of the 32 lanes of each warp, and another allocation may
+have the rest. The accumulator of a pair of CTAs, 64 rows in each, takes all lanes of half as many
+columns. Aliases are buffers on one storage: `reuse=` of another buffer, or an alias specification,
+which is laid out by its overlap definition when the first of its buffers is used.
+
+Contents start as NaN. Every access is recorded in the storage's `Shadow`: reads of bytes that
+nobody wrote are `UninitializedRead`, unordered accesses are `Race`. Tensor memory is recorded by
+byte of a row, for all lanes at once.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from .clocks import Shadow
+from .errors import (
+    InvalidKernel,
+    MissingFence,
+    OutOfBounds,
+    Race,
+    UninitializedRead,
+    Unsupported,
+)
+from .launch import current
+from .scheduler import Operation, Role
+from .tile import RAW, bytes_of, from_raw, to_raw
+
+LANES = 128
+_ALIGNMENT = 128
+
+
+@dataclass(eq=False)
+class Storage:
+    """Bytes of shared memory, or 128 lanes of `num_bytes` bytes of tensor memory.
+
+    Of tensor memory: columns: the most that its buffers of 64 rows and of 128 take. paired: whether
+    64 rows are those of a pair of CTAs, None before their first use. beside: the storage whose
+    lanes it shares, that of the other operand in tensor memory. name: that of its first buffer.
+    """
+
+    cta: Any
+    tensor: bool
+    num_bytes: int = 0
+    shadow: Shadow = field(default_factory=Shadow)
+    masks: dict[Any, int] = field(default_factory=dict)
+    columns: dict[int, int] = field(default_factory=lambda: {64: 0, LANES: 0})
+    paired: bool | None = None
+    beside: "Storage | None" = None
+    name: str = ""
+    _data: torch.Tensor | None = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        if self._data is None:
+            shape = (LANES, self.num_bytes) if self.tensor else (self.num_bytes,)
+            self._data = torch.full(shape, 0xFF, dtype=torch.uint8)
+        return self._data
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Lanes and columns of tensor memory that are its own."""
+        narrow, wide = self.columns.values()
+        if self.paired:
+            return LANES, max(wide, -(-narrow // 2))
+        return LANES if wide else 64, max(wide, narrow)
+
+    def reserve(self, num_bytes: int, rows: int = LANES) -> None:
+        """Grow to at least `num_bytes`; the hardware's limit is checked for the CTA."""
+        if self.tensor:
+            self.columns[rows] = max(self.columns[rows], -(-num_bytes // 4))
+            self.cta.reserve_columns(self)
+        if num_bytes <= self.num_bytes:
+            return
+        if not self.tensor:
+            self.cta.reserve(num_bytes - self.num_bytes)
+        before, self._data, self.num_bytes = self._data, None, num_bytes
+        if before is not None:
+            self.data[..., : before.shape[-1]] = before
+
+
+@dataclass(eq=False)
+class AliasSpec:
+    """`tlx.storage_alias_spec`: one storage that several allocations share as equals."""
+
+    storage: Storage
+    limit: int | None
+    defined: bool = False
+
+    def set_buffer_overlap(self, group: "ReuseGroup") -> None:
+        """Place the buffers of the group: shared ones at one offset, distinct ones side by side.
+
+        Sizes are bytes in shared memory and columns in tensor memory. Consecutive buffers of an
+        allocation are `unit` apart, a multiple of their own size; with group sizes, buffer i lies
+        at slot `unit / size * i + i % group_size`.
+        """
+        if self.defined:
+            raise InvalidKernel("a storage_alias_spec takes one set_buffer_overlap, got two")
+        self.defined = True
+        alignment = 1 if self.storage.tensor else _ALIGNMENT
+        total = _round_up(group.size(alignment), group.step(alignment))
+        group.place(0, total, 1, alignment)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass
+class ReuseGroup:
+    """`tlx.reuse_group`: a tree of buffers that share memory, or must not.
+
+    Of a member, a buffer or a group: `size`, and `step`, the multiple at which it starts in a
+    distinct group; in tensor memory (alignment 1) that of its size.
+    """
+
+    members: tuple[Any, ...]
+    distinct: bool
+    group_size: int
+
+    def step(self, alignment: int) -> int:
+        return max(member.step(alignment) for member in self.members)
+
+    def size(self, alignment: int) -> int:
+        if not self.distinct:
+            return max(member.size(alignment) for member in self.members) * self.group_size
+        total = 0
+        for member in self.members:
+            total = _round_up(total, member.step(alignment)) + member.size(alignment)
+        return total
+
+    def place(self, offset: int, unit: int, group_size: int, alignment: int) -> None:
+        if not self.distinct:
+            unit, group_size = unit // self.group_size, group_size * self.group_size
+        for member in self.members:
+            offset = _round_up(offset, member.step(alignment)) if self.distinct else offset
+            member.place(offset, unit, group_size, alignment)
+            offset += member.size(alignment) if self.distinct else 0
+
+
+@dataclass
+class Placement:
+    """Where the buffers of an allocation lie, in units of their size: buffer i at slot
+    `scale * i + first + i % group`."""
+
+    scale: int = 1
+    first: int = 0
+    group: int = 1
+
+    def slot(self, index: int) -> int:
+        return self.scale * index + self.first + index % self.group
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A view of shared or tensor memory: `num` buffers of one shape, or a single one (num 0).
+
+    offset and strides count elements of dtype within the storage (for tensor memory, a lane is
+    `num_bytes` long). placement: that of the allocation, shared by its views.
+    halved: whether `units` are those of a pair of CTAs, which has to be known before their first
+    use where an alias specification lays them out; it is then taken for granted in a cluster.
+    """
+
+    storage: Storage
+    dtype: tl.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    num: int
+    name: str
+    spec: AliasSpec | None = None
+    halved: bool = False
+    placement: Placement = field(default_factory=Placement)
+
+    @property
+    def itemsize(self) -> int:
+        return bytes_of(self.dtype)
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one buffer to the next, when they are packed."""
+        if self.storage.tensor:
+            return self.units * 4 // self.itemsize
+        return math.prod(self.shape)
+
+    @property
+    def units(self) -> int:
+        """The size of one buffer: bytes of shared memory, columns of tensor memory."""
+        if self.storage.tensor:
+            return -(-self.shape[1] * self.itemsize // (8 if self.halved else 4))
+        return self.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def paired(self) -> bool:
+        """Whether its right half of columns lies in lanes 64 to 127, under the left half."""
+        return bool(self.storage.paired) and self.shape[0] == 64
+
+    @property
+    def type(self) -> "Buffer":
+        return self
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} of CTA {self.storage.cta.number}"
+
+    def call_it(self, name: str) -> None:
+        """Name an allocation after the variable it is first assigned to."""
+        self.name = name if self.name == "buffer" else self.name
+        self.storage.name = self.storage.name or name
+
+    def step(self, alignment: int) -> int:
+        return self.units if alignment == 1 else alignment
+
+    def size(self, alignment: int) -> int:
+        return self.units
+
+    def place(self, offset: int, unit: int, group_size: int, alignment: int) -> None:
+        """Lay the allocation out, as `AliasSpec` has it."""
+        if offset % self.units or unit % self.units:
+            raise InvalidKernel(
+                f"{self.name} of {self.units} units must lie at a multiple of its size, got offset "
+                f"{offset} and distance {unit}"
+            )
+        placement = self.placement
+        placement.scale, placement.first = unit // self.units, offset // self.units
+        placement.group = group_size
+        self.fit()
+
+    def fit(self) -> None:
+        """Make the storage large enough for all buffers of this allocation."""
+        slots = [self.placement.slot(i) for i in range(max(1, self.num))]
+        unit = 4 if self.storage.tensor else 1
+        end = self.offset * self.itemsize + (max(slots) + 1) * self.units * unit
+        if self.spec is not None and self.spec.limit is not None:
+            rows = LANES if self.storage.tensor else 1
+            if end * rows > self.spec.limit:
+                raise InvalidKernel(
+                    f"{self.name} must fit the {self.spec.limit} bytes of its storage_alias_spec, "
+                    f"got {end * rows}"
+                )
+        self.storage.reserve(end, LANES if self.halved else self.shape[0])
+
+    def __getitem__(self, index: Any) -> "Buffer":
+        """`tlx.local_view`: buffer `index`; of a single buffer, the part at `index`."""
+        number = int(index)
+        if self.num == 0:
+            if len(self.shape) == 1:
+                return self.window((number,), (1,))
+            rest = (0,) * (len(self.shape) - 1)
+            part = self.window((number, *rest), (1, *self.shape[1:]))
+            return replace(part, shape=part.shape[1:], strides=part.strides[1:])
+        if not 0 <= number < self.num:
+            raise OutOfBounds(f"{self.label} has {self.num} buffers, got index {number}")
+        offset = self.offset + self.placement.slot(number) * self.pitch
+        return replace(self, offset=offset, num=0, name=f"{self.name}[{number}]")
+
+    def single(self) -> "Buffer":
+        """One buffer: itself, or the only one of an allocation."""
+        if self.num > 1:
+            raise InvalidKernel(f"{self.name} is {self.num} buffers; index it")
+        return self[0] if self.num else self
+
+    def window(self, start: tuple[int, ...], shape: tuple[int, ...]) -> "Buffer":
+        """`tlx.local_slice`: a box of the buffer."""
+        one = self.single()
+        for at, size, extent in zip(start, shape, one.shape, strict=True):
+            if at < 0 or at + size > extent:
+                raise OutOfBounds(f"slice {start} + {shape} leaves {self.label} {list(one.shape)}")
+        if one.storage.tensor and one.paired and shape[1] != one.shape[1]:
+            raise Unsupported(f"a slice of {self.name}, whose 64 rows are those of a pair of CTAs")
+        move = sum(at * step for at, step in zip(start, one.strides, strict=True))
+        return replace(one, offset=one.offset + move, shape=tuple(shape))
+
+    def permute(self, dims: tuple[int, ...]) -> "Buffer":
+        shape = tuple(self.shape[d] for d in dims)
+        return replace(self, shape=shape, strides=tuple(self.strides[d] for d in dims))
+
+    def reinterpret(self, dtype: tl.dtype, shape: tuple[int, ...] | None) -> "Buffer":
+        """Other elements on the same bytes."""
+        one = self.single()
+        item = bytes_of(dtype)
+        shape = one.shape if shape is None else tuple(shape)
+        if one.storage.tensor:
+            if math.prod(shape[1:]) * item > math.prod(one.shape[1:]) * one.itemsize:
+                raise InvalidKernel(f"{self.name} is too small for {dtype}{list(shape)}")
+            strides = (0, 1)
+        else:
+            if math.prod(shape) * item > one.num_bytes or one.strides != packed(one.shape):
+                raise InvalidKernel(f"{self.name} cannot be seen as {dtype}{list(shape)}")
+            strides = packed(shape)
+        offset = one.offset * one.itemsize // item
+        return replace(one, dtype=dtype, shape=shape, strides=strides, offset=offset)
+
+    def _view(self) -> torch.Tensor:
+        flat = self.storage.data.view(RAW[self.dtype.name])
+        if not self.storage.tensor:
+            return flat.as_strided(self.shape, self.strides, self.offset)
+        (rows, columns), lane = self.shape, flat.shape[1]
+        if self.paired:
+            shape, strides = (rows, 2, columns // 2), (lane, 64 * lane, 1)
+        elif rows == 64:
+            shape, strides = (4, 16, columns), (32 * lane, lane, 1)
+        else:
+            shape, strides = self.shape, (lane, 1)
+        return flat.as_strided(shape, strides, self.offset)
+
+    @property
+    def mask(self) -> int:
+        """The bytes of the view, as bits; of tensor memory, the bytes of a row."""
+        key = (self.offset, self.shape, self.strides, self.itemsize)
+        masks = self.storage.masks
+        if key not in masks:
+            dims = zip(self.shape, self.strides, strict=True)
+            if self.storage.tensor:
+                dims = [(self.shape[1] // (2 if self.paired else 1), 1)]
+            bits = (1 << self.itemsize) - 1
+            for size, stride in dims:
+                bits = _repeat(bits, stride * self.itemsize, size)
+            masks[key] = bits << self.offset * self.itemsize
+        return masks[key]
+
+    def settle(self, paired: bool) -> None:
+        """Before its first use: whether these 64 rows are an accumulator of a pair of CTAs."""
+        storage = self.storage
+        if not storage.tensor or self.shape[0] != 64 or storage.paired == paired:
+            return
+        several = storage.columns[LANES] and storage.columns[64] > self.units
+        if storage.paired is not None or (paired and several):
+            raise Unsupported(f"{self.name}, 64 rows both of a pair of CTAs and of one CTA")
+        storage.paired = paired
+        storage.cta.reserve_columns(storage)
+
+    def _access(self, actor: Role | Operation, write: bool) -> None:
+        """Record an access at the actor's present; raises Race and UninitializedRead."""
+        if self.storage.paired is None:
+            self.settle(False)
+        launch, shadow, mask = current(), self.storage.shadow, self.mask
+        launch.report.checks["shared"] += 1
+        if not write and mask & ~shadow.written:
+            if launch.uninitialized == "error":
+                raise UninitializedRead(
+                    f"{self.label} is read before it has been written", buffer=self.name
+                )
+            launch.report.uninitialized += 1
+        access = actor.access(write, mask, name=self.name)
+        if not launch.races:
+            shadow.written |= mask if write else 0
+            return
+        if self.storage.cta.ended is not None:
+            raise self.storage.cta.too_early(self.name, access.who, access.at)
+        other = shadow.record(access, actor.clock)
+        if other is not None:
+            verb = {True: "writes", False: "reads"}
+            alias = f"as {other.name} " if other.name != self.name else ""
+            raise Race(
+                f"{access.who} {verb[write]} {self.label}, which {other.who} {verb[other.write]} "
+                f"{alias}at {other.at[0]}:{other.at[1]}; nothing orders the two",
+                other=other.at,
+                buffer=self.name,
+            )
+
+    def demand_fence(self, copy: Operation) -> None:
+        """Raise MissingFence if the copy reads what a role stored without a fence after it.
+
+        The copy is by the asynchronous proxy, the store by the generic one (PTX ISA 9.1, 8.3). Not
+        asked for where the compiler inserts the fence, before TMA stores and MMAs.
+        """
+        for old in self.storage.shadow.accesses:
+            stored = old.write and not old.operation
+            if stored and old.mask & self.mask and not copy.clock.fences(old):
+                raise MissingFence(
+                    f"a copy reads {self.label}, which {old.who} writes at {old.at[0]}:"
+                    f'{old.at[1]}; tlx.fence("async_shared") must lie between the two',
+                    other=old.at,
+                    buffer=self.name,
+                )
+
+    def read(self, actor: Role | Operation) -> torch.Tensor:
+        """The contents, as a tile holds them, read at the actor's present."""
+        self._access(actor, write=False)
+        return from_raw(self._view().clone(), self.dtype).reshape(self.shape)
+
+    def write(self, data: torch.Tensor, actor: Role | Operation) -> None:
+        self._access(actor, write=True)
+        view = self._view()
+        view.copy_(to_raw(data, self.dtype).reshape(view.shape))
+
+    def on(self, storage: Storage) -> "Buffer":
+        return replace(self, storage=storage)
+
+
+def _repeat(bits: int, step: int, times: int) -> int:
+    if times == 1:
+        return bits
+    half = _repeat(bits, step, times // 2)
+    both = half | half << step * (times // 2)
+    return both | bits << step * (times - 1) if times % 2 else both
+
+
+def packed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

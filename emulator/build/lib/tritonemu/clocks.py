@@ -1,0 +1,119 @@
+"""Happens-before: what every role knows, and which bytes of a storage it may access.
+
+Two accesses to the same bytes, one of them a write, race unless one happens before the other:
+unless a chain of program order and synchronisation (arrive -> wait, fork -> join, issue ->
+completion) leads from the first to the second. Whether such a chain exists does not depend on the
+order in which the emulator happened to run the roles, so a race is found under any schedule.
+
+A `Clock` is the set of accesses that happen before the present moment of its owner. A role numbers
+its own accesses by *epochs*: the epoch grows at every release (arrive, fork, issue), so "everything
+role r did up to epoch e" is one number per role. An asynchronous operation (a TMA copy, an MMA) is
+not ordered with the role that issued it until somebody waits for it; each is one bit, and the set
+of those known is one Python integer. Joining two clocks is a maximum and an `or`.
+
+A `Shadow` keeps, per storage, the accesses that may still race with a later one. Bytes are a bit
+mask in one Python integer: overlap is `&`, and an access is forgotten byte by byte once a later one
+stands for it.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from .errors import Location
+
+
+@dataclass(eq=False, slots=True)
+class Clock:
+    """What happens before: epochs of roles, and bits of asynchronous operations.
+
+    fenced: the epochs behind a fence, whose stores to shared memory a copy of it may rely on.
+    """
+
+    epochs: dict[int, int] = field(default_factory=dict)
+    operations: int = 0
+    fenced: dict[int, int] = field(default_factory=dict)
+
+    def copy(self) -> "Clock":
+        return Clock(dict(self.epochs), self.operations, dict(self.fenced))
+
+    def join(self, other: "Clock") -> None:
+        """Learn everything the other knows."""
+        self.operations |= other.operations
+        _raise(self.epochs, other.epochs)
+        if other.fenced:
+            _raise(self.fenced, other.fenced)
+
+    def includes(self, other: "Clock") -> bool:
+        """Whether everything the other knows happens before this clock's moment."""
+        mine = self.epochs
+        return not other.operations & ~self.operations and all(
+            mine.get(role, 0) >= epoch for role, epoch in other.epochs.items()
+        )
+
+    def knows(self, access: "Access") -> bool:
+        """Whether the access happens before this clock's moment."""
+        if access.operation:
+            return bool(self.operations & access.operation)
+        return self.epochs.get(access.role, 0) >= access.epoch
+
+    def fences(self, access: "Access") -> bool:
+        """Whether a fence lies between this access of a role and the clock's moment."""
+        return self.fenced.get(access.role, 0) >= access.epoch
+
+
+def _raise(mine: dict[int, int], theirs: dict[int, int]) -> None:
+    for role, epoch in theirs.items():
+        if mine.get(role, 0) < epoch:
+            mine[role] = epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One read or write of the bytes in `mask`, by a role or by an operation it issued.
+
+    role, epoch: index of the role and its epoch then. operation: the bit of the asynchronous
+    operation, 0 if the role itself touched the bytes. who: for messages. name: of the memory, as
+    the access names it.
+    """
+
+    role: int
+    epoch: int
+    operation: int
+    write: bool
+    mask: int
+    at: Location
+    who: str
+    name: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Shadow:
+    """The accesses to one storage that a later access may race with. written: the bytes."""
+
+    accesses: list[Access] = field(default_factory=list)
+    written: int = 0
+
+    def record(self, new: Access, clock: Clock) -> Access | None:
+        """Add an access made at `clock`; return an earlier one that races with it, or None.
+
+        Bytes of an earlier access are dropped when the new one stands for it: if it happens before
+        the new one, and the new one is a write or both are reads, then whatever is ordered after
+        the new one is ordered after it too.
+        """
+        kept = []
+        for old in self.accesses:
+            common = old.mask & new.mask
+            if common:
+                known = clock.knows(old)
+                if not known and (old.write or new.write):
+                    return old
+                if known and (new.write or not old.write):
+                    rest = old.mask ^ common
+                    if rest:
+                        kept.append(replace(old, mask=rest))
+                    continue
+            kept.append(old)
+        kept.append(new)
+        self.accesses = kept
+        if new.write:
+            self.written |= new.mask
+        return None

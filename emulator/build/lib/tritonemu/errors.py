@@ -1,0 +1,184 @@
+"""What the emulator reports: error types that carry the kernel's file and line.
+
+Lowered functions keep the file name and line numbers of their source, so the frames on the Python
+stack are the kernel's own. Triton's library functions (`tl.sum`, `tl.cdiv`, ...) are lowered too;
+an error inside one is reported at the line of the kernel that called it.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import triton
+
+# Every lowered function has this name among its globals.
+MARK = "__emulated__"
+_LIBRARY = os.path.join(os.path.dirname(triton.__file__), "language", "")
+
+Location = tuple[str, int]
+
+
+class Place(Location):
+    """File and line. chain: (file, line, function) of the calls that lead there, outermost first;
+    those of a task begin in it."""
+
+    chain: tuple[tuple[str, int, str], ...] = ()
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> Place:
+    """The last of (frame, line), outermost first, that runs kernel code."""
+    chain: list[tuple[str, int, str]] = []
+    for frame, line in frames:
+        code = frame.f_code
+        if MARK in frame.f_globals and not (chain and code.co_filename.startswith(_LIBRARY)):
+            chain.append((code.co_filename, line, code.co_name))
+    place = Place(chain[-1][:2] if chain else ("<no kernel>", 0))
+    place.chain = tuple(chain)
+    return place
+
+
+def location() -> Location:
+    """File and line of the kernel statement being executed."""
+    return _innermost(reversed(list(traceback.walk_stack(sys._getframe(1)))))
+
+
+def location_of(error: BaseException) -> Location:
+    """File and line of the kernel statement that raised `error`; line 0 if none did."""
+    return _innermost(traceback.walk_tb(error.__traceback__))
+
+
+class EmulatorError(Exception):
+    """Base of all findings. `file` and `line` point into the kernel; line 0: before it started.
+
+    at: the same, a `Place` if the call chain is known. role: the role that failed, with its CTA;
+    empty outside of roles. report: what the launch had done by then, with its timeline if it was
+    traced. schedule: the order that shows it, for `run(schedule=...)`. What else a subclass names
+    is given by keyword.
+    """
+
+    report: Any = None
+    schedule: str = ""
+    role: str = ""
+
+    def __init__(self, message: str, at: Location | None = None, **facts: Any):
+        self.file, self.line = self.at = at or location()
+        self.__dict__.update(facts)
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}: " if self.line else ""
+        return f"{place}{f'[{self.role}] ' if self.role else ''}{self.args[0]}"
+
+
+class Unsupported(EmulatorError):
+    """The kernel uses something the emulator does not implement; it never guesses a result."""
+
+
+class InvalidKernel(EmulatorError):
+    """Triton would refuse this program (types, shapes, constants), or it fails in Python."""
+
+
+class OutOfBounds(EmulatorError):
+    """An active lane, or a box of a descriptor, touches memory outside its tensor."""
+
+
+class DescriptorError(EmulatorError):
+    """A tensor descriptor or its coordinates break a rule of the TMA hardware."""
+
+
+class DeviceAssertion(EmulatorError):
+    """A `tl.device_assert` or `tl.assume`, or an `assert` in the kernel, does not hold."""
+
+
+class Race(EmulatorError):
+    """Two accesses to the same memory, one of them a write, that nothing orders.
+
+    buffer: the memory. other: file and line of the earlier access. programs: for global memory,
+    the program ids of both, earlier first.
+    """
+
+    programs: tuple[tuple[int, ...], ...] = ()
+
+
+class MissingFence(EmulatorError):
+    """A copy reads shared memory that a role stored to, and no fence lies between the two.
+
+    buffer: the memory. other: file and line of the store.
+    """
+
+
+class EarlyExit(EmulatorError):
+    """A CTA may end before the last use of its shared or tensor memory, or of its barriers.
+
+    what: the buffer or the barrier. `file` and `line` are those of its use.
+    """
+
+
+class UninitializedRead(EmulatorError):
+    """A buffer is read where nothing has been written. `buffer` names it."""
+
+
+class UndefinedValue(EmulatorError):
+    """What is stored to global memory comes from a lane that the mask of a load turned off.
+
+    buffer: the memory. other: file and line of the load.
+    """
+
+
+class BarrierMisuse(EmulatorError):
+    """A barrier gets more arrivals or other bytes than it waits for, or runs ahead of a waiter.
+
+    `barrier` names it.
+    """
+
+
+class AliasedWait(EmulatorError):
+    """A wait that passes for one phase here, and in another order of events for an earlier one.
+
+    It names a parity only. `barrier` names the barrier, `phase` is the one it passes for here.
+    """
+
+
+class ResourceLimit(EmulatorError):
+    """More shared or tensor memory, named barriers or warps than the hardware has."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Where a role waits. phase, arrivals, bytes: of the barrier, what is missing in it."""
+
+    role: str
+    at: Location
+    barrier: str
+    phase: int
+    arrivals: int
+    bytes: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        missing = f"{self.arrivals} arrivals"
+        if self.bytes > 0:
+            missing += f" and {self.bytes} bytes"
+        if self.bytes < 0:
+            missing += f", and got {-self.bytes} bytes that nobody announced"
+        note = f"; {self.note}" if self.note else ""
+        return (
+            f"{self.role} at {self.at[0]}:{self.at[1]} waits for phase {self.phase} of "
+            f"{self.barrier}, which misses {missing}{note}"
+        )
+
+
+class Deadlock(EmulatorError):
+    """No role can continue. `waits` says of each where it waits and for what."""
+
+    def __init__(self, waits: list[Wait]):
+        self.waits = waits
+        super().__init__("deadlock:\n" + "\n".join(f"  {wait}" for wait in waits), waits[0].at)
+
+
+class WrongResult(EmulatorError):
+    """The program itself fails under this schedule, which is not the modelled one."""

@@ -1,0 +1,246 @@
+"""One launch, from its arguments to its report."""
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.backends.nvidia.compiler import CUDAOptions
+from triton.runtime.jit import JITFunction, TensorWrapper
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .barriers import ClusterBarrier
+from .compiling import ask_front_end, compile_launch
+from .errors import EmulatorError, InvalidKernel, Unsupported, location_of
+from .gpu import check_arch
+from .language import MODULES, NAMES
+from .launch import CURRENT, Cluster, Cta, Launch, Report
+from .memory import Descriptor, Memory
+from .messages import explain
+from .orders import Order, order_of
+from .rewrite import Lowering, map_tuple
+from .scheduler import Role, Scheduler
+from .tasks import Region
+from .tile import FROM_TORCH, cast, scalar
+from .timeline import Timeline
+from .undefined import MODES
+
+if find_spec("triton.language.extra.tlx"):  # not in upstream's Triton
+    from .tlx import MODULES as TLX_MODULES
+
+    MODULES = {**MODULES, **TLX_MODULES}
+
+# Launch options, as opposed to arguments of the kernel; most do not change its results.
+_OPTIONS = frozenset(CUDAOptions.__dataclass_fields__) | {"ctas_per_cga"}  # a plugin's, with TLX
+
+
+def run(
+    kernel: Any,
+    grid: tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]],
+    *args: Any,
+    arch: str = "sm_90",
+    schedule: str | int | Order = "modelled",
+    trace: bool = False,
+    races: bool = True,
+    uninitialized: str = "error",
+    masked: str = "nan",
+    config: Any = None,
+    reachable: Sequence[torch.Tensor] = (),
+    max_steps: int | None = None,
+    resident: int = 1,
+    compile: bool = False,
+    **kwargs: Any,
+) -> Report:
+    """Execute every CTA of `grid`, cluster by cluster, x fastest, and return what they did.
+
+    kernel: a `@triton.jit` function, also one under `@triton.heuristics` or `@triton.autotune`, of
+    which `config`, or the first one that pruning leaves, becomes `best_config`. grid: one to three
+    sizes, or a function of the bound arguments. args, kwargs: the kernel's own, tensors on the CPU;
+    of the launch options, `num_warps` and `ctas_per_cga` count. schedule: "modelled", an integer
+    that seeds random interleavings, or another name of an order (see `orders`). trace: keep a
+    timeline. races: whether unordered accesses raise `Race`, `MissingFence` and `EarlyExit`.
+    uninitialized: "error", or "allow" to let reads of unwritten shared memory yield NaN. masked:
+    what lanes hold that a mask turns off and no `other` fills, "nan" (and large integers, and
+    `UndefinedValue` if they are stored), "zero", as on NVIDIA GPUs, or "random". reachable: tensors
+    that the kernel finds through addresses in memory instead of arguments. max_steps: how many
+    operations that other roles can notice the kernel may take, None for any number. resident: how
+    many clusters run at the same time; programs that wait for each other need all of them to.
+    compile: whether Triton compiles the launch first, of which `compiling` says what it finds.
+
+    Raises subclasses of EmulatorError, which carry the kernel's file and line.
+    """
+    check_arch(arch)
+    order = order_of(schedule)
+    if uninitialized not in ("error", "allow"):
+        raise ValueError(f'uninitialized must be "error" or "allow", got {uninitialized!r}')
+    if masked not in MODES:
+        raise ValueError(f"masked must be one of {MODES}, got {masked!r}")
+    kernel, kwargs, _ = undecorated(kernel, args, kwargs, config, prepare=True)
+    signature = inspect.signature(kernel.fn)
+    options = {name: kwargs.pop(name) for name in _OPTIONS & kwargs.keys() - signature.parameters}
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    sizes = _three(grid({**bound.arguments, **options}) if callable(grid) else grid, "grid", 0)
+    shape = _three(options.get("ctas_per_cga") or (1,), "ctas_per_cga", 1)
+    if any(size % ctas for size, ctas in zip(sizes, shape, strict=True)):
+        raise ValueError(f"grid must be divisible by ctas_per_cga {shape}, got {sizes}")
+
+    report = Report(arch, kernel.fn.__name__)
+    report.timeline = Timeline(kernel.fn.__code__.co_filename) if trace else None
+    lowering = Lowering(MODULES, {**NAMES, "__tasks__": Region})
+    launch = Launch(
+        *(arch, sizes, shape, options.get("num_warps") or 4, report, races, uninitialized),
+        *(lowering, masked),
+    )
+    launch.memory = Memory(launch, reachable)
+    numbers = {"roles": 0, "operations": 0, "steps": 0}
+    token, threads = CURRENT.set(launch), torch.get_num_threads()
+    try:
+        # A tile is too small for more than one thread to pay.
+        torch.set_num_threads(1)
+        if compile:
+            compile_launch(kernel, arch, bound.arguments, options)
+        with torch.no_grad():
+            body = lowering.function(kernel)
+            values = {p.name: _argument(launch, bound.arguments[p.name], p) for p in kernel.params}
+            launch.clusters.extend(range(math.prod(sizes) // math.prod(shape)))
+            while launch.clusters:
+                launch.scheduler = Scheduler(order, numbers, report.timeline, max_steps)
+                together = range(min(resident, len(launch.clusters)))
+                chosen = [launch.clusters.popleft() for _ in together]
+                run_clusters(launch, chosen, lambda: (body(**values), launch.role.cta.end()))
+            if launch.undecided:
+                ask_front_end(kernel, arch, bound.arguments, options)
+    except EmulatorError as error:
+        _told(error, report, order)
+        raise
+    except Exception as error:
+        at = location_of(error)
+        if at[1] == 0:
+            raise
+        message = f"{type(error).__name__}: {error} in program {launch.program}"
+        raise _told(InvalidKernel(message, at), report, order) from error
+    finally:
+        CURRENT.reset(token)
+        torch.set_num_threads(threads)
+    return report
+
+
+def _told(error: EmulatorError, report: Report, order: Order) -> EmulatorError:
+    error.report, error.schedule = report, str(order)
+    if hasattr(error, "add_note"):
+        error.add_note(explain(error))
+    return error
+
+
+def _three(sizes: Any, name: str, least: int) -> tuple[int, int, int]:
+    try:
+        sizes = tuple(map(operator.index, sizes))
+    except TypeError:
+        raise ValueError(f"{name} must be a tuple of integers, got {sizes!r}") from None
+    if not 1 <= len(sizes) <= 3 or min(sizes) < least:
+        raise ValueError(f"{name} must have one to three sizes, got {sizes}")
+    return sizes + (1,) * (3 - len(sizes))
+
+
+def run_clusters(launch: Launch, numbers: Sequence[int], body: Callable[[], None]) -> None:
+    """Run the CTAs of some clusters to the end, all at the same time."""
+    scheduler, count = launch.scheduler, math.prod(launch.cluster_shape)
+    launch.memory.start_clusters()
+    ctas = []
+    for number in numbers:
+        cluster = Cluster(scheduler, ClusterBarrier(scheduler, number, count))
+        for rank in range(count):
+            program = launch.place(number, rank)
+            x, y, z = program
+            linear = x + launch.grid[0] * (y + launch.grid[1] * z)
+            cta = Cta(launch, cluster, linear, rank, program)
+            cluster.ctas.append(cta)
+            scheduler.start(Role(scheduler, cta, "default", launch.num_warps, body))
+        ctas += cluster.ctas
+    scheduler.run()
+    for cta in ctas:
+        if launch.report.timeline is not None:
+            busy = {name: engine.total for name, engine in cta.engines.items()}
+            launch.report.timeline.busy[cta.number] = busy
+        for allocation in cta.allocations:
+            for barrier in getattr(allocation, "barriers", ()):
+                barrier.finish()
+    launch.report.programs += len(ctas)
+
+
+def undecorated(
+    kernel: Any, args: tuple, kwargs: dict[str, Any], chosen: Any = None, prepare: bool = False
+) -> tuple[JITFunction, dict[str, Any], list[Any]]:
+    """The function below autotune and heuristics, the arguments with theirs, and what pruning
+    leaves of its configurations, of which `chosen` or the first one counts. prepare: call its
+    `pre_hook`."""
+    configs: list[Any] = []
+    while not isinstance(kernel, JITFunction):
+        named = dict(zip(getattr(kernel, "arg_names", ()), args, strict=False))
+        if hasattr(kernel, "configs"):
+            kernel.nargs = named
+            configs = list(kernel.prune_configs(kwargs))
+            config = kernel.best_config = chosen or configs[0]
+            kwargs = {**kwargs, **config.all_kwargs()}
+            if prepare and config.pre_hook is not None:
+                config.pre_hook({**named, **kwargs})
+        elif hasattr(kernel, "values"):
+            for name, rule in kernel.values.items():
+                kwargs = {**kwargs, name: rule({**named, **kwargs})}
+        else:
+            raise TypeError(f"kernel must be a @triton.jit function, got {type(kernel).__name__}")
+        kernel = kernel.fn
+    return kernel, kwargs, configs
+
+
+def _pointer_like(launch: Launch, value: Any, name: str) -> Any:
+    """The pointer that an object with a `data_ptr()` of its own is to a kernel."""
+    address = value.data_ptr()
+    for tensor in (member for member in vars(value).values() if isinstance(member, torch.Tensor)):
+        step, odd = divmod(address - tensor.data_ptr(), tensor.itemsize)
+        first = tensor.untyped_storage().data_ptr()
+        if not odd and first <= address <= first + tensor.untyped_storage().nbytes():
+            pointer = launch.memory.pointer(name, tensor)
+            return cast(pointer.like(pointer.data + step), tl.pointer_type(FROM_TORCH[value.dtype]))
+    raise Unsupported(f"argument {name} of type {type(value).__name__}, which holds no tensor")
+
+
+def _argument(launch: Launch, value: Any, param: Any, name: str = "") -> Any:
+    """What the kernel sees of a launch argument.
+
+    Integers become int32 or int64 scalars; like Triton, 1 stays a constant unless the parameter is
+    in `do_not_specialize`. Floats become fp32 scalars.
+    """
+    name = name or param.name
+    if param.is_constexpr:
+        return launch.lowering.convert(value)
+    if isinstance(value, torch.Tensor):
+        return launch.memory.pointer(name, value)
+    if callable(getattr(value, "data_ptr", None)) and not isinstance(value, TensorWrapper):
+        return _pointer_like(launch, value, name)
+    if isinstance(value, TensorWrapper):
+        pointer = launch.memory.pointer(name, value.base)
+        return cast(pointer, tl.pointer_type(value.dtype))
+    if isinstance(value, TensorDescriptor):
+        if getattr(value, "round_f32_to_tf32", False):
+            raise Unsupported("TensorDescriptor(round_f32_to_tf32=True)")
+        base = launch.memory.pointer(name, value.base)
+        return Descriptor(base, value.shape, value.strides, value.block_shape, value.padding)
+    if isinstance(value, (tuple, list)):
+        return map_tuple(lambda item: _argument(launch, item, param, f"{name}[]"), value)
+    if isinstance(value, bool):
+        return scalar(value, tl.int1)
+    if isinstance(value, int):
+        if param.annotation_type:
+            return scalar(value, tl.str_to_ty(param.annotation_type, None))
+        if value == 1 and not param.do_not_specialize:
+            return 1
+        return scalar(value, tl.int32 if -(2**31) <= value < 2**31 else tl.int64)
+    if isinstance(value, float):
+        return scalar(value, tl.float32)
+    return launch.lowering.convert(value)

@@ -1,0 +1,359 @@
+"""A GPU that is not there: host code written for one runs unedited, its tensors are on the CPU.
+
+`fake_gpu` answers what programs ask of `torch.cuda` and of Triton's driver. "cuda" becomes the CPU
+wherever PyTorch takes a device, and `x.device`, `x.is_cuda` say what they would say: a tensor is on
+the GPU if it was made or moved there, or computed from one that is; moving it copies it. Streams,
+events, synchronisation and `torch.compile` do nothing, operators for CUDA are the CPU's,
+benchmarks are skipped or take one call, and `kernel.warmup` returns a stand-in with invented
+resources. Kernels run only inside `tritonemu.enabled`.
+"""
+
+import contextlib
+import functools
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+import triton.testing
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .compiling import target_of
+from .launch import REGISTERS, SHARED_BYTES
+
+FAKE_MULTIPROCESSORS = 4  # few, so that persistent programs share work; clusters of 2 and 4 fit
+
+_NAMES = {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200"}
+ARCHITECTURES = tuple(_NAMES)
+_MEMORY = {"sm_90": 141 << 30, "sm_100": 180 << 30}
+_GPU = torch.device("cuda", 0)
+_HOST = "_tritonemu_host"  # a tensor's attribute: it is on the CPU of the program, too
+
+
+def check_arch(arch: str) -> None:
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch must be one of {ARCHITECTURES}, got {arch!r}")
+
+
+def _properties(arch: str, multiprocessors: int) -> dict[str, Any]:
+    major, minor = divmod(int(arch.removeprefix("sm_")), 10)
+    return {
+        "name": _NAMES[arch],
+        "major": major,
+        "minor": minor,
+        "total_memory": _MEMORY[arch],
+        "multi_processor_count": multiprocessors,
+        "warp_size": 32,
+        "max_threads_per_block": 1024,
+        "max_threads_per_multi_processor": 2048,
+        "regs_per_multiprocessor": REGISTERS,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_block_optin": SHARED_BYTES,
+        "shared_memory_per_multiprocessor": 233472,
+        "L2_cache_size": 50 << 20,
+        "is_integrated": False,
+        "is_multi_gpu_board": False,
+        "gcnArchName": "",
+    }
+
+
+def _driver(arch: str, multiprocessors: int) -> types.SimpleNamespace:
+    """What Triton's driver answers on such a device."""
+    target = target_of(arch)
+    known = {
+        "multiprocessor_count": multiprocessors,
+        "max_shared_mem": SHARED_BYTES,
+        "max_num_regs": REGISTERS,
+        "warpSize": 32,
+        "sm_clock_rate": 1_980_000,
+        "mem_clock_rate": 3_201_000,
+        "mem_bus_width": 6144,
+    }
+    return types.SimpleNamespace(
+        target=target,
+        utils=types.SimpleNamespace(get_device_properties=lambda device=0: dict(known)),
+        get_current_target=lambda: target,
+        get_active_torch_device=lambda: _GPU,
+        get_device_interface=lambda: torch.cuda,
+        get_current_device=lambda: 0,
+        set_current_device=lambda device: None,
+        get_current_stream=lambda device=None: 0,
+        get_benchmarker=lambda: _do_bench,
+        get_empty_cache_for_benchmark=lambda: torch.empty(1, dtype=torch.int32),
+        clear_cache=lambda cache: None,
+    )
+
+
+class _Stream:
+    """Work is done when it is asked for, so streams and events never wait."""
+
+    cuda_stream, device, device_index = 0, _GPU, 0
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.time = 0.0
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    synchronize = wait = wait_stream = wait_event = nothing
+
+    def query(self) -> bool:
+        return True
+
+    def record(self, stream: Any = None) -> None:
+        self.time = time.perf_counter()
+
+    def record_event(self, event: Any = None) -> "_Stream":
+        return event or _Stream()
+
+    def elapsed_time(self, end: "_Stream") -> float:
+        return 1e3 * (end.time - self.time)
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = "cpu") -> torch.Generator:
+        return super().__new__(cls, "cpu")
+
+
+def _do_bench(fn: Callable, *args: Any, quantiles: Any = None, **kwargs: Any) -> Any:
+    """One call; its milliseconds on the CPU say nothing of a GPU."""
+    start = time.perf_counter()
+    fn()
+    taken = 1e3 * (time.perf_counter() - start)
+    return [taken] * len(quantiles) if quantiles else taken
+
+
+def _compile(model: Any = None, **options: Any) -> Any:
+    """`torch.compile` leaves functions and modules as they are."""
+    return model if model is not None else lambda function: function
+
+
+def _no_report(self: Any, *args: Any, **kwargs: Any) -> None:
+    print("tritonemu: a triton.testing benchmark is skipped")
+
+
+def _is_gpu(device: Any) -> bool:
+    return isinstance(device, int) or str(device).partition(":")[0] == "cuda"
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, TensorDescriptor):
+        return [value.base]
+    if not isinstance(value, (dict, tuple, list)):
+        return []
+    values = value.values() if isinstance(value, dict) else value
+    return [tensor for each in values for tensor in tensors_of(each)]
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return not getattr(tensor, _HOST, False)
+
+
+_ATTRIBUTES: dict[Any, Callable[[torch.Tensor], Any]] = {
+    torch.Tensor.device.__get__: lambda x: _GPU if _on_gpu(x) else torch.device("cpu"),
+    torch.Tensor.is_cuda.__get__: _on_gpu,
+    torch.Tensor.is_cpu.__get__: lambda x: not _on_gpu(x),
+    torch.Tensor.get_device: lambda x: 0 if _on_gpu(x) else -1,
+}
+_STAY = (torch.Tensor.pin_memory, torch.Tensor.record_stream)
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Maps devices in calls to PyTorch, and keeps who would be on the GPU."""
+
+    inside = False  # a call, where PyTorch takes the mode off
+
+    def on_again(self, function: Callable) -> Callable:
+        """What calls the program's code from PyTorch, with the mode on."""
+
+        @functools.wraps(function)
+        def under_the_mode(*args: Any, **kwargs: Any) -> Any:
+            inside, self.inside = self.inside, False
+            try:
+                with self if inside else contextlib.nullcontext():
+                    return function(*args, **kwargs)
+            finally:
+                self.inside = inside
+
+        return under_the_mode
+
+    def registering(self, impl: Callable) -> Callable:
+        """`Library.impl`: what is for CUDA is for the CPU, unless something else is."""
+        known: set[tuple[Any, ...]] = set()
+
+        @functools.wraps(impl)
+        def register(library: Any, name: Any, fn: Any, key: Any = "", **how: Any) -> None:
+            if fn is not torch.library.fallthrough_kernel:
+                fn = self.on_again(fn)
+            cpu = key.replace("CUDA", "CPU") if isinstance(key, str) else key
+            place = library.ns, str(name), cpu
+            if cpu != key and place in known:
+                return
+            with warnings.catch_warnings():
+                if place in known:
+                    how["allow_override"] = True
+                    warnings.simplefilter("ignore", UserWarning)
+                impl(library, name, fn, cpu, **how)
+            known.add(place)
+
+        return register
+
+    def by_default(self) -> Callable:
+        """`DeviceContext.__torch_function__`: such a context is below this mode, or above it."""
+
+        def answer(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if func in _device._device_constructors() and kwargs.get("device") is None:
+                below = self.inside and _is_gpu(context.device)
+                kwargs["device"] = "cpu" if below else context.device
+            return func(*args, **kwargs)
+
+        return answer
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func in _ATTRIBUTES:
+            # A result of C++, such as a gradient, has passed nowhere: taken for one on the GPU.
+            return _ATTRIBUTES[func](args[0])
+        if func in _STAY:
+            return args[0]
+        kwargs.pop("pin_memory", None)
+        device = kwargs.get("device")
+        if device is not None:
+            kwargs["device"] = "cpu"
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            device = "cuda" if func is torch.Tensor.cuda else "cpu"
+            func, args, kwargs = torch.Tensor.to, (args[0], "cpu"), {}
+        elif func is torch.Tensor.to and len(args) > 1:
+            if isinstance(args[1], torch.Tensor):
+                device = _GPU if _on_gpu(args[1]) else "cpu"
+            elif not isinstance(args[1], torch.dtype):
+                device, args = args[1], (args[0], "cpu", *args[2:])
+        given = tensors_of((args, kwargs))
+        on_gpu = any(map(_on_gpu, given))
+        if device is None and not given:
+            device = _device.CURRENT_DEVICE
+        if device is not None:
+            on_gpu = _is_gpu(device)
+        inside, self.inside = self.inside, True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.inside = inside
+        if func is torch.Tensor.to and result is args[0] and _on_gpu(result) != on_gpu:
+            result = result.clone()
+        for tensor in tensors_of(result):
+            if not any(tensor is each for each in given):
+                if on_gpu:
+                    tensor.__dict__.pop(_HOST, None)
+                else:
+                    setattr(tensor, _HOST, True)
+        return result
+
+
+_DO_NOTHING = (
+    *("init", "synchronize", "set_device", "set_stream", "empty_cache", "ipc_collect"),
+    *("manual_seed", "manual_seed_all", "seed", "seed_all", "reset_peak_memory_stats"),
+)
+_USE_NOTHING = [
+    f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved")
+]
+
+
+def _answers(arch: str, multiprocessors: int) -> dict[str, Any]:
+    """What stands for functions and classes of `torch.cuda`: each its own, as dynamo asks for."""
+
+    def constant(value: Any) -> Callable:
+        return lambda *args, **kwargs: value
+
+    properties = types.SimpleNamespace(**_properties(arch, multiprocessors))
+    return {
+        "is_available": constant(True),
+        "is_initialized": constant(True),
+        "is_bf16_supported": constant(True),
+        "device_count": constant(1),
+        "current_device": constant(0),
+        "get_device_name": constant(properties.name),
+        "get_device_properties": constant(properties),
+        "get_device_capability": constant((properties.major, properties.minor)),
+        "get_arch_list": constant([arch]),
+        "mem_get_info": constant((properties.total_memory, properties.total_memory)),
+        "current_stream": lambda *args: _Stream(),
+        "default_stream": lambda *args: _Stream(),
+        "stream": lambda stream=None: contextlib.nullcontext(stream),
+        "device": lambda device=None: contextlib.nullcontext(),
+        "device_of": lambda tensor=None: contextlib.nullcontext(),
+        "Stream": _Stream,
+        "Event": _Stream,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        **{name: constant(None) for name in _DO_NOTHING},
+        **{name: constant(0) for name in _USE_NOTHING},
+    }
+
+
+# Resources of a kernel that nobody compiled, for host code that computes occupancy from them.
+WARMED_UP = types.SimpleNamespace(
+    n_regs=32,
+    n_spills=0,
+    n_max_threads=1024,
+    metadata=types.SimpleNamespace(shared=1024, num_warps=4, num_stages=1),
+    _init_handles=lambda: None,
+)
+
+
+@contextlib.contextmanager
+def fake_gpu(arch: str = "sm_90", *, multiprocessors: int = FAKE_MULTIPROCESSORS) -> Iterator[None]:
+    """Within this context there seems to be one GPU, `cuda:0`, with compute capability `arch`.
+
+    arch: "sm_90", an H200, or "sm_100", a B200; with fewer `multiprocessors` than they have, so
+    that persistent programs share work. For the thread that opens it.
+    """
+    check_arch(arch)
+    accelerator = getattr(torch, "accelerator", None)
+    with contextlib.ExitStack() as stack:
+
+        def replace(target: Any, name: str, value: Any) -> None:
+            if hasattr(target, name):
+                stack.enter_context(mock.patch.object(target, name, value))
+
+        replace(triton.runtime.driver, "_active", _driver(arch, multiprocessors))
+        for name, value in _answers(arch, multiprocessors).items():
+            replace(torch.cuda, name, value)
+        for name in ("range_push", "range_pop", "mark"):
+            replace(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
+        there = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_accelerator": lambda *args, **kwargs: torch.device("cuda"),
+            "current_device_index": lambda: 0,
+            "synchronize": lambda *args: None,
+        }
+        for name, value in there.items():
+            replace(accelerator, name, value)
+        replace(torch.version, "cuda", torch.version.cuda or "12.8")
+        replace(torch, "Generator", _Generator)
+        replace(torch, "compile", _compile)
+        replace(triton.testing, "do_bench", _do_bench)
+        replace(triton.testing, "do_bench_cudagraph", _do_bench)
+        replace(triton.testing.Mark, "run", _no_report)
+        mode, backward = _CudaIsCpu(), torch.autograd.function.BackwardCFunction
+        replace(backward, "apply", mode.on_again(backward.apply))
+        replace(torch.library.Library, "impl", mode.registering(torch.library.Library.impl))
+        replace(_device.DeviceContext, "__torch_function__", mode.by_default())
+        stack.enter_context(mode)
+        yield

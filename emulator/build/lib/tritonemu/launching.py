@@ -1,0 +1,167 @@
+"""Launches within `enabled`: which of them run in the emulator, and with which configurations."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.runtime.autotuner import Autotuner, Heuristics
+from triton.runtime.jit import JITFunction
+
+from .errors import EmulatorError, ResourceLimit
+from .execution import run, undecorated
+from .gpu import WARMED_UP, check_arch, tensors_of
+from .launch import Report
+from .orders import order_of
+
+MULTIPROCESSORS = 3
+
+
+class Reports(list[Report]):
+    """Reports of launches, one after the other. findings: errors of those that raised one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.findings: list[EmulatorError] = []
+
+
+@dataclass(frozen=True)
+class _Enabled:
+    arch: str
+    multiprocessors: int
+    all_configs: bool
+    options: dict[str, Any]
+    reports: Reports
+
+
+_ENABLED: contextvars.ContextVar[_Enabled | None] = contextvars.ContextVar("emulator", default=None)
+
+
+@contextlib.contextmanager
+def enabled(
+    arch: str = "sm_90",
+    *,
+    multiprocessors: int = MULTIPROCESSORS,
+    all_configs: bool = False,
+    **options: Any,
+) -> Iterator[Reports]:
+    """Within this context kernels that are launched on CPU tensors run in the emulator.
+
+    `kernel[grid](...)` does, in the thread that opens it, and launchers that call `run_enabled`.
+    Yields the reports of the launches. The emulated device has `multiprocessors` of them: a few, so
+    that persistent programs share work. An autotuned kernel runs with the first configuration that
+    fits, with `all_configs` with each that fits, the first one last. `options` are those of `run`.
+    """
+    check_arch(arch)
+    _take_launches()
+    options["schedule"] = order_of(options.get("schedule", "modelled"))  # one for all launches
+    opened = _Enabled(arch, multiprocessors, all_configs, options, Reports())
+    token = _ENABLED.set(opened)
+    try:
+        yield opened.reports
+    finally:
+        _ENABLED.reset(token)
+
+
+@functools.cache
+def _take_launches() -> None:
+    """Let launches ask from now on whether a context is open."""
+
+    def taken(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _ENABLED.get() is None or _are_on_gpu(tensors_of((args, kwargs))):
+                return original(self, *args, **kwargs)
+            if kwargs.pop("warmup", False):
+                return WARMED_UP
+            return run_enabled(self, kwargs.pop("grid"), *args, **kwargs)
+
+        return launch
+
+    for kind in (JITFunction, Autotuner, Heuristics):
+        if "run" in vars(kind):
+            kind.run = taken(kind.run)
+
+
+def _are_on_gpu(tensors: list[torch.Tensor]) -> bool:
+    with torch._C.DisableTorchFunction():
+        return any(tensor.is_cuda for tensor in tensors)
+
+
+def run_enabled(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Report:
+    """`run` on the device of the open `enabled` context, which gets the report, or the finding.
+
+    Raises RuntimeError without such a context, and what `run` raises.
+    """
+    opened = _opened()
+    try:
+        with torch._C.DisableTorchFunction():
+            return _run_configurations(opened, kernel, grid, args, kwargs)
+    except EmulatorError as error:
+        opened.reports.findings.append(error)
+        raise
+
+
+def _run_configurations(
+    opened: _Enabled, kernel: Any, grid: Any, args: tuple, kwargs: dict[str, Any]
+) -> Report:
+    def launch(**chosen: Any) -> Report:
+        options = {**opened.options, **kwargs, **chosen}
+        opened.reports.append(run(kernel, grid, *args, arch=opened.arch, **options))
+        return opened.reports[-1]
+
+    configs = [] if "config" in opened.options else undecorated(kernel, args, kwargs)[2]
+    if len(configs) < 2:
+        return launch()
+    before = [
+        (x.untyped_storage(), x.untyped_storage().clone()) for x in tensors_of((args, kwargs))
+    ]
+
+    def launch_afresh(config: Any) -> Report:
+        for storage, content in before:
+            storage.copy_(content)
+        return launch(config=config)
+
+    fitting, refused = [], None
+    for config in reversed(configs) if opened.all_configs else configs:
+        try:
+            report = launch_afresh(config)
+        except ResourceLimit as error:
+            refused = error
+            continue
+        except EmulatorError as error:
+            chosen = {**config.kwargs, "num_warps": config.num_warps}
+            named = ", ".join(f"{name}={value}" for name, value in chosen.items())
+            error.args = (f"{error.args[0]} (configuration {named})", *error.args[1:])
+            raise
+        if not opened.all_configs:
+            return report
+        fitting.append(config)
+    if not fitting:
+        raise refused
+    return report if config is fitting[-1] else launch_afresh(fitting[-1])
+
+
+def is_enabled() -> bool:
+    return _ENABLED.get() is not None
+
+
+def current_arch() -> str:
+    """The architecture of the open `enabled` context; RuntimeError without one."""
+    return _opened().arch
+
+
+def current_multiprocessors() -> int:
+    """The multiprocessors of the open `enabled` context; without one, what it has by default."""
+    opened = _ENABLED.get()
+    return MULTIPROCESSORS if opened is None else opened.multiprocessors
+
+
+def _opened() -> _Enabled:
+    opened = _ENABLED.get()
+    if opened is None:
+        raise RuntimeError("tritonemu.enabled() must be open, got no open context")
+    return opened

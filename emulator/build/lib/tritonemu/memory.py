@@ -1,0 +1,587 @@
+"""Global memory: pointers, bounds, atomics, tensor descriptors, and who wrote what.
+
+Every access of a kernel passes through `Memory`, one per launch; here bounds are checked, and here
+the order of accesses is judged.
+
+Bounds: a pointer remembers the tensor argument it was made from, and may touch what lies between
+the first and the last element that this tensor (view) reaches, or of its storage if it is expanded.
+Masked-off lanes may point anywhere.
+
+Undefined values: a masked-off lane of a load without `other` reads what `undefined` says. To store
+one, or a NaN that grew out of one, is an `UndefinedValue`.
+
+Races: two plain accesses to an element, one of them a store, are a `Race` unless one happens before
+the other (see `clocks`). So are a reduction of TMA and a plain access; two reductions are not. A
+shadow of each storage keeps, per element, the last store, the last load of the clusters of CTAs
+that run together, the last load of earlier ones, and the last reductions. Atomics on one address
+order what comes before the one with what comes after the other; they are not judged. A store that
+changes no bit is let pass: programs may well compute one result twice.
+
+TMA: the hardware compares each index with the shape, then computes the address as
+`base + sum(index * stride)` in 64-bit bytes that wrap. Both happen in this order here, so huge
+strides that wrap to negative steps work as on the device. A box clipped at the shape is again a
+box; it is accessed as a strided view.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+
+from .clocks import Access, Clock
+from .errors import (
+    DescriptorError,
+    InvalidKernel,
+    OutOfBounds,
+    Race,
+    UndefinedValue,
+    Unsupported,
+    location,
+)
+from .launch import Launch, current
+from .scheduler import ATOMIC_LATENCY, Operation
+from .tile import FROM_TORCH, RAW, Tile, cast, from_raw, held, scalar, to_raw, to_tile
+from .undefined import MOST, fill, marks
+
+
+@dataclass
+class _Shadow:
+    """Who touched each granule of a storage last, as numbers in `Memory._accesses`; 0: nobody.
+
+    The granule is the smallest element of the tensors that share the storage, in bytes. number: of
+    the storage, in order of appearance.
+    """
+
+    num_bytes: int
+    granule: int
+    number: int = 0
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def table(self, name: str) -> torch.Tensor:
+        if name not in self.tables:
+            # Of NumPy, which leaves pages that nobody touches to the system: torch writes them.
+            zeros = np.zeros(-(-self.num_bytes // self.granule), np.int32)
+            self.tables[name] = torch.from_numpy(zeros)
+        return self.tables[name]
+
+
+@dataclass(eq=False)
+class Region:
+    """What pointers made from one tensor argument may touch.
+
+    flat: the whole storage, one-dimensional, in memory's representation of `dtype`.
+    low, high: the elements [low, high) of `flat` that the tensor reaches.
+    """
+
+    memory: "Memory"
+    name: str
+    dtype: tl.dtype
+    flat: torch.Tensor
+    low: int
+    high: int
+    shadow: _Shadow
+
+    @property
+    def itemsize(self) -> int:
+        return self.flat.itemsize
+
+    @property
+    def granules(self) -> int:
+        """How many granules of the shadow an element covers."""
+        return max(1, self.itemsize // self.shadow.granule)
+
+    def reinterpret(self, dtype: tl.dtype, offsets: torch.Tensor) -> tuple["Region", torch.Tensor]:
+        """The same bytes as elements of another type, and the offsets counted in them."""
+        flat = self.flat.view(RAW[dtype.name])
+        old, new = self.itemsize, flat.itemsize
+        if bool((offsets * old % new).any()):
+            raise InvalidKernel(f"pointer to {dtype} must be aligned to {new} bytes")
+        low, high = -(-self.low * old // new), self.high * old // new
+        return replace(self, dtype=dtype, flat=flat, low=low, high=high), offsets * old // new
+
+
+class Memory:
+    """All global memory of one launch."""
+
+    def __init__(self, launch: Launch, reachable: Sequence[torch.Tensor] = ()):
+        self._launch, self._report = launch, launch.report
+        self._shadows: dict[tuple[int, int], _Shadow] = {}
+        self._accesses: list[tuple[Access, tuple[int, int, int]]] = []
+        self._reductions: list[tuple[int, ...]] = [()]
+        self._numbers: dict[tuple[int, ...], int] = {(): 0}
+        self._first_of_cluster = 1
+        self._atomics: dict[tuple[int, int], Clock] = {}
+        self._reachable = tuple(reachable)
+        self._random = torch.Generator().manual_seed(0)
+
+    def start_clusters(self) -> None:
+        self._first_of_cluster = len(self._accesses) + 1
+
+    def pointer(self, name: str, tensor: torch.Tensor) -> Tile:
+        """A scalar pointer to the first element of a tensor argument."""
+        if tensor.device.type != "cpu" or tensor.dtype not in FROM_TORCH:
+            raise ValueError(
+                f"{name} must be a CPU tensor of a dtype known to Triton, "
+                f"got {tensor.dtype} on {tensor.device}"
+            )
+        dtype, tensor = FROM_TORCH[tensor.dtype], tensor.detach()
+        storage = tensor.untyped_storage()
+        num_bytes, item = storage.nbytes(), tensor.itemsize
+        flat = tensor.as_strided((num_bytes // item,), (1,), 0).view(RAW[dtype.name])
+        key = (storage.data_ptr(), num_bytes)
+        shadow = self._shadows.setdefault(key, _Shadow(num_bytes, item, len(self._shadows)))
+        shadow.granule = min(shadow.granule, item)
+        low = high = tensor.storage_offset()
+        if tensor.numel():
+            high += 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        first = low
+        if any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            # Expanded: a kernel that has its own strides for it may use all of the storage.
+            low, high = 0, flat.numel()
+        region = Region(self, name, dtype, flat, low, high, shadow)
+        return Tile(torch.tensor(first), tl.pointer_type(dtype), region)
+
+    def at_address(self, address: int, dtype: tl.dtype) -> Tile:
+        """The pointer that an integer names, into an argument or a reachable tensor."""
+        for tensor in self._reachable:
+            pointer, step = self.pointer("memory", tensor), address - tensor.data_ptr()
+            region = pointer.base
+            if 0 <= step < (region.high - region.low) * region.itemsize:
+                pointer = cast(pointer, dtype)
+                return pointer.like(pointer.data + step // pointer.base.itemsize)
+        raise OutOfBounds(
+            f"address {address:#x} must lie in a tensor of `reachable`, got none that holds it"
+        )
+
+    def _out_of_bounds(self, region: Region, what: str, element: int) -> None:
+        raise OutOfBounds(
+            f"{what} of {region.name} must stay in elements [0, {region.high - region.low}), "
+            f"got element {element - region.low} in program {self._launch.program}"
+        )
+
+    def _note(self, region: Region, kind: str, tag: Any) -> None:
+        if self._launch.scheduler is not None:
+            self._launch.scheduler.order.note(("memory", region.shadow.number), kind, tag)
+
+    def _judge(
+        self, region: Region, actor: Operation | None, view: Callable, where: Any,
+        stored: torch.Tensor | None = None, reduces: bool = False,
+    ) -> None:  # fmt: skip
+        """Raise Race if nothing orders this access with earlier ones; remember it.
+
+        `view(table, parts)[where]` are its elements, or granules. stored: for a store, their new
+        values; those that change no bit are let pass. reduces: a reduction.
+        """
+        if not self._launch.races:
+            return
+        changed = None if stored is None else view(region.flat, 1)[where] != stored
+        if changed is not None and not changed.numel():
+            return
+
+        def get(table: torch.Tensor) -> torch.Tensor:
+            return view(table, region.granules)[where]
+
+        def put(table: torch.Tensor, values: Any) -> None:
+            view(table, region.granules)[where] = values
+
+        self._report.checks["race"] += 1
+        actor, write = actor or self._launch.role, changed is not None or reduces
+        self._note(region, "plain", write)
+        shadow, access = region.shadow, actor.access(write, 0, name=region.name)
+        if not self._accesses or self._accesses[-1][0] != access:
+            self._accesses.append((access, self._launch.program))
+        number = len(self._accesses)
+        for name in ("stores", "loads", "earlier loads", "reductions"):
+            if name not in shadow.tables or (not write and "loads" in name):
+                continue
+            numbers = get(shadow.table(name))
+            if changed is not None:
+                numbers = numbers.reshape(changed.numel(), -1)[changed.reshape(-1)]
+            found = numbers.unique().tolist()
+            if name != "reductions":
+                self._check_order(region, found, actor.clock, access)
+            elif not reduces:
+                found = sorted({each for group in found for each in self._reductions[group]})
+                self._check_order(region, found, actor.clock, access)
+        if reduces:
+            before = get(shadow.table("reductions"))
+            after = torch.empty_like(before)
+            for group in before.unique().tolist():
+                after[before == group] = self._joined(group, number, actor.clock)
+            put(shadow.table("reductions"), after)
+            return
+        if write:
+            put(shadow.table("stores"), number)
+            return
+        loads = get(shadow.table("loads"))
+        earlier = (loads > 0) & (loads < self._first_of_cluster)
+        if bool(earlier.any()):
+            before = shadow.table("earlier loads")
+            put(before, torch.where(earlier, loads, get(before)))
+        put(shadow.table("loads"), number)
+
+    def _joined(self, group: int, number: int, clock: Clock) -> int:
+        """The number of a group of reductions without those that the clock knows, and one more."""
+        kept = (n for n in self._reductions[group] if not clock.knows(self._accesses[n - 1][0]))
+        members = (*kept, number)
+        if members not in self._numbers:
+            self._numbers[members] = len(self._reductions)
+            self._reductions.append(members)
+        return self._numbers[members]
+
+    def _check_order(
+        self, region: Region, numbers: Sequence[int], clock: Clock, access: Access
+    ) -> None:
+        for number in numbers:
+            if number == 0 or clock.knows(self._accesses[number - 1][0]):
+                continue
+            old, before = self._accesses[number - 1]
+            program, (file, line) = self._launch.program, old.at
+            first, second = access.who, old.who
+            if before != program:
+                first, second = f"program {program}", f"program {before}"
+            does = "stores to" if access.write else "loads"
+            did = "stored to" if old.write else "loaded"
+            alias = f"as {old.name} " if old.name != region.name else ""
+            raise Race(
+                f"{first} {does} an element of {region.name} that {second} {did} {alias}"
+                f"at {file}:{line}; nothing orders the two",
+                other=old.at,
+                programs=(before, program),
+                buffer=region.name,
+            )
+
+    def _lanes(
+        self, what: str, pointer: Tile, mask: Any
+    ) -> tuple[Region, torch.Tensor, torch.Tensor | None]:
+        """The region, the element of each lane, and the active lanes if not all; checks bounds."""
+        if not (isinstance(pointer, Tile) and pointer.dtype.is_ptr()):
+            raise InvalidKernel(f"{what} needs a pointer, got {pointer!r}")
+        region, index, active = pointer.base, pointer.data, None
+        if mask is not None:
+            mask = to_tile(mask)
+            if mask.dtype.name != "int1":
+                raise InvalidKernel(f"mask must be int1, got {mask!r}")
+            index, active = torch.broadcast_tensors(index, mask.data)
+            active = None if bool(mask.data.all()) else active
+        self._report.checks["bounds"] += 1
+        used = index if active is None else index[active]
+        if used.numel():
+            for element in map(int, torch.aminmax(used)):
+                if not region.low <= element < region.high:
+                    self._out_of_bounds(region, what, element)
+        return region, index, active
+
+    def _undefined(self, dtype: tl.dtype, shape: torch.Size) -> torch.Tensor:
+        """What the lanes that are off read, in a tensor of this shape."""
+        known, at = self._launch.undefined, location()
+        if self._launch.masked == "nan" and at not in known:
+            known.append(at)
+        mark = known.index(at) + 1 if at in known[:MOST] else 0
+        return fill(dtype, shape, self._launch.masked, mark, self._random)
+
+    def _check_defined(self, region: Region, raw: torch.Tensor) -> None:
+        """Raise UndefinedValue if an element to be stored is, or came from, an undefined lane."""
+        loads = self._launch.undefined
+        if not loads:
+            return
+        found = marks(raw, region.dtype)
+        found = found[(found > 0) & (found <= min(len(loads), MOST))]
+        if found.numel():
+            file, line = at = loads[int(found[0]) - 1]
+            raise UndefinedValue(
+                f"{region.name} gets a value that comes from the load at {file}:{line}, in a lane "
+                f'that its mask turns off; give it `other`, or allow it with masked="zero"',
+                other=at,
+                buffer=region.name,
+            )
+
+    def load(
+        self,
+        pointer: Tile,
+        mask: Any = None,
+        other: Any = None,
+        by: Operation | None = None,
+    ) -> Tile:
+        """Gather; inactive lanes read `other`, or an undefined value. by: not the role itself."""
+        region, index, active = self._lanes("load", pointer, mask)
+        used = index.reshape(-1) if active is None else index[active]
+        self._judge(region, by, _rows, used)
+        raw = region.flat.index_select(0, used)
+        if active is None:
+            raw = raw.reshape(index.shape)
+        else:
+            if other is None:
+                default = self._undefined(region.dtype, index.shape)
+            else:
+                default = to_raw(cast(other, region.dtype).data, region.dtype)
+            raw = default.expand(index.shape).masked_scatter(active, raw)
+        self._report.bytes_loaded += used.numel() * region.itemsize
+        return Tile(from_raw(raw, region.dtype), region.dtype)
+
+    def store(
+        self, pointer: Tile, value: Any, mask: Any = None, by: Operation | None = None
+    ) -> None:
+        """Scatter of the active lanes; the value is converted to the element type."""
+        region, index, active = self._lanes("store", pointer, mask)
+        value = cast(value, region.dtype)
+        if index.shape != pointer.data.shape:
+            raise InvalidKernel(f"mask must not be larger than the pointers, got {pointer!r}")
+        raw = to_raw(value.data, region.dtype).expand(index.shape)
+        chosen = ... if active is None else active
+        index, raw = index[chosen].reshape(-1), raw[chosen].reshape(-1)
+        self._check_defined(region, raw)
+        self._judge(region, by, _rows, index, raw)
+        region.flat[index] = raw
+        self._report.bytes_stored += index.numel() * region.itemsize
+
+    def atomic(
+        self, pointer: Tile, update: Callable, values: list[Any], mask: Any = None,
+        sem: str | None = None,
+    ) -> Tile:  # fmt: skip
+        """Read-modify-write with `update(old, *values)` on torch data; returns the old values.
+
+        Lanes that name the same element take turns. sem: as in Triton, None is "acq_rel";
+        only a scalar atomic orders other accesses.
+        """
+        if not pointer.shape:
+            self._launch.scheduler.checkpoint(ATOMIC_LATENCY)
+        region, index, active = self._lanes("atomic", pointer, mask)
+        dtype, chosen = region.dtype, ... if active is None else active
+        data = [cast(v, dtype).data.expand(index.shape)[chosen].reshape(-1) for v in values]
+        for operand in data:
+            self._check_defined(region, to_raw(operand, dtype))
+        where = index[chosen].reshape(-1)
+        count = where.numel()
+        if not index.shape and count:
+            role, key = self._launch.role, (id(region.shadow), int(where) * region.itemsize)
+            shared = self._atomics.setdefault(key, Clock())
+            if sem in (None, "acquire", "acq_rel"):
+                role.clock.join(shared)
+            if sem in (None, "release", "acq_rel"):
+                shared.join(role.release())
+        before = torch.empty(count, dtype=region.flat.dtype)
+        unique, changed = where.unique().numel() == count, []
+        for turn in [slice(None)] if unique else [slice(i, i + 1) for i in range(count)]:
+            before[turn] = region.flat[where[turn]]
+            new = update(from_raw(before[turn], dtype), *(d[turn] for d in data))
+            changed.append(not torch.equal(before[turn], raw := to_raw(new, dtype)))
+            region.flat[where[turn]] = raw
+        element = None if index.shape or not count else int(where) * region.itemsize
+        self._note(region, "atomic", (element, any(changed)))
+        if active is None:
+            result = before.reshape(index.shape)
+        else:
+            result = self._undefined(dtype, index.shape).masked_scatter(active, before)
+        self._report.bytes_loaded += count * region.itemsize
+        self._report.bytes_stored += count * region.itemsize
+        return Tile(from_raw(result, dtype), dtype)
+
+    def _window(self, desc: "Descriptor", coordinates: Any, what: str) -> "_Window | None":
+        """The part of a box that lies inside the shape; None if nothing does."""
+        self._report.checks["descriptor"] += 1
+        if len(coordinates) != len(desc.sizes):
+            raise InvalidKernel(f"{what} needs {len(desc.sizes)} coordinates, got {coordinates}")
+        address, inside, sizes, steps = desc.address, [], [], []
+        dims = zip(coordinates, desc.sizes, desc.steps, desc.block_shape, strict=True)
+        for value, size, step, box in dims:
+            at = _coordinate(value)
+            start, stop = max(0, -at), min(box, size - at)
+            address += (at + start) * step
+            inside.append(slice(start, stop))
+            sizes.append(stop - start)
+            # The step of a dimension of one element is never taken, and may be huge.
+            steps.append(step if stop - start > 1 else 0)
+        if min(sizes) <= 0:
+            return None
+        region = desc.region
+        first = ((address + 2**63) % 2**64 - 2**63) // region.itemsize
+        strides = [step // region.itemsize for step in steps]
+        last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        for element in (first, last):
+            if not region.low <= element < region.high:
+                self._out_of_bounds(region, what, element)
+        return _Window(tuple(inside), first, sizes, strides)
+
+    def load_box(self, desc: "Descriptor", coordinates: Any, by: Operation | None = None) -> Tile:
+        """The box at `coordinates`; elements outside the shape read the padding."""
+        window, region = self._window(desc, coordinates, "descriptor load"), desc.region
+        raw = desc.padding.expand(desc.block_shape).clone()
+        if window is not None:
+            self._judge(region, by, window.of, ...)
+            raw[window.inside] = window.of(region.flat)
+            self._report.bytes_loaded += math.prod(window.sizes) * region.itemsize
+        return Tile(from_raw(raw, region.dtype), region.dtype)
+
+    def store_box(
+        self, desc: "Descriptor", coordinates: Any, value: Tile, update: Callable | None = None,
+        by: Operation | None = None,
+    ) -> None:  # fmt: skip
+        """Write the box, or `update(old, value)`; elements outside the shape are dropped."""
+        region, dtype = desc.region, desc.dtype
+        if not (value.dtype.name == dtype.name and value.shape == desc.block_shape):
+            expected = f"{dtype}{list(desc.block_shape)}"
+            raise InvalidKernel(f"value must be {expected} as the descriptor, got {value!r}")
+        window = self._window(desc, coordinates, "descriptor store")
+        if window is None:
+            return
+        target, data = window.of(region.flat), value.data[window.inside]
+        num_bytes = data.numel() * region.itemsize
+        if update is not None:
+            data = update(from_raw(target, dtype), data)
+            self._report.bytes_loaded += num_bytes
+        raw = to_raw(data, dtype)
+        self._judge(region, by, window.of, ..., None if update else raw, reduces=bool(update))
+        self._check_defined(region, raw)
+        target.copy_(raw)
+        self._report.bytes_stored += num_bytes
+
+
+def _rows(flat: torch.Tensor, parts: int) -> torch.Tensor:
+    """A row for each element: its consecutive `parts` of `flat`."""
+    return flat if parts == 1 else flat[: len(flat) // parts * parts].view(-1, parts)
+
+
+@dataclass
+class _Window:
+    """Part of a box: its place in the box, its first element in memory, its sizes and strides."""
+
+    inside: tuple[slice, ...]
+    first: int
+    sizes: list[int]
+    strides: list[int]
+
+    def of(self, flat: torch.Tensor, parts: int = 1) -> torch.Tensor:
+        """A view of these elements, each of them `parts` consecutive items of `flat`."""
+        strides = [stride * parts for stride in self.strides]
+        return flat.as_strided([*self.sizes, parts], [*strides, 1], self.first * parts).squeeze(-1)
+
+
+def _coordinate(value: Any) -> int:
+    if isinstance(value, Tile) and (value.shape or value.dtype.int_bitwidth > 32):
+        raise InvalidKernel(f"descriptor coordinates must be int32 scalars, got {value!r}")
+    if not -(2**31) <= int(value) < 2**31:
+        raise DescriptorError(f"descriptor coordinates must fit int32, got {int(value)}")
+    return int(value)
+
+
+REDUCTIONS = {
+    "add": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+}
+# The floats for which TMA has a reduction.
+_REDUCED = {"add": ("fp16", "bf16", "fp32"), "min": ("fp16", "bf16"), "max": ("fp16", "bf16")}
+
+
+class Descriptor:
+    """A tensor descriptor: sizes and block_shape in elements, steps (strides) and address in bytes.
+
+    The address counts from the start of the storage. Raises DescriptorError for what the driver's
+    cuTensorMapEncodeTiled refuses, and for strides of 0, which it does not describe.
+    """
+
+    def __init__(
+        self, base: Tile, sizes: Any, strides: Any, block_shape: Any, padding: str = "zero"
+    ):
+        self.region = base.base
+        self.dtype, item = self.region.dtype, self.region.itemsize
+        self.sizes, self.block_shape = list(sizes), tuple(block_shape)
+        self.steps = [stride * item for stride in strides]
+        self.address = int(base) * item
+        self.padding = torch.zeros((), dtype=self.region.flat.dtype)
+        if padding == "nan":
+            nan = torch.tensor(math.nan).to(held(self.dtype))
+            self.padding = to_raw(nan, self.dtype)
+        ranks = (len(self.sizes), len(self.steps), len(self.block_shape))
+        misaligned = (self.region.flat.data_ptr() + self.address) % 16
+        rules = (
+            (ranks[0] in range(1, 6) and len(set(ranks)) == 1, "one rank of 1 to 5", ranks),
+            (padding == "zero" or self.dtype.is_floating(), "zero padding of integers", padding),
+            (padding in ("zero", "nan"), "padding 'zero' or 'nan'", padding),
+            (misaligned == 0, "a base aligned to 16 bytes", f"{misaligned} bytes off"),
+            (all(0 < n <= 2**32 for n in self.sizes), "sizes in [1, 2**32]", self.sizes),
+            (self.steps[-1] == item, "a last stride of 1", strides),
+            (
+                all(step % 16 == 0 and 0 <= step < 2**40 for step in self.steps[:-1]),
+                "strides in bytes that are multiples of 16 below 2**40",
+                self.steps,
+            ),
+            (
+                all(step or size == 1 for step, size in zip(self.steps, self.sizes, strict=False)),
+                "strides above 0 along dimensions longer than 1",
+                self.steps,
+            ),
+            (self.block_shape[-1] * item >= 16, "boxes at least 16 bytes wide", self.block_shape),
+        )
+        for holds, expectation, received in rules:
+            if not holds:
+                name = self.region.name
+                raise DescriptorError(f"descriptor of {name} needs {expectation}, got {received}")
+
+    @property
+    def shape(self) -> tuple[Tile, ...]:
+        return tuple(scalar(size, tl.int32 if size < 2**31 else tl.int64) for size in self.sizes)
+
+    @property
+    def strides(self) -> tuple[Tile, ...]:
+        return tuple(scalar(step // self.region.itemsize, tl.int64) for step in self.steps)
+
+    def load(self, offsets: Any, latency: int | None = None) -> Tile:
+        self._stage()
+        return self.region.memory.load_box(self, offsets)
+
+    def store(
+        self, offsets: Any, value: Tile, store_reduce: str = "", by: Operation | None = None
+    ) -> None:
+        """Store, or with store_reduce combine with what is there, each element atomically."""
+        update = None
+        if store_reduce:
+            floats = _REDUCED.get(store_reduce, ())
+            reduced = not self.dtype.is_floating() or self.dtype.name in floats
+            if store_reduce not in REDUCTIONS or not reduced:
+                raise InvalidKernel(f"TMA has no reduction {store_reduce!r} of {self.dtype}")
+            update = REDUCTIONS[store_reduce]
+        if by is None:
+            self._stage()
+        self.region.memory.store_box(self, offsets, value, update, by)
+
+    def _rows(self, x_offsets: Tile, what: str) -> list[int]:
+        if current().arch != "sm_100":
+            raise InvalidKernel(f"descriptor {what} needs arch sm_100, got {current().arch}")
+        if len(self.sizes) != 2 or self.block_shape[0] != 1 or len(x_offsets.shape) != 1:
+            raise InvalidKernel(
+                f"descriptor {what} needs boxes [1, N] and offsets of rank 1, got "
+                f"{list(self.block_shape)} and {x_offsets!r}"
+            )
+        return x_offsets.data.tolist()
+
+    def gather(self, x_offsets: Tile, y_offset: Any) -> Tile:
+        memory, rows = self.region.memory, self._rows(x_offsets, "gather")
+        boxes = [memory.load_box(self, (row, y_offset)).data for row in rows]
+        return Tile(torch.cat(boxes), self.dtype)
+
+    def scatter(self, value: Tile, x_offsets: Tile, y_offset: Any) -> None:
+        rows = self._rows(x_offsets, "scatter")
+        if value.shape != (len(rows), self.block_shape[1]):
+            expected = [len(rows), self.block_shape[1]]
+            raise InvalidKernel(f"value of descriptor scatter must be {expected}, got {value!r}")
+        for row, data in zip(rows, value.data.split(1), strict=True):
+            self.region.memory.store_box(self, (row, y_offset), value.like(data))
+
+    def _stage(self) -> None:
+        current().role.stage(math.prod(self.block_shape) * self.region.itemsize)
+
+    def __getattr__(self, name: str) -> Callable:
+        # atomic_add, atomic_min, ... are the reductions under another name.
+        kind = name.removeprefix("atomic_")
+        if kind == name or kind not in REDUCTIONS:
+            raise Unsupported(f"tensor_descriptor.{name}")
+        return lambda offsets, value: self.store(offsets, value, kind)

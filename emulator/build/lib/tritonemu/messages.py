@@ -1,0 +1,90 @@
+"""What a finding says beside its message: source, calls and schedule; as text, JSON and a page."""
+
+import json
+import linecache
+from pathlib import Path
+from typing import Any
+
+from .errors import EmulatorError, Location
+from .timeline import interactive
+
+
+def _places(error: EmulatorError) -> list[tuple[str, Location]]:
+    """The statements that a finding is about, each with what it is to the finding."""
+    found = [("here", error.at)]
+    if hasattr(error, "other"):
+        found.append(("earlier", error.other))
+    found += [(wait.role, wait.at) for wait in getattr(error, "waits", ())]
+    return [(what, at) for what, at in found if at[1]]
+
+
+def _calls(at: Location) -> tuple[tuple[str, int, str], ...]:
+    """(file, line, function) from the outermost call, "" for a task, to the statement itself."""
+    calls = getattr(at, "chain", ()) or ((*at, ""),)
+    return tuple((file, line, name if name != "__task__" else "") for file, line, name in calls)
+
+
+def _line(file: str, line: int) -> str:
+    return linecache.getline(file, line).strip()
+
+
+def explain(error: EmulatorError) -> str:
+    """The source of the statements, with the calls that lead there, and the schedule."""
+    lines = []
+    for what, at in _places(error):
+        for i, (file, line, function) in enumerate(reversed(_calls(at))):
+            start = f"  {what}: " if i == 0 else "    called from "
+            lines.append(f"{start}{file}:{line}{f' in {function}' if function else ''}")
+            lines.append(f"      {_line(file, line)}")
+    if error.schedule:
+        lines.append(f'  again with schedule="{error.schedule}"')
+    return "\n".join(lines)
+
+
+def as_json(error: EmulatorError, replay: str = "") -> dict[str, Any]:
+    """A finding for machines; its fields are in the README, under "Reports"."""
+    places = []
+    for what, at in _places(error):
+        calls = [
+            {"file": file, "line": line, "function": function, "source": _line(file, line)}
+            for file, line, function in _calls(at)
+        ]
+        places.append({"what": what, "calls": calls})
+    named = {name: getattr(error, name, "") for name in ("role", "buffer", "barrier")}
+    return {
+        "kind": type(error).__name__,
+        "message": str(error.args[0]),
+        **named,
+        "places": places,
+        "kernel": error.report.kernel if error.report else "",
+        "schedule": error.schedule,
+        "replay": replay,
+    }
+
+
+def cta_of(error: EmulatorError) -> int:
+    """The CTA whose timeline shows a finding: the one of its role, or else the first traced."""
+    events = error.report.timeline.events
+    last = error.role.rpartition(" ")[2]
+    traced = {event.cta for event in events}
+    return int(last) if last.isdecimal() and int(last) in traced else min(traced)
+
+
+def page(report: Any, error: EmulatorError | None = None) -> str:
+    """A page that steps through the traced launch of a report, up to a finding if there is one."""
+    timeline, name = report.timeline, report.kernel
+    source = Path(timeline.file).read_text(encoding="utf-8")
+    return interactive(
+        {name: timeline},
+        {name: source},
+        title=f"{type(error).__name__} in {name}" if error else name,
+        outcomes={name: f"{error}\n{explain(error)}" if error else "The kernel ends."},
+        cta=cta_of(error) if error else min(event.cta for event in timeline.events),
+    )
+
+
+def write_json(path: str | Path, found: EmulatorError | None, replay: str, search: Any) -> None:
+    """The report of one command: what it found, and what its search covered."""
+    said = as_json(found, replay) if found is not None else None
+    report = {"found": said, "covered": search.as_json()}
+    Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

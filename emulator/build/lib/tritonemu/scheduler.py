@@ -1,0 +1,263 @@
+"""Roles, and the order in which they run.
+
+A `Role` is one instruction stream of a CTA: the kernel itself, or an `async_task` of it. Roles are
+greenlets: exactly one runs, until it reaches an operation that another role can notice. There the
+scheduler chooses who continues. Asynchronous units (TMA, tensor cores) are a queue of events.
+
+`schedule="modelled"`: the role or event with the smallest modelled time goes first. Any other order
+(see `orders`) chooses freely: every interleaving that the barriers permit can occur. Copies then
+complete in any order, whoever asked for them, as the hardware promises no other.
+
+Modelled time is in cycles and serves the timeline only. What a role computes takes the time of its
+own warps, and waits for the `engines` that it shares with other roles. COPY_LATENCY is that of a
+TMA copy on an idle machine, to the nearest hundred cycles.
+"""
+
+import contextvars
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from greenlet import greenlet
+
+from .clocks import Access, Clock
+from .engines import ISSUED_RESULTS, MUFU_RESULTS, SCHEDULERS
+from .errors import Deadlock, EmulatorError, Location, Wait, location
+from .orders import Order
+from .tile import WORK
+from .timeline import Arrow, Event, Timeline
+
+COPY_LATENCY = 600
+ATOMIC_LATENCY = 700
+
+
+class Role:
+    """An instruction stream: its clock, its modelled time, and what it has in flight.
+
+    dots, stores, landings, copies: asynchronous operations that the role waits for by their order
+    (wgmma, what TMA stores read, what they write, cp.async groups), oldest first. mma: the tcgen05
+    operations to be committed. dots_issued: the bits of all its MMAs; they execute in order. task:
+    whether it is a task rather than the kernel around it. tiles: those of the kernel around it, by
+    name, which it must not use. staged: bytes of shared memory of `stage`.
+    """
+
+    def __init__(self, scheduler: "Scheduler", cta: Any, name: str, warps: int, body: Callable):
+        self.scheduler, self.cta, self.name, self.warps = scheduler, cta, name, warps
+        self.index = scheduler.number_role()
+        self.epoch = 1
+        self.clock = Clock({self.index: 1})
+        self.time = 0.0
+        self.replica: int | None = None
+        self.waiting: Callable[[], Wait] | None = None
+        self.dots: list[Operation] = []
+        self.stores: list[Operation] = []
+        self.landings: list[Operation] = []
+        self.copies: list[list[Operation]] = [[]]
+        self.mma: list[Operation] = []
+        self.dots_issued = 0
+        self.task, self.tiles, self.staged = False, {}, 0
+        self.greenlet = greenlet(lambda: self._run(body))
+        self.greenlet.gr_context = contextvars.copy_context()
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} of CTA {self.cta.number}"
+
+    def _run(self, body: Callable) -> None:
+        try:
+            body()
+            self.charge()
+        except EmulatorError as error:
+            error.role = error.role or self.label
+            raise
+
+    def charge(self, cycles: float = 0.0) -> None:
+        """Advance time by the tile arithmetic done since the last call, and by `cycles`."""
+        results, special = WORK
+        if results or special:
+            WORK[:] = 0, 0
+            share, engines = min(self.warps / SCHEDULERS, 1), self.cta.engines
+            end = max(
+                self.time + results / ISSUED_RESULTS / share,
+                self.time + special / MUFU_RESULTS / share,
+                engines["issue"].fit(self.time, results / ISSUED_RESULTS),
+                engines["MUFU"].fit(self.time, special / MUFU_RESULTS),
+            )
+            self.scheduler.trace("compute", "", self, self.time, end)
+            self.time = end
+        self.time += cycles
+
+    def stage(self, num_bytes: int) -> None:
+        """Count what a descriptor's own `load` or `store` of registers goes through.
+
+        The compiler allocates it, for each task anew, and for the kernel around the tasks where a
+        dead buffer may have been: that is not counted.
+        """
+        if self.task and num_bytes > self.staged:
+            self.cta.reserve(num_bytes - self.staged)
+            self.staged = num_bytes
+
+    def release(self) -> Clock:
+        """The clock to hand over; what the role does from now on is not in it."""
+        clock = self.clock.copy()
+        self.epoch += 1
+        self.clock.epochs[self.index] = self.epoch
+        return clock
+
+    def retire(self) -> None:
+        """The role ends, and with it its cp.async, which are its threads' own."""
+        for operation in (operation for group in self.copies for operation in group):
+            self.clock.operations |= operation.bit
+
+    def fence(self) -> None:
+        """What the role knows of shared memory, later copies may rely on."""
+        self.clock.fenced = self.release().epochs
+
+    def access(self, write: bool, mask: int, at: Location | None = None, name: str = "") -> Access:
+        return Access(self.index, self.epoch, 0, write, mask, at or location(), self.label, name)
+
+
+@dataclass(eq=False)
+class Operation:
+    """An asynchronous operation: its bit, and the clock of whoever learns that it completed."""
+
+    role: Role
+    kind: str
+    bit: int
+    clock: Clock
+    at: Location
+    end: float = 0.0
+
+    def access(self, write: bool, mask: int, name: str = "") -> Access:
+        who, role = f"{self.kind} issued by {self.role.label}", self.role
+        return Access(role.index, role.epoch, self.bit, write, mask, self.at, who, name)
+
+
+@dataclass
+class Scheduler:
+    """Runs the roles of the clusters of CTAs that run together to the end.
+
+    order: who runs next. numbers: counters of roles, operations and steps, shared by all clusters
+    of a launch. timeline: to be filled, or None.
+    """
+
+    order: Order
+    numbers: dict[str, int]
+    timeline: Timeline | None = None
+    max_steps: int | None = None
+    ready: list[Role] = field(default_factory=list)
+    blocked: list[Role] = field(default_factory=list)
+    queues: dict[Any, deque] = field(default_factory=dict)
+    role: Role | None = None
+    _known: set[Any] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.order.begin()
+
+    def number_role(self) -> int:
+        self.numbers["roles"] += 1
+        return self.numbers["roles"]
+
+    def trace(
+        self, kind: str, name: str, lane: Any, start: float, end: float, cta: int = -1,
+        line: int | None = None, **fields: Any,
+    ) -> None:  # fmt: skip
+        """Add an event to the timeline. lane: a role, or the name of an engine of `cta`."""
+        if self.timeline is None:
+            return
+        if isinstance(lane, Role):
+            lane, cta = lane.name, lane.cta.number
+        line = location()[1] if line is None else line
+        self.timeline.events.append(Event(cta, lane, kind, name, start, end, line, **fields))
+
+    def trace_release(self, name: str, phase: int, lane: Any, time: float, waiter: Role) -> None:
+        """`lane` completes a phase of the barrier `name`, and `waiter` goes on."""
+        if self.timeline is not None:
+            source, released = getattr(lane, "name", lane), (waiter.name, waiter.time)
+            arrow = Arrow(waiter.cta.number, name, phase, source, time, *released)
+            self.timeline.arrows.append(arrow)
+
+    def issue(self, kind: str, after: int = 0, end: float = 0.0) -> Operation:
+        """A new asynchronous operation of the running role; `after`: earlier ones it follows."""
+        role = self.role
+        bit = 1 << self.numbers["operations"]
+        self.numbers["operations"] += 1
+        clock = role.release()
+        clock.operations |= bit | after
+        return Operation(role, kind, bit, clock, location(), end)
+
+    def at(self, time: float, action: Callable[[], None], queue: Any = None) -> None:
+        """Perform `action` at a modelled time; those of one queue are performed in order."""
+        key = object() if queue is None else queue
+        if key not in self._known:
+            self._known.add(key)
+            self.order.enter(key, queue is None)
+        self.queues.setdefault(key, deque()).append((time, action))
+        self.order.enables(key)
+
+    def start(self, role: Role) -> None:
+        self.ready.append(role)
+        self.order.enter(role)
+        self.order.enables(role)
+
+    def run(self) -> None:
+        """Run until every role has ended; raises Deadlock if none can continue."""
+        while self.ready or self.queues:
+            chosen = self._choose()
+            if isinstance(chosen, Role):
+                self.ready.remove(chosen)
+                self.role = chosen
+                chosen.greenlet.parent = greenlet.getcurrent()
+                chosen.greenlet.switch()
+                self.role = None
+            else:
+                queue = self.queues[chosen]
+                _, action = queue.popleft()
+                if not queue:
+                    del self.queues[chosen]
+                action()
+        if self.blocked:
+            raise Deadlock([role.waiting() for role in self.blocked if role.waiting])
+
+    def _choose(self) -> Any:
+        if not self.order.modelled:
+            return self.order.choose([*self.ready, *self.queues])
+        role = min(self.ready, key=lambda r: r.time, default=None)
+        if self.queues:
+            queue = min(self.queues, key=lambda q: self.queues[q][0][0])
+            if role is None or self.queues[queue][0][0] <= role.time:
+                return queue
+        return role
+
+    def checkpoint(self, cycles: float = 0.0) -> Role:
+        """Before an operation that other roles can notice: whatever is due first runs first."""
+        role = self.role
+        role.charge()
+        self.numbers["steps"] += 1
+        if self.max_steps is not None and self.numbers["steps"] > self.max_steps:
+            raise EmulatorError(f"the kernel must end within max_steps={self.max_steps} steps")
+        if self.ready or self.queues:
+            early = not self.order.modelled or any(r.time < role.time for r in self.ready)
+            if early or any(queue[0][0] <= role.time for queue in self.queues.values()):
+                self.ready.append(role)
+                role.greenlet.parent.switch()
+        role.charge(cycles)
+        return role
+
+    def block(self, waiting: Callable[[], Wait] | None) -> None:
+        """Suspend the running role until somebody wakes it; `waiting` says what for.
+
+        None: it waits for other roles to end, and is not to blame in a deadlock.
+        """
+        role = self.role
+        role.waiting = waiting
+        self.blocked.append(role)
+        role.greenlet.parent.switch()
+
+    def wake(self, role: Role, time: float) -> None:
+        self.blocked.remove(role)
+        role.waiting = None
+        role.time = max(role.time, time)
+        self.ready.append(role)
+        self.order.enables(role)

@@ -1,0 +1,551 @@
+"""Tiles: the values of a kernel, and Triton's arithmetic on them.
+
+A `Tile` is a torch CPU tensor of the real dtype with Triton's dtype beside it. A scalar is a tile
+of rank 0, so that int32 wraps and bf16 rounds as it does in a tile. Compile-time constants are
+plain Python numbers. That is Triton's own difference between `tl.constexpr` and `tl.tensor`, and
+its promotion rules rest on it: a constant is weak (`bf16_tile * 0.1` stays bf16), a variable is not
+(`x = 0.1; bf16_tile * x` is fp32).
+
+Results are never written in place, so tiles may share or broadcast storage. Unsigned integers are
+held in int64 and reduced modulo 2^width after each operation, because torch lacks most arithmetic
+on uint16 and uint32; a uint64 is the int64 of the same bits. fp8 can be loaded, stored, cast and
+multiplied by `tl.dot`, nothing else.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from .errors import InvalidKernel, Unsupported
+from .launch import current
+
+_INTEGERS = {f"int{width}": getattr(torch, f"int{width}") for width in (8, 16, 32, 64)}
+_UNSIGNED = {"uint8": 8, "uint16": 16, "uint32": 32}
+_FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+_FLOATS = {
+    **{"fp16": torch.float16, "bf16": torch.bfloat16},
+    **{"fp32": torch.float32, "fp64": torch.float64},
+}
+_HELD = {
+    "int1": torch.bool,
+    **_INTEGERS,
+    **dict.fromkeys((*_UNSIGNED, "uint64"), torch.int64),
+    **_FP8,
+    **_FLOATS,
+}
+
+# How memory holds a dtype: the same width, and a type that torch can gather and scatter.
+RAW = {
+    **_HELD,
+    **{name: _INTEGERS[name[1:]] for name in _UNSIGNED},
+    **dict.fromkeys(_FP8, torch.int8),
+}
+# Kernels compare with `is`, too.
+_TYPES = {each.name: each for each in vars(tl).values() if isinstance(each, tl.dtype)}
+FROM_TORCH = {
+    torch.bool: tl.int1,
+    **{held: _TYPES[name] for name, held in {**_INTEGERS, **_FP8, **_FLOATS}.items()},
+    **{getattr(torch, name): _TYPES[name] for name in (*_UNSIGNED, "uint64")},
+}
+
+
+def held(dtype: tl.dtype) -> torch.dtype:
+    """The torch dtype in which a tile holds `dtype`."""
+    if dtype.name not in _HELD:
+        raise Unsupported(f"dtype {dtype}")
+    return _HELD[dtype.name]
+
+
+def bytes_of(dtype: tl.dtype) -> int:
+    return max(1, dtype.primitive_bitwidth // 8)
+
+
+def _wrap(data: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
+    width = _UNSIGNED.get(dtype.name)
+    return data if width is None else data & ((1 << width) - 1)
+
+
+def from_raw(raw: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
+    """Memory's representation to a tile's."""
+    if dtype.name in _UNSIGNED:
+        return _wrap(raw.to(torch.int64), dtype)
+    return raw.view(_FP8[dtype.name]) if dtype.name in _FP8 else raw
+
+
+def to_raw(data: torch.Tensor, dtype: tl.dtype) -> torch.Tensor:
+    """A tile's representation to memory's."""
+    return data.view(torch.int8) if dtype.name in _FP8 else data.to(RAW[dtype.name])
+
+
+def literal_type(value: bool | int | float) -> tl.dtype:
+    """The dtype that a Python number gets when it becomes a value."""
+    if isinstance(value, bool):
+        return tl.int1
+    if isinstance(value, int):
+        for dtype in (tl.int32, tl.uint32, tl.int64, tl.uint64):
+            if dtype.get_int_min_value() <= value <= dtype.get_int_max_value():
+                return dtype
+        raise Unsupported(f"integer {value}, which does not fit 64 bits")
+    if isinstance(value, Unbound):
+        value.refuse()
+    if isinstance(value, float):
+        size = abs(value)
+        normal = 2.0**-126 <= size <= (2 - 2.0**-23) * 2.0**127
+        return tl.float32 if normal or not math.isfinite(value) or size == 0 else tl.float64
+    raise InvalidKernel(f"value must be a number or a tile, got {type(value).__name__}")
+
+
+_DIVIDED_IN_FP32 = {"fp16", "bf16"}
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+    _DIVIDED_IN_FP32 |= {"fp8e4nv", "fp8e5", "fp8e4b8", "fp8e4b15", "fp8e5b16"}
+
+
+def computation_type(
+    a: tl.dtype, a_weak: bool, b: tl.dtype, b_weak: bool, division: bool = False
+) -> tl.dtype:
+    """The dtype in which `a op b` is computed; weak operands are Python numbers.
+
+    A weak operand of no higher kind (bool < int < float) does not promote. fp64 wins over fp32 over
+    fp16 over integers; bf16 stays only with bf16, and is fp16 beside fp16. Division of 16-bit
+    floats is done in fp32, since Triton 3.9 that of all floats but fp64. Integers follow C's usual
+    arithmetic conversions.
+    """
+    in_fp32 = division and any(x.name in _DIVIDED_IN_FP32 for x in (a, b))
+    if a_weak != b_weak:
+        weak, strong = (a, b) if a_weak else (b, a)
+        if weak.kind().value <= strong.kind().value:
+            return tl.float32 if division and strong.name in _DIVIDED_IN_FP32 else strong
+    names = {a.name, b.name}
+    if in_fp32 and "fp64" not in names:
+        return tl.float32
+    for dtype in (tl.float64, tl.float32, tl.float16):
+        if dtype.name in names:
+            return tl.float32 if division and dtype is tl.float16 else dtype
+    if "bf16" in names:
+        return tl.float32 if division or len(names) > 1 else tl.bfloat16
+    if a.is_fp8() and b.is_fp8():
+        return a if a.name == b.name else tl.float16
+    if not (a.is_int() and b.is_int()):
+        raise InvalidKernel(f"operands must have compatible types, got {a} and {b}")
+    if division and a.int_signedness != b.int_signedness:
+        raise InvalidKernel(f"operands of a division must have one signedness, got {a} and {b}")
+    return promote_integers(a, b)
+
+
+def promote_integers(a: tl.dtype, b: tl.dtype) -> tl.dtype:
+    """The wider type; at equal width the unsigned one."""
+    if a.int_bitwidth == b.int_bitwidth:
+        return a if a.is_int_unsigned() else b
+    return a if a.int_bitwidth > b.int_bitwidth else b
+
+
+# Since a role was last charged for them: elements computed, and MUFU results among them.
+WORK = [0, 0]
+
+
+class Tile:
+    """A value: `data` (torch, rank 0 for scalars), `dtype` (Triton's), and for pointers `base`.
+
+    The data of pointers are int64 offsets, in elements, from the start of the storage that the
+    `memory.Region` in `base` describes.
+    """
+
+    __slots__ = ("base", "data", "dtype")
+
+    def __init__(self, data: torch.Tensor, dtype: tl.dtype, base: Any = None):
+        self.data, self.dtype, self.base = data, dtype, base
+        if data.ndim:
+            WORK[0] += data.numel()
+
+    def like(self, data: torch.Tensor) -> "Tile":
+        """The same kind of value with other data."""
+        return Tile(data, self.dtype, self.base)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def numel(self) -> int:
+        return self.data.numel()
+
+    @property
+    def type(self) -> tl.dtype:
+        return tl.block_type(self.dtype, list(self.shape)) if self.shape else self.dtype
+
+    @property
+    def T(self) -> "Tile":
+        return self.like(self.data.permute(1, 0))
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    def __bool__(self) -> bool:
+        if self.numel != 1:
+            raise InvalidKernel(f"condition must be a scalar, got {self!r}")
+        return bool(self.data.item())
+
+    def __int__(self) -> int:
+        # For the emulator's own use: a kernel's `int` is another function.
+        return int(self.data.item())
+
+    def __getitem__(self, index: Any) -> "Tile":
+        data = self.data
+        for dim, item in enumerate(index if isinstance(index, tuple) else (index,)):
+            if item is None:
+                # `scalar[:, None]` is a tile of one element.
+                data = data.unsqueeze(dim if self.shape else min(dim, data.ndim))
+            elif not (isinstance(item, slice) and item == slice(None)):
+                raise InvalidKernel(f"index of a tile must be None or ':', got {item!r}")
+        return self.like(data)
+
+    def to(
+        self,
+        dtype: tl.dtype,
+        fp_downcast_rounding: Any = None,
+        bitcast: bool = False,
+        _semantic: Any = None,
+    ) -> "Tile":
+        if fp_downcast_rounding not in (None, "rtne", "rtz"):
+            raise InvalidKernel(
+                f"fp_downcast_rounding is 'rtne' or 'rtz', not {fp_downcast_rounding}"
+            )
+        if fp_downcast_rounding == "rtz":
+            return _towards_zero(self, dtype)
+        return reinterpret(self, dtype) if bitcast else cast(self, dtype)
+
+
+class Unbound:
+    """In the place of a variable that has no value, not yet or not any more: it cannot be used."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def refuse(self, *args: Any) -> None:
+        raise InvalidKernel(
+            f"{self.name} is not defined here; a variable that a loop or one branch on runtime "
+            f"values assigns first ends with it"
+        )
+
+    __getattr__ = __bool__ = __call__ = __iter__ = __getitem__ = __repr__ = refuse
+
+
+def special(tile: Tile) -> Tile:
+    """The tile, its elements counted as results of the MUFU, one for each."""
+    WORK[1] += tile.numel if tile.shape else 0
+    return tile
+
+
+def scalar(value: bool | int | float, dtype: tl.dtype) -> Tile:
+    """A tile of rank 0; integers must fit."""
+    if dtype.is_int() and not isinstance(value, bool):
+        low, high = dtype.get_int_min_value(), dtype.get_int_max_value()
+        if not (isinstance(value, int) and low <= value <= high):
+            raise InvalidKernel(f"constant must fit {dtype}, got {value}")
+        value -= 2**64 if value >= 2**63 else 0
+    return Tile(torch.tensor(value, dtype=held(dtype)), dtype)
+
+
+def to_tile(value: Any) -> Tile:
+    """A tile as it is; a Python number as a scalar of its literal type."""
+    return value if isinstance(value, Tile) else scalar(value, literal_type(value))
+
+
+def cast(value: Any, dtype: tl.dtype) -> Tile:
+    """Numeric conversion: floats round to nearest even; to integers they truncate and saturate."""
+    tile = to_tile(value)
+    source, data = tile.dtype, tile.data
+    if source.is_ptr() and dtype.is_ptr():
+        region, offsets = tile.base.reinterpret(dtype.element_ty, data)
+        return Tile(offsets, dtype, region)
+    if dtype.is_ptr() and source.name == "int64":
+        return current().memory.at_address(int(tile), dtype)
+    if source.is_ptr() or dtype.is_ptr():
+        raise Unsupported(f"cast of {source} to {dtype}")
+    if source.name == dtype.name:
+        return tile
+    if dtype.name == "int1":
+        data = data != 0
+    elif source.is_floating() and dtype.name == "uint64":
+        wide = data.to(torch.float64).nan_to_num(0.0).clamp(0, 2.0**64)
+        high = wide >= 2.0**63
+        low = torch.where(high, wide - 2.0**63, wide).clamp(max=2.0**63 - 1024).to(torch.int64)
+        data = torch.where(wide >= 2.0**64, -1, torch.where(high, _flip(low), low))
+    elif source.name == "uint64" and dtype.is_floating():
+        upper, lower = data >> 32 & 0xFFFFFFFF, data & 0xFFFFFFFF
+        data = (upper.to(torch.float64) * 2.0**32 + lower.to(torch.float64)).to(held(dtype))
+    elif source.is_floating() and dtype.is_int():
+        # cvt.rzi saturates and turns NaN into 0; torch's conversion is undefined out of range.
+        low, high = dtype.get_int_min_value(), dtype.get_int_max_value()
+        wide = data.to(torch.float64).nan_to_num(0.0, math.inf, -math.inf)
+        inside = wide.clamp(low, min(high, 2**63 - 1024)).to(torch.int64)
+        data = torch.where(wide >= high, high, inside).to(held(dtype))
+    elif dtype.is_fp8():
+        # cvt.rn.satfinite: whatever exceeds the largest finite number becomes it; NaN stays NaN.
+        limit = torch.finfo(held(dtype)).max
+        data = data.to(torch.float32).clamp(-limit, limit).to(held(dtype))
+    elif dtype.name == "bf16" and current().undefined:
+        data = _round_with_marks(data)
+    else:
+        data = _wrap(data.to(held(dtype)), dtype)
+    return Tile(data, dtype)
+
+
+def _flip(data: torch.Tensor) -> torch.Tensor:
+    """uint64 and int64 of one order: the one's pattern for the other's."""
+    return data ^ -(2**63)
+
+
+def unsigned(extremum: Callable) -> Callable:
+    """Of patterns of uint64 instead of int64."""
+    return lambda x, y: _flip(extremum(_flip(x), _flip(y)))
+
+
+def upper_half(a: Any, b: Any) -> Tile:
+    """The upper half of the bits of a product of integers of 32 or 64 bits."""
+    x, y, dtype = operands(a, b)
+    if not dtype.is_int() or dtype.int_bitwidth not in (32, 64):
+        raise InvalidKernel(f"umulhi takes integers of 32 or 64 bits, got {dtype}")
+    if dtype.int_bitwidth == 32:
+        return Tile(_wrap((x.to(torch.int64) * y.to(torch.int64)) >> 32, dtype).to(x.dtype), dtype)
+
+    def upper(z: torch.Tensor) -> torch.Tensor:
+        return z >> 32 & 0xFFFFFFFF if dtype.name == "uint64" else z >> 32
+
+    x0, y0 = x & 0xFFFFFFFF, y & 0xFFFFFFFF
+    first = upper(x) * y0 + (x0 * y0 >> 32 & 0xFFFFFFFF)
+    second = x0 * upper(y) + (first & 0xFFFFFFFF)
+    return Tile(upper(x) * upper(y) + upper(first) + upper(second), dtype)
+
+
+def _towards_zero(tile: Tile, dtype: tl.dtype) -> Tile:
+    """fp32 or fp64 to a shorter float, what does not fit cut off."""
+    near = cast(tile, dtype)
+    if dtype.name not in ("fp16", "bf16", "fp32") or not tile.dtype.is_floating():
+        raise Unsupported(f'fp_downcast_rounding="rtz" from {tile.dtype} to {dtype}')
+    bits = near.data.contiguous().view(torch.int32 if dtype.name == "fp32" else torch.int16)
+    too_large = near.data.to(tile.data.dtype).abs() > tile.data.abs()
+    return near.like((bits - too_large.to(bits.dtype)).view(near.data.dtype))
+
+
+def _round_with_marks(data: torch.Tensor) -> torch.Tensor:
+    """To bf16, with what the fraction of a NaN says (see `undefined`), which torch drops."""
+    high = data.to(torch.float32).contiguous().view(torch.int32) >> 16
+    kept = high.to(torch.int16).view(torch.bfloat16)
+    return torch.where(data.isnan(), kept, data.to(torch.bfloat16))
+
+
+def reinterpret(tile: Tile, dtype: tl.dtype) -> Tile:
+    """The same bits as another type of the same width."""
+    if tile.dtype.is_ptr() or dtype.is_ptr() or tile.dtype.name == dtype.name:
+        return cast(tile, dtype)
+    if tile.dtype.primitive_bitwidth != dtype.primitive_bitwidth:
+        raise InvalidKernel(f"bitcast must keep the width, got {tile.dtype} to {dtype}")
+    return Tile(from_raw(to_raw(tile.data, tile.dtype).view(RAW[dtype.name]), dtype), dtype)
+
+
+def operands(a: Any, b: Any, division: bool = False) -> tuple[torch.Tensor, torch.Tensor, tl.dtype]:
+    """The data of both operands in their computation type, and that type."""
+    a_weak, b_weak = not isinstance(a, Tile), not isinstance(b, Tile)
+    a_type = literal_type(a) if a_weak else a.dtype
+    b_type = literal_type(b) if b_weak else b.dtype
+    if a_type.is_ptr() or b_type.is_ptr():
+        raise Unsupported(f"this operation on {a_type} and {b_type}")
+    dtype = computation_type(a_type, a_weak, b_type, b_weak, division)
+    if dtype.is_fp8():
+        raise Unsupported(f"arithmetic in {dtype}; cast to a wider type first")
+    x = scalar(a, dtype) if a_weak else cast(a, dtype)
+    y = scalar(b, dtype) if b_weak else cast(b, dtype)
+    return x.data, y.data, dtype
+
+
+def _arithmetic(op: Callable, a: Any, b: Any) -> Tile:
+    x, y, dtype = operands(a, b)
+    if dtype.name == "int1":
+        return Tile((op(x.to(torch.int64), y.to(torch.int64)) & 1).bool(), dtype)
+    return Tile(_wrap(op(x, y), dtype), dtype)
+
+
+def is_pointer(value: Any) -> bool:
+    return isinstance(value, Tile) and value.dtype.is_ptr()
+
+
+def _advance(op: Callable, pointer: Tile, offset: Any) -> Tile:
+    offset = to_tile(offset)
+    if not offset.dtype.is_int():
+        raise InvalidKernel(f"pointer offset must be an integer, got {offset!r}")
+    return pointer.like(op(pointer.data, offset.data.to(torch.int64)))
+
+
+def add(a: Any, b: Any) -> Tile:
+    if is_pointer(a) or is_pointer(b):
+        return _advance(torch.add, *((a, b) if is_pointer(a) else (b, a)))
+    return _arithmetic(torch.add, a, b)
+
+
+def sub(a: Any, b: Any) -> Tile:
+    return (_advance if is_pointer(a) else _arithmetic)(torch.sub, a, b)
+
+
+def mul(a: Any, b: Any) -> Tile:
+    return _arithmetic(torch.mul, a, b)
+
+
+def truediv(a: Any, b: Any) -> Tile:
+    """Division; that of integers and 16-bit floats is done, and stays, in fp32."""
+    x, y, dtype = operands(a, b, division=True)
+    if dtype.is_int():
+        x, y, dtype = x.to(torch.float32), y.to(torch.float32), tl.float32
+    return special(Tile(x / y, dtype))
+
+
+def _divide(op: Callable, x: torch.Tensor, y: torch.Tensor, dtype: tl.dtype) -> Tile:
+    # Division by zero does not trap on the device; its result is garbage, in practice all ones.
+    zero = y == 0
+    garbage = _wrap(torch.full_like(x, -1), dtype)
+    if dtype.name == "uint64":
+        pair = torch.broadcast_tensors(x, torch.where(zero, 1, y))
+        p, q = (operand.contiguous().numpy().view(np.uint64) for operand in pair)
+        result = np.asarray(p % q if op is torch.fmod else p // q)
+        return Tile(torch.where(zero, garbage, torch.from_numpy(result.view(np.int64))), dtype)
+    return Tile(torch.where(zero, garbage, op(x, torch.where(zero, 1, y))), dtype)
+
+
+def floordiv(a: Any, b: Any) -> Tile:
+    """Integer division as in C: it truncates towards zero."""
+    x, y, dtype = operands(a, b, division=True)
+    if not dtype.is_int():
+        raise InvalidKernel(f"operands of // must be integers, got {dtype}")
+    return _divide(lambda p, q: torch.div(p, q, rounding_mode="trunc"), x, y, dtype)
+
+
+def mod(a: Any, b: Any) -> Tile:
+    """Remainder as in C: it has the sign of the dividend."""
+    x, y, dtype = operands(a, b, division=True)
+    if dtype.is_floating():
+        return Tile(torch.fmod(x, y), dtype)
+    return _divide(torch.fmod, x, y, dtype)
+
+
+def _compare(op: Callable, a: Any, b: Any) -> Tile:
+    # Unlike arithmetic, a comparison makes constants values: `bf16_tile < 0.1` compares in fp32.
+    x, y, dtype = operands(to_tile(a), to_tile(b))
+    if dtype.name == "uint64":
+        x, y = _flip(x), _flip(y)
+    return Tile(op(x, y), tl.int1)
+
+
+def _bitwise(op: Callable, a: Any, b: Any) -> Tile:
+    x, y, dtype = operands(a, b)
+    if not dtype.is_int():
+        raise InvalidKernel(f"operands of a bitwise operation must be integers, got {dtype}")
+    if dtype.name == "uint64" and op is _shift_right:
+        op = _shift_right_logically
+    return Tile(_wrap(op(x, y), dtype), dtype)
+
+
+def _shift_left(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    # By the width or more nothing is left, as the device's shl has it.
+    width = 8 * x.itemsize
+    return torch.where(y < width, x << y.clamp(0, width - 1), 0)
+
+
+def _shift_right(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x >> y.clamp(0, 8 * x.itemsize - 1)
+
+
+def _shift_right_logically(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    kept = (1 << (64 - y).clamp(1, 63)) - 1
+    shifted = torch.where(y <= 0, x, x >> y.clamp(0, 63) & kept)
+    return torch.where(_flip(y) >= _flip(torch.tensor(64)), 0, shifted)
+
+
+def invert(a: Tile) -> Tile:
+    if not a.dtype.is_int():
+        raise InvalidKernel(f"operand of ~ must be an integer, got {a!r}")
+    return Tile(_wrap(~a.data, a.dtype), a.dtype)
+
+
+def logical(op: Callable, *values: Tile) -> Tile:
+    """`and`, `or`, `not` of runtime values: element-wise, and only for int1."""
+    for value in values:
+        if value.dtype.name != "int1":
+            raise InvalidKernel(f"operands of and, or, not must be int1, got {value!r}")
+    return Tile(op(*(value.data for value in values)), tl.int1)
+
+
+def _extremum(drop_nan: Callable, keep_nan: Callable) -> Callable:
+    def choose(x: Any, y: Any, propagate_nan: Any = tl.PropagateNan.NONE) -> Tile:
+        """The extremum, of bf16 in fp32; a NaN loses unless propagate_nan is ALL."""
+        x, y = (cast(t, tl.float32) if t.dtype.name == "bf16" else t for t in map(to_tile, (x, y)))
+        p, q, dtype = operands(x, y)
+        if dtype.name == "uint64":
+            return Tile(unsigned(keep_nan)(p, q), dtype)
+        keep = not dtype.is_floating() or propagate_nan == tl.PropagateNan.ALL
+        return Tile((keep_nan if keep else drop_nan)(p, q), dtype)
+
+    return choose
+
+
+minimum = _extremum(torch.fmin, torch.minimum)
+maximum = _extremum(torch.fmax, torch.maximum)
+
+
+def where(condition: Any, x: Any, y: Any) -> Tile:
+    """Element-wise choice; x and y follow the promotion rules."""
+    mask = cast(condition, tl.int1).data
+    if is_pointer(x) and is_pointer(y):
+        if x.base is not y.base and bool(mask.any()) and not bool(mask.all()):
+            raise Unsupported("tl.where between pointers into different tensors")
+        return (x if bool(mask.any()) else y).like(torch.where(mask, x.data, y.data))
+    p, q, dtype = operands(x, y)
+    return Tile(torch.where(mask, p, q), dtype)
+
+
+def check_shape(shape: Any) -> tuple[int, ...]:
+    """A tile's shape: constants, each a power of two."""
+    for size in shape:
+        if not isinstance(size, int) or size < 1 or size & (size - 1):
+            raise InvalidKernel(f"tile sizes must be constant powers of two, got {tuple(shape)}")
+    return tuple(shape)
+
+
+def reshape(tile: Tile, shape: tuple[int, ...]) -> Tile:
+    if math.prod(check_shape(shape)) != tile.numel:
+        raise InvalidKernel(f"reshape must keep the number of elements, got {tile!r} to {shape}")
+    return tile.like(tile.data.reshape(shape))
+
+
+_BINARY = {
+    "add": add,
+    "sub": sub,
+    "mul": mul,
+    "truediv": truediv,
+    "floordiv": floordiv,
+    "mod": mod,
+    "and": lambda a, b: _bitwise(torch.bitwise_and, a, b),
+    "or": lambda a, b: _bitwise(torch.bitwise_or, a, b),
+    "xor": lambda a, b: _bitwise(torch.bitwise_xor, a, b),
+    "lshift": lambda a, b: _bitwise(_shift_left, a, b),
+    "rshift": lambda a, b: _bitwise(_shift_right, a, b),
+}
+for _name, _function in _BINARY.items():
+    setattr(Unbound, f"__{_name}__", Unbound.refuse)
+    setattr(Unbound, f"__r{_name}__", Unbound.refuse)
+    setattr(Tile, f"__{_name}__", lambda self, other, f=_function: f(self, other))
+    setattr(Tile, f"__r{_name}__", lambda self, other, f=_function: f(other, self))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _op = getattr(operator, _name)
+    setattr(Tile, f"__{_name}__", lambda self, other, op=_op: _compare(op, self, other))
+    setattr(Unbound, f"__{_name}__", Unbound.refuse)
+Tile.__neg__ = lambda self: sub(0, self)
+Tile.__pos__ = lambda self: self
+Tile.__invert__ = invert

@@ -1,0 +1,256 @@
+"""The timeline of an emulated launch: a trace, a figure of it, and a page to step through.
+
+Times are modelled cycles, not measured ones. Needs the standard library only.
+"""
+
+import html
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from .drawing import Arrow, Event, box_at, draw, placed
+
+ENGINES = ("TMA", "tensor core")
+"""Lanes that are no role, drawn below the roles in this order."""
+
+
+@dataclass
+class Timeline:
+    """The trace of one launch. `file` holds the kernel.
+
+    busy: of each CTA, the cycles that each of its engines worked; more than the lanes show.
+    """
+
+    file: str
+    events: list[Event] = field(default_factory=list)
+    arrows: list[Arrow] = field(default_factory=list)
+    busy: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def lanes(self, cta: int = 0) -> list[str]:
+        """Roles in order of appearance, then the engines that did something."""
+        found = dict.fromkeys(event.lane for event in self.events if event.cta == cta)
+        roles = [lane for lane in found if lane not in ENGINES]
+        return roles + [lane for lane in ENGINES if lane in found]
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The trace for chrome://tracing or Perfetto, one cycle shown as one microsecond.
+
+        A CTA is a process, a lane a thread; what overlaps in a lane goes to further threads, since
+        the boxes of one thread must nest.
+        """
+        out: list[dict[str, Any]] = []
+        for cta in sorted({event.cta for event in self.events}):
+            out.append(_metadata("process_name", cta, 0, name=f"CTA {cta}"))
+            threads: dict[tuple[str, int], int] = {}
+            slices = []
+            for lane in self.lanes(cta):
+                boxes = placed([e] for e in self.events if (e.cta, e.lane) == (cta, lane))
+                for row in range(1 + max(box.row for box in boxes)):
+                    tid = threads[lane, row] = len(threads) + 1
+                    name = lane if row == 0 else f"{lane} ({row + 1})"
+                    out.append(_metadata("thread_name", cta, tid, name=name))
+                    out.append(_metadata("thread_sort_index", cta, tid, sort_index=tid))
+                slices += boxes
+            for box in slices:
+                (event,) = box.events
+                told = ("line", "target", "phase", "pending", "bytes")
+                args = {name: getattr(event, name) for name in told}
+                ids = {"pid": cta, "tid": threads[event.lane, box.row]}
+                span = {"ts": event.start, "dur": event.end - event.start, "args": args}
+                out.append({"ph": "X", "name": event.name, "cat": event.kind, **ids, **span})
+            for arrow in (arrow for arrow in self.arrows if arrow.cta == cta):
+                shared = {"name": arrow.barrier, "cat": "barrier", "pid": cta, "id": len(out)}
+                shared["args"] = {"phase": arrow.phase}
+                ends = ("s", arrow.source, arrow.left), ("f", arrow.target, arrow.right)
+                for ph, lane, time in ends:
+                    box = box_at(slices, lane, time)
+                    if box is not None:  # a flow binds to the slice around it, its end excluded
+                        time = min(time, max(box.start, box.end - 1e-3))
+                    tid = threads.get((lane, box.row if box else 0), 0)
+                    bind = {"bp": "e"} if ph == "f" else {}
+                    out.append({"ph": ph, **shared, "tid": tid, "ts": time, **bind})
+        about = {"clock": "modelled cycles", "file": Path(self.file).name}
+        return {"traceEvents": out, "otherData": about}
+
+    def save_chrome_trace(self, path: str | Path) -> Path:
+        path = Path(path)
+        path.write_text(json.dumps(self.chrome_trace()) + "\n", encoding="utf-8")
+        return path
+
+    def svg(
+        self,
+        cta: int = 0,
+        *,
+        start: float | None = None,
+        end: float | None = None,
+        width: float = 720,
+    ) -> str:
+        """One CTA as a figure: a row per role, then TMA and tensor core, and barrier arrows.
+
+        start, end: cycles to show, everything by default. width: in pixels, of the whole figure.
+        The same text for the same timeline; readable on white and on black. ValueError if the CTA
+        did nothing between start and end.
+        """
+        events = [event for event in self.events if event.cta == cta]
+        left = min((e.start for e in events), default=0.0) if start is None else start
+        right = max((e.end for e in events), default=0.0) if end is None else end
+        arrows = [a for a in self.arrows if a.cta == cta and left <= a.left <= a.right <= right]
+        shown = [e for e in events if e.end >= left and e.start <= right]
+        if not shown or right <= left:
+            raise ValueError(f"CTA {cta} must do something in [{left}, {right}], got no event")
+        span = {"cta": cta, "left": left, "right": right}
+        return draw(shown, arrows, self.lanes(cta), **span, width=width)
+
+
+def _metadata(kind: str, pid: int, tid: int, /, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def barrier_states(events: list[Event]) -> dict[str, list[tuple[float, int, int, int]]]:
+    """Barrier -> its changes by time: (time, current phase, arrivals and bytes that it lacks)."""
+    used = [event for event in events if event.kind in ("wait", "arrive") and event.target]
+    arrivals = [event for event in used if event.kind == "arrive"]
+    count = dict.fromkeys(_by_name(event.target for event in used), 1)
+    for event in arrivals:
+        if event.lane != "TMA":  # which brings bytes, and is no arrival
+            count[event.target] = max(count[event.target], event.pending + 1)
+    states = {name: [(-math.inf, 0, count[name], 0)] for name in count}
+    for event in sorted(arrivals, key=lambda e: e.end):
+        after = (event.phase, event.pending, event.bytes)
+        if event.pending == event.bytes == 0:
+            after = (event.phase + 1, count[event.target], 0)
+        states[event.target].append((event.end, *after))
+    return states
+
+
+def buffer_states(
+    events: list[Event], barriers: dict[str, list[tuple[float, int, int, int]]]
+) -> dict[str, list[tuple[float, str, str]]]:
+    """Buffer -> its changes by time: (time, state, lanes that cause it).
+
+    `barriers`: from `barrier_states`. A phase of barrier `k_empty[1]` that completes releases
+    buffer `k[1]`; a buffer without such a barrier stays full.
+    """
+    uses: dict[str, list[Event]] = {}
+    for event in events:
+        if event.kind in ("copy", "write", "read", "store", "mma"):
+            for name in event.target.split(" @ "):  # the operands of an MMA
+                if name and name != "registers":
+                    uses.setdefault(name, []).append(event)
+    states = {}
+    for name in _by_name(uses):
+        history = barriers.get(re.sub(r"(\[|$)", r"_empty\1", name, count=1), [])
+        released = [b[0] for a, b in pairwise(history) if b[1] > a[1]]
+        times = {t for e in uses[name] for t in (e.start, e.end)} | set(released)
+        states[name] = [(-math.inf, "empty", "")]
+        for now in sorted(times):
+            state = _buffer_state(uses[name], released, bool(history), now)
+            if state != states[name][-1][1:]:
+                states[name].append((now, *state))
+    return states
+
+
+def _by_name(names: Iterable[str]) -> list[str]:
+    """Each name once, k[0], k[1], ... together, in order of the first of them."""
+    groups: dict[str, dict[str, None]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"\d+", "", name), {})[name] = None
+    number = {
+        n: [int(d) for d in re.findall(r"\d+", n)] for group in groups.values() for n in group
+    }
+    return [name for group in groups.values() for name in sorted(group, key=number.get)]
+
+
+def _buffer_state(
+    users: list[Event], released: list[float], guarded: bool, now: float
+) -> tuple[str, str]:
+    """State of one buffer at a time, and the lanes that cause it."""
+    fills = [e for e in users if e.kind in ("copy", "write") and e.start <= now]
+    reads = [e for e in users if e.kind not in ("copy", "write") and e.start <= now]
+    active = [e for e in fills + reads if now < e.end or e.start == now == e.end]
+    lanes = " and ".join(dict.fromkeys(event.lane for event in active))
+    if not fills:
+        return ("being read", lanes) if active else ("empty", "")
+    fill = max(fills, key=lambda e: e.start)
+    clash = [e.lane for e in reads if e.start < fill.end and fill.start < e.end]
+    if clash:
+        return "overwritten while read", f"{fill.lane} over {clash[-1]}"
+    before = [e.end for e in fills if e.end <= fill.start and e is not fill]
+    if guarded and before and not any(max(before) <= t <= fill.start for t in released):
+        return "overwritten before its release", fill.lane
+    if fill in active:
+        return "filling", lanes
+    if active:
+        return "being read", lanes
+    return ("released", "") if any(fill.end <= t <= now for t in released) else ("full", "")
+
+
+def _excerpt(source: str, events: list[Event]) -> tuple[int, list[str]]:
+    """The part of a file from the function that holds the first line used to the last line used."""
+    lines = source.splitlines()
+    used = [event.line for event in events if 0 < event.line <= len(lines)]
+    first, last = min(used, default=1), max(used, default=len(lines))
+    while first > 1 and not re.match(r"(async )?def ", lines[first - 1]):
+        first -= 1
+    while first > 1 and lines[first - 2].strip():  # its decorators
+        first -= 1
+    while last < len(lines) and re.match(r"\s|$", lines[last]):
+        last += 1
+    return first, "\n".join(lines[first - 1 : last]).rstrip().splitlines()
+
+
+def _variant(timeline: Timeline, source: str, outcome: str, cta: int) -> dict[str, Any]:
+    """What the page embeds of one variant."""
+    events = [event for event in timeline.events if event.cta == cta]
+    barriers = barrier_states(events)
+    start, end = min(e.start for e in events), max(e.end for e in events)
+    long = sorted(e.end - e.start for e in events if e.end > e.start) or [1.0]
+    width = 40 * (end - start) / long[len(long) // 2]
+    first, lines = _excerpt(source, events)
+    return {
+        "lanes": timeline.lanes(cta),
+        "events": [asdict(event) for event in events],
+        "times": sorted({t for event in events for t in (event.start, event.end)}),
+        "barriers": _finite(barriers),
+        "buffers": _finite(buffer_states(events, barriers)),
+        "svg": timeline.svg(cta, width=round(min(max(width, 1160), 5000))),
+        "first": first,
+        "lines": lines,
+        "outcome": outcome,
+    }
+
+
+def _finite(states: dict[str, list[tuple]]) -> dict[str, list[list]]:
+    """States for JSON, which has no infinity: null is before everything."""
+    return {name: [[None, *list_[0][1:]], *map(list, list_[1:])] for name, list_ in states.items()}
+
+
+def interactive(
+    timelines: dict[str, Timeline],
+    sources: dict[str, str],
+    *,
+    title: str,
+    outcomes: dict[str, str],
+    cta: int = 0,
+) -> str:
+    """A self-contained HTML page that steps through one CTA of each variant.
+
+    timelines: variant -> its trace, in the order of the buttons. sources: variant -> the text of
+    the whole file `Timeline.file`. outcomes: variant -> what is shown after its last step.
+    ValueError if the three do not name the same variants.
+    """
+    if not timelines or not timelines.keys() == sources.keys() == outcomes.keys():
+        got = [list(names) for names in (timelines, sources, outcomes)]
+        raise ValueError(f"timelines, sources and outcomes must name the same variants, got {got}")
+    data = {
+        name: _variant(timeline, sources[name], outcomes[name], cta)
+        for name, timeline in timelines.items()
+    }
+    parts = {"TITLE": html.escape(title), "DATA": json.dumps(data).replace("<", "\\u003c")}
+    template = Path(__file__).with_name("pipeline.html").read_text(encoding="utf-8")
+    return re.sub("__(TITLE|DATA)__", lambda found: parts[found[1]], template)

@@ -1,0 +1,198 @@
+"""Cluster launch control, descriptors made on the device, stoch_round, and small questions."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from .. import language
+from ..barriers import MBarrier
+from ..buffers import Buffer
+from ..errors import InvalidKernel, OutOfBounds, Unsupported
+from ..launch import current
+from ..memory import Descriptor
+from ..rewrite import constant, static_int
+from ..tile import Tile, cast, held, scalar, to_tile
+from .copies import copy, land
+from .sync import (
+    Barriers,
+    alloc_barriers,
+    barrier_arrive,
+    barrier_expect_bytes,
+    barrier_wait,
+    in_cta,
+    remote,
+)
+from .table import blackwell_only, op, point
+from .views import local_alloc, local_load
+
+
+@dataclass
+class LaunchControl:
+    """`tlx.clc_create_context`: barriers and responses of the requests for another CTA's work."""
+
+    empty: Barriers
+    full: Barriers
+    responses: Buffer
+
+
+@op
+def clc_create_context(num_consumers: int, num_stages: int = 1) -> LaunchControl:
+    blackwell_only("clc_create_context")
+    context = LaunchControl(
+        alloc_barriers(num_stages, num_consumers),
+        alloc_barriers(num_stages),
+        local_alloc((4,), tl.int32, num_stages),
+    )
+    context.empty.call_it("clc_empty")
+    context.full.call_it("clc_full")
+    context.responses.name = "clc_responses"
+    return context
+
+
+@op
+def clc_producer(
+    context: LaunchControl, p_producer: Any = None, multi_ctas: bool = False, k: Any = 0
+) -> None:
+    rank = current().role.cta.rank
+    if rank == 0 or not multi_ctas:
+        barrier_wait(context.empty[k], p_producer)
+    barrier_expect_bytes(context.full[k], 16)
+    if rank == 0 or not multi_ctas:
+        _clc_issue(context.responses[k], context.full[k])
+
+
+def _clc_issue(response: Buffer, barrier: MBarrier) -> None:
+    """try_cancel: take a cluster that has not started, or nothing; all CTAs of this one learn."""
+    role, launch = point(), current()
+    program = launch.steal()
+    answer = torch.tensor([*program, 1] if program else [-1, -1, -1, 0], dtype=torch.int32)
+    first = copy(role, "copy", response, 16)
+    for rank in range(len(role.cta.cluster.ctas)):
+        own = rank == role.cta.rank
+        operation = first if own else role.scheduler.issue("copy", end=first.end)
+        land(operation, remote(response, rank), answer, in_cta(barrier, rank), 16)
+
+
+@op
+def clc_consumer(
+    context: LaunchControl, p_consumer: Any = None, multi_ctas: bool = False, k: Any = 0,
+    return_3d: bool = False,
+) -> Any:  # fmt: skip
+    barrier_wait(context.full[k], p_consumer)
+    response = local_load(context.responses[k]).data
+    x, y, z, valid = (int(value) for value in response)
+    if valid:
+        x += current().role.cta.rank
+        barrier_arrive(context.empty[k], 1, 0 if multi_ctas else None)
+    tiles = tuple(scalar(value, tl.int32) for value in (x, y, z))
+    return tiles if return_3d else tiles[0]
+
+
+@op
+def async_task_replica_id() -> int:
+    replica = current().role.replica
+    if replica is None:
+        raise InvalidKernel("async_task_replica_id must be called inside an async_task")
+    return replica
+
+
+@op
+def dtype_of(value: Any) -> tl.dtype:
+    dtype = value.dtype
+    return dtype.element_ty if dtype.is_ptr() else dtype
+
+
+@op
+def size_of(dtype: tl.dtype) -> int:
+    return constant(dtype).primitive_bitwidth // 8
+
+
+@op
+def get_fp8_format_name(dtype: tl.dtype) -> str:
+    return {"fp8e5": "e5m2", "fp8e4nv": "e4m3"}[dtype.name]
+
+
+@op
+def clock64() -> Tile:
+    """Modelled cycles."""
+    return scalar(int(point().time), tl.int64)
+
+
+@op
+def vote_ballot_sync(mask: int, pred: Any) -> Tile:
+    """The ballot of each warp; rows of the predicate are assumed to be the lanes of a warp."""
+    pred = cast(to_tile(pred), tl.int1)
+    if mask != 0xFFFFFFFF or pred.numel % 32 or pred.shape[-1:] not in ((), (1,), (pred.numel,)):
+        raise Unsupported(f"vote_ballot_sync of {pred!r} with mask {mask:#x}")
+    votes = pred.data.reshape(-1, 32).to(torch.int64)
+    ballots = (votes << torch.arange(32)).sum(1, keepdim=True)
+    signed = (ballots + 2**31) % 2**32 - 2**31
+    return Tile(signed.expand(-1, 32).reshape(pred.shape).to(torch.int32), tl.int32)
+
+
+@dataclass
+class DescriptorSlot:
+    """`tlx.allocate_tensor_descriptor`: places for descriptors made on the device."""
+
+    slots: list[Any]
+    first: int = 0
+
+    def __getitem__(self, index: Any) -> "DescriptorSlot":
+        number = self.first + int(index)
+        if not 0 <= number < len(self.slots):
+            raise OutOfBounds(f"{len(self.slots)} descriptors are allocated, got index {number}")
+        return DescriptorSlot(self.slots, number)
+
+
+@op
+def allocate_tensor_descriptor(num: int) -> DescriptorSlot:
+    return DescriptorSlot([None] * static_int(num))
+
+
+@op
+def make_tensor_descriptor(
+    desc_ptr: DescriptorSlot | None, base: Tile, shape: Any, strides: Any, block_shape: Any,
+    padding_option: str = "zero",
+) -> Descriptor:  # fmt: skip
+    descriptor = language.make_tensor_descriptor(base, shape, strides, block_shape, padding_option)
+    if desc_ptr is not None:
+        desc_ptr.slots[desc_ptr.first] = descriptor
+    return descriptor
+
+
+@op
+def reinterpret_tensor_descriptor(
+    desc_ptr: DescriptorSlot, block_shape: Any, dtype: tl.dtype
+) -> Descriptor:
+    descriptor = desc_ptr.slots[desc_ptr.first]
+    if descriptor is None or descriptor.block_shape != tuple(block_shape):
+        raise InvalidKernel(f"no descriptor of box {tuple(block_shape)} has been made here")
+    return descriptor
+
+
+# Of a dtype: fraction bits, and the exponent of its smallest normal number.
+_FORMATS = {"bf16": (7, -126), "fp16": (10, -14), "fp8e4nv": (3, -6), "fp8e5": (2, -14)}
+
+
+@op
+def stoch_round(src: Tile, dst_ty: tl.dtype, rand_bits: Any) -> Tile:
+    """cvt.rs.satfinite: up if the lower 16 of an element's random bits say so, else down.
+
+    Which bits of the registers the device takes for an element depends on the layout.
+    """
+    blackwell_only("stoch_round")
+    if src.dtype.name != "fp32" or dst_ty.name not in _FORMATS:
+        raise InvalidKernel(f"stoch_round takes fp32 to {(*_FORMATS,)}, got {src!r} to {dst_ty}")
+    if rand_bits.dtype.int_bitwidth != 32 or rand_bits.shape != src.shape:
+        expected = list(src.shape)
+        raise InvalidKernel(f"rand_bits of stoch_round must be uint32{expected}, got {rand_bits!r}")
+    fraction, least = _FORMATS[dst_ty.name]
+    size = src.data.abs().to(torch.float64)
+    exponent = (torch.frexp(size).exponent - 1).clamp(min=least)
+    step = torch.ldexp(torch.ones_like(size), exponent - fraction)
+    rounded = (size / step + (rand_bits.data & 0xFFFF) / 2**16).floor() * step
+    limit = torch.finfo(held(dst_ty)).max
+    rounded = torch.where(size.isnan(), size, rounded.clamp(max=limit)).copysign(src.data)
+    return Tile(rounded.to(torch.float32).to(held(dst_ty)), dst_ty)

@@ -1,0 +1,49 @@
+"""The table of TLX operations, and what they all do first."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InvalidKernel
+from ..launch import current
+from ..scheduler import Role
+from ..tile import WORK
+
+OPERATIONS: dict[str, Any] = {}
+
+
+def op(function: Callable) -> Callable:
+    """Make the function what stands for the TLX operation of its name.
+
+    The tiles that the emulator makes to carry it out are no arithmetic of the role: what the
+    operation costs it says itself.
+    """
+
+    @functools.wraps(function)
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        launch = current()
+        work, steps = WORK[0], launch.scheduler.numbers["steps"]
+        result = function(*args, **kwargs)
+        charged = launch.scheduler.numbers["steps"] > steps
+        WORK[0] = 0 if charged else work
+        return result
+
+    OPERATIONS[function.__name__] = apply
+    return apply
+
+
+def point() -> Role:
+    """A point that other roles can notice: they may run first. Returns the running role."""
+    return current().scheduler.checkpoint()
+
+
+def holds(pred: Any) -> bool:
+    """Whether an operation with this predicate is performed."""
+    if isinstance(pred, bool):
+        raise InvalidKernel(f"pred must be a runtime value, got the constant {pred}")
+    return pred is None or bool(pred)
+
+
+def blackwell_only(name: str) -> None:
+    if current().arch != "sm_100":
+        raise InvalidKernel(f"tlx.{name} needs arch sm_100, got {current().arch}")
