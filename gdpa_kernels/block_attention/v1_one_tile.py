@@ -70,7 +70,8 @@ def default_config(direction: str, batch: Batch) -> Config:
         num_warps = {64: 8, 128: 16}.get(batch.block_size, 4)
         return Config(WIDTH=min(width, 32 if fits else 16), num_warps=num_warps)
     if batch.block_size == 128:
-        return Config(WIDTH=width if width <= 128 else 64, num_warps=8)
+        widest = 128 if shared_memory(batch.device) >= 139_264 else 64
+        return Config(WIDTH=width if width <= widest else 64, num_warps=8)
     wide = direction == "backward" and width > 64 and batch.block_size == 64
     plain = batch.group == 1 and batch.rotary is None
     return Config(
