@@ -1,2 +1,0 @@
-"""Softmax attention inside blocks of consecutive tokens: its definition and its ladder of
-kernels."""

@@ -1,1 +1,0 @@
-"""How a call reaches a kernel: checks, the ladder, lengths, launches, rankings."""

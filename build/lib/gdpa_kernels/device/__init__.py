@@ -1,1 +1,0 @@
-"""Triton helpers that both operators use."""

@@ -1,1 +1,0 @@
-"""What a number is made from: workloads, inputs, checks, timings, records."""

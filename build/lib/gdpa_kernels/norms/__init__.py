@@ -1,1 +1,0 @@
-"""RMSNorm beside attention, in one pass over memory: with the residual add, and of q and k."""

@@ -1,1 +1,0 @@
-"""From records to tables, figures and sentences."""
