@@ -115,8 +115,8 @@ def is_fake(*tensors: torch.Tensor) -> bool:
     """Whether no kernel can run: for fake or meta tensors, in a fake mode or while being traced."""
     return (
         torch.compiler.is_compiling()
-        or operators.in_fake_mode()
-        or any(x.is_meta or isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
+        or operators.are_fake(*tensors)
+        or any(x.is_meta for x in tensors)
     )
 
 

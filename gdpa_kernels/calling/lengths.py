@@ -7,9 +7,9 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
 from gdpa_kernels.calling import checks
+from gdpa_kernels.calling.operators import unseen
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ class Lengths:
             return kept[key]
         # Training may follow an evaluation. A mode that counts or replays operators must not see
         # what is made the first time alone, and a fake one would make it fake.
-        with torch.inference_mode(False), no_dispatch():
+        with torch.inference_mode(False), unseen():
             made = make()
         if not capturing:
             kept[key] = made

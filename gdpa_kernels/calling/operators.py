@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 _LIBRARY = torch.library.Library("gdpa_kernels", "FRAGMENT")  # the operators live as long as this
 
@@ -49,9 +50,17 @@ def is_watched() -> bool:
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
-def in_fake_mode() -> bool:
-    """Whether operators make fake tensors; `torch._guards.detect_fake_mode` is ten times slower."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+def unseen() -> contextlib.AbstractContextManager[None]:
+    """A context whose operators no dispatch mode sees."""
+    return no_dispatch()
+
+
+def are_fake(*tensors: torch.Tensor) -> bool:
+    """Whether one is a fake tensor, or operators make such; `torch._guards.detect_fake_mode` is ten
+    times slower."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return True
+    return any(isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
 
 
 def needed(gradients: tuple, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

@@ -108,8 +108,8 @@ def failed_rows(
 ) -> list[record.Row]:
     """The rows of an entry that cannot be timed."""
     impl, variant, _ = parts(entry)
-    kind = {"gdpa": operators.Gdpa, "block_attention": operators.BlockAttention}[workload.operator]
-    common = {"impl": impl, "variant": variant, "math": kind.math(impl)}
+    kind = operators.math(workload.operator, impl)
+    common = {"impl": impl, "variant": variant, "math": kind}
     common |= {"error": found.error, "failure": found.failure}
     there = [scope for scope in ON_DEVICE if asks(scopes, scope, impl)] or ["kernel"]
     return [record.Row.of(workload, direction, scope=scope, **common) for scope in there]

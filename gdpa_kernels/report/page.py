@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from IPython.display import Markdown
 
 KINDS = ("measured", "published", "modelled", "emulated", "compiled", "computed")
-"""What a number can be; every figure says which: "computed" is PyTorch on a CPU."""
+"""What a number can be; every figure says which: "computed" is by PyTorch on a CPU
+or from other numbers of the book."""
 
 CSV_DIR = records.ROOT / "book" / "extra" / "figures"
 

@@ -112,7 +112,7 @@ def _fastest(rows: pd.DataFrame, which: pd.Series, what: str) -> pd.Series:
 
 def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
     """Titles of the peers that take a batch of `rows`, of GDPA also with the function of HSTU, and
-    have no time in them, and why.
+    have no time in them, and why; with the direction, if the other one has a time.
 
     `rows`: of `Chapter.rows`, of any number of workloads, directions and scopes; give it all rows
     that a sentence speaks of, failed ones included. The reason is that of the newest failed row, or
@@ -127,11 +127,13 @@ def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
             batches += [(of_hstu(x, causal), way) for x, way in batches for causal in (True, False)]
         for impl, peer in peers.items():
             own = ours[ours["impl"] == impl]
-            taken = any(peer.problem(*batch) is None for batch in batches)
-            if taken and own["time_us_p50"].isna().all():
-                failures = own["failure"][own["failure"] != ""]
+            taken = {way for work, way in batches if peer.problem(work, way) is None}
+            missing = taken - {*own["direction"][own["time_us_p50"].notna()]}
+            if missing:
+                failures = own["failure"][own["direction"].isin(missing) & (own["failure"] != "")]
                 why = failures.iloc[-1] if len(failures) else "not in this record"
-                found[peer.title] = why.removeprefix("Unsupported: ")
+                title = peer.title if missing == taken else f"{peer.title} ({', '.join(missing)})"
+                found[title] = why.removeprefix("Unsupported: ")
     return found
 
 

@@ -62,6 +62,8 @@ def test_peers_without_a_time_are_named_with_the_reason():
     assert missing["FlashAttention-3"] == "needs the package xformers"
     assert missing["FlashAttention-4, dense"] == "not in this record"
     assert not {"cuDNN, dense", "FlashAttention-2 (torch)"} & {*missing}
+    back = table[table["impl"] != "cudnn"].assign(direction="backward")
+    assert "cuDNN, dense (backward)" in standings.missing_peers(pd.concat([table, back]))
     jagged = standings.missing_peers(table.assign(workload="gdpa-self-half-jagged-256"))
     assert "FlashAttention-4, dense" not in jagged and "HSTU, Triton" in jagged
     assert "HSTU, Triton" not in standings.missing_peers(
