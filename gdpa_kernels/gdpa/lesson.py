@@ -1,0 +1,16 @@
+"""How narrow a lesson is: it computes the form that was published, and no option besides."""
+
+from __future__ import annotations
+
+from gdpa_kernels.gdpa.batch import Batch
+
+
+def requires(batch: Batch) -> str | None:
+    """Why a lesson cannot take a call, or None; dtype and head_dim stand in its `Requires`."""
+    if batch.masked:
+        return f"needs no mask, got causal={batch.causal}, window={batch.window}"
+    if len(batch.activation) > 1:
+        return f"needs one activation for all heads, got {batch.names}"
+    if batch.num_heads != batch.num_heads_k:
+        return f"needs as many heads of k as of q, got {batch.num_heads_k} and {batch.num_heads}"
+    return None
