@@ -8,6 +8,7 @@
 - `machine-code`: compile what data/machine_code.csv lacks, to tell which rows are of older code.
 - `keep`: make a record of what a measuring run left that did not end (`doctor` names it).
 - `manifest`: list in data/manifest.sha256 the files as they are; lines of records and systems stay.
+- `steps`: how many lines of compiled code a lesson has and changes of its predecessor's.
 - `predictions`: what is predicted for a B200, and what records confirm; `--record`, `--write`.
 """
 
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "readme": _readme,
         "keep": _keep,
         "manifest": _manifest,
+        "steps": _steps,
         "predictions": _predictions,
     }
     try:
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     keep = commands.add_parser("keep", help="make a record of what a run left that did not end")
     keep.add_argument("file", help="a file of data/partial")
     commands.add_parser("manifest", help="list the files of data/ as they are; records stay")
+    commands.add_parser("steps", help="print how long the lessons are and the steps between them")
     predictions_ = commands.add_parser(
         "predictions",
         help="print what is predicted for a B200, and what its records say of it",
@@ -131,6 +134,13 @@ def _manifest(options: argparse.Namespace) -> int:
 
     changed = manifest.update(manifest.DATA_DIR)
     sys.stdout.write(f"data/{manifest.NAME} {'rewritten' if changed else 'was up to date'}\n")
+    return 0
+
+
+def _steps(options: argparse.Namespace) -> int:
+    from gdpa_kernels.report import lessons
+
+    sys.stdout.write(lessons.report())
     return 0
 
 

@@ -433,17 +433,17 @@ def resolve(
 
 
 def diff(impl: str, context: int = 2, operator: str = "gdpa") -> str:
-    """What changed from the predecessor's file to this rung's, as a unified diff."""
+    """What changed from the predecessor's lesson to this rung's, as a unified diff."""
     current = rung(impl, operator)
     if current.predecessor is None:
         raise ValueError(f"impl must have a predecessor to differ from, got {impl!r}")
     before = rung(current.predecessor, operator)
     return "".join(
         difflib.unified_diff(
-            before.path.read_text().splitlines(keepends=True),
-            current.path.read_text().splitlines(keepends=True),
-            fromfile=before.path.relative_to(PACKAGE).as_posix(),
-            tofile=current.path.relative_to(PACKAGE).as_posix(),
+            before.lesson.read_text().splitlines(keepends=True),
+            current.lesson.read_text().splitlines(keepends=True),
+            fromfile=before.lesson.relative_to(PACKAGE).as_posix(),
+            tofile=current.lesson.relative_to(PACKAGE).as_posix(),
             n=context,
         )
     )

@@ -144,6 +144,9 @@ class Rung:
     - "is_deterministic": `is_deterministic(batch)`; without it the rung always is.
 
     The ladder "gdpa_backward" lives in gdpa's folder, next to the forward rungs.
+
+    is_lesson: it teaches, on the published form, and "auto" does not try it. is_rewrite: a new
+    structure, whose step from its predecessor is larger than others.
     """
 
     impl: str
@@ -153,11 +156,19 @@ class Rung:
     requires: Requires
     operator: str = "gdpa"
     has: frozenset[str] = frozenset()
+    is_lesson: bool = False
+    is_rewrite: bool = False
 
     @property
     def path(self) -> Path:
         """Its source file."""
         return PACKAGE / self.operator.removesuffix("_backward") / f"{self.impl}.py"
+
+    @property
+    def lesson(self) -> Path:
+        """The file that teaches it: the lesson view of a product that has one, else its own."""
+        view = PACKAGE / self.operator.removesuffix("_backward") / "ladder" / f"{self.impl}.py"
+        return view if view.exists() else self.path
 
     def module(self) -> ModuleType:
         """Its module, imported when first asked for."""

@@ -251,14 +251,14 @@ class Chapter:
 
     def roles(self, impl: str, operator: str = "gdpa") -> None:
         """Show the tables of roles and barriers in the docstring of a rung."""
-        text = ast.get_docstring(ast.parse(ladder.rung(impl, operator).path.read_text())) or ""
+        text = ast.get_docstring(ast.parse(ladder.rung(impl, operator).lesson.read_text())) or ""
         display(Markdown("\n".join(re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE))))
 
     def changes(self, impl: str, operator: str = "gdpa") -> None:
         """Show what a rung changes in the functions of its predecessor's kernel: at most
         `MOST_CHANGED` lines, function by function; the whole difference is a download."""
-        before = ladder.rung(ladder.rung(impl, operator).predecessor, operator).path
-        after = ladder.rung(impl, operator).path
+        before = ladder.rung(ladder.rung(impl, operator).predecessor, operator).lesson
+        after = ladder.rung(impl, operator).lesson
         lines: list[str] = []
         left_out: list[str] = []
         old = _kernel_functions(before)
