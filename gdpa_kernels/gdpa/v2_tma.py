@@ -18,9 +18,9 @@ feeds twice the rows.
 |---------------|-------------|--------------------------------------------------------|
 | one per stage | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> MMA |
 
-The compiler makes the barriers; v4 will make its own. The same options as v1.
-Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 256, contiguous rows aligned to 16
-bytes.
+The compiler makes the barriers; v4 will make its own.
+Needs: sm_90, bf16 or fp16, head_dim 64 or 128, contiguous rows aligned to 16 bytes; no mask, no
+groups, one activation.
 """
 
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
-from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.lesson import requires as requires
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """The fastest of the swept constants at head_dim 128; smaller tiles where registers run out."""
-    if batch.head_dim > 128:
-        return Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+    """The fastest of the swept constants at head_dim 128."""
     if batch.max_seqlen_k <= 512:
         return Config(BLOCK_N=32, num_warps=8, num_stages=4)
     return Config()
@@ -59,9 +57,8 @@ def default_config(batch: Batch) -> Config:
 def tma_kernel(
     q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     max_seqlen_q, scale, output_scale,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_HEADS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for BLOCK_M rows of one (sequence, head).
 
@@ -86,13 +83,11 @@ def tma_kernel(
 
     q = load_rows(q_desc, start_q, len_q, head, first_row)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-    for first_key in tl.range(start, end, BLOCK_N):
-        k = load_rows(k_desc, start_k, len_k, head // GROUP, first_key)
+    for first_key in tl.range(0, len_k, BLOCK_N):
+        k = load_rows(k_desc, start_k, len_k, head, first_key)
         s = tl.dot(q, k.T)
-        p = activate_per_head(s, scale, head, ACTIVATION, True)
-        p = mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
-        v = load_rows(v_desc, start_k, len_k, head // GROUP, first_key)
+        p = activate(s, scale, ACTIVATION, True)
+        v = load_rows(v_desc, start_k, len_k, head, first_key)
         acc = tl.dot(p.to(v.dtype), v, acc)
 
     store_rows(out_desc, start_out, len_q, head, first_row, (acc * output_scale).to(q.dtype))
@@ -102,16 +97,14 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`."""
     out = batch.new_out()
     config = config or default_config(batch)
-    out_desc = ragged_descriptor(out, config.BLOCK_M)
     tiles = triton.cdiv(batch.max_seqlen_q, config.BLOCK_M)
     launch(
         tma_kernel, (tiles * batch.num_heads * batch.sequences,), batch.device,
         ragged_descriptor(batch.q, config.BLOCK_M), ragged_descriptor(batch.k, config.BLOCK_N),
-        ragged_descriptor(batch.v, config.BLOCK_N), out_desc,
+        ragged_descriptor(batch.v, config.BLOCK_N), ragged_descriptor(out, config.BLOCK_M),
         batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.scale, batch.output_scale,
-        NUM_HEADS=batch.num_heads, GROUP=batch.group,
-        ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
-        BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1],
+        NUM_HEADS=batch.num_heads, ACTIVATION=batch.names, BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=batch.head_dim,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

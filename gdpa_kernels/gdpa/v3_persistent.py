@@ -19,9 +19,9 @@ tile, as a launch does.
 |---------------|-------------|--------------------------------------------------------|
 | one per stage | 1 and bytes | TMA load of K or V, num_stages - 1 blocks ahead -> MMA |
 
-The schedule is an argument: its cost is measured apart from the kernel's. The same options as v1.
-Needs: sm_90, bf16 or fp16, head_dim a multiple of 8 from 16 to 256, contiguous rows aligned to 16
-bytes.
+The schedule is an argument: its cost is measured apart from the kernel's.
+Needs: sm_90, bf16 or fp16, head_dim a multiple of 64 up to 256, contiguous rows aligned to 16
+bytes; no mask, no groups, one activation.
 """
 
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ import triton.language as tl
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
 from gdpa_kernels.gdpa import schedule as schedules
-from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.lesson import requires as requires
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ def persistent_kernel(
     q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     tile_batch_ptr, tile_head_ptr, tile_block_ptr, num_tiles_ptr,
     max_seqlen_q, scale, output_scale,
-    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for every listed tile of this program.
 
@@ -117,14 +116,12 @@ def persistent_kernel(
 
         q = load_rows(q_desc, start_q, len_q, head, first_row)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-        end = tl.where(first_row < len_q, end, start)  # an empty tile of order "padded"
-        for first_key in tl.range(start, end, BLOCK_N):
-            k = load_rows(k_desc, start_k, len_k, head // GROUP, first_key)
+        end = tl.where(first_row < len_q, len_k, 0)  # an empty tile of order "padded"
+        for first_key in tl.range(0, end, BLOCK_N):
+            k = load_rows(k_desc, start_k, len_k, head, first_key)
             s = tl.dot(q, k.T)
-            p = activate_per_head(s, scale, head, ACTIVATION, True)
-            p = mask_probabilities(p, first_row, first_key, CAUSAL, WINDOW)
-            v = load_rows(v_desc, start_k, len_k, head // GROUP, first_key)
+            p = activate(s, scale, ACTIVATION, True)
+            v = load_rows(v_desc, start_k, len_k, head, first_key)
             acc = tl.dot(p.to(v.dtype), v, acc)
 
         store_rows(out_desc, start_out, len_q, head, first_row, (acc * output_scale).to(q.dtype))
@@ -141,15 +138,14 @@ def forward(
     config = config or default_config(batch)
     tiles = schedule or make_schedule(batch, config)
     programs = min(config.programs(batch.device), len(tiles[0]))
-    out_desc = ragged_descriptor(out, config.BLOCK_M)
     launch(
         persistent_kernel, (programs,), batch.device,
         ragged_descriptor(batch.q, config.BLOCK_M), ragged_descriptor(batch.k, config.BLOCK_N),
-        ragged_descriptor(batch.v, config.BLOCK_N), out_desc,
+        ragged_descriptor(batch.v, config.BLOCK_N), ragged_descriptor(out, config.BLOCK_M),
         batch.cu_seqlens_q, batch.cu_seqlens_k, *tiles,
         batch.max_seqlen_q, batch.scale, batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
-        BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1],
+        ACTIVATION=batch.names, BLOCK_M=config.BLOCK_M, BLOCK_N=config.BLOCK_N,
+        BLOCK_D=triton.next_power_of_2(batch.head_dim),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out

@@ -89,7 +89,8 @@ def describe(launch: Launch) -> dict[str, Any]:
 def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
     """The kernel of now, compiled as `describe` says that it was.
 
-    LookupError if there is no such kernel, ValueError if it takes other arguments.
+    Constants that it no longer takes are left out: its code says whether they mattered. LookupError
+    if there is no such kernel, ValueError if it takes other arguments.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -99,15 +100,21 @@ def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
         kernel = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise LookupError(f"kernel must be of this package, got {launch['kernel']}") from error
-    if kernel.arg_names != list(launch["signature"]):
-        raise ValueError(f"{name} must take {list(launch['signature'])}, got {kernel.arg_names}")
     place = {argument: (i,) for i, argument in enumerate(kernel.arg_names)}
+    signature = {
+        argument: kind
+        for argument, kind in launch["signature"].items()
+        if kind != "constexpr" or argument in place
+    }
+    if kernel.arg_names != list(signature):
+        raise ValueError(f"{name} must take {list(launch['signature'])}, got {kernel.arg_names}")
     values = {
         place[key]: tuple(value) if isinstance(value, list) else value
         for key, value in launch["constants"].items()
+        if key in place
     }
     attributes = {place[key]: value for key, value in launch["attributes"].items()}
-    source = triton.compiler.ASTSource(kernel, launch["signature"], values, attributes)
+    source = triton.compiler.ASTSource(kernel, signature, values, attributes)
     target = GPUTarget("cuda", launch["arch"], 32)
     return triton.compile(source, target=target, options=dict(launch["options"]))
 

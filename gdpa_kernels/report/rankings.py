@@ -75,11 +75,12 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     to back, as in a training loop, decide among the implementations that have them, bursts among
     all others.
 
-    Only rows that passed their check count. RecordError naming every refused file.
+    Only rows that passed their check count; lessons are ranked, and left out of what is listed.
+    RecordError naming every refused file.
     """
     shape_of = SHAPES[operator]
     ladders = [ladder.LADDERS[operator], ladder.LADDERS.get(f"{operator}_backward", ())]
-    rungs = {rung.impl for rungs in ladders for rung in rungs[1:]}
+    rungs = {rung.impl: rung for rungs in ladders for rung in rungs[1:]}
     workloads = {
         (found.id, name): workload
         for found in record.load_all(data_dir)
@@ -104,7 +105,9 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     for shape in sorted(found):
         orders = {run: _order(**columns) for run, columns in found[shape].items()}
         run = max(orders, key=lambda run: (len(orders[run]), run))
-        rankings.append(Ranking(shape, tuple(orders[run]), run))
+        products = tuple(impl for impl in orders[run] if not rungs[impl].is_lesson)
+        if products:
+            rankings.append(Ranking(shape, products, run))
     return rankings
 
 

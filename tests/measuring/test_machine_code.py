@@ -142,6 +142,16 @@ def test_another_kernel_than_that_of_the_launch_is_refused(gpu):
         machine_code.compile_again({**launch, "signature": signature})
 
 
+def test_a_constant_that_a_kernel_no_longer_takes_is_left_out(gpu):
+    (launch,) = launched(CALLS["numbers and strides"])
+    older = {
+        **launch,
+        "signature": {**launch["signature"], "GONE": "constexpr"},
+        "constants": {**launch["constants"], "GONE": 1},
+    }
+    assert machine_code.digest(machine_code.compile_again(older).asm["cubin"]) == launch["code"]
+
+
 def test_a_row_keeps_what_is_launched_while_it_is_timed(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     with launches(run=False):
