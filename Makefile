@@ -78,12 +78,12 @@ clean:
 
 # Installed once, and again when a pin changes. With a CUDA build of torch, pip also installs triton,
 # whose files are those of fbtriton; the last line puts fbtriton's back if they were overwritten.
-$(READY): pyproject.toml emulator/pyproject.toml constraints.txt
+$(READY): pyproject.toml emulator/pyproject.toml lab/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; raise SystemExit(sys.version_info < (3, 10))' || \
 	  { echo "PYTHON must be Python 3.10 or newer, got $$($(PYTHON) --version)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable emulator --editable '.[lab,book,test,dev]'
+	  --constraint constraints.txt --editable emulator --editable . --editable 'lab[book,test,dev]'
 	@$(BIN)/python -c 'import triton; raise SystemExit(not triton.__version__.endswith("+fb"))' || \
 	  { echo "triton has overwritten fbtriton: installing $(FBTRITON) again"; \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check \

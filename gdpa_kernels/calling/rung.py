@@ -44,7 +44,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 @functools.cache
 def _module(impl: str, operator: str = "gdpa") -> ModuleType:
     """The module of an implementation; an import that failed is tried again."""
-    return importlib.import_module(f"gdpa_kernels.{operator.removesuffix('_backward')}.{impl}")
+    path = _path(impl, operator).relative_to(PACKAGE).with_suffix("")
+    return importlib.import_module(".".join(("gdpa_kernels", *path.parts)))
+
+
+@functools.cache
+def _path(impl: str, operator: str) -> Path:
+    room = PACKAGE / operator.removesuffix("_backward")
+    found = (room / folder / f"{impl}.py" for folder in ("kernels", "ladder", ""))
+    return next(filter(Path.exists, found))
 
 
 def unreadable(tensor: torch.Tensor) -> str | None:
@@ -157,7 +165,7 @@ class Rung:
     @property
     def path(self) -> Path:
         """Its source file."""
-        return PACKAGE / self.operator.removesuffix("_backward") / f"{self.impl}.py"
+        return _path(self.impl, self.operator)
 
     def module(self) -> ModuleType:
         """Its module, imported when first asked for."""

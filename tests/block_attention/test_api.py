@@ -14,8 +14,8 @@ from gdpa_kernels import block_attention
 from gdpa_kernels.block_attention import api, choices, reference
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.testing import assert_close
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.testing import assert_close
 from tests.block_attention.cases import NAMES, Case, defined
 
 RUNGS = ("v0_flash", "v1_one_tile", "v2_slab")

@@ -11,7 +11,7 @@ from gdpa_kernels import BlockAttention
 from gdpa_kernels.block_attention import modules
 from gdpa_kernels.calling import layers, packed
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 LENGTHS = [5, 0, 20, 16, 1]
 OPTIONS = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring import compile_check
+from gdpa_lab.measuring import compile_check
 from tests.block_attention.compiling import read_once
 
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 import tritonemu
 from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa import masks, reference, v3_persistent
+from gdpa_kernels.gdpa import masks, reference
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.testing import assert_close
+from gdpa_kernels.gdpa.ladder import v3_persistent
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.testing import assert_close
 from tests.gdpa.cases import CASES, DEVICE, Case
 
 BLACKWELL = [rung.impl for rung in ladder.BLACKWELL_RUNGS]

@@ -14,7 +14,7 @@ import tritonemu
 from gdpa_kernels import PFFN, PMA, GDPASelfAttention, Lengths
 from gdpa_kernels.calling import jagged, layers, packed
 from gdpa_kernels.gdpa import modules
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 LENGTHS = [0, 5, 9, 0, 1]
 SUMMARY = 7

@@ -19,9 +19,9 @@ from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.activations import multiply_add_pairs
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.polynomial import POLYNOMIALS, mixed_pairs
-from gdpa_kernels.measuring import compile_check
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.testing import assert_close
+from gdpa_lab.measuring import compile_check
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.testing import assert_close
 from tests.block_attention.compiling import read_once
 
 RUNGS = ("b1_tensor_memory", "b2_two_tiles", "b3_stream", "b4_mixed")

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import pytest
 
-from gdpa_kernels import __main__
-from gdpa_kernels.measuring import manifest, record, refusals, system
-from gdpa_kernels.report import page, rankings, results, standings
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab import __main__
+from gdpa_lab.measuring import manifest, record, refusals, system
+from gdpa_lab.report import page, rankings, results, standings
+from gdpa_lab.report.chapter import Chapter
 
 OLD = "20261122T133040Z-forward-results-nvidia-h200-62ac9e84"
 NEW = "20261122T191500Z-forward-results-nvidia-h200-62ac9e84"

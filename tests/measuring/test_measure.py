@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import tritonemu
-from gdpa_kernels import __main__
-from gdpa_kernels.block_attention import eliminations, v1_one_tile
+from gdpa_kernels.block_attention import eliminations
 from gdpa_kernels.block_attention import reference as block_reference
+from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference as gdpa_reference
-from gdpa_kernels.gdpa import v0_eager, v1_tiled_backward
-from gdpa_kernels.measuring import (
+from gdpa_kernels.gdpa.kernels import v0_eager, v1_tiled_backward
+from gdpa_lab import __main__
+from gdpa_lab.measuring import (
     baselines,
     measure,
     operators,
@@ -28,13 +29,13 @@ from gdpa_kernels.measuring import (
     testing,
     timing,
 )
-from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.laws import Between, Full
-from gdpa_kernels.measuring.session import Session
-from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import doctor
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring.inputs import make_inputs
+from gdpa_lab.measuring.laws import Between, Full
+from gdpa_lab.measuring.session import Session
+from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import doctor
+from gdpa_lab.report.chapter import Chapter
 
 H200 = system.load(record.DATA_DIR / "systems" / "nvidia-h200-62ac9e84.json")
 STATE = dict.fromkeys(
@@ -570,7 +571,7 @@ def test_runs_hold_every_sequence_once():
 
 
 def test_configs_of_backward_are_variants(cpu):
-    from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
+    from gdpa_kernels.gdpa.kernels import v4_warp_specialized_backward as v4
 
     keys = v1_tiled_backward.Config(keys=v1_tiled_backward.Tile(BLOCK_M=32, BLOCK_N=32))
     listed = [
@@ -1023,7 +1024,7 @@ def test_what_was_measured_before_a_crash_is_kept(run_of, tmp_path):
     killed = Path(shutil.copytree(data, tmp_path / "killed"))
     found = doctor.check_records(killed)
     left = killed / "partial" / partial.name
-    assert not found.ok and f"did not end: python -m gdpa_kernels keep {left}" in found.detail
+    assert not found.ok and f"did not end: python -m gdpa_lab keep {left}" in found.detail
     assert __main__.main(["keep", str(left)]) == 0
     assert doctor.check_records(killed).ok
     (made,) = record.load_all(killed)

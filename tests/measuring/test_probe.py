@@ -11,10 +11,10 @@ import torch
 
 import tritonemu
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa import v7_packed
-from gdpa_kernels.measuring import probe
-from gdpa_kernels.measuring.workloads import WORKLOADS
-from gdpa_kernels.report import studies
+from gdpa_kernels.gdpa.kernels import v7_packed
+from gdpa_lab.measuring import probe
+from gdpa_lab.measuring.workloads import WORKLOADS
+from gdpa_lab.report import studies
 from tests.measuring import unproven
 from tests.measuring.test_measure import SMALL
 from tests.report.test_results import a_row, a_system, add  # noqa: F401  (a fixture)

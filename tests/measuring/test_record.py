@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gdpa_kernels
-from gdpa_kernels.measuring import record, refusals, system
-from gdpa_kernels.measuring.record import Ceiling, Error, Protocol, Record, RecordError, Row, Table
-from gdpa_kernels.measuring.workloads import WORKLOADS
+from gdpa_lab.measuring import record, refusals, system
+from gdpa_lab.measuring.record import Ceiling, Error, Protocol, Record, RecordError, Row, Table
+from gdpa_lab.measuring.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = WORKLOADS["gdpa-self-full-256"]
@@ -370,7 +370,11 @@ def git(folder, *arguments):
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     monkeypatch.delenv(record.COMMIT_VARIABLE, raising=False)
-    for name in ("gdpa_kernels/gdpa/v1_tiled.py", "gdpa_kernels/a.py", "notebooks/04_v1.py"):
+    for name in (
+        "gdpa_kernels/gdpa/kernels/v1_tiled.py",
+        "gdpa_kernels/a.py",
+        "notebooks/04_v1.py",
+    ):
         path = tmp_path / "checkout" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {name}\n")
@@ -381,7 +385,7 @@ def test_sources_are_the_package_and_the_notebook(root):
     package = record.package_state(notebook="notebooks/04_v1.py", root=root)
     assert sorted(package.sources) == [
         "gdpa_kernels/a.py",
-        "gdpa_kernels/gdpa/v1_tiled.py",
+        "gdpa_kernels/gdpa/kernels/v1_tiled.py",
         "notebooks/04_v1.py",
     ]
     assert package.sources["gdpa_kernels/a.py"] == record.source_hash(root / "gdpa_kernels/a.py")
@@ -452,7 +456,7 @@ def test_the_code_that_ran_is_known_by_what_runs(root):
 
 
 LAUNCH = {
-    "kernel": "gdpa_kernels.gdpa.v1_tiled:tiled_kernel", "code": "0123456789abcdef",
+    "kernel": "gdpa_kernels.gdpa.kernels.v1_tiled:tiled_kernel", "code": "0123456789abcdef",
     "compiler": "fbtriton 3.7.4", "arch": 90, "signature": {"q_ptr": "*bf16", "GROUP": "constexpr"},
     "attributes": {"q_ptr": [["tt.divisibility", 16]]}, "constants": {"GROUP": 1},
     "options": {"num_warps": 8},

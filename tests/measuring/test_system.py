@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gdpa_kernels.measuring import system
+from gdpa_lab.measuring import system
 
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",

@@ -2,9 +2,9 @@
 
 import pandas as pd
 
-from gdpa_kernels.measuring import record
-from gdpa_kernels.report import calls
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring import record
+from gdpa_lab.report import calls
+from gdpa_lab.report.chapter import Chapter
 
 
 def test_three_costs_of_a_call_and_their_records():

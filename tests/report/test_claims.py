@@ -11,12 +11,12 @@ import torch
 import yaml
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.laws import Full
-from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.measuring.workloads import BLOCK_WORKLOADS, FIGURES, WORKLOADS
-from gdpa_kernels.report import claims
-from gdpa_kernels.report import results as real_results
-from gdpa_kernels.report.claims import ClaimError, load, published_figures
+from gdpa_lab.measuring.laws import Full
+from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, FIGURES, WORKLOADS
+from gdpa_lab.report import claims
+from gdpa_lab.report import results as real_results
+from gdpa_lab.report.claims import ClaimError, load, published_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = load()

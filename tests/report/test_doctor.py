@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gdpa_kernels import __main__
 from gdpa_kernels.calling import ladder, rung
 from gdpa_kernels.calling.rung import Requires, Rung
-from gdpa_kernels.measuring import baselines
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import doctor
-from gdpa_kernels.report.doctor import Finding, TritonInstall
+from gdpa_lab import __main__
+from gdpa_lab.measuring import baselines
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import doctor
+from gdpa_lab.report.doctor import Finding, TritonInstall
 from tests.report.test_results import a_row, a_system, add  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).parents[2]

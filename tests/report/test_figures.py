@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gdpa_kernels.measuring import record, system
-from gdpa_kernels.measuring.workloads import WORKLOADS
-from gdpa_kernels.report import claims, figures, house, page, results
+from gdpa_lab.measuring import record, system
+from gdpa_lab.measuring.workloads import WORKLOADS
+from gdpa_lab.report import claims, figures, house, page, results
 
 FIGURE = "gdpa-self-fwd-full"
 RATES = {"v0_eager": 60, "v1_tiled": 440, "v2_tma": 430, "fa2": 390, "compiled": 120}

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from gdpa_kernels import __main__
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring import compile_check, record, system, units
-from gdpa_kernels.measuring.record import Ceiling, Error, Load, Package, Protocol, Record, Row
-from gdpa_kernels.measuring.roofline import Ceilings
-from gdpa_kernels.measuring.system import System
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import clock_free, predictions, results, tile_law
+from gdpa_lab import __main__
+from gdpa_lab.measuring import compile_check, record, system, units
+from gdpa_lab.measuring.record import Ceiling, Error, Load, Package, Protocol, Record, Row
+from gdpa_lab.measuring.roofline import Ceilings
+from gdpa_lab.measuring.system import System
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import clock_free, predictions, results, tile_law
 
 SELF = workload("gdpa-self-full-1024")
 BLOCK = workload("block-fill70-2000")
@@ -88,7 +88,7 @@ def one(table: pd.DataFrame, impl: str, workload=SELF.name, direction="forward")
 
 def test_the_committed_file_is_what_the_model_makes():
     text = predictions.PATH.read_text(encoding="utf-8")
-    again = "python -m gdpa_kernels predictions --write, under another MODEL"
+    again = "python -m gdpa_lab maintain predictions, under another MODEL"
     assert text == predictions.render(predictions.made()), again
 
 
@@ -206,7 +206,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(clock_free, "PATH", tmp_path / "predictions" / "b200_2.csv")
     monkeypatch.setattr(clock_free.update, "__defaults__", (clock_free.PATH,))
     for state in ("rewritten", "was up to date"):
-        assert __main__.main(["predictions", "--write"]) == 0
+        assert __main__.main(["maintain", "predictions"]) == 0
         printed = capsys.readouterr().out
         names = ("b200.csv", "b200_2.csv")
         assert printed == "".join(f"predictions/{name} {state}\n" for name in names)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from gdpa_kernels.__main__ import main
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rankings import Ranking, parse
 from gdpa_kernels.calling.rung import Requires, Rung
 from gdpa_kernels.gdpa import choices
-from gdpa_kernels.measuring import record
-from gdpa_kernels.report import rankings
+from gdpa_lab.__main__ import main
+from gdpa_lab.measuring import record
+from gdpa_lab.report import rankings
 from tests.report.test_results import SHORT, a_row, a_system, add  # noqa: F401  (a fixture)
 
 LOAD = record.Load(1500.0, None, 0.35, ("sw_power_cap",))
@@ -22,7 +22,7 @@ LATER = {(10, 0): "b90_stand_in", (10, 3): "v2_tma", (10, 1): "v2_tma", (12, 0):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_the_table_is_what_the_records_say(operator):
-    """After measuring: python -m gdpa_kernels choices."""
+    """After measuring: python -m gdpa_lab maintain choices."""
     table = rankings.CHOICES[operator].PATH.read_text()
     assert table == rankings.made_from(record.DATA_DIR, operator)
 
@@ -85,7 +85,7 @@ def test_nothing_is_written_beside_a_refused_record(tmp_path, monkeypatch, capsy
     for operator, module in rankings.CHOICES.items():
         monkeypatch.setattr(module, "PATH", tmp_path / operator)
         (tmp_path / operator).write_text("as it was")
-    assert main(["choices"]) == 1
+    assert main(["maintain", "choices"]) == 1
     captured = capsys.readouterr()
     assert "refused records/cut.json: not JSON" in captured.err and captured.out == ""
     assert {(tmp_path / operator).read_text() for operator in OPERATORS} == {"as it was"}
@@ -95,7 +95,7 @@ def test_an_operator_reads_its_table_without_what_measures():
     modules = ", ".join(module.__name__ for module in rankings.CHOICES.values())
     program = (
         f"import sys, gdpa_kernels.calling.rankings, {modules}\n"
-        "upward = ('gdpa_kernels.measuring', 'gdpa_kernels.report', 'pandas')\n"
+        "upward = ('gdpa_lab.measuring', 'gdpa_lab.report', 'pandas')\n"
         "print([name for name in sys.modules if name.startswith(upward)])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

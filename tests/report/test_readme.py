@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from gdpa_kernels.__main__ import main
-from gdpa_kernels.measuring import record, system
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import readme
+from gdpa_lab.__main__ import main
+from gdpa_lab.measuring import record, system
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import readme
 from tests.report.test_results import CEILINGS, GOOD, STATE, a_system, sources
 from tritonemu.__main__ import main as emulate
 
@@ -19,7 +19,7 @@ README = (record.ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_results_are_the_records():
     block = README.split(readme.BEGIN)[1].split(readme.END)[0].strip()
-    assert block == readme.block(), "run `python -m gdpa_kernels readme`"
+    assert block == readme.block(), "run `python -m gdpa_lab maintain readme`"
     assert (record.ROOT / readme.FIGURE).read_text(encoding="utf-8") == readme.hero().to_svg()
 
 
@@ -158,7 +158,7 @@ def test_nothing_is_written_beside_a_refused_record(tmp_path, monkeypatch, capsy
     (tmp_path / "data" / "records" / "cut.json").write_text("{")
     (tmp_path / "README.md").write_text(README)
     monkeypatch.setattr(readme.update, "__defaults__", (tmp_path,))
-    assert main(["readme"]) == 1
+    assert main(["maintain", "readme"]) == 1
     assert "refused records/cut.json: not JSON" in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == README
     assert not (tmp_path / readme.FIGURE).exists()

@@ -10,8 +10,8 @@ import nbformat
 import pandas as pd
 import pytest
 
-from gdpa_kernels.measuring import record
-from gdpa_kernels.report import registered
+from gdpa_lab.measuring import record
+from gdpa_lab.report import registered
 
 LINES = registered.load()
 RECORD = "20261122T120000Z-a-chapter"

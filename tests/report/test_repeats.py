@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from gdpa_kernels.report import repeats
+from _lib import repeats
 
 
 def run(name: str, times: dict[str, float], chapter: str = "forward/results", **changes):

@@ -7,22 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gdpa_kernels import __main__
-from gdpa_kernels.measuring import record, refusals, roofline, system
-from gdpa_kernels.measuring.laws import Full
-from gdpa_kernels.measuring.record import (
-    Ceiling,
-    Error,
-    Package,
-    Protocol,
-    Record,
-    RecordError,
-    Row,
-)
-from gdpa_kernels.measuring.system import System
-from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.measuring.workloads import WORKLOADS, workload
-from gdpa_kernels.report import results
+from gdpa_lab import __main__
+from gdpa_lab.measuring import record, refusals, roofline, system
+from gdpa_lab.measuring.laws import Full
+from gdpa_lab.measuring.record import Ceiling, Error, Package, Protocol, Record, RecordError, Row
+from gdpa_lab.measuring.system import System
+from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workloads import WORKLOADS, workload
+from gdpa_lab.report import results
 
 SELF = workload("gdpa-self-full-1024")
 SHORT = workload("gdpa-self-full-256")
@@ -262,7 +254,7 @@ def test_gdpa_backward_in_percent_of_its_roofline(add, tmp_path, capsys, of, fig
 
 
 def test_a_backward_is_stale_after_a_change_of_its_own_file(add, tmp_path):
-    name = "gdpa_kernels/gdpa/v1_tiled_backward.py"
+    name = "gdpa_kernels/gdpa/kernels/v1_tiled_backward.py"
     package = Package("0.1.0", None, None, sources() | {name: "0" * 64})
     rows = (a_row(impl=impl, direction="backward") for impl in ("v1_tiled_backward", "reference"))
     add(a_row(), *rows, package=package)
@@ -350,7 +342,7 @@ def test_filters(add, tmp_path):
 
 
 def test_stale_after_a_change_of_the_kernel(add, tmp_path):
-    changed = sources() | {"gdpa_kernels/gdpa/v1_tiled.py": "0" * 64}
+    changed = sources() | {"gdpa_kernels/gdpa/kernels/v1_tiled.py": "0" * 64}
     package = Package("0.1.0", None, None, changed)
     add(a_row(), a_row(impl="v2_tma"), a_row(impl="fa2"), package=package)
     found = results.table(tmp_path)
@@ -362,7 +354,7 @@ def test_stale_after_a_change_of_the_kernel(add, tmp_path):
 
 
 def test_stale_when_the_kernel_is_new_or_gone(add, tmp_path):
-    unknown = {n: h for n, h in sources().items() if n != "gdpa_kernels/gdpa/v1_tiled.py"}
+    unknown = {n: h for n, h in sources().items() if n != "gdpa_kernels/gdpa/kernels/v1_tiled.py"}
     unknown["gdpa_kernels/gdpa/v9_removed.py"] = "0" * 64
     add(a_row(), a_row(impl="v9_removed"), package=Package("0.1.0", None, None, unknown))
     assert list(results.table(tmp_path).stale) == [True, True]
