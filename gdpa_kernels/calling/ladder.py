@@ -22,6 +22,7 @@ _WGMMA = Requires(
     capability=(9, 0), only_major=True, head_dim_multiple=8, head_dim_max=128, aligned=True
 )
 
+_LESSON = dataclasses.replace(_WGMMA, head_dim_multiple=64)
 _TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
 
 REFERENCE = Rung(
@@ -69,40 +70,40 @@ RUNGS: tuple[Rung, ...] = (
         "warp specialization",
         "A producer copies, two consumers compute, mbarriers between them.",
         "v2_tma",
-        _WGMMA,
-        has=_CONFIG,
+        _LESSON,
+        has=_CONFIG | {"requires"},
     ),
     Rung(
         "v5_pingpong",
         "software pipelining",
         "The next block's Q K^T is issued before this block's P V.",
         "v4_warp_specialized",
-        _WGMMA,
-        has=_CONFIG,
+        _LESSON,
+        has=_CONFIG | {"requires"},
     ),
     Rung(
         "v6a_persistent",
         "persistent programs",
         "They walk a list of tiles; loads run ahead, stores are asynchronous.",
         "v5_pingpong",
-        _WGMMA,
-        has=_LISTED,
+        _LESSON,
+        has=_LISTED | {"requires"},
     ),
     Rung(
         "v6b_stream",
         "a pipeline across tiles",
         "The next tile's first Q K^T is issued before this one's last P V.",
         "v6a_persistent",
-        _WGMMA,
-        has=_LISTED,
+        _LESSON,
+        has=_LISTED | {"requires"},
     ),
     Rung(
         "v6_short_kv",
         "short K and V stay",
         "K and V that fit are loaded once; Q streams by.",
         "v6b_stream",
-        _WGMMA,
-        has=_LISTED,
+        _LESSON,
+        has=_LISTED | {"requires"},
     ),
     Rung(
         "v7_packed",
@@ -440,10 +441,10 @@ def diff(impl: str, context: int = 2, operator: str = "gdpa") -> str:
     before = rung(current.predecessor, operator)
     return "".join(
         difflib.unified_diff(
-            before.path.read_text().splitlines(keepends=True),
-            current.path.read_text().splitlines(keepends=True),
-            fromfile=before.path.relative_to(PACKAGE).as_posix(),
-            tofile=current.path.relative_to(PACKAGE).as_posix(),
+            before.lesson.read_text().splitlines(keepends=True),
+            current.lesson.read_text().splitlines(keepends=True),
+            fromfile=before.lesson.relative_to(PACKAGE).as_posix(),
+            tofile=current.lesson.relative_to(PACKAGE).as_posix(),
             n=context,
         )
     )

@@ -167,6 +167,12 @@ class Rung:
         """Its source file."""
         return _path(self.impl, self.operator)
 
+    @property
+    def lesson(self) -> Path:
+        """The file that teaches it: the lesson view beside a product, else its own."""
+        view = self.path.parents[1] / "ladder" / self.path.name
+        return view if view.exists() else self.path
+
     def module(self) -> ModuleType:
         """Its module, imported when first asked for."""
         return _module(self.impl, self.operator)

@@ -26,7 +26,8 @@ import numpy as np
 import pandas as pd
 
 from gdpa_kernels.gdpa import schedule
-from gdpa_kernels.gdpa.ladder import v2_tma, v3_persistent
+from gdpa_kernels.gdpa.kernels import v2_tma
+from gdpa_kernels.gdpa.ladder import v3_persistent
 from gdpa_kernels.gdpa.ladder.v3_persistent import Config
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring.workloads import workload

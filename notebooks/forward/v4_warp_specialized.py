@@ -23,7 +23,8 @@ import torch
 
 import tritonemu
 from gdpa_kernels.gdpa import activations
-from gdpa_kernels.gdpa.ladder import v2_tma, v4_warp_specialized
+from gdpa_kernels.gdpa.kernels import v2_tma
+from gdpa_kernels.gdpa.ladder import v4_warp_specialized
 from gdpa_kernels.gdpa.ladder.v4_warp_specialized import Config
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results, studies

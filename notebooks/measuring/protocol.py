@@ -25,7 +25,7 @@ from itertools import product
 import pandas as pd
 
 from _lib import needs, repeats
-from gdpa_kernels.gdpa.ladder import v2_tma
+from gdpa_kernels.gdpa.kernels import v2_tma
 from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring import timing
 from gdpa_lab.measuring.workloads import workload

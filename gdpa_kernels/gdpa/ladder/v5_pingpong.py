@@ -22,7 +22,7 @@ accumulator's 64. `turns`, a variant, makes the consumers issue MMAs in turns, a
 | k_empty, v_empty | all 256 threads | the MMA that read it -> producer              |
 | 8, 9 (turns)     | 256 threads     | the other consumer has issued -> this one may |
 
-Options and needs: as v4.
+Needs: as v4.
 """
 
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
 from gdpa_kernels.device.rows import fetch_rows, sequence
-from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.lesson import requires as requires
 
 MATH_ROLES = tl.constexpr(2)
 ROWS = tl.constexpr(64)
@@ -63,10 +63,7 @@ def default_config(batch: Batch) -> Config:
 class Options:
     """The constants that the roles share."""
 
-    GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_D: tl.constexpr
     NUM_STAGES: tl.constexpr
@@ -77,18 +74,17 @@ class Options:
 def load(q_desc, k_desc, v_desc, q, q_full, k, v, tile, options):
     """The producer: every buffer is filled as soon as both consumers have drained it."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
-    blocks, first_row, head, len_k, len_q, start, start_k, _, start_q = tile
+    blocks, first_row, head, len_k, len_q, start_k, _, start_q = tile
     for role in tl.static_range(MATH_ROLES):
         fetch_rows(q_desc, q[role], q_full[role], start_q, len_q, head, first_row + role * ROWS)
-    kv_head = head // options.GROUP
     for block in tl.range(0, blocks):
-        first_key = start + block * options.BLOCK_N
+        first_key = block * options.BLOCK_N
         stage = block % NUM_STAGES
         phase = (block // NUM_STAGES) & 1
         tlx.barrier_wait(k.empty[stage], phase ^ 1)
-        fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, first_key)
+        fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, head, first_key)
         tlx.barrier_wait(v.empty[stage], phase ^ 1)
-        fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, first_key)
+        fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, head, first_key)
 
 
 @triton.jit
@@ -106,18 +102,11 @@ def pass_turn(role: tl.constexpr, TURNS: tl.constexpr):
 
 
 @triton.jit
-def probabilities(s, scale, head, first_row, first_key, options):
-    """activation(scale * s) with masked pairs zero."""
-    p = activate_per_head(s, scale, head, options.ACTIVATION, True)
-    return mask_probabilities(p, first_row, first_key, options.CAUSAL, options.WINDOW)
-
-
-@triton.jit
 def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scale, options):
     """A consumer: 64 rows of the tile against all its keys."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
     DTYPE: tl.constexpr = tlx.dtype_of(out_desc)
-    blocks, first_row, head, _, len_q, start, _, start_out, _ = tile
+    blocks, first_row, head, _, len_q, _, start_out, _ = tile
     first_row += role * ROWS
     acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
     if role == 1:
@@ -129,7 +118,7 @@ def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scal
     pass_turn(role, options.TURNS)
     s = tlx.async_dot_wait(0, s)
     tlx.barrier_arrive(k.empty[0])
-    p = probabilities(s, scale, head, first_row, start, options)
+    p = activate(s, scale, options.ACTIVATION, True)
     for block in tl.range(1, blocks):
         stage = block % NUM_STAGES
         tlx.barrier_wait(k.full[stage], (block // NUM_STAGES) & 1)
@@ -142,8 +131,7 @@ def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scal
         pass_turn(role, options.TURNS)
         s = tlx.async_dot_wait(1, s)
         tlx.barrier_arrive(k.empty[stage])
-        first_key = start + block * options.BLOCK_N
-        p = probabilities(s, scale, head, first_row, first_key, options)
+        p = activate(s, scale, options.ACTIVATION, True)
         acc = tlx.async_dot_wait(0, acc)
         tlx.barrier_arrive(v.empty[before])
     last = (blocks - 1) % NUM_STAGES
@@ -159,15 +147,14 @@ def math(role: tl.constexpr, q, q_full, k, v, out_desc, tile, scale, output_scal
 def pipelined_kernel(
     q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     max_seqlen_q, scale, output_scale,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    NUM_HEADS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
     REGISTERS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for 128 rows of one (sequence, head)."""
     BLOCK_M: tl.constexpr = MATH_ROLES * ROWS
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(GROUP, ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, TURNS)
+    options = Options(ACTIVATION, BLOCK_N, BLOCK_D, NUM_STAGES, TURNS)
     blocks = tl.cdiv(max_seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     first_row = pid % blocks * BLOCK_M
@@ -175,11 +162,10 @@ def pipelined_kernel(
     start_q, start_out, len_q, start_k, len_k = sequence(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, pid // blocks // NUM_HEADS, max_seqlen_q
     )
-    start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-    blocks = tl.where(first_row < len_q, tl.cdiv(end - start, BLOCK_N), 0)  # 0: a tile without rows
+    blocks = tl.where(first_row < len_q, tl.cdiv(len_k, BLOCK_N), 0)  # 0: a tile without rows
     # At least one block: prologue and epilogue need one. Without keys it is zero or masked.
     blocks = tl.maximum(blocks, 1)
-    tile = blocks, first_row, head, len_k, len_q, start, start_k, start_out, start_q
+    tile = blocks, first_row, head, len_k, len_q, start_k, start_out, start_q
 
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -206,18 +192,16 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`."""
     out = batch.new_out()
     config = config or default_config(batch)
-    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     tiles = triton.cdiv(batch.max_seqlen_q, MATH_ROLES.value * ROWS.value)
     launch(
         pipelined_kernel,
         (tiles * batch.num_heads * batch.sequences,), batch.device,
-        ragged_descriptor(batch.q, ROWS.value, min_width=32),
-        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        ragged_descriptor(batch.q, ROWS.value),
+        ragged_descriptor(batch.k, config.BLOCK_N),
+        ragged_descriptor(batch.v, config.BLOCK_N), ragged_descriptor(out, ROWS.value),
         batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.scale, batch.output_scale,
-        NUM_HEADS=batch.num_heads, GROUP=batch.group,
-        ACTIVATION=batch.names, CAUSAL=batch.causal, WINDOW=batch.window,
-        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
+        NUM_HEADS=batch.num_heads, ACTIVATION=batch.names,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=batch.head_dim, NUM_STAGES=config.num_stages,
         REGISTERS=config.registers, TURNS=config.turns, num_warps=4,
     )  # fmt: skip
     return out

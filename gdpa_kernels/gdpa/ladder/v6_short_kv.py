@@ -21,7 +21,8 @@ waits for its K and V.
 | k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers   |
 | k_empty, v_empty | all 256 threads | its MMA; resident: its last -> producer |
 
-Options and needs: as v4.
+Needs: sm_90, TLX, bf16 or fp16, head_dim 64 or 128, contiguous rows aligned to 16 bytes; no mask,
+no groups, one activation.
 """
 
 from dataclasses import dataclass
@@ -35,9 +36,9 @@ from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
-from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.lesson import requires as requires
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 MATH_ROLES = tl.constexpr(2)
@@ -69,18 +70,14 @@ def default_config(batch: Batch) -> Config:
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The work list of these sequences, made on their device without waiting for it."""
-    rows = config.rows_per_item(batch.max_seqlen_q)
-    return list_of_queries(batch, rows, config.BLOCK_N)
+    return list_of_queries(batch, config.rows_per_item(batch.max_seqlen_q), config.BLOCK_N)
 
 
 @triton.aggregate
 class Options:
     """The constants that the roles share."""
 
-    GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_D: tl.constexpr
     NUM_STAGES: tl.constexpr
@@ -89,16 +86,11 @@ class Options:
 
 @triton.jit
 def tile_of(len_q, len_k, first, step, rows_per_item, options):
-    """Tile `step` of an entry: (first row, first key, blocks of keys, tiles of the entry).
-
-    At least one block: prologue and epilogue need one. Without keys it is zero or masked.
-    """
+    """Tile `step` of an entry: (first row, blocks of keys, tiles of the entry). At least one block:
+    without keys it is zero."""
     steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
     row = first + step * TILE
-    start, end = 0, len_k
-    if not options.RESIDENT:
-        start, end = key_range(row, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW)
-    return row, start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1), steps
+    return row, tl.maximum(tl.cdiv(len_k, options.BLOCK_N), 1), steps
 
 
 @triton.jit
@@ -115,19 +107,18 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
             steps = tl.cdiv(tl.minimum(len_q - first, rows_per_item), TILE)
             for step in tl.range(0, steps):
-                row, start, blocks, _ = tile_of(len_q, len_k, first, step, rows_per_item, options)
+                row, blocks, _ = tile_of(len_q, len_k, first, step, rows_per_item, options)
                 fetch_q(q_desc, q, tile, start_q, len_q, head, row)
                 if options.RESIDENT:
                     blocks = tl.where(step == 0, blocks, 0)
-                kv_head = head // options.GROUP
                 for block in tl.range(0, blocks):
                     stage = (kv + block) % NUM_STAGES
                     free = (((kv + block) // NUM_STAGES) & 1) ^ 1
-                    key = start + block * options.BLOCK_N
+                    key = block * options.BLOCK_N
                     tlx.barrier_wait(k.empty[stage], free)
-                    fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
+                    fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, head, key)
                     tlx.barrier_wait(v.empty[stage], free)
-                    fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
+                    fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, head, key)
                 kv += blocks
                 tile += 1
             start_q, _, len_q, start_k, len_k, head, first = following
@@ -159,13 +150,6 @@ def release(empty, last, RESIDENT: tl.constexpr):
 
 
 @triton.jit
-def probabilities(s, scale, head, first_row, first_key, options):
-    """activation(scale * s) with masked pairs zero."""
-    p = activate_per_head(s, scale, head, options.ACTIVATION, True)
-    return mask_probabilities(p, first_row, first_key, options.CAUSAL, options.WINDOW)
-
-
-@triton.jit
 def math(
     role: tl.constexpr, q, k, v, out_desc, out, list_ptr, rows_per_item, scale, output_scale,
     options,
@@ -178,14 +162,14 @@ def math(
     step, tile, kv = 0, 0, 0
     if item < num_items:
         _, start_out, len_q, _, len_k, head, first = entry(list_ptr, item)
-        row, start, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, options)
+        row, blocks, steps = tile_of(len_q, len_k, first, step, rows_per_item, options)
         row += role * ROWS
         tlx.barrier_wait(q.full[role * Q_SLOTS], 0)
         tlx.barrier_wait(k.full[0], 0)
         s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
         s = tlx.async_dot_wait(0, s)
         release(k.empty[0], steps == 1, options.RESIDENT)
-        p = probabilities(s, scale, head, row, start, options)
+        p = activate(s, scale, options.ACTIVATION, True)
         while item < num_items:
             last = step + 1 == steps
             if options.RESIDENT:
@@ -207,15 +191,14 @@ def math(
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 s = tlx.async_dot_wait(1, s)
                 release(k.empty[stage], last, options.RESIDENT)
-                key = start + block * options.BLOCK_N
-                p = probabilities(s, scale, head, row, key, options)
+                p = activate(s, scale, options.ACTIVATION, True)
                 acc = tlx.async_dot_wait(0, acc)
                 release(v.empty[before], last, options.RESIDENT)
             tlx.barrier_arrive(q.empty[mine])
 
             # The first scores of the next tile, overlapped with the last P V of this one.
             _, next_out, next_len_q, _, len_k, next_head, first = following
-            next_row, start, next_blocks, steps = tile_of(
+            next_row, next_blocks, steps = tile_of(
                 next_len_q, len_k, first, step, rows_per_item, options
             )
             next_row += role * ROWS
@@ -236,7 +219,7 @@ def math(
             acc = tlx.async_dot(p, v.buffer[before], acc)
             s = tlx.async_dot_wait(1, s)
             release(k.empty[stage], step + 1 == steps, options.RESIDENT)
-            p = probabilities(s, scale, next_head, next_row, start, options)
+            p = activate(s, scale, options.ACTIVATION, True)
             acc = tlx.async_dot_wait(0, acc)
             release(v.empty[before], last, options.RESIDENT)
             tlx.async_descriptor_store_wait(0)
@@ -251,13 +234,12 @@ def math(
 @triton.jit
 def short_kv_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, rows_per_item, scale, output_scale,
-    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-    REGISTERS: tl.constexpr, RESIDENT: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr, REGISTERS: tl.constexpr, RESIDENT: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(GROUP, ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT)
+    options = Options(ACTIVATION, BLOCK_N, BLOCK_D, NUM_STAGES, RESIDENT)
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -293,16 +275,13 @@ def forward(
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
-    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     launch(
         short_kv_kernel, (programs,), batch.device,
-        ragged_descriptor(batch.q, ROWS.value, min_width=32),
-        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        ragged_descriptor(batch.q, ROWS.value), ragged_descriptor(batch.k, config.BLOCK_N),
+        ragged_descriptor(batch.v, config.BLOCK_N), ragged_descriptor(out, ROWS.value),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale, batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names,
-        CAUSAL=batch.causal, WINDOW=batch.window,
-        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
-        REGISTERS=config.registers, RESIDENT=config.resident, num_warps=4,
+        ACTIVATION=batch.names, BLOCK_N=config.BLOCK_N, BLOCK_D=batch.head_dim,
+        NUM_STAGES=config.num_stages, REGISTERS=config.registers, RESIDENT=config.resident,
+        num_warps=4,
     )  # fmt: skip
     return out

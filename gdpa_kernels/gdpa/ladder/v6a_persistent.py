@@ -21,7 +21,7 @@ Why it may not: two tiles of Q and the output take 96 KiB of shared memory; the 
 | k_full, v_full   | 1 and bytes     | TMA load of a block -> both consumers   |
 | k_empty, v_empty | all 256 threads | the MMA that read it -> producer        |
 
-Options and needs: as v4.
+Needs: as v4.
 """
 
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
-from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.lesson import requires as requires
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 MATH_ROLES = tl.constexpr(2)
@@ -63,31 +63,23 @@ def default_config(batch: Batch) -> Config:
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The work list of these sequences, made on their device without waiting for it."""
-    rows = TILE.value
-    return list_of_queries(batch, rows, config.BLOCK_N)
+    return list_of_queries(batch, TILE.value, config.BLOCK_N)
 
 
 @triton.aggregate
 class Options:
     """The constants that the roles share."""
 
-    GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_D: tl.constexpr
     NUM_STAGES: tl.constexpr
 
 
 @triton.jit
-def blocks_of(row, len_k, options):
-    """(first key, blocks of keys) of the tile at `row`.
-
-    At least one block: prologue and epilogue need one. Without keys it is zero or masked.
-    """
-    start, end = key_range(row, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW)
-    return start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
+def blocks_of(len_k, options):
+    """Blocks of keys. At least one: prologue and epilogue need one. Without keys it is zero."""
+    return tl.maximum(tl.cdiv(len_k, options.BLOCK_N), 1)
 
 
 @triton.jit
@@ -102,17 +94,16 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
         while item < num_items:
             item += tl.num_programs(0)
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
-            start, blocks = blocks_of(row, len_k, options)
+            blocks = blocks_of(len_k, options)
             fetch_q(q_desc, q, tile, start_q, len_q, head, row)
-            kv_head = head // options.GROUP
             for block in tl.range(0, blocks):
                 stage = (kv + block) % NUM_STAGES
                 free = (((kv + block) // NUM_STAGES) & 1) ^ 1
-                key = start + block * options.BLOCK_N
+                key = block * options.BLOCK_N
                 tlx.barrier_wait(k.empty[stage], free)
-                fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
+                fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, head, key)
                 tlx.barrier_wait(v.empty[stage], free)
-                fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
+                fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, head, key)
             kv += blocks
             tile += 1
             start_q, _, len_q, start_k, len_k, head, row = following
@@ -129,13 +120,6 @@ def fetch_q(q_desc, q, tile, start, length, head, row):
 
 
 @triton.jit
-def probabilities(s, scale, head, first_row, first_key, options):
-    """activation(scale * s) with masked pairs zero."""
-    p = activate_per_head(s, scale, head, options.ACTIVATION, True)
-    return mask_probabilities(p, first_row, first_key, options.CAUSAL, options.WINDOW)
-
-
-@triton.jit
 def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_scale, options):
     """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
@@ -149,7 +133,7 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
             item += tl.num_programs(0)
             # Prefetched: the loop over blocks hides the latency.
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
-            start, blocks = blocks_of(row, len_k, options)
+            blocks = blocks_of(len_k, options)
             row += role * ROWS
             mine = role * Q_SLOTS + tile % Q_SLOTS
             stage = kv % NUM_STAGES
@@ -158,7 +142,7 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
             s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
             s = tlx.async_dot_wait(0, s)
             tlx.barrier_arrive(k.empty[stage])
-            p = probabilities(s, scale, head, row, start, options)
+            p = activate(s, scale, options.ACTIVATION, True)
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks):
                 stage = (kv + block) % NUM_STAGES
@@ -170,8 +154,7 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 s = tlx.async_dot_wait(1, s)
                 tlx.barrier_arrive(k.empty[stage])
-                key = start + block * options.BLOCK_N
-                p = probabilities(s, scale, head, row, key, options)
+                p = activate(s, scale, options.ACTIVATION, True)
                 acc = tlx.async_dot_wait(0, acc)
                 tlx.barrier_arrive(v.empty[before])
             tlx.barrier_arrive(q.empty[mine])
@@ -192,13 +175,12 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
 @triton.jit
 def persistent_pipeline_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale,
-    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-    REGISTERS: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed tiles of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(GROUP, ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES)
+    options = Options(ACTIVATION, BLOCK_N, BLOCK_D, NUM_STAGES)
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -234,16 +216,12 @@ def forward(
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
-    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     launch(
         persistent_pipeline_kernel, (programs,), batch.device,
-        ragged_descriptor(batch.q, ROWS.value, min_width=32),
-        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        ragged_descriptor(batch.q, ROWS.value), ragged_descriptor(batch.k, config.BLOCK_N),
+        ragged_descriptor(batch.v, config.BLOCK_N), ragged_descriptor(out, ROWS.value),
         entries, batch.scale, batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names,
-        CAUSAL=batch.causal, WINDOW=batch.window,
-        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
-        REGISTERS=config.registers, num_warps=4,
+        ACTIVATION=batch.names, BLOCK_N=config.BLOCK_N, BLOCK_D=batch.head_dim,
+        NUM_STAGES=config.num_stages, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return out

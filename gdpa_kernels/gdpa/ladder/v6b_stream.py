@@ -12,8 +12,8 @@ Why it may not: the other consumer may have filled the gap already.
 
 Roles and barriers: as v6a_persistent.
 
-The same options as v1. Needs: sm_90, TLX, bf16 or fp16, head_dim a multiple of 8 up to 128,
-contiguous rows aligned to 16 bytes.
+Needs: sm_90, TLX, bf16 or fp16, head_dim 64 or 128, contiguous rows aligned to 16 bytes; no mask,
+no groups, one activation.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
-from gdpa_kernels.gdpa.activations import activate_per_head
+from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
+from gdpa_kernels.gdpa.lesson import requires as requires
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 MATH_ROLES = tl.constexpr(2)
@@ -55,31 +55,23 @@ def default_config(batch: Batch) -> Config:
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
     """The work list of these sequences, made on their device without waiting for it."""
-    rows = TILE.value
-    return list_of_queries(batch, rows, config.BLOCK_N)
+    return list_of_queries(batch, TILE.value, config.BLOCK_N)
 
 
 @triton.aggregate
 class Options:
     """The constants that the roles share."""
 
-    GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
     BLOCK_N: tl.constexpr
     BLOCK_D: tl.constexpr
     NUM_STAGES: tl.constexpr
 
 
 @triton.jit
-def blocks_of(row, len_k, options):
-    """(first key, blocks of keys) of the tile at `row`.
-
-    At least one block: prologue and epilogue need one. Without keys it is zero or masked.
-    """
-    start, end = key_range(row, len_k, TILE, options.BLOCK_N, options.CAUSAL, options.WINDOW)
-    return start, tl.maximum(tl.cdiv(end - start, options.BLOCK_N), 1)
+def blocks_of(len_k, options):
+    """Blocks of keys. At least one: prologue and epilogue need one. Without keys it is zero."""
+    return tl.maximum(tl.cdiv(len_k, options.BLOCK_N), 1)
 
 
 @triton.jit
@@ -94,17 +86,16 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
         while item < num_items:
             item += tl.num_programs(0)
             following = entry(list_ptr, tl.minimum(item, num_items - 1))
-            start, blocks = blocks_of(row, len_k, options)
+            blocks = blocks_of(len_k, options)
             fetch_q(q_desc, q, tile, start_q, len_q, head, row)
-            kv_head = head // options.GROUP
             for block in tl.range(0, blocks):
                 stage = (kv + block) % NUM_STAGES
                 free = (((kv + block) // NUM_STAGES) & 1) ^ 1
-                key = start + block * options.BLOCK_N
+                key = block * options.BLOCK_N
                 tlx.barrier_wait(k.empty[stage], free)
-                fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
+                fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, head, key)
                 tlx.barrier_wait(v.empty[stage], free)
-                fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
+                fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, head, key)
             kv += blocks
             tile += 1
             start_q, _, len_q, start_k, len_k, head, row = following
@@ -127,13 +118,6 @@ def fetch_q(q_desc, q, tile, start, length, head, row):
 
 
 @triton.jit
-def probabilities(s, scale, head, first_row, first_key, options):
-    """activation(scale * s) with masked pairs zero."""
-    p = activate_per_head(s, scale, head, options.ACTIVATION, True)
-    return mask_probabilities(p, first_row, first_key, options.CAUSAL, options.WINDOW)
-
-
-@triton.jit
 def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_scale, options):
     """A consumer: 64 rows of every tile. `kv` counts blocks of K and V, `tile` tiles of Q."""
     NUM_STAGES: tl.constexpr = options.NUM_STAGES
@@ -143,14 +127,14 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
     tile, kv = 0, 0
     if item < num_items:
         _, start_out, len_q, _, len_k, head, row = entry(list_ptr, item)
-        start, blocks = blocks_of(row, len_k, options)
+        blocks = blocks_of(len_k, options)
         row += role * ROWS
         tlx.barrier_wait(q.full[role * Q_SLOTS], 0)
         tlx.barrier_wait(k.full[0], 0)
         s = tlx.async_dot(q.buffer[role * Q_SLOTS], tlx.local_trans(k.buffer[0]))
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_arrive(k.empty[0])
-        p = probabilities(s, scale, head, row, start, options)
+        p = activate(s, scale, options.ACTIVATION, True)
         while item < num_items:
             item += tl.num_programs(0)
             # Prefetched: the loop over blocks hides the latency.
@@ -167,15 +151,14 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 s = tlx.async_dot_wait(1, s)
                 tlx.barrier_arrive(k.empty[stage])
-                key = start + block * options.BLOCK_N
-                p = probabilities(s, scale, head, row, key, options)
+                p = activate(s, scale, options.ACTIVATION, True)
                 acc = tlx.async_dot_wait(0, acc)
                 tlx.barrier_arrive(v.empty[before])
             tlx.barrier_arrive(q.empty[mine])
 
             # The first scores of the next tile, overlapped with the last P V of this one.
             _, next_out, next_len_q, _, len_k, next_head, next_row = following
-            start, next_blocks = blocks_of(next_row, len_k, options)
+            next_blocks = blocks_of(len_k, options)
             next_row += role * ROWS
             tile += 1
             kv += blocks
@@ -190,7 +173,7 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
             acc = tlx.async_dot(p, v.buffer[before], acc)
             s = tlx.async_dot_wait(1, s)
             tlx.barrier_arrive(k.empty[stage])
-            p = probabilities(s, scale, next_head, next_row, start, options)
+            p = activate(s, scale, options.ACTIVATION, True)
             acc = tlx.async_dot_wait(0, acc)
             tlx.barrier_arrive(v.empty[before])
             tlx.async_descriptor_store_wait(0)
@@ -205,13 +188,12 @@ def math(role: tl.constexpr, q, k, v, out_desc, out, list_ptr, scale, output_sca
 @triton.jit
 def stream_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale,
-    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-    REGISTERS: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed tiles of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(GROUP, ACTIVATION, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, NUM_STAGES)
+    options = Options(ACTIVATION, BLOCK_N, BLOCK_D, NUM_STAGES)
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, MATH_ROLES * Q_SLOTS)
     k = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -247,16 +229,12 @@ def forward(
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
-    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     launch(
         stream_kernel, (programs,), batch.device,
-        ragged_descriptor(batch.q, ROWS.value, min_width=32),
-        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        ragged_descriptor(batch.q, ROWS.value), ragged_descriptor(batch.k, config.BLOCK_N),
+        ragged_descriptor(batch.v, config.BLOCK_N), ragged_descriptor(out, ROWS.value),
         entries, batch.scale, batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names,
-        CAUSAL=batch.causal, WINDOW=batch.window,
-        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
-        REGISTERS=config.registers, num_warps=4,
+        ACTIVATION=batch.names, BLOCK_N=config.BLOCK_N, BLOCK_D=batch.head_dim,
+        NUM_STAGES=config.num_stages, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     return out

@@ -265,7 +265,7 @@ def check_triton(install: TritonInstall) -> Finding:
 def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
     """The reference and every rung of each ladder: can it run here, and why; and whether a record
     in `data_dir` has it right on such a GPU (`probe`)."""
-    ladder = _module("calling.ladder")
+    ladder = _module("gdpa_kernels.calling.ladder")
     if isinstance(ladder, Exception):
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
     unproven = _unproven(data_dir)
@@ -281,7 +281,7 @@ def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
 
 def _unproven(data_dir: str | Path | None) -> Callable[[str, str], bool]:
     """Whether the rung of a ladder has kernels that run on the first GPU and no record proves."""
-    probe, record = _module("measuring.probe"), _module("measuring.record")
+    probe, record = _module("gdpa_lab.measuring.probe"), _module("gdpa_lab.measuring.record")
     try:
         import torch
 
@@ -305,7 +305,7 @@ def _unproven(data_dir: str | Path | None) -> Callable[[str, str], bool]:
 
 def check_baselines() -> list[Finding]:
     """Every baseline of both operators: can it run here, and why."""
-    found = _module("measuring.baselines")
+    found = _module("gdpa_lab.measuring.baselines")
     if isinstance(found, Exception):
         return [Finding("baselines", "baselines", False, f"cannot be imported: {found}")]
     tables = {"gdpa": found.BASELINES, "block_attention": found.BLOCK_BASELINES}
@@ -328,7 +328,7 @@ def check_records(data_dir: str | Path | None = None) -> Finding:
     problem = no_records(data_dir)
     if problem is not None:
         return Finding("data", "records", False, problem)
-    record = _module("measuring.record")
+    record = _module("gdpa_lab.measuring.record")
     if isinstance(record, Exception):
         return Finding("data", "records", False, f"cannot be read: {record}")
     data_dir = Path(record.DATA_DIR if data_dir is None else data_dir)
@@ -363,7 +363,7 @@ def _ask(group: str, name: str, availability: Any, *arguments: Any) -> Finding:
 
 def _module(name: str) -> ModuleType | Exception:
     try:
-        return importlib.import_module(f"gdpa_kernels.{name}")
+        return importlib.import_module(name)
     except Exception as error:
         return RuntimeError(_name(error))
 
