@@ -14,7 +14,8 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 # The newest two minor versions of Triton itself, for the emulator.
 UPSTREAM := 3.9.0 3.8.0
 
-.PHONY: book test test-processors test-nightly test-upstream measure compare lint clean
+.PHONY: book test test-processors test-nightly test-upstream packages measure \
+  compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
 book: $(READY)
@@ -38,9 +39,8 @@ test: $(READY)
 	$(PYTEST)
 
 # What depends on the processor, as on others: vector instructions of PyTorch and of MKL, threads.
-ON_A_CPU := tests/gdpa/test_reference.py tests/gdpa/test_modules.py tests/calling/test_jagged.py \
-  tests/block_attention/test_reference.py tests/block_attention/test_modules.py tests/norms \
-  tests/examples
+ON_A_CPU := tests/gdpa/test_reference.py tests/block_attention/test_reference.py \
+  tests/calling/test_modules.py tests/calling/test_jagged.py tests/norms tests/examples
 test-processors: $(READY)
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST) $(ON_A_CPU)
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --threads 4 $(ON_A_CPU)
@@ -59,6 +59,10 @@ $(VENV)/upstream/%/triton: $(READY)
 	test -d $@ || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  --target $(@D) triton==$*
 	@touch $@
+
+# Both packages built, installed in fresh environments with what they declare, and used there.
+packages: $(READY)
+	$(PYTEST) -n 0 tests/packages
 
 # Measure on this machine's GPU and append records: make measure NOTEBOOKS="forward/results" DEVICE=cuda:0
 measure: $(READY)

@@ -21,12 +21,12 @@ from gdpa_lab import __main__
 from gdpa_lab.measuring import manifest, record, refusals, system
 from gdpa_lab.report import page, rankings, results, standings
 from gdpa_lab.report.chapter import Chapter
+from tests.records import H200
 
 OLD = "20261122T133040Z-forward-results-nvidia-h200-62ac9e84"
 NEW = "20261122T191500Z-forward-results-nvidia-h200-62ac9e84"
 WORKLOADS = ("gdpa-self-full-1024", "gdpa-self-full-256")
 PEERS = ("cudnn", "fa4_dense")
-H200 = system.load(record.DATA_DIR / "systems" / "nvidia-h200-62ac9e84.json")
 
 
 class Folder:

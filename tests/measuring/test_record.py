@@ -15,19 +15,10 @@ import gdpa_kernels
 from gdpa_lab.measuring import record, refusals, system
 from gdpa_lab.measuring.record import Ceiling, Error, Protocol, Record, RecordError, Row, Table
 from gdpa_lab.measuring.workloads import WORKLOADS
+from tests.records import STATE
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = WORKLOADS["gdpa-self-full-256"]
-NO_GPU = dict.fromkeys(
-    (
-        "sm_clock_mhz",
-        "memory_clock_mhz",
-        "temperature_c",
-        "power_w",
-        "throttle_reasons",
-        "other_processes",
-    )
-)
 PROTOCOL = Protocol("cuda events", 5, 30, 256 << 20, True, "one call")
 
 
@@ -59,8 +50,8 @@ def a_record(rows=None, **values) -> Record:
         command="make measure NOTEBOOKS=measuring/roofline",
         notebook=None,
         system=system.describe(),
-        state_before=NO_GPU,
-        state_after=NO_GPU | {"sm_clock_mhz": 1980.0, "throttle_reasons": ["sw_power_cap"]},
+        state_before=STATE,
+        state_after=STATE | {"sm_clock_mhz": 1980.0, "throttle_reasons": ["sw_power_cap"]},
         protocol=PROTOCOL,
         workloads=[WORKLOAD],
         rows=[a_row()] if rows is None else rows,
@@ -367,6 +358,14 @@ def git(folder, *arguments):
     return done.stdout.strip()
 
 
+def committed(folder) -> str:
+    """All of a folder in a commit of a repository of its own; the commit."""
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+    return git(folder, "rev-parse", "HEAD")
+
+
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     monkeypatch.delenv(record.COMMIT_VARIABLE, raising=False)
@@ -483,10 +482,7 @@ def test_a_launch_that_is_not_there_is_refused():
 
 
 def test_commit_of_a_checkout(root, monkeypatch):
-    git(root, "init", "-q")
-    git(root, "add", ".")
-    git(root, "commit", "-qm", "first")
-    head = git(root, "rev-parse", "HEAD")
+    head = committed(root)
     monkeypatch.setenv(record.COMMIT_VARIABLE, "b" * 40)
     package = record.package_state(notebook="notebooks/04_v1.py", root=root)
     assert (package.commit, package.dirty) == (head, False)
@@ -515,9 +511,7 @@ def test_commit_without_a_checkout(root, monkeypatch):
 
 
 def test_a_folder_inside_another_checkout_has_no_commit(root):
-    git(root.parent, "init", "-q")
-    git(root.parent, "add", ".")
-    git(root.parent, "commit", "-qm", "first")
+    committed(root.parent)
     assert record.package_state(root=root).commit is None
 
 
@@ -541,17 +535,12 @@ def test_the_dictionary_explains_every_key():
 
 def test_sources_are_compared_with_those_of_their_commit(tmp_path):
     """Without a word from the machine that measured: `dirty` is None there."""
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
     (tmp_path / "gdpa_kernels").mkdir()
     ran = {}
     for name in ("gdpa_kernels/a.py", "gdpa_kernels/b.py"):
         (tmp_path / name).write_text(f"name = '{name}'\n\n")
         ran[name] = record.source_hash(tmp_path / name)
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "add", "-A"], check=True)
-    subprocess.run([*git, "commit", "-qm", "code"], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    package = record.Package("0.1.0", head.stdout.strip(), None, ran)
+    package = record.Package("0.1.0", committed(tmp_path), None, ran)
     assert package.differs(tmp_path) is False
     (tmp_path / "gdpa_kernels" / "a.py").write_text("later")
     assert package.differs(tmp_path) is False

@@ -15,12 +15,10 @@ from gdpa_lab import __main__
 from gdpa_lab.measuring import probe, record, system
 from gdpa_lab.report import claims, figures, page, rankings, readme, results, standings
 from gdpa_lab.report.chapter import Chapter
-from tests.report.test_results import a_system
+from tests.records import a_system
 
-B200 = replace(
-    a_system(gpu="NVIDIA B200"), compute_capability="10.0", max_sm_clock_mhz=4000.0,
-    max_memory_clock_mhz=12000.0,
-)  # fmt: skip
+CLOCKS = {"max_sm_clock_mhz": 4000.0, "max_memory_clock_mhz": 12000.0}
+B200 = a_system(gpu="NVIDIA B200", compute_capability="10.0", **CLOCKS)
 CHAPTERS = ("forward/results", "backward/results", "block/results")
 KEPT = "gdpa-(self-half-jagged|cross-full)-.*|gdpa-self-full-1024|block-fill70-2000|block-rotary-.*"
 OWN = ("b90_pretended", "b91_pretended")

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from gdpa_lab.measuring import baselines
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import doctor
 from gdpa_lab.report.doctor import Finding, TritonInstall
-from tests.report.test_results import a_row, a_system, add  # noqa: F401  (a fixture)
+from tests.records import a_row, a_system
 
 ROOT = Path(__file__).parents[2]
 CURE = "pip install --force-reinstall --no-deps fbtriton==3.7.4"
@@ -406,7 +405,7 @@ def test_no_gpu_is_no_damage(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("capability", "gpu"), [((10, 0), "B200"), ((9, 0), "H200")])
-def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, gpu):  # noqa: F811
+def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, gpu):
     """A pretended GPU, and records that prove two rungs on a B200 and one in a direction of two."""
     stand_in = Rung("b90_stand_in", "", "", None, Requires((10, 0), only_major=True))
     monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
@@ -426,7 +425,7 @@ def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, g
     add(
         a_row(impl="v2_tma"), a_row(impl="v1_tiled_backward", direction="backward"),
         a_row(blocks, impl="v1_one_tile", math="softmax"),
-        on=replace(a_system(gpu="NVIDIA B200"), compute_capability="10.0"),
+        on=a_system(gpu="NVIDIA B200", compute_capability="10.0"),
         workloads={work.name: work.to_dict() for work in (workload("gdpa-self-full-1024"), blocks)},
     )  # fmt: skip
     found = doctor.findings(tmp_path)

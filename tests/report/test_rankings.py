@@ -13,9 +13,8 @@ from gdpa_kernels.gdpa import choices
 from gdpa_lab.__main__ import main
 from gdpa_lab.measuring import record
 from gdpa_lab.report import rankings
-from tests.report.test_results import SHORT, a_row, a_system, add  # noqa: F401  (a fixture)
+from tests.records import LOAD, SHORT, a_row, a_system
 
-LOAD = record.Load(1500.0, None, 0.35, ("sw_power_cap",))
 OPERATORS = sorted(rankings.CHOICES)
 LATER = {(10, 0): "b90_stand_in", (10, 3): "v2_tma", (10, 1): "v2_tma", (12, 0): "v2_tma"}
 
@@ -27,7 +26,7 @@ def test_the_table_is_what_the_records_say(operator):
     assert table == rankings.made_from(record.DATA_DIR, operator)
 
 
-def test_the_record_that_compared_most_counts(add, tmp_path):  # noqa: F811
+def test_the_record_that_compared_most_counts(add, tmp_path):
     rows = [a_row(impl="v1_tiled"), a_row(impl="v2_tma", samples_us=(8000.0,))]
     both = add(*rows, day=1)
     add(rows[0], a_row(impl="v0_eager"), a_row(impl="fa2_varlen"), day=2)  # one rung beyond v0
@@ -43,7 +42,7 @@ def test_the_record_that_compared_most_counts(add, tmp_path):  # noqa: F811
     assert rankings.from_records(tmp_path, "block_attention") == []
 
 
-def test_times_back_to_back_decide_among_those_that_have_them(add, tmp_path):  # noqa: F811
+def test_times_back_to_back_decide_among_those_that_have_them(add, tmp_path):
     bursts = {"v1_tiled": 5.0, "v2_tma": 6.0, "v3_persistent": 7.0, "v5_pingpong": 8.0}
     loops = {"v3_persistent": 7.5, "v1_tiled": 8.5}
     narrow = replace(SHORT, name="narrow", head_dim=64)
@@ -102,7 +101,7 @@ def test_an_operator_reads_its_table_without_what_measures():
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
-def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):  # noqa: F811
+def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):
     """From records made up for this test, of a rung that there is not."""
     stand_in = Rung("b90_stand_in", "", "", None, Requires((10, 0), only_major=True))
     monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
@@ -113,7 +112,7 @@ def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):  # noqa: F811
         rows = a_row(impl="v2_tma", samples_us=(plain,)), a_row(impl="v1_tiled")
         if capability != "9.0":
             rows += (a_row(impl=stand_in.impl, samples_us=(other,)),)
-        add(*rows, on=replace(a_system(gpu=f"NVIDIA {gpu}"), compute_capability=capability))
+        add(*rows, on=a_system(gpu=f"NVIDIA {gpu}", compute_capability=capability))
     text = rankings.made_from(tmp_path, "gdpa")
     table = parse(text, rankings.CHOICES["gdpa"].COLUMNS)
     assert [(row.shape[0], row.impls) for row in table] == [
