@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,24 @@ def writer(folder: Path) -> Callable[..., Record]:
         return made
 
     return write
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """What git prints in a folder; it knows nobody there."""
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def committed(folder: Path) -> str:
+    """All of a folder, in a new commit of a repository of its own; the commit."""
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-qm", "as it is")
+    return git(folder, "rev-parse", "HEAD")
 
 
 RESULT = {

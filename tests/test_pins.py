@@ -9,6 +9,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import gdpa_kernels
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -71,6 +73,13 @@ def test_the_packages_are_those_of_this_repository():
     assert project()["optional-dependencies"]["emulator"] == [emulator]
     library = f"gdpa-kernels=={project()['version']}"
     assert {emulator, library} < {*project("lab")["dependencies"]}
+
+
+def test_the_library_its_citation_and_its_changes_are_of_one_version():
+    version = project()["version"]
+    assert gdpa_kernels.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("python", PYTHONS)

@@ -2,7 +2,6 @@ import json
 import math
 import os
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import gdpa_kernels
 from gdpa_lab.measuring import record, refusals, system
 from gdpa_lab.measuring.record import Ceiling, Error, Protocol, Record, RecordError, Row, Table
 from gdpa_lab.measuring.workloads import WORKLOADS
-from tests.records import STATE
+from tests.records import STATE, committed
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = WORKLOADS["gdpa-self-full-256"]
@@ -347,23 +346,6 @@ def test_row_takes_counts_from_the_workload():
     assert row.flops == 4 * 4 * 128 * 1152 * 256 * 256
     assert row.bytes_read == 3 * 1152 * 256 * 4 * 128 * 2
     assert row.bytes_written == 1152 * 256 * 4 * 128 * 2
-
-
-def git(folder, *arguments):
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def committed(folder) -> str:
-    """All of a folder in a commit of a repository of its own; the commit."""
-    git(folder, "init", "-q")
-    git(folder, "add", ".")
-    git(folder, "commit", "-qm", "first")
-    return git(folder, "rev-parse", "HEAD")
 
 
 @pytest.fixture
