@@ -57,9 +57,9 @@ LONG = {
 }  # fmt: skip
 """Products without a view, and a rung that has not been stripped yet."""
 REWRITES = {
-    "b5_cta_pair", "b6_pair_stream", "v4_warp_specialized_backward", "v5_short_kv_backward", "v7_wide_backward",
-    "b1_tensor_memory_backward", "v1_one_tile", "v2_slab", "v3_warp_specialized",
-    "b1_warp_specialized",
+    "b5_cta_pair", "b6_pair_stream", "v4_warp_specialized_backward", "v5_short_kv_backward",
+    "v7_wide_backward", "b1_tensor_memory_backward", "v1_one_tile", "v2_slab",
+    "v3_warp_specialized", "b1_warp_specialized",
 }  # fmt: skip
 """Steps to another structure."""
 
