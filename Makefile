@@ -14,7 +14,8 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 # The newest two minor versions of Triton itself, for the emulator.
 UPSTREAM := 3.9.0 3.8.0
 
-.PHONY: book test test-processors test-nightly test-upstream measure compare lint clean
+.PHONY: book test test-processors test-nightly test-upstream packages measure \
+  compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
 book: $(READY)
@@ -38,9 +39,8 @@ test: $(READY)
 	$(PYTEST)
 
 # What depends on the processor, as on others: vector instructions of PyTorch and of MKL, threads.
-ON_A_CPU := tests/gdpa/test_reference.py tests/gdpa/test_modules.py tests/calling/test_jagged.py \
-  tests/block_attention/test_reference.py tests/block_attention/test_modules.py tests/norms \
-  tests/examples
+ON_A_CPU := tests/gdpa/test_reference.py tests/block_attention/test_reference.py \
+  tests/calling/test_modules.py tests/calling/test_jagged.py tests/norms tests/examples
 test-processors: $(READY)
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST) $(ON_A_CPU)
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --threads 4 $(ON_A_CPU)
@@ -60,6 +60,10 @@ $(VENV)/upstream/%/triton: $(READY)
 	  --target $(@D) triton==$*
 	@touch $@
 
+# Both packages built, installed in fresh environments with what they declare, and used there.
+packages: $(READY)
+	$(PYTEST) -n 0 tests/packages
+
 # Measure on this machine's GPU and append records: make measure NOTEBOOKS="forward/results" DEVICE=cuda:0
 measure: $(READY)
 	$(EXECUTE) --mode measure --notebooks "$(NOTEBOOKS)" --device $(DEVICE)
@@ -78,12 +82,12 @@ clean:
 
 # Installed once, and again when a pin changes. With a CUDA build of torch, pip also installs triton,
 # whose files are those of fbtriton; the last line puts fbtriton's back if they were overwritten.
-$(READY): pyproject.toml emulator/pyproject.toml constraints.txt
+$(READY): pyproject.toml emulator/pyproject.toml lab/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; raise SystemExit(sys.version_info < (3, 10))' || \
 	  { echo "PYTHON must be Python 3.10 or newer, got $$($(PYTHON) --version)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable emulator --editable '.[lab,book,test,dev]'
+	  --constraint constraints.txt --editable emulator --editable . --editable 'lab[book,test,dev]'
 	@$(BIN)/python -c 'import triton; raise SystemExit(not triton.__version__.endswith("+fb"))' || \
 	  { echo "triton has overwritten fbtriton: installing $(FBTRITON) again"; \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check \

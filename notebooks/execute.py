@@ -39,6 +39,7 @@ EXECUTED = ROOT / "book" / "executed"
 FIGURES = ROOT / "book" / "extra" / "figures"
 CONTENTS = ROOT / "_toc.yml"
 WORKERS = {"replay": 2, "measure": 1, "compare": 1}
+INPUTS = ("data", "gdpa_kernels", "lab/gdpa_lab", "emulator/tritonemu", "notebooks/_lib")
 OPTIONS = {"name", "caption", "alt"}
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
@@ -92,7 +93,7 @@ def slug(path: Path) -> str:
 def chapters() -> list[Path]:
     """All notebooks, in the order of _toc.yml, which must name each of them."""
     named = re.findall(r"file: executed/(\S+)", CONTENTS.read_text(encoding="utf-8"))
-    there = {slug(path): path for path in sorted(SOURCES.glob("*/*.py"))}
+    there = {slug(path): path for path in sorted(SOURCES.glob("[!_]*/*.py"))}
     if not there or set(named) != set(there):
         raise NotebookError(
             f"_toc.yml must name every notebook: {', '.join(there) or 'none is there'}; "
@@ -129,7 +130,7 @@ def shared_inputs() -> str:
     """A hash of what every chapter depends on: data, package, tools, pins and this interpreter."""
     made = hashlib.sha256(sys.version.encode())
     files = [Path(__file__), ROOT / "constraints.txt"]
-    for folder in ("data", "gdpa_kernels", "emulator/tritonemu", "notebooks/tools/kernels"):
+    for folder in (*INPUTS, "notebooks/tools/kernels"):
         files += (file for file in (ROOT / folder).rglob("*") if file.is_file())
     for file in sorted(file for file in files if file.suffix != ".pyc"):
         made.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
@@ -256,8 +257,8 @@ def use_this_interpreter(folder: Path, mode: str) -> None:
     """Make `python3` mean sys.executable with the repository on its path, whatever is installed."""
     kernel = folder / "kernels" / "python3"
     kernel.mkdir(parents=True)
-    folders = (str(ROOT), str(ROOT / "emulator"), os.environ.get("PYTHONPATH"))
-    path = os.pathsep.join(filter(None, folders))
+    folders = (ROOT, ROOT / "emulator", ROOT / "lab", ROOT / "notebooks")
+    path = os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
     environment = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
     if mode == "replay":
         environment["OMP_NUM_THREADS"] = "1"

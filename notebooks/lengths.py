@@ -20,8 +20,8 @@ from bs4 import BeautifulSoup
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ROOT / "book" / "_build" / "html"
 NOTES = "notes"
-MOST = {"lines": 400, "hidden": 60, "words": 3500}
-MEDIANS = {"lines": 300, "words": 2500}
+MOST = {"hidden": 60, "words": 3500}
+MEDIANS = {"words": 2500}
 BOOK = 110_000
 LATER = (
     "blackwell",
@@ -72,7 +72,7 @@ def words(page: Path) -> int:
 def lengths() -> list[Length]:
     """Of every chapter, by name."""
     found = []
-    for path in sorted((ROOT / "notebooks").glob("*/*.py")):
+    for path in sorted((ROOT / "notebooks").glob("[!_]*/*.py")):
         slug = path.relative_to(ROOT / "notebooks").with_suffix("").as_posix()
         source, page = path.read_text(encoding="utf-8"), BUILT / "executed" / f"{slug}.html"
         count = words(page) if page.exists() else None

@@ -31,7 +31,9 @@ def scores(q, k, scale):
     return scale * torch.einsum("nhd,mhd->hnm", q, k)
 
 
-def attend(q, k, v, *, names, scale, output_scale=1.0, causal=False, window=None):
+def attend(
+    q, k, v, *, names, scale, output_scale=1.0, causal=False, window=None, functions=ACTIVATIONS
+):
     """GDPA of one sequence: q `[rows, heads, head_dim]`, k and v `[keys, kv_heads, head_dim]`."""
     s = scores(q, k, scale)
     row, key = torch.arange(q.shape[0])[:, None], torch.arange(k.shape[0])
@@ -41,7 +43,7 @@ def attend(q, k, v, *, names, scale, output_scale=1.0, causal=False, window=None
     if window is not None:
         keep &= (row - key).abs() <= window
     names = names if len(names) > 1 else names * q.shape[1]
-    p = torch.stack([ACTIVATIONS[name](each) for name, each in zip(names, s, strict=True)])
+    p = torch.stack([functions[name](each) for name, each in zip(names, s, strict=True)])
     p = torch.where(keep, p, torch.zeros((), dtype=p.dtype))
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return output_scale * torch.einsum("hnm,mhd->nhd", p, v)

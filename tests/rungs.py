@@ -15,7 +15,7 @@ from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 KERNELS = [rung for rungs in ladder.LADDERS.values() for rung in rungs if rung.requires.capability]
 Tensors = Sequence[torch.Tensor]

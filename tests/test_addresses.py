@@ -18,7 +18,11 @@ from gdpa_kernels.norms.api import EPSILON, floor_of
 from tests import rungs
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [path for room in ("gdpa_kernels", "examples") for path in (ROOT / room).rglob("*.py")]
+SOURCES = [
+    path
+    for room in ("gdpa_kernels", "lab", "notebooks/_lib", "examples")
+    for path in (ROOT / room).rglob("*.py")
+]
 
 
 class Products(ast.NodeVisitor):

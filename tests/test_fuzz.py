@@ -23,8 +23,8 @@ from gdpa_kernels import (
     gdpa,
 )
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.testing import compare
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.testing import compare
 from tests.fuzzing import ACTIVATIONS, attend, attend_blocks, jagged, turned
 
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)

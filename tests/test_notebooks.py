@@ -7,14 +7,15 @@ import re
 
 import pytest
 
-from gdpa_kernels.measuring import record
+from gdpa_lab.measuring import record
 
-PAGES = sorted((record.ROOT / "notebooks").glob("*/*.py"))
+PAGES = sorted((record.ROOT / "notebooks").glob("[!_]*/*.py"))
 PAGES += sorted((record.ROOT / "book").glob("*.md"))
 LAUNCHING = [page for page in PAGES if page.suffix == ".py"]
-STUDIES = sorted((record.ROOT / "gdpa_kernels" / "report").glob("*.py"))
+STUDIES = sorted((record.ROOT / "lab" / "gdpa_lab" / "report").glob("*.py"))
 TEXTS = [*PAGES, *sorted((record.ROOT / "notebooks" / "notes").glob("*.md"))]
-TEXTS += sorted((record.ROOT / "gdpa_kernels").rglob("*.py"))
+for house in record.HOUSES:
+    TEXTS += sorted((record.ROOT / house).rglob("*.py"))
 TEXTS += [record.ROOT / name for name in ("README.md", "data/README.md", "data/claims.yml")]
 ROLE = re.compile(r"\{glue:text\}`([^`]*)`")
 TYPED_NUMBER = re.compile(r"\b(?:chapter|notebook)s?[\s`]+\d+|\{doc\}`\d+\b|\b\d\d_[a-z]\w*", re.I)

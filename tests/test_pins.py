@@ -1,4 +1,4 @@
-"""The three lists of versions agree: pyproject.toml decides, the others repeat."""
+"""The three lists of versions agree: lab/pyproject.toml decides, the others repeat."""
 
 import re
 import sys
@@ -8,6 +8,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import gdpa_kernels
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,9 +43,9 @@ def project(folder: str = ".") -> dict:
 
 
 def declared() -> list[str]:
-    extras = project()["optional-dependencies"].values()
-    lines = [line for extra in extras for line in extra]
-    return [line for line in lines if not line.startswith("tritonemu==")]  # in this repository
+    lab = project("lab")
+    lines = [*lab["dependencies"], *(x for xs in lab["optional-dependencies"].values() for x in xs)]
+    return [line for line in lines if not line.startswith(("tritonemu==", "gdpa-kernels=="))]
 
 
 def constrained() -> list[str]:
@@ -66,10 +68,18 @@ def test_the_library_takes_ranges_that_hold_the_pinned_versions():
         assert allowed.contains(exact[name].removeprefix("==")) and "==" not in str(allowed)
 
 
-def test_the_emulator_is_the_one_of_this_repository():
-    wanted = f"tritonemu=={project('emulator')['version']}"
-    extras = project()["optional-dependencies"]
-    assert extras["emulator"] == [wanted] and wanted in extras["lab"]
+def test_the_packages_are_those_of_this_repository():
+    emulator = f"tritonemu=={project('emulator')['version']}"
+    assert project()["optional-dependencies"]["emulator"] == [emulator]
+    library = f"gdpa-kernels=={project()['version']}"
+    assert {emulator, library} < {*project("lab")["dependencies"]}
+
+
+def test_the_library_its_citation_and_its_changes_are_of_one_version():
+    version = project()["version"]
+    assert gdpa_kernels.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -87,7 +97,7 @@ def test_environment_repeats_pyproject():
     assert pins(pip[1:], f"{python}.9") == pins(declared(), f"{python}.9")
 
 
-@pytest.mark.parametrize("path", ["Makefile", "book/reproduce.md", "gdpa_kernels/report/doctor.py"])
+@pytest.mark.parametrize("path", ["Makefile", "book/reproduce.md", "lab/gdpa_lab/report/doctor.py"])
 def test_the_repair_command_installs_the_pinned_fbtriton(path):
     text = (ROOT / path).read_text(encoding="utf-8")
     written = re.findall(r"fbtriton(==[0-9.]*[0-9])", text)

@@ -1,4 +1,4 @@
-"""The rooms of the package: imports run one way, and none in a circle."""
+"""The houses and their rooms: imports run one way, and none in a circle."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 
 import gdpa_kernels
+import gdpa_lab
 
-PACKAGE = Path(gdpa_kernels.__file__).parent
+HOUSES = [Path(house.__file__).parent for house in (gdpa_kernels, gdpa_lab)]
 FLOORS = ("calling", "device", "norms", ("gdpa", "block_attention"), "measuring", "report")
 """From below; a room imports from its own floor and from those under it."""
 
 
-def module_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+def module_of(path: Path, house: Path) -> str:
+    parts = path.relative_to(house.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+FILES = {module_of(path, house): path for house in HOUSES for path in sorted(house.rglob("*.py"))}
 
 
 def imported(name: str, *, at_import: bool) -> set[str]:

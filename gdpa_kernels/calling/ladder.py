@@ -56,7 +56,6 @@ RUNGS: tuple[Rung, ...] = (
         "v1_tiled",
         dataclasses.replace(_TMA, head_dim_multiple=64, head_dim_max=128),
         has=_CONFIG | {"requires"},
-        is_lesson=True,
     ),
     Rung(
         "v3_persistent",
@@ -65,7 +64,6 @@ RUNGS: tuple[Rung, ...] = (
         "v2_tma",
         dataclasses.replace(_TMA, head_dim_multiple=64, head_dim_max_of={12: 64}),
         has=_LISTED | {"requires"},
-        is_lesson=True,
     ),
     Rung(
         "v4_warp_specialized",
@@ -74,7 +72,6 @@ RUNGS: tuple[Rung, ...] = (
         "v2_tma",
         _LESSON,
         has=_CONFIG | {"requires"},
-        is_lesson=True,
     ),
     Rung(
         "v5_pingpong",
@@ -83,7 +80,6 @@ RUNGS: tuple[Rung, ...] = (
         "v4_warp_specialized",
         _LESSON,
         has=_CONFIG | {"requires"},
-        is_lesson=True,
     ),
     Rung(
         "v6a_persistent",
@@ -92,7 +88,6 @@ RUNGS: tuple[Rung, ...] = (
         "v5_pingpong",
         _LESSON,
         has=_LISTED | {"requires"},
-        is_lesson=True,
     ),
     Rung(
         "v6b_stream",
@@ -101,7 +96,6 @@ RUNGS: tuple[Rung, ...] = (
         "v6a_persistent",
         _LESSON,
         has=_LISTED | {"requires"},
-        is_lesson=True,
     ),
     Rung(
         "v6_short_kv",
@@ -110,7 +104,6 @@ RUNGS: tuple[Rung, ...] = (
         "v6b_stream",
         _LESSON,
         has=_LISTED | {"requires"},
-        is_lesson=True,
     ),
     Rung(
         "v7_packed",
@@ -170,6 +163,7 @@ BLACKWELL_RUNGS: tuple[Rung, ...] = (
         "b4_mixed",
         _TCGEN05,
         has=_LISTED | {"requires"},
+        is_rewrite=True,
     ),
     Rung(
         "b6_pair_stream",
@@ -209,6 +203,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         Requires(capability=(8, 0), dtypes=_ALL_DTYPES, head_dim_multiple=16),
         operator="block_attention",
         has=_LISTED,
+        is_rewrite=True,
     ),
     Rung(
         "v2_slab",
@@ -227,6 +222,7 @@ BLOCK_RUNGS: tuple[Rung, ...] = (
         dataclasses.replace(_WGMMA, head_dim_max=256),
         operator="block_attention",
         has=_LISTED | {"requires"},
+        is_rewrite=True,
     ),
     Rung(
         "v4_rotary",
@@ -257,6 +253,7 @@ BLACKWELL_BLOCK_RUNGS: tuple[Rung, ...] = (
         _TCGEN05,
         operator="block_attention",
         has=_LISTED | {"requires"},
+        is_rewrite=True,
     ),
 )
 
@@ -313,6 +310,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         dataclasses.replace(_WGMMA, head_dim_multiple=64),
         operator="gdpa_backward",
         has=_LISTED | {"is_deterministic"},
+        is_rewrite=True,
     ),
     Rung(
         "v5_short_kv_backward",
@@ -322,6 +320,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         dataclasses.replace(_WGMMA, head_dim_multiple=128),
         operator="gdpa_backward",
         has=_LISTED | {"requires"},
+        is_rewrite=True,
     ),
     Rung(
         "v6_one_tile_backward",
@@ -340,6 +339,7 @@ BACKWARD_RUNGS: tuple[Rung, ...] = (
         dataclasses.replace(_WGMMA, head_dim_max=256),
         operator="gdpa_backward",
         has=_LISTED | {"requires", "is_deterministic"},
+        is_rewrite=True,
     ),
 )
 
@@ -352,6 +352,7 @@ BLACKWELL_BACKWARD_RUNGS: tuple[Rung, ...] = (
         dataclasses.replace(_TCGEN05, head_dim_multiple=64),
         operator="gdpa_backward",
         has=_LISTED | {"is_deterministic"},
+        is_rewrite=True,
     ),
     Rung(
         "b2_short_kv_backward",
@@ -441,7 +442,7 @@ def resolve(
 
 
 def diff(impl: str, context: int = 2, operator: str = "gdpa") -> str:
-    """What changed from the predecessor's lesson to this rung's, as a unified diff."""
+    """What changed from the predecessor's file to this rung's, as a unified diff."""
     current = rung(impl, operator)
     if current.predecessor is None:
         raise ValueError(f"impl must have a predecessor to differ from, got {impl!r}")

@@ -44,7 +44,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 @functools.cache
 def _module(impl: str, operator: str = "gdpa") -> ModuleType:
     """The module of an implementation; an import that failed is tried again."""
-    return importlib.import_module(f"gdpa_kernels.{operator.removesuffix('_backward')}.{impl}")
+    path = _path(impl, operator).relative_to(PACKAGE).with_suffix("")
+    return importlib.import_module(".".join(("gdpa_kernels", *path.parts)))
+
+
+@functools.cache
+def _path(impl: str, operator: str) -> Path:
+    room = PACKAGE / operator.removesuffix("_backward")
+    places = [room / folder / f"{impl}.py" for folder in ("kernels", "ladder", "")]
+    return next(filter(Path.exists, places), places[-1])
 
 
 def unreadable(tensor: torch.Tensor) -> str | None:
@@ -143,10 +151,8 @@ class Rung:
     - "saved": `forward` keeps tensors for `backward`, `empty_saved(batch)` in shape and dtype;
     - "is_deterministic": `is_deterministic(batch)`; without it the rung always is.
 
-    The ladder "gdpa_backward" lives in gdpa's folder, next to the forward rungs.
-
-    is_lesson: it teaches, on the published form, and "auto" does not try it. is_rewrite: a new
-    structure, whose step from its predecessor is larger than others.
+    The ladder "gdpa_backward" lives in gdpa's folder, next to the forward rungs. is_rewrite: it has
+    a new structure, and its step from its predecessor may be larger than others.
     """
 
     impl: str
@@ -156,18 +162,22 @@ class Rung:
     requires: Requires
     operator: str = "gdpa"
     has: frozenset[str] = frozenset()
-    is_lesson: bool = False
     is_rewrite: bool = False
 
     @property
     def path(self) -> Path:
         """Its source file."""
-        return PACKAGE / self.operator.removesuffix("_backward") / f"{self.impl}.py"
+        return _path(self.impl, self.operator)
+
+    @property
+    def is_lesson(self) -> bool:
+        """Whether it only teaches: "auto" takes it for no call."""
+        return self.path.parent.name == "ladder"
 
     @property
     def lesson(self) -> Path:
-        """The file that teaches it: the lesson view of a product that has one, else its own."""
-        view = PACKAGE / self.operator.removesuffix("_backward") / "ladder" / f"{self.impl}.py"
+        """The file that teaches it: the lesson view beside a product, else its own."""
+        view = self.path.parents[1] / "ladder" / self.path.name
         return view if view.exists() else self.path
 
     def module(self) -> ModuleType:

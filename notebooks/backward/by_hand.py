@@ -22,11 +22,11 @@ import torch.nn.functional as F
 import tritonemu
 from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import activations, derivatives, reference
-from gdpa_kernels.measuring import roofline
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.workloads import FIGURES, workload
-from gdpa_kernels.report import charts, results
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring import roofline
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.workloads import FIGURES, workload
+from gdpa_lab.report import charts, results
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

@@ -21,13 +21,13 @@
 import pandas as pd
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa.v5_short_kv_backward import MOST_KEYS
-from gdpa_kernels.measuring.baselines import taking
-from gdpa_kernels.measuring.workload import STEP
-from gdpa_kernels.measuring.workloads import FIGURES, HSTU, workload
-from gdpa_kernels.report import claims, standings
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.standings import short, spread
+from gdpa_kernels.gdpa.kernels.v5_short_kv_backward import MOST_KEYS
+from gdpa_lab.measuring.baselines import taking
+from gdpa_lab.measuring.workload import STEP
+from gdpa_lab.measuring.workloads import FIGURES, HSTU, workload
+from gdpa_lab.report import claims, standings
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.standings import short, spread
 
 # %% tags=["parameters"]
 mode = "replay"

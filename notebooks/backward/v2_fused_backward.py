@@ -20,11 +20,13 @@ import pandas as pd
 import torch
 
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.gdpa import gradients, v2_fused_backward, v2a_ordered_backward
-from gdpa_kernels.measuring import timing
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, results, studies
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_kernels.gdpa import gradients
+from gdpa_kernels.gdpa.kernels import v2a_ordered_backward
+from gdpa_kernels.gdpa.ladder import v2_fused_backward
+from gdpa_lab.measuring import timing
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, results, studies
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

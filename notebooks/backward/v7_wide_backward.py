@@ -21,12 +21,12 @@
 from dataclasses import replace
 from functools import partial
 
-from gdpa_kernels.gdpa import v7_wide_backward as v7
-from gdpa_kernels.gdpa.v7_wide_backward import Config
-from gdpa_kernels.measuring import timing
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import studies
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_kernels.gdpa.kernels import v7_wide_backward as v7
+from gdpa_kernels.gdpa.kernels.v7_wide_backward import Config
+from gdpa_lab.measuring import timing
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import studies
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

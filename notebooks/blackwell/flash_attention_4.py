@@ -23,11 +23,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from gdpa_kernels.measuring import units
-from gdpa_kernels.measuring.baselines import flash
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, claims, tile_law
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring import units
+from gdpa_lab.measuring.baselines import flash
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, claims, tile_law
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

@@ -21,12 +21,12 @@
 import numpy as np
 import pandas as pd
 
-from gdpa_kernels.measuring import units
-from gdpa_kernels.measuring.roofline import Ceilings, bracket
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, claims, clock_free, predictions, results, tile_law
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import RUNG_COLOURS
+from gdpa_lab.measuring import units
+from gdpa_lab.measuring.roofline import Ceilings, bracket
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, claims, clock_free, predictions, results, tile_law
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -304,7 +304,7 @@ chapter.table(shown, data=table, modelled=registered)
 chapter.glue(pairs_share=b5.centre, two_share=b3.centre, rows=len(table))
 
 # %% [markdown]
-# `python -m gdpa_kernels predictions` prints all {glue:text}`rows:.0f`, scaled by the ceilings of a
+# `python -m gdpa_lab predictions` prints all {glue:text}`rows:.0f`, scaled by the ceilings of a
 # B200's record once there is one, and judges each measured row.
 #
 # ## The second registration

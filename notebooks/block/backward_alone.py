@@ -22,10 +22,13 @@ import pandas as pd
 import torch
 
 import tritonemu
-from gdpa_kernels.block_attention import reference, v0_flash, v1_one_tile, v2_slab
-from gdpa_kernels.report import block_studies, charts, results, roundings, studies
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.roundings import ONCE, TWICE
+from _lib import roundings
+from _lib.roundings import ONCE, TWICE
+from gdpa_kernels.block_attention import reference
+from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
+from gdpa_kernels.block_attention.ladder import v2_slab
+from gdpa_lab.report import block_studies, charts, results, studies
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

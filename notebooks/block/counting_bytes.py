@@ -18,10 +18,10 @@
 # %%
 import pandas as pd
 
-from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring.workloads import BLOCK_TABLES, workload
-from gdpa_kernels.report import block_bytes, charts, results
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring import system as systems
+from gdpa_lab.measuring.workloads import BLOCK_TABLES, workload
+from gdpa_lab.report import block_bytes, charts, results
+from gdpa_lab.report.chapter import Chapter
 
 main, with_rotary = workload(*BLOCK_TABLES["table5"]), workload(*BLOCK_TABLES["table7"])
 DESIGNS = {  # what each kernel reads and writes
@@ -89,7 +89,7 @@ chapter.glue(
 # %% [markdown]
 # Which GB/s? DRAM loses time when it switches from reads to writes ({doc}`../measuring/roofline`).
 # Forward reads three bytes for each byte it writes, backward four for every three. Kernels in
-# `gdpa_kernels/measuring/copies.py` only read and write in these proportions, and the fastest copy
+# `lab/gdpa_lab/measuring/copies.py` only read and write in these proportions, and the fastest copy
 # of a mix is its ceiling: {glue:text}`rate_forward:,.0f` GB/s for 3:1 and
 # {glue:text}`rate_backward:,.0f` for 4:3. Judging a backward pass by the wrong copy is an error of
 # {glue:text}`mix_gap:.0f` %.

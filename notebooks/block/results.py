@@ -23,12 +23,12 @@
 from dataclasses import replace
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.workload import DIRECTIONS
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import block_tables, charts
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import RUNG_COLOURS
-from gdpa_kernels.report.results import TIMED
+from gdpa_lab.measuring.workload import DIRECTIONS
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import block_tables, charts
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import RUNG_COLOURS
+from gdpa_lab.report.results import TIMED
 
 TABLE5, NARROW = workload("block-fill70-2000"), workload("block-fill70-2000-d64")
 ROTARY = workload("block-rotary-1735537")

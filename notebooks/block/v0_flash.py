@@ -19,11 +19,11 @@
 # %%
 import pandas as pd
 
-from gdpa_kernels.block_attention import v0_flash
-from gdpa_kernels.block_attention.v0_flash import Config
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import block_bytes, block_studies, charts, results
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_kernels.block_attention.kernels import v0_flash
+from gdpa_kernels.block_attention.kernels.v0_flash import Config
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import block_bytes, block_studies, charts, results
+from gdpa_lab.report.chapter import Chapter
 
 KERNELS = {  # what each reads and writes
     "forward": {"forward_kernel": ("q k v", "out lse")},

@@ -23,13 +23,14 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
-from gdpa_kernels.block_attention import v1_one_tile, v2_slab
-from gdpa_kernels.block_attention.v2_slab import Config
-from gdpa_kernels.measuring import system
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import block_studies, charts, loops
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import RUNG_COLOURS
+from gdpa_kernels.block_attention.kernels import v1_one_tile
+from gdpa_kernels.block_attention.ladder import v2_slab
+from gdpa_kernels.block_attention.ladder.v2_slab import Config
+from gdpa_lab.measuring import system
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import block_studies, charts, loops
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"

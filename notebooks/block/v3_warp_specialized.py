@@ -22,13 +22,14 @@ import math
 
 import pandas as pd
 
-from gdpa_kernels.block_attention import slots, v3_warp_specialized
-from gdpa_kernels.block_attention.v3_warp_specialized import Config
-from gdpa_kernels.measuring import system
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import block_studies, charts, results, studies
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import RUNG_COLOURS
+from gdpa_kernels.block_attention import slots
+from gdpa_kernels.block_attention.kernels import v3_warp_specialized
+from gdpa_kernels.block_attention.kernels.v3_warp_specialized import Config
+from gdpa_lab.measuring import system
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import block_studies, charts, results, studies
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"

@@ -23,10 +23,11 @@ import pandas as pd
 import torch
 
 import tritonemu
+from _lib import activation_rates
+from _lib import activation_sequences as sequences
 from gdpa_kernels.gdpa.activations import INSTRUCTIONS
-from gdpa_kernels.report import activation_rates, charts
-from gdpa_kernels.report import activation_sequences as sequences
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.report import charts
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

@@ -22,12 +22,12 @@
 import pandas as pd
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.baselines import BASELINES, taking
-from gdpa_kernels.measuring.workloads import FIGURES, HSTU, workload
-from gdpa_kernels.report import charts, standings
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import RUNG_COLOURS
-from gdpa_kernels.report.standings import spread
+from gdpa_lab.measuring.baselines import BASELINES, taking
+from gdpa_lab.measuring.workloads import FIGURES, HSTU, workload
+from gdpa_lab.report import charts, standings
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import RUNG_COLOURS
+from gdpa_lab.report.standings import spread
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -322,7 +322,7 @@ chapter.glue(worst=extra.idxmax().split("_")[0], most=extra.max(), v8_extra=extr
 # the list, and {doc}`v6_short_kv` times it alone.
 #
 # `impl="auto"` takes its order from these records: at the nearest measured shape, the fastest rung
-# that supports the call (`python -m gdpa_kernels choices` writes the order).
+# that supports the call (`python -m gdpa_lab maintain choices` writes the order).
 #
 # ## Other machines
 #

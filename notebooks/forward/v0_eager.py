@@ -18,13 +18,14 @@
 import numpy as np
 import pandas as pd
 
-from gdpa_kernels.gdpa import v0_eager
-from gdpa_kernels.measuring import roofline
-from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, ledger, results, studies
-from gdpa_kernels.report.chapter import Chapter
+from _lib import ledger
+from gdpa_kernels.gdpa.kernels import v0_eager
+from gdpa_lab.measuring import roofline
+from gdpa_lab.measuring.inputs import make_inputs
+from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, results, studies
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

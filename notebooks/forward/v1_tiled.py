@@ -21,11 +21,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from gdpa_kernels.gdpa import activations, v1_tiled, v2_tma
-from gdpa_kernels.measuring import roofline, system
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, results, studies
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_kernels.gdpa import activations
+from gdpa_kernels.gdpa.kernels import v1_tiled
+from gdpa_kernels.gdpa.ladder import v2_tma
+from gdpa_lab.measuring import roofline, system
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, results, studies
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

@@ -25,12 +25,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from gdpa_kernels.gdpa import schedule, v2_tma, v3_persistent
-from gdpa_kernels.gdpa.v3_persistent import Config
-from gdpa_kernels.measuring import record
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, studies
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa.ladder import v2_tma, v3_persistent
+from gdpa_kernels.gdpa.ladder.v3_persistent import Config
+from gdpa_lab.measuring import record
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, studies
+from gdpa_lab.report.chapter import Chapter
 
 UNIFORM = ["full-1024", "half-dense-512", "half-dense-1024"]
 UNIFORM += ["half-jagged-512", "half-jagged-1024", "half-jagged-2048"]

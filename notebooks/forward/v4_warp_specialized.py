@@ -22,11 +22,12 @@ import pandas as pd
 import torch
 
 import tritonemu
-from gdpa_kernels.gdpa import activations, v2_tma, v4_warp_specialized
-from gdpa_kernels.gdpa.v4_warp_specialized import Config
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, results, studies
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_kernels.gdpa import activations
+from gdpa_kernels.gdpa.ladder import v2_tma, v4_warp_specialized
+from gdpa_kernels.gdpa.ladder.v4_warp_specialized import Config
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, results, studies
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -196,7 +197,7 @@ chapter.glue(busy=core["busy"], ends=100 - core["busy"] * core["span"] / end)
 # |   Five lanes. load issues copies of Q and two blocks of K and V, then waits. math[0] alternates
 # |   between waits and activations; math[1] does the same half a block later. The tensor core
 # |   begins late and then has almost no gap.
-chapter.figure(trace, emulated="gdpa_kernels/gdpa/v4_warp_specialized.py, modelled schedule")
+chapter.figure(trace, emulated="gdpa_kernels/gdpa/ladder/v4_warp_specialized.py, modelled schedule")
 
 # %% [markdown]
 # From its first {term}`MMA` to its last the tensor core is busy {glue:text}`busy:.0f` % of the

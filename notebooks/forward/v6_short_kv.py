@@ -23,11 +23,11 @@ from itertools import pairwise
 
 import pandas as pd
 
-from gdpa_kernels.gdpa import v6_short_kv, v6a_persistent, v6b_stream
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, studies
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import RUNG_COLOURS
+from gdpa_kernels.gdpa.ladder import v6_short_kv, v6a_persistent, v6b_stream
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, studies
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"

@@ -27,11 +27,12 @@ import triton.language as tl
 
 import tritonemu
 from gdpa_kernels.calling.launch import launch
-from gdpa_kernels.gdpa import activations, reference, v7_packed
+from gdpa_kernels.gdpa import activations, reference
 from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import studies
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_kernels.gdpa.kernels import v7_packed
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import studies
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

@@ -21,13 +21,14 @@
 # %%
 import pandas as pd
 
-from gdpa_kernels.gdpa import v4_warp_specialized, v7_packed, v8_own_waits
-from gdpa_kernels.gdpa.v8_own_waits import Config
-from gdpa_kernels.measuring import compile_check
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, loops, results, studies
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import RUNG_COLOURS
+from gdpa_kernels.gdpa.kernels import v7_packed, v8_own_waits
+from gdpa_kernels.gdpa.kernels.v8_own_waits import Config
+from gdpa_kernels.gdpa.ladder import v4_warp_specialized
+from gdpa_lab.measuring import compile_check
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, loops, results, studies
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"

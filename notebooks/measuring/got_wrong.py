@@ -18,8 +18,8 @@
 # %%
 import pandas as pd
 
-from gdpa_kernels.report import charts, registered
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.report import charts, registered
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

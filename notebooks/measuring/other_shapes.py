@@ -17,10 +17,10 @@
 # :::
 
 # %%
-from gdpa_kernels.gdpa import v8_own_waits as v8
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import standings, studies
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_kernels.gdpa.kernels import v8_own_waits as v8
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import standings, studies
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -172,8 +172,8 @@ chapter.table(standings.shown(named), measured=rows["backward"])
 #
 # import torch
 #
-# from gdpa_kernels.measuring.measure import measure
-# from gdpa_kernels.measuring.workloads import workload
+# from gdpa_lab.measuring.measure import measure
+# from gdpa_lab.measuring.workloads import workload
 #
 # mine = replace(workload("gdpa-self-full-1024"), name="mine", batch=200, num_heads_q=6,
 #                num_heads_k=6, max_seqlen_q=700, max_seqlen_k=700)

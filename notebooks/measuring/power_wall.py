@@ -30,12 +30,13 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
-from gdpa_kernels.measuring import record, sustained, units
-from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, claims, drawings, energy, results
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import INK, RUNG_COLOURS
+from _lib import energy
+from gdpa_lab.measuring import record, sustained, units
+from gdpa_lab.measuring import system as systems
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, claims, drawings, results
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import INK, RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"

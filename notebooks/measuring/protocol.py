@@ -24,13 +24,14 @@ from itertools import product
 
 import pandas as pd
 
-from gdpa_kernels.gdpa import v2_tma
-from gdpa_kernels.measuring import record as records
-from gdpa_kernels.measuring import timing
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts, needs, page, repeats
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import RUNG_COLOURS
+from _lib import needs, repeats
+from gdpa_kernels.gdpa.ladder import v2_tma
+from gdpa_lab.measuring import record as records
+from gdpa_lab.measuring import timing
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts, page
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"

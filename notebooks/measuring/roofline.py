@@ -23,11 +23,11 @@ import functools
 import pandas as pd
 import torch
 
-from gdpa_kernels.measuring import roofline, timing
-from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.measuring.workloads import FIGURES, WORKLOADS, workload
-from gdpa_kernels.report import charts, claims, drawings, results
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring import roofline, timing
+from gdpa_lab.measuring import system as systems
+from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS, workload
+from gdpa_lab.report import charts, claims, drawings, results
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

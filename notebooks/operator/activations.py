@@ -22,12 +22,12 @@ import math
 import pandas as pd
 import torch
 
+from _lib import activation_sequences as sequences
 from gdpa_kernels.gdpa import activations, reference
-from gdpa_kernels.measuring import record
-from gdpa_kernels.report import activation_sequences as sequences
-from gdpa_kernels.report import approximations as approx
-from gdpa_kernels.report import charts, drawings
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring import record
+from gdpa_lab.report import approximations as approx
+from gdpa_lab.report import charts, drawings
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

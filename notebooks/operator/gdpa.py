@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from gdpa_kernels import gdpa
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.report import drawings
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.report import drawings
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

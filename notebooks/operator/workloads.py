@@ -21,12 +21,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from gdpa_kernels.gdpa import schedule, v3_persistent
-from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.measuring.workloads import WORKLOADS, workload
-from gdpa_kernels.report import charts, drawings
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import INK, RUNG_COLOURS
+from gdpa_kernels.gdpa import schedule
+from gdpa_kernels.gdpa.ladder import v3_persistent
+from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workloads import WORKLOADS, workload
+from gdpa_lab.report import charts, drawings
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import INK, RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -57,7 +58,7 @@ lengths = {name: sorted(WORKLOADS[name].seqlens_q, reverse=True) for name in SHO
 chapter.figure(
     drawings.laws({text: WORKLOADS[name] for name, text in SHOWN.items()}),
     data=pd.DataFrame(lengths),
-    modelled="the laws of gdpa_kernels/measuring/laws.py, seed 2025",
+    modelled="the laws of lab/gdpa_lab/measuring/laws.py, seed 2025",
 )
 
 # %% [markdown]

@@ -22,11 +22,11 @@ import math
 import numpy as np
 from IPython.display import Markdown, display
 
-from gdpa_kernels.measuring.workloads import FIGURES, workload
-from gdpa_kernels.report import answers, charts, claims, page, results
-from gdpa_kernels.report import approximations as approx
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.house import RUNG_COLOURS, is_rung
+from gdpa_lab.measuring.workloads import FIGURES, workload
+from gdpa_lab.report import answers, charts, claims, page, results
+from gdpa_lab.report import approximations as approx
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import RUNG_COLOURS, is_rung
 
 # %% tags=["parameters"]
 mode = "replay"

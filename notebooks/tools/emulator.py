@@ -21,8 +21,8 @@ from pathlib import Path
 
 import tritonemu
 from gdpa_kernels import gdpa
-from gdpa_kernels.report import studies
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.report import studies
+from gdpa_lab.report.chapter import Chapter
 from notebooks.tools.kernels import deadlock, phase, pipeline, race, turns
 from tritonemu import clocks
 

@@ -31,7 +31,7 @@ from collections import Counter
 import pandas as pd
 
 import tritonemu
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.report.chapter import Chapter
 from notebooks.tools.kernels import compare, published, seeded
 from tritonemu.search import Search
 

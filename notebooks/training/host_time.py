@@ -24,12 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 import tritonemu
 from gdpa_kernels import GDPASelfAttention, Lengths, gdpa
-from gdpa_kernels.measuring import host as hosts
-from gdpa_kernels.measuring import record
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import calls, charts
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring import host as hosts
+from gdpa_lab.measuring import record
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import calls, charts
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

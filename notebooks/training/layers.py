@@ -24,11 +24,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import tritonemu
+from _lib import histories
 from gdpa_kernels import PFFN, PMA, GDPASelfAttention
 from gdpa_kernels.gdpa import reference
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.report import charts, histories
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.report import charts
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

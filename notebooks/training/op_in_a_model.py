@@ -32,10 +32,10 @@ from gdpa_kernels import PFFN, PMA, GDPASelfAttention, gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import charts
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import charts
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

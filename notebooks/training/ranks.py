@@ -18,8 +18,8 @@
 # :::
 
 # %%
-from gdpa_kernels.measuring import record, steps
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring import record, steps
+from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
 mode = "replay"

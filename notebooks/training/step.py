@@ -19,10 +19,10 @@
 # :::
 
 # %%
-from gdpa_kernels.measuring import record, steps
-from gdpa_kernels.report import charts
-from gdpa_kernels.report.chapter import Chapter
-from gdpa_kernels.report.standings import spread
+from gdpa_lab.measuring import record, steps
+from gdpa_lab.report import charts
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.standings import spread
 
 # %% tags=["parameters"]
 mode = "replay"

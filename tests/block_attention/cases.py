@@ -12,8 +12,8 @@ import tritonemu
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.testing import assert_close
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.testing import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLACKWELL = ("b1_warp_specialized",) if DEVICE == "cpu" else ()  # elsewhere only on an sm_100

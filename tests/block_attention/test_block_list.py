@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.block_list import make_block_list
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.block_attention.cases import DEVICE, kernels_run
 
 

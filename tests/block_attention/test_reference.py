@@ -5,7 +5,7 @@ import torch
 
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.batch import Batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 
 def draw(*shape):

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import tritonemu
 from gdpa_kernels.block_attention import slots
-from gdpa_kernels.block_attention import v3_warp_specialized as v3
-from gdpa_kernels.block_attention import v4_rotary as v4
 from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.block_attention.kernels import v3_warp_specialized as v3
+from gdpa_kernels.block_attention.kernels.v3_warp_specialized import Options
+from gdpa_kernels.block_attention.ladder import v4_rotary as v4
 from gdpa_kernels.block_attention.slots import slot_of
-from gdpa_kernels.block_attention.v3_warp_specialized import Options
 from gdpa_kernels.calling.launch import launch
 from tests.block_attention.cases import (
     DEVICE,

@@ -5,7 +5,7 @@ import torch
 
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.rotary import rotary
-from gdpa_kernels.measuring.testing import assert_close
+from gdpa_lab.measuring.testing import assert_close
 from tests.block_attention.cases import DEVICE, kernels_run
 
 

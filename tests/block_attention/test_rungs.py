@@ -9,8 +9,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels.block_attention import eliminations, v1_one_tile, v2_slab
+from gdpa_kernels.block_attention import eliminations
 from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.block_attention.kernels import v1_one_tile
+from gdpa_kernels.block_attention.ladder import v2_slab
 from tests.block_attention.cases import (
     BLACKWELL,
     BLOCKS,

@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gdpa_kernels import GDPASelfAttention, block_attention, gdpa
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.workload import visible_pairs
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.workload import visible_pairs
 
 QUERIES, KEYS = [4, 0, 17, 3], [9, 5, 0, 30]
 HEADS, DIM = 4, 16

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gdpa_kernels import PMA, BlockAttention, GDPASelfAttention, Lengths, Tokenwise, jagged
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 LENGTHS = [0, 5, 9, 0, 1]
 KINDS = ("int32", "int64", "Lengths", "nested")

@@ -14,9 +14,9 @@ from gdpa_kernels import gdpa
 from gdpa_kernels.calling import launch as launching
 from gdpa_kernels.calling import launches as recording
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import v8_own_waits
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_kernels.gdpa.kernels import v8_own_waits
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import api
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 LENGTHS = [4, 0, 17]
 TOTAL = sum(LENGTHS)

@@ -16,9 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import tritonemu
 from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring import record
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.session import Session
+from gdpa_lab.measuring import record
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.session import Session
 
 from . import sanitizer
 from .tutorials import hopper

@@ -38,7 +38,7 @@ from gdpa_kernels.block_attention import batch as block_batch
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import batch as gdpa_batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
 RETURNED = "calls that returned: "  # what the program under the tool says at its end

@@ -13,8 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.measuring.compile_check import build, build_launch
-from gdpa_kernels.report import studies
+from gdpa_lab.measuring.compile_check import build, build_launch
+from gdpa_lab.report import studies
 from tests.emulator.checking import place
 from tritonemu import (
     InvalidKernel,

@@ -22,7 +22,7 @@ import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 from . import handover
 from .mutants import KINDS, Mutant, enumerate_mutants, executed_lines, import_file, judge

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

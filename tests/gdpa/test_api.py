@@ -7,18 +7,15 @@ import contextlib
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonemu
 from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling import rung as rungs
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import api, choices, reference
+from gdpa_kernels.gdpa import api, choices
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 
 def arguments(**changes) -> dict:
@@ -54,125 +51,69 @@ def cast(call: dict, dtype: torch.dtype) -> dict:
     return call | {name: call[name].to(dtype) for name in "qkv"}
 
 
-WRONG = {
-    "not a tensor": ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
-    "rank": ({"k": torch.randn(9, 16)}, ValueError, r"k must have shape \[total, .*got \[9, 16\]"),
-    "dtype differs": ({"v": torch.randn(9, 4, 16).half()}, TypeError, "v must have q's dtype"),
-    "integers": (
-        {name: torch.ones(9, 4, 16, dtype=torch.int32) for name in "qkv"},
-        TypeError,
-        "q must have a floating-point dtype, got torch.int32",
-    ),
-    "device differs": (
-        {"k": torch.empty(9, 4, 16, device="meta")},
-        ValueError,
-        "k must be on q's device cpu, got meta",
-    ),
-    "head_dim differs": ({"k": torch.randn(9, 4, 8)}, ValueError, "k must have q's head_dim 16"),
-    "v differs from k": ({"v": torch.randn(8, 4, 16)}, ValueError, "v must have k's shape"),
-    "heads do not divide": (
-        {"k": torch.randn(9, 3, 16), "v": torch.randn(9, 3, 16)},
-        ValueError,
-        "q must have a multiple of k's 3 heads, got 4 heads",
-    ),
-    "unknown activation": (
+WRONG = (
+    (
         {"activation": "softmax"},
         ValueError,
         "activation must be one of identity, .*, got 'softmax'",
     ),
-    "too few activations": (
+    (
         {"activation": ("relu", "silu")},
         ValueError,
         r"activation must be one name or one per query head \(4\), got 2",
     ),
-    "unknown impl": (
-        {"impl": "v9"},
-        ValueError,
-        "impl must be 'auto' or one of reference, v0_eager, .*, got 'v9'",
-    ),
-    "unknown backward_impl": (
+    (
         {"backward_impl": "v1_tiled"},
         ValueError,
         "backward_impl must be 'auto' or one of reference, v1_tiled_backward, .*, got 'v1_tiled'",
     ),
-    "no head_dim": (
+    (
         {name: torch.randn(9, 4, 0) for name in "qkv"},
         ValueError,
         "q must have a head_dim of at least 1, got 0",
     ),
-    "sparse": (
-        {"k": torch.randn(9, 4, 16).to_sparse()},
-        TypeError,
-        "k must be a dense tensor, got",
-    ),
-    "nested": (
+    ({"k": torch.randn(9, 4, 16).to_sparse()}, TypeError, "k must be a dense tensor, got"),
+    (
         {"q": torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.jagged)},
         TypeError,
         "q must be a dense tensor, got a nested one",
     ),
-    "no activation": ({"activation": None}, TypeError, "activation must be a name or .*got None"),
-    "a number": ({"activation": 5}, TypeError, "activation must be a name or a tuple .*got 5"),
-    "nested activations": ({"activation": (("relu",),)}, TypeError, "activation must be a name"),
-    "scale": ({"scale": "1"}, TypeError, "scale must be a float, got str"),
-    "a bool for a scale": ({"scale": True}, TypeError, "scale must be a float, got bool"),
-    "an infinite scale": (
+    ({"activation": None}, TypeError, "activation must be a name or .*got None"),
+    ({"activation": 5}, TypeError, "activation must be a name or a tuple .*got 5"),
+    ({"activation": (("relu",),)}, TypeError, "activation must be a name"),
+    ({"scale": True}, TypeError, "scale must be a float, got bool"),
+    (
         {"output_scale": float("inf")},
         ValueError,
         "output_scale must be a finite number in fp32, got inf",
     ),
-    "no longest sequence": (
+    (
         {"max_seqlen_k": None},
         TypeError,
         "max_seqlen_k must be given unless cu_seqlens_k is Lengths, got None",
     ),
-    "window": ({"window": -1}, ValueError, "window must be None or an integer .* got -1"),
-    "int64 lengths": (
-        {"cu_seqlens_q": torch.tensor([0, 4, 4, 9])},
-        ValueError,
-        "cu_seqlens_q must be a contiguous int32 tensor .*got torch.int64 of shape .4.",
-    ),
-    "strided lengths": (
-        {"cu_seqlens_k": ends(0, 0, 4, 4, 4, 4, 9, 9)[::2]},
-        ValueError,
-        "cu_seqlens_k must be a contiguous int32",
-    ),
-    "batches differ": (
+    ({"window": -1}, ValueError, "window must be None or an integer .* got -1"),
+    (
         {"cu_seqlens_q": ends(0, 9), "max_seqlen_q": 9},
         ValueError,
         "cu_seqlens_q must have cu_seqlens_k's",
     ),
-    "not from zero": (
-        {"cu_seqlens_k": ends(1, 4, 4, 9)},
-        ValueError,
-        "must run from 0 to the 9 rows",
-    ),
-    "out of range": ({"cu_seqlens_k": ends(0, 4, 4, 12)}, ValueError, "got 0 to 12"),
-    "decreasing": (
-        {"cu_seqlens_k": ends(0, 6, 4, 9), "max_seqlen_k": 9},
-        ValueError,
-        "cu_seqlens_k must not decrease, got 6 followed by 4 at index 1",
-    ),
-    "longer than max": (
+    (
         {"max_seqlen_q": 4},
         ValueError,
         "max_seqlen_q must be at least the longest sequence, 5 tokens, got 4",
     ),
-    "negative max": (
-        {"max_seqlen_k": -1},
-        ValueError,
-        "max_seqlen_k must be an integer of at least 0",
-    ),
-    "shared q of another length": (
+    ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be an integer of at least 0"),
+    (
         {"cu_seqlens_q": None, "max_seqlen_q": 5},
         ValueError,
         "max_seqlen_q must equal the 9 rows of a shared q, got 5",
     ),
-}
+)
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_say_what_is_wrong(case):
-    changes, error, message = WRONG[case]
+@pytest.mark.parametrize("changes, error, message", WRONG)
+def test_wrong_arguments_say_what_is_wrong(changes, error, message):
     with pytest.raises(error, match=message):
         gdpa(**arguments(**changes))
 
@@ -199,7 +140,7 @@ def resolved(impl: str, **call) -> str:
 def test_auto_on_a_cpu_is_pytorch_and_an_explicit_kernel_is_refused():
     call = arguments()
     assert resolved("auto", **call) == "v0_eager"
-    for impl in ("v1_tiled", "v2_tma", "v3_persistent"):
+    for impl in ("v1_tiled", "v2_tma", "v7_packed"):
         with pytest.raises(NotImplementedError, match=f"impl '{impl}' needs .*CUDA.*got .*CPU"):
             gdpa(**call, impl=impl)
 
@@ -219,21 +160,19 @@ def test_auto_prefers_the_first_kernel_that_supports_the_call():
         assert resolved("auto", **wide, **longest) == "v8_own_waits"
         assert resolved("auto", **odd, **longest) == "v1_tiled"
         assert resolved("auto", **single, **longest) == "v1_tiled"
-        with pytest.raises(NotImplementedError, match="v2_tma' needs dtype bfloat16 or float16"):
-            resolved("v2_tma", **single, **longest)
+        with pytest.raises(NotImplementedError, match="v7_packed' needs dtype bfloat16 or float16"):
+            resolved("v7_packed", **single, **longest)
         with pytest.raises(NotImplementedError, match="multiple of 8, got 20"):
-            resolved("v2_tma", **odd, **longest)
+            resolved("v7_packed", **odd, **longest)
         flipped = half | {"k": torch.randn(16, 4, 9).bfloat16().permute(2, 1, 0)}
         with pytest.raises(NotImplementedError, match="needs k with contiguous rows"):
-            resolved("v2_tma", **flipped, **longest)
-        with pytest.raises(
-            NotImplementedError, match="v6_short_kv' needs a head_dim of at most 128"
-        ):
-            resolved("v6_short_kv", **wide, **longest)
+            resolved("v7_packed", **flipped, **longest)
+        with pytest.raises(NotImplementedError, match="v7_packed' needs a head_dim of at most 128"):
+            resolved("v7_packed", **wide, **longest)
     with tritonemu.enabled(arch="sm_100"):
-        assert resolved("auto", **half, **longest) == "v2_tma"
+        assert resolved("auto", **half, **longest) == "v1_tiled"
         with pytest.raises(NotImplementedError, match="needs sm_90, got an emulated sm_100"):
-            resolved("v6_short_kv", **half, **longest)
+            resolved("v7_packed", **half, **longest)
 
 
 def test_any_strides_reach_the_general_kernel():
@@ -292,12 +231,6 @@ def test_opcheck(shared):
         )
 
 
-def test_torch_compile_sees_one_graph():
-    call = arguments()
-    compiled = torch.compile(lambda **kw: gdpa(**kw) * 2, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**call), gdpa(**call) * 2)
-
-
 def test_a_compiled_program_does_not_look_into_the_operator():
     call = arguments()
     counter = CompileCounter()
@@ -318,78 +251,7 @@ def test_a_compiled_program_does_not_look_into_the_operator():
     assert counter.op_count == 1  # the product by 2
 
 
-class Seen(TorchDispatchMode):
-    """The operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("grad", (False, True))
-def test_modes_and_profilers_see_the_operators(grad):
-    call = required(arguments()) if grad else arguments()
-
-    def run():
-        out = gdpa(**call)
-        if grad:
-            out.sum().backward()
-
-    expected = ["gdpa_kernels::gdpa_forward", "gdpa_kernels::gdpa_backward"][: 1 + grad]
-    with Seen() as seen:
-        run()
-    assert [name for name in seen.names if name in expected] == expected
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        run()
-    events = [event.name for event in profile.events()]
-    assert [events.count(name) for name in expected] == [1] * len(expected)
-
-
-def test_a_fake_call_has_a_shape_and_no_values():
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        call = {
-            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-            for name, value in arguments().items()
-        }
-        out = gdpa(**call)
-        assert isinstance(out, FakeTensor) and out.shape == (9, 4, 16)
-        call = required(call | {"q": call["q"][:4], "cu_seqlens_q": None, "max_seqlen_q": 4})
-        out = gdpa(**call, precise=True)
-        assert out.shape == (12, 4, 16)
-        out.sum().backward()
-        assert [call[name].grad.shape[0] for name in "qkv"] == [4, 9, 9]
-
-
-def test_a_derivative_is_never_dropped():
-    call = arguments()
-
-    def loss(q):
-        return gdpa(**call | {"q": q}).sum()
-
-    transforms = pytest.raises(RuntimeError, match="gdpa must be called outside torch.func .* vmap")
-    with transforms:
-        torch.func.grad(loss)(call["q"])
-    with transforms:
-        torch.func.jvp(loss, (call["q"],), (call["q"],))
-    with transforms:
-        torch.vmap(loss)(call["q"].expand(2, -1, -1, -1))
-    forward_mode = pytest.raises(RuntimeError, match="forward mode AD|jvp")
-    with forward_ad.dual_level():
-        expected = gdpa(**call)
-        dual = forward_ad.make_dual(call["q"], call["q"].clone())
-        with forward_mode:
-            gdpa(**call | {"q": dual})
-        assert torch.equal(gdpa(**call | {"q": forward_ad.unpack_dual(dual).primal}), expected)
-    with torch.no_grad():
-        assert not gdpa(**call | {"q": call["q"].clone().requires_grad_()}).requires_grad
-    assert gdpa(**call | {"v": call["v"].clone().requires_grad_()}).requires_grad
-
-
-@pytest.mark.parametrize("impl", ("reference", "v0_eager", "v1_tiled", "v2_tma"))
+@pytest.mark.parametrize("impl", ("reference", "v0_eager", "v1_tiled", "v8_own_waits"))
 @pytest.mark.parametrize("lengths", ([4, 0, 5], [0, 0], [9], []))
 def test_the_output_is_a_tensor_of_its_own(impl, lengths):
     total = sum(lengths)
@@ -486,7 +348,7 @@ def test_gradients_are_those_of_the_rung(impl):
     options = {"scale": 0.3, "output_scale": 0.5, "causal": True, "window": 2, "precise": True}
     grad_out = torch.randn(9, 4, head_dim_of(impl)).bfloat16()
     with emulated(impl):
-        out = gdpa(**call, **options, activation="silu", impl="v2_tma", backward_impl=impl)
+        out = gdpa(**call, **options, activation="silu", impl="v1_tiled", backward_impl=impl)
         out.backward(grad_out)
         plain = {n: t.detach() if n in "qkv" else t for n, t in call.items()}
         module = ladder.rung(impl, api.BACKWARD).module()
@@ -526,37 +388,6 @@ def test_a_gradient_asked_for_alone(impl):
         (dk,) = torch.autograd.grad(out.sum(), call["k"], retain_graph=True)
         out.sum().backward()
     assert torch.equal(call["k"].grad, dk)
-
-
-@pytest.mark.parametrize("impl", ("auto", *api.BACKWARD_IMPLS))
-def test_expanded_and_strided_gradients(impl):
-    call = required(wide(head_dim_of(impl)))
-    leaves = [call[name] for name in "qkv"]
-    with emulated(impl):
-        out = gdpa(**call, backward_impl=impl)
-        for strided in (
-            torch.ones_like(out)[:1, :1, :1].expand_as(out),
-            torch.randn(*out.shape[::-1]).to(out.dtype).permute(2, 1, 0),
-        ):
-            one, other = (
-                torch.autograd.grad(out, leaves, grad, retain_graph=True)
-                for grad in (strided, strided.contiguous())
-            )
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-        out.sum().backward()
-    assert all(leaf.grad.any() for leaf in leaves)
-
-
-@pytest.mark.parametrize("impl", ("reference", "v1_tiled_backward"))
-def test_a_second_derivative_is_refused(impl):
-    call = required(wide(64))
-    with tritonemu.enabled():
-        out = gdpa(**call, backward_impl=impl)
-        weight = torch.ones_like(out).requires_grad_()
-        (dq,) = torch.autograd.grad(out, call["q"], weight, create_graph=True)
-        for to in (call["q"], call["v"], weight):
-            with pytest.raises(RuntimeError, match="gdpa has no second derivative"):
-                torch.autograd.grad(dq.sum(), to, retain_graph=True)
 
 
 UNSUITED = {
@@ -621,75 +452,12 @@ def test_what_is_saved(shared):
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in given]
 
 
-def test_lengths_modified_before_backward_are_noticed():
-    call = required(arguments())
-    out = gdpa(**call)
-    call["cu_seqlens_k"][1] = 3
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
 @pytest.mark.parametrize("lengths", ([], [0, 0], [1]))
 def test_hardly_any_tokens(lengths):
     total, offsets = sum(lengths), cu_seqlens(lengths, "cpu")
     leaves = [torch.randn(total, 2, 16).requires_grad_() for _ in range(3)]
     gdpa(*leaves, offsets, offsets, total, total).sum().backward()
     assert [leaf.grad.shape for leaf in leaves] == [(total, 2, 16)] * 3
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
-def test_autocast_casts_as_pytorchs_attention_does(dtype):
-    call = required(cast(arguments(), dtype))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = gdpa(**call)
-        like = torch.nn.functional.scaled_dot_product_attention(*(call[n] for n in "qkv"))
-        out.sum().backward()  # an unusual place for it
-    assert out.dtype == like.dtype == (torch.float64 if dtype == torch.float64 else torch.bfloat16)
-    plain = required(cast(call, out.dtype))
-    expected = gdpa(**plain)
-    expected.sum().backward()
-    assert torch.equal(out, expected)
-    for name in "qkv":
-        assert call[name].grad.dtype == dtype
-        assert torch.equal(call[name].grad, plain[name].grad.to(dtype))
-
-
-@pytest.mark.parametrize("direction", ("forward", "backward"))
-def test_autocast_does_not_reach_into_an_implementation(direction, monkeypatch):
-    function, products = getattr(reference, direction), []
-
-    def watched(*args, **options):
-        products.append(torch.ones(2, 2) @ torch.ones(2, 2))
-        return function(*args, **options)
-
-    monkeypatch.setattr(reference, direction, watched)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        gdpa(**arguments())
-        gdpa(**required(arguments())).sum().backward()
-    assert len(products) == (2 if direction == "forward" else 1)
-    assert {product.dtype for product in products} == {torch.float32}
-
-
-def test_torch_compile_sees_one_graph_forward_and_backward():
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda **kw: gdpa(**kw) * 2, fullgraph=True, backend="aot_eager")
-    ours, expected = required(call := arguments()), required(call)
-    compiled(**ours).square().sum().backward()
-    (gdpa(**expected) * 2).square().sum().backward()
-    for name in "qkv":
-        assert torch.equal(ours[name].grad, expected[name].grad)
-
-
-def test_torch_compile_of_a_kernel():
-    torch._dynamo.reset()
-    impls = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
-    compiled = torch.compile(gdpa, fullgraph=True, backend="aot_eager")
-    ours, expected = required(call := wide(64)), required(call)
-    with tritonemu.enabled():
-        compiled(**ours, **impls).sum().backward()
-        gdpa(**expected, **impls).sum().backward()
-    for name in "qkv":
-        assert torch.equal(ours[name].grad, expected[name].grad)
 
 
 @pytest.mark.parametrize("precise", (False, True))
@@ -705,19 +473,11 @@ def test_torch_compile_hands_precise_to_the_kernel(precise):
     ] * 2
 
 
-def test_torch_compile_under_autocast():
-    torch._dynamo.reset()
-    compiled = torch.compile(gdpa, fullgraph=True, backend="aot_eager")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        call = arguments()
-        assert torch.equal(compiled(**call), gdpa(**call))
-
-
 LADDERS = ("gdpa", api.BACKWARD)
 
 
 def test_ladders_list_every_rung_file():
-    files = {path.stem for path in (ladder.PACKAGE / "gdpa").glob("[bv][0-9]*_*.py")}
+    files = {path.stem for path in (ladder.PACKAGE / "gdpa").rglob("[bv][0-9]*_*.py")}
     backward = {name for name in files if name.endswith("_backward")}
     assert set(ladder.impls(api.BACKWARD)) == backward | {"reference"}
     assert set(ladder.impls("gdpa")) == files - backward | {"reference"}
@@ -732,7 +492,9 @@ def test_every_rung_names_its_predecessor(operator):
         assert rung.predecessor in known
         assert f"Changes from {rung.predecessor}" in rung.path.read_text()
         text = ladder.diff(rung.impl, operator=operator)
-        assert text.startswith(f"--- gdpa/{rung.predecessor}.py\n+++ gdpa/{rung.impl}.py\n")
+        before, after, *_ = text.splitlines()
+        assert before.startswith("--- gdpa/") and before.endswith(f"/{rung.predecessor}.py")
+        assert after.startswith("+++ gdpa/") and after.endswith(f"/{rung.impl}.py")
         known.append(rung.impl)
 
 
@@ -743,11 +505,11 @@ def test_docstrings_of_rungs_are_short(operator):
     assert {impl: count for impl, count in lines.items() if count > 25} == {}
 
 
-def test_no_rung_imports_another_and_no_kernel_imports_the_definition():
+def test_no_rung_but_a_constant_of_one_imports_another_and_no_kernel_imports_the_definition():
     impls = {impl for operator in LADDERS for impl in ladder.impls(operator)}
-    for path in (ladder.PACKAGE / "gdpa").glob("*.py"):
+    for path in (ladder.PACKAGE / "gdpa").rglob("*.py"):
         if path.stem in ("api", "__init__"):
             continue
         source = path.read_text()
-        others = impls - {path.stem}
+        others = impls - {path.stem} - ({"b3_stream"} if path.stem == "b4_mixed" else set())
         assert not [impl for impl in others if f"import {impl}" in source or f".{impl} " in source]

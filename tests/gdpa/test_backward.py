@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.calling.rung import Requires
-from gdpa_kernels.gdpa import reference, v1_tiled_backward, v2_fused_backward, v2a_ordered_backward
+from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.testing import assert_close
+from gdpa_kernels.gdpa.kernels import v1_tiled_backward, v2a_ordered_backward
+from gdpa_kernels.gdpa.ladder import v2_fused_backward
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.testing import assert_close
 from tests.gdpa.cases import CASES, DEVICE, Case
 from tests.gdpa.test_forward import kernels_run
 from tritonemu import execution

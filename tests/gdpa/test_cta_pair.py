@@ -14,12 +14,12 @@ import torch
 import tritonemu
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import pairs
-from gdpa_kernels.gdpa import b5_cta_pair as b5
-from gdpa_kernels.gdpa import b6_pair_stream as b6
 from gdpa_kernels.gdpa import reference
-from gdpa_kernels.measuring import compile_check
-from gdpa_kernels.measuring.testing import assert_close
-from gdpa_kernels.report import studies
+from gdpa_kernels.gdpa.kernels import b6_pair_stream as b6
+from gdpa_kernels.gdpa.ladder import b5_cta_pair as b5
+from gdpa_lab.measuring import compile_check
+from gdpa_lab.measuring.testing import assert_close
+from gdpa_lab.report import studies
 from tests.emulator.mutants import Mutant, enumerate_mutants, import_file, judge, surviving
 from tests.gdpa.cases import DEVICE, Case
 from tests.gdpa.test_forward import check

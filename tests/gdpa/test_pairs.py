@@ -78,7 +78,7 @@ PAIRED = [rung.impl for rung in RUNGS if "PAIRS: tl.constexpr" in rung.path.read
 
 
 def test_these_rungs_have_it():
-    assert {"v7_packed", "v8_own_waits", "b1_tensor_memory", "b6_pair_stream"} <= set(PAIRED)
+    assert {"v7_packed", "v8_own_waits", "b1_tensor_memory", "b6_pair_stream"} <= {*PAIRED}
 
 
 def case(name: str) -> dict:

@@ -9,18 +9,20 @@ from types import ModuleType
 import pytest
 
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import (
-    b1_tensor_memory,
+from gdpa_kernels.gdpa.kernels import (
     b1_tensor_memory_backward,
     b2_short_kv_backward,
+    b6_pair_stream,
+)
+from gdpa_kernels.gdpa.ladder import (
+    b1_tensor_memory,
     b2_two_tiles,
     b3_stream,
     b4_mixed,
     b5_cta_pair,
-    b6_pair_stream,
 )
-from gdpa_kernels.measuring import compile_check
-from gdpa_kernels.report import studies
+from gdpa_lab.measuring import compile_check
+from gdpa_lab.report import studies
 from tests.gdpa import ptx
 from tests.gdpa.cases import DEVICE
 

@@ -8,7 +8,7 @@ import torch
 from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 from tests.gdpa.cases import CASES, Case
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gdpa_kernels.gdpa.schedule import FASTEST, ORDERS, build, build_on_device, max_tiles
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.measuring.workloads import workload
+from gdpa_lab.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.workloads import workload
 
 lengths = st.integers(0, 40) | st.sampled_from([0, 1, 7, 8, 9, 16, 17])
 batches = st.lists(st.tuples(lengths, lengths), max_size=9)

@@ -13,9 +13,9 @@ from triton.compiler import CompiledKernel
 
 import tritonemu
 from gdpa_kernels.calling.launches import Launch, launches
-from gdpa_kernels.gdpa import b1_tensor_memory_backward as b1
-from gdpa_kernels.gdpa import b2_short_kv_backward as b2
-from gdpa_kernels.measuring.compile_check import (
+from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
+from gdpa_kernels.gdpa.kernels import b2_short_kv_backward as b2
+from gdpa_lab.measuring.compile_check import (
     SHARED_BYTES,
     TENSOR_COLUMNS,
     Compiled,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +16,16 @@ from typing import NamedTuple
 
 import pytest
 
-from gdpa_kernels import __main__
-from gdpa_kernels.measuring import manifest, record, refusals, system
-from gdpa_kernels.report import page, rankings, results, standings
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab import __main__
+from gdpa_lab.measuring import manifest, record, refusals, system
+from gdpa_lab.report import page, rankings, results, standings
+from gdpa_lab.report.chapter import Chapter
+from tests.records import H200, committed
 
 OLD = "20261122T133040Z-forward-results-nvidia-h200-62ac9e84"
 NEW = "20261122T191500Z-forward-results-nvidia-h200-62ac9e84"
 WORKLOADS = ("gdpa-self-full-1024", "gdpa-self-full-256")
 PEERS = ("cudnn", "fa4_dense")
-H200 = system.load(record.DATA_DIR / "systems" / "nvidia-h200-62ac9e84.json")
 
 
 class Folder:
@@ -238,14 +237,6 @@ def folder(whole, tmp_path):
     return Folder(Path(shutil.copytree(whole, tmp_path / "data")))
 
 
-def commit(folder: Folder) -> None:
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", f"{folder.root.parent}"]
-    if not (folder.root.parent / ".git").exists():
-        subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "add", "-A"], check=True)
-    subprocess.run([*git, "commit", "-qm", "data"], check=True)
-
-
 def readers(data_dir: Path) -> list[Callable[[], object]]:
     """What figures, sentences, README and `auto` are made from."""
     return [
@@ -272,19 +263,19 @@ def test_an_attack_on_a_folder_without_a_history(folder, name):
     assert found.id == (OLD if name == "deleted and unlisted" else NEW)
 
 
-@pytest.mark.parametrize("committed", (False, True))
+@pytest.mark.parametrize("in_git", (False, True))
 @pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if attack.history])
-def test_the_history_knows_every_line(folder, name, committed):
-    commit(folder)
+def test_the_history_knows_every_line(folder, name, in_git):
+    committed(folder.root.parent)
     ATTACKS[name].run(folder)
-    if committed:
-        commit(folder)
+    if in_git:
+        committed(folder.root.parent)
     with pytest.raises(record.RecordError, match=LISTED):
         results.table(folder.root)
 
 
 def test_a_manifest_that_was_committed_must_stay(folder):
-    commit(folder)
+    committed(folder.root.parent)
     (folder.root / manifest.NAME).unlink()
     with pytest.raises(record.RecordError, match="manifest.sha256: is missing, and was committed"):
         results.table(folder.root)

@@ -14,13 +14,14 @@ import torch
 import torch.nn.attention.flex_attention
 
 import tritonemu
-from gdpa_kernels.gdpa import reference, v0_eager
-from gdpa_kernels.measuring import baselines, operators
-from gdpa_kernels.measuring.baselines import flash, peer, same_function, torch_peers
-from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.laws import Full, Uniform
-from gdpa_kernels.measuring.workload import STEP, Workload
-from gdpa_kernels.measuring.workloads import WORKLOADS
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.kernels import v0_eager
+from gdpa_lab.measuring import baselines, operators
+from gdpa_lab.measuring.baselines import flash, peer, same_function, torch_peers
+from gdpa_lab.measuring.inputs import make_inputs
+from gdpa_lab.measuring.laws import Full, Uniform
+from gdpa_lab.measuring.workload import STEP, Workload
+from gdpa_lab.measuring.workloads import WORKLOADS
 
 WORK = Workload(
     name="small", batch=3, num_heads_q=2, num_heads_k=2, head_dim=16, max_seqlen_q=8,

@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 import tritonemu
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring import compile_check
+from gdpa_lab.measuring import compile_check
 from tests.rungs import KERNELS, launched
 
 

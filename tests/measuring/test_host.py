@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gdpa_kernels import gdpa
-from gdpa_kernels.measuring import host
-from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workloads import workload
+from gdpa_lab.measuring import host
+from gdpa_lab.measuring.inputs import make_inputs
+from gdpa_lab.measuring.workloads import workload
 
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=200, num_heads_q=1, num_heads_k=1,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gdpa_kernels.measuring.inputs import cu_seqlens, make_inputs
-from gdpa_kernels.measuring.laws import Full, Uniform
-from gdpa_kernels.measuring.workload import Workload
+from gdpa_lab.measuring.inputs import cu_seqlens, make_inputs
+from gdpa_lab.measuring.laws import Full, Uniform
+from gdpa_lab.measuring.workload import Workload
 
 SELF = Workload(
     name="self",

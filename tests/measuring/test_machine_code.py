@@ -18,10 +18,11 @@ from triton.runtime import driver
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import v1_tiled, v2_fused_backward, v8_own_waits
-from gdpa_kernels.measuring import compile_check, machine_code, measure, record
-from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workloads import workload
+from gdpa_kernels.gdpa.kernels import v1_tiled, v8_own_waits
+from gdpa_kernels.gdpa.ladder import v2_fused_backward
+from gdpa_lab.measuring import compile_check, machine_code, measure, record
+from gdpa_lab.measuring.inputs import make_inputs
+from gdpa_lab.measuring.workloads import workload
 
 SMALL = replace(workload("gdpa-self-full-256"), batch=2, max_seqlen_q=64, max_seqlen_k=64)
 
@@ -175,7 +176,7 @@ def test_every_constant_of_a_rung_can_be_kept():
 
 
 PROGRAM = """import json, sys
-from gdpa_kernels.measuring import machine_code
+from gdpa_lab.measuring import machine_code
 json.dump([machine_code.answer(each) for each in json.load(sys.stdin)], sys.stdout)
 """
 

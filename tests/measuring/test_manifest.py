@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from gdpa_kernels.measuring import manifest, record, system
-from gdpa_kernels.measuring.manifest import RecordError
-from gdpa_kernels.report import doctor
+from gdpa_lab.measuring import manifest, record, system
+from gdpa_lab.measuring.manifest import RecordError
+from gdpa_lab.report import doctor
 from tests.measuring.test_record import a_record
 
 
@@ -126,7 +126,7 @@ def test_the_repository_must_have_one(tmp_path, monkeypatch):
 
 
 def test_the_repositorys_manifest_lists_its_files():
-    """After an edit: python -m gdpa_kernels manifest."""
+    """After an edit: python -m gdpa_lab maintain manifest."""
     manifest.verify(manifest.DATA_DIR)
     there = {
         path.relative_to(manifest.DATA_DIR).as_posix()

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import math
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import attention
+from torch.nn.attention import varlen
 
 import tritonemu
-from gdpa_kernels import __main__
-from gdpa_kernels.block_attention import eliminations, v1_one_tile
+from gdpa_kernels.block_attention import eliminations, rotary
 from gdpa_kernels.block_attention import reference as block_reference
+from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa import reference as gdpa_reference
-from gdpa_kernels.gdpa import v0_eager, v1_tiled_backward
-from gdpa_kernels.measuring import (
+from gdpa_kernels.gdpa.kernels import v0_eager, v1_tiled_backward
+from gdpa_kernels.gdpa.kernels import v4_warp_specialized_backward as v4
+from gdpa_lab import __main__
+from gdpa_lab.measuring import (
     baselines,
     measure,
     operators,
@@ -28,20 +36,15 @@ from gdpa_kernels.measuring import (
     testing,
     timing,
 )
-from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.laws import Between, Full
-from gdpa_kernels.measuring.session import Session
-from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import doctor
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring.inputs import make_inputs
+from gdpa_lab.measuring.laws import Between, Full
+from gdpa_lab.measuring.session import Session
+from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import doctor
+from gdpa_lab.report.chapter import Chapter
+from tests.records import H200, LOAD, STATE
 
-H200 = system.load(record.DATA_DIR / "systems" / "nvidia-h200-62ac9e84.json")
-STATE = dict.fromkeys(
-    ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w", "throttle_reasons",
-     "other_processes")
-)  # fmt: skip
-LOAD = record.Load(1500.0, 700.0, 0.35, ("sw_power_cap",))
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=3, max_seqlen_q=20, max_seqlen_k=20
 )
@@ -61,12 +64,29 @@ def cpu(monkeypatch):
     return timed
 
 
-def run(impls) -> list:
-    return measure.measure(SMALL, impls, device=torch.device("cpu"), log=lambda text: None)
+def run(work, impls, direction="forward", scopes=("kernel",), arch=None, **options) -> list:
+    """The rows of `measure.measure` on the CPU; in the emulator if `arch` names a GPU."""
+    with tritonemu.enabled(arch) if arch else contextlib.nullcontext():
+        return measure.measure(
+            work, impls, device=torch.device("cpu"), direction=direction, scopes=scopes,
+            log=lambda text: None, **options,
+        )  # fmt: skip
+
+
+emulated = functools.partial(run, arch="sm_90")
+
+
+def damaged(tensor: torch.Tensor, damage: str) -> torch.Tensor:
+    if damage == "shape":
+        return tensor[:-1]
+    if damage == "dtype":
+        return tensor.half()
+    tensor[-1, 1, 5] += {"one element": 3.0, "nan": math.nan, "not finite": math.inf}[damage]
+    return tensor
 
 
 def test_a_right_result_is_timed_and_recorded_raw(cpu):
-    (row,) = run(["v0_eager"])
+    (row,) = run(SMALL, ["v0_eager"])
     assert cpu == ["v0_eager "]
     assert row.samples_us == (1.0, 2.0, 3.0) and row.failure is None
     assert row.error.passed and row.error.max_abs <= row.error.budget
@@ -76,18 +96,8 @@ def test_a_right_result_is_timed_and_recorded_raw(cpu):
 @pytest.mark.parametrize("damage", ("one element", "nan", "not finite", "shape"))
 def test_nothing_is_timed_behind_a_failed_check(cpu, monkeypatch, damage):
     forward = v0_eager.forward
-
-    def wrong(*args, **kwargs):
-        out = forward(*args, **kwargs)
-        if damage == "shape":
-            return out[:-1]
-        out[3, 1, 5] += {"one element": 3.0, "nan": float("nan"), "not finite": float("inf")}[
-            damage
-        ]
-        return out
-
-    monkeypatch.setattr(v0_eager, "forward", wrong)
-    rows = run(["v0_eager", "reference"])
+    monkeypatch.setattr(v0_eager, "forward", lambda *a, **o: damaged(forward(*a, **o), damage))
+    rows = run(SMALL, ["v0_eager", "reference"])
     failed, right = sorted(rows, key=lambda row: row.failure is None)
     assert cpu == ["reference "]
     assert failed.impl == "v0_eager" and failed.samples_us == () and failed.failure
@@ -95,7 +105,7 @@ def test_nothing_is_timed_behind_a_failed_check(cpu, monkeypatch, damage):
 
 
 def test_an_implementation_that_cannot_run_leaves_its_reason(cpu):
-    rows = {row.impl: row for row in run(["v2_tma", "fa3", "v0_eager"])}
+    rows = {row.impl: row for row in run(SMALL, ["v2_tma", "fa3", "v0_eager"])}
     assert rows["v2_tma"].failure.startswith(
         "NotImplementedError: impl 'v2_tma' needs tensors on a CUDA"
     )
@@ -112,7 +122,7 @@ def test_a_call_that_waits_for_the_device_has_no_time(cpu, monkeypatch):
         return sample(functions, *how)
 
     monkeypatch.setattr(timing, "sample_kernels", strict)
-    rows = {row.impl: row for row in run(["v0_eager", "reference"])}
+    rows = {row.impl: row for row in run(SMALL, ["v0_eager", "reference"])}
     assert rows["v0_eager"].failure == (
         "WaitsForDevice: a timed call must not wait for the device, got one of v0_eager that does"
     )
@@ -128,11 +138,8 @@ def test_each_scope_times_whom_it_was_given_and_failures_stand_in_it(cpu, monkey
         return {name: ([1.0], LOAD) for name in functions}
 
     monkeypatch.setattr(sustained, "sample_each", sample)
-    rows = measure.measure(
-        SMALL, ["v2_tma", "v0_eager", "reference"], device=torch.device("cpu"),
-        scopes={"kernel": ["v0_eager", "reference"], "sustained": ["v2_tma", "v0_eager"]},
-        seconds=1.0, log=lambda text: None,
-    )  # fmt: skip
+    scopes = {"kernel": ["v0_eager", "reference"], "sustained": ["v2_tma", "v0_eager"]}
+    rows = run(SMALL, ["v2_tma", "v0_eager", "reference"], scopes=scopes, seconds=1.0)
     assert called == [(["v0_eager "], 1.0)] and cpu == ["v0_eager ", "reference "]
     found = {(row.impl, row.scope): row.failure is None for row in rows}
     assert found == {
@@ -140,14 +147,12 @@ def test_each_scope_times_whom_it_was_given_and_failures_stand_in_it(cpu, monkey
         ("v0_eager", "sustained"): True, ("reference", "kernel"): True,
     }  # fmt: skip
     assert [row.load for row in rows if row.scope == "sustained"] == [None, LOAD]
-    (row,) = measure.measure(
-        SMALL, ["v2_tma"], device=torch.device("cpu"), scopes=("schedule",), log=lambda text: None
-    )
+    (row,) = run(SMALL, ["v2_tma"], scopes=("schedule",))
     assert row.scope == "kernel" and row.failure
 
 
 def test_variants_are_kept_apart(cpu):
-    rows = run([("v0_eager", "replicate 0", {}), ("v0_eager", "replicate 1", {})])
+    rows = run(SMALL, [("v0_eager", "replicate 0", {}), ("v0_eager", "replicate 1", {})])
     assert [row.variant for row in rows] == ["replicate 0", "replicate 1"]
     assert cpu == ["v0_eager replicate 0", "v0_eager replicate 1"]
 
@@ -221,7 +226,8 @@ def small_parts(monkeypatch):
 
 @pytest.fixture
 def peers(monkeypatch):
-    """Let the peers that need no GPU run, and varlen attention be PyTorch's, block by block."""
+    """Let the peers that need no GPU run, on any backend, and varlen attention be PyTorch's, block
+    by block."""
     for table in (baselines.BASELINES, baselines.BLOCK_BASELINES):
         for name, baseline in table.items():
             monkeypatch.setitem(table, name, replace(baseline, needs=lambda: None))
@@ -246,23 +252,14 @@ def peers(monkeypatch):
             )  # fmt: skip
         return torch.cat(found)
 
-    from torch.nn.attention import varlen
-
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-
-
-def run_blocks(work, impls, direction, scopes=("kernel",), arch="sm_90") -> list:
-    with tritonemu.enabled(arch):
-        return measure.measure(
-            work, impls, device=torch.device("cpu"), direction=direction, scopes=scopes,
-            log=lambda text: None,
-        )  # fmt: skip
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda backend: contextlib.nullcontext())
 
 
 @pytest.mark.parametrize("work", (BLOCKS, TURNED), ids=lambda work: work.name)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_block_attention_is_checked_timed_and_recorded(cpu, small_parts, work, direction):
-    rows = run_blocks(work, ["v1_one_tile", "v0_flash", "reference"], direction)
+    rows = emulated(work, ["v1_one_tile", "v0_flash", "reference"], direction)
     assert [row.impl for row in rows] == ["v1_one_tile", "v0_flash", "reference"]
     for row in rows:
         assert row.failure is None and row.samples_us == (1.0, 2.0, 3.0)
@@ -277,20 +274,6 @@ def test_block_attention_is_checked_timed_and_recorded(cpu, small_parts, work, d
 
 def doubled(batch):
     return replace(batch, q=batch.q.double(), k=batch.k.double(), v=batch.v.double())
-
-
-def test_the_error_of_a_part_is_that_of_the_whole(small_parts):
-    inputs = make_inputs(BLOCKS, device="cpu")
-    results = block_reference.backward_in_dtype(inputs.grad_out, inputs.batch())
-    operator = operators.of(inputs, "backward")
-    assert len(list(operator._parts())) > 1
-    exact = block_reference.backward(inputs.grad_out.double(), doubled(inputs.batch()))
-    for found, result, right in zip(
-        operator.check("softmax", results), results, exact, strict=True
-    ):
-        whole = testing.compare(name=found.name, actual=result, expected=right, baseline=result)
-        for name, value in whole.to_dict().items():
-            assert found.to_dict()[name] == pytest.approx(value), name
 
 
 @pytest.mark.parametrize("room", (True, False))
@@ -319,24 +302,26 @@ def test_what_is_allowed_is_computed_once(small_parts, monkeypatch, room):
 
 @pytest.mark.parametrize("damage", ("one element", "nan", "shape", "dtype"))
 @pytest.mark.parametrize("which", (0, 1, 2))
-def test_one_wrong_gradient_is_not_timed(cpu, small_parts, monkeypatch, which, damage):
-    backward = v1_one_tile.backward
+@pytest.mark.parametrize(
+    "module, work",
+    ((v1_one_tile, BLOCKS), (v1_tiled_backward, replace(SMALL, head_dim=16))),
+    ids=("block_attention", "gdpa"),
+)
+def test_one_wrong_gradient_is_not_timed(
+    cpu, small_parts, monkeypatch, module, work, which, damage
+):
+    backward, impl = module.backward, module.__name__.rpartition(".")[2]
 
     def wrong(*args, **kwargs):
         gradients = list(backward(*args, **kwargs))
-        if damage == "shape":
-            gradients[which] = gradients[which][:-1]
-        elif damage == "dtype":
-            gradients[which] = gradients[which].half()
-        else:
-            gradients[which][-1, 1, 5] += 3.0 if damage == "one element" else float("nan")
+        gradients[which] = damaged(gradients[which], damage)
         return tuple(gradients)
 
-    monkeypatch.setattr(v1_one_tile, "backward", wrong)
-    rows = run_blocks(BLOCKS, ["v1_one_tile", "reference"], "backward")
+    monkeypatch.setattr(module, "backward", wrong)
+    rows = emulated(work, [impl, "reference"], "backward")
     failed, right = sorted(rows, key=lambda row: row.failure is None)
     assert cpu == ["reference "] and right.samples_us
-    assert failed.impl == "v1_one_tile" and failed.samples_us == ()
+    assert failed.impl == impl and failed.samples_us == ()
     assert ("dq", "dk", "dv")[which] in failed.failure
     assert failed.error is None or not failed.error.passed
 
@@ -349,11 +334,11 @@ def test_studies_and_configs_are_variants(cpu):
         ("eliminations", "none", {}),
         ("eliminations", "lse and delta", {"config": study}),
     ]
-    rows = run_blocks(BLOCKS, listed, "backward")
+    rows = emulated(BLOCKS, listed, "backward")
     assert all(row.failure is None for row in rows)
     assert [row.variant for row in rows] == ["heads inner", "none", "lse and delta"]
     assert rows[0].config["heads_inner"] and not rows[1].config["lse"] and rows[2].config["lse"]
-    (refused,) = run_blocks(TURNED, ["eliminations"], "forward")
+    (refused,) = emulated(TURNED, ["eliminations"], "forward")
     assert (
         refused.failure
         == "Unsupported: eliminations needs a workload without rotary, got (sin, cos)"
@@ -367,7 +352,7 @@ def test_every_rung_of_block_attention_has_its_own_constants(cpu, impl, head_dim
     work = TURNED if impl.startswith("v4") else BLOCKS
     work = replace(work, head_dim=head_dim, block_size=64)
     for_blackwell = ladder.rung(impl, "block_attention") in ladder.BLACKWELL_BLOCK_RUNGS
-    (row,) = run_blocks(work, [impl], direction, arch="sm_100" if for_blackwell else "sm_90")
+    (row,) = run(work, [impl], direction, arch="sm_100" if for_blackwell else "sm_90")
     assert row.failure is None and bool(row.config) == (impl != "reference")
 
 
@@ -381,7 +366,7 @@ def test_peers_of_block_attention_are_right(cpu, peers, monkeypatch, direction):
         return generate(function, dynamic=dynamic, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", trace)
-    plain = {r.impl: r for r in run_blocks(BLOCKS, ["fa2_varlen", "torch_compile"], direction)}
+    plain = {r.impl: r for r in emulated(BLOCKS, ["fa2_varlen", "torch_compile"], direction)}
     assert {impl: row.failure for impl, row in plain.items()} == dict.fromkeys(plain)
     turned = [
         "torch_compile",
@@ -390,14 +375,14 @@ def test_peers_of_block_attention_are_right(cpu, peers, monkeypatch, direction):
     ]
     with monkeypatch.context() as patch:
         patch.setattr(torch, "compile", generate)
-        rows = {row.impl: row for row in run_blocks(TURNED, turned, direction)}
+        rows = {row.impl: row for row in emulated(TURNED, turned, direction)}
     assert {impl: row.failure for impl, row in rows.items()} == dict.fromkeys(rows)
     assert rows["rotary_kernel"].config == {"attention": "v1_one_tile"}
     apart = replace(TURNED, rotate_v=False, num_heads_k=1)
-    for row in run_blocks(apart, ["torch_compile", *turned[1:]], direction):
+    for row in emulated(apart, ["torch_compile", *turned[1:]], direction):
         assert row.failure is None and row.error.passed
-    refused = run_blocks(TURNED, ["fa2_varlen"], direction)
-    refused += run_blocks(BLOCKS, ["rotary_kernel"], direction)
+    refused = emulated(TURNED, ["fa2_varlen"], direction)
+    refused += emulated(BLOCKS, ["rotary_kernel"], direction)
     assert [row.failure for row in refused] == [
         "Unsupported: needs a workload without rotary",
         "Unsupported: needs a workload with rotary",
@@ -416,7 +401,7 @@ def test_a_compiled_backward_runs_again(peers):
 def test_a_wrong_peer_is_found(cpu, peers, monkeypatch):
     right = baselines.block_offsets
     monkeypatch.setattr(baselines.blocks, "block_offsets", lambda x: right(x)[[0, -1]])
-    (row,) = run_blocks(BLOCKS, ["fa2_varlen"], "forward")
+    (row,) = emulated(BLOCKS, ["fa2_varlen"], "forward")
     assert row.failure and not row.samples_us and cpu == []
 
 
@@ -446,7 +431,7 @@ def test_scopes_of_block_attention(cpu, peers, monkeypatch, direction):
     monkeypatch.setattr(timing, "sample_ops", sample)
     monkeypatch.setattr(timing, "sample_hosts", sample)
     impls = ["v1_one_tile", "reference", "fa2_varlen"]
-    rows = run_blocks(BLOCKS, impls, direction, ("kernel", "op", "host", "schedule"))
+    rows = emulated(BLOCKS, impls, direction, ("kernel", "op", "host", "schedule"))
     assert called[0] == ["fa2_varlen ", "reference ", "v1_one_tile "]
     assert called[1] == ["v1_one_tile "]
     assert called[2] == ["v1_one_tile "]
@@ -460,19 +445,17 @@ def test_scopes_of_block_attention(cpu, peers, monkeypatch, direction):
         ValueError,
         match=r"scopes must be among \('kernel', 'sustained', 'op', 'host', 'schedule'\), got",
     ):
-        run_blocks(BLOCKS, ["reference"], direction, ("wall",))
+        emulated(BLOCKS, ["reference"], direction, ("wall",))
 
 
 def test_directions_that_are_not_measured():
     for work in (SMALL, BLOCKS):
         with pytest.raises(ValueError, match="direction must be one of .*, got 'both'"):
-            measure.measure(work, [], device=torch.device("cpu"), direction="both")
+            run(work, [], "both")
 
 
 def test_block_attention_without_a_gpu_says_what_it_needs(cpu):
-    (row,) = measure.measure(
-        BLOCKS, ["v1_one_tile"], device=torch.device("cpu"), log=lambda text: None
-    )
+    (row,) = run(BLOCKS, ["v1_one_tile"])
     assert "needs tensors on a CUDA device" in row.failure
 
 
@@ -508,14 +491,6 @@ WALKS = ["v4_warp_specialized_backward", "v5_short_kv_backward"]  # a list of wo
 LISTED = [*WALKS, "v6_one_tile_backward"]
 
 
-def run_backward(work, impls, scopes=("kernel",)) -> list:
-    with tritonemu.enabled():
-        return measure.measure(
-            work, impls, device=torch.device("cpu"), direction="backward", scopes=scopes,
-            log=lambda text: None,
-        )  # fmt: skip
-
-
 def test_a_result_made_in_inference_mode_can_be_poisoned():
     call = torch.inference_mode()(lambda: torch.ones(3))
     with tritonemu.fake_gpu("sm_90"):
@@ -524,7 +499,7 @@ def test_a_result_made_in_inference_mode_can_be_poisoned():
 
 
 def test_backward_rungs_are_checked_timed_and_recorded(cpu):
-    rows = run_backward(JAGGED, [*OF_ANY_TILES, "reference"])
+    rows = emulated(JAGGED, [*OF_ANY_TILES, "reference"], "backward")
     assert [row.impl for row in rows] == [*OF_ANY_TILES, "reference"]
     for row in rows:
         assert row.failure is None and row.samples_us == (1.0, 2.0, 3.0)
@@ -539,29 +514,27 @@ def test_backward_rungs_are_checked_timed_and_recorded(cpu):
     assert all(configs[impl]["registers"] == 240 for impl in WALKS) and configs["reference"] == {}
 
 
-@pytest.mark.parametrize("work", (SMALL, JAGGED, POOLING), ids=lambda work: work.name)
-def test_the_error_of_a_part_of_gdpa_is_that_of_the_whole(small_parts, work):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("work", (SMALL, JAGGED, POOLING, BLOCKS), ids=lambda work: work.name)
+def test_the_error_of_a_part_is_that_of_the_whole(small_parts, work, direction):
+    reference = block_reference if work is BLOCKS else gdpa_reference
     inputs = make_inputs(work, device="cpu")
-    for direction in DIRECTIONS:
-        operator = operators.of(inputs, direction)
-        parts = len(list(operator._parts()))
-        assert parts == 1 if work.shared_q else parts > 1
-        batch, exact = inputs.batch(), doubled(inputs.batch())
-        if direction == "forward":
-            results = (gdpa_reference.forward_in_dtype(batch),)
-            right = (gdpa_reference.forward(exact),)
-        else:
-            results = gdpa_reference.backward_in_dtype(inputs.grad_out, batch)
-            right = gdpa_reference.backward(inputs.grad_out.double(), exact)
-        for found, result, expected in zip(
-            operator.check("activation", results), results, right, strict=True
-        ):
-            whole = testing.compare(
-                name=found.name, actual=result, expected=expected, baseline=result
-            )
-            assert found.passed
-            for name, value in whole.to_dict().items():
-                assert found.to_dict()[name] == pytest.approx(value), name
+    operator = operators.of(inputs, direction)
+    parts = len(list(operator._parts()))
+    assert parts == 1 if work.shared_q else parts > 1
+    batch, exact = inputs.batch(), doubled(inputs.batch())
+    if direction == "forward":
+        outs = reference.forward_in_dtype(batch), reference.forward(exact)
+        results, right = ((out[0] if work is BLOCKS else out,) for out in outs)
+    else:
+        results = reference.backward_in_dtype(inputs.grad_out, batch)
+        right = reference.backward(inputs.grad_out.double(), exact)
+    checked = operator.check("softmax" if work is BLOCKS else "activation", results)
+    for found, result, expected in zip(checked, results, right, strict=True):
+        whole = testing.compare(name=found.name, actual=result, expected=expected, baseline=result)
+        assert found.passed
+        for name, value in whole.to_dict().items():
+            assert found.to_dict()[name] == pytest.approx(value), name
 
 
 def test_runs_hold_every_sequence_once():
@@ -570,54 +543,26 @@ def test_runs_hold_every_sequence_once():
 
 
 def test_configs_of_backward_are_variants(cpu):
-    from gdpa_kernels.gdpa import v4_warp_specialized_backward as v4
-
     keys = v1_tiled_backward.Config(keys=v1_tiled_backward.Tile(BLOCK_M=32, BLOCK_N=32))
     listed = [
         ("v1_tiled_backward", "keys 32", {"config": keys}),
         ("v4_warp_specialized_backward", "2 steps", {"config": v4.Config(q_stages=2)}),
     ]
-    first, second = run_backward(replace(JAGGED, batch=1), listed)
+    first, second = emulated(replace(JAGGED, batch=1), listed, "backward")
     assert first.failure is second.failure is None
     assert (first.variant, second.variant) == ("keys 32", "2 steps")
     assert first.config["keys"]["BLOCK_N"] == 32 and first.config["queries"]["BLOCK_N"] == 64
     assert second.config["q_stages"] == 2
 
 
-@pytest.mark.parametrize("damage", ("one element", "nan", "shape", "dtype"))
-@pytest.mark.parametrize("which", (0, 1, 2))
-def test_one_wrong_gradient_of_gdpa_is_not_timed(cpu, small_parts, monkeypatch, which, damage):
-    backward = v1_tiled_backward.backward
-
-    def wrong(*args, **kwargs):
-        gradients = list(backward(*args, **kwargs))
-        if damage == "shape":
-            gradients[which] = gradients[which][:-1]
-        elif damage == "dtype":
-            gradients[which] = gradients[which].half()
-        else:
-            gradients[which][-1, 1, 5] += 3.0 if damage == "one element" else float("nan")
-        return tuple(gradients)
-
-    monkeypatch.setattr(v1_tiled_backward, "backward", wrong)
-    rows = run_backward(replace(SMALL, head_dim=16), ["v1_tiled_backward", "reference"])
-    failed, right = sorted(rows, key=lambda row: row.failure is None)
-    assert cpu == ["reference "] and right.samples_us
-    assert failed.impl == "v1_tiled_backward" and failed.samples_us == ()
-    assert ("dq", "dk", "dv")[which] in failed.failure
-
-
 def test_a_backward_rung_that_cannot_run_leaves_its_reason(cpu):
-    rows = run_backward(LONG, ["v5_short_kv_backward", "fa3", "v1_tiled"])
+    rows = emulated(LONG, ["v5_short_kv_backward", "fa3", "v1_tiled"], "backward")
     assert rows[0].failure.startswith(
         "NotImplementedError: backward_impl 'v5_short_kv_backward' needs a max_seqlen_k of at most"
     )
     assert rows[1].failure.startswith("Unsupported: needs FlashAttention-3, which is not inst")
     assert rows[2].failure.startswith("ValueError: impl must be 'auto' or one of reference, v1_")
-    (row,) = measure.measure(
-        SMALL, ["v1_tiled_backward"], device=torch.device("cpu"), direction="backward",
-        log=lambda text: None,
-    )  # fmt: skip
+    (row,) = run(SMALL, ["v1_tiled_backward"], "backward")
     assert "needs tensors on a CUDA device" in row.failure and cpu == []
 
 
@@ -627,10 +572,7 @@ CROSS = replace(SMALL, name="cross", lengths_k=Full(), max_seqlen_k=7)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_peers_of_gdpa_are_right(cpu, peers, small_parts, direction):
     torch._dynamo.reset()
-    rows = measure.measure(
-        CROSS, ["fa2_varlen", "torch_compile", "cudnn"], device=torch.device("cpu"),
-        direction=direction, log=lambda text: None,
-    )  # fmt: skip
+    rows = run(CROSS, ["fa2_varlen", "torch_compile", "cudnn"], direction)
     assert [(row.impl, row.math) for row in rows[-2:]] == [
         ("fa2_varlen", "softmax"), ("torch_compile", "activation"),
     ]  # fmt: skip
@@ -644,12 +586,6 @@ def test_peers_of_gdpa_are_right(cpu, peers, small_parts, direction):
 def test_a_peer_computes_masks_and_groups_of_heads_or_says_no(
     cpu, peers, monkeypatch, direction, mask
 ):
-    import contextlib
-    import sys
-
-    from torch.nn import attention
-    from torch.nn.attention import varlen
-
     def flash(q, k, v, *, softmax_scale, causal=False, window_size=(-1, -1), **lengths):
         sides = (window_size[0], 0) if causal else window_size
         return varlen.varlen_attn(
@@ -658,12 +594,8 @@ def test_a_peer_computes_masks_and_groups_of_heads_or_says_no(
 
     module = SimpleNamespace(flash_attn_varlen_func=flash)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    monkeypatch.setattr(attention, "sdpa_kernel", lambda backend: contextlib.nullcontext())
     work = replace(SMALL, num_heads_k=2, lengths_q=Full(), **mask)
-    impls = ["fa2_varlen", "fa3", "cudnn"]
-    rows = measure.measure(
-        work, impls, device=torch.device("cpu"), direction=direction, log=lambda text: None
-    )
+    rows = run(work, ["fa2_varlen", "fa3", "cudnn"], direction)
     failures = {row.impl: row.failure for row in rows if row.failure is not None}
     refused = f"Unsupported: needs a batch without a window, got window={work.window}"
     assert failures == ({"cudnn": refused} if "window" in mask else {})
@@ -671,29 +603,17 @@ def test_a_peer_computes_masks_and_groups_of_heads_or_says_no(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_dense_peer_computes_every_sequence(cpu, peers, monkeypatch, direction):
-    import contextlib
-
-    from torch.nn import attention
-
-    monkeypatch.setattr(attention, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+def test_a_dense_peer_computes_every_sequence(cpu, peers, direction):
     for keys in (20, 7):
         work = replace(SMALL, lengths_q=Full(), lengths_k=Full(), max_seqlen_k=keys)
-        (row,) = measure.measure(
-            work, ["cudnn"], device=torch.device("cpu"), direction=direction, log=lambda text: None
-        )
+        (row,) = run(work, ["cudnn"], direction)
         assert row.failure is None and row.error.passed
 
 
 def test_a_wrong_peer_of_backward_is_found(cpu, peers, monkeypatch):
-    from torch.nn.attention import varlen
-
     right = varlen.varlen_attn
     monkeypatch.setattr(varlen, "varlen_attn", lambda *args, scale: right(*args, scale=1.1 * scale))
-    (row,) = measure.measure(
-        SMALL, ["fa2_varlen"], device=torch.device("cpu"), direction="backward",
-        log=lambda text: None,
-    )  # fmt: skip
+    (row,) = run(SMALL, ["fa2_varlen"], "backward")
     assert row.failure.startswith("check failed: dq") and cpu == []
 
 
@@ -710,7 +630,7 @@ def test_scopes_of_gdpa_backward(cpu, peers, monkeypatch):
     monkeypatch.setattr(timing, "sample_ops", sample)
     work = replace(JAGGED, batch=1, max_seqlen_q=20, max_seqlen_k=20)
     impls = [*BACKWARDS, ("v1_tiled_backward", "again", {}), "reference", "fa2_varlen"]
-    rows = run_backward(work, impls, ("kernel", "op", "schedule"))
+    rows = emulated(work, impls, "backward", ("kernel", "op", "schedule"))
     assert all(row.failure is None for row in rows)
     keys = [names for names in called if isinstance(names, list)]
     steps = [f"{impl} {baselines.STEP}" for impl in BACKWARDS]
@@ -778,19 +698,18 @@ def test_the_memory_of_a_wrong_step_is_not_recorded(counted, monkeypatch):
     assert said[0].startswith("  v1_tiled_backward: ValueError: check failed: dk: max error")
 
 
-def turn_alone(work, direction) -> dict:
+def turn_alone(work, direction="forward", **options) -> list:
     with tritonemu.enabled():
-        rows = measure.measure_rotary(
-            work, device=torch.device("cpu"), direction=direction, log=lambda text: None
+        return measure.measure_rotary(
+            work, device=torch.device("cpu"), direction=direction, log=lambda text: None, **options
         )
-    return {row.impl: row for row in rows}
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("rotate_v", (True, False))
 def test_rotary_alone(cpu, small_parts, direction, rotate_v):
     work = replace(TURNED, rotate_v=rotate_v)
-    rows = turn_alone(work, direction)
+    rows = {row.impl: row for row in turn_alone(work, direction)}
     assert set(rows) == {"rotary", "rotary_eager"} == set(cpu)
     size = work.total_q * 2 * 16 * 2 * (3 if rotate_v else 2)
     for row in rows.values():
@@ -802,34 +721,24 @@ def test_rotary_alone(cpu, small_parts, direction, rotate_v):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_rotary_turned_the_wrong_way_is_not_timed(cpu, monkeypatch, direction):
-    from gdpa_kernels.block_attention import rotary
-
     right = rotary.rotary
-    monkeypatch.setattr(
-        rotary,
-        "rotary",
-        lambda *tensors, transposed: right(*tensors, transposed=not transposed),
-    )
-    rows = turn_alone(TURNED, direction)
+    wrong = lambda *tensors, transposed: right(*tensors, transposed=not transposed)  # noqa: E731
+    monkeypatch.setattr(rotary, "rotary", wrong)
+    rows = {row.impl: row for row in turn_alone(TURNED, direction)}
     assert rows["rotary"].failure.startswith("check failed: q: max error")
     assert rows["rotary_eager"].samples_us and cpu == ["rotary_eager"]
 
 
 def test_rotary_alone_is_timed_back_to_back_too(cpu, monkeypatch):
-    load = record.Load(1500.0, 700.0, 0.35, ("sw_power_cap",))
     slow = sustained.HostTooSlow("one in 4012 us")
-    loops = {"rotary": ([4.0], load), "rotary_eager": slow}
+    loops = {"rotary": ([4.0], LOAD), "rotary_eager": slow}
     monkeypatch.setattr(sustained, "sample_each", lambda calls, *_, seconds: loops)
-    with tritonemu.enabled():
-        rows = measure.measure_rotary(
-            TURNED, device=torch.device("cpu"), scopes=("kernel", "sustained"), seconds=0.7,
-            log=lambda text: None,
-        )  # fmt: skip
+    rows = turn_alone(TURNED, scopes=("kernel", "sustained"), seconds=0.7)
     assert [(row.impl, row.scope, row.samples_us) for row in rows] == [
         ("rotary", "kernel", (1.0, 2.0, 3.0)), ("rotary_eager", "kernel", (1.0, 2.0, 3.0)),
         ("rotary", "sustained", (4.0,)), ("rotary_eager", "sustained", ()),
     ]  # fmt: skip
-    assert rows[2].load == load and rows[3].failure == "HostTooSlow: one in 4012 us"
+    assert rows[2].load == LOAD and rows[3].failure == "HostTooSlow: one in 4012 us"
 
 
 def test_rotary_alone_needs_rotary():
@@ -1023,7 +932,7 @@ def test_what_was_measured_before_a_crash_is_kept(run_of, tmp_path):
     killed = Path(shutil.copytree(data, tmp_path / "killed"))
     found = doctor.check_records(killed)
     left = killed / "partial" / partial.name
-    assert not found.ok and f"did not end: python -m gdpa_kernels keep {left}" in found.detail
+    assert not found.ok and f"did not end: python -m gdpa_lab keep {left}" in found.detail
     assert __main__.main(["keep", str(left)]) == 0
     assert doctor.check_records(killed).ok
     (made,) = record.load_all(killed)

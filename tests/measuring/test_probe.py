@@ -11,16 +11,16 @@ import torch
 
 import tritonemu
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa import v7_packed
-from gdpa_kernels.measuring import probe
-from gdpa_kernels.measuring.workloads import WORKLOADS
-from gdpa_kernels.report import studies
+from gdpa_kernels.gdpa.kernels import v7_packed
+from gdpa_lab.measuring import probe
+from gdpa_lab.measuring.workloads import WORKLOADS
+from gdpa_lab.report import studies
 from tests.measuring import unproven
 from tests.measuring.test_measure import SMALL
-from tests.report.test_results import a_row, a_system, add  # noqa: F401  (a fixture)
+from tests.records import a_row, a_system, writer
 
 CPU = torch.device("cpu")
-B200 = replace(a_system(gpu="NVIDIA B200"), compute_capability="10.0")
+B200 = a_system(gpu="NVIDIA B200", compute_capability="10.0")
 
 
 @pytest.fixture
@@ -141,7 +141,8 @@ def test_only_rungs_whose_kernels_the_device_runs_are_tried(ladder_with_stand_in
     assert tried("eliminations", "block_attention")
 
 
-def test_a_correct_row_on_such_a_gpu_proves(add, tmp_path):  # noqa: F811
+def test_a_correct_row_on_such_a_gpu_proves(tmp_path):
+    add = writer(tmp_path)
     wrong = replace(a_row().error, max_abs=1.0, passed=False)
     add(
         a_row(impl="v1_tiled"), a_row(impl="v2_tma", direction="backward"),

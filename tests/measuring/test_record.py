@@ -2,7 +2,6 @@ import json
 import math
 import os
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,22 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gdpa_kernels
-from gdpa_kernels.measuring import record, refusals, system
-from gdpa_kernels.measuring.record import Ceiling, Error, Protocol, Record, RecordError, Row, Table
-from gdpa_kernels.measuring.workloads import WORKLOADS
+from gdpa_lab.measuring import record, refusals, system
+from gdpa_lab.measuring.record import Ceiling, Error, Protocol, Record, RecordError, Row, Table
+from gdpa_lab.measuring.workloads import WORKLOADS
+from tests.records import STATE, committed
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = WORKLOADS["gdpa-self-full-256"]
-NO_GPU = dict.fromkeys(
-    (
-        "sm_clock_mhz",
-        "memory_clock_mhz",
-        "temperature_c",
-        "power_w",
-        "throttle_reasons",
-        "other_processes",
-    )
-)
 PROTOCOL = Protocol("cuda events", 5, 30, 256 << 20, True, "one call")
 
 
@@ -59,8 +49,8 @@ def a_record(rows=None, **values) -> Record:
         command="make measure NOTEBOOKS=measuring/roofline",
         notebook=None,
         system=system.describe(),
-        state_before=NO_GPU,
-        state_after=NO_GPU | {"sm_clock_mhz": 1980.0, "throttle_reasons": ["sw_power_cap"]},
+        state_before=STATE,
+        state_after=STATE | {"sm_clock_mhz": 1980.0, "throttle_reasons": ["sw_power_cap"]},
         protocol=PROTOCOL,
         workloads=[WORKLOAD],
         rows=[a_row()] if rows is None else rows,
@@ -358,19 +348,14 @@ def test_row_takes_counts_from_the_workload():
     assert row.bytes_written == 1152 * 256 * 4 * 128 * 2
 
 
-def git(folder, *arguments):
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     monkeypatch.delenv(record.COMMIT_VARIABLE, raising=False)
-    for name in ("gdpa_kernels/gdpa/v1_tiled.py", "gdpa_kernels/a.py", "notebooks/04_v1.py"):
+    for name in (
+        "gdpa_kernels/gdpa/kernels/v1_tiled.py",
+        "gdpa_kernels/a.py",
+        "notebooks/04_v1.py",
+    ):
         path = tmp_path / "checkout" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {name}\n")
@@ -381,7 +366,7 @@ def test_sources_are_the_package_and_the_notebook(root):
     package = record.package_state(notebook="notebooks/04_v1.py", root=root)
     assert sorted(package.sources) == [
         "gdpa_kernels/a.py",
-        "gdpa_kernels/gdpa/v1_tiled.py",
+        "gdpa_kernels/gdpa/kernels/v1_tiled.py",
         "notebooks/04_v1.py",
     ]
     assert package.sources["gdpa_kernels/a.py"] == record.source_hash(root / "gdpa_kernels/a.py")
@@ -452,7 +437,7 @@ def test_the_code_that_ran_is_known_by_what_runs(root):
 
 
 LAUNCH = {
-    "kernel": "gdpa_kernels.gdpa.v1_tiled:tiled_kernel", "code": "0123456789abcdef",
+    "kernel": "gdpa_kernels.gdpa.kernels.v1_tiled:tiled_kernel", "code": "0123456789abcdef",
     "compiler": "fbtriton 3.7.4", "arch": 90, "signature": {"q_ptr": "*bf16", "GROUP": "constexpr"},
     "attributes": {"q_ptr": [["tt.divisibility", 16]]}, "constants": {"GROUP": 1},
     "options": {"num_warps": 8},
@@ -479,10 +464,7 @@ def test_a_launch_that_is_not_there_is_refused():
 
 
 def test_commit_of_a_checkout(root, monkeypatch):
-    git(root, "init", "-q")
-    git(root, "add", ".")
-    git(root, "commit", "-qm", "first")
-    head = git(root, "rev-parse", "HEAD")
+    head = committed(root)
     monkeypatch.setenv(record.COMMIT_VARIABLE, "b" * 40)
     package = record.package_state(notebook="notebooks/04_v1.py", root=root)
     assert (package.commit, package.dirty) == (head, False)
@@ -511,9 +493,7 @@ def test_commit_without_a_checkout(root, monkeypatch):
 
 
 def test_a_folder_inside_another_checkout_has_no_commit(root):
-    git(root.parent, "init", "-q")
-    git(root.parent, "add", ".")
-    git(root.parent, "commit", "-qm", "first")
+    committed(root.parent)
     assert record.package_state(root=root).commit is None
 
 
@@ -527,7 +507,9 @@ def keys_of(schema):
 
 def test_the_dictionary_explains_every_key():
     text = (ROOT / "data" / "README.md").read_text()
-    schema = json.loads((ROOT / "gdpa_kernels" / "measuring" / "record.schema.json").read_text())
+    schema = json.loads(
+        (ROOT / "lab" / "gdpa_lab" / "measuring" / "record.schema.json").read_text()
+    )
     system_keys = system.describe().to_dict()
     missing = [k for k in {*keys_of(schema), *system_keys} if f"`{k}`" not in text]
     assert missing == []
@@ -535,17 +517,12 @@ def test_the_dictionary_explains_every_key():
 
 def test_sources_are_compared_with_those_of_their_commit(tmp_path):
     """Without a word from the machine that measured: `dirty` is None there."""
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
     (tmp_path / "gdpa_kernels").mkdir()
     ran = {}
     for name in ("gdpa_kernels/a.py", "gdpa_kernels/b.py"):
         (tmp_path / name).write_text(f"name = '{name}'\n\n")
         ran[name] = record.source_hash(tmp_path / name)
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "add", "-A"], check=True)
-    subprocess.run([*git, "commit", "-qm", "code"], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    package = record.Package("0.1.0", head.stdout.strip(), None, ran)
+    package = record.Package("0.1.0", committed(tmp_path), None, ran)
     assert package.differs(tmp_path) is False
     (tmp_path / "gdpa_kernels" / "a.py").write_text("later")
     assert package.differs(tmp_path) is False

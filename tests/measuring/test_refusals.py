@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gdpa_kernels.measuring import record, refusals
-from gdpa_kernels.measuring.record import Error, Record, Row
-from gdpa_kernels.measuring.workload import STEP
-from gdpa_kernels.measuring.workloads import WORKLOADS, workload
-from gdpa_kernels.report import results
+from gdpa_lab.measuring import record, refusals
+from gdpa_lab.measuring.record import Error, Record, Row
+from gdpa_lab.measuring.workload import STEP
+from gdpa_lab.measuring.workloads import WORKLOADS, workload
+from gdpa_lab.report import results
 from tests.measuring.test_record import WORKLOAD, a_record, a_row, put
 
 TURNED = workload("block-rotary-1735537")

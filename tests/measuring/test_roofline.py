@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from gdpa_kernels.measuring.roofline import Ceilings, bracket
-from gdpa_kernels.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, workload
+from gdpa_lab.measuring.roofline import Ceilings, bracket
+from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, workload
 
 CEILINGS = Ceilings(tflops=800.0, copies=((1.0, 4000.0), (3.0, 4400.0)))
 

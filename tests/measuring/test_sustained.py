@@ -8,9 +8,9 @@ import pynvml
 import pytest
 import torch
 
-from gdpa_kernels.measuring import record, sustained, timing
-from gdpa_kernels.measuring.rows import Ceiling, Error, Load, Row
-from gdpa_kernels.report import results
+from gdpa_lab.measuring import record, sustained, timing
+from gdpa_lab.measuring.rows import Ceiling, Error, Load, Row
+from gdpa_lab.report import results
 from tests.measuring.test_record import a_record
 from tests.measuring.test_refusals import refusal
 

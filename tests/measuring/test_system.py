@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gdpa_kernels.measuring import system
+from gdpa_lab.measuring import system
+from tests.records import STATE
 
 PROPERTIES = SimpleNamespace(
     name="NVIDIA H200",
@@ -18,16 +19,6 @@ PROPERTIES = SimpleNamespace(
     total_memory=150_110_011_392,
     L2_cache_size=62_914_560,
     uuid="12345678-9abc-def0-1234-56789abcdef0",
-)
-EMPTY = dict.fromkeys(
-    (
-        "sm_clock_mhz",
-        "memory_clock_mhz",
-        "temperature_c",
-        "power_w",
-        "throttle_reasons",
-        "other_processes",
-    )
 )
 
 
@@ -96,7 +87,7 @@ def test_a_machine_without_gpu(no_smi):
     assert found.id.startswith("cpu-")
     assert (found.gpu, found.driver, found.power_limit_w, found.num_sms) == (None,) * 4
     assert found.torch == torch.__version__
-    assert system.state() == EMPTY
+    assert system.state() == STATE
     assert system.gpu_names() == []
 
 
@@ -114,7 +105,7 @@ def test_a_gpu_without_nvidia_smi(gpu, no_smi):
     found = system.describe()
     assert found.gpu == "NVIDIA H200"
     assert (found.driver, found.power_limit_w) == (None, None)
-    assert system.state() == EMPTY
+    assert system.state() == STATE
 
 
 def test_state_asks_for_the_gpu_of_torch(gpu, smi):
@@ -148,7 +139,7 @@ def test_what_nvidia_smi_cannot_read_is_none(gpu, smi):
 
 def test_a_failing_nvidia_smi_gives_none(gpu, smi):
     smi({})
-    assert system.state() == EMPTY
+    assert system.state() == STATE
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gdpa_kernels.measuring.testing import assert_close, compare
+from gdpa_lab.measuring.testing import assert_close, compare
 
 
 def made(seed: int = 0) -> dict:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tritonemu
-from gdpa_kernels.measuring import copies, sustained, timing
+from gdpa_lab.measuring import copies, sustained, timing
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 FEW = timing.Protocol(warmup=1, samples=5, l2_flush_bytes=2**20)

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from gdpa_kernels.measuring import units
-from gdpa_kernels.measuring.laws import Full, Uniform
-from gdpa_kernels.measuring.roofline import Ceilings
-from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.measuring.workloads import workload
+from gdpa_lab.measuring import units
+from gdpa_lab.measuring.laws import Full, Uniform
+from gdpa_lab.measuring.roofline import Ceilings
+from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workloads import workload
 
 CHIP = units.Chip("a chip", sms=4, flops=1024)
 SLOW_MATMUL = Ceilings(0.8192, ((1.0, 40000.0),))  # 4 SMs x 1024 FLOPs at 0.2 GHz
@@ -100,5 +100,5 @@ def test_what_it_cannot_count_it_refuses(work):
 
 
 def test_it_needs_no_triton():
-    code = "import sys; sys.modules['triton'] = None; import gdpa_kernels.measuring.units"
+    code = "import sys; sys.modules['triton'] = None; import gdpa_lab.measuring.units"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdpa_kernels.measuring.laws import (
+from gdpa_lab.measuring.laws import (
     KUAIRAND,
     MOVIELENS,
     Between,
@@ -26,8 +26,8 @@ from gdpa_kernels.measuring.laws import (
     Sorted,
     Uniform,
 )
-from gdpa_kernels.measuring.workload import Workload, visible_pairs
-from gdpa_kernels.measuring.workloads import (
+from gdpa_lab.measuring.workload import Workload, visible_pairs
+from gdpa_lab.measuring.workloads import (
     BLOCK_TABLES,
     BLOCK_WORKLOADS,
     FIGURES,

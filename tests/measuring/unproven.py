@@ -18,9 +18,9 @@ import torch
 import tritonemu
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Requires, Rung
-from gdpa_kernels.gdpa import v0_eager
-from gdpa_kernels.measuring import probe, sustained, timing
-from gdpa_kernels.measuring.rows import Load
+from gdpa_kernels.gdpa.kernels import v0_eager
+from gdpa_lab.measuring import probe, sustained, timing
+from gdpa_lab.measuring.rows import Load
 
 LOAD = Load(1500.0, 700.0, 0.35, ())
 LAUNCHES = Counter()

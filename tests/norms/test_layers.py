@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gdpa_kernels import PFFN, PMA, BlockAttention, GDPASelfAttention
-from gdpa_kernels.measuring.inputs import cu_seqlens
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 LAYERS = {
     "self": (GDPASelfAttention, (32, 4), {}),

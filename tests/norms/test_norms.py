@@ -14,10 +14,10 @@ import tritonemu
 from gdpa_kernels import gdpa
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.calling.layers import rotate
-from gdpa_kernels.measuring.compile_check import build_launch, read
-from gdpa_kernels.measuring.testing import assert_close
 from gdpa_kernels.norms import heads, residual
 from gdpa_kernels.norms.api import add_rms_norm, head_norm
+from gdpa_lab.measuring.compile_check import build_launch, read
+from gdpa_lab.measuring.testing import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

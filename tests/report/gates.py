@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gdpa_kernels.report.activation_sequences import normal_gate, odd_polynomial
+from _lib.activation_sequences import normal_gate, odd_polynomial
 
 
 def tanh_gate(x: np.ndarray) -> np.ndarray:

@@ -3,8 +3,8 @@
 import torch
 
 import tritonemu
-from gdpa_kernels.report import activation_rates as rates
-from gdpa_kernels.report.chapter import Chapter
+from _lib import activation_rates as rates
+from gdpa_lab.report.chapter import Chapter
 
 
 def test_errors_are_rows_of_the_record():

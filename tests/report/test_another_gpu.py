@@ -8,19 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from gdpa_kernels import __main__
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rankings import parse
 from gdpa_kernels.calling.rung import Requires, Rung
-from gdpa_kernels.measuring import probe, record, system
-from gdpa_kernels.report import claims, figures, page, rankings, readme, results, standings
-from gdpa_kernels.report.chapter import Chapter
-from tests.report.test_results import a_system
+from gdpa_lab import __main__
+from gdpa_lab.measuring import probe, record, system
+from gdpa_lab.report import claims, figures, page, rankings, readme, results, standings
+from gdpa_lab.report.chapter import Chapter
+from tests.records import a_system
 
-B200 = replace(
-    a_system(gpu="NVIDIA B200"), compute_capability="10.0", max_sm_clock_mhz=4000.0,
-    max_memory_clock_mhz=12000.0,
-)  # fmt: skip
+CLOCKS = {"max_sm_clock_mhz": 4000.0, "max_memory_clock_mhz": 12000.0}
+B200 = a_system(gpu="NVIDIA B200", compute_capability="10.0", **CLOCKS)
 CHAPTERS = ("forward/results", "backward/results", "block/results")
 KEPT = "gdpa-(self-half-jagged|cross-full)-.*|gdpa-self-full-1024|block-fill70-2000|block-rotary-.*"
 OWN = ("b90_pretended", "b91_pretended")
@@ -122,7 +120,7 @@ def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
     monkeypatch.setattr(record, "ROOT", both)
     for operator, module in rankings.CHOICES.items():
         monkeypatch.setattr(module, "PATH", both / operator)
-    assert __main__.main(["choices"]) == 0
+    assert __main__.main(["maintain", "choices"]) == 0
     for operator, module in rankings.CHOICES.items():
         rows = parse(module.PATH.read_text(), module.COLUMNS)
         first = {gpu: {row.impls[0] for row in rows if row.shape[0] == gpu} for gpu in GPUS}
@@ -146,7 +144,7 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
     monkeypatch.setattr(
         figures, "figure_tflops", lambda *given, **how: drawn.append(draw(*given, **how))
     )
-    monkeypatch.setattr("gdpa_kernels.report.chapter.display", shown.append)
+    monkeypatch.setattr("gdpa_lab.report.chapter.display", shown.append)
     monkeypatch.setattr(standings, "display", shown.append)
     alone, both = (Chapter(chapter, data_dir=folder) for folder in folders)
     standings.redrawn(alone, figure, DRAWN, keys)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gdpa_kernels.measuring.workloads import FIGURES
-from gdpa_kernels.report import answers, claims
+from gdpa_lab.measuring.workloads import FIGURES
+from gdpa_lab.report import answers, claims
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = claims.load()
@@ -83,7 +83,7 @@ def test_cells_of_the_charts(changes, shown):
 
 
 def test_numbers_come_from_the_records():
-    from gdpa_kernels.report.chapter import Chapter
+    from gdpa_lab.report.chapter import Chapter
 
     quoted = answers.numbers(Chapter("tools/claims", data_dir=ROOT / "data"))
     assert set(quoted) == NAMES

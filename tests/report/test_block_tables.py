@@ -5,9 +5,9 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from gdpa_kernels.measuring.record import DATA_DIR
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import block_tables, standings
+from gdpa_lab.measuring.record import DATA_DIR
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import block_tables, standings
 
 TIMES = {"v1_one_tile": 1000.0, "v3_warp_specialized": 2000.0, "fa2_varlen": 3000.0}
 

@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.gdpa import v5_pingpong
-from gdpa_kernels.measuring import record
-from gdpa_kernels.report import chapter as chapters
-from gdpa_kernels.report import house, page
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_kernels.gdpa.ladder import v5_pingpong
+from gdpa_lab.measuring import record
+from gdpa_lab.report import chapter as chapters
+from gdpa_lab.report import house, page
+from gdpa_lab.report.chapter import Chapter
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gdpa_kernels.report import charts
+from gdpa_lab.report import charts
 
 
 def test_tiles_fill_one_tile_and_the_sums_and_frame_what_is_held():

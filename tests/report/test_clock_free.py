@@ -6,14 +6,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gdpa_kernels.measuring import record, units
-from gdpa_kernels.report import clock_free, predictions, results
+from gdpa_lab.measuring import record, units
+from gdpa_lab.report import clock_free, predictions, results
 from tests.report.test_predictions import CEILINGS, SELF, add, loaded, timed  # noqa: F401  (a fixture)
 
 
 def test_the_committed_file_is_what_the_records_make():
     text = clock_free.PATH.read_text(encoding="utf-8")
-    assert text == predictions.render(clock_free.made()), "python -m gdpa_kernels predictions"
+    assert text == predictions.render(clock_free.made()), "python -m gdpa_lab predictions"
 
 
 def test_the_first_registration_and_the_second_are_about_the_same_rungs():

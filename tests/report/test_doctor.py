@@ -6,21 +6,20 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gdpa_kernels import __main__
 from gdpa_kernels.calling import ladder, rung
 from gdpa_kernels.calling.rung import Requires, Rung
-from gdpa_kernels.measuring import baselines
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import doctor
-from gdpa_kernels.report.doctor import Finding, TritonInstall
-from tests.report.test_results import a_row, a_system, add  # noqa: F401  (a fixture)
+from gdpa_lab import __main__
+from gdpa_lab.measuring import baselines
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import doctor
+from gdpa_lab.report.doctor import Finding, TritonInstall
+from tests.records import a_row, a_system
 
 ROOT = Path(__file__).parents[2]
 CURE = "pip install --force-reinstall --no-deps fbtriton==3.7.4"
@@ -319,7 +318,7 @@ def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
             raise OSError("no libcudart")
 
     def module(name):
-        if name == "calling.ladder":
+        if name == "gdpa_kernels.calling.ladder":
             raise_reason = {"a": (True, "fine"), "b": (False, "needs sm_90 or newer, got sm_80")}
             return SimpleNamespace(
                 LADDERS=["one", "other"],
@@ -369,9 +368,9 @@ def test_doctor_answers_when_triton_is_broken(tmp_path, triton):
     (tmp_path / "records").mkdir()
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(triton)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "lab")])
     done = subprocess.run(
-        [sys.executable, "-m", "gdpa_kernels", "doctor", "--data-dir", str(tmp_path)],
+        [sys.executable, "-m", "gdpa_lab", "doctor", "--data-dir", str(tmp_path)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": path},
@@ -386,14 +385,14 @@ def test_reading_and_diagnosing_imports_no_torch_or_triton_first():
     for name in (
         "report/doctor", "report/results", "measuring/record", "measuring/system", "__main__"
     ):  # fmt: skip
-        tree = ast.parse((ROOT / "gdpa_kernels" / f"{name}.py").read_text())
+        tree = ast.parse((ROOT / "lab" / "gdpa_lab" / f"{name}.py").read_text())
         imported = {a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names}
         imported |= {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
         assert not {m for m in imported if m.split(".")[0] in ("torch", "triton")}, name
 
 
 def test_the_pins_are_those_of_the_environment():
-    for name in ("pyproject.toml", "environment.yml"):
+    for name in ("lab/pyproject.toml", "environment.yml"):
         text = (ROOT / name).read_text()
         assert doctor.TORCH in text and doctor.FBTRITON in text, name
 
@@ -406,12 +405,17 @@ def test_no_gpu_is_no_damage(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("capability", "gpu"), [((10, 0), "B200"), ((9, 0), "H200")])
-def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, gpu):  # noqa: F811
+def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, gpu):
     """A pretended GPU, and records that prove two rungs on a B200 and one in a direction of two."""
     stand_in = Rung("b90_stand_in", "", "", None, Requires((10, 0), only_major=True))
     monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
     monkeypatch.setitem(ladder._BY_IMPL, ("gdpa", stand_in.impl), stand_in)
-    monkeypatch.setitem(sys.modules, f"gdpa_kernels.gdpa.{stand_in.impl}", sys)
+    there = rung._module
+    monkeypatch.setattr(
+        rung,
+        "_module",
+        lambda impl, operator: sys if impl == stand_in.impl else there(impl, operator),
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {gpu}")
@@ -421,7 +425,7 @@ def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, g
     add(
         a_row(impl="v2_tma"), a_row(impl="v1_tiled_backward", direction="backward"),
         a_row(blocks, impl="v1_one_tile", math="softmax"),
-        on=replace(a_system(gpu="NVIDIA B200"), compute_capability="10.0"),
+        on=a_system(gpu="NVIDIA B200", compute_capability="10.0"),
         workloads={work.name: work.to_dict() for work in (workload("gdpa-self-full-1024"), blocks)},
     )  # fmt: skip
     found = doctor.findings(tmp_path)

@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gdpa_kernels.report import energy, results
+from _lib import energy
+from gdpa_lab.report import results
 
 TERMS = ["seconds", "flops", "bytes"]
 TRUE = pd.Series({"seconds": 120.0, "flops": 8e-13, "bytes": 5e-11})

@@ -8,9 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gdpa_kernels.measuring import record, system
-from gdpa_kernels.measuring.workloads import WORKLOADS
-from gdpa_kernels.report import claims, figures, house, page, results
+from gdpa_lab.measuring import record, system
+from gdpa_lab.measuring.workloads import WORKLOADS
+from gdpa_lab.report import claims, figures, house, page, results
+from tests.records import RESULT, a_row
 
 FIGURE = "gdpa-self-fwd-full"
 RATES = {"v0_eager": 60, "v1_tiled": 440, "v2_tma": 430, "fa2": 390, "compiled": 120}
@@ -23,29 +24,19 @@ def row(workload: str, impl: str, **changes) -> dict:
     problem = WORKLOADS[workload]
     time = problem.flops("forward") / RATES[impl] / 1e6
     values = {
-        "figure": FIGURE,
         "workload": workload,
-        "direction": "forward",
         "impl": impl,
         "math": "softmax" if impl == "fa2" else "activation",
-        "scope": "sustained",
-        "variant": "",
-        "system": "nvidia-h200-00000000",
-        "gpu": "NVIDIA H200",
         "date": "2026-11-21",
-        "record": "run-1",
         "time_us_p20": time * 0.9,
         "time_us_p50": time,
         "time_us_p80": time * 1.25,
         "tflops": float(RATES[impl]),
         "gbytes_per_s": problem.bytes("forward") / time / 1e3,
         "percent_of_roofline": 100 * RATES[impl] / ROOFS[problem.max_seqlen_q],
-        "correct": True,
         "failure": "",
-        "stale": False,
-        "samples": 30,
     }
-    return {**values, **changes}
+    return {**RESULT, **values, **changes}
 
 
 def failed(workload: str, impl: str) -> dict:
@@ -214,34 +205,10 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone(table):
 
 
 @pytest.fixture
-def data_dir(tmp_path):
+def data_dir(add, tmp_path):
     """A data folder with one record, named in the table that the fixture returns beside it."""
-    machine = replace(system.describe(), gpu="NVIDIA H200")
-    system.save(machine, tmp_path)
-    state = system.state()
-    workload = WORKLOADS[LADDER]
-    measured = record.Row.of(
-        workload,
-        "forward",
-        impl="v1_tiled",
-        math="activation",
-        scope="kernel",
-        samples_us=(100.0, 101.0, 102.0),
-        error=record.Error.judge(1e-3, 2e-3, elements=10),
-    )
-    run = record.new_record(
-        command="make measure",
-        notebook=None,
-        system=machine,
-        state_before=state,
-        state_after=state,
-        protocol=record.Protocol("cuda events", 1, 3, 0, True, "one call"),
-        workloads=[workload],
-        rows=[measured],
-    )
-    run = replace(run, package=replace(run.package, commit="0123456789" * 4, dirty=True))
-    record.write(run, tmp_path)
-    return tmp_path, run
+    package = record.Package("0.1.0", "0123456789" * 4, True, {"gdpa_kernels/a.py": "0" * 64})
+    return tmp_path, add(a_row(), package=package)
 
 
 def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gdpa_kernels.report import histories
+from _lib import histories
 
 
 def test_users_are_the_same_for_a_seed_and_count_their_events():

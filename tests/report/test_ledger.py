@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gdpa_kernels.measuring.roofline import Ceilings
-from gdpa_kernels.report import ledger
+from _lib import ledger
+from gdpa_lab.measuring.roofline import Ceilings
 
 
 def meta(*shape: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gdpa_kernels.report import page, studies
+from gdpa_lab.report import page, studies
 from notebooks.tools.kernels import deadlock, phase, pipeline, race
 
 RELEASE = "        tlx.barrier_arrive(k_empty[stage])\n"

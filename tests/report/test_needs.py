@@ -3,8 +3,8 @@
 import re
 from types import SimpleNamespace
 
+from _lib import needs
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.report import needs
 
 
 def test_every_rung_says_what_it_needs():

@@ -7,21 +7,16 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from gdpa_kernels import __main__
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring import compile_check, record, system, units
-from gdpa_kernels.measuring.record import Ceiling, Error, Load, Package, Protocol, Record, Row
-from gdpa_kernels.measuring.roofline import Ceilings
-from gdpa_kernels.measuring.system import System
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import clock_free, predictions, results, tile_law
+from gdpa_lab import __main__
+from gdpa_lab.measuring import compile_check, record, units
+from gdpa_lab.measuring.record import Ceiling, Error, Load, Package, Record, Row
+from gdpa_lab.measuring.roofline import Ceilings
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import clock_free, predictions, results, tile_law
+from tests.records import SELF, a_row, a_system, writer
 
-SELF = workload("gdpa-self-full-1024")
 BLOCK = workload("block-fill70-2000")
-STATE = dict.fromkeys(
-    ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w", "throttle_reasons",
-     "other_processes")
-)  # fmt: skip
 MATMUL_US = 1000.0
 
 
@@ -45,36 +40,23 @@ def add(tmp_path):
     """Write a record of `rows` on a B200 limited to 1,000 W; the data folder is `tmp_path`."""
 
     def write(*rows: Row, day=1, capability="10.0", ceilings=CEILINGS) -> Record:
-        on = System(
-            gpu="NVIDIA B200", compute_capability=capability, num_sms=148, memory_bytes=1,
-            l2_bytes=1, max_sm_clock_mhz=1965.0, max_memory_clock_mhz=3996.0, power_limit_w=1000.0,
-            driver=f"580.{capability}", cuda="13.0", torch="2.13.0", triton="3.7.4+fb",
-            fbtriton="3.7.4", python="3.12.3", platform="linux-x86_64", cpu=None,
+        on = a_system(
+            f"580.{capability}", "NVIDIA B200", compute_capability=capability, num_sms=148,
+            max_sm_clock_mhz=1965.0, max_memory_clock_mhz=3996.0, power_limit_w=1000.0,
         )  # fmt: skip
-        system.save(on, tmp_path)
-        made = Record(
-            id=f"202611{day:02}T120000Z-run-{on.id}", created=f"2026-11-{day:02}T12:00:00Z",
-            command="make measure", notebook="notebooks/forward/results.py",
+        return writer(tmp_path)(
+            *rows, day=day, on=on, notebook="notebooks/forward/results.py", ceilings=ceilings,
             package=Package("0.1.0", "a" * 40, False, {"gdpa_kernels/__init__.py": "b" * 64}),
-            system=on.id, state={"before": STATE, "after": STATE},
-            protocol=Protocol("cuda events", 5, 30, 0, True, "one call"), ceilings=ceilings,
-            workloads={w.name: w.to_dict() for w in (SELF, BLOCK)}, rows=rows,
+            workloads={w.name: w.to_dict() for w in (SELF, BLOCK)},
         )  # fmt: skip
-        record.write(made, tmp_path)
-        return made
 
     return write
 
 
 def timed(impl: str, of=SELF, direction="forward", us=1000.0, **values) -> Row:
-    known = {
-        "math": "softmax" if of is BLOCK else "activation",
-        "scope": "sustained",
-        "samples_us": (us,),
-        "load": loaded(us),
-        "error": Error.judge(1e-3, 2e-3, elements=64),
-    }
-    return Row.of(of, direction, impl=impl, **known | values)
+    known = {"scope": "sustained", "samples_us": (us,), "load": loaded(us)}
+    known["math"] = "softmax" if of is BLOCK else "activation"
+    return a_row(of, impl=impl, direction=direction, **known | values)
 
 
 def at(tflops: float) -> float:
@@ -88,7 +70,7 @@ def one(table: pd.DataFrame, impl: str, workload=SELF.name, direction="forward")
 
 def test_the_committed_file_is_what_the_model_makes():
     text = predictions.PATH.read_text(encoding="utf-8")
-    again = "python -m gdpa_kernels predictions --write, under another MODEL"
+    again = "python -m gdpa_lab maintain predictions, under another MODEL"
     assert text == predictions.render(predictions.made()), again
 
 
@@ -206,7 +188,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(clock_free, "PATH", tmp_path / "predictions" / "b200_2.csv")
     monkeypatch.setattr(clock_free.update, "__defaults__", (clock_free.PATH,))
     for state in ("rewritten", "was up to date"):
-        assert __main__.main(["predictions", "--write"]) == 0
+        assert __main__.main(["maintain", "predictions"]) == 0
         printed = capsys.readouterr().out
         names = ("b200.csv", "b200_2.csv")
         assert printed == "".join(f"predictions/{name} {state}\n" for name in names)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from gdpa_kernels.__main__ import main
-from gdpa_kernels.measuring import record, system
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import readme
-from tests.report.test_results import CEILINGS, GOOD, STATE, a_system, sources
+from gdpa_lab.__main__ import main
+from gdpa_lab.measuring import record
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import readme
+from tests.records import CEILINGS, LOAD, a_row
 from tritonemu.__main__ import main as emulate
 
 README = (record.ROOT / "README.md").read_text(encoding="utf-8")
@@ -19,7 +19,7 @@ README = (record.ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_results_are_the_records():
     block = README.split(readme.BEGIN)[1].split(readme.END)[0].strip()
-    assert block == readme.block(), "run `python -m gdpa_kernels readme`"
+    assert block == readme.block(), "run `python -m gdpa_lab maintain readme`"
     assert (record.ROOT / readme.FIGURE).read_text(encoding="utf-8") == readme.hero().to_svg()
 
 
@@ -74,53 +74,40 @@ def test_results_command_prints_one_scope(capsys):
 LINE = next(line for line in readme.LINES if line.title == "block attention")
 
 
-LOAD = record.Load(1500.0, None, 0.35, ("sw_power_cap",))
-
-
-def a_record(
-    data_dir, loops: dict[str, float], day: int = 1, bursts: dict[str, float] | None = None
-) -> record.Record:
-    """A record of block attention forward: microseconds back to back by implementation, NaN for a
-    failure; and `bursts`."""
-    blocks, machine = workload(LINE.workload), a_system()
-    system.save(machine, data_dir)
-    rows = tuple(
-        record.Row.of(
-            blocks, "forward", impl=impl, math="softmax", scope=scope,
-            samples_us=(us,) if us == us else (), error=GOOD if us == us else None,
-            failure=None if us == us else "HostTooSlow: one call in 4012 us",
-            load=LOAD if us == us and scope == "sustained" else None,
-        )
-        for scope, times in (("kernel", bursts or {}), ("sustained", loops))
-        for impl, us in times.items()
-    )  # fmt: skip
+@pytest.fixture
+def of_blocks(add, monkeypatch):
+    """Write a record of block attention forward: microseconds back to back by implementation, NaN
+    for a failure; and `bursts`. README.md has the line of these rows alone."""
+    monkeypatch.setattr(readme, "LINES", (LINE,))
+    blocks = workload(LINE.workload)
     twice = [
         replace(c, scope="sustained", load=LOAD, samples_us=[2 * x for x in c.samples_us])
         for c in CEILINGS
     ]
-    made = record.Record(
-        id=f"2026110{day}T120000Z-run",
-        created=f"2026-11-0{day}T12:00:00Z",
-        command="make measure",
-        notebook=f"notebooks/{LINE.chapter}.py",
-        package=record.Package("0.1.0", "a" * 40, False, sources()),
-        system=machine.id,
-        state={"before": STATE, "after": STATE},
-        protocol=record.Protocol("cuda events", 5, 30, 0, True, "one call"),
-        ceilings=(*CEILINGS, *twice),
-        workloads={blocks.name: blocks.to_dict()},
-        rows=rows,
-    )
-    record.write(made, data_dir)
-    return made
+
+    def write(loops: dict[str, float], day: int = 1, bursts: dict[str, float] | None = None):
+        rows = []
+        for scope, times in (("kernel", bursts or {}), ("sustained", loops)):
+            for impl, us in times.items():
+                failed = {
+                    "samples_us": (), "error": None, "failure": "HostTooSlow: one call in 4012 us"
+                }  # fmt: skip
+                timed = {"samples_us": (us,), "load": LOAD if scope == "sustained" else None}
+                known = {"math": "softmax", "scope": scope, **(timed if us == us else failed)}
+                rows.append(a_row(blocks, impl=impl, **known))
+        return add(
+            *rows, day=day, notebook=f"notebooks/{LINE.chapter}.py", ceilings=(*CEILINGS, *twice),
+            workloads={blocks.name: blocks.to_dict()},
+        )  # fmt: skip
+
+    return write
 
 
-def test_a_line_quotes_the_fastest_of_the_newest_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "LINES", (LINE,))
-    a_record(tmp_path, {"v0_flash": 9100.0, "v1_one_tile": 9300.0, "fa2_varlen": 9900.0})
+def test_a_line_quotes_the_fastest_of_the_newest_record(of_blocks, tmp_path):
+    of_blocks({"v0_flash": 9100.0, "v1_one_tile": 9300.0, "fa2_varlen": 9900.0})
     nan = float("nan")
     times = {"v0_flash": 4500.0, "v1_one_tile": 4000.0, "fa3": nan, "fa2_varlen": 6000.0}
-    made = a_record(tmp_path, times, day=2)
+    made = of_blocks(times, day=2)
     text = readme.block(tmp_path)
     (line,) = (x for x in text.splitlines() if x.startswith("| block attention"))
     # 4 tensors of 1,609,664 rows of 1024 bytes in 4000 us, under the ceiling back to back
@@ -131,24 +118,22 @@ def test_a_line_quotes_the_fastest_of_the_newest_record(tmp_path, monkeypatch):
     assert line.endswith(" 1.50× |")
 
 
-def test_a_row_is_never_filled_with_bursts(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "LINES", (LINE,))
+def test_a_row_is_never_filled_with_bursts(of_blocks, tmp_path):
     bursts = {"v0_flash": 4000.0, "v1_one_tile": 4100.0, "fa2_varlen": 6000.0}
     loops = {"v0_flash": 9500.0, "v1_one_tile": 9000.0, "fa2_varlen": float("nan")}
-    a_record(tmp_path, loops, bursts=bursts)
+    of_blocks(loops, bursts=bursts)
     text = readme.block(tmp_path)
     (line,) = (x for x in text.splitlines() if x.startswith("| block attention"))
     assert "`v1_one_tile` | 9.00 ms" in line
     assert line.endswith("a sequence per block | not timed: HostTooSlow |  |")
     assert "6.00" not in text and "burst" not in text
-    a_record(tmp_path, {"fa2_varlen": 18000.0}, day=2, bursts=bursts)
+    of_blocks({"fa2_varlen": 18000.0}, day=2, bursts=bursts)
     with pytest.raises(LookupError, match="must hold a time of block-fill70-2000, a rung"):
         readme.block(tmp_path)
 
 
-def test_a_line_without_a_peer_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "LINES", (LINE,))
-    a_record(tmp_path, {"v0_flash": 9000.0})
+def test_a_line_without_a_peer_is_refused(of_blocks, tmp_path):
+    of_blocks({"v0_flash": 9000.0})
     with pytest.raises(LookupError, match="must hold a row of block-fill70-2000, a peer"):
         readme.block(tmp_path)
 
@@ -158,7 +143,7 @@ def test_nothing_is_written_beside_a_refused_record(tmp_path, monkeypatch, capsy
     (tmp_path / "data" / "records" / "cut.json").write_text("{")
     (tmp_path / "README.md").write_text(README)
     monkeypatch.setattr(readme.update, "__defaults__", (tmp_path,))
-    assert main(["readme"]) == 1
+    assert main(["maintain", "readme"]) == 1
     assert "refused records/cut.json: not JSON" in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == README
     assert not (tmp_path / readme.FIGURE).exists()

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from gdpa_kernels.measuring import record
-from gdpa_kernels.report import results
+from gdpa_lab.measuring import record
+from gdpa_lab.report import results
 
 SCRIPT = record.ROOT / "tests" / "site" / "recompute.py"
 FORMULAS = json.loads(SCRIPT.with_name("formulas.json").read_text(encoding="utf-8"))

@@ -10,15 +10,16 @@ import nbformat
 import pandas as pd
 import pytest
 
-from gdpa_kernels.measuring import record
-from gdpa_kernels.report import registered
+from gdpa_lab.measuring import record
+from gdpa_lab.report import registered
+from tests.records import committed
 
 LINES = registered.load()
 RECORD = "20261122T120000Z-a-chapter"
 
 
-def git(*arguments: str, at=record.ROOT) -> subprocess.CompletedProcess:
-    return subprocess.run(["git", *arguments], cwd=at, capture_output=True, text=True)
+def git(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["git", *arguments], cwd=record.ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +98,10 @@ def test_the_page_has_every_verdict_with_its_cause(executed, tmp_path):
 def test_the_command_finds_the_first_commit_and_drops_evidence_of_other_limits(
     executed, tmp_path, monkeypatch
 ):
-    git("init", "-q", at=tmp_path)
-    for number, text in enumerate(("nothing", "at most 1", "at most 1, again")):
+    commits = []
+    for text in ("nothing", "at most 1", "at most 1, again"):
         (tmp_path / "note.md").write_text(text)
-        git("add", "note.md", at=tmp_path)
-        git("-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", str(number), at=tmp_path)
-    second = git("rev-parse", "HEAD~1", at=tmp_path).stdout.strip()
+        commits.append(committed(tmp_path))
     monkeypatch.setattr(registered.records, "ROOT", tmp_path)
     evidence = {"path": "note.md", "quote": "at most 1", "record": RECORD}
     old = lines(
@@ -110,7 +109,7 @@ def test_the_command_finds_the_first_commit_and_drops_evidence_of_other_limits(
         {"id": "a/b#2", "limits": "at most 2"} | evidence,
     ).set_index("id")
     first, other = registered.made(registered.collected(executed), old).to_dict("records")
-    assert first["commit"] == second and first["cause"] == "host"
+    assert first["commit"] == commits[1] and first["cause"] == "host"
     assert (other["quote"], other["commit"], other["limits"]) == ("", "", "at most 1")
     old.loc["a/b#1", "quote"] = "never said"
     with pytest.raises(LookupError, match="a commit must add 'never said' to note.md"):

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from gdpa_kernels.report import repeats
+from _lib import repeats
+from gdpa_lab.measuring.record import Package
 
 
 def run(name: str, times: dict[str, float], chapter: str = "forward/results", **changes):
@@ -21,7 +22,7 @@ def run(name: str, times: dict[str, float], chapter: str = "forward/results", **
     after = {"sm_clock_mhz": 1980, "power_w": 500.0, "temperature_c": 40, "throttle_reasons": []}
     return SimpleNamespace(
         id=name, chapter=f"notebooks/{chapter}.py", rows=rows, state={"after": after},
-        package=SimpleNamespace(sources=sources),
+        package=Package("0.1.0", None, None, sources),
     )  # fmt: skip
 
 

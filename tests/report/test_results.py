@@ -7,51 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gdpa_kernels import __main__
-from gdpa_kernels.measuring import record, refusals, roofline, system
-from gdpa_kernels.measuring.laws import Full
-from gdpa_kernels.measuring.record import (
-    Ceiling,
-    Error,
-    Package,
-    Protocol,
-    Record,
-    RecordError,
-    Row,
-)
-from gdpa_kernels.measuring.system import System
-from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.measuring.workloads import WORKLOADS, workload
-from gdpa_kernels.report import results
-
-SELF = workload("gdpa-self-full-1024")
-SHORT = workload("gdpa-self-full-256")
-OTHER = Workload(
-    name="not-published",
-    batch=2,
-    num_heads_q=1,
-    num_heads_k=1,
-    head_dim=64,
-    max_seqlen_q=100,
-    max_seqlen_k=100,
-    lengths_q=Full(),
-)
-GOOD = Error.judge(1e-3, 2e-3, elements=64)
-STATE = dict.fromkeys(
-    (
-        "sm_clock_mhz",
-        "memory_clock_mhz",
-        "temperature_c",
-        "power_w",
-        "throttle_reasons",
-        "other_processes",
-    )
-)
-CEILINGS = (
-    Ceiling("matmul", "8192^3", (1392.0, 1391.0, 2000.0), flops=2 * 8192**3),
-    Ceiling("copy", "3:1", (930.0,), bytes_read=3 * 10**9, bytes_written=10**9),
-    Ceiling("copy", "1:1", (465.0, 460.0, 900.0), bytes_read=10**9, bytes_written=10**9),
-)
+from gdpa_lab import __main__
+from gdpa_lab.measuring import record, refusals, roofline
+from gdpa_lab.measuring.record import Ceiling, Error, Package, RecordError
+from gdpa_lab.measuring.workloads import WORKLOADS, workload
+from gdpa_lab.report import results
+from tests.records import CEILINGS, OTHER, SELF, SHORT, a_row, a_system, sources
 
 
 def one(table: pd.DataFrame, **filters) -> pd.Series:
@@ -60,72 +21,6 @@ def one(table: pd.DataFrame, **filters) -> pd.Series:
         table = table[table[name] == value]
     assert len(table) == 1
     return table.iloc[0]
-
-
-def a_system(driver: str = "580.1", gpu: str | None = "NVIDIA H200") -> System:
-    return System(
-        gpu=gpu,
-        compute_capability="9.0",
-        num_sms=132,
-        memory_bytes=1,
-        l2_bytes=1,
-        max_sm_clock_mhz=1980.0,
-        max_memory_clock_mhz=3201.0,
-        power_limit_w=700.0,
-        driver=driver,
-        cuda="13.0",
-        torch="2.13.0",
-        triton="3.7.4+fb",
-        fbtriton="3.7.4",
-        python="3.12.3",
-        platform="linux-x86_64",
-        cpu=None,
-    )
-
-
-def a_row(of=SELF, *, impl="v1_tiled", direction="forward", **values) -> Row:
-    defaults = {
-        "impl": impl,
-        "math": "activation",
-        "scope": "kernel",
-        "samples_us": (9000.0,),
-        "error": GOOD,
-    }
-    return Row.of(of, direction, **{**defaults, **values})
-
-
-@pytest.fixture
-def add(tmp_path):
-    """Write a record of `rows` made on `day` and return it; the data folder is `tmp_path`."""
-
-    def write(*rows: Row, day=1, on=None, notebook="notebooks/04_v1.py", **values) -> Record:
-        on = on or a_system()
-        system.save(on, tmp_path)
-        made = Record(
-            id=f"202611{day:02}T120000Z-run-{on.id}",
-            created=f"2026-11-{day:02}T12:00:00Z",
-            command="make measure",
-            notebook=notebook,
-            package=Package("0.1.0", "a" * 40, False, sources()),
-            system=on.id,
-            state={"before": STATE, "after": STATE},
-            protocol=Protocol("cuda events", 5, 30, 0, True, "one call"),
-            ceilings=CEILINGS,
-            workloads={w.name: w.to_dict() for w in (SELF, SHORT, OTHER)},
-            rows=rows,
-        )
-        made = replace(made, **values)
-        record.write(made, tmp_path)
-        return made
-
-    return write
-
-
-def sources() -> dict[str, str]:
-    return {
-        path.relative_to(record.ROOT).as_posix(): record.source_hash(path)
-        for path in (record.ROOT / "gdpa_kernels").rglob("*.py")
-    }
 
 
 def test_derived_quantities(add, tmp_path):
@@ -261,15 +156,6 @@ def test_gdpa_backward_in_percent_of_its_roofline(add, tmp_path, capsys, of, fig
     assert shown["kernel"] == pytest.approx(100 * floor / 9000.0, rel=1e-5)
 
 
-def test_a_backward_is_stale_after_a_change_of_its_own_file(add, tmp_path):
-    name = "gdpa_kernels/gdpa/v1_tiled_backward.py"
-    package = Package("0.1.0", None, None, sources() | {name: "0" * 64})
-    rows = (a_row(impl=impl, direction="backward") for impl in ("v1_tiled_backward", "reference"))
-    add(a_row(), *rows, package=package)
-    found = results.table(tmp_path)
-    assert list(found.impl[found.stale]) == ["v1_tiled_backward"]
-
-
 @pytest.mark.parametrize("kept", [(), CEILINGS[:1], CEILINGS[1:]])
 def test_without_ceilings_there_is_no_percentage(add, tmp_path, kept):
     assert results.ceilings(add(a_row(), ceilings=kept)) is None
@@ -349,23 +235,26 @@ def test_filters(add, tmp_path):
     assert results.table(tmp_path, gpu="NVIDIA B200").empty
 
 
-def test_stale_after_a_change_of_the_kernel(add, tmp_path):
-    changed = sources() | {"gdpa_kernels/gdpa/v1_tiled.py": "0" * 64}
-    package = Package("0.1.0", None, None, changed)
-    add(a_row(), a_row(impl="v2_tma"), a_row(impl="fa2"), package=package)
+OF_V1 = {"v1_tiled": True, "v2_tma": False, "fa2": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded", "stale"),
+    [
+        ("v1_tiled", "0" * 64, OF_V1),
+        ("v1_tiled", None, OF_V1),
+        ("v1_tiled_backward", "0" * 64, {"v1_tiled": False, "v1_tiled_backward": True}),
+        ("v9_removed", "0" * 64, {"v9_removed": True, "reference": False}),
+    ],
+    ids=("forward", "new", "backward", "gone"),
+)
+def test_stale_after_a_change_of_the_kernel(add, tmp_path, name, recorded, stale):
+    files = sources() | {f"gdpa_kernels/gdpa/{name}.py": recorded}
+    package = Package("0.1.0", None, None, {file: h for file, h in files.items() if h})
+    backward = {"reference": "backward", "v1_tiled_backward": "backward"}
+    add(*(a_row(impl=x, direction=backward.get(x, "forward")) for x in stale), package=package)
     found = results.table(tmp_path)
-    assert dict(zip(found.impl, found.stale, strict=True)) == {
-        "v1_tiled": True,
-        "v2_tma": False,
-        "fa2": False,
-    }
-
-
-def test_stale_when_the_kernel_is_new_or_gone(add, tmp_path):
-    unknown = {n: h for n, h in sources().items() if n != "gdpa_kernels/gdpa/v1_tiled.py"}
-    unknown["gdpa_kernels/gdpa/v9_removed.py"] = "0" * 64
-    add(a_row(), a_row(impl="v9_removed"), package=Package("0.1.0", None, None, unknown))
-    assert list(results.table(tmp_path).stale) == [True, True]
+    assert dict(zip(found.impl, found.stale, strict=True)) == stale
 
 
 def test_stale_after_a_change_of_the_workload(add, tmp_path, monkeypatch):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import tritonemu
-from gdpa_kernels.block_attention import v0_flash, v1_one_tile
+from _lib import roundings
 from gdpa_kernels.block_attention.batch import Batch
-from gdpa_kernels.measuring.inputs import cu_seqlens
-from gdpa_kernels.report import roundings
+from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
+from gdpa_lab.measuring.inputs import cu_seqlens
 
 
 def test_without_roundings_fp32_is_close_to_fp64():

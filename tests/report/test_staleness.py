@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from triton.runtime import driver
 
-from gdpa_kernels import __main__
 from gdpa_kernels.calling.launches import launches
-from gdpa_kernels.gdpa import v1_tiled, v7_packed
-from gdpa_kernels.measuring import machine_code, record, system
-from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import staleness
+from gdpa_kernels.gdpa.kernels import v1_tiled, v7_packed
+from gdpa_lab import __main__
+from gdpa_lab.measuring import machine_code, record, system
+from gdpa_lab.measuring.inputs import make_inputs
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import staleness
 
 SELF = replace(workload("gdpa-self-full-256"), name="self", batch=2)
 BLOCK = replace(workload("block-fill70-1000"), name="block", batch=2)
@@ -35,13 +35,13 @@ def found(stamp: str, **values) -> set[bool]:
 
 def test_the_table_is_that_of_the_records_and_the_sources():
     wanted = {each.key for each in staleness.wanted()}
-    assert staleness.table().keys() == wanted, "python -m gdpa_kernels machine-code"
+    assert staleness.table().keys() == wanted, "python -m gdpa_lab maintain machine-code"
 
 
 @pytest.mark.parametrize(("changed", "said"), [(True, "rewritten"), (False, "was up to date")])
 def test_a_command_writes_the_table(monkeypatch, capsys, changed, said):
     monkeypatch.setattr(staleness, "update", lambda log: changed)
-    assert __main__.main(["machine-code"]) == 0
+    assert __main__.main(["maintain", "machine-code"]) == 0
     assert capsys.readouterr().out == f"data/machine_code.csv {said}\n"
 
 

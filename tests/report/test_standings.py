@@ -6,10 +6,10 @@ import pandas as pd
 import pytest
 
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.measuring import record
-from gdpa_kernels.measuring import system as systems
-from gdpa_kernels.report import results, standings
-from gdpa_kernels.report.chapter import Chapter
+from gdpa_lab.measuring import record
+from gdpa_lab.measuring import system as systems
+from gdpa_lab.report import results, standings
+from gdpa_lab.report.chapter import Chapter
 
 NAME = "gdpa-self-full-256"
 RATES = {"v1_tiled": 300.0, "v2_tma": 400.0, "cudnn": 500.0, "fa2_varlen": 200.0}

@@ -7,19 +7,15 @@ import pytest
 import torch
 
 import tritonemu
-from gdpa_kernels.block_attention import v1_one_tile
-from gdpa_kernels.gdpa import (
-    v1_tiled,
-    v2_fused_backward,
-    v4_warp_specialized_backward,
-    v5_short_kv_backward,
-)
-from gdpa_kernels.measuring import measure, timing
-from gdpa_kernels.measuring.inputs import make_inputs
-from gdpa_kernels.measuring.laws import Full
-from gdpa_kernels.measuring.workload import Workload
-from gdpa_kernels.measuring.workloads import workload
-from gdpa_kernels.report import house, studies
+from gdpa_kernels.block_attention.kernels import v1_one_tile
+from gdpa_kernels.gdpa.kernels import v1_tiled, v4_warp_specialized_backward, v5_short_kv_backward
+from gdpa_kernels.gdpa.ladder import v2_fused_backward
+from gdpa_lab.measuring import measure, timing
+from gdpa_lab.measuring.inputs import make_inputs
+from gdpa_lab.measuring.laws import Full
+from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report import house, studies
 
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=2, max_seqlen_q=9, max_seqlen_k=9
@@ -39,7 +35,7 @@ def test_every_change_is_made_and_the_module_stays_as_it_is():
 
 @pytest.mark.parametrize("old", ("no such line of it", "\n"))
 def test_what_does_not_occur_once_is_refused(old):
-    with pytest.raises(ValueError, match="old must occur once in gdpa_kernels.report.house, got"):
+    with pytest.raises(ValueError, match="old must occur once in gdpa_lab.report.house, got"):
         studies.changed(house, (old, "new"))
 
 

@@ -8,8 +8,8 @@ from urllib.parse import unquote, urlsplit
 
 from bs4 import BeautifulSoup, Tag
 
-from gdpa_kernels.measuring import manifest, record
-from gdpa_kernels.report import page
+from gdpa_lab.measuring import manifest, record
+from gdpa_lab.report import page
 
 GENERATED = {"genindex.html", "py-modindex.html", "search.html"}
 ORIGIN = "figure, p.provenance"

@@ -1,1 +1,1 @@
-"""Lessons beside products of the same name: one idea each, on the published form."""
+"""Lessons: one idea a file, on the published form."""

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from gdpa_kernels.measuring import manifest
+from gdpa_lab.measuring import manifest
 
 from . import seeded
 

@@ -1,0 +1,1 @@
+"""Lessons: one idea a file, on the published form."""

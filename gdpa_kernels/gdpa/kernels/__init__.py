@@ -1,0 +1,1 @@
+"""Products: what `auto` runs, and the fallbacks, with every option."""

@@ -1,0 +1,307 @@
+"""b3: one stream of MMAs across tiles.
+
+Changes from b2_two_tiles: the programs are persistent, one for each SM, and walk v8's work list.
+Where b2 ends, the `mma` role goes on with the first S of the next item: after a tile's own last P V
+and before the other tile's. Loads run ahead across items; the output leaves through a buffer of its
+own, by an asynchronous store.
+
+Why it should help: b2 begins and ends each tile with nothing to overlap: Q, K, S at the start, the
+last P V and the store at the end. With 256 keys, two blocks, that is most of a tile's time.
+Why it may not: there is room for one Q of each tile, so the next one is loaded only when the last S
+of this one is complete: at two blocks of keys the stream waits for that load.
+
+Roles as in b2; the registers too.
+
+| barrier          | arrivals        | filled by -> drained by                  |
+|------------------|-----------------|------------------------------------------|
+| q.full, kv.full  | 1 and bytes     | TMA load -> mma                          |
+| q.empty          | 1 (commit)      | the last S of the tile -> load           |
+| kv.empty         | 1 (commit)      | both tiles' MMAs that read it -> load    |
+| s.full, o.full   | 1 (commit)      | S = Q K^T, the last P V -> math          |
+| p.full           | all 128 threads | a slice of P is stored, of S read -> mma |
+
+O needs no barrier back: a math role reads it before it stores the P that overwrites it.
+TMEM: S 0-255 (P over it), O 256-511. Options as v1. Needs: what b1 needs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Handover, Ring
+from gdpa_kernels.device.ragged import ragged_descriptor
+from gdpa_kernels.device.rows import fetch_rows, put_rows
+from gdpa_kernels.gdpa.activations import foldable
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.masks import key_range
+from gdpa_kernels.gdpa.polynomial import mixed_probabilities
+from gdpa_kernels.gdpa.probabilities import probabilities
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
+
+ROWS = tl.constexpr(128)
+TILES = tl.constexpr(2)
+BLOCK_M = tl.constexpr(TILES.value * ROWS.value)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants: keys of a block, buffers of K and V together, parts in which P is
+    handed over; whether a quarter of the scores takes a polynomial, as in b4_mixed."""
+
+    BLOCK_N: int = 128
+    num_stages: int = 3
+    slices: int = 2
+    mixed: bool = False
+
+
+def default_config(batch: Batch) -> Config:
+    """At head_dim 128: 64 KB for Q, 96 for K and V, 64 for the output. A thread has 168 registers:
+    where masks or a choice of activations take many, smaller slices leave room for them."""
+    return Config(slices=4 if batch.masked or len(batch.activation) > 1 else 2)
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """The work list of these sequences, made on their device without waiting for it."""
+    return list_of_queries(batch, BLOCK_M.value, config.BLOCK_N)
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share."""
+
+    DTYPE: tl.constexpr
+    GROUP: tl.constexpr
+    ACTIVATION: tl.constexpr
+    PAIRS: tl.constexpr
+    CAUSAL: tl.constexpr
+    WINDOW: tl.constexpr
+    BLOCK_N: tl.constexpr
+    NUM_STAGES: tl.constexpr
+    SLICES: tl.constexpr
+    MIXED: tl.constexpr
+
+
+@triton.jit
+def keys_of(first_row, len_k, options):
+    """(first key, blocks of keys) of an item. At least one block: without keys it is zero."""
+    BLOCK_N: tl.constexpr = options.BLOCK_N
+    start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, options.CAUSAL, options.WINDOW)
+    return start, tl.maximum(tl.cdiv(end - start, BLOCK_N), 1)
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, q, kv, list_ptr, options):
+    """The producer: K and V in turn, as far ahead as there are buffers; Q after its first K."""
+    item = tl.program_id(0)
+    num_items = count_items(list_ptr)
+    tile, step = 0, 0
+    while item < num_items:
+        start_q, _, len_q, start_k, len_k, head, first_row = entry(list_ptr, item)
+        start, blocks = keys_of(first_row, len_k, options)
+        kv_head = head // options.GROUP
+        for block in tl.range(0, blocks):
+            first_key = start + block * options.BLOCK_N
+            fetch_kv(k_desc, kv, 2 * step, start_k, len_k, kv_head, first_key, options)
+            if block == 0:  # a buffer for K is free before those of Q are
+                for role in tl.static_range(TILES):
+                    tlx.barrier_wait(q.empty[role], (tile & 1) ^ 1)
+                    row = first_row + role * ROWS
+                    fetch_rows(q_desc, q.buffer[role], q.full[role], start_q, len_q, head, row)
+            fetch_kv(v_desc, kv, 2 * step + 1, start_k, len_k, kv_head, first_key, options)
+            step += 1
+        tile += 1
+        item += tl.num_programs(0)
+
+
+@triton.jit
+def fetch_kv(desc, kv, count, start, length, head, first_key, options):
+    """Block `count` of the ring: K of step i is 2 i, V of it 2 i + 1."""
+    stage = count % options.NUM_STAGES
+    tlx.barrier_wait(kv.empty[stage], ((count // options.NUM_STAGES) & 1) ^ 1)
+    fetch_rows(desc, kv.buffer[stage], kv.full[stage], start, length, head, first_key)
+
+
+@triton.jit
+def wait_kv(kv, count, options):
+    """The buffer of block `count` of the ring, once it is filled."""
+    stage = count % options.NUM_STAGES
+    tlx.barrier_wait(kv.full[stage], (count // options.NUM_STAGES) & 1)
+    return stage
+
+
+@triton.jit
+def scores(role: tl.constexpr, q, k_buffer, s, last):
+    """S = Q K^T of a tile, over the P that its last P V has read: MMAs run in order."""
+    tlx.async_dot(
+        q.buffer[role], tlx.local_trans(k_buffer), s.buffer[role], use_acc=False,
+        mBarriers=[s.full[role]],
+    )  # fmt: skip
+    if last:
+        tlx.tcgen05_commit(q.empty[role])
+
+
+@triton.jit
+def weighted_sum(role: tl.constexpr, p, v_buffer, o, step, first, options):
+    """O += P V of a tile, slice by slice of the keys; first: O = P V."""
+    WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
+    for part in tl.static_range(options.SLICES):
+        tlx.barrier_wait(p.full[role * options.SLICES + part], step & 1)
+        weights = tlx.subslice(p.buffer[TILES * role], part * WIDTH, WIDTH)
+        values = tlx.local_slice(v_buffer, [part * WIDTH, 0], [WIDTH, v_buffer.shape[1]])
+        fresh = first if part == 0 else False
+        tlx.async_dot(weights, values, o.buffer[role], use_acc=not fresh, force_async=True)
+
+
+@triton.jit
+def mma(q, kv, s, p, o, list_ptr, options):
+    """All MMAs, from one thread: P V of the first tile, its next S, the same of the second.
+
+    The next S is that of the next block, or of the next item. `step` counts blocks, `tile` items.
+    """
+    item = tl.program_id(0)
+    num_items = count_items(list_ptr)
+    tile, step = 0, 0
+    if item < num_items:
+        _, _, _, _, len_k, _, first_row = entry(list_ptr, item)
+        _, blocks = keys_of(first_row, len_k, options)
+        stage = wait_kv(kv, 0, options)
+        for role in tl.static_range(TILES):
+            tlx.barrier_wait(q.full[role], 0)
+            scores(role, q, kv.buffer[stage], s, blocks == 1)
+        tlx.tcgen05_commit(kv.empty[stage])
+        while item < num_items:
+            item += tl.num_programs(0)
+            _, _, _, _, len_k, _, first_row = entry(list_ptr, tl.minimum(item, num_items - 1))
+            _, next_blocks = keys_of(first_row, len_k, options)
+            for block in tl.range(0, blocks, num_stages=0):
+                border = block + 1 == blocks
+                more = (item < num_items) | (block + 1 < blocks)
+                last = tl.where(border, next_blocks == 1, block + 2 == blocks)
+                v_stage = wait_kv(kv, 2 * step + 1, options)
+                k_stage = (2 * step + 2) % options.NUM_STAGES
+                for role in tl.static_range(TILES):
+                    weighted_sum(role, p, kv.buffer[v_stage], o, step, block == 0, options)
+                    if role == TILES - 1:
+                        tlx.tcgen05_commit(kv.empty[v_stage])
+                    if border:
+                        tlx.tcgen05_commit(o.full[role])
+                    if more:
+                        if border:
+                            tlx.barrier_wait(q.full[role], (tile & 1) ^ 1)
+                        if role == 0:
+                            wait_kv(kv, 2 * step + 2, options)
+                        scores(role, q, kv.buffer[k_stage], s, last)
+                if more:
+                    tlx.tcgen05_commit(kv.empty[k_stage])
+                step += 1
+            blocks = next_blocks
+            tile += 1
+
+
+@triton.jit
+def math(role: tl.constexpr, s, p, o, out_desc, out, list_ptr, scale, output_scale, options):
+    """A consumer: the activation of every block of its tiles, and their output."""
+    WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
+    item = tl.program_id(0)
+    num_items = count_items(list_ptr)
+    tile, step = 0, 0
+    while item < num_items:
+        _, start_out, len_q, _, len_k, head, first_row = entry(list_ptr, item)
+        start, blocks = keys_of(first_row, len_k, options)
+        first_row += role * ROWS
+        for block in tl.range(0, blocks):
+            first_key = start + block * options.BLOCK_N
+            tlx.barrier_wait(s.full[role], step & 1)
+            for part in tl.static_range(options.SLICES):
+                x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
+                key = first_key + part * WIDTH
+                if options.MIXED:
+                    x = mixed_probabilities(x, scale, head, first_row, key, options)
+                else:
+                    x = probabilities(x, scale, head, first_row, key, options)
+                tlx.local_store(tlx.subslice(p.buffer[TILES * role], part * WIDTH, WIDTH), x)
+                tlx.barrier_arrive(p.full[role * options.SLICES + part])
+            step += 1
+        tlx.barrier_wait(o.full[role], tile & 1)
+        acc = tlx.local_load(o.buffer[role])
+        tlx.async_descriptor_store_wait(0)
+        rows = (acc * output_scale).to(options.DTYPE)
+        put_rows(out_desc, out[role], start_out, len_q, head, first_row, rows)
+        tile += 1
+        item += tl.num_programs(0)
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def stream_kernel(
+    q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale, GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SLICES: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(
+        DTYPE, GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, NUM_STAGES, SLICES, MIXED
+    )  # fmt: skip
+    q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, TILES)
+    kv = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
+    out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, TILES)
+    s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, TILES, tlx.storage_kind.tmem)
+    p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * TILES, tlx.storage_kind.tmem, reuse=s)
+    o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, TILES, tlx.storage_kind.tmem)
+    q_full = tlx.alloc_barriers(TILES)
+    q_empty = tlx.alloc_barriers(TILES)
+    kv_full = tlx.alloc_barriers(NUM_STAGES)
+    kv_empty = tlx.alloc_barriers(NUM_STAGES)
+    s_full = tlx.alloc_barriers(TILES)
+    p_full = tlx.alloc_warp_barrier(TILES * SLICES, 4)
+    o_full = tlx.alloc_barriers(TILES)
+    q = Ring(q, q_full, q_empty)
+    kv = Ring(kv, kv_full, kv_empty)
+    s = Handover(s, s_full)
+    p = Handover(p, p_full)
+    o = Handover(o, o_full)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default", replicate=TILES):
+            math(
+                tlx.async_task_replica_id(), s, p, o, out_desc, out, list_ptr,
+                scale, output_scale, options,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=1):
+            load(q_desc, k_desc, v_desc, q, kv, list_ptr, options)
+        with tlx.async_task(num_warps=1):
+            mma(q, kv, s, p, o, list_ptr, options)
+
+
+def forward(
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`.
+
+    `schedule` is `make_schedule`'s for the same sequences and config; None makes it here.
+    """
+    out = batch.new_out()
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
+    programs = min(multiprocessors(batch.device), len(entries) - 1)
+    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
+    launch(
+        stream_kernel, (programs,), batch.device,
+        ragged_descriptor(batch.q, ROWS.value, min_width=32),
+        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
+        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        entries, batch.scale,
+        batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
+        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
+        CAUSAL=batch.causal, WINDOW=batch.window,
+        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
+        SLICES=config.slices, MIXED=config.mixed, num_warps=4,
+    )  # fmt: skip
+    return out

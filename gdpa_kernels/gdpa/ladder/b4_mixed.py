@@ -1,0 +1,39 @@
+"""b4: a quarter of the scores by a polynomial.
+
+Changes from b3_stream: one constant, so this file has no kernel. GELU and SiLU in pairs, of every
+eight scores of a row: six take their tanh from MUFU, two from a polynomial on the FMA units, two at
+a time (`fma.rn.f32x2`, new on sm_100). It saturates, so that its error has a bound for every score
+(see polynomial.py). All other activations and fp16 are computed as in b3.
+
+Why it should help: MUFU evaluates 16 tanh a cycle of an SM, 1024 cycles for a block of 128 x 128
+pairs: exactly as long as its MMAs at head_dim 128, and longer at head_dim 64, where they take 512.
+Three quarters of the scores take 768 cycles.
+Why it may not: each pair of scores costs 10 instructions instead of 3, of the 128 lanes a cycle
+that an SM can issue; and if waits set the pace, not MUFU, nothing is gained.
+
+Roles, barriers and memory: as in b3.
+
+Options as v1. Needs: what b1 needs.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.ladder import b3_stream
+from gdpa_kernels.gdpa.ladder.b3_stream import Config, make_schedule
+
+__all__ = ["Config", "default_config", "forward", "make_schedule"]
+
+
+def default_config(batch: Batch) -> Config:
+    """b3's, with the polynomial."""
+    return replace(b3_stream.default_config(batch), mixed=True)
+
+
+def forward(
+    batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
+) -> torch.Tensor:
+    """The output, `[total_q, num_heads, head_dim]`; `schedule` as in b3."""
+    return b3_stream.forward(batch, config=config or default_config(batch), schedule=schedule)

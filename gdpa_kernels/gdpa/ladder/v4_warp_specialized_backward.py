@@ -1,0 +1,356 @@
+"""v4, backward: a producer, two consumers that own 64 keys each, and TMA reduce-adds of dQ.
+
+Changes from v2_fused_backward: warp specialization, in a persistent kernel over tiles of 128 keys.
+Each consumer keeps dK and dV of its keys in registers and computes S and dP as [keys, rows]: P and
+dS are then A operands in the layout that they have. dS goes through shared memory to the other
+consumer, and each computes half of dQ: of the columns, at head_dim 64 of the 128 rows of a step.
+
+Why it should help: a step of 64 rows is 2,560 clocks of the tensor cores at head_dim 128 and 770 of
+issue slots for the activation, and one consumer's activation overlaps with the other's MMAs.
+
+| role     | warps | registers | work                                                          |
+|----------|-------|-----------|---------------------------------------------------------------|
+| load     | 4     | 24        | one thread issues the TMA loads                               |
+| math (2) | 4     | 240       | S, dP, activation and derivative, dV, dK, half of dQ; 64 keys |
+
+| barrier          | arrivals            | filled by -> drained by                              |
+|------------------|---------------------|------------------------------------------------------|
+| k_full, v_full   | 1 and bytes         | TMA loads of a tile's K, V -> both consumers         |
+| k_empty, v_empty | 256 threads, 1 each | consumers, done with the tile -> producer            |
+| q_full, g_full   | 1 and bytes         | TMA loads of a step's Q, its dO -> both consumers    |
+| q_empty, g_empty | 256 threads, 1 each | consumers, done with the rows -> producer            |
+| ds_full[2]       | 256 threads, 1 each | consumers, dS is stored -> consumers                 |
+| ds_empty[2]      | 256 threads, 1 each | consumers, dQ of these rows is computed -> consumers |
+
+dQ is deterministic up to 256 keys. Needs: as v2, TLX, bf16, head_dim 64 or 128; GELU
+or SiLU, no mask, no groups.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+import triton.language.extra.tlx as tlx
+
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.groups import Ring
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, uniform
+from gdpa_kernels.gdpa.batch import Batch, Schedule
+from gdpa_kernels.gdpa.derivatives import times_slope, value_and_factor
+from gdpa_kernels.gdpa.gradients import Gradients, round_kernel
+from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
+
+MATH_ROLES = tl.constexpr(2)
+KEYS = tl.constexpr(64)  # of a consumer
+TILE = tl.constexpr(MATH_ROLES.value * KEYS.value)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch constants.
+
+    q_stages, g_stages: steps of Q and of dO in shared memory. k_stages: tiles of K there; 2 loads
+    the next one while a tile is worked on. registers: of a consumer thread.
+    """
+
+    q_stages: int = 2
+    g_stages: int = 2
+    k_stages: int = 2
+    registers: int = 240
+
+
+def default_config(batch: Batch) -> Config:
+    """The same for every call."""
+    return Config()
+
+
+def is_deterministic(batch: Batch) -> bool:
+    """Two additions to zero commute; with a third their order shows. A tile of keys makes one."""
+    return batch.max_seqlen_k <= 2 * TILE.value
+
+
+def rows_of(head_dim: int) -> int:
+    """Rows of a step: a consumer's half of their dQ is [64, 64]."""
+    return 2 * 64 * 64 // head_dim
+
+
+def make_schedule(batch: Batch, config: Config) -> Schedule:
+    """The list of tiles of keys, those with the most queries first."""
+    return list_of_keys(batch, TILE.value, rows_of(batch.head_dim))
+
+
+@triton.aggregate
+class Options:
+    """The constants that the roles share. ROWS: of a step."""
+
+    ROWS: tl.constexpr
+    ACTIVATION: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    Q_STAGES: tl.constexpr
+    G_STAGES: tl.constexpr
+    K_STAGES: tl.constexpr
+    DTYPE: tl.constexpr
+
+
+@triton.jit
+def steps_of(len_q, options):
+    """Steps of a tile. At least one: prologue and epilogue need one. Without rows it adds zero."""
+    return tl.maximum(tl.cdiv(len_q, options.ROWS), 1)
+
+
+@triton.jit
+def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
+    """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
+    num_items = count_items(list_ptr)
+    count = 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+        start_k, _, len_k, start_q, len_q, head, key = entry(list_ptr, item)
+        steps = steps_of(len_q, options)
+        tile = item // tl.num_programs(0)
+        at = tile % options.K_STAGES
+        tlx.barrier_wait(k.empty[at], (tile // options.K_STAGES & 1) ^ 1)
+        fetch_both(k_desc, k, at, start_k, len_k, head, key)
+        for step in tl.range(0, steps):
+            row = step * options.ROWS
+            at = (count + step) % options.Q_STAGES
+            tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
+            fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
+            if step == 0:
+                tlx.barrier_wait(v.empty[0], (tile & 1) ^ 1)
+                fetch_both(v_desc, v, 0, start_k, len_k, head, key)
+            at = (count + step) % options.G_STAGES
+            tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
+            fetch_rows(g_desc, g.buffer[at], g.full[at], start_q, len_q, head, row)
+        count += steps
+
+
+@triton.jit
+def fetch_both(desc, ring, stage, start, length, head, key):
+    """Start the copies of both consumers' keys; both arrive on the stage's one barrier."""
+    WIDTH: tl.constexpr = desc.block_shape[4]
+    BYTES: tl.constexpr = TILE * WIDTH * 2
+    tlx.barrier_expect_bytes(ring.full[stage], BYTES)
+    for role in tl.static_range(MATH_ROLES):
+        place = [BOUND, start + length, head, BOUND - length + key + role * KEYS, 0]
+        buffer = ring.buffer[stage * MATH_ROLES + role]
+        tlx.async_descriptor_load(desc, buffer, place, ring.full[stage])
+
+
+@triton.jit
+def scores(k, q, count, Q_STAGES: tl.constexpr):
+    """S of a step, transposed, in flight."""
+    at = count % Q_STAGES
+    tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
+    return tlx.async_dot(k, tlx.local_trans(q.buffer[at]))
+
+
+@triton.jit
+def differentiate(s, v, g, dv, count, scale, head, options):
+    """dS of a step, and dv with its MMA in flight. `count` counts steps of all tiles."""
+    at = count % options.G_STAGES
+    p, slope = value_and_factor(s, scale, head, options.ACTIVATION, True)
+    tlx.barrier_wait(g.full[at], (count // options.G_STAGES) & 1)
+    dp = tlx.async_dot(v, tlx.local_trans(g.buffer[at]))
+    dv = tlx.async_dot(p.to(options.DTYPE), g.buffer[at], dv)
+    dp = tlx.async_dot_wait(1, dp)
+    return times_slope(dp, slope, True).to(options.DTYPE), dv
+
+
+@triton.jit
+def share(ds, own, d, count):
+    """Store dS of a step in `own`, of ds, for both roles to read."""
+    at = count & 1
+    tlx.barrier_wait(ds.empty[at], ((count // 2) & 1) ^ 1)
+    tlx.local_store(own, d)
+    tlx.fence("async_shared")
+    tlx.barrier_arrive(ds.full[at])
+
+
+@triton.jit
+def dq_product(role: tl.constexpr, ds, k, k_at, count, options):
+    """dS K of a step, in flight: the role's half of the columns, at head_dim 64 of the rows."""
+    ROW: tl.constexpr = role * (options.ROWS - 64)
+    COLUMN: tl.constexpr = role * (options.HEAD_DIM - 64)
+    at = count & 1
+    tlx.barrier_wait(ds.full[at], (count // 2) & 1)
+    d = tlx.local_slice(ds.buffer[at * MATH_ROLES], [0, ROW], [KEYS, 64])
+    here = tlx.local_slice(k.buffer[k_at], [0, COLUMN], [KEYS, 64])
+    dq = tlx.async_dot(tlx.local_trans(d), here)
+    d = tlx.local_slice(ds.buffer[at * MATH_ROLES + 1], [0, ROW], [KEYS, 64])
+    here = tlx.local_slice(k.buffer[k_at + 1], [0, COLUMN], [KEYS, 64])
+    return tlx.async_dot(tlx.local_trans(d), here, dq)
+
+
+@triton.jit
+def put_aside(buffer, x):
+    """Write x [64, 64], fp32, into `buffer`, once what it held has been read."""
+    tlx.async_descriptor_store_wait(0)
+    tlx.local_store(buffer, x)
+
+
+@triton.jit
+def add_rows(role: tl.constexpr, desc, buffer, start, length, head, row, options):
+    """Start the TMA reduce-add of a half of a step's dQ. A fence must follow `put_aside`."""
+    row += role * (options.ROWS - 64)
+    place = [BOUND, start + length, head, BOUND - length + row, role * (options.HEAD_DIM - 64)]
+    tlx.async_descriptor_store(desc, buffer, place, store_reduce="add")
+
+
+@triton.jit
+def math(
+    role: tl.constexpr, q, k, v, g, ds, staging, staged, gradients, list_ptr, scale, output_scale,
+    options,
+):  # fmt: skip
+    """A consumer: 64 keys of every tile."""
+    HEAD_DIM: tl.constexpr = options.HEAD_DIM
+    Q_STAGES: tl.constexpr = options.Q_STAGES
+    K_STAGES: tl.constexpr = options.K_STAGES
+    num_items = count_items(list_ptr)
+    count = 0
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
+        tile = item // tl.num_programs(0)
+        k_at = tile % K_STAGES * MATH_ROLES
+        start_k, _, len_k, start_q, len_q, head, key = entry(list_ptr, item)
+        steps = uniform(steps_of(len_q, options))
+        key += role * KEYS
+        dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
+        dv = tl.zeros([KEYS, HEAD_DIM], tl.float32)
+        tlx.barrier_wait(k.full[tile % K_STAGES], tile // K_STAGES & 1)
+        last = count + steps - 1
+        s = scores(k.buffer[k_at + role], q, count, Q_STAGES)
+        s = tlx.async_dot_wait(0, s)
+        tlx.barrier_wait(v.full[0], tile & 1)
+        own = ds.buffer[(count & 1) * MATH_ROLES + role]
+        d, dv = differentiate(s, v.buffer[role], g, dv, count, scale, head, options)
+        share(ds, own, d, count)
+        dk = tlx.async_dot(d, q.buffer[count % Q_STAGES], dk)
+        dv = tlx.async_dot_wait(0, dv)
+        dk = tlx.async_dot_wait(0, dk)
+        tlx.barrier_arrive(g.empty[count % options.G_STAGES])
+        s = scores(k.buffer[k_at + role], q, tl.minimum(count + 1, last), Q_STAGES)
+        s = tlx.async_dot_wait(0, s)
+        tlx.barrier_arrive(q.empty[count % Q_STAGES])
+        for step in tl.range(1, steps, num_stages=0):
+            now = count + step
+            zero = nothing(step)
+            own = ds.buffer[(now & 1) * MATH_ROLES + role]
+            d, dv = differentiate(s, v.buffer[role + zero], g, dv, now, scale, head, options)
+            share(ds, own, d, now)
+            if step > 1:
+                aside, row = staging[role + zero], (step - 2) * options.ROWS
+                add_rows(role, gradients.dq, aside, start_q, len_q, head, row, options)
+            dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
+            dv = tlx.async_dot_wait(0, dv)
+            dk = tlx.async_dot_wait(0, dk)
+            tlx.barrier_arrive(g.empty[now % options.G_STAGES])
+            s = scores(k.buffer[k_at + role + zero], q, tl.minimum(now + 1, last), Q_STAGES)
+            dq = dq_product(role, ds, k, k_at + zero, now - 1, options)
+            s = tlx.async_dot_wait(0, s)
+            dq = tlx.async_dot_wait(0, dq)
+            tlx.barrier_arrive(q.empty[now % Q_STAGES])
+            tlx.barrier_arrive(ds.empty[(now - 1) & 1])
+            put_aside(staging[role + zero], dq)
+        count += steps
+        dq = dq_product(role, ds, k, k_at, count - 1, options)
+        dq = tlx.async_dot_wait(0, dq)
+        tlx.barrier_arrive(k.empty[tile % K_STAGES])
+        tlx.barrier_arrive(ds.empty[(count - 1) & 1])
+        tlx.fence("async_shared")
+        if steps > 1:
+            row = (steps - 2) * options.ROWS
+            add_rows(role, gradients.dq, staging[role], start_q, len_q, head, row, options)
+        put_aside(staging[role], dq)
+        dv = dv * (0.5 * scale * output_scale)
+        put_rows(gradients.dv, v.buffer[role], start_k, len_k, head, key, dv.to(options.DTYPE))
+        row = (steps - 1) * options.ROWS
+        add_rows(role, gradients.dq, staging[role], start_q, len_q, head, row, options)
+        dk = dk * (0.5 * scale * output_scale)
+        tlx.async_descriptor_store_wait(0)
+        own = staged[role * (128 // HEAD_DIM)]
+        put_rows(gradients.dk, own, start_k, len_k, head, key, dk.to(options.DTYPE))
+        tlx.barrier_arrive(v.empty[0])
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def backward_kernel(
+    q_desc, k_desc, v_desc, g_desc, dq_desc, dk_desc, dv_desc, list_ptr, scale, output_scale,
+    ROWS: tl.constexpr, ACTIVATION: tl.constexpr, HEAD_DIM: tl.constexpr, Q_STAGES: tl.constexpr,
+    G_STAGES: tl.constexpr, K_STAGES: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of the listed tiles of this program, and what their keys add to dQ."""
+    DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
+    options = Options(ROWS, ACTIVATION, HEAD_DIM, Q_STAGES, G_STAGES, K_STAGES, DTYPE)
+    q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
+    k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, K_STAGES * MATH_ROLES)
+    v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
+    g = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, G_STAGES)
+    ds = tlx.local_alloc((KEYS, ROWS), DTYPE, 2 * MATH_ROLES)
+    staging = tlx.local_alloc((64, 64), tl.float32, MATH_ROLES)
+    # The same memory, for dK.
+    staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES * (128 // HEAD_DIM), reuse=staging)
+    q_full = tlx.alloc_barriers(Q_STAGES)
+    q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, MATH_ROLES)
+    k_full = tlx.alloc_barriers(K_STAGES)
+    k_empty = tlx.alloc_warp_barrier(K_STAGES, 4, MATH_ROLES)
+    v_full = tlx.alloc_barriers(1)
+    v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
+    g_full = tlx.alloc_barriers(G_STAGES)
+    g_empty = tlx.alloc_warp_barrier(G_STAGES, 4, MATH_ROLES)
+    ds_full = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
+    ds_empty = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
+    q = Ring(q, q_full, q_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, v_full, v_empty)
+    g = Ring(g, g_full, g_empty)
+    ds = Ring(ds, ds_full, ds_empty)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc)
+
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options)
+        with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
+            math(
+                tlx.async_task_replica_id(), q, k, v, g, ds, staging, staged, gradients,
+                list_ptr, scale, output_scale, options,
+            )  # fmt: skip
+
+
+def backward(
+    grad_out: torch.Tensor,
+    batch: Batch,
+    *,
+    config: Config | None = None,
+    schedule: Schedule | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dq, dk, dv), shaped as q, k and v, contiguous.
+
+    grad_out `[total_q, num_heads, head_dim]` of any strides. `schedule` is `make_schedule`'s for
+    the same sequences; None makes it here.
+    """
+    q, k, v, grad_out = batch.q, batch.k, batch.v, readable(grad_out)
+    config = config or default_config(batch)
+    (entries,) = schedule or make_schedule(batch, config)
+    rows = rows_of(batch.head_dim)
+    dq, dk, dv = batch.new_gradients()
+    total = torch.zeros(grad_out.shape, dtype=torch.float32, device=batch.device)
+    launch(
+        backward_kernel, (min(multiprocessors(batch.device), len(entries) - 1),), batch.device,
+        ragged_descriptor(q, rows), ragged_descriptor(k, KEYS.value),
+        ragged_descriptor(v, KEYS.value), ragged_descriptor(grad_out, rows),
+        ragged_descriptor(total, 64, width=64),
+        ragged_descriptor(dk, KEYS.value), ragged_descriptor(dv, KEYS.value),
+        entries, batch.scale, batch.output_scale,
+        ROWS=rows, ACTIVATION=batch.names, HEAD_DIM=batch.head_dim,
+        Q_STAGES=config.q_stages, G_STAGES=config.g_stages, K_STAGES=config.k_stages,
+        REGISTERS=config.registers, num_warps=4,
+    )  # fmt: skip
+    factor = 0.5 * batch.scale * batch.output_scale
+    launch(
+        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
+        total, dq, factor, dq.numel(), BLOCK=4096,
+        WIDTH=dq.shape[1] * dq.shape[2], STRIDE=dq.stride(0),
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,195 @@
+"""Peers of block attention: softmax inside blocks, with rotary or without."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from gdpa_kernels.calling.lengths import Lengths
+from gdpa_lab.measuring.baselines.flash import INSTALL_FA3, REPOSITORY, fa3_call, needs_fa3
+from gdpa_lab.measuring.baselines.peer import Baseline, Call, differentiate, needs_cuda, scale
+from gdpa_lab.measuring.baselines.torch_peers import compiled, grouped, needs_varlen
+from gdpa_lab.measuring.inputs import BlockInputs
+from gdpa_lab.measuring.workload import Workload
+
+
+def block_offsets(inputs: BlockInputs) -> torch.Tensor:
+    """Every block as a sequence of its own: int32 `[blocks + 1]`, made on the device.
+
+    The host knows the number of blocks from the workload, so nothing waits for the device.
+    """
+    ends, size, count = inputs.cu_seqlens, inputs.workload.block_size, inputs.workload.blocks
+    blocks = (ends.diff() + (size - 1)) // size
+    before = blocks.cumsum(0) - blocks
+    start = (ends[:-1] - before * size).repeat_interleave(blocks, output_size=count)
+    start += torch.arange(0, count * size, size, device=ends.device)
+    return torch.cat((start, ends[-1:])).int()
+
+
+def with_rotary(workload: Workload, direction: str) -> str | None:
+    return None if workload.rotary else "needs a workload with rotary"
+
+
+def without_rotary(workload: Workload, direction: str) -> str | None:
+    return "needs a workload without rotary" if workload.rotary else None
+
+
+def fa2_blocks(inputs: BlockInputs, direction: str) -> Call:
+    """A sequence for each block, as of the next two."""
+    from torch.nn.attention import varlen
+
+    offsets, longest = block_offsets(inputs), inputs.workload.block_size
+    lengths = offsets, offsets, longest, longest
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return varlen.varlen_attn(q, k, v, *lengths, scale=scale(inputs), **grouped(q, k))
+
+    return differentiate(function, inputs, direction)
+
+
+def cudnn_blocks(inputs: BlockInputs, direction: str) -> Call:
+    offsets, longest = block_offsets(inputs), inputs.workload.block_size
+    lengths = offsets, offsets, longest, longest, direction == "backward"
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._cudnn_attention_forward(
+            q, k, v, None, *lengths, 0.0, False, False, scale=scale(inputs)
+        )[0]
+
+    return differentiate(function, inputs, direction)
+
+
+def fa3_blocks(inputs: BlockInputs, direction: str) -> Call:
+    offsets, longest = block_offsets(inputs), inputs.workload.block_size
+    return fa3_call(inputs, direction, (offsets, offsets), (longest, longest))
+
+
+def _padded(
+    inputs: BlockInputs, backend: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Callable[..., torch.Tensor]:
+    """Blocks padded to [blocks, block_size], PyTorch's attention with a mask of the keys; the
+    tokens of the blocks are looked up before, copies to the padded tensors and back are made in
+    each call."""
+    from gdpa_kernels.block_attention import reference
+
+    workload, factor = inputs.workload, scale(inputs)
+    tokens = reference.tokens_of_blocks(inputs.cu_seqlens, workload.block_size)
+    exists = tokens >= 0
+    mask = exists[:, None, None, :].expand(-1, 1, workload.block_size, -1)
+    gather, scatter = tokens.clamp(min=0).flatten(), exists.flatten().nonzero()[:, 0]
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if inputs.rotary is not None:
+            q, k = (reference.rotate(x, *inputs.rotary) for x in (q, k))
+            v = reference.rotate(v, *inputs.rotary) if workload.rotate_v else v
+        q, k, v = (
+            x.index_select(0, gather).unflatten(0, tokens.shape).transpose(1, 2) for x in (q, k, v)
+        )
+        with backend():
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=factor, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, scatter)
+
+    return function
+
+
+def compiled_blocks(inputs: BlockInputs, direction: str) -> Call:
+    function = _padded(inputs, contextlib.nullcontext)
+    function = torch.compile(function, dynamic=False, options={"compile_threads": 1})
+    return compiled(function, inputs, direction)
+
+
+def cudnn_padded(inputs: BlockInputs, direction: str) -> Call:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    function = _padded(inputs, lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
+    return differentiate(function, inputs, direction)
+
+
+def _unturned(inputs: BlockInputs, attention: str) -> dict[str, object]:
+    """Arguments of our attention without rotary, whose offsets are checked here and not in calls;
+    `attention` is its `impl`."""
+    arguments = inputs.arguments() | {"rotary": None, "rotate_v": False, "impl": attention}
+    return arguments | {"cu_seqlens": Lengths(inputs.cu_seqlens)}
+
+
+def eager_rotary(inputs: BlockInputs, direction: str, attention: str = "auto") -> Call:
+    """Rotary in PyTorch, operation by operation and differentiated by autograd, around our
+    attention without it; `attention` is its `impl`."""
+    from gdpa_kernels.block_attention import reference
+    from gdpa_kernels.block_attention.api import block_attention
+
+    turns, rotate_v = inputs.rotary, inputs.workload.rotate_v
+    arguments = _unturned(inputs, attention)
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k = reference.rotate(q, *turns), reference.rotate(k, *turns)
+        v = reference.rotate(v, *turns) if rotate_v else v
+        return block_attention(**arguments | {"q": q, "k": k, "v": v})
+
+    return differentiate(function, inputs, direction)
+
+
+def rotary_kernel(inputs: BlockInputs, direction: str, attention: str = "auto") -> Call:
+    """Our rotary kernel, which moves every byte once, and our attention without rotary; `attention`
+    is its `impl`."""
+    from gdpa_kernels.block_attention.api import block_attention
+    from gdpa_kernels.block_attention.rotary import rotary
+
+    turns, rotate_v = inputs.rotary, inputs.workload.rotate_v
+    arguments = _unturned(inputs, attention)
+
+    def turned(q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, turned_v = rotary(q, k, v if rotate_v else None, turns, **options)
+        return q, k, turned_v if rotate_v else v
+
+    if direction == "forward":
+
+        @torch.no_grad()
+        def forward() -> torch.Tensor:
+            q, k, v = turned(inputs.q, inputs.k, inputs.v)
+            return block_attention(**arguments | {"q": q, "k": k, "v": v})
+
+        return forward
+    leaves = [x.requires_grad_() for x in turned(inputs.q, inputs.k, inputs.v.detach())]
+    out = block_attention(**arguments | dict(zip("qkv", leaves, strict=True)))
+
+    def backward() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        gradients = torch.autograd.grad(out, leaves, inputs.grad_out, retain_graph=True)
+        return turned(*gradients, transposed=True, in_place=True)
+
+    return backward
+
+
+PEERS = (
+    Baseline(
+        "fa2_varlen", "FlashAttention-2 (torch), a sequence per block", "softmax", needs_varlen,
+        fa2_blocks, without_rotary, metadata=block_offsets,
+    ),
+    Baseline(
+        "cudnn_varlen", "cuDNN, ragged, a sequence per block", "softmax", needs_cuda, cudnn_blocks,
+        without_rotary, metadata=block_offsets,
+    ),
+    Baseline(
+        "fa3", "FlashAttention-3, a sequence per block", "softmax", needs_fa3, fa3_blocks,
+        without_rotary, INSTALL_FA3, REPOSITORY, block_offsets,
+    ),
+    Baseline(
+        "cudnn", "cuDNN, padded blocks", "softmax", needs_cuda, cudnn_padded, without_rotary
+    ),
+    Baseline(
+        "torch_compile", "torch.compile, padded blocks", "softmax", needs_cuda, compiled_blocks
+    ),
+    Baseline(
+        "eager_rotary", "eager rotary, then our attention", "softmax", needs_cuda, eager_rotary,
+        with_rotary,
+    ),
+    Baseline(
+        "rotary_kernel", "our rotary kernel, then our attention", "softmax", needs_cuda,
+        rotary_kernel, with_rotary,
+    ),
+)  # fmt: skip

@@ -1,0 +1,182 @@
+"""FlashAttention-3 and -4."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.util
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from gdpa_lab.measuring.baselines.peer import (
+    Baseline,
+    Call,
+    both,
+    dense,
+    differentiate,
+    is_importable,
+    needs_cuda,
+    needs_module,
+    no_window,
+    one_length,
+    scale,
+)
+from gdpa_lab.measuring.baselines.torch_peers import window
+from gdpa_lab.measuring.inputs import BlockInputs, Inputs
+from gdpa_lab.measuring.workload import STEP
+
+FA3 = "flash_attn_interface"
+"""The module of FlashAttention-3's own package."""
+
+
+def needs_fa3() -> str | None:
+    if is_importable(FA3) or _library() is not None:
+        return needs_cuda()
+    return "needs FlashAttention-3, which is not installed"
+
+
+def _locations(package: str) -> Iterator[Path]:
+    """The folders of a package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    yield from map(Path, spec.submodule_search_locations or () if spec is not None else ())
+
+
+def _library() -> Path | None:
+    """The library of operators in the wheel of xformers."""
+    files = (folder / "flash_attn_3" / "_C.so" for folder in _locations("xformers"))
+    return next((file for file in files if file.exists()), None)
+
+
+@functools.cache
+def _operators() -> object:
+    """`torch.ops.flash_attn_3` of that library, which is linked with CUDA 12's runtime; xformers
+    itself, made for another PyTorch, is not imported."""
+    found = [folder / "cuda_runtime/lib/libcudart.so.12" for folder in _locations("nvidia")]
+    runtime = next((str(file) for file in found if file.exists()), "libcudart.so.12")
+    ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(str(_library()))
+    return torch.ops.flash_attn_3
+
+
+def fa3_call(
+    inputs: Inputs | BlockInputs,
+    direction: str,
+    offsets: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    causal: bool = False,
+    side: int = -1,
+) -> Call:
+    """A call of FlashAttention-3 on ragged tensors, of its package or of xformers' library.
+
+    offsets, longest: (queries, keys); side: the keys that a query sees on each side, -1 for all.
+    """
+    options = {"softmax_scale": scale(inputs)}
+    options |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
+    options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+    if is_importable(FA3):
+        attention = importlib.import_module(FA3).flash_attn_varlen_func
+        options |= {"causal": causal, "window_size": (side, 0 if causal else side)}
+
+        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return _output(attention(q, k, v, **options))
+
+        return differentiate(function, inputs, direction)
+    library, tensors = _operators(), (inputs.q, inputs.k, inputs.v)
+    options |= {"is_causal": causal, "window_size_left": side}
+    options["window_size_right"] = 0 if causal else side
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, *_ = library.fwd(*tensors, **options, num_splits=1)
+        return out, lse
+
+    def backward(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gradients = tuple(torch.empty_like(tensor) for tensor in tensors)
+        library.bwd(inputs.grad_out, *tensors, out, lse, *gradients, **options)
+        return gradients
+
+    if direction == "forward":
+        return lambda: forward()[0]
+    if direction == STEP:
+        return lambda: backward(*forward())
+    kept = forward()
+    return lambda: backward(*kept)
+
+
+def fa3(inputs: Inputs, direction: str = "forward") -> Call:
+    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    longest = inputs.max_seqlen_q, inputs.max_seqlen_k
+    width = inputs.workload.window
+    side = -1 if width is None else width
+    return fa3_call(inputs, direction, offsets, longest, inputs.workload.causal, side)
+
+
+def _output(found: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return found[0] if isinstance(found, tuple) else found
+
+
+def fa4(inputs: Inputs, direction: str = "forward", scan: bool = False) -> Call:
+    """FlashAttention-4 on ragged batches. `scan`: every CTA finds its sequence by walking over the
+    batch, as for up to 256 sequences; above that the library makes a table to look it up in."""
+    attention = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    options: dict[str, object] = {
+        name: getattr(inputs, name)
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    }
+    if inputs.workload.causal:
+        options["causal"] = True
+    if inputs.workload.window is not None:
+        options |= window(inputs)
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _output(attention(q, k, v, softmax_scale=scale(inputs), **options))
+
+    call = differentiate(function, inputs, direction)
+    if not scan:
+        return call
+    interface = importlib.import_module("flash_attn.cute.interface")
+
+    def scanning() -> object:
+        most = interface.BIN_BATCH_SEARCH_THRESH  # private: no argument of the call decides this
+        interface.BIN_BATCH_SEARCH_THRESH = math.inf
+        try:
+            return call()
+        finally:
+            interface.BIN_BATCH_SEARCH_THRESH = most
+
+    return scanning
+
+
+def fa4_dense(inputs: Inputs, direction: str = "forward") -> Call:
+    attention = importlib.import_module("flash_attn.cute").flash_attn_func
+    batch, masked = dense(inputs), {"causal": True} if inputs.workload.causal else {}
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.unflatten(0, batch) for tensor in (q, k, v))
+        out = _output(attention(q, k, v, softmax_scale=scale(inputs), **masked))
+        return out.view(inputs.q.shape)
+
+    return differentiate(function, inputs, direction)
+
+
+needs_fa4 = needs_module("flash_attn.cute", "FlashAttention-4")
+INSTALL_FA3 = (
+    "pip install --no-deps xformers==0.0.34 nvidia-cuda-runtime-cu12, whose wheel holds its kernels"
+)
+INSTALL_FA4 = "pip install flash-attn-4==4.0.0b36"
+REPOSITORY = "https://github.com/Dao-AILab/flash-attention"
+PEERS = (
+    Baseline(
+        "fa3", "FlashAttention-3", "softmax", needs_fa3, fa3, install=INSTALL_FA3, source=REPOSITORY
+    ),
+    Baseline(
+        "fa4", "FlashAttention-4", "softmax", needs_fa4, fa4, install=INSTALL_FA4, source=REPOSITORY
+    ),
+    Baseline(
+        "fa4_dense", "FlashAttention-4, dense", "softmax", needs_fa4, fa4_dense,
+        both(one_length, no_window), INSTALL_FA4, REPOSITORY,
+    ),
+)  # fmt: skip

@@ -1,0 +1,159 @@
+"""What every peer is: a call behind one signature, what it takes, and how to install it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from gdpa_lab.measuring.inputs import BlockInputs, Inputs
+from gdpa_lab.measuring.workload import STEP, Workload
+
+Call = Callable[[], object]
+Results = tuple[torch.Tensor, ...]
+Problem = Callable[[Workload, str], str | None]
+"""What a workload and a direction lack that a peer needs, or None."""
+
+
+class Availability(NamedTuple):
+    """Whether this machine can run a baseline, and why or why not."""
+
+    ok: bool
+    reason: str
+
+
+class Unsupported(Exception):
+    """A baseline cannot compute this workload; the text says what it needs."""
+
+
+def takes_all(workload: Workload, direction: str) -> str | None:
+    """None."""
+    return None
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A peer of GDPA or of block attention, forward or backward.
+
+    `prepare(inputs, direction="forward", **options)` does what its layout needs, untimed, and
+    returns the call to be timed, which must not wait for the device; `direction` as for
+    `differentiate`. `math`: "activation", the same function as ours, or "softmax". `needs`: what
+    this machine lacks, or None; `install`: how to get it, in a sentence; `source`: where its code
+    is. `metadata`, where there is any, makes on the device the offsets that the call needs.
+    `checked`, where there is any, makes of (inputs, results) what is checked, where the inputs were
+    changed for the peer.
+    """
+
+    impl: str
+    title: str
+    math: str
+    needs: Callable[[], str | None]
+    prepare: Callable[..., Call]
+    problem: Problem = takes_all
+    install: str = ""
+    source: str = ""
+    metadata: Callable[[BlockInputs], torch.Tensor] | None = None
+    checked: Callable[[Inputs, Results], Results] = lambda inputs, results: results
+
+    def availability(self) -> Availability:
+        """Whether this machine has what the peer needs, or how to get it."""
+        problem = self.needs()
+        if problem is not None and self.install:
+            problem = f"{problem}: {self.install}"
+        return Availability(problem is None, problem or "runs on cuda:0")
+
+    def call(self, inputs: Inputs | BlockInputs, direction: str, **options: object) -> Call:
+        """`prepare`, or Unsupported if this machine or the workload lacks something."""
+        available = self.availability()
+        lacks = self.problem(inputs.workload, direction) if available.ok else available.reason
+        if lacks is not None:
+            raise Unsupported(lacks)
+        return self.prepare(inputs, direction, **options)
+
+
+def differentiate(
+    function: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    inputs: Inputs | BlockInputs,
+    direction: str,
+) -> Call:
+    """`function` of q, k and v without gradients; its backward, by autograd, alone; or `STEP`, both
+    of them in one call."""
+    tensors = inputs.q, inputs.k, inputs.v
+    if direction == "forward":
+
+        def call() -> torch.Tensor:
+            with torch.no_grad():
+                return function(*tensors)
+
+        return call
+
+    def leaves() -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.detach().requires_grad_() for tensor in tensors)
+
+    if direction == STEP:
+
+        def step() -> tuple[torch.Tensor, ...]:
+            own = leaves()
+            return torch.autograd.grad(function(*own), own, inputs.grad_out)
+
+        return step
+    kept = leaves()
+    out = function(*kept)
+    return lambda: torch.autograd.grad(out, kept, inputs.grad_out, retain_graph=True)
+
+
+def scale(inputs: Inputs | BlockInputs) -> float:
+    """What multiplies Q K^T."""
+    return inputs.batch().scale
+
+
+def needs_cuda() -> str | None:
+    return None if torch.cuda.is_available() else "needs a CUDA device; this machine has none"
+
+
+def is_importable(module: str) -> bool:
+    """Whether a module can be found; its packages are imported, it is not."""
+    try:
+        return module in sys.modules or importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def needs_module(module: str, what: str) -> Callable[[], str | None]:
+    """A `needs`: a CUDA device and `module`, which is part of `what`."""
+
+    def needs() -> str | None:
+        return needs_cuda() if is_importable(module) else f"needs {what}, which is not installed"
+
+    return needs
+
+
+def one_length(workload: Workload, direction: str) -> str | None:
+    """A `problem`: dense tensors."""
+    jagged = any(len({*x}) != 1 for x in (workload.seqlens_q, workload.seqlens_k))
+    return "needs sequences of one length, got a jagged batch" if jagged else None
+
+
+def no_window(workload: Workload, direction: str) -> str | None:
+    """A `problem`: no other mask than a causal one."""
+    window = workload.window
+    return None if window is None else f"needs a batch without a window, got window={window}"
+
+
+def both(*problems: Problem) -> Problem:
+    """The first of several problems."""
+
+    def problem(workload: Workload, direction: str) -> str | None:
+        found = (each(workload, direction) for each in problems)
+        return next((text for text in found if text is not None), None)
+
+    return problem
+
+
+def dense(inputs: Inputs) -> tuple[int, int]:
+    """[batch, length] for `unflatten`."""
+    return len(inputs.workload.seqlens_q), -1

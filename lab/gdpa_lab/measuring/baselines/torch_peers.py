@@ -1,0 +1,167 @@
+"""What PyTorch brings: a compiled definition, FlashAttention-2, cuDNN, and FlexAttention."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch._functorch import config as functorch
+
+from gdpa_kernels.gdpa.kernels import v0_eager
+from gdpa_lab.measuring.baselines.peer import (
+    Baseline,
+    Call,
+    both,
+    dense,
+    differentiate,
+    needs_cuda,
+    no_window,
+    one_length,
+    scale,
+)
+from gdpa_lab.measuring.inputs import BlockInputs, Inputs
+from gdpa_lab.measuring.workload import Workload
+
+OFFSETS = {"gelu": 0.2, "gelu_tanh": 0.2, "silu": 0.3, "hardswish": 0.4, "relu": 0.1}
+"""Of each activation that FlexAttention can compute a number above minus its least value."""
+
+
+def needs_varlen() -> str | None:
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return (
+            f"needs torch.nn.attention.varlen (torch 2.10 or newer), got torch {torch.__version__}"
+        )
+    return needs_cuda()
+
+
+def grouped(q: torch.Tensor, k: torch.Tensor) -> dict[str, bool]:
+    """What PyTorch wants to be told of fewer key heads than query heads."""
+    return {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+
+
+def window(inputs: Inputs) -> dict[str, tuple[int, int]]:
+    """What FlashAttention wants to be told of the keys that a query sees, before it and after."""
+    causal, width = inputs.workload.causal, inputs.workload.window
+    side = -1 if width is None else width
+    return {"window_size": (side, 0 if causal else side)} if causal or side >= 0 else {}
+
+
+def compiled(
+    function: Callable[..., torch.Tensor], inputs: Inputs | BlockInputs, direction: str
+) -> Call:
+    """`differentiate` of a function with a compiled part: timed more than once, its backward must
+    not overwrite what forward kept for it."""
+    with functorch.patch(donated_buffer=False):
+        return differentiate(function, inputs, direction)
+
+
+def torch_compile(inputs: Inputs, direction: str = "forward") -> Call:
+    """v0_eager with its arithmetic compiled; padding and unpadding stay eager."""
+    batch = inputs.batch()
+    options = ("activation", "scale", "output_scale", "causal", "window")
+    attention = torch.compile(
+        functools.partial(
+            v0_eager.padded_attention, **{option: getattr(batch, option) for option in options}
+        ),
+        dynamic=False,
+        options={"compile_threads": 1},
+    )
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q = v0_eager.pad(q, inputs.cu_seqlens_q, inputs.max_seqlen_q)
+        k = v0_eager.pad(k, inputs.cu_seqlens_k, inputs.max_seqlen_k)
+        v = v0_eager.pad(v, inputs.cu_seqlens_k, inputs.max_seqlen_k)
+        return v0_eager.unpad(attention(q, k, v), inputs.cu_seqlens_q, inputs.q.shape[0])
+
+    return compiled(function, inputs, direction)
+
+
+def fa2_varlen(inputs: Inputs, direction: str = "forward") -> Call:
+    from torch.nn.attention import varlen
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return varlen.varlen_attn(
+            q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
+            inputs.max_seqlen_q, inputs.max_seqlen_k, scale=scale(inputs),
+            **grouped(q, k), **window(inputs),
+        )  # fmt: skip
+
+    return differentiate(function, inputs, direction)
+
+
+def cudnn(inputs: Inputs, direction: str = "forward") -> Call:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    batch, causal, heads = dense(inputs), inputs.workload.causal, grouped(inputs.q, inputs.k)
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.unflatten(0, batch).transpose(1, 2) for tensor in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(
+                q, k, v, scale=scale(inputs), is_causal=causal, **heads
+            )
+        return out.transpose(1, 2).reshape(inputs.q.shape)
+
+    return differentiate(function, inputs, direction)
+
+
+def cudnn_varlen(inputs: Inputs, direction: str = "forward") -> Call:
+    causal = inputs.workload.causal
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._cudnn_attention_forward(
+            q, k, v, None, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
+            inputs.max_seqlen_q, inputs.max_seqlen_k, direction != "forward", 0.0, causal, False,
+            scale=scale(inputs),
+        )[0]  # fmt: skip
+
+    return differentiate(function, inputs, direction)
+
+
+def flex(inputs: Inputs, direction: str = "forward") -> Call:
+    """The activation f through the softmax of FlexAttention: with scores log(f(s) + a), where a is
+    an offset, the weights are (f(s) + a) / l and log l comes along, so f(S) V is the output times l
+    less a times the sum of V. On dense tensors without a mask."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    batch, workload, heads = dense(inputs), inputs.workload, grouped(inputs.q, inputs.k)
+    offset, f = OFFSETS[workload.activation], v0_eager.ACTIVATIONS[workload.activation]
+
+    def score(s: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.log(f(s) + offset)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.unflatten(0, batch).transpose(1, 2) for tensor in (q, k, v))
+        out, aux = flex_attention(
+            q, k, v, score, scale=scale(inputs), return_aux=AuxRequest(lse=True), **heads
+        )
+        values = v.sum(-2, keepdim=True, dtype=torch.float32)
+        values = values.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        found = (out.float() * aux.lse.exp()[..., None] - offset * values) * workload.output_scale
+        return found.to(q.dtype).transpose(1, 2).reshape(inputs.q.shape)
+
+    attention = torch.compile(attention, dynamic=False, options={"compile_threads": 1})
+    return compiled(attention, inputs, direction)
+
+
+def _has_offset(workload: Workload, direction: str) -> str | None:
+    if workload.activation not in OFFSETS or workload.causal:
+        known = f"an activation among {', '.join(OFFSETS)} without a mask"
+        return f"needs {known}, got {workload.activation}, causal={workload.causal}"
+    return None
+
+
+PEERS = (
+    Baseline("torch_compile", "torch.compile", "activation", needs_cuda, torch_compile),
+    Baseline("fa2_varlen", "FlashAttention-2 (torch)", "softmax", needs_varlen, fa2_varlen),
+    Baseline("cudnn", "cuDNN, dense", "softmax", needs_cuda, cudnn, both(one_length, no_window)),
+    Baseline("cudnn_varlen", "cuDNN, ragged", "softmax", needs_cuda, cudnn_varlen, no_window),
+    Baseline(
+        "flex", "FlexAttention, dense", "activation", needs_cuda, flex,
+        both(one_length, no_window, _has_offset),
+        source="https://github.com/meta-pytorch/attention-gym/pull/195",
+    ),
+)  # fmt: skip

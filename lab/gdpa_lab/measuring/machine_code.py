@@ -1,0 +1,301 @@
+"""The machine code of launches: its hash, and how a kernel is compiled again without a GPU.
+
+The hash covers what runs of a cubin: instructions, constants, resources and sizes of shared memory;
+not symbols, lines and PTX. So it is the same whatever kernels, variables and files are called.
+
+As a program (`python machine_code.py < questions > answers`) this compiles what measured rows
+launch, with the package that PYTHONPATH names, however old it is; hence it imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, NoneType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from triton.compiler import CompiledKernel
+
+    from gdpa_kernels.calling.launches import Launch
+
+_SECTIONS = (".text.", ".nv.info.", ".nv.constant", ".nv.shared.")
+_NO_BITS = 8
+_LISTS = re.compile("(list|order)_kernel$")  # what makes a schedule
+_SMS = 132
+
+
+def digest(cubin: bytes) -> str:
+    """The hash of a cubin's machine code, 16 hex digits. Source: ELF-64, section headers."""
+    start = struct.unpack_from("<Q", cubin, 40)[0]
+    count, names = struct.unpack_from("<HH", cubin, 60)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, start + 64 * i) for i in range(count)]
+    parts = []
+    for name, kind, _, _, offset, size, _, info, _, _ in headers:
+        at = headers[names][4] + name
+        section = cubin[at : cubin.index(b"\0", at)].decode()
+        prefix = next((prefix for prefix in _SECTIONS if section.startswith(prefix)), None)
+        if prefix is not None:
+            bits = b"" if kind == _NO_BITS else cubin[offset : offset + size]
+            parts.append((prefix, size, info >> 24, bits))  # the top byte of .text's: registers
+    return hashlib.sha256(repr(sorted(parts)).encode()).hexdigest()[:16]
+
+
+@cache
+def compiler() -> str:
+    """The installed Triton, e.g. "fbtriton 3.7.4"; "none" without one."""
+    for name in ("fbtriton", "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return "none"
+
+
+def describe(launch: Launch) -> dict[str, Any]:
+    """A launch on a GPU as plain values: the kernel, its code, and all that `compile_again` needs.
+
+    ValueError for a constant that is no plain value.
+    """
+    given = launch.arguments | launch.constants | launch.options
+    compiled = launch.kernel.run(grid=launch.grid, warmup=True, **given)  # as it was launched
+    source, names = compiled.src, launch.kernel.arg_names
+    constants = {names[place]: value for (place,), value in source.constants.items()}
+    for name, value in constants.items():
+        if not isinstance(value, bool | int | float | str | tuple | NoneType):
+            raise ValueError(f"{name} must be a plain value, got {value!r}")
+        constants[name] = list(value) if isinstance(value, tuple) else value
+    return {
+        "kernel": f"{source.fn.__module__}:{source.fn.__name__}",
+        "code": digest(compiled.asm["cubin"]),
+        "compiler": compiler(),
+        "arch": compiled.metadata.target.arch,
+        "signature": dict(source.signature),
+        "attributes": {names[place]: x for (place,), x in source.attrs.items() if x},
+        "constants": constants,
+        "options": dict(launch.options),
+    }
+
+
+def places(module: str) -> tuple[str, ...]:
+    """Where a module may be in today's package that a record knows by its name then."""
+    folder, _, name = module.rpartition(".")
+    return module, f"{folder}.kernels.{name}", f"{folder}.ladder.{name}"
+
+
+def _imported(module: str) -> ModuleType:
+    found = next(filter(importlib.util.find_spec, places(module)), module)
+    return importlib.import_module(found)
+
+
+def compile_again(launch: Mapping[str, Any]) -> CompiledKernel:
+    """The kernel of now, compiled as `describe` says that it was.
+
+    Constants that it no longer takes are left out: its code says whether they mattered. LookupError
+    if there is no such kernel, ValueError if it takes other arguments.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    module, name = launch["kernel"].split(":")
+    try:
+        kernel = getattr(_imported(module), name)
+    except (ImportError, AttributeError) as error:
+        raise LookupError(f"kernel must be of this package, got {launch['kernel']}") from error
+    place = {argument: (i,) for i, argument in enumerate(kernel.arg_names)}
+    signature = {
+        argument: kind
+        for argument, kind in launch["signature"].items()
+        if kind != "constexpr" or argument in place
+    }
+    if kernel.arg_names != list(signature):
+        raise ValueError(f"{name} must take {list(launch['signature'])}, got {kernel.arg_names}")
+    values = {
+        place[key]: tuple(value) if isinstance(value, list) else value
+        for key, value in launch["constants"].items()
+        if key in place
+    }
+    attributes = {place[key]: value for key, value in launch["attributes"].items()}
+    source = triton.compiler.ASTSource(kernel, signature, values, attributes)
+    target = GPUTarget("cuda", launch["arch"], 32)
+    return triton.compile(source, target=target, options=dict(launch["options"]))
+
+
+def pretend(arch: int) -> None:
+    """Let Triton compile what it is told to launch for sm_<arch>, a device of that number."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: arch,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        )
+    )
+
+
+def _compiled(question: Mapping[str, Any]) -> list[CompiledKernel]:
+    """What the call of a row launches, compiled as on a GPU, on two of its longest sequences: what
+    is compiled depends on its config, not on lengths."""
+    pretend(question["arch"])
+    operator, impl = question["operator"], question["impl"]
+    module = _imported(f"gdpa_kernels.{operator}.{impl}")
+    listed, saving, found = question["scope"] == "schedule", False, []
+
+    def launch(kernel: Any, grid: tuple[int, ...], device: object, *args: object, **more: object):
+        if bool(_LISTS.search(kernel.__name__)) is listed and not saving:
+            found.append(kernel.run(*args, grid=grid, warmup=True, **more))
+
+    for name, loaded in list(sys.modules.items()):
+        if name.startswith("gdpa_kernels"):
+            for function, other in (("launch", launch), ("multiprocessors", lambda device: _SMS)):
+                if callable(getattr(loaded, function, None)):
+                    setattr(loaded, function, other)
+    device = "cpu" if hasattr(module, "launch") else "meta"  # where PyTorch computes, nothing does
+    values, grad_out = _arguments(question["workload"], device)
+    if impl == "rotary":
+        v = values["v"] if values["rotate_v"] else None
+        transposed = question["direction"] == "backward"
+        module.rotary(values["q"], values["k"], v, values["rotary"], transposed=transposed)
+        return found
+    run = getattr(module, question["direction"])
+    names = inspect.signature(run).parameters
+    if "batch" in names:
+        batch = importlib.import_module(f"gdpa_kernels.{operator}.batch").Batch
+        values = {"batch": batch(**_known(batch, values))}
+    elif "activation" in names and "tuple" not in str(names["activation"].annotation):
+        values["activation"] = ",".join(values["activation"])
+    given = _known(run, values)
+    if "config" in names:
+        own = getattr(module, f"{question['direction'].capitalize()}Config", None)
+        given["config"] = _config(own or module.Config, question["config"])
+        if own is None:
+            values = values | {"config": given["config"]}  # of forward too
+    if question["direction"] == "backward":
+        if "saved" in names:
+            saving = True
+            given["saved"] = module.forward(**_known(module.forward, values))[1]
+            saving = False
+        given[next(iter(names))] = grad_out
+    run(**given)
+    return found
+
+
+def _arguments(workload: Mapping[str, Any], device: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """What a call takes, by name, and a gradient of the output; tensors hold nothing."""
+    import torch
+
+    rows_q, rows_k, head_dim = (workload[n] for n in ("max_seqlen_q", "max_seqlen_k", "head_dim"))
+    dtype, shared = getattr(torch, workload["dtype"]), workload.get("shared_q", False)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def ends(length: int) -> torch.Tensor:
+        return torch.arange(3, dtype=torch.int32, device=device) * length
+
+    values = {
+        "q": make(rows_q if shared else 2 * rows_q, workload["num_heads_q"], head_dim),
+        "k": make(2 * rows_k, workload["num_heads_k"], head_dim),
+        "v": make(2 * rows_k, workload["num_heads_k"], head_dim),
+        "scale": workload["scale"] or head_dim**-0.5,
+    }
+    grad_out = make(2 * rows_q, workload["num_heads_q"], head_dim)
+    if workload["operator"] == "block_attention":
+        turns = (make(2 * rows_q, head_dim // 2), make(2 * rows_q, head_dim // 2))
+        return values | {
+            "cu_seqlens": ends(rows_q),
+            "block_size": workload["block_size"],
+            "rotary": turns if workload["rotary"] else None,
+            "rotate_v": workload["rotate_v"],
+        }, grad_out
+    names = workload["activation"]
+    return values | {
+        "cu_seqlens_q": None if shared else ends(rows_q),
+        "cu_seqlens_k": ends(rows_k),
+        "max_seqlen_q": rows_q,
+        "max_seqlen_k": rows_k,
+        "activation": (names,) if isinstance(names, str) else tuple(names),
+        **{name: workload[name] for name in ("output_scale", "causal", "window")},
+    }, grad_out
+
+
+def _known(function: Callable, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k in inspect.signature(function).parameters}
+
+
+def _config(kind: type, values: Mapping[str, Any]) -> Any:
+    """A config of today's fields; those inside it are configs too."""
+    kinds = inspect.get_annotations(kind, eval_str=True)
+    return kind(
+        **{
+            name: _config(kinds[name], value) if isinstance(value, dict) else value
+            for name, value in values.items()
+            if name in kinds
+        }
+    )
+
+
+def _operations(question: Mapping[str, Any]) -> list[str]:
+    """What PyTorch is asked for, where no kernel is launched."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        names: list[str] = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            self.names.append(f"{function} {getattr(made, 'shape', '')}")
+            return made
+
+    with Seen() as seen:
+        _compiled(question)
+    return seen.names
+
+
+def answer(question: Mapping[str, Any]) -> str:
+    """The codes of what a row launches, one hash; in place of it, why there is none."""
+    try:
+        if "launches" in question:
+            parts = [digest(compile_again(each).asm["cubin"]) for each in question["launches"]]
+        else:
+            made = _compiled(question)
+            parts = [digest(each.asm["cubin"]) for each in made] or _operations(question)
+    except Exception as error:
+        while error.__cause__ is not None:
+            error = error.__cause__
+        return f"{type(error).__name__}: {str(error).strip()[-200:]}"
+    return combined(parts)
+
+
+def is_code(found: str | None) -> bool:
+    """Whether an answer is a hash, and not a reason."""
+    return found is not None and re.fullmatch("[0-9a-f]{16}", found) is not None
+
+
+def combined(codes: Sequence[str]) -> str:
+    """One hash of the codes of several launches, in their order."""
+    return hashlib.sha256(" ".join(codes).encode()).hexdigest()[:16]
+
+
+def _main() -> None:
+    package = importlib.import_module("gdpa_kernels")
+    asked = json.load(sys.stdin)
+    if not Path(package.__file__).is_relative_to(asked["root"]):
+        raise RuntimeError(f"gdpa_kernels must be in {asked['root']}, got {package.__file__}")
+    json.dump([answer(question) for question in asked["questions"]], sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()

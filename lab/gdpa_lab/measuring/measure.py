@@ -1,0 +1,463 @@
+"""Check, time and record implementations on workloads; a notebook in measure mode calls this.
+
+Nothing is timed behind a failed check: an implementation whose output misses its budget, or that
+raises, gives a row with the reason and no samples.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gdpa_kernels.calling.launches import launches
+from gdpa_lab.measuring import machine_code, operators, record, sustained, testing, timing
+from gdpa_lab.measuring.baselines import STEP
+from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
+from gdpa_lab.measuring.operators import Candidate
+from gdpa_lab.measuring.workload import Workload
+
+SCOPES = ("kernel", "sustained", "op", "host", "schedule")
+ON_DEVICE = ("kernel", "sustained")
+Entry = str | tuple[str, str, Mapping[str, object]]
+"""A name, or (name, variant, options of the rung)."""
+Scopes = Sequence[str] | Mapping[str, Collection[str]]
+"""What is timed of every implementation, or of which each scope is."""
+Stage = Callable[[str], None]
+"""Is told what begins: "inputs", "run", "check" or "time"."""
+
+
+class Attempt(NamedTuple):
+    """What came of an implementation: ready to be timed, with its error and its `run_once` peak, or
+    a failure."""
+
+    made: Candidate | None = None
+    error: record.Error | None = None
+    peak: int = 0
+    failure: str | None = None
+
+
+def candidate(
+    impl: str,
+    inputs: Inputs | BlockInputs,
+    *,
+    direction: str = "forward",
+    variant: str = "",
+    **options: object,
+) -> Candidate:
+    """A rung or a baseline on `inputs`; `options` go to the rung, e.g. `config` or `schedule`.
+
+    The option `module`, a changed copy of the rung's own (`studies.changed`), stands in for it.
+    A rung's schedule is made here, outside what is timed, and so is what its backward needs of its
+    forward; their cost is a measurement of its own. Raises whatever the baseline or rung raises
+    when it cannot take the workload.
+    """
+    return operators.of(inputs, direction).candidate(impl, variant, **options)
+
+
+def run_once(ready: Candidate) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], int]:
+    """One call on memory full of NaN: its result, and the most device memory it had allocated."""
+    result = ready.call()
+    with torch.inference_mode():  # a peer's backward may have made them in it
+        for tensor in tensors(result):
+            tensor.fill_(float("nan"))  # no earlier right answer for what is allocated next
+    poison = [torch.full_like(tensor, float("nan")) for tensor in tensors(result)]
+    del result, poison
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = ready.call()
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated() - before
+
+
+def attempt(
+    entry: Entry,
+    operator: operators.Gdpa | operators.BlockAttention,
+    stage: Stage = lambda name: None,
+) -> Attempt:
+    """Make, run and check an entry."""
+    impl, variant, options = parts(entry)
+    try:
+        made = operator.candidate(impl, variant, **options)
+        stage("run")
+        result, peak = run_once(made)
+        stage("check")
+        comparisons = operator.check(made.math, made.checked(tensors(result)))
+    except Exception as error:
+        return Attempt(failure=reason(error))
+    found = _error(comparisons)
+    if found.passed:
+        return Attempt(made, found, peak)
+    failed = "; ".join(str(c) for c in comparisons if not c.passed)
+    return Attempt(error=found, failure=f"check failed: {failed}")
+
+
+def tensors(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The output, or each gradient, of a call."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def failed_rows(
+    workload: Workload, direction: str, scopes: Scopes, entry: Entry, found: Attempt
+) -> list[record.Row]:
+    """The rows of an entry that cannot be timed."""
+    impl, variant, _ = parts(entry)
+    kind = operators.math(workload.operator, impl)
+    common = {"impl": impl, "variant": variant, "math": kind}
+    common |= {"error": found.error, "failure": found.failure}
+    there = [scope for scope in ON_DEVICE if asks(scopes, scope, impl)] or ["kernel"]
+    return [record.Row.of(workload, direction, scope=scope, **common) for scope in there]
+
+
+def _error(comparisons: Sequence[testing.Comparison]) -> record.Error:
+    """The comparison that comes closest to its budget, or exceeds it most, for all of them."""
+
+    def share(comparison: testing.Comparison) -> tuple[bool, float]:
+        share = comparison.max_abs / max(comparison.max_abs_budget, sys.float_info.min)
+        return not comparison.passed, share if math.isfinite(share) else math.inf
+
+    worst = max(comparisons, key=share)
+    return record.Error(
+        max_abs=worst.to_dict()["max_abs"],
+        budget=worst.max_abs_budget,
+        passed=all(comparison.passed for comparison in comparisons),
+        elements=sum(comparison.elements for comparison in comparisons),
+        pytorch=worst.pytorch,
+        rounding=worst.rounding,
+    )
+
+
+def measure(
+    workload: Workload,
+    impls: Sequence[Entry],
+    *,
+    device: torch.device,
+    direction: str = "forward",
+    protocol: timing.Protocol = timing.DEFAULT,
+    scopes: Scopes = ("kernel",),
+    seconds: float = sustained.SECONDS,
+    log: Callable[[str], None] = print,
+    stage: Stage = lambda name: None,
+) -> list[record.Row]:
+    """Check and time `impls` on `workload` in `direction`; one row for each impl and scope.
+
+    An entry of `impls` is a name, or (name, variant, options of the rung). Scopes: "kernel", all
+    kernels of the pass, zero fills and conversions included; "sustained", the same back to back for
+    `seconds`, one implementation at a time, with the load of the GPU; "op", the public call of a
+    rung, or autograd's backward of it, and of GDPA's backward rungs also the variant
+    `baselines.STEP`, with the FLOPs and bytes of both directions; "host", until that call returns;
+    "schedule", what makes the lists and offsets that the kernels were given. What fails has a row
+    in each of the first two that was asked of it; a call that waits for the device, or that the
+    device waits for, has one in the scope where it did. The error of a backward row is that of the
+    gradient closest to its budget.
+    """
+    stage("inputs")
+    inputs = make_inputs(workload, device=device)
+    operator = operators.of(inputs, direction)
+    ready: list[tuple[Candidate, record.Error, int]] = []
+    rows: list[record.Row] = []
+    for entry in impls:
+        impl, variant, _ = parts(entry)
+        found = attempt(entry, operator, stage)
+        if found.failure is None:
+            ready.append((found.made, found.error, found.peak))
+        else:
+            rows += failed_rows(workload, direction, scopes, entry, found)
+            log(f"  {impl}{' ' + variant if variant else ''}: {found.failure}")
+        free()
+    operator = operators.of(inputs, direction)  # without what it remembered to check
+    free()
+    for scope in scopes:
+        asked = [found for found in ready if asks(scopes, scope, found[0].impl)]
+        calls = list(_calls(scope, operator, [made for made, _, _ in asked]))
+        functions = {f"{asked[i][0].impl} {variant}": call for i, variant, call in calls}
+        stage("time")
+        samples = _sampled(_sampler(scope, seconds), functions, device, protocol)
+        for i, variant, call in calls:
+            made, error, peak = asked[i]
+            times, more = _samples(scope, samples[f"{made.impl} {variant}"])
+            what = {"error": error, "peak_bytes": peak, "config": dict(made.config)} | more
+            if scope == "schedule":
+                what = {"failure": what["failure"]} if "failure" in what else {}
+            elif scope == "host":
+                what["peak_bytes"] = None
+            elif variant == STEP and variant != made.variant:
+                what["peak_bytes"] = None
+                what["config"]["forward"] = operator.forward_of_step()
+            if times:
+                what["launches"] = launched(call, device)
+            rows.append(
+                record.Row.of(
+                    workload, direction, impl=made.impl, variant=variant, scope=scope,
+                    math=made.math, samples_us=times, **what,
+                )
+            )  # fmt: skip
+            if scope in ON_DEVICE and times:
+                median = sorted(times)[len(times) // 2]
+                rate = workload.flops(direction) / median / 1e6
+                speed = workload.bytes(direction) / median / 1e3
+                log(
+                    f"  {made.impl} {made.variant}: {scope} {median:.0f} us, {rate:.0f} TFLOP/s, "
+                    f"{speed:.0f} GB/s"
+                )
+    return rows
+
+
+def measure_rotary(
+    workload: Workload,
+    *,
+    device: torch.device,
+    direction: str = "forward",
+    protocol: timing.Protocol = timing.DEFAULT,
+    scopes: Scopes = ("kernel",),
+    seconds: float = sustained.SECONDS,
+    log: Callable[[str], None] = print,
+) -> list[record.Row]:
+    """Rotary alone on the tensors of a workload that has it: our kernel, impl "rotary", and PyTorch
+    operation by operation, impl "rotary_eager".
+
+    Forward rotates q and k, and v if the workload rotates it; backward applies the transpose to
+    tensors of the same shapes. Both read sin and cos. Scopes: those of `measure` on the device.
+    What a row counts: `record.Row.of`.
+    """
+    from gdpa_kernels.block_attention import reference
+    from gdpa_kernels.block_attention.rotary import rotary
+
+    inputs = make_inputs(workload, device=device)
+    if inputs.rotary is None:
+        raise ValueError(f"workload must have rotary, got {workload.name!r} without")
+    tensors, turns = (inputs.q, inputs.k, inputs.v), inputs.rotary
+    tensors = tensors if workload.rotate_v else tensors[:2]
+    turn = reference.rotate if direction == "forward" else reference.rotate_transposed
+
+    def kernel() -> tuple[torch.Tensor, ...]:
+        q, k, *v = tensors
+        turned = rotary(q, k, v[0] if v else None, turns, transposed=direction == "backward")
+        return turned[: len(tensors)]
+
+    def eager() -> tuple[torch.Tensor, ...]:
+        return tuple(turn(tensor, *turns) for tensor in tensors)
+
+    rows, ready, errors = [], {}, {}
+    for impl, call in (("rotary", kernel), ("rotary_eager", eager)):
+        common = {"impl": impl, "math": "rotary"}
+        try:
+            result, peak = run_once(Candidate(impl, "rotary", call))
+            comparisons = _check_turned(turn, tensors, turns, result)
+            del result
+        except Exception as error:
+            text = reason(error)
+            common |= {"failure": text}
+            rows += [record.Row.of(workload, direction, scope=x, **common) for x in scopes]
+            log(f"  {impl}: {text}")
+            continue
+        error = _error(comparisons)
+        if error.passed:
+            ready[impl], errors[impl] = call, {**common, "error": error, "peak_bytes": peak}
+        else:
+            text = f"check failed: {'; '.join(str(c) for c in comparisons if not c.passed)}"
+            common |= {"error": error, "failure": text}
+            rows += [record.Row.of(workload, direction, scope=x, **common) for x in scopes]
+            log(f"  {impl}: {text}")
+    free()
+    for scope in scopes:
+        for impl, times in _sampled(_sampler(scope, seconds), ready, device, protocol).items():
+            times, more = _samples(scope, times)
+            what = {**errors[impl], "scope": scope, "samples_us": times} | more
+            if times:
+                what["launches"] = launched(ready[impl], device)
+            rows.append(record.Row.of(workload, direction, **what))
+            if times:
+                log(f"  {impl} alone: {scope} {sorted(times)[len(times) // 2]:.0f} us")
+    return rows
+
+
+def launched(call: operators.Call, device: torch.device) -> list[dict[str, object]] | None:
+    """What one call launches of our kernels, for a row; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        with launches() as seen:
+            call()
+        return [machine_code.describe(launch) for launch in seen]
+
+
+def _check_turned(
+    turn: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    turns: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+) -> list[testing.Comparison]:
+    """Every element of rotated tensors, in parts of `operators.BlockAttention.PART` rows."""
+    rows = operators.BlockAttention.PART
+    found = []
+    for name, tensor, result in zip("qkv", tensors, results, strict=False):
+        for first in range(0, len(tensor), rows):
+            part, *angles = (t[first : first + rows] for t in (tensor, *turns))
+            expected = turn(part.double(), *(angle.double() for angle in angles))
+            baseline, actual = turn(part, *angles), result[first : first + rows]
+            found.append(
+                testing.compare(name=name, actual=actual, expected=expected, baseline=baseline)
+            )
+    return found
+
+
+MEMORY = ("workload", "impl", "bytes")
+"""Columns of the table of `memory`."""
+
+
+def memory(
+    workload: Workload,
+    impls: Sequence[str],
+    *,
+    device: torch.device,
+    log: Callable[[str], None] = print,
+) -> record.Table:
+    """The most device memory that a step of training had allocated at once, forward and backward,
+    on top of q, k, v and the gradient of the output.
+
+    `impls`: rungs of the ladder "gdpa_backward", each behind the fastest forward, or baselines.
+    Columns `MEMORY`; bytes is None, and the log says why, where the step failed or a gradient was
+    wrong. ValueError for an operator other than GDPA.
+    """
+    inputs = make_inputs(workload, device=device)
+    operator = operators.of(inputs, "backward")
+    if not isinstance(operator, operators.Gdpa):
+        raise ValueError(f"workload must be of operator 'gdpa', got {workload.operator!r}")
+    lines = []
+    for impl in impls:
+        peak = result = None
+        try:
+            made = operator.step(impl)
+            result, found = run_once(made)
+            comparisons = operator.check(made.math, made.checked(result))
+            wrong = [str(c) for c in comparisons if not c.passed]
+            if wrong:
+                raise ValueError(f"check failed: {'; '.join(wrong)}")
+            peak = found
+            log(f"  {impl}: {peak / 2**30:.2f} GiB")
+        except Exception as error:
+            log(f"  {impl}: {reason(error)}")
+        lines.append((workload.name, impl, peak))
+        del result
+        free()
+    return record.Table(MEMORY, lines)
+
+
+def accuracy(
+    workload: Workload,
+    impls: Mapping[int, Entry],
+    *,
+    device: torch.device,
+) -> record.Table:
+    """Errors of each gradient against fp64, over all elements.
+
+    `impls`: how often a gradient is rounded to the workload's dtype -> who computes it, an entry as
+    for `measure`. Columns: gradient, roundings, impl, max_abs, mean_abs (absolute errors).
+    """
+    inputs = make_inputs(workload, device=device)
+    operator = operators.of(inputs, "backward")
+    found: dict[tuple[str, int, str], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    kinds = {operator.math(parts(entry)[0]) for entry in impls.values()}
+    if len(kinds) != 1:
+        raise ValueError(f"impls must have one mathematics, got {sorted(kinds)}")
+    for roundings, entry in impls.items():
+        impl, variant, options = parts(entry)
+        made = candidate(impl, inputs, direction="backward", variant=variant, **options)
+        gradients = made.checked(made.call())
+        for name, gradient in zip(operator.results["backward"], gradients, strict=True):
+            found[name, roundings, impl] = gradient, []
+    for places, expected in operator.exact(*kinds):
+        exact = dict(
+            zip(operator.results["backward"], zip(places, expected, strict=True), strict=True)
+        )
+        for (name, *_), (gradient, errors) in found.items():
+            place, right = exact[name]
+            error = gradient[place].to(torch.float64, copy=True).sub_(right).abs_()
+            errors.append(torch.stack((error.max(), error.sum())))
+    lines = []
+    for key, (gradient, errors) in found.items():
+        error = torch.stack(errors)
+        mean = float(error[:, 1].sum()) / gradient.numel()
+        lines.append((*key, float(error[:, 0].max()), mean))
+    return record.Table(("gradient", "roundings", "impl", "max_abs", "mean_abs"), sorted(lines))
+
+
+def parts(entry: Entry) -> tuple[str, str, Mapping[str, object]]:
+    """(name, variant, options) of an entry of `impls`."""
+    return (entry, "", {}) if isinstance(entry, str) else entry
+
+
+def reason(error: Exception) -> str:
+    """What a row that could not be timed says about it."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def asks(scopes: Scopes, scope: str, impl: str) -> bool:
+    """Whether `impl` is to be timed in `scope`."""
+    return scope in scopes and (not isinstance(scopes, Mapping) or impl in scopes[scope])
+
+
+def _calls(
+    scope: str, operator: operators.Gdpa | operators.BlockAttention, ready: Sequence[Candidate]
+) -> Iterator[tuple[int, str, operators.Call]]:
+    """What is timed in `scope`: the number of the candidate, the variant, the call.
+
+    A candidate that is a variant has no public call.
+    """
+    if scope not in SCOPES:
+        raise ValueError(f"scopes must be among {SCOPES}, got {scope!r}")
+    for i, made in enumerate(ready):
+        if scope in ON_DEVICE:
+            yield i, made.variant, made.call
+        elif made.variant:
+            continue
+        elif scope in ("op", "host"):
+            for variant, call in operator.ops(made.impl).items():
+                yield i, variant, call
+        else:
+            call = operator.schedule(made.impl)
+            if call is not None:
+                yield i, "", call
+
+
+def _sampled(
+    sampler: Callable[..., dict], functions: Mapping[str, operators.Call], *how: object
+) -> dict[str, object]:
+    """What `sampler` returns, with the error in place of the samples of a call that waits."""
+    sound, waiting = dict(functions), {}
+    while True:
+        try:
+            return waiting | sampler(sound, *how)
+        except timing.WaitsForDevice as error:
+            waiting[error.name] = error
+            del sound[error.name]
+
+
+def _sampler(scope: str, seconds: float) -> Callable[..., dict[str, list[float]]]:
+    """The timer of `scope`; of "sustained", whose samples come with a load."""
+    others = {
+        "op": timing.sample_ops,
+        "host": timing.sample_hosts,
+        "sustained": functools.partial(sustained.sample_each, seconds=seconds),
+    }
+    return others.get(scope, timing.sample_kernels)
+
+
+def _samples(scope: str, found: Any) -> tuple[Sequence[float], dict[str, object]]:
+    """Samples among what the timer of `scope` found, and what else their row holds."""
+    if isinstance(found, Exception):
+        return [], {"failure": reason(found)}
+    return (found[0], {"load": found[1]}) if scope == "sustained" else (found, {})
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

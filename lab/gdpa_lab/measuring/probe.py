@@ -1,0 +1,321 @@
+"""Kernels that no record has seen right on such a GPU are measured in a child process.
+
+A kernel that hangs, or an illegal address, after which its process can launch nothing more, then
+costs its rows and not the run, at its first launch or while it is timed. There, each rung is first
+launched `LAUNCHES` times on a jagged batch, since some faults appear only among launches back to
+back (facebookexperimental/triton#3492), and every result is compared. A rung is proven on GPUs of a
+compute capability (major.minor) by a correct row of a record: that one is measured in this process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import multiprocessing
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.rung import Rung
+from gdpa_lab.measuring import measure, operators, record, system
+from gdpa_lab.measuring.inputs import make_inputs
+from gdpa_lab.measuring.laws import Full, Uniform
+from gdpa_lab.measuring.measure import Entry, Stage
+from gdpa_lab.measuring.workload import Workload
+
+LIMITS_S = {
+    "start": 300.0, "inputs": 300.0, "run": 120.0, "check": math.inf, "launches": 120.0,
+    "time": 120.0,
+}  # fmt: skip
+"""Until the next stage of a child: everything imported, inputs made, a kernel compiled and run
+twice, checked, launched `LAUNCHES` times, timed in a scope."""
+MOST_LOST_S = 240.0  # with a rung that fails: on every workload it would cost hours
+LAUNCHES, IN_A_ROW = 10_000, 50
+JAGGED_TOKENS = 2**15
+
+Proven = set[tuple[str, str, str]]
+
+
+def proven(data_dir: str | Path, capability: str | None) -> Proven:
+    """(operator, direction, impl) of the correct rows in the records of GPUs with a compute
+    capability, "10.0". A refused record proves nothing."""
+    found: Proven = set()
+    for run in record.survey(data_dir)[0]:
+        machine = system.load(Path(data_dir) / "systems" / f"{run.system}.json")
+        if machine.compute_capability == capability:
+            found |= _right(run.rows)
+    return found
+
+
+def _right(rows: Iterable[record.Row]) -> Proven:
+    """What `rows` prove."""
+    return {
+        (row.operator, row.direction, row.impl)
+        for row in rows
+        if row.failure is None and row.error is not None and row.error.passed
+    }
+
+
+def _sound(row: record.Row) -> bool:
+    return row.failure is None or (row.error is not None and row.error.passed)
+
+
+def _rung(impl: str, operator: str, direction: str) -> Rung | None:
+    name = "gdpa_backward" if (operator, direction) == ("gdpa", "backward") else operator
+    return {**ladder.STUDIES, **{rung.impl: rung for rung in ladder.LADDERS[name]}}.get(impl)
+
+
+def is_unproven(
+    impl: str, operator: str, direction: str, device: torch.device, known: Proven
+) -> bool:
+    """Whether `impl` is a rung with kernels that `device` can launch, and none of `known`."""
+    rung = _rung(impl, operator, direction)
+    if rung is None or (operator, direction, impl) in known:
+        return False
+    return rung.requires.capability is not None and rung.requires.of_device(device) is None
+
+
+class Probe:
+    """What unproven rungs do in child processes of a measuring run."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        known: Proven,
+        log: Callable[[str], None] = print,
+        *,
+        limits_s: Mapping[str, float] = MappingProxyType(LIMITS_S),
+        most_lost_s: float = MOST_LOST_S,
+        in_child: Callable[..., list[record.Row]] | None = None,
+    ) -> None:
+        self._device, self._log, self._in_child = device, log, in_child or trial
+        self._known, self._learnt = frozenset(known), {*known}
+        self._limits_s, self._most_lost_s = limits_s, most_lost_s
+        self._launched: set[tuple[str, ...]] = set()
+        self._lost_s: Counter[tuple[str, ...]] = Counter()
+
+    def measure(
+        self,
+        workload: Workload,
+        impls: Sequence[Entry],
+        direction: str = "forward",
+        *,
+        scopes: measure.Scopes = ("kernel",),
+        **how: Any,
+    ) -> dict[int, list[record.Row]]:
+        """Rows of the unproven entries of `impls`, by their places, measured in child processes;
+        see `measure.measure`."""
+        child, found = None, {}
+        how |= {"device": self._device, "direction": direction, "scopes": scopes}
+        for place, entry in enumerate(impls):
+            impl, variant, options = measure.parts(entry)
+            if not is_unproven(impl, workload.operator, direction, self._device, self._known):
+                continue
+            rung, begin = (workload.operator, direction, impl), time.monotonic()
+            if self._lost_s[rung] >= self._most_lost_s:
+                rows = f"not tried: {self._lost_s[rung]:.0f} s of this run were lost on it"
+            else:
+                self._log(f"  {impl}: unproven on this GPU, in a child process")
+                child = child or _Child(self._in_child, workload, how, self._limits_s, self._log)
+                # Modules come first: the rest may refer to what is in them.
+                options = sorted(options.items(), key=lambda x: not isinstance(x[1], ModuleType))
+                launches = 0 if (*rung, variant) in self._launched else LAUNCHES
+                rows = child.run((impl, variant, dict(options)), launches)
+                if isinstance(rows, list) and any(map(_sound, rows)):
+                    self._launched.add((*rung, variant))
+                elif child.ran:  # it may have written anywhere, or can launch nothing more
+                    child = child.end()
+                    self._lost_s[rung] += time.monotonic() - begin
+            if isinstance(rows, str):
+                self._log(f"  {impl}: {rows}")
+                attempt = measure.Attempt(failure=rows)
+                rows = measure.failed_rows(workload, direction, scopes, entry, attempt)
+            found[place] = rows
+            self._learnt |= _right(rows)
+        if child is not None:
+            child.end()
+        return found
+
+    def problem(self, impls: Iterable[str], operator: str, direction: str) -> str | None:
+        """Why one of `impls` must not be launched in this process, or None: the device cannot run
+        it, or neither a record nor this run has a correct row of it."""
+        for impl in impls:
+            rung = _rung(impl, operator, direction)
+            wrong = rung and rung.requires.of_device(self._device)
+            if wrong is not None:
+                return f"{impl} {wrong}"
+            if is_unproven(impl, operator, direction, self._device, self._learnt):
+                return f"{impl} has not been right on this GPU"
+        return None
+
+
+class _Child:
+    """A process that measures entries on a workload."""
+
+    def __init__(
+        self,
+        in_child: Callable[..., list[record.Row]],
+        workload: Workload,
+        how: Mapping[str, Any],
+        limits_s: Mapping[str, float],
+        log: Callable[[str], None],
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, in_child, workload, how), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._limits_s, self._log, self._stage = limits_s, log, "start"
+        self.ran = False
+
+    def run(self, entry: Entry, launches: int) -> list[record.Row] | str:
+        """The rows of an entry, or why there are none; `ran` is whether its kernels were launched
+        or its process is of no use."""
+        self.ran = False
+        try:
+            self._connection.send((entry, launches))
+            while True:
+                limit_s = self._limits_s[self._stage]
+                if not self._connection.poll(None if math.isinf(limit_s) else limit_s):
+                    self.ran = True
+                    return f"timeout after {limit_s:g} s in a child process ({self._stage})"
+                kind, what = self._connection.recv()
+                if kind == "found":
+                    return what
+                if kind == "log":
+                    self._log(what)
+                else:
+                    self._stage = what
+                    self.ran |= what == "run"
+        except (EOFError, OSError):
+            self.ran = True
+            self._process.join(10)
+            code = self._process.exitcode or 0
+            how = signal.Signals(-code).name if code < 0 else f"status {code}"
+            return f"its child process ended with {how} ({self._stage})"
+        except Exception as error:
+            self.ran = True
+            return f"no child process takes it: {measure.reason(error)}"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join(60)  # a kernel that hangs may keep its process for a while
+        self._connection.close()
+
+
+def _serve(
+    connection: Connection,
+    in_child: Callable[..., list[record.Row]],
+    workload: Workload,
+    how: Mapping[str, Any],
+) -> None:
+    """What the child does: one entry after another, until it is ended."""
+    tell = {
+        kind: lambda what, kind=kind: connection.send((kind, what)) for kind in ("stage", "log")
+    }
+    while True:
+        entry, launches = connection.recv()
+        try:
+            found = in_child(entry, workload, launches=launches, **how, **tell)
+        except Exception as error:
+            found = measure.reason(error)
+        connection.send(("found", found))
+        measure.free()
+
+
+def trial(
+    entry: Entry,
+    workload: Workload,
+    *,
+    launches: int,
+    device: torch.device,
+    direction: str,
+    stage: Stage,
+    **how: Any,
+) -> list[record.Row]:
+    """The rows of an entry, which is launched often before if it is new."""
+    if launches:
+        launch_often(entry, workload, launches, device=device, direction=direction, stage=stage)
+    options = {"device": device, "direction": direction, "stage": stage}
+    return measure.measure(workload, [entry], **options, **how)
+
+
+def launch_often(
+    entry: Entry,
+    workload: Workload,
+    launches: int = LAUNCHES,
+    *,
+    device: torch.device,
+    direction: str = "forward",
+    stage: Stage = lambda name: None,
+) -> None:
+    """Launch an entry again and again on a small `jagged` batch of a workload's kind, `IN_A_ROW`
+    times between looks at the results, each in memory full of NaN. ValueError if one is wrong: the
+    first is held against fp64, the others against the first."""
+    impl, variant, options = measure.parts(entry)
+    stage("inputs")
+    operator = operators.of(make_inputs(jagged(workload), device=device), direction)
+    made = operator.candidate(impl, variant, **options)
+    stage("run")
+    first = measure.tensors(made.call())
+    stage("check")
+    checks = operator.check(made.math, first)
+    wrong = [str(check) for check in checks if not check.passed]
+    if wrong:
+        raise ValueError(f"launch 1 of {launches:,} on a jagged batch: {'; '.join(wrong)}")
+    stage("launches")
+    for begin in range(1, launches, IN_A_ROW):
+        count = min(IN_A_ROW, launches - begin)
+        results = [measure.tensors(made.call()) for _ in range(count)]
+        apart = [
+            (one.float() - right.float()).abs().max()
+            for result in results
+            for one, right in zip(result, first, strict=True)
+        ]
+        for place, most in enumerate(torch.stack(apart).tolist()):
+            number, check = begin + 1 + place // len(first), checks[place % len(first)]
+            if not most <= 2 * check.max_abs_budget:
+                raise ValueError(
+                    f"launch {number:,} of {launches:,} on a jagged batch: {check.name} must be "
+                    f"within {2 * check.max_abs_budget:.3g} of the first, got {most:.3g}"
+                )
+        for result in results:
+            for tensor in result:
+                tensor.fill_(float("nan"))
+
+
+def jagged(workload: Workload) -> Workload:
+    """A workload of the same kind with few sequences, of 1 to as many tokens as it allows."""
+    law, longest = Uniform(0.5), max(workload.max_seqlen_q, workload.max_seqlen_k)
+    return replace(
+        workload,
+        name=f"{workload.name}-jagged",
+        batch=min(workload.batch, max(4, JAGGED_TOKENS // longest)),
+        lengths_q=Full() if workload.shared_q else law,
+        lengths_k=None if workload.lengths_k is None else law,
+    )
+
+
+def _module(name: str, file: str) -> ModuleType:
+    """A module as it is where an entry comes from, changed copies of rungs included."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+reduction.register(ModuleType, lambda module: (_module, (module.__name__, module.__file__)))

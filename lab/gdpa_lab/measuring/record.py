@@ -1,0 +1,475 @@
+"""Records: one JSON file per run, holding raw quantities and where they came from.
+
+`data/records/<id>.json` is written once and never changed. Rates, speedups and percentages are not
+stored; `results` derives them when read. Every key is explained in data/README.md, and
+record.schema.json states the structure. A file that is damaged, foreign, edited or of a newer
+schema is refused with its name and the reason: see refusals.py and manifest.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gdpa_kernels
+from gdpa_lab.measuring import bounds, manifest, refusals
+from gdpa_lab.measuring import system as systems
+from gdpa_lab.measuring.manifest import DATA_DIR, RecordError
+from gdpa_lab.measuring.refusals import SCHEMA_VERSION
+from gdpa_lab.measuring.rows import Ceiling, Error, Load, Protocol, Row, Table
+from gdpa_lab.measuring.workload import Workload
+
+ROOT = DATA_DIR.parent
+HOUSES = ("gdpa_kernels", "lab/gdpa_lab")
+"""Folders whose sources a record names by their hashes."""
+COMMIT_VARIABLE = "GDPA_KERNELS_COMMIT"
+
+
+@dataclass(frozen=True)
+class Package:
+    """The code that ran.
+
+    `commit`: 40 hex digits, or None if unknown. `dirty`: whether the package or the notebook
+    differed from that commit, None without a git checkout. `sources`: SHA-256 of every source file,
+    by path relative to the repository. `code`: `code_hash` of the same, None in records from before
+    it was kept.
+    """
+
+    version: str
+    commit: str | None
+    dirty: bool | None
+    sources: Mapping[str, str]
+    code: Mapping[str, str] | None = None
+
+    def source(self, operator: str, impl: str) -> str | None:
+        """The SHA-256 of the file of a rung, wherever it was; None if there was none."""
+        found = re.compile(rf"gdpa_kernels/{operator}/(kernels/|ladder/)?{impl}\.py")
+        names = sorted(filter(found.fullmatch, self.sources))
+        return self.sources[names[0]] if names else None
+
+    def ran(self, names: Iterable[str], root: Path) -> bool:
+        """Whether the code that ran as these files is that of the files in `root` now."""
+        kept, now = (self.sources, source_hash) if self.code is None else (self.code, code_hash)
+        return all(kept.get(name) == now(root / name) for name in names)
+
+    def differs(self, root: str | Path = ROOT) -> bool | None:
+        """Whether the files that ran are not those of `commit` in the git history of `root`; None
+        if that cannot be known: no commit, no git, or a clone without that commit."""
+        if self.commit is None:
+            return None
+        return _differs(str(root), self.commit, tuple(sorted(self.sources.items())))
+
+
+@cache
+def _differs(root: str, commit: str, sources: tuple[tuple[str, str], ...]) -> bool | None:
+    if _git(Path(root), "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        return None
+    names = "".join(f"{commit}:{name}\n" for name, _ in sources)
+    command = ["git", "-C", root, "cat-file", "--batch"]
+    text = subprocess.run(command, input=names.encode(), capture_output=True, check=True).stdout
+    at = 0
+    for _, sha256 in sources:
+        end = text.index(b"\n", at)
+        head = text[at:end].split()
+        if head[-1] == b"missing":
+            return True
+        at = end + 1 + int(head[-1]) + 1
+        if manifest.digest(text[end + 1 : at - 1]) != sha256:
+            return True
+    return False
+
+
+@cache
+def renames() -> Mapping[str, str]:
+    """Notebooks that older records know under another path: the path then -> the path now."""
+    return json.loads(Path(__file__).with_name("renames.json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run. `created` is UTC, ISO 8601. `system` is the id of a file in data/systems.
+
+    `state` has the GPU's state `before` and `after` the measurement, as `system.state` returns it.
+    `workloads` holds `Workload.to_dict()` by name. `plan`: keys of the rows that the run set out to
+    measure in bursts or back to back, each of which has a row; None in older records.
+    """
+
+    id: str
+    created: str
+    command: str
+    notebook: str | None
+    package: Package
+    system: str
+    state: Mapping[str, Mapping[str, Any]]
+    protocol: Protocol
+    ceilings: tuple[Ceiling, ...]
+    workloads: Mapping[str, Mapping[str, Any]]
+    rows: tuple[Row, ...]
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    plan: tuple[tuple[str, ...], ...] | None = None
+
+    @property
+    def chapter(self) -> str | None:
+        """Where its notebook is now."""
+        return renames().get(self.notebook, self.notebook)
+
+    def workload(self, name: str) -> Workload:
+        """The workload called `name` as this record measured it; LookupError if there is none."""
+        if name not in self.workloads:
+            raise LookupError(f"name must be one of {sorted(self.workloads)}, got {name!r}")
+        return Workload.from_dict(self.workloads[name])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON values; what several rows launch alike stands in it once."""
+        data = {"schema_version": SCHEMA_VERSION, **_plain(self)}
+        launches: list[dict[str, Any]] = []
+        for row in data["rows"]:
+            for launch in row["launches"] or ():
+                if launch not in launches:
+                    launches.append(launch)
+            row["launches"] = row["launches"] and [*map(launches.index, row["launches"])]
+        return {**data, "launches": launches}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Record:
+        """Rebuild a record from `to_dict`; ValueError with the reason if it is not a valid one."""
+        reason = refusals.refusal(data)
+        if reason is not None:
+            raise ValueError(reason)
+        added = ("schema_version", "digest", "launches")
+        values = {key: value for key, value in data.items() if key not in added}
+        return Record(
+            **{
+                **values,
+                "package": Package(**data["package"]),
+                "protocol": Protocol(**data["protocol"]),
+                "ceilings": tuple(_rebuilt(Ceiling, ceiling) for ceiling in data["ceilings"]),
+                "rows": tuple(_row(row, data.get("launches")) for row in data["rows"]),
+                "tables": {name: Table(**table) for name, table in data["tables"].items()},
+                "plan": _keys(data.get("plan")),
+            }
+        )
+
+
+def _keys(plan: Iterable[Sequence[str]] | None) -> tuple[tuple[str, ...], ...] | None:
+    return None if plan is None else tuple(map(tuple, plan))
+
+
+def _row(values: Mapping[str, Any], launches: Sequence[Mapping[str, Any]] | None) -> Row:
+    places = values.get("launches")
+    seen = None if places is None else tuple(launches[place] for place in places)
+    return _rebuilt(Row, {**values, "launches": seen})
+
+
+def _rebuilt(kind: type, values: Mapping[str, Any]) -> Any:
+    """A row or a ceiling from its JSON values."""
+    parts = {"error": Error, "load": Load}
+    return kind(**{k: parts[k](**v) if k in parts and v else v for k, v in values.items()})
+
+
+def new_record(
+    *,
+    command: str,
+    notebook: str | None,
+    system: systems.System,
+    state_before: Mapping[str, Any],
+    state_after: Mapping[str, Any],
+    protocol: Protocol,
+    workloads: Iterable[Workload],
+    rows: Iterable[Row],
+    ceilings: Iterable[Ceiling] = (),
+    tables: Mapping[str, Table] | None = None,
+    plan: Iterable[Sequence[str]] | None = None,
+    commit: str | None = None,
+) -> Record:
+    """A record of a run that ends now.
+
+    `command` reproduces the run. `notebook` is its path relative to the repository, None if a
+    command measured. `commit` is needed only where there is no git checkout; None then means the
+    environment variable GDPA_KERNELS_COMMIT, read now, and if that is not set the commit is
+    unknown. `write` checks the record.
+    """
+    now = datetime.now(timezone.utc)
+    name = Path(notebook or "run").with_suffix("").as_posix().removeprefix("notebooks/")
+    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return Record(
+        id=f"{now.strftime(refusals.STAMP)}-{stem}-{system.id}",
+        created=now.strftime(refusals.CREATED),
+        command=command,
+        notebook=notebook,
+        package=package_state(notebook=notebook, commit=commit),
+        system=system.id,
+        state={"before": dict(state_before), "after": dict(state_after)},
+        protocol=protocol,
+        ceilings=tuple(ceilings),
+        workloads={workload.name: workload.to_dict() for workload in workloads},
+        rows=tuple(rows),
+        tables=dict(tables or {}),
+        plan=_keys(plan),
+    )
+
+
+def package_state(
+    *, notebook: str | None = None, commit: str | None = None, root: str | Path = ROOT
+) -> Package:
+    """Version, commit and source hashes of the package in `root`, plus those of `notebook`.
+
+    The commit is that of the git checkout at `root`; without one it is `commit`, else the
+    environment variable GDPA_KERNELS_COMMIT, else None. ValueError if `commit` is not 40 hex digits
+    or contradicts the checkout; FileNotFoundError if `notebook` is not in `root`.
+    """
+    root = Path(root).resolve()
+    paths = sorted(path for house in HOUSES for path in (root / house).rglob("*.py"))
+    if notebook is not None:
+        paths.append(root / notebook)
+    checked_out = _git(root, "rev-parse", "HEAD") if _is_checkout(root) else None
+    given = ("commit", commit)
+    if checked_out is None and commit is None:
+        given = (COMMIT_VARIABLE, os.environ.get(COMMIT_VARIABLE) or None)
+    name, value = given
+    if value is not None and not re.fullmatch("[0-9a-f]{40}", value):
+        raise ValueError(f"{name} must be 40 hex digits, got {value!r}")
+    if None not in (checked_out, value) and checked_out != value:
+        raise ValueError(f"{name} must be the checkout's {checked_out}, got {value}")
+    dirty = None
+    if checked_out is not None:
+        watched = [*HOUSES] + ([notebook] if notebook is not None else [])
+        status = _git(root, "status", "--porcelain", "--", *watched)
+        dirty = None if status is None else bool(status)
+    names = [path.relative_to(root).as_posix() for path in paths]
+    return Package(
+        version=gdpa_kernels.__version__,
+        commit=checked_out or value,
+        dirty=dirty,
+        sources=dict(zip(names, map(source_hash, paths), strict=True)),
+        code=dict(zip(names, map(code_hash, paths), strict=True)),
+    )
+
+
+def source_hash(path: str | Path) -> str:
+    """SHA-256 of a file, hex digits."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def code_hash(path: str | Path) -> str:
+    """SHA-256 of what runs of a Python file, hex digits: not its docstrings, comments, blank lines
+    and spaces at the ends of lines."""
+    return _code_hash(Path(path).read_text(encoding="utf-8"))
+
+
+@cache
+def _code_hash(text: str) -> str:
+    lines = text.split("\n")  # as ast counts them
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            doc = node.body[0]
+            before = lines[doc.lineno - 1].encode()[: doc.col_offset].decode()
+            after = lines[doc.end_lineno - 1].encode()[doc.end_col_offset :].decode()
+            lines[doc.lineno - 1 : doc.end_lineno] = [""] * (doc.end_lineno - doc.lineno + 1)
+            lines[doc.lineno - 1] = f'{before}""{after}'
+    lines.append("")
+    for token in tokenize.generate_tokens(iter([f"{line}\n" for line in lines]).__next__):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    kept = [line.rstrip() for line in lines if line.strip()]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()
+
+
+def write(record: Record, data_dir: str | Path = DATA_DIR) -> Path:
+    """Write `data_dir`/records/<id>.json, list it in the manifest if there is one; its path.
+
+    RecordError if the record is not valid or its system is not in `data_dir`/systems;
+    FileExistsError if the file exists: records are append-only.
+    """
+    path = Path(data_dir) / "records" / f"{record.id}.json"
+    data = record.to_dict()
+    reason = refusals.refusal(data)
+    if reason is not None:
+        raise RecordError(path, reason)
+    reason = bounds.refusal(record, _machine(record, path))
+    if reason is not None:
+        raise RecordError(path, reason)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = path.open("x", encoding="utf-8")
+    except FileExistsError as error:
+        raise FileExistsError(f"records/{path.name} exists, and records are append-only") from error
+    with file:
+        file.write(_text(data))
+    manifest.add(path)
+    return path
+
+
+def write_partial(record: Record, path: Path) -> None:
+    """Replace `path`, <folder>/partial/<name>.json, by what a run has measured so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".new")
+    written.write_text(_text(record.to_dict()), encoding="utf-8")
+    written.replace(path)
+
+
+def keep(partial: str | Path) -> Path:
+    """Make a record of what a run left that did not end, <folder>/partial/<name>.json; its path.
+    RecordError if it is refused, then it stays."""
+    partial = Path(partial).absolute()
+    try:
+        made = Record.from_dict(refusals.parse(manifest.contents(partial, None)))
+    except ValueError as error:
+        raise RecordError(partial, str(error)) from error
+    path = write(made, partial.parent.parent)
+    partial.unlink()
+    return path
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    return _dumps({**data, "digest": refusals.digest(data)})
+
+
+def load(path: str | Path) -> Record:
+    """Read one record of a data folder, <folder>/records/<id>.json.
+
+    RecordError if it is refused: it cannot be read, is not what the folder's manifest lists, is not
+    valid, or its system is not in <folder>/systems. A folder without a manifest lists nothing.
+    """
+    path = Path(path).absolute()
+    sha256 = manifest.expected(path)
+    try:
+        seen = path.stat()
+    except OSError as error:
+        raise RecordError(path, f"cannot be read: {error.strerror}") from error
+    record = _parse(path, seen.st_mtime_ns, seen.st_size, sha256)
+    named = path.with_name(f"{record.id}.json")
+    if path != named:
+        reason = f"must be named {named.name}, after its id"
+        raise RecordError(path, reason + " (a duplicate of that file)" * named.exists())
+    machine = _machine(record, path)
+    reason = _beyond(path, seen.st_mtime_ns, seen.st_size, sha256, machine)
+    if reason is not None:
+        raise RecordError(path, reason)
+    return record
+
+
+@cache
+def _parse(path: Path, changed: int, size: int, sha256: str | None) -> Record:
+    """The record in `path`, read once for each state of the file."""
+    text = manifest.contents(path, sha256)
+    try:
+        return Record.from_dict(refusals.parse(text))
+    except ValueError as error:
+        raise RecordError(path, str(error)) from error
+
+
+@cache
+def _beyond(path: Path, *state: Any) -> str | None:
+    """`bounds.refusal` of the record in `path` and the machine, the last of `state`."""
+    *state, machine = state
+    return bounds.refusal(_parse(path, *state), machine)
+
+
+def survey(data_dir: str | Path = DATA_DIR) -> tuple[list[Record], list[RecordError]]:
+    """Every record in `data_dir`/records, oldest first, and an error for each refused file: each
+    one there that is no record, each record of the manifest that is not there, and what else is
+    wrong with the folder (`manifest.problems`)."""
+    data_dir = Path(data_dir)
+    folder = data_dir / "records"
+    try:
+        others = manifest.problems(data_dir)
+        listed = manifest.listed(data_dir) or ()
+        paths = {data_dir / name for name in listed if name.startswith("records/")}
+        if folder.exists():
+            paths |= {path for path in folder.iterdir() if not path.name.startswith(".")}
+    except RecordError as error:
+        return [], [error]
+    except OSError as error:
+        return [], [RecordError(folder, f"cannot be read: {error.strerror}")]
+    records, errors = [], others
+    for path in sorted(paths):
+        try:
+            records.append(load(path))
+        except RecordError as error:
+            errors.append(error)
+    return sorted(records, key=lambda r: (r.created, r.id)), errors
+
+
+def load_all(data_dir: str | Path = DATA_DIR) -> list[Record]:
+    """Every record in `data_dir`/records, oldest first; RecordError naming every refused file."""
+    if not Path(data_dir).is_dir():
+        raise RecordError(data_dir, "must be a folder with records/ and systems/")
+    records, errors = survey(data_dir)
+    if errors:
+        named = "".join(f"\nrefused {error}" for error in errors)
+        raise RecordError(Path(data_dir) / "records", f"{len(errors)} refused{named}")
+    return records
+
+
+def communities(data_dir: str | Path = DATA_DIR) -> dict[str, Path]:
+    """The folders of records of other machines, `data_dir`/community/<handle>, by handle: laid out
+    like `data_dir`, each with a manifest of its own."""
+    folder = Path(data_dir) / manifest.COMMUNITY
+    return {path.name: path for path in sorted(folder.glob("*/")) if path.is_dir()}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _dumps(data: Mapping[str, Any]) -> str:
+    """JSON with one key per line, and lists of numbers on one line."""
+    text = json.dumps(data, indent=1, allow_nan=False)
+    # JSON strings hold no line break, so a bracket followed by one opens a list.
+    numbers = re.compile(r"\[\n[^\[\]{}\"]*\]")
+    return numbers.sub(lambda m: re.sub(r"\n\s*", " ", m[0]), text) + "\n"
+
+
+def _machine(record: Record, path: Path) -> systems.System:
+    """The system of the record in `path`; RecordError if it is unknown or not promoted."""
+    data_dir = path.parent.parent
+    file = data_dir / "systems" / f"{record.system}.json"
+    if not file.exists():
+        raise RecordError(path, f"system must be in systems/, got {record.system!r}, which is not")
+    try:
+        machine = systems.load(file)
+    except ValueError as error:
+        raise RecordError(path, str(error)) from error
+    if not systems.is_promoted(machine, data_dir):
+        raise RecordError(
+            path,
+            f"system must be one that {systems.PROMOTED} lists for its GPU, got {machine.id!r} of "
+            f"{machine.gpu!r}: its records belong in {manifest.COMMUNITY}/<handle>/",
+        )
+    return machine
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _is_checkout(root: Path) -> bool:
+    """Whether `root` itself is a git checkout, not a folder inside another project's."""
+    top = _git(root, "rev-parse", "--show-toplevel")
+    return top is not None and Path(top).resolve() == root

@@ -1,0 +1,220 @@
+"""Why something is no record: its text, its structure, or what it says cannot be.
+
+A record is refused if its digest is not that of its contents, if a row counts other FLOPs or bytes
+than its workload has, or if it was faster than the ceilings of the same record allow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+
+from gdpa_lab.measuring import manifest
+from gdpa_lab.measuring.roofline import Ceilings
+from gdpa_lab.measuring.rows import Ceiling, work
+from gdpa_lab.measuring.workload import Workload
+
+SCHEMA_VERSION = 1
+CREATED = "%Y-%m-%dT%H:%M:%SZ"
+STAMP = "%Y%m%dT%H%M%SZ"
+MOST_PERCENT = 105
+"""Of the roofline, at the median. Kernels and ceilings are timed minutes apart, at clocks that
+differ by a few percent; the records of an H200 reach 100.6."""
+
+_MOST_SEQUENCES = 1 << 20
+_LONGEST_REASON = 300
+
+
+def parse(text: bytes) -> Any:
+    """The values in the text of a record; ValueError if it is not JSON."""
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON, or cut short: {error}") from error
+    except RecursionError as error:
+        raise ValueError("not a record: nested too deeply") from error
+
+
+def digest(data: Mapping[str, Any]) -> str:
+    """SHA-256 of everything but the key "digest": of its JSON with sorted keys and no spaces."""
+    rest = {key: value for key, value in data.items() if key != "digest"}
+    return manifest.digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def refusal(data: Any) -> str | None:
+    """Why `data` is no valid record, None if it is one."""
+    try:
+        return next(_reasons(data), None)
+    except RecursionError:
+        return "not a record: nested too deeply"
+
+
+def _reasons(data: Any) -> Iterator[str]:
+    """Reasons to refuse `data`; a later one may need that there is no earlier one."""
+    version = data.get("schema_version") if isinstance(data, Mapping) else None
+    if type(version) is not int:
+        yield "not a record: it has no schema_version"
+    elif version > SCHEMA_VERSION:
+        yield f"schema_version must be at most {SCHEMA_VERSION}, got the newer {version}"
+    yield from _not_json(data, "")
+    error = jsonschema.exceptions.best_match(_validator().iter_errors(data))
+    if error is not None:
+        where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error.absolute_path)
+        reason = error.schema.get("$comment", error.message)
+        if len(reason) > _LONGEST_REASON:
+            reason = f"{reason[:_LONGEST_REASON]}..."
+        yield f"{where.lstrip('.') or 'record'}: {reason}"
+    yield from _wrong_time(data["id"], data["created"])
+    yield from _contradictions(data)
+    yield from _wrong_work(data)
+    yield from _too_fast(data)
+    if "digest" in data and data["digest"] != (found := digest(data)):
+        yield f"digest must be {found}, that of the contents, got {data['digest']}"
+
+
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    if repeated:
+        raise ValueError(f"every key of an object must be unique, got {repeated} twice")
+    return dict(pairs)
+
+
+@cache
+def _validator() -> jsonschema.protocols.Validator:
+    schema = json.loads(Path(__file__).with_name("record.schema.json").read_text(encoding="utf-8"))
+    times = schema["$defs"]["samples_us"]["items"]
+    least, most = times["minimum"], times["maximum"]
+    every_item = jsonschema.Draft202012Validator.VALIDATORS["items"]
+
+    def items(validator: Any, rule: Any, found: Any, parent: Any) -> Iterator[Any]:
+        # One by one, the library takes 0.5 s for a record of 12,000 samples; this, 0.1 s.
+        quick = rule == times and isinstance(found, list)
+        if quick and all(type(x) in (int, float) and least <= x <= most for x in found):
+            return iter(())
+        return every_item(validator, rule, found, parent)
+
+    return jsonschema.validators.extend(jsonschema.Draft202012Validator, {"items": items})(schema)
+
+
+def _not_json(value: Any, where: str) -> Iterator[str]:
+    """Reasons why `value`, found at `where`, would not come back from a JSON file as it is."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                yield f"{where} must have strings as keys, got {key!r}"
+            yield from _not_json(key, f"a key of {where}")
+            yield from _not_json(item, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _not_json(item, f"{where}[{i}]")
+    elif isinstance(value, str):
+        if not value.isascii() and value.encode(errors="ignore").decode() != value:
+            yield f"{where} must be text, got {value!r}"
+    elif isinstance(value, int):
+        if value.bit_length() > 63:
+            yield f"{where} must be an integer of at most 63 bits, got {value.bit_length()} bits"
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            yield f"{where} must be a finite number, got {value}"
+    elif value is not None:
+        yield f"{where} must be a JSON value, got {value!r} of type {type(value).__name__}"
+
+
+def _wrong_time(name: str, created: str) -> Iterator[str]:
+    try:
+        when = datetime.strptime(created, CREATED).replace(tzinfo=timezone.utc)
+    except ValueError:
+        yield f"created must be a date and time, got {created!r}"
+        return
+    stamp = when.strftime(STAMP)
+    if not name.startswith(f"{stamp}-"):
+        yield f"id must begin with the time of created, {stamp}-, got {name!r}"
+    if when > datetime.now(timezone.utc) + timedelta(days=1):
+        yield f"created must be in the past of this machine's clock, got {created}"
+
+
+def _contradictions(data: Mapping[str, Any]) -> Iterator[str]:
+    """Rows, workloads and tables that do not fit each other."""
+    for name, values in data["workloads"].items():
+        try:
+            workload = Workload.from_dict(values)
+        except (TypeError, ValueError) as error:
+            yield f"workloads.{name}: {error}"
+        else:
+            if workload.name != name:
+                yield f"workloads.{name}: name must be its key, got {workload.name!r}"
+    seen: dict[tuple[str, ...], int] = {}
+    for i, row in enumerate(data["rows"]):
+        if row["workload"] not in data["workloads"]:
+            yield (
+                f"rows[{i}].workload must be one of {sorted(data['workloads'])}, "
+                f"got {row['workload']!r}"
+            )
+        kept = len(data.get("launches", ()))
+        if any(place >= kept for place in row.get("launches") or ()):
+            yield f"rows[{i}].launches must be below {kept}, of launches, got {row['launches']}"
+        error = row["error"] or {"passed": False}
+        if error["passed"] and (error["max_abs"] is None or error["max_abs"] > error["budget"]):
+            yield (
+                f"rows[{i}].error: max_abs must be at most the budget {error['budget']} to pass, "
+                f"got {error['max_abs']}"
+            )
+        key = tuple(row[name] for name in ("workload", "direction", "impl", "scope", "variant"))
+        if key in seen:
+            yield f"rows[{i}] must differ from rows[{seen[key]}], got {'/'.join(key)} twice"
+        seen[key] = i
+    for key in map(tuple, data.get("plan") or ()):
+        if key not in seen:
+            yield f"rows must hold {'/'.join(key)}, which the run planned, if only its failure"
+    for name, table in data["tables"].items():
+        for i, row in enumerate(table["rows"]):
+            if len(row) != len(table["columns"]):
+                yield (
+                    f"tables.{name}.rows[{i}] must have {len(table['columns'])} values, "
+                    f"got {len(row)}"
+                )
+
+
+def _wrong_work(data: Mapping[str, Any]) -> Iterator[str]:
+    """Rows whose operator, FLOPs or bytes are not those of their workload."""
+    workloads = {name: Workload.from_dict(values) for name, values in data["workloads"].items()}
+    for i, row in enumerate(data["rows"]):
+        workload = workloads[row["workload"]]
+        if workload.batch > _MOST_SEQUENCES:  # its lengths are drawn one by one
+            yield f"workloads.{workload.name}.batch must be at most {_MOST_SEQUENCES}"
+        kind = {name: row[name] for name in ("scope", "variant", "math")}
+        try:
+            expected = work(workload, row["direction"], **kind)
+        except (ArithmeticError, ValueError) as error:
+            yield f"rows[{i}]: the work of {workload.name!r} cannot be counted: {error}"
+            continue
+        for name, value in {"operator": workload.operator, **expected}.items():
+            if row[name] != value:
+                yield f"rows[{i}].{name} must be {value!r}, its workload's, got {row[name]!r}"
+
+
+def _too_fast(data: Mapping[str, Any]) -> Iterator[str]:
+    """Rows above the roofline of their own record."""
+    measured = [Ceiling(**ceiling) for ceiling in data["ceilings"]]
+    scopes = {c.scope for c in measured} | {"kernel"}
+    by_scope = {scope: Ceilings.measured(measured, scope) for scope in scopes}
+    for i, row in enumerate(data["rows"]):
+        limits = by_scope.get("sustained" if row["scope"] == "sustained" else "kernel")
+        if limits is None or not row["samples_us"] or not row["flops"]:
+            continue
+        floor = limits.floor_us(row["flops"], row["bytes_read"], row["bytes_written"])
+        percent = 100 * floor / float(np.median(row["samples_us"]))
+        if percent > MOST_PERCENT:
+            yield (
+                f"rows[{i}].samples_us must be at most {MOST_PERCENT} % of the roofline that the "
+                f"ceilings make, got {percent:.0f} %"
+            )

@@ -1,0 +1,198 @@
+"""What a record is made of: protocol, ceilings, checks, rows and tables, and what a row counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gdpa_lab.measuring.workload import DIRECTIONS, DTYPE_BYTES, STEP, Workload
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How time was taken.
+
+    `timer`: what measured it, e.g. "cuda events". `warmup` and `samples`: calls before, and calls
+    timed, per row. `l2_flush_bytes`: bytes written before each call to empty the L2 cache, 0 for
+    none. `interleaved`: whether rows took turns. `statistic`: what one sample is, e.g. "one call".
+    """
+
+    timer: str
+    warmup: int
+    samples: int
+    l2_flush_bytes: int
+    interleaved: bool
+    statistic: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """A GPU while calls ran back to back; None for what the driver does not tell.
+
+    `sm_clock_mhz`: the median. `power_w`: the mean. `joules`: of one call. `throttle_reasons`:
+    whatever held at some time.
+    """
+
+    sm_clock_mhz: float | None
+    power_w: float | None
+    joules: float | None
+    throttle_reasons: tuple[str, ...] | None
+
+    def __post_init__(self) -> None:
+        if self.throttle_reasons is not None:
+            object.__setattr__(self, "throttle_reasons", tuple(self.throttle_reasons))
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """A limit of the device, measured in the same run.
+
+    `kind`: "matmul" or "copy". `shape`: what ran, for people. `flops`, `bytes_read`,
+    `bytes_written`: per call. `samples_us`: microseconds, one per timed call. `scope`: "kernel" or
+    "sustained", as of a row; `load`: what came with the latter.
+    """
+
+    kind: str
+    shape: str
+    samples_us: tuple[float, ...] = ()
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    scope: str = "kernel"
+    load: Load | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))
+
+
+@dataclass(frozen=True)
+class Error:
+    """The check of an output before it was timed.
+
+    `max_abs`: largest absolute error against `reference`, None if the output was not finite.
+    `budget`: largest error allowed. `elements`: numbers compared. `pytorch`, `rounding`: largest
+    errors of PyTorch in the same dtype and of rounding alone, which make the budget (`testing`);
+    None in older records.
+    """
+
+    max_abs: float | None
+    budget: float
+    passed: bool
+    elements: int
+    reference: str = "fp64"
+    pytorch: float | None = None
+    rounding: float | None = None
+
+    @staticmethod
+    def judge(max_abs: float, budget: float, *, elements: int, reference: str = "fp64") -> Error:
+        """The error of a measured `max_abs`, which passes if it is finite and within `budget`."""
+        finite = math.isfinite(max_abs)
+        return Error(
+            max_abs=float(max_abs) if finite else None,
+            budget=float(budget),
+            passed=finite and max_abs <= budget,
+            elements=elements,
+            reference=reference,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation on one workload.
+
+    `workload`: a name in the record's `workloads`. `math`: "activation" or "softmax". `scope`: what
+    was timed, "kernel" (the launch alone), "sustained" (the same, back to back), "op" (the whole
+    call), "host" (the call until it returns) or "schedule" (making one). `variant` tells apart rows
+    that share all the rest, e.g. a schedule's order. `config`: constants of the implementation.
+    `flops`, `bytes_read`, `bytes_written`: useful FLOPs and fewest bytes of one call. `samples_us`:
+    microseconds, one per timed call, of scope "sustained" the means of chunks of calls; empty when
+    `failure` says why. `peak_bytes`: most device memory allocated during one call, None if not
+    measured. `load`: of the GPU, with samples of scope "sustained" alone. `launches`: of our
+    kernels, by one call of what was timed, as `machine_code.describe` has them; None if not known.
+    """
+
+    workload: str
+    operator: str
+    direction: str
+    impl: str
+    math: str
+    scope: str
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    samples_us: tuple[float, ...] = ()
+    error: Error | None = None
+    failure: str | None = None
+    variant: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    load: Load | None = None
+    launches: tuple[Mapping[str, Any], ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samples_us", tuple(float(s) for s in self.samples_us))
+        if self.launches is not None:
+            object.__setattr__(self, "launches", tuple(self.launches))
+
+    @staticmethod
+    def of(workload: Workload, direction: str, **values: Any) -> Row:
+        """A row whose operator is that of `workload` and whose FLOPs and bytes are its `work`.
+
+        `values` are the other fields; a value for one of those replaces it.
+        """
+        kind = {name: values[name] for name in ("scope", "variant", "math") if name in values}
+        derived = {"operator": workload.operator, **work(workload, direction, **kind)}
+        return Row(workload=workload.name, direction=direction, **{**derived, **values})
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells a row from the others of its record."""
+        return (self.workload, self.direction, self.impl, self.scope, self.variant)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measurements of a notebook that are no timings: named columns, rows of plain values."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(self.columns))
+        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
+
+
+def work(
+    workload: Workload, direction: str, *, scope: str, math: str, variant: str = ""
+) -> dict[str, int]:
+    """Useful FLOPs and fewest bytes of one call, as fields of a row.
+
+    Those of `workload` in `direction`, with these exceptions: a schedule and the time on the host
+    count nothing; an op that is a whole step counts both directions; rotary alone counts three
+    FLOPs for each element it rotates, each read and written once, and sines and cosines read once.
+    """
+    if scope in ("schedule", "host"):
+        return {"flops": 0, "bytes_read": 0, "bytes_written": 0}
+    if math == "rotary":
+        return _rotary_alone(workload)
+    directions = DIRECTIONS if (scope, variant) == ("op", STEP) else (direction,)
+    return {
+        "flops": sum(map(workload.flops, directions)),
+        "bytes_read": sum(map(workload.bytes_read, directions)),
+        "bytes_written": sum(map(workload.bytes_written, directions)),
+    }
+
+
+def _rotary_alone(workload: Workload) -> dict[str, int]:
+    if not workload.rotary:
+        raise ValueError(f"workload must have rotary, got {workload.name!r} without")
+    heads = workload.num_heads_q + workload.num_heads_k * (1 + workload.rotate_v)
+    row = workload.total_q * workload.head_dim  # of one head; of sines and cosines together
+    size = DTYPE_BYTES[workload.dtype]
+    return {
+        "flops": 3 * heads * row,
+        "bytes_read": (heads + 1) * row * size,
+        "bytes_written": heads * row * size,
+    }

@@ -1,0 +1,301 @@
+"""A measuring run from its first ceiling to its record; a chapter in measure mode holds one."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from gdpa_lab.measuring import manifest, operators, probe, record, sustained, system, timing
+from gdpa_lab.measuring import measure as measuring
+from gdpa_lab.measuring.inputs import BlockInputs, Inputs, make_inputs
+from gdpa_lab.measuring.workload import Workload
+
+HANDLE_VARIABLE = "GDPA_KERNELS_HANDLE"
+
+
+class Session:
+    """One measuring run: state before, ceilings, rows and tables, then one record.
+
+    What would begin more than `limit_s` seconds after the session is left out, and the log says so:
+    begin with what matters most. A rung that no record in `data_dir` proves on such a GPU is
+    measured in a child process; see `probe`.
+
+    >>> session = Session("notebooks/forward/results.py", device)      # doctest: +SKIP
+    >>> session.measure(workload("gdpa-self-full-1024"), ["v1_tiled", "fa2_varlen"])
+    >>> path = session.write(data_dir)
+    """
+
+    def __init__(
+        self,
+        notebook: str,
+        device: torch.device | str,
+        protocol: timing.Protocol = timing.DEFAULT,
+        log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        *,
+        limit_s: float = math.inf,
+        data_dir: str | Path = record.DATA_DIR,
+    ) -> None:
+        self._deadline = time.monotonic() + limit_s
+        self.device = torch.device(device)
+        if self.device.type != "cuda":
+            raise ValueError(f"device must be a CUDA device to measure, got {device!r}")
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.notebook = notebook
+        self.protocol = protocol
+        self.log = log
+        self.system = system.describe(self.device.index)
+        self.before = system.state(self.device.index)
+        known = probe.proven(data_dir, self.system.compute_capability)
+        self._probe = probe.Probe(self.device, known, log)
+        self.ceilings: list[record.Ceiling] = []
+        self._limits: set[tuple[Callable, str]] = set()
+        self._add_ceilings(timing.limits, "kernel")
+        self.rows: list[record.Row] = []
+        self._plan: dict[tuple[str, ...], tuple[Workload, str]] = {}
+        self._partial: Path | None = None
+        self.tables: dict[str, record.Table] = {}
+        self.workloads: dict[str, Workload] = {}
+
+    def measure(
+        self,
+        workload: Workload,
+        impls: Sequence,
+        *,
+        direction: str = "forward",
+        scopes: measuring.Scopes = ("kernel",),
+        seconds: float = sustained.SECONDS,
+    ) -> None:
+        """Check and time `impls` on `workload`; see `measure`.
+
+        The first workload of block attention, or the first backward, adds copies of attention's
+        mixes to the ceilings; scope "sustained" adds ceilings of that scope.
+        """
+        self._set_out(workload, impls, direction, scopes)
+        if not self._begins(f"{workload.name}, {direction}"):
+            return
+        self._prepare(workload, direction, "sustained" in scopes)
+        how = {"protocol": self.protocol, "scopes": scopes, "seconds": seconds}
+        tried = self._probe.measure(workload, impls, direction, **how)
+        for rows in tried.values():
+            self.rows += rows
+        here = [entry for place, entry in enumerate(impls) if place not in tried]
+        if here:
+            self.rows += measuring.measure(
+                workload, here, device=self.device, direction=direction, log=self.log, **how
+            )
+        measuring.free()
+
+    def measure_rotary(
+        self,
+        workload: Workload,
+        *,
+        direction: str = "forward",
+        scopes: measuring.Scopes = ("kernel",),
+        seconds: float = sustained.SECONDS,
+    ) -> None:
+        """Check and time rotary alone on the tensors of `workload`; see `measure_rotary`."""
+        if not self._begins(f"{workload.name}, rotary alone, {direction}"):
+            return
+        self._prepare(workload, direction, "sustained" in scopes)
+        self.rows += measuring.measure_rotary(
+            workload, device=self.device, direction=direction, protocol=self.protocol,
+            scopes=scopes, seconds=seconds, log=self.log,
+        )  # fmt: skip
+        measuring.free()
+
+    def accuracy(self, name: str, workload: Workload, impls: Mapping) -> None:
+        """Keep the errors of the gradients of `impls` as the table `name`; see `accuracy`."""
+        if not self._begins(f"{workload.name}, {name}"):
+            return
+        rungs = [measuring.parts(entry)[0] for entry in impls.values()]
+        problem = self._probe.problem(rungs, workload.operator, "backward")
+        try:
+            if problem is not None:
+                raise NotImplementedError(problem)
+            self.tables[name] = measuring.accuracy(workload, impls, device=self.device)
+        except Exception as error:  # what was measured before must reach the record
+            self.log(f"  no table {name}: {measuring.reason(error)}")
+        measuring.free()
+
+    def _set_out(
+        self, workload: Workload, impls: Sequence, direction: str, scopes: measuring.Scopes
+    ) -> None:
+        """Plan a row for each of `impls` and scope on the device: the record will hold them."""
+        for impl, variant, _ in map(measuring.parts, impls):
+            for scope in measuring.ON_DEVICE:
+                if measuring.asks(scopes, scope, impl):
+                    key = (workload.name, direction, impl, scope, variant)
+                    self._plan[key] = (workload, operators.math(workload.operator, impl))
+
+    def _missing(self) -> list[record.Row]:
+        """A failure for each planned row that there is not."""
+        known, late = {row.key for row in self.rows}, time.monotonic() > self._deadline
+        why = "the time was up" if late else "the run ended before it"
+        return [
+            record.Row.of(
+                workload, key[1], impl=key[2], scope=key[3], variant=key[4], math=kind,
+                failure=f"not measured: {why}",
+            )
+            for key, (workload, kind) in self._plan.items()
+            if key not in known
+        ]  # fmt: skip
+
+    def launch(
+        self,
+        name: str,
+        workload: Workload,
+        rungs: Sequence[str],
+        run: Callable[[Inputs | BlockInputs], None],
+        *,
+        direction: str = "forward",
+    ) -> None:
+        """`run(inputs)`, which launches `rungs`, or changed copies of them, itself and keeps what
+        it finds, called `name`.
+
+        Only if all of them run on this GPU and a record or this session has a correct row of each;
+        otherwise, or if it raises, the log says why there is no `name`.
+        """
+        if not self._begins(f"{workload.name}, {name}"):
+            return
+        try:
+            problem = self._probe.problem(rungs, workload.operator, direction)
+            if problem is not None:
+                raise NotImplementedError(problem)
+            run(make_inputs(workload, device=self.device))
+        except Exception as error:  # what was measured before must reach the record
+            self.log(f"  no {name}: {measuring.reason(error)}")
+        measuring.free()
+
+    def _begins(self, what: str) -> bool:
+        gc.freeze()  # or `free` looks through all that was imported, 0.2 s for each implementation
+        if self._partial is not None:
+            system.save(self.system, self._partial.parents[1])
+            record.write_partial(self._made(), self._partial)
+        late = time.monotonic() > self._deadline
+        self.log(f"{what}: left out, the time is up" if late else what)
+        return not late
+
+    def memory(self, workload: Workload, impls: Sequence[str]) -> None:
+        """Add what a step of training of each of `impls` needs on `workload` to the table
+        "memory"; see `memory`."""
+        if not self._begins(f"{workload.name}, memory"):
+            return
+        self.workloads[workload.name] = workload
+        before = self.tables.get("memory", record.Table(measuring.MEMORY, ()))
+        problems = {
+            impl: self._probe.problem([impl], workload.operator, "backward") for impl in impls
+        }
+        for problem in filter(None, problems.values()):
+            self.log(f"  {problem}")
+        sound = [impl for impl in impls if problems[impl] is None]
+        found = measuring.memory(workload, sound, device=self.device, log=self.log)
+        lost = [(workload.name, impl, None) for impl in impls if impl not in sound]
+        self.tables["memory"] = record.Table(measuring.MEMORY, (*before.rows, *found.rows, *lost))
+        measuring.free()
+
+    def _prepare(self, workload: Workload, direction: str, back_to_back: bool = False) -> None:
+        mixes = workload.operator == "block_attention" or direction == "backward"
+        for make in (timing.limits, *[timing.attention_copies] * mixes):
+            self._add_ceilings(make, *measuring.ON_DEVICE[: 1 + back_to_back])
+        self.workloads[workload.name] = workload
+
+    def _add_ceilings(self, make: Callable[..., list[timing.Limit]], *scopes: str) -> None:
+        """Measure the limits that `make` gives in each of `scopes`, once in a session."""
+        missing = [scope for scope in scopes if (make, scope) not in self._limits]
+        limits = make(self.device) if missing else []
+        for scope in missing:
+            self._limits.add((make, scope))
+            if scope == "kernel":
+                self.ceilings += timing.measure_ceilings(limits, self.device, self.protocol)
+            else:
+                self.ceilings += sustained.measure_ceilings(limits, self.ceilings, self.device)
+
+    def add(self, workload: Workload, *rows: record.Row) -> None:
+        """Add rows measured by other means on `workload`."""
+        self.workloads[workload.name] = workload
+        self.rows += rows
+
+    def tabulate(
+        self, name: str, columns: Sequence[str], samples: Mapping[tuple, Sequence[float]]
+    ) -> None:
+        """Keep samples that belong to no workload: a table with one row for each of them.
+
+        `samples` maps values of `columns` to microseconds.
+        """
+        self.tables[name] = record.Table(
+            (*columns, "sample", "time_us"),
+            tuple((*key, i, t) for key, times in samples.items() for i, t in enumerate(times)),
+        )
+
+    def uses(self, gpus: int) -> None:
+        """What is measured runs on so many GPUs at once: the system says so."""
+        self.system = replace(self.system, gpus=gpus)
+
+    def begin(self, data_dir: str | Path) -> None:
+        """Keep what is measured in data_dir/partial/ from now on, until `write`: what a run leaves
+        there that does not end, `record.keep` makes a record."""
+        self._partial = self._place(data_dir) / manifest.PARTIAL / f"{self._made().id}.json"
+
+    def write(self, data_dir: str | Path) -> Path:
+        """Write the record, and the system's file if it is new; the record's path.
+
+        In a folder that lists the systems it holds (`system.promoted`), records of others go to
+        community/<handle>/, where <handle> is the environment variable GDPA_KERNELS_HANDLE, or
+        "local". RecordError if the record is refused; what `begin` kept stays then.
+        """
+        place = self._place(data_dir)
+        system.save(self.system, place)
+        path = record.write(self._made(), place)
+        if self._partial is not None:
+            self._partial.unlink(missing_ok=True)
+        return path
+
+    def _place(self, data_dir: str | Path) -> Path:
+        if system.is_promoted(self.system, data_dir):
+            return Path(data_dir)
+        handle = os.environ.get(HANDLE_VARIABLE) or "local"
+        if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9-]*", handle):
+            raise ValueError(
+                f"{HANDLE_VARIABLE} must be letters, digits and hyphens, got {handle!r}"
+            )
+        place = Path(data_dir) / manifest.COMMUNITY / handle
+        place.mkdir(parents=True, exist_ok=True)
+        (place / manifest.NAME).touch()
+        return place
+
+    def _made(self) -> record.Record:
+        """The record of what was measured so far."""
+        slug = self.notebook.removeprefix("notebooks/").removesuffix(".py")
+        return record.new_record(
+            command=f'make measure NOTEBOOKS="{slug}"',
+            notebook=self.notebook,
+            system=self.system,
+            state_before=self.before,
+            state_after=system.state(self.device.index),
+            protocol=record.Protocol(
+                timer="cuda events (scopes kernel, sustained), host clock (scopes op, host)",
+                warmup=self.protocol.warmup,
+                samples=self.protocol.samples,
+                l2_flush_bytes=self.protocol.l2_flush_bytes,
+                interleaved=self.protocol.interleaved,
+                statistic="one call; of scope sustained the mean of a chunk of calls",
+            ),
+            workloads=[
+                *(workload for workload, _ in self._plan.values()),
+                *self.workloads.values(),
+            ],
+            rows=[*self.rows, *self._missing()],
+            ceilings=self.ceilings,
+            tables=self.tables,
+            plan=self._plan,
+        )

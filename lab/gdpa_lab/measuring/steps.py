@@ -1,0 +1,57 @@
+"""Times of whole training steps: the scripts of `examples/`, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+# Inductor compiles in this process, for its workers import Triton alone and find no TLX. NVLink's
+# multicast is off: a host may not lend it.
+ENVIRONMENT = {
+    "TORCHINDUCTOR_COMPILE_THREADS": "1", "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
+}  # fmt: skip
+
+
+def run(script: str, *options: object, ranks: int = 1, timeout: float = 300) -> list[dict]:
+    """The rows that a script of `examples/` writes; what it prints goes to our output.
+
+    `ranks`: processes under torchrun, one a GPU; one: a process without it. FileNotFoundError
+    outside a checkout, RuntimeError with the end of its output if the script fails or takes longer
+    than `timeout` seconds.
+    """
+    path = EXAMPLES / f"{script}.py"
+    if not path.exists():
+        raise FileNotFoundError(f"script must be one of a checkout's examples/, got {path}")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, *launcher * (ranks > 1), str(path), *map(str, options)]
+        command += ["--out", str(out)]
+        try:
+            done = subprocess.run(
+                command, env=os.environ | ENVIRONMENT, timeout=timeout, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{script} {options} must end in {timeout} s") from error
+        if done.returncode:
+            raise RuntimeError(f"{script} {options} failed: {done.stdout[-2000:]}")
+        print(done.stdout, flush=True)
+        return json.loads(out.read_text())["rows"]
+
+
+def link() -> str:
+    """How the first two GPUs of this machine are joined, as `nvidia-smi topo` names it."""
+    if torch.cuda.device_count() < 2:
+        return "none"
+    table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True)
+    row = next(line for line in table.stdout.splitlines() if line.startswith("GPU0"))
+    return row.split()[2]

@@ -1,0 +1,166 @@
+"""Kernels back to back: what a training loop gets of a device that never rests.
+
+In a burst (`timing.sample_kernels`) the device pauses between calls, so it runs near its highest
+clock. Here one function runs alone for `seconds`, after `WARM_S` that bring clock and temperature
+to where they stay: 1 gives the median of 1.5 within a percent, an energy wants 5. A sample is the
+mean time of the calls in a chunk of about `CHUNK_US`, between two CUDA events; L2 keeps what the
+call before left in it. Meanwhile NVML reports the clock, the energy and what throttles. Source:
+NVML reference, nvmlDeviceGetTotalEnergyConsumption.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import pynvml
+import torch
+
+from gdpa_lab.measuring import system, timing
+from gdpa_lab.measuring.rows import Load
+
+SECONDS, WARM_S = 1.5, 0.5
+CHUNK_US = 20_000.0
+
+
+class HostTooSlow(RuntimeError):
+    """The device waited for the host between calls."""
+
+
+class Meter:
+    """What NVML tells of a GPU while it works; None for what it does not tell."""
+
+    def __init__(self, device: torch.device) -> None:
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(device).uuid
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+    def energy_j(self) -> float | None:
+        """Since the driver was loaded."""
+        found = self._ask(pynvml.nvmlDeviceGetTotalEnergyConsumption)
+        return None if found is None else found / 1e3
+
+    def clock_mhz(self) -> float | None:
+        """Of the SMs, now."""
+        return self._ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
+
+    def throttle_reasons(self) -> set[str] | None:
+        """As in a record's state, now."""
+        mask = self._ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+        return None if mask is None else set(system.throttle_reasons(mask))
+
+    def _ask(self, question: Callable[..., int], *more: object) -> int | None:
+        try:
+            return question(self._handle, *more)
+        except pynvml.NVMLError:
+            return None
+
+
+def sample(
+    function: Callable[[], object],
+    device: torch.device,
+    meter: Meter | None = None,
+    *,
+    seconds: float = SECONDS,
+    warm_s: float = WARM_S,
+    name: str = "the function",
+) -> tuple[list[float], Load]:
+    """Mean times of a call in microseconds, chunk by chunk, and the load of the GPU meanwhile.
+
+    HostTooSlow if the device was idle between calls, WaitsForDevice if a call waits for it.
+    """
+    meter = meter or Meter(device)
+
+    def unwaiting() -> contextlib.AbstractContextManager[None]:
+        return timing.no_waiting(device, name)
+
+    with torch.cuda.device(device):
+        function()
+        once_us = _chunks(function, unwaiting, 3, 2)[0][-1]
+        calls = max(1, round(CHUNK_US / once_us))
+        chunk_s = calls * once_us / 1e6
+        _chunks(function, unwaiting, calls, math.ceil(warm_s / chunk_s))
+        before = meter.energy_j()
+        count = math.ceil(seconds / chunk_s)
+        times, clocks, reasons = _chunks(function, unwaiting, calls, count, meter)
+        after = meter.energy_j()
+    joules = power = None
+    if before is not None and after is not None:
+        joules = (after - before) / (len(times) * calls)
+        power = joules / statistics.fmean(times) * 1e6
+    return times, Load(
+        sm_clock_mhz=None if None in clocks else statistics.median(clocks),
+        power_w=power,
+        joules=joules,
+        throttle_reasons=None if None in reasons else tuple(sorted(set().union(*reasons))),
+    )
+
+
+def _chunks(
+    function: Callable[[], object],
+    unwaiting: Callable[[], contextlib.AbstractContextManager[None]],
+    calls: int,
+    count: int,
+    meter: Meter | None = None,
+) -> tuple[list[float], list[float | None], list[set[str] | None]]:
+    """The mean time of a call, in microseconds, in each of `count` chunks in a row; with a meter,
+    clock and throttle reasons during each."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    clocks, reasons = [], []
+    events[0].record()
+    for event in events[1:]:
+        with unwaiting():
+            for _ in range(calls):
+                function()
+        event.record()
+        if meter is not None:
+            clocks.append(meter.clock_mhz())
+            reasons.append(meter.throttle_reasons())
+    # A device that is kept busy is behind by all that its queue holds, more than a chunk.
+    idle = meter is not None and events[-2].query()
+    torch.cuda.synchronize()
+    pairs = zip(events, events[1:], strict=False)
+    times = [start.elapsed_time(end) * 1e3 / calls for start, end in pairs]
+    if idle:
+        raise HostTooSlow(
+            f"the host must enqueue calls faster than the device runs them, got one in "
+            f"{statistics.median(times):.0f} us: the device was not busy all the time"
+        )
+    return times, clocks, reasons
+
+
+def sample_each(
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    protocol: timing.Protocol = timing.DEFAULT,
+    *,
+    seconds: float = SECONDS,
+) -> dict[str, tuple[list[float], Load] | HostTooSlow | timing.WaitsForDevice]:
+    """`sample` of one function after another; the error in place of its result. `protocol` is that
+    of bursts, and says nothing here."""
+    meter, found = Meter(device), {}
+    for name, function in functions.items():
+        try:
+            found[name] = sample(function, device, meter, seconds=seconds, name=name)
+        except (HostTooSlow, timing.WaitsForDevice) as error:
+            found[name] = error
+    return found
+
+
+def measure_ceilings(
+    limits: Iterable[timing.Limit], bursts: Iterable[timing.Ceiling], device: torch.device
+) -> list[timing.Ceiling]:
+    """`limits` back to back: of each mix of reads and writes the one that was fastest in
+    `bursts`."""
+    fastest = {}
+    for burst in sorted(bursts, key=lambda c: statistics.median(c.samples_us), reverse=True):
+        fastest[burst.flops, burst.bytes_read, burst.bytes_written] = burst.shape
+    meter, found = Meter(device), []
+    for ceiling, call in limits:
+        if ceiling.shape in fastest.values():
+            times, load = sample(call, device, meter)
+            found.append(replace(ceiling, samples_us=tuple(times), scope="sustained", load=load))
+    return found

@@ -1,0 +1,186 @@
+"""Unit ledger: how many clocks a kernel's design asks of each unit of an SM, and so its time.
+
+A design says what a tile of 128 queries by 128 keys costs the tensor cores, the port of shared
+memory, the MUFU and the issue slots, and what comes on top per 128 queries and per 128 keys. The
+unit with most clocks, or the memory, gives the least time. Nothing is fitted: a design's numbers
+are counted from its tiles, and the clock is that at which the measured matmul ceiling is the rate
+of all tensor cores. So a power limit enters through the ceiling, and only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gdpa_lab.measuring.roofline import Ceilings
+from gdpa_lab.measuring.workload import Workload
+
+TILE = 128
+"""Queries, keys and head_dim of the tile that a design is counted for."""
+MUFU_LANES = 16
+SMEM_BYTES = 128
+"""Results of the MUFU and bytes of shared memory, per clock of an SM; both chips."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """`flops`: dense bf16 FLOPs of an SM and clock."""
+
+    name: str
+    sms: int
+    flops: int
+
+    def clock_ghz(self, tflops: float) -> float:
+        """The clock at which all tensor cores together reach `tflops` TFLOP/s."""
+        return tflops * 1e3 / (self.sms * self.flops)
+
+
+H200 = Chip("NVIDIA H200", 132, 4096)
+B200 = Chip("NVIDIA B200", 148, 8192)
+"""SMs: a device query in github.com/pytorch/ao/issues/4002; rate: the FlashAttention-4 paper."""
+
+ASSUMED = Ceilings(1080.0, ((1.0, 6600.0), (4 / 3, 6750.0), (2.0, 6950.0), (3.0, 7100.0)))
+"""Ceilings of a B200 limited to 750 W, from outside: nobody here has measured one.
+
+Matmul: cuBLAS at 8192^3, 1059 and 1088 TFLOP/s on the published machine (issues 814 and 854 of
+github.com/facebookexperimental/triton). Copies: the shares of the nominal rate that an H200 reaches
+(.86 to .93), of 7.67 TB/s; 6.52 TB/s at 1 : 1 is reported in github.com/NVIDIA/cutlass/issues/2917.
+"""
+
+
+@dataclass(frozen=True)
+class Design:
+    """Clocks of units ("mma", "smem", "mufu", "issue") for a tile of 128 by 128 pairs, for 128
+    queries and for 128 keys of a head.
+
+    `tile`: queries and keys that a program computes at once; lengths are padded to them.
+    `in_turns`: units that wait for each other, so their clocks add up. `start_us`: microseconds of
+    an SM for 128 queries (forward) or 128 keys (backward) in which a program begins and ends, if
+    nothing hides them. `row_bytes`: bytes that kernels of their own move for a query of a head,
+    before and after.
+    """
+
+    name: str
+    chip: Chip
+    pairs: Mapping[str, float]
+    queries: Mapping[str, float] = field(default_factory=dict)
+    keys: Mapping[str, float] = field(default_factory=dict)
+    tile: tuple[int, int] = (TILE, TILE)
+    direction: str = "forward"
+    in_turns: tuple[str, ...] = ()
+    start_us: float = 0.0
+    row_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        units = {*self.pairs, *self.queries, *self.keys}
+        if not set(self.in_turns) <= units:
+            raise ValueError(f"in_turns must be among {sorted(units)}, got {self.in_turns}")
+
+
+def kibibytes(size: float) -> float:
+    """Clocks of the port of shared memory for `size` KiB."""
+    return size * 1024 / SMEM_BYTES
+
+
+def mma(chip: Chip, products: int) -> float:
+    """Clocks of an SM's tensor cores for `products` MMAs of 128 x 128 x 128."""
+    return products * 2 * TILE**3 / chip.flops
+
+
+def forward(
+    name: str, chip: Chip, reads: float, fills: float, *, keys: float = 0, mufu: float = 1,
+    issue: float = 0, **options: object,
+) -> Design:  # fmt: skip
+    """A forward design. Of a tile of pairs, in KiB of shared memory: `reads`, what both MMAs read;
+    `fills`, what TMA writes of K and V. `keys`: KiB written once for 128 keys instead. `mufu`: MUFU
+    results for a score. `issue`: instructions of a warp in the loop, as compiled.
+
+    Q is written once, O is written and read: 96 KiB for 128 queries.
+    """
+    loop = {"mma": mma(chip, 2), "smem": kibibytes(reads + fills), "issue": issue}
+    loop["mufu"] = mufu * TILE * TILE / MUFU_LANES
+    return Design(
+        name, chip, loop, {"smem": kibibytes(96)}, {"smem": kibibytes(keys)}, **options
+    )  # fmt: skip
+
+
+def backward(name: str, chip: Chip, moved: float, keys: float, **options: object) -> Design:
+    """A backward design: five MMAs, `moved` KiB of shared memory for a tile of pairs, `keys` KiB
+    for 128 keys (K and V in, dK and dV through)."""
+    loop = {"mma": mma(chip, 5), "smem": kibibytes(moved)}
+    return Design(
+        name, chip, loop, {}, {"smem": kibibytes(keys)}, direction="backward", **options
+    )  # fmt: skip
+
+
+V8_STREAM = forward("v8, K and V stream", H200, 32 + 64 + 64, 64, issue=850)
+V8_RESIDENT = forward("v8, K and V stay", H200, 32 + 64 + 64, 0, keys=64, issue=850)
+"""Two consumers of 64 rows: each reads its half of Q and all of K and V for itself."""
+PUBLISHED = forward(
+    "published, two tiles a CTA", B200, 64 + 32, 32, mufu=0, issue=450, tile=(256, TILE)
+)
+"""As its blog post and source describe it: CuTeDSL, a polynomial for the activation."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a workload asks of a design: clocks of an SM by unit, and the times that follow.
+
+    `unit_us`: of the busiest unit (units in turns joined by "+"), start and end included;
+    `memory_us`: of the fewest bytes; `more_us`: of the kernels before and after. `us`: the larger
+    of the first two, named by `bound`, and the third. `tflops`: useful FLOPs over it.
+    """
+
+    clocks: dict[str, float]
+    unit: str
+    unit_us: float
+    memory_us: float
+    more_us: float
+    flops: int
+
+    @property
+    def us(self) -> float:
+        return max(self.unit_us, self.memory_us) + self.more_us
+
+    @property
+    def bound(self) -> str:
+        return "memory" if self.memory_us > self.unit_us else self.unit
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.us / 1e6
+
+
+def counts(work: Workload, tile: tuple[int, int] = (TILE, TILE)) -> tuple[float, float, float]:
+    """(128 queries, 128 keys, tiles of 128 by 128 pairs) of all heads, lengths padded to `tile`.
+
+    ValueError for a workload that is no GDPA, has a mask or another head_dim than 128.
+    """
+    if work.operator != "gdpa" or work.causal or work.window is not None or work.head_dim != TILE:
+        raise ValueError(f"work must be GDPA of head_dim {TILE} without a mask, got {work.name!r}")
+    queries = [-(-n // tile[0]) * tile[0] / TILE for n in work.seqlens_q]
+    keys = [-(-n // tile[1]) * tile[1] / TILE for n in work.seqlens_k]
+    pairs = sum(q * k for q, k in zip(queries, keys, strict=True))
+    return tuple(work.num_heads_q * x for x in (sum(queries), sum(keys), pairs))
+
+
+def ledger(work: Workload, design: Design, ceilings: Ceilings) -> Ledger:
+    """The ledger of a workload: work spread evenly over the SMs, at the clock of the ceiling."""
+    chip, amounts = design.chip, counts(work, design.tile)
+    parts = design.queries, design.keys, design.pairs
+    clocks = dict.fromkeys(design.pairs, 0.0)
+    for part, amount in zip(parts, amounts, strict=True):
+        for unit, each in part.items():
+            clocks[unit] = clocks.get(unit, 0.0) + each * amount / chip.sms
+    alone = {unit: x for unit, x in clocks.items() if unit not in design.in_turns}
+    if design.in_turns:
+        alone["+".join(design.in_turns)] = sum(clocks[unit] for unit in design.in_turns)
+    unit = max(alone, key=alone.__getitem__)
+    begun = amounts[0] if design.direction == "forward" else amounts[1]
+    unit_us = alone[unit] / chip.clock_ghz(ceilings.tflops) / 1e3
+    unit_us += design.start_us * begun / chip.sms
+    read, written = work.bytes_read(design.direction), work.bytes_written(design.direction)
+    memory_us = (read + written) / ceilings.gbytes_per_s(read, written) / 1e3
+    more_us = design.row_bytes * work.total_q * work.num_heads_q
+    more_us /= ceilings.gbytes_per_s(1, 1) * 1e3
+    return Ledger(clocks, unit, unit_us, memory_us, more_us, work.flops(design.direction))

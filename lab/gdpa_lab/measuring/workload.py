@@ -1,0 +1,306 @@
+"""Workloads: what is computed, described without tensors.
+
+A workload names a problem: batch, heads, head_dim, the law of its sequence lengths, and a seed.
+Lengths, visible pairs, FLOPs and the fewest bytes follow on a CPU, before any kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from gdpa_lab.measuring.laws import (
+    Full,
+    LengthLaw,
+    check_fields,
+    check_int,
+    check_number,
+    is_finite,
+)
+
+DIRECTIONS = ("forward", "backward")
+STEP = "forward and backward"
+"""A whole step of training, where a direction or the variant of a row is told."""
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+OPERATORS = ("gdpa", "block_attention")
+BLOCK_SIZES = (16, 32, 64, 128)
+
+_GDPA_ONLY = ("activation", "output_scale", "causal", "window", "shared_q", "lengths_k")
+_BLOCK_ONLY = ("block_size", "rotary", "rotate_v")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One problem: sizes, length laws, options and a seed.
+
+    Lengths count tokens. `lengths_k=None` gives every sequence as many K/V rows as it has Q rows.
+    `shared_q=True` is pooling by seed queries: q is [max_seqlen_q, num_heads_q, head_dim], one
+    tensor for the whole batch, and every sequence has max_seqlen_q output rows. `scale=None` means
+    head_dim ** -0.5. Visibility counts positions from the start of each sequence: with `causal` key
+    j is visible to query i iff j <= i, with `window` W iff |i - j| <= W, with both iff both hold.
+
+    With operator "block_attention" key j is visible to query i iff both lie in the same block of
+    `block_size` tokens from the start of their sequence. `rotary` rotates q and k by (sin, cos) in
+    the workload's dtype, and `rotate_v` v too. Fields of the other operator keep their defaults.
+
+    ValueError, naming argument, expectation and received value, if a field is out of range.
+    """
+
+    name: str
+    batch: int
+    num_heads_q: int
+    num_heads_k: int
+    head_dim: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    lengths_q: LengthLaw
+    lengths_k: LengthLaw | None = None
+    operator: str = "gdpa"
+    shared_q: bool = False
+    dtype: str = "bfloat16"
+    activation: str | tuple[str, ...] = "gelu_tanh"
+    scale: float | None = None
+    output_scale: float = 1.0
+    causal: bool = False
+    window: int | None = None
+    seed: int = 2025
+    block_size: int = 64
+    rotary: bool = False
+    rotate_v: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be a non-empty string, got {self.name!r}")
+        for name in ("batch", "num_heads_q", "num_heads_k", "head_dim"):
+            check_int(name, getattr(self, name), 1)
+        check_int("max_seqlen_q", self.max_seqlen_q, 1)
+        check_int("max_seqlen_k", self.max_seqlen_k, 1)
+        check_int("seed", self.seed, 0)
+        if self.num_heads_q % self.num_heads_k:
+            raise ValueError(
+                f"num_heads_q must be a multiple of num_heads_k ({self.num_heads_k}), "
+                f"got {self.num_heads_q}"
+            )
+        if self.operator not in OPERATORS:
+            raise ValueError(f"operator must be one of {OPERATORS}, got {self.operator!r}")
+        if self.dtype not in tuple(DTYPE_BYTES):
+            raise ValueError(f"dtype must be one of {tuple(DTYPE_BYTES)}, got {self.dtype!r}")
+        for name in ("shared_q", "causal", "rotary", "rotate_v"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        self._check_operator()
+        self._check_lengths()
+        self._check_options()
+
+    def _check_operator(self) -> None:
+        if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, bool):
+            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}")
+        if self.rotate_v and not self.rotary:
+            raise ValueError(f"rotate_v must be False without rotary, got {self.rotate_v!r}")
+        if self.rotary and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even with rotary, got {self.head_dim}")
+        for name in self._foreign():
+            default = _DEFAULTS[name]
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"{name} must be {default!r} with operator {self.operator!r}, "
+                    f"got {getattr(self, name)!r}"
+                )
+
+    def _foreign(self) -> tuple[str, ...]:
+        """The fields that mean something only to the other operator."""
+        return _BLOCK_ONLY if self.operator == "gdpa" else _GDPA_ONLY
+
+    def _check_lengths(self) -> None:
+        if not isinstance(self.lengths_q, LengthLaw):
+            raise ValueError(f"lengths_q must be a LengthLaw, got {self.lengths_q!r}")
+        if self.lengths_k is not None and not isinstance(self.lengths_k, LengthLaw):
+            raise ValueError(f"lengths_k must be a LengthLaw or None, got {self.lengths_k!r}")
+        if self.shared_q and self.lengths_q != Full():
+            raise ValueError(f"lengths_q must be Full() with shared_q, got {self.lengths_q!r}")
+        if self.shared_q and self.lengths_k is None:
+            raise ValueError("lengths_k must be a LengthLaw with shared_q, got None")
+        if self.lengths_k is None and self.max_seqlen_k != self.max_seqlen_q:
+            raise ValueError(
+                f"max_seqlen_k must equal max_seqlen_q ({self.max_seqlen_q}) when lengths_k is "
+                f"None, got {self.max_seqlen_k}"
+            )
+
+    def _check_options(self) -> None:
+        names = self.activation if isinstance(self.activation, tuple) else (self.activation,)
+        if not all(isinstance(name, str) and name for name in names):
+            raise ValueError(
+                f"activation must be a name or a tuple of names, got {self.activation!r}"
+            )
+        if isinstance(self.activation, tuple) and len(names) != self.num_heads_q:
+            raise ValueError(
+                f"activation must have one name per head ({self.num_heads_q}), got {len(names)}"
+            )
+        ok = self.scale is None or is_finite(self.scale)
+        check_number("scale", self.scale, "a finite number or None", ok)
+        check_number(
+            "output_scale", self.output_scale, "a finite number", is_finite(self.output_scale)
+        )
+        if self.window is not None:
+            check_int("window", self.window, 0)
+
+    def _sample(self, law: LengthLaw, max_seqlen: int, stream: int) -> tuple[int, ...]:
+        rng = np.random.Generator(np.random.PCG64([self.seed, stream]))
+        return tuple(law.sample(self.batch, max_seqlen, rng))
+
+    @cached_property
+    def seqlens_q(self) -> tuple[int, ...]:
+        """Query rows of each sequence, [batch]."""
+        return self._sample(self.lengths_q, self.max_seqlen_q, 0)
+
+    @cached_property
+    def seqlens_k(self) -> tuple[int, ...]:
+        """Key/value rows of each sequence, [batch]; drawn independently of the query rows."""
+        if self.lengths_k is None:
+            return self.seqlens_q
+        return self._sample(self.lengths_k, self.max_seqlen_k, 1)
+
+    @property
+    def total_q(self) -> int:
+        """Query rows over the batch = rows of the output, also with a shared q."""
+        return sum(self.seqlens_q)
+
+    @property
+    def rows_q(self) -> int:
+        """Rows of the tensor q: total_q, or max_seqlen_q with a shared q."""
+        return self.max_seqlen_q if self.shared_q else self.total_q
+
+    @property
+    def total_k(self) -> int:
+        """Key/value rows over the batch."""
+        return sum(self.seqlens_k)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks over the batch, of block attention: a sequence's last one may be shorter."""
+        return sum(-(-n // self.block_size) for n in self.seqlens_q)
+
+    @property
+    def fill(self) -> float:
+        """Mean query length of this draw over max_seqlen_q."""
+        return self.total_q / (self.batch * self.max_seqlen_q)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs over the batch, one head; exact."""
+        if self.operator == "block_attention":
+            parts = [divmod(n, self.block_size) for n in self.seqlens_q]
+            return sum(full * self.block_size**2 + rest**2 for full, rest in parts)
+        return visible_pairs(self.seqlens_q, self.seqlens_k, causal=self.causal, window=self.window)
+
+    def flops(self, direction: str) -> int:
+        """Useful FLOPs: forward 4 * num_heads_q * head_dim * pairs; backward 2.5 times that.
+
+        Forward is two matmuls (Q K^T and P V) of 2 FLOPs per multiply-add; backward needs five. The
+        activation is not counted, nor is a matmul that an implementation recomputes.
+        """
+        check_direction(direction)
+        products = {"forward": 2, "backward": 5}[direction]
+        return 2 * products * self.num_heads_q * self.head_dim * self.pairs
+
+    def _tensor_bytes(self) -> dict[str, int]:
+        row = self.head_dim * DTYPE_BYTES[self.dtype]
+        return {
+            "q": self.rows_q * self.num_heads_q * row,
+            "k": self.total_k * self.num_heads_k * row,
+            "v": self.total_k * self.num_heads_k * row,
+            "o": self.total_q * self.num_heads_q * row,
+            "turns": self.total_q * row if self.rotary else 0,  # sin and cos, half a row each
+        }
+
+    def bytes_read(self, direction: str) -> int:
+        """Fewest bytes read: q, k, v, sin and cos once; backward also the gradient of o (not o, no
+        LSE)."""
+        check_direction(direction)
+        size = self._tensor_bytes()
+        read = size["q"] + size["k"] + size["v"] + size["turns"]
+        return read if direction == "forward" else read + size["o"]
+
+    def bytes_written(self, direction: str) -> int:
+        """Fewest bytes written: forward o; backward the gradients of q, k and v."""
+        check_direction(direction)
+        size = self._tensor_bytes()
+        return size["o"] if direction == "forward" else size["q"] + size["k"] + size["v"]
+
+    def bytes(self, direction: str) -> int:
+        """Fewest bytes moved, read plus written; cu_seqlens are not counted."""
+        return self.bytes_read(direction) + self.bytes_written(direction)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The workload as JSON values; `from_dict` restores an equal one.
+
+        Fields of the other operator are left out.
+        """
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        data["lengths_q"] = self.lengths_q.to_dict()
+        data["lengths_k"] = None if self.lengths_k is None else self.lengths_k.to_dict()
+        if isinstance(self.activation, tuple):
+            data["activation"] = list(self.activation)
+        foreign = self._foreign()
+        return {name: value for name, value in data.items() if name not in foreign}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Workload:
+        """Rebuild a workload from `to_dict`; ValueError for unknown, missing or wrong fields."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"workload must be a mapping, got {data!r}")
+        values = dict(data)
+        check_fields("workload", Workload, values)
+        values["lengths_q"] = LengthLaw.from_dict(values["lengths_q"])
+        if values.get("lengths_k") is not None:
+            values["lengths_k"] = LengthLaw.from_dict(values["lengths_k"])
+        if isinstance(values.get("activation"), list):
+            values["activation"] = tuple(values["activation"])
+        return Workload(**values)
+
+
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Workload)}
+
+
+def check_direction(direction: str) -> None:
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+
+
+def visible_pairs(
+    seqlens_q: tuple[int, ...],
+    seqlens_k: tuple[int, ...],
+    *,
+    causal: bool = False,
+    window: int | None = None,
+) -> int:
+    """Visible (query, key) pairs over a batch, one head, in closed form per sequence.
+
+    Pairs with j <= i + c, for 0 <= i < lq and 0 <= j < lk, number S(lq + c) - S(c), where S(n) is
+    the sum of min(t, lk) over t = 1 .. n. A mask is a band low <= j - i <= high, so its pairs are
+    those with j <= i + high less those with j <= i + low - 1.
+    """
+    lq = np.asarray(seqlens_q, dtype=np.int64)
+    lk = np.asarray(seqlens_k, dtype=np.int64)
+    if lq.shape != lk.shape or lq.ndim != 1:
+        raise ValueError(f"seqlens_k must have the {lq.size} entries of seqlens_q, got {lk.size}")
+    if lq.size == 0 or (not causal and window is None):
+        return sum((lq * lk).tolist())
+
+    def staircase(n: np.ndarray) -> np.ndarray:
+        n = np.maximum(n, 0)
+        ramp = np.minimum(n, lk)
+        return ramp * (ramp + 1) // 2 + (n - ramp) * lk
+
+    def at_most(c: int) -> np.ndarray:
+        return staircase(lq + c) - staircase(np.full_like(lq, c))
+
+    width = int(max(lq.max(), lk.max())) if window is None else window
+    width = min(width, int(max(lq.max(), lk.max())))
+    band = at_most(0 if causal else width) - at_most(-width - 1)
+    return sum(band.tolist())

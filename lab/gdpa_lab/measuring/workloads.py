@@ -1,0 +1,198 @@
+"""The workloads that have a name: those of the published figures and tables, and others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from gdpa_lab.measuring.laws import KUAIRAND, MOVIELENS, Between, Events, Full, LengthLaw, Uniform
+from gdpa_lab.measuring.workload import Workload, check_direction
+
+_PUBLISHED: dict[str, int] = {
+    "batch": 1152,
+    "num_heads_q": 4,
+    "num_heads_k": 4,
+    "head_dim": 128,
+}
+_LENGTHS = (256, 512, 1024, 2048)
+
+
+def _self(name: str, n: int, law: LengthLaw, lengths_k: LengthLaw | None = None) -> Workload:
+    return Workload(
+        name=f"gdpa-self-{name}-{n}",
+        max_seqlen_q=n,
+        max_seqlen_k=n,
+        lengths_q=law,
+        lengths_k=lengths_k,
+        **_PUBLISHED,
+    )
+
+
+def _workloads() -> dict[str, Workload]:
+    found = [_self("full", n, Full()) for n in _LENGTHS]
+    found += [_self("half-dense", n, Uniform(0.5), Full()) for n in _LENGTHS]
+    found += [_self("half-jagged", n, Uniform(0.5)) for n in _LENGTHS]
+    found += [
+        Workload(
+            name=f"gdpa-cross-full-{n}",
+            max_seqlen_q=n,
+            max_seqlen_k=256,
+            lengths_q=Full(),
+            lengths_k=Full(),
+            **_PUBLISHED,
+        )
+        for n in _LENGTHS
+    ]
+    found += [
+        _self("ml1m", 1024, MOVIELENS["ml1m"]),
+        _self("ml20m", 2048, MOVIELENS["ml20m"]),
+        _self("ml25m", 1024, MOVIELENS["ml25m"]),
+        _self("ml25m-events", 1024, Events(MOVIELENS["ml25m"])),
+        _self("kuairandpure", 512, KUAIRAND["kuairandpure"]),
+        _self("kuairand1k", 4096, KUAIRAND["kuairand1k"]),
+    ]
+    return {w.name: w for w in (*found, *_other_shapes(), *_hstu())}
+
+
+def of_hstu(batch: Workload, causal: bool) -> Workload:
+    """A batch with the function of HSTU, SiLU over the longest length, as no published figure."""
+    kind = f"-{'causal-' * causal}hstu"
+    options = {"activation": "silu", "output_scale": 1 / batch.max_seqlen_q, "causal": causal}
+    return replace(batch, name=f"{batch.name}{kind}", **options)
+
+
+def _hstu() -> list[Workload]:
+    batches = _self("full", 1024, Full()), _self("half-jagged", 1024, Uniform(0.5))
+    return [of_hstu(batch, causal) for batch in batches for causal in (True, False)]
+
+
+def _other_shapes() -> list[Workload]:
+    """What no published figure shows; full batches of 1152, 4 heads, head_dim 128, GELU by tanh,
+    but for what the name says."""
+
+    def full(suffix: str, n: int = 1024, keys: int | None = None, **options: Any) -> Workload:
+        kind = "self" if keys is None else "cross"
+        return Workload(
+            name=f"gdpa-{kind}-full-{n}{suffix}", max_seqlen_q=n, max_seqlen_k=keys or n,
+            lengths_q=Full(), lengths_k=None if keys is None else Full(), **_PUBLISHED | options,
+        )  # fmt: skip
+
+    return [
+        full("-h3", num_heads_q=3, num_heads_k=3),
+        full("-kv192-h6", keys=192, num_heads_q=6, num_heads_k=6),
+        full("-gqa", num_heads_q=8, num_heads_k=2),
+        full("-causal", causal=True),
+        full("-window128", window=128),
+        full("-gelu", activation="gelu"),
+        full("", 384),
+        full("", 640),
+        full("-kv320", 2048, 320),
+        full("-b64", 4096, batch=64),
+        full("-b8", 8192, batch=8),
+        full("-b256-d256", 512, batch=256, head_dim=256),
+        full("-kv128-d64", keys=128, head_dim=64),
+        replace(_self("half-jagged", 800, Uniform(0.5)), name="gdpa-self-half-jagged-800-d64",
+                head_dim=64),
+    ]  # fmt: skip
+
+
+WORKLOADS: dict[str, Workload] = _workloads()
+"""Every named workload of GDPA. The published ones: batch 1152, 4 heads, head_dim 128, bfloat16."""
+
+HSTU: tuple[str, ...] = tuple(name for name in WORKLOADS if name.endswith("-hstu"))
+"""Names of the workloads with the function of HSTU."""
+
+BLOCK_MAX_SEQLENS = (1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000)
+
+
+def _block(name: str, n: int, law: LengthLaw, **options: Any) -> Workload:
+    options = {"num_heads_q": 4, "num_heads_k": 4, "head_dim": 128, **options}
+    return Workload(
+        name=name,
+        operator="block_attention",
+        batch=1152 if n <= 7000 else 768,
+        max_seqlen_q=n,
+        max_seqlen_k=n,
+        lengths_q=law,
+        **options,
+    )
+
+
+def _block_workloads() -> dict[str, Workload]:
+    laws = {"fill70": Between(0.4, 1.0), "fill100": Full()}
+    found = [
+        _block(f"block-{fill}-{n}{suffix}", n, law, head_dim=head_dim)
+        for head_dim, suffix in ((128, ""), (64, "-d64"))
+        for fill, law in laws.items()
+        for n in BLOCK_MAX_SEQLENS
+    ]
+    found += [
+        _block(f"block-fill70-2000-d{head_dim}", 2000, laws["fill70"], head_dim=head_dim)
+        for head_dim in (96, 256)
+    ]
+    tokens = 1_735_537
+    law = Between(0.4, 1.0, total=tokens)
+    rotated = {"num_heads_q": 3, "num_heads_k": 3, "rotary": True, "rotate_v": True}
+    found += [
+        _block(f"block-rotary-{tokens}{suffix}", 2200, law, head_dim=head_dim, **rotated)
+        for head_dim, suffix in ((128, ""), (96, "-d96"), (256, "-d256"))
+    ]
+    return {w.name: w for w in found}
+
+
+BLOCK_WORKLOADS: dict[str, Workload] = _block_workloads()
+"""Every named workload of block attention: batch 1152 (768 above 7000), bfloat16, blocks of 64.
+
+fill70: lengths uniform in [0.4, 1.0) of the maximum; fill100: every length is the maximum. Of the
+rotary one only the tokens, batch, heads and head_dim are published; its law of lengths is ours.
+-d64, -d96, -d256: the same lengths at another head_dim; none at 96 or 256 is published.
+"""
+
+BLOCK_TABLES: dict[str, tuple[str, ...]] = {
+    "table5": ("block-fill70-2000",),
+    "table6": tuple(
+        f"block-{fill}-{n}" for fill in ("fill70", "fill100") for n in BLOCK_MAX_SEQLENS
+    ),
+    "table7": ("block-rotary-1735537",),
+}
+"""Table of data/published/block_attention_*.csv -> names of the workloads that it shows."""
+
+
+def _family(*stems: str) -> tuple[str, ...]:
+    return tuple(f"{stem}-{n}" for stem in stems for n in _LENGTHS)
+
+
+FIGURES: dict[str, tuple[str, ...]] = {
+    "gdpa-self-fwd-full": _family("gdpa-self-full"),
+    "gdpa-self-fwd-half": _family("gdpa-self-half-dense", "gdpa-self-half-jagged"),
+    "gdpa-cross-fwd-full": _family("gdpa-cross-full"),
+    "gdpa-self-bwd-full": _family("gdpa-self-full"),
+    "gdpa-self-bwd-half": _family("gdpa-self-half-dense", "gdpa-self-half-jagged"),
+    "gdpa-cross-bwd-full": _family("gdpa-cross-full"),
+}
+"""Published figure -> names of the workloads that it shows, shortest first within a family."""
+
+
+def figure_direction(figure: str) -> str:
+    """The direction, "forward" or "backward", of a name in FIGURES; ValueError for any other."""
+    if figure not in FIGURES:
+        raise ValueError(f"figure must be one of {sorted(FIGURES)}, got {figure!r}")
+    return "forward" if "-fwd-" in figure else "backward"
+
+
+def figures_of(name: str, direction: str) -> tuple[str, ...]:
+    """Figures that show workload `name` in `direction`; empty if none does."""
+    check_direction(direction)
+    return tuple(
+        f for f, names in FIGURES.items() if name in names and figure_direction(f) == direction
+    )
+
+
+def workload(name: str) -> Workload:
+    """The workload called `name`; ValueError listing the names if there is none."""
+    if name in BLOCK_WORKLOADS:
+        return BLOCK_WORKLOADS[name]
+    if name not in WORKLOADS:
+        known = ", ".join((*sorted(WORKLOADS), *sorted(BLOCK_WORKLOADS)))
+        raise ValueError(f"name must be one of {known}, got {name!r}")
+    return WORKLOADS[name]

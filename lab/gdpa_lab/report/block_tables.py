@@ -1,0 +1,149 @@
+"""The four published tables of block attention beside a record of ours: a frame for each.
+
+`rows` are those of `Chapter.rows` with kernel times; published numbers are of an NVIDIA B200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+from gdpa_lab.measuring.workload import DIRECTIONS, Workload
+from gdpa_lab.measuring.workloads import workload
+from gdpa_lab.report.block_bytes import size_of
+from gdpa_lab.report.house import is_rung
+
+NOMINAL = 8e9
+"""Bytes per ms of a B200, data sheet."""
+PEER = "fa2_varlen"
+
+
+PAIR = "rotary_kernel"
+"""Our rotary kernel, then our attention: two passes, each of which moves its bytes once."""
+SLACK = 1.03
+"""By how much two kernels near the rate of a copy may differ in their shares of it."""
+
+
+def bytes_of_two(work: Workload, direction: str) -> int:
+    """Fewest bytes of two passes, rotary and attention, on a workload with rotary."""
+    plain = replace(work, rotary=False, rotate_v=False)
+    turned = plain.bytes_written("backward") - (not work.rotate_v) * size_of("v", plain)
+    sin_cos = work.bytes(direction) - plain.bytes(direction)
+    return plain.bytes(direction) + 2 * turned + sin_cos
+
+
+def checked(ratio: float, peer: str, name: str, direction: str) -> float:
+    """A peer's time over that of a rung on the workload `name`, back if bytes allow it. ValueError
+    if fused rotary is faster than `PAIR` by more than what it saves: something else than kernels
+    was timed."""
+    if peer == PAIR:
+        work = workload(name)
+        most = bytes_of_two(work, direction) / work.bytes(direction)
+        if ratio > SLACK * most:
+            raise ValueError(
+                f"{name}, {direction}: one pass can be {most:.2f} times as fast as {PAIR} by "
+                f"their bytes, got {ratio:.2f}"
+            )
+    return ratio
+
+
+def printed(name: str, data_dir: str | Path) -> pd.DataFrame:
+    """A published file: "times", "speedups" or "accuracy"."""
+    return pd.read_csv(Path(data_dir) / "published" / f"block_attention_{name}.csv")
+
+
+def printed_times(data_dir: str | Path) -> pd.Series:
+    """Published ms by table, direction and kernel."""
+    return printed("times", data_dir).set_index(["table", "direction", "kernel"])["time_ms"]
+
+
+def by_impl(rows: pd.DataFrame, value: str = "time_us_p50") -> pd.DataFrame:
+    """A row for each workload and direction, a column for each implementation; times in ms."""
+    made = rows.pivot(index=["workload", "direction"], columns="impl", values=value)
+    return made / 1e3 if value.startswith("time_us") else made
+
+
+def duels(rows: pd.DataFrame, works: Sequence[Workload], rungs: Sequence[str]) -> pd.DataFrame:
+    """The best rung against the best of all others by time, for each workload and direction."""
+    ms, share = by_impl(rows), by_impl(rows, "percent_of_roofline")
+    found = []
+    for work in works:
+        for way in DIRECTIONS:
+            times, shares = (x.loc[(work.name, way)].dropna() for x in (ms, share))
+            ours = times.index.isin(rungs)
+            rung, peer = times[ours].idxmin(), times[~ours].idxmin()
+            line = {"head_dim": work.head_dim, "direction": way, "best rung": rung}
+            line |= {"ms": times[rung], "% of copy": shares[rung], "best peer": peer}
+            line |= {"its ms": times[peer], "its %": shares[peer]}
+            ratio = checked(times[peer] / times[rung], peer, work.name, way)
+            found.append(line | {"peer / rung": ratio})
+    return pd.DataFrame(found)
+
+
+def machine_rates(rows: pd.DataFrame, work: Workload, data_dir: str | Path) -> pd.DataFrame:
+    """Percent of what a machine moves, by direction: ours of a measured copy, published kernels of
+    the nominal rate."""
+    share = by_impl(rows, "percent_of_roofline").loc[work.name].T
+    theirs = printed_times(data_dir)["table5"].unstack()
+    size = pd.Series({way: 100 * work.bytes(way) / NOMINAL for way in DIRECTIONS})
+    made = {
+        "fastest rung, of a measured copy": share[share.index.map(is_rung)].max(),
+        "FlashAttention-2, of a measured copy": share.loc[PEER],
+        "published kernel, of the nominal 8 TB/s": size / theirs["tlx_block_attention"],
+        "published baseline, of the nominal 8 TB/s": size / theirs["fa2_jfa"],
+    }
+    return pd.DataFrame(made).T[list(DIRECTIONS)]
+
+
+def lengths(rows: pd.DataFrame, impls: Sequence[str]) -> pd.DataFrame:
+    """Table 6 of a record: for each batch and direction FlashAttention-2 over the fastest of
+    `impls` ("quotient", NaN if it failed), the share of the latter, and how many blocks there are.
+    """
+    rows = rows[rows["workload"].str.fullmatch(r"block-fill\d+-\d+")]
+    ms, share = by_impl(rows), by_impl(rows, "percent_of_roofline")
+    others = [impl for impl in impls if impl != PEER]
+    made = pd.DataFrame({"quotient": ms[PEER] / ms[others].min(axis=1)})
+    made = made.assign(share=share[others].max(axis=1)).reset_index()
+    parts = made["workload"].str.extract(r"fill(\d+)-(\d+)").astype(int)
+    made["fill"], made["length"] = parts[0] / 100, parts[1]
+    blocks = {x: sum(-(-n // 64) for n in workload(x).seqlens_q) for x in set(made["workload"])}
+    return made.assign(blocks=made["workload"].map(blocks))
+
+
+def by_length(quotients: pd.DataFrame, value: str) -> pd.DataFrame:
+    """A column for each direction and fill over lengths."""
+    made = quotients.pivot(index="length", columns=["direction", "fill"], values=value)
+    made = made[[key for way in DIRECTIONS for key in made if key[0] == way]]
+    return made.set_axis([f"{way}, fill {fill}" for way, fill in made], axis=1)
+
+
+def rotary(rows: pd.DataFrame, names: tuple[str, str], fused: str, data_dir: Path) -> pd.DataFrame:
+    """Table 7, backward in ms: published; ours with rotary in PyTorch, and in a kernel. `names`: of
+    the workloads without rotary and with it; what was not timed is NaN."""
+    back = by_impl(rows[rows["direction"] == "backward"]).droplevel("direction").reindex(names)
+    plain, back = back.loc[names[0]].min(), back.loc[names[1]]
+    made = pd.DataFrame(
+        {
+            "published, B200": printed_times(data_dir)["table7"].to_numpy(),
+            "rotary in PyTorch": [plain, *back.reindex(["rotary_eager", "eager_rotary", fused])],
+            "rotary kernel": [plain, *back.reindex(["rotary", "rotary_kernel", fused])],
+        },
+        index=["attention", "rotary", "one after the other", "fused"],
+    )
+    made.loc["one after the other / fused"] = made.iloc[2] / made.iloc[3]
+    return made
+
+
+def roundings(accuracy: pd.DataFrame, data_dir: str | Path) -> pd.DataFrame:
+    """Table 8: errors with two roundings over those with one; `accuracy`: a record's table."""
+    accuracy = accuracy.astype({"roundings": int}).set_index(["roundings", "gradient"])
+    accuracy = accuracy[["mean_abs", "max_abs"]]
+    ratio = accuracy.loc[2] / accuracy.loc[1]
+    old = printed("accuracy", data_dir).set_index(["gradient", "statistic"])
+    old = (old["fa2_jfa"] / old["tlx_block_attention"]).unstack()
+    made = ratio.set_axis(["mean", "largest"], axis=1).loc[["dq", "dk", "dv"]]
+    made["mean, published"] = old["mean_abs_error"]
+    return made.assign(**{"largest, published": old["max_abs_error"]})

@@ -1,0 +1,48 @@
+"""What a call costs beside its kernel, as three chapters find it."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from gdpa_lab.report.chapter import Chapter
+
+EVENTS = "gdpa-self-ml25m-events-1024"
+IMPL = "v8_own_waits"
+
+
+def costs(chapter: Chapter, host_us: pd.Series) -> tuple[pd.DataFrame, list[str]]:
+    """A row for each cost of a forward call with new offsets: what it includes and what was found;
+    and the records it was found in.
+
+    `host_us`: host time of calls in a row, by workload. The others are times to the result on an
+    idle device (scope "op"), less or over those of the kernel.
+    """
+    calls = _beside(chapter, "forward/results", "kernel")
+    events = _beside(chapter, "measuring/production_gap", "sustained").loc[EVENTS]
+    rows = [
+        (
+            "host, until the call returns, in a row",
+            "checks, output, descriptors, list, launches",
+            f"{host_us.min():.0f} to {host_us.max():.0f} µs",
+        ),
+        (
+            "op - kernel, idle device, median ({doc}`results <../forward/results>`)",
+            "the same on a cold host, waiting for offsets, the device's start and end",
+            f"{calls['more'].median():.0f} µs",
+        ),
+        (
+            f"op / kernel, {EVENTS} ({{doc}}`gap <../measuring/production_gap>`)",
+            "the same beside a short kernel",
+            f"{events['times']:.2f} ({events['more']:.0f} µs)",
+        ),
+    ]
+    ids = [chapter.record(of).id for of in (None, "forward/results", "measuring/production_gap")]
+    return pd.DataFrame(rows, columns=["cost", "includes", "found"]).set_index("cost"), ids
+
+
+def _beside(chapter: Chapter, of: str, scope: str) -> pd.DataFrame:
+    """Of each workload the time of a call less that of the kernel, and over it."""
+    op, kernel = (
+        chapter.times(of, direction="forward", impl=IMPL, scope=x)[IMPL] for x in ("op", scope)
+    )
+    return pd.DataFrame({"more": op - kernel, "times": op / kernel}).dropna()

@@ -1,0 +1,369 @@
+"""`Chapter`: where the numbers of a chapter come from, and how they reach the page.
+
+One call shows one exhibit: a chart or a table, its data as a download, and the line that says
+whether it was measured, published, modelled or emulated. A prediction stands with its verdict.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from IPython.display import SVG, Markdown, display
+
+from gdpa_kernels.calling import ladder
+from gdpa_lab.measuring import manifest
+from gdpa_lab.measuring import record as records
+from gdpa_lab.report import figures, page, registered, results
+from gdpa_lab.report.house import Figure
+from tritonemu import Timeline
+
+CHANGES_DIR = records.ROOT / "book" / "extra" / "changes"
+LADDER = "gdpa-self-full-1024"
+LADDERS = {
+    "forward": ("forward/results", ladder.RUNGS),
+    "backward": ("measuring/power_wall", ladder.BACKWARD_RUNGS),
+}
+"""By direction: the chapter whose record has the rungs back to back on `LADDER`, and the rungs."""
+_CALL = ["record", "workload", "direction", "impl", "variant"]
+MOST_CHANGED = 60
+"""Lines of a difference that a page shows; the whole of it is a download."""
+
+
+class Chapter:
+    """A chapter as its source sees it.
+
+    Args:
+        slug: its file without the ending, such as "forward/v5_pingpong".
+        mode: "replay", "measure" or "compare"; device, data_dir: as papermill gives them.
+        gpu: exact name of the GPU whose records it quotes.
+    """
+
+    def __init__(
+        self,
+        slug: str,
+        *,
+        mode: str = "replay",
+        device: str = "cpu",
+        data_dir: str | Path = records.DATA_DIR,
+        gpu: str = "NVIDIA H200",
+    ):
+        self.slug, self.mode, self.device, self.gpu = slug, mode, device, gpu
+        self.data_dir = Path(data_dir)
+        manifest.verify(self.data_dir)
+        self._tables = self._predictions = 0
+        self._records: dict[str, records.Record] = {}
+        self._rows: dict[str, pd.DataFrame] = {}
+
+    # Records.
+
+    def measure(self, run: Callable[[Any], None]) -> None:
+        """In mode "measure": `run(session)`, then write the record, also if that raises. Otherwise
+        nothing.
+
+        >>> @chapter.measure                                            # doctest: +SKIP
+        ... def _(session):
+        ...     session.measure(workload("gdpa-self-full-1024"), ["v4_warp_specialized"])
+        """
+        if self.mode == "measure":
+            session = self._session()
+            session.begin(self.data_dir)
+            try:
+                run(session)
+            finally:
+                print(session.write(self.data_dir))
+                self._records.clear()
+
+    def compare(self, run: Callable[[Any], None]) -> Any:
+        """In mode "compare": the session after `run(session)`, of which nothing is kept. Otherwise
+        None."""
+        if self.mode != "compare":
+            return None
+        session = self._session()
+        run(session)
+        return session
+
+    def _session(self) -> Any:
+        from gdpa_lab.measuring.session import Session
+
+        return Session(f"notebooks/{self.slug}.py", self.device)
+
+    def record(self, of: str | None = None) -> records.Record:
+        """The newest record of a chapter, this one by default, or the record of that id.
+        LookupError if there is none."""
+        slug = of or self.slug
+        if slug not in self._records:
+            path, notebook = self.data_dir / "records" / f"{slug}.json", f"notebooks/{slug}.py"
+            if path.exists():
+                self._records[slug] = records.load(path)
+            else:
+                self._records[slug] = results.latest_record(
+                    self.data_dir, notebook=notebook, gpu=self.gpu
+                )
+        return self._records[slug]
+
+    def holding(self, of: str, impls: Collection[str], workload: str) -> str:
+        """The id of the newest record of a chapter that has a time in bursts of each of `impls` on
+        a workload: the newest record of all may lack some. LookupError if there is none."""
+        for run in reversed(records.load_all(self.data_dir)):
+            timed = {
+                row.impl
+                for row in run.rows
+                if (row.workload, row.scope, row.variant) == (workload, "kernel", "")
+                and row.samples_us
+            }
+            ours = run.chapter == f"notebooks/{of}.py"
+            if ours and results.gpu_of(run, self.data_dir) == self.gpu and timed.issuperset(impls):
+                return run.id
+        raise LookupError(f"a record of {of} must hold {', '.join(impls)} on {workload}, got none")
+
+    def recorded(self, table: str, of: str | None = None) -> pd.DataFrame:
+        """A table of that record. LookupError naming those there are."""
+        run = self.record(of)
+        if table not in run.tables:
+            known = sorted(run.tables)
+            raise LookupError(f"table must be one of {run.id} ({known}), got {table!r}")
+        found = run.tables[table]
+        return pd.DataFrame(list(found.rows), columns=list(found.columns))
+
+    def lacks(self, table: str, instead: str) -> None:
+        """Say `instead` on the page if the chapter's record is from before it kept `table`."""
+        if table not in self.record().tables:
+            display(Markdown(instead))
+
+    def rows(self, of: str | None = None, **filters: Any) -> pd.DataFrame:
+        """The rows of that record, as `results.table` has them, each once.
+
+        `filters`: a value or a list of values for a column; `scope="kernel"` and `variant=""`
+        unless they are among them, None for any. A burst of calls that the host enqueues too slowly
+        is host time, and counts as failed. LookupError if nothing is left.
+        """
+        of = self.record(of).id
+        if of not in self._rows:
+            rows = results.table(self.data_dir, gpu=self.gpu, latest=False)
+            rows = _without_host_time(rows.drop_duplicates([*_CALL, "scope"]))
+            self._rows = dict(list(rows.groupby("record", sort=False)))
+        found = self._rows.get(of, pd.DataFrame(columns=list(results.COLUMNS)))
+        for column, wanted in ({"scope": "kernel", "variant": ""} | filters).items():
+            if wanted is not None:
+                wanted = [wanted] if isinstance(wanted, str) else list(wanted)
+                found = found[found[column].isin(wanted)]
+        if found.empty:
+            raise LookupError(f"{of} must hold rows of {filters}, got none")
+        return found.copy()
+
+    def times(
+        self,
+        of: str | None = None,
+        value: str = "time_us_p50",
+        columns: str = "impl",
+        **filters: Any,
+    ) -> pd.DataFrame:
+        """`rows` as a table: a row for each workload, a column for each `columns`, in their order
+        in the record."""
+        rows = self.rows(of, **filters)
+        made = rows.pivot_table(index="workload", columns=columns, values=value, sort=False)
+        return made[[name for name in dict.fromkeys(rows[columns]) if name in made]]
+
+    def scope(self, of: str | None = None, **filters: Any) -> str:
+        """The scope that an exhibit of some rows shows: back to back, unless the record lacks such
+        rows of what it has bursts of. `results.TIMED` is what the axis says."""
+        rows = self.rows(of, scope=list(results.TIMED), **filters)
+        calls = {scope: {*found[_CALL].itertuples(index=False)}
+                 for scope, found in rows.groupby("scope")}  # fmt: skip
+        whole = calls.get("kernel", set()) <= calls.get("sustained", set())
+        return "sustained" if whole else "kernel"
+
+    # Exhibits.
+
+    def figure(
+        self, chart: Figure | Timeline | str, *, data: pd.DataFrame | None = None, **origin: Any
+    ) -> None:
+        """Show a chart, a timeline or SVG text, in a cell whose `# |` lines name and describe it.
+
+        `origin`: of each kind of number in it, where those come from. measured= (rows of
+        `results.table`, or ids of records), and in a sentence published=, modelled=, emulated=,
+        compiled=, computed=, and measured= of what is in no record. `data`: what the reader
+        downloads; None: the measured rows.
+        """
+        if isinstance(chart, Timeline):
+            chart = chart.svg(width=760)
+        display(SVG(chart) if isinstance(chart, str) else chart)
+        display(self._origin(data, origin))
+
+    def table(
+        self, frame: pd.DataFrame, *, data: pd.DataFrame | None = None, **origin: Any
+    ) -> None:
+        """Show a table, four significant digits; the rest as for `figure`."""
+        display(page.show_table(frame))
+        display(self._origin(data, origin))
+
+    def ladder(self, impl: str, direction: str = "forward") -> None:
+        """Show the ladder up to a rung on `LADDER`, with the peers, back to back."""
+        of, listed = LADDERS[direction]
+        rows = self.rows(of, workload=LADDER, direction=direction, scope="sustained")
+        names = [rung.impl for rung in listed if rung.impl in set(rows["impl"])]
+        rungs = names[: names.index(impl) + 1]
+        chart = figures.figure_ladder(rows, LADDER, rungs, impl, direction)
+        self.figure(chart, measured=rows)
+
+    def _origin(self, data: pd.DataFrame | None, origin: dict[str, Any]) -> Markdown:
+        if not origin or not set(origin) <= set(page.KINDS):
+            raise TypeError(f"origin must be among {', '.join(page.KINDS)}, got {list(origin)}")
+        if data is None and isinstance(origin.get("measured"), pd.DataFrame):
+            data = origin["measured"]
+        csv = None
+        if data is not None:
+            self._tables += 1
+            csv = f"{self.slug.replace('/', '-')}-{self._tables}"
+            page.save_csv(data, csv)
+        lines = []
+        for kind, values in origin.items():
+            of = None if lines else csv
+            if kind == "measured" and not isinstance(values, str):
+                lines.append(page.provenance(values, of, data_dir=self.data_dir))
+            else:
+                lines.append(page.source(kind, values, of))
+        return Markdown("\n".join(line.data for line in lines))
+
+    def code(
+        self, source: Any, begin: str = "", end: str = "", *, language: str = "python"
+    ) -> None:
+        """Show a function of a kernel, or text, from the line with `begin` to before that with
+        `end`. ValueError if they are not in it."""
+        text = (
+            source if isinstance(source, str) else inspect.getsource(getattr(source, "fn", source))
+        )
+        lines = text.splitlines()
+        first = _line_of(begin, lines, 0)
+        last = _line_of(end, lines, first + 1) if end else len(lines)
+        shown = textwrap.dedent("\n".join(lines[first:last])).rstrip().replace("  # fmt: skip", "")
+        display(Markdown(f"```{language}\n{shown}\n```"))
+
+    def roles(self, impl: str, operator: str = "gdpa") -> None:
+        """Show the tables of roles and barriers in the docstring of a rung."""
+        text = ast.get_docstring(ast.parse(ladder.rung(impl, operator).lesson.read_text())) or ""
+        display(Markdown("\n".join(re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE))))
+
+    def changes(self, impl: str, operator: str = "gdpa") -> None:
+        """Show what a rung changes in the functions of its predecessor's kernel: at most
+        `MOST_CHANGED` lines, function by function; the whole difference is a download."""
+        before = ladder.rung(ladder.rung(impl, operator).predecessor, operator).lesson
+        after = ladder.rung(impl, operator).lesson
+        lines: list[str] = []
+        left_out: list[str] = []
+        old = _kernel_functions(before)
+        for name, source in _kernel_functions(after).items():
+            change = list(difflib.unified_diff(old.get(name, []), source, n=1, lineterm=""))[2:]
+            change = [f"@@ {name} @@" if line.startswith("@@") else line for line in change]
+            if change and len(lines) + len(change) <= MOST_CHANGED:
+                lines += change
+            elif change:
+                left_out.append(f"<code>{name}</code>")
+        CHANGES_DIR.mkdir(parents=True, exist_ok=True)
+        file = f"{operator}-{impl}.diff"
+        (CHANGES_DIR / file).write_text(ladder.diff(impl, operator=operator), encoding="utf-8")
+        rest = f", {', '.join(left_out)} among it" if left_out else ""
+        link = f'<a href="../../changes/{file}">The whole difference of the two files</a>'
+        if lines:
+            self.code("\n".join(lines), language="diff")
+        display(Markdown(f'<p class="provenance">{link}{rest}.</p>'))
+
+    # Numbers and sentences.
+
+    def glue(self, **values: float | str) -> None:
+        """Give numbers and words to the text: {glue:text}`name:.1f`."""
+        for name, value in values.items():
+            page.glue(name, value)
+
+    def glue_origin(self, name: str, rows: pd.DataFrame) -> None:
+        """Give a page at the root of the book the line under a figure of measured rows."""
+        line = page.provenance(rows, data_dir=self.data_dir).data
+        page.glue_html(name, line.replace('href="../../', 'href="'))
+
+    def predict(
+        self,
+        text: str,
+        found: float | pd.Series,
+        *,
+        least: float = -math.inf,
+        most: float = math.inf,
+        form: str = ".2f",
+        unit: str = "",
+    ) -> None:
+        """Show a prediction with its limits, what was found, and the verdict with its margin.
+
+        Of a series the value that is farthest outside the limits, or nearest to one, decides.
+        ValueError without a limit, since it could not fail, and naming what is missing in `found`.
+        """
+        if math.isinf(least) and math.isinf(most):
+            raise ValueError("least or most must be given, got neither")
+        self._predictions += 1
+        of = ""
+        if isinstance(found, pd.Series):
+            if found.empty or not np.isfinite(found.to_numpy(float)).all():
+                self._missing(text, list(found.index[~np.isfinite(found.to_numpy(float))]))
+            label, count = registered.decisive(found, least, most), len(found)
+            found, of = found[label], f" ({_named(label)}, of {count})"
+        elif not math.isfinite(found):
+            self._missing(text, [found])
+        low, high, got = (f"{x:{form}}{unit}" for x in (least, most, found))
+        limits = f"{least:{form}} to {high}"
+        if math.isinf(most):
+            limits = f"at least {low}"
+        elif math.isinf(least):
+            limits = f"at most {high}"
+        name = f"{self.slug}#{self._predictions}"
+        says = registered.verdict(float(found), least, most)
+        told = f"*{registered.told(name, limits)}: {limits}. Found: {got}{of}:* {says}."
+        fact = {"id": name, "text": text, "limits": limits, "found": f"{got}{of}", **says._asdict()}
+        shown = Markdown(f"**Prediction {self._predictions}** {text} {told}")
+        display(shown, metadata={"prediction": fact})
+
+    def _missing(self, text: str, where: list[Any]) -> None:
+        raise ValueError(
+            f"{self.slug}, prediction {self._predictions} ({text}): found must be finite, "
+            f"got no value for {', '.join(map(_named, where)) or 'anything'}"
+        )
+
+
+def _named(label: Any) -> str:
+    return " ".join(map(str, label)) if isinstance(label, tuple) else str(label)
+
+
+def _without_host_time(rows: pd.DataFrame) -> pd.DataFrame:
+    """Bursts without a time where the same record refused the calls back to back."""
+    slow = rows[(rows["scope"] == "sustained") & rows["failure"].str.startswith("HostTooSlow")]
+    slow = slow.set_index(_CALL)["failure"]
+    at = pd.MultiIndex.from_frame(rows[_CALL])
+    bound = (rows["scope"] == "kernel") & at.isin(slow.index)
+    rows.loc[bound, list(results.NUMBERS)] = math.nan
+    rows.loc[bound, "failure"] = slow.reindex(at)[bound.to_numpy()].to_numpy()
+    return rows
+
+
+def _line_of(marker: str, lines: list[str], first: int) -> int:
+    for number, line in enumerate(lines[first:], first):
+        if marker in line:
+            return number
+    raise ValueError(f"the source must have a line with {marker!r} from line {first}, got none")
+
+
+def _kernel_functions(path: Path) -> dict[str, list[str]]:
+    """The lines of each function and aggregate of a file that Triton compiles."""
+    text = path.read_text(encoding="utf-8")
+    return {
+        node.name: (ast.get_source_segment(text, node) or "").splitlines()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and any("triton." in ast.unparse(decorator) for decorator in node.decorator_list)
+    }

@@ -1,0 +1,428 @@
+"""Published claims, and what our own records say about them.
+
+`data/claims.yml` lists every published claim with its source. A claim may carry a selector (`ours`)
+that names the rows of the results table which answer it; `ledger` evaluates the selectors. A claim
+is `measured` only while correct rows exist, and a published number never becomes ours.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from gdpa_lab.measuring.record import DATA_DIR
+from gdpa_lab.measuring.workload import DIRECTIONS
+from gdpa_lab.report.results import TIMED
+
+SCHEMA_VERSION = 1
+OPERATORS = ("gdpa", "block_attention", "jagged_attention")
+KINDS = ("speedup", "rate", "accuracy", "ratio", "qualitative")
+STATUSES = ("open", "measured", "not_comparable", "refuted_by_arithmetic")
+SELECTOR_KINDS = ("best_rate", "best_time", "max_ratio")
+
+_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+PUBLISHED_HARDWARE = "NVIDIA B200"
+_RESULT_COLUMNS = (
+    "figure", "workload", "direction", "impl", "scope", "variant", "system", "gpu", "record",
+    "time_us_p50", "tflops", "correct", "failure", "stale",
+)  # fmt: skip
+
+
+class ClaimError(ValueError):
+    """claims.yml does not describe claims; the message names the file, the claim and the field."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a claim is made: `bib` is a key of book/references.bib, `where` the place in it."""
+
+    bib: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.bib}: {self.where}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the results table says about a claim.
+
+    `value` is TFLOP/s for best_rate, milliseconds for best_time and dimensionless for max_ratio,
+    which alone has a `baseline`. `impl` and `baseline` name one implementation, or one for each
+    direction. `records` names every record that `value` comes from; `stale` is True if one
+    of its rows is.
+    """
+
+    value: float
+    workload: str
+    impl: str
+    baseline: str
+    gpu: str
+    system: str
+    records: tuple[str, ...]
+    stale: bool
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Rows of the results table that answer a claim.
+
+    `best_rate` is the highest tflops over the selected workloads and the impls matching `impl`,
+    `best_time` the lowest time_us_p50, in milliseconds. `max_ratio` is the highest, over the
+    selected workloads, of time_us_p50 of the fastest impl matching `baseline` divided by that of
+    the fastest other impl matching `impl`, in one record, if possible without a stale row, that
+    which compares most of them; with several of `direction`, of the sums over them. Rows are picked
+    by `figure`, or by `workload` and `direction` where there is no figure. Patterns are shell
+    globs. Only times of the kernels alone (variant "") count, back to back or, with `scope`
+    "kernel", in bursts.
+    """
+
+    kind: str
+    impl: tuple[str, ...]
+    scope: str
+    figure: tuple[str, ...] = ()
+    baseline: tuple[str, ...] = ()
+    workload: tuple[str, ...] = ("*",)
+    direction: tuple[str, ...] = ()
+
+    def evaluate(self, results: pd.DataFrame) -> Evidence | None:
+        """The evidence in `results` (columns of results.table), or None if it holds none."""
+        missing = [name for name in _RESULT_COLUMNS if name not in results.columns]
+        if missing:
+            raise ValueError(
+                f"results must have the columns of results.table, got none named {missing}"
+            )
+        rows = results[_usable(results) & _matches(results["workload"], self.workload)]
+        rows = rows[rows["scope"] == self.scope]
+        if self.figure:
+            rows = rows[_matches(rows["figure"], self.figure)]
+        if self.direction:
+            rows = rows[rows["direction"].isin(self.direction)]
+        if self.kind == "max_ratio":
+            return self._max_ratio(rows)
+        rows = rows.drop_duplicates(
+            ["figure", "system", "workload", "direction", "impl"], keep="last"
+        )
+        rows = rows[_matches(rows["impl"], self.impl)]
+        if self.kind == "best_time":
+            best = _fastest(rows[_positive(rows["time_us_p50"])])
+            return None if best is None else _evidence(float(best["time_us_p50"]) / 1e3, [best])
+        rows = rows[_positive(rows["tflops"])]
+        if rows.empty:
+            return None
+        best = rows.loc[rows["tflops"].astype(float).idxmax()]
+        return _evidence(float(best["tflops"]), [best])
+
+    def _max_ratio(self, rows: pd.DataFrame) -> Evidence | None:
+        rows = rows[_positive(rows["time_us_p50"])]
+        is_baseline = _matches(rows["impl"], self.baseline)
+        is_ours = _matches(rows["impl"], self.impl) & ~is_baseline
+        best: Evidence | None = None
+        for _, group in rows[is_baseline | is_ours].groupby(["system", "workload"], sort=True):
+            compared: dict[str, Evidence] = {}
+            for record, run in group.groupby("record", sort=True):
+                directions = self.direction or sorted(set(run["direction"]))
+                parts = [run[run["direction"] == direction] for direction in directions]
+                slow = [_fastest(part[is_baseline.loc[part.index]]) for part in parts]
+                fast = [_fastest(part[is_ours.loc[part.index]]) for part in parts]
+                if all(row is not None for row in (*slow, *fast)):
+                    compared[record] = _evidence(_time(slow) / _time(fast), fast, slow)
+            if not compared:
+                continue
+            sizes = group["record"].value_counts()
+            order = [(not compared[run].stale, sizes[run], run) for run in compared]
+            found = compared[max(order)[-1]]
+            if best is None or found.value > best.value:
+                best = found
+        return best
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One published statement, in our words.
+
+    `value` (in `unit`) is the published number and belongs to `hardware`; None for a statement
+    without one. `tolerance` is the relative difference a rerun on that hardware may show.
+    `figure` is our figure id, `ours` the rows that answer the claim. `data` says how `value`
+    follows from a CSV of data/published: rows equal to `where` are reduced over `column`, with
+    `over` each first divided by the row that differs from it only by the columns named there.
+    `status` is what the author of the entry decided; see `ledger`.
+    """
+
+    id: str
+    operator: str
+    claim: str
+    value: float | None
+    unit: str | None
+    sources: tuple[Source, ...]
+    hardware: str
+    kind: str
+    how_to_check: str
+    figure: str | None
+    ours: Selector | None
+    tolerance: float | None
+    status: str
+    note: str
+    data: Mapping[str, Any] | None = None
+
+
+def load(data_dir: str | Path = DATA_DIR) -> tuple[Claim, ...]:
+    """Read and validate `data_dir`/claims.yml; ClaimError names the claim and the field."""
+    path = Path(data_dir) / "claims.yml"
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_YAML_LOADER)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ClaimError(f"{path}: must be a readable YAML file, got {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("claims"), list):
+        raise ClaimError(f"{path}: must be a mapping with a list named claims")
+    version = content.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ClaimError(f"{path}: schema_version must be {SCHEMA_VERSION}, got {version!r}")
+    claims = []
+    seen: set[str] = set()
+    for position, entry in enumerate(content["claims"], start=1):
+        name = entry.get("id") if isinstance(entry, dict) else None
+        try:
+            claim = _parse_claim(entry)
+            _check(claim.id not in seen, "id", "unique", claim.id)
+        except ClaimError as error:
+            raise ClaimError(f"{path}: claim {position} ({name}): {error}") from None
+        seen.add(claim.id)
+        claims.append(claim)
+    return tuple(claims)
+
+
+def ledger(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> pd.DataFrame:
+    """One row per claim: what was published, and what the records say.
+
+    `results` is the table of results.table; a time ratio is taken within one system, and the
+    system with the highest value answers. `claims` defaults to `load()`. Columns:
+    id, operator, kind, figure, claim, published, unit, hardware (where `published` was measured);
+    ours (NaN if nothing was measured), ours_gpu, ours_system, ours_workload, ours_impl,
+    ours_baseline, ours_record, ours_scope, stale; ratio = ours / published; within_tolerance (None
+    unless ours was measured on `hardware`); status, how_to_check, source, note.
+    A claim is "measured" if its selector finds correct rows; without any it is what its author
+    decided, "open" instead of "measured".
+    """
+    claims = load() if claims is None else claims
+    return pd.DataFrame([_ledger_row(claim, results) for claim in claims])
+
+
+def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
+    """The published GDPA charts, one row per bar, with their reading errors (TFLOP/s).
+
+    Columns of gdpa_figures.csv, and: `workload` (our name for the same problem), `hardware`,
+    `suspect` (the FA4 bars of the cross backward chart, which repeat the forward chart).
+    Source: README of facebookresearch/ads_model_kernel_library/gdpa, read from the bars.
+    """
+    table = pd.read_csv(Path(data_dir) / "published" / "gdpa_figures.csv")
+    table["workload"] = [
+        f"gdpa-{bar.attention}-{'full' if bar.fill == 1 else 'half-dense'}-{bar.length}"
+        for bar in table.itertuples()
+    ]
+    table["hardware"] = PUBLISHED_HARDWARE
+    table["suspect"] = (table["figure"] == "gdpa-cross-bwd-full") & (
+        table["kernel"] == "cutedsl_fa4"
+    )
+    return table
+
+
+def _ledger_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
+    evidence = claim.ours.evaluate(results) if claim.ours is not None else None
+    status = claim.status
+    if evidence is not None:
+        status = "measured"
+    elif status == "measured":
+        status = "open"
+    found = evidence or Evidence(math.nan, "", "", "", "", "", (), False)
+    published = math.nan if claim.value is None else claim.value
+    ratio, within = found.value / published, None
+    if claim.tolerance is not None and _same_hardware(claim.hardware, found.gpu):
+        within = abs(ratio - 1) <= claim.tolerance
+    return {
+        "id": claim.id,
+        "operator": claim.operator,
+        "kind": claim.kind,
+        "figure": claim.figure or "",
+        "claim": claim.claim,
+        "published": published,
+        "unit": claim.unit or "",
+        "hardware": claim.hardware,
+        "ours": found.value,
+        **{f"ours_{x}": getattr(found, x) for x in ("gpu", "system", "workload", "impl")},
+        "ours_baseline": found.baseline,
+        "ours_record": ", ".join(found.records),
+        "ours_scope": claim.ours.scope if evidence is not None else "",
+        "stale": found.stale,
+        "ratio": ratio,
+        "within_tolerance": within,
+        "status": status,
+        "how_to_check": claim.how_to_check,
+        "source": "; ".join(map(str, claim.sources)),
+        "note": claim.note,
+    }
+
+
+def _same_hardware(published: str, gpu: str) -> bool:
+    """True if `gpu` is the model named in `published` before the first comma."""
+    model = published.split(",")[0].strip().lower()
+    return bool(model) and gpu.strip().lower().startswith(model)
+
+
+def _usable(results: pd.DataFrame) -> pd.Series:
+    """Rows of a rung's own constants that passed their check."""
+    passed = results["correct"].eq(True).fillna(False).astype(bool)
+    return passed & results["failure"].fillna("").eq("") & results["variant"].fillna("").eq("")
+
+
+def _positive(column: pd.Series) -> pd.Series:
+    numbers = pd.to_numeric(column, errors="coerce")
+    return (numbers > 0) & (numbers < math.inf)
+
+
+def _matches(column: pd.Series, patterns: Iterable[str]) -> pd.Series:
+    patterns = tuple(patterns)
+    hits = [any(fnmatchcase(str(value), pattern) for pattern in patterns) for value in column]
+    return pd.Series(hits, index=column.index, dtype=bool)
+
+
+def _fastest(rows: pd.DataFrame) -> pd.Series | None:
+    return None if rows.empty else rows.loc[rows["time_us_p50"].astype(float).idxmin()]
+
+
+def _time(rows: Iterable[pd.Series]) -> float:
+    return sum(float(row["time_us_p50"]) for row in rows)
+
+
+def _evidence(
+    value: float, ours: Sequence[pd.Series], baseline: Sequence[pd.Series] = ()
+) -> Evidence:
+    """The rows of `ours`, and of `baseline`, are of one workload and system."""
+    rows = [*ours, *baseline]
+    return Evidence(
+        value=value,
+        workload=str(ours[0]["workload"]),
+        impl=_names(ours, "impl"),
+        baseline=_names(baseline, "impl"),
+        gpu=str(ours[0]["gpu"]),
+        system=str(ours[0]["system"]),
+        records=tuple(dict.fromkeys(str(row["record"]) for row in rows)),
+        stale=any(pd.notna(row["stale"]) and bool(row["stale"]) for row in rows),
+    )
+
+
+def _names(rows: Iterable[pd.Series], column: str) -> str:
+    return ", ".join(dict.fromkeys(str(row[column]) for row in rows))
+
+
+def _check(ok: bool, field: str, expectation: str, got: object) -> None:
+    if not ok:
+        raise ClaimError(f"{field} must be {expectation}, got {got!r}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_fields(where: str, entry: Any, required: set[str], optional: set[str]) -> None:
+    _check(isinstance(entry, dict), where, "a mapping", entry)
+    missing, unknown = required - set(entry), set(entry) - required - optional
+    _check(not missing, where, f"complete: add {sorted(missing)}", sorted(map(str, entry)))
+    known = sorted(required | optional)
+    _check(not unknown, where, f"made of the fields {known}", sorted(map(str, unknown)))
+
+
+def _one_of(choices: Iterable[str]) -> tuple[str, Callable[[Any], bool]]:
+    return f"one of {list(choices)}", lambda value: value in choices
+
+
+def _or_null(value: object) -> bool:
+    return value is None or _is_text(value)
+
+
+def _is_kebab(value: object) -> bool:
+    return _is_text(value) and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", value) is not None
+
+
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "id": ("kebab-case", _is_kebab),
+    "operator": _one_of(OPERATORS),
+    "kind": _one_of(KINDS),
+    "status": _one_of(STATUSES),
+    "value": ("positive or null", lambda x: x is None or (_is_number(x) and x > 0)),
+    "tolerance": (
+        "a fraction between 0 and 1, or null", lambda x: x is None or (_is_number(x) and 0 < x < 1)
+    ),
+    **dict.fromkeys(("claim", "hardware", "how_to_check"), ("a sentence", _is_text)),
+    **dict.fromkeys(("unit", "figure", "note"), ("text or null", _or_null)),
+}  # fmt: skip
+"""What a field of a claim must be, by itself."""
+
+
+def _parse_claim(entry: Any) -> Claim:
+    names = {f.name for f in fields(Claim)} - {"sources", "data"}
+    _check_fields("claim", entry, names | {"source"}, {"data"})
+    for name, (expectation, holds) in _RULES.items():
+        _check(holds(entry[name]), name, expectation, entry[name])
+    value, status = entry["value"], entry["status"]
+    _check(value is None or entry["unit"] is not None, "unit", "text beside a value", entry["unit"])
+    numeric = entry["kind"] == "qualitative" or value is not None
+    _check(numeric, "value", f"a number for kind {entry['kind']}", value)
+    ours = None if entry["ours"] is None else _parse_selector(entry["ours"])
+    if ours is None:
+        _check(status != "measured", "status", "derived from ours, which is null", status)
+    else:
+        known = ("open", "measured", "not_comparable")
+        _check(status in known, "status", f"one of {known} beside ours", status)
+        _check(value is not None, "value", "a number beside ours", value)
+    parsed = {"sources": _parse_sources(entry["source"]), "ours": ours, "data": entry.get("data")}
+    parsed["value"] = None if value is None else float(value)
+    parsed |= {name: (entry[name] or "").strip() for name in ("claim", "how_to_check", "note")}
+    return Claim(**{name: entry[name] for name in names} | parsed)
+
+
+def _parse_sources(entry: Any) -> tuple[Source, ...]:
+    entries = entry if isinstance(entry, list) else [entry]
+    _check(bool(entries), "source", "a mapping of bib and where, or a list of them", entry)
+    for item in entries:
+        _check_fields("source", item, {"bib", "where"}, set())
+        for name in ("bib", "where"):
+            _check(_is_text(item[name]), f"source.{name}", "text", item[name])
+    return tuple(Source(**item) for item in entries)
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    values = value if isinstance(value, list) else [value]
+    ok = bool(values) and all(_is_text(v) for v in values)
+    _check(ok, f"ours.{name}", "a glob or a list of globs", value)
+    return tuple(values)
+
+
+def _parse_selector(entry: Any) -> Selector:
+    globs = ("figure", "impl", "baseline", "workload", "direction")
+    _check_fields("ours", entry, {"kind", "impl", "scope"}, {*globs} - {"impl"})
+    kind, scope = entry["kind"], entry["scope"]
+    _check(scope in TIMED, "ours.scope", f"one of {list(TIMED)}", scope)
+    _check(kind in SELECTOR_KINDS, "ours.kind", f"one of {list(SELECTOR_KINDS)}", kind)
+    if kind == "max_ratio":
+        _check("baseline" in entry, "ours", "given a baseline for max_ratio", sorted(entry))
+    else:
+        _check("baseline" not in entry, "ours.baseline", f"absent for {kind}", entry)
+    picked = "figure" in entry or {"workload", "direction"} <= set(entry)
+    _check(picked, "ours", "given a figure, or a workload and a direction", sorted(entry))
+    found = {name: _patterns(name, entry[name]) for name in globs if name in entry}
+    for direction in found.get("direction", ()):
+        _check(direction in DIRECTIONS, "ours.direction", f"among {list(DIRECTIONS)}", direction)
+    return Selector(kind=kind, scope=scope, **found)

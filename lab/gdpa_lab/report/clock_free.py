@@ -1,0 +1,290 @@
+"""The second registration for a B200: shares of the unit ledger at each row's own clock.
+
+A row that ran back to back knows the SM clock that NVML showed meanwhile, so its time is a number
+of clocks, and a B200's power limit drops out. The share of its ledger that a kernel of ours reaches
+is taken from all kernels with roles that an H200 has measured, their spread with it: nothing is
+typed. A start of a program is a part of that share, so it is assumed to cost a kernel of a B200 as
+large a part of its clocks. The first registration, in `predictions`, stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from gdpa_lab.measuring import record as records
+from gdpa_lab.measuring import units
+from gdpa_lab.measuring.roofline import Ceilings
+from gdpa_lab.measuring.units import H200, Design
+from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.measuring.workloads import BLOCK_TABLES, FIGURES, workload
+from gdpa_lab.report import predictions, results
+
+PATH = records.DATA_DIR / "predictions" / "b200_2.csv"
+MODEL, DATE = "unit ledger 2", "2026-11-23"
+UNTIL = "2026-11-23T01:00:00Z"
+"""The spread is that of records made until then: later ones do not change what is registered."""
+COVERAGE, SURPRISE = 0.90, 0.01
+
+RUN_ON = {"forward": ("v4_warp_specialized", "v5_pingpong", "v6a_persistent", "v6b_stream",
+                      "v6_short_kv", "v7_packed", "v8_own_waits"),
+          "backward": ("v4_warp_specialized_backward", "v5_short_kv_backward")}  # fmt: skip
+"""Kernels of GDPA with roles, in the order in which they were made."""
+STAY = ("v6_short_kv", "v7_packed", "v8_own_waits")
+BLOCK = ("v3_warp_specialized", "v4_rotary", "v4a_turning_role")
+BACKWARD = {
+    "v4_warp_specialized_backward": units.backward("v4", H200, 0, 0, row_bytes=1280),
+    "v5_short_kv_backward": units.backward("v5", H200, 0, 0),
+}
+"""Bound by their MMAs: operands of 64 rows, of which three come from registers."""
+
+PAIRS = {
+    ("b5_cta_pair", "b4_mixed"): lambda work: work.max_seqlen_k <= 256,
+    ("b6_pair_stream", "b4_mixed"): lambda work: work.max_seqlen_k == 2048,
+    ("b4_mixed", "b3_stream"): lambda work: True,
+}
+"""Rungs whose rates are compared, and on which workloads."""
+
+
+def hopper(impl: str, work: Workload) -> Design:
+    """The design of a rung of `RUN_ON` on a workload."""
+    if impl in BACKWARD:
+        return BACKWARD[impl]
+    return units.V8_RESIDENT if impl in STAY and work.max_seqlen_k <= 256 else units.V8_STREAM
+
+
+def blackwell(direction: str) -> dict[str, predictions.Expected]:
+    """By name, the rungs of `predictions.EXPECTED`; their starts are in the share."""
+    return {
+        x.impl: x._replace(design=replace(x.design, start_us=0.0))
+        for x in predictions.EXPECTED[direction]
+    }
+
+
+def floor_us(work: Workload, design: Design, ghz: float, copies: Ceilings) -> float:
+    """Microseconds of the ledger at a clock, `copies` for what bytes need."""
+    chip = design.chip
+    at = replace(copies, tflops=chip.sms * chip.flops * ghz / 1e3)
+    return units.ledger(work, design, at).us
+
+
+def _timed(
+    data_dir: str | Path, capability: str, until: str = "9"
+) -> Iterator[tuple[records.Record, pd.DataFrame]]:
+    """Records of a compute capability, made until then, with their correct rows that ran back to
+    back and know their clock."""
+    rows = results.table(data_dir, latest=False)
+    rows = rows[(rows["scope"] == "sustained") & (rows["variant"] == "") & rows["correct"].eq(True)]
+    rows = rows.dropna(subset=["time_us_p50", "sm_clock_mhz"])
+    rows = rows.drop_duplicates(["record", "workload", "direction", "impl"])
+    known = {found.id: found for found in records.load_all(data_dir)}
+    for name, group in rows.groupby("record", sort=True):
+        machine = predictions.machine(known[name], data_dir)
+        of_kind = machine.compute_capability == capability
+        if of_kind and known[name].created <= until:
+            yield known[name], group
+
+
+def shares(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
+    """What kernels with roles reach on an H200: `share` of the ledger, or of the copy ceiling in
+    block attention, and `clocks`, by record, operator, direction, workload and impl."""
+    found = []
+    for run, rows in _timed(data_dir, "9.0", UNTIL):
+        ceilings = results.ceilings(run, "sustained")
+        for row in rows.itertuples():
+            work, us = Workload.from_dict(run.workloads[row.workload]), row.time_us_p50
+            plain = work.activation == "gelu_tanh" and not work.shared_q and work.head_dim == 128
+            if work.operator == "block_attention" and row.impl in BLOCK:
+                share = row.percent_of_roofline / 100
+            elif row.impl in RUN_ON[row.direction] and plain and not (work.causal or work.window):
+                ghz = row.sm_clock_mhz / 1e3
+                share = floor_us(work, hopper(row.impl, work), ghz, ceilings) / us
+            else:
+                continue
+            key = run.id, work.operator, row.direction, work.name, row.impl
+            found.append((*key, share, us * row.sm_clock_mhz))
+    columns = ["record", "operator", "direction", "workload", "impl", "share", "clocks"]
+    return pd.DataFrame(found, columns=columns)
+
+
+def interval(values: pd.Series, by: pd.Series) -> tuple[float, float, float]:
+    """(low, centre, high) of positive values of groups: a new group's value lies between with
+    probability `COVERAGE`, if their logarithms are normal between groups and within. Groups count
+    the same."""
+    logs = np.log(values.astype(float))
+    means = logs.groupby(by).mean()
+    within = (logs - by.map(means)).pow(2).groupby(by).mean().mean()
+    spread = 1.645 * math.sqrt(means.var(ddof=1) * (1 + 1 / len(means)) + within)
+    return tuple(math.exp(means.mean() + x * spread) for x in (-1, 0, 1))
+
+
+def steps(found: pd.DataFrame) -> pd.DataFrame:
+    """Rates of a forward kernel over those of the one before it, on one workload of one record,
+    over what their ledgers give: `ratio`, by `pair`."""
+    of = found[(found["operator"] == "gdpa") & (found["direction"] == "forward")]
+    by = of.pivot_table(index=["record", "workload"], columns="impl", values="share")
+    kept, impls = [], RUN_ON["forward"]
+    for before, after in zip(impls, impls[1:], strict=False):
+        ratio = (by[after] / by[before]).dropna()
+        kept.append(pd.DataFrame({"pair": f"{after} / {before}", "ratio": ratio}))
+    return pd.concat(kept, ignore_index=True)
+
+
+def made(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
+    """The registration: `expected`, `low` and `high` of the share of the ledger (of the copy
+    ceiling in block attention), or, with `other`, of a rung's rate over another's at one clock."""
+    found, rows = shares(data_dir), []
+    middle = {}
+    for (operator, direction), of in found.groupby(["operator", "direction"]):
+        middle[operator, direction] = interval(of["share"], of["impl"])
+    for figure, names in FIGURES.items():
+        direction = "forward" if "-fwd-" in figure else "backward"
+        for work in map(workload, names):
+            for impl, expected in blackwell(direction).items():
+                if work.max_seqlen_k <= expected.most_keys:
+                    low, centre, high = middle["gdpa", direction]
+                    rows.append((work.name, direction, impl, "", centre, low, high))
+    for (table, direction), expected in predictions.BLOCK.items():
+        low, centre, high = middle["block_attention", direction]
+        name = BLOCK_TABLES[table][0]
+        rows.append((name, direction, expected.impl, "", centre, low, high))
+    moved = steps(found)
+    low, _, high = interval(moved["ratio"], moved["pair"])
+    width = math.sqrt(high / low)
+    for name in dict.fromkeys(n for f in FIGURES if "-fwd-" in f for n in FIGURES[f]):
+        for (impl, other), applies in PAIRS.items():
+            if applies(workload(name)):
+                ratio = expected_ratio(workload(name), impl, other)
+                rows.append((name, "forward", impl, other, ratio, ratio / width, ratio * width))
+    columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
+    made = pd.DataFrame(rows, columns=columns).drop_duplicates(columns[:4], ignore_index=True)
+    made = made[~made["workload"].str.contains("jagged")]
+    return made.round(3).assign(model=MODEL, date=DATE)
+
+
+def expected_ratio(work: Workload, impl: str, other: str) -> float:
+    """How much faster `impl` is than `other` by the ledger, bytes of memory left out."""
+    designs = blackwell("forward")
+    free = Ceilings(1.0, ((1.0, 1e12), (3.0, 1e12)))
+    one, two = (floor_us(work, designs[name].design, 1.0, free) for name in (impl, other))
+    return two / one
+
+
+def update(path: Path = PATH) -> bool:
+    """Write what `made` makes; whether the file changed."""
+    text = predictions.render(made())
+    changed = not path.exists() or path.read_text(encoding="utf-8") != text
+    path.write_text(text, encoding="utf-8")
+    return changed
+
+
+def registered() -> pd.DataFrame:
+    """The registration in the file."""
+    return pd.read_csv(PATH, keep_default_na=False)
+
+
+def judged(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
+    """The registration with what records of a B200 say: `measured`, the median of them, NaN where
+    there is none, and `verdict`, "confirmed" within the interval or "refuted"."""
+    values: dict[tuple[str, ...], list[float]] = {}
+    for run, rows in _timed(data_dir, predictions.CAPABILITY):
+        ceilings = results.ceilings(run, "sustained")
+        timed = rows.set_index(["workload", "direction", "impl"])
+        for name, direction, impl, other in _keys():
+            if (name, direction, impl) not in timed.index or ceilings is None:
+                continue
+            row, work = timed.loc[name, direction, impl], workload(name)
+            clocks = row["time_us_p50"] * row["sm_clock_mhz"]
+            if other:
+                if (name, direction, other) not in timed.index:
+                    continue
+                their = timed.loc[name, direction, other]
+                value = their["time_us_p50"] * their["sm_clock_mhz"] / clocks
+            elif work.operator == "block_attention":
+                value = row["percent_of_roofline"] / 100
+            else:
+                design = blackwell(direction)[impl].design
+                ghz = row["sm_clock_mhz"] / 1e3
+                value = floor_us(work, design, ghz, ceilings) / row["time_us_p50"]
+            values.setdefault((name, direction, impl, other), []).append(value)
+    table = registered()
+    measured = [np.median(values.get(key, [math.nan])) for key in _keys()]
+    table = table.assign(measured=measured, verdict="")
+    inside = table["measured"].between(table["low"], table["high"])
+    table.loc[inside, "verdict"] = "confirmed"
+    table.loc[~inside & table["measured"].notna(), "verdict"] = "refuted"
+    return table
+
+
+def _keys() -> list[tuple[str, ...]]:
+    return [tuple(key) for key in registered()[["workload", "direction", "impl", "other"]].values]
+
+
+def is_dead(table: pd.DataFrame) -> tuple[bool, int, int]:
+    """(whether the model is dead, groups inside, groups measured). A group is a rung in a
+    direction, or a pair of rungs: its rows share one error, so its median counts once. Dead: with
+    `COVERAGE` so few groups inside have a probability below `SURPRISE`."""
+    timed = table.dropna(subset=["measured"])
+    over = timed[["measured", "low", "high"]].div(timed["expected"], axis=0)
+    groups = over.groupby([timed[name] for name in ("direction", "impl", "other")]).median()
+    inside = int(groups["measured"].between(groups["low"], groups["high"]).sum())
+    count = len(groups)
+    chance = sum(
+        math.comb(count, k) * COVERAGE**k * (1 - COVERAGE) ** (count - k) for k in range(inside + 1)
+    )
+    return count > 0 and chance < SURPRISE, inside, count
+
+
+def published(data_dir: str | Path = records.DATA_DIR) -> tuple[pd.DataFrame, float]:
+    """What others measured of two CTAs over one beside the ledger's ratio, and the factor that
+    FlashAttention-4 gained by evaluating a sixteenth instead of a tenth of its exponentials without
+    the MUFU, which no unit of the ledger explains.
+
+    Forward: b6 over b4 without its mixed activation, mean over the lengths of the source. Backward:
+    of an SM's clocks for a tile, those of chapter blackwell/backward with dK first.
+    """
+    table = pd.read_csv(Path(data_dir) / "published" / "blackwell_attention.csv")
+    told = table.set_index(["source", "kernel"])["tflops"]
+    one, two, ex2 = (
+        told.xs(source)
+        for source in (
+            "facebookexperimental/triton#2560", "Dao-AILab/flash-attention#2280",
+            "Dao-AILab/flash-attention#2398",
+        )
+    )  # fmt: skip
+    designs = blackwell("forward")
+    pair, single = (designs[x].design for x in ("b6_pair_stream", "b4_mixed"))
+    forward = [_clocks(single, n) / _clocks(pair, n) for n in (8, 16, 32, 64, 128)]
+    rows = {
+        "forward, FA4 with two over TLX with one": (
+            one["FA4 2 CTAs"] / one["TLX 1 CTA"], float(np.mean(forward)),
+        ),
+        "backward, FA4": (two["FA4 2 CTAs"] / two["FA4 1 CTA"], 3840 / 2944),
+    }  # fmt: skip
+    columns = ["published", "ledger"]
+    pairs = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
+    return pairs.rename_axis("two CTAs over one"), ex2["FA4 ex2 16"] / ex2["FA4 ex2 10"]
+
+
+def _clocks(design: Design, blocks: int) -> float:
+    """Clocks of the busiest unit for 128 queries and `blocks` times 128 keys."""
+    return max(design.pairs[x] * blocks + design.queries.get(x, 0.0) for x in design.pairs)
+
+
+def report(data_dir: str | Path = records.DATA_DIR) -> str:
+    """What `python -m gdpa_lab predictions` prints of the second registration."""
+    table = judged(data_dir)
+    dead, inside, count = is_dead(table)
+    outcome = "No row is measured: all are predictions."
+    if count:
+        word = "dead" if dead else "not refuted"
+        outcome = f"{inside} of {count} groups inside: the model is {word}."
+    head = f"Registered {DATE}; model: {MODEL}; shares of the ledger at NVML's clock. {outcome}"
+    columns = ["workload", "direction", "impl", "other", "expected", "low", "high"]
+    columns += ["measured", "verdict"] if count else []
+    return f"{head}\n\n{results.to_markdown(table[columns])}"

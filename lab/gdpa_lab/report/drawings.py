@@ -1,0 +1,160 @@
+"""Pictures of the operator: the jagged layout, scores, activations, laws of length, a roof.
+
+They show what there is before any kernel runs, from definitions, lengths and measured ceilings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from gdpa_kernels.gdpa.reference import ACTIVATIONS
+from gdpa_lab.measuring.roofline import Ceilings
+from gdpa_lab.measuring.workload import Workload
+from gdpa_lab.report.house import INK, RUNG_COLOURS, Figure, canvas, note
+
+COLOURS = tuple(RUNG_COLOURS[i] for i in (1, 0, 3, 2, 4))
+FAMILIES = {
+    "gdpa-self-full": "self, full",
+    "gdpa-self-half-dense": "self, half, dense keys",
+    "gdpa-self-half-jagged": "self, half, jagged",
+    "gdpa-cross-full": "cross, 256 keys",
+    "": "real histories",
+}
+"""The workloads of `gdpa`, by the beginning of their names."""
+
+_MARKS = "os^Dv"
+
+
+def jagged(lengths: Sequence[int]) -> Figure:
+    """Sequences of these lengths as they lie in memory, cu_seqlens below; then the padded batch."""
+    starts = [0, *accumulate(lengths)]
+    high = float(len(lengths))
+    with canvas(width=7.2, height=1.7 + 0.55 * high) as (chart, axis):
+        for i, length in enumerate(lengths):
+            row = high - 1 - i
+            for t in range(max(lengths)):
+                _cell(axis, t, row, COLOURS[i] if t < length else "none", t if t < length else "")
+                if t < length:
+                    _cell(axis, starts[i] + t, high + 2.2, COLOURS[i], t)
+            axis.text(max(lengths) + 0.3, row + 0.5, f"sequence {i}, {length} tokens", va="center")
+        for start in sorted(set(starts)):
+            entries = ", ".join(f"[{i}]" for i, value in enumerate(starts) if value == start)
+            axis.text(start, high + 2.0, f"{start}", ha="center", va="top")
+            axis.text(start, high + 1.4, entries, ha="center", va="top", fontsize=8)
+        axis.text(starts[-1] + 0.5, high + 1.95, "cu_seqlens", va="top")
+        axis.text(starts[-1] + 0.5, high + 2.7, "rows in memory", va="center")
+        axis.set_xlim(-0.4, starts[-1] + 3.2)
+        axis.set_ylim(-0.2, high + 3.4)
+        axis.set_axis_off()
+        return chart
+
+
+def scores(uses: Mapping[str, Sequence[tuple[int, int]]]) -> Figure:
+    """A panel for each use: the score matrix of each sequence, (queries, keys), to scale."""
+    wide = max(sum(keys + 2.0 for _, keys in shapes) for shapes in uses.values())
+    deep = max(queries for shapes in uses.values() for queries, _ in shapes)
+    with canvas(1, len(uses), width=8.4, height=3.3, squeeze=False) as (chart, axes):
+        for axis, (title, shapes) in zip(axes[0], uses.items(), strict=True):
+            x = 0.0
+            for i, (queries, keys) in enumerate(shapes):
+                axis.add_patch(
+                    Rectangle((x, -queries), keys, queries, facecolor=COLOURS[i], edgecolor=INK)
+                )
+                axis.text(x + keys / 2, 0.35, f"{keys}", ha="center", va="bottom", fontsize=8.5)
+                axis.text(x - 0.25, -queries / 2, f"{queries}", ha="right", va="center", fontsize=8)
+                x += keys + 2.0
+            axis.set_title(title)
+            axis.set_xlim(-1.2, wide - 1.5)
+            axis.set_ylim(-deep - 0.5, 1.8)
+            axis.set_aspect("equal")
+            axis.set_axis_off()
+        return chart
+
+
+def laws(workloads: Mapping[str, Workload]) -> Figure:
+    """A panel for each workload, by title: its query lengths over max_seqlen_q, longest first; the
+    frame is the padded batch."""
+    rows = -(-len(workloads) // 3)
+    with canvas(rows, 3, width=8.4, height=2.2 * rows, sharex=True, sharey=True) as (chart, axes):
+        for axis, (text, work) in zip(axes.flat, workloads.items(), strict=True):
+            height = np.sort(work.seqlens_q)[::-1] / work.max_seqlen_q
+            axis.fill_between(np.linspace(0, 1, work.batch), height, color=COLOURS[0], linewidth=0)
+            axis.plot([0, 1, 1, 0, 0], [0, 0, 1, 1, 0], color=INK, linewidth=0.8)
+            axis.set_title(f"{text}\nN = {work.max_seqlen_q}, fill {work.fill:.2f}")
+            axis.grid(visible=False)
+            axis.set_xticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+            axis.set_yticks([0, 1], ["0", "N"])
+        for axis in axes.flat[-3:]:
+            axis.set_xlabel("sequences")
+        return chart
+
+
+def activations(names: Sequence[str]) -> Figure:
+    """A panel for each activation from -4 to 4, four in a row: solid, its derivative dashed."""
+    x = torch.linspace(-4, 4, 401, dtype=torch.float64)
+    rows = -(-len(names) // 4)
+    with canvas(rows, 4, width=8.4, height=2.1 * rows, sharex=True, sharey=True) as (chart, axes):
+        for axis, name in zip(axes.flat, names, strict=True):
+            axis.plot(x, ACTIVATIONS[name].function(x), color=COLOURS[0])
+            axis.plot(x, ACTIVATIONS[name].derivative(x), color=COLOURS[2], linestyle=(0, (4, 2)))
+            axis.set(title=name, ylim=(-1.2, 4), xticks=[-4, -2, 0, 2, 4])
+        return chart
+
+
+def roofline(
+    points: pd.DataFrame,
+    ceilings: Ceilings,
+    levels: Mapping[str, float],
+    labels: Mapping[str, str],
+    families: Mapping[str, str] = FAMILIES,
+) -> Figure:
+    """Workloads under a roof, both axes logarithmic: a mark at `high`, a line down to `low`.
+
+    `points`: by workload, columns `intensity` (FLOP/byte), `low` and `high` (TFLOP/s). `levels`:
+    further horizontal lines, TFLOP/s by text. `labels`: texts beside marks, by workload.
+    `families`: what the legend says of workloads that begin so, the first that fits.
+    """
+    with canvas(width=8.2, height=5.0) as (chart, axis):
+        along = np.geomspace(45, 2600, 200)
+        roofs = [np.minimum(along * rate / 1e3, ceilings.tflops) for _, rate in ceilings.copies]
+        axis.fill_between(along, roofs[0], roofs[-1], color=INK, alpha=0.35, linewidth=0)
+        axis.plot(along, roofs[-1], color=INK, linewidth=1.4)
+        texts = {f"bf16 matmul: {ceilings.tflops:.0f}": ceilings.tflops}
+        for text, level in (texts | dict(levels)).items():
+            note(axis, text, (2600, level), (0, 3), ha="right", va="bottom")
+            if text not in texts:
+                axis.axhline(level, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+        of = [next(stem for stem in families if name.startswith(stem)) for name in points.index]
+        for i, (stem, label) in enumerate(families.items()):
+            mine = points[[found == stem for found in of]]
+            axis.vlines(mine["intensity"], mine["low"], mine["high"], color=COLOURS[i],
+                        linewidth=1.4)  # fmt: skip
+            axis.plot(mine["intensity"], mine["high"], _MARKS[i], color=COLOURS[i], markersize=6,
+                      alpha=0.9, label=label)  # fmt: skip
+        for name, text in labels.items():
+            place = points["intensity"][name], points["high"][name]
+            note(axis, text, place, (-5, 4), ha="right")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        ticks = [64, 128, 256, 512, 1024, 2048]
+        axis.set_xticks(ticks, ticks)
+        axis.set_yticks(ticks[1:], ticks[1:])
+        axis.set_xlim(45, 2700)
+        axis.set_ylim(120, 2900)
+        axis.grid(visible=True, axis="both")
+        axis.set_xlabel("arithmetic intensity (useful FLOP / fewest byte)")
+        axis.set_ylabel("attainable TFLOP/s")
+        axis.legend(loc="lower right")
+        return chart
+
+
+def _cell(axis: Axes, x: float, y: float, colour: str, text: object) -> None:
+    axis.add_patch(Rectangle((x, y), 1, 1, edgecolor=INK, linewidth=0.8, facecolor=colour))
+    axis.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8.5, color="#000000")

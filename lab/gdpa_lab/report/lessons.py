@@ -1,0 +1,76 @@
+"""How long the lessons are, and the steps between them, counted in lines of compiled code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import NamedTuple
+
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.rung import Rung
+
+
+class Step(NamedTuple):
+    """From a rung's predecessor to the rung, as their lessons show it, in lines: `changed` are
+    those of compiled code that stand in one of them alone, `jit` those of the rung, `file` all."""
+
+    operator: str
+    predecessor: str
+    impl: str
+    is_rewrite: bool
+    changed: int
+    jit: int
+    file: int
+
+
+def steps() -> Iterator[Step]:
+    """Every step of every ladder."""
+    for operator, rungs in ladder.LADDERS.items():
+        for rung in rungs:
+            if rung.predecessor is None or not rung.requires.capability:
+                continue
+            before = ladder.rung(rung.predecessor, operator)
+            jit, file = len(jit_lines(rung.lesson)), len(rung.lesson.read_text().splitlines())
+            changed = changed_lines(kernel_of(before), kernel_of(rung))
+            yield Step(operator, before.impl, rung.impl, rung.is_rewrite, changed, jit, file)
+
+
+def kernel_of(rung: Rung) -> Path:
+    """Its lesson; of a rung that changes a constant of its predecessor, that one's."""
+    if jit_lines(rung.lesson) or rung.predecessor is None:
+        return rung.lesson
+    return kernel_of(ladder.rung(rung.predecessor, rung.operator))
+
+
+def report() -> str:
+    """The steps as a Markdown table."""
+    rows = ["| step | changed jit lines | jit lines | file lines |", "|:--|--:|--:|--:|"]
+    for step in steps():
+        name = f"{step.operator}: {step.predecessor} -> {step.impl}"
+        name += ", a rewrite" if step.is_rewrite else ""
+        rows.append(f"| {name} | {step.changed} | {step.jit} | {step.file} |")
+    return "\n".join(rows) + "\n"
+
+
+def changed_lines(before: Path, after: Path) -> int:
+    """Lines of compiled code that stand in one of two files alone."""
+    match = SequenceMatcher(None, jit_lines(before), jit_lines(after), autojunk=False)
+    changes = [code for code in match.get_opcodes() if code[0] != "equal"]
+    return sum(i2 - i1 + j2 - j1 for _, i1, i2, j1, j2 in changes)
+
+
+def jit_lines(path: Path) -> list[str]:
+    """The lines of the functions and aggregates of a file that Triton compiles, without docstrings,
+    comments and blank lines."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found: list[str] = []
+    for node in ast.parse("\n".join(lines)).body:
+        decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", ())]
+        if any(each.startswith(("triton.jit", "triton.aggregate")) for each in decorators):
+            told = node.body[0] if ast.get_docstring(node) is not None else None
+            skipped = range(told.lineno - 1, told.end_lineno) if told else ()
+            code = (n for n in range(node.lineno - 1, node.end_lineno) if n not in skipped)
+            found += [lines[n] for n in code]
+    return [line for line in found if line.strip() and not line.lstrip().startswith("#")]

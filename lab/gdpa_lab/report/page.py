@@ -1,0 +1,167 @@
+"""What a page says about its figures: where values come from, their download, glued numbers."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from gdpa_lab.measuring import record as records
+from gdpa_lab.measuring import system as systems
+from gdpa_lab.report import doctor, results
+
+if TYPE_CHECKING:
+    from IPython.display import Markdown
+
+KINDS = ("measured", "published", "modelled", "emulated", "compiled", "computed")
+"""What a number can be; every figure says which: "computed" is by PyTorch on a CPU
+or from other numbers of the book."""
+
+CSV_DIR = records.ROOT / "book" / "extra" / "figures"
+
+
+def provenance(
+    rows: pd.DataFrame | Sequence[str], csv: str | None = None, *, data_dir: Path = records.DATA_DIR
+) -> Markdown:
+    """The line under a measured figure: machine, versions other than the pinned ones, date, commit,
+    whether other files than that commit's ran, records, data, how rows were timed and the matmul of
+    that record and scope, which shares are of, and a stale warning.
+
+    `rows`: the rows of `results.table` that were drawn, or ids of records. `csv`: the name given to
+    `save_csv`. Paths are relative to a page of book/executed/<part>. RecordError if a record is
+    missing.
+    """
+    stale: list[str] = []
+    ids, scopes = list(rows), {}
+    if isinstance(rows, pd.DataFrame):
+        scopes = rows.groupby("record", sort=False)["scope"].agg(set)
+        ids = list(scopes.index)
+        stale = sorted(set(rows["impl"][rows["stale"]]))
+    if not ids:
+        raise ValueError("rows must name at least one record, got none")
+    runs, machines = [], set()
+    for name in ids:
+        run = records.load(Path(data_dir) / "records" / f"{name}.json")
+        machine = systems.load(Path(data_dir) / "systems" / f"{run.system}.json")
+        commit = (
+            f"commit <code>{run.package.commit[:10]}</code>" if run.package.commit else "no commit"
+        )
+        if run.package.dirty or run.package.differs():
+            commit += " with local changes"
+        told = "" if run.system in machines else _versions(machine)
+        machines.add(run.system)
+        runs.append(
+            f"{_link(f'data/systems/{run.system}.json', machine.gpu or run.system)}{told}, "
+            f"{html.escape(run.created[:10])}, {commit}, "
+            f"record {_link(f'data/records/{name}.json', name)}{_timed(run, scopes.get(name, ()))}"
+        )
+    warning = ""
+    if stale:
+        warning = (
+            ' <span class="stale">The machine code of '
+            + ", ".join(f"<code>{html.escape(impl)}</code>" for impl in stale)
+            + " has changed since: <code>make measure</code> records it again.</span>"
+        )
+    return _provenance("measured", "; ".join(runs) + "." + warning, csv)
+
+
+def _timed(run: records.Record, scopes: Collection[str]) -> str:
+    parts = []
+    for scope in (scope for scope in results.TIMED if scope in scopes):
+        limit = results.ceilings(run, scope)
+        under = f" (matmul {limit.tflops:.0f} TFLOP/s)" if limit else ""
+        parts.append(f"{results.TIMED[scope]}{under}")
+    return f", timed {' and '.join(parts)}" if parts else ""
+
+
+def _versions(machine: systems.System) -> str:
+    """Versions of the software that ran, in parentheses; "" where they are the pinned ones."""
+    pins = (doctor.TORCH, doctor.FBTRITON)
+    torch, fbtriton = (pin.partition("==")[2] for pin in pins)
+    told = []
+    if machine.torch.partition("+")[0] != torch:
+        told.append(f"torch {machine.torch}, not {torch}")
+    if machine.fbtriton != fbtriton:
+        told.append(f"Triton {machine.triton}, not fbtriton {fbtriton}")
+    if not told:
+        return ""
+    return html.escape(f" ({'; '.join([*told, f'driver {machine.driver}'])})")
+
+
+def source(kind: str, text: str, csv: str | None = None) -> Markdown:
+    """The line under a figure for values that no record holds, of one of `KINDS`.
+
+    `text`: where they come from (a publication and its machine, a formula, a program).
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    return _provenance(kind, html.escape(text), csv)
+
+
+def show_table(table: pd.DataFrame) -> Markdown:
+    """A table for the page: four significant digits, numbers to the right, nothing for NaN."""
+    from IPython.display import Markdown
+
+    lines = results.to_markdown(table).splitlines()
+    numeric = [pd.api.types.is_numeric_dtype(table[name]) for name in table.columns]
+    lines[1] = f"| {' | '.join('--:' if right else ':--' for right in numeric)} |"
+    return Markdown("\n".join(lines))
+
+
+def save_csv(table: pd.DataFrame, name: str) -> Path:
+    """Write the data behind a figure to book/extra/figures/`name`.csv, which the site offers."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
+        raise ValueError(f"name must be lower-case letters, digits, - and _, got {name!r}")
+    CSV_DIR.mkdir(parents=True, exist_ok=True)
+    path = CSV_DIR / f"{name}.csv"
+    table.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
+    return path
+
+
+def glue(key: str, value: float | str) -> None:
+    """Give a number or a word to the text: {glue:text}`key:.1f`. ValueError unless the number is
+    finite and the word not empty."""
+    if isinstance(value, str):
+        if not value:
+            raise ValueError(f"value of {key!r} must be a word, got {value!r}")
+    elif not math.isfinite(value := float(value)):
+        raise ValueError(f"value of {key!r} must be a finite number, got {value}")
+    _display("text/plain", key, repr(value))
+
+
+def glue_html(key: str, text: str) -> None:
+    """Give HTML to the text, for example a table that another page shows: ```{glue} key```."""
+    _display("text/html", key, text)
+
+
+def _display(kind: str, key: str, value: str) -> None:
+    """What `myst_nb.glue(key, value, display=False)` displays; a machine that measures lacks it."""
+    from IPython.display import display
+
+    prefix = "application/papermill.record/"
+    display(
+        {f"{prefix}{kind}": value},
+        raw=True,
+        metadata={"scrapbook": {"name": key, "mime_prefix": prefix}},
+    )
+
+
+def _link(path: str, text: str) -> str:
+    return f'<a href="../../{html.escape(path)}">{html.escape(text)}</a>'
+
+
+def _provenance(kind: str, text: str, csv: str | None) -> Markdown:
+    from IPython.display import Markdown
+
+    data = ""
+    if csv is not None:
+        if not (CSV_DIR / f"{csv}.csv").exists():
+            raise ValueError(f"csv must be a name that save_csv was given, got {csv!r}")
+        stop = "" if text.endswith(".") else "."
+        data = f"{stop} {_link(f'figures/{csv}.csv', 'Data of this figure (CSV)')}."
+    return Markdown(f'<p class="provenance" data-kind="{kind}"><b>{kind}</b>: {text}{data}</p>')

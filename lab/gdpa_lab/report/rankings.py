@@ -1,0 +1,124 @@
+"""What `impl="auto"` tries first, made from the records: a table of rankings of each operator.
+
+`python -m gdpa_lab maintain choices` writes the tables; calling/rankings.py says what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from gdpa_kernels.block_attention import choices as block_choices
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.rankings import Ranking, Shape, capability
+from gdpa_kernels.gdpa import choices
+from gdpa_lab.measuring import record, system
+from gdpa_lab.report import results
+
+
+def _gdpa_shape(gpu: tuple[int, int], direction: str, workload: Mapping) -> Shape | None:
+    if workload.get("activation") != "gelu_tanh" or workload.get("causal"):
+        return None
+    if workload.get("window") is not None:
+        return None
+    sizes = (int(workload[name]) for name in ("head_dim", "max_seqlen_q", "max_seqlen_k"))
+    return gpu, direction, workload["dtype"], *sizes
+
+
+def _block_shape(gpu: tuple[int, int], direction: str, workload: Mapping) -> Shape | None:
+    rotary = int(bool(workload.get("rotary")))
+    if workload.get("block_size") != 64:
+        return None
+    return gpu, workload["dtype"], direction, rotary, int(workload["head_dim"])
+
+
+CHOICES = {"gdpa": choices, "block_attention": block_choices}
+"""Operator -> the module that reads its table."""
+
+SHAPES: dict[str, Callable[[int, str, Mapping], Shape | None]] = {
+    "gdpa": _gdpa_shape,
+    "block_attention": _block_shape,
+}
+"""Operator -> compute capability, direction and a workload's dictionary to the values of its
+table's columns, or to None for a workload that does not count."""
+
+
+def update(data_dir: str | Path) -> dict[Path, bool]:
+    """Rewrite the tables; whether each file changed. Nothing is written if a record is refused."""
+    texts = {module.PATH: made_from(data_dir, operator) for operator, module in CHOICES.items()}
+    changed = {path: not path.exists() or path.read_text() != text for path, text in texts.items()}
+    for path, text in texts.items():
+        path.write_text(text)
+    return changed
+
+
+def made_from(data_dir: str | Path, operator: str) -> str:
+    """The text of the operator's table that the records make."""
+    return render(from_records(data_dir, operator), CHOICES[operator].COLUMNS)
+
+
+def render(rankings: Iterable[Ranking], columns: Iterable[str]) -> str:
+    """The text of the table."""
+    rows = [
+        ("{}.{}".format(*gpu), *shape, " ".join(impls), made_by)
+        for (gpu, *shape), impls, made_by in rankings
+    ]
+    frame = pd.DataFrame(rows, columns=[*columns, "impls", "record"])
+    return frame.to_csv(index=False, lineterminator="\n")
+
+
+def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
+    """The rankings that the records make: of each shape, the record that compared most
+    implementations on it, the newest of several; workloads of one shape count together. Times back
+    to back, as in a training loop, decide among the implementations that have them, bursts among
+    all others.
+
+    Only rows that passed their check count; lessons are ranked, and left out of what is listed.
+    RecordError naming every refused file.
+    """
+    shape_of = SHAPES[operator]
+    ladders = [ladder.LADDERS[operator], ladder.LADDERS.get(f"{operator}_backward", ())]
+    rungs = {rung.impl: rung for rungs in ladders for rung in rungs[1:]}
+    workloads = {
+        (found.id, name): workload
+        for found in record.load_all(data_dir)
+        for name, workload in found.workloads.items()
+    }
+    table = results.table(data_dir, latest=False).drop_duplicates(
+        ["workload", "impl", "variant", "scope", "direction", "record"]
+    )
+    rows = table[table["scope"].isin(results.TIMED) & (table["variant"] == "")]
+    rows = rows[rows["correct"] & rows["impl"].isin(rungs)]
+    found: dict[Shape, dict[str, dict[str, list]]] = {}
+    for (run, name, direction, scope), group in rows.groupby(
+        ["record", "workload", "direction", "scope"], sort=True
+    ):
+        workload = workloads[run, name]
+        machine = system.load(Path(data_dir) / "systems" / f"{group['system'].iloc[0]}.json")
+        shape = shape_of(capability(machine.compute_capability), direction, workload)
+        if workload["operator"] == operator and shape is not None and len(group) > 1:
+            times = group.set_index("impl")["time_us_p50"]
+            found.setdefault(shape, {}).setdefault(run, {}).setdefault(scope, []).append(times)
+    rankings = []
+    for shape in sorted(found):
+        orders = {run: _order(**columns) for run, columns in found[shape].items()}
+        run = max(orders, key=lambda run: (len(orders[run]), run))
+        products = tuple(impl for impl in orders[run] if not rungs[impl].is_lesson)
+        if products:
+            rankings.append(Ranking(shape, products, run))
+    return rankings
+
+
+def _order(kernel: Sequence[pd.Series] = (), sustained: Sequence[pd.Series] = ()) -> list[str]:
+    """Implementations, fastest first, from times in bursts and back to back, a series for each
+    workload: by bursts, then those timed back to back change places among themselves."""
+    bursts, loops = (_fastest_first(columns) for columns in (kernel, sustained))
+    both = iter([impl for impl in loops if impl in bursts])
+    return [next(both) if impl in loops else impl for impl in bursts] or loops
+
+
+def _fastest_first(columns: Sequence[pd.Series]) -> list[str]:
+    """What was timed on each workload, by the sum of its times."""
+    return [*pd.concat(columns, axis=1).dropna().sum(axis=1).sort_values().index] if columns else []

@@ -1,0 +1,159 @@
+"""What README.md says of speed, written from the records: one table and one figure.
+
+`python -m gdpa_lab maintain readme` rewrites them; a test holds them equal to the records. Both
+show times back to back and nothing else: where a peer has none, the table says why.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from gdpa_kernels.calling import ladder
+from gdpa_lab.measuring import baselines, record
+from gdpa_lab.report import block_tables, charts, results, standings
+from gdpa_lab.report.house import Figure
+
+GPU = "NVIDIA H200"
+FIGURE = Path("book/assets/ladder.svg")
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+WORKLOAD = "gdpa-self-full-1024"
+PEERS = {
+    "cuDNN": ("cudnn", "cudnn_varlen"),
+    "FlashAttention-4": ("fa4", "fa4_dense"),
+    "FlashAttention-3": ("fa3",),
+    "FlashAttention-2": ("fa2_varlen",),
+}
+"""Lines of the figure: of each library the fastest form that takes the batch."""
+
+
+class Line(NamedTuple):
+    """A row of the table: what is computed, on which workload, in which chapter's record."""
+
+    title: str
+    workload: str
+    direction: str
+    chapter: str
+
+    @property
+    def of_blocks(self) -> bool:
+        return self.chapter.startswith("block")
+
+
+LINES = (
+    Line("GDPA, 1,024 × 1,024", WORKLOAD, "forward", "forward/results"),
+    Line("GDPA, 1,024 × 256", "gdpa-cross-full-1024", "forward", "forward/results"),
+    Line("GDPA, 1,024 × 1,024", WORKLOAD, "backward", "backward/results"),
+    Line("GDPA, 2,048 × 256", "gdpa-cross-full-2048", "backward", "backward/results"),
+    Line("block attention", "block-fill70-2000", "forward", "block/results"),
+    Line("block attention", "block-fill70-2000", "backward", "block/results"),
+    Line("with rotary fused", "block-rotary-1735537", "forward", "block/results"),
+    Line("with rotary fused", "block-rotary-1735537", "backward", "block/results"),
+)
+
+
+def block(data_dir: Path = record.DATA_DIR) -> str:
+    """The Markdown between the markers: best rung against best peer, and the records.
+
+    LookupError if a row has no record, no rung or no peer.
+    """
+    lines = [
+        "| | | best rung | time | rate | of ceiling | best peer | time | faster |",
+        "|---|---|---|--:|--:|--:|---|--:|--:|",
+    ]
+    quoted: dict[str, str] = {}
+    shown = [_rows(data_dir, line) for line in LINES]
+    for line, rows in zip(LINES, shown, strict=True):
+        ours = rows[rows["impl"].isin([rung.impl for rung in _rungs(line)])].iloc[0]
+        us = ours["time_us_p50"]
+        lines.append(
+            f"| {line.title} | {line.direction} | `{ours['impl']}` | {us / 1e3:.2f} ms | "
+            f"{_rate(ours, line)} | {ours['percent_of_roofline']:.0f} % | {_peer(rows, line, us)} |"
+        )
+        quoted[ours["record"]] = f"{ours['gpu']}, {ours['date'][:10]}"
+    places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
+    machines = "; ".join(dict.fromkeys(quoted.values()))
+    missing = "; ".join(standings.missing_peers(pd.concat(shown))) or "none"
+    lines += [
+        "",
+        f"Times back to back; {machines}; records {', '.join(places)}. "
+        f"Peers without a time in them: {missing}.",
+    ]
+    return "\n".join(lines)
+
+
+def _peer(rows: pd.DataFrame, line: Line, us: float) -> str:
+    """The last three cells: the fastest peer or, if none was timed, why the first was not."""
+    titles = _peers(line)
+    peers = rows[rows["impl"].isin(titles)]
+    if peers.empty:
+        raise LookupError(f"a record must hold a row of {line.workload}, a peer, got none")
+    best = peers.iloc[0]
+    if pd.isna(best["time_us_p50"]):
+        return f"{titles[best['impl']]} | not timed: {best['failure'].partition(':')[0]} | "
+    peer_us = best["time_us_p50"]
+    ratio = block_tables.checked(peer_us / us, best["impl"], line.workload, line.direction)
+    return f"{titles[best['impl']]} | {peer_us / 1e3:.2f} ms | {ratio:.2f}×"
+
+
+def _rate(row: pd.Series, line: Line) -> str:
+    return f"{row['gbytes_per_s']:,.0f} GB/s" if line.of_blocks else f"{row['tflops']:.0f} TFLOP/s"
+
+
+def hero(data_dir: Path = record.DATA_DIR) -> Figure:
+    """The forward ladder as bars, the ceiling and the best peers as lines."""
+    rows = _rows(data_dir, LINES[0]).set_index("impl")
+    rates = rows["tflops"].dropna()
+    rungs = [rung.impl for rung in ladder.RUNGS if rung.impl in rates]
+    last = rows.loc[rungs[-1]]
+    ceiling = 100 * last["tflops"] / last["percent_of_roofline"]
+    peers = {title: rates[rates.index.isin(forms)].max() for title, forms in PEERS.items()}
+    marks = {title: rate for title, rate in peers.items() if rate == rate}
+    return charts.bars(
+        rates[rungs], highlight=[rungs[-1]], marks=marks | {"roofline": ceiling},
+        xlabel=f"TFLOP/s {results.TIMED['sustained']}, {WORKLOAD}, forward, {last['gpu']}",
+    )  # fmt: skip
+
+
+def update(root: Path = record.ROOT) -> bool:
+    """Rewrite the block in README.md and the figure; whether anything changed.
+
+    Nothing is written if a record is refused: RecordError.
+    """
+    readme, path = root / "README.md", root / FIGURE
+    old = readme.read_text(encoding="utf-8")
+    between = f"(?<={re.escape(BEGIN)}\n).*(?={re.escape(END)})"
+    new = re.sub(between, lambda _: block(root / "data") + "\n", old, flags=re.DOTALL)
+    drawn = hero(root / "data").to_svg()
+    changed = new != old or not path.exists() or path.read_text(encoding="utf-8") != drawn
+    readme.write_text(new, encoding="utf-8")
+    path.write_text(drawn, encoding="utf-8")
+    return changed
+
+
+def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
+    """Times back to back of a row of the table, fastest first, default constants, from the
+    chapter's newest record; last those that failed."""
+    run = results.latest_record(data_dir, notebook=f"notebooks/{line.chapter}.py", gpu=GPU)
+    table = results.table(data_dir, gpu=GPU, workload=line.workload, latest=False)
+    keep = (table["record"] == run.id) & (table["direction"] == line.direction)
+    keep &= (table["variant"] == "") & (table["scope"] == "sustained")
+    rows = table[keep].drop_duplicates("impl").sort_values("time_us_p50", kind="stable")
+    if not rows["impl"][rows["time_us_p50"].notna()].isin([r.impl for r in _rungs(line)]).any():
+        raise LookupError(f"a record must hold a time of {line.workload}, a rung, got none")
+    return rows
+
+
+def _rungs(line: Line) -> tuple:
+    if line.of_blocks:
+        return ladder.BLOCK_RUNGS
+    return ladder.BACKWARD_RUNGS if line.direction == "backward" else ladder.RUNGS
+
+
+def _peers(line: Line) -> dict[str, str]:
+    """Titles of the baselines by impl."""
+    known = baselines.BLOCK_BASELINES if line.of_blocks else baselines.BASELINES
+    return {impl: peer.title for impl, peer in known.items()}

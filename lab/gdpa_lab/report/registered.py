@@ -1,0 +1,159 @@
+"""The predictions of the chapters: what became of each, and whether git held it before its record.
+
+data/predictions/h200.csv has a line for each `Chapter.predict`. `made` writes it: `text` and
+`limits` are those of the executed chapters, `commit` and `date` of the first commit in which the
+file `path` has the words `quote`. Reviewed are `path` and `quote`; `record`, the first one that
+could judge; `known`, from what the answer was known before; `cause` and `lesson` of a refuted one.
+
+    python -m gdpa_lab maintain registered        # after `make book`: rewrites the file
+"""
+
+from __future__ import annotations
+
+import subprocess
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import nbformat
+import pandas as pd
+
+from gdpa_lab.measuring import record as records
+
+PATH = records.DATA_DIR / "predictions" / "h200.csv"
+EXECUTED = records.ROOT / "book" / "executed"
+EVIDENCE = ["path", "quote", "record"]
+COLUMNS = ["id", "text", "limits", "commit", "date", *EVIDENCE, "known", "cause", "lesson"]
+CAUSES = (
+    "dependency chain", "overlap", "instructions", "compiler", "L2 and memory", "fixed cost",
+    "power", "host", "lengths", "numerics", "noise", "model", "baseline", "code changed",
+)  # fmt: skip
+"""Why predictions were refuted."""
+
+
+class Verdict(NamedTuple):
+    """`word`: "confirmed" or "refuted". `margin`: distance to the nearest limit as a share of it,
+    negative outside; None beside a limit of 0."""
+
+    word: str
+    margin: float | None
+
+    def __str__(self) -> str:
+        if self.margin is None:
+            return f"**{self.word}**"
+        side, share = "outside" if self.word == "refuted" else "inside", 100 * abs(self.margin)
+        return f"**{self.word}**, {share:.{0 if share >= 10 else 1}f} % {side}"
+
+
+def verdict(found: float, least: float, most: float) -> Verdict:
+    """What a finite `found` says of the limits."""
+    limit = least if found - least < most - found else most
+    slack = min(found - least, most - found)
+    return Verdict("refuted" if slack < 0 else "confirmed", slack / abs(limit) if limit else None)
+
+
+def decisive(values: pd.Series, least: float, most: float) -> object:
+    """The label of the value farthest outside the limits, or nearest to one."""
+    return pd.concat([values - least, most - values], axis=1).min(axis=1).idxmin()
+
+
+def load(path: Path = PATH) -> pd.DataFrame:
+    """The lines of the file by id, "" where nothing stands."""
+    return pd.read_csv(path, dtype=str, keep_default_na=False).set_index("id")
+
+
+def standing(line: pd.Series | None) -> str:
+    """What a prediction is called: "predicted" if git held it before its record and nothing had
+    told it, "known before" if something had, else "expected"."""
+    if line is None:
+        return "expected"
+    if line["known"]:
+        return "known before"
+    return "predicted" if line["date"] and _precedes(line["date"], line["record"]) else "expected"
+
+
+def told(name: str, limits: str) -> str:
+    """`standing` as a page shows it, with commit and date; "Expected" too where the file has no
+    line of this id with these limits."""
+    lines = load()
+    same = name in lines.index and lines.loc[name, "limits"] == limits
+    word = standing(lines.loc[name] if same else None)
+    if word == "predicted":
+        return f"Predicted (commit {lines.loc[name, 'commit'][:7]}, {lines.loc[name, 'date'][:10]})"
+    return f"Known before ({lines.loc[name, 'known']})" if word == "known before" else "Expected"
+
+
+def _precedes(date: str, record: str) -> bool:
+    made = datetime.strptime(f"{record[:16]}+0000", "%Y%m%dT%H%M%SZ%z")
+    return datetime.fromisoformat(date) < made
+
+
+def collected(executed: Path = EXECUTED) -> pd.DataFrame:
+    """The predictions that executed chapters show: id, text, limits, found, word, margin."""
+    found = [
+        dict(output.metadata["prediction"])
+        for path in sorted(executed.glob("*/*.ipynb"))
+        for cell in nbformat.read(path, as_version=4).cells
+        for output in cell.get("outputs", [])
+        if "prediction" in output.get("metadata", {})
+    ]
+    return pd.DataFrame(found, columns=["id", "text", "limits", "found", "word", "margin"])
+
+
+def judged(executed: Path = EXECUTED, path: Path = PATH) -> pd.DataFrame:
+    """`collected` by id, with `standing`, `cause` and `lesson` of the file. ValueError naming the
+    predictions whose line is missing, has other limits or, if refuted, no cause, and those lines
+    that no chapter shows."""
+    lines, found = load(path), collected(executed).set_index("id")
+    wrong = [
+        name
+        for name, row in found.iterrows()
+        if name not in lines.index
+        or lines.loc[name, "limits"] != row["limits"]
+        or (row["word"] == "refuted" and lines.loc[name, "cause"] not in CAUSES)
+    ]
+    wrong += [name for name in lines.index if name not in found.index]
+    if wrong:
+        raise ValueError(
+            f"{path.name} must have a line for each prediction, with its limits and, if refuted, "
+            f"a cause: python -m gdpa_lab maintain registered; not so for {', '.join(wrong)}"
+        )
+    lines = lines.loc[found.index]
+    return found.assign(
+        standing=[standing(line) for _, line in lines.iterrows()],
+        cause=lines["cause"].where(found["word"] == "refuted", ""),
+        lesson=lines["lesson"],
+    )
+
+
+def made(found: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
+    """The file: text and limits of `found` (`collected`), what is reviewed from `lines`, commits
+    from git. Where limits are others than before, the evidence has to be reviewed again."""
+    rows = found.set_index("id")[["text", "limits"]].join(lines.drop(columns=["text", "limits"]))
+    rows = rows.fillna("")
+    before = lines["limits"].reindex(rows.index)
+    rows.loc[before.notna() & (before != rows["limits"]), EVIDENCE] = ""
+    held = [_first(row["path"], row["quote"]) for _, row in rows.iterrows()]
+    rows["commit"], rows["date"] = zip(*held, strict=True)
+    return rows.reset_index()[COLUMNS]
+
+
+def _first(path: str, quote: str) -> tuple[str, str]:
+    """Hash and date of the first commit whose `path` has the words `quote`; "" without words.
+    LookupError if there is none."""
+    if not quote:
+        return "", ""
+    command = ["git", "log", "--reverse", "--format=%H %cI", "-S", quote, "--", path]
+    log = subprocess.run(command, cwd=records.ROOT, capture_output=True, text=True, check=True)
+    if not log.stdout:
+        raise LookupError(f"a commit must add {quote!r} to {path}, got none")
+    commit, date = log.stdout.splitlines()[0].split()
+    return commit, date
+
+
+def update() -> bool:
+    """Rewrite the file; whether it changed."""
+    text = made(collected(), load()).to_csv(index=False, lineterminator="\n")
+    changed = PATH.read_text(encoding="utf-8") != text
+    PATH.write_text(text, encoding="utf-8")
+    return changed

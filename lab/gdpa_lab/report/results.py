@@ -1,0 +1,185 @@
+"""Results: what records say, derived when read.
+
+A table row is one row of a record with its rates. Nothing here is stored: delete a record and its
+rows are gone, and `latest_record` fails, so a book that quotes them does not build.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gdpa_lab.measuring import system as systems
+from gdpa_lab.measuring.record import DATA_DIR, Record, Row, communities, load_all
+from gdpa_lab.measuring.roofline import Ceilings
+from gdpa_lab.measuring.workloads import figures_of
+from gdpa_lab.report import staleness
+
+_IDENTITY = (
+    "figure", "workload", "direction", "impl", "math", "scope", "variant", "system", "gpu", "date",
+    "record",
+)  # fmt: skip
+NUMBERS = (
+    "time_us_p20", "time_us_p50", "time_us_p80", "tflops", "gbytes_per_s", "percent_of_roofline",
+)  # fmt: skip
+_LOAD = ("sm_clock_mhz", "power_w", "joules")
+COLUMNS = (*_IDENTITY, *NUMBERS, "correct", "failure", "stale", "samples", *_LOAD)
+TIMED = {"kernel": "in bursts", "sustained": "back to back"}
+"""Scopes of device time, as a text names them."""
+
+
+def table(
+    data_dir: str | Path = DATA_DIR,
+    *,
+    gpu: str | None = None,
+    workload: str | None = None,
+    latest: bool = True,
+    per: str = "system",
+) -> pd.DataFrame:
+    """One row per measured row and figure, with COLUMNS, oldest record first.
+
+    `gpu`: keep systems whose GPU has exactly this name. `workload`: keep workloads matching this
+    shell pattern. `latest`: of the rows that share workload, direction, impl, scope, variant and
+    `per` ("system" or "gpu") keep the newest, failed or not.
+
+    time_us_p20, p50, p80: quantiles of the samples in microseconds (linear interpolation). tflops
+    (TFLOP/s) and gbytes_per_s (GB/s, 1e9 bytes): useful FLOPs and fewest bytes over the p50 time.
+    percent_of_roofline: 100 * max(compute floor, memory floor) / p50 time, with the ceilings of the
+    same record: sustained ones for scope "sustained", those of bursts for all others. These are NaN
+    without samples, FLOPs or ceilings. `correct`: the check passed; NA where nothing was to be
+    checked, as for a schedule. `failure`: why there are no samples, or "". `figure`: the published
+    figure that shows the workload, or "". `stale`: what ran is not what our kernel compiles to
+    today, or the definition of the workload has changed; see `staleness`. `samples`: how many.
+    sm_clock_mhz, power_w (W), joules (of one call): of scope "sustained", NaN elsewhere.
+
+    RecordError naming every refused file; ValueError for another `per`.
+    """
+    if per not in ("system", "gpu"):
+        raise ValueError(f"per must be 'system' or 'gpu', got {per!r}")
+    rows: list[dict[str, Any]] = []
+    for record in load_all(data_dir):
+        machine = machine_of(record, data_dir)
+        if gpu not in (None, machine.gpu or ""):
+            continue
+        limits = {scope: ceilings(record, scope) for scope in ("kernel", "sustained")}
+        rows += [
+            derived | {"stale": staleness.is_stale(record, row, machine, data_dir=data_dir)}
+            for row in record.rows
+            if workload is None or fnmatch.fnmatchcase(row.workload, workload)
+            for derived in _derive(record, row, limits, machine.gpu or "")
+        ]
+    frame = _frame(rows)
+    if latest:
+        key = ["figure", "workload", "direction", "impl", "scope", "variant", per]
+        frame = frame.drop_duplicates(key, keep="last", ignore_index=True)
+    return frame
+
+
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype(
+        dict.fromkeys((*NUMBERS, *_LOAD), "float64")
+        | {"correct": "boolean", "stale": "bool", "samples": "int64"}
+    )
+
+
+def community(data_dir: str | Path = DATA_DIR, **options: Any) -> pd.DataFrame:
+    """`table` of the records of other machines, data_dir/community/<handle>, and their `handle`.
+    Nothing else reads them. RecordError naming every refused file."""
+    found = [
+        table(folder, **options).assign(handle=handle)
+        for handle, folder in communities(data_dir).items()
+    ]
+    return pd.concat(found, ignore_index=True) if found else _frame([]).assign(handle="")
+
+
+def latest_record(
+    data_dir: str | Path = DATA_DIR, *, notebook: str | None = None, gpu: str | None = None
+) -> Record:
+    """The newest record of `notebook` (path relative to the repository) on a GPU of exactly this
+    name. LookupError saying what exists if there is none; RecordError naming every refused file.
+    """
+    records = load_all(data_dir)
+    found = [
+        r for r in records if notebook in (None, r.chapter) and gpu in (None, gpu_of(r, data_dir))
+    ]
+    if not found:
+        existing = sorted({f"{r.chapter} on {r.system}" for r in records}) or ["no record"]
+        raise LookupError(
+            f"a record must match notebook={notebook!r}, gpu={gpu!r}, got none; "
+            f"there is: {'; '.join(existing)}"
+        )
+    return found[-1]
+
+
+def gpu_of(record: Record, data_dir: str | Path = DATA_DIR) -> str:
+    """The name of the GPU that made a record, "" without one."""
+    return machine_of(record, data_dir).gpu or ""
+
+
+def machine_of(record: Record, data_dir: str | Path = DATA_DIR) -> systems.System:
+    """The system that made a record."""
+    return systems.load(Path(data_dir) / "systems" / f"{record.system}.json")
+
+
+def ceilings(record: Record, scope: str = "kernel") -> Ceilings | None:
+    """The ceilings of bursts measured in `record`, or those of scope "sustained"; None if either
+    kind is missing."""
+    return Ceilings.measured(record.ceilings, scope)
+
+
+def to_csv(table: pd.DataFrame) -> str:
+    """The table as CSV, numbers with six significant digits, an empty field for what is missing."""
+    return table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    """The table as a Markdown table, numbers with four significant digits."""
+    lines = [list(table.columns), ["---"] * len(table.columns)]
+    lines += [[_cell(value) for value in row] for row in table.itertuples(index=False)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if pd.isna(value):
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def _derive(
+    record: Record, row: Row, limits: dict[str, Ceilings | None], gpu: str
+) -> list[dict[str, Any]]:
+    p20, p50, p80 = (math.nan,) * 3
+    if row.samples_us:
+        p20, p50, p80 = (float(q) for q in np.quantile(row.samples_us, (0.2, 0.5, 0.8)))
+    size = row.bytes_read + row.bytes_written
+    checked = row.error is not None or row.failure is not None
+    passed = row.error is not None and row.error.passed and row.failure is None
+    limit = limits["sustained" if row.scope == "sustained" else "kernel"]
+    floor = math.nan
+    if limit is not None and row.flops:
+        floor = limit.floor_us(row.flops, row.bytes_read, row.bytes_written)
+    values = {
+        **{name: getattr(row, name) for name in _IDENTITY[1:7]},
+        "system": record.system,
+        "gpu": gpu,
+        "date": record.created[:10],
+        "record": record.id,
+        "time_us_p20": p20,
+        "time_us_p50": p50,
+        "time_us_p80": p80,
+        "tflops": row.flops / p50 / 1e6 if row.flops else math.nan,
+        "gbytes_per_s": size / p50 / 1e3 if size else math.nan,
+        "percent_of_roofline": 100 * floor / p50,
+        "correct": passed if checked else None,
+        "failure": row.failure or "",
+        "samples": len(row.samples_us),
+        **{name: getattr(row.load, name, None) for name in _LOAD},
+    }
+    return [{"figure": f, **values} for f in figures_of(row.workload, row.direction) or ("",)]

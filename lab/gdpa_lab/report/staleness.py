@@ -1,0 +1,271 @@
+"""Whether the kernels of a measured row compile to other machine code today.
+
+If what they are made of reads as it did, comments aside, nothing is compiled. Otherwise the code of
+then stands in the row, or in data/machine_code.csv, beside that of today's sources:
+`python -m gdpa_lab maintain machine-code` writes what is missing there. Until it has, the row is
+stale.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gdpa_lab.measuring import machine_code, manifest, record, system
+from gdpa_lab.measuring.record import DATA_DIR, ROOT, Record, Row
+from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS
+
+NAME = "machine_code.csv"
+COLUMNS = ("operator", "impl", "direction", "call", "sources", "compiler", "code")
+_LENGTH = 12  # hex digits of `sources` and `call`
+_HOST = "gdpa_kernels/calling/"  # what launches, and is not compiled
+
+
+class Key(NamedTuple):
+    """What was compiled: a call, by the digest of its `question`, and the digest of sources."""
+
+    call: str
+    sources: str
+
+
+class Found(NamedTuple):
+    """What came of it: the code, or why there is none."""
+
+    compiler: str
+    code: str
+
+
+def is_stale(
+    run: Record, row: Row, machine: system.System, *, data_dir: Path = DATA_DIR, root: Path = ROOT
+) -> bool:
+    """Whether the sources in `root` compile to other code than ran in `row` on `machine`, or nobody
+    knows; or its workload is defined otherwise. What is no rung of ours, or failed, has no code."""
+    known = (WORKLOADS | BLOCK_WORKLOADS).get(row.workload)
+    if known is not None and run.workload(row.workload) != known:
+        return True
+    files = _files(row, root)
+    if not files:
+        return run.package.source(row.operator, row.impl) is not None
+    if not row.samples_us or run.package.ran(files, root):
+        return False
+    codes = ChainMap(table(data_dir), table())
+    call = _digest(question(run, row, machine))
+    now = codes.get(Key(call, _closure(files, root)))
+    then = codes.get(Key(call, _package(run)))
+    if now is not None and row.launches and _compilers(row) == {now.compiler}:
+        kept = [launch["code"] for launch in row.launches]
+        then = Found(now.compiler, machine_code.combined(kept))
+    return now is None or not machine_code.is_code(now.code) or then != now
+
+
+def question(run: Record, row: Row, machine: system.System) -> dict[str, Any]:
+    """What `machine_code.answer` is asked of a row: the launches that it kept, or its call."""
+    if row.launches:
+        known = ("code", "compiler")
+        return {"launches": [{k: v for k, v in x.items() if k not in known} for x in row.launches]}
+    workload = run.workload(row.workload).to_dict()
+    for name in ("name", "batch", "lengths_q", "lengths_k", "seed"):
+        workload.pop(name, None)
+    return {
+        **{name: getattr(row, name) for name in ("operator", "impl", "direction")},
+        "scope": "schedule" if row.scope == "schedule" else "kernel",
+        "config": dict(row.config),
+        "workload": workload,
+        "arch": int((machine.compute_capability or "0").replace(".", "")),
+    }
+
+
+class Wanted(NamedTuple):
+    """What the table must hold: of a row, and of these sources by SHA-256; None for today's."""
+
+    key: Key
+    row: Row
+    question: Mapping[str, Any]
+    sources: Mapping[str, str] | None
+
+
+def wanted(data_dir: Path = DATA_DIR, root: Path = ROOT) -> Iterator[Wanted]:
+    """What the table must hold for the records in `data_dir`, those of its communities included,
+    and the sources in `root`."""
+    for folder in (Path(data_dir), *record.communities(data_dir).values()):
+        for run in record.load_all(folder):
+            machine = system.load(folder / "systems" / f"{run.system}.json")
+            for row in run.rows:
+                files = _files(row, root)
+                if not files or not row.samples_us:
+                    continue
+                asked = question(run, row, machine)
+                call = _digest(asked)
+                yield Wanted(Key(call, _closure(files, root)), row, asked, None)
+                if _compilers(row) != {machine_code.compiler()}:
+                    yield Wanted(Key(call, _package(run)), row, asked, _ours(run.package.sources))
+
+
+def update(
+    data_dir: Path = DATA_DIR, root: Path = ROOT, log: Callable[[str], None] = print
+) -> bool:
+    """Compile what the table lacks, one state of the sources after the other, and drop what no
+    record needs; whether it changed.
+
+    Older sources are taken from git's history by their SHA-256. What is compiled is in Triton's
+    cache, so one who stops this loses nothing.
+    """
+    path, compiler = Path(data_dir) / NAME, machine_code.compiler()
+    known = {k: v for k, v in table(data_dir).items() if v.compiler == compiler}
+    needed = {each.key: each for each in wanted(data_dir, root)}
+    groups: dict[str, list[Wanted]] = defaultdict(list)
+    for each in needed.values():
+        if each.key not in known:
+            groups["today" if each.sources is None else each.key.sources].append(each)
+    blobs = _blobs() if groups.keys() - {"today"} else {}
+    for name, group in groups.items():
+        log(f"sources {name}: {len(group)} calls to compile")
+        with tempfile.TemporaryDirectory() as folder:
+            sources = group[0].sources
+            if sources is not None and sources.values() - blobs.keys():
+                codes = ["its sources are not in git's history"] * len(group)
+            else:
+                tree = root if sources is None else _checkout(sources, blobs, Path(folder))
+                codes = _answers(tree, [each.question for each in group])
+        known |= {each.key: Found(compiler, x) for each, x in zip(group, codes, strict=True)}
+    made = io.StringIO()
+    writer = csv.writer(made, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(
+        sorted(
+            (x.row.operator, x.row.impl, x.row.direction, *x.key, *known[x.key])
+            for x in needed.values()
+        )
+    )
+    changed = not path.exists() or path.read_text(encoding="utf-8") != made.getvalue()
+    path.write_text(made.getvalue(), encoding="utf-8")
+    if path.with_name(manifest.NAME).exists():
+        manifest.update(data_dir)
+    return changed
+
+
+def _files(row: Row, root: Path) -> tuple[str, ...]:
+    """The modules of a row's kernels, as paths in `root`; none for what is no rung of ours."""
+    kernels = [launch["kernel"].split(":")[0] for launch in row.launches or ()]
+    modules = {f"gdpa_kernels.{row.operator}.{row.impl}", *kernels}
+    found = (next(filter(lambda name: (root / name).exists(), _paths(x)), None) for x in modules)
+    return _reached(tuple(sorted(filter(None, found))), root)
+
+
+def _paths(module: str) -> tuple[str, ...]:
+    return tuple(f"{place.replace('.', '/')}.py" for place in machine_code.places(module))
+
+
+@cache
+def _reached(names: tuple[str, ...], root: Path) -> tuple[str, ...]:
+    """These modules and all of the package that they import, what calls kernels aside."""
+    found, ahead = set(), list(names)
+    while ahead:
+        name = ahead.pop()
+        if name in found or name.startswith(_HOST) or not (root / name).exists():
+            continue
+        found.add(name)
+        ahead += _imports((root / name).read_text(encoding="utf-8"))
+    return tuple(sorted(found))
+
+
+@cache
+def _imports(text: str) -> tuple[str, ...]:
+    """Paths of modules that a text may import."""
+    names = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(f"{n.replace('.', '/')}.py" for n in names if n.startswith("gdpa_kernels."))
+
+
+@cache
+def _closure(files: tuple[str, ...], root: Path) -> str:
+    return _digest({name: record.code_hash(root / name) for name in files})
+
+
+def _package(run: Record) -> str:
+    return _digest_of(tuple(run.package.sources.items()))
+
+
+@cache
+def _digest_of(sources: tuple[tuple[str, str], ...]) -> str:
+    return _digest(_ours(dict(sources)))
+
+
+def _ours(sources: Mapping[str, str]) -> dict[str, str]:
+    """Those of the package, without the notebook."""
+    return {name: sha for name, sha in sources.items() if name.startswith("gdpa_kernels/")}
+
+
+def _digest(value: Any) -> str:
+    return manifest.digest(json.dumps(value, sort_keys=True).encode())[:_LENGTH]
+
+
+def _compilers(row: Row) -> set[str]:
+    return {launch["compiler"] for launch in row.launches or ()}
+
+
+def table(data_dir: str | Path = DATA_DIR) -> Mapping[Key, Found]:
+    """What data/machine_code.csv says; nothing in a folder without it."""
+    path = Path(data_dir) / NAME
+    return _parsed(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+@cache
+def _parsed(text: str) -> Mapping[Key, Found]:
+    lines = csv.DictReader(io.StringIO(text))
+    return {Key(x["call"], x["sources"]): Found(x["compiler"], x["code"]) for x in lines}
+
+
+def _answers(tree: Path, questions: list[Mapping[str, Any]]) -> list[str]:
+    """`machine_code.answer` of the package in `tree`."""
+    program = Path(machine_code.__file__).read_text(encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps({"root": str(tree.resolve()), "questions": questions}),
+        cwd=tree,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
+
+
+def _checkout(sources: Mapping[str, str], blobs: Mapping[str, bytes], folder: Path) -> Path:
+    """`folder` with the files of these SHA-256."""
+    for name, sha in sources.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(blobs[sha])
+    return folder
+
+
+def _blobs() -> dict[str, bytes]:
+    """Every Python file in git's history, by its SHA-256; RuntimeError if it is not all here."""
+    if _git("rev-parse", "--is-shallow-repository") != b"false\n":
+        raise RuntimeError("older sources need git's whole history: git fetch --unshallow")
+    listed = _git("rev-list", "--objects", "--all").decode().splitlines()
+    ids = [line.split(" ", 1)[0] for line in listed if line.endswith(".py")]
+    stream = io.BytesIO(_git("cat-file", "--batch", given="\n".join(ids)))
+    contents = (stream.read(int(head.split()[2]) + 1)[:-1] for head in iter(stream.readline, b""))
+    return {manifest.digest(content): content for content in contents}
+
+
+def _git(*arguments: str, given: str = "") -> bytes:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, input=given.encode(), capture_output=True, check=True).stdout

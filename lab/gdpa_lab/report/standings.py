@@ -1,0 +1,241 @@
+"""How rungs stand against peers and against each other in a record of results: published charts
+redrawn, the best rung against the best peer, ranges of ratios, another GPU next to ours."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+from IPython.display import Markdown, display
+
+from gdpa_lab.measuring.baselines import BASELINES, BLOCK_BASELINES
+from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, figure_direction, of_hstu
+from gdpa_lab.report import block_tables, claims, figures, page, results
+from gdpa_lab.report.chapter import Chapter
+from gdpa_lab.report.house import is_rung
+
+if TYPE_CHECKING:
+    from gdpa_kernels.calling.rung import Rung
+    from gdpa_lab.measuring.session import Session
+
+
+def short(name: str) -> str:
+    """A workload's name without what all of gdpa share."""
+    return name.removeprefix("gdpa-")
+
+
+def listed(items: Sequence[str]) -> str:
+    """Items as a list in a sentence; "none" without any."""
+    items = list(items)
+    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1]))) if items else "none"
+
+
+def spread(values: pd.Series) -> str:
+    """'0.98 to 1.03 (n = 4)': the least and the most of some quotients, and of how many; of one,
+    '1.03 (n = 1)'. ValueError naming what is missing."""
+    missing = values.index[values.isna()]
+    if values.empty or len(missing):
+        named = ", ".join(map(str, missing)) or "anything"
+        raise ValueError(f"values must all be there, got none for {named}")
+    least, most = f"{values.min():.2f}", f"{values.max():.2f}"
+    return f"{least if len(values) == 1 else f'{least} to {most}'} (n = {len(values)})"
+
+
+def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "") -> None:
+    """Show a published chart next to ours (`figures.figure_tflops`), of those of `impls` that have
+    a time back to back. `keys`: a part of the workloads' names, where the figure has two families.
+    Where the chapter has a record of the GPU of the published chart, it shows that too: its own
+    rungs (b1 and up; other rungs if none has a time) and the peers among `impls`."""
+    published = claims.published_figures(chapter.data_dir)
+    ours = chapter.rows(direction=figure_direction(figure), scope=tuple(results.TIMED))
+    rows, there = (
+        x[(x["figure"] == figure) & x["workload"].str.contains(keys)]
+        for x in (ours, _on(chapter, published))
+    )
+    timed, timed_there = (
+        set(x["impl"][x["tflops"].notna() & (x["scope"] == "sustained")]) for x in (rows, there)
+    )
+    rungs = {impl for impl in timed_there if is_rung(impl)}
+    own = {impl for impl in rungs if impl.startswith("b")} or rungs
+    peers = {impl for impl in impls if not is_rung(impl)}
+    there = there[there["impl"].isin(own | (peers & timed_there))]
+    chart = figures.figure_tflops(
+        rows, figure, gpu=chapter.gpu, impls=[impl for impl in impls if impl in timed],
+        published=published, there=None if there.empty else there,
+    )  # fmt: skip
+    chapter.figure(chart, measured=rows if there.empty else pd.concat([rows, there]))
+
+
+def _on(chapter: Chapter, published: pd.DataFrame) -> pd.DataFrame:
+    """Times back to back of the chapter's newest record of the published GPU; none without one."""
+    gpu = published["hardware"].iloc[0]
+    there = Chapter(chapter.slug, data_dir=chapter.data_dir, gpu=gpu)
+    try:
+        rows = there.rows(scope="sustained")
+    except LookupError:
+        rows = chapter.rows(scope=None).iloc[:0]
+    return rows.iloc[:0] if chapter.gpu == gpu else rows
+
+
+def best_rung(rows: pd.DataFrame) -> pd.Series:
+    """The fastest rung among rows of one workload, direction and scope; LookupError without one."""
+    return _fastest(rows, rows["impl"].map(is_rung), "a rung")
+
+
+def best_peer(rows: pd.DataFrame, math: str | None = None) -> pd.Series:
+    """The fastest peer among rows of one workload, direction and scope, whatever its layout: a
+    dense form counts where it takes the batch. `math`: only peers that compute "activation" or
+    "softmax". LookupError without one."""
+    peers = ~rows["impl"].map(is_rung)
+    if math is not None:
+        peers &= rows["math"] == math
+    return _fastest(rows, peers, "a peer" if math is None else f"a peer that computes {math}")
+
+
+def _fastest(rows: pd.DataFrame, which: pd.Series, what: str) -> pd.Series:
+    for column in rows.columns.intersection(["workload", "direction", "scope"]):
+        if rows[column].nunique() > 1:
+            raise ValueError(f"rows must be of one {column}, got {sorted(rows[column].unique())}")
+    timed = rows[which.astype(bool) & rows["time_us_p50"].notna()]
+    if timed.empty:
+        raise LookupError(f"rows must hold a time of {what} on {', '.join(rows['workload'][:1])}")
+    return timed.loc[timed["time_us_p50"].idxmin()]
+
+
+def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
+    """Titles of the peers that take a batch of `rows`, of GDPA also with the function of HSTU, and
+    have no time in them, and why; with the direction, if the other one has a time.
+
+    `rows`: of `Chapter.rows`, of any number of workloads, directions and scopes; give it all rows
+    that a sentence speaks of, failed ones included. The reason is that of the newest failed row, or
+    "not in this record".
+    """
+    found = {}
+    for peers, works in ((BASELINES, WORKLOADS), (BLOCK_BASELINES, BLOCK_WORKLOADS)):
+        ours = rows[rows["workload"].isin(works)]
+        asked = {*zip(ours["workload"], ours["direction"], strict=True)}
+        batches = [(works[name], way) for name, way in asked]
+        if peers is BASELINES:
+            batches += [(of_hstu(x, causal), way) for x, way in batches for causal in (True, False)]
+        for impl, peer in peers.items():
+            own = ours[ours["impl"] == impl]
+            taken = {way for work, way in batches if peer.problem(work, way) is None}
+            missing = taken - {*own["direction"][own["time_us_p50"].notna()]}
+            if missing:
+                failures = own["failure"][own["direction"].isin(missing) & (own["failure"] != "")]
+                why = failures.iloc[-1] if len(failures) else "not in this record"
+                title = peer.title if missing == taken else f"{peer.title} ({', '.join(missing)})"
+                found[title] = why.removeprefix("Unsupported: ")
+    return found
+
+
+def best(rows: pd.DataFrame) -> pd.DataFrame:
+    """`best_rung` and `best_peer` of each workload among rows of `Chapter.rows`.
+
+    Columns: roofline and rates in TFLOP/s, shares of that roofline in percent, and the peer's time
+    over the rung's. LookupError for a workload without either.
+    """
+    found = []
+    for name, group in rows.groupby("workload", sort=False):
+        if group["time_us_p50"].isna().all():
+            continue
+        rung, peer = best_rung(group), best_peer(group)
+        ratio = peer["time_us_p50"] / rung["time_us_p50"]
+        block_tables.checked(ratio, peer["impl"], name, peer.get("direction", ""))
+        found.append({
+            "workload": name,
+            "roofline": 100 * rung["tflops"] / rung["percent_of_roofline"],
+            "best rung": rung["impl"],
+            "rate": rung["tflops"],
+            "share (%)": rung["percent_of_roofline"],
+            "best peer": peer["impl"],
+            "its rate": peer["tflops"],
+            "its share (%)": peer["percent_of_roofline"],
+            "peer / rung (time)": ratio,
+        })  # fmt: skip
+    return pd.DataFrame(found).set_index("workload")
+
+
+def shown(standing: pd.DataFrame) -> pd.DataFrame:
+    """`best` as a page shows it: short names, rates and shares without decimals."""
+    whole = standing.drop(columns="peer / rung (time)").round(0)
+    found = whole.join(standing["peer / rung (time)"].round(2))
+    return found.rename(index=short).reset_index()
+
+
+def glued(standing: pd.DataFrame) -> dict[str, float]:
+    """Rate and share of `best` for `Chapter.glue`: best_self-full_256, share_self-full_256."""
+    return {
+        f"{key}_{'_'.join(short(name).rsplit('-', 1))}": value
+        for key, column in (("best", "rate"), ("share", "share (%)"))
+        for name, value in standing[column].items()
+    }
+
+
+def steps(times: pd.DataFrame, rungs: Sequence[Rung]) -> pd.DataFrame:
+    """The time of each rung's predecessor over its own, of `Chapter.times`: columns "v1 / v2"."""
+    made = {
+        f"{rung.predecessor.split('_')[0]} / {rung.impl.split('_')[0]}": times[rung.predecessor]
+        / times[rung.impl]
+        for rung in rungs
+        if rung.predecessor in times and rung.impl in times
+    }
+    return pd.DataFrame(made)
+
+
+def ranges(quotients: pd.DataFrame, of: str) -> pd.DataFrame:
+    """Of each column of `quotients` over workloads the least, the median, the most, where the first
+    and the last are, and how many there are; `of`: what the columns are called."""
+    by = quotients.rename(index=short)
+    found = {"least": by.min(), "on": by.idxmin(), "median": by.median(), "most": by.max()}
+    found |= {"on ": by.idxmax(), "workloads": by.count()}
+    return pd.DataFrame(found).rename_axis(of).reset_index()
+
+
+def others(
+    chapter: Chapter, session: Session | None, direction: str, scope: str = "sustained"
+) -> None:
+    """Show rates of another GPU next to those of the chapter's record: of the session of
+    `Chapter.compare`, of which nothing is kept, or without one of each other GPU in the records."""
+    ours = chapter.rows(direction=direction, scope=scope)
+    if session is not None:
+        machines = {"This machine": _measured(session)}
+    else:
+        everything = results.table(chapter.data_dir, per="gpu")
+        guests = results.community(chapter.data_dir, per="gpu")
+        machines = {
+            f"{gpu}, data/community/{handle}" if handle else gpu: rows
+            for (gpu, handle), rows in pd.concat([everything.assign(handle=""), guests])
+            .query("figure != ''")
+            .groupby(["gpu", "handle"])
+            if handle or gpu != chapter.gpu
+        }
+    for machine, rows in machines.items():
+        rows = rows[(rows["scope"] == scope) & (rows["variant"] == "")]
+        rows = rows[rows["direction"] == direction].drop_duplicates(["workload", "impl"])
+        if len(rows):
+            timed = results.TIMED[scope]
+            display(Markdown(f"**{machine}**, TFLOP/s {timed}, next to those of the record."))
+            display(page.show_table(_beside(rows, ours)))
+    if not machines:
+        display(Markdown("No other machine has been measured yet."))
+
+
+def _beside(rows: pd.DataFrame, ours: pd.DataFrame) -> pd.DataFrame:
+    both = rows[["workload", "impl", "tflops", "percent_of_roofline", "failure"]].merge(
+        ours[["workload", "impl", "tflops"]], on=["workload", "impl"], how="left",
+        suffixes=("", "_record"),
+    )  # fmt: skip
+    return both.assign(ratio=both["tflops"] / both["tflops_record"]).round(2)
+
+
+def _measured(session: Session) -> pd.DataFrame:
+    """The rows of a session, written to a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        for part in ("records", "systems"):
+            (Path(folder) / part).mkdir()
+        session.write(folder)
+        return results.table(folder)

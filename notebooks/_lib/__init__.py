@@ -1,0 +1,1 @@
+"""What single chapters use: their own tables, counts and microbenchmarks."""

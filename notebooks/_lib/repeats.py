@@ -1,0 +1,107 @@
+"""The same kernel measured again: by other protocols, and in other records of one machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+
+from gdpa_kernels.calling import ladder
+from gdpa_lab.measuring.record import Record
+from gdpa_lab.measuring.roofline import Ceilings
+
+KEY = ["workload", "impl", "config", "source"]
+"""What makes two forward rows of different records the same kernel."""
+
+REPLICATES = "notebooks/measuring/protocol.py"
+"""Its variants are replicates of one kernel; those of other chapters are other kernels."""
+
+
+def apparent(table: pd.DataFrame) -> pd.DataFrame:
+    """What protocols would have printed, by protocol and workload, from a table of samples.
+
+    Columns: time_us (median), tflops, and relative, low and high: the rate at p50, p80 and p20 over
+    that of "ours" at the same batch, where a protocol's name ends in ", batch 32" or does not.
+    """
+    samples = table.groupby(["protocol", "workload", "flops"], sort=False)["time_us"]
+    times = samples.quantile([0.2, 0.5, 0.8]).unstack().reset_index("flops")
+    found = pd.DataFrame({"time_us": times[0.5], "tflops": times["flops"] / times[0.5] / 1e6})
+    ours = [
+        found["tflops"]["ours, batch 32" if name.endswith(", batch 32") else "ours", workload]
+        for name, workload in found.index
+    ]
+    found["relative"] = found["tflops"] / ours
+    found["low"] = found["relative"] * times[0.5] / times[0.8]
+    found["high"] = found["relative"] * times[0.5] / times[0.2]
+    return found
+
+
+def repeated(runs: Sequence[Record]) -> pd.DataFrame:
+    """Rungs that ran in more than one of `runs` with the same source, configuration and workload.
+
+    A row for each kernel and record: KEY, record, notebook, time_us_p50 (of replicates the median)
+    and slower: the time over that in the fastest record, in per cent.
+    """
+    rungs = {rung.impl for rung in ladder.RUNGS}
+    seen = [
+        {
+            "workload": row.workload,
+            "impl": row.impl,
+            "config": json.dumps(row.config, sort_keys=True),
+            "source": run.package.source("gdpa", row.impl),
+            "record": run.id,
+            "notebook": run.chapter.removeprefix("notebooks/").removesuffix(".py"),
+            "time_us_p50": float(np.median(row.samples_us)),
+        }
+        for run in runs
+        for row in run.rows
+        if row.impl in rungs and row.scope == "kernel" and row.samples_us
+        if not row.variant or run.chapter == REPLICATES
+    ]
+    columns = [*KEY, "record", "notebook", "time_us_p50"]
+    found = pd.DataFrame(seen, columns=columns)
+    found = found.groupby(columns[:-1], as_index=False).median()
+    found = found[found.groupby(KEY)["record"].transform("nunique") > 1]
+    fastest = found.groupby(KEY)["time_us_p50"].transform("min")
+    return found.assign(slower=100 * (found["time_us_p50"] / fastest - 1))
+
+
+def ceilings(runs: Sequence[Record]) -> pd.DataFrame:
+    """What the newest of `runs` of each chapter measured as ceilings, by chapter: matmul in bursts
+    and back to back (TFLOP/s), the SM clock then (MHz), and the copy with one byte read for each
+    written (GB/s). NaN where a record has none."""
+    newest = {run.chapter.removeprefix("notebooks/").removesuffix(".py"): run for run in runs}
+    found = {}
+    for chapter, run in newest.items():
+        bursts, loops = (Ceilings.measured(run.ceilings, x) for x in ("kernel", "sustained"))
+        if bursts is None:
+            continue
+        loads = [c.load for c in run.ceilings if c.scope == "sustained" and c.kind == "matmul"]
+        found[chapter] = {
+            "matmul, burst": bursts.tflops,
+            "matmul, back to back": loops.tflops if loops else np.nan,
+            "clock (MHz)": loads[0].sm_clock_mhz if loads else np.nan,
+            "copy 1:1, burst (GB/s)": bursts.copies[0][1],
+            "record": run.id,
+        }
+    return pd.DataFrame(found).T.infer_objects().rename_axis("chapter")
+
+
+def ratios(found: pd.DataFrame) -> pd.DataFrame:
+    """For each pair of rungs that met on a workload in two or more records of `repeated`: by how
+    many per cent the time of either, and their ratio, differ between records."""
+    rows = []
+    for workload, kernels in found.groupby("workload"):
+        wide = kernels.pivot_table(index="record", columns=KEY[1:], values="time_us_p50")
+        for first, second in combinations(wide.columns, 2):
+            met = wide[[first, second]].dropna()
+            if first[0] != second[0] and len(met) > 1:
+                ratio = met[first] / met[second]
+                times = (met.max() / met.min()).max()
+                moved = (100 * (x - 1) for x in (times, ratio.max() / ratio.min()))
+                rows.append((workload, f"{first[0]} / {second[0]}", *moved))
+    columns = ["workload", "ratio of", "times differ by (%)", "ratios differ by (%)"]
+    return pd.DataFrame(rows, columns=columns)

@@ -1,0 +1,703 @@
+"""The layers of both operators against the same layers in plain PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tritonemu
+from gdpa_kernels import PFFN, PMA, BlockAttention, GDPASelfAttention, Lengths
+from gdpa_kernels.block_attention import modules as block_modules
+from gdpa_kernels.calling import jagged, layers, packed
+from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.gdpa import modules
+from gdpa_lab.measuring.inputs import cu_seqlens
+from tests import fuzzing
+
+LENGTHS = [0, 5, 9, 0, 1]
+SUMMARY = 7
+LAYERS = {
+    "self": (GDPASelfAttention, (32, 4)),
+    "pma": (PMA, (32, 4, 3)),
+    "pffn": (PFFN, (32, 4, SUMMARY, 6)),
+}
+ALL = LAYERS | {"block": (BlockAttention, (32, 2))}
+OPTIONS = {
+    "plain": {},
+    "grouped": {"num_kv_heads": 2, "bias": False, "max_seqlen": 20},
+    "one kv head": {"num_kv_heads": 1, "activation": "silu", "scale": 0.7, "output_scale": -0.1},
+    "per head": {"activation": ["gelu", "silu", "relu", "gelu_tanh"]},
+    "qk_norm": {
+        "num_kv_heads": 2,
+        "qk_norm": True,
+        "scale": 1 / 8,
+        "activation": "gelu_taylor6",
+    },
+}
+MASKS = {
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window": 3, "qk_norm": True},
+    "rotary": {"num_kv_heads": 2, "rotary": 100.0, "qk_norm": True},
+}
+TOKENS = {
+    "summary tokens": {"summary_tokens": 2},
+    "grouped tokens": {"summary_tokens": 3, "num_kv_heads": 2, "qk_norm": True, "bias": False},
+}
+BLOCKS = {
+    "blocks": {"block_size": 16},
+    "grouped blocks": {"block_size": 16, "num_kv_heads": 1, "bias": False},
+    "rotary blocks": {"block_size": 16, "num_kv_heads": 1, "rotary": 1e4},
+    "rotary blocks of v": {"block_size": 16, "rotary": 100.0, "rotate_v": True},
+    "blocks, qk_norm": {"block_size": 16, "num_kv_heads": 1, "rotary": 1e4, "qk_norm": True},
+}
+KERNEL = {"impl": "v1_one_tile", "dtype": torch.float32}
+BLOCKS |= {f"{name}, kernel": options | KERNEL for name, options in BLOCKS.items()}
+EVERY = OPTIONS | MASKS | TOKENS | BLOCKS
+CASES = [(kind, name) for kind in LAYERS for name in OPTIONS]
+CASES += [("self", name) for name in MASKS] + [("pffn", name) for name in TOKENS]
+CASES += [("block", name) for name in BLOCKS]
+
+TAYLOR = {"gelu_taylor6": lambda x: x / 2 + (x**2 - x**4 / 6 + x**6 / 40) / math.sqrt(2 * math.pi)}
+
+
+def make(kind: str, **options):
+    """A layer in fp64 with weights of its norms that are not all 1."""
+    layer, sizes = ALL[kind]
+    torch.manual_seed(0)
+    made = layer(*sizes, **{"dtype": torch.float64} | options)
+    for norm in (made.q_norm, made.k_norm):
+        if norm is not None:
+            torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return made
+
+
+def batch(lengths=LENGTHS, dtype=torch.float64, tokens=None):
+    """values, offsets and a summary per sequence, of some tokens or one vector."""
+    make = torch.Generator().manual_seed(1)
+    values = torch.randn(sum(lengths), 32, generator=make).to(dtype)
+    shape = (len(lengths), SUMMARY) if tokens is None else (len(lengths), tokens, SUMMARY)
+    summary = torch.randn(shape, generator=make).to(dtype)
+    return values, cu_seqlens(lengths, "cpu"), summary
+
+
+def run(layer, values, offsets, summary, nested=False, call=None):
+    """The dense rows of what the layer gives back, or `call` in its stead."""
+    call = layer if call is None else call
+    x = torch.nested.nested_tensor_from_jagged(values, offsets) if nested else (values, offsets)
+    y = call(x, summary) if isinstance(layer, PFFN) else call(x)
+    if isinstance(layer, PMA):
+        assert y.shape == (len(offsets) - 1, 3, 32)
+        return y
+    if nested:
+        assert y.is_nested and y.layout == torch.jagged and y.shape == x.shape
+        return y.values()
+    assert y[1] is offsets and y[0].shape == values.shape
+    return y[0]
+
+
+def normalised(norm, x):
+    if norm is None:
+        return x
+    return x / (x.square().mean(-1, keepdim=True) + layers.EPSILON).sqrt() * norm.weight
+
+
+def rotated(layer, x):
+    """x `[tokens, heads, dim]`, its pairs of neighbours turned as complex numbers."""
+    base, dim = getattr(layer, "rotary", None), layer.head_dim
+    if base is None:
+        return x
+    angles = torch.arange(len(x))[:, None] * base ** (-torch.arange(0, dim, 2).double() / dim)
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+
+
+def attend(layer, q, k, v):
+    """One sequence: q [rows, heads * dim], k and v [keys, kv heads * dim] -> [rows, embed_dim]."""
+    q, k, v = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k, v))
+    q, k = normalised(layer.q_norm, q), normalised(layer.k_norm, k)
+    q, k = rotated(layer, q), rotated(layer, k)
+    scale = getattr(layer, "scale", None)
+    scale = layer.head_dim**-0.5 if scale is None else scale
+    if isinstance(layer, BlockAttention):
+        v = rotated(layer, v) if layer.rotate_v else v
+        mixed = fuzzing.attend_blocks(q, k, v, scale=scale, block_size=layer.block_size)
+    else:
+        names = [layer.activation] if isinstance(layer.activation, str) else layer.activation
+        masks = {name: getattr(layer, name, None) for name in ("causal", "window")}
+        mixed = fuzzing.attend(
+            q, k, v, names=names, scale=scale, output_scale=layer.output_scale, **masks,
+            functions=fuzzing.ACTIVATIONS | TAYLOR,
+        )  # fmt: skip
+    return F.linear(mixed.flatten(1), layer.out.weight, layer.out.bias)
+
+
+def composed(layer, values, lengths, summary):
+    """The layer by PyTorch's own parts, one sequence after another."""
+    rows = []
+    for i, tokens in enumerate(values.split(lengths)):
+        if isinstance(layer, GDPASelfAttention | BlockAttention):
+            width = layer.num_kv_heads * layer.head_dim
+            qkv = F.linear(tokens, layer.qkv.weight, layer.qkv.bias)
+            rows.append(attend(layer, *qkv.split([32, width, width], 1)))
+        elif isinstance(layer, PMA):
+            k, v = F.linear(tokens, layer.kv.weight, layer.kv.bias).chunk(2, 1)
+            rows.append(attend(layer, layer.seeds, k, v))
+        else:
+            q = F.linear(tokens, layer.q.weight, layer.q.bias)
+            kv = F.linear(summary[i], layer.kv.weight, layer.kv.bias)
+            kv = kv if layer.mix is None else layer.mix.weight @ kv
+            rows.append(attend(layer, q, *kv.view(layer.num_keys, -1).chunk(2, 1)))
+    return torch.stack(rows) if isinstance(layer, PMA) else torch.cat(rows)
+
+
+def gradients(layer, loss, *others):
+    return torch.autograd.grad(loss, [*layer.parameters(), *others])
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_is_the_layer_in_plain_pytorch(kind, options):
+    options = EVERY[options]
+    layer, exact = make(kind, **options), options.get("dtype") != torch.float32
+    lengths = [5, 0, 20, 16, 1] if kind == "block" else LENGTHS
+    dtype = layer.out.weight.dtype
+    values, offsets, summary = batch(lengths, dtype, options.get("summary_tokens"))
+    leaves = [values.requires_grad_()]
+    if kind == "pffn":
+        leaves.append(summary.requires_grad_())
+    with contextlib.nullcontext() if exact else tritonemu.enabled():
+        y = run(layer, values, offsets, summary)
+        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+        actual = gradients(layer, (y * weights).sum(), *leaves)
+    expected = composed(layer, values, lengths, summary)
+    rtol, atol = (1e-9, 1e-12) if exact else (1e-4, 1e-5)
+    torch.testing.assert_close(y, expected, rtol=rtol, atol=atol)
+    names = [*dict(layer.named_parameters()), "values", "summary"]
+    wanted = gradients(layer, (expected * weights).sum(), *leaves)
+    for name, a, b in zip(names, actual, wanted, strict=False):
+        assert b.abs().max() > 0, name
+        close = {"rtol": rtol if exact else 1e-3, "atol": 10 * atol}
+        torch.testing.assert_close(a, b, **close, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_nested_tensor_is_the_same_batch(kind):
+    layer = make(kind, num_kv_heads=2, **({"rotary": 1e4} if kind == "block" else {}))
+    values, offsets, summary = batch()
+    leaf = values.clone().requires_grad_()
+    run(layer, leaf, offsets, summary).square().sum().backward()
+    values.requires_grad_()
+    y = run(layer, values, offsets.long(), summary, nested=True)
+    assert torch.equal(y, run(layer, leaf, offsets, summary))
+    y.square().sum().backward()
+    assert torch.equal(values.grad, leaf.grad)
+
+
+def test_layers_follow_each_other_and_share_the_offsets():
+    first, second = make("block", block_size=16), make("block", rotary=1e4)
+    values, offsets, _ = batch([5, 0, 20, 16, 1])
+    y, same = torch.nn.Sequential(first, second)((values, offsets))
+    expected = composed(first, values, [5, 0, 20, 16, 1], None)
+    expected = composed(second, expected, [5, 0, 20, 16, 1], None)
+    assert same is offsets
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-12)
+    first, second, pool = make("self"), make("self", causal=True), make("pma")
+    values, offsets, _ = batch()
+    expected = composed(second, composed(first, values, LENGTHS, None), LENGTHS, None)
+    expected = composed(pool, expected, LENGTHS, None)
+    for x in ((values, offsets), torch.nested.nested_tensor_from_jagged(values, offsets.long())):
+        y = torch.nn.Sequential(first, second, pool)(x)
+        torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("qk_norm", (False, True))
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_kernels_read_the_projections_where_they_lie(kind, qk_norm, monkeypatch):
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a) or attend(*a, **o))
+    layer = make(kind, num_kv_heads=2, qk_norm=qk_norm)
+    values, offsets, summary = batch()
+    run(layer, values, offsets, summary)
+    ((q, k, v, ends_q, ends_k, *_),) = seen
+    assert [x is None for x in (k, v)] == [kind == "self" and not qk_norm, not qk_norm]
+    q, k, v = packed.unpack(q, k, v, layer.num_kv_heads)
+    heads = 8 if kind == "self" else 4
+    assert v.stride() == (heads * 8, 8, 1) and v.shape[1:] == (2, 8)
+    if not qk_norm:
+        assert k.stride() == v.stride()
+        assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        if kind == "self":
+            assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        elif kind == "pma":
+            assert q.data_ptr() == layer.seeds.data_ptr()
+    if kind == "pma":
+        assert ends_q is None and q.shape == (3, 4, 8) and ends_k is offsets
+    else:
+        assert ends_q is offsets
+    assert ends_k.tolist() == ([0, 6, 12, 18, 24, 30] if kind == "pffn" else offsets.tolist())
+
+
+def test_the_kernels_of_blocks_read_the_packed_projection(monkeypatch):
+    seen, attend = [], block_modules.block_attention
+    monkeypatch.setattr(
+        block_modules, "block_attention", lambda *a, **o: seen.append(a[:3]) or attend(*a, **o)
+    )
+    make("block", num_kv_heads=1)(batch()[:2])
+    (((q, *others),),) = (seen,)
+    assert others == [None, None]
+    q, k, v = packed.unpack(q, None, None, 1)
+    assert q.stride() == k.stride() == v.stride() == (4 * 16, 16, 1)
+    assert q.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+
+
+def test_each_direction_of_blocks_by_the_kernel_asked_for():
+    values, offsets, _ = batch(dtype=torch.bfloat16)
+    impls = {"impl": "v1_one_tile", "backward_impl": "reference"}
+    layer = make("block", rotary=1e4, dtype=torch.bfloat16, **impls)
+    with tritonemu.enabled(), launches() as seen:
+        layer((values, offsets))[0].sum().backward()
+    assert [launch.name for launch in seen] == ["block_list_kernel", "forward_kernel"]
+    layer = make("block", dtype=torch.bfloat16, backward_impl="v3_warp_specialized")
+    with pytest.raises(NotImplementedError, match="backward_impl 'v3_warp_special.* needs .*sm_90"):
+        layer((values, offsets))
+
+
+@pytest.mark.parametrize("lengths", ([], [0, 0], [1]))
+@pytest.mark.parametrize("kind", ALL)
+def test_hardly_any_tokens(kind, lengths):
+    layer = make(kind, qk_norm=True, **({"rotary": 1e4} if kind == "block" else {}))
+    values, offsets, summary = batch(lengths)
+    for nested in (False, True):
+        y = run(layer, values, offsets, summary, nested)
+        y.sum().backward()
+        assert all(p.grad.isfinite().all() for p in layer.parameters())
+    if lengths:
+        torch.testing.assert_close(y, composed(layer, values, lengths, summary))
+
+
+def test_a_sequence_without_tokens_pools_to_the_bias():
+    layer = make("pma")
+    values, offsets, _ = batch()
+    y = layer((values, offsets))
+    assert torch.equal(y[0], layer.out.bias.expand(3, 32)) and torch.equal(y[3], y[0])
+    assert not torch.equal(y[1], y[0])
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_sample_sees_no_other(kind):
+    layer = make(kind)
+    values, offsets, summary = batch()
+    poisoned, other = values.clone(), summary.clone()
+    poisoned[5:14], other[2] = math.nan, math.nan  # sequence 2
+    clean, y = (run(layer, a, offsets, b) for a, b in ((values, summary), (poisoned, other)))
+    rows = [0, 1, 3, 4] if kind == "pma" else [*range(5), 14]
+    assert torch.equal(y[rows], clean[rows])
+
+
+def test_summary_tokens_take_few_weights():
+    with torch.device("meta"):
+        layer = PFFN(512, 4, 512, 256, summary_tokens=32)
+    made = sum(p.numel() for part in (layer.kv, layer.mix) for p in part.parameters())
+    assert made == 512 * 1024 + 1024 + 256 * 32
+
+
+def test_seeds_of_pma_are_a_summary():
+    pool, layer = make("pma", dtype=torch.float32), PFFN(32, 4, 32, 6, summary_tokens=3)
+    x = batch(dtype=torch.float32)[:2]
+    expected, _ = layer(x, pool(x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, _ = layer(x, pool(x))
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.05)
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: layer(x, pool(x))[0], fullgraph=True, backend="aot_eager")
+    layer.max_seqlen = pool.max_seqlen = 9
+    actual = gradients(layer, step(x).square().sum(), *pool.parameters())
+    wanted = gradients(layer, expected.square().sum(), *pool.parameters())
+    for a, b in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_identity_is_one_matrix_per_sample():
+    layer = make("pffn", activation="identity")
+    values, offsets, summary = batch()
+    k, v = layer.kv(summary).view(5, 6, 8, 8).chunk(2, 2)
+    matrix = torch.einsum("bmhd,bmhe->bhde", k, v) * 8**-0.5
+    own = torch.repeat_interleave(torch.arange(5), torch.tensor(LENGTHS))
+    mixed = torch.einsum("thd,thde->the", layer.q(values).view(-1, 4, 8), matrix[own])
+    expected = layer.out(mixed.flatten(1))
+    torch.testing.assert_close(run(layer, values, offsets, summary), expected)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_qk_norm_bounds_the_scores(kind, monkeypatch):
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[:3]) or attend(*a, **o))
+    values, offsets, summary = batch()
+    layer, options = LAYERS[kind][0], {"qk_norm": True, "scale": 1 / 8, "dtype": torch.float64}
+    layer = layer(*LAYERS[kind][1], **options)
+    run(layer, 1e3 * values, offsets, 1e3 * summary)
+    ((q, k, _),) = seen
+    scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+    assert 0.5 < scores.abs().max() <= 1
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("qk_norm", (False, True))
+@pytest.mark.filterwarnings("error")
+def test_autocast(kind, qk_norm):
+    layer = make(kind, qk_norm=qk_norm, dtype=torch.float32)
+    values, offsets, summary = batch(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = run(layer, values, offsets, summary)
+    assert y.dtype == torch.bfloat16
+    expected = run(layer, values, offsets, summary)
+    error = (y.float() - expected).norm() / expected.norm()
+    assert 1e-5 < error < 0.02
+    y.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+
+
+@pytest.fixture
+def norms_of_a_gpu():
+    """Autocast of the CPU makes rms_norm compute and return fp32, as that of CUDA does."""
+
+    def in_fp32(x, shape, weight=None, eps=None):
+        with torch.autocast("cpu", enabled=False):
+            return F.rms_norm(x.float(), shape, None if weight is None else weight.float(), eps)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("rms_norm", in_fp32, "AutocastCPU")
+    yield
+    library._destroy()
+
+
+def test_a_norm_keeps_its_dtype_under_autocast(norms_of_a_gpu):
+    norm, x = layers.HeadNorm(8), torch.randn(5, 2, 8).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.nn.RMSNorm(8)(x).dtype == torch.float32, "or this test shows nothing"
+        y = norm(x)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, norm(x))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_nothing_becomes_fp32_on_the_way_to_the_kernels(kind, norms_of_a_gpu, monkeypatch):
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[:3]) or attend(*a, **o))
+    options = {"rotary": 1e4} if kind == "self" else {}
+    layer = make(kind, qk_norm=True, dtype=torch.float32, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(layer, *batch(dtype=torch.float32))
+    ((q, k, v),) = seen
+    assert k.dtype == v.dtype == torch.bfloat16
+    assert q.dtype == (torch.float32 if kind == "pma" else torch.bfloat16)  # the seeds are weights
+
+
+@pytest.mark.parametrize("nested", (False, True))
+@pytest.mark.parametrize("kind", ALL)
+def test_torch_compile_sees_one_graph(kind, nested):
+    # The nested one reads its longest sequence in the graph.
+    longest = {"rotary": 1e4} if kind == "block" else {"max_seqlen": None if nested else 12}
+    layer = make(kind, qk_norm=True, **longest)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    values, offsets, summary = batch()
+    offsets = offsets.long() if nested else offsets
+    y = run(layer, values, offsets, summary, nested, compiled)
+    expected = run(layer, values, offsets, summary, nested)
+    torch.testing.assert_close(y, expected)
+    actual = gradients(layer, y.square().sum())
+    for a, b in zip(actual, gradients(layer, expected.square().sum()), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_state_dict_carries_the_layer(kind):
+    layer = make(kind, qk_norm=True)
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    assert {"q_norm.weight", "k_norm.weight", "out.weight", "out.bias"} < set(state)
+    assert ("seeds" in state) == (kind == "pma")
+    torch.manual_seed(5)
+    other = ALL[kind][0](*ALL[kind][1], qk_norm=True, dtype=torch.float64)
+    assert not torch.equal(run(other, *batch()), run(layer, *batch()))
+    other.load_state_dict(state)
+    assert torch.equal(run(other, *batch()), run(layer, *batch()))
+    plain = make(kind)
+    assert not any("norm" in name for name in plain.state_dict())
+    with pytest.raises(RuntimeError, match="q_norm.weight"):
+        plain.load_state_dict(state)
+
+
+SELF = {
+    "embed_dim": (0, "embed_dim must be an integer of at least 1, got 0"),
+    "num_heads": (5, "num_heads must be a positive divisor of embed_dim 32, got 5"),
+    "num_kv_heads": (3, "num_kv_heads must be a positive divisor of num_heads 4, got 3"),
+    "activation": ("softmax", "activation must be one of identity, .*, got 'softmax'"),
+    "scale": ("1", "scale must be a float, got str"),
+    "output_scale": ([], "output_scale must be a float, got list"),
+    "max_seqlen": (-1, "max_seqlen must be None or an integer of at least 0, got -1"),
+    "impl": ("v9", "impl must be 'auto' or one of reference, v0_eager, .*, got 'v9'"),
+    "backward_impl": ("v0_eager", "backward_impl must be 'auto' or one of .*, got 'v0_eager'"),
+}
+WRONG = [
+    *((kind, name, *case) for kind in LAYERS for name, case in SELF.items()),
+    ("self", "num_heads", 0, "num_heads must be a positive divisor .* got 0"),
+    ("self", "num_heads", 4.0, "num_heads must be a positive divisor .* got 4.0"),
+    ("self", "num_kv_heads", True, "num_kv_heads must be a positive divisor .* got True"),
+    ("self", "activation", ("relu",) * 3, r"one name or one per query head \(4\), got 3"),
+    ("self", "window", True, "window must be None or an integer of at least 0, got True"),
+    ("self", "rotary", 0, "rotary must be None or a base above 0, got 0"),
+    ("self", "max_seqlen", True, "max_seqlen must be None or an integer .* got True"),
+    ("pma", "num_seeds", 0, "num_seeds must be an integer of at least 1, got 0"),
+    ("pffn", "num_keys", 2.0, "num_keys must be an integer of at least 1, got 2.0"),
+    ("pffn", "summary_tokens", 0, "summary_tokens must be an integer of at least 1, got 0"),
+    ("pffn", "summary_dim", True, "summary_dim must be an integer of at least 1, got True"),
+    ("block", "num_heads", 5, "num_heads must be a positive divisor of embed_dim 32, got 5"),
+    ("block", "num_heads", 0, "num_heads must be a positive divisor .* got 0"),
+    ("block", "num_heads", 2.0, "num_heads must be a positive divisor .* got 2.0"),
+    ("block", "embed_dim", 64.0, "embed_dim must be an integer of at least 1, got 64.0"),
+    ("block", "embed_dim", 60, "embed_dim // num_heads must be even .* rotary embedding, got 15"),
+    ("block", "num_kv_heads", 3, "num_kv_heads must be a positive divisor of num_heads 4, got 3"),
+    ("block", "block_size", 48, "block_size must be one of 16, 32, 64, 128, got 48"),
+    ("block", "block_size", 16.0, "block_size must be one of .*, got 16.0"),
+    ("block", "impl", "nope", "impl must be 'auto' or one of reference, v0_flash, .*, got 'nope'"),
+    ("block", "backward_impl", "v0_flash", "needs what impl 'v0_flash' saves, got 'auto'"),
+    ("block", "rotary", "1e4", "rotary must be None or a base above 0, got '1e4'"),
+    ("block", "rotary", True, "rotary must be None or a base above 0, got True"),
+    ("block", "rotary", -1.0, "rotary must be None or a base above 0, got -1.0"),
+    ("block", "rotary", None, "rotate_v must be False without rotary, got True"),
+]
+SIZES = {
+    "pma": {"num_seeds": 3}, "pffn": {"summary_dim": 7, "num_keys": 6},
+    "block": {"rotary": 1e4, "rotate_v": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "message"), WRONG)
+def test_wrong_arguments_say_what_is_wrong(kind, name, value, message):
+    sizes = {"embed_dim": 32, "num_heads": 4} | SIZES.get(kind, {})
+    with pytest.raises((TypeError, ValueError), match=message):
+        ALL[kind][0](**sizes | {name: value})
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_wrong_inputs_say_what_is_wrong(kind):
+    layer = make(kind)
+    values, offsets, summary = batch()
+
+    def call(x):
+        return layer(x, summary) if kind == "pffn" else layer(x)
+
+    with pytest.raises(TypeError, match="pair .values, offsets. or a nested .*got a tensor of lay"):
+        call(values)
+    with pytest.raises(TypeError, match="got a tensor of layout torch.strided, nested"):
+        call(torch.nested.nested_tensor([values[:3], values[3:]], layout=torch.strided))
+    with pytest.raises(TypeError, match="or a nested tensor of layout torch.jagged, got int"):
+        call(3)
+    with pytest.raises(ValueError, match=r"values must have shape \[total_tokens, 32\], got \[15,"):
+        call((values[:, :16], offsets))
+    with pytest.raises(TypeError, match="offsets must be int32 or int64, got torch.float32"):
+        call((values, offsets.float()))
+    with pytest.raises(TypeError, match="offsets must be a tensor or Lengths, got list"):
+        call((values, offsets.tolist()))
+    for wrong in (offsets[:0], offsets[None], offsets.to("meta")):
+        with pytest.raises(ValueError, match=r"offsets must have shape \[batch \+ 1\] on cpu, got"):
+            call((values, wrong))
+    for wrong in (offsets[:-1], offsets.long() + 1):
+        with pytest.raises(ValueError, match="cu_seqlens must run from 0 to the 15 rows"):
+            call((values, wrong))
+    with pytest.raises(ValueError, match="cu_seqlens must not decrease, got 14 followed by 5"):
+        call((values, offsets[[0, 1, 3, 2, 4, 5]]))
+    with pytest.raises(ValueError, match=f"cu_seqlens must not decrease, got {2**40} followed by"):
+        call((values, torch.tensor([0, 2, 2**40, 10, 12, 15])))  # 2**40 is 0 in int32
+    if kind == "block":
+        far = torch.tensor([0, 2**40, 15])
+        assert make(kind, validate=False)((values, far))[0].isfinite().all()
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets.long())
+    with pytest.raises(ValueError, match="got 3 dimensions, of which 2 is jagged"):
+        call(nested.transpose(1, 2))
+    holes = torch.nested.narrow(
+        values[:14].view(2, 7, 32), 1, torch.tensor([0, 3]), torch.tensor([4, 2]), torch.jagged
+    )
+    with pytest.raises(ValueError, match="without holes between its sequences, .*, with holes"):
+        call(holes)
+
+
+def test_a_wrong_summary_says_what_is_wrong():
+    layer = make("pffn")
+    values, offsets, summary = batch()
+    for wrong in (summary[:4], summary[:, :6], summary[None]):
+        with pytest.raises(ValueError, match=r"summary must have shape \[5, 7\], .*, got \["):
+            layer((values, offsets), wrong)
+    with pytest.raises(ValueError, match="summary must have shape .* got a nested tensor"):
+        layer((values, offsets), torch.nested.nested_tensor([summary[0]], layout=torch.jagged))
+    with pytest.raises(TypeError, match="summary must be a tensor, got NoneType"):
+        layer((values, offsets), None)
+    with pytest.raises(ValueError, match=r"must have shape \[5, 2, 7\], .*, got \[5, 7\]"):
+        make("pffn", summary_tokens=2)((values, offsets), summary)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_max_seqlen(kind, monkeypatch):
+    values, offsets, summary = batch()
+    expected = run(make(kind), values, offsets, summary)
+    assert torch.equal(run(make(kind, max_seqlen=9), values, offsets, summary), expected)
+    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .*got 8"):
+        run(make(kind, max_seqlen=8), values, offsets, summary)
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[5:7]) or attend(*a, **o))
+    run(make(kind), values, offsets, summary)
+    assert seen == {"self": [(9, 9)], "pma": [(3, 9)], "pffn": [(9, 6)]}[kind]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_max_seqlen_of_a_batch(kind, monkeypatch):
+    values, offsets, summary = batch()
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[5:7]) or attend(*a, **o))
+    layer, more = make(kind, max_seqlen=8), [summary] if kind == "pffn" else []
+    y = layer((values, offsets), *more, max_seqlen=12)
+    expected = make(kind)((values, offsets), *more)
+    torch.testing.assert_close(*((y, expected) if kind == "pma" else (y[0], expected[0])))
+    assert seen[0] == {"self": (12, 12), "pma": (3, 12), "pffn": (12, 6)}[kind]
+    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .*got 7"):
+        layer((values, offsets), *more, max_seqlen=7)
+    with pytest.raises(ValueError, match="max_seqlen must be an integer of at least 0, got 9.0"):
+        layer((values, offsets), *more, max_seqlen=9.0)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_nested_tensor_knows_its_longest_sequence(kind, monkeypatch):
+    def waits(*_):
+        raise AssertionError("the offsets were read")
+
+    monkeypatch.setattr(jagged, "longest_of", waits)
+    values, offsets, summary = batch()
+    more = [summary] if kind == "pffn" else []
+    x = torch.nested.nested_tensor_from_jagged(values, offsets.long(), max_seqlen=11)
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[5:7]) or attend(*a, **o))
+    y = make(kind, validate=False)(x, *more)
+    assert seen == {"self": [(11, 11)], "pma": [(3, 11)], "pffn": [(11, 6)]}[kind]
+    if kind != "pma":
+        seen.clear()
+        make("self", validate=False)(y)
+        assert seen == [(11, 11)], "the next layer knows it too"
+    wrong = torch.nested.nested_tensor_from_jagged(values, offsets.long(), max_seqlen=8)
+    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .*got 8"):
+        make(kind)(wrong, *more)
+
+
+def test_offsets_of_a_pair_are_converted_once():
+    values, offsets, _ = batch()
+    layer = make("self")
+    x = layer((values, offsets.long()))
+    assert x[1].dtype == torch.int32 and layer(x)[1] is x[1]
+
+
+def test_another_batch_is_not_another_program():
+    torch._dynamo.reset()
+    layer, counter = make("self"), CompileCounter()
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for lengths in ([4, 0, 17], [5, 9], [3, 2, 1, 30]):
+        values, offsets, _ = batch(lengths)
+        y, _ = compiled((values, offsets), max_seqlen=max(lengths))
+        torch.testing.assert_close(y, layer((values, offsets))[0])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("shared", (False, True), ids=("offsets", "Lengths"))
+@pytest.mark.parametrize("kind", ALL)
+def test_activation_checkpointing(kind, shared):
+    values, offsets, summary = batch()
+    offsets, layer, found = Lengths(offsets) if shared else offsets, make(kind), []
+    for call in (layer, lambda *x: checkpoint(layer, *x, use_reentrant=False)):
+        y = call((values, offsets), *([summary] if kind == "pffn" else []))
+        y = y if kind == "pma" else y[0]
+        found.append(torch.autograd.grad(y.square().sum(), list(layer.parameters())))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("options", ({}, {"precise": True}), ids=str)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_packed_arithmetic_is_the_callers_choice(kind, options, monkeypatch):
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(o) or attend(*a, **o))
+    run(make(kind, **options), *batch())
+    assert [call["precise"] for call in seen] == [bool(options)]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_an_explicit_kernel_is_the_one_asked_for(kind):
+    with pytest.raises(NotImplementedError, match="impl 'v1_tiled' needs .*CUDA"):
+        run(make(kind, dtype=torch.float32, impl="v1_tiled"), *batch(dtype=torch.float32))
+    layer = make(kind, dtype=torch.float32, backward_impl="v1_tiled_backward")
+    with pytest.raises(NotImplementedError, match="backward_impl 'v1_tiled_backward' needs .*CUDA"):
+        run(layer, *batch(dtype=torch.float32))
+
+
+def test_offsets_are_checked_when_told_to():
+    values, offsets, summary = batch()
+    wrong = offsets.clone()
+    wrong[-1] -= 1
+    for kind in LAYERS:
+        with pytest.raises(ValueError, match="cu_seqlens must run from 0 to the"):
+            run(make(kind), values, wrong, summary)
+        run(make(kind, validate=False), values, offsets, summary)
+
+
+def curve(kind, step, steps=8, dtype=torch.float64, **options) -> torch.Tensor:
+    """Losses of a layer that learns what another one, of other weights, computes."""
+    layer = make(kind, qk_norm=True, dtype=dtype, **options)
+    values, offsets, summary = batch(dtype=dtype)
+    torch.manual_seed(7)
+    teacher = ALL[kind][0](*ALL[kind][1], dtype=torch.float64)
+    with torch.no_grad():
+        target = composed(teacher, values.double(), LENGTHS, summary.double())
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
+    losses = []
+    for _ in range(steps):
+        loss = F.mse_loss(step(layer, values, offsets, summary).double(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def plain(layer, values, offsets, summary):
+    return composed(layer, values, LENGTHS, summary)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_training_follows_plain_pytorch(kind):
+    losses, expected = curve(kind, run), curve(kind, plain)
+    assert losses[-1] < 0.7 * losses[0]
+    torch.testing.assert_close(losses, expected, rtol=1e-8, atol=0)
+
+
+def test_training_by_a_kernel_of_blocks_follows_plain_pytorch():
+    with tritonemu.enabled():
+        losses = curve("block", run, **KERNEL, rotary=1e4)
+    assert losses[-1] < 0.7 * losses[0]
+    expected = curve("block", plain, dtype=torch.float32, rotary=1e4)
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_training_in_bf16_by_the_kernels_follows_plain_pytorch():
+    def step(*arguments):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return run(*arguments)
+
+    options = {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}
+    with tritonemu.enabled():
+        losses = curve("pffn", step, 5, torch.float32, **options)
+    expected = curve("pffn", plain, 5, torch.float32)
+    assert losses[-1] < 0.8 * losses[0]
+    torch.testing.assert_close(losses, expected, rtol=0.02, atol=0)

@@ -1,0 +1,315 @@
+"""What both operators promise PyTorch: gradients of any layout, autocast, torch.compile, modes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tritonemu
+from gdpa_kernels import block_attention, gdpa
+from gdpa_kernels.block_attention import reference as block_reference
+from gdpa_kernels.gdpa import api, reference
+from gdpa_lab.measuring.inputs import cu_seqlens
+
+OPERATORS = {"gdpa": gdpa, "block_attention": block_attention}
+TOTAL = 21
+both = pytest.mark.parametrize("operator", OPERATORS)
+
+
+def arguments(operator: str, dtype=torch.float32, head_dim: int = 16, **changes) -> dict:
+    """Two sequences of 4 and 17 tokens around an empty one; grouped heads; blocks of 16."""
+    q, k, v = (torch.randn(TOTAL, heads, head_dim).to(dtype) for heads in (4, 2, 2))
+    ends = cu_seqlens([4, 0, 17], "cpu")
+    lengths = {"cu_seqlens": ends, "block_size": 16}
+    if operator == "gdpa":
+        lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends.clone()}
+        lengths |= {"max_seqlen_q": 17, "max_seqlen_k": 17}
+    return {"q": q, "k": k, "v": v} | lengths | changes
+
+
+def turned(operator: str) -> dict:
+    """Rotary, where an operator has it."""
+    angles = torch.randn(TOTAL, 8, dtype=torch.float64)
+    return {} if operator == "gdpa" else {"rotary": (angles.sin(), angles.cos())}
+
+
+def required(call: dict) -> dict:
+    """The same call, of leaves that require gradients."""
+    return call | {name: call[name].detach().clone().requires_grad_() for name in "qkv"}
+
+
+def cast(call: dict, dtype: torch.dtype) -> dict:
+    """The same call, q, k and v in `dtype`."""
+    return call | {name: call[name].detach().to(dtype) for name in "qkv"}
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def assert_same_gradients(one: dict, other: dict) -> None:
+    assert all(torch.equal(one[name].grad, other[name].grad) for name in "qkv")
+
+
+def of(heads: int, dtype=torch.float32, head_dim: int = 16) -> torch.Tensor:
+    return torch.ones(TOTAL, heads, head_dim, dtype=dtype)
+
+
+WRONG = (
+    ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
+    ({"k": of(2)[:, 0]}, ValueError, r"k must have shape \[total, .*got \[21, 16\]"),
+    ({"v": of(2).half()}, TypeError, "v must have q's dtype"),
+    (
+        dict.fromkeys("qkv", of(2, torch.int32)),
+        TypeError,
+        "q must have a floating-point dtype, got",
+    ),
+    ({"k": of(2).to("meta")}, ValueError, "k must be on q's device cpu, got meta"),
+    ({"k": of(2, head_dim=8)}, ValueError, "k must have q's head_dim 16"),
+    ({"v": of(4)}, ValueError, "v must have k's shape"),
+    ({"v": of(2)[:20]}, ValueError, "v must have k's shape"),
+    ({"k": of(3), "v": of(3)}, ValueError, "q must have a multiple of k's 3 heads, got 4 heads"),
+    ({"impl": "v9"}, ValueError, r"impl must be 'auto' or one of reference, v0_\w+, .*, got 'v9'"),
+    ({"scale": "1"}, TypeError, "scale must be a float, got str"),
+)
+WRONG_LENGTHS = (
+    ([0, 4, 4, 21], torch.int64, "must be a contiguous int32 .*got torch.int64 of shape .4."),
+    ([1, 4, 4, 21], torch.int32, "must run from 0 to the 21 rows"),
+    ([0, 4, 4, 22], torch.int32, "got 0 to 22"),
+    ([0, 6, 4, 21], torch.int32, "must not decrease, got 6 followed by 4 at index 1"),
+)
+
+
+@both
+@pytest.mark.parametrize("changes, error, message", WRONG)
+def test_wrong_arguments_say_what_is_wrong(operator, changes, error, message):
+    with pytest.raises(error, match=message):
+        OPERATORS[operator](**arguments(operator, **changes))
+
+
+@both
+@pytest.mark.parametrize("ends, dtype, message", WRONG_LENGTHS)
+def test_wrong_lengths_say_what_is_wrong(operator, ends, dtype, message):
+    names = ("cu_seqlens_q", "cu_seqlens_k") if operator == "gdpa" else ("cu_seqlens",)
+    for name in names:
+        wrong = torch.tensor(ends, dtype=dtype)
+        with pytest.raises(ValueError, match=f"{name} .*{message}"):
+            OPERATORS[operator](**arguments(operator, **{name: wrong}))
+        strided = torch.tensor([0, 4, 4, 21], dtype=torch.int32).repeat_interleave(2)[::2]
+        with pytest.raises(ValueError, match=f"{name} must be a contiguous int32"):
+            OPERATORS[operator](**arguments(operator, **{name: strided}))
+
+
+BACKWARDS = [("gdpa", {"backward_impl": impl}) for impl in ("auto", *api.BACKWARD_IMPLS)]
+BACKWARDS += [
+    ("block_attention", {"impl": impl, "block_size": 64})
+    for impl in ("reference", "v0_flash", "v1_one_tile", "v2_slab")
+]
+
+
+@pytest.mark.parametrize("operator, options", BACKWARDS, ids=str)
+def test_expanded_and_strided_gradients(operator, options):
+    impl = options.get("backward_impl", "")
+    head_dim = {"": 64, "v7_wide_backward": 256}.get(impl, 128)
+    call = required(arguments(operator, torch.bfloat16, head_dim) | options)
+    leaves = [call[name] for name in "qkv"]
+    with tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90"):
+        out = OPERATORS[operator](**call)
+        for strided in (
+            torch.ones_like(out)[:1, :1, :1].expand_as(out),
+            torch.randn(*out.shape[::-1]).to(out.dtype).permute(2, 1, 0),
+        ):
+            one, other = (
+                torch.autograd.grad(out, leaves, grad, retain_graph=True)
+                for grad in (strided, strided.contiguous())
+            )
+            assert all(torch.equal(a, b) and a.any() for a, b in zip(one, other, strict=True))
+        out.sum().backward()
+    assert all(leaf.grad.any() for leaf in leaves[2 if operator == "block_attention" else 0 :])
+
+
+@pytest.mark.parametrize(
+    "operator, options",
+    [case for case in BACKWARDS
+     if {"reference", "v1_tiled_backward", "v0_flash", "v1_one_tile"} & {*case[1].values()}],
+    ids=str,
+)  # fmt: skip
+def test_a_second_derivative_is_refused(operator, options):
+    call = required(arguments(operator, torch.bfloat16, 64) | options)
+    with tritonemu.enabled():
+        out = OPERATORS[operator](**call)
+        weight = torch.ones_like(out).requires_grad_()
+        (dq,) = torch.autograd.grad(out, call["q"], weight, create_graph=True)
+        for to in (call["q"], call["v"], weight):
+            with pytest.raises(RuntimeError, match=f"{operator} has no second derivative"):
+                torch.autograd.grad(dq.sum(), to, retain_graph=True)
+
+
+@both
+def test_lengths_modified_before_backward_are_noticed(operator):
+    call = required(arguments(operator))
+    out = OPERATORS[operator](**call)
+    call["cu_seqlens_k" if operator == "gdpa" else "cu_seqlens"][1] = 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@both
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64))
+def test_autocast_casts_as_pytorchs_attention_does(operator, dtype):
+    call = required(arguments(operator, dtype) | turned(operator))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = OPERATORS[operator](**call)
+        like = torch.nn.functional.scaled_dot_product_attention(*(call[n][:, :2] for n in "qkv"))
+        out.sum().backward()  # an unusual place for it
+    assert out.dtype == like.dtype == (torch.float64 if dtype == torch.float64 else torch.bfloat16)
+    plain = required(cast(call, out.dtype))
+    expected = OPERATORS[operator](**plain)
+    expected.sum().backward()
+    assert torch.equal(out, expected)
+    for name in "qkv":
+        assert call[name].grad.dtype == dtype
+        assert torch.equal(call[name].grad, plain[name].grad.to(dtype))
+
+
+@both
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_autocast_does_not_reach_into_an_implementation(operator, direction, monkeypatch):
+    module = reference if operator == "gdpa" else block_reference
+    function, products = getattr(module, direction), []
+
+    def watched(*args, **options):
+        products.append(torch.ones(2, 2) @ torch.ones(2, 2))
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, direction, watched)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        OPERATORS[operator](**arguments(operator))
+        OPERATORS[operator](**required(arguments(operator))).sum().backward()
+    assert len(products) == (2 if direction == "forward" else 1)
+    assert {product.dtype for product in products} == {torch.float32}
+
+
+@both
+def test_a_derivative_is_never_dropped(operator):
+    function, call = OPERATORS[operator], arguments(operator)
+
+    def loss(q):
+        return function(**call | {"q": q}).sum()
+
+    transforms = pytest.raises(RuntimeError, match="must be called outside torch.func transforms")
+    with transforms:
+        torch.func.grad(loss)(call["q"])
+    with transforms:
+        torch.func.jvp(loss, (call["q"],), (call["q"],))
+    with transforms:
+        torch.vmap(loss)(call["q"].expand(2, -1, -1, -1))
+    with forward_ad.dual_level():
+        expected = function(**call)
+        dual = forward_ad.make_dual(call["q"], call["q"].clone())
+        with pytest.raises(RuntimeError, match="forward mode AD|jvp"):
+            loss(dual)
+        assert torch.equal(function(**call | {"q": forward_ad.unpack_dual(dual).primal}), expected)
+    with torch.no_grad():
+        assert not function(**required(call)).requires_grad
+        moving = {
+            name: tuple(t.requires_grad_() for t in pair) for name, pair in turned(operator).items()
+        }
+        assert not function(**call, **moving).requires_grad
+    assert function(**call | {"v": call["v"].clone().requires_grad_()}).requires_grad
+
+
+@both
+@pytest.mark.parametrize("rotary", (False, True))
+def test_torch_compile_sees_one_graph_forward_and_backward(operator, rotary):
+    function = OPERATORS[operator]
+    call = arguments(operator) | (turned(operator) if rotary else {"impl": "reference"})
+    ours, expected = required(call), required(call)
+    twice = compiled(lambda **kw: function(**kw) * 2)
+    assert torch.equal(twice(**call), function(**call) * 2)
+    out = twice(**ours)
+    out.square().sum().backward()
+    right = function(**expected) * 2
+    right.square().sum().backward()
+    assert torch.equal(out, right)
+    assert_same_gradients(ours, expected)
+
+
+KERNELS = [
+    ("gdpa", {"impl": "v1_tiled", "backward_impl": "v1_tiled_backward"}),
+    ("block_attention", {"impl": "v0_flash"}),
+    ("block_attention", {"impl": "v1_one_tile"}),
+]
+
+
+@pytest.mark.parametrize("operator, impls", KERNELS, ids=str)
+def test_torch_compile_of_a_kernel(operator, impls):
+    call = arguments(operator, torch.bfloat16) | turned(operator) | impls
+    ours, expected = required(call), required(call)
+    with tritonemu.enabled():
+        compiled(OPERATORS[operator])(**ours).sum().backward()
+        OPERATORS[operator](**expected).sum().backward()
+    assert_same_gradients(ours, expected)
+
+
+@both
+def test_torch_compile_under_autocast(operator):
+    call, function = arguments(operator), OPERATORS[operator]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(compiled(function)(**call), function(**call))
+
+
+@both
+def test_a_fake_call_has_a_shape_and_no_values(operator):
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        call = {
+            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments(operator).items()
+        }
+        out = OPERATORS[operator](**call)
+        assert isinstance(out, FakeTensor) and out.shape == (TOTAL, 4, 16)
+        call = required(call)
+        OPERATORS[operator](**call).sum().backward()
+        assert [call[name].grad.shape[1] for name in "qkv"] == [4, 2, 2]
+        if operator == "gdpa":
+            call = required(call | {"q": call["q"][:4], "cu_seqlens_q": None, "max_seqlen_q": 4})
+            out = gdpa(**call, precise=True)
+            assert out.shape == (12, 4, 16)
+            out.sum().backward()
+            assert [call[name].grad.shape[0] for name in "qkv"] == [4, TOTAL, TOTAL]
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@both
+@pytest.mark.parametrize("grad", (False, True))
+def test_modes_and_profilers_see_the_operators(operator, grad):
+    call = required(arguments(operator)) if grad else arguments(operator)
+
+    def run():
+        out = OPERATORS[operator](**call)
+        if grad:
+            out.sum().backward()
+
+    expected = [f"gdpa_kernels::{operator}_{way}" for way in ("forward", "backward")][: 1 + grad]
+    with Seen() as seen:
+        run()
+    assert [name for name in seen.names if name.startswith("gdpa_kernels::")] == expected
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    events = [event.name for event in profile.events()]
+    assert [events.count(name) for name in expected] == [1] * len(expected)
