@@ -1,12 +1,12 @@
 """What `impl="auto"` tries first: the order measured at the nearest shape.
 
 The table, choices.csv, is made from the records (report/rankings.py): for each direction of each
-measured workload with GELU the implementations, fastest first. A call takes the row of its
-direction and of its device's compute capability whose head_dim and longest sequences are nearest,
-by their ratios; rows of a head_dim on the same side of 128 come first, since other rungs take those
-over it, then rows of the call's own dtype. Another minor version does not count. Where nothing was
-measured, and after what was, come the implementations that run anywhere (`UNMEASURED`). "v0_eager",
-which rounds in every step, takes no call in 16 bits.
+measured workload with GELU the implementations, fastest first, without lessons. A call takes the
+row of its direction and of its device's compute capability whose head_dim and longest sequences are
+nearest, by their ratios; rows of a head_dim on the same side of 128 come first, since other rungs
+take those over it, then rows of the call's own dtype. Another minor version does not count. Where
+nothing was measured, and after what was, come the implementations that run anywhere (`UNMEASURED`).
+"v0_eager", which rounds in every step, takes no call in 16 bits.
 """
 
 from __future__ import annotations

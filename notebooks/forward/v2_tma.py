@@ -188,7 +188,7 @@ for shape in COUNTED:
 # Lengths around the edges of a tile, in the emulator, against fp64:
 
 # %%
-checked = studies.comparison(v2_tma, studies.batch(studies.EDGES, head_dim=32))
+checked = studies.comparison(v2_tma, studies.batch(studies.EDGES, head_dim=64))
 print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2f} of the allowed")
 
 # %% [markdown]

@@ -29,7 +29,7 @@ import tritonemu
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import activations, reference
 from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
-from gdpa_kernels.gdpa.kernels import v7_packed
+from gdpa_kernels.gdpa.ladder import v7_packed as lesson
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import studies
 from gdpa_lab.report.chapter import Chapter
@@ -84,7 +84,7 @@ chapter.ladder(V7)
 
 # %% tags=["remove-input"]
 chapter.code(activations.tanh_cubic_pairs)
-chapter.code(v7_packed.finish)
+chapter.code(lesson.math, "p = multiply_add_pairs", "tlx.barrier_arrive(q.empty")
 
 # %% [markdown]
 # ## What the compiler makes of it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +17,7 @@ from gdpa_lab.measuring.testing import assert_close
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLACKWELL = ("b1_warp_specialized",) if DEVICE == "cpu" else ()  # elsewhere only on an sm_100
 RUNGS = {
-    name: importlib.import_module(f"gdpa_kernels.block_attention.{name}")
+    name: ladder.rung(name, "block_attention").module()
     for name in (
         *("v0_flash", "v1_one_tile", "v2_slab", "v3_warp_specialized", "v4_rotary"),
         *BLACKWELL,
