@@ -2,6 +2,7 @@
 
 import time
 from itertools import product
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_race_that_is_a_warning_is_ours():
 
 @pytest.mark.parametrize("control", sanitizer.CONTROLS)
 def test_the_line_of_a_control(control):
-    path = V4.parents[2] / "tests" / "emulator" / "sanitizer.py"
+    path = Path(sanitizer.__file__)
     line = _line(path, f"def {control}_kernel(")
     assert _elsewhere(control, _race(line, file=path.name), 1) == 0
     assert _elsewhere(control, _race(line + 1, file=path.name), 1) == 1
@@ -184,10 +185,11 @@ def test_every_rung_is_called(name):
             assert args[0].shape == batch.q.shape
 
 
-def test_calls_of_gdpa():
-    made = _Calls("v4_warp_specialized").made
+@pytest.mark.parametrize("impl, masked", (("v7_packed", True), ("v4_warp_specialized", False)))
+def test_calls_of_gdpa(impl, masked):
+    made = _Calls(impl).made
     seen = [(batch.head_dim, batch.max_seqlen_k, batch.causal) for _, batch, _ in made]
-    kinds = ((300, False), (300, True), (200, False))
+    kinds = [kind for kind in ((300, False), (300, True), (200, False)) if masked or not kind[1]]
     assert seen == [(head_dim, *kind) for head_dim, kind in product((64, 128), kinds)]
 
 
