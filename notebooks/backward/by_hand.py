@@ -25,7 +25,7 @@ from gdpa_kernels.gdpa import activations, derivatives, reference
 from gdpa_lab.measuring import roofline
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import FIGURES, workload
-from gdpa_lab.report import charts, results
+from gdpa_lab.report import drawings, results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -52,7 +52,7 @@ chapter.glue(flops_ratio=ratios["flops"], bytes_ratio=ratios["bytes"])
 # |   dK and dV below.
 cross = [(2, i) for i in range(5)] + [(i, 3) for i in range(5)]
 strips = [("dQ", "left", True), ("dK", "below", True), ("dV", "below", True)]
-chapter.figure(charts.tiles({"": charts.Tiles((2, 3), cross, strips)}), modelled="the five MMAs")
+chapter.figure(drawings.tiles({"": drawings.Tiles((2, 3), cross, strips)}), modelled="five MMAs")
 
 # %% [markdown]
 # ## One sequence, one head

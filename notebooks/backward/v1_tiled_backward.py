@@ -28,7 +28,7 @@ from gdpa_kernels.gdpa import derivatives
 from gdpa_kernels.gdpa.kernels import v1_tiled_backward
 from gdpa_lab.measuring import system
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, results, studies
+from gdpa_lab.report import charts, drawings, results, studies
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -73,10 +73,10 @@ chapter.glue(
 down = [("V", "above", False), ("K", "above", False), ("dK", "below", True), ("dV", "below", True)]
 along = [("dO", "left", False), ("Q", "left", False), ("dQ", "right", True)]
 walks = {
-    "owns keys: dK, dV": charts.Tiles((3, 2), [(row, 2) for row in range(3)], down),
-    "owns queries: dQ": charts.Tiles((3, 2), [(3, column) for column in range(2)], along),
+    "owns keys: dK, dV": drawings.Tiles((3, 2), [(row, 2) for row in range(3)], down),
+    "owns queries: dQ": drawings.Tiles((3, 2), [(3, column) for column in range(2)], along),
 }
-chapter.figure(charts.tiles(walks), modelled="the loops of keys_kernel and queries_kernel")
+chapter.figure(drawings.tiles(walks), modelled="the loops of keys_kernel and queries_kernel")
 
 # %% [markdown]
 # | MMA | keys kernel | queries kernel | necessary |

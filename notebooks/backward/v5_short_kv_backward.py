@@ -52,7 +52,7 @@ chapter.glue(least=(rates[V4] / rates[V5]).min(), most=(rates[V4] / rates[V5]).m
 NAMES = {V2: "v2", V4: "v4", V5: "v5", "fa2_varlen": "FA2", "fa4": "FA4", "cudnn": "cuDNN"}
 chart = charts.lines(
     rates[list(NAMES)], xlabel="queries of a sequence", ylabel="TFLOP/s in bursts", names=NAMES,
-    highlight=[V4, V5],
+    highlight=[V4, V5], log="x",
 )  # fmt: skip
 chapter.figure(chart, measured=ladder)
 

@@ -80,7 +80,9 @@ short = rates.loc[[of_batch(SHORT, batch).name for batch in BATCHES]].set_axis(B
 # |   A line chart over the number of sequences. v8, cuDNN, FA4 dense and FA4 with lookup rise and
 # |   stay level. FA4 with the walk rises, then falls lower than it began.
 chapter.figure(
-    charts.lines(short, xlabel="sequences", ylabel="TFLOP/s", highlight=[WALK, LOOKUP, "v8"]),
+    charts.lines(
+        short, xlabel="sequences", ylabel="TFLOP/s", log="x", highlight=[WALK, LOOKUP, "v8"]
+    ),
     measured=rows[rows["workload"].str.startswith(SHORT.name)],
 )
 

@@ -226,8 +226,8 @@ error = pd.DataFrame({n: (y - exact).abs().numpy() for n, y in curves.items()}, 
 # |   Two curves on a logarithmic axis. The clamped polynomial waves below the dashed line and falls
 # |   to nothing. The Maclaurin polynomial crosses the line near 1 and grows without end.
 chapter.figure(
-    charts.curves(error, xlabel="score x", ylabel="error / x", highlight=[CLAMPED],
-                  levels={"bound": GELU.error / 2}, lowest=1e-6),
+    charts.lines(error, xlabel="score x", ylabel="error / x", highlight=[CLAMPED],
+                  levels={"bound": GELU.error / 2}, log="y", ylim=(1e-6, 1)),
     modelled="both polynomials in fp64",
 )  # fmt: skip
 

@@ -229,7 +229,7 @@ ranked = {name: np.percentile(work.seqlens_q, 100 - share) for name, work in bot
 ranked = pd.DataFrame(ranked, index=share)
 chapter.figure(
     charts.lines(ranked, xlabel="sequences, longest first (%)", ylabel="length (tokens)",
-                 highlight=["fill 0.7"], ceiling=0.3 * main.max_seqlen_q, log=False),
+                 highlight=["fill 0.7"], levels={"70 % empty rows": 0.3 * main.max_seqlen_q}),
     data=ranked.rename_axis("sequences (%)").reset_index(),
     modelled=f"lengths of {main.name}, drawn with seed {main.seed}",
 )  # fmt: skip

@@ -121,7 +121,7 @@ shown = shown.loc[[*RUNGS, *shown.index.difference(RUNGS)], list(DIRECTIONS)]
 # |   100: v1 is on it forward, v3 a little below backward. The peers lie far below.
 chapter.figure(
     charts.dots(
-        shown, xlabel="% of the rate of a copy", baseline=100,
+        shown, xlabel="% of the rate of a copy", levels={"copy": 100},
         colours=(RUNG_COLOURS[1], RUNG_COLOURS[3]),
     ),
     measured=of_five[of_five["workload"] == TABLE5.name],
@@ -211,7 +211,7 @@ old = bars.groupby("direction")["speedup_vs_fa2_jfa"].agg(["min", "max"])
 # |   Two charts on one scale. In each, four lines that hardly rise or fall, the two of backward
 # |   above the two of forward. The measured ones lie farther apart and end where FlashAttention-2
 # |   fails; the published ones go on to 8000 tokens.
-chart = charts.panels(
+chart = charts.lines(
     panels, xlabel="largest length (tokens)", ylabel="times as fast",
     highlight=["backward, fill 0.7", "forward, fill 0.7"],
 )  # fmt: skip
@@ -283,7 +283,7 @@ NAMES = {name: text for name, text in NAMES.items() if both.get(name, {}).get("b
 back = both.loc["backward"]
 chart = charts.bars(
     back[list(NAMES)], xlabel="ms", highlight=[fused, "v4_rotary"], names=NAMES, form=".2f",
-    ceiling=back[fused] * of[fused] / 100,
+    levels={"fewest bytes": back[fused] * of[fused] / 100},
 )  # fmt: skip
 chapter.figure(chart, measured=of_seven)
 chapter.table(seven.round(3).rename_axis("backward, ms").reset_index(), measured=of_seven,

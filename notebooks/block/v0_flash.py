@@ -81,7 +81,7 @@ drawn = charts.bars(
     pd.Series(bars),
     xlabel="% of the copy",
     highlight=mine,
-    ceiling=100,
+    levels={"copy": 100},
     names={f"v0's bytes, {way}": f"allowed by v0's bytes, {way}" for way in KERNELS},
 )
 chapter.figure(drawn, measured=rows, modelled="what the bytes of v0 allow")

@@ -29,7 +29,6 @@ from gdpa_lab.measuring import system
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import block_studies, charts, results, studies
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -61,7 +60,7 @@ chapter.glue(
 # |   a wide margin.
 defaults = rows.pivot(index="shape", columns="impl", values="percent_of_roofline").loc[SHAPES]
 chapter.figure(
-    charts.dots(defaults, xlabel="% of the copy", baseline=100, colours=RUNG_COLOURS[1:4]),
+    charts.dots(defaults, xlabel="% of the copy", levels={"copy": 100}),
     measured=rows,
 )  # fmt: skip
 

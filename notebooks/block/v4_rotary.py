@@ -65,7 +65,7 @@ for way in ("v4", "v4a"):
 chapter.figure(
     charts.dots(
         of_copy.loc[list(WAYS.values()), DIRECTIONS], xlabel="% of the rate of a copy",
-        baseline=100, colours=(RUNG_COLOURS[1], RUNG_COLOURS[3]),
+        levels={"copy": 100}, colours=(RUNG_COLOURS[1], RUNG_COLOURS[3]),
     ),
     measured=shown,
 )  # fmt: skip

@@ -56,7 +56,7 @@ for name in ("gelu_tanh", "silu"):
 # |   no tanh, lie near GELU.
 DRAWN = ["relu", "silu", "hardswish", "gelu_taylor6", "gelu_tanh"]
 chapter.figure(
-    charts.dots(over.loc[DRAWN], xlabel="time over the identity (%)", baseline=0.0),
+    charts.dots(over.loc[DRAWN], xlabel="time over the identity (%)", levels={"": 0}),
     measured=chapter.rows(),
 )
 
@@ -129,9 +129,9 @@ errors["published"] = abs(curves["published"] - target)
 # |   below their bounds and fall to nothing where the clamp takes over, near 3 to 4. The published
 # |   polynomial crosses both bounds near 1 and climbs out of the chart; clamped it falls again.
 chapter.figure(
-    charts.curves(
+    charts.lines(
         errors.where(errors < 1), xlabel="x", ylabel="error of the gate", highlight=list(GATES),
-        levels={"2⁻¹⁰": 2.0**-10, "2⁻¹²": 2.0**-12}, lowest=1e-7,
+        levels={"2⁻¹⁰": 2.0**-10, "2⁻¹²": 2.0**-12}, log="y", ylim=(1e-7, 1),
     ),
     modelled="coefficients of activation_sequences.py, in double precision",
 )  # fmt: skip
@@ -178,10 +178,6 @@ packed = rate[["gelu_tanh.f16x2", "gelu_tanh.bf16x2"]] / rate["gelu_tanh.tanh"]
 mix = {n: rate[f"{n}.mix_quarter"] / rate[f"{n}.tanh"] for n in ("silu", "gelu_tanh")}
 front = speed.loc[list(SHOWN), ["error", "rate"]]
 front["error"] = front["error"].clip(upper=3e-2)
-SHIFTS = {
-    "gelu_taylor6": (7, 6), "gelu.tanh3": (-7, -12), "silu.tanh": (7, 4),
-    "silu.mix_quarter": (-8, -3), "gelu_tanh.mix_quarter": (-8, 4), "silu.ex2_rcp": (7, 4),
-}  # fmt: skip
 kinds = {k: front[front.index.str.startswith(k.lower())] for k in ("GELU", "SiLU")}
 
 # %% tags=["remove-input"]
@@ -198,7 +194,6 @@ chapter.table(table.round(4), measured=[chapter.record().id])
 chapter.figure(
     charts.scatter(
         kinds, xlabel="largest error / |x|", ylabel="elements per clock and SM",
-        shifts=SHIFTS,
         levels={"head_dim 128": 8, "head_dim 64": 16}, limits={"2⁻¹⁰": 2.0**-10, "2⁻¹²": 2.0**-12},
     ),
     measured=[chapter.record().id],

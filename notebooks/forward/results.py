@@ -246,6 +246,18 @@ v4_short = climb["v2 / v4"].filter(regex="-(?:256|512)$|cross")
 v5_few = climb["v4 / v5"]["gdpa-self-half-jagged-256"]
 
 # %% tags=["remove-input"]
+# | name: fig-forward-shares
+# | caption: >
+# |   Every rung on every workload, in percent of the workload's roofline, in bursts.
+# | alt: >
+# |   A heat map, a row for each workload and a column for each rung. Cells grow darker from left to
+# |   right in every row, and short half-full batches stay lighter than long full ones.
+shares = chapter.times(whole, "percent_of_roofline", direction="forward")[RUNGS]
+shares = shares.rename(index=standings.short, columns=lambda impl: impl.split("_")[0])
+measured = chapter.rows(whole, direction="forward", impl=RUNGS)
+chapter.figure(charts.heat(shares, label="% of the roofline, in bursts"), measured=measured)
+
+# %% tags=["remove-input"]
 # | name: fig-forward-steps
 # | caption: >
 # |   Each step of the ladder: the time of the rung before, divided by that of the rung. Right of
@@ -257,7 +269,6 @@ v5_few = climb["v4 / v5"]["gdpa-self-half-jagged-256"]
 three = ["gdpa-self-full-2048", "gdpa-self-half-jagged-256", "gdpa-cross-full-2048"]
 chart = charts.dots(climb.loc[three].rename(index=standings.short).T,
                     xlabel="time before / time after", colours=RUNG_COLOURS[1:4])  # fmt: skip
-measured = chapter.rows(whole, direction="forward", impl=RUNGS)
 chapter.figure(chart, data=climb.reset_index(), measured=measured)
 
 # %% tags=["remove-cell"]

@@ -216,7 +216,7 @@ compiled, _ = fit(us["torch_compile"])
 # |   from a sliver to a visible piece.
 split = pd.DataFrame({"modelled": modelled, "measured": measured}).T * sizes.loc[FULL]
 looks = {"scores": "filled", "padded rows": "hollow", "output rows": "pale"}
-chart = charts.stacked(split, looks=looks, xlabel="time (ms)", hue=V0, inside=True, ceiling=floor)
+chart = charts.stacked(split, looks=looks, xlabel="ms", hue=V0, inside=True, levels={"roof": floor})
 chapter.figure(chart, measured=chapter.rows("forward/results", direction="forward", impl=V0))
 
 # %% tags=["remove-cell"]

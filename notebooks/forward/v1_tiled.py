@@ -26,7 +26,7 @@ from gdpa_kernels.gdpa.kernels import v1_tiled
 from gdpa_kernels.gdpa.ladder import v2_tma
 from gdpa_lab.measuring import roofline, system
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, results, studies
+from gdpa_lab.report import charts, drawings, results, studies
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -81,8 +81,8 @@ chapter.ladder(V1)
 # |   A square of tiles of scores with strips around it: Q at its left, K above, V below, O at its
 # |   right. In the second row three tiles are pale and one is filled; its Q, K and V are framed.
 strips = [("Q", "left", False), ("K", "above", False), ("V", "below", False), ("O", "right", True)]
-walk = charts.Tiles((1, 3), [(1, column) for column in range(3)], strips)
-chapter.figure(charts.tiles({"": walk}), modelled="drawn from the loop of tiled_kernel")
+walk = drawings.Tiles((1, 3), [(1, column) for column in range(3)], strips)
+chapter.figure(drawings.tiles({"": walk}), modelled="drawn from the loop of tiled_kernel")
 
 # %% tags=["remove-input"]
 chapter.code(v1_tiled.tiled_kernel, "q_ptrs, q_mask = tile")

@@ -30,7 +30,7 @@ from gdpa_kernels.gdpa.ladder import v2_tma, v3_persistent
 from gdpa_kernels.gdpa.ladder.v3_persistent import Config
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, studies
+from gdpa_lab.report import charts, drawings, studies
 from gdpa_lab.report.chapter import Chapter
 
 UNIFORM = ["full-1024", "half-dense-512", "half-dense-1024"]
@@ -132,7 +132,7 @@ panels = {f"{name}: {p.imbalance(dynamic=d):.2f}": placed(p, d) for name, (p, d)
 # | alt: >
 # |   Four timelines. In the padded order on four programs the first has all tiles of block 0 and
 # |   runs far longer than the mean. The others are better balanced, zigzag best.
-chart = charts.gantt(panels, xlabel="time, in blocks of keys", hue="v3_persistent")
+chart = drawings.gantt(panels, xlabel="time, in blocks of keys", hue="v3_persistent")
 chapter.figure(chart, modelled="gdpa_kernels.gdpa.schedule")
 
 # %% [markdown]

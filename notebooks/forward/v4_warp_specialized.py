@@ -56,8 +56,8 @@ ideal = 4 * 128**3 * 132 / peak / 1e6  # of a block, in µs of an SM
 chapter.figure(
     charts.lines(
         on_sm.div(on_sm.index, axis=0), xlabel="blocks of 128 keys in a tile",
-        ylabel="µs of an SM per block, in bursts", highlight=[V2, V4], ceiling=ideal,
-        names={V2: "v2", V4: "v4", "cudnn": "cuDNN (softmax)"},
+        ylabel="µs of an SM per block, in bursts", highlight=[V2, V4], log="x",
+        levels={"matmul": ideal}, names={V2: "v2", V4: "v4", "cudnn": "cuDNN (softmax)"},
     ),
     measured=chapter.rows(whole, workload=FULL.values(), impl=[V2, V4, "cudnn"]),
 )  # fmt: skip

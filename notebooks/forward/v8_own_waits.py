@@ -27,9 +27,8 @@ from gdpa_kernels.gdpa.ladder import v4_warp_specialized
 from gdpa_kernels.gdpa.ladder import v8_own_waits as lesson
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, loops, results, studies
+from gdpa_lab.report import charts, drawings, loops, results, studies
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.house import RUNG_COLOURS
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -61,8 +60,8 @@ chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(own >= 90).su
 shown = roof.loc[~roof.index.str.contains("dense|cross-full-256"), [V6, V7, V8]]
 chapter.figure(
     charts.dots(
-        shown.set_axis(["v6", "v7", "v8"], axis=1), xlabel="% of the roofline, burst", baseline=90,
-        colours=RUNG_COLOURS[1:4],
+        shown.set_axis(["v6", "v7", "v8"], axis=1), xlabel="% of the roofline, burst",
+        levels={"aim": 90},
     ),
     measured=chapter.rows(whole, impl=[V6, V7, V8], direction="forward"),
 )  # fmt: skip
@@ -124,7 +123,7 @@ chapter.glue(tanh=tanh, hidden_v7=hidden["v7"], hidden_v8=hidden["v8"], after=ta
 # |   them, then waits. v8: eight cells of S and eight of PV, a wait for one, a short run of tanh, a
 # |   wait for all, a long run of tanh.
 chapter.figure(
-    charts.strips(
+    drawings.strips(
         sass, xlabel="place in the loop, these instructions only", highlight=["S", "PV", "tanh"]
     ),
     compiled="compiled for sm_90a when this page was built",

@@ -33,9 +33,8 @@ wrong = found[found["word"] == "refuted"]
 causes = wrong["cause"].value_counts()
 away = 100 * found["margin"].abs()  # of the limit; none beside a limit of 0
 on_axis = away.where(away > 0).dropna().clip(lower=0.1)
-groups = {cause: on_axis[wrong.index[wrong["cause"] == cause].intersection(on_axis.index)]
-          for cause in causes.index}  # fmt: skip
-groups["confirmed"] = on_axis[found.index.difference(wrong.index).intersection(on_axis.index)]
+rows = found["cause"].where(found["word"] == "refuted", "confirmed")[on_axis.index]
+shown = pd.DataFrame({"row": pd.Categorical(rows, [*causes.index, "confirmed"]), "value": on_axis})
 
 # %% tags=["remove-input"]
 # | name: fig-got-wrong
@@ -46,7 +45,8 @@ groups["confirmed"] = on_axis[found.index.difference(wrong.index).intersection(o
 # |   Rows of dots on a logarithmic axis. Most refuted predictions are a few to some tens of per
 # |   cent outside; a handful are off by their own size or more. The grey row at the bottom is the
 # |   longest.
-chart = charts.swarm(groups, xlabel="distance from the limit (%)", grey=["confirmed"])
+chart = charts.swarm(shown.sort_values("row"), xlabel="distance from the limit (%)", log=True,
+                     grey=["confirmed"])  # fmt: skip
 chapter.figure(chart, data=found.reset_index(), computed="the verdicts of all chapters, as built")
 
 # %% tags=["remove-cell"]

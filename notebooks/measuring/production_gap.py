@@ -161,7 +161,7 @@ keys = [64, 128, 256, 512, 1024, 2048]
 law = {impl: [(1 + a / n) / (1 + a / 2048) for n in keys] for impl, a in start.items()}
 law = pd.DataFrame(law, index=keys)
 chart = charts.lines(law.drop(columns="v1_tiled"), xlabel="keys", ylabel="gap",
-                     highlight=["v8_own_waits", "fa4"])  # fmt: skip
+                     log="x", highlight=["v8_own_waits", "fa4"])  # fmt: skip
 chapter.figure(
     chart, data=law.reset_index(names="keys"), modelled="the two constants of each kernel"
 )

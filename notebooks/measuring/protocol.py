@@ -161,14 +161,19 @@ scatter = (100 * (p80 - p20) / p50).median()
 # %% tags=["remove-input"]
 # | name: fig-measuring-aa
 # | caption: >
-# |   One kernel, eight names. Median of each replicate of v2, relative to the median of all on that
-# |   workload; bars from p20 to p80 of its samples.
+# |   One kernel, eight names: every sample of each replicate of v2, relative to the median of all
+# |   replicates on that workload.
 # | alt: >
-# |   Eight rows, two marks each. The marks stay within half a percent of one; the bars reach about
-# |   one percent down, and further up.
-chart = charts.dots(
-    p50 / p50.median(), low=p20 / p50.median(), high=p80 / p50.median(),
-    xlabel="time / median of all replicates", colours=(RUNG_COLOURS[2], RUNG_COLOURS[3]),
+# |   Eight rows, two swarms of points each. All eight rows look alike: most points within three
+# |   percent of one, and a few groups further up.
+samples = pd.DataFrame(
+    [(row.variant, us / p50[row.workload].median(), row.workload) for row in chapter.record().rows
+     if row.scope == "kernel" and row.variant in p50.index for us in row.samples_us],
+    columns=["row", "value", "workload"],
+)  # fmt: skip
+chart = charts.swarm(
+    samples.sort_values(["row", "workload"]), xlabel="time / median of all replicates",
+    levels={"": 1.0},
 )  # fmt: skip
 chapter.figure(chart, measured=same)
 assert (noise < scatter).all(), "the text: medians agree better than samples"

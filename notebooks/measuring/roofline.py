@@ -134,7 +134,7 @@ gain = 100 * (rates["zeros"] / rates["random"] - 1)
 # |   the dashed ceiling, zeros above random numbers.
 chart = charts.lines(
     rates, xlabel="size of the square matrices", ylabel="TFLOP/s",
-    highlight=["random"], ceiling=ceilings.tflops,
+    highlight=["random"], log="x", levels={"matmul of 8,192": ceilings.tflops},
 )  # fmt: skip
 chapter.figure(chart, data=rates.reset_index(), measured=[record.id])
 chapter.glue(

@@ -54,10 +54,10 @@ FORMULAS = {
 by_std = approx.by_std(FORMULAS)
 polynomial = by_std["degree-6 polynomial"]
 chapter.figure(
-    charts.loglog(
-        by_std, xlabel="standard deviation of the scores", ylabel="relative L2 error",
+    charts.lines(
+        by_std, log="xy", xlabel="standard deviation of the scores", ylabel="relative L2 error",
         highlight=list(FORMULAS), ylim=(1e-8, 1e7),
-        marks={0.25: "0.25", 1.0: "1", 128**0.5: "sqrt(128)"},
+        points={0.25: "0.25", 1.0: "1", 128**0.5: "sqrt(128)"},
     ),
     data=by_std.rename_axis("std").reset_index(), modelled="integrated in double precision",
 )  # fmt: skip
@@ -125,8 +125,8 @@ chapter.code(activations.gelu_taylor6)
 # |   starts far lower, crosses the bf16 line near 1, and climbs beyond 1e5.
 formulas = approx.by_score(FORMULAS)
 chapter.figure(
-    charts.loglog(
-        formulas, xlabel="|x|", ylabel="absolute error", ylim=(1e-10, 1e6),
+    charts.lines(
+        formulas, log="xy", xlabel="|x|", ylabel="absolute error", ylim=(1e-10, 1e6),
         highlight=list(FORMULAS),
     ),
     data=formulas.rename_axis("x").reset_index(), modelled="evaluated in double precision",

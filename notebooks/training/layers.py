@@ -150,8 +150,8 @@ apart = pd.DataFrame(apart)
 # |   Curves on a logarithmic axis. Those in bf16 stay near one thousandth; those in fp32 are grey
 # |   and lie several powers of ten below.
 bf16, fp32 = ([f"{kind}, {dtype}" for kind in MADE] for dtype in ("bf16", "fp32"))
-chart = charts.curves(apart.clip(lower=1e-8), xlabel="step", ylabel="relative difference",
-                      highlight=bf16, lowest=1e-8)  # fmt: skip
+chart = charts.lines(apart.clip(lower=1e-8), xlabel="step", ylabel="relative difference",
+                      highlight=bf16, log="y", ylim=(1e-8, 1e-2))  # fmt: skip
 chapter.figure(chart, emulated="bf16", computed="fp32 by PyTorch on a CPU", data=apart)
 text = "Over 40 steps in fp32 losses differ by less than 0.01 %, in millionths:"
 chapter.predict(text, 1e6 * apart[fp32].max().max(), most=100, form=".1f")
@@ -253,7 +253,7 @@ seen = [histories.users(64, 1000 + step) for step in range(120)]
 true_losses = [F.binary_cross_entropy_with_logits(x.logit, x.clicked).item() for x in seen]
 curve = pd.DataFrame({name: found - true_losses for name, (_, found) in trained.items()})
 smooth = curve.rolling(20).mean().dropna()
-chart = charts.curves(smooth, xlabel="batch of 64 users", ylabel="excess loss",
+chart = charts.lines(smooth, xlabel="batch of 64 users", ylabel="excess loss",
                       highlight=["sums", "averages"],
                       levels={"shares": best["shares"] - best["counts"]})  # fmt: skip
 chapter.figure(chart, computed="trained on a CPU in fp32", data=curve)

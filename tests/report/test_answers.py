@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 
 from gdpa_lab.measuring.workloads import FIGURES
 from gdpa_lab.report import answers, claims
@@ -14,7 +15,8 @@ CLAIMS = claims.load()
 BY_ID = {claim.id: claim for claim in CLAIMS}
 ROWS = pd.DataFrame(columns=list(claims._RESULT_COLUMNS))
 LEDGER = claims.ledger(ROWS, claims=CLAIMS)
-NAMES = set(re.findall(r"\{(\w+)\}", str(answers.ANSWERS)))
+ANSWERED = {claim.id: claim for claim in CLAIMS if claim.answer}
+NAMES = set(re.findall(r"\{(\w+)\}", " ".join(claim.answer for claim in CLAIMS)))
 
 
 @pytest.fixture
@@ -31,18 +33,34 @@ def test_every_claim_is_shown_once(found):
     assert answers.plotted(LEDGER).shape == (6, 4) and answers.tabulated(LEDGER).shape == (3, 3)
 
 
-@pytest.mark.parametrize("name", answers.ANSWERS)
-def test_an_answer_has_a_claim_without_a_selector_and_a_place(name):
-    place, sentence = answers.ANSWERS[name]
-    claim = BY_ID[name]
-    assert claim.ours is None and sentence.endswith(".")
-    assert claim.status == ("open" if place else "refuted_by_arithmetic")
+@pytest.mark.parametrize("claim", ANSWERED.values(), ids=ANSWERED)
+def test_an_answer_is_a_sentence_of_a_chapter(claim):
+    assert claim.answer.endswith(".") and len(ANSWERED) > 30
+    place = claim.answered_in
     assert not place or (ROOT / "notebooks" / f"{place}.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"answer": {"in": "a/b"}}, "answer must be complete"),
+        ({"answer": {"text": ""}}, "answer.text must be text"),
+        ({"answer": {"text": "True."}}, "status must be refuted_by_arithmetic"),
+        ({"status": "refuted_by_arithmetic"}, "status must be open beside this answer"),
+    ],
+    ids=str,
+)
+def test_an_answer_that_cannot_be_is_refused(changes, said):
+    entries = yaml.safe_load((ROOT / "data" / "claims.yml").read_text())["claims"]
+    entry = next(entry for entry in entries if entry["id"] == "gdpa-one-operator")
+    claims._parse_claim(entry)
+    with pytest.raises(claims.ClaimError, match=said):
+        claims._parse_claim({**entry, **changes})
 
 
 def test_every_refuted_claim_has_a_reason():
     refuted = {claim.id for claim in CLAIMS if claim.status == "refuted_by_arithmetic"}
-    assert refuted <= set(answers.ANSWERS)
+    assert refuted <= set(ANSWERED)
 
 
 def test_what_is_open_says_what_is_missing(found):
@@ -96,4 +114,4 @@ def test_the_download_has_every_claim_and_the_statuses_of_the_page(found):
     told = answers.told(LEDGER, shown).set_index("id")["status"]
     assert set(told.index) == set(BY_ID)
     assert (told[shown["id"]] == shown.set_index("id")["status"]).all()
-    assert (told == "answered").sum() == sum(bool(place) for place, _ in answers.ANSWERS.values())
+    assert (told == "answered").sum() == sum(bool(claim.answered_in) for claim in CLAIMS)

@@ -18,12 +18,11 @@ from gdpa_lab import __main__
 from gdpa_lab.measuring import baselines
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import doctor
-from gdpa_lab.report.doctor import Finding, TritonInstall
+from gdpa_lab.report.doctor import Finding
 from tests.records import a_row, a_system
 
 ROOT = Path(__file__).parents[2]
 CURE = "pip install --force-reinstall --no-deps fbtriton==3.7.4"
-GOOD = TritonInstall(imported="3.7.4+fb", fbtriton="3.7.4")
 
 
 def test_this_machine(tmp_path):
@@ -91,79 +90,9 @@ def test_the_verdict_comes_last(found, said):
 
 
 def test_fbtriton_is_intact_here():
-    install = doctor.triton_install()
-    finding = doctor.check_triton(install)
+    finding = doctor.check_triton()
     assert finding.ok, finding
-    assert install.fbtriton == importlib.metadata.version("fbtriton")
-    assert "with TLX" in finding.detail
-
-
-@pytest.mark.parametrize(
-    ("install", "detail"),
-    [
-        (TritonInstall(), "not installed"),
-        (
-            TritonInstall(import_error="AttributeError: no __version__", fbtriton="3.7.4"),
-            "cannot be imported (AttributeError: no __version__)",
-        ),
-        (
-            TritonInstall(imported="3.7.1", triton="3.7.1"),
-            "triton 3.7.1 without TLX: fbtriton is not installed",
-        ),
-        (
-            TritonInstall(
-                "3.7.1", triton="3.7.1", fbtriton="3.7.4", together=True, contested=9, of_triton=8
-            ),
-            "triton 3.7.1 was installed over fbtriton 3.7.4; of 9 files that triton 3.7.1 and "
-            "fbtriton 3.7.4 both install and that differ, 8 are triton's on disk",
-        ),
-        (
-            TritonInstall(imported="3.8.0", triton="3.8.0", utlx="3.8.0.post16"),
-            "triton 3.8.0 with TLX of triton-utlx 3.8.0.post16, which does not compile every rung "
-            "(lab notes, toolchain): fbtriton is not installed",
-        ),
-        (
-            TritonInstall("3.8.0", tlx_error="ImportError: x", triton="3.8.0", utlx="3.8.0.post16"),
-            "triton 3.8.0 without TLX: fbtriton is not installed",
-        ),
-        (
-            TritonInstall(imported="3.7.4", triton="3.7.4", fbtriton="3.7.4"),
-            "triton 3.7.4 was installed over fbtriton 3.7.4",
-        ),
-        (
-            TritonInstall(imported="3.6.0", triton="3.6.0", fbtriton="3.7.4", shadowed=True),
-            "triton 3.6.0 is imported from another folder than fbtriton 3.7.4",
-        ),
-        (
-            TritonInstall(imported="3.7.4+fb", fbtriton="3.7.4", overwritten=("a", "b")),
-            "2 files of fbtriton 3.7.4 are missing or overwritten",
-        ),
-        (
-            TritonInstall(imported="3.7.4+fb", fbtriton="3.7.4", tlx_error="ImportError: tlx"),
-            "triton 3.7.4+fb without TLX (ImportError: tlx)",
-        ),
-    ],
-)
-def test_broken_triton_is_named_and_repaired(install, detail):
-    finding = doctor.check_triton(install)
-    assert (finding.ok, finding.detail) == (False, detail)
-    assert finding.repair.endswith(f"-m {CURE}")
-
-
-def test_sound_triton():
-    assert doctor.check_triton(GOOD) == Finding(
-        "machine", "triton", True, "3.7.4+fb, from fbtriton 3.7.4, with TLX"
-    )
-    both = TritonInstall(
-        "3.7.4+fb", triton="3.7.1", fbtriton="3.7.4", utlx="3.8.0", together=True, contested=9
-    )
-    finding = doctor.check_triton(both)
-    assert finding.ok and finding.repair is None
-    assert "which replaced 9 files of triton 3.7.1; installing triton again" in finding.detail
-    assert finding.detail.endswith(
-        "-m pip uninstall -y fbtriton && "
-        f"{doctor._pip('--force-reinstall --no-deps triton==3.7.1')}"
-    )
+    assert f"from fbtriton {importlib.metadata.version('fbtriton')}, with TLX" in finding.detail
 
 
 def distribution(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
@@ -190,14 +119,14 @@ FBTRITON = {
 TRITON = {"triton/__init__.py": "__version__ = '3.7.1'\n", "triton/core.py": "fbtriton = False\n"}
 
 
-def install_in(folder: Path, monkeypatch) -> TritonInstall:
-    """What `triton_install` sees when `folder` comes first on the path."""
+def check_in(folder: Path, monkeypatch) -> Finding:
+    """What `check_triton` says when `folder` comes first on the path."""
     monkeypatch.syspath_prepend(folder)
     kept = {n: m for n, m in sys.modules.items() if n == "triton" or n.startswith("triton.")}
     for name in kept:
         monkeypatch.delitem(sys.modules, name)
     try:
-        return doctor.triton_install()
+        return doctor.check_triton()
     finally:
         for name in [n for n in sys.modules if n == "triton" or n.startswith("triton.")]:
             del sys.modules[name]
@@ -206,52 +135,64 @@ def install_in(folder: Path, monkeypatch) -> TritonInstall:
 def test_fbtriton_installed_last_is_sound(tmp_path, monkeypatch):
     distribution(tmp_path, "triton", "3.7.1", TRITON)
     distribution(tmp_path, "fbtriton", "3.7.4", FBTRITON)
-    install = install_in(tmp_path, monkeypatch)
-    found = {"together": True, "contested": 2, "of_triton": 0}
-    assert install == TritonInstall("3.7.4+fb", triton="3.7.1", fbtriton="3.7.4", **found)
-    assert doctor.check_triton(install).ok
-
-
-def test_triton_installed_last_is_found(tmp_path, monkeypatch):
-    distribution(tmp_path, "fbtriton", "3.7.4", FBTRITON)
-    distribution(tmp_path, "triton", "3.7.1", TRITON)
-    install = install_in(tmp_path, monkeypatch)
-    assert install.imported == "3.7.1"
-    assert install.tlx_error is None  # TLX still imports, from the files left over
-    assert install.overwritten == ("triton/__init__.py", "triton/core.py")
-    assert (install.contested, install.of_triton) == (2, 2)
-    assert doctor.check_triton(install).repair.endswith(CURE)
-
-
-def test_triton_removed_after_fbtriton_is_found(tmp_path):
-    distribution(tmp_path, "fbtriton", "3.7.4", FBTRITON)
-    for path in TRITON:
-        (tmp_path / path).unlink()
-    # Without site-packages, where another triton would answer.
-    code = (
-        "import importlib.util, sys\n"
-        f"sys.path.insert(0, {str(tmp_path)!r})\n"
-        f"spec = importlib.util.spec_from_file_location('doctor', {doctor.__file__!r})\n"
-        "doctor = sys.modules['doctor'] = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(doctor)\n"
-        "print(doctor.report([doctor.check_triton(doctor.triton_install())]))"
+    finding = check_in(tmp_path, monkeypatch)
+    assert finding.ok and finding.repair is None
+    assert finding.detail == (
+        "3.7.4+fb, from fbtriton 3.7.4, with TLX, over triton 3.7.1; installing triton again would "
+        "overwrite it"
     )
-    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
-    assert "AttributeError: module 'triton' has no attribute '__version__'" in done.stdout
-    assert CURE in done.stdout
 
 
-def test_tlx_as_a_plugin_is_named(tmp_path, monkeypatch):
-    tlx = {name: text for name, text in FBTRITON.items() if "language" in name}
-    find = doctor._distribution  # knows the fbtriton of this Python too
-    distribution(tmp_path, "triton", "3.7.1", TRITON)
-    distribution(tmp_path, "triton_utlx", "3.8.0.post16", tlx)
-    monkeypatch.setattr(
-        doctor, "_distribution", lambda name: None if name == "fbtriton" else find(name)
-    )
-    finding = doctor.check_triton(install_in(tmp_path, monkeypatch))
-    assert "triton 3.7.1 with TLX of triton-utlx 3.8.0.post16" in finding.detail
-    assert not finding.ok and finding.repair.endswith(CURE)
+def tlx(folder: Path) -> None:
+    """Only a triton with TLX as a plugin."""
+    files = {name: text for name, text in FBTRITON.items() if "language" in name}
+    distribution(folder, "triton", "3.7.1", TRITON | files)
+
+
+def overwritten(folder: Path) -> None:
+    """TLX still imports, from the files left over."""
+    distribution(folder, "fbtriton", "3.7.4", FBTRITON)
+    distribution(folder, "triton", "3.7.1", TRITON)
+
+
+def elsewhere(folder: Path) -> None:
+    distribution(folder / "other", "fbtriton", "3.7.4", FBTRITON)
+    tlx(folder)
+
+
+def lost(folder: Path) -> None:
+    distribution(folder, "fbtriton", "3.7.4", FBTRITON)
+    (folder / "triton" / "core.py").unlink()
+
+
+def without_tlx(folder: Path) -> None:
+    distribution(folder, "triton", "3.7.1", TRITON)
+
+
+@pytest.mark.parametrize(
+    ("install", "detail"),
+    [
+        (tlx, "3.7.1, but fbtriton is not installed: other builds of TLX lack features"),
+        (overwritten, "3.7.1: 2 files of fbtriton 3.7.4 are not as installed, and triton 3.7.1 is "
+                      "installed too"),
+        (elsewhere, "3.7.1, imported from another folder than fbtriton 3.7.4"),
+        (lost, "3.7.4+fb: 1 files of fbtriton 3.7.4 are not as installed"),
+        (without_tlx, "cannot be imported with TLX (ModuleNotFoundError: No module named "
+                      "'triton.language')"),
+    ],
+)  # fmt: skip
+def test_broken_triton_is_named_and_repaired(install, detail, tmp_path, monkeypatch):
+    install(tmp_path)
+    inside = [tmp_path, tmp_path / "other"]
+
+    def find(name):  # none of this Python's own
+        found = importlib.metadata.distributions(name=name, path=list(map(str, inside)))
+        return next(iter(found), None)
+
+    monkeypatch.setattr(doctor, "_distribution", find)
+    finding = check_in(tmp_path, monkeypatch)
+    assert (finding.ok, finding.detail) == (False, detail)
+    assert finding.repair.endswith(f"-m {CURE}")
 
 
 def test_fbtriton_on_the_path_before_another_triton_is_sound(tmp_path, monkeypatch):
@@ -259,9 +200,7 @@ def test_fbtriton_on_the_path_before_another_triton_is_sound(tmp_path, monkeypat
     distribution(tmp_path / "bundle", "fbtriton", "3.7.4", FBTRITON)
     (tmp_path / "bundle" / "fbtriton-3.7.4.dist-info" / "RECORD").unlink()
     monkeypatch.syspath_prepend(tmp_path / "venv")
-    install = install_in(tmp_path / "bundle", monkeypatch)
-    assert install == TritonInstall("3.7.4+fb", triton="3.6.0", fbtriton="3.7.4")
-    assert doctor.check_triton(install).ok
+    assert check_in(tmp_path / "bundle", monkeypatch).ok
 
 
 @pytest.mark.parametrize(
@@ -290,7 +229,7 @@ def test_repairs_come_once_and_fbtriton_last():
     fb = doctor._pip(f"--force-reinstall --no-deps {doctor.FBTRITON}")
     torch = doctor._pip(f"--force-reinstall {doctor.TORCH}")
     found = [
-        doctor.check_triton(TritonInstall()),
+        Finding("machine", "triton", False, "x", fb),
         Finding("machine", "torch", False, "x", torch),
         Finding("machine", "gpu", False, "x", torch),
     ]

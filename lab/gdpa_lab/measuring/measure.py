@@ -246,25 +246,22 @@ def measure_rotary(
 
     rows, ready, errors = [], {}, {}
     for impl, call in (("rotary", kernel), ("rotary_eager", eager)):
-        common = {"impl": impl, "math": "rotary"}
+        what: dict[str, Any] = {"impl": impl, "math": "rotary"}
         try:
-            result, peak = run_once(Candidate(impl, "rotary", call))
+            result, what["peak_bytes"] = run_once(Candidate(impl, "rotary", call))
             comparisons = _check_turned(turn, tensors, turns, result)
             del result
+            what["error"] = _error(comparisons)
+            failed = "; ".join(str(c) for c in comparisons if not c.passed)
+            text = f"check failed: {failed}" if failed else None
         except Exception as error:
             text = reason(error)
-            common |= {"failure": text}
-            rows += [record.Row.of(workload, direction, scope=x, **common) for x in scopes]
-            log(f"  {impl}: {text}")
+        if text is None:
+            ready[impl], errors[impl] = call, what
             continue
-        error = _error(comparisons)
-        if error.passed:
-            ready[impl], errors[impl] = call, {**common, "error": error, "peak_bytes": peak}
-        else:
-            text = f"check failed: {'; '.join(str(c) for c in comparisons if not c.passed)}"
-            common |= {"error": error, "failure": text}
-            rows += [record.Row.of(workload, direction, scope=x, **common) for x in scopes]
-            log(f"  {impl}: {text}")
+        what |= {"failure": text, "peak_bytes": None}
+        rows += [record.Row.of(workload, direction, scope=x, **what) for x in scopes]
+        log(f"  {impl}: {text}")
     free()
     for scope in scopes:
         for impl, times in _sampled(_sampler(scope, seconds), ready, device, protocol).items():

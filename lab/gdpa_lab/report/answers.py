@@ -1,7 +1,7 @@
 """What a reader of the ledger sees: published claims with our answer and where it stands.
 
 Records answer a claim through its selector (`claims.ledger`). Statements about mathematics, design
-or causes have none; chapters answer some of them, and `ANSWERS` says which and how.
+or causes have none; chapters answer some of them, as the claim's `answer` says.
 """
 
 from __future__ import annotations
@@ -19,96 +19,6 @@ from gdpa_lab.report.standings import spread
 if TYPE_CHECKING:
     from gdpa_lab.report.chapter import Chapter
 
-ANSWERS: dict[str, tuple[str, str]] = {
-    "gdpa-production-gap-forward": (
-        "measuring/production_gap",
-        "FlashAttention-4 on an H200, 256 keys: {gap_forward}. One kernel on one shape.",
-    ),
-    "gdpa-production-gap-worst": (
-        "measuring/production_gap",
-        "FlashAttention-4 on an H200: {gap_worst}, on half-full batches of 256.",
-    ),
-    "gdpa-production-gap-backward": (
-        "measuring/production_gap",
-        "FlashAttention-4 on an H200, 256 keys: {gap_backward}.",
-    ),
-    "gdpa-production-gap-causes": (
-        "measuring/production_gap",
-        "The start of a tile over its keys, times partial tiles; and batches that are small, not "
-        "large: FlashAttention-2's gap is {gap_many} with 1,152 sequences, {gap_few} with 8.",
-    ),
-    "gdpa-training-throughput": (
-        "training/step",
-        "A model of ours on an H200, compiled, over v1: attention {step_attention} times. With "
-        "fused norms too {step_fused}, in bf16 on both sides {step_bf16}, half-full at 1,024.",
-    ),
-    "kunlun-normalisation-share": (
-        "training/step",
-        "A model of ours: {norm_eager} % in eager mode, {norm_compiled} compiled, "
-        "{norm_fused} fused and in bf16.",
-    ),
-    "gdpa-one-operator": ("operator/gdpa", "Only lengths and origins differ."),
-    "gdpa-no-row-statistics": ("operator/gdpa", "True, up to rounding."),
-    "gdpa-backward-five-products": ("backward/by_hand", "Derived."),
-    "gdpa-scale-inside": ("operator/gdpa", "Our `scale`."),
-    "gdpa-scale-outside": ("operator/gdpa", "Our `output_scale`."),
-    "gdpa-outer-loop-pipelining": (
-        "forward/v6_short_kv",
-        "{stay} times the rate if copies and stores cross tiles, times {stream} if MMAs do.",
-    ),
-    "gdpa-correction-stage-removed": (
-        "blackwell/tensor_memory",
-        "No rung from b1 to b6 has such a role; what it gains has no record.",
-    ),
-    "jfa-mask-instructions": (
-        "measuring/other_shapes",
-        "v8 asks first whether a block needs its mask: {unmasked} times the rate with causal.",
-    ),
-    "gdpa-zigzag-skew": (
-        "forward/v3_persistent",
-        "{zigzag_real} of the time in the hardware's order on four laws of real histories, "
-        "{zigzag_uniform} on uniform lengths.",
-    ),
-    "gdpa-empty-tiles-skipped": (
-        "forward/v3_persistent",
-        "{valid} of the time on half-dense batches.",
-    ),
-    "gdpa-taylor-gelu-range": (
-        "operator/activations",
-        "Within 4e-3 below {taylor}. Scores of standard deviation 1 leave it.",
-    ),
-    "gdpa-role-swap-short-keys": (
-        "forward/v6_short_kv",
-        "{kept} times the rate with 256 keys.",
-    ),
-    "jfa-split-dq": (
-        "backward/v2_fused_backward",
-        "GDPA, the reverse: adding dQ in memory takes {added} of the time.",
-    ),
-    "block-speedup-constant": (
-        "block/results",
-        "Within {spread} % on the {spread_of} batches that FlashAttention-2 takes, {spread_timed}.",
-    ),
-    "block-five-eliminations": ("block/v1_one_tile", "True."),
-    "block-threads": ("tools/claims", "Compiled, they have 640 and 768."),
-    "block-tensor-memory": ("tools/claims", "Compiled, it takes all 512 columns."),
-    "block-pinned-compiler": ("tools/claims", "It does not compile with that version."),
-    "block-arithmetic-intensity": ("block/counting_bytes", "32 by count."),
-    "block-rounding-twice": (
-        "block/backward_alone",
-        "At most {ulp} %. Rounding twice: mean error of dQ times {twice}.",
-    ),
-    "gdpa-benchmark-computes-gelu": ("", "A polynomial outside its range is timed."),
-    "gdpa-half-fill-is-jagged": ("", "Keys are dense: half the scores, not a third."),
-    "gdpa-cross-bwd-full-over-fa4": ("", "The bars of FA4 are those of the forward chart."),
-    "block-lse-round-trip": ("", "That tensor is 0.2 % of the bytes."),
-    "block-forward-registers": ("", "71,168 of 65,536 registers."),
-    "block-backward-registers": ("", "88,064 of 65,536 registers."),
-    "block-shared-memory": ("", "An SM has 228 KB; 256 is its tensor memory."),
-    "block-seventy-percent-sparsity": ("", "More than 95 % of the scores; 0.7 is a fill."),
-}
-"""By id: the chapter ("": the ledger's own) and the answer, with names of `numbers`."""
-
 HALF = "half-full 1,024"
 """A law of training/step."""
 SERIES = {"over Triton": "over-triton", "over FMHA": "over-fmha", "over FA4": "over-fa4"}
@@ -118,7 +28,7 @@ _TABLES = {"table 5": "over-fa2", "table 6, fill 0.7": "scaling-fill-07",
 
 
 def numbers(chapter: Chapter) -> dict[str, str]:
-    """The measured numbers that `ANSWERS` quotes, from the newest records of their chapters."""
+    """The numbers that the answers of claims quote, from the newest records of their chapters."""
     rungs = ["v5_pingpong", "v6a_persistent", "v6b_stream"]
     whole = chapter.holding("forward/results", rungs, "gdpa-cross-full-1024")
     us = chapter.times(whole, direction="forward")
@@ -252,10 +162,10 @@ def answered(ledger: pd.DataFrame, found: dict[str, str]) -> pd.DataFrame:
         status = row.status.replace("_by_arithmetic", "").replace("_", " ")
         slug = re.search(r"NOTEBOOKS=([\w/]+)$", row.how_to_check)
         ours, where = "", _link(slug[1]) if slug else row.how_to_check.partition(";")[0]
-        if row.id in ANSWERS:
-            place, sentence = ANSWERS[row.id]
+        if row.answer:
             status = "answered" if status == "open" else status
-            ours, where = sentence.format(**found), _link(place) if place else "below"
+            where = _link(row.answered_in) if row.answered_in else "below"
+            ours = row.answer.format(**found)
         elif status == "measured":
             against = f" over {row.ours_baseline}" if row.ours_baseline else ""
             ours = f"{amount(row.ours, row.unit)}{' (stale)' if row.stale else ''}: "

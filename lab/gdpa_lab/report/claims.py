@@ -154,7 +154,9 @@ class Claim:
     `figure` is our figure id, `ours` the rows that answer the claim. `data` says how `value`
     follows from a CSV of data/published: rows equal to `where` are reduced over `column`, with
     `over` each first divided by the row that differs from it only by the columns named there.
-    `status` is what the author of the entry decided; see `ledger`.
+    `status` is what the author of the entry decided; see `ledger`. `answer` is what the chapter
+    `answered_in` ("": the ledger's own) says of a claim without a selector, with names of
+    `answers.numbers` in braces.
     """
 
     id: str
@@ -171,6 +173,8 @@ class Claim:
     tolerance: float | None
     status: str
     note: str
+    answer: str = ""
+    answered_in: str = ""
     data: Mapping[str, Any] | None = None
 
 
@@ -208,7 +212,8 @@ def ledger(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> p
     id, operator, kind, figure, claim, published, unit, hardware (where `published` was measured);
     ours (NaN if nothing was measured), ours_gpu, ours_system, ours_workload, ours_impl,
     ours_baseline, ours_record, ours_scope, stale; ratio = ours / published; within_tolerance (None
-    unless ours was measured on `hardware`); status, how_to_check, source, note.
+    unless ours was measured on `hardware`); status, how_to_check, source, note, answer,
+    answered_in.
     A claim is "measured" if its selector finds correct rows; without any it is what its author
     decided, "open" instead of "measured".
     """
@@ -268,6 +273,8 @@ def _ledger_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
         "how_to_check": claim.how_to_check,
         "source": "; ".join(map(str, claim.sources)),
         "note": claim.note,
+        "answer": claim.answer,
+        "answered_in": claim.answered_in,
     }
 
 
@@ -372,8 +379,8 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _parse_claim(entry: Any) -> Claim:
-    names = {f.name for f in fields(Claim)} - {"sources", "data"}
-    _check_fields("claim", entry, names | {"source"}, {"data"})
+    names = {f.name for f in fields(Claim)} - {"sources", "data", "answer", "answered_in"}
+    _check_fields("claim", entry, names | {"source"}, {"data", "answer"})
     for name, (expectation, holds) in _RULES.items():
         _check(holds(entry[name]), name, expectation, entry[name])
     value, status = entry["value"], entry["status"]
@@ -388,6 +395,14 @@ def _parse_claim(entry: Any) -> Claim:
         _check(status in known, "status", f"one of {known} beside ours", status)
         _check(value is not None, "value", "a number beside ours", value)
     parsed = {"sources": _parse_sources(entry["source"]), "ours": ours, "data": entry.get("data")}
+    if (answer := entry.get("answer")) is not None:
+        _check_fields("answer", answer, {"text"}, {"in"})
+        for name, text in answer.items():
+            _check(_is_text(text), f"answer.{name}", "text", text)
+        _check(ours is None, "ours", "null beside an answer", entry["ours"])
+        answered = ("open",) if "in" in answer else ("refuted_by_arithmetic",)
+        _check(status in answered, "status", f"{answered[0]} beside this answer", status)
+        parsed |= {"answer": answer["text"], "answered_in": answer.get("in", "")}
     parsed["value"] = None if value is None else float(value)
     parsed |= {name: (entry[name] or "").strip() for name in ("claim", "how_to_check", "note")}
     return Claim(**{name: entry[name] for name in names} | parsed)

@@ -84,7 +84,7 @@ def _timed(
     rows = rows.drop_duplicates(["record", "workload", "direction", "impl"])
     known = {found.id: found for found in records.load_all(data_dir)}
     for name, group in rows.groupby("record", sort=True):
-        machine = predictions.machine(known[name], data_dir)
+        machine = results.machine_of(known[name], data_dir)
         of_kind = machine.compute_capability == capability
         if of_kind and known[name].created <= until:
             yield known[name], group

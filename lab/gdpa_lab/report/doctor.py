@@ -38,37 +38,12 @@ class Finding:
     repair: str | None = None
 
 
-@dataclass(frozen=True)
-class TritonInstall:
-    """The triton that Python imports, and the distributions that claim its files.
-
-    `imported`: its version; `import_error`, `tlx_error`: why it, or its TLX, cannot be imported.
-    `triton`, `fbtriton`, `utlx`: versions of the installed distributions, the last of triton-utlx,
-    TLX as a plugin of triton. `overwritten`: files of fbtriton that are missing or have another
-    size than fbtriton installed. `shadowed`: Python imports triton from another folder than
-    fbtriton's. `together`: the two distributions share one folder. `contested`: how many files both
-    install there in different sizes; `of_triton`: how many of these are triton's on disk.
-    """
-
-    imported: str | None = None
-    import_error: str | None = None
-    tlx_error: str | None = None
-    triton: str | None = None
-    fbtriton: str | None = None
-    utlx: str | None = None
-    overwritten: tuple[str, ...] = ()
-    shadowed: bool = False
-    together: bool = False
-    contested: int = 0
-    of_triton: int = 0
-
-
 def findings(data_dir: str | Path | None = None) -> list[Finding]:
     """Every finding about this machine: GPU, torch, triton, implementations, baselines, records."""
     return [
         check_gpu(),
         check_torch(),
-        check_triton(triton_install()),
+        check_triton(),
         *check_implementations(data_dir),
         *check_baselines(),
         check_records(data_dir),
@@ -174,91 +149,36 @@ def check_torch() -> Finding:
     return Finding("machine", "torch", True, detail)
 
 
-def triton_install() -> TritonInstall:
-    """Look at the triton that Python imports and at the metadata of triton and fbtriton."""
-    triton, fbtriton = _distribution("triton"), _distribution("fbtriton")
-    utlx = _distribution("triton-utlx")
-    imported = import_error = tlx_error = None
-    folder = None
-    try:
-        module = importlib.import_module("triton")
-        imported, folder = module.__version__, Path(module.__file__).resolve().parents[1]
-    except Exception as error:
-        import_error = _name(error)
-    if imported is not None:
-        try:
-            importlib.import_module("triton.language.extra.tlx")
-        except Exception as error:
-            tlx_error = _name(error)
-    overwritten: list[str] = []
-    contested: list[bool] = []  # whether the file on disk is triton's
-    shadowed = together = False
-    if fbtriton is not None:
-        home = _folder(fbtriton)
-        shadowed = folder is not None and folder != home
-        together = triton is not None and _folder(triton) == home
-        rival = _sizes(triton) if together else {}
-        for name, size in _sizes(fbtriton).items():
-            if not _has(home / name, size):
-                overwritten.append(name)
-            if rival.get(name, size) != size:
-                contested.append(_has(home / name, rival[name]))
-    return TritonInstall(
-        imported=imported,
-        import_error=import_error,
-        tlx_error=tlx_error,
-        triton=None if triton is None else triton.version,
-        fbtriton=None if fbtriton is None else fbtriton.version,
-        utlx=None if utlx is None else utlx.version,
-        overwritten=tuple(overwritten),
-        shadowed=shadowed,
-        together=together,
-        contested=len(contested),
-        of_triton=sum(contested),
-    )
-
-
-def check_triton(install: TritonInstall) -> Finding:
-    """Whether Python imports an intact fbtriton.
+def check_triton() -> Finding:
+    """Whether Python imports an intact fbtriton, with TLX.
 
     triton and fbtriton install the same files and pip does not notice: whichever is installed last
     wins, and removing one removes files of the other.
     """
-    fbtriton = f"fbtriton {install.fbtriton}"
-    problem = None
-    if install.imported is None and install.fbtriton is None and install.triton is None:
-        problem = "not installed"
-    elif install.imported is None:
-        problem = f"cannot be imported ({install.import_error})"
-    elif install.fbtriton is None and install.utlx is not None and install.tlx_error is None:
-        problem = (
-            f"triton {install.imported} with TLX of triton-utlx {install.utlx}, which does not "
-            "compile every rung (lab notes, toolchain): fbtriton is not installed"
-        )
-    elif install.fbtriton is None:
-        problem = f"triton {install.imported} without TLX: fbtriton is not installed"
-    elif install.shadowed:
-        problem = f"triton {install.imported} is imported from another folder than {fbtriton}"
-    elif install.imported.partition("+")[0] != install.fbtriton or "+fb" not in install.imported:
-        problem = f"triton {install.imported} was installed over {fbtriton}"
-    elif install.overwritten:
-        problem = f"{len(install.overwritten)} files of {fbtriton} are missing or overwritten"
-    elif install.tlx_error is not None:
-        problem = f"triton {install.imported} without TLX ({install.tlx_error})"
+    ours, other = _distribution("fbtriton"), _distribution("triton")
+    try:
+        module = importlib.import_module("triton")
+        version, folder = module.__version__, Path(module.__file__).resolve().parents[1]
+        importlib.import_module("triton.language.extra.tlx")
+        problem = f"{version}, but fbtriton is not installed: other builds of TLX lack features"
+    except Exception as error:
+        version, ours, problem = "", None, f"cannot be imported with TLX ({_name(error)})"
+    if ours is not None:
+        home = Path(str(ours.locate_file(""))).resolve()
+        files = [f for f in ours.files or () if f.parts[0] == "triton" and f.size is not None]
+        broken = sum(not _has(home / file, file.size) for file in files)
+        problem = None
+        if folder != home:
+            problem = f"{version}, imported from another folder than fbtriton {ours.version}"
+        elif broken or "+fb" not in version:
+            problem = f"{version}: {broken} files of fbtriton {ours.version} are not as installed"
+            problem += f", and triton {other.version} is installed too" if other else ""
     if problem is not None:
-        if install.together:
-            problem += (
-                f"; of {install.contested} files that triton {install.triton} and {fbtriton} both "
-                f"install and that differ, {install.of_triton} are triton's on disk"
-            )
         repair = _pip(f"--force-reinstall --no-deps {FBTRITON}")
         return Finding("machine", "triton", False, problem, repair)
-    detail = f"{install.imported}, from {fbtriton}, with TLX"
-    if install.together:
-        detail += (
-            f", which replaced {install.contested} files of triton {install.triton}; installing "
-            f"triton again would overwrite them. To have triton instead: {_back(install.triton)}"
-        )
+    detail = f"{version}, from fbtriton {ours.version}, with TLX"
+    if other is not None:
+        detail += f", over triton {other.version}; installing triton again would overwrite it"
     return Finding("machine", "triton", True, detail)
 
 
@@ -375,16 +295,6 @@ def _distribution(name: str) -> importlib.metadata.Distribution | None:
         return None
 
 
-def _folder(distribution: importlib.metadata.Distribution) -> Path:
-    return Path(str(distribution.locate_file(""))).resolve()
-
-
-def _sizes(distribution: importlib.metadata.Distribution) -> dict[str, int]:
-    """Bytes of each file of the module triton that a distribution installed."""
-    files = [f for f in distribution.files or () if f.parts[0] == "triton"]
-    return {str(file): file.size for file in files if file.size is not None}
-
-
 def _has(path: Path, size: int) -> bool:
     try:
         return path.stat().st_size == size
@@ -396,15 +306,9 @@ def _name(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _back(triton: str) -> str:
-    """The command that replaces fbtriton by that version of triton."""
-    install = _pip(f"--force-reinstall --no-deps triton=={triton}")
-    return f"{_pip('-y fbtriton', 'uninstall')} && {install}"
-
-
-def _pip(arguments: str, command: str = "install") -> str:
+def _pip(arguments: str) -> str:
     """A pip command for this Python, whose path is relative inside the working directory."""
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
-    return f"{python} -m pip {command} {arguments}"
+    return f"{python} -m pip install {arguments}"

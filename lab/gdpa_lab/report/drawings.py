@@ -1,23 +1,25 @@
-"""Pictures of the operator: the jagged layout, scores, activations, laws of length, a roof.
-
-They show what there is before any kernel runs, from definitions, lengths and measured ceilings.
+"""Pictures, not plots of a table: the jagged layout, scores and tiles, activations, laws of length,
+a roof, and what a kernel does in order, as lanes or strips.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workload import Workload
-from gdpa_lab.report.house import INK, RUNG_COLOURS, Figure, canvas, note
+from gdpa_lab.report.charts import GREY, coloured, legend, list_rows
+from gdpa_lab.report.house import INK, RUNG_COLOURS, Figure, canvas, colour, note
 
 COLOURS = tuple(RUNG_COLOURS[i] for i in (1, 0, 3, 2, 4))
 FAMILIES = {
@@ -108,6 +110,114 @@ def activations(names: Sequence[str]) -> Figure:
         return chart
 
 
+class Tiles(NamedTuple):
+    """A panel of `tiles`: the tile at hand, as (row, column); shaded ones; strips around the grid,
+    from the inside out, as (name, "left", "right", "above" or "below", summed)."""
+
+    tile: tuple[int, int]
+    shaded: Collection[tuple[int, int]]
+    strips: Sequence[tuple[str, str, bool]]
+
+
+def tiles(panels: Mapping[str, Tiles], count: int = 5) -> Figure:
+    """Grids of `count` x `count` tiles of scores, queries down and keys to the right, by title.
+
+    The tile at hand is filled. In each strip, of a tensor with the rows of queries or of keys, its
+    part is framed, or filled if it is a sum.
+    """
+    sides = ("left", "right", "above", "below")
+    placed = [[side for _, side, _ in panel.strips] for panel in panels.values()]
+    most = {side: 0.75 * max(found.count(side) for found in placed) for side in sides}
+    with canvas(1, len(panels), width=4.1 * len(panels), height=4.1, squeeze=False) as (
+        chart,
+        axes,
+    ):
+        for axis, (title, panel) in zip(axes[0], panels.items(), strict=True):
+            for row in range(count):
+                for column in range(count):
+                    pale = 0.3 if (row, column) in panel.shaded else 0
+                    _square(axis, column, row, 1 if (row, column) == panel.tile else pale)
+            used = dict.fromkeys(sides, 0.0)
+            for name, side, summed in panel.strips:
+                used[side] += 0.75
+                out = -used[side] if side in ("left", "above") else count + used[side] - 0.55
+                down = side in ("left", "right")
+                for place in range(count):
+                    mine = place == panel.tile[0 if down else 1]
+                    at, size = ((out, place), (0.55, 1)) if down else ((place, out), (1, 0.55))
+                    _square(axis, *at, summed * mine, size, framed=mine)
+                at = (out + 0.27, -0.2) if down else (-0.2, out + 0.27)
+                axis.text(*at, name, ha="center" if down else "right", va="bottom" if down
+                          else "center")  # fmt: skip
+            axis.set_xlim(-most["left"] - 0.7, count + most["right"] + 0.2)
+            axis.set_ylim(count + most["below"] + 0.2, -most["above"] - 0.7)
+            axis.set_title(title)
+            axis.set_aspect("equal")
+            axis.set_axis_off()
+        return chart
+
+
+def _square(
+    axis: Axes, x: float, y: float, filled: float, size: tuple[float, float] = (1, 1), *,
+    framed: bool = False,
+) -> None:  # fmt: skip
+    shown = colour("v1_tiled")
+    face = (*to_rgb(shown), filled)
+    edge = {"edgecolor": shown if framed else INK, "linewidth": 1.8 if framed else 0.6}
+    axis.add_patch(Rectangle((x, y), *size, facecolor=face, zorder=2 if framed else 1, **edge))
+
+
+def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequence[str]) -> Figure:
+    """A strip for each row, a cell for each of its steps in order, such as `loops.in_sass` lists.
+
+    `highlight`: kinds of steps in colour. Other steps are taller, and what follows the first word
+    of such a step stands above it: "wait 1" as 1.
+    """
+    shades = coloured(highlight)
+    with canvas(width=8.2, height=0.9 + 0.55 * len(rows)) as (chart, axis):
+        for place, steps in enumerate(rows.values()):
+            for number, step in enumerate(steps):
+                kind, _, label = step.partition(" ")
+                strong = kind in shades
+                axis.barh(place, 0.86, 0.44 if strong else 0.66, left=number, linewidth=0,
+                          color=shades.get(kind, INK))  # fmt: skip
+                axis.annotate(label, (number + 0.43, place - 0.34), ha="center", va="bottom",
+                              fontsize=7)  # fmt: skip
+        others = {step.split()[0] for steps in rows.values() for step in steps} - set(shades)
+        for kind in (*shades, *sorted(others)):
+            axis.barh(0, 0, color=shades.get(kind, INK), label=kind)
+        list_rows(axis, list(rows))
+        axis.set_ylim(len(rows) - 0.5, -0.75)
+        axis.grid(visible=False)
+        axis.set_xlabel(xlabel)
+        legend(axis, None, ncols=4)
+        return chart
+
+
+def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figure:
+    """Bars on lanes over time, a panel for each title, two in a row: frames with the columns lane,
+    start, time and label; a bar without a label is thin and grey."""
+    rows = -(-len(panels) // 2)
+    lanes = 1 + max(frame["lane"].max() for frame in panels.values())
+    with canvas(rows, 2, width=7.6, height=0.4 + rows * (0.6 + 0.24 * lanes),
+                sharex=True, sharey=True, squeeze=False) as (chart, axes):  # fmt: skip
+        for axis in axes.flat[len(panels) :]:
+            axis.set_axis_off()
+        for axis, (title, frame) in zip(axes.flat, panels.items(), strict=False):
+            for bar in frame.itertuples():
+                axis.barh(
+                    bar.lane, bar.time, 0.74 if bar.label else 0.24, left=bar.start, linewidth=0.6,
+                    color=colour(hue) if bar.label else GREY, edgecolor="white",
+                )  # fmt: skip
+                axis.text(bar.start + bar.time / 2, bar.lane, bar.label, color="white", ha="center",
+                          va="center", fontsize=8)  # fmt: skip
+            axis.set_title(title)
+            list_rows(axis, list(range(lanes)))
+        for axis in axes[-1]:
+            axis.set_xlabel(xlabel)
+        return chart
+
+
 def roofline(
     points: pd.DataFrame,
     ceilings: Ceilings,
@@ -155,6 +265,6 @@ def roofline(
         return chart
 
 
-def _cell(axis: Axes, x: float, y: float, colour: str, text: object) -> None:
-    axis.add_patch(Rectangle((x, y), 1, 1, edgecolor=INK, linewidth=0.8, facecolor=colour))
+def _cell(axis: Axes, x: float, y: float, shade: str, text: object) -> None:
+    axis.add_patch(Rectangle((x, y), 1, 1, edgecolor=INK, linewidth=0.8, facecolor=shade))
     axis.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8.5, color="#000000")

@@ -15,7 +15,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from gdpa_lab.measuring.workloads import WORKLOADS, figure_direction
-from gdpa_lab.report import results
+from gdpa_lab.report import house, results
+from gdpa_lab.report.charts import list_rows
 from gdpa_lab.report.house import DASHED, INK, SMALL, Figure, canvas, colour, is_rung, note
 
 PUBLISHED_COLOURS = {
@@ -121,13 +122,9 @@ def figure_ladder(
             label = f"{rate:.0f}  {row['percent_of_roofline']:.0f} %"
             note(axis, label, (rate + above, position), (5, 0), va="center", color=shown,
                  fontweight="bold" if strong else "normal")  # fmt: skip
-        axis.set_yticks(range(len(order)), [_label(rows, impl) for impl in order])
+        list_rows(axis, [_label(rows, impl) for impl in order])
         axis.get_yticklabels()[order.index(highlight)].set_color(colour(highlight))
-        axis.set_ylim(len(order) - 0.4, -0.6)
         axis.set_xlim(0, ceiling * _HEADROOM)
-        axis.grid(visible=False, axis="y")
-        axis.grid(visible=True, axis="x")
-        axis.tick_params(axis="y", length=0)
         axis.set_xlabel(f"TFLOP/s {results.TIMED['sustained']}, {workload}, {_machine(rows)}")
         return chart
 
@@ -265,25 +262,6 @@ def _below(axis: Axes, text: str) -> None:
 
 
 def _place_labels(axis: Axes) -> None:
-    """Write each line's label at its right end, moved apart where they would meet."""
-    ends = []
-    for container in axis.containers:
-        line = container.lines[0]
-        if len(line.get_ydata()):
-            ends.append([float(line.get_ydata()[-1]), container])
-    ends.sort(key=lambda end: end[0])
-    step = 0.052 * axis.get_ylim()[1]
-    levels: list[float] = []
-    for value, _ in ends:
-        levels.append(max(value, levels[-1] + step) if levels else value)
-    shift = sum(level - end[0] for level, end in zip(levels, ends, strict=True))
-    levels = [max(0.0, level - shift / len(ends)) for level in levels]
-    for (value, container), level in zip(ends, levels, strict=True):
-        line = container.lines[0]
-        arrow = {"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.5, "shrinkA": 0,
-                 "shrinkB": 6}  # fmt: skip
-        axis.annotate(
-            container.get_label(), (float(line.get_xdata()[-1]), value), xytext=(1.02, level),
-            textcoords=("axes fraction", "data"), va="center", color=line.get_color(),
-            fontsize=SMALL, annotation_clip=False, arrowprops=arrow,
-        )  # fmt: skip
+    """Write each line's label at its right end."""
+    lines = {c.get_label(): c.lines[0] for c in axis.containers if len(c.lines[0].get_ydata())}
+    house.label_ends(axis, {name: (x.get_ydata()[-1], x.get_color()) for name, x in lines.items()})

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import matplotlib as mpl
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as BaseFigure
+from matplotlib.text import Annotation
 
 INK = "#787878"
 """Axes, text, baselines and ceilings: contrast above 4 on white and on the dark page."""
@@ -39,7 +41,11 @@ _STYLE: dict[str, Any] = {
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "axes.titlecolor": INK,
+    "axes.labelsize": 9.5,
     "axes.titlesize": 9.5,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9.5,
+    "legend.fontsize": SMALL,
     "axes.titlelocation": "left",
     "axes.facecolor": "none",
     "axes.spines.top": False,
@@ -47,7 +53,6 @@ _STYLE: dict[str, Any] = {
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "axes.prop_cycle": mpl.cycler(color=RUNG_COLOURS),
     "grid.color": INK,
     "grid.alpha": 0.25,
     "grid.linewidth": 0.6,
@@ -85,7 +90,7 @@ def style() -> Iterator[None]:
     """The house style, for whatever is drawn inside the block."""
     with mpl.rc_context():
         mpl.rcdefaults()
-        mpl.rcParams.update(_STYLE)
+        sns.set_theme("paper", "ticks", palette=RUNG_COLOURS, rc=_STYLE)
         yield
 
 
@@ -101,10 +106,29 @@ def canvas(
 
 
 def note(
-    axis: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **options: Any
-) -> None:
+    axis: Axes, text: str, at: Sequence[float], shift: tuple[float, float], **options: Any
+) -> Annotation:
     """Write `text` at a point of `axis`, moved by `shift` points; `options`: of `annotate`."""
-    axis.annotate(text, at, xytext=shift, textcoords="offset points", **options)
+    return axis.annotate(text, at, xytext=shift, textcoords="offset points", **options)
+
+
+def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
+    """Names right of `axis`, each at its value and in its colour, moved apart where they meet;
+    `ends`: (value, colour) by name."""
+    to_axes = axis.transData + axis.transAxes.inverted()
+    found = sorted((to_axes.transform((axis.get_xlim()[1], y))[1], n) for n, (y, _) in ends.items())
+    levels, step = [end for end, _ in found], 16 / (72 * axis.get_figure().get_figheight())
+    for _ in range(100):
+        for n in range(1, len(levels)):
+            near = max(0.0, step - (levels[n] - levels[n - 1])) / 2
+            levels[n - 1 : n + 1] = max(0.0, levels[n - 1] - near), levels[n] + near
+    for level, (end, name) in zip(levels, found, strict=True):
+        arrow = {"arrowstyle": "-", "color": ends[name][1], "linewidth": 0.5, "shrinkA": 0}
+        axis.annotate(
+            name, (1, end), xytext=(1.03, level), xycoords="axes fraction",
+            textcoords="axes fraction", va="center", fontsize=SMALL, color=ends[name][1],
+            arrowprops=arrow, annotation_clip=False,
+        )  # fmt: skip
 
 
 def is_rung(impl: str) -> bool:

@@ -17,7 +17,6 @@ import pandas as pd
 
 from gdpa_lab.measuring import manifest, units
 from gdpa_lab.measuring import record as records
-from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.units import B200, backward, forward
 from gdpa_lab.measuring.workload import Workload
@@ -191,7 +190,10 @@ def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) ->
         record = ours[-1]
     if record not in known:
         raise LookupError(f"record must be the id of a record, got {record!r}")
-    on, found = machine(known[record], data_dir), results.ceilings(known[record], "sustained")
+    on, found = (
+        results.machine_of(known[record], data_dir),
+        results.ceilings(known[record], "sustained"),
+    )
     if on.compute_capability != CAPABILITY:
         raise LookupError(
             f"record must be of compute capability {CAPABILITY}, got {record} of "
@@ -202,14 +204,9 @@ def basis(data_dir: str | Path = records.DATA_DIR, record: str | None = None) ->
     return Basis(found, on.power_limit_w, record)
 
 
-def machine(record: records.Record, data_dir: str | Path) -> systems.System:
-    """The system that a record is of."""
-    return systems.load(Path(data_dir) / "systems" / f"{record.system}.json")
-
-
 def _is_ours(record: records.Record, data_dir: str | Path) -> bool:
     """Whether a record is of a B200 and has the ceilings that predictions are scaled by."""
-    capability = machine(record, data_dir).compute_capability
+    capability = results.machine_of(record, data_dir).compute_capability
     return capability == CAPABILITY and results.ceilings(record, "sustained") is not None
 
 

@@ -111,9 +111,9 @@ def hero(data_dir: Path = record.DATA_DIR) -> Figure:
     last = rows.loc[rungs[-1]]
     ceiling = 100 * last["tflops"] / last["percent_of_roofline"]
     peers = {title: rates[rates.index.isin(forms)].max() for title, forms in PEERS.items()}
-    marks = {title: rate for title, rate in peers.items() if rate == rate}
+    levels = {f"{title} {rate:.0f}": rate for title, rate in peers.items() if rate == rate}
     return charts.bars(
-        rates[rungs], highlight=[rungs[-1]], marks=marks | {"roofline": ceiling},
+        rates[rungs], highlight=[rungs[-1]], levels=levels | {f"roofline {ceiling:.0f}": ceiling},
         xlabel=f"TFLOP/s {results.TIMED['sustained']}, {WORKLOAD}, forward, {last['gpu']}",
     )  # fmt: skip
 

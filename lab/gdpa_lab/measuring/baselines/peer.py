@@ -6,10 +6,10 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
+from gdpa_kernels.calling.ladder import Availability
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs
 from gdpa_lab.measuring.workload import STEP, Workload
 
@@ -17,13 +17,6 @@ Call = Callable[[], object]
 Results = tuple[torch.Tensor, ...]
 Problem = Callable[[Workload, str], str | None]
 """What a workload and a direction lack that a peer needs, or None."""
-
-
-class Availability(NamedTuple):
-    """Whether this machine can run a baseline, and why or why not."""
-
-    ok: bool
-    reason: str
 
 
 class Unsupported(Exception):
