@@ -798,7 +798,7 @@ def session(monkeypatch):
         monkeypatch.setattr(timing, name, lambda device, name=name: [name])
     for kind in (timing, sustained):
         monkeypatch.setattr(
-            kind, "measure_ceilings", lambda limits, *_, kind=kind: [(kind.__name__[23:], *limits)]
+            kind, "measure_ceilings", lambda limits, *_, kind=kind: [(kind.__name__.rpartition(".")[2], *limits)]
         )
     return made
 

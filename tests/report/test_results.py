@@ -249,7 +249,7 @@ OF_V1 = {"v1_tiled": True, "v2_tma": False, "fa2": False}
     ids=("forward", "new", "backward", "gone"),
 )
 def test_stale_after_a_change_of_the_kernel(add, tmp_path, name, recorded, stale):
-    files = sources() | {f"gdpa_kernels/gdpa/{name}.py": recorded}
+    files = sources() | {f"gdpa_kernels/gdpa/kernels/{name}.py": recorded}
     package = Package("0.1.0", None, None, {file: h for file, h in files.items() if h})
     backward = {"reference": "backward", "v1_tiled_backward": "backward"}
     add(*(a_row(impl=x, direction=backward.get(x, "forward")) for x in stale), package=package)
