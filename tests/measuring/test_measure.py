@@ -796,9 +796,9 @@ def session(monkeypatch):
     )
     for name in ("limits", "attention_copies"):
         monkeypatch.setattr(timing, name, lambda device, name=name: [name])
-    for kind in (timing, sustained):
+    for kind, said in ((timing, "timing"), (sustained, "sustained")):
         monkeypatch.setattr(
-            kind, "measure_ceilings", lambda limits, *_, kind=kind: [(kind.__name__.rpartition(".")[2], *limits)]
+            kind, "measure_ceilings", lambda limits, *_, said=said: [(said, *limits)]
         )
     return made
 
