@@ -54,7 +54,7 @@ chapter.ladder(V4, "backward")
 # | dQ | TMA reduce-add, waited for | TMA reduce-add, sent one step later |
 
 # %% tags=["remove-input"]
-chapter.roles(V4, "gdpa_backward")
+chapter.roles(V4)
 
 # %% [markdown]
 # ### Where the operands of five matmuls are

@@ -71,7 +71,7 @@ chapter.figure(chart, measured=ladder)
 # Keys stay and queries stream, which suits short sequences and cross-attention on 256 tokens.
 
 # %% tags=["remove-input"]
-chapter.roles(V5, "gdpa_backward")
+chapter.roles(V5)
 
 # %% [markdown]
 # ## What dQ costs

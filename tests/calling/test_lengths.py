@@ -323,11 +323,11 @@ def listed(monkeypatch) -> None:
         backward=lambda grad, batch, schedule: reference.backward(grad, batch),
     )
     rung = SimpleNamespace(
-        operator="gdpa", impl="listed", has={"schedule"}, config=lambda batch: None,
+        operator="gdpa", impl="listed", config=lambda batch, direction: None,
         schedule=lambda batch, config: (torch.zeros(3),), module=lambda: module,
+        takes=lambda direction, name: name == "schedule",
     )  # fmt: skip
-    monkeypatch.setattr(gdpa_api, "resolve", lambda *call: rung)
-    monkeypatch.setattr(gdpa_api, "resolve_backward", lambda *call: rung)
+    monkeypatch.setattr(gdpa_api.Options, "rung", lambda *call: rung)
 
 
 def test_lengths_go_with_their_last_reference(listed):

@@ -134,7 +134,7 @@ def test_lengths_are_checked_in_each_call():
 
 
 def resolved(impl: str, **call) -> str:
-    return api.resolve(impl, Batch(**call, activation=("gelu_tanh",), scale=1.0)).impl
+    return api.resolve(impl, "forward", Batch(**call, activation=("gelu_tanh",), scale=1.0)).impl
 
 
 def test_auto_on_a_cpu_is_pytorch_and_an_explicit_kernel_is_refused():
@@ -351,7 +351,7 @@ def test_gradients_are_those_of_the_rung(impl):
         out = gdpa(**call, **options, activation="silu", impl="v1_tiled", backward_impl=impl)
         out.backward(grad_out)
         plain = {n: t.detach() if n in "qkv" else t for n, t in call.items()}
-        module = ladder.rung(impl, api.BACKWARD).module()
+        module = ladder.rung(impl).module()
         batch = Batch(**plain, **options, activation=("silu",))
         expected = module.backward(grad_out, batch)
     for name, gradient in zip("qkv", expected, strict=True):
@@ -424,7 +424,7 @@ def test_auto_takes_the_first_backward_that_supports_the_call(monkeypatch):
 
     def of(call):
         batch = Batch(**call, activation=("gelu_tanh",), scale=1.0)
-        return api.resolve_backward("auto", batch).impl
+        return api.resolve("auto", "backward", batch).impl
 
     assert of(wide()) == "reference"
     with tritonemu.enabled():
@@ -473,25 +473,22 @@ def test_torch_compile_hands_precise_to_the_kernel(precise):
     ] * 2
 
 
-LADDERS = ("gdpa", api.BACKWARD)
-
-
 def test_ladders_list_every_rung_file():
     files = {path.stem for path in (ladder.PACKAGE / "gdpa").rglob("[bv][0-9]*_*.py")}
     backward = {name for name in files if name.endswith("_backward")}
-    assert set(ladder.impls(api.BACKWARD)) == backward | {"reference"}
-    assert set(ladder.impls("gdpa")) == files - backward | {"reference"}
+    assert set(api.BACKWARD_IMPLS) == backward | {"reference"}
+    assert set(api.IMPLS) == files - backward | {"reference"}
 
 
-@pytest.mark.parametrize("operator", LADDERS)
-def test_every_rung_names_its_predecessor(operator):
-    _, first, *others = ladder.LADDERS[operator]
-    assert first.predecessor is None
-    known = [first.impl]
-    for rung in others:
+@pytest.mark.parametrize("direction", rungs.DIRECTIONS)
+def test_every_rung_names_its_predecessor(direction):
+    _, first, *others = api.IMPLS if direction == "forward" else api.BACKWARD_IMPLS
+    assert ladder.rung(first).predecessor is None
+    known = [first]
+    for rung in map(ladder.rung, others):
         assert rung.predecessor in known
         assert f"Changes from {rung.predecessor}" in rung.path.read_text()
-        text = ladder.diff(rung.impl, operator=operator)
+        text = ladder.diff(rung.impl)
         before, after, *_ = text.splitlines()
         assert before.startswith("--- gdpa/") and before.endswith(f"/{rung.predecessor}.py")
         assert after.startswith("+++ gdpa/") and after.endswith(f"/{rung.impl}.py")
@@ -506,7 +503,7 @@ def test_docstrings_of_rungs_are_short(operator):
 
 
 def test_no_rung_but_a_constant_of_one_imports_another_and_no_kernel_imports_the_definition():
-    impls = {impl for operator in LADDERS for impl in ladder.impls(operator)}
+    impls = {rung.impl for rung in ladder.LADDERS["gdpa"]}
     for path in (ladder.PACKAGE / "gdpa").rglob("*.py"):
         if path.stem in ("api", "__init__"):
             continue

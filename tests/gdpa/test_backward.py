@@ -288,7 +288,7 @@ def test_only_what_is_needed(impl, shared_q):
     case = Case("needs", (20,) * batch, (30, 90)[:batch], num_heads_k=1, shared_q=shared_q)
     call = call_of(case, BF16)
     full = gradients(impl, call)
-    assert "needs" in ladder.rung(impl, "gdpa_backward").has
+    assert ladder.rung(impl).takes("backward", "needs")
     for needs in NEEDS:
         found = gradients(impl, call, needs=needs)
         for need, a, b in zip(needs, found, full, strict=True):

@@ -70,7 +70,7 @@ def batch_of(call: dict) -> Batch:
 
 def problem(impl: str, call: dict) -> str | None:
     """Why a rung cannot take a call, or None."""
-    return ladder.rung(impl, "gdpa_backward").problem(batch_of(call))
+    return ladder.rung(impl).problem(batch_of(call))
 
 
 def gradients(module, call: dict, **more) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -264,7 +264,7 @@ def test_two_tiles_of_v4_may_add_in_any_order(head_dim, keys, block):
 def test_which_results_are_deterministic():
     def of(impl, **change):
         call = call_of(Case("bits", (5,), head_dim=HEAD_DIM[impl]), BF16) | change
-        return ladder.rung(impl, "gdpa_backward").is_deterministic(batch_of(call))
+        return ladder.rung(impl).is_deterministic(batch_of(call))
 
     up_to = {"v4_warp_specialized_backward": 256, "v7_wide_backward": 128,
              "b1_tensor_memory_backward": 256}  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rankings import parse
-from gdpa_kernels.calling.rung import Requires, Rung
+from gdpa_kernels.calling.rung import DIRECTIONS, Requires, Rung
 from gdpa_lab import __main__
 from gdpa_lab.measuring import probe, record, system
 from gdpa_lab.report import claims, figures, page, rankings, readme, results, standings
@@ -76,7 +76,7 @@ def folders(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for operator, rungs in ladder.LADDERS.items():
             own = (
-                Rung(impl, "", "", None, Requires((10, 0), only_major=True), operator=operator)
+                Rung(impl, "", "", None, Requires((10, 0), only_major=True), operator, DIRECTIONS)
                 for impl in OWN
             )
             patch.setitem(ladder.LADDERS, operator, (*rungs, *own))

@@ -260,8 +260,10 @@ def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
         if name == "gdpa_kernels.calling.ladder":
             raise_reason = {"a": (True, "fine"), "b": (False, "needs sm_90 or newer, got sm_80")}
             return SimpleNamespace(
-                LADDERS=["one", "other"],
-                impls=lambda operator: {"one": ["a", "b"], "other": ["a"]}[operator],
+                LADDERS={
+                    "one": [SimpleNamespace(impl=x, directions=("forward",)) for x in "ab"],
+                    "other": [SimpleNamespace(impl="a", directions=("backward",))],
+                },
                 availability=lambda impl, device, operator: SimpleNamespace(
                     ok=raise_reason[impl][0], reason=raise_reason[impl][1]
                 ),
@@ -274,7 +276,7 @@ def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
     assert doctor.check_implementations() == [
         Finding("implementations of one", "a", True, "fine"),
         Finding("implementations of one", "b", False, "needs sm_90 or newer, got sm_80"),
-        Finding("implementations of other", "a", True, "fine"),
+        Finding("implementations of other backward", "a", True, "fine"),
     ]
     assert doctor.check_baselines() == [
         Finding("baselines of gdpa", "fa2", True, "runs on cuda:0"),
@@ -375,7 +377,7 @@ def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, g
     if gpu == "B200":
         assert said["gdpa", "b90_stand_in"] == new
         assert said["gdpa", "v2_tma"] == (True, "runs on cuda:0")
-        assert said["gdpa_backward", "v1_tiled_backward"] == (True, "runs on cuda:0")
+        assert said["gdpa backward", "v1_tiled_backward"] == (True, "runs on cuda:0")
         assert said["gdpa", "v8_own_waits"] == (False, "needs sm_90, got sm_100")
         assert "gdpa up to b90_stand_in" in doctor.verdict(found)
     else:
