@@ -328,12 +328,14 @@ def impls(operator: str = "gdpa", direction: str = "forward") -> tuple[str, ...]
     return tuple(rung.impl for rung in LADDERS[operator] if direction in rung.directions)
 
 
-def rung(impl: str, operator: str = "gdpa") -> Rung:
-    """The rung of that name. Raises ValueError naming the ones there are."""
+def rung(impl: str, operator: str = "gdpa", direction: str | None = None) -> Rung:
+    """The rung of that name, of a direction if one is given. Raises ValueError naming those that
+    there are."""
     found = _BY_IMPL.get((operator, impl))
-    if found is not None:
+    if found is not None and (direction is None or direction in found.directions):
         return found
-    known = ", ".join(rung.impl for rung in LADDERS[operator])
+    directions = DIRECTIONS if direction is None else (direction,)
+    known = ", ".join(dict.fromkeys(name for each in directions for name in impls(operator, each)))
     raise ValueError(f"impl must be 'auto' or one of {known}, got {impl!r}")
 
 
@@ -380,7 +382,7 @@ def resolve(
             f"{name} 'auto' needs dtype bfloat16, float16, float32 or float64, "
             f"got {batch.dtype} on {batch.device}"
         )
-    found = rung(impl, operator)
+    found = rung(impl, operator, direction)
     problem = found.requires.of_device(batch.device) or found.problem(batch)
     if problem is not None:
         raise NotImplementedError(f"{name} {impl!r} {problem}")

@@ -27,9 +27,10 @@ _LIBRARY = torch.library.Library("gdpa_kernels", "FRAGMENT")  # the operators li
 
 
 def schema(arguments: type) -> str:
-    """The fields of a NamedTuple as arguments in an operator's schema."""
+    """The fields of a NamedTuple, with their defaults, as arguments in an operator's schema."""
+    defaults = {name: f"={value}" for name, value in arguments._field_defaults.items()}
     fields = get_type_hints(arguments).items()
-    return ", ".join(f"{_TYPES[kind]} {name}" for name, kind in fields)
+    return ", ".join(f"{_TYPES[kind]} {name}{defaults.get(name, '')}" for name, kind in fields)
 
 
 def define(

@@ -193,7 +193,7 @@ class _Gdpa(torch.autograd.Function):
             options = options._replace(backward_impl=rung.impl, resolved=True)
         tensors = grad_out, *saved
         with torch.no_grad():
-            gradients = needed(_BACKWARD(*tensors, schedule, *options, *needs), needs)
+            gradients = needed(_BACKWARD(*tensors, schedule, *needs, *options), needs)
         return None, *final("gdpa", gradients, tensors[:4]), None, None, None
 
 
@@ -246,9 +246,9 @@ def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options):
 
 
 def _backward(
-    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    options, needs = _options_and_needs(arguments)
+    needs, options = (need_q, need_k, need_v), Options(*options)
 
     def backward(places, needs):
         batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, gradients=places)
@@ -263,15 +263,11 @@ def _backward(
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
-def _fake_backward(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments):
-    gradients = needed((q, k, v), _options_and_needs(arguments)[1])
+def _fake_backward(
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options
+):
+    gradients = needed((q, k, v), (need_q, need_k, need_v))
     return tuple(q.new_empty(0 if x is None else x.shape) for x in gradients)
-
-
-def _options_and_needs(arguments: tuple) -> tuple[Options, tuple[bool, bool, bool]]:
-    """What follows the tensors among backward's arguments."""
-    *options, need_q, need_k, need_v = arguments
-    return Options(*options), (need_q, need_k, need_v)
 
 
 def _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, options) -> int:
@@ -284,21 +280,27 @@ def _forward_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options) -> i
     return 2 * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, Options(*options))
 
 
-def _backward_flops(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> int:
-    options, needs = _options_and_needs(arguments)
-    need_q, need_k, need_v = packed.needs_of_parts(k, v, needs)
+def _backward_flops(
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options
+) -> int:
+    need_q, need_k, need_v = packed.needs_of_parts(k, v, (need_q, need_k, need_v))
     matmuls = 1 + (need_q or need_k) + need_q + need_k + need_v  # S, dP, dQ, dK, dV
-    return matmuls * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    return matmuls * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, Options(*options))
 
 
-_SCHEMA = (
-    "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, "
-    f"Tensor[] schedule, {schema(Options)}"
+_TENSORS = (
+    "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, Tensor[] schedule"
 )
-_FORWARD = define("gdpa_forward", f"({_SCHEMA}) -> Tensor", _forward, _fake_forward, _forward_flops)
+_FORWARD = define(
+    "gdpa_forward",
+    f"({_TENSORS}, {schema(Options)}) -> Tensor",
+    _forward,
+    _fake_forward,
+    _forward_flops,
+)
 _BACKWARD = define(
     "gdpa_backward",
-    f"(Tensor grad_out, {_SCHEMA}, bool need_q, bool need_k, bool need_v) "
+    f"(Tensor grad_out, {_TENSORS}, bool need_q, bool need_k, bool need_v, {schema(Options)}) "
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,

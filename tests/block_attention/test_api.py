@@ -295,8 +295,8 @@ def test_opcheck(rotary):
     call = arguments()
     pair = turns() if rotary else (None, None)
     inputs = [call[n] for n in ("q", "k", "v", "cu_seqlens")]
-    options = (None, 0.25, 16, rotary, "reference")
-    torch.library.opcheck(api._FORWARD, (*inputs, *pair, None, *options, "reference"))
+    options = api.Options(None, 0.25, 16, rotary, "reference", "reference")
+    torch.library.opcheck(api._FORWARD, (*inputs, *pair, None, *options))
     torch.library.opcheck(api._BACKWARD, (draw(21, 4, 16), *inputs, *pair, None, [], *options))
 
 
@@ -304,10 +304,11 @@ def test_opcheck(rotary):
 def test_opcheck_of_what_v0_saves(rotary, rotate_v):
     call = arguments(torch.bfloat16)
     inputs = [call[n] for n in ("q", "k", "v", "cu_seqlens")]
-    pair, options = turns() if rotary else (None, None), (None, 0.25, 16, rotate_v, "v0_flash")
+    pair = turns() if rotary else (None, None)
+    options = api.Options(None, 0.25, 16, rotate_v, "v0_flash", "v0_flash")
     tests = ("test_schema", "test_faketensor")
     with tritonemu.enabled():
-        call = *inputs, *pair, None, *options, "v0_flash"
+        call = *inputs, *pair, None, *options
         torch.library.opcheck(api._FORWARD, call, test_utils=tests)
         out, own = api._FORWARD(*call)
         saved = [out, *own]

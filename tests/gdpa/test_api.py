@@ -219,16 +219,15 @@ def test_opcheck(shared):
     q = torch.randn(4 if shared else 9, 4, 16)
     k, v = (torch.randn(9, 4, 16) for _ in range(2))
     lengths = cu_seqlens([4, 0, 5], "cpu")
-    ends_and_sizes = None if shared else lengths, lengths, [], None, 4 if shared else 5, 5
-    options = "gelu_tanh", 0.25, 1.0, False, None, shared
-    torch.library.opcheck(
-        api._FORWARD, (q, k, v, *ends_and_sizes, *options, "v0_eager", "reference")
-    )
+    tensors = q, k, v, None if shared else lengths, lengths, []
+    options = api.Options(
+        None, 4 if shared else 5, 5, "gelu_tanh", 0.25, 1.0, False, None, shared, "v0_eager",
+        "reference",
+    )  # fmt: skip
+    torch.library.opcheck(api._FORWARD, (*tensors, *options))
     grad_out = torch.randn(12 if shared else 9, 4, 16)
     for needs in ((True, True, True), (False, True, False)):
-        torch.library.opcheck(
-            api._BACKWARD, (grad_out, q, k, v, *ends_and_sizes, *options, *needs, "reference")
-        )
+        torch.library.opcheck(api._BACKWARD, (grad_out, *tensors, *needs, *options))
 
 
 def test_a_compiled_program_does_not_look_into_the_operator():
