@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemu
+from emulator.tests.mutants import surviving
 from gdpa_kernels.block_attention import slots
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import v3_warp_specialized as v3
@@ -31,7 +32,6 @@ from tests.block_attention.cases import (
     rotaries,
     suited,
 )
-from tests.emulator.mutants import surviving
 
 RUNGS = {"v3_warp_specialized": v3, "v4_rotary": v4}
 # (math_roles, num_stages, num_turns, whether the loads of all heads, at most three, are issued

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tritonemu
+from emulator.tests.mutants import surviving
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import make_block_list
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
@@ -19,7 +20,6 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_lab.measuring.compile_check import SHARED_BYTES, build_launch, read
 from tests.block_attention.cases import DEVICE, NAMES, Case, check, results
-from tests.emulator.mutants import surviving
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemu
+from emulator.tests.mutants import surviving
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import v4a_turning_role as v4a
 from gdpa_kernels.block_attention.ladder import v4_rotary as v4
@@ -28,7 +29,6 @@ from tests.block_attention.cases import (
     poisoned,
     results,
 )
-from tests.emulator.mutants import surviving
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")

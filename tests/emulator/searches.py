@@ -11,8 +11,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from emulator.tests.test_search import outcome
 from tests.emulator import test_mutants
-from tests.emulator.test_search import outcome
 from tritonemu import EmulatorError
 from tritonemu.orders import Priorities
 from tritonemu.search import Search, _Tree

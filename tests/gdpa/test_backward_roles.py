@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemu
+from emulator.tests.mutants import Mutant, enumerate_mutants, import_file, judge, surviving
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
@@ -27,7 +28,6 @@ from gdpa_kernels.gdpa.kernels import v7_wide_backward as v7
 from gdpa_lab.measuring.compile_check import Compiled, build_launch, shortest_loop
 from gdpa_lab.measuring.testing import assert_close
 from tests.block_attention.compiling import compile_launch
-from tests.emulator.mutants import Mutant, enumerate_mutants, import_file, judge, surviving
 from tests.gdpa.cases import CASES, DEVICE, Case
 from tests.gdpa.test_backward import backwards
 from tests.gdpa.test_forward import kernels_run

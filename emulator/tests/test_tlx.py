@@ -8,11 +8,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_lab.measuring.compile_check import build
-from tests.emulator.checking import PAIR, everywhere, fill, found, grid2, place
+from emulator.tests.checking import PAIR, build, everywhere, fill, found, grid2, place, tlx
 from tritonemu import (
     Deadlock,
     DescriptorError,
@@ -779,7 +777,7 @@ def test_tiles_do_not_pass_into_a_task(how, what):
     """Nor does the compiler let them; the default task is part of the kernel."""
 
     def compiled():
-        build(captured_kernel, {"out_ptr": "*i32"}, {"HOW": how}, options={"num_warps": 4})
+        build(captured_kernel, {"out_ptr": "*i32"}, {"HOW": how})
 
     def emulated():
         run(captured_kernel, (1,), torch.zeros(32, dtype=torch.int32), HOW=how)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from emulator.tests.checking import tlx
 from tritonemu import InvalidKernel, ResourceLimit, Unsupported, run
 from tritonemu.__main__ import main
 

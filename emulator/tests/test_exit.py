@@ -6,11 +6,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_lab.measuring.compile_check import build
-from tests.emulator.checking import PAIR, everywhere, found, grid2, place
+from emulator.tests.checking import PAIR, build, everywhere, found, grid2, place, tlx
 from tritonemu import EarlyExit, InvalidKernel, MissingFence, run
 
 # The end of a CTA of a cluster.
@@ -132,7 +130,7 @@ def test_ctas_with_mmas_of_pairs_wait_for_each_other(tasks, leave):
     constants = {"TASKS": tasks, "LEAVE": leave}
     made = build(
         pair_kernel, {"x_ptr": "*fp32"}, constants, capability=100,
-        options={"num_warps": 4, **PAIR},
+        **PAIR,
     )  # fmt: skip
     waits = len(re.findall(r"barrier\.cluster\.wait", made.asm["ptx"]))
     assert waits == (2 if leave else 3)
@@ -235,9 +233,9 @@ def same(x, y):
 def test_fences_before_copies(fence, bulk):
     """The compiler leaves them to the kernel."""
     everywhere(fence_kernel, (2,), tiles, same, FENCE=fence, BULK=bulk, **PAIR)
-    types, options = {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"num_warps": 4, **PAIR}
+    types = {"x_ptr": "*fp32", "y_ptr": "*fp32"}
     for name, fences in (("none", 0), (fence, 1)):
-        ptx = build(fence_kernel, types, {"FENCE": name, "BULK": bulk}, options=options).asm["ptx"]
+        ptx = build(fence_kernel, types, {"FENCE": name, "BULK": bulk}, **PAIR).asm["ptx"]
         assert len(re.findall(r"fence\.proxy\.async", ptx)) == fences
 
 

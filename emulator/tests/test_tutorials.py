@@ -4,7 +4,6 @@ import time
 from functools import partial
 
 import pytest
-import torch
 
 import tritonemu
 
@@ -59,8 +58,7 @@ def test_the_published_gdpa_races_once_its_registers_are_not_refused(tmp_path):
         (
             "sm_90",
             partial(
-                hopper.attention, f"{hopper.PIPELINED[0]}.py", hopper.PIPELINED[1], None,
-                heads=1, rows=512, head_dim=128, dtype=torch.bfloat16,
+                hopper.attention, f"{hopper.PIPELINED[0]}.py", hopper.PIPELINED[1], **hopper.LARGE
             ),
             0.5,
         ),

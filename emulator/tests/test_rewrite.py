@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_lab.measuring.compile_check import build
+from emulator.tests.checking import build
 from tritonemu import DeviceAssertion, InvalidKernel, Unsupported, run
 
 SIZE = tl.constexpr(4)
@@ -84,7 +84,7 @@ def constexpr_of_a_value_kernel(x_ptr, out_ptr, n):
 def test_constexpr_of_a_value_is_that_value():
     """As in fbtriton 3.7.4, which compiles it."""
     types = {"x_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
-    build(constexpr_of_a_value_kernel, types, {}, options={"num_warps": 4})
+    build(constexpr_of_a_value_kernel, types)
     out = torch.zeros(1)
     run(constexpr_of_a_value_kernel, (1,), torch.ones(1), out, 2)
     assert out[0] == 1 / 8

@@ -6,11 +6,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_lab.measuring.compile_check import build
-from tests.emulator.checking import everywhere, found, place
+from emulator.tests.checking import build, everywhere, found, place, tlx
 from tritonemu import (
     AliasedWait,
     BarrierMisuse,
@@ -747,7 +745,7 @@ USES = {
 
 def test_the_code_of_a_kernel_has_barriers_of_the_compilers():
     types = {"x_ptr": "*fp32", "out_ptr": "*fp32"}
-    made = build(compilers_kernel, types, {"NUMBER": 15}, options={"num_warps": 4})
+    made = build(compilers_kernel, types, {"NUMBER": 15})
     used = re.findall(r"\b(?:bar|barrier)\.sync\s+(\d+)", made.asm["ptx"])
     assert set(map(int, used)) == {*USES, 15}
 

@@ -322,7 +322,6 @@ class Search:
 HEADER = """
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 
 
 @triton.jit

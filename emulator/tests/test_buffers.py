@@ -6,32 +6,20 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.launches import launches
-from gdpa_lab.measuring.compile_check import build, build_launch
-from gdpa_lab.report import studies
-from tests.emulator.checking import place
+from emulator.tests.checking import PAIR, build, nothing, place, tlx
 from tritonemu import (
     InvalidKernel,
     OutOfBounds,
     ResourceLimit,
     UninitializedRead,
     Unsupported,
-    enabled,
     run,
 )
 from tritonemu.buffers import Storage
-
-
-def nothing(*shape, dtype=torch.float32):
-    """An output that shows what was left out."""
-    return torch.full(shape, -1, dtype=dtype)
-
 
 # Views of shared memory.
 
@@ -577,19 +565,19 @@ def packed_kernel(
 def test_64_rows_leave_half_of_the_lanes_to_another_allocation(shapes, columns):
     """Columns as in the compiler's allocation, whose `tmem_size` is the next power of two."""
     given = dict(zip("ABCD", shapes, strict=True))
-    types, options, out = {"out_ptr": "*fp32"}, {"num_warps": 4}, torch.zeros(4)
+    types, out = {"out_ptr": "*fp32"}, torch.zeros(4)
     if columns > 512:
         with pytest.raises(ResourceLimit, match=f"512 columns, got {columns}"):
             run(packed_kernel, (1,), out, arch="sm_100", **given)
         with pytest.raises(OutOfResources, match=f"tensor memory, Required: {columns}"):
-            build(packed_kernel, types, given, capability=100, options=options)
+            build(packed_kernel, types, given, capability=100)
         return
     report = run(packed_kernel, (1,), out, arch="sm_100", **given)
     sums = [value * rows * cols for value, (rows, cols, _) in enumerate(shapes, 1)]
     assert out.tolist() == sums and report.tensor_columns == columns
     pair = {"races": False, "ctas_per_cga": (2, 1, 1)}
     assert run(packed_kernel, (2,), out, arch="sm_100", **given, **pair).tensor_columns == columns
-    made = build(packed_kernel, types, given, capability=100, options=options)
+    made = build(packed_kernel, types, given, capability=100)
     assert made.metadata.tmem_size == 2 ** (columns - 1).bit_length()
 
 
@@ -639,8 +627,7 @@ def test_64_rows_are_those_of_a_pair_if_a_product_of_the_pair_writes_them(two, c
     assert report.tensor_columns == columns
     types = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"}
     constants = {"TWO": two, "SLICES": not two, "ORDER": 0}
-    options = {"num_warps": 4, "ctas_per_cga": (2, 1, 1)}
-    made = build(rows64_dot_kernel, types, constants, capability=100, options=options)
+    made = build(rows64_dot_kernel, types, constants, capability=100, **PAIR)
     assert made.metadata.tmem_size == columns
     if two:
         for match, more in (
@@ -677,8 +664,7 @@ def test_operands_in_tensor_memory_share_their_lanes(first):
     torch.testing.assert_close(out, v.float().sum(0).expand(64, 128))
     assert report.tensor_columns == 160
     types = {"v_ptr": "*bf16", "out_ptr": "*fp32"}
-    options = {"num_warps": 4}
-    made = build(beside_kernel, types, {"FIRST": first}, capability=100, options=options)
+    made = build(beside_kernel, types, {"FIRST": first}, capability=100)
     assert made.metadata.tmem_size == 256
 
 
@@ -741,7 +727,7 @@ def test_what_a_task_stages_for_tma_counts():
     descs = [TensorDescriptor.from_tensor(tensor, [64, 64]) for tensor in (x, y)]
     types = dict.fromkeys(("x_desc", "y_desc"), "tensordesc<bf16[64, 64]>")
     for buffers in (4, 52):
-        made = build(staged_kernel, types, {"BUFFERS": buffers}, options={"num_warps": 4})
+        made = build(staged_kernel, types, {"BUFFERS": buffers})
         report = run(staged_kernel, (1,), *descs, BUFFERS=buffers)
         assert y[::64, 0].tolist() == [1, 2, 3]
         assert report.shared_bytes == 4096 * buffers + 2 * 8192
@@ -752,15 +738,7 @@ def test_what_a_task_stages_for_tma_counts():
         place(staged_kernel, "([0, 0], tl.full")[1], place(staged_kernel, "x_desc.load")[1]
     )  # fmt: skip
     with pytest.raises(OutOfResources, match="shared memory"):
-        build(staged_kernel, types, {"BUFFERS": 53}, options={"num_warps": 4})
-
-
-@pytest.mark.parametrize("impl", ("v4_warp_specialized", "v8_own_waits"))
-def test_the_shared_memory_of_a_rung_is_the_compilers(impl):
-    with enabled() as reports, launches() as seen:
-        ladder.rung(impl).module().forward(studies.batch((256,)))
-    made = build_launch(seen[-1])
-    assert 0 < made.metadata.shared - reports[-1].shared_bytes < 256
+        build(staged_kernel, types, {"BUFFERS": 53})
 
 
 @triton.jit
@@ -831,9 +809,7 @@ def groups_kernel(
 def test_a_warp_group_gets_the_most_that_one_of_its_tasks_asks_for(math, a, b, warps, dropped):
     """Where the emulator warns, the compiler drops all requests."""
     constants = {"MATH": math, "A": a, "B": b, "WARPS": warps}
-    made = build(
-        groups_kernel, {"out_ptr": "*i32"}, constants, capability=100, options={"num_warps": 4}
-    )
+    made = build(groups_kernel, {"out_ptr": "*i32"}, constants, capability=100)
     assert ("setmaxnreg" in made.asm["ptx"]) == (dropped is None)
     out = torch.zeros(4, dtype=torch.int32)
     with warnings.catch_warnings(record=True) as shown:
@@ -858,7 +834,7 @@ def some_registers_kernel(out_ptr):
 
 def test_all_tasks_name_registers_or_none():
     with pytest.raises(CompilationError, match="either ALL or NONE"):
-        build(some_registers_kernel, {"out_ptr": "*i32"}, {}, options={"num_warps": 4})
+        build(some_registers_kernel, {"out_ptr": "*i32"})
     with pytest.raises(InvalidKernel, match="must name registers, or none"):
         run(some_registers_kernel, (1,), torch.zeros(3, dtype=torch.int32))
 

@@ -4,10 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 
-from gdpa_lab.measuring.compile_check import build
-from tests.emulator.checking import place
+from emulator.tests.checking import build, place, tlx
 from tritonemu import InvalidKernel, Unsupported, run
 from tritonemu.compiling import ask_front_end
 
@@ -283,7 +281,7 @@ def test_variables_of_tasks_are_their_own():
     y = torch.zeros(2)
     run(task_kernel, (1,), y, 3)
     assert y.tolist() == [2, 1]
-    build(task_kernel, {"y_ptr": "*fp32", "n": "i32"}, {}, options={"num_warps": 4})
+    build(task_kernel, {"y_ptr": "*fp32", "n": "i32"})
     with pytest.raises(InvalidKernel, match="x is not defined here"):
         run(unknown_kernel, (1,), y)
 

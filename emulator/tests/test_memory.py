@@ -4,11 +4,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools import ragged_tma
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.emulator.checking import place
+from emulator.tests.checking import place, tlx
 from tritonemu import (
     DescriptorError,
     InvalidKernel,

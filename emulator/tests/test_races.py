@@ -6,12 +6,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.emulator.checking import PAIR, everywhere, fill, found, grid2, place
+from emulator.tests.checking import PAIR, everywhere, fill, found, grid2, place, tlx
 from tritonemu import InvalidKernel, Race, Unsupported, run
 from tritonemu.clocks import Clock, Shadow
 from tritonemu.orders import Order
