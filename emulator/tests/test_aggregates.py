@@ -109,6 +109,7 @@ def launched(early=False, named=True, **options):
     return x, out, report
 
 
+@pytest.mark.tlx
 def test_members_of_tasks_and_functions():
     x, out, report = launched()
     expected = x.relu().reshape(5, 16, 16).sum((0, 2)) + 12
@@ -116,6 +117,7 @@ def test_members_of_tasks_and_functions():
     assert report.barriers == 4 and set(report.warps) == {"load", "total"}
 
 
+@pytest.mark.tlx
 @pytest.mark.parametrize(
     "named, names", [(True, ("x", "x_full", "x_empty")), (False, ("x.buffer", "x.full", "x.empty"))]
 )
@@ -126,6 +128,7 @@ def test_names(named, names):
     assert targets == {f"{name}[{i}]" for name in names for i in (0, 1)}
 
 
+@pytest.mark.tlx
 def test_races_through_members():
     with pytest.raises(Race, match=r"writes x\[0\] of CTA 0, which total of CTA 0 reads"):
         launched(early=True)

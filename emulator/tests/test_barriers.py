@@ -23,6 +23,8 @@ from tritonemu import (
     run,
 )
 
+pytestmark = pytest.mark.tlx
+
 
 def arrivals(report, barrier, kind="arrive"):
     """(lane, phase, pending arrivals, missing bytes) of the events of a barrier, in their order."""

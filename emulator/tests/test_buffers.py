@@ -21,6 +21,8 @@ from tritonemu import (
 )
 from tritonemu.buffers import Storage
 
+pytestmark = pytest.mark.tlx
+
 # Views of shared memory.
 
 

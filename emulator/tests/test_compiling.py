@@ -20,6 +20,7 @@ def scratch_kernel(y_desc):
     y_desc.store([0, 0], tlx.local_load(big[6]))
 
 
+@pytest.mark.tlx
 def test_shared_memory_that_the_compiler_adds():
     y = TensorDescriptor.from_tensor(torch.zeros(128, 128).bfloat16(), [128, 128])
     run(scratch_kernel, (1,), y)
@@ -56,6 +57,7 @@ def registers_kernel(y_ptr):
             tl.store(y_ptr + 2, 3.0)
 
 
+@pytest.mark.tlx
 def test_registers_that_the_compiler_drops():
     with pytest.warns(UserWarning, match="drops the registers= of the tasks of registers_kernel"):
         run(registers_kernel, (1,), torch.zeros(3), compile=True)

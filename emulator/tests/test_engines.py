@@ -113,6 +113,7 @@ def product_kernel(
     tlx.barrier_wait(done[0], 0)
 
 
+@pytest.mark.tlx
 @pytest.mark.parametrize(
     "rows, columns, tensor, two, multiplies, reads",
     (

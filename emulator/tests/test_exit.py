@@ -11,6 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from emulator.tests.checking import PAIR, build, everywhere, found, grid2, place, tlx
 from tritonemu import EarlyExit, InvalidKernel, MissingFence, run
 
+pytestmark = pytest.mark.tlx
+
 # The end of a CTA of a cluster.
 
 

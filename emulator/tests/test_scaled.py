@@ -88,6 +88,7 @@ def copy_kernel(x_ptr, y_ptr, WAIT: tl.constexpr):
     tl.store(y_ptr + at, tlx.local_load(target[0]))
 
 
+@pytest.mark.tlx
 def test_copies_to_tensor_memory():
     x, y = torch.randn(128, 64), torch.zeros(128, 64)
     run(copy_kernel, (1,), x, y, WAIT=True, arch="sm_100")
@@ -103,6 +104,7 @@ def round_kernel(x_ptr, bits_ptr, y_ptr, N: tl.constexpr):
     tl.store(y_ptr + at, tlx.stoch_round(x, y_ptr.dtype.element_ty, bits))
 
 
+@pytest.mark.tlx
 @pytest.mark.parametrize(
     "dtype", (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 )

@@ -277,6 +277,7 @@ def unknown_kernel(y_ptr):
             tl.store(y_ptr + 1, x)
 
 
+@pytest.mark.tlx
 def test_variables_of_tasks_are_their_own():
     y = torch.zeros(2)
     run(task_kernel, (1,), y, 3)

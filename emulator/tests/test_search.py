@@ -16,6 +16,8 @@ from tritonemu import EmulatorError, enabled, run
 from tritonemu.orders import Priorities, order_of
 from tritonemu.search import Search, _Tree
 
+pytestmark = pytest.mark.tlx
+
 MAX_STEPS = 2000
 # Of all interleavings, where there are more.
 MOST = 400

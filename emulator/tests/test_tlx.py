@@ -24,6 +24,8 @@ from tritonemu import (
 )
 from tritonemu.__main__ import main
 
+pytestmark = pytest.mark.tlx
+
 
 def normal(*shape, dtype=torch.float16, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

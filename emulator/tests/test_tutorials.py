@@ -10,6 +10,8 @@ import tritonemu
 from .tutorials import blackwell, cases, hopper
 from .tutorials.cases import run_case
 
+pytestmark = pytest.mark.tlx
+
 CASES = {case.name: case for case in (*hopper.CASES, *blackwell.CASES)}
 RANDOM_SCHEDULES = 8
 
