@@ -107,6 +107,22 @@ def everywhere(
         check(*values)
 
 
+def refused(
+    error: type[Exception] | tuple[type[Exception], ...],
+    match: str | None,
+    kernel: Any,
+    *arguments: Any,
+    grid: Any = (1,),
+    at: str | None = None,
+    **options: Any,
+) -> Any:
+    """Run once, which must raise `error`; at: text of its line in the kernel. Returns the error."""
+    with pytest.raises(error, match=match) as caught:
+        run(kernel, grid, *arguments, **options)
+    assert at is None or (caught.value.file, caught.value.line) == place(kernel, at)
+    return caught.value
+
+
 def found(
     error: type[EmulatorError] | tuple[type[EmulatorError], ...],
     kernel: Any,
@@ -115,10 +131,8 @@ def found(
     match: str | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Run under every schedule; each must raise `error`. Returns the errors, the modelled first."""
-    errors = []
-    for schedule in SCHEDULES:
-        with pytest.raises(error, match=match) as caught:
-            run(kernel, grid, *arguments(), schedule=schedule, **options)
-        errors.append(caught.value)
-    return errors
+    """`refused` under every schedule, each time on fresh arguments: the modelled error first."""
+    return [
+        refused(error, match, kernel, *arguments(), grid=grid, schedule=schedule, **options)
+        for schedule in SCHEDULES
+    ]

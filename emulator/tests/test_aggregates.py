@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import tlx
+from emulator.tests.checking import refused, tlx
 from tritonemu import InvalidKernel, Race, Unsupported, run
 
 
@@ -165,8 +165,7 @@ def unknown_member_kernel(n):
     ],
 )
 def test_misuse(kernel, message):
-    with pytest.raises(InvalidKernel, match=message):
-        run(kernel, (1,), 5)
+    refused(InvalidKernel, message, kernel, 5)
 
 
 @triton.aggregate
@@ -202,5 +201,4 @@ def test_constructors():
     out = torch.zeros(4, dtype=torch.int32)
     run(doubled_kernel, (1,), out, N=4)
     assert out.tolist() == [4] * 4
-    with pytest.raises(Unsupported, match="Builtin.__init__"):
-        run(builtin_kernel, (1,))
+    refused(Unsupported, "Builtin.__init__", builtin_kernel)

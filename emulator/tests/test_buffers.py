@@ -10,7 +10,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import PAIR, build, nothing, place, tlx
+from emulator.tests.checking import PAIR, build, nothing, place, refused, tlx
 from tritonemu import (
     InvalidKernel,
     OutOfBounds,
@@ -55,8 +55,7 @@ def test_indices():
     for i in (2, -1):
         with pytest.raises(OutOfBounds, match=f"ring of CTA 0 has 2 buffers, got index {i}"):
             run(view_kernel, (1,), i, WHOLE=False)
-    with pytest.raises(InvalidKernel, match="ring is 2 buffers; index it"):
-        run(view_kernel, (1,), 0, WHOLE=True)
+    refused(InvalidKernel, "ring is 2 buffers; index it", view_kernel, 0, WHOLE=True)
 
 
 @triton.jit
@@ -76,8 +75,7 @@ def test_a_row_of_a_buffer():
         expected = torch.zeros(4, 16, dtype=torch.int32)
         expected[row] = torch.arange(1, 17)
         assert torch.equal(out, expected)
-    with pytest.raises(OutOfBounds):
-        run(rows_kernel, (1,), out, 4)
+    refused(OutOfBounds, None, rows_kernel, out, 4)
 
 
 @triton.jit
@@ -167,8 +165,7 @@ def test_other_shapes_and_types_of_the_same_bytes(how, dtype):
 
 @pytest.mark.parametrize("how", ("too large", "too small", "a window"))
 def test_views_that_do_not_fit(how):
-    with pytest.raises(InvalidKernel):
-        run(seen_otherwise_kernel, (1,), nothing(256), HOW=how)
+    refused(InvalidKernel, None, seen_otherwise_kernel, nothing(256), HOW=how)
 
 
 @triton.jit
@@ -266,10 +263,8 @@ def spec_twice_kernel(SIZE: tl.constexpr):
 
 
 def test_misused_specs():
-    with pytest.raises(InvalidKernel, match="takes one set_buffer_overlap, got two"):
-        run(spec_twice_kernel, (1,), SIZE=256)
-    with pytest.raises(InvalidKernel, match="must fit the 255 bytes .* got 256"):
-        run(spec_twice_kernel, (1,), SIZE=255)
+    refused(InvalidKernel, "takes one set_buffer_overlap, got two", spec_twice_kernel, SIZE=256)
+    refused(InvalidKernel, "must fit the 255 bytes .* got 256", spec_twice_kernel, SIZE=255)
 
 
 # Tensor memory.
@@ -315,8 +310,7 @@ def test_columns_of_tensor_memory(where):
     ),
 )
 def test_wrong_slices_of_tensor_memory(where, arch, error, message):
-    with pytest.raises(error, match=message):
-        run(columns_kernel, (1,), nothing(128, 64), WHERE=where, arch=arch)
+    refused(error, message, columns_kernel, nothing(128, 64), WHERE=where, arch=arch)
 
 
 # A number in each 16-bit half of a column: i in both halves.
@@ -636,8 +630,7 @@ def test_64_rows_are_those_of_a_pair_if_a_product_of_the_pair_writes_them(two, c
             ("a slice of acc.1., whose 64 rows", {"SLICES": True, "ORDER": 0}),
             ("acc.0., 64 rows both of a pair", {"SLICES": False, "ORDER": 1}),
         ):
-            with pytest.raises(Unsupported, match=match):
-                run(rows64_dot_kernel, (2,), a, b, out, **more, **given)
+            refused(Unsupported, match, rows64_dot_kernel, a, b, out, **more, **given, grid=(2,))
 
 
 @triton.jit
@@ -877,8 +870,7 @@ def test_unwritten_memory(tensor):
 
 
 def test_memory_is_new_in_every_cta():
-    with pytest.raises(UninitializedRead):
-        run(left_over_kernel, (2,))
+    refused(UninitializedRead, None, left_over_kernel, grid=(2,))
     run(left_over_kernel, (1,))
 
 

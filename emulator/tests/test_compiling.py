@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import tlx
+from emulator.tests.checking import refused, tlx
 from tritonemu import InvalidKernel, ResourceLimit, Unsupported, run
 from tritonemu.__main__ import main
 
@@ -24,8 +24,7 @@ def scratch_kernel(y_desc):
 def test_shared_memory_that_the_compiler_adds():
     y = TensorDescriptor.from_tensor(torch.zeros(128, 128).bfloat16(), [128, 128])
     run(scratch_kernel, (1,), y)
-    with pytest.raises(ResourceLimit, match="compiled kernel needs 262144"):
-        run(scratch_kernel, (1,), y, compile=True)
+    refused(ResourceLimit, "compiled kernel needs 262144", scratch_kernel, y, compile=True)
 
 
 @triton.jit
@@ -40,8 +39,7 @@ def refused_kernel(y_ptr, n):
 
 def test_refusals_are_quoted():
     y = torch.zeros(1)
-    with pytest.raises(Unsupported, match="Break"):
-        run(refused_kernel, (1,), y, 2)
+    refused(Unsupported, "Break", refused_kernel, y, 2)
     with pytest.raises(InvalidKernel, match="the compiler refuses this kernel: .*Break"):
         run(refused_kernel, (1,), y, 2, compile=True)
 

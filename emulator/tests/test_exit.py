@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import PAIR, build, everywhere, found, grid2, place, tlx
+from emulator.tests.checking import PAIR, build, everywhere, found, grid2, place, refused, tlx
 from tritonemu import EarlyExit, InvalidKernel, MissingFence, run
 
 pytestmark = pytest.mark.tlx
@@ -144,8 +144,7 @@ def test_ctas_with_mmas_of_pairs_wait_for_each_other(tasks, leave):
     if not leave:
         everywhere(pair_kernel, (2,), arguments, **options)
         return
-    for error in found(EarlyExit, pair_kernel, (2,), arguments, **options):
-        assert (error.file, error.line) == place(pair_kernel, "# last")
+    for error in found(EarlyExit, pair_kernel, (2,), arguments, **options, at="# last"):
         assert error.what == "last"
 
 
@@ -294,5 +293,4 @@ def scope_kernel():
 
 
 def test_scopes_of_fences():
-    with pytest.raises(InvalidKernel, match='must be "gpu", "sys" or "async_shared", got \'cta\''):
-        run(scope_kernel, (1,))
+    refused(InvalidKernel, 'must be "gpu", "sys" or "async_shared", got \'cta\'', scope_kernel)

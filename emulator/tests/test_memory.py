@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.tools import ragged_tma
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import place, tlx
+from emulator.tests.checking import place, refused, tlx
 from tritonemu import (
     DescriptorError,
     InvalidKernel,
@@ -114,9 +114,8 @@ def test_a_nan_is_traced_to_the_load(how):
         run(grown_kernel, (1,), x, y, desc, 5, HOW=how)
         assert out.isfinite().all()
         return
-    with pytest.raises(UndefinedValue) as caught:
-        run(grown_kernel, (1,), x, y, desc, 5, HOW=how)
-    assert caught.value.other == place(grown_kernel, "# this one")
+    error = refused(UndefinedValue, None, grown_kernel, x, y, desc, 5, HOW=how)
+    assert error.other == place(grown_kernel, "# this one")
     run(grown_kernel, (1,), x, y, desc, 5, HOW=how, masked="zero")
     run(grown_kernel, (1,), x, y, desc, 16, HOW=how)
 
@@ -179,10 +178,9 @@ def overlap_kernel(out_ptr, STEP: tl.constexpr):
 def test_race_between_programs():
     out = torch.zeros(64, dtype=torch.int32)
     assert run(overlap_kernel, (4,), out, STEP=8).checks["race"] == 4
-    with pytest.raises(Race, match="out_ptr") as caught:
-        run(overlap_kernel, (4,), out, STEP=7)
-    assert caught.value.programs == ((0, 0, 0), (1, 0, 0))
-    assert caught.value.other == (caught.value.file, caught.value.line)
+    error = refused(Race, "out_ptr", overlap_kernel, out, STEP=7, grid=(4,))
+    assert error.programs == ((0, 0, 0), (1, 0, 0))
+    assert error.other == (error.file, error.line)
     run(overlap_kernel, (4,), out, STEP=7, races=False)
 
 
@@ -196,8 +194,7 @@ def two_views_kernel(a_ptr, b_ptr):
 
 def test_race_through_views_of_another_type():
     storage = torch.zeros(8, dtype=torch.int32)
-    with pytest.raises(Race, match="b_ptr"):
-        run(two_views_kernel, (2,), storage, storage.view(torch.int16))
+    refused(Race, "b_ptr", two_views_kernel, storage, storage.view(torch.int16), grid=(2,))
     run(two_views_kernel, (2,), storage[1:], storage.view(torch.int16))
 
 
@@ -309,8 +306,7 @@ def same_box_kernel(x_desc, out_desc):
 def test_race_between_boxes():
     x = torch.arange(16 * 16.0).reshape(16, 16)
     descs = [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, torch.zeros(8, 16))]
-    with pytest.raises(Race, match="out_desc"):
-        run(same_box_kernel, (2,), *descs)
+    refused(Race, "out_desc", same_box_kernel, *descs, grid=(2,))
 
 
 def test_two_programs_may_store_the_same_bits():
@@ -363,8 +359,7 @@ def wrong_kernel(desc, big, HOW: tl.constexpr):
 )
 def test_wrong_uses_of_a_descriptor(how, error, message):
     desc = TensorDescriptor.from_tensor(torch.ones(4, 16), [4, 16])
-    with pytest.raises(error, match=message):
-        run(wrong_kernel, (1,), desc, 2**31, HOW=how)
+    refused(error, message, wrong_kernel, desc, 2**31, HOW=how)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import tlx
+from emulator.tests.checking import refused, tlx
 from tritonemu import InvalidKernel, Race, UninitializedRead, run
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -64,8 +64,7 @@ def test_gather_and_scatter_of_descriptors():
     x, y, out = torch.randn(20, 16), torch.zeros(24, 8), torch.zeros(8, 8)
     rows = torch.tensor([3, 0, 19, 7, 8, 2, 5, 21], dtype=torch.int32)
     given = TensorDescriptor.from_tensor(x, [1, 8]), TensorDescriptor.from_tensor(y, [1, 8])
-    with pytest.raises(InvalidKernel, match="gather needs arch sm_100"):
-        run(gather_kernel, (1,), *given, rows, out)
+    refused(InvalidKernel, "gather needs arch sm_100", gather_kernel, *given, rows, out)
     run(gather_kernel, (1,), *given, rows, out, arch="sm_100")
     padded = torch.cat((x, torch.zeros(4, 16)))
     torch.testing.assert_close(out, padded[rows.long(), 4:12])
@@ -93,8 +92,7 @@ def test_copies_to_tensor_memory():
     x, y = torch.randn(128, 64), torch.zeros(128, 64)
     run(copy_kernel, (1,), x, y, WAIT=True, arch="sm_100")
     torch.testing.assert_close(y, x)
-    with pytest.raises((Race, UninitializedRead), match="target"):
-        run(copy_kernel, (1,), x, y, WAIT=False, arch="sm_100")
+    refused((Race, UninitializedRead), "target", copy_kernel, x, y, WAIT=False, arch="sm_100")
 
 
 @triton.jit
