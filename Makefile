@@ -14,7 +14,7 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 # The newest two minor versions of Triton itself, for the emulator.
 UPSTREAM := 3.9.0 3.8.0
 
-.PHONY: book test test-processors test-nightly test-upstream packages measure \
+.PHONY: book test test-processors test-nightly mutants test-upstream packages measure \
   compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
@@ -48,6 +48,10 @@ test-processors: $(READY)
 # What takes too long for `make test`: every promise compiled, more random calls, others by SEED.
 test-nightly: $(READY)
 	$(PYTEST) --nightly --seed $(SEED)
+
+# Every mutant of every kernel; `make test` runs a fixed sample, the nightly tests run them too.
+mutants: $(READY)
+	$(PYTEST) --nightly -k all_mutants
 
 # The emulator's tests without TLX under Triton itself, which stands before fbtriton on the path.
 test-upstream: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)

@@ -35,8 +35,9 @@ try:
 except ImportError:
     tlx = _Absent("tlx")
 
+# Of a program at most, on sm_90 and sm_100.
 SHARED_BYTES = 232_448
-"""Of a program at most, on sm_90 and sm_100."""
+TENSOR_COLUMNS = 512
 
 # Launch options of a cluster of two CTAs.
 PAIR = {"ctas_per_cga": (2, 1, 1)}
@@ -77,7 +78,7 @@ def build(
     """What the compiler makes of `kernel` for sm_<capability>; nothing runs.
 
     types: Triton's types of the arguments that are no constants. Raises OutOfResources for a
-    kernel that needs more shared memory than there is.
+    kernel that needs more memory than there is.
     """
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     at = {name: (index,) for index, name in enumerate(kernel.arg_names)}
@@ -88,8 +89,13 @@ def build(
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": 4, **options},
     )
-    if made.metadata.shared > SHARED_BYTES:
-        raise OutOfResources(made.metadata.shared, SHARED_BYTES, "shared memory")
+    metadata = made.metadata
+    for needs, most, what in (
+        (metadata.shared, SHARED_BYTES, "shared memory"),
+        (metadata.tmem_size or 0, TENSOR_COLUMNS, "tensor memory"),
+    ):
+        if needs > most:
+            raise OutOfResources(needs, most, what)
     return made
 
 

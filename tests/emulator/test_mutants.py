@@ -1,8 +1,8 @@
 """Nearly every mistake in the synchronisation of a kernel is found; the others have a reason.
 
-For every kernel all mutants (see `mutants`) of the lines that its launches execute are run. Those
-that nothing notices must be the ones listed in HARMLESS, each with the reason why the kernel still
-computes the same, without a race.
+For every kernel mutants (see `mutants`) of the lines that its launches execute are run: a sample,
+and all by `make mutants` and at night. Those that nothing notices must be the ones listed in
+HARMLESS, each with the reason why the kernel still computes the same, without a race.
 `pytest -s` prints how many of each kind were found, and how.
 """
 
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tritonemu
-from emulator.tests.mutants import KINDS, Mutant, enumerate_mutants, executed_lines, judge
+from emulator.tests.mutants import KINDS, SAMPLED, Mutant, executed, judge, sampled
 from emulator.tests.test_search import explored
 from emulator.tests.tutorials import cases, hopper
 from emulator.tests.tutorials.cases import Case, run_case
@@ -290,54 +290,38 @@ HARMLESS = {
 
 
 @cache
-def _executed(name: str) -> tuple[list[tuple[Mutant, list[partial]]], list[Mutant]]:
-    """The mutants with the launches that execute the changed line, and those without any."""
+def _executed(name: str) -> list[tuple[Mutant, list[partial]]]:
+    """All mutants, each with the launches that execute what it changes."""
     subject = SUBJECTS[name]
-    module = _import(subject.path)
     launches = [partial(_launch, case) for case in subject.launches]
-    lines = [
-        executed_lines(subject.path, partial(launch, module, "modelled")) for launch in launches
-    ]
-    tested, others = [], []
-    for mutant in enumerate_mutants(subject.path, subject.kernel):
-        first, last = mutant.lines
-        used = [
-            launch
-            for launch, executed in zip(launches, lines, strict=True)
-            if not executed.isdisjoint(range(first, last + 1))
-        ]
-        if used:
-            tested.append((mutant, used))
-        else:
-            others.append(mutant)
-    return tested, others
+    return executed(subject.path, subject.kernel, _import(subject.path), launches)
 
 
+@SAMPLED
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_what_is_not_found_is_harmless(name):
-    tested, others = _executed(name)
-    errors: Counter[str] = Counter()
-    total, found = Counter(mutant.kind for mutant, _ in tested), Counter()
-    survivors = []
-    for mutant, launches in tested:
-        verdict = judge(mutant, _import, launches)
-        errors[verdict.error] += 1
-        if verdict.error:
-            found[mutant.kind] += 1
-        else:
-            survivors.append(mutant.what)
+def test_what_is_not_found_is_harmless(name, every):
+    used = {mutant: launches for mutant, launches in _executed(name) if launches}
+    tested = list(used) if every else sampled(list(used))
+    verdicts = {mutant: judge(mutant, _import, used[mutant]).error for mutant in tested}
+    errors = Counter(filter(None, verdicts.values()))
+    total = Counter(mutant.kind for mutant in tested)
+    found = Counter(mutant.kind for mutant, error in verdicts.items() if error)
     shares = ", ".join(f"{kind} {found[kind]}/{total[kind]}" for kind in KINDS if total[kind])
-    by = ", ".join(f"{error} {count}" for error, count in errors.most_common() if error)
+    by = ", ".join(f"{error} {count}" for error, count in errors.most_common())
     print(f"\n{name}: {found.total()} of {len(tested)} found: {shares}; by {by}")
-    for mutant in others:
-        print(f"  not executed: {mutant.lines[0]}: {mutant.what}")
-    assert sorted(survivors) == sorted(HARMLESS.get(name, {}))
+    for mutant, launches in _executed(name):
+        if not launches:
+            print(f"  not executed: {mutant.lines[0]}: {mutant.what}")
+    names = {mutant.what for mutant in tested}
+    survivors = {mutant.what for mutant, error in verdicts.items() if not error}
+    assert survivors == HARMLESS.get(name, {}).keys() & names
 
 
+@pytest.mark.nightly
 def test_nearly_all_are_found():
     """Which are not is tested above; so it remains to count."""
     assert HARMLESS.keys() <= SUBJECTS.keys()
-    tested = {name: len(_executed(name)[0]) for name in SUBJECTS}
+    tested = {name: sum(bool(launches) for _, launches in _executed(name)) for name in SUBJECTS}
     lost = {name: len(HARMLESS.get(name, {})) for name in SUBJECTS}
     for name in SUBJECTS:
         print(f"{name:34}{tested[name] - lost[name]:4} of {tested[name]:4}")
