@@ -16,9 +16,16 @@ CASES = {case.name: case for case in (*hopper.CASES, *blackwell.CASES)}
 RANDOM_SCHEDULES = 8
 
 
+@pytest.mark.parametrize(
+    "schedules",
+    (
+        pytest.param(("modelled", 0, 1), id="some"),
+        pytest.param(range(2, RANDOM_SCHEDULES), id="others", marks=pytest.mark.nightly),
+    ),
+)
 @pytest.mark.parametrize("name", CASES)
-def test_right_under_every_schedule(name):
-    for schedule in ("modelled", *range(RANDOM_SCHEDULES)):
+def test_right_under_every_schedule(name, schedules):
+    for schedule in schedules:
         run_case(CASES[name], schedule)
 
 
