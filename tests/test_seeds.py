@@ -28,7 +28,7 @@ BACKWARDS = [f"test_draws.py::test_{name}" for name in ("example", "draw[b]", "d
 
 def drawn(folder: Path, *arguments: str) -> dict:
     """What the tests of DRAWS draw, in a process of their own."""
-    shutil.copy(Path(__file__).with_name("conftest.py"), folder)
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", folder)
     (folder / "test_draws.py").write_text(DRAWS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)

@@ -6,9 +6,7 @@ import textwrap
 
 import pytest
 
-pytest.importorskip("triton.language.extra.tlx")
-
-from tritonemu.__main__ import main  # noqa: E402
+from tritonemu.__main__ import main
 
 SCRIPT = """
     import torch, triton
@@ -64,6 +62,7 @@ def script(tmp_path):
     return path
 
 
+@pytest.mark.tlx
 @pytest.mark.parametrize("search", ("random", "pct", "exhaustive"))
 def test_a_finding_of_a_search(script, tmp_path, capsys, search):
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "html", "svg")}
@@ -101,6 +100,7 @@ def test_a_finding_of_a_search(script, tmp_path, capsys, search):
     assert capsys.readouterr().err == printed
 
 
+@pytest.mark.tlx
 def test_a_deadlock_shows_the_source_of_each_wait(script, tmp_path, capsys):
     assert main([f"{script}:waiting", "--json", str(tmp_path / "r.json")]) == 1
     assert "default of CTA 0: " in capsys.readouterr().err
@@ -110,6 +110,7 @@ def test_a_deadlock_shows_the_source_of_each_wait(script, tmp_path, capsys):
     assert found["places"][-1]["calls"][-1]["source"] == "tlx.barrier_wait(done, 0)"
 
 
+@pytest.mark.tlx
 def test_a_report_without_a_finding(script, tmp_path, capsys):
     files = tmp_path / "r.json", tmp_path / "r.html"
     options = ["--search", "exhaustive", "--json", str(files[0]), "--html", str(files[1])]
@@ -124,6 +125,7 @@ def test_a_report_without_a_finding(script, tmp_path, capsys):
     assert "1 class of interleavings, in 2 executions" in capsys.readouterr().out
 
 
+@pytest.mark.tlx
 def test_a_program_that_fails_names_its_schedule(tmp_path, capsys):
     path = tmp_path / "wrong.py"
     lines = (

@@ -8,7 +8,7 @@ import pytest
 import tritonemu
 
 PACKAGE = Path(tritonemu.__file__).parent
-FOREIGN = {"gdpa_kernels", "tests", "notebooks"}
+FOREIGN = {"gdpa_kernels", "gdpa_lab", "tests", "notebooks"}
 
 
 def imported(path: Path) -> set[str]:
@@ -22,10 +22,29 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
-def test_it_imports_nothing_of_the_repository_it_lies_in(path):
-    assert not imported(path) & FOREIGN
-    assert "gdpa_kernels" not in path.read_text(encoding="utf-8")
+@pytest.mark.parametrize("folder", (PACKAGE, Path(__file__).parent), ids=lambda path: path.name)
+def test_it_and_its_tests_import_nothing_of_the_repository_they_lie_in(folder):
+    for path in folder.rglob("*.py"):
+        assert not imported(path) & FOREIGN, path
+        named = "gdpa_kernels" in path.read_text(encoding="utf-8")
+        assert not named or path == Path(__file__), path
+
+
+def test_tests_that_need_tlx_are_told_by_their_marker():
+    """Files take TLX from `checking`, where a call fails without fbtriton: no test is skipped."""
+    upstream = 0
+    for path in Path(__file__).parent.glob("test_*.py"):
+        text = path.read_text(encoding="utf-8")
+        modules = {
+            alias.name
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        assert not any(module.endswith("tlx") for module in modules), path
+        assert path == Path(__file__) or 'importorskip("triton' not in text, path
+        upstream += "\npytestmark = pytest.mark.tlx\n" not in text
+    assert upstream >= 20
 
 
 def test_versions_agree():

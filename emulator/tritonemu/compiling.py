@@ -49,7 +49,7 @@ def ask_front_end(
     functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
     try:
         _source(kernel, arguments).make_ir(target, parsed, functions, modules, context)
-    except CompilationError as error:
+    except (CompilationError, RuntimeError) as error:  # of its parser: the IR does not verify
         raise InvalidKernel(f"Triton refuses this kernel: {error}", ("", 0)) from error
 
 

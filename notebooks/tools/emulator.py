@@ -32,8 +32,9 @@ device = "cpu"
 data_dir = "data"
 
 # %% tags=["remove-cell"]
-from tests.emulator import hardware, mutants, test_mutants, test_tutorials  # noqa: E402
-from tests.emulator.tutorials import blackwell, hopper  # noqa: E402
+from emulator.tests import mutants, test_tutorials  # noqa: E402
+from emulator.tests.tutorials import blackwell, hopper  # noqa: E402
+from tests.emulator import hardware, test_mutants  # noqa: E402
 
 chapter = Chapter("tools/emulator", mode=mode, device=device, data_dir=data_dir)
 chapter.measure(hardware.measure)

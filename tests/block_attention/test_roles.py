@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemu
+from emulator.tests.mutants import SAMPLED, surviving
 from gdpa_kernels.block_attention import slots
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import v3_warp_specialized as v3
@@ -31,7 +32,6 @@ from tests.block_attention.cases import (
     rotaries,
     suited,
 )
-from tests.emulator.mutants import surviving
 
 RUNGS = {"v3_warp_specialized": v3, "v4_rotary": v4}
 # (math_roles, num_stages, num_turns, whether the loads of all heads, at most three, are issued
@@ -331,17 +331,17 @@ HARMLESS = {
 
 
 @emulated
+@SAMPLED
 @pytest.mark.parametrize("direction", ("forward", "backward"))
 @pytest.mark.parametrize("rung", RUNGS)
-def test_every_harmful_mistake_in_synchronisation_is_found(rung, direction):
+def test_every_harmful_mistake_in_synchronisation_is_found(rung, direction, every):
     module = RUNGS[rung]
     calls = [
         partial(_launch, SMALL[(module, *shape)], direction, stages, _expected(module, *shape))
         for *shape, stages in LAUNCHES[direction]
     ]
-    tested, survivors = surviving(module, f"{direction}_kernel", calls)
-    survivors = [mutant.what for mutant in survivors]
-    assert tested > 30 and sorted(survivors) == HARMLESS[direction]
+    judged = surviving(module, f"{direction}_kernel", calls, every)
+    assert judged.executed > 30 and judged.survivors == judged.known(HARMLESS[direction])
 
 
 @emulated
@@ -358,5 +358,5 @@ def test_every_mistake_in_giving_back_a_slot_is_found(rung, direction):
             _launch(case, direction, stages, expected, module, schedule)
 
     calls = [partial(call, *options) for options in LAUNCHES[direction]]
-    tested, survivors = surviving(slots, "release", calls)
-    assert tested == 5 and survivors == []
+    judged = surviving(slots, "release", calls)
+    assert judged.executed == 5 and judged.survivors == []

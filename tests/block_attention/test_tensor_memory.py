@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tritonemu
+from emulator.tests.mutants import SAMPLED, surviving
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import make_block_list
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
@@ -19,7 +20,6 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_lab.measuring.compile_check import SHARED_BYTES, build_launch, read
 from tests.block_attention.cases import DEVICE, NAMES, Case, check, results
-from tests.emulator.mutants import surviving
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
@@ -105,16 +105,17 @@ LAUNCHES = {
 
 
 @emulated
+@SAMPLED
 @pytest.mark.parametrize("direction", ("forward", "backward"))
-def test_every_mistake_in_synchronisation_is_found(direction):
+def test_every_mistake_in_synchronisation_is_found(direction, every):
     def launch(case, config, module, schedule):
         run(module, case, direction, config, schedule)
 
     for case, _ in LAUNCHES[direction]:
         expected(case)  # its launches execute lines of the other direction
     calls = [partial(launch, *options) for options in LAUNCHES[direction]]
-    tested, survivors = surviving(b1, f"{direction}_kernel", calls)
-    assert tested > 120 and [mutant.what for mutant in survivors] == []
+    judged = surviving(b1, f"{direction}_kernel", calls, every)
+    assert judged.executed > 120 and judged.survivors == []
 
 
 def built(direction: str, dtype=BF16, turns=FP32, heads_k=4, **case):

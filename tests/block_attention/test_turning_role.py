@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemu
+from emulator.tests.mutants import SAMPLED, surviving
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import v4a_turning_role as v4a
 from gdpa_kernels.block_attention.ladder import v4_rotary as v4
@@ -28,7 +29,6 @@ from tests.block_attention.cases import (
     poisoned,
     results,
 )
-from tests.emulator.mutants import surviving
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
@@ -310,15 +310,15 @@ HARMLESS = {
 
 
 @emulated
+@SAMPLED
 @pytest.mark.parametrize("direction", ("forward", "backward"))
-def test_every_harmful_mistake_in_synchronisation_is_found(direction):
+def test_every_harmful_mistake_in_synchronisation_is_found(direction, every):
     calls = [
         partial(_launch, case, direction, v4a.Config(**config))
         for case, config in LAUNCHES[direction]
     ]
-    tested, survivors = surviving(v4a, f"{direction}_kernel", calls)
-    survivors = [mutant.what for mutant in survivors]
-    assert tested > 40 and sorted(survivors) == HARMLESS[direction]
+    judged = surviving(v4a, f"{direction}_kernel", calls, every)
+    assert judged.executed > 40 and judged.survivors == judged.known(HARMLESS[direction])
 
 
 def built(module, direction: str, dtype=BF16, turns=FP32, heads_k=4, config=None, **case):

@@ -14,6 +14,8 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tritonemu
+from emulator.tests.tutorials import hopper
+from emulator.tests.tutorials.cases import Case, Prepared
 from gdpa_kernels import gdpa
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record
@@ -21,8 +23,6 @@ from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.session import Session
 
 from . import sanitizer
-from .tutorials import hopper
-from .tutorials.cases import Case, Prepared
 
 
 @dataclass(frozen=True)

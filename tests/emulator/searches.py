@@ -11,8 +11,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from emulator.tests.test_search import outcome
 from tests.emulator import test_mutants
-from tests.emulator.test_search import outcome
 from tritonemu import EmulatorError
 from tritonemu.orders import Priorities
 from tritonemu.search import Search, _Tree
@@ -61,7 +61,11 @@ def _finds(launches, module, schedule) -> bool:
 def print_mutants(name: str) -> None:
     """Harmful mutants of one subject that each kind of schedule finds."""
     harmless = test_mutants.HARMLESS.get(name, {})
-    tested = [each for each in test_mutants._executed(name)[0] if each[0].what not in harmless]
+    tested = [
+        (mutant, launches)
+        for mutant, launches in test_mutants._executed(name)
+        if launches and mutant.what not in harmless
+    ]
     found: Counter[str] = Counter()
     for mutant, launches in tested:
         with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemu
+from emulator.tests.mutants import SAMPLED, Mutant, enumerate_mutants, import_file, judge, surviving
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
@@ -27,7 +28,6 @@ from gdpa_kernels.gdpa.kernels import v7_wide_backward as v7
 from gdpa_lab.measuring.compile_check import Compiled, build_launch, shortest_loop
 from gdpa_lab.measuring.testing import assert_close
 from tests.block_attention.compiling import compile_launch
-from tests.emulator.mutants import Mutant, enumerate_mutants, import_file, judge, surviving
 from tests.gdpa.cases import CASES, DEVICE, Case
 from tests.gdpa.test_backward import backwards
 from tests.gdpa.test_forward import kernels_run
@@ -585,18 +585,18 @@ def _launch(
 
 
 @emulated
+@SAMPLED
 @pytest.mark.parametrize("impl", RUNGS)
-def test_every_harmful_mistake_in_synchronisation_is_found(impl):
+def test_every_harmful_mistake_in_synchronisation_is_found(impl, every):
     module = RUNGS[impl]
     launched = [
         partial(_launch, impl, *small, _launch(impl, *small, None, module, "modelled"))
         for small in SMALL[impl]
     ]
-    tested, found = surviving(module, "backward_kernel", launched)
+    judged = surviving(module, "backward_kernel", launched, every)
     known = [what for reason in SURVIVORS.get(impl, {}).values() for what in reason]
-    every = enumerate_mutants(Path(module.__file__), "backward_kernel")
-    assert tested == len(every) > 100
-    assert sorted(mutant.what for mutant in found) == sorted(known)
+    assert judged.executed == len(enumerate_mutants(Path(module.__file__), "backward_kernel")) > 100
+    assert judged.survivors == judged.known(known)
 
 
 @emulated

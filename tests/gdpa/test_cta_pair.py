@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tritonemu
+from emulator.tests.mutants import SAMPLED, Mutant, enumerate_mutants, import_file, judge, surviving
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import pairs
 from gdpa_kernels.gdpa import reference
@@ -20,7 +21,6 @@ from gdpa_kernels.gdpa.ladder import b5_cta_pair as b5
 from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.testing import assert_close
 from gdpa_lab.report import studies
-from tests.emulator.mutants import Mutant, enumerate_mutants, import_file, judge, surviving
 from tests.gdpa.cases import DEVICE, Case
 from tests.gdpa.test_forward import check
 
@@ -92,13 +92,14 @@ def launch(
 
 
 @emulated
+@SAMPLED
 @pytest.mark.parametrize("impl", RUNGS)
-def test_every_mistake_in_synchronisation_is_found(impl):
+def test_every_mistake_in_synchronisation_is_found(impl, every):
     module = RUNGS[impl]
-    tested, found = surviving(module, KERNELS[impl], [partial(launch, impl, run(impl, module))])
-    every = enumerate_mutants(Path(module.__file__), KERNELS[impl])
-    assert tested == len(every) > 90
-    assert [mutant.what for mutant in found] == []
+    launches = [partial(launch, impl, run(impl, module))]
+    judged = surviving(module, KERNELS[impl], launches, every)
+    assert judged.executed == len(enumerate_mutants(Path(module.__file__), KERNELS[impl])) > 90
+    assert judged.survivors == []
 
 
 # What is said to both CTAs, or to the leader alone; each CTA's half.

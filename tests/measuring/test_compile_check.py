@@ -13,7 +13,9 @@ from triton.runtime.errors import OutOfResources
 
 import tritonemu
 from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import launches
 from gdpa_lab.measuring import compile_check
+from gdpa_lab.report import studies
 from tests.rungs import KERNELS, launched
 
 
@@ -147,3 +149,11 @@ def test_what_does_not_fit_on_sm_120_is_refused(impl, most, monkeypatch):
         problem = rung.requires.of_call(x, x, x)
         assert (problem is None) == (head_dim == most)
     assert problem.startswith("needs a head_dim of at most 64 on sm_120") and "got 72" in problem
+
+
+@pytest.mark.parametrize("impl", ("v4_warp_specialized", "v8_own_waits"))
+def test_the_emulator_counts_shared_memory_as_the_compiler_does(impl):
+    with tritonemu.enabled() as reports, launches() as seen:
+        ladder.rung(impl).module().forward(studies.batch((256,)))
+    made = compile_check.build_launch(seen[-1])
+    assert 0 < made.metadata.shared - reports[-1].shared_bytes < 256

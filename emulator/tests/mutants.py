@@ -35,8 +35,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
+
+import pytest
 
 import tritonemu
 
@@ -103,6 +105,11 @@ class Mutant:
     lines: tuple[int, int]
     what: str
     edits: tuple[Edit, ...]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The changed lines as a range has them."""
+        return self.lines[0], self.lines[1] + 1
 
     @property
     def source(self) -> str:
@@ -507,21 +514,59 @@ def judge(
     return Verdict("")
 
 
-def surviving(
-    module: ModuleType, kernel: str, launches: Iterable[Callable[[ModuleType, str | int], Any]]
-) -> tuple[int, list[Mutant]]:
-    """How many mutants of `kernel` change what a launch executes, and those that none notices.
+SAMPLED = pytest.mark.parametrize(
+    "every",
+    (
+        pytest.param(False, id="sample"),
+        pytest.param(True, id="all_mutants", marks=pytest.mark.nightly),
+    ),
+)
+"""For a test that judges mutants: a fixed sample of them in each run, all of them at night."""
 
-    A mutant is judged by the launches, as `judge` has them, that execute a line which it changes.
-    """
-    path, launches = Path(module.__file__), list(launches)
-    executed = [executed_lines(path, partial(launch, module, "modelled")) for launch in launches]
-    tested, survivors = 0, []
-    for mutant in enumerate_mutants(path, kernel):
-        lines = range(mutant.lines[0], mutant.lines[1] + 1)
-        pairs = zip(launches, executed, strict=True)
-        used = [launch for launch, seen in pairs if not seen.isdisjoint(lines)]
-        tested += bool(used)
-        if used and not judge(mutant, import_file, used).error:
-            survivors.append(mutant)
-    return tested, survivors
+
+def sampled(mutants: list[Mutant]) -> list[Mutant]:
+    """The first mutant of each kind and every fourth after it."""
+    return [m for kind in KINDS for m in [m for m in mutants if m.kind == kind][::4]]
+
+
+def executed(
+    path: Path,
+    kernel: str,
+    module: ModuleType,
+    launches: Iterable[Callable[[ModuleType, str | int], Any]],
+) -> list[tuple[Mutant, list[Callable[[ModuleType, str | int], Any]]]]:
+    """All mutants of `kernel`, each with the launches that execute what it changes."""
+    seen = [
+        (launch, executed_lines(path, partial(launch, module, "modelled"))) for launch in launches
+    ]
+    return [
+        (mutant, [launch for launch, lines in seen if not lines.isdisjoint(range(*mutant.span))])
+        for mutant in enumerate_mutants(path, kernel)
+    ]
+
+
+class Judged(NamedTuple):
+    """executed: how many mutants some launch executes. what: those of them that were judged.
+    survivors: those that none noticed."""
+
+    executed: int
+    what: list[str]
+    survivors: list[str]
+
+    def known(self, harmless: Iterable[str]) -> list[str]:
+        """Those of `harmless` that were judged."""
+        return sorted(what for what in harmless if what in self.what)
+
+
+def surviving(
+    module: ModuleType,
+    kernel: str,
+    launches: Iterable[Callable[[ModuleType, str | int], Any]],
+    every: bool = True,
+) -> Judged:
+    """Judge all mutants of `kernel`, or a sample, by the launches that execute what they change."""
+    found = executed(Path(module.__file__), kernel, module, list(launches))
+    used = {mutant: launches for mutant, launches in found if launches}
+    chosen = list(used) if every else sampled(list(used))
+    survivors = [m.what for m in chosen if not judge(m, import_file, used[m]).error]
+    return Judged(len(used), [mutant.what for mutant in chosen], sorted(survivors))

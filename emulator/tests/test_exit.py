@@ -6,12 +6,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_lab.measuring.compile_check import build
-from tests.emulator.checking import PAIR, everywhere, found, grid2, place
+from emulator.tests.checking import PAIR, build, everywhere, found, grid2, place, refused, tlx
 from tritonemu import EarlyExit, InvalidKernel, MissingFence, run
+
+pytestmark = pytest.mark.tlx
 
 # The end of a CTA of a cluster.
 
@@ -132,7 +132,7 @@ def test_ctas_with_mmas_of_pairs_wait_for_each_other(tasks, leave):
     constants = {"TASKS": tasks, "LEAVE": leave}
     made = build(
         pair_kernel, {"x_ptr": "*fp32"}, constants, capability=100,
-        options={"num_warps": 4, **PAIR},
+        **PAIR,
     )  # fmt: skip
     waits = len(re.findall(r"barrier\.cluster\.wait", made.asm["ptx"]))
     assert waits == (2 if leave else 3)
@@ -144,8 +144,7 @@ def test_ctas_with_mmas_of_pairs_wait_for_each_other(tasks, leave):
     if not leave:
         everywhere(pair_kernel, (2,), arguments, **options)
         return
-    for error in found(EarlyExit, pair_kernel, (2,), arguments, **options):
-        assert (error.file, error.line) == place(pair_kernel, "# last")
+    for error in found(EarlyExit, pair_kernel, (2,), arguments, **options, at="# last"):
         assert error.what == "last"
 
 
@@ -235,9 +234,9 @@ def same(x, y):
 def test_fences_before_copies(fence, bulk):
     """The compiler leaves them to the kernel."""
     everywhere(fence_kernel, (2,), tiles, same, FENCE=fence, BULK=bulk, **PAIR)
-    types, options = {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"num_warps": 4, **PAIR}
+    types = {"x_ptr": "*fp32", "y_ptr": "*fp32"}
     for name, fences in (("none", 0), (fence, 1)):
-        ptx = build(fence_kernel, types, {"FENCE": name, "BULK": bulk}, options=options).asm["ptx"]
+        ptx = build(fence_kernel, types, {"FENCE": name, "BULK": bulk}, **PAIR).asm["ptx"]
         assert len(re.findall(r"fence\.proxy\.async", ptx)) == fences
 
 
@@ -294,5 +293,4 @@ def scope_kernel():
 
 
 def test_scopes_of_fences():
-    with pytest.raises(InvalidKernel, match='must be "gpu", "sys" or "async_shared", got \'cta\''):
-        run(scope_kernel, (1,))
+    refused(InvalidKernel, 'must be "gpu", "sys" or "async_shared", got \'cta\'', scope_kernel)

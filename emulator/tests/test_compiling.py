@@ -4,9 +4,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from emulator.tests.checking import refused, tlx
 from tritonemu import InvalidKernel, ResourceLimit, Unsupported, run
 from tritonemu.__main__ import main
 
@@ -20,11 +20,11 @@ def scratch_kernel(y_desc):
     y_desc.store([0, 0], tlx.local_load(big[6]))
 
 
+@pytest.mark.tlx
 def test_shared_memory_that_the_compiler_adds():
     y = TensorDescriptor.from_tensor(torch.zeros(128, 128).bfloat16(), [128, 128])
     run(scratch_kernel, (1,), y)
-    with pytest.raises(ResourceLimit, match="compiled kernel needs 262144"):
-        run(scratch_kernel, (1,), y, compile=True)
+    refused(ResourceLimit, "compiled kernel needs 262144", scratch_kernel, y, compile=True)
 
 
 @triton.jit
@@ -39,8 +39,7 @@ def refused_kernel(y_ptr, n):
 
 def test_refusals_are_quoted():
     y = torch.zeros(1)
-    with pytest.raises(Unsupported, match="Break"):
-        run(refused_kernel, (1,), y, 2)
+    refused(Unsupported, "Break", refused_kernel, y, 2)
     with pytest.raises(InvalidKernel, match="the compiler refuses this kernel: .*Break"):
         run(refused_kernel, (1,), y, 2, compile=True)
 
@@ -56,6 +55,7 @@ def registers_kernel(y_ptr):
             tl.store(y_ptr + 2, 3.0)
 
 
+@pytest.mark.tlx
 def test_registers_that_the_compiler_drops():
     with pytest.warns(UserWarning, match="drops the registers= of the tasks of registers_kernel"):
         run(registers_kernel, (1,), torch.zeros(3), compile=True)

@@ -433,6 +433,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.tlx
 @settings(max_examples=40, **SETTINGS)
 @given(pipelines())
 def test_right_pipelines_are_accepted(folder, pipeline):
@@ -472,6 +473,7 @@ def judge(pipeline: Pipeline, folder: Any) -> set[type[EmulatorError]] | None:
     return search.findings
 
 
+@pytest.mark.tlx
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_unless_it_is_harmless(folder, fault):
     verdicts = []
@@ -490,6 +492,7 @@ def test_a_fault_is_found_unless_it_is_harmless(folder, fault):
 
 
 # For each kind of fault the smallest pipeline that shows it, and what must be found.
+@pytest.mark.tlx
 @pytest.mark.parametrize(
     "fault, number, kinds",
     (
@@ -510,6 +513,7 @@ def test_known_faults(folder, fault, number, kinds):
     assert judge(pipeline, folder) == kinds
 
 
+@pytest.mark.tlx
 def test_turns_are_found_unless_they_are_right(folder):
     verdicts = []
 
@@ -527,6 +531,7 @@ def test_turns_are_found_unless_they_are_right(folder):
 
 
 # Consumers that take the stages in turn.
+@pytest.mark.tlx
 @pytest.mark.parametrize(
     "stages, consumers, items, copy, right",
     (

@@ -4,11 +4,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools import ragged_tma
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.emulator.checking import place
+from emulator.tests.checking import place, refused, tlx
 from tritonemu import (
     DescriptorError,
     InvalidKernel,
@@ -102,10 +101,12 @@ def grown_kernel(x_ptr, y_ptr, out_desc, n, HOW: tl.constexpr):
         out_desc.store([0, 0], tile.to(tl.bfloat16))
 
 
-GROWN = ("product", "exponential", "sum", "shared memory", "atomic")
+GROWN = ("shared memory", "product", "exponential", "sum", "atomic")
 
 
-@pytest.mark.parametrize("how", (*GROWN, "chosen", "largest"))
+@pytest.mark.parametrize(
+    "how", (*GROWN[1:], "chosen", "largest", pytest.param(GROWN[0], marks=pytest.mark.tlx))
+)
 def test_a_nan_is_traced_to_the_load(how):
     x, y, out = (torch.ones(16, 16).bfloat16() for _ in range(3))
     desc = TensorDescriptor.from_tensor(out, [16, 16])
@@ -113,9 +114,8 @@ def test_a_nan_is_traced_to_the_load(how):
         run(grown_kernel, (1,), x, y, desc, 5, HOW=how)
         assert out.isfinite().all()
         return
-    with pytest.raises(UndefinedValue) as caught:
-        run(grown_kernel, (1,), x, y, desc, 5, HOW=how)
-    assert caught.value.other == place(grown_kernel, "# this one")
+    error = refused(UndefinedValue, None, grown_kernel, x, y, desc, 5, HOW=how)
+    assert error.other == place(grown_kernel, "# this one")
     run(grown_kernel, (1,), x, y, desc, 5, HOW=how, masked="zero")
     run(grown_kernel, (1,), x, y, desc, 16, HOW=how)
 
@@ -178,10 +178,9 @@ def overlap_kernel(out_ptr, STEP: tl.constexpr):
 def test_race_between_programs():
     out = torch.zeros(64, dtype=torch.int32)
     assert run(overlap_kernel, (4,), out, STEP=8).checks["race"] == 4
-    with pytest.raises(Race, match="out_ptr") as caught:
-        run(overlap_kernel, (4,), out, STEP=7)
-    assert caught.value.programs == ((0, 0, 0), (1, 0, 0))
-    assert caught.value.other == (caught.value.file, caught.value.line)
+    error = refused(Race, "out_ptr", overlap_kernel, out, STEP=7, grid=(4,))
+    assert error.programs == ((0, 0, 0), (1, 0, 0))
+    assert error.other == (error.file, error.line)
     run(overlap_kernel, (4,), out, STEP=7, races=False)
 
 
@@ -195,8 +194,7 @@ def two_views_kernel(a_ptr, b_ptr):
 
 def test_race_through_views_of_another_type():
     storage = torch.zeros(8, dtype=torch.int32)
-    with pytest.raises(Race, match="b_ptr"):
-        run(two_views_kernel, (2,), storage, storage.view(torch.int16))
+    refused(Race, "b_ptr", two_views_kernel, storage, storage.view(torch.int16), grid=(2,))
     run(two_views_kernel, (2,), storage[1:], storage.view(torch.int16))
 
 
@@ -308,8 +306,7 @@ def same_box_kernel(x_desc, out_desc):
 def test_race_between_boxes():
     x = torch.arange(16 * 16.0).reshape(16, 16)
     descs = [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, torch.zeros(8, 16))]
-    with pytest.raises(Race, match="out_desc"):
-        run(same_box_kernel, (2,), *descs)
+    refused(Race, "out_desc", same_box_kernel, *descs, grid=(2,))
 
 
 def test_two_programs_may_store_the_same_bits():
@@ -362,8 +359,7 @@ def wrong_kernel(desc, big, HOW: tl.constexpr):
 )
 def test_wrong_uses_of_a_descriptor(how, error, message):
     desc = TensorDescriptor.from_tensor(torch.ones(4, 16), [4, 16])
-    with pytest.raises(error, match=message):
-        run(wrong_kernel, (1,), desc, 2**31, HOW=how)
+    refused(error, message, wrong_kernel, desc, 2**31, HOW=how)
 
 
 @triton.jit

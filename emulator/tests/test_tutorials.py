@@ -4,20 +4,28 @@ import time
 from functools import partial
 
 import pytest
-import torch
 
 import tritonemu
 
 from .tutorials import blackwell, cases, hopper
 from .tutorials.cases import run_case
 
+pytestmark = pytest.mark.tlx
+
 CASES = {case.name: case for case in (*hopper.CASES, *blackwell.CASES)}
 RANDOM_SCHEDULES = 8
 
 
+@pytest.mark.parametrize(
+    "schedules",
+    (
+        pytest.param(("modelled", 0, 1), id="some"),
+        pytest.param(range(2, RANDOM_SCHEDULES), id="others", marks=pytest.mark.nightly),
+    ),
+)
 @pytest.mark.parametrize("name", CASES)
-def test_right_under_every_schedule(name):
-    for schedule in ("modelled", *range(RANDOM_SCHEDULES)):
+def test_right_under_every_schedule(name, schedules):
+    for schedule in schedules:
         run_case(CASES[name], schedule)
 
 
@@ -59,8 +67,7 @@ def test_the_published_gdpa_races_once_its_registers_are_not_refused(tmp_path):
         (
             "sm_90",
             partial(
-                hopper.attention, f"{hopper.PIPELINED[0]}.py", hopper.PIPELINED[1], None,
-                heads=1, rows=512, head_dim=128, dtype=torch.bfloat16,
+                hopper.attention, f"{hopper.PIPELINED[0]}.py", hopper.PIPELINED[1], **hopper.LARGE
             ),
             0.5,
         ),

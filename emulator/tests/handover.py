@@ -2,7 +2,8 @@
 
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
+
+from emulator.tests.checking import tlx
 
 
 @triton.jit

@@ -4,9 +4,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from emulator.tests.checking import refused, tlx
 from tritonemu import InvalidKernel, Race, Unsupported, run
 
 
@@ -109,6 +109,7 @@ def launched(early=False, named=True, **options):
     return x, out, report
 
 
+@pytest.mark.tlx
 def test_members_of_tasks_and_functions():
     x, out, report = launched()
     expected = x.relu().reshape(5, 16, 16).sum((0, 2)) + 12
@@ -116,6 +117,7 @@ def test_members_of_tasks_and_functions():
     assert report.barriers == 4 and set(report.warps) == {"load", "total"}
 
 
+@pytest.mark.tlx
 @pytest.mark.parametrize(
     "named, names", [(True, ("x", "x_full", "x_empty")), (False, ("x.buffer", "x.full", "x.empty"))]
 )
@@ -126,6 +128,7 @@ def test_names(named, names):
     assert targets == {f"{name}[{i}]" for name in names for i in (0, 1)}
 
 
+@pytest.mark.tlx
 def test_races_through_members():
     with pytest.raises(Race, match=r"writes x\[0\] of CTA 0, which total of CTA 0 reads"):
         launched(early=True)
@@ -162,8 +165,7 @@ def unknown_member_kernel(n):
     ],
 )
 def test_misuse(kernel, message):
-    with pytest.raises(InvalidKernel, match=message):
-        run(kernel, (1,), 5)
+    refused(InvalidKernel, message, kernel, 5)
 
 
 @triton.aggregate
@@ -199,5 +201,4 @@ def test_constructors():
     out = torch.zeros(4, dtype=torch.int32)
     run(doubled_kernel, (1,), out, N=4)
     assert out.tolist() == [4] * 4
-    with pytest.raises(Unsupported, match="Builtin.__init__"):
-        run(builtin_kernel, (1,))
+    refused(Unsupported, "Builtin.__init__", builtin_kernel)

@@ -6,6 +6,7 @@ case builds the launch that the tutorial's own host function makes, in small, on
 
 import functools
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,12 +17,16 @@ from unittest import mock
 
 import torch
 import triton
-import triton.language.extra.tlx as tlx
 from triton.backends.compiler import GPUTarget
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tritonemu
 
-FOLDER = Path(tlx.__file__).parent / "tutorials"
+FOLDER = Path(triton.__file__).parent / "language/extra/tlx/tutorials"
+LOG2_E = 1 / math.log(2)
+
+Shape = tuple[int, int, int]
+"""Of a product: rows, columns, and the depth that is summed over."""
 
 
 class _Driver:
@@ -73,18 +78,17 @@ class Case:
     build: Callable[[], Prepared]
 
 
+def case(name: str, arch: str, build: Callable[..., Prepared], *args: Any, **kwargs: Any) -> Case:
+    return Case(name, arch, functools.partial(build, *args, **kwargs))
+
+
 def run_case(case: Case, schedule: str | int = "modelled", **options: Any) -> tritonemu.Report:
     """Build, run and check `case`; `options` go to `tritonemu.run`."""
     launch = case.build()
     report = tritonemu.run(
-        launch.kernel,
-        launch.grid,
-        *launch.args,
-        arch=case.arch,
-        schedule=schedule,
-        **options,
-        **launch.kwargs,
-    )
+        launch.kernel, launch.grid, *launch.args,
+        arch=case.arch, schedule=schedule, **options, **launch.kwargs,
+    )  # fmt: skip
     launch.check()
     return report
 
@@ -117,3 +121,68 @@ def assert_near(what: str, result: torch.Tensor, exact: torch.Tensor, same: torc
             f"is {result[at].item():.6g}, expected {exact[at].item():.6g} "
             f"+- {allowed[at].item():.2g}"
         )
+
+
+def describe(x: torch.Tensor, block: list[int] | None = None) -> TensorDescriptor:
+    """A descriptor of all of `x`; block None: the configuration's hook sets it."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block or [1] * x.dim())
+
+
+def matrices(
+    shape: Shape, dtype: torch.dtype = torch.float16, out: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A [rows, depth], B [depth, columns] and an unwritten C [rows, columns]; out: dtype of C."""
+    rows, columns, depth = shape
+    a, b = normal(0, rows, depth, dtype=dtype), normal(1, depth, columns, dtype=dtype)
+    return a, b, unwritten(rows, columns, dtype=out or dtype)
+
+
+def count_tiles(shape: Shape, block_m: int, block_n: int) -> int:
+    return triton.cdiv(shape[0], block_m) * triton.cdiv(shape[1], block_n)
+
+
+def check_product(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+    assert_near("C", c, a.double() @ b.double(), (a.float() @ b.float()).to(c.dtype))
+
+
+def check_splits(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, part: int) -> None:
+    """Each of the products `splits` is over the next `part` of the depth."""
+    for i, result in enumerate(splits):
+        keys = slice(i * part, (i + 1) * part)
+        check_product(a[:, keys], b[keys], result)
+
+
+def hidden(rows: int) -> torch.Tensor:
+    """Where a causal query (row) must not see the key (column)."""
+    return torch.ones(rows, rows, dtype=torch.bool).triu(1)
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    """The logits, [batch, heads, queries, keys], in fp64."""
+    s = q.double() @ k.double().mT * scale
+    return s.masked_fill(hidden(q.shape[2]), -torch.inf) if causal else s
+
+
+def online_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over `block` keys at a time in fp32, with P rounded to the dtype of V.
+
+    q, k, v: [batch, heads, rows, head_dim]. Returns the output and the log2 of the softmax sums.
+    """
+    rows = q.shape[2]
+    top = torch.full(q.shape[:3], -torch.inf)
+    total = torch.zeros(q.shape[:3])
+    acc = torch.zeros(q.shape)
+    for start in range(0, rows, block):
+        keys, values = (x[:, :, start : start + block].float() for x in (k, v))
+        s = q.float() @ keys.mT * (scale * LOG2_E)
+        if causal:
+            s = s.masked_fill(hidden(rows)[:, start : start + block], -torch.inf)
+        new_top = torch.maximum(top, s.amax(-1))
+        p = torch.exp2(s - new_top[..., None])
+        decay = torch.exp2(top - new_top)
+        total = total * decay + p.sum(-1)
+        acc = acc * decay[..., None] + p.to(v.dtype).float() @ values
+        top = new_top
+    return (acc / total[..., None]).to(q.dtype), top + total.log2()

@@ -6,11 +6,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_lab.measuring.compile_check import build
-from tests.emulator.checking import everywhere, found, place
+from emulator.tests.checking import build, everywhere, found, place, refused, tlx
 from tritonemu import (
     AliasedWait,
     BarrierMisuse,
@@ -24,6 +22,8 @@ from tritonemu import (
     UninitializedRead,
     run,
 )
+
+pytestmark = pytest.mark.tlx
 
 
 def arrivals(report, barrier, kind="arrive"):
@@ -183,8 +183,7 @@ def test_arrivals_of_several_roles():
 
 
 def test_an_arrival_that_may_count_in_either_of_two_phases():
-    for error in found(BarrierMisuse, crowd_kernel, (1,), COUNT=1, REPLICAS=2):
-        assert (error.file, error.line) == place(crowd_kernel, "barrier_arrive")
+    for error in found(BarrierMisuse, crowd_kernel, (1,), COUNT=1, REPLICAS=2, at="barrier_arrive"):
         assert error.barrier == "bar"
 
 
@@ -561,10 +560,9 @@ def predicate_kernel(yes, WHAT: tl.constexpr):
 def test_predicates():
     for yes, what in ((0, "wait"), (2, "arrive"), (0, "expect")):
         run(predicate_kernel, (1,), yes, WHAT=what)
-        with pytest.raises((Deadlock, BarrierMisuse)) as caught:
-            run(predicate_kernel, (1,), 2 - yes, WHAT=what)
+        error = refused((Deadlock, BarrierMisuse), None, predicate_kernel, 2 - yes, WHAT=what)
         text = "still expecting 16 bytes" if what == "expect" else "deadlock"
-        assert text in str(caught.value)
+        assert text in str(error)
 
 
 @triton.jit
@@ -579,10 +577,8 @@ def index_kernel(i, WHOLE: tl.constexpr):
 def test_indices():
     run(index_kernel, (1,), 2, WHOLE=False)
     for i in (3, -1):
-        with pytest.raises(OutOfBounds, match=f"bars has 3 barriers, got index {i}"):
-            run(index_kernel, (1,), i, WHOLE=False)
-    with pytest.raises(InvalidKernel, match="bars is 3 barriers; index it"):
-        run(index_kernel, (1,), 0, WHOLE=True)
+        refused(OutOfBounds, f"bars has 3 barriers, got index {i}", index_kernel, i, WHOLE=False)
+    refused(InvalidKernel, "bars is 3 barriers; index it", index_kernel, 0, WHOLE=True)
 
 
 @triton.jit
@@ -627,8 +623,7 @@ def remote_wait_kernel():
 
 
 def test_a_wait_is_for_a_barrier_of_the_own_cta():
-    with pytest.raises(InvalidKernel, match="own CTA"):
-        run(remote_wait_kernel, (2,), ctas_per_cga=(2, 1, 1))
+    refused(InvalidKernel, "own CTA", remote_wait_kernel, ctas_per_cga=(2, 1, 1), grid=(2,))
 
 
 @triton.jit
@@ -747,7 +742,7 @@ USES = {
 
 def test_the_code_of_a_kernel_has_barriers_of_the_compilers():
     types = {"x_ptr": "*fp32", "out_ptr": "*fp32"}
-    made = build(compilers_kernel, types, {"NUMBER": 15}, options={"num_warps": 4})
+    made = build(compilers_kernel, types, {"NUMBER": 15})
     used = re.findall(r"\b(?:bar|barrier)\.sync\s+(\d+)", made.asm["ptx"])
     assert set(map(int, used)) == {*USES, 15}
 
@@ -773,8 +768,7 @@ def alone_kernel(THREADS: tl.constexpr, TIMES: tl.constexpr):
 
 def test_a_role_alone_and_an_incomplete_barrier_at_the_end():
     run(alone_kernel, (1,), THREADS=256, TIMES=3, num_warps=8)
-    with pytest.raises(Deadlock):
-        run(alone_kernel, (1,), THREADS=256, TIMES=1, num_warps=4)
+    refused(Deadlock, None, alone_kernel, THREADS=256, TIMES=1, num_warps=4)
     with pytest.raises(BarrierMisuse, match="128 threads arrive, 64 are expected"):
         run(alone_kernel, (1,), THREADS=64, TIMES=1, num_warps=4)
 
@@ -786,9 +780,7 @@ def twice_kernel():
 
 
 def test_a_role_arrives_twice_at_a_named_barrier():
-    with pytest.raises(BarrierMisuse, match="arrives twice before 256 threads") as caught:
-        run(twice_kernel, (1,))
-    assert (caught.value.file, caught.value.line) == place(twice_kernel, "# again")
+    refused(BarrierMisuse, "arrives twice before 256 threads", twice_kernel, at="# again")
 
 
 @triton.jit

@@ -4,10 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 
-from gdpa_lab.measuring.compile_check import build
-from tests.emulator.checking import place
+from emulator.tests.checking import build, place, refused, tlx
 from tritonemu import InvalidKernel, Unsupported, run
 from tritonemu.compiling import ask_front_end
 
@@ -203,10 +201,9 @@ def asked(kernel):
 def test_what_the_front_end_refuses(kernel):
     with pytest.raises(InvalidKernel, match="Triton refuses this kernel: "):
         asked(kernel)
-    with pytest.raises(InvalidKernel) as caught:
-        run(kernel, (1,), torch.zeros(16, dtype=torch.int32), 3, C=4)
-    assert REFUSED[kernel] in str(caught.value)
-    assert (caught.value.file, caught.value.line) == place(kernel, "here")
+    error = refused(InvalidKernel, None, kernel, torch.zeros(16, dtype=torch.int32), 3, C=4)
+    assert REFUSED[kernel] in str(error)
+    assert (error.file, error.line) == place(kernel, "here")
 
 
 @pytest.mark.parametrize(
@@ -279,13 +276,13 @@ def unknown_kernel(y_ptr):
             tl.store(y_ptr + 1, x)
 
 
+@pytest.mark.tlx
 def test_variables_of_tasks_are_their_own():
     y = torch.zeros(2)
     run(task_kernel, (1,), y, 3)
     assert y.tolist() == [2, 1]
-    build(task_kernel, {"y_ptr": "*fp32", "n": "i32"}, {}, options={"num_warps": 4})
-    with pytest.raises(InvalidKernel, match="x is not defined here"):
-        run(unknown_kernel, (1,), y)
+    build(task_kernel, {"y_ptr": "*fp32", "n": "i32"})
+    refused(InvalidKernel, "x is not defined here", unknown_kernel, y)
 
 
 @triton.jit
@@ -297,5 +294,4 @@ def break_kernel(y_ptr, n):
 
 
 def test_break():
-    with pytest.raises(Unsupported, match="Python syntax Break"):
-        run(break_kernel, (1,), torch.zeros(1), 3)
+    refused(Unsupported, "Python syntax Break", break_kernel, torch.zeros(1), 3)

@@ -4,10 +4,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emulator.tests.checking import tlx
 from tritonemu import engines, run
 from tritonemu.engines import Engine
 from tritonemu.instructions import instruction_counts
@@ -113,6 +113,7 @@ def product_kernel(
     tlx.barrier_wait(done[0], 0)
 
 
+@pytest.mark.tlx
 @pytest.mark.parametrize(
     "rows, columns, tensor, two, multiplies, reads",
     (

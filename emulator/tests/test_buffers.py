@@ -6,32 +6,22 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.launches import launches
-from gdpa_lab.measuring.compile_check import build, build_launch
-from gdpa_lab.report import studies
-from tests.emulator.checking import place
+from emulator.tests.checking import PAIR, build, nothing, place, refused, tlx
 from tritonemu import (
     InvalidKernel,
     OutOfBounds,
     ResourceLimit,
     UninitializedRead,
     Unsupported,
-    enabled,
     run,
 )
 from tritonemu.buffers import Storage
 
-
-def nothing(*shape, dtype=torch.float32):
-    """An output that shows what was left out."""
-    return torch.full(shape, -1, dtype=dtype)
-
+pytestmark = pytest.mark.tlx
 
 # Views of shared memory.
 
@@ -65,8 +55,7 @@ def test_indices():
     for i in (2, -1):
         with pytest.raises(OutOfBounds, match=f"ring of CTA 0 has 2 buffers, got index {i}"):
             run(view_kernel, (1,), i, WHOLE=False)
-    with pytest.raises(InvalidKernel, match="ring is 2 buffers; index it"):
-        run(view_kernel, (1,), 0, WHOLE=True)
+    refused(InvalidKernel, "ring is 2 buffers; index it", view_kernel, 0, WHOLE=True)
 
 
 @triton.jit
@@ -86,8 +75,7 @@ def test_a_row_of_a_buffer():
         expected = torch.zeros(4, 16, dtype=torch.int32)
         expected[row] = torch.arange(1, 17)
         assert torch.equal(out, expected)
-    with pytest.raises(OutOfBounds):
-        run(rows_kernel, (1,), out, 4)
+    refused(OutOfBounds, None, rows_kernel, out, 4)
 
 
 @triton.jit
@@ -177,8 +165,7 @@ def test_other_shapes_and_types_of_the_same_bytes(how, dtype):
 
 @pytest.mark.parametrize("how", ("too large", "too small", "a window"))
 def test_views_that_do_not_fit(how):
-    with pytest.raises(InvalidKernel):
-        run(seen_otherwise_kernel, (1,), nothing(256), HOW=how)
+    refused(InvalidKernel, None, seen_otherwise_kernel, nothing(256), HOW=how)
 
 
 @triton.jit
@@ -276,10 +263,8 @@ def spec_twice_kernel(SIZE: tl.constexpr):
 
 
 def test_misused_specs():
-    with pytest.raises(InvalidKernel, match="takes one set_buffer_overlap, got two"):
-        run(spec_twice_kernel, (1,), SIZE=256)
-    with pytest.raises(InvalidKernel, match="must fit the 255 bytes .* got 256"):
-        run(spec_twice_kernel, (1,), SIZE=255)
+    refused(InvalidKernel, "takes one set_buffer_overlap, got two", spec_twice_kernel, SIZE=256)
+    refused(InvalidKernel, "must fit the 255 bytes .* got 256", spec_twice_kernel, SIZE=255)
 
 
 # Tensor memory.
@@ -325,8 +310,7 @@ def test_columns_of_tensor_memory(where):
     ),
 )
 def test_wrong_slices_of_tensor_memory(where, arch, error, message):
-    with pytest.raises(error, match=message):
-        run(columns_kernel, (1,), nothing(128, 64), WHERE=where, arch=arch)
+    refused(error, message, columns_kernel, nothing(128, 64), WHERE=where, arch=arch)
 
 
 # A number in each 16-bit half of a column: i in both halves.
@@ -577,19 +561,19 @@ def packed_kernel(
 def test_64_rows_leave_half_of_the_lanes_to_another_allocation(shapes, columns):
     """Columns as in the compiler's allocation, whose `tmem_size` is the next power of two."""
     given = dict(zip("ABCD", shapes, strict=True))
-    types, options, out = {"out_ptr": "*fp32"}, {"num_warps": 4}, torch.zeros(4)
+    types, out = {"out_ptr": "*fp32"}, torch.zeros(4)
     if columns > 512:
         with pytest.raises(ResourceLimit, match=f"512 columns, got {columns}"):
             run(packed_kernel, (1,), out, arch="sm_100", **given)
         with pytest.raises(OutOfResources, match=f"tensor memory, Required: {columns}"):
-            build(packed_kernel, types, given, capability=100, options=options)
+            build(packed_kernel, types, given, capability=100)
         return
     report = run(packed_kernel, (1,), out, arch="sm_100", **given)
     sums = [value * rows * cols for value, (rows, cols, _) in enumerate(shapes, 1)]
     assert out.tolist() == sums and report.tensor_columns == columns
     pair = {"races": False, "ctas_per_cga": (2, 1, 1)}
     assert run(packed_kernel, (2,), out, arch="sm_100", **given, **pair).tensor_columns == columns
-    made = build(packed_kernel, types, given, capability=100, options=options)
+    made = build(packed_kernel, types, given, capability=100)
     assert made.metadata.tmem_size == 2 ** (columns - 1).bit_length()
 
 
@@ -639,16 +623,14 @@ def test_64_rows_are_those_of_a_pair_if_a_product_of_the_pair_writes_them(two, c
     assert report.tensor_columns == columns
     types = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"}
     constants = {"TWO": two, "SLICES": not two, "ORDER": 0}
-    options = {"num_warps": 4, "ctas_per_cga": (2, 1, 1)}
-    made = build(rows64_dot_kernel, types, constants, capability=100, options=options)
+    made = build(rows64_dot_kernel, types, constants, capability=100, **PAIR)
     assert made.metadata.tmem_size == columns
     if two:
         for match, more in (
             ("a slice of acc.1., whose 64 rows", {"SLICES": True, "ORDER": 0}),
             ("acc.0., 64 rows both of a pair", {"SLICES": False, "ORDER": 1}),
         ):
-            with pytest.raises(Unsupported, match=match):
-                run(rows64_dot_kernel, (2,), a, b, out, **more, **given)
+            refused(Unsupported, match, rows64_dot_kernel, a, b, out, **more, **given, grid=(2,))
 
 
 @triton.jit
@@ -677,8 +659,7 @@ def test_operands_in_tensor_memory_share_their_lanes(first):
     torch.testing.assert_close(out, v.float().sum(0).expand(64, 128))
     assert report.tensor_columns == 160
     types = {"v_ptr": "*bf16", "out_ptr": "*fp32"}
-    options = {"num_warps": 4}
-    made = build(beside_kernel, types, {"FIRST": first}, capability=100, options=options)
+    made = build(beside_kernel, types, {"FIRST": first}, capability=100)
     assert made.metadata.tmem_size == 256
 
 
@@ -741,7 +722,7 @@ def test_what_a_task_stages_for_tma_counts():
     descs = [TensorDescriptor.from_tensor(tensor, [64, 64]) for tensor in (x, y)]
     types = dict.fromkeys(("x_desc", "y_desc"), "tensordesc<bf16[64, 64]>")
     for buffers in (4, 52):
-        made = build(staged_kernel, types, {"BUFFERS": buffers}, options={"num_warps": 4})
+        made = build(staged_kernel, types, {"BUFFERS": buffers})
         report = run(staged_kernel, (1,), *descs, BUFFERS=buffers)
         assert y[::64, 0].tolist() == [1, 2, 3]
         assert report.shared_bytes == 4096 * buffers + 2 * 8192
@@ -752,15 +733,7 @@ def test_what_a_task_stages_for_tma_counts():
         place(staged_kernel, "([0, 0], tl.full")[1], place(staged_kernel, "x_desc.load")[1]
     )  # fmt: skip
     with pytest.raises(OutOfResources, match="shared memory"):
-        build(staged_kernel, types, {"BUFFERS": 53}, options={"num_warps": 4})
-
-
-@pytest.mark.parametrize("impl", ("v4_warp_specialized", "v8_own_waits"))
-def test_the_shared_memory_of_a_rung_is_the_compilers(impl):
-    with enabled() as reports, launches() as seen:
-        ladder.rung(impl).module().forward(studies.batch((256,)))
-    made = build_launch(seen[-1])
-    assert 0 < made.metadata.shared - reports[-1].shared_bytes < 256
+        build(staged_kernel, types, {"BUFFERS": 53})
 
 
 @triton.jit
@@ -831,9 +804,7 @@ def groups_kernel(
 def test_a_warp_group_gets_the_most_that_one_of_its_tasks_asks_for(math, a, b, warps, dropped):
     """Where the emulator warns, the compiler drops all requests."""
     constants = {"MATH": math, "A": a, "B": b, "WARPS": warps}
-    made = build(
-        groups_kernel, {"out_ptr": "*i32"}, constants, capability=100, options={"num_warps": 4}
-    )
+    made = build(groups_kernel, {"out_ptr": "*i32"}, constants, capability=100)
     assert ("setmaxnreg" in made.asm["ptx"]) == (dropped is None)
     out = torch.zeros(4, dtype=torch.int32)
     with warnings.catch_warnings(record=True) as shown:
@@ -858,7 +829,7 @@ def some_registers_kernel(out_ptr):
 
 def test_all_tasks_name_registers_or_none():
     with pytest.raises(CompilationError, match="either ALL or NONE"):
-        build(some_registers_kernel, {"out_ptr": "*i32"}, {}, options={"num_warps": 4})
+        build(some_registers_kernel, {"out_ptr": "*i32"})
     with pytest.raises(InvalidKernel, match="must name registers, or none"):
         run(some_registers_kernel, (1,), torch.zeros(3, dtype=torch.int32))
 
@@ -899,8 +870,7 @@ def test_unwritten_memory(tensor):
 
 
 def test_memory_is_new_in_every_cta():
-    with pytest.raises(UninitializedRead):
-        run(left_over_kernel, (2,))
+    refused(UninitializedRead, None, left_over_kernel, grid=(2,))
     run(left_over_kernel, (1,))
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from emulator.tests.checking import refused, tlx
 from tritonemu import InvalidKernel, Race, UninitializedRead, run
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -64,8 +64,7 @@ def test_gather_and_scatter_of_descriptors():
     x, y, out = torch.randn(20, 16), torch.zeros(24, 8), torch.zeros(8, 8)
     rows = torch.tensor([3, 0, 19, 7, 8, 2, 5, 21], dtype=torch.int32)
     given = TensorDescriptor.from_tensor(x, [1, 8]), TensorDescriptor.from_tensor(y, [1, 8])
-    with pytest.raises(InvalidKernel, match="gather needs arch sm_100"):
-        run(gather_kernel, (1,), *given, rows, out)
+    refused(InvalidKernel, "gather needs arch sm_100", gather_kernel, *given, rows, out)
     run(gather_kernel, (1,), *given, rows, out, arch="sm_100")
     padded = torch.cat((x, torch.zeros(4, 16)))
     torch.testing.assert_close(out, padded[rows.long(), 4:12])
@@ -88,12 +87,12 @@ def copy_kernel(x_ptr, y_ptr, WAIT: tl.constexpr):
     tl.store(y_ptr + at, tlx.local_load(target[0]))
 
 
+@pytest.mark.tlx
 def test_copies_to_tensor_memory():
     x, y = torch.randn(128, 64), torch.zeros(128, 64)
     run(copy_kernel, (1,), x, y, WAIT=True, arch="sm_100")
     torch.testing.assert_close(y, x)
-    with pytest.raises((Race, UninitializedRead), match="target"):
-        run(copy_kernel, (1,), x, y, WAIT=False, arch="sm_100")
+    refused((Race, UninitializedRead), "target", copy_kernel, x, y, WAIT=False, arch="sm_100")
 
 
 @triton.jit
@@ -103,6 +102,7 @@ def round_kernel(x_ptr, bits_ptr, y_ptr, N: tl.constexpr):
     tl.store(y_ptr + at, tlx.stoch_round(x, y_ptr.dtype.element_ty, bits))
 
 
+@pytest.mark.tlx
 @pytest.mark.parametrize(
     "dtype", (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 )
