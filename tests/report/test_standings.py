@@ -8,7 +8,7 @@ import pytest
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring import system as systems
-from gdpa_lab.report import results, standings
+from gdpa_lab.report import standings
 from gdpa_lab.report.chapter import Chapter
 
 NAME = "gdpa-self-full-256"
@@ -103,8 +103,9 @@ class Again:
         self.of = of
 
     def write(self, folder) -> Path:
+        self.folder = Path(folder)
         machine = f"systems/{self.of.system}.json"
-        (Path(folder) / machine).write_text((record.DATA_DIR / machine).read_text())
+        (self.folder / machine).write_text((record.DATA_DIR / machine).read_text())
         return record.write(self.of, folder)
 
 
@@ -120,21 +121,14 @@ def shown(monkeypatch) -> list[str]:
     return displayed
 
 
-def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(chapter, shown, monkeypatch):
-    table, folders = results.table, []
-
-    def remembering(folder, **options):
-        if Path(folder) != record.DATA_DIR:
-            folders.append(folder)
-        return table(folder, **options)
-
-    monkeypatch.setattr(results, "table", remembering)
-    standings.others(chapter, Again(chapter.record()), "backward", scope="kernel")
+def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(chapter, shown):
+    session = Again(chapter.record())
+    standings.others(chapter, session, "backward", scope="kernel")
     title, printed = shown
     assert title == "**This machine**, TFLOP/s in bursts, next to those of the record."
     ratios = [line.split("|")[-2].strip() for line in printed.splitlines()[2:]]
     assert len(ratios) > 50 and set(ratios) <= {"1", ""}
-    assert folders and not Path(folders[0]).exists()
+    assert not session.folder.exists()
 
 
 def test_without_a_session_other_machines_of_the_records_are_shown(chapter, shown):
