@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_kernels.device.rows import nothing
+from gdpa_kernels.device.rows import opaque_zero
 from tritonemu import InvalidKernel, Unsupported, instructions, run
 from tritonemu.instructions import INSTRUCTIONS, round_fraction
 
@@ -232,10 +232,10 @@ def test_exclusive_or_is_bitwise_and_of_integers_alone():
 @triton.jit
 def numbered_kernel(out_ptr, N: tl.constexpr):
     for i in tl.range(0, N):
-        tl.store(out_ptr + i, 10 * i + nothing(i))
+        tl.store(out_ptr + i, 10 * i + opaque_zero(i))
 
 
-def test_nothing_is_0_whatever_it_is_made_of():
+def test_an_opaque_zero_is_0_whatever_it_is_made_of():
     out = torch.full((5,), -1, dtype=torch.int32)
     run(numbered_kernel, (1,), out, N=5)
     assert out.tolist() == [0, 10, 20, 30, 40]

@@ -35,7 +35,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, nothing
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import Gradients, round_kernel
@@ -139,7 +139,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
 
 @triton.jit
 def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
-    """dQ of a step, then dK: both read its dS. `zero`: `nothing`."""
+    """dQ of a step, then dK: both read its dS. `zero`: `opaque_zero`."""
     at = count % options.Q_STAGES
     tlx.barrier_wait(ds.full[0], count & 1)
     tlx.async_dot(
@@ -162,7 +162,7 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
         tlx.barrier_wait(k.full[0], phase)
         for step in tl.range(0, steps * options.GROUP, num_stages=0):
             now = count + step
-            zero = nothing(step)
+            zero = opaque_zero(step)
             at = now % options.Q_STAGES
             tlx.barrier_wait(q.full[at], (now // options.Q_STAGES) & 1)
             tlx.async_dot(

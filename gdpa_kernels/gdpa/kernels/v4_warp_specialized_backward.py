@@ -35,7 +35,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, uniform
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import Gradients, round_kernel
@@ -261,7 +261,7 @@ def math(
         tlx.barrier_arrive(q.empty[count % Q_STAGES])
         for step in tl.range(1, all_steps, num_stages=0):
             now = count + step
-            zero = nothing(step)
+            zero = opaque_zero(step)
             head, row = place(step, steps, start, head_k, options)
             own = ds.buffer[(now & 1) * MATH_ROLES + role]
             d, dv = differentiate(

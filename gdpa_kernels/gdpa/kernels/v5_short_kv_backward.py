@@ -35,7 +35,8 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, sequence
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows
+from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import Gradients
@@ -192,7 +193,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
 def scores(role: tl.constexpr, k, q, at: tl.constexpr, zero, phase):
     """S of a step, transposed, in flight: the sum over both halves of the columns.
 
-    `at`: which step of the pair it is; `zero`: `nothing`; `phase` counts pairs of all items.
+    `at`: which step of the pair it is; `zero`: `opaque_zero`; `phase` counts pairs of all items.
     """
     tlx.barrier_wait(q.full[at], phase)
     s = tlx.async_dot(k.buffer[role * 2 + zero], tlx.local_trans(q.buffer[at * 2 + zero]))
@@ -275,7 +276,7 @@ def math(
         tlx.barrier_wait(k.full[0], phase)
         tlx.barrier_wait(v.full[0], phase)
         for step in tl.range(0, steps * GROUP, PAIR, num_stages=0):
-            zero = nothing(step)
+            zero = opaque_zero(step)
             now = (count + step // PAIR) & 1
             for at in tl.static_range(PAIR):
                 head, row = place(step + at, steps, head_k, GROUP)

@@ -35,7 +35,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, uniform
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
 from gdpa_kernels.gdpa.gradients import Gradients, round_kernel
@@ -148,7 +148,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
 
 @triton.jit
 def scores(k, q, count, zero, Q_STAGES: tl.constexpr):
-    """S of a step, transposed, in flight. `count` counts steps of all tiles. zero: `nothing`."""
+    """S of a step, transposed, in flight. `count`: of steps of all tiles; zero: `opaque_zero`."""
     at = count % Q_STAGES
     tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
     return tlx.async_dot(k.buffer[zero], tlx.local_trans(q.buffer[at + zero]))
@@ -156,7 +156,7 @@ def scores(k, q, count, zero, Q_STAGES: tl.constexpr):
 
 @triton.jit
 def differentiate(s, v, g, dv, count, zero, scale, head, row, key, options):
-    """dS of a step, and dv with its MMA in flight. zero: `nothing`."""
+    """dS of a step, and dv with its MMA in flight. zero: `opaque_zero`."""
     at = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
     p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
@@ -199,7 +199,7 @@ def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
         tlx.barrier_wait(v.full[0], tile & 1)
         for step in tl.range(0, last, num_stages=0):
             now = count + step
-            zero = nothing(now)
+            zero = opaque_zero(now)
             head, row = place(step, steps, start, head_k, GROUP)
             d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, options)
             share(ds, d, now)
@@ -253,7 +253,7 @@ def sum_role(q, k, ds, staging, gradients, list_ptr, scale, output_scale, option
         tlx.barrier_wait(k.full[0], tile & 1)
         for step in tl.range(0, steps * GROUP, num_stages=0):
             now = count + step
-            zero = nothing(now)
+            zero = opaque_zero(now)
             at = now % DS_STAGES
             q_at = now % Q_STAGES
             head, row = place(step, steps, start, head_k, GROUP)
