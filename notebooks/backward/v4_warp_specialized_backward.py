@@ -110,9 +110,9 @@ chapter.roles(V4, "gdpa_backward")
 #
 # **6. Late addresses.** The addresses of V, K and the staging buffer never change, so the compiler
 # hoists them out of the loop. A `wgmma` takes a 64-bit descriptor for every 16 columns, too many
-# for the register file. They spill, and each MMA waits for a load and an R2UR. `opaque_zero(step)` is
-# `step ^ step` in inline assembly, so an address that adds it cannot be hoisted. ptxas, which comes
-# later, sees the 0 and computes the descriptors in uniform registers. The loop with all six:
+# for the register file. They spill, and each MMA waits for a load and an R2UR. `opaque_zero(step)`
+# is `step ^ step` in inline assembly, so an address that adds it cannot be hoisted. ptxas, which
+# comes later, sees the 0 and computes the descriptors in uniform registers. The loop with all six:
 
 # %% tags=["remove-input"]
 chapter.code(v4.math, "for step in tl.range(1,", "count += all_steps")
