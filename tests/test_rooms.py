@@ -92,7 +92,7 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-DOCUMENTED = ("torch._check", "._replace")
+DOCUMENTED = ("torch._check", "._replace", "._field_defaults")
 OWN = ("object.__new__(cls)._hold",)
 
 

@@ -23,6 +23,7 @@ _WGMMA = Requires(
 
 _LESSON = dataclasses.replace(_WGMMA, head_dim_multiple=64)
 _TCGEN05 = dataclasses.replace(_WGMMA, capability=(10, 0))
+_PAIRED_LESSON = dataclasses.replace(_TCGEN05, dtypes=("bfloat16",), head_dim_multiple=64)
 
 _backward = partial(Rung, directions=("backward",))
 _of_blocks = partial(Rung, operator="block_attention", directions=DIRECTIONS)
@@ -122,35 +123,35 @@ BLACKWELL_RUNGS: tuple[Rung, ...] = (
         "accumulators in tensor memory",
         "One thread issues the MMAs; the math role is left with the activation.",
         "v4_warp_specialized",
-        _TCGEN05,
+        _PAIRED_LESSON,
     ),
     Rung(
         "b2_two_tiles",
         "two tiles of queries",
         "One tile's MMAs run beside the other's activation; P comes in slices.",
         "b1_tensor_memory",
-        _TCGEN05,
+        _PAIRED_LESSON,
     ),
     Rung(
         "b3_stream",
         "one stream of MMAs",
         "The next item's first S is issued before this one's last P V.",
         "b2_two_tiles",
-        _TCGEN05,
+        _PAIRED_LESSON,
     ),
     Rung(
         "b4_mixed",
         "a quarter by polynomial",
         "FMA units take over one score of four from MUFU, within a proven bound.",
         "b3_stream",
-        _TCGEN05,
+        _PAIRED_LESSON,
     ),
     Rung(
         "b5_cta_pair",
         "CTA pairs, K and V stay",
         "Two CTAs hold halves of K and V that the MMAs of both read.",
         "b4_mixed",
-        _TCGEN05,
+        _PAIRED_LESSON,
         is_rewrite=True,
     ),
     Rung(

@@ -73,12 +73,8 @@ def test_which_calls_are_computed_in_pairs():
 
 
 # Rungs with packed arithmetic: `Config` of the first two can also do without.
-RUNGS = (*ladder.RUNGS, *ladder.BLACKWELL_RUNGS)
-PAIRED = [rung.impl for rung in RUNGS if "PAIRS: tl.constexpr" in rung.path.read_text()]
-
-
-def test_these_rungs_have_it():
-    assert {"v7_packed", "v8_own_waits", "b1_tensor_memory", "b6_pair_stream"} <= {*PAIRED}
+PAIRED = ["v7_packed", "v8_own_waits", "b6_pair_stream"]
+LESSONS = [rung.impl for rung in ladder.BLACKWELL_RUNGS if rung.is_lesson]
 
 
 def case(name: str) -> dict:
@@ -92,6 +88,17 @@ def relative_error(out: torch.Tensor, arguments: dict) -> float:
     doubled = {n: t.double() if n in "qkv" else t for n, t in arguments.items()}
     expected = gdpa(**doubled, impl="reference")
     return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", FOLDABLE)
+@pytest.mark.parametrize("impl", LESSONS)
+def test_lessons_compute_in_pairs_alone(impl, name):
+    arguments = case(name)
+    assert 3.2e-3 < relative_error(call(impl, arguments), arguments) < 3.8e-3
+    with pytest.raises(NotImplementedError, match="needs precise False, got True"):
+        call(impl, arguments | {"precise": True})
+    with pytest.raises(NotImplementedError, match="needs GELU or SiLU, got relu"):
+        call(impl, arguments | {"activation": "relu"})
 
 
 @pytest.mark.parametrize("name", FOLDABLE)
