@@ -30,9 +30,8 @@ def within_budget(
     while not drawn or 0 < sum(x[0][0].numel() for x in drawn) < least and len(drawn) < most:
         drawn.append(draw(len(drawn)))
     for i, name in enumerate(names):
-        actual, expected, baseline = (torch.cat([x[kind][i] for x in drawn]) for kind in range(3))
-        for head, what in enumerate(heads) if heads else [(slice(None), "")]:
-            assert_close(
-                name=f"{name} {what}", actual=actual[:, head], expected=expected[:, head],
-                baseline=baseline[:, head],
-            )  # fmt: skip
+        three = [torch.cat([x[kind][i] for x in drawn]) for kind in range(3)]
+        for head, what in enumerate(heads) if heads else [(None, "")]:
+            found = three if head is None else [x[:, head] for x in three]
+            kinds = dict(zip(("actual", "expected", "baseline"), found, strict=True))
+            assert_close(name=f"{name} {what}", **kinds)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
+from hypothesis import strategies as st
 
 import tritonemu
 from gdpa_kernels.calling import ladder
@@ -81,6 +82,39 @@ def kernels_run(impl: str = ""):
     if DEVICE == "cuda":
         return contextlib.nullcontext()
     return tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90")
+
+
+def of_pytorch(batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """[out] of the definition in fp64, and in the dtype of a batch."""
+    exact = replace(batch, **{name: getattr(batch, name).double() for name in "qkv"})
+    return [reference.forward(exact)], [reference.forward_in_dtype(batch)]
+
+
+def drawn(
+    data: st.DataObject, head_dims: Sequence[int], *, keys: int = 140, same: bool = False,
+    shared_q: bool = False, narrow: bool = False,
+) -> Case:  # fmt: skip
+    """A batch and options by hypothesis. keys: the most of a sequence. same: its keys may be of the
+    queries' tokens, and packed with them. narrow: in the form that lessons take."""
+    lengths_q = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=4))
+    same = same and data.draw(st.booleans())
+    shared_q = shared_q and data.draw(st.booleans())
+    lengths_q = lengths_q[:1] * len(lengths_q) if shared_q else lengths_q
+    lengths_k = lengths_q if same else [data.draw(st.integers(0, keys)) for _ in lengths_q]
+    groups = [(1, 1), (1, 2)] if narrow else [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
+    group, heads_k = data.draw(st.sampled_from(groups))
+    return Case(
+        "random", tuple(lengths_q), tuple(lengths_k), group * heads_k, heads_k,
+        head_dim=data.draw(st.sampled_from(head_dims)),
+        shared_q=shared_q,
+        packed=same and data.draw(st.booleans()),
+        options={
+            "activation": data.draw(st.sampled_from(sorted(reference.ACTIVATIONS))),
+            "causal": not narrow and data.draw(st.booleans()),
+            "window": None if narrow else data.draw(st.none() | st.integers(0, 300)),
+            "output_scale": data.draw(st.sampled_from([1.0, 1 / 128])),
+        },
+    )  # fmt: skip
 
 
 BACKWARD = {

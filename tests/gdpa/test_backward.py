@@ -32,6 +32,7 @@ from tests.gdpa.cases import (
     Case,
     batch_of,
     check_gradients,
+    drawn,
     gradients,
 )
 from tritonemu import execution
@@ -455,26 +456,8 @@ DIMS = {
 @given(data=st.data())
 @every
 def test_random_batches_and_options(impl, data):
-    lengths_q = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=4))
-    shared_q = impl in PLAIN and data.draw(st.booleans())
-    lengths_q = lengths_q[:1] * len(lengths_q) if shared_q else lengths_q
-    lengths_k = [data.draw(st.integers(0, MOST_KEYS.get(impl, 300))) for _ in lengths_q]
-    group, heads_k = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1)]))
-    case = Case(
-        "random",
-        tuple(lengths_q),
-        tuple(lengths_k),
-        num_heads=group * heads_k,
-        num_heads_k=heads_k,
-        head_dim=data.draw(st.sampled_from(DIMS[impl])),
-        shared_q=shared_q,
-        options={
-            "activation": data.draw(st.sampled_from(sorted(reference.ACTIVATIONS))),
-            "causal": data.draw(st.booleans()),
-            "window": data.draw(st.none() | st.integers(0, 300)),
-            "output_scale": data.draw(st.sampled_from([1.0, 1 / 128])),
-        },
-    )
+    keys = MOST_KEYS.get(impl, 300)
+    case = drawn(data, DIMS[impl], keys=keys, shared_q=impl in PLAIN)
     # Not fp32: the smooth slopes are within 2e-6 there (derivatives.py), PyTorch's within rounding,
     # and of a few small sequences the largest error may be more than twice PyTorch's.
     dtype = data.draw(st.sampled_from((BF16, FP16)))
