@@ -13,6 +13,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import api
 from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.calls import emulated
 
 LENGTHS = [4, 0, 17]
 TOTAL = sum(LENGTHS)
@@ -131,7 +132,7 @@ def test_kernels_write_the_gradient_where_it_lies(operator, impl, count):
     if operator == "block":
         options = {"impl": impl, "block_size": 64}
         options |= {} if impl.startswith("v3") else {"rotary": turns(64)}
-    with tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90"):
+    with emulated(impl):
         compare(OPERATORS[operator], "grouped", count, tensors=tensors, **options)
         given = side_by_side(tensors, count)
         number = 2 if count == 3 else None

@@ -16,104 +16,50 @@ from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import api, choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.calls import cast, emulated, ends, required, saved_by
+
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def arguments(**changes) -> dict:
-    q, k, v = (torch.randn(9, 4, 16) for _ in range(3))
-    ends = cu_seqlens([4, 0, 5], "cpu")
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "cu_seqlens_q": ends,
-        "cu_seqlens_k": ends.clone(),
-        "max_seqlen_q": 5,
-        "max_seqlen_k": 5,
-    } | changes
+    q, k, v = torch.randn(3, 9, 4, 16)
+    both = {"cu_seqlens_q": ends(0, 4, 4, 9), "cu_seqlens_k": ends(0, 4, 4, 9)}
+    return {"q": q, "k": k, "v": v, **both, "max_seqlen_q": 5, "max_seqlen_k": 5} | changes
 
 
-def emulated(impl: str):
-    """The context in which `impl` runs on the CPU."""
-    return tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90")
-
-
-def ends(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def required(call: dict, names: str = "qkv") -> dict:
-    """The same call, of leaves that require gradients."""
-    return call | {name: call[name].detach().clone().requires_grad_() for name in names}
-
-
-def cast(call: dict, dtype: torch.dtype) -> dict:
-    """The same call, q, k and v in `dtype`."""
-    return call | {name: call[name].to(dtype) for name in "qkv"}
-
-
+NESTED = torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.jagged)
 WRONG = (
-    (
-        {"activation": "softmax"},
-        ValueError,
-        "activation must be one of identity, .*, got 'softmax'",
-    ),
-    (
-        {"activation": ("relu", "silu")},
-        ValueError,
-        r"activation must be one name or one per query head \(4\), got 2",
-    ),
-    (
-        {"backward_impl": "v1_tiled"},
-        ValueError,
-        "backward_impl must be 'auto' or one of reference, v1_tiled_backward, .*, got 'v1_tiled'",
-    ),
-    (
-        {name: torch.randn(9, 4, 0) for name in "qkv"},
-        ValueError,
-        "q must have a head_dim of at least 1, got 0",
-    ),
-    ({"k": torch.randn(9, 4, 16).to_sparse()}, TypeError, "k must be a dense tensor, got"),
-    (
-        {"q": torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.jagged)},
-        TypeError,
-        "q must be a dense tensor, got a nested one",
-    ),
-    ({"activation": None}, TypeError, "activation must be a name or .*got None"),
-    ({"activation": 5}, TypeError, "activation must be a name or a tuple .*got 5"),
-    ({"activation": (("relu",),)}, TypeError, "activation must be a name"),
-    ({"scale": True}, TypeError, "scale must be a float, got bool"),
-    (
-        {"output_scale": float("inf")},
-        ValueError,
-        "output_scale must be a finite number in fp32, got inf",
-    ),
-    (
-        {"max_seqlen_k": None},
-        TypeError,
-        "max_seqlen_k must be given unless cu_seqlens_k is Lengths, got None",
-    ),
-    ({"window": -1}, ValueError, "window must be None or an integer .* got -1"),
-    (
-        {"cu_seqlens_q": ends(0, 9), "max_seqlen_q": 9},
-        ValueError,
-        "cu_seqlens_q must have cu_seqlens_k's",
-    ),
-    (
-        {"max_seqlen_q": 4},
-        ValueError,
-        "max_seqlen_q must be at least the longest sequence, 5 tokens, got 4",
-    ),
-    ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be an integer of at least 0"),
-    (
-        {"cu_seqlens_q": None, "max_seqlen_q": 5},
-        ValueError,
-        "max_seqlen_q must equal the 9 rows of a shared q, got 5",
-    ),
-)
+    (ValueError, "activation must be one of identity, .*, got 'softmax'",
+     {"activation": "softmax"}),
+    (ValueError, r"activation must be one name or one per query head \(4\), got 2",
+     {"activation": ("relu", "silu")}),
+    (ValueError, "backward_impl must be 'auto' or one of reference, v1_tiled_.*, got 'v1_tiled'",
+     {"backward_impl": "v1_tiled"}),
+    (ValueError, "q must have a head_dim of at least 1, got 0",
+     {name: torch.randn(9, 4, 0) for name in "qkv"}),
+    (TypeError, "k must be a dense tensor, got", {"k": torch.randn(9, 4, 16).to_sparse()}),
+    (TypeError, "q must be a dense tensor, got a nested one", {"q": NESTED}),
+    (TypeError, "activation must be a name or .*got None", {"activation": None}),
+    (TypeError, "activation must be a name or a tuple .*got 5", {"activation": 5}),
+    (TypeError, "activation must be a name", {"activation": (("relu",),)}),
+    (TypeError, "scale must be a float, got bool", {"scale": True}),
+    (ValueError, "output_scale must be a finite number in fp32, got inf",
+     {"output_scale": float("inf")}),
+    (TypeError, "max_seqlen_k must be given unless cu_seqlens_k is Lengths, got None",
+     {"max_seqlen_k": None}),
+    (ValueError, "window must be None or an integer .* got -1", {"window": -1}),
+    (ValueError, "cu_seqlens_q must have cu_seqlens_k's",
+     {"cu_seqlens_q": ends(0, 9), "max_seqlen_q": 9}),
+    (ValueError, "max_seqlen_q must be at least the longest sequence, 5 tokens, got 4",
+     {"max_seqlen_q": 4}),
+    (ValueError, "max_seqlen_k must be an integer of at least 0", {"max_seqlen_k": -1}),
+    (ValueError, "max_seqlen_q must equal the 9 rows of a shared q, got 5",
+     {"cu_seqlens_q": None, "max_seqlen_q": 5}),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("changes, error, message", WRONG)
-def test_wrong_arguments_say_what_is_wrong(changes, error, message):
+@pytest.mark.parametrize("error, message, changes", WRONG)
+def test_wrong_arguments_say_what_is_wrong(error, message, changes):
     with pytest.raises(error, match=message):
         gdpa(**arguments(**changes))
 
@@ -148,15 +94,13 @@ def test_auto_on_a_cpu_is_pytorch_and_an_explicit_kernel_is_refused():
 def test_auto_prefers_the_first_kernel_that_supports_the_call():
     longest = {name: value for name, value in arguments().items() if name not in "qkv"}
     longest |= {"max_seqlen_q": 9, "max_seqlen_k": 9}
-    half = {name: torch.randn(9, 4, 16).bfloat16() for name in "qkv"}
-    odd = {name: torch.randn(9, 4, 20).bfloat16() for name in "qkv"}
-    single = {name: torch.randn(9, 4, 16) for name in "qkv"}
+    single, half, odd, wide = (
+        dict(zip("qkv", torch.randn(3, 9, 4, head_dim).to(dtype), strict=True))
+        for head_dim, dtype in ((16, FP32), (16, BF16), (20, BF16), (136, BF16))
+    )
     with tritonemu.enabled():
-        assert (
-            resolved("auto", **half, **longest)
-            == choices.order((9, 0), "forward", "bfloat16", 16, 9, 9)[0]
-        )
-        wide = {name: torch.randn(9, 4, 136).bfloat16() for name in "qkv"}
+        first = choices.order((9, 0), "forward", "bfloat16", 16, 9, 9)[0]
+        assert resolved("auto", **half, **longest) == first
         assert resolved("auto", **wide, **longest) == "v8_own_waits"
         assert resolved("auto", **odd, **longest) == "v1_tiled"
         assert resolved("auto", **single, **longest) == "v1_tiled"
@@ -187,21 +131,18 @@ def test_any_strides_reach_the_general_kernel():
 @pytest.mark.parametrize("operator", ladder.LADDERS)
 def test_a_row_that_stands_for_many_is_not_read_by_tma(operator):
     tensor, row = torch.randn(9, 4, 128).bfloat16(), torch.randn(1, 1, 128).bfloat16()
-    for name, expanded in (
-        ("rows", row.expand(9, 4, -1)),
-        ("heads", tensor[:, :1].expand_as(tensor)),
-    ):
+    for expanded in (row.expand(9, 4, -1), tensor[:, :1].expand_as(tensor)):
         for rung in ladder.LADDERS[operator]:
             problem = rung.requires.of_call(tensor, tensor, expanded)
             if rung.requires.aligned:
                 wanted = "needs v with contiguous rows whose strides are positive multiples of 16"
-                assert problem.startswith(wanted) and "got strides" in problem, (rung.impl, name)
+                assert problem.startswith(wanted) and "got strides" in problem, rung.impl
             else:
-                assert problem is None, (rung.impl, name)
+                assert problem is None, rung.impl
 
 
 def test_an_expanded_tensor_reaches_the_general_kernel():
-    call = {n: t.bfloat16() if n in "qkv" else t for n, t in arguments().items()}
+    call = cast(arguments(), BF16)
     call["v"] = call["v"][:1].expand(9, 4, 16)
     with tritonemu.enabled():
         assert torch.equal(gdpa(**call), gdpa(**call, impl="v1_tiled"))
@@ -210,7 +151,7 @@ def test_an_expanded_tensor_reaches_the_general_kernel():
 
 
 def test_double_precision_runs_everywhere():
-    call = {n: t.double() if n in "qkv" else t for n, t in arguments().items()}
+    call = cast(arguments(), torch.float64)
     assert torch.equal(gdpa(**call), gdpa(**call, impl="v0_eager"))
 
 
@@ -255,10 +196,9 @@ def test_a_compiled_program_does_not_look_into_the_operator():
 def test_the_output_is_a_tensor_of_its_own(impl, lengths):
     total = sum(lengths)
     q, k, v = (torch.randn(total, 4, 16).bfloat16() for _ in range(3))
-    ends = cu_seqlens(lengths, "cpu")
-    longest = max(lengths, default=0)
+    offsets, longest = cu_seqlens(lengths, "cpu"), max(lengths, default=0)
     with tritonemu.enabled():
-        out = gdpa(q, k, v, ends, ends, longest, longest, impl=impl)
+        out = gdpa(q, k, v, offsets, offsets, longest, longest, impl=impl)
     assert out.shape == (total, 4, 16) and out.is_contiguous()
     for tensor in (q, k, v):
         assert out._base is not tensor and out is not tensor
@@ -414,11 +354,8 @@ def test_an_explicit_backward_that_cannot_take_the_call_is_refused_at_once(case,
 
 
 def test_auto_takes_the_first_backward_that_supports_the_call(monkeypatch):
-    order = (
-        "v5_short_kv_backward",
-        "v4_warp_specialized_backward",
-        *choices.UNMEASURED["backward"],
-    )
+    order = ("v5_short_kv_backward", "v4_warp_specialized_backward")
+    order += tuple(choices.UNMEASURED["backward"])
     monkeypatch.setattr(choices, "order", lambda *call: order)
 
     def of(call):
@@ -444,9 +381,7 @@ def test_what_is_saved(shared):
     call = required(arguments())
     if shared:
         call |= {"cu_seqlens_q": None, "max_seqlen_q": 9}
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        gdpa(**call)
+    _, saved = saved_by(lambda: gdpa(**call))
     given = [value for value in call.values() if isinstance(value, torch.Tensor)]
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in given]
 
@@ -467,9 +402,8 @@ def test_torch_compile_hands_precise_to_the_kernel(precise):
     with tritonemu.enabled(), launches() as seen:
         out, expected = compiled(**call), gdpa(**call)
     assert torch.equal(out, expected)
-    assert [launch.constants["PAIRS"] for launch in seen if "PAIRS" in launch.constants] == [
-        not precise
-    ] * 2
+    pairs = [launch.constants["PAIRS"] for launch in seen if "PAIRS" in launch.constants]
+    assert pairs == [not precise] * 2
 
 
 def test_ladders_list_every_rung_file():

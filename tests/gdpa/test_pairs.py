@@ -12,9 +12,8 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.activations import FOLDABLE, foldable, multiply_add_pairs, tanh_of_pairs
-from gdpa_kernels.gdpa.batch import Batch
-from tests.gdpa.cases import Case
-from tests.gdpa.test_forward import call, kernels_run
+from tests.gdpa.cases import Case, batch_of, kernels_run
+from tests.gdpa.test_forward import call
 
 BOUND = 0.016  # of abs(x), from the documented errors of the instructions
 
@@ -126,12 +125,7 @@ def test_precise_changes_nothing_elsewhere():
 
 @pytest.mark.parametrize("impl", ("v7_packed", "v8_own_waits"))
 def test_a_config_can_do_without_pairs(impl):
-    arguments = case("gelu_tanh")
-    names = (arguments.pop("activation"),)
+    arguments, module = case("gelu_tanh"), ladder.rung(impl).module()
     with kernels_run(impl):
-        module = ladder.rung(impl).module()
-        out = module.forward(
-            Batch(**arguments, activation=names, scale=128**-0.5), config=module.Config(pairs=False)
-        )
-        expected = gdpa(**arguments, activation=names, impl=impl, precise=True)
-    assert torch.equal(out, expected)
+        out = module.forward(batch_of(arguments), config=module.Config(pairs=False))
+    assert torch.equal(out, call(impl, arguments | {"precise": True}))
