@@ -21,10 +21,11 @@
 import numpy as np
 import pandas as pd
 
+from _lib import tile_law
 from gdpa_lab.measuring import units
 from gdpa_lab.measuring.roofline import Ceilings, bracket
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, claims, clock_free, predictions, results, tile_law
+from gdpa_lab.report import charts, claims, clock_free, predictions, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
 

@@ -22,10 +22,11 @@
 # %%
 from dataclasses import replace
 
+from _lib import block_tables
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.workload import DIRECTIONS
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import block_tables, charts
+from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
 from gdpa_lab.report.results import TIMED

@@ -11,10 +11,10 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from _lib import studies
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_lab.measuring.compile_check import build, build_launch
-from gdpa_lab.report import studies
 from tests.emulator.checking import place
 from tritonemu import (
     InvalidKernel,

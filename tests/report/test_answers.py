@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 import yaml
 
+from _lib import answers
 from gdpa_lab.measuring.workloads import FIGURES
-from gdpa_lab.report import answers, claims
+from gdpa_lab.report import claims
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = claims.load()
