@@ -20,7 +20,7 @@
 # %%
 import pandas as pd
 
-from _lib import ratios
+from _lib import gradients, ratios
 from _lib.ratios import short, spread
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.kernels.v5_short_kv_backward import MOST_KEYS
@@ -87,7 +87,7 @@ def plan(session, names=NAMES, steps=STEPS):
         impls = [V1, V4, *taking(given, "backward", "activation")]
         session.measure(given, impls, scopes=("sustained",), **how)
     for name in steps[:2]:
-        session.memory(workload(name), [*rungs_on(name), "fa2_varlen"])
+        gradients.memory(session, workload(name), [*rungs_on(name), "fa2_varlen"])
 
 
 chapter.measure(plan)
