@@ -12,6 +12,7 @@ from types import ModuleType
 
 import torch
 
+from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
 from gdpa_kernels.gdpa import reference as gdpa_reference
@@ -59,7 +60,8 @@ class _Checked:
     at most `PART` tokens, since an fp64 copy of everything would not fit.
     """
 
-    results: Mapping[str, tuple[str, ...]]
+    results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+    reference: ModuleType
     PART = 2**16
 
     def __init__(self, inputs: Inputs | BlockInputs, direction: str) -> None:
@@ -93,13 +95,13 @@ class _Checked:
             if number == len(known):
                 baseline = self._compute(kind, inputs.q.dtype, part)
                 pairs = zip(baseline, expected, strict=True)
-                known.append([_allowed_errors(tensor, right) for tensor, right in pairs])
+                known.append([testing.allowed_errors(tensor, right) for tensor, right in pairs])
             for found, result, place, right, allowed in zip(
                 errors, results, places, expected, known[number], strict=True
             ):
-                found.append(torch.cat((_error(result[place], right)[None], allowed)))
+                found.append(torch.cat((testing.error_of(result[place], right)[None], allowed)))
         return [
-            _comparison(name, result.numel(), torch.stack(found))
+            testing.comparison(name, result.numel(), torch.stack(found))
             for name, result, found in zip(names, results, errors, strict=True)
         ]
 
@@ -129,19 +131,37 @@ class _Checked:
 
     def _part(self, rows: slice, keys: slice, ends: slice) -> Inputs | BlockInputs:
         """The inputs of the sequences with these rows and keys; `ends` are their offsets."""
-        raise NotImplementedError
+        inputs = self._inputs
+        parts = {"q": rows, "k": keys, "v": keys, "grad_out": rows}
+        found: dict[str, object] = {name: getattr(inputs, name)[at] for name, at in parts.items()}
+        for name, first in (("cu_seqlens", rows), ("cu_seqlens_q", rows), ("cu_seqlens_k", keys)):
+            if getattr(inputs, name, None) is not None:
+                found[name] = getattr(inputs, name)[ends] - first.start
+        if inputs.workload.shared_q:
+            del found["q"]
+        if inputs.workload.rotary:
+            found["rotary"] = tuple(turn[rows] for turn in inputs.rotary)
+        return replace(inputs, **found)
 
     def _compute(
         self, kind: str, dtype: torch.dtype, part: Inputs | BlockInputs
     ) -> tuple[torch.Tensor, ...]:
         """The results of `part`, computed in `dtype`."""
-        raise NotImplementedError
+        batch = part.batch()
+        tensors = {name: getattr(batch, name).to(dtype) for name in "qkv"}
+        if part.workload.rotary:
+            tensors["rotary"] = tuple(turn.to(dtype) for turn in part.rotary)
+        batch = replace(batch, **tensors)
+        if self._direction == "forward":
+            found = self.reference.forward_in_dtype(batch)
+            return (found,) if isinstance(found, torch.Tensor) else found[:1]
+        return self.reference.backward_in_dtype(part.grad_out.to(dtype), batch)
 
 
 class Gdpa(_Checked):
     """GDPA, forward or backward; work lists are made before."""
 
-    results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+    reference = gdpa_reference
 
     @staticmethod
     def math(impl: str) -> str:
@@ -174,29 +194,12 @@ class Gdpa(_Checked):
             variant,
         )
 
-    def _part(self, rows: slice, keys: slice, ends: slice) -> Inputs:
-        inputs = self._inputs
-        shared = inputs.cu_seqlens_q is None
-        return replace(
-            inputs,
-            q=inputs.q if shared else inputs.q[rows],
-            k=inputs.k[keys],
-            v=inputs.v[keys],
-            grad_out=inputs.grad_out[rows],
-            cu_seqlens_q=None if shared else inputs.cu_seqlens_q[ends] - rows.start,
-            cu_seqlens_k=inputs.cu_seqlens_k[ends] - keys.start,
-        )
-
     def _compute(self, kind: str, dtype: torch.dtype, part: Inputs) -> tuple[torch.Tensor, ...]:
-        if kind == "softmax":
-            if self._direction == "forward":
-                return (baselines.softmax_reference(part, dtype),)
-            return baselines.softmax_gradients(part, dtype)
-        batch = part.batch()
-        batch = replace(batch, **{name: getattr(batch, name).to(dtype) for name in "qkv"})
+        if kind != "softmax":
+            return super()._compute(kind, dtype, part)
         if self._direction == "forward":
-            return (gdpa_reference.forward_in_dtype(batch),)
-        return gdpa_reference.backward_in_dtype(part.grad_out.to(dtype), batch)
+            return (baselines.softmax_reference(part, dtype),)
+        return baselines.softmax_gradients(part, dtype)
 
     def ops(self, impl: str) -> dict[str, Call]:
         """By variant the public calls of a rung, which trust the offsets: other checks, schedule,
@@ -268,7 +271,7 @@ class BlockAttention(_Checked):
     """Block attention, forward or backward; the block list and what forward saves are made
     before."""
 
-    results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+    reference = block_reference
 
     @staticmethod
     def math(impl: str) -> str:
@@ -302,33 +305,6 @@ class BlockAttention(_Checked):
         return Candidate(
             impl, "softmax", call, asdict(config) if config is not None else {}, variant
         )
-
-    def _part(self, rows: slice, keys: slice, ends: slice) -> BlockInputs:
-        inputs = self._inputs
-        turns = inputs.rotary
-        return replace(
-            inputs,
-            q=inputs.q[rows],
-            k=inputs.k[keys],
-            v=inputs.v[keys],
-            grad_out=inputs.grad_out[rows],
-            cu_seqlens=inputs.cu_seqlens[ends] - rows.start,
-            rotary=None if turns is None else tuple(turn[rows] for turn in turns),
-        )
-
-    def _compute(
-        self, kind: str, dtype: torch.dtype, part: BlockInputs
-    ) -> tuple[torch.Tensor, ...]:
-        from gdpa_kernels.block_attention import reference
-
-        batch = part.batch()
-        tensors = {name: getattr(batch, name).to(dtype) for name in "qkv"}
-        if part.rotary is not None:
-            tensors["rotary"] = tuple(turn.to(dtype) for turn in part.rotary)
-        batch = replace(batch, **tensors)
-        if self._direction == "forward":
-            return (reference.forward_in_dtype(batch)[0],)
-        return reference.backward_in_dtype(part.grad_out.to(dtype), batch)
 
     def ops(self, impl: str) -> dict[str, Call]:
         """By variant, of which there is one, the whole public call of a rung, which trusts the
@@ -370,26 +346,3 @@ def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         total += length
     if lengths:
         yield first, len(lengths)
-
-
-def _error(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """(largest, sum of squares) of the errors of `actual`; a NaN is both."""
-    errors = actual.to(torch.float64, copy=True).sub_(exact).flatten()
-    return torch.stack(
-        (torch.linalg.vector_norm(errors, torch.inf), torch.linalg.vector_norm(errors).square())
-    )
-
-
-def _allowed_errors(baseline: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """`_error` of PyTorch in the kernel's dtype and of rounding alone, [2, 2]."""
-    return torch.stack((_error(baseline, exact), _error(exact.to(baseline.dtype), exact)))
-
-
-def _comparison(name: str, elements: int, errors: torch.Tensor) -> testing.Comparison:
-    """The rule of `testing.compare`; errors [parts, 3, 2]: of the result, PyTorch and rounding."""
-    largest = errors[..., 0].amax(0).tolist()  # hands a NaN on, as the sum does
-    rms = (errors[..., 1].sum(0) / elements).sqrt().tolist()
-    budgets = [testing.FACTOR * error[1] + error[2] for error in (largest, rms)]
-    return testing.Comparison(
-        name, elements, largest[0], budgets[0], rms[0], budgets[1], largest[1], largest[2]
-    )
