@@ -1,1 +1,1 @@
-"""What single chapters use: their own tables, counts and microbenchmarks."""
+"""What chapters use beside the lab: studies, drawings, tables, what a compiler makes of a kernel."""

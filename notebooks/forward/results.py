@@ -21,7 +21,7 @@
 # %%
 import pandas as pd
 
-from _lib import ratios
+from _lib import rare_charts, ratios
 from _lib.ratios import spread
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.baselines import BASELINES, taking
@@ -257,7 +257,7 @@ v5_few = climb["v4 / v5"]["gdpa-self-half-jagged-256"]
 shares = chapter.times(whole, "percent_of_roofline", direction="forward")[RUNGS]
 shares = shares.rename(index=ratios.short, columns=lambda impl: impl.split("_")[0])
 measured = chapter.rows(whole, direction="forward", impl=RUNGS)
-chapter.figure(charts.heat(shares, label="% of the roofline, in bursts"), measured=measured)
+chapter.figure(rare_charts.heat(shares, label="% of the roofline, in bursts"), measured=measured)
 
 # %% tags=["remove-input"]
 # | name: fig-forward-steps

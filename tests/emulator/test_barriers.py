@@ -9,7 +9,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_lab.measuring.compile_check import build
+from _lib.compile_check import build
 from tests.emulator.checking import everywhere, found, place
 from tritonemu import (
     AliasedWait,

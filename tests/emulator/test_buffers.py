@@ -12,9 +12,9 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from _lib import studies
+from _lib.compile_check import build, build_launch
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_lab.measuring.compile_check import build, build_launch
 from tests.emulator.checking import place
 from tritonemu import (
     InvalidKernel,

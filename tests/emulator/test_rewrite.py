@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdpa_lab.measuring.compile_check import build
+from _lib.compile_check import build
 from tritonemu import DeviceAssertion, InvalidKernel, Unsupported, run
 
 SIZE = tl.constexpr(4)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
-from gdpa_lab.measuring.compile_check import build
+from _lib.compile_check import build
 from tests.emulator.checking import place
 from tritonemu import InvalidKernel, Unsupported, run
 from tritonemu.compiling import ask_front_end

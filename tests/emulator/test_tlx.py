@@ -11,7 +11,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gdpa_lab.measuring.compile_check import build
+from _lib.compile_check import build
 from tests.emulator.checking import PAIR, everywhere, fill, found, grid2, place
 from tritonemu import (
     Deadlock,

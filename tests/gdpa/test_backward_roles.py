@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemu
+from _lib.compile_check import Compiled, build_launch, shortest_loop
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
@@ -24,7 +25,6 @@ from gdpa_kernels.gdpa.kernels import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa.kernels import v5_short_kv_backward as v5
 from gdpa_kernels.gdpa.kernels import v6_one_tile_backward as v6
 from gdpa_kernels.gdpa.kernels import v7_wide_backward as v7
-from gdpa_lab.measuring.compile_check import Compiled, build_launch, shortest_loop
 from gdpa_lab.measuring.testing import assert_close
 from tests.block_attention.compiling import compile_launch
 from tests.emulator.mutants import Mutant, enumerate_mutants, import_file, judge, surviving

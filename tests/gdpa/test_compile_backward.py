@@ -6,12 +6,12 @@ import functools
 import pytest
 import torch
 
+from _lib.compile_check import Compiled, build, read
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import gradients
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.kernels import v1_tiled_backward, v2a_ordered_backward
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
-from gdpa_lab.measuring.compile_check import Compiled, build, read
 from tests.block_attention.compiling import compile_launch
 
 RUNGS = {

@@ -12,10 +12,7 @@ import torch
 from triton.compiler import CompiledKernel
 
 import tritonemu
-from gdpa_kernels.calling.launches import Launch, launches
-from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
-from gdpa_kernels.gdpa.kernels import b2_short_kv_backward as b2
-from gdpa_lab.measuring.compile_check import (
+from _lib.compile_check import (
     SHARED_BYTES,
     TENSOR_COLUMNS,
     Compiled,
@@ -23,6 +20,9 @@ from gdpa_lab.measuring.compile_check import (
     read,
     shortest_loop,
 )
+from gdpa_kernels.calling.launches import Launch, launches
+from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
+from gdpa_kernels.gdpa.kernels import b2_short_kv_backward as b2
 from tests.gdpa.cases import DEVICE, Case
 from tests.gdpa.test_backward_roles import BLACKWELL as RUNGS
 from tests.gdpa.test_backward_roles import batch_of, call_of, check, problem

@@ -12,8 +12,8 @@ import triton.language.extra.tlx as tlx
 from triton.runtime.errors import OutOfResources
 
 import tritonemu
+from _lib import compile_check
 from gdpa_kernels.calling import ladder
-from gdpa_lab.measuring import compile_check
 from tests.rungs import KERNELS, launched
 
 
