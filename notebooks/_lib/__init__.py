@@ -1,1 +1,1 @@
-"""What chapters use beside the lab: studies, drawings, tables, what a compiler makes of a kernel."""
+"""What chapters use beside the lab: studies, drawings, tables, counts of compiled code."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from gdpa_kernels.calling import ladder
-from gdpa_lab.measuring import baselines, record
+from gdpa_lab.measuring import baselines, manifest, record
 from gdpa_lab.report import charts, peers, results
 from gdpa_lab.report.house import Figure
 
@@ -128,10 +128,7 @@ def update(root: Path = record.ROOT) -> bool:
     between = f"(?<={re.escape(BEGIN)}\n).*(?={re.escape(END)})"
     new = re.sub(between, lambda _: block(root / "data") + "\n", old, flags=re.DOTALL)
     drawn = hero(root / "data").to_svg()
-    changed = new != old or not path.exists() or path.read_text(encoding="utf-8") != drawn
-    readme.write_text(new, encoding="utf-8")
-    path.write_text(drawn, encoding="utf-8")
-    return changed
+    return manifest.rewrite(readme, new) | manifest.rewrite(path, drawn)
 
 
 def _rows(data_dir: Path, line: Line) -> pd.DataFrame:
