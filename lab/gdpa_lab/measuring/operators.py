@@ -12,9 +12,11 @@ from types import ModuleType
 
 import torch
 
+from gdpa_kernels.block_attention import api as block_api
 from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
+from gdpa_kernels.gdpa import api as gdpa_api
 from gdpa_kernels.gdpa import reference as gdpa_reference
 from gdpa_lab.measuring import baselines, testing
 from gdpa_lab.measuring.baselines import STEP
@@ -61,7 +63,11 @@ class _Checked:
     """
 
     results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+    peers: Mapping[str, baselines.Baseline]
     reference: ModuleType
+    kind: str  # whose mathematics the rungs compute
+    public: Callable[..., torch.Tensor]
+    named: str  # the argument of `public` that names who computes gradients
     PART = 2**16
 
     def __init__(self, inputs: Inputs | BlockInputs, direction: str) -> None:
@@ -157,100 +163,52 @@ class _Checked:
             return (found,) if isinstance(found, torch.Tensor) else found[:1]
         return self.reference.backward_in_dtype(part.grad_out.to(dtype), batch)
 
-
-class Gdpa(_Checked):
-    """GDPA, forward or backward; work lists are made before."""
-
-    reference = gdpa_reference
-
-    @staticmethod
-    def math(impl: str) -> str:
+    @classmethod
+    def math(cls, impl: str) -> str:
         """Whose mathematics: "activation" or "softmax"."""
-        return baselines.BASELINES[impl].math if impl in baselines.BASELINES else "activation"
+        return cls.peers[impl].math if impl in cls.peers else cls.kind
 
     def candidate(self, impl: str, variant: str, **options: object) -> Candidate:
-        """A rung or a baseline; see `measure.candidate`."""
-        inputs = self._inputs
-        if impl in baselines.BASELINES:
-            baseline = baselines.BASELINES[impl]
-            call = baseline.call(inputs, self._direction, **options)
-            checked = partial(baseline.checked, inputs)
-            return Candidate(impl, baseline.math, call, options, variant, checked)
-        from gdpa_kernels.gdpa import api
-
-        batch = inputs.batch()
-        if self._direction == "backward":
-            rung, given = api.resolve_backward(impl, batch), (inputs.grad_out, batch)
-        else:
-            rung, given = api.resolve(impl, batch), (batch,)
+        """A rung, a study or a baseline; see `measure.candidate`."""
+        if impl in self.peers:
+            return self._peer(impl, self._direction, variant, **options)
+        batch = self._inputs.batch()
+        rung = self._resolve(impl, batch)
         module, arguments = _prepared(rung, batch, self._direction, options)
-        run = getattr(module, self._direction)
-        config = arguments.get("config")
-        return Candidate(
-            impl,
-            "activation",
-            lambda: run(*given, **arguments),
-            asdict(config) if config is not None else {},
-            variant,
-        )
+        call, config = self._call(rung, module, batch, arguments), arguments.get("config")
+        return Candidate(impl, self.kind, call, asdict(config) if config else {}, variant)
 
-    def _compute(self, kind: str, dtype: torch.dtype, part: Inputs) -> tuple[torch.Tensor, ...]:
-        if kind != "softmax":
-            return super()._compute(kind, dtype, part)
-        if self._direction == "forward":
-            return (baselines.softmax_reference(part, dtype),)
-        return baselines.softmax_gradients(part, dtype)
+    def _peer(self, impl: str, direction: str, variant: str = "", **options: object) -> Candidate:
+        peer = self.peers[impl]
+        call = peer.call(self._inputs, direction, **options)
+        checked = partial(peer.checked, self._inputs)
+        return Candidate(impl, peer.math, call, options, variant, checked)
+
+    def _resolve(self, impl: str, batch: object) -> Rung:
+        """The rung, if it takes the batch."""
+        raise NotImplementedError
+
+    def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
+        """What is timed of a rung, or of the module in its place."""
+        raise NotImplementedError
 
     def ops(self, impl: str) -> dict[str, Call]:
         """By variant the public calls of a rung, which trust the offsets: other checks, schedule,
-        launch; of a backward rung autograd's backward alone, and `STEP`. Empty for what is no
-        rung."""
-        from gdpa_kernels import gdpa
-
-        if self._direction == "forward":
-            if impl not in ladder.impls()[1:]:
-                return {}
-            arguments = self._inputs.arguments() | {"validate": False}
-            return {"": lambda: gdpa(**arguments, impl=impl)}
-        if impl not in ladder.impls("gdpa_backward")[1:]:
+        launch; of a backward rung autograd's backward alone. Empty for what is no rung."""
+        if impl not in ladder.impls(self._ladder())[1:]:
             return {}
-        backward = baselines.differentiate(self._function(impl), self._inputs, "backward")
-        return {"": backward, STEP: self.step(impl).call}
+        if self._direction == "forward":
+            arguments = self._inputs.arguments() | {"validate": False, "impl": impl}
+            return {"": partial(self.public, **arguments)}
+        return {"": baselines.differentiate(self._function(impl), self._inputs, "backward")}
 
-    def step(self, impl: str) -> Candidate:
-        """A step of training, forward and backward: of a rung of the ladder "gdpa_backward", behind
-        the fastest forward, or of a baseline."""
-        if impl in baselines.BASELINES:
-            baseline = baselines.BASELINES[impl]
-            checked = partial(baseline.checked, self._inputs)
-            call = baseline.call(self._inputs, STEP)
-            return Candidate(impl, baseline.math, call, checked=checked)
-        call = baselines.differentiate(self._function(impl), self._inputs, STEP)
-        return Candidate(impl, "activation", call)
-
-    def forward_of_step(self) -> str:
-        """The rung that computes the output in `step` of a rung."""
-        from gdpa_kernels.gdpa import api
-
-        return api.resolve("auto", self._inputs.batch()).impl
+    def _ladder(self) -> str:
+        return self._inputs.workload.operator
 
     def _function(self, impl: str) -> Callable[..., torch.Tensor]:
-        """`gdpa` of q, k and v whose gradients are the rung's."""
-        from gdpa_kernels import gdpa
-
-        arguments = self._inputs.arguments() | {"backward_impl": impl, "validate": False}
-        return lambda q, k, v: gdpa(**arguments | {"q": q, "k": k, "v": v})
-
-    def schedule(self, impl: str) -> Call | None:
-        """What makes the work list of a backward rung; None without any.
-
-        Forward None: the notebook of the schedules measures them by order and clock.
-        """
-        if self._direction == "forward" or impl in baselines.BASELINES:
-            return None
-        rung, batch = ladder.rung(impl, "gdpa_backward"), self._inputs.batch()
-        config = rung.config(batch, "backward")
-        return (lambda: rung.schedule(batch, config)) if "schedule" in rung.has else None
+        """The operator of q, k and v whose gradients are the rung's."""
+        arguments = self._inputs.arguments() | {"validate": False, self.named: impl}
+        return lambda q, k, v: self.public(**arguments | {"q": q, "k": k, "v": v})
 
 
 def _prepared(
@@ -267,60 +225,83 @@ def _prepared(
     return module, found
 
 
+class Gdpa(_Checked):
+    """GDPA, forward or backward; work lists are made before."""
+
+    peers, reference, kind = baselines.BASELINES, gdpa_reference, "activation"
+    public, named = staticmethod(gdpa_api.gdpa), "backward_impl"
+
+    def _ladder(self) -> str:
+        return "gdpa" if self._direction == "forward" else "gdpa_backward"
+
+    def _resolve(self, impl: str, batch: object) -> Rung:
+        forward = self._direction == "forward"
+        return (gdpa_api.resolve if forward else gdpa_api.resolve_backward)(impl, batch)
+
+    def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
+        if self._direction == "forward":
+            return partial(module.forward, batch, **arguments)
+        return partial(module.backward, self._inputs.grad_out, batch, **arguments)
+
+    def _compute(self, kind: str, dtype: torch.dtype, part: Inputs) -> tuple[torch.Tensor, ...]:
+        if kind != "softmax":
+            return super()._compute(kind, dtype, part)
+        if self._direction == "forward":
+            return (baselines.softmax_reference(part, dtype),)
+        return baselines.softmax_gradients(part, dtype)
+
+    def ops(self, impl: str) -> dict[str, Call]:
+        """Of a backward rung also `STEP`."""
+        found = super().ops(impl)
+        if found and self._direction == "backward":
+            found[STEP] = self.step(impl).call
+        return found
+
+    def step(self, impl: str) -> Candidate:
+        """A step of training, forward and backward: of a rung of the ladder "gdpa_backward", behind
+        the fastest forward, or of a baseline."""
+        if impl in self.peers:
+            return self._peer(impl, STEP)
+        call = baselines.differentiate(self._function(impl), self._inputs, STEP)
+        return Candidate(impl, self.kind, call)
+
+    def forward_of_step(self) -> str:
+        """The rung that computes the output in `step` of a rung."""
+        return gdpa_api.resolve("auto", self._inputs.batch()).impl
+
+    def schedule(self, impl: str) -> Call | None:
+        """What makes the work list of a backward rung; None without any.
+
+        Forward None: the notebook of the schedules measures them by order and clock.
+        """
+        if self._direction == "forward" or impl in baselines.BASELINES:
+            return None
+        rung, batch = ladder.rung(impl, "gdpa_backward"), self._inputs.batch()
+        config = rung.config(batch, "backward")
+        return (lambda: rung.schedule(batch, config)) if "schedule" in rung.has else None
+
+
 class BlockAttention(_Checked):
     """Block attention, forward or backward; the block list and what forward saves are made
     before."""
 
-    reference = block_reference
+    peers, reference, kind = baselines.BLOCK_BASELINES, block_reference, "softmax"
+    public, named = staticmethod(block_api.block_attention), "impl"
 
-    @staticmethod
-    def math(impl: str) -> str:
-        """Softmax, whoever computes it."""
-        return "softmax"
-
-    def candidate(self, impl: str, variant: str, **options: object) -> Candidate:
-        """A rung, a study or a baseline; see `measure.candidate`."""
-        inputs, direction = self._inputs, self._direction
-        if impl in baselines.BLOCK_BASELINES:
-            call = baselines.BLOCK_BASELINES[impl].call(inputs, direction, **options)
-            return Candidate(impl, "softmax", call, dict(options), variant)
-        from gdpa_kernels.block_attention import api
-
-        batch = inputs.batch()
-        rung = ladder.STUDIES.get(impl)
-        if rung is None:
-            rung = api.resolve(impl, direction, batch)
-        elif (problem := rung.problem(batch)) is not None:
+    def _resolve(self, impl: str, batch: object) -> Rung:
+        study = ladder.STUDIES.get(impl)
+        if study is None:
+            return block_api.resolve(impl, self._direction, batch)
+        if (problem := study.problem(batch)) is not None:
             raise baselines.Unsupported(f"{impl} {problem}")
-        module, arguments = _prepared(rung, batch, direction, options)
-        forward, backward = module.forward, module.backward
-        config = arguments.get("config")
-        if direction == "forward":
-            call = lambda: forward(batch, **arguments)[0]  # noqa: E731
-        else:
-            # What is saved does not depend on the constants of a rung; of a study it does.
-            kept = arguments if impl in ladder.STUDIES else {}
-            saved = forward(batch, **kept)[1]
-            call = lambda: backward(inputs.grad_out, batch, saved, **arguments)  # noqa: E731
-        return Candidate(
-            impl, "softmax", call, asdict(config) if config is not None else {}, variant
-        )
+        return study
 
-    def ops(self, impl: str) -> dict[str, Call]:
-        """By variant, of which there is one, the whole public call of a rung, which trusts the
-        offsets, or autograd's backward of it; empty for what is no rung."""
-        from gdpa_kernels.block_attention.api import block_attention
-
-        if impl not in ladder.impls("block_attention")[1:]:
-            return {}
-        arguments = self._inputs.arguments() | {"validate": False}
+    def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
         if self._direction == "forward":
-            return {"": lambda: block_attention(**arguments, impl=impl)}
-
-        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return block_attention(**arguments | {"q": q, "k": k, "v": v}, impl=impl)
-
-        return {"": baselines.differentiate(function, self._inputs, "backward")}
+            return lambda: module.forward(batch, **arguments)[0]
+        # What is saved does not depend on the constants of a rung; of a study it does.
+        saved = module.forward(batch, **arguments if rung.impl in ladder.STUDIES else {})[1]
+        return partial(module.backward, self._inputs.grad_out, batch, saved, **arguments)
 
     def schedule(self, impl: str) -> Call | None:
         """What makes the block list of a rung, or the metadata of a baseline; None without any."""
