@@ -12,7 +12,8 @@ from gdpa_lab.measuring import record
 PAGES = sorted((record.ROOT / "notebooks").glob("[!_]*/*.py"))
 PAGES += sorted((record.ROOT / "book").glob("*.md"))
 LAUNCHING = [page for page in PAGES if page.suffix == ".py"]
-STUDIES = sorted((record.ROOT / "lab" / "gdpa_lab" / "report").glob("*.py"))
+STUDIES = sorted((record.ROOT / "notebooks" / "_lib").glob("*.py"))
+STUDIES.remove(record.ROOT / "notebooks" / "_lib" / "host.py")  # runs in a process of its own
 TEXTS = [*PAGES, *sorted((record.ROOT / "notebooks" / "notes").glob("*.md"))]
 for house in record.HOUSES:
     TEXTS += sorted((record.ROOT / house).rglob("*.py"))

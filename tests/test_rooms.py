@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import _lib
 import gdpa_kernels
 import gdpa_lab
 
-HOUSES = [Path(house.__file__).parent for house in (gdpa_kernels, gdpa_lab)]
-FLOORS = ("calling", "device", "norms", ("gdpa", "block_attention"), "measuring", "report")
+HOUSES = [Path(house.__file__).parent for house in (gdpa_kernels, gdpa_lab, _lib)]
+FLOORS = ("calling", "device", "norms", ("gdpa", "block_attention"), "measuring", "report", "_lib")
 """From below; a room imports from its own floor and from those under it."""
 
 
@@ -59,8 +60,8 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def floor_of(name: str) -> int | None:
-    parts = name.split(".")
-    room = parts[1] if len(parts) > 1 else ""
+    house, *rooms_in = name.split(".")
+    room = house if house == "_lib" else next(iter(rooms_in), "")
     for number, rooms in enumerate(FLOORS):
         if room == rooms or room in rooms and not isinstance(rooms, str):
             return number

@@ -72,10 +72,13 @@ def parser(commands: argparse._SubParsersAction) -> None:
 
 
 def main(name: str) -> int:
-    """Run one of `COMMANDS` and say of each file whether it changed; the exit status."""
-    from gdpa_lab.measuring import record
+    """Run one of `COMMANDS` and say of each file whether it changed; the exit status. The manifest
+    lists what changed in data/."""
+    from gdpa_lab.measuring import manifest, record
 
     for path, changed in COMMANDS[name]():
+        if changed and path.is_relative_to(record.DATA_DIR):
+            manifest.update(record.DATA_DIR)
         state = "rewritten" if changed else "was up to date"
         sys.stdout.write(f"{path.relative_to(record.ROOT)} {state}\n")
     return 0

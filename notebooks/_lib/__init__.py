@@ -1,1 +1,1 @@
-"""What single chapters use: their own tables, counts and microbenchmarks."""
+"""What chapters use beside the lab: studies, drawings, tables, counts of compiled code."""

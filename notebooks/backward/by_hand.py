@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 
 import tritonemu
+from _lib import drawings
 from gdpa_kernels import gdpa
 from gdpa_kernels.gdpa import activations, derivatives, reference
 from gdpa_lab.measuring import roofline
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import FIGURES, workload
-from gdpa_lab.report import drawings, results
+from gdpa_lab.report import results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

@@ -20,14 +20,16 @@
 # %%
 import pandas as pd
 
+from _lib import gradients, ratios
+from _lib.ratios import short, spread
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.kernels.v5_short_kv_backward import MOST_KEYS
 from gdpa_lab.measuring.baselines import taking
 from gdpa_lab.measuring.workload import STEP
 from gdpa_lab.measuring.workloads import FIGURES, HSTU, workload
-from gdpa_lab.report import claims, standings
+from gdpa_lab.report import claims
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.standings import short, spread
+from gdpa_lab.report.peers import missing_peers
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -85,7 +87,7 @@ def plan(session, names=NAMES, steps=STEPS):
         impls = [V1, V4, *taking(given, "backward", "activation")]
         session.measure(given, impls, scopes=("sustained",), **how)
     for name in steps[:2]:
-        session.memory(workload(name), [*rungs_on(name), "fa2_varlen"])
+        gradients.memory(session, workload(name), [*rungs_on(name), "fa2_varlen"])
 
 
 chapter.measure(plan)
@@ -96,7 +98,7 @@ here = chapter.compare(lambda session: plan(session, few, []))
 shown = {"direction": "backward", "scope": "sustained", "workload": NAMES}
 rows, us, burst = chapter.rows(**shown), chapter.times(**shown), chapter.times(direction="backward")
 timed = rows[rows["time_us_p50"].notna()]
-best = standings.best(rows).replace({"best rung": "_.*"}, "", regex=True)
+best = ratios.best(rows).replace({"best rung": "_.*"}, "", regex=True)
 ours = us.columns.intersection(RUNGS)
 over = us.div(us[ours].min(axis=1), axis=0)  # times of the best rung's time
 
@@ -105,13 +107,13 @@ DRAWN = [V1, *RUNGS[3:], "fa2_varlen", "fa3", "fa4", "cudnn", "cudnn_varlen"]
 assert "fa4" in us, "the text compares with flash-attn-4==4.0.0b36: install it and measure again"
 assert timed["correct"].all(), "the text says that nothing is timed without a passed check"
 ahead = best["peer / rung (time)"]
-lost = standings.listed(f"{short(n)} ({x:.2f})" for n, x in ahead[ahead < 1].items())
+lost = ratios.listed(f"{short(n)} ({x:.2f})" for n, x in ahead[ahead < 1].items())
 chapter.glue(over_peer=spread(ahead), won=(ahead >= 1).sum(), count=len(best), lost=lost,
              few_keys=best["share (%)"].filter(regex="cross|-256").max(),
              more_keys=best["share (%)"].filter(regex="self.*-(?:512|1024|2048)").max(),
              checked=len(timed), cudnn=spread(over["cudnn"].dropna()),
              kept=spread((burst / us)[ours].min(axis=1)),
-             **standings.glued(best))  # fmt: skip
+             **ratios.glued(best))  # fmt: skip
 
 # %% [markdown]
 # All {glue:text}`checked:.0f` times back to back are of gradients that passed the check against
@@ -129,7 +131,7 @@ chapter.glue(over_peer=spread(ahead), won=(ahead >= 1).sum(), count=len(best), l
 # |   point, at 256, far above all others. Our newest rungs rise, with dense cuDNN and
 # |   FlashAttention-4 close by at 2,048. On the published chart all bars rise, and the CuTeDSL
 # |   kernel is the highest.
-standings.redrawn(chapter, "gdpa-self-bwd-full", DRAWN)
+ratios.redrawn(chapter, "gdpa-self-bwd-full", DRAWN)
 
 # %% [markdown]
 # From 512 tokens on the limit is the tensor cores. The best rung has
@@ -151,7 +153,7 @@ standings.redrawn(chapter, "gdpa-self-bwd-full", DRAWN)
 # | alt: >
 # |   Two charts of TFLOP/s over sequence length. Measured lines rise and are lower than on full
 # |   batches; ours are the highest. The published bars rise too.
-standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, "dense")
+ratios.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, "dense")
 
 # %% [markdown]
 # Then with K and V as long as Q. The right panel is the published dense chart again:
@@ -164,7 +166,7 @@ standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, "dense")
 # | alt: >
 # |   Two charts of TFLOP/s over sequence length. The measured lines with jagged keys have the shape
 # |   of those with dense keys, a little lower.
-standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, "jagged")
+ratios.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, "jagged")
 
 # %% [markdown]
 # A tile of keys or a step of rows that is partly empty costs as much as a full one, and its FLOPs
@@ -182,7 +184,7 @@ standings.redrawn(chapter, "gdpa-self-bwd-half", DRAWN, "jagged")
 # | alt: >
 # |   Two charts of TFLOP/s over query length. v5 lies far above all peers and rises. On the
 # |   published chart the bars of FlashAttention-4 are hatched.
-standings.redrawn(chapter, "gdpa-cross-bwd-full", DRAWN)
+ratios.redrawn(chapter, "gdpa-cross-bwd-full", DRAWN)
 
 # %% [markdown]
 # Here dQ is most of what is written. An fp32 dQ is zeroed, added to twice and read again; v5 does
@@ -219,20 +221,20 @@ chapter.glue(suspect=spread(suspect), rest=spread(others))
 # Rates are in TFLOP/s. The last column is the peer's time over the rung's.
 
 # %% tags=["remove-input"]
-chapter.table(standings.shown(best), measured=timed)
+chapter.table(ratios.shown(best), measured=timed)
 
 # %% [markdown]
 # And each peer against the best rung, over the workloads for which it has a time:
 
 # %%
 peers = over.drop(columns=ours)
-chapter.table(standings.ranges(peers, "time of a peer / best rung").round(2), measured=timed)
+chapter.table(ratios.ranges(peers, "time of a peer / best rung").round(2), measured=timed)
 
 # %% tags=["remove-input"]
 ragged = rows[rows["impl"] == "cudnn_varlen"]
 assert ragged["failure"].str.contains("check failed").all(), "the text says so"
 chapter.glue(asked=len(ragged), fa4_first=best["best peer"].isin(["fa4", "fa4_dense"]).sum(),
-             missing="; ".join(standings.missing_peers(rows)) or "none")  # fmt: skip
+             missing="; ".join(missing_peers(rows)) or "none")  # fmt: skip
 fa4_by_fa2 = (us["fa4"] / us["fa2_varlen"]).dropna()
 chapter.predict(
     "FlashAttention-4 is slower than FlashAttention-2 where there are 256 keys, as it is forward: "
@@ -253,9 +255,9 @@ chapter.predict(
 # The time of the rung before over that of the rung, in bursts:
 
 # %%
-climb, every = standings.steps(burst, ladder.BACKWARD_RUNGS), burst.columns.intersection(RUNGS)
+climb, every = ratios.steps(burst, ladder.BACKWARD_RUNGS), burst.columns.intersection(RUNGS)
 bursts = chapter.rows(direction="backward", impl=RUNGS)
-chapter.table(standings.ranges(climb, "step").round(2), measured=bursts)
+chapter.table(ratios.ranges(climb, "step").round(2), measured=bursts)
 
 # %% tags=["remove-cell"]
 of = {step.split(" / ")[1]: column.dropna() for step, column in climb.items()}
@@ -338,7 +340,7 @@ chapter.predict("Every rung is within 5 % of the count: the largest difference."
 # ours; `make measure` appends a record.
 
 # %% tags=["remove-input"]
-standings.others(chapter, here, "backward")
+ratios.others(chapter, here, "backward")
 
 # %% [markdown]
 # ## Exercises

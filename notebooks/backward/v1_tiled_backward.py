@@ -24,11 +24,12 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from _lib import drawings, studies
 from gdpa_kernels.gdpa import derivatives
 from gdpa_kernels.gdpa.kernels import v1_tiled_backward
 from gdpa_lab.measuring import system
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, drawings, results, studies
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

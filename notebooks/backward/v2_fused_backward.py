@@ -19,13 +19,14 @@
 import pandas as pd
 import torch
 
+from _lib import studies
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import gradients
 from gdpa_kernels.gdpa.kernels import v2a_ordered_backward
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
 from gdpa_lab.measuring import timing
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, results, studies
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

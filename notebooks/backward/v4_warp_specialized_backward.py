@@ -17,10 +17,11 @@
 # :::
 
 # %%
+from _lib import studies
 from gdpa_kernels.gdpa.kernels import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa.kernels.v4_warp_specialized_backward import Config
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, studies
+from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

@@ -25,16 +25,17 @@ import pandas as pd
 import torch
 import triton
 
+from _lib import studies
+from _lib.ratios import short, spread
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa.gradients import round_kernel
 from gdpa_kernels.gdpa.kernels import v4_warp_specialized_backward as v4
 from gdpa_kernels.gdpa.kernels import v6_one_tile_backward as v6
 from gdpa_lab.measuring import timing
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, results, studies
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
-from gdpa_lab.report.standings import short, spread
 
 # %% tags=["parameters"]
 mode = "replay"

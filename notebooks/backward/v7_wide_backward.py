@@ -21,11 +21,11 @@
 from dataclasses import replace
 from functools import partial
 
+from _lib import studies
 from gdpa_kernels.gdpa.kernels import v7_wide_backward as v7
 from gdpa_kernels.gdpa.kernels.v7_wide_backward import Config
 from gdpa_lab.measuring import timing
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import studies
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

@@ -23,10 +23,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from _lib import tile_law
 from gdpa_lab.measuring import units
 from gdpa_lab.measuring.baselines import flash
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, claims, tile_law
+from gdpa_lab.report import charts, claims
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

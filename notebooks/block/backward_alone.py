@@ -22,12 +22,12 @@ import pandas as pd
 import torch
 
 import tritonemu
-from _lib import roundings
+from _lib import block_studies, roundings, studies
 from _lib.roundings import ONCE, TWICE
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
 from gdpa_kernels.block_attention.ladder import v2_slab
-from gdpa_lab.report import block_studies, charts, results, studies
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

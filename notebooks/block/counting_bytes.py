@@ -18,9 +18,10 @@
 # %%
 import pandas as pd
 
+from _lib import block_bytes
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import BLOCK_TABLES, workload
-from gdpa_lab.report import block_bytes, charts, results
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 
 main, with_rotary = workload(*BLOCK_TABLES["table5"]), workload(*BLOCK_TABLES["table7"])

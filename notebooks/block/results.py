@@ -22,12 +22,15 @@
 # %%
 from dataclasses import replace
 
+from _lib import block_tables, gradients
+from _lib.rotary_alone import measure_rotary
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.workload import DIRECTIONS
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import block_tables, charts
+from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
+from gdpa_lab.report.peers import bytes_of_two, checked
 from gdpa_lab.report.results import TIMED
 
 TABLE5, NARROW = workload("block-fill70-2000"), workload("block-fill70-2000-d64")
@@ -86,9 +89,9 @@ def _(session):
         session.measure(ROTARY, impls, direction=way, scopes=device + calls, seconds=0.7)
         session.measure(PLAIN, ["v1_one_tile", "v3_warp_specialized"], direction=way,
                         scopes=device, seconds=0.7)  # fmt: skip
-        session.measure_rotary(ROTARY, direction=way, scopes=device, seconds=0.7)
+        measure_rotary(session, ROTARY, direction=way, scopes=device, seconds=0.7)
     roundings = {1: "v4_rotary", 2: ("rotary_kernel", "", AROUND["backward"])}
-    session.accuracy("accuracy", ROTARY, roundings)
+    gradients.accuracy(session, ROTARY, roundings)
     both(NARROW, [*RUNGS, *BLACKWELL, *peers], (*device, *calls, "schedule"))
     for name in WIDER:
         both(workload(name), ["v1_one_tile", "v3_warp_specialized", *peers], ("sustained",))
@@ -263,8 +266,8 @@ seven = block_tables.rotary(of_seven, (PLAIN.name, ROTARY.name), fused, chapter.
 published, over_eager, over_kernel = seven.loc["one after the other / fused"]
 worth = (both["rotary_kernel"] / both[WITH_ROTARY].min(axis=1)).dropna()
 for way, ratio in worth.items():
-    block_tables.checked(ratio, "rotary_kernel", ROTARY.name, way)
-two = block_tables.bytes_of_two(ROTARY, "backward")
+    checked(ratio, "rotary_kernel", ROTARY.name, way)
+two = bytes_of_two(ROTARY, "backward")
 assert over_eager > 1.5 * over_kernel, "the text: the baseline decides"
 NAMES = {"rotary_eager": "rotary alone, PyTorch", "eager_rotary": "PyTorch, then attention",
          "rotary": "rotary alone, kernel", "rotary_kernel": "kernel, then attention"}  # fmt: skip

@@ -19,10 +19,11 @@
 # %%
 import pandas as pd
 
+from _lib import block_bytes, block_studies
 from gdpa_kernels.block_attention.kernels import v0_flash
 from gdpa_kernels.block_attention.kernels.v0_flash import Config
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import block_bytes, block_studies, charts, results
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 
 KERNELS = {  # what each reads and writes

@@ -22,11 +22,12 @@ from dataclasses import replace
 
 import pandas as pd
 
+from _lib import block_bytes, block_studies
 from gdpa_kernels.block_attention import eliminations
 from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
 from gdpa_kernels.block_attention.kernels.v1_one_tile import default_config
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import block_bytes, block_studies, charts, results
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 
 WORK = {128: workload("block-fill70-2000"), 64: workload("block-fill70-2000-d64")}

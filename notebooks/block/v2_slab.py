@@ -23,12 +23,13 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
+from _lib import block_studies, loops
 from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.block_attention.ladder import v2_slab
 from gdpa_kernels.block_attention.ladder.v2_slab import Config
 from gdpa_lab.measuring import system
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import block_studies, charts, loops
+from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
 

@@ -22,12 +22,13 @@ import math
 
 import pandas as pd
 
+from _lib import block_studies, studies
 from gdpa_kernels.block_attention import slots
 from gdpa_kernels.block_attention.kernels import v3_warp_specialized
 from gdpa_kernels.block_attention.kernels.v3_warp_specialized import Config
 from gdpa_lab.measuring import system
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import block_studies, charts, results, studies
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

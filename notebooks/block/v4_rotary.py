@@ -25,12 +25,13 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
+from _lib import block_studies, loops, studies
 from gdpa_kernels.block_attention.kernels import v1_one_tile, v4a_turning_role
 from gdpa_kernels.block_attention.ladder import v2_slab, v4_rotary
 from gdpa_kernels.block_attention.ladder.v4_rotary import Config
 from gdpa_lab.measuring import system
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import block_studies, charts, loops, studies
+from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
 

@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 
 import tritonemu
-from _lib import activation_rates
+from _lib import activation_rates, rare_charts
 from _lib import activation_sequences as sequences
 from gdpa_kernels.gdpa.activations import INSTRUCTIONS
 from gdpa_lab.report import charts
@@ -192,7 +192,7 @@ chapter.table(table.round(4), measured=[chapter.record().id])
 # |   Scatter plot of elements a clock over the largest error, logarithmic, in two groups, GELU and
 # |   SiLU. More accurate polynomials are slower. One tanh lies far left.
 chapter.figure(
-    charts.scatter(
+    rare_charts.scatter(
         kinds, xlabel="largest error / |x|", ylabel="elements per clock and SM",
         levels={"head_dim 128": 8, "head_dim 64": 16}, limits={"2⁻¹⁰": 2.0**-10, "2⁻¹²": 2.0**-12},
     ),

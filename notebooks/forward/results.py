@@ -21,13 +21,15 @@
 # %%
 import pandas as pd
 
+from _lib import rare_charts, ratios
+from _lib.ratios import spread
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.baselines import BASELINES, taking
 from gdpa_lab.measuring.workloads import FIGURES, HSTU, workload
-from gdpa_lab.report import charts, standings
+from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS
-from gdpa_lab.report.standings import spread
+from gdpa_lab.report.peers import missing_peers
 
 # %% tags=["parameters"]
 mode = "replay"
@@ -88,9 +90,9 @@ here = chapter.compare(lambda session: plan(session, few, SLOW))
 shown = {"direction": "forward", "scope": "sustained", "workload": NAMES}
 rows, us, rates = (chapter.rows(**shown), chapter.times(**shown),
                    chapter.times(value="tflops", **shown))  # fmt: skip
-timed, best = rows[rows["time_us_p50"].notna()], standings.best(rows)
+timed, best = rows[rows["time_us_p50"].notna()], ratios.best(rows)
 over = us.div(us[us.columns.intersection(RUNGS)].min(axis=1), axis=0)  # times of the best rung's
-missing = standings.missing_peers(rows)
+missing = missing_peers(rows)
 PEER_TITLES = [BASELINES[impl].title for impl in us if impl in BASELINES]
 burst, bursts = (chapter.times(value=x, direction="forward") for x in ("time_us_p50", "tflops"))
 
@@ -106,7 +108,7 @@ chapter.glue(over_peer=spread(best["peer / rung (time)"]), first=(over[V8] == 1)
              v8_burst=bursts[V8]["gdpa-self-full-2048"], full_most=full.max(),
              half_least=half.min(), half_most=half.max(), kept=spread(rates[V8] / bursts[V8]),
              peers="; ".join(PEER_TITLES), missing="; ".join(missing) or "none",
-             **standings.glued(best))  # fmt: skip
+             **ratios.glued(best))  # fmt: skip
 chapter.glue_origin("front", rows[rows["workload"] == LADDER])
 
 # %% [markdown]
@@ -125,7 +127,7 @@ chapter.glue_origin("front", rows[rows["workload"] == LADDER])
 # |   Two charts of TFLOP/s over sequence length on one scale. Measured on the H200, v8 is the
 # |   highest and rises toward the roofline; dense cuDNN follows. FlashAttention-4 starts low and
 # |   rises most. Published for the B200, the CuTeDSL kernel is the highest at every length.
-standings.redrawn(chapter, "gdpa-self-fwd-full", DRAWN)
+ratios.redrawn(chapter, "gdpa-self-fwd-full", DRAWN)
 
 # %% [markdown]
 # At 256 tokens the limit is memory. The best rung reaches {glue:text}`best_self-full_256:.0f`
@@ -149,7 +151,7 @@ standings.redrawn(chapter, "gdpa-self-fwd-full", DRAWN)
 # |   Two charts of TFLOP/s over sequence length. Measured rates at fill 0.5 are lower than at
 # |   fill 1, most at length 256 and 512. v8 is the highest. The published bars show the same
 # |   pattern over length.
-standings.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, "dense")
+ratios.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, "dense")
 
 # %% [markdown]
 # Then true self-attention: K and V have the lengths of Q. Nobody published this chart, so the right
@@ -164,7 +166,7 @@ standings.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, "dense")
 # |   Two charts of TFLOP/s over sequence length. The measured jagged rates lie below the dense ones
 # |   at every length. v8 is the highest and v1 next; FlashAttention-4 and the ragged cuDNN start
 # |   low.
-standings.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, "jagged")
+ratios.redrawn(chapter, "gdpa-self-fwd-half", DRAWN, "jagged")
 
 # %% tags=["remove-cell"]
 lost = {n: rates[V8][f"gdpa-self-half-jagged-{n}"] / rates[V8][f"gdpa-self-full-{n}"]
@@ -187,7 +189,7 @@ chapter.glue(kept_256=100 * lost[256], kept_2048=100 * lost[2048])
 # |   Two charts of TFLOP/s over query length. v8 rises with the number of queries, dense cuDNN a
 # |   little. The other measured rates are nearly flat, FlashAttention-4 below FlashAttention-2. On
 # |   the published chart all kernels but one are flat.
-standings.redrawn(chapter, "gdpa-cross-fwd-full", DRAWN)
+ratios.redrawn(chapter, "gdpa-cross-fwd-full", DRAWN)
 
 # %% [markdown]
 # Longer queries add work without adding keys, and at 2,048 the limit is the tensor cores. The best
@@ -202,14 +204,14 @@ standings.redrawn(chapter, "gdpa-cross-fwd-full", DRAWN)
 # Rates back to back, in TFLOP/s. The last column is the peer's time over the rung's.
 
 # %% tags=["remove-input"]
-chapter.table(standings.shown(best), measured=timed)
+chapter.table(ratios.shown(best), measured=timed)
 
 # %% [markdown]
 # And each peer against the best rung, over the workloads that it takes:
 
 # %%
 peers = over[[impl for impl in BASELINES if impl in over]]
-chapter.table(standings.ranges(peers, "time of a peer / best rung").round(2), measured=timed)
+chapter.table(ratios.ranges(peers, "time of a peer / best rung").round(2), measured=timed)
 
 # %% [markdown]
 # All of them compute softmax: about the same FLOPs on a different function, so only times are
@@ -240,7 +242,7 @@ chapter.glue(fa4_by_cudnn=spread(fa4_by_cudnn), fa4_by_fa2_cross=spread(fa4_by_f
 # %%
 whole = chapter.holding("forward/results", RUNGS[1:], "gdpa-cross-full-1024")
 in_bursts = chapter.times(whole, direction="forward")
-climb = standings.steps(in_bursts, ladder.RUNGS[2:]).dropna()
+climb = ratios.steps(in_bursts, ladder.RUNGS[2:]).dropna()
 v4_long = climb["v2 / v4"].filter(regex="self-full-(?:1024|2048)")
 v4_short = climb["v2 / v4"].filter(regex="-(?:256|512)$|cross")
 v5_few = climb["v4 / v5"]["gdpa-self-half-jagged-256"]
@@ -253,9 +255,9 @@ v5_few = climb["v4 / v5"]["gdpa-self-half-jagged-256"]
 # |   A heat map, a row for each workload and a column for each rung. Cells grow darker from left to
 # |   right in every row, and short half-full batches stay lighter than long full ones.
 shares = chapter.times(whole, "percent_of_roofline", direction="forward")[RUNGS]
-shares = shares.rename(index=standings.short, columns=lambda impl: impl.split("_")[0])
+shares = shares.rename(index=ratios.short, columns=lambda impl: impl.split("_")[0])
 measured = chapter.rows(whole, direction="forward", impl=RUNGS)
-chapter.figure(charts.heat(shares, label="% of the roofline, in bursts"), measured=measured)
+chapter.figure(rare_charts.heat(shares, label="% of the roofline, in bursts"), measured=measured)
 
 # %% tags=["remove-input"]
 # | name: fig-forward-steps
@@ -267,7 +269,7 @@ chapter.figure(charts.heat(shares, label="% of the roofline, in bursts"), measur
 # |   short half-full ones, many queries on 256 keys. v5 / v6a reaches far to the right on short
 # |   half-full batches; v2 / v4 lies left of the line except on long full batches.
 three = ["gdpa-self-full-2048", "gdpa-self-half-jagged-256", "gdpa-cross-full-2048"]
-chart = charts.dots(climb.loc[three].rename(index=standings.short).T,
+chart = charts.dots(climb.loc[three].rename(index=ratios.short).T,
                     xlabel="time before / time after", colours=RUNG_COLOURS[1:4])  # fmt: skip
 chapter.figure(chart, data=climb.reset_index(), measured=measured)
 
@@ -341,7 +343,7 @@ chapter.glue(worst=extra.idxmax().split("_")[0], most=extra.max(), v8_extra=extr
 # `make measure` appends a record.
 
 # %% tags=["remove-input"]
-standings.others(chapter, here, "forward")
+ratios.others(chapter, here, "forward")
 
 # %% [markdown]
 # ## Exercises

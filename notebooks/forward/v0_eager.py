@@ -18,13 +18,13 @@
 import numpy as np
 import pandas as pd
 
-from _lib import ledger
+from _lib import ledger, studies
 from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import roofline
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, results, studies
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

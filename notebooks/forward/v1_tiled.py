@@ -21,12 +21,13 @@ from pathlib import Path
 
 import pandas as pd
 
+from _lib import drawings, studies
 from gdpa_kernels.gdpa import activations
 from gdpa_kernels.gdpa.kernels import v1_tiled
 from gdpa_kernels.gdpa.ladder import v2_tma
 from gdpa_lab.measuring import roofline, system
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, drawings, results, studies
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

@@ -25,12 +25,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from _lib import drawings, studies
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.ladder import v2_tma, v3_persistent
 from gdpa_kernels.gdpa.ladder.v3_persistent import Config
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, drawings, studies
+from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 
 UNIFORM = ["full-1024", "half-dense-512", "half-dense-1024"]

@@ -22,11 +22,12 @@ import pandas as pd
 import torch
 
 import tritonemu
+from _lib import studies
 from gdpa_kernels.gdpa import activations
 from gdpa_kernels.gdpa.ladder import v2_tma, v4_warp_specialized
 from gdpa_kernels.gdpa.ladder.v4_warp_specialized import Config
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, results, studies
+from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

@@ -18,7 +18,8 @@
 # %%
 import pandas as pd
 
-from gdpa_lab.report import charts, registered
+from _lib import rare_charts
+from gdpa_lab.report import registered
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -45,7 +46,7 @@ shown = pd.DataFrame({"row": pd.Categorical(rows, [*causes.index, "confirmed"]),
 # |   Rows of dots on a logarithmic axis. Most refuted predictions are a few to some tens of per
 # |   cent outside; a handful are off by their own size or more. The grey row at the bottom is the
 # |   longest.
-chart = charts.swarm(shown.sort_values("row"), xlabel="distance from the limit (%)", log=True,
+chart = rare_charts.swarm(shown.sort_values("row"), xlabel="distance from the limit (%)", log=True,
                      grey=["confirmed"])  # fmt: skip
 chapter.figure(chart, data=found.reset_index(), computed="the verdicts of all chapters, as built")
 

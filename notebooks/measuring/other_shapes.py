@@ -17,9 +17,9 @@
 # :::
 
 # %%
+from _lib import ratios, studies
 from gdpa_kernels.gdpa.kernels import v8_own_waits as v8
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import standings, studies
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -79,17 +79,17 @@ def _(session):
 
 # %% tags=["remove-cell"]
 rows = {way: chapter.rows(direction=way, scope="sustained") for way in SHAPES}
-best = {way: standings.best(found) for way, found in rows.items()}
+best = {way: ratios.best(found) for way, found in rows.items()}
 ahead = {way: found["peer / rung (time)"] for way, found in best.items()}
-lost = [f"{standings.short(n)}, {way}" for way, x in ahead.items() for n in x[x < 1].index]
+lost = [f"{ratios.short(n)}, {way}" for way, x in ahead.items() for n in x[x < 1].index]
 variants = chapter.rows(impl=V8, scope="sustained", variant=None)
 masks = variants.replace({"variant": {"": "v8"}}).pivot_table(
     index="workload", columns="variant", values="time_us_p50", sort=False
-).dropna().rename(index=standings.short)  # fmt: skip
+).dropna().rename(index=ratios.short)  # fmt: skip
 gain = masks["masks every block"] / masks["v8"]
 chapter.glue(
-    **{f"{way}_over": standings.spread(x) for way, x in ahead.items()},
-    behind=standings.listed(lost),
+    **{f"{way}_over": ratios.spread(x) for way, x in ahead.items()},
+    behind=ratios.listed(lost),
 )  # fmt: skip
 
 # %% [markdown]
@@ -100,7 +100,7 @@ chapter.glue(
 # ## Forward
 
 # %% tags=["remove-input"]
-chapter.table(standings.shown(best["forward"]), measured=rows["forward"])
+chapter.table(ratios.shown(best["forward"]), measured=rows["forward"])
 
 # %% [markdown]
 # v8 makes tiles of 128 rows and blocks of 64 or 128 keys. A shape that they do not divide, or that
@@ -149,7 +149,7 @@ chapter.predict(
 
 # %% tags=["remove-input"]
 named = best["backward"].replace({"best rung": "_.*"}, "", regex=True)
-chapter.table(standings.shown(named), measured=rows["backward"])
+chapter.table(ratios.shown(named), measured=rows["backward"])
 
 # %% [markdown]
 # - **kv320** is two and a half tiles of 128 keys: v4 computes three, and 83 % count.

@@ -30,11 +30,11 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
-from _lib import energy
+from _lib import drawings, energy
 from gdpa_lab.measuring import record, sustained, units
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, claims, drawings, results
+from gdpa_lab.report import charts, claims, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import INK, RUNG_COLOURS
 

@@ -23,12 +23,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from _lib.ratios import short, spread
 from gdpa_kernels.gdpa.ladder import v3_persistent as v3
 from gdpa_lab.measuring.laws import Full, Rounded, Sorted
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.standings import short, spread
 
 # %% tags=["parameters"]
 mode = "replay"

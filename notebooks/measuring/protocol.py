@@ -24,7 +24,7 @@ from itertools import product
 
 import pandas as pd
 
-from _lib import needs, repeats
+from _lib import needs, rare_charts, repeats
 from gdpa_kernels.gdpa.ladder import v2_tma
 from gdpa_lab.measuring import record as records
 from gdpa_lab.measuring import timing
@@ -171,7 +171,7 @@ samples = pd.DataFrame(
      if row.scope == "kernel" and row.variant in p50.index for us in row.samples_us],
     columns=["row", "value", "workload"],
 )  # fmt: skip
-chart = charts.swarm(
+chart = rare_charts.swarm(
     samples.sort_values(["row", "workload"]), xlabel="time / median of all replicates",
     levels={"": 1.0},
 )  # fmt: skip
@@ -210,7 +210,7 @@ short = worst[worst["time_us"] < 2000]["slower"]
 kind = worst["impl"].eq("v0_eager").map({True: "v0, waiting for memory", False: "others"})
 points = worst[["time_us", "slower"]].set_axis(worst["impl"].where(worst["slower"] > 6, ""))
 groups = dict(list(points.groupby(kind.to_numpy())))
-chart = charts.scatter(groups, xlabel="time (µs)", ylabel="slowest over fastest record (%)")
+chart = rare_charts.scatter(groups, xlabel="time (µs)", ylabel="slowest over fastest record (%)")
 chapter.figure(chart, data=again.drop(columns="source"), measured=sorted(set(again["record"])))
 assert (example["notebook"].tail(3) == "measuring/protocol").all(), "the text says so"
 chapter.glue(

@@ -23,10 +23,11 @@ import functools
 import pandas as pd
 import torch
 
+from _lib import drawings
 from gdpa_lab.measuring import roofline, timing
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS, workload
-from gdpa_lab.report import charts, claims, drawings, results
+from gdpa_lab.report import charts, claims, results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

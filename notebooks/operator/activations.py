@@ -23,10 +23,11 @@ import pandas as pd
 import torch
 
 from _lib import activation_sequences as sequences
+from _lib import approximations as approx
+from _lib import drawings
 from gdpa_kernels.gdpa import activations, reference
 from gdpa_lab.measuring import record
-from gdpa_lab.report import approximations as approx
-from gdpa_lab.report import charts, drawings
+from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

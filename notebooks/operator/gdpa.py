@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
+from _lib import drawings
 from gdpa_kernels import gdpa
 from gdpa_lab.measuring.inputs import cu_seqlens
-from gdpa_lab.report import drawings
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

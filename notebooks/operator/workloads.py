@@ -21,11 +21,12 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from _lib import drawings
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.ladder import v3_persistent
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import WORKLOADS, workload
-from gdpa_lab.report import charts, drawings
+from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import INK, RUNG_COLOURS
 

@@ -22,9 +22,10 @@ import math
 import numpy as np
 from IPython.display import Markdown, display
 
+from _lib import answers
+from _lib import approximations as approx
 from gdpa_lab.measuring.workloads import FIGURES, workload
-from gdpa_lab.report import answers, charts, claims, page, results
-from gdpa_lab.report import approximations as approx
+from gdpa_lab.report import charts, claims, page, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import RUNG_COLOURS, is_rung
 

@@ -20,8 +20,8 @@
 from pathlib import Path
 
 import tritonemu
+from _lib import studies
 from gdpa_kernels import gdpa
-from gdpa_lab.report import studies
 from gdpa_lab.report.chapter import Chapter
 from notebooks.tools.kernels import deadlock, phase, pipeline, race, turns
 from tritonemu import clocks

@@ -23,12 +23,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import tritonemu
+from _lib import calls
+from _lib import host as hosts
 from gdpa_kernels import GDPASelfAttention, Lengths, gdpa
-from gdpa_lab.measuring import host as hosts
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import calls, charts
+from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

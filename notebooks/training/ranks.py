@@ -18,7 +18,8 @@
 # :::
 
 # %%
-from gdpa_lab.measuring import record, steps
+from _lib import steps
+from gdpa_lab.measuring import record
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

@@ -19,10 +19,11 @@
 # :::
 
 # %%
-from gdpa_lab.measuring import record, steps
+from _lib import steps
+from _lib.ratios import spread
+from gdpa_lab.measuring import record
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
-from gdpa_lab.report.standings import spread
 
 # %% tags=["parameters"]
 mode = "replay"

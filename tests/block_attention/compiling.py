@@ -7,9 +7,9 @@ from functools import cache
 import torch
 from triton.compiler import CompiledKernel
 
+from _lib.compile_check import Compiled, build_launch, read
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling.launches import Launch, launches
-from gdpa_lab.measuring.compile_check import Compiled, build_launch, read
 from tests.block_attention.cases import RUNGS, Case, suited
 
 _READ: dict[str, Compiled] = {}

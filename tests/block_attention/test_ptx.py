@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from _lib import block_studies
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
-from gdpa_lab.report import block_studies
 from tests.gdpa import ptx
 
 DIRECTIONS = ("forward", "backward")

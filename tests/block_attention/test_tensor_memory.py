@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import tritonemu
+from _lib.compile_check import SHARED_BYTES, build_launch, read
 from emulator.tests.mutants import SAMPLED, surviving
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import make_block_list
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
-from gdpa_lab.measuring.compile_check import SHARED_BYTES, build_launch, read
 from tests.block_attention.cases import DEVICE, NAMES, Case, check, results
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

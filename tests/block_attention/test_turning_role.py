@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemu
+from _lib.compile_check import build_launch, disassemble, read
 from emulator.tests.mutants import SAMPLED, surviving
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import v4a_turning_role as v4a
 from gdpa_kernels.block_attention.ladder import v4_rotary as v4
 from gdpa_kernels.calling.launches import launches
-from gdpa_lab.measuring.compile_check import build_launch, disassemble, read
 from tests.block_attention.cases import (
     BLOCKS,
     CASES,

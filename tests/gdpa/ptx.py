@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from gdpa_lab.report import studies
+from _lib import studies
 
 STORED = re.compile(r"\bst\.shared\.v4\.b32\s+\[%r")  # not the constants that roles are handed
 FENCE = re.compile(r"\bfence\.proxy\.async\b")

@@ -12,15 +12,14 @@ import pytest
 import torch
 
 import tritonemu
+from _lib import compile_check, studies
 from emulator.tests.mutants import SAMPLED, Mutant, enumerate_mutants, import_file, judge, surviving
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import pairs
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.kernels import b6_pair_stream as b6
 from gdpa_kernels.gdpa.ladder import b5_cta_pair as b5
-from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.testing import assert_close
-from gdpa_lab.report import studies
 from tests.gdpa.cases import DEVICE, Case
 from tests.gdpa.test_forward import check
 

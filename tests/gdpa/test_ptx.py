@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from _lib import compile_check, studies
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.kernels import (
     b1_tensor_memory_backward,
@@ -21,8 +22,6 @@ from gdpa_kernels.gdpa.ladder import (
     b4_mixed,
     b5_cta_pair,
 )
-from gdpa_lab.measuring import compile_check
-from gdpa_lab.report import studies
 from tests.gdpa import ptx
 from tests.gdpa.cases import DEVICE
 

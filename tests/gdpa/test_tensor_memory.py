@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 
 import tritonemu
+from _lib import compile_check
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.activations import multiply_add_pairs
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.polynomial import POLYNOMIALS, mixed_pairs
-from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.testing import assert_close
 from tests.block_attention.compiling import read_once

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import pytest
 
+from _lib import ratios
 from gdpa_lab import __main__
 from gdpa_lab.measuring import manifest, record, refusals, system
-from gdpa_lab.report import page, rankings, results, standings
+from gdpa_lab.report import page, rankings, results
 from gdpa_lab.report.chapter import Chapter
 from tests.records import H200, committed
 
@@ -301,8 +302,8 @@ def test_a_guest_is_shown_and_changes_nothing(folder, capsys, monkeypatch):
     assert "NVIDIA H200," not in printed
     assert __main__.main([*command, "--gpu", "NVIDIA H200"]) == 1
     shown = []
-    monkeypatch.setattr(standings, "display", lambda made: shown.append(made.data))
-    standings.others(Chapter("forward/results", data_dir=folder.root), None, "forward")
+    monkeypatch.setattr(ratios, "display", lambda made: shown.append(made.data))
+    ratios.others(Chapter("forward/results", data_dir=folder.root), None, "forward")
     assert shown[0].startswith("**NVIDIA GH200 480GB, data/community/somebody**")
     (machine,) = (guest / "systems").iterdir()
     machine.write_text(machine.read_text() + " ")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from _lib import host
 from gdpa_kernels import gdpa
-from gdpa_lab.measuring import host
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workloads import workload
 

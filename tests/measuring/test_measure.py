@@ -19,6 +19,7 @@ from torch.nn import attention
 from torch.nn.attention import varlen
 
 import tritonemu
+from _lib import gradients, rotary_alone
 from gdpa_kernels.block_attention import eliminations, rotary
 from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.block_attention.kernels import v1_one_tile
@@ -614,27 +615,25 @@ def counted(monkeypatch):
     monkeypatch.setattr(measure, "run_once", run_once)
 
 
-def test_memory_of_a_step(counted, peers):
-    said = []
+def test_memory_of_a_step(session, counted, peers):
     work = replace(JAGGED, batch=1, max_seqlen_q=20, max_seqlen_k=20)
+    impls = ["v1_tiled_backward", "fa2_varlen", "cudnn_varlen", "v1_tiled"]
     with tritonemu.enabled():
-        table = measure.memory(
-            work, ["v1_tiled_backward", "fa2_varlen", "cudnn_varlen", "v1_tiled"],
-            device=torch.device("cpu"), log=said.append,
-        )  # fmt: skip
+        gradients.memory(session, work, impls)
+    table = session.tables["memory"]
     assert table.columns == ("workload", "impl", "bytes")
     size = (work.total_q + 2 * work.total_k) * 256
     assert table.rows[:2] == (
         ("jagged", "v1_tiled_backward", size), ("jagged", "fa2_varlen", size),
     )  # fmt: skip
     assert table.rows[2:] == (("jagged", "cudnn_varlen", None), ("jagged", "v1_tiled", None))
-    assert "backward_impl must be" in said[-1]
+    assert "backward_impl must be" in session.said[-1]
     with pytest.raises(ValueError, match="workload must be of operator 'gdpa', got 'block_att"):
-        measure.memory(BLOCKS, [], device=torch.device("cpu"))
+        gradients.memory(session, BLOCKS, [])
 
 
-def test_the_memory_of_a_wrong_step_is_not_recorded(counted, monkeypatch):
-    backward, said = v1_tiled_backward.backward, []
+def test_the_memory_of_a_wrong_step_is_not_recorded(session, counted, monkeypatch):
+    backward = v1_tiled_backward.backward
 
     def wrong(*args, **kwargs):
         dq, dk, dv = backward(*args, **kwargs)
@@ -643,25 +642,23 @@ def test_the_memory_of_a_wrong_step_is_not_recorded(counted, monkeypatch):
     monkeypatch.setattr(v1_tiled_backward, "backward", wrong)
     work = replace(SMALL, head_dim=16)
     with tritonemu.enabled():
-        table = measure.memory(
-            work, ["v1_tiled_backward"], device=torch.device("cpu"), log=said.append
-        )
-    assert table.rows == (("small", "v1_tiled_backward", None),)
-    assert said[0].startswith("  v1_tiled_backward: ValueError: check failed: dk: max error")
+        gradients.memory(session, work, ["v1_tiled_backward"])
+    assert session.tables["memory"].rows == (("small", "v1_tiled_backward", None),)
+    failed = "  no memory of v1_tiled_backward: ValueError: check failed: dk: max error"
+    assert session.said[-1].startswith(failed)
 
 
-def turn_alone(work, direction="forward", **options) -> list:
+def turn_alone(session, work, direction="forward", **options) -> list:
     with tritonemu.enabled():
-        return measure.measure_rotary(
-            work, device=torch.device("cpu"), direction=direction, log=lambda text: None, **options
-        )
+        rotary_alone.measure_rotary(session, work, direction=direction, **options)
+    return session.rows
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("rotate_v", (True, False))
-def test_rotary_alone(cpu, small_parts, direction, rotate_v):
+def test_rotary_alone(session, cpu, small_parts, direction, rotate_v):
     work = replace(TURNED, rotate_v=rotate_v)
-    rows = {row.impl: row for row in turn_alone(work, direction)}
+    rows = {row.impl: row for row in turn_alone(session, work, direction)}
     assert set(rows) == {"rotary", "rotary_eager"} == set(cpu)
     size = work.total_q * 2 * 16 * 2 * (3 if rotate_v else 2)
     for row in rows.values():
@@ -672,20 +669,20 @@ def test_rotary_alone(cpu, small_parts, direction, rotate_v):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_rotary_turned_the_wrong_way_is_not_timed(cpu, monkeypatch, direction):
+def test_rotary_turned_the_wrong_way_is_not_timed(session, cpu, monkeypatch, direction):
     right = rotary.rotary
     wrong = lambda *tensors, transposed: right(*tensors, transposed=not transposed)  # noqa: E731
     monkeypatch.setattr(rotary, "rotary", wrong)
-    rows = {row.impl: row for row in turn_alone(TURNED, direction)}
+    rows = {row.impl: row for row in turn_alone(session, TURNED, direction)}
     assert rows["rotary"].failure.startswith("check failed: q: max error")
     assert rows["rotary_eager"].samples_us and cpu == ["rotary_eager"]
 
 
-def test_rotary_alone_is_timed_back_to_back_too(cpu, monkeypatch):
+def test_rotary_alone_is_timed_back_to_back_too(session, cpu, monkeypatch):
     slow = sustained.HostTooSlow("one in 4012 us")
     loops = {"rotary": ([4.0], LOAD), "rotary_eager": slow}
     monkeypatch.setattr(sustained, "sample_each", lambda calls, *_, seconds: loops)
-    rows = turn_alone(TURNED, scopes=("kernel", "sustained"), seconds=0.7)
+    rows = turn_alone(session, TURNED, scopes=("kernel", "sustained"), seconds=0.7)
     assert [(row.impl, row.scope, row.samples_us) for row in rows] == [
         ("rotary", "kernel", (1.0, 2.0, 3.0)), ("rotary_eager", "kernel", (1.0, 2.0, 3.0)),
         ("rotary", "sustained", (4.0,)), ("rotary_eager", "sustained", ()),
@@ -693,18 +690,18 @@ def test_rotary_alone_is_timed_back_to_back_too(cpu, monkeypatch):
     assert rows[2].load == LOAD and rows[3].failure == "HostTooSlow: one in 4012 us"
 
 
-def test_rotary_alone_needs_rotary():
+def test_rotary_alone_needs_rotary(session):
     with pytest.raises(ValueError, match="workload must have rotary, got 'blocks' without"):
-        turn_alone(BLOCKS, "forward")
+        turn_alone(session, BLOCKS, "forward")
 
 
 def test_accuracy_is_that_of_every_element(small_parts, peers):
     once = ("v1_one_tile", "", {})
     twice = ("rotary_kernel", "", {"attention": "v1_one_tile"})
     with tritonemu.enabled():
-        table = measure.accuracy(TURNED, {1: once, 2: twice}, device=torch.device("cpu"))
         inputs = make_inputs(TURNED, device="cpu")
-        gradients = {
+        table = gradients.errors(inputs, {1: once, 2: twice})
+        found = {
             entry[0]: measure.candidate(entry[0], inputs, direction="backward", **entry[2]).call()
             for entry in (once, twice)
         }
@@ -721,7 +718,7 @@ def test_accuracy_is_that_of_every_element(small_parts, peers):
     means = {}
     for name, roundings, impl, largest, mean in table.rows:
         which = ("dq", "dk", "dv").index(name)
-        error = (gradients[impl][which].double() - exact[which]).abs()
+        error = (found[impl][which].double() - exact[which]).abs()
         assert largest == pytest.approx(error.max().item())
         assert mean == pytest.approx(error.mean().item())
         means[name, roundings] = mean
@@ -738,14 +735,7 @@ def session(monkeypatch):
         _probe=SimpleNamespace(measure=lambda *_, **__: {}, problem=lambda *_: None),
     )  # fmt: skip
     made.log = made.said.append
-    for name in ("measure", "measure_rotary"):
-        monkeypatch.setattr(measure, name, lambda work, *_, **__: [work.name])
-    monkeypatch.setattr(measure, "accuracy", lambda *_, **__: "table")
-    monkeypatch.setattr(
-        measure,
-        "memory",
-        lambda work, impls, **_: record.Table(measure.MEMORY, [(work.name, i, 8) for i in impls]),
-    )
+    monkeypatch.setattr(measure, "measure", lambda work, *_, **__: [work.name])
     for name in ("limits", "attention_copies"):
         monkeypatch.setattr(timing, name, lambda device, name=name: [name])
     for kind, said in ((timing, "timing"), (sustained, "sustained")):
@@ -757,11 +747,13 @@ def session(monkeypatch):
 
 def every_part(session):
     session.measure(BLOCKS, ["v1_one_tile"], direction="backward")
-    session.measure_rotary(TURNED)
-    session.accuracy("accuracy", TURNED, {})
+    rotary_alone.measure_rotary(session, TURNED)
+    gradients.accuracy(session, TURNED, {})
 
 
-def test_a_session_in_time_measures_everything(session):
+def test_a_session_in_time_measures_everything(session, monkeypatch):
+    monkeypatch.setattr(rotary_alone, "_rows", lambda session, inputs, *_: [inputs.workload.name])
+    monkeypatch.setattr(gradients, "errors", lambda *_: "table")
     every_part(session)
     assert session.rows == ["blocks", "turned"] and session.tables == {"accuracy": "table"}
     assert set(session.workloads) == {"blocks", "turned"}
@@ -781,16 +773,13 @@ def test_a_backward_needs_copies_of_its_mixes_and_each_scope_ceilings_of_its_own
 
 
 def test_memory_gathers_in_one_table(session):
-    session.memory(SMALL, ["v1_tiled_backward", "fa2_varlen"])
-    session.memory(JAGGED, ["v1_tiled_backward"])
+    gradients.memory(session, SMALL, ["v1_tiled_backward", "fa2_varlen"])
+    gradients.memory(session, JAGGED, ["v1_tiled_backward"])
     table = session.tables["memory"]
-    assert table.columns == measure.MEMORY and set(session.workloads) == {"small", "jagged"}
+    assert table.columns == gradients.MEMORY and set(session.workloads) == {"small", "jagged"}
     assert [row[:2] for row in table.rows] == [
         ("small", "v1_tiled_backward"), ("small", "fa2_varlen"), ("jagged", "v1_tiled_backward"),
     ]  # fmt: skip
-    session._deadline = 0.0
-    session.memory(CROSS, ["v1_tiled_backward"])
-    assert session.tables["memory"] == table and "cross" not in session.workloads
 
 
 def test_what_a_child_process_measured_is_not_measured_here(session, monkeypatch):
@@ -821,18 +810,18 @@ def test_what_has_not_been_right_is_not_launched(session):
         session.launch("bits", SMALL, impls, launched.append, direction="backward")
     (inputs,) = launched
     assert inputs.workload == SMALL and inputs.q.device == session.device
-    session.memory(SMALL, ["v5_short_kv_backward", "v1_tiled_backward"])
-    assert session.tables["memory"].rows == (
-        ("small", "v1_tiled_backward", 8), ("small", "v5_short_kv_backward", None),
-    )  # fmt: skip
-    session.accuracy("accuracy", SMALL, {1: "v5_short_kv_backward", 2: "v1_tiled_backward"})
+    gradients.memory(session, SMALL, ["v5_short_kv_backward"])
+    assert session.tables["memory"].rows == (("small", "v5_short_kv_backward", None),)
+    both = {1: "v5_short_kv_backward", 2: "v1_tiled_backward"}
+    gradients.accuracy(session, SMALL, both)
     session.launch("parts", SMALL, [], lambda inputs: 1 / 0, direction="backward")
     assert "accuracy" not in session.tables
     told = [line for line in session.said if line.startswith("  ")]
+    wrong = "NotImplementedError: v5_short_kv_backward needs sm_90"
     assert told == [
-        "  no bits: NotImplementedError: v5_short_kv_backward needs sm_90",
-        "  v5_short_kv_backward needs sm_90",
-        "  no table accuracy: NotImplementedError: v5_short_kv_backward needs sm_90",
+        f"  no bits: {wrong}",
+        f"  no memory of v5_short_kv_backward: {wrong}",
+        f"  no accuracy: {wrong}",
         "  no parts: ZeroDivisionError: division by zero",
     ]
 
@@ -848,7 +837,8 @@ def test_a_table_that_fails_leaves_the_rest(session, monkeypatch):
     def fail(*_, **__):
         raise NotImplementedError("impl 'v4_rotary' needs sm_90")
 
-    monkeypatch.setattr(measure, "accuracy", fail)
+    monkeypatch.setattr(rotary_alone, "_rows", lambda session, inputs, *_: [inputs.workload.name])
+    monkeypatch.setattr(gradients, "errors", fail)
     every_part(session)
     assert session.rows == ["blocks", "turned"] and session.tables == {}
     assert "NotImplementedError: impl 'v4_rotary' needs sm_90" in session.said[-1]

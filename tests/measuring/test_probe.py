@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import tritonemu
+from _lib import studies
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.gdpa.kernels import v7_packed
 from gdpa_lab.measuring import probe
 from gdpa_lab.measuring.workloads import WORKLOADS
-from gdpa_lab.report import studies
 from tests.measuring import unproven
 from tests.measuring.test_measure import SMALL
 from tests.records import a_row, a_system, writer

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from _lib import published_charts, ratios
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rankings import parse
 from gdpa_kernels.calling.rung import DIRECTIONS, Requires, Rung
 from gdpa_lab import __main__
 from gdpa_lab.measuring import probe, record, system
-from gdpa_lab.report import claims, figures, page, rankings, readme, results, standings
+from gdpa_lab.report import claims, page, rankings, readme, results
 from gdpa_lab.report.chapter import Chapter
 from tests.records import a_system
 
@@ -135,13 +136,15 @@ def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
 )  # fmt: skip
 def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, figure, keys):
     drawn, shown = [], []
-    draw = figures.figure_tflops
-    monkeypatch.setattr(figures, "figure_tflops", lambda *a, **how: drawn.append(draw(*a, **how)))
+    draw = published_charts.figure_tflops
+    monkeypatch.setattr(
+        published_charts, "figure_tflops", lambda *a, **how: drawn.append(draw(*a, **how))
+    )
     monkeypatch.setattr("gdpa_lab.report.chapter.display", shown.append)
-    monkeypatch.setattr(standings, "display", shown.append)
+    monkeypatch.setattr(ratios, "display", shown.append)
     for folder in folders:
         both = Chapter(chapter, data_dir=folder)
-        standings.redrawn(both, figure, DRAWN, keys)
+        ratios.redrawn(both, figure, DRAWN, keys)
     before, after = ([axis.get_title(loc="left") for axis in chart.axes] for chart in drawn)
     assert [title.rpartition(", ")[0] for title in before] == [
         "measured back to back, NVIDIA H200", "published",
@@ -153,7 +156,7 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
     assert {x.get_label() for x in h200.containers} & {*DRAWN}
     assert h200.get_ylim() == b200.get_ylim()
     assert "NVIDIA B200" in shown[-1].data and "NVIDIA H200" in shown[-1].data
-    standings.others(both, None, chapter.partition("/")[0])
+    ratios.others(both, None, chapter.partition("/")[0])
     assert shown[-2].data.startswith("**NVIDIA B200**") and OWN[0] in shown[-1].data
     # At one length everything failed: the rest is drawn.
     there = results.table(folders[1], gpu="NVIDIA B200", latest=False)

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 import yaml
 
+from _lib import answers
 from gdpa_lab.measuring.workloads import FIGURES
-from gdpa_lab.report import answers, claims
+from gdpa_lab.report import claims
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = claims.load()
@@ -43,10 +44,10 @@ def test_an_answer_is_a_sentence_of_a_chapter(claim):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"answer": {"in": "a/b"}}, "answer must be complete"),
-        ({"answer": {"text": ""}}, "answer.text must be text"),
-        ({"answer": {"text": "True."}}, "status must be refuted_by_arithmetic"),
-        ({"status": "refuted_by_arithmetic"}, "status must be open beside this answer"),
+        ({"answer": {"in": "a/b"}}, "answer: 'text' is a required property"),
+        ({"answer": {"text": "", "in": "a/b"}}, "answer.text: '' does not match"),
+        ({"answer": {"text": "True."}}, "status: 'refuted_by_arithmetic' was expected"),
+        ({"status": "refuted_by_arithmetic"}, "status: 'open' was expected"),
     ],
     ids=str,
 )

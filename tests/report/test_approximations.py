@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gdpa_lab.report import approximations as approx
+from _lib import approximations as approx
 
 
 def test_a_relative_error_of_one_per_cent_is_one_per_cent():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from _lib import block_studies, studies
 from gdpa_kernels.block_attention.kernels import v3_warp_specialized
 from gdpa_kernels.block_attention.kernels.v3_warp_specialized import Config
 from gdpa_kernels.block_attention.ladder import v4_rotary
-from gdpa_lab.report import block_studies, studies
 
 DEAD = "dead = grad[stage] if GROUP == 1"
 PUT_DV = "put(dv_desc, tiles.v[stage], block, head_k, dv, column)"

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from _lib import block_bytes
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import block_bytes
 
 WORK = workload("block-fill70-2000")
 ONE_TILE = {"forward": [("q k v", "out")], "backward": [("q k v dO", "dq dk dv")]}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from _lib import block_studies, studies
 from gdpa_kernels.block_attention.kernels import v0_flash, v1_one_tile
-from gdpa_lab.report import block_studies, studies
 
 
 @pytest.mark.parametrize("rung", (v0_flash, v1_one_tile))

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from _lib import block_tables, ratios
 from gdpa_lab.measuring.record import DATA_DIR
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import block_tables, standings
+from gdpa_lab.report import peers
 
 TIMES = {"v1_one_tile": 1000.0, "v3_warp_specialized": 2000.0, "fa2_varlen": 3000.0}
 
@@ -55,16 +56,16 @@ def test_lengths_keep_a_batch_on_which_the_baseline_failed():
 def test_fusing_is_worth_no_more_than_its_bytes(direction, most):
     name = "block-rotary-1735537"
     work = workload(name)
-    assert block_tables.bytes_of_two(work, direction) / work.bytes(direction) == pytest.approx(
+    assert peers.bytes_of_two(work, direction) / work.bytes(direction) == pytest.approx(
         most, abs=0.005
     )
-    assert block_tables.checked(1.02 * most, "rotary_kernel", name, direction) == 1.02 * most
-    assert block_tables.checked(3.27, "eager_rotary", name, direction) == 3.27
+    assert peers.checked(1.02 * most, "rotary_kernel", name, direction) == 1.02 * most
+    assert peers.checked(3.27, "eager_rotary", name, direction) == 3.27
     rows = rows_of(name, {"v4_rotary": 1.0, "rotary_kernel": 3.27}, tflops=1.0)
     rows = rows[rows["direction"] == direction]
     for told in (
-        lambda: block_tables.checked(3.27, "rotary_kernel", name, direction),
-        lambda: standings.best(rows),
+        lambda: peers.checked(3.27, "rotary_kernel", name, direction),
+        lambda: ratios.best(rows),
     ):
         with pytest.raises(ValueError, match="by their bytes, got 3.27"):
             told()
@@ -81,7 +82,7 @@ def test_half_the_heads_of_keys_and_an_unrotated_v_move_less():
     work = replace(workload("block-rotary-1735537"), num_heads_k=1, rotate_v=False)
     q, k = work.total_q * 3 * 256, work.total_q * 256
     turns = work.total_q * 256
-    assert block_tables.bytes_of_two(work, "forward") == (2 * q + 2 * k) + 2 * (q + k) + turns
+    assert peers.bytes_of_two(work, "forward") == (2 * q + 2 * k) + 2 * (q + k) + turns
 
 
 def test_table_7_by_hand():

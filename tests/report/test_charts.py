@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 
+from _lib import rare_charts
 from gdpa_lab.report import charts
 
 
@@ -22,7 +23,7 @@ def test_scatter_names_its_points():
         "one": pd.DataFrame({"x": [1e-3], "y": [4.0]}, index=["p"]),
         "two": pd.DataFrame({"x": [1e-2], "y": [8.0]}, index=["q"]),
     }
-    chart = charts.scatter(groups, xlabel="x", ylabel="y", levels={"need": 6.0})
+    chart = rare_charts.scatter(groups, xlabel="x", ylabel="y", levels={"need": 6.0})
     assert [text.get_text() for text in chart.axes[0].texts] == ["need", "p", "q"]
     assert chart.axes[0].get_xscale() == "log" and chart.axes[0].get_ylim()[0] == 0
 
@@ -73,7 +74,7 @@ def test_a_missing_value_is_named_where_a_point_would_be():
     drawn = [
         lines,
         charts.dots(frame, xlabel="x"),
-        charts.heat(frame, label="x"),
+        rare_charts.heat(frame, label="x"),
         charts.bars(pd.Series({"v1": 1.0, "v2": None}), xlabel="x", highlight=["v1"]),
     ]
     for chart in drawn:
@@ -96,8 +97,8 @@ def test_dots_write_each_value_and_draw_its_interval():
     [
         lambda x: charts.lines(x, xlabel="x", ylabel="y", highlight=["a"]),
         lambda x: charts.stacked(x, xlabel="x", looks={"a": "filled"}),
-        lambda x: charts.scatter({"g": x.assign(b=1.0)}, xlabel="x", ylabel="y"),
-        lambda x: charts.swarm(x.assign(row="r").rename(columns={"a": "value"}), xlabel="x"),
+        lambda x: rare_charts.scatter({"g": x.assign(b=1.0)}, xlabel="x", ylabel="y"),
+        lambda x: rare_charts.swarm(x.assign(row="r").rename(columns={"a": "value"}), xlabel="x"),
     ],
 )
 def test_a_missing_value_is_refused_by_name(draw):
@@ -113,7 +114,7 @@ def test_a_curve_may_end_early():
 
 def test_a_swarm_counts_its_rows_and_sets_points_apart():
     table = pd.DataFrame({"row": ["one"] * 3 + ["rest"], "value": [1.0, 1.0, 10.0, 2.0]})
-    (axis,) = charts.swarm(table, xlabel="x", grey=["rest"], log=True).axes
+    (axis,) = rare_charts.swarm(table, xlabel="x", grey=["rest"], log=True).axes
     one, rest = axis.collections
     assert [label.get_text() for label in axis.get_yticklabels()] == ["one (3)", "rest (1)"]
     assert len({tuple(at) for at in one.get_offsets()}) == 3
@@ -126,9 +127,9 @@ def test_a_swarm_counts_its_rows_and_sets_points_apart():
         lambda x: charts.lines(x, xlabel="x", ylabel="y", highlight=["a"]),
         lambda x: charts.dots(x, xlabel="x", low=x - 1, high=x + 1),
         lambda x: charts.bars(x["a"].set_axis(list("pqr")), xlabel="x", highlight=["q"]),
-        lambda x: charts.heat(x, label="x"),
-        lambda x: charts.swarm(x.melt("b", var_name="row"), xlabel="x", levels={"two": 2}),
-        lambda x: charts.scatter({"g": x}, xlabel="x", ylabel="y"),
+        lambda x: rare_charts.heat(x, label="x"),
+        lambda x: rare_charts.swarm(x.melt("b", var_name="row"), xlabel="x", levels={"two": 2}),
+        lambda x: rare_charts.scatter({"g": x}, xlabel="x", ylabel="y"),
     ],
 )
 def test_the_same_input_gives_the_same_bytes(draw):

@@ -2,9 +2,9 @@
 
 import pandas as pd
 
+from _lib import drawings
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import drawings
 
 
 def texts(axis) -> list[str]:

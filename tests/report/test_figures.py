@@ -8,9 +8,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from _lib import published_charts
 from gdpa_lab.measuring import record, system
 from gdpa_lab.measuring.workloads import WORKLOADS
-from gdpa_lab.report import claims, figures, house, page, results
+from gdpa_lab.report import claims, house, page, rates, results
 from tests.records import RESULT, a_row
 
 FIGURE = "gdpa-self-fwd-full"
@@ -34,8 +35,8 @@ def row(workload: str, impl: str, **changes) -> dict:
 
 
 def failed(workload: str, impl: str) -> dict:
-    rates = dict.fromkeys(("tflops", *(f"time_us_p{q}" for q in (20, 50, 80))), math.nan)
-    return row(workload, impl, **rates, percent_of_roofline=math.nan, failure="out of memory")
+    numbers = dict.fromkeys(("tflops", *(f"time_us_p{q}" for q in (20, 50, 80))), math.nan)
+    return row(workload, impl, **numbers, percent_of_roofline=math.nan, failure="out of memory")
 
 
 def frame(*rows: dict) -> pd.DataFrame:
@@ -50,7 +51,7 @@ def table() -> pd.DataFrame:
 
 def draw(table, **changes):
     options = {"gpu": "NVIDIA H200", "impls": list(RATES), "published": claims.published_figures()}
-    return figures.figure_tflops(table, FIGURE, **options | changes)
+    return published_charts.figure_tflops(table, FIGURE, **options | changes)
 
 
 def texts(axis) -> list[str]:
@@ -125,7 +126,7 @@ def test_what_is_missing_or_ambiguous_is_refused(table):
     with pytest.raises(ValueError, match="one workload per length"):
         draw(pd.concat([table, other]))
     with pytest.raises(ValueError, match="figure must be one of"):
-        figures.figure_tflops(table, "no-such-figure", gpu="", impls=[], published=table)
+        published_charts.figure_tflops(table, "no-such-figure", gpu="", impls=[], published=table)
 
 
 def test_times_of_whole_ops_and_of_variants_are_not_drawn(table):
@@ -136,7 +137,7 @@ def test_times_of_whole_ops_and_of_variants_are_not_drawn(table):
 
 def test_the_ladder_shows_rungs_in_order_then_baselines_and_colours_one(table):
     rungs = ["v0_eager", "v1_tiled", "v2_tma"]
-    (axis,) = figures.figure_ladder(table, LADDER, rungs, "v1_tiled").axes
+    (axis,) = rates.ladder(table, LADDER, rungs, "v1_tiled").axes
     names = [label.get_text() for label in axis.get_yticklabels()]
     assert names == [*rungs, "compiled (activation)", "fa2 (softmax)"]
     colours = {c.patches[0].get_facecolor() for c in axis.containers if hasattr(c, "patches")}
@@ -144,13 +145,13 @@ def test_the_ladder_shows_rungs_in_order_then_baselines_and_colours_one(table):
     assert axis.get_xlim()[0] == 0
     assert "roofline 790" in texts(axis)
     with pytest.raises(ValueError, match="highlight must be one of"):
-        figures.figure_ladder(table, LADDER, rungs, "v3_persistent")
+        rates.ladder(table, LADDER, rungs, "v3_persistent")
 
 
 def test_the_ladder_keeps_failed_rungs(table):
     kept = table[table["impl"] != "v0_eager"]
     table = pd.concat([kept, frame(failed(LADDER, "v0_eager"))])
-    (axis,) = figures.figure_ladder(table, LADDER, ["v0_eager", "v1_tiled"], "v1_tiled").axes
+    (axis,) = rates.ladder(table, LADDER, ["v0_eager", "v1_tiled"], "v1_tiled").axes
     assert "failed: out of memory" in texts(axis)
 
 
@@ -175,7 +176,9 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("colour", [*house.RUNG_COLOURS, *figures.PUBLISHED_COLOURS.values()])
+@pytest.mark.parametrize(
+    "colour", [*house.RUNG_COLOURS, *published_charts.PUBLISHED_COLOURS.values()]
+)
 @pytest.mark.parametrize("background", ["#ffffff", "#121212"])
 def test_colours_read_on_white_and_on_black(colour, background):
     low, high = sorted((luminance(colour), luminance(background)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from _lib import block_studies, loops, studies
 from gdpa_kernels.block_attention.kernels import v3_warp_specialized
 from gdpa_kernels.block_attention.ladder import v2_slab
-from gdpa_lab.report import block_studies, loops, studies
 
 
 def loop(stages: int) -> loops.Pipeline:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from gdpa_lab.report import page, studies
+from _lib import studies
+from gdpa_lab.report import page
 from notebooks.tools.kernels import deadlock, phase, pipeline, race
 
 RELEASE = "        tlx.barrier_arrive(k_empty[stage])\n"

@@ -8,13 +8,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from _lib import compile_check, tile_law
 from gdpa_kernels.calling import ladder
 from gdpa_lab import __main__
-from gdpa_lab.measuring import compile_check, record, units
+from gdpa_lab.measuring import record, units
 from gdpa_lab.measuring.record import Ceiling, Error, Load, Package, Record, Row
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import clock_free, predictions, results, tile_law
+from gdpa_lab.report import clock_free, predictions, results
 from tests.records import SELF, a_row, a_system, writer
 
 BLOCK = workload("block-fill70-2000")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tritonemu
+from _lib import studies
 from gdpa_kernels.block_attention.kernels import v1_one_tile
 from gdpa_kernels.gdpa.kernels import v1_tiled, v4_warp_specialized_backward, v5_short_kv_backward
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
@@ -15,7 +16,7 @@ from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.laws import Full
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import house, studies
+from gdpa_lab.report import house
 
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=2, max_seqlen_q=9, max_seqlen_k=9

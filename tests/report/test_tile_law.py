@@ -7,8 +7,9 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from _lib import tile_law
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import claims, tile_law
+from gdpa_lab.report import claims
 
 NAMES = [f"gdpa-{kind}-full-{n}" for kind in ("self", "cross") for n in (512, 1024, 2048)]
 WORKS = [workload(name) for name in NAMES]

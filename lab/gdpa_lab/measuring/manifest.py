@@ -155,8 +155,14 @@ def update(data_dir: str | Path) -> bool:
     names = sorted(name for name in _others(data_dir) if not name.startswith(_APPENDED))
     lines = {name: digest(_read(data_dir / name)) for name in names} | kept
     text = "".join(f"{sha256}  {name}\n" for name, sha256 in lines.items())
-    changed = _read(data_dir / NAME).decode() != text
-    (data_dir / NAME).write_text(text, encoding="utf-8")
+    return rewrite(data_dir / NAME, text)
+
+
+def rewrite(path: Path, text: str) -> bool:
+    """Write a file that is made from others; whether that changed it."""
+    changed = not path.exists() or path.read_text(encoding="utf-8") != text
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
     return changed
 
 

@@ -91,7 +91,7 @@ def attempt(
         comparisons = operator.check(made.math, made.checked(tensors(result)))
     except Exception as error:
         return Attempt(failure=reason(error))
-    found = _error(comparisons)
+    found = error_of(comparisons)
     if found.passed:
         return Attempt(made, found, peak)
     failed = "; ".join(str(c) for c in comparisons if not c.passed)
@@ -115,7 +115,7 @@ def failed_rows(
     return [record.Row.of(workload, direction, scope=scope, **common) for scope in there]
 
 
-def _error(comparisons: Sequence[testing.Comparison]) -> record.Error:
+def error_of(comparisons: Sequence[testing.Comparison]) -> record.Error:
     """The comparison that comes closest to its budget, or exceeds it most, for all of them."""
 
     def share(comparison: testing.Comparison) -> tuple[bool, float]:
@@ -178,10 +178,10 @@ def measure(
         calls = list(_calls(scope, operator, [made for made, _, _ in asked]))
         functions = {f"{asked[i][0].impl} {variant}": call for i, variant, call in calls}
         stage("time")
-        samples = _sampled(_sampler(scope, seconds), functions, device, protocol)
+        samples = sampled(scope, functions, device, protocol, seconds)
         for i, variant, call in calls:
             made, error, peak = asked[i]
-            times, more = _samples(scope, samples[f"{made.impl} {variant}"])
+            times, more = samples[f"{made.impl} {variant}"]
             what = {"error": error, "peak_bytes": peak, "config": dict(made.config)} | more
             if scope == "schedule":
                 what = {"failure": what["failure"]} if "failure" in what else {}
@@ -209,72 +209,6 @@ def measure(
     return rows
 
 
-def measure_rotary(
-    workload: Workload,
-    *,
-    device: torch.device,
-    direction: str = "forward",
-    protocol: timing.Protocol = timing.DEFAULT,
-    scopes: Scopes = ("kernel",),
-    seconds: float = sustained.SECONDS,
-    log: Callable[[str], None] = print,
-) -> list[record.Row]:
-    """Rotary alone on the tensors of a workload that has it: our kernel, impl "rotary", and PyTorch
-    operation by operation, impl "rotary_eager".
-
-    Forward rotates q and k, and v if the workload rotates it; backward applies the transpose to
-    tensors of the same shapes. Both read sin and cos. Scopes: those of `measure` on the device.
-    What a row counts: `record.Row.of`.
-    """
-    from gdpa_kernels.block_attention import reference
-    from gdpa_kernels.block_attention.rotary import rotary
-
-    inputs = make_inputs(workload, device=device)
-    if inputs.rotary is None:
-        raise ValueError(f"workload must have rotary, got {workload.name!r} without")
-    tensors, turns = (inputs.q, inputs.k, inputs.v), inputs.rotary
-    tensors = tensors if workload.rotate_v else tensors[:2]
-    turn = reference.rotate if direction == "forward" else reference.rotate_transposed
-
-    def kernel() -> tuple[torch.Tensor, ...]:
-        q, k, *v = tensors
-        turned = rotary(q, k, v[0] if v else None, turns, transposed=direction == "backward")
-        return turned[: len(tensors)]
-
-    def eager() -> tuple[torch.Tensor, ...]:
-        return tuple(turn(tensor, *turns) for tensor in tensors)
-
-    rows, ready, errors = [], {}, {}
-    for impl, call in (("rotary", kernel), ("rotary_eager", eager)):
-        what: dict[str, Any] = {"impl": impl, "math": "rotary"}
-        try:
-            result, what["peak_bytes"] = run_once(Candidate(impl, "rotary", call))
-            comparisons = _check_turned(turn, tensors, turns, result)
-            del result
-            what["error"] = _error(comparisons)
-            failed = "; ".join(str(c) for c in comparisons if not c.passed)
-            text = f"check failed: {failed}" if failed else None
-        except Exception as error:
-            text = reason(error)
-        if text is None:
-            ready[impl], errors[impl] = call, what
-            continue
-        what |= {"failure": text, "peak_bytes": None}
-        rows += [record.Row.of(workload, direction, scope=x, **what) for x in scopes]
-        log(f"  {impl}: {text}")
-    free()
-    for scope in scopes:
-        for impl, times in _sampled(_sampler(scope, seconds), ready, device, protocol).items():
-            times, more = _samples(scope, times)
-            what = {**errors[impl], "scope": scope, "samples_us": times} | more
-            if times:
-                what["launches"] = launched(ready[impl], device)
-            rows.append(record.Row.of(workload, direction, **what))
-            if times:
-                log(f"  {impl} alone: {scope} {sorted(times)[len(times) // 2]:.0f} us")
-    return rows
-
-
 def launched(call: operators.Call, device: torch.device) -> list[dict[str, object]] | None:
     """What one call launches of our kernels, for a row; None without a GPU."""
     if device.type != "cuda":
@@ -283,107 +217,6 @@ def launched(call: operators.Call, device: torch.device) -> list[dict[str, objec
         with launches() as seen:
             call()
         return [machine_code.describe(launch) for launch in seen]
-
-
-def _check_turned(
-    turn: Callable[..., torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    turns: Sequence[torch.Tensor],
-    results: Sequence[torch.Tensor],
-) -> list[testing.Comparison]:
-    """Every element of rotated tensors, in parts of `operators.BlockAttention.PART` rows."""
-    rows = operators.BlockAttention.PART
-    found = []
-    for name, tensor, result in zip("qkv", tensors, results, strict=False):
-        for first in range(0, len(tensor), rows):
-            part, *angles = (t[first : first + rows] for t in (tensor, *turns))
-            expected = turn(part.double(), *(angle.double() for angle in angles))
-            baseline, actual = turn(part, *angles), result[first : first + rows]
-            found.append(
-                testing.compare(name=name, actual=actual, expected=expected, baseline=baseline)
-            )
-    return found
-
-
-MEMORY = ("workload", "impl", "bytes")
-"""Columns of the table of `memory`."""
-
-
-def memory(
-    workload: Workload,
-    impls: Sequence[str],
-    *,
-    device: torch.device,
-    log: Callable[[str], None] = print,
-) -> record.Table:
-    """The most device memory that a step of training had allocated at once, forward and backward,
-    on top of q, k, v and the gradient of the output.
-
-    `impls`: backward rungs, each behind the fastest forward, or baselines.
-    Columns `MEMORY`; bytes is None, and the log says why, where the step failed or a gradient was
-    wrong. ValueError for an operator other than GDPA.
-    """
-    inputs = make_inputs(workload, device=device)
-    operator = operators.of(inputs, "backward")
-    if not isinstance(operator, operators.Gdpa):
-        raise ValueError(f"workload must be of operator 'gdpa', got {workload.operator!r}")
-    lines = []
-    for impl in impls:
-        peak = result = None
-        try:
-            made = operator.step(impl)
-            result, found = run_once(made)
-            comparisons = operator.check(made.math, made.checked(result))
-            wrong = [str(c) for c in comparisons if not c.passed]
-            if wrong:
-                raise ValueError(f"check failed: {'; '.join(wrong)}")
-            peak = found
-            log(f"  {impl}: {peak / 2**30:.2f} GiB")
-        except Exception as error:
-            log(f"  {impl}: {reason(error)}")
-        lines.append((workload.name, impl, peak))
-        del result
-        free()
-    return record.Table(MEMORY, lines)
-
-
-def accuracy(
-    workload: Workload,
-    impls: Mapping[int, Entry],
-    *,
-    device: torch.device,
-) -> record.Table:
-    """Errors of each gradient against fp64, over all elements.
-
-    `impls`: how often a gradient is rounded to the workload's dtype -> who computes it, an entry as
-    for `measure`. Columns: gradient, roundings, impl, max_abs, mean_abs (absolute errors).
-    """
-    inputs = make_inputs(workload, device=device)
-    operator = operators.of(inputs, "backward")
-    found: dict[tuple[str, int, str], tuple[torch.Tensor, list[torch.Tensor]]] = {}
-    kinds = {operator.math(parts(entry)[0]) for entry in impls.values()}
-    if len(kinds) != 1:
-        raise ValueError(f"impls must have one mathematics, got {sorted(kinds)}")
-    for roundings, entry in impls.items():
-        impl, variant, options = parts(entry)
-        made = candidate(impl, inputs, direction="backward", variant=variant, **options)
-        gradients = made.checked(made.call())
-        for name, gradient in zip(operator.results["backward"], gradients, strict=True):
-            found[name, roundings, impl] = gradient, []
-    for places, expected in operator.exact(*kinds):
-        exact = dict(
-            zip(operator.results["backward"], zip(places, expected, strict=True), strict=True)
-        )
-        for (name, *_), (gradient, errors) in found.items():
-            place, right = exact[name]
-            error = gradient[place].to(torch.float64, copy=True).sub_(right).abs_()
-            errors.append(torch.stack((error.max(), error.sum())))
-    lines = []
-    for key, (gradient, errors) in found.items():
-        error = torch.stack(errors)
-        mean = float(error[:, 1].sum()) / gradient.numel()
-        lines.append((*key, float(error[:, 0].max()), mean))
-    return record.Table(("gradient", "roundings", "impl", "max_abs", "mean_abs"), sorted(lines))
 
 
 def parts(entry: Entry) -> tuple[str, str, Mapping[str, object]]:
@@ -425,27 +258,29 @@ def _calls(
                 yield i, "", call
 
 
-def _sampled(
-    sampler: Callable[..., dict], functions: Mapping[str, operators.Call], *how: object
-) -> dict[str, object]:
-    """What `sampler` returns, with the error in place of the samples of a call that waits."""
-    sound, waiting = dict(functions), {}
-    while True:
-        try:
-            return waiting | sampler(sound, *how)
-        except timing.WaitsForDevice as error:
-            waiting[error.name] = error
-            del sound[error.name]
-
-
-def _sampler(scope: str, seconds: float) -> Callable[..., dict[str, list[float]]]:
-    """The timer of `scope`; of "sustained", whose samples come with a load."""
+def sampled(
+    scope: str,
+    functions: Mapping[str, operators.Call],
+    device: torch.device,
+    protocol: timing.Protocol,
+    seconds: float,
+) -> dict[str, tuple[Sequence[float], dict[str, object]]]:
+    """By name the samples of each function in `scope`, and what else their rows hold: of
+    "sustained" a load, of a call that waits, or keeps the device waiting, why it has none."""
     others = {
         "op": timing.sample_ops,
         "host": timing.sample_hosts,
         "sustained": functools.partial(sustained.sample_each, seconds=seconds),
     }
-    return others.get(scope, timing.sample_kernels)
+    sampler = others.get(scope, timing.sample_kernels)
+    sound, waiting = dict(functions), {}
+    while True:
+        try:
+            found = waiting | sampler(sound, device, protocol)
+            return {name: _samples(scope, samples) for name, samples in found.items()}
+        except timing.WaitsForDevice as error:
+            waiting[error.name] = error
+            del sound[error.name]
 
 
 def _samples(scope: str, found: Any) -> tuple[Sequence[float], dict[str, object]]:

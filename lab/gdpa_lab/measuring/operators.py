@@ -12,8 +12,11 @@ from types import ModuleType
 
 import torch
 
+from gdpa_kernels.block_attention import api as block_api
+from gdpa_kernels.block_attention import reference as block_reference
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rung import Rung
+from gdpa_kernels.gdpa import api as gdpa_api
 from gdpa_kernels.gdpa import reference as gdpa_reference
 from gdpa_lab.measuring import baselines, testing
 from gdpa_lab.measuring.baselines import STEP
@@ -59,7 +62,12 @@ class _Checked:
     at most `PART` tokens, since an fp64 copy of everything would not fit.
     """
 
-    results: Mapping[str, tuple[str, ...]]
+    results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+    peers: Mapping[str, baselines.Baseline]
+    reference: ModuleType
+    kind: str  # whose mathematics the rungs compute
+    public: Callable[..., torch.Tensor]
+    named: str  # the argument of `public` that names who computes gradients
     PART = 2**16
 
     def __init__(self, inputs: Inputs | BlockInputs, direction: str) -> None:
@@ -93,13 +101,13 @@ class _Checked:
             if number == len(known):
                 baseline = self._compute(kind, inputs.q.dtype, part)
                 pairs = zip(baseline, expected, strict=True)
-                known.append([_allowed_errors(tensor, right) for tensor, right in pairs])
+                known.append([testing.allowed_errors(tensor, right) for tensor, right in pairs])
             for found, result, place, right, allowed in zip(
                 errors, results, places, expected, known[number], strict=True
             ):
-                found.append(torch.cat((_error(result[place], right)[None], allowed)))
+                found.append(torch.cat((testing.error_of(result[place], right)[None], allowed)))
         return [
-            _comparison(name, result.numel(), torch.stack(found))
+            testing.comparison(name, result.numel(), torch.stack(found))
             for name, result, found in zip(names, results, errors, strict=True)
         ]
 
@@ -129,124 +137,75 @@ class _Checked:
 
     def _part(self, rows: slice, keys: slice, ends: slice) -> Inputs | BlockInputs:
         """The inputs of the sequences with these rows and keys; `ends` are their offsets."""
-        raise NotImplementedError
+        inputs = self._inputs
+        parts = {"q": rows, "k": keys, "v": keys, "grad_out": rows}
+        found: dict[str, object] = {name: getattr(inputs, name)[at] for name, at in parts.items()}
+        for name, first in (("cu_seqlens", rows), ("cu_seqlens_q", rows), ("cu_seqlens_k", keys)):
+            if getattr(inputs, name, None) is not None:
+                found[name] = getattr(inputs, name)[ends] - first.start
+        if inputs.workload.shared_q:
+            del found["q"]
+        if inputs.workload.rotary:
+            found["rotary"] = tuple(turn[rows] for turn in inputs.rotary)
+        return replace(inputs, **found)
 
     def _compute(
         self, kind: str, dtype: torch.dtype, part: Inputs | BlockInputs
     ) -> tuple[torch.Tensor, ...]:
         """The results of `part`, computed in `dtype`."""
-        raise NotImplementedError
+        batch = part.batch()
+        tensors = {name: getattr(batch, name).to(dtype) for name in "qkv"}
+        if part.workload.rotary:
+            tensors["rotary"] = tuple(turn.to(dtype) for turn in part.rotary)
+        batch = replace(batch, **tensors)
+        if self._direction == "forward":
+            found = self.reference.forward_in_dtype(batch)
+            return (found,) if isinstance(found, torch.Tensor) else found[:1]
+        return self.reference.backward_in_dtype(part.grad_out.to(dtype), batch)
 
-
-class Gdpa(_Checked):
-    """GDPA, forward or backward; work lists are made before."""
-
-    results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
-
-    @staticmethod
-    def math(impl: str) -> str:
+    @classmethod
+    def math(cls, impl: str) -> str:
         """Whose mathematics: "activation" or "softmax"."""
-        return baselines.BASELINES[impl].math if impl in baselines.BASELINES else "activation"
+        return cls.peers[impl].math if impl in cls.peers else cls.kind
 
     def candidate(self, impl: str, variant: str, **options: object) -> Candidate:
-        """A rung or a baseline; see `measure.candidate`."""
-        inputs = self._inputs
-        if impl in baselines.BASELINES:
-            baseline = baselines.BASELINES[impl]
-            call = baseline.call(inputs, self._direction, **options)
-            checked = partial(baseline.checked, inputs)
-            return Candidate(impl, baseline.math, call, options, variant, checked)
-        from gdpa_kernels.gdpa import api
-
-        batch = inputs.batch()
-        rung = api.resolve(impl, self._direction, batch)
-        given = (batch,) if self._direction == "forward" else (inputs.grad_out, batch)
+        """A rung, a study or a baseline; see `measure.candidate`."""
+        if impl in self.peers:
+            return self._peer(impl, self._direction, variant, **options)
+        batch = self._inputs.batch()
+        rung = self._resolve(impl, batch)
         module, arguments = _prepared(rung, batch, self._direction, options)
-        run = getattr(module, self._direction)
-        config = arguments.get("config")
-        return Candidate(
-            impl,
-            "activation",
-            lambda: run(*given, **arguments),
-            asdict(config) if config is not None else {},
-            variant,
-        )
+        call, config = self._call(rung, module, batch, arguments), arguments.get("config")
+        return Candidate(impl, self.kind, call, asdict(config) if config else {}, variant)
 
-    def _part(self, rows: slice, keys: slice, ends: slice) -> Inputs:
-        inputs = self._inputs
-        shared = inputs.cu_seqlens_q is None
-        return replace(
-            inputs,
-            q=inputs.q if shared else inputs.q[rows],
-            k=inputs.k[keys],
-            v=inputs.v[keys],
-            grad_out=inputs.grad_out[rows],
-            cu_seqlens_q=None if shared else inputs.cu_seqlens_q[ends] - rows.start,
-            cu_seqlens_k=inputs.cu_seqlens_k[ends] - keys.start,
-        )
+    def _peer(self, impl: str, direction: str, variant: str = "", **options: object) -> Candidate:
+        peer = self.peers[impl]
+        call = peer.call(self._inputs, direction, **options)
+        checked = partial(peer.checked, self._inputs)
+        return Candidate(impl, peer.math, call, options, variant, checked)
 
-    def _compute(self, kind: str, dtype: torch.dtype, part: Inputs) -> tuple[torch.Tensor, ...]:
-        if kind == "softmax":
-            if self._direction == "forward":
-                return (baselines.softmax_reference(part, dtype),)
-            return baselines.softmax_gradients(part, dtype)
-        batch = part.batch()
-        batch = replace(batch, **{name: getattr(batch, name).to(dtype) for name in "qkv"})
-        if self._direction == "forward":
-            return (gdpa_reference.forward_in_dtype(batch),)
-        return gdpa_reference.backward_in_dtype(part.grad_out.to(dtype), batch)
+    def _resolve(self, impl: str, batch: object) -> Rung:
+        """The rung, if it takes the batch."""
+        return self.resolve(impl, self._direction, batch)
+
+    def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
+        """What is timed of a rung, or of the module in its place."""
+        raise NotImplementedError
 
     def ops(self, impl: str) -> dict[str, Call]:
         """By variant the public calls of a rung, which trust the offsets: other checks, schedule,
-        launch; of a backward rung autograd's backward alone, and `STEP`. Empty for what is no
-        rung."""
-        from gdpa_kernels import gdpa
-
-        if self._direction == "forward":
-            if impl not in ladder.impls()[1:]:
-                return {}
-            arguments = self._inputs.arguments() | {"validate": False}
-            return {"": lambda: gdpa(**arguments, impl=impl)}
-        if impl not in ladder.impls(direction="backward")[1:]:
+        launch; of a backward rung autograd's backward alone. Empty for what is no rung."""
+        if impl not in ladder.impls(self._inputs.workload.operator, self._direction)[1:]:
             return {}
-        backward = baselines.differentiate(self._function(impl), self._inputs, "backward")
-        return {"": backward, STEP: self.step(impl).call}
-
-    def step(self, impl: str) -> Candidate:
-        """A step of training, forward and backward: of a backward rung, behind the fastest
-        forward, or of a baseline."""
-        if impl in baselines.BASELINES:
-            baseline = baselines.BASELINES[impl]
-            checked = partial(baseline.checked, self._inputs)
-            call = baseline.call(self._inputs, STEP)
-            return Candidate(impl, baseline.math, call, checked=checked)
-        call = baselines.differentiate(self._function(impl), self._inputs, STEP)
-        return Candidate(impl, "activation", call)
-
-    def forward_of_step(self) -> str:
-        """The rung that computes the output in `step` of a rung."""
-        from gdpa_kernels.gdpa import api
-
-        return api.resolve("auto", "forward", self._inputs.batch()).impl
+        if self._direction == "forward":
+            arguments = self._inputs.arguments() | {"validate": False, "impl": impl}
+            return {"": partial(self.public, **arguments)}
+        return {"": baselines.differentiate(self._function(impl), self._inputs, "backward")}
 
     def _function(self, impl: str) -> Callable[..., torch.Tensor]:
-        """`gdpa` of q, k and v whose gradients are the rung's."""
-        from gdpa_kernels import gdpa
-
-        arguments = self._inputs.arguments() | {"backward_impl": impl, "validate": False}
-        return lambda q, k, v: gdpa(**arguments | {"q": q, "k": k, "v": v})
-
-    def schedule(self, impl: str) -> Call | None:
-        """What makes the work list of a backward rung; None without any.
-
-        Forward None: the notebook of the schedules measures them by order and clock.
-        """
-        if self._direction == "forward" or impl in baselines.BASELINES:
-            return None
-        rung, batch = ladder.rung(impl), self._inputs.batch()
-        config = rung.config(batch, "backward")
-        has_list = rung.takes("backward", "schedule")
-        return (lambda: rung.schedule(batch, config)) if has_list else None
+        """The operator of q, k and v whose gradients are the rung's."""
+        arguments = self._inputs.arguments() | {"validate": False, self.named: impl}
+        return lambda q, k, v: self.public(**arguments | {"q": q, "k": k, "v": v})
 
 
 def _prepared(
@@ -263,87 +222,79 @@ def _prepared(
     return module, found
 
 
+class Gdpa(_Checked):
+    """GDPA, forward or backward; work lists are made before."""
+
+    peers, reference, kind = baselines.BASELINES, gdpa_reference, "activation"
+    public, named = staticmethod(gdpa_api.gdpa), "backward_impl"
+    resolve = staticmethod(gdpa_api.resolve)
+
+    def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
+        if self._direction == "forward":
+            return partial(module.forward, batch, **arguments)
+        return partial(module.backward, self._inputs.grad_out, batch, **arguments)
+
+    def _compute(self, kind: str, dtype: torch.dtype, part: Inputs) -> tuple[torch.Tensor, ...]:
+        if kind != "softmax":
+            return super()._compute(kind, dtype, part)
+        if self._direction == "forward":
+            return (baselines.softmax_reference(part, dtype),)
+        return baselines.softmax_gradients(part, dtype)
+
+    def ops(self, impl: str) -> dict[str, Call]:
+        """Of a backward rung also `STEP`."""
+        found = super().ops(impl)
+        if found and self._direction == "backward":
+            found[STEP] = self.step(impl).call
+        return found
+
+    def step(self, impl: str) -> Candidate:
+        """A step of training, forward and backward: of a backward rung, behind the fastest
+        forward, or of a baseline."""
+        if impl in self.peers:
+            return self._peer(impl, STEP)
+        call = baselines.differentiate(self._function(impl), self._inputs, STEP)
+        return Candidate(impl, self.kind, call)
+
+    def forward_of_step(self) -> str:
+        """The rung that computes the output in `step` of a rung."""
+        return gdpa_api.resolve("auto", "forward", self._inputs.batch()).impl
+
+    def schedule(self, impl: str) -> Call | None:
+        """What makes the work list of a backward rung; None without any.
+
+        Forward None: the notebook of the schedules measures them by order and clock.
+        """
+        if self._direction == "forward" or impl in baselines.BASELINES:
+            return None
+        rung, batch = ladder.rung(impl), self._inputs.batch()
+        config = rung.config(batch, "backward")
+        has_list = rung.takes("backward", "schedule")
+        return (lambda: rung.schedule(batch, config)) if has_list else None
+
+
 class BlockAttention(_Checked):
     """Block attention, forward or backward; the block list and what forward saves are made
     before."""
 
-    results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+    peers, reference, kind = baselines.BLOCK_BASELINES, block_reference, "softmax"
+    public, named = staticmethod(block_api.block_attention), "impl"
+    resolve = staticmethod(block_api.resolve)
 
-    @staticmethod
-    def math(impl: str) -> str:
-        """Softmax, whoever computes it."""
-        return "softmax"
-
-    def candidate(self, impl: str, variant: str, **options: object) -> Candidate:
-        """A rung, a study or a baseline; see `measure.candidate`."""
-        inputs, direction = self._inputs, self._direction
-        if impl in baselines.BLOCK_BASELINES:
-            call = baselines.BLOCK_BASELINES[impl].call(inputs, direction, **options)
-            return Candidate(impl, "softmax", call, dict(options), variant)
-        from gdpa_kernels.block_attention import api
-
-        batch = inputs.batch()
-        rung = ladder.STUDIES.get(impl)
-        if rung is None:
-            rung = api.resolve(impl, direction, batch)
-        elif (problem := rung.problem(batch)) is not None:
+    def _resolve(self, impl: str, batch: object) -> Rung:
+        study = ladder.STUDIES.get(impl)
+        if study is None:
+            return super()._resolve(impl, batch)
+        if (problem := study.problem(batch)) is not None:
             raise baselines.Unsupported(f"{impl} {problem}")
-        module, arguments = _prepared(rung, batch, direction, options)
-        forward, backward = module.forward, module.backward
-        config = arguments.get("config")
-        if direction == "forward":
-            call = lambda: forward(batch, **arguments)[0]  # noqa: E731
-        else:
-            # What is saved does not depend on the constants of a rung; of a study it does.
-            kept = arguments if impl in ladder.STUDIES else {}
-            saved = forward(batch, **kept)[1]
-            call = lambda: backward(inputs.grad_out, batch, saved, **arguments)  # noqa: E731
-        return Candidate(
-            impl, "softmax", call, asdict(config) if config is not None else {}, variant
-        )
+        return study
 
-    def _part(self, rows: slice, keys: slice, ends: slice) -> BlockInputs:
-        inputs = self._inputs
-        turns = inputs.rotary
-        return replace(
-            inputs,
-            q=inputs.q[rows],
-            k=inputs.k[keys],
-            v=inputs.v[keys],
-            grad_out=inputs.grad_out[rows],
-            cu_seqlens=inputs.cu_seqlens[ends] - rows.start,
-            rotary=None if turns is None else tuple(turn[rows] for turn in turns),
-        )
-
-    def _compute(
-        self, kind: str, dtype: torch.dtype, part: BlockInputs
-    ) -> tuple[torch.Tensor, ...]:
-        from gdpa_kernels.block_attention import reference
-
-        batch = part.batch()
-        tensors = {name: getattr(batch, name).to(dtype) for name in "qkv"}
-        if part.rotary is not None:
-            tensors["rotary"] = tuple(turn.to(dtype) for turn in part.rotary)
-        batch = replace(batch, **tensors)
+    def _call(self, rung: Rung, module: ModuleType, batch: object, arguments: dict) -> Call:
         if self._direction == "forward":
-            return (reference.forward_in_dtype(batch)[0],)
-        return reference.backward_in_dtype(part.grad_out.to(dtype), batch)
-
-    def ops(self, impl: str) -> dict[str, Call]:
-        """By variant, of which there is one, the whole public call of a rung, which trusts the
-        offsets, or autograd's backward of it; empty for what is no rung."""
-        from gdpa_kernels.block_attention.api import block_attention
-
-        if impl not in ladder.impls("block_attention")[1:]:
-            return {}
-        arguments = self._inputs.arguments() | {"validate": False}
-        if self._direction == "forward":
-            return {"": lambda: block_attention(**arguments, impl=impl)}
-
-        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return block_attention(**arguments | {"q": q, "k": k, "v": v}, impl=impl)
-
-        return {"": baselines.differentiate(function, self._inputs, "backward")}
+            return lambda: module.forward(batch, **arguments)[0]
+        # What is saved does not depend on the constants of a rung; of a study it does.
+        saved = module.forward(batch, **arguments if rung.impl in ladder.STUDIES else {})[1]
+        return partial(module.backward, self._inputs.grad_out, batch, saved, **arguments)
 
     def schedule(self, impl: str) -> Call | None:
         """What makes the block list of a rung, or the metadata of a baseline; None without any."""
@@ -369,26 +320,3 @@ def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         total += length
     if lengths:
         yield first, len(lengths)
-
-
-def _error(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """(largest, sum of squares) of the errors of `actual`; a NaN is both."""
-    errors = actual.to(torch.float64, copy=True).sub_(exact).flatten()
-    return torch.stack(
-        (torch.linalg.vector_norm(errors, torch.inf), torch.linalg.vector_norm(errors).square())
-    )
-
-
-def _allowed_errors(baseline: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """`_error` of PyTorch in the kernel's dtype and of rounding alone, [2, 2]."""
-    return torch.stack((_error(baseline, exact), _error(exact.to(baseline.dtype), exact)))
-
-
-def _comparison(name: str, elements: int, errors: torch.Tensor) -> testing.Comparison:
-    """The rule of `testing.compare`; errors [parts, 3, 2]: of the result, PyTorch and rounding."""
-    largest = errors[..., 0].amax(0).tolist()  # hands a NaN on, as the sum does
-    rms = (errors[..., 1].sum(0) / elements).sqrt().tolist()
-    budgets = [testing.FACTOR * error[1] + error[2] for error in (largest, rms)]
-    return testing.Comparison(
-        name, elements, largest[0], budgets[0], rms[0], budgets[1], largest[1], largest[2]
-    )

@@ -31,7 +31,7 @@ from gdpa_lab.measuring.rows import Ceiling, Error, Load, Protocol, Row, Table
 from gdpa_lab.measuring.workload import Workload
 
 ROOT = DATA_DIR.parent
-HOUSES = ("gdpa_kernels", "lab/gdpa_lab")
+HOUSES = ("gdpa_kernels", "lab/gdpa_lab", "notebooks/_lib")
 """Folders whose sources a record names by their hashes."""
 COMMIT_VARIABLE = "GDPA_KERNELS_COMMIT"
 

@@ -65,19 +65,29 @@ def _reasons(data: Any) -> Iterator[str]:
     elif version > SCHEMA_VERSION:
         yield f"schema_version must be at most {SCHEMA_VERSION}, got the newer {version}"
     yield from _not_json(data, "")
-    error = jsonschema.exceptions.best_match(_validator().iter_errors(data))
-    if error is not None:
-        where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error.absolute_path)
-        reason = error.schema.get("$comment", error.message)
-        if len(reason) > _LONGEST_REASON:
-            reason = f"{reason[:_LONGEST_REASON]}..."
-        yield f"{where.lstrip('.') or 'record'}: {reason}"
+    mismatch = unlike(_validator(), data)
+    if mismatch is not None:
+        yield mismatch
     yield from _wrong_time(data["id"], data["created"])
     yield from _contradictions(data)
     yield from _wrong_work(data)
     yield from _too_fast(data)
     if "digest" in data and data["digest"] != (found := digest(data)):
         yield f"digest must be {found}, that of the contents, got {data['digest']}"
+
+
+def unlike(schema: jsonschema.protocols.Validator, data: Any) -> str | None:
+    """Where `data` is not as a schema has it, and how; None if it is."""
+    error = jsonschema.exceptions.best_match(schema.iter_errors(data))
+    if error is None:
+        return None
+    where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error.absolute_path)
+    reason = error.message
+    if isinstance(error.schema, Mapping):
+        reason = error.schema.get("$comment", reason)
+    if len(reason) > _LONGEST_REASON:
+        reason = f"{reason[:_LONGEST_REASON]}..."
+    return f"{where.lstrip('.') or schema.schema['title'].split()[0]}: {reason}"
 
 
 def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Session:
         self._set_out(workload, impls, direction, scopes)
         if not self._begins(f"{workload.name}, {direction}"):
             return
-        self._prepare(workload, direction, "sustained" in scopes)
+        self.prepare(workload, direction, "sustained" in scopes)
         how = {"protocol": self.protocol, "scopes": scopes, "seconds": seconds}
         tried = self._probe.measure(workload, impls, direction, **how)
         for rows in tried.values():
@@ -93,38 +93,6 @@ class Session:
             self.rows += measuring.measure(
                 workload, here, device=self.device, direction=direction, log=self.log, **how
             )
-        measuring.free()
-
-    def measure_rotary(
-        self,
-        workload: Workload,
-        *,
-        direction: str = "forward",
-        scopes: measuring.Scopes = ("kernel",),
-        seconds: float = sustained.SECONDS,
-    ) -> None:
-        """Check and time rotary alone on the tensors of `workload`; see `measure_rotary`."""
-        if not self._begins(f"{workload.name}, rotary alone, {direction}"):
-            return
-        self._prepare(workload, direction, "sustained" in scopes)
-        self.rows += measuring.measure_rotary(
-            workload, device=self.device, direction=direction, protocol=self.protocol,
-            scopes=scopes, seconds=seconds, log=self.log,
-        )  # fmt: skip
-        measuring.free()
-
-    def accuracy(self, name: str, workload: Workload, impls: Mapping) -> None:
-        """Keep the errors of the gradients of `impls` as the table `name`; see `accuracy`."""
-        if not self._begins(f"{workload.name}, {name}"):
-            return
-        rungs = [measuring.parts(entry)[0] for entry in impls.values()]
-        problem = self._probe.problem(rungs, workload.operator, "backward")
-        try:
-            if problem is not None:
-                raise NotImplementedError(problem)
-            self.tables[name] = measuring.accuracy(workload, impls, device=self.device)
-        except Exception as error:  # what was measured before must reach the record
-            self.log(f"  no table {name}: {measuring.reason(error)}")
         measuring.free()
 
     def _set_out(
@@ -185,25 +153,8 @@ class Session:
         self.log(f"{what}: left out, the time is up" if late else what)
         return not late
 
-    def memory(self, workload: Workload, impls: Sequence[str]) -> None:
-        """Add what a step of training of each of `impls` needs on `workload` to the table
-        "memory"; see `memory`."""
-        if not self._begins(f"{workload.name}, memory"):
-            return
-        self.workloads[workload.name] = workload
-        before = self.tables.get("memory", record.Table(measuring.MEMORY, ()))
-        problems = {
-            impl: self._probe.problem([impl], workload.operator, "backward") for impl in impls
-        }
-        for problem in filter(None, problems.values()):
-            self.log(f"  {problem}")
-        sound = [impl for impl in impls if problems[impl] is None]
-        found = measuring.memory(workload, sound, device=self.device, log=self.log)
-        lost = [(workload.name, impl, None) for impl in impls if impl not in sound]
-        self.tables["memory"] = record.Table(measuring.MEMORY, (*before.rows, *found.rows, *lost))
-        measuring.free()
-
-    def _prepare(self, workload: Workload, direction: str, back_to_back: bool = False) -> None:
+    def prepare(self, workload: Workload, direction: str, back_to_back: bool = False) -> None:
+        """Measure the ceilings that rows of `workload` are held to, unless the session has them."""
         mixes = workload.operator == "block_attention" or direction == "backward"
         for make in (timing.limits, *[timing.attention_copies] * mixes):
             self._add_ceilings(make, *measuring.ON_DEVICE[: 1 + back_to_back])

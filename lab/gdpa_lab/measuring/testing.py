@@ -56,10 +56,30 @@ class Comparison:
         }
 
 
-def _max_and_rms(error: torch.Tensor) -> tuple[float, float]:
-    if error.numel() == 0:
-        return 0.0, 0.0
-    return error.abs().max().item(), error.square().mean().sqrt().item()
+def error_of(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """(largest, sum of squares) of the errors of `actual` against fp64; a NaN is both."""
+    errors = actual.to(torch.float64, copy=True).sub_(exact).flatten()
+    if errors.numel() == 0:
+        return errors.new_zeros(2)
+    return torch.stack(
+        (torch.linalg.vector_norm(errors, torch.inf), torch.linalg.vector_norm(errors).square())
+    )
+
+
+def allowed_errors(baseline: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """`error_of` of PyTorch in an implementation's dtype and of rounding alone, [2, 2]."""
+    return torch.stack((error_of(baseline, exact), error_of(exact.to(baseline.dtype), exact)))
+
+
+def comparison(name: str, elements: int, errors: torch.Tensor) -> Comparison:
+    """The rule above for a tensor in parts; errors [parts, 3, 2]: `error_of` of the result, of
+    PyTorch and of rounding."""
+    largest = errors[..., 0].amax(0).tolist()  # hands a NaN on, as the sum does
+    rms = (errors[..., 1].sum(0) / max(elements, 1)).sqrt().tolist()
+    budgets = [FACTOR * error[1] + error[2] for error in (largest, rms)]
+    return Comparison(
+        name, elements, largest[0], budgets[0], rms[0], budgets[1], largest[1], largest[2]
+    )
 
 
 def compare(
@@ -78,19 +98,8 @@ def compare(
         )
     if baseline.dtype != actual.dtype:
         raise ValueError(f"baseline must have actual's dtype {actual.dtype}, got {baseline.dtype}")
-    rounding = _max_and_rms(expected.to(actual.dtype).double() - expected)
-    allowed = _max_and_rms(baseline.double() - expected)
-    errors = _max_and_rms(actual.double() - expected)
-    return Comparison(
-        name,
-        expected.numel(),
-        errors[0],
-        FACTOR * allowed[0] + rounding[0],
-        errors[1],
-        FACTOR * allowed[1] + rounding[1],
-        allowed[0],
-        rounding[0],
-    )
+    errors = torch.cat((error_of(actual, expected)[None], allowed_errors(baseline, expected)))
+    return comparison(name, expected.numel(), errors[None])
 
 
 def assert_close(

@@ -23,7 +23,7 @@ from IPython.display import SVG, Markdown, display
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import manifest
 from gdpa_lab.measuring import record as records
-from gdpa_lab.report import figures, page, registered, results
+from gdpa_lab.report import page, rates, registered, results
 from gdpa_lab.report.house import Figure
 from tritonemu import Timeline
 
@@ -213,7 +213,7 @@ class Chapter:
         rows = self.rows(of, workload=LADDER, direction=direction, scope="sustained")
         names = [rung.impl for rung in listed if rung.impl in set(rows["impl"])]
         rungs = names[: names.index(impl) + 1]
-        chart = figures.figure_ladder(rows, LADDER, rungs, impl, direction)
+        chart = rates.ladder(rows, LADDER, rungs, impl, direction)
         self.figure(chart, measured=rows)
 
     def _origin(self, data: pd.DataFrame | None, origin: dict[str, Any]) -> Markdown:

@@ -14,7 +14,6 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
-from matplotlib.transforms import Bbox
 
 from gdpa_lab.report import house
 from gdpa_lab.report.house import DASHED, INK, SMALL, Figure, canvas, colour, is_rung, note
@@ -24,7 +23,7 @@ MOST_MARKED = 12
 """Points of a line that have a mark and a tick each; a line of more is smooth."""
 GREY = "#a8a8a8"
 NOT_TIMED = "not timed"
-_MARKS = "os^Dv"
+MARKS = "os^Dv"
 _LOOKS: dict[str, tuple[bool, dict[str, object]]] = {
     "filled": (True, {}),
     "pale": (True, {"alpha": 0.35}),
@@ -68,7 +67,7 @@ def lines(
                 axis.set_xscale("log", base=2 if short else 10)
             if not short:
                 for name in frame:
-                    _check_complete(frame.loc[: frame[name].last_valid_index(), [name]])
+                    check_complete(frame.loc[: frame[name].last_valid_index(), [name]])
                 axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
                 axis.xaxis.set_minor_formatter(NullFormatter())
             drawn = frame.where(frame.isna() | frame.ge(low) & frame.le(high))
@@ -92,7 +91,7 @@ def lines(
                 axis,
                 {(names or {}).get(n, n): (y, _ink(shades[n])) for n, y in ends.items()},
             )
-            _reference(axis, levels)
+            reference(axis, levels)
             for x, text in (points or {}).items():
                 at = drawn.index[abs(drawn.index - x).argmin()]
                 place, shade = (at, drawn.loc[at, highlight[0]]), shades[highlight[0]]
@@ -120,7 +119,7 @@ def bars(
     """
     shades = dict.fromkeys(values.index, GREY) | coloured(highlight, values.index)
     with canvas(width=7.0, height=0.9 + 0.34 * len(values)) as (chart, axis):
-        _reference(axis, levels, upright=True)
+        reference(axis, levels, upright=True)
         sns.barplot(x=values.to_numpy(), y=list(values.index), hue=list(values.index), ax=axis,
                     palette=shades, width=0.66, saturation=1, legend=False)  # fmt: skip
         for place, (name, value) in enumerate(values.items()):
@@ -168,11 +167,11 @@ def dots(
         if log:
             axis.set_xscale("log", base=2)
             axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        _reference(axis, {"": 1.0} if levels is None else levels, upright=True)
+        reference(axis, {"": 1.0} if levels is None else levels, upright=True)
         sns.pointplot(
             long, x="value", y="index", hue="column", order=range(len(frame)), hue_order=columns,
             orient="y", dodge=pitch * (count - 1) / room if count > 1 else False, palette=shades,
-            markers=[_MARKS[n % len(_MARKS)] for n in range(count)], linestyle="none",
+            markers=[MARKS[n % len(MARKS)] for n in range(count)], linestyle="none",
             markersize=5, estimator="median", errorbar=("pi", 100), err_kws={"linewidth": 1},
             ax=axis,
         )  # fmt: skip
@@ -196,117 +195,6 @@ def dots(
         return chart
 
 
-def scatter(
-    groups: Mapping[str, pd.DataFrame],
-    *,
-    xlabel: str,
-    ylabel: str,
-    levels: Mapping[str, float] | None = None,
-    limits: Mapping[str, float] | None = None,
-) -> Figure:
-    """At most three groups of points, a mark and a colour each; x is logarithmic, y from zero.
-
-    A frame has a row for each point, its name as the index, x in the first column and y in the
-    second. Names stand at the points. `levels`: dashed horizontal lines by name, `limits`: upright
-    ones.
-    """
-    for points in groups.values():
-        _check_complete(points)
-    names = ["name", "x", "y"]
-    table = pd.concat(
-        {of: points.reset_index().set_axis(names, axis=1) for of, points in groups.items()},
-        names=["group"],
-    ).reset_index()
-    with canvas(width=7.6, height=4.6) as (chart, axis):
-        sns.scatterplot(
-            table, x="x", y="y", hue="group", style="group", palette=coloured(list(groups)),
-            markers=dict(zip(groups, _MARKS, strict=False)), s=42, alpha=0.85, ax=axis,
-        )  # fmt: skip
-        axis.set(xscale="log", ylim=(0, 1.15 * table["y"].max()), xlabel=xlabel, ylabel=ylabel)
-        axis.margins(x=0.14)
-        axis.minorticks_off()
-        _reference(axis, levels)
-        _reference(axis, limits, upright=True)
-        legend(axis, limits)
-        chart.draw_without_rendering()
-        _name_points(axis, table)
-        return chart
-
-
-def _name_points(axis: Axes, table: pd.DataFrame) -> None:
-    """Each point's name beside it, where it covers the least of other points and names."""
-    at = axis.transData.transform(table[["x", "y"]].to_numpy())
-    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in at]
-    taken += [text.get_window_extent() for text in axis.texts]
-    for name, place in zip(table["name"], table[["x", "y"]].to_numpy(), strict=True):
-        tried = []
-        for right, up, ha in ((7, -3, "left"), (-7, -3, "right"), (0, 7, "center"),
-                              (0, -13, "center"), (6, 6, "left"), (6, -12, "left"),
-                              (-6, 6, "right"), (-6, -12, "right")):  # fmt: skip
-            text = note(axis, name, place, (right, up), fontsize=8, ha=ha)
-            box = text.get_window_extent()
-            covered = sum(box.overlaps(other) for other in taken)
-            tried.append((covered, len(tried), text, box))
-        best, *rest = sorted(tried, key=lambda one: one[:2])
-        taken.append(best[3])
-        for _, _, text, _ in rest:
-            text.remove()
-
-
-def swarm(
-    table: pd.DataFrame, *, xlabel: str, grey: Collection[str] = (), log: bool = False,
-    levels: Mapping[str, float] | None = None,
-) -> Figure:  # fmt: skip
-    """Every sample as a point, a row for each name in the column `row`, from the top, with its
-    count; x is the column `value`. A third column, if there is one, names the colour.
-
-    `grey`: rows, or names of colours, without one. `log`: a logarithmic axis. `levels`: dashed
-    lines by name.
-    """
-    _check_complete(table)
-    rows = table.groupby("row", sort=False).size()
-    hue = next(iter(table.columns.difference(["row", "value"])), "row")
-    names = list(dict.fromkeys(table[hue]))
-    colours = [*house.RUNG_COLOURS[1:], *house.RUNG_COLOURS[1:]]
-    palette = dict(zip(names, colours, strict=False)) | dict.fromkeys(grey, GREY)
-    with canvas(width=7.4, height=1.0 + 0.42 * len(rows)) as (chart, axis):
-        if log:
-            axis.set_xscale("log")
-            axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        _reference(axis, levels, upright=True)
-        sns.swarmplot(
-            table, x="value", y="row", hue=hue, dodge=hue != "row", palette=palette, size=3.6,
-            alpha=0.85, ax=axis, legend=hue != "row", warn_thresh=1,
-        )  # fmt: skip
-        list_rows(axis, [f"{name} ({count})" for name, count in rows.items()])
-        axis.set(xlabel=xlabel, ylabel="")
-        if hue != "row":
-            legend(axis, levels)
-        chart.draw_without_rendering()
-        for points in axis.collections:  # seaborn places them again whenever they are drawn
-            vars(points).pop("draw", None)
-        return chart
-
-
-def heat(frame: pd.DataFrame, *, label: str, form: str = ".0f") -> Figure:
-    """A cell with its value for each entry of `frame`, darker for more; "not timed" stands in one
-    without. `label`: what the values are."""
-    width = 1.9 + 0.72 * frame.shape[1]
-    with canvas(width=width, height=1.3 + 0.33 * len(frame)) as (chart, axis):
-        sns.heatmap(
-            frame, annot=True, fmt=form, cmap=sns.color_palette("crest", as_cmap=True),
-            linewidths=1.5, linecolor="none", cbar=False, ax=axis, annot_kws={"fontsize": SMALL},
-        )  # fmt: skip
-        for row, column in np.argwhere(frame.isna().to_numpy()):
-            axis.text(column + 0.5, row + 0.5, "not\ntimed", ha="center", va="center", fontsize=7)
-        axis.set(xlabel="", ylabel="")
-        axis.set_title(label)
-        axis.tick_params(length=0)
-        axis.tick_params(axis="y", rotation=0)
-        axis.grid(visible=False)
-        return chart
-
-
 def stacked(
     frame: pd.DataFrame,
     *,
@@ -325,8 +213,8 @@ def stacked(
     """
     if missing := [name for name in frame if looks.get(name) not in _LOOKS]:
         raise ValueError(f"looks must be {', '.join(_LOOKS)} for each column, not so {missing}")
-    _check_complete(frame)
-    _check_complete(pd.DataFrame() if marks is None else marks.to_frame())
+    check_complete(frame)
+    check_complete(pd.DataFrame() if marks is None else marks.to_frame())
     shown = colour(hue) if hue and marks is None else INK
     with canvas(width=7.8, height=1.1 + (0.6 if inside else 0.3) * len(frame)) as (chart, axis):
         left = pd.Series(0.0, index=frame.index)
@@ -347,7 +235,7 @@ def stacked(
         if marks is not None:
             axis.plot(marks, range(len(frame)), "o", markersize=7, color=colour(hue),
                       markeredgecolor="white", label=marks.name)  # fmt: skip
-        _reference(axis, levels, upright=True)
+        reference(axis, levels, upright=True)
         list_rows(axis, list(frame.index))
         axis.set_xlabel(xlabel)
         if not inside:
@@ -355,7 +243,7 @@ def stacked(
         return chart
 
 
-def _check_complete(frame: pd.DataFrame) -> None:
+def check_complete(frame: pd.DataFrame) -> None:
     missing = [f"{name} at {row}" for name in frame for row in frame.index[frame[name].isna()]]
     if missing:
         raise ValueError(f"every value must be there, got none for {', '.join(missing)}")
@@ -371,7 +259,7 @@ def _not_timed_below(axis: Axes, frame: pd.DataFrame, names: Mapping[str, str]) 
     note(axis, "\n".join(lines), (0, 0), (4, 4), fontsize=SMALL, xycoords="axes fraction")
 
 
-def _reference(axis: Axes, levels: Mapping[str, float] | None, *, upright: bool = False) -> None:
+def reference(axis: Axes, levels: Mapping[str, float] | None, *, upright: bool = False) -> None:
     """A dashed line for each of `levels`, across or upright, with its name."""
     ordered = sorted((levels or {}).items(), key=lambda level: -level[1])
     for height, (name, value) in enumerate(ordered):

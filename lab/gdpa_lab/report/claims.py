@@ -7,27 +7,23 @@ is `measured` only while correct rows exist, and a published number never become
 
 from __future__ import annotations
 
+import json
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pandas as pd
 import yaml
 
+from gdpa_lab.measuring import refusals
 from gdpa_lab.measuring.record import DATA_DIR
-from gdpa_lab.measuring.workload import DIRECTIONS
-from gdpa_lab.report.results import TIMED
 
 SCHEMA_VERSION = 1
-OPERATORS = ("gdpa", "block_attention", "jagged_attention")
-KINDS = ("speedup", "rate", "accuracy", "ratio", "qualitative")
-STATUSES = ("open", "measured", "not_comparable", "refuted_by_arithmetic")
-SELECTOR_KINDS = ("best_rate", "best_time", "max_ratio")
-
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 PUBLISHED_HARDWARE = "NVIDIA B200"
 _RESULT_COLUMNS = (
@@ -196,7 +192,8 @@ def load(data_dir: str | Path = DATA_DIR) -> tuple[Claim, ...]:
         name = entry.get("id") if isinstance(entry, dict) else None
         try:
             claim = _parse_claim(entry)
-            _check(claim.id not in seen, "id", "unique", claim.id)
+            if claim.id in seen:
+                raise ClaimError(f"id must be unique, got {claim.id!r}")
         except ClaimError as error:
             raise ClaimError(f"{path}: claim {position} ({name}): {error}") from None
         seen.add(claim.id)
@@ -330,114 +327,34 @@ def _names(rows: Iterable[pd.Series], column: str) -> str:
     return ", ".join(dict.fromkeys(str(row[column]) for row in rows))
 
 
-def _check(ok: bool, field: str, expectation: str, got: object) -> None:
-    if not ok:
-        raise ClaimError(f"{field} must be {expectation}, got {got!r}")
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_fields(where: str, entry: Any, required: set[str], optional: set[str]) -> None:
-    _check(isinstance(entry, dict), where, "a mapping", entry)
-    missing, unknown = required - set(entry), set(entry) - required - optional
-    _check(not missing, where, f"complete: add {sorted(missing)}", sorted(map(str, entry)))
-    known = sorted(required | optional)
-    _check(not unknown, where, f"made of the fields {known}", sorted(map(str, unknown)))
-
-
-def _one_of(choices: Iterable[str]) -> tuple[str, Callable[[Any], bool]]:
-    return f"one of {list(choices)}", lambda value: value in choices
-
-
-def _or_null(value: object) -> bool:
-    return value is None or _is_text(value)
-
-
-def _is_kebab(value: object) -> bool:
-    return _is_text(value) and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", value) is not None
-
-
-_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "id": ("kebab-case", _is_kebab),
-    "operator": _one_of(OPERATORS),
-    "kind": _one_of(KINDS),
-    "status": _one_of(STATUSES),
-    "value": ("positive or null", lambda x: x is None or (_is_number(x) and x > 0)),
-    "tolerance": (
-        "a fraction between 0 and 1, or null", lambda x: x is None or (_is_number(x) and 0 < x < 1)
-    ),
-    **dict.fromkeys(("claim", "hardware", "how_to_check"), ("a sentence", _is_text)),
-    **dict.fromkeys(("unit", "figure", "note"), ("text or null", _or_null)),
-}  # fmt: skip
-"""What a field of a claim must be, by itself."""
+@cache
+def _validator() -> jsonschema.protocols.Validator:
+    schema = Path(__file__).with_name("claim.schema.json").read_text(encoding="utf-8")
+    return jsonschema.Draft202012Validator(json.loads(schema))
 
 
 def _parse_claim(entry: Any) -> Claim:
-    names = {f.name for f in fields(Claim)} - {"sources", "data", "answer", "answered_in"}
-    _check_fields("claim", entry, names | {"source"}, {"data", "answer"})
-    for name, (expectation, holds) in _RULES.items():
-        _check(holds(entry[name]), name, expectation, entry[name])
-    value, status = entry["value"], entry["status"]
-    _check(value is None or entry["unit"] is not None, "unit", "text beside a value", entry["unit"])
-    numeric = entry["kind"] == "qualitative" or value is not None
-    _check(numeric, "value", f"a number for kind {entry['kind']}", value)
-    ours = None if entry["ours"] is None else _parse_selector(entry["ours"])
-    if ours is None:
-        _check(status != "measured", "status", "derived from ours, which is null", status)
-    else:
-        known = ("open", "measured", "not_comparable")
-        _check(status in known, "status", f"one of {known} beside ours", status)
-        _check(value is not None, "value", "a number beside ours", value)
-    parsed = {"sources": _parse_sources(entry["source"]), "ours": ours, "data": entry.get("data")}
-    if (answer := entry.get("answer")) is not None:
-        _check_fields("answer", answer, {"text"}, {"in"})
-        for name, text in answer.items():
-            _check(_is_text(text), f"answer.{name}", "text", text)
-        _check(ours is None, "ours", "null beside an answer", entry["ours"])
-        answered = ("open",) if "in" in answer else ("refuted_by_arithmetic",)
-        _check(status in answered, "status", f"{answered[0]} beside this answer", status)
-        parsed |= {"answer": answer["text"], "answered_in": answer.get("in", "")}
-    parsed["value"] = None if value is None else float(value)
-    parsed |= {name: (entry[name] or "").strip() for name in ("claim", "how_to_check", "note")}
-    return Claim(**{name: entry[name] for name in names} | parsed)
+    problem = refusals.unlike(_validator(), entry)
+    if problem is not None:
+        raise ClaimError(problem)
+    value, answer = entry["value"], entry.get("answer", {"text": ""})
+    if value is not None and not math.isfinite(value):
+        raise ClaimError(f"value: must be finite, got {value}")
+    entry = {name: entry[name] for name in entry if name not in ("source", "answer")} | {
+        "value": None if value is None else float(value),
+        "sources": tuple(Source(**source) for source in _listed(entry["source"])),
+        "ours": entry["ours"] and _selector(entry["ours"]),
+        "answer": answer["text"],
+        "answered_in": answer.get("in", ""),
+    }
+    texts = {name: (entry[name] or "").strip() for name in ("claim", "how_to_check", "note")}
+    return Claim(**entry | texts)
 
 
-def _parse_sources(entry: Any) -> tuple[Source, ...]:
-    entries = entry if isinstance(entry, list) else [entry]
-    _check(bool(entries), "source", "a mapping of bib and where, or a list of them", entry)
-    for item in entries:
-        _check_fields("source", item, {"bib", "where"}, set())
-        for name in ("bib", "where"):
-            _check(_is_text(item[name]), f"source.{name}", "text", item[name])
-    return tuple(Source(**item) for item in entries)
+def _selector(entry: Mapping[str, Any]) -> Selector:
+    whole = ("kind", "scope")
+    return Selector(**{k: v if k in whole else tuple(_listed(v)) for k, v in entry.items()})
 
 
-def _patterns(name: str, value: Any) -> tuple[str, ...]:
-    values = value if isinstance(value, list) else [value]
-    ok = bool(values) and all(_is_text(v) for v in values)
-    _check(ok, f"ours.{name}", "a glob or a list of globs", value)
-    return tuple(values)
-
-
-def _parse_selector(entry: Any) -> Selector:
-    globs = ("figure", "impl", "baseline", "workload", "direction")
-    _check_fields("ours", entry, {"kind", "impl", "scope"}, {*globs} - {"impl"})
-    kind, scope = entry["kind"], entry["scope"]
-    _check(scope in TIMED, "ours.scope", f"one of {list(TIMED)}", scope)
-    _check(kind in SELECTOR_KINDS, "ours.kind", f"one of {list(SELECTOR_KINDS)}", kind)
-    if kind == "max_ratio":
-        _check("baseline" in entry, "ours", "given a baseline for max_ratio", sorted(entry))
-    else:
-        _check("baseline" not in entry, "ours.baseline", f"absent for {kind}", entry)
-    picked = "figure" in entry or {"workload", "direction"} <= set(entry)
-    _check(picked, "ours", "given a figure, or a workload and a direction", sorted(entry))
-    found = {name: _patterns(name, entry[name]) for name in globs if name in entry}
-    for direction in found.get("direction", ()):
-        _check(direction in DIRECTIONS, "ours.direction", f"among {list(DIRECTIONS)}", direction)
-    return Selector(kind=kind, scope=scope, **found)
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from gdpa_lab.measuring import manifest, units
 from gdpa_lab.measuring import record as records
-from gdpa_lab.measuring import units
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.units import H200, Design
 from gdpa_lab.measuring.workload import Workload
@@ -76,18 +76,11 @@ def floor_us(work: Workload, design: Design, ghz: float, copies: Ceilings) -> fl
 def _timed(
     data_dir: str | Path, capability: str, until: str = "9"
 ) -> Iterator[tuple[records.Record, pd.DataFrame]]:
-    """Records of a compute capability, made until then, with their correct rows that ran back to
-    back and know their clock."""
-    rows = results.table(data_dir, latest=False)
-    rows = rows[(rows["scope"] == "sustained") & (rows["variant"] == "") & rows["correct"].eq(True)]
-    rows = rows.dropna(subset=["time_us_p50", "sm_clock_mhz"])
-    rows = rows.drop_duplicates(["record", "workload", "direction", "impl"])
-    known = {found.id: found for found in records.load_all(data_dir)}
-    for name, group in rows.groupby("record", sort=True):
-        machine = results.machine_of(known[name], data_dir)
-        of_kind = machine.compute_capability == capability
-        if of_kind and known[name].created <= until:
-            yield known[name], group
+    """`predictions.timed` of records made until then, rows that know their clock."""
+    for run, rows in predictions.timed(data_dir, capability):
+        rows = rows.dropna(subset=["sm_clock_mhz"])
+        if run.created <= until and len(rows):
+            yield run, rows
 
 
 def shares(data_dir: str | Path = records.DATA_DIR) -> pd.DataFrame:
@@ -177,10 +170,7 @@ def expected_ratio(work: Workload, impl: str, other: str) -> float:
 
 def update(path: Path = PATH) -> bool:
     """Write what `made` makes; whether the file changed."""
-    text = predictions.render(made())
-    changed = not path.exists() or path.read_text(encoding="utf-8") != text
-    path.write_text(text, encoding="utf-8")
-    return changed
+    return manifest.rewrite(path, predictions.render(made()))
 
 
 def registered() -> pd.DataFrame:
@@ -238,42 +228,6 @@ def is_dead(table: pd.DataFrame) -> tuple[bool, int, int]:
         math.comb(count, k) * COVERAGE**k * (1 - COVERAGE) ** (count - k) for k in range(inside + 1)
     )
     return count > 0 and chance < SURPRISE, inside, count
-
-
-def published(data_dir: str | Path = records.DATA_DIR) -> tuple[pd.DataFrame, float]:
-    """What others measured of two CTAs over one beside the ledger's ratio, and the factor that
-    FlashAttention-4 gained by evaluating a sixteenth instead of a tenth of its exponentials without
-    the MUFU, which no unit of the ledger explains.
-
-    Forward: b6 over b4 without its mixed activation, mean over the lengths of the source. Backward:
-    of an SM's clocks for a tile, those of chapter blackwell/backward with dK first.
-    """
-    table = pd.read_csv(Path(data_dir) / "published" / "blackwell_attention.csv")
-    told = table.set_index(["source", "kernel"])["tflops"]
-    one, two, ex2 = (
-        told.xs(source)
-        for source in (
-            "facebookexperimental/triton#2560", "Dao-AILab/flash-attention#2280",
-            "Dao-AILab/flash-attention#2398",
-        )
-    )  # fmt: skip
-    designs = blackwell("forward")
-    pair, single = (designs[x].design for x in ("b6_pair_stream", "b4_mixed"))
-    forward = [_clocks(single, n) / _clocks(pair, n) for n in (8, 16, 32, 64, 128)]
-    rows = {
-        "forward, FA4 with two over TLX with one": (
-            one["FA4 2 CTAs"] / one["TLX 1 CTA"], float(np.mean(forward)),
-        ),
-        "backward, FA4": (two["FA4 2 CTAs"] / two["FA4 1 CTA"], 3840 / 2944),
-    }  # fmt: skip
-    columns = ["published", "ledger"]
-    pairs = pd.DataFrame.from_dict(rows, orient="index", columns=columns)
-    return pairs.rename_axis("two CTAs over one"), ex2["FA4 ex2 16"] / ex2["FA4 ex2 10"]
-
-
-def _clocks(design: Design, blocks: int) -> float:
-    """Clocks of the busiest unit for 128 queries and `blocks` times 128 keys."""
-    return max(design.pairs[x] * blocks + design.queries.get(x, 0.0) for x in design.pairs)
 
 
 def report(data_dir: str | Path = records.DATA_DIR) -> str:

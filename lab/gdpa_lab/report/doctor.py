@@ -7,7 +7,6 @@ a broken installation could break.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import sys
 import textwrap
@@ -150,36 +149,24 @@ def check_torch() -> Finding:
 
 
 def check_triton() -> Finding:
-    """Whether Python imports an intact fbtriton, with TLX.
+    """Whether Python imports fbtriton, with TLX.
 
     triton and fbtriton install the same files and pip does not notice: whichever is installed last
     wins, and removing one removes files of the other.
     """
-    ours, other = _distribution("fbtriton"), _distribution("triton")
+    repair = _pip(f"--force-reinstall --no-deps {FBTRITON}")
     try:
-        module = importlib.import_module("triton")
-        version, folder = module.__version__, Path(module.__file__).resolve().parents[1]
+        from gdpa_lab.measuring import system
+
         importlib.import_module("triton.language.extra.tlx")
-        problem = f"{version}, but fbtriton is not installed: other builds of TLX lack features"
     except Exception as error:
-        version, ours, problem = "", None, f"cannot be imported with TLX ({_name(error)})"
-    if ours is not None:
-        home = Path(str(ours.locate_file(""))).resolve()
-        files = [f for f in ours.files or () if f.parts[0] == "triton" and f.size is not None]
-        broken = sum(not _has(home / file, file.size) for file in files)
-        problem = None
-        if folder != home:
-            problem = f"{version}, imported from another folder than fbtriton {ours.version}"
-        elif broken or "+fb" not in version:
-            problem = f"{version}: {broken} files of fbtriton {ours.version} are not as installed"
-            problem += f", and triton {other.version} is installed too" if other else ""
-    if problem is not None:
-        repair = _pip(f"--force-reinstall --no-deps {FBTRITON}")
-        return Finding("machine", "triton", False, problem, repair)
-    detail = f"{version}, from fbtriton {ours.version}, with TLX"
-    if other is not None:
-        detail += f", over triton {other.version}; installing triton again would overwrite it"
-    return Finding("machine", "triton", True, detail)
+        detail = f"cannot be imported with TLX ({_name(error)})"
+        return Finding("machine", "triton", False, detail, repair)
+    version, fbtriton = system.triton_versions()
+    if fbtriton is None:
+        detail = f"{version}, which is not of an fbtriton that is installed there"
+        return Finding("machine", "triton", False, detail, repair)
+    return Finding("machine", "triton", True, f"{version}, from fbtriton {fbtriton}, with TLX")
 
 
 def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
@@ -280,20 +267,6 @@ def _module(name: str) -> ModuleType | Exception:
         return importlib.import_module(name)
     except Exception as error:
         return RuntimeError(_name(error))
-
-
-def _distribution(name: str) -> importlib.metadata.Distribution | None:
-    try:
-        return importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _has(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except OSError:
-        return False
 
 
 def _name(error: Exception) -> str:

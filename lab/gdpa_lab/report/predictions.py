@@ -154,13 +154,7 @@ def render(frame: pd.DataFrame) -> str:
 
 def update(path: Path = PATH) -> bool:
     """Write what `made` makes; whether the file changed."""
-    text = render(made())
-    changed = not path.exists() or path.read_text(encoding="utf-8") != text
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    if path.resolve().is_relative_to(records.DATA_DIR):
-        manifest.update(records.DATA_DIR)
-    return changed
+    return manifest.rewrite(path, render(made()))
 
 
 def registered() -> pd.DataFrame:
@@ -210,6 +204,18 @@ def _is_ours(record: records.Record, data_dir: str | Path) -> bool:
     return capability == CAPABILITY and results.ceilings(record, "sustained") is not None
 
 
+def timed(data_dir: str | Path, capability: str) -> Iterator[tuple[records.Record, pd.DataFrame]]:
+    """Records of GPUs of a compute capability, each with its correct rows that ran back to back."""
+    rows = results.table(data_dir, latest=False)
+    rows = rows[(rows["scope"] == "sustained") & (rows["variant"] == "") & rows["correct"].eq(True)]
+    rows = rows.dropna(subset=["time_us_p50"])
+    rows = rows.drop_duplicates(["record", "workload", "direction", "impl"])
+    known = {found.id: found for found in records.load_all(data_dir)}
+    for name, group in rows.groupby("record", sort=True):
+        if results.machine_of(known[name], data_dir).compute_capability == capability:
+            yield known[name], group
+
+
 def judged(
     shares: pd.DataFrame, data_dir: str | Path = records.DATA_DIR, record: str | None = None
 ) -> pd.DataFrame:
@@ -218,21 +224,16 @@ def judged(
     "refuted, low" or "refuted, high", of rate or time. `record`: that one alone."""
     table = scaled(shares, basis(data_dir, record).ceilings)
     table = table.assign(measured=np.nan, verdict="")
-    rows = results.table(data_dir, latest=False)
-    rows = rows[(rows["scope"] == "sustained") & (rows["variant"] == "") & rows["correct"].eq(True)]
-    rows = rows[rows["time_us_p50"].notna()].drop_duplicates(
-        ["workload", "direction", "impl", "record"]
-    )
-    known = {found.id: found for found in records.load_all(data_dir)}
     key = ["workload", "direction", "impl"]
-    for name, group in rows.groupby("record", sort=True):
-        if record not in (None, name) or not _is_ours(known[name], data_dir):
+    for run, rows in timed(data_dir, CAPABILITY):
+        ceilings = results.ceilings(run, "sustained")
+        if record not in (None, run.id) or ceilings is None:
             continue
-        timed = group.set_index(key)
-        for index, row in scaled(shares, results.ceilings(known[name], "sustained")).iterrows():
-            if tuple(row[key]) not in timed.index:
+        rows = rows.set_index(key)
+        for index, row in scaled(shares, ceilings).iterrows():
+            if tuple(row[key]) not in rows.index:
                 continue
-            got = timed.loc[tuple(row[key])]
+            got = rows.loc[tuple(row[key])]
             value = got["time_us_p50"] / 1e3 if row["unit"] == "ms" else got["tflops"]
             outside = "low" if value < row["from"] else "high" if value > row["to"] else ""
             verdict = f"refuted, {outside}" if outside else "confirmed"

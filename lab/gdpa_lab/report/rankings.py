@@ -14,7 +14,7 @@ from gdpa_kernels.block_attention import choices as block_choices
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rankings import Ranking, Shape, capability
 from gdpa_kernels.gdpa import choices
-from gdpa_lab.measuring import record, system
+from gdpa_lab.measuring import manifest, record, system
 from gdpa_lab.report import results
 
 
@@ -48,10 +48,7 @@ table's columns, or to None for a workload that does not count."""
 def update(data_dir: str | Path) -> dict[Path, bool]:
     """Rewrite the tables; whether each file changed. Nothing is written if a record is refused."""
     texts = {module.PATH: made_from(data_dir, operator) for operator, module in CHOICES.items()}
-    changed = {path: not path.exists() or path.read_text() != text for path, text in texts.items()}
-    for path, text in texts.items():
-        path.write_text(text)
-    return changed
+    return {path: manifest.rewrite(path, text) for path, text in texts.items()}
 
 
 def made_from(data_dir: str | Path, operator: str) -> str:

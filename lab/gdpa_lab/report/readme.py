@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pandas as pd
 
 from gdpa_kernels.calling import ladder
-from gdpa_lab.measuring import baselines, record
-from gdpa_lab.report import block_tables, charts, results, standings
+from gdpa_lab.measuring import baselines, manifest, record
+from gdpa_lab.report import charts, peers, results
 from gdpa_lab.report.house import Figure
 
 GPU = "NVIDIA H200"
@@ -76,7 +76,7 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
         quoted[ours["record"]] = f"{ours['gpu']}, {ours['date'][:10]}"
     places = (f"[{name[:16]}](data/records/{name}.json)" for name in quoted)
     machines = "; ".join(dict.fromkeys(quoted.values()))
-    missing = "; ".join(standings.missing_peers(pd.concat(shown))) or "none"
+    missing = "; ".join(peers.missing_peers(pd.concat(shown))) or "none"
     lines += [
         "",
         f"Times back to back; {machines}; records {', '.join(places)}. "
@@ -88,14 +88,14 @@ def block(data_dir: Path = record.DATA_DIR) -> str:
 def _peer(rows: pd.DataFrame, line: Line, us: float) -> str:
     """The last three cells: the fastest peer or, if none was timed, why the first was not."""
     titles = _peers(line)
-    peers = rows[rows["impl"].isin(titles)]
-    if peers.empty:
+    theirs = rows[rows["impl"].isin(titles)]
+    if theirs.empty:
         raise LookupError(f"a record must hold a row of {line.workload}, a peer, got none")
-    best = peers.iloc[0]
+    best = theirs.iloc[0]
     if pd.isna(best["time_us_p50"]):
         return f"{titles[best['impl']]} | not timed: {best['failure'].partition(':')[0]} | "
     peer_us = best["time_us_p50"]
-    ratio = block_tables.checked(peer_us / us, best["impl"], line.workload, line.direction)
+    ratio = peers.checked(peer_us / us, best["impl"], line.workload, line.direction)
     return f"{titles[best['impl']]} | {peer_us / 1e3:.2f} ms | {ratio:.2f}×"
 
 
@@ -110,8 +110,8 @@ def hero(data_dir: Path = record.DATA_DIR) -> Figure:
     rungs = [rung.impl for rung in ladder.RUNGS if rung.impl in rates]
     last = rows.loc[rungs[-1]]
     ceiling = 100 * last["tflops"] / last["percent_of_roofline"]
-    peers = {title: rates[rates.index.isin(forms)].max() for title, forms in PEERS.items()}
-    levels = {f"{title} {rate:.0f}": rate for title, rate in peers.items() if rate == rate}
+    best = {title: rates[rates.index.isin(forms)].max() for title, forms in PEERS.items()}
+    levels = {f"{title} {rate:.0f}": rate for title, rate in best.items() if rate == rate}
     return charts.bars(
         rates[rungs], highlight=[rungs[-1]], levels=levels | {f"roofline {ceiling:.0f}": ceiling},
         xlabel=f"TFLOP/s {results.TIMED['sustained']}, {WORKLOAD}, forward, {last['gpu']}",
@@ -128,10 +128,7 @@ def update(root: Path = record.ROOT) -> bool:
     between = f"(?<={re.escape(BEGIN)}\n).*(?={re.escape(END)})"
     new = re.sub(between, lambda _: block(root / "data") + "\n", old, flags=re.DOTALL)
     drawn = hero(root / "data").to_svg()
-    changed = new != old or not path.exists() or path.read_text(encoding="utf-8") != drawn
-    readme.write_text(new, encoding="utf-8")
-    path.write_text(drawn, encoding="utf-8")
-    return changed
+    return manifest.rewrite(readme, new) | manifest.rewrite(path, drawn)
 
 
 def _rows(data_dir: Path, line: Line) -> pd.DataFrame:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import nbformat
 import pandas as pd
 
+from gdpa_lab.measuring import manifest
 from gdpa_lab.measuring import record as records
 
 PATH = records.DATA_DIR / "predictions" / "h200.csv"
@@ -154,6 +155,4 @@ def _first(path: str, quote: str) -> tuple[str, str]:
 def update() -> bool:
     """Rewrite the file; whether it changed."""
     text = made(collected(), load()).to_csv(index=False, lineterminator="\n")
-    changed = PATH.read_text(encoding="utf-8") != text
-    PATH.write_text(text, encoding="utf-8")
-    return changed
+    return manifest.rewrite(PATH, text)

@@ -148,8 +148,7 @@ def update(
             for x in needed.values()
         )
     )
-    changed = not path.exists() or path.read_text(encoding="utf-8") != made.getvalue()
-    path.write_text(made.getvalue(), encoding="utf-8")
+    changed = manifest.rewrite(path, made.getvalue())
     if path.with_name(manifest.NAME).exists():
         manifest.update(data_dir)
     return changed

@@ -12,12 +12,11 @@ import torch
 from triton.compiler import CompiledKernel
 
 import tritonemu
+from _lib import compile_check, studies
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling.launches import launches
-from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.inputs import cu_seqlens
-from gdpa_lab.report import studies
 
 RESULTS = ("out", "dq", "dk", "dv")
 """What a pass forward and backward of block attention gives."""

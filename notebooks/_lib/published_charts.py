@@ -1,4 +1,4 @@
-"""Records -> axes: the charts of the book.
+"""The published charts of rates, redrawn beside what was measured.
 
 One scale for ours and theirs, rates from zero, the ceiling always drawn, the best baseline marked,
 labels beside the lines instead of a legend.
@@ -6,24 +6,20 @@ labels beside the lines instead of a legend.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
 from gdpa_lab.measuring.workloads import WORKLOADS, figure_direction
-from gdpa_lab.report import house, results
-from gdpa_lab.report.charts import list_rows
+from gdpa_lab.report import house, rates, results
 from gdpa_lab.report.house import DASHED, INK, SMALL, Figure, canvas, colour, is_rung, note
 
 PUBLISHED_COLOURS = {
     "triton_gdpa": "#1f83c4", "cutedsl_gdpa": "#7a6ad8", "cutlass_fmha": INK,
     "cutedsl_fa4": "#a06a4a",
 }  # fmt: skip
-_HEADROOM = 1.08
 
 
 def figure_tflops(
@@ -49,7 +45,7 @@ def figure_tflops(
     length has two workloads.
     """
     rows = _figure_rows(table[table["gpu"] == gpu], figure, impls)
-    _require_impls(rows, impls, f"{figure} on {gpu}", "sustained")
+    rates.require_impls(rows, impls, f"{figure} on {gpu}", "sustained")
     lengths = sorted(rows["length"].unique())
     panels = [(rows, impls)]
     if there is not None:
@@ -67,65 +63,19 @@ def figure_tflops(
         tops = []
         for axis, (measured, names) in zip(axes, panels, strict=False):
             tops.append(_draw_measured(axis, measured, lengths, names))
-            axis.set_title(f"measured {results.TIMED['sustained']}, {_machine(measured)}")
+            axis.set_title(f"measured {results.TIMED['sustained']}, {rates.machine(measured)}")
         rungs = [impl for impl in impls if is_rung(impl)]
         bursts = _figure_rows(table[table["gpu"] == gpu], figure, rungs, "kernel")
         tops.append(_draw_bursts(axes[0], bursts, lengths))
         axes[0].set_ylabel("TFLOP/s")
         tops.append(_draw_published(axes[-1], theirs, lengths))
-        axes[-1].set_title(f"published, {_only(theirs, 'hardware')}")
+        axes[-1].set_title(f"published, {rates.only(theirs, 'hardware')}")
         for axis in axes:
             axis.set_xticks(range(len(lengths)), [str(length) for length in lengths])
             axis.set_xlabel("max_seqlen_q (tokens)")
-        axes[0].set_ylim(0, np.nanmax(tops) * _HEADROOM)
+        axes[0].set_ylim(0, np.nanmax(tops) * rates.HEADROOM)
         for axis in axes[:-1]:
             _place_labels(axis)
-        return chart
-
-
-def figure_ladder(
-    table: pd.DataFrame,
-    workload: str,
-    rungs: Sequence[str],
-    highlight: str,
-    direction: str = "forward",
-) -> Figure:
-    """The ladder so far on one workload, back to back: a bar for each rung, then each baseline.
-
-    `table`: rows of `results.table` of one system. `rungs`: in the order to show; `highlight`: the
-    one in colour. Every baseline of the table with a time is shown, slowest first.
-    Labels: TFLOP/s and % of roofline; error bars: p20-p80. ValueError if a rung has no row.
-    """
-    if highlight not in rungs:
-        raise ValueError(f"highlight must be one of {', '.join(rungs)}, got {highlight!r}")
-    rows = _timed_rows(table[table["workload"] == workload], direction, "sustained")
-    rows = rows.drop_duplicates(["impl", "system"], keep="last")
-    _require_impls(rows, rungs, f"{workload}, {direction}", "sustained")
-    others = rows.dropna(subset=["tflops"]).sort_values("tflops")["impl"]
-    order = [*rungs, *(impl for impl in others if not is_rung(impl) and impl not in rungs)]
-    with canvas(width=7.0, height=1.1 + 0.34 * len(order)) as (chart, axis):
-        ceiling = _ceiling(rows)
-        axis.axvline(ceiling, **DASHED)
-        note(axis, f"roofline {ceiling:.0f}", (ceiling, 1.0), (-4, 3), ha="right", va="bottom",
-             xycoords=("data", "axes fraction"))  # fmt: skip
-        for position, impl in enumerate(order):
-            row = rows[rows["impl"] == impl].iloc[0]
-            rate, strong = float(row["tflops"]), impl == highlight
-            if math.isnan(rate):
-                note(axis, f"failed: {row['failure']}", (0, position), (4, 0), va="center")
-                continue
-            shown, (below, above) = colour(impl) if strong else INK, _spread(row)
-            axis.barh(
-                position, rate, 0.62, color=shown if is_rung(impl) else "none", edgecolor=shown,
-                xerr=[[below], [above]], error_kw={"ecolor": INK, "elinewidth": 1.2, "capsize": 2},
-            )  # fmt: skip
-            label = f"{rate:.0f}  {row['percent_of_roofline']:.0f} %"
-            note(axis, label, (rate + above, position), (5, 0), va="center", color=shown,
-                 fontweight="bold" if strong else "normal")  # fmt: skip
-        list_rows(axis, [_label(rows, impl) for impl in order])
-        axis.get_yticklabels()[order.index(highlight)].set_color(colour(highlight))
-        axis.set_xlim(0, ceiling * _HEADROOM)
-        axis.set_xlabel(f"TFLOP/s {results.TIMED['sustained']}, {workload}, {_machine(rows)}")
         return chart
 
 
@@ -133,7 +83,7 @@ def _figure_rows(
     table: pd.DataFrame, figure: str, impls: Sequence[str], scope: str = "sustained"
 ) -> pd.DataFrame:
     """The rows of `impls` in a figure, each with its `length`."""
-    rows = _timed_rows(table, figure_direction(figure), scope)
+    rows = rates.timed_rows(table, figure_direction(figure), scope)
     rows = rows[(rows["figure"] == figure) & rows["impl"].isin(impls)]
     rows = rows.assign(length=[WORKLOADS[name].max_seqlen_q for name in rows["workload"]])
     for length, names in rows.groupby("length")["workload"].unique().items():
@@ -144,61 +94,14 @@ def _figure_rows(
     return rows
 
 
-def _timed_rows(table: pd.DataFrame, direction: str, scope: str) -> pd.DataFrame:
-    keep = (table["scope"] == scope) & (table["variant"] == "")
-    return table[keep & (table["direction"] == direction)]
-
-
-def _require_impls(rows: pd.DataFrame, impls: Sequence[str], where: str, scope: str) -> None:
-    missing = [impl for impl in impls if impl not in set(rows["impl"])]
-    if missing or rows.empty:
-        wanted = ", ".join(missing) or "at least one impl"
-        raise ValueError(f"table must hold {scope} rows of {wanted} for {where}, got none")
-    _only(rows, "system")
-
-
-def _only(rows: pd.DataFrame, column: str) -> str:
-    values = sorted(set(rows[column]))
-    if len(values) != 1:
-        raise ValueError(
-            f"table must hold one {column}, got {', '.join(map(str, values)) or 'none'}"
-        )
-    return str(values[0])
-
-
-def _machine(rows: pd.DataFrame) -> str:
-    dates = sorted(set(rows["date"]))
-    period = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"{_only(rows, 'gpu') or _only(rows, 'system')}, {period}"
-
-
-def _ceiling(rows: pd.DataFrame) -> float:
-    """Roofline of one workload (TFLOP/s), from the newest row that has a rate."""
-    timed = rows.dropna(subset=["tflops", "percent_of_roofline"]).sort_values(["date", "record"])
-    if timed.empty:
-        raise ValueError(f"table must hold a correct time for {_only(rows, 'workload')}, got none")
-    last = timed.iloc[-1]
-    return 100 * float(last["tflops"]) / float(last["percent_of_roofline"])
-
-
-def _spread(rows: pd.DataFrame | pd.Series) -> Any:
-    """Distance of the p80 and p20 times from the p50 rate, in TFLOP/s: (below, above)."""
-    rate = rows["tflops"]
-    below = rate - rate * rows["time_us_p50"] / rows["time_us_p80"]
-    return below, rate * rows["time_us_p50"] / rows["time_us_p20"] - rate
-
-
-def _label(rows: pd.DataFrame, impl: str) -> str:
-    math_of = rows[rows["impl"] == impl]["math"].iloc[0]
-    return impl if is_rung(impl) else f"{impl} ({math_of})"
-
-
 def _draw_measured(
     axis: Axes, rows: pd.DataFrame, lengths: Sequence[int], impls: Sequence[str]
 ) -> float:
     place = {length: position for position, length in enumerate(lengths)}
     timed = set(rows["length"][rows["tflops"].notna()])
-    ceilings = [_ceiling(rows[rows["length"] == n]) if n in timed else np.nan for n in lengths]
+    ceilings = [
+        rates.ceiling_of(rows[rows["length"] == n]) if n in timed else np.nan for n in lengths
+    ]
     edges = np.arange(len(lengths) + 1) - 0.5
     axis.stairs(ceilings, edges, baseline=None, **DASHED)
     first = int(np.argmax(np.isfinite(ceilings)))
@@ -209,9 +112,9 @@ def _draw_measured(
         timed = ours.dropna(subset=["tflops"])
         shown = colour(impl)
         axis.errorbar(
-            [place[length] for length in timed["length"]], timed["tflops"], yerr=_spread(timed),
-            color=shown, marker="o", linewidth=1.8 if is_rung(impl) else 1.0, elinewidth=1.0,
-            capsize=2, label=_label(ours, impl),
+            [place[length] for length in timed["length"]], timed["tflops"],
+            yerr=rates.spread_of(timed), label=rates.label_of(ours, impl), color=shown, marker="o",
+            linewidth=1.8 if is_rung(impl) else 1.0, elinewidth=1.0, capsize=2,
         )  # fmt: skip
         for length in set(lengths) - set(timed["length"]):
             crossed = True

@@ -5,10 +5,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from _lib import ratios
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring import system as systems
-from gdpa_lab.report import standings
+from gdpa_lab.report import peers
 from gdpa_lab.report.chapter import Chapter
 
 NAME = "gdpa-self-full-256"
@@ -25,53 +26,51 @@ def rows(rates=RATES, name=NAME) -> pd.DataFrame:
 
 
 def test_the_best_rung_stands_beside_the_best_peer():
-    found = standings.best(rows())
+    found = ratios.best(rows())
     line = found.loc[NAME]
     assert (line["best rung"], line["best peer"]) == ("v2_tma", "cudnn")
     assert line["roofline"] == pytest.approx(800)
     assert line["peer / rung (time)"] == pytest.approx(0.8)
-    assert standings.glued(found) == {"best_self-full_256": 400, "share_self-full_256": 50}
-    assert standings.shown(found)["workload"].tolist() == ["self-full-256"]
+    assert ratios.glued(found) == {"best_self-full_256": 400, "share_self-full_256": 50}
+    assert ratios.shown(found)["workload"].tolist() == ["self-full-256"]
 
 
 def test_a_row_without_a_time_does_not_count_and_one_of_each_kind_is_needed():
     table = rows()
     table.loc[table["impl"] == "cudnn", "time_us_p50"] = float("nan")
-    assert standings.best(table).loc[NAME, "best peer"] == "fa2_varlen"
+    assert ratios.best(table).loc[NAME, "best peer"] == "fa2_varlen"
     with pytest.raises(LookupError, match=f"a time of a peer on {NAME}"):
-        standings.best(table[table["impl"] != "fa2_varlen"])
+        ratios.best(table[table["impl"] != "fa2_varlen"])
 
 
 def test_the_best_peer_may_be_a_dense_form_and_rows_are_of_one_batch():
     table = rows(RATES | {"fa4": 450.0, "fa4_dense": 550.0}).assign(math="softmax")
-    assert standings.best_peer(table)["impl"] == "fa4_dense"
+    assert ratios.best_peer(table)["impl"] == "fa4_dense"
     table.loc[table["impl"] == "fa2_varlen", "math"] = "activation"
-    assert standings.best_peer(table, "activation")["impl"] == "fa2_varlen"
-    assert standings.best_rung(table)["impl"] == "v2_tma"
+    assert ratios.best_peer(table, "activation")["impl"] == "fa2_varlen"
+    assert ratios.best_rung(table)["impl"] == "v2_tma"
     with pytest.raises(ValueError, match="rows must be of one workload, got"):
-        standings.best_peer(pd.concat([table, rows(name="gdpa-self-full-512")]))
+        ratios.best_peer(pd.concat([table, rows(name="gdpa-self-full-512")]))
     with pytest.raises(LookupError, match="a time of a peer that computes activation"):
-        standings.best_peer(table[table["impl"] == "fa4"], "activation")
+        ratios.best_peer(table[table["impl"] == "fa4"], "activation")
 
 
 def test_peers_without_a_time_are_named_with_the_reason():
     table = rows().assign(direction="forward", failure="")
     table.loc[len(table)] = {"workload": NAME, "impl": "fa3", "direction": "forward",
                              "failure": "Unsupported: needs the package xformers"}  # fmt: skip
-    missing = standings.missing_peers(table)
+    missing = peers.missing_peers(table)
     assert missing["FlashAttention-3"] == "needs the package xformers"
     assert missing["FlashAttention-4, dense"] == "not in this record"
     assert not {"cuDNN, dense", "FlashAttention-2 (torch)"} & {*missing}
     back = table[table["impl"] != "cudnn"].assign(direction="backward")
-    assert "cuDNN, dense (backward)" in standings.missing_peers(pd.concat([table, back]))
-    jagged = standings.missing_peers(table.assign(workload="gdpa-self-half-jagged-256"))
+    assert "cuDNN, dense (backward)" in peers.missing_peers(pd.concat([table, back]))
+    jagged = peers.missing_peers(table.assign(workload="gdpa-self-half-jagged-256"))
     assert "FlashAttention-4, dense" not in jagged and "HSTU, Triton" in jagged
-    assert "HSTU, Triton" not in standings.missing_peers(
-        table.assign(workload="gdpa-cross-full-512")
-    )
+    assert "HSTU, Triton" not in peers.missing_peers(table.assign(workload="gdpa-cross-full-512"))
     blocks = table.assign(workload="block-rotary-1735537", impl="v1_one_tile")
-    assert "our rotary kernel, then our attention" in standings.missing_peers(blocks)
-    assert "FlashAttention-3, a sequence per block" not in standings.missing_peers(blocks)
+    assert "our rotary kernel, then our attention" in peers.missing_peers(blocks)
+    assert "FlashAttention-3, a sequence per block" not in peers.missing_peers(blocks)
 
 
 def test_a_step_is_from_the_predecessor_and_ranges_say_where():
@@ -79,21 +78,21 @@ def test_a_step_is_from_the_predecessor_and_ranges_say_where():
         {"v2_tma": [4.0, 6.0], "v3_persistent": [2.0, 2.0], "v4_warp_specialized": [8.0, 6.0]},
         index=["gdpa-a", "gdpa-b"],
     )
-    steps = standings.steps(times, ladder.RUNGS)
+    steps = ratios.steps(times, ladder.RUNGS)
     assert list(steps) == ["v2 / v3", "v2 / v4"]
-    first, second = standings.ranges(steps, "step").to_dict("records")
+    first, second = ratios.ranges(steps, "step").to_dict("records")
     assert (first["least"], first["on"], first["most"], first["on "]) == (2, "a", 3, "b")
     assert (second["least"], second["median"], second["workloads"]) == (0.5, 0.75, 2)
 
 
 def test_sentences():
-    assert standings.listed(["a", "b", "c"]) == "a, b and c"
-    assert (standings.listed(["a"]), standings.listed([])) == ("a", "none")
-    assert standings.spread(pd.Series([1.234, 2])) == "1.23 to 2.00 (n = 2)"
-    assert standings.spread(pd.Series([1.234])) == "1.23 (n = 1)"
+    assert ratios.listed(["a", "b", "c"]) == "a, b and c"
+    assert (ratios.listed(["a"]), ratios.listed([])) == ("a", "none")
+    assert ratios.spread(pd.Series([1.234, 2])) == "1.23 to 2.00 (n = 2)"
+    assert ratios.spread(pd.Series([1.234])) == "1.23 (n = 1)"
     for values, missing in ((pd.Series([1.2, None], ["a", "b"]), "b"), (pd.Series([]), "anything")):
         with pytest.raises(ValueError, match=f"values must all be there, got none for {missing}"):
-            standings.spread(values)
+            ratios.spread(values)
 
 
 class Again:
@@ -117,21 +116,21 @@ def chapter() -> Chapter:
 @pytest.fixture
 def shown(monkeypatch) -> list[str]:
     displayed = []
-    monkeypatch.setattr(standings, "display", lambda made: displayed.append(made.data))
+    monkeypatch.setattr(ratios, "display", lambda made: displayed.append(made.data))
     return displayed
 
 
 def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(chapter, shown):
     session = Again(chapter.record())
-    standings.others(chapter, session, "backward", scope="kernel")
+    ratios.others(chapter, session, "backward", scope="kernel")
     title, printed = shown
     assert title == "**This machine**, TFLOP/s in bursts, next to those of the record."
-    ratios = [line.split("|")[-2].strip() for line in printed.splitlines()[2:]]
-    assert len(ratios) > 50 and set(ratios) <= {"1", ""}
+    last = [line.split("|")[-2].strip() for line in printed.splitlines()[2:]]
+    assert len(last) > 50 and set(last) <= {"1", ""}
     assert not session.folder.exists()
 
 
 def test_without_a_session_other_machines_of_the_records_are_shown(chapter, shown):
-    standings.others(chapter, None, "backward", scope="kernel")
+    ratios.others(chapter, None, "backward", scope="kernel")
     if systems.promoted(record.DATA_DIR).keys() == {chapter.gpu}:
         assert shown == ["No other machine has been measured yet."]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pandas as pd
 from IPython.display import Markdown, display
 
-from gdpa_lab.measuring.baselines import BASELINES, BLOCK_BASELINES
-from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, figure_direction, of_hstu
-from gdpa_lab.report import block_tables, claims, figures, page, results
+from _lib import published_charts
+from gdpa_lab.measuring.workloads import figure_direction
+from gdpa_lab.report import claims, page, peers, results
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import is_rung
 
@@ -45,10 +45,10 @@ def spread(values: pd.Series) -> str:
 
 
 def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "") -> None:
-    """Show a published chart next to ours (`figures.figure_tflops`), of those of `impls` that have
-    a time back to back. `keys`: a part of the workloads' names, where the figure has two families.
-    Where the chapter has a record of the GPU of the published chart, it shows that too: its own
-    rungs (b1 and up; other rungs if none has a time) and the peers among `impls`."""
+    """Show a published chart next to ours (`published_charts.figure_tflops`), of those of `impls`
+    that have a time back to back. `keys`: a part of the workloads' names, where the figure has two
+    families. Where the chapter has a record of the GPU of the published chart, it shows that too:
+    its own rungs (b1 and up; other rungs if none has a time) and the peers among `impls`."""
     published = claims.published_figures(chapter.data_dir)
     ours = chapter.rows(direction=figure_direction(figure), scope=tuple(results.TIMED))
     rows, there = (
@@ -62,7 +62,7 @@ def redrawn(chapter: Chapter, figure: str, impls: Sequence[str], keys: str = "")
     own = {impl for impl in rungs if impl.startswith("b")} or rungs
     peers = {impl for impl in impls if not is_rung(impl)}
     there = there[there["impl"].isin(own | (peers & timed_there))]
-    chart = figures.figure_tflops(
+    chart = published_charts.figure_tflops(
         rows, figure, gpu=chapter.gpu, impls=[impl for impl in impls if impl in timed],
         published=published, there=None if there.empty else there,
     )  # fmt: skip
@@ -105,33 +105,6 @@ def _fastest(rows: pd.DataFrame, which: pd.Series, what: str) -> pd.Series:
     return timed.loc[timed["time_us_p50"].idxmin()]
 
 
-def missing_peers(rows: pd.DataFrame) -> dict[str, str]:
-    """Titles of the peers that take a batch of `rows`, of GDPA also with the function of HSTU, and
-    have no time in them, and why; with the direction, if the other one has a time.
-
-    `rows`: of `Chapter.rows`, of any number of workloads, directions and scopes; give it all rows
-    that a sentence speaks of, failed ones included. The reason is that of the newest failed row, or
-    "not in this record".
-    """
-    found = {}
-    for peers, works in ((BASELINES, WORKLOADS), (BLOCK_BASELINES, BLOCK_WORKLOADS)):
-        ours = rows[rows["workload"].isin(works)]
-        asked = {*zip(ours["workload"], ours["direction"], strict=True)}
-        batches = [(works[name], way) for name, way in asked]
-        if peers is BASELINES:
-            batches += [(of_hstu(x, causal), way) for x, way in batches for causal in (True, False)]
-        for impl, peer in peers.items():
-            own = ours[ours["impl"] == impl]
-            taken = {way for work, way in batches if peer.problem(work, way) is None}
-            missing = taken - {*own["direction"][own["time_us_p50"].notna()]}
-            if missing:
-                failures = own["failure"][own["direction"].isin(missing) & (own["failure"] != "")]
-                why = failures.iloc[-1] if len(failures) else "not in this record"
-                title = peer.title if missing == taken else f"{peer.title} ({', '.join(missing)})"
-                found[title] = why.removeprefix("Unsupported: ")
-    return found
-
-
 def best(rows: pd.DataFrame) -> pd.DataFrame:
     """`best_rung` and `best_peer` of each workload among rows of `Chapter.rows`.
 
@@ -144,7 +117,7 @@ def best(rows: pd.DataFrame) -> pd.DataFrame:
             continue
         rung, peer = best_rung(group), best_peer(group)
         ratio = peer["time_us_p50"] / rung["time_us_p50"]
-        block_tables.checked(ratio, peer["impl"], name, peer.get("direction", ""))
+        peers.checked(ratio, peer["impl"], name, peer.get("direction", ""))
         found.append({
             "workload": name,
             "roofline": 100 * rung["tflops"] / rung["percent_of_roofline"],

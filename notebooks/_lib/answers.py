@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from _lib import approximations
+from _lib.ratios import spread
 from gdpa_lab.measuring.workloads import FIGURES
-from gdpa_lab.report import approximations
 from gdpa_lab.report.results import TIMED
-from gdpa_lab.report.standings import spread
 
 if TYPE_CHECKING:
     from gdpa_lab.report.chapter import Chapter

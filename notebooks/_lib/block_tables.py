@@ -6,48 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
 from gdpa_lab.measuring.workload import DIRECTIONS, Workload
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report.block_bytes import size_of
+from gdpa_lab.report import peers
 from gdpa_lab.report.house import is_rung
 
 NOMINAL = 8e9
 """Bytes per ms of a B200, data sheet."""
 PEER = "fa2_varlen"
-
-
-PAIR = "rotary_kernel"
-"""Our rotary kernel, then our attention: two passes, each of which moves its bytes once."""
-SLACK = 1.03
-"""By how much two kernels near the rate of a copy may differ in their shares of it."""
-
-
-def bytes_of_two(work: Workload, direction: str) -> int:
-    """Fewest bytes of two passes, rotary and attention, on a workload with rotary."""
-    plain = replace(work, rotary=False, rotate_v=False)
-    turned = plain.bytes_written("backward") - (not work.rotate_v) * size_of("v", plain)
-    sin_cos = work.bytes(direction) - plain.bytes(direction)
-    return plain.bytes(direction) + 2 * turned + sin_cos
-
-
-def checked(ratio: float, peer: str, name: str, direction: str) -> float:
-    """A peer's time over that of a rung on the workload `name`, back if bytes allow it. ValueError
-    if fused rotary is faster than `PAIR` by more than what it saves: something else than kernels
-    was timed."""
-    if peer == PAIR:
-        work = workload(name)
-        most = bytes_of_two(work, direction) / work.bytes(direction)
-        if ratio > SLACK * most:
-            raise ValueError(
-                f"{name}, {direction}: one pass can be {most:.2f} times as fast as {PAIR} by "
-                f"their bytes, got {ratio:.2f}"
-            )
-    return ratio
 
 
 def printed(name: str, data_dir: str | Path) -> pd.DataFrame:
@@ -78,7 +48,7 @@ def duels(rows: pd.DataFrame, works: Sequence[Workload], rungs: Sequence[str]) -
             line = {"head_dim": work.head_dim, "direction": way, "best rung": rung}
             line |= {"ms": times[rung], "% of copy": shares[rung], "best peer": peer}
             line |= {"its ms": times[peer], "its %": shares[peer]}
-            ratio = checked(times[peer] / times[rung], peer, work.name, way)
+            ratio = peers.checked(times[peer] / times[rung], peer, work.name, way)
             found.append(line | {"peer / rung": ratio})
     return pd.DataFrame(found)
 

@@ -1,0 +1,134 @@
+"""Charts of tables that one chapter draws, or two: named points, every sample, a heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.transforms import Bbox
+
+from gdpa_lab.report import house
+from gdpa_lab.report.charts import (
+    GREY,
+    MARKS,
+    check_complete,
+    coloured,
+    legend,
+    list_rows,
+    reference,
+)  # fmt: skip
+from gdpa_lab.report.house import SMALL, Figure, canvas, note
+
+
+def scatter(
+    groups: Mapping[str, pd.DataFrame],
+    *,
+    xlabel: str,
+    ylabel: str,
+    levels: Mapping[str, float] | None = None,
+    limits: Mapping[str, float] | None = None,
+) -> Figure:
+    """At most three groups of points, a mark and a colour each; x is logarithmic, y from zero.
+
+    A frame has a row for each point, its name as the index, x in the first column and y in the
+    second. Names stand at the points. `levels`: dashed horizontal lines by name, `limits`: upright
+    ones.
+    """
+    for points in groups.values():
+        check_complete(points)
+    names = ["name", "x", "y"]
+    table = pd.concat(
+        {of: points.reset_index().set_axis(names, axis=1) for of, points in groups.items()},
+        names=["group"],
+    ).reset_index()
+    with canvas(width=7.6, height=4.6) as (chart, axis):
+        sns.scatterplot(
+            table, x="x", y="y", hue="group", style="group", palette=coloured(list(groups)),
+            markers=dict(zip(groups, MARKS, strict=False)), s=42, alpha=0.85, ax=axis,
+        )  # fmt: skip
+        axis.set(xscale="log", ylim=(0, 1.15 * table["y"].max()), xlabel=xlabel, ylabel=ylabel)
+        axis.margins(x=0.14)
+        axis.minorticks_off()
+        reference(axis, levels)
+        reference(axis, limits, upright=True)
+        legend(axis, limits)
+        chart.draw_without_rendering()
+        _name_points(axis, table)
+        return chart
+
+
+def _name_points(axis: Axes, table: pd.DataFrame) -> None:
+    """Each point's name beside it, where it covers the least of other points and names."""
+    at = axis.transData.transform(table[["x", "y"]].to_numpy())
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in at]
+    taken += [text.get_window_extent() for text in axis.texts]
+    for name, place in zip(table["name"], table[["x", "y"]].to_numpy(), strict=True):
+        tried = []
+        for right, up, ha in ((7, -3, "left"), (-7, -3, "right"), (0, 7, "center"),
+                              (0, -13, "center"), (6, 6, "left"), (6, -12, "left"),
+                              (-6, 6, "right"), (-6, -12, "right")):  # fmt: skip
+            text = note(axis, name, place, (right, up), fontsize=8, ha=ha)
+            box = text.get_window_extent()
+            covered = sum(box.overlaps(other) for other in taken)
+            tried.append((covered, len(tried), text, box))
+        best, *rest = sorted(tried, key=lambda one: one[:2])
+        taken.append(best[3])
+        for _, _, text, _ in rest:
+            text.remove()
+
+
+def swarm(
+    table: pd.DataFrame, *, xlabel: str, grey: Collection[str] = (), log: bool = False,
+    levels: Mapping[str, float] | None = None,
+) -> Figure:  # fmt: skip
+    """Every sample as a point, a row for each name in the column `row`, from the top, with its
+    count; x is the column `value`. A third column, if there is one, names the colour.
+
+    `grey`: rows, or names of colours, without one. `log`: a logarithmic axis. `levels`: dashed
+    lines by name.
+    """
+    check_complete(table)
+    rows = table.groupby("row", sort=False).size()
+    hue = next(iter(table.columns.difference(["row", "value"])), "row")
+    names = list(dict.fromkeys(table[hue]))
+    colours = [*house.RUNG_COLOURS[1:], *house.RUNG_COLOURS[1:]]
+    palette = dict(zip(names, colours, strict=False)) | dict.fromkeys(grey, GREY)
+    with canvas(width=7.4, height=1.0 + 0.42 * len(rows)) as (chart, axis):
+        if log:
+            axis.set_xscale("log")
+            axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        reference(axis, levels, upright=True)
+        sns.swarmplot(
+            table, x="value", y="row", hue=hue, dodge=hue != "row", palette=palette, size=3.6,
+            alpha=0.85, ax=axis, legend=hue != "row", warn_thresh=1,
+        )  # fmt: skip
+        list_rows(axis, [f"{name} ({count})" for name, count in rows.items()])
+        axis.set(xlabel=xlabel, ylabel="")
+        if hue != "row":
+            legend(axis, levels)
+        chart.draw_without_rendering()
+        for points in axis.collections:  # seaborn places them again whenever they are drawn
+            vars(points).pop("draw", None)
+        return chart
+
+
+def heat(frame: pd.DataFrame, *, label: str, form: str = ".0f") -> Figure:
+    """A cell with its value for each entry of `frame`, darker for more; "not timed" stands in one
+    without. `label`: what the values are."""
+    width = 1.9 + 0.72 * frame.shape[1]
+    with canvas(width=width, height=1.3 + 0.33 * len(frame)) as (chart, axis):
+        sns.heatmap(
+            frame, annot=True, fmt=form, cmap=sns.color_palette("crest", as_cmap=True),
+            linewidths=1.5, linecolor="none", cbar=False, ax=axis, annot_kws={"fontsize": SMALL},
+        )  # fmt: skip
+        for row, column in np.argwhere(frame.isna().to_numpy()):
+            axis.text(column + 0.5, row + 0.5, "not\ntimed", ha="center", va="center", fontsize=7)
+        axis.set(xlabel="", ylabel="")
+        axis.set_title(label)
+        axis.tick_params(length=0)
+        axis.tick_params(axis="y", rotation=0)
+        axis.grid(visible=False)
+        return chart
