@@ -93,17 +93,20 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-DOCUMENTED = ("torch._check", "._replace", "._field_defaults")
-OWN = ("object.__new__(cls)._hold",)
+DOCUMENTED = ("torch._check", "._replace", "._asdict", "._field_defaults")
+OWN = ("object.__new__(cls)._hold", "super()._compute", "super()._resolve")
+OTHERS = ("argparse._SubParsersAction",)  # the type of what add_subparsers() returns
+# Its text runs in older trees, alone.
+ALONE = {"gdpa_lab.measuring.machine_code"}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("gdpa_kernels")])
-def test_private_names_of_pytorch_and_triton_stand_in_one_file(name):
+@pytest.mark.parametrize("name", [x for x in FILES if x[0] != "_" and x not in ALONE])
+def test_private_names_of_pytorch_and_triton_stand_in_one_file_of_a_house(name):
     found = private_names(ast.parse(FILES[name].read_text(encoding="utf-8")))
-    if name == "gdpa_kernels.calling.private":
-        assert {"torch._C", "torch._disable_dynamo", "x._ragged_idx"} <= {*found}
+    if name in ("gdpa_kernels.calling.private", "gdpa_lab.measuring.private"):
+        assert found
     else:
-        assert not [each for each in found if not each.endswith((*DOCUMENTED, *OWN))]
+        assert not [each for each in found if not each.endswith((*DOCUMENTED, *OWN, *OTHERS))]
 
 
 @pytest.mark.parametrize(

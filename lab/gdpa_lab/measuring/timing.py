@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from gdpa_lab.measuring import private
 from gdpa_lab.measuring.rows import Ceiling
 
 CYCLES_PER_US = 2000
@@ -108,7 +109,7 @@ def sample_kernels(
                 if protocol.l2_flush_bytes:
                     flush.zero_()
                 if protocol.pause_us:
-                    torch.cuda._sleep(pauses[name])
+                    private.sleep(pauses[name])
                 with no_waiting(device, name):
                     start.record()
                     functions[name]()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling.lengths import Lengths
+from gdpa_lab.measuring import private
 from gdpa_lab.measuring.baselines.flash import INSTALL_FA3, REPOSITORY, fa3_call, needs_fa3
 from gdpa_lab.measuring.baselines.peer import Baseline, Call, differentiate, needs_cuda, scale
 from gdpa_lab.measuring.baselines.torch_peers import compiled, grouped, needs_varlen
@@ -52,13 +54,13 @@ def fa2_blocks(inputs: BlockInputs, direction: str) -> Call:
 
 def cudnn_blocks(inputs: BlockInputs, direction: str) -> Call:
     offsets, longest = block_offsets(inputs), inputs.workload.block_size
-    lengths = offsets, offsets, longest, longest, direction == "backward"
-
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._cudnn_attention_forward(
-            q, k, v, None, *lengths, 0.0, False, False, scale=scale(inputs)
-        )[0]
-
+    function = partial(
+        private.cudnn_attention,
+        offsets=(offsets, offsets),
+        longest=(longest, longest),
+        backward=direction == "backward",
+        scale=scale(inputs),
+    )
     return differentiate(function, inputs, direction)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch._functorch import config as functorch
 
 from gdpa_kernels.gdpa.kernels import v0_eager
+from gdpa_lab.measuring import private
 from gdpa_lab.measuring.baselines.peer import (
     Baseline,
     Call,
@@ -54,7 +54,7 @@ def compiled(
 ) -> Call:
     """`differentiate` of a function with a compiled part: timed more than once, its backward must
     not overwrite what forward kept for it."""
-    with functorch.patch(donated_buffer=False):
+    with private.keeping_buffers():
         return differentiate(function, inputs, direction)
 
 
@@ -109,15 +109,14 @@ def cudnn(inputs: Inputs, direction: str = "forward") -> Call:
 
 
 def cudnn_varlen(inputs: Inputs, direction: str = "forward") -> Call:
-    causal = inputs.workload.causal
-
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._cudnn_attention_forward(
-            q, k, v, None, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
-            inputs.max_seqlen_q, inputs.max_seqlen_k, direction != "forward", 0.0, causal, False,
-            scale=scale(inputs),
-        )[0]  # fmt: skip
-
+    function = functools.partial(
+        private.cudnn_attention,
+        offsets=(inputs.cu_seqlens_q, inputs.cu_seqlens_k),
+        longest=(inputs.max_seqlen_q, inputs.max_seqlen_k),
+        backward=direction != "forward",
+        causal=inputs.workload.causal,
+        scale=scale(inputs),
+    )
     return differentiate(function, inputs, direction)
 
 

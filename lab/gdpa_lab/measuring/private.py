@@ -1,0 +1,36 @@
+"""Names that PyTorch does not document, each with what it is used for."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch._functorch import config
+
+
+def sleep(cycles: int) -> None:
+    """Let the current stream wait for so many clocks of the device."""
+    torch.cuda._sleep(cycles)
+
+
+def keeping_buffers() -> contextlib.AbstractContextManager[None]:
+    """A context in which a compiled backward overwrites nothing that forward kept for it."""
+    return config.patch(donated_buffer=False)
+
+
+def cudnn_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    *,
+    backward: bool,
+    causal: bool = False,
+    scale: float,
+) -> torch.Tensor:
+    """cuDNN's attention on jagged q, k and v, `[total, num_heads, head_dim]`, which
+    scaled_dot_product_attention does not offer; `backward`: keep what it needs."""
+    return torch.ops.aten._cudnn_attention_forward(
+        q, k, v, None, *offsets, *longest, backward, 0.0, causal, False, scale=scale
+    )[0]
