@@ -34,7 +34,7 @@ from gdpa_kernels.block_attention.block_list import (
     count_blocks,
     make_schedule,
 )
-from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
+from gdpa_kernels.block_attention.rotary import load_sin_cos, sin_cos_strides
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.ragged import (
@@ -44,6 +44,7 @@ from gdpa_kernels.device.ragged import (
     readable,
     store_rows,
 )
+from gdpa_kernels.device.rotation import rotate, rotate_transposed
 
 BLOCK = 64
 
@@ -121,13 +122,13 @@ def place(blocks_ptr, step, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def turn(x, sin, cos, ROTATE: tl.constexpr):
+def rotated(x, sin, cos, ROTATE: tl.constexpr):
     """x rotated if ROTATE, and rounded to its own dtype again."""
     return rotate(x.to(tl.float32), sin, cos).to(x.dtype) if ROTATE else x
 
 
 @triton.jit
-def turn_back(gradient, sin, cos, ROTATE: tl.constexpr):
+def rotated_back(gradient, sin, cos, ROTATE: tl.constexpr):
     """A gradient, fp32, rotated back (by the transpose) if ROTATE."""
     return rotate_transposed(gradient, sin, cos) if ROTATE else gradient
 
@@ -147,12 +148,12 @@ def forward_kernel(
         v = load_rows(v_desc, first_row, rows, head // GROUP, 0)
         sin, cos = None, None
         if ROTATE:
-            sin, cos = load_turns(
+            sin, cos = load_sin_cos(
                 sin_ptr, cos_ptr, first_row, rows, 0, BLOCK, TURN_STRIDES, HEAD_DIM, HEAD_DIM
             )
-        s = tl.dot(turn(q, sin, cos, ROTATE), turn(k, sin, cos, ROTATE).T)
+        s = tl.dot(rotated(q, sin, cos, ROTATE), rotated(k, sin, cos, ROTATE).T)
         p, total = softmax_parts(s, scale, rows)
-        out = tl.dot(p.to(v.dtype), turn(v, sin, cos, ROTATE_V)) / total[:, None]
+        out = tl.dot(p.to(v.dtype), rotated(v, sin, cos, ROTATE_V)) / total[:, None]
         store_rows(out_desc, first_row, rows, head, 0, out.to(v.dtype))
 
 
@@ -175,11 +176,11 @@ def backward_kernel(
         v = load_rows(v_desc, first_row, rows, head // GROUP, 0)
         sin, cos = None, None
         if ROTATE:
-            sin, cos = load_turns(
+            sin, cos = load_sin_cos(
                 sin_ptr, cos_ptr, first_row, rows, 0, BLOCK, TURN_STRIDES, HEAD_DIM, HEAD_DIM
             )
-        q, k = turn(q, sin, cos, ROTATE), turn(k, sin, cos, ROTATE)
-        v = turn(v, sin, cos, ROTATE_V)
+        q, k = rotated(q, sin, cos, ROTATE), rotated(k, sin, cos, ROTATE)
+        v = rotated(v, sin, cos, ROTATE_V)
 
         p, total = softmax_parts(tl.dot(q, k.T), scale, rows)
         p = p / total[:, None]
@@ -187,21 +188,21 @@ def backward_kernel(
         ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
         if GROUP == 1:
             dv = tl.dot(tl.trans(p.to(grad.dtype)), grad)
-            dv = turn_back(dv, sin, cos, ROTATE_V)
+            dv = rotated_back(dv, sin, cos, ROTATE_V)
             store_rows(dv_desc, first_row, rows, head, 0, dv.to(v.dtype))
         else:
             dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv)
-        dq = turn_back(tl.dot(ds, k), sin, cos, ROTATE)
+        dq = rotated_back(tl.dot(ds, k), sin, cos, ROTATE)
         store_rows(dq_desc, first_row, rows, head, 0, dq.to(q.dtype))
         if GROUP == 1:
-            dk = turn_back(tl.dot(tl.trans(ds), q), sin, cos, ROTATE)
+            dk = rotated_back(tl.dot(tl.trans(ds), q), sin, cos, ROTATE)
             store_rows(dk_desc, first_row, rows, head, 0, dk.to(k.dtype))
         else:
             dk = tl.dot(tl.trans(ds), q, dk)
             if head % GROUP == GROUP - 1:
-                dv = turn_back(dv, sin, cos, ROTATE_V)
+                dv = rotated_back(dv, sin, cos, ROTATE_V)
                 store_rows(dv_desc, first_row, rows, head // GROUP, 0, dv.to(v.dtype))
-                dk = turn_back(dk, sin, cos, ROTATE)
+                dk = rotated_back(dk, sin, cos, ROTATE)
                 store_rows(dk_desc, first_row, rows, head // GROUP, 0, dk.to(k.dtype))
                 dk = tl.zeros_like(dk)
                 dv = tl.zeros_like(dv)
@@ -226,7 +227,7 @@ def forward(
         forward_kernel, (config.programs(slabs, batch.device),), batch.device,
         *(ragged_descriptor(x, batch.block_size) for x in (q, k, v, out)),
         sin, cos, blocks, batch.scale,
-        TURN_STRIDES=turn_strides(batch.rotary), NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        TURN_STRIDES=sin_cos_strides(batch.rotary), NUM_HEADS=batch.num_heads, GROUP=batch.group,
         HEADS=heads,
         ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
         BLOCK=batch.block_size, HEAD_DIM=batch.head_dim, STAGES=config.num_stages,
@@ -259,7 +260,7 @@ def backward(
         backward_kernel, (config.programs(slabs, batch.device),), batch.device,
         *(ragged_descriptor(x, batch.block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
         sin, cos, blocks, batch.scale,
-        TURN_STRIDES=turn_strides(batch.rotary), NUM_HEADS=batch.num_heads, GROUP=batch.group,
+        TURN_STRIDES=sin_cos_strides(batch.rotary), NUM_HEADS=batch.num_heads, GROUP=batch.group,
         HEADS=heads,
         ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
         BLOCK=batch.block_size, HEAD_DIM=batch.head_dim, STAGES=config.num_stages,

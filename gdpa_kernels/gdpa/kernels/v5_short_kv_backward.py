@@ -151,9 +151,10 @@ def scores(role: tl.constexpr, k, q, at: tl.constexpr, zero, phase):
     """
     tlx.barrier_wait(q.full[at], phase)
     s = tlx.async_dot(k.buffer[role * 2 + zero], tlx.local_trans(q.buffer[at * 2 + zero]))
-    return tlx.async_dot(
+    s = tlx.async_dot(
         k.buffer[role * 2 + 1 + zero], tlx.local_trans(q.buffer[at * 2 + 1 + zero]), s
     )
+    return s
 
 
 @triton.jit
@@ -193,7 +194,8 @@ def dq_product(role: tl.constexpr, ds, peer, k, half, zero, phase):
     dq = tlx.async_dot(tlx.local_trans(ds.buffer[first + 1]), k.buffer[2 + zero], dq)
     tlx.barrier_wait(peer.full[role], phase)
     dq = tlx.async_dot(tlx.local_trans(peer.buffer[first]), half[zero], dq)
-    return tlx.async_dot(tlx.local_trans(peer.buffer[first + 1]), half[1 + zero], dq)
+    dq = tlx.async_dot(tlx.local_trans(peer.buffer[first + 1]), half[1 + zero], dq)
+    return dq
 
 
 @triton.jit
