@@ -101,8 +101,8 @@ chapter.figure(
 #
 # ## The lines that matter
 #
-# `rotated` applies rotary to a tile in registers, `rotate_tile` to one in shared memory, in place: an
-# MMA reads its operands there, and the old tile is no longer needed. A fence makes the threads'
+# `rotated` applies rotary to a tile in registers, `rotate_tile` to one in shared memory, in place:
+# an MMA reads its operands there, and the old tile is no longer needed. A fence makes the threads'
 # writes visible to the MMA. Gradients are rotated as accumulators, before they are rounded.
 
 # %% tags=["remove-input"]

@@ -34,15 +34,13 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import make_schedule
+from gdpa_kernels.block_attention.requires import BLOCK, requires_sin_cos, requires_tiles
 from gdpa_kernels.block_attention.slots import (
-    BLOCK,
     Tiles,
     Turns,
     count_units,
     fetch,
     place,
-    requires_sin_cos,
-    requires_tiles,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors

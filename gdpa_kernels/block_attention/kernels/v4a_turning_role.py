@@ -1,8 +1,8 @@
 """v4a: rotary in a role of its own, overlapped with the MMAs of another item.
 
 Changes from v4_rotary: between producer and consumer stands a rotary role, `rotate_role`, which
-rotates q, k (and v) of a slot in place. Each role reads sin and cos of a block once and keeps them in
-registers, or reads them for each piece of a head.
+rotates q, k (and v) of a slot in place. Each role reads sin and cos of a block once and keeps them
+in registers, or reads them for each piece of a head.
 
 Why it should help: v4's consumer applies rotary, runs the MMAs and applies rotary to the gradients,
 one after the other, with one warp on each scheduler. Here one item is rotated while the MMAs of
@@ -34,6 +34,7 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import make_schedule
+from gdpa_kernels.block_attention.requires import requires_sin_cos, requires_tiles
 from gdpa_kernels.block_attention.slots import (
     Tiles,
     Turns,
@@ -44,8 +45,6 @@ from gdpa_kernels.block_attention.slots import (
     place,
     put,
     release,
-    requires_sin_cos,
-    requires_tiles,
     slot_of,
     split,
 )
