@@ -238,19 +238,16 @@ class _File:
     def arrays(self) -> dict[str, _Array]:
         """The arrays that the file allocates; other functions use them under the same names.
 
-        After `k = Ring(k, k_full, k_empty)` they are k.buffer, k.full and k.empty.
+        After `k = Ring(k, k_full, tlx.alloc_barriers(2))` they are k.buffer, k.full and k.empty.
         """
         found = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                kind, call = _called(node), node.value
-                if kind == "local_alloc":
-                    shape = ast.unparse(_argument(call, "shape"))
-                    found[node.targets[0].id] = _Array(_argument(call, "num"), shape)
-                elif kind in ("alloc_barriers", "alloc_warp_barrier"):
-                    found[node.targets[0].id] = _Array(_argument(call, "num_barriers"), "")
+                array = _allocated(node.value)
+                if array is not None:
+                    found[node.targets[0].id] = array
         grouped = {
-            f"{node.targets[0].id}.{member}": ast.unparse(part)
+            f"{node.targets[0].id}.{member}": part
             for node in ast.walk(self.tree)
             if isinstance(node, ast.Assign) and _operation(node.value) in self.groups
             for member, part in zip(
@@ -258,8 +255,11 @@ class _File:
             )
         }
         for name, part in grouped.items():
-            if part in found:
-                found[name] = found.pop(part)
+            array = _allocated(part) or found.get(ast.unparse(part))
+            if array is not None:
+                found[name] = array
+            if isinstance(part, ast.Name):
+                found.pop(part.id, None)
         return found
 
     def reached_as(self, number: ast.expr, known: set[str]) -> ast.expr:
@@ -345,6 +345,16 @@ class _File:
             self._edit(operation, first),
             self._edit(release, "pass"),
         )
+
+
+def _allocated(call: ast.AST) -> _Array | None:
+    """The array that a call allocates, if it does."""
+    kind = _operation(call)
+    if kind == "local_alloc":
+        return _Array(_argument(call, "num"), ast.unparse(_argument(call, "shape")))
+    if kind in ("alloc_barriers", "alloc_warp_barrier"):
+        return _Array(_argument(call, "num_barriers"), "")
+    return None
 
 
 def _groups(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:

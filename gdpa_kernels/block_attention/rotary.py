@@ -13,26 +13,11 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.device.rotation import rotate
 
 
 @triton.jit
-def rotate(x, sin, cos):
-    """Rotate pairs of adjacent columns of x [rows, width], fp32; sin, cos [rows, width // 2]."""
-    ROWS: tl.constexpr = x.shape[0]
-    WIDTH: tl.constexpr = x.shape[1]
-    even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
-    turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
-    return tl.reshape(turned, [ROWS, WIDTH])
-
-
-@triton.jit
-def rotate_transposed(g, sin, cos):
-    """The transpose of `rotate`, applied to g [rows, width], fp32."""
-    return rotate(g, -sin, cos)
-
-
-@triton.jit
-def load_turns(
+def load_sin_cos(
     sin_ptr, cos_ptr, first_row, rows, first_dim,
     ROWS: tl.constexpr, STRIDES: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -51,8 +36,8 @@ def load_turns(
     return sin.to(tl.float32), cos.to(tl.float32)
 
 
-def turn_strides(rotary: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[int, ...]:
-    """STRIDES of `load_turns`; zeros where nothing is rotated."""
+def sin_cos_strides(rotary: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[int, ...]:
+    """STRIDES of `load_sin_cos`; zeros where nothing is rotated."""
     return (0, 0, 0, 0) if rotary is None else (*rotary[0].stride(), *rotary[1].stride())
 
 
@@ -83,7 +68,9 @@ def rotary_kernel(
     """All heads of ROWS tokens of q, k and v; v_ptr None: of q and k alone."""
     first_row = tl.program_id(0) * ROWS
     rows = total - first_row
-    sin, cos = load_turns(sin_ptr, cos_ptr, first_row, rows, 0, ROWS, TURN_STRIDES, HEAD_DIM, WIDTH)
+    sin, cos = load_sin_cos(
+        sin_ptr, cos_ptr, first_row, rows, 0, ROWS, TURN_STRIDES, HEAD_DIM, WIDTH
+    )
     if TRANSPOSED:
         sin = -sin
     local = tl.arange(0, ROWS)
@@ -129,7 +116,7 @@ def rotary(
         *tensors, *outs, *turns, total,
         Q_STRIDES=strides[0], K_STRIDES=strides[1], V_STRIDES=strides[2],
         Q_OUT_STRIDES=strides[3], K_OUT_STRIDES=strides[4], V_OUT_STRIDES=strides[5],
-        TURN_STRIDES=turn_strides(turns), NUM_HEADS_Q=num_heads_q, NUM_HEADS_K=k.shape[1],
+        TURN_STRIDES=sin_cos_strides(turns), NUM_HEADS_Q=num_heads_q, NUM_HEADS_K=k.shape[1],
         HEAD_DIM=head_dim, WIDTH=triton.next_power_of_2(head_dim), ROWS=rows,
         TRANSPOSED=transposed, num_warps=4,
     )  # fmt: skip

@@ -1,22 +1,20 @@
-"""What the warp-specialized rungs share: what they need of a call and of their launch constants,
-which blocks a program works on, which slot an item takes, how a slot is filled and released.
+"""What the warp-specialized rungs share: what they need of their launch constants, which blocks a
+program works on, which slot an item takes, how a slot is filled and released, the producer with
+sin and cos.
 
-The roles themselves, and what a slot holds when, are each rung's own.
+The other roles, and what a slot holds when, are each rung's own.
 """
 
 from typing import Protocol
 
-import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
-from gdpa_kernels.device.ragged import BOUND, is_readable
+from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.device.rows import opaque_zero
-
-BLOCK = 64
 
 
 class Slots(Protocol):
@@ -84,47 +82,6 @@ def split(config: WideSlots, batch: Batch) -> tuple[int, int]:
             f"{batch.group} query heads for a key head"
         )
     return width, pieces
-
-
-def requires_tiles(batch: Batch, splits: bool = False) -> str | None:
-    """What loading the tiles of a call by TMA needs and does not get, or None.
-
-    splits: of a rung that pads tiles and splits heads, as `split` says.
-    """
-    if batch.block_size != BLOCK:
-        return f"needs block_size {BLOCK}, got {batch.block_size}"
-    if batch.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs dtype bfloat16 or float16, got {str(batch.dtype).removeprefix('torch.')}"
-    if not splits and batch.head_dim not in (64, 128):
-        return f"needs a head_dim of 64 or 128, got {batch.head_dim}"
-    if splits and batch.head_dim not in range(64, 257, 8):
-        return f"needs a head_dim of 64 to 256, a multiple of 8, got {batch.head_dim}"
-    if splits and batch.head_dim > 128 and batch.group > 1:
-        return (
-            f"needs a key head for each query head where head_dim is above 128, got {batch.group} "
-            f"query heads for one at head_dim {batch.head_dim}"
-        )
-    for name, tensor in (("q", batch.q), ("k", batch.k), ("v", batch.v)):
-        if not is_readable(tensor):
-            return (
-                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
-                f"bytes, got strides {tensor.stride()}"
-            )
-    return None
-
-
-def requires_turns(rotary: tuple[torch.Tensor, torch.Tensor]) -> str | None:
-    """What loading sin and cos by TMA needs and does not get, or None."""
-    for name, turns in zip(("sin", "cos"), rotary, strict=True):
-        if turns.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            dtype = str(turns.dtype).removeprefix("torch.")
-            return f"needs {name} of dtype float32, bfloat16 or float16, got {dtype}"
-        if not is_readable(turns[:, None]):
-            return (
-                f"needs {name} with contiguous rows whose address and stride are multiples of 16 "
-                f"bytes, got strides {turns.stride()}"
-            )
-    return None
 
 
 @triton.aggregate
@@ -208,3 +165,53 @@ def release(empty, stage):
     """Release a slot once its stores have read it; -1: there is none."""
     tlx.async_descriptor_store_wait(0)
     tlx.barrier_arrive(empty[tl.maximum(stage, 0)], pred=stage >= 0)
+
+
+@triton.jit
+def load(
+    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns, blocks_ptr, options
+):
+    """v3's producer, which also loads sin and cos of a block, after q and k of its first head."""
+    TILES: tl.constexpr = 3 if grad_desc is None else 4
+    WIDTH: tl.constexpr = q_desc.block_shape[4]
+    BYTES: tl.constexpr = q_desc.block_shape[3] * WIDTH * 2
+    PIECES: tl.constexpr = options.PIECES
+    TURN_BYTES: tl.constexpr = (
+        sin_desc.block_shape[3] * sin_desc.block_shape[4]
+        * (tlx.dtype_of(sin_desc).primitive_bitwidth + tlx.dtype_of(cos_desc).primitive_bitwidth)
+        // 8 * PIECES
+    )  # fmt: skip
+    NUM_TURNS: tl.constexpr = options.NUM_TURNS
+    units = count_units(blocks_ptr)
+    for first in tl.range(0, units, options.MATH_ROLES):
+        for part in tl.range(0, options.NUM_HEADS * PIECES, options.TOGETHER):
+            column = part % PIECES * WIDTH
+            for unit in tl.range(first, tl.minimum(first + options.MATH_ROLES, units)):
+                block = place(blocks_ptr, unit)
+                for i in tl.static_range(options.TOGETHER):
+                    stage, phase = slot_of(unit, part + i, options, PIECES)
+                    tlx.barrier_wait(tiles.empty[stage], phase ^ 1)
+                    tlx.barrier_expect_bytes(tiles.full[stage], TILES * BYTES)
+                for tile in tl.static_range(TILES):
+                    for i in tl.static_range(options.TOGETHER):
+                        stage, _ = slot_of(unit, part + i, options, PIECES)
+                        full = tiles.full[stage]
+                        head = (part + i) // PIECES
+                        head_k = head // options.GROUP
+                        if tile == 0:
+                            fetch(q_desc, tiles.q[stage], full, block, head, column)
+                        elif tile == 1:
+                            fetch(k_desc, tiles.k[stage], full, block, head_k, column)
+                        elif tile == 2:
+                            fetch(v_desc, tiles.v[stage], full, block, head_k, column)
+                        else:
+                            fetch(grad_desc, grad[stage], full, block, head, column)
+                    if tile == 1:  # noqa: SIM102, known when compiled
+                        if part == 0:
+                            turn = unit % NUM_TURNS
+                            tlx.barrier_wait(turns.empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
+                            tlx.barrier_expect_bytes(turns.full[turn], TURN_BYTES)
+                            for j in tl.static_range(PIECES):
+                                at, pair = turn * PIECES + j, j * (WIDTH // 2)
+                                fetch(sin_desc, turns.sin[at], turns.full[turn], block, 0, pair)
+                                fetch(cos_desc, turns.cos[at], turns.full[turn], block, 0, pair)

@@ -53,10 +53,9 @@ def weighted_sum(role: tl.constexpr, p, v_buffer, o_buffer, step, continued, opt
 
 
 @triton.jit
-def move_columns(source, buffer, factor, options):
-    """factor * source from tensor memory to shared memory, options.COLUMNS at a time."""
-    COLUMNS: tl.constexpr = options.COLUMNS
+def move_columns(source, buffer, factor, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """factor * source from tensor memory to shared memory in DTYPE, COLUMNS at a time."""
     for part in tl.static_range(source.shape[1] // COLUMNS):
-        x = tlx.local_load(tlx.subslice(source, part * COLUMNS, COLUMNS))
-        window = tlx.local_slice(buffer, [0, part * COLUMNS], [source.shape[0], COLUMNS])
-        tlx.local_store(window, (x * factor).to(options.DTYPE))
+        x = tlx.local_load(tlx.subslice(source, part * COLUMNS, COLUMNS)) * factor
+        here = tlx.local_slice(buffer, [0, part * COLUMNS], [source.shape[0], COLUMNS])
+        tlx.local_store(here, x.to(DTYPE))

@@ -7,6 +7,7 @@ import triton.language as tl
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.ragged import BOUND
 from gdpa_kernels.gdpa.batch import Batch
+from gdpa_kernels.gdpa.masks import row_range
 
 
 def requires_few_keys(batch: Batch, most: int) -> str | None:
@@ -26,6 +27,16 @@ class Gradients:
     dq: tl.tensor_descriptor
     dk: tl.tensor_descriptor
     dv: tl.tensor_descriptor
+
+
+@triton.jit
+def steps_of(key, len_q, ROWS: tl.constexpr, KEYS: tl.constexpr, options):
+    """(first row, steps) of the tile of KEYS keys at `key`.
+
+    At least one step: prologue and epilogue need one. Without rows it adds zero.
+    """
+    start, end = row_range(key, len_q, ROWS, KEYS, options.CAUSAL, options.WINDOW)
+    return start, tl.maximum(tl.cdiv(end - start, ROWS), 1)
 
 
 @triton.jit

@@ -45,16 +45,17 @@ class Items:
     cu_seqlens_k_ptr: tl.tensor
     count: tl.tensor | tl.constexpr  # a constant if it is 1
     max_seqlen_q: tl.tensor | tl.constexpr
+    NUM_HEADS_K: tl.constexpr
 
 
 @triton.jit
-def sequence_and_head(items, item, NUM_HEADS_K: tl.constexpr):
+def sequence_and_head(items, item):
     """(start_q, len_q, start_k, len_k, key head) of one of `Items`."""
-    batch = tl.load(items.order_ptr + item // NUM_HEADS_K)
+    batch = tl.load(items.order_ptr + item // items.NUM_HEADS_K)
     start_q, _, len_q, start_k, len_k = sequence(
         items.cu_seqlens_q_ptr, items.cu_seqlens_k_ptr, batch, items.max_seqlen_q
     )
-    return start_q, len_q, start_k, len_k, item % NUM_HEADS_K
+    return start_q, len_q, start_k, len_k, item % items.NUM_HEADS_K
 
 
 @triton.jit

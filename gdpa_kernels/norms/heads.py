@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.rotation import rotate
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,6 @@ def config_of(heads: int, head_dim: int, per_thread: int = 16) -> Config:
 
 
 @triton.jit
-def _turned(x, sin, cos):
-    """Pairs of adjacent columns of x [rows, width] rotated by sin, cos [rows, width // 2]."""
-    ROWS: tl.constexpr = x.shape[0]
-    WIDTH: tl.constexpr = x.shape[1]
-    even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
-    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [ROWS, WIDTH])
-
-
-@triton.jit
 def _weights(
     first_ptr, second_ptr, head, FIRST: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, FLOOR: tl.constexpr,
@@ -66,7 +58,7 @@ def _weights(
 
 
 @triton.jit
-def _load_turns(sin_ptr, cos_ptr, token, real, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _load_sin_cos(sin_ptr, cos_ptr, token, real, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
     """sin and cos of each row's token, fp32 [rows, WIDTH // 2]."""
     pair = tl.arange(0, WIDTH // 2)
     mask = real[:, None]
@@ -104,8 +96,8 @@ def head_norm_kernel(
     if sin_ptr is not None:
         to = kept_ptr + ((token * HEADS + head) * HEAD_DIM)[:, None] + dim[None, :]
         tl.store(to, given, mask=mask)
-        sin, cos = _load_turns(sin_ptr, cos_ptr, token, real, HEAD_DIM, WIDTH)
-        y = _turned(y, sin, cos)
+        sin, cos = _load_sin_cos(sin_ptr, cos_ptr, token, real, HEAD_DIM, WIDTH)
+        y = rotate(y, sin, cos)
     tl.store(at, y.to(x_ptr.dtype.element_ty), mask=mask)
 
 
@@ -138,8 +130,8 @@ def head_norm_backward_kernel(
         saved = tl.load(saved_ptr + saved_at, mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + token * HEADS + head, mask=real, other=0.0)[:, None]
         if sin_ptr is not None:
-            sin, cos = _load_turns(sin_ptr, cos_ptr, token, real, HEAD_DIM, WIDTH)
-            grad = _turned(grad, -sin, cos)
+            sin, cos = _load_sin_cos(sin_ptr, cos_ptr, token, real, HEAD_DIM, WIDTH)
+            grad = rotate(grad, -sin, cos)
             normalised = saved * rstd
         else:
             normalised = saved * inverse

@@ -102,13 +102,13 @@ chapter.figure(
 #
 # ## The lines that matter
 #
-# `turned` applies rotary to a tile in registers, `turn_tile` to one in shared memory, in place: an
-# MMA reads its operands there, and the old tile is no longer needed. A fence makes the threads'
+# `rotated` applies rotary to a tile in registers, `rotate_tile` to one in shared memory, in place:
+# an MMA reads its operands there, and the old tile is no longer needed. A fence makes the threads'
 # writes visible to the MMA. Gradients are rotated as accumulators, before they are rounded.
 
 # %% tags=["remove-input"]
-chapter.code(v4_rotary.turned, "    sin = ")
-chapter.code(v4_rotary.turn_tile, "    x = ")
+chapter.code(v4_rotary.rotated, "    sin = ")
+chapter.code(v4_rotary.rotate_tile, "    x = ")
 
 # %% [markdown]
 # Why so complicated? The obvious form first splits the tile into even and odd columns. Both,
@@ -240,7 +240,7 @@ chapter.glue(
 # place and hands the slot on, so that one item is rotated while another is multiplied:
 
 # %% tags=["remove-input"]
-chapter.code(v4a_turning_role.turn, "                turn_tile(tiles.q")
+chapter.code(v4a_turning_role.rotate_role, "                rotate_tile(tiles.q")
 
 # %% [markdown]
 # The price is one more array of barriers, `ready[stage]`. Each role reads sin and cos of a block
@@ -252,7 +252,7 @@ chapter.code(v4a_turning_role.turn, "                turn_tile(tiles.q")
 
 # %%
 six_blocks = block_studies.batch((6 * 64,), head_dim=128, rotary=torch.bfloat16, rotate_v=True)
-lanes = {"math_forward": "math", "turn": "rotary"}
+lanes = {"math_forward": "math", "rotate_role": "rotary"}
 v4_line, v4a_line = (
     block_studies.timeline(m, six_blocks, config=m.Config(num_stages=3, num_turns=1), lanes=lanes)
     for m in MORE

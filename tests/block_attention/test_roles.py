@@ -346,17 +346,20 @@ def test_every_harmful_mistake_in_synchronisation_is_found(rung, direction, ever
 
 @emulated
 @pytest.mark.parametrize("direction", ("forward", "backward"))
-@pytest.mark.parametrize("rung", RUNGS)
-def test_every_mistake_in_giving_back_a_slot_is_found(rung, direction):
-    """Those in `release`, which the rungs share."""
+@pytest.mark.parametrize(
+    "rung, shared, count",
+    [*((rung, "release", 5) for rung in RUNGS), ("v4_rotary", "load", 8)],
+)
+def test_every_mistake_in_what_rungs_share_is_found(rung, shared, count, direction):
+    """`release` gives a slot back; v4 and v4a have one `load`."""
     module = RUNGS[rung]
 
     def call(heads_k, head_dim, stages, changed, schedule):
         shape = heads_k, head_dim
         case, expected = SMALL[(module, *shape)], _expected(module, *shape)
-        with mock.patch.object(module, "release", changed.release):
+        with mock.patch.object(module, shared, getattr(changed, shared)):
             _launch(case, direction, stages, expected, module, schedule)
 
     calls = [partial(call, *options) for options in LAUNCHES[direction]]
-    judged = surviving(slots, "release", calls)
-    assert judged.executed == 5 and judged.survivors == []
+    judged = surviving(slots, shared, calls)
+    assert judged.executed == count and judged.survivors == []

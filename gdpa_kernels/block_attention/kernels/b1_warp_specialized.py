@@ -1,7 +1,7 @@
 """b1: the accumulators are in tensor memory, and every step of an item has a role of its own.
 
 Changes from v4_rotary: sm_100. One thread issues all MMAs; roles work on different items at a time.
-Without rotary there is no role `turn`. dK and dV of grouped heads are summed in tensor memory.
+Without rotary there is no role `rotate`. dK and dV of grouped heads are summed in tensor memory.
 Why it should help: bytes are the bound, so loads must always be in flight. With tl.dot accumulators
 are in tensor memory too, and half as many programs of v1_one_tile share an SM as on Hopper.
 
@@ -9,16 +9,16 @@ are in tensor memory too, and half as many programs of v1_one_tile share an SM a
 |---------|-------|-----------|-------------------------------------------------------------|
 | load    | 1     | 48        | TMA loads of a slot, and of sin and cos of a block          |
 | mma     | 1     | 48        | S (dP) of an item, after softmax its O (dV, dQ, dK)         |
-| turn    | 4     | 152       | rotary of q and k (and v), in place                         |
+| rotate  | 4     | 152       | rotary of q and k (and v), in place                         |
 | softmax | 4     | 128       | P over K (P and dS over V), from tensor memory              |
 | output  | 4     | the rest  | O, or dQ, dK, dV rotated back, over the tiles of the inputs |
 | store   | 1     | 48        | their TMA stores; releases the slot                         |
 
 | barrier                      | arrivals        | filled by -> drained by                        |
 |------------------------------|-----------------|------------------------------------------------|
-| full, empty [stage]          | bytes; 32       | load -> turn or mma; store -> load             |
-| turned, out_full [stage]     | 128 each        | turn -> mma; output -> store                   |
-| turns_full, _empty [turn]    | bytes; 128, 256 | load -> turn, output; these -> load            |
+| full, empty [stage]          | bytes; 32       | load -> rotate or mma; store -> load           |
+| rotated, out_full [stage]    | 128 each        | rotate -> mma; output -> store                 |
+| turns_full, _empty [turn]    | bytes; 128, 256 | load -> rotate, output; these -> load          |
 | s_, p_, o_full, o_empty [2]  | MMA or 128      | mma -> softmax -> mma -> output -> mma         |
 
 Tensor memory, 64 rows each: 2 S and 2 O; backward 2 each of S, dP, dQ, dK, dV.
@@ -34,20 +34,19 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import make_schedule
+from gdpa_kernels.block_attention.requires import BLOCK, requires_sin_cos, requires_tiles
 from gdpa_kernels.block_attention.slots import (
-    BLOCK,
     Tiles,
     Turns,
     count_units,
     fetch,
     place,
-    requires_tiles,
-    requires_turns,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
+from gdpa_kernels.device.rotation import rotate, rotate_back
 
 ACCUMULATORS = tl.constexpr(2)  # of each kind
 SHARED = 232_448 - 1024
@@ -56,7 +55,7 @@ SHARED = 232_448 - 1024
 
 @dataclass(frozen=True)
 class Config:
-    """Launch constants: slots of tiles, slots of sin and cos, registers of a thread of `turn` and
+    """Launch constants: slots of tiles, slots of sin and cos, registers of a thread of `rotate` and
     of `softmax`."""
 
     num_stages: int = 4
@@ -79,7 +78,7 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 def requires(batch: Batch) -> str | None:
     """What this rung needs and does not get of a call, or None."""
-    return requires_tiles(batch) or (requires_turns(batch.rotary) if batch.rotary else None)
+    return requires_tiles(batch) or (requires_sin_cos(batch.rotary) if batch.rotary else None)
 
 
 @triton.aggregate
@@ -134,14 +133,14 @@ def load(
             fetch(k_desc, tiles.k[stage], tiles.full[stage], block, head_k)
             if sin_desc is not None:  # noqa: SIM102, known when compiled
                 if head == 0:
-                    load_turns(sin_desc, cos_desc, turns, block, unit, options)
+                    fetch_sin_cos(sin_desc, cos_desc, turns, block, unit, options)
             fetch(v_desc, tiles.v[stage], tiles.full[stage], block, head_k)
             if grad_desc is not None:
                 fetch(grad_desc, grad[stage], tiles.full[stage], block, head)
 
 
 @triton.jit
-def load_turns(sin_desc, cos_desc, turns, block, unit, options):
+def fetch_sin_cos(sin_desc, cos_desc, turns, block, unit, options):
     """sin and cos of a block."""
     BYTES: tl.constexpr = (
         sin_desc.block_shape[3] * sin_desc.block_shape[4]
@@ -155,21 +154,7 @@ def load_turns(sin_desc, cos_desc, turns, block, unit, options):
 
 
 @triton.jit
-def turned(x, sin, cos, BACK: tl.constexpr):
-    """x [rows, width], fp32, its pairs of columns rotated by sin and cos [rows, width // 2]; BACK:
-    by the transpose."""
-    ROWS: tl.constexpr = x.shape[0]
-    WIDTH: tl.constexpr = x.shape[1]
-    even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
-    if BACK:
-        pairs = tl.join(even * cos + odd * sin, odd * cos - even * sin)
-    else:
-        pairs = tl.join(even * cos - odd * sin, odd * cos + even * sin)
-    return tl.reshape(pairs, [ROWS, WIDTH])
-
-
-@triton.jit
-def take_turns(turns, unit, options):
+def load_sin_cos(turns, unit, options):
     """sin and cos of a block, fp32, in registers; their slot is given back."""
     at, phase = turn_of(unit, options.NUM_TURNS)
     tlx.barrier_wait(turns.full[at], phase)
@@ -179,24 +164,24 @@ def take_turns(turns, unit, options):
 
 
 @triton.jit
-def turn_tile(buffer, sin, cos):
+def rotate_tile(buffer, sin, cos):
     """Apply rotary to a tile in place; rounded to its own dtype."""
     x = tlx.local_load(buffer)
-    tlx.local_store(buffer, turned(x.to(tl.float32), sin, cos, False).to(x.dtype))
+    tlx.local_store(buffer, rotate(x.to(tl.float32), sin, cos).to(x.dtype))
 
 
 @triton.jit
-def turn(tiles, turns, done, blocks_ptr, options):
+def rotate_role(tiles, turns, done, blocks_ptr, options):
     """The rotary role."""
     for unit in tl.range(0, count_units(blocks_ptr)):
-        sin, cos = take_turns(turns, unit, options)
+        sin, cos = load_sin_cos(turns, unit, options)
         for head in tl.range(0, options.NUM_HEADS):
             stage, phase = turn_of(unit * options.NUM_HEADS + head, options.NUM_STAGES)
             tlx.barrier_wait(tiles.full[stage], phase)
-            turn_tile(tiles.q[stage], sin, cos)
-            turn_tile(tiles.k[stage], sin, cos)
+            rotate_tile(tiles.q[stage], sin, cos)
+            rotate_tile(tiles.k[stage], sin, cos)
             if options.ROTATE_V:
-                turn_tile(tiles.v[stage], sin, cos)
+                rotate_tile(tiles.v[stage], sin, cos)
             tlx.fence("async_shared")
             tlx.barrier_arrive(done[stage])
 
@@ -337,10 +322,10 @@ def softmax_backward(s, dp, p, ds, s_full, p_full, blocks_ptr, scale, options):
 
 
 @triton.jit
-def put_turned(buffer, x, sin, cos, DTYPE: tl.constexpr, TURN: tl.constexpr):
-    """A gradient x, fp32, rotated back if TURN, to shared memory."""
-    if TURN:
-        x = turned(x, sin, cos, True)
+def store_rotated(buffer, x, sin, cos, DTYPE: tl.constexpr, ROTATE: tl.constexpr):
+    """A gradient x, fp32, rotated back if ROTATE, to shared memory."""
+    if ROTATE:
+        x = rotate_back(x, sin, cos)
     tlx.local_store(buffer, x.to(DTYPE))
 
 
@@ -351,7 +336,7 @@ def output_backward(tiles, turns, results, out_full, blocks_ptr, options, ROTARY
     for unit in tl.range(0, count_units(blocks_ptr)):
         sin, cos = 0.0, 0.0
         if ROTARY:
-            sin, cos = take_turns(turns, unit, options)
+            sin, cos = load_sin_cos(turns, unit, options)
         for head in tl.range(0, options.NUM_HEADS):
             item = unit * options.NUM_HEADS + head
             stage, _ = turn_of(item, options.NUM_STAGES)
@@ -359,12 +344,12 @@ def output_backward(tiles, turns, results, out_full, blocks_ptr, options, ROTARY
             sums, _ = turn_of(item // options.GROUP, ACCUMULATORS)
             tlx.barrier_wait(results.full[at], phase)
             dq = tlx.local_load(results.q[at])
-            put_turned(tiles.q[stage], dq, sin, cos, DTYPE, ROTARY)
+            store_rotated(tiles.q[stage], dq, sin, cos, DTYPE, ROTARY)
             if head % options.GROUP == options.GROUP - 1:
                 dk = tlx.local_load(results.k[sums])
-                put_turned(tiles.k[stage], dk, sin, cos, DTYPE, ROTARY)
+                store_rotated(tiles.k[stage], dk, sin, cos, DTYPE, ROTARY)
                 dv = tlx.local_load(results.v[sums])
-                put_turned(tiles.v[stage], dv, sin, cos, DTYPE, options.ROTATE_V)
+                store_rotated(tiles.v[stage], dv, sin, cos, DTYPE, options.ROTATE_V)
             tlx.barrier_arrive(results.empty[at])
             tlx.fence("async_shared")
             tlx.barrier_arrive(out_full[stage])
@@ -413,7 +398,7 @@ def forward_kernel(
             softmax_forward(s, p, s_full, p_full, blocks_ptr, scale, options)
         if ROTARY:
             with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
-                turn(tiles, turns, ready, blocks_ptr, options)
+                rotate_role(tiles, turns, ready, blocks_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
             mma_forward(tiles, ready, s, p, outputs, s_full, p_full, blocks_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
@@ -476,7 +461,7 @@ def backward_kernel(
             softmax_backward(s, dp, p, ds, s_full, p_full, blocks_ptr, scale, options)
         if ROTARY:
             with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
-                turn(tiles, turns, ready, blocks_ptr, options)
+                rotate_role(tiles, turns, ready, blocks_ptr, options)
         with tlx.async_task(num_warps=1, registers=48):
             mma_backward(
                 tiles, grad, ready, s, dp, p, ds, results, s_full, p_full, blocks_ptr, options

@@ -37,9 +37,10 @@ from gdpa_kernels.block_attention.block_list import (
     count_blocks,
     make_schedule,
 )
-from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
+from gdpa_kernels.block_attention.rotary import load_sin_cos, sin_cos_strides
 from gdpa_kernels.block_attention.tiles import load_tile, softmax_parts, store_tile
 from gdpa_kernels.calling.launch import launch, shared_memory
+from gdpa_kernels.device.rotation import rotate, rotate_transposed
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def load_rotated(
     """A tile [BLOCK, WIDTH], rotated if ROTATE and rounded to its own dtype again."""
     x = load_tile(ptr, first_row, rows, head, first_dim, BLOCK, STRIDES, HEAD_DIM, WIDTH)
     if ROTATE:
-        sin, cos = load_turns(
+        sin, cos = load_sin_cos(
             sin_ptr, cos_ptr, first_row, rows, first_dim, BLOCK, TURN_STRIDES, HEAD_DIM, WIDTH
         )
         x = rotate(x.to(tl.float32), sin, cos).to(x.dtype)
@@ -155,7 +156,7 @@ def store_gradient(
     if ROTATE:
         ROWS: tl.constexpr = gradient.shape[0]
         WIDTH: tl.constexpr = gradient.shape[1]
-        sin, cos = load_turns(
+        sin, cos = load_sin_cos(
             sin_ptr, cos_ptr, first_row, rows, first_dim, ROWS, TURN_STRIDES, HEAD_DIM, WIDTH
         )
         gradient = rotate_transposed(gradient, sin, cos)
@@ -254,7 +255,7 @@ def forward(
         ((len(blocks) - 1) * batch.num_heads, triton.cdiv(batch.head_dim, config.WIDTH)),
         batch.device, q, k, v, out, sin, cos, blocks, batch.scale,
         Q_STRIDES=q.stride(), K_STRIDES=k.stride(), V_STRIDES=v.stride(), OUT_STRIDES=out.stride(),
-        TURN_STRIDES=turn_strides(batch.rotary),
+        TURN_STRIDES=sin_cos_strides(batch.rotary),
         NUM_HEADS=batch.num_heads, GROUP=batch.group, HEAD_DIM=batch.head_dim,
         ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
         HEADS_INNER=config.heads_inner, BLOCK=batch.block_size, WIDTH=config.WIDTH,
@@ -283,7 +284,7 @@ def backward(
         batch.device, grad_out, q, k, v, dq, dk, dv, sin, cos, blocks, batch.scale,
         GRAD_STRIDES=grad_out.stride(), Q_STRIDES=q.stride(), K_STRIDES=k.stride(),
         V_STRIDES=v.stride(), DQ_STRIDES=dq.stride(), DK_STRIDES=dk.stride(),
-        TURN_STRIDES=turn_strides(batch.rotary),
+        TURN_STRIDES=sin_cos_strides(batch.rotary),
         NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group, HEAD_DIM=batch.head_dim,
         ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
         HEADS_INNER=config.heads_inner, BLOCK=batch.block_size, WIDTH=config.WIDTH,

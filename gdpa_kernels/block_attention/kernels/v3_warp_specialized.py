@@ -35,6 +35,7 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import make_schedule
+from gdpa_kernels.block_attention.requires import requires_tiles
 from gdpa_kernels.block_attention.slots import (
     Tiles,
     check_slots,
@@ -44,7 +45,6 @@ from gdpa_kernels.block_attention.slots import (
     place,
     put,
     release,
-    requires_tiles,
     slot_of,
     split,
 )

@@ -1,8 +1,8 @@
 """v4a: rotary in a role of its own, overlapped with the MMAs of another item.
 
-Changes from v4_rotary: between producer and consumer stands a rotary role (`turn`), which rotates
-q, k (and v) of a slot in place. Each role reads sin and cos of a block once and keeps them in
-registers, or reads them for each piece of a head.
+Changes from v4_rotary: between producer and consumer stands a rotary role, `rotate_role`, which
+rotates q, k (and v) of a slot in place. Each role reads sin and cos of a block once and keeps them
+in registers, or reads them for each piece of a head.
 
 Why it should help: v4's consumer applies rotary, runs the MMAs and applies rotary to the gradients,
 one after the other, with one warp on each scheduler. Here one item is rotated while the MMAs of
@@ -11,15 +11,15 @@ another run, and v4's conversion of every gradient to the layout of sin and cos 
 | role       | warps | registers | work                                                          |
 |------------|-------|-----------|---------------------------------------------------------------|
 | load       | 4     | 24        | one thread issues the TMA loads of a slot, and of sin and cos |
-| turn       | 4     | 240       | rotary of q, k (and v) of every slot, in place                |
+| rotate     | 4     | 240       | rotary of q, k (and v) of every slot, in place                |
 | math (1-2) | 4     | 240       | all heads of every (second) block: MMAs, rotary of gradients  |
 
 | barrier           | arrivals            | filled by -> drained by                              |
 |-------------------|---------------------|------------------------------------------------------|
-| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> turn, math      |
+| full[stage]       | 1 and bytes         | TMA loads of all tiles of an item -> rotate, math    |
 | ready[stage]      | 128 threads, 1 each | rotary role, the tiles are rotated -> consumer       |
 | empty[stage]      | 128 threads, 1 each | consumer, its stores have read the slot -> producer  |
-| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> turn, math    |
+| turns_full[turn]  | 1 and bytes         | TMA loads of sin and cos of a block -> rotate, math  |
 | turns_empty[turn] | 128 a role, 1 each  | rotary role, backward consumer too, done -> producer |
 
 Needs: as v4.
@@ -34,24 +34,24 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import make_schedule
+from gdpa_kernels.block_attention.requires import requires_sin_cos, requires_tiles
 from gdpa_kernels.block_attention.slots import (
     Tiles,
     Turns,
     check_slots,
     count_units,
-    fetch,
     heads_together,
+    load,
     place,
     put,
     release,
-    requires_tiles,
-    requires_turns,
     slot_of,
     split,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.ragged import ragged_descriptor, readable
+from gdpa_kernels.device.rotation import rotate, rotate_back
 
 LOAD_REGISTERS = 24
 REGISTERS = 512  # of an SM, for each of the 128 threads of a role
@@ -106,7 +106,7 @@ def requires(batch: Batch) -> str | None:
     """What this rung needs and does not get of a call, or None."""
     if batch.rotary is None:
         return "needs rotary (sin, cos), got None"
-    return requires_tiles(batch, splits=True) or requires_turns(batch.rotary)
+    return requires_tiles(batch, splits=True) or requires_sin_cos(batch.rotary)
 
 
 @triton.aggregate
@@ -124,85 +124,20 @@ class Options:
 
 
 @triton.jit
-def load(
-    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns, blocks_ptr, options
-):
-    """The producer: slot after slot, those of TOGETHER heads of a block at a time, tensor by
-    tensor. grad_desc None: forward."""
-    TILES: tl.constexpr = 3 if grad_desc is None else 4
-    WIDTH: tl.constexpr = q_desc.block_shape[4]
-    BYTES: tl.constexpr = q_desc.block_shape[3] * WIDTH * 2
-    PIECES: tl.constexpr = options.PIECES
-    TURN_BYTES: tl.constexpr = (
-        sin_desc.block_shape[3] * sin_desc.block_shape[4]
-        * (tlx.dtype_of(sin_desc).primitive_bitwidth + tlx.dtype_of(cos_desc).primitive_bitwidth)
-        // 8 * PIECES
-    )  # fmt: skip
-    NUM_TURNS: tl.constexpr = options.NUM_TURNS
-    units = count_units(blocks_ptr)
-    for first in tl.range(0, units, options.MATH_ROLES):
-        for part in tl.range(0, options.NUM_HEADS * PIECES, options.TOGETHER):
-            column = part % PIECES * WIDTH
-            for unit in tl.range(first, tl.minimum(first + options.MATH_ROLES, units)):
-                block = place(blocks_ptr, unit)
-                for i in tl.static_range(options.TOGETHER):
-                    stage, phase = slot_of(unit, part + i, options, PIECES)
-                    tlx.barrier_wait(tiles.empty[stage], phase ^ 1)
-                    tlx.barrier_expect_bytes(tiles.full[stage], TILES * BYTES)
-                for tile in tl.static_range(TILES):
-                    for i in tl.static_range(options.TOGETHER):
-                        stage, _ = slot_of(unit, part + i, options, PIECES)
-                        full = tiles.full[stage]
-                        head = (part + i) // PIECES
-                        head_k = head // options.GROUP
-                        if tile == 0:
-                            fetch(q_desc, tiles.q[stage], full, block, head, column)
-                        elif tile == 1:
-                            fetch(k_desc, tiles.k[stage], full, block, head_k, column)
-                        elif tile == 2:
-                            fetch(v_desc, tiles.v[stage], full, block, head_k, column)
-                        else:
-                            fetch(grad_desc, grad[stage], full, block, head, column)
-                    if tile == 1:  # noqa: SIM102, known when compiled
-                        if part == 0:
-                            turn = unit % NUM_TURNS
-                            tlx.barrier_wait(turns.empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
-                            tlx.barrier_expect_bytes(turns.full[turn], TURN_BYTES)
-                            for j in tl.static_range(PIECES):
-                                at, pair = turn * PIECES + j, j * (WIDTH // 2)
-                                fetch(sin_desc, turns.sin[at], turns.full[turn], block, 0, pair)
-                                fetch(cos_desc, turns.cos[at], turns.full[turn], block, 0, pair)
-
-
-@triton.jit
-def turned(x, sin, cos, BACK: tl.constexpr):
-    """x [rows, width], fp32, its pairs of columns rotated by sin and cos [rows, width // 2], fp32;
-    BACK: by the transpose."""
-    ROWS: tl.constexpr = x.shape[0]
-    WIDTH: tl.constexpr = x.shape[1]
-    even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
-    if BACK:
-        pairs = tl.join(even * cos + odd * sin, odd * cos - even * sin)
-    else:
-        pairs = tl.join(even * cos - odd * sin, odd * cos + even * sin)
-    return tl.reshape(pairs, [ROWS, WIDTH])
-
-
-@triton.jit
-def turns_of(sin, cos):
+def load_sin_cos(sin, cos):
     """sin and cos of a block, from shared memory, as fp32."""
     return tlx.local_load(sin).to(tl.float32), tlx.local_load(cos).to(tl.float32)
 
 
 @triton.jit
-def turn_tile(buffer, sin, cos):
+def rotate_tile(buffer, sin, cos):
     """Apply rotary to a tile in place; rounded to its own dtype."""
     x = tlx.local_load(buffer)
-    tlx.local_store(buffer, turned(x.to(tl.float32), sin, cos, False).to(x.dtype))
+    tlx.local_store(buffer, rotate(x.to(tl.float32), sin, cos).to(x.dtype))
 
 
 @triton.jit
-def turn(tiles, turns, ready, blocks_ptr, options):
+def rotate_role(tiles, turns, ready, blocks_ptr, options):
     """The rotary role: slot after slot, in the order of the producer."""
     MATH_ROLES: tl.constexpr = options.MATH_ROLES
     NUM_TURNS: tl.constexpr = options.NUM_TURNS
@@ -214,7 +149,7 @@ def turn(tiles, turns, ready, blocks_ptr, options):
         if KEPT:
             at = first % NUM_TURNS
             tlx.barrier_wait(turns.full[at], (first // NUM_TURNS) & 1)
-            sin, cos = turns_of(turns.sin[at], turns.cos[at])
+            sin, cos = load_sin_cos(turns.sin[at], turns.cos[at])
             tlx.barrier_arrive(turns.empty[at])
         for part in tl.range(0, PARTS, num_stages=0):
             for unit in tl.range(first, tl.minimum(first + MATH_ROLES, units), num_stages=0):
@@ -224,12 +159,12 @@ def turn(tiles, turns, ready, blocks_ptr, options):
                     at = unit % NUM_TURNS
                     tlx.barrier_wait(turns.full[at], (unit // NUM_TURNS) & 1)
                     piece = at * PIECES + part % PIECES
-                    sin, cos = turns_of(turns.sin[piece], turns.cos[piece])
+                    sin, cos = load_sin_cos(turns.sin[piece], turns.cos[piece])
                     tlx.barrier_arrive(turns.empty[at], pred=part == PARTS - 1)
-                turn_tile(tiles.q[stage], sin, cos)
-                turn_tile(tiles.k[stage], sin, cos)
+                rotate_tile(tiles.q[stage], sin, cos)
+                rotate_tile(tiles.k[stage], sin, cos)
                 if options.ROTATE_V:
-                    turn_tile(tiles.v[stage], sin, cos)
+                    rotate_tile(tiles.v[stage], sin, cos)
                 tlx.fence("async_shared")
                 tlx.barrier_arrive(ready[stage])
 
@@ -250,17 +185,17 @@ def unbound(buffer):
 
 
 @triton.jit
-def put_turned(
-    desc, buffer, block, head, x, sin, cos, piece, TURN: tl.constexpr, KEPT: tl.constexpr
+def store_rotated(
+    desc, buffer, block, head, x, sin, cos, piece, ROTATE: tl.constexpr, KEPT: tl.constexpr
 ):
-    """Start the store of a piece x of a gradient, fp32, rotated back if TURN, through `buffer`.
+    """Start the store of a piece x of a gradient, fp32, rotated back if ROTATE, through `buffer`.
 
     KEPT: sin and cos are in registers; else in these two buffers.
     """
-    if TURN:
+    if ROTATE:
         if not KEPT:
-            sin, cos = turns_of(sin, cos)
-        x = turned(x, sin, cos, True)
+            sin, cos = load_sin_cos(sin, cos)
+        x = rotate_back(x, sin, cos)
     put(desc, buffer, block, head, x, piece * desc.block_shape[4])
 
 
@@ -362,16 +297,20 @@ def math_backward(
                         release(tiles.empty, before)
                     dv = tlx.async_dot_wait(1, dv)
                     if GROUP == 1:
-                        put_turned(dv_desc, tiles.v[stage], block, head_k, dv, *by, ROTATE_V, FITS)
+                        store_rotated(
+                            dv_desc, tiles.v[stage], block, head_k, dv, *by, ROTATE_V, FITS
+                        )
                     dk = tlx.async_dot(tlx.local_trans(ds_tile), tiles.q[stage], dk)
                     dq = tlx.async_dot_wait(1, dq)
                     dead = grad[stage] if GROUP == 1 else tiles.v[stage]
-                    put_turned(dq_desc, dead, block, head, dq, *by, True, FITS)
+                    store_rotated(dq_desc, dead, block, head, dq, *by, True, FITS)
                     dk = tlx.async_dot_wait(0, dk)
                     if member == GROUP - 1:
                         if GROUP > 1:
-                            put_turned(dv_desc, grad[stage], block, head_k, dv, *by, ROTATE_V, FITS)
-                        put_turned(dk_desc, tiles.k[stage], block, head_k, dk, *by, True, FITS)
+                            store_rotated(
+                                dv_desc, grad[stage], block, head_k, dv, *by, ROTATE_V, FITS
+                            )
+                        store_rotated(dk_desc, tiles.k[stage], block, head_k, dk, *by, True, FITS)
                     if not LATER:
                         release(tiles.empty, stage)
                     before = stage
@@ -414,7 +353,7 @@ def forward_kernel(
                 blocks_ptr, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
-            turn(tiles, turns, ready, blocks_ptr, options)
+            rotate_role(tiles, turns, ready, blocks_ptr, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             math_forward(
                 tlx.async_task_replica_id(), tiles, ready, out_desc, blocks_ptr, scale, options
@@ -458,7 +397,7 @@ def backward_kernel(
                 blocks_ptr, options,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=TURN_REGISTERS):
-            turn(tiles, turns, ready, blocks_ptr, options)
+            rotate_role(tiles, turns, ready, blocks_ptr, options)
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=MATH_ROLES):
             role: tl.constexpr = tlx.async_task_replica_id()
             math_backward(

@@ -17,7 +17,7 @@ all the time. TMA needs no pointers and no masks: the registers go to the tiles.
 |---------------|-------------|-----------------------------------------------------------------|
 | one per stage | 1 and bytes | TMA loads of a head's tiles, num_stages - 1 steps ahead -> work |
 
-The compiler makes the barriers. Every option of v1 but other block sizes and head_dims.
+The compiler makes the barriers. With rotary or without; no grouped heads.
 Needs: sm_90, bf16 or fp16, block_size 64, head_dim 64 or 128, contiguous rows of q, k and v whose
 addresses and strides are multiples of 16 bytes. A grad_out that TMA cannot read is copied first.
 """
@@ -34,18 +34,12 @@ from gdpa_kernels.block_attention.block_list import (
     count_blocks,
     make_schedule,
 )
-from gdpa_kernels.block_attention.rotary import load_turns, rotate, rotate_transposed, turn_strides
+from gdpa_kernels.block_attention.requires import requires_tiles
+from gdpa_kernels.block_attention.rotary import load_sin_cos, sin_cos_strides
 from gdpa_kernels.block_attention.tiles import softmax_parts
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.ragged import (
-    is_readable,
-    load_rows,
-    ragged_descriptor,
-    readable,
-    store_rows,
-)
-
-BLOCK = 64
+from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, store_rows
+from gdpa_kernels.device.rotation import rotate, rotate_transposed
 
 
 @dataclass(frozen=True)
@@ -75,8 +69,7 @@ def default_config(direction: str, batch: Batch) -> Config:
     """What was fastest in runs without a record: two slabs for each of many programs, or one
     persistent program on an SM where its tiles fill it.
 
-    With rotary at head_dim 128 backward spills where v is rotated too, 458 bytes, or heads are
-    grouped, 1.5 KB.
+    With rotary at head_dim 128 backward spills 458 bytes where v is rotated too.
     """
     if batch.rotary is not None:
         if direction == "forward":
@@ -89,19 +82,9 @@ def default_config(direction: str, batch: Batch) -> Config:
 
 def requires(batch: Batch) -> str | None:
     """What this rung needs and does not get of a call, or None. It takes any rotary."""
-    if batch.block_size != BLOCK:
-        return f"needs block_size {BLOCK}, got {batch.block_size}"
-    if batch.dtype not in (torch.bfloat16, torch.float16):
-        return f"needs dtype bfloat16 or float16, got {str(batch.dtype).removeprefix('torch.')}"
-    if batch.head_dim not in (64, 128):
-        return f"needs a head_dim of 64 or 128, got {batch.head_dim}"
-    for name, tensor in (("q", batch.q), ("k", batch.k), ("v", batch.v)):
-        if not is_readable(tensor):
-            return (
-                f"needs {name} with contiguous rows whose address and strides are multiples of 16 "
-                f"bytes, got strides {tensor.stride()}"
-            )
-    return None
+    if batch.group > 1:
+        return f"needs as many key heads as query heads, got {batch.group} query heads for one"
+    return requires_tiles(batch)
 
 
 @triton.jit
@@ -121,13 +104,13 @@ def place(blocks_ptr, step, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def turn(x, sin, cos, ROTATE: tl.constexpr):
+def rotated(x, sin, cos, ROTATE: tl.constexpr):
     """x rotated if ROTATE, and rounded to its own dtype again."""
     return rotate(x.to(tl.float32), sin, cos).to(x.dtype) if ROTATE else x
 
 
 @triton.jit
-def turn_back(gradient, sin, cos, ROTATE: tl.constexpr):
+def rotated_back(gradient, sin, cos, ROTATE: tl.constexpr):
     """A gradient, fp32, rotated back (by the transpose) if ROTATE."""
     return rotate_transposed(gradient, sin, cos) if ROTATE else gradient
 
@@ -135,7 +118,7 @@ def turn_back(gradient, sin, cos, ROTATE: tl.constexpr):
 @triton.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, sin_ptr, cos_ptr, blocks_ptr, scale,
-    TURN_STRIDES: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    TURN_STRIDES: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
     ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -143,16 +126,16 @@ def forward_kernel(
     for step in tl.range(0, count_steps(blocks_ptr, NUM_HEADS, HEADS), num_stages=STAGES):
         first_row, rows, head = place(blocks_ptr, step, NUM_HEADS, HEADS)
         q = load_rows(q_desc, first_row, rows, head, 0)
-        k = load_rows(k_desc, first_row, rows, head // GROUP, 0)
-        v = load_rows(v_desc, first_row, rows, head // GROUP, 0)
+        k = load_rows(k_desc, first_row, rows, head, 0)
+        v = load_rows(v_desc, first_row, rows, head, 0)
         sin, cos = None, None
         if ROTATE:
-            sin, cos = load_turns(
+            sin, cos = load_sin_cos(
                 sin_ptr, cos_ptr, first_row, rows, 0, BLOCK, TURN_STRIDES, HEAD_DIM, HEAD_DIM
             )
-        s = tl.dot(turn(q, sin, cos, ROTATE), turn(k, sin, cos, ROTATE).T)
+        s = tl.dot(rotated(q, sin, cos, ROTATE), rotated(k, sin, cos, ROTATE).T)
         p, total = softmax_parts(s, scale, rows)
-        out = tl.dot(p.to(v.dtype), turn(v, sin, cos, ROTATE_V)) / total[:, None]
+        out = tl.dot(p.to(v.dtype), rotated(v, sin, cos, ROTATE_V)) / total[:, None]
         store_rows(out_desc, first_row, rows, head, 0, out.to(v.dtype))
 
 
@@ -160,51 +143,35 @@ def forward_kernel(
 def backward_kernel(
     grad_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, sin_ptr, cos_ptr, blocks_ptr,
     scale,
-    TURN_STRIDES: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    TURN_STRIDES: tl.constexpr, NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
     ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dv for the slabs of this program; NUM_HEADS and HEADS count query heads."""
-    dk = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
-    dv = tl.zeros([BLOCK, HEAD_DIM], tl.float32)
+    """dq, dk and dv for the slabs of this program."""
     for step in tl.range(0, count_steps(blocks_ptr, NUM_HEADS, HEADS), num_stages=STAGES):
         first_row, rows, head = place(blocks_ptr, step, NUM_HEADS, HEADS)
         q = load_rows(q_desc, first_row, rows, head, 0)
-        k = load_rows(k_desc, first_row, rows, head // GROUP, 0)
+        k = load_rows(k_desc, first_row, rows, head, 0)
         grad = load_rows(grad_desc, first_row, rows, head, 0)
-        v = load_rows(v_desc, first_row, rows, head // GROUP, 0)
+        v = load_rows(v_desc, first_row, rows, head, 0)
         sin, cos = None, None
         if ROTATE:
-            sin, cos = load_turns(
+            sin, cos = load_sin_cos(
                 sin_ptr, cos_ptr, first_row, rows, 0, BLOCK, TURN_STRIDES, HEAD_DIM, HEAD_DIM
             )
-        q, k = turn(q, sin, cos, ROTATE), turn(k, sin, cos, ROTATE)
-        v = turn(v, sin, cos, ROTATE_V)
+        q, k = rotated(q, sin, cos, ROTATE), rotated(k, sin, cos, ROTATE)
+        v = rotated(v, sin, cos, ROTATE_V)
 
         p, total = softmax_parts(tl.dot(q, k.T), scale, rows)
         p = p / total[:, None]
         dp = tl.dot(grad, v.T)
         ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
-        if GROUP == 1:
-            dv = tl.dot(tl.trans(p.to(grad.dtype)), grad)
-            dv = turn_back(dv, sin, cos, ROTATE_V)
-            store_rows(dv_desc, first_row, rows, head, 0, dv.to(v.dtype))
-        else:
-            dv = tl.dot(tl.trans(p.to(grad.dtype)), grad, dv)
-        dq = turn_back(tl.dot(ds, k), sin, cos, ROTATE)
+        dv = rotated_back(tl.dot(tl.trans(p.to(grad.dtype)), grad), sin, cos, ROTATE_V)
+        store_rows(dv_desc, first_row, rows, head, 0, dv.to(v.dtype))
+        dq = rotated_back(tl.dot(ds, k), sin, cos, ROTATE)
         store_rows(dq_desc, first_row, rows, head, 0, dq.to(q.dtype))
-        if GROUP == 1:
-            dk = turn_back(tl.dot(tl.trans(ds), q), sin, cos, ROTATE)
-            store_rows(dk_desc, first_row, rows, head, 0, dk.to(k.dtype))
-        else:
-            dk = tl.dot(tl.trans(ds), q, dk)
-            if head % GROUP == GROUP - 1:
-                dv = turn_back(dv, sin, cos, ROTATE_V)
-                store_rows(dv_desc, first_row, rows, head // GROUP, 0, dv.to(v.dtype))
-                dk = turn_back(dk, sin, cos, ROTATE)
-                store_rows(dk_desc, first_row, rows, head // GROUP, 0, dk.to(k.dtype))
-                dk = tl.zeros_like(dk)
-                dv = tl.zeros_like(dv)
+        dk = rotated_back(tl.dot(tl.trans(ds), q), sin, cos, ROTATE)
+        store_rows(dk_desc, first_row, rows, head, 0, dk.to(k.dtype))
 
 
 def forward(
@@ -226,8 +193,7 @@ def forward(
         forward_kernel, (config.programs(slabs, batch.device),), batch.device,
         *(ragged_descriptor(x, batch.block_size) for x in (q, k, v, out)),
         sin, cos, blocks, batch.scale,
-        TURN_STRIDES=turn_strides(batch.rotary), NUM_HEADS=batch.num_heads, GROUP=batch.group,
-        HEADS=heads,
+        TURN_STRIDES=sin_cos_strides(batch.rotary), NUM_HEADS=batch.num_heads, HEADS=heads,
         ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
         BLOCK=batch.block_size, HEAD_DIM=batch.head_dim, STAGES=config.num_stages,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -243,10 +209,7 @@ def backward(
     config: Config | None = None,
     schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), shaped as q, k, v and contiguous.
-
-    heads_per_program must keep the query heads of a key head together.
-    """
+    """(dq, dk, dv), shaped as q, k, v and contiguous."""
     q, k, v = batch.q, batch.k, batch.v
     grad_out = readable(grad_out)
     dq, dk, dv = batch.new_gradients()
@@ -259,8 +222,7 @@ def backward(
         backward_kernel, (config.programs(slabs, batch.device),), batch.device,
         *(ragged_descriptor(x, batch.block_size) for x in (grad_out, q, k, v, dq, dk, dv)),
         sin, cos, blocks, batch.scale,
-        TURN_STRIDES=turn_strides(batch.rotary), NUM_HEADS=batch.num_heads, GROUP=batch.group,
-        HEADS=heads,
+        TURN_STRIDES=sin_cos_strides(batch.rotary), NUM_HEADS=batch.num_heads, HEADS=heads,
         ROTATE=batch.rotary is not None, ROTATE_V=batch.rotary is not None and batch.rotate_v,
         BLOCK=batch.block_size, HEAD_DIM=batch.head_dim, STAGES=config.num_stages,
         num_warps=config.num_warps, num_stages=config.num_stages,

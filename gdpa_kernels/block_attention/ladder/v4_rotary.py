@@ -32,18 +32,17 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch, Schedule
 from gdpa_kernels.block_attention.block_list import make_schedule
+from gdpa_kernels.block_attention.requires import requires_sin_cos, requires_tiles
 from gdpa_kernels.block_attention.slots import (
     Tiles,
     Turns,
     check_slots,
     count_units,
-    fetch,
     heads_together,
+    load,
     place,
     put,
     release,
-    requires_tiles,
-    requires_turns,
     slot_of,
     split,
 )
@@ -88,7 +87,7 @@ def requires(batch: Batch) -> str | None:
     """What this rung needs and does not get of a call, or None."""
     if batch.rotary is None:
         return "needs rotary (sin, cos), got None"
-    return requires_tiles(batch, splits=True) or requires_turns(batch.rotary)
+    return requires_tiles(batch, splits=True) or requires_sin_cos(batch.rotary)
 
 
 @triton.aggregate
@@ -106,58 +105,7 @@ class Options:
 
 
 @triton.jit
-def load(
-    grad_desc, q_desc, k_desc, v_desc, sin_desc, cos_desc, grad, tiles, turns, blocks_ptr, options
-):
-    """The producer: slot after slot, those of TOGETHER heads of a block at a time, tensor by
-    tensor. grad_desc None: forward."""
-    TILES: tl.constexpr = 3 if grad_desc is None else 4
-    WIDTH: tl.constexpr = q_desc.block_shape[4]
-    BYTES: tl.constexpr = q_desc.block_shape[3] * WIDTH * 2
-    PIECES: tl.constexpr = options.PIECES
-    TURN_BYTES: tl.constexpr = (
-        sin_desc.block_shape[3] * sin_desc.block_shape[4]
-        * (tlx.dtype_of(sin_desc).primitive_bitwidth + tlx.dtype_of(cos_desc).primitive_bitwidth)
-        // 8 * PIECES
-    )  # fmt: skip
-    NUM_TURNS: tl.constexpr = options.NUM_TURNS
-    units = count_units(blocks_ptr)
-    for first in tl.range(0, units, options.MATH_ROLES):
-        for part in tl.range(0, options.NUM_HEADS * PIECES, options.TOGETHER):
-            column = part % PIECES * WIDTH
-            for unit in tl.range(first, tl.minimum(first + options.MATH_ROLES, units)):
-                block = place(blocks_ptr, unit)
-                for i in tl.static_range(options.TOGETHER):
-                    stage, phase = slot_of(unit, part + i, options, PIECES)
-                    tlx.barrier_wait(tiles.empty[stage], phase ^ 1)
-                    tlx.barrier_expect_bytes(tiles.full[stage], TILES * BYTES)
-                for tile in tl.static_range(TILES):
-                    for i in tl.static_range(options.TOGETHER):
-                        stage, _ = slot_of(unit, part + i, options, PIECES)
-                        full = tiles.full[stage]
-                        head = (part + i) // PIECES
-                        head_k = head // options.GROUP
-                        if tile == 0:
-                            fetch(q_desc, tiles.q[stage], full, block, head, column)
-                        elif tile == 1:
-                            fetch(k_desc, tiles.k[stage], full, block, head_k, column)
-                        elif tile == 2:
-                            fetch(v_desc, tiles.v[stage], full, block, head_k, column)
-                        else:
-                            fetch(grad_desc, grad[stage], full, block, head, column)
-                    if tile == 1:  # noqa: SIM102, known when compiled
-                        if part == 0:
-                            turn = unit % NUM_TURNS
-                            tlx.barrier_wait(turns.empty[turn], ((unit // NUM_TURNS) & 1) ^ 1)
-                            tlx.barrier_expect_bytes(turns.full[turn], TURN_BYTES)
-                            for j in tl.static_range(PIECES):
-                                at, pair = turn * PIECES + j, j * (WIDTH // 2)
-                                fetch(sin_desc, turns.sin[at], turns.full[turn], block, 0, pair)
-                                fetch(cos_desc, turns.cos[at], turns.full[turn], block, 0, pair)
-
-
-@triton.jit
-def turned(x, sin, cos, BACK: tl.constexpr):
+def rotated(x, sin, cos, BACK: tl.constexpr):
     """x [rows, width], fp32, its pairs of columns rotated by sin and cos [rows, width // 2],
     buffers in shared memory; BACK: by the transpose."""
     ROWS: tl.constexpr = x.shape[0]
@@ -176,27 +124,27 @@ def turned(x, sin, cos, BACK: tl.constexpr):
 
 
 @triton.jit
-def turn_tile(buffer, sin, cos):
+def rotate_tile(buffer, sin, cos):
     """Apply rotary to a tile in place; rounded to its own dtype."""
     x = tlx.local_load(buffer)
-    tlx.local_store(buffer, turned(x.to(tl.float32), sin, cos, False).to(x.dtype))
+    tlx.local_store(buffer, rotated(x.to(tl.float32), sin, cos, False).to(x.dtype))
 
 
 @triton.jit
-def turn(tiles, stage, turns, at, options):
+def rotate_slot(tiles, stage, turns, at, options):
     """Apply rotary to q and k (and v, if asked) of a slot in place, for MMAs to read."""
-    turn_tile(tiles.q[stage], turns.sin[at], turns.cos[at])
-    turn_tile(tiles.k[stage], turns.sin[at], turns.cos[at])
+    rotate_tile(tiles.q[stage], turns.sin[at], turns.cos[at])
+    rotate_tile(tiles.k[stage], turns.sin[at], turns.cos[at])
     if options.ROTATE_V:
-        turn_tile(tiles.v[stage], turns.sin[at], turns.cos[at])
+        rotate_tile(tiles.v[stage], turns.sin[at], turns.cos[at])
     tlx.fence("async_shared")
 
 
 @triton.jit
-def put_turned(desc, buffer, block, head, x, turns, at, piece, TURN: tl.constexpr):
-    """Start the store of a piece x of a gradient, fp32, rotated back if TURN, through `buffer`."""
-    if TURN:
-        x = turned(x, turns.sin[at], turns.cos[at], True)
+def store_rotated(desc, buffer, block, head, x, turns, at, piece, ROTATE: tl.constexpr):
+    """Start the store of a piece x of a gradient, fp32, rotated back if ROTATE, via `buffer`."""
+    if ROTATE:
+        x = rotated(x, turns.sin[at], turns.cos[at], True)
     put(desc, buffer, block, head, x, piece * desc.block_shape[4])
 
 
@@ -218,7 +166,7 @@ def math_forward(role: tl.constexpr, tiles, turns, out_desc, blocks_ptr, scale, 
             for piece in tl.static_range(PIECES):
                 stage, phase = slot_of(unit, head * PIECES + piece, options, PIECES)
                 tlx.barrier_wait(tiles.full[stage], phase)
-                turn(tiles, stage, turns, at * PIECES + piece, options)
+                rotate_slot(tiles, stage, turns, at * PIECES + piece, options)
                 s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
                 s = tlx.async_dot_wait(0, s)
                 if LATER and piece == 0:
@@ -267,7 +215,7 @@ def math_backward(
                 for piece in tl.static_range(PIECES):
                     stage, phase = slot_of(unit, head * PIECES + piece, options, PIECES)
                     tlx.barrier_wait(tiles.full[stage], phase)
-                    turn(tiles, stage, turns, at * PIECES + piece, options)
+                    rotate_slot(tiles, stage, turns, at * PIECES + piece, options)
                     s = tlx.async_dot(tiles.q[stage], tlx.local_trans(tiles.k[stage]), s)
                     dp = tlx.async_dot(grad[stage], tlx.local_trans(tiles.v[stage]), dp)
                     if LATER and piece == 0:
@@ -292,16 +240,16 @@ def math_backward(
                         release(tiles.empty, before)
                     dv = tlx.async_dot_wait(1, dv)
                     if GROUP == 1:
-                        put_turned(dv_desc, tiles.v[stage], block, head_k, dv, *by, ROTATE_V)
+                        store_rotated(dv_desc, tiles.v[stage], block, head_k, dv, *by, ROTATE_V)
                     dk = tlx.async_dot(tlx.local_trans(ds_tile), tiles.q[stage], dk)
                     dq = tlx.async_dot_wait(1, dq)
                     dead = grad[stage] if GROUP == 1 else tiles.v[stage]
-                    put_turned(dq_desc, dead, block, head, dq, *by, True)
+                    store_rotated(dq_desc, dead, block, head, dq, *by, True)
                     dk = tlx.async_dot_wait(0, dk)
                     if member == GROUP - 1:
                         if GROUP > 1:
-                            put_turned(dv_desc, grad[stage], block, head_k, dv, *by, ROTATE_V)
-                        put_turned(dk_desc, tiles.k[stage], block, head_k, dk, *by, True)
+                            store_rotated(dv_desc, grad[stage], block, head_k, dv, *by, ROTATE_V)
+                        store_rotated(dk_desc, tiles.k[stage], block, head_k, dk, *by, True)
                     if not LATER:
                         release(tiles.empty, stage)
                     before = stage

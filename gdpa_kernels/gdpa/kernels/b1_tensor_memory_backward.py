@@ -38,8 +38,8 @@ from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, place, rounded
-from gdpa_kernels.gdpa.masks import mask_transposed, row_range
+from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
+from gdpa_kernels.gdpa.masks import mask_transposed
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
 KEYS = tl.constexpr(128)  # of a tile: TMEM lanes
@@ -96,26 +96,18 @@ class Options:
 
 
 @triton.jit
-def steps_of(key, len_q, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """(first row, steps) of the tile at `key`; at least one step, which without rows adds zero."""
-    start, end = row_range(key, len_q, ROWS, KEYS, CAUSAL, WINDOW)
-    return start, tl.maximum(tl.cdiv(end - start, ROWS), 1)
-
-
-@triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
-    GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_out
-        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
         tlx.barrier_wait(k.empty[0], phase ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
-        for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP, ROWS)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
             at = (count + step) % options.Q_STAGES
             tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
             fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
@@ -125,7 +117,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
             at = (count + step) % options.G_STAGES
             tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
             fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
-        count += steps * GROUP
+        count += steps * options.GROUP
         phase ^= 1
 
 
@@ -134,10 +126,8 @@ def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
     """dQ of a step, then dK: both read its dS. `zero`: `opaque_zero`."""
     at = count % options.Q_STAGES
     tlx.barrier_wait(ds.full[0], count & 1)
-    tlx.async_dot(
-        tlx.local_trans(ds.buffer[zero]), k.buffer[zero], dq.buffer[0], use_acc=False,
-        mBarriers=[dq.full[0]],
-    )  # fmt: skip
+    d = tlx.local_trans(ds.buffer[zero])
+    tlx.async_dot(d, k.buffer[zero], dq.buffer[0], use_acc=False, mBarriers=[dq.full[0]])
     tlx.async_dot(ds.buffer[zero], q.buffer[at], dk, use_acc=use_acc, mBarriers=[q.empty[at]])
 
 
@@ -150,17 +140,15 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         _, _, _, _, len_q, _, key = entry(list_ptr, item)
-        _, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
+        _, steps = steps_of(key, len_q, ROWS, KEYS, options)
         tlx.barrier_wait(k.full[0], phase)
         for step in tl.range(0, steps * options.GROUP, num_stages=0):
             now = count + step
             zero = opaque_zero(step)
             at = now % options.Q_STAGES
             tlx.barrier_wait(q.full[at], (now // options.Q_STAGES) & 1)
-            tlx.async_dot(
-                k.buffer[zero], tlx.local_trans(q.buffer[at]), s.buffer[0], use_acc=False,
-                mBarriers=[s.full[0]],
-            )  # fmt: skip
+            keys, rows = k.buffer[zero], tlx.local_trans(q.buffer[at])
+            tlx.async_dot(keys, rows, s.buffer[0], use_acc=False, mBarriers=[s.full[0]])
             if step == 0:
                 tlx.barrier_wait(v.full[0], phase)
             else:
@@ -168,17 +156,13 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
             at = now % options.G_STAGES + zero
             tlx.barrier_wait(g.full[at], (now // options.G_STAGES) & 1)
             tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
-            tlx.async_dot(
-                v.buffer[zero], tlx.local_trans(g.buffer[at]), dp.buffer[0], use_acc=False,
-                mBarriers=[dp.full[0]],
-            )  # fmt: skip
+            keys, rows = v.buffer[zero], tlx.local_trans(g.buffer[at])
+            tlx.async_dot(keys, rows, dp.buffer[0], use_acc=False, mBarriers=[dp.full[0]])
             tlx.barrier_wait(p.full[0], now & 1)
             for half in tl.static_range(MATH_ROLES):
                 rows = tlx.local_slice(g.buffer[at], [half * HALF, 0], [HALF, HEAD_DIM])
-                tlx.async_dot(
-                    p.buffer[2 * half], rows, dv, use_acc=(step > 0) | (half > 0),
-                    force_async=True,
-                )  # fmt: skip
+                add = (step > 0) | (half > 0)
+                tlx.async_dot(p.buffer[2 * half], rows, dv, use_acc=add, force_async=True)
             tlx.tcgen05_commit(g.empty[at])
         count += steps * options.GROUP
         from_ds(q, k, ds, dk, dq, count - 1, steps * options.GROUP > 1, 0, options)
@@ -226,14 +210,13 @@ def math(
     output_scale, options,
 ):  # fmt: skip
     """A consumer: 64 rows of every step; of a tile dV, or dK."""
-    GROUP: tl.constexpr = options.GROUP
     num_items = count_items(list_ptr)
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
-        for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP, ROWS)
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
             slope = activate(role, 0, s, p, scale, head, row, key, options)
@@ -244,7 +227,7 @@ def math(
             differentiate(role, 1, dp, ds, slope_of_second, options)
             tlx.fence("async_shared")
             tlx.barrier_arrive(ds.full[0])
-        count += steps * GROUP
+        count += steps * options.GROUP
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
             factor = 0.5 * scale * output_scale if options.FOLD else output_scale
@@ -259,15 +242,14 @@ def math(
 @triton.jit
 def output(dq, staging, dq_desc, list_ptr, options):
     """Adds dQ of every step to memory, 32 columns at a time."""
-    GROUP: tl.constexpr = options.GROUP
     PARTS: tl.constexpr = options.HEAD_DIM // COLUMNS
     num_items = count_items(list_ptr)
     count = 0
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         _, _, _, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
-        for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP, ROWS)
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, start, head_k, options.GROUP, ROWS)
             tlx.barrier_wait(dq.full[0], (count + step) & 1)
             for part in tl.static_range(PARTS):
                 x = tlx.local_load(tlx.subslice(dq.buffer[0], part * COLUMNS, COLUMNS))
@@ -278,7 +260,7 @@ def output(dq, staging, dq_desc, list_ptr, options):
                 tlx.fence("async_shared")
                 at = [BOUND, start_out + len_q, head, BOUND - len_q + row, part * COLUMNS]
                 tlx.async_descriptor_store(dq_desc, staging[part % 2], at, store_reduce="add")
-        count += steps * GROUP
+        count += steps * options.GROUP
     tlx.async_descriptor_store_wait(0)
 
 
@@ -308,30 +290,16 @@ def backward_kernel(
     dq = tlx.local_alloc((ROWS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem, reuse=dp)
     dv = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
     dk = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
-    q_full = tlx.alloc_barriers(Q_STAGES)
-    q_empty = tlx.alloc_barriers(Q_STAGES)
-    k_full = tlx.alloc_barriers(1)
-    k_empty = tlx.alloc_barriers(1)
-    v_full = tlx.alloc_barriers(1)
-    v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    g_full = tlx.alloc_barriers(G_STAGES)
-    g_empty = tlx.alloc_barriers(G_STAGES)
-    s_full = tlx.alloc_barriers(1)
-    p_full = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    dp_full = tlx.alloc_barriers(1)
-    ds_full = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    dq_full = tlx.alloc_barriers(1)
-    dq_empty = tlx.alloc_warp_barrier(1, 4)
+    q = Ring(q, tlx.alloc_barriers(Q_STAGES), tlx.alloc_barriers(Q_STAGES))
+    k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_barriers(1))
+    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_barriers(G_STAGES))
+    s = Handover(s, tlx.alloc_barriers(1))
+    p = Handover(p, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    dp = Handover(dp, tlx.alloc_barriers(1))
+    ds = Handover(ds, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    dq = Ring(dq, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4))
     sums_full = tlx.alloc_barriers(1)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
-    g = Ring(g, g_full, g_empty)
-    s = Handover(s, s_full)
-    p = Handover(p, p_full)
-    dp = Handover(dp, dp_full)
-    ds = Handover(ds, ds_full)
-    dq = Ring(dq, dq_full, dq_empty)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
 
     with tlx.async_tasks():

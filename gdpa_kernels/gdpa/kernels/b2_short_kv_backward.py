@@ -82,7 +82,6 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
 class Options:
     """The constants that the roles share."""
 
-    NUM_HEADS_K: tl.constexpr
     GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
     FOLD: tl.constexpr
@@ -104,17 +103,16 @@ def steps_of(len_q):
 @triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, items, options):
     """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
-    GROUP: tl.constexpr = options.GROUP
     clusters = tl.num_programs(0) // CTAS
     key = tlx.cluster_cta_rank() * KEYS
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
-        start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item, options.NUM_HEADS_K)
+        start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item)
         steps = steps_of(len_q)
         tlx.barrier_wait(k.empty[0], phase ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
-        for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, 0, head_k, GROUP, ROWS)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, 0, head_k, options.GROUP, ROWS)
             at = (count + step) % options.Q_STAGES
             tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
             fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
@@ -124,7 +122,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, items, options):
             at = (count + step) % options.G_STAGES
             tlx.barrier_wait(g.empty[at], (((count + step) // options.G_STAGES) & 1) ^ 1)
             fetch_rows(g_desc, g.buffer[at], g.full[at], start_q, len_q, head, row)
-        count += steps * GROUP
+        count += steps * options.GROUP
         phase ^= 1
 
 
@@ -133,10 +131,8 @@ def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
     """dQ of a step, then dK: both read its dS. `zero`: `opaque_zero`."""
     at = count % options.Q_STAGES
     tlx.barrier_wait(ds.full[0], count & 1)
-    tlx.async_dot(
-        tlx.local_trans(ds.buffer[zero]), k.buffer[zero], dq.buffer[0], use_acc=False,
-        mBarriers=[dq.full[0]],
-    )  # fmt: skip
+    d = tlx.local_trans(ds.buffer[zero])
+    tlx.async_dot(d, k.buffer[zero], dq.buffer[0], use_acc=False, mBarriers=[dq.full[0]])
     tlx.async_dot(ds.buffer[zero], q.buffer[at], dk, use_acc=use_acc, mBarriers=[q.empty[at]])
 
 
@@ -148,7 +144,7 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, items, options):
     clusters = tl.num_programs(0) // CTAS
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
-        _, len_q, _, _, _ = sequence_and_head(items, item, options.NUM_HEADS_K)
+        _, len_q, _, _, _ = sequence_and_head(items, item)
         steps = steps_of(len_q)
         tlx.barrier_wait(k.full[0], phase)
         for step in tl.range(0, steps * options.GROUP, num_stages=0):
@@ -156,10 +152,8 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, items, options):
             zero = opaque_zero(step)
             at = now % options.Q_STAGES
             tlx.barrier_wait(q.full[at], (now // options.Q_STAGES) & 1)
-            tlx.async_dot(
-                k.buffer[zero], tlx.local_trans(q.buffer[at]), s.buffer[0], use_acc=False,
-                mBarriers=[s.full[0]],
-            )  # fmt: skip
+            keys, rows = k.buffer[zero], tlx.local_trans(q.buffer[at])
+            tlx.async_dot(keys, rows, s.buffer[0], use_acc=False, mBarriers=[s.full[0]])
             if step == 0:
                 tlx.barrier_wait(v.full[0], phase)
             else:
@@ -167,17 +161,13 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, items, options):
             at = now % options.G_STAGES + zero
             tlx.barrier_wait(g.full[at], (now // options.G_STAGES) & 1)
             tlx.barrier_wait(dq.empty[0], (now & 1) ^ 1)
-            tlx.async_dot(
-                v.buffer[zero], tlx.local_trans(g.buffer[at]), dp.buffer[0], use_acc=False,
-                mBarriers=[dp.full[0]],
-            )  # fmt: skip
+            keys, rows = v.buffer[zero], tlx.local_trans(g.buffer[at])
+            tlx.async_dot(keys, rows, dp.buffer[0], use_acc=False, mBarriers=[dp.full[0]])
             tlx.barrier_wait(p.full[0], now & 1)
             for half in tl.static_range(MATH_ROLES):
                 rows = tlx.local_slice(g.buffer[at], [half * HALF, 0], [HALF, HEAD_DIM])
-                tlx.async_dot(
-                    p.buffer[2 * half], rows, dv, use_acc=(step > 0) | (half > 0),
-                    force_async=True,
-                )  # fmt: skip
+                add = (step > 0) | (half > 0)
+                tlx.async_dot(p.buffer[2 * half], rows, dv, use_acc=add, force_async=True)
             tlx.tcgen05_commit(g.empty[at])
         count += steps * options.GROUP
         from_ds(q, k, ds, dk, dq, count - 1, steps * options.GROUP > 1, 0, options)
@@ -225,15 +215,14 @@ def math(
     output_scale, options,
 ):  # fmt: skip
     """A consumer: 64 rows of every step; of a tile dV, or dK."""
-    GROUP: tl.constexpr = options.GROUP
     clusters = tl.num_programs(0) // CTAS
     key = tlx.cluster_cta_rank() * KEYS
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
-        _, len_q, start_k, len_k, head_k = sequence_and_head(items, item, options.NUM_HEADS_K)
+        _, len_q, start_k, len_k, head_k = sequence_and_head(items, item)
         steps = steps_of(len_q)
-        for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, 0, head_k, GROUP, ROWS)
+        for step in tl.range(0, steps * options.GROUP):
+            head, row = place(step, steps, 0, head_k, options.GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
             slope = activate(role, 0, s, p, scale, head, row, key, options)
@@ -244,7 +233,7 @@ def math(
             differentiate(role, 1, dp, ds, slope_of_second, options)
             tlx.fence("async_shared")
             tlx.barrier_arrive(ds.full[0])
-        count += steps * GROUP
+        count += steps * options.GROUP
         tlx.barrier_wait(sums_full[0], phase)
         if role == 0:
             factor = 0.5 * scale * output_scale if options.FOLD else output_scale
@@ -259,17 +248,16 @@ def math(
 @triton.jit
 def output(dq, halves, inbox, staged, dq_desc, items, factor, options):
     """Writes half of the columns of dQ of every step; the other half goes to the peer."""
-    GROUP: tl.constexpr = options.GROUP
     WIDTH: tl.constexpr = options.HEAD_DIM // CTAS
     clusters = tl.num_programs(0) // CTAS
     rank = tlx.cluster_cta_rank()
     count = 0
     for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
-        start_q, len_q, _, _, head_k = sequence_and_head(items, item, options.NUM_HEADS_K)
+        start_q, len_q, _, _, head_k = sequence_and_head(items, item)
         steps = steps_of(len_q)
-        for step in tl.range(0, steps * GROUP):
+        for step in tl.range(0, steps * options.GROUP):
             now = (count + step) & 1
-            head, row = place(step, steps, 0, head_k, GROUP, ROWS)
+            head, row = place(step, steps, 0, head_k, options.GROUP, ROWS)
             tlx.barrier_expect_bytes(inbox.full[0], ROWS * WIDTH * 4)
             tlx.barrier_wait(dq.full[0], now)
             tlx.barrier_wait(inbox.empty[0], now ^ 1)
@@ -285,7 +273,7 @@ def output(dq, halves, inbox, staged, dq_desc, items, factor, options):
             tlx.async_descriptor_store(dq_desc, staged, at)
             tlx.async_descriptor_store_wait(0)
             tlx.barrier_arrive(inbox.empty[0], 1, remote_cta_rank=1 - rank)
-        count += steps * GROUP
+        count += steps * options.GROUP
     # The peer still arrives here: this CTA's memory must not go before it has.
     tlx.barrier_wait(inbox.empty[0], (count & 1) ^ 1)
 
@@ -300,9 +288,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dQ, dK and dV of this cluster's items."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(
-        NUM_HEADS_K, GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES, DTYPE
-    )
+    options = Options(GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, Q_STAGES, G_STAGES, DTYPE)
     q = tlx.local_alloc((ROWS, HEAD_DIM), DTYPE, Q_STAGES)
     k = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, 1)
@@ -321,35 +307,21 @@ def backward_kernel(
     )
     dv = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
     dk = tlx.local_alloc((KEYS, HEAD_DIM), tl.float32, 1, tlx.storage_kind.tmem)
-    q_full = tlx.alloc_barriers(Q_STAGES)
-    q_empty = tlx.alloc_barriers(Q_STAGES)
-    k_full = tlx.alloc_barriers(1)
-    k_empty = tlx.alloc_barriers(1)
-    v_full = tlx.alloc_barriers(1)
-    v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    g_full = tlx.alloc_barriers(G_STAGES)
-    g_empty = tlx.alloc_barriers(G_STAGES)
-    s_full = tlx.alloc_barriers(1)
-    p_full = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    dp_full = tlx.alloc_barriers(1)
-    ds_full = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    dq_full = tlx.alloc_barriers(1)
-    dq_empty = tlx.alloc_warp_barrier(1, 4)
-    inbox_full = tlx.alloc_barriers(1)
-    inbox_empty = tlx.alloc_barriers(1)
+    q = Ring(q, tlx.alloc_barriers(Q_STAGES), tlx.alloc_barriers(Q_STAGES))
+    k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_barriers(1))
+    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_barriers(G_STAGES))
+    s = Handover(s, tlx.alloc_barriers(1))
+    p = Handover(p, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    dp = Handover(dp, tlx.alloc_barriers(1))
+    ds = Handover(ds, tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    dq = Ring(dq, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4))
+    inbox = Ring(inbox, tlx.alloc_barriers(1), tlx.alloc_barriers(1))
     sums_full = tlx.alloc_barriers(1)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
-    g = Ring(g, g_full, g_empty)
-    s = Handover(s, s_full)
-    p = Handover(p, p_full)
-    dp = Handover(dp, dp_full)
-    ds = Handover(ds, ds_full)
-    dq = Ring(dq, dq_full, dq_empty)
-    inbox = Ring(inbox, inbox_full, inbox_empty)
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
-    items = Items(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q)
+    items = Items(
+        order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, NUM_HEADS_K
+    )
     factor = 0.5 * scale * output_scale if FOLD else scale * output_scale
 
     with tlx.async_tasks():

@@ -216,6 +216,7 @@ def math(role: tl.constexpr, s, p, list_ptr, scale, options):
 @triton.jit
 def output(out_desc, q, o, list_ptr, output_scale, options):
     """O from tensor memory to Q's slot, and from there to memory; then the slot is free."""
+    DTYPE: tl.constexpr = options.DTYPE
     rank = tlx.cluster_cta_rank()
     item, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -226,7 +227,7 @@ def output(out_desc, q, o, list_ptr, output_scale, options):
             row = first + (role * CTAS + rank) * ROWS
             slot = tile % Q_ITEMS * ROLES + role
             tlx.barrier_wait(o.full[role], tile & 1)
-            move_columns(o.buffer[role], q.buffer[slot], output_scale, options)
+            move_columns(o.buffer[role], q.buffer[slot], output_scale, options.COLUMNS, DTYPE)
             tlx.barrier_arrive(o.empty[role], 1, remote_cta_rank=0)
             tlx.fence("async_shared")
             place = [BOUND, start_out + len_q, head, BOUND - len_q + row, 0]
@@ -256,22 +257,12 @@ def pair_stream_kernel(
     s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, ROLES, tlx.storage_kind.tmem)
     p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, ROLES, tlx.storage_kind.tmem)
-    q_full = tlx.alloc_barriers(Q_ITEMS * ROLES)
-    q_empty = tlx.alloc_barriers(Q_ITEMS * ROLES)
-    k_full = tlx.alloc_barriers(NUM_STAGES)
-    k_empty = tlx.alloc_barriers(NUM_STAGES)
-    v_full = tlx.alloc_barriers(NUM_STAGES)
-    v_empty = tlx.alloc_barriers(NUM_STAGES)
-    s_full = tlx.alloc_barriers(ROLES)
-    p_full = tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS)
-    o_full = tlx.alloc_barriers(ROLES)
-    o_empty = tlx.alloc_barriers(ROLES, arrive_count=CTAS)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
-    s = Handover(s, s_full)
-    p = Handover(p, p_full)
-    o = Ring(o, o_full, o_empty)
+    q = Ring(q, tlx.alloc_barriers(Q_ITEMS * ROLES), tlx.alloc_barriers(Q_ITEMS * ROLES))
+    k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES))
+    v = Ring(v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES))
+    s = Handover(s, tlx.alloc_barriers(ROLES))
+    p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
+    o = Ring(o, tlx.alloc_barriers(ROLES), tlx.alloc_barriers(ROLES, arrive_count=CTAS))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

@@ -38,8 +38,8 @@ from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, place, rounded
-from gdpa_kernels.gdpa.masks import mask_transposed, row_range
+from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
+from gdpa_kernels.gdpa.masks import mask_transposed
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
 MATH_ROLES = tl.constexpr(2)
@@ -102,16 +102,6 @@ class Options:
 
 
 @triton.jit
-def steps_of(key, len_q, options):
-    """(first row, steps) of the tile at `key`.
-
-    At least one step: prologue and epilogue need one. Without rows it adds zero.
-    """
-    start, end = row_range(key, len_q, options.ROWS, TILE, options.CAUSAL, options.WINDOW)
-    return start, tl.maximum(tl.cdiv(end - start, options.ROWS), 1)
-
-
-@triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
@@ -120,7 +110,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_out
-        start, steps = steps_of(key, len_q, options)
+        start, steps = steps_of(key, len_q, options.ROWS, TILE, options)
         tile = item // tl.num_programs(0)
         at = tile % options.K_STAGES
         tlx.barrier_wait(k.empty[at], (tile // options.K_STAGES & 1) ^ 1)
@@ -229,7 +219,7 @@ def math(
         tile = item // tl.num_programs(0)
         k_at = tile % K_STAGES * MATH_ROLES
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, options)
+        start, steps = steps_of(key, len_q, options.ROWS, TILE, options)
         all_steps = uniform(steps * GROUP)  # the compiler must not know that it is even
         key += role * KEYS
         dk = tl.zeros([KEYS, HEAD_DIM], tl.float32)
@@ -318,21 +308,12 @@ def backward_kernel(
     staging = tlx.local_alloc((64, 64), tl.float32, MATH_ROLES)
     # The same memory, for dK.
     staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES * (128 // HEAD_DIM), reuse=staging)
-    q_full = tlx.alloc_barriers(Q_STAGES)
-    q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, MATH_ROLES)
-    k_full = tlx.alloc_barriers(K_STAGES)
-    k_empty = tlx.alloc_warp_barrier(K_STAGES, 4, MATH_ROLES)
-    v_full = tlx.alloc_barriers(1)
-    v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    g_full = tlx.alloc_barriers(G_STAGES)
-    g_empty = tlx.alloc_warp_barrier(G_STAGES, 4, MATH_ROLES)
+    q = Ring(q, tlx.alloc_barriers(Q_STAGES), tlx.alloc_warp_barrier(Q_STAGES, 4, MATH_ROLES))
+    k = Ring(k, tlx.alloc_barriers(K_STAGES), tlx.alloc_warp_barrier(K_STAGES, 4, MATH_ROLES))
+    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_warp_barrier(G_STAGES, 4, MATH_ROLES))
     ds_full = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
-    ds_empty = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
-    g = Ring(g, g_full, g_empty)
-    ds = Ring(ds, ds_full, ds_empty)
+    ds = Ring(ds, ds_full, tlx.alloc_warp_barrier(2, 4, MATH_ROLES))
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
 
     with tlx.async_tasks():

@@ -33,7 +33,7 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.groups import Ring
+from gdpa_kernels.device.groups import Handover, Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -79,7 +79,6 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
 class Options:
     """The constants that the roles share."""
 
-    NUM_HEADS_K: tl.constexpr
     GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
     FOLD: tl.constexpr
@@ -87,14 +86,6 @@ class Options:
     WINDOW: tl.constexpr
     HEAD_DIM: tl.constexpr
     DTYPE: tl.constexpr
-
-
-@triton.aggregate
-class Inbox:
-    """Buffers that the other program fills; full[i] completes when those of step i may be read."""
-
-    buffer: tlx.buffered_tensor
-    full: tlx.mbarrier
 
 
 @triton.jit
@@ -117,21 +108,20 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
     GROUP: tl.constexpr = options.GROUP
     HALF_BYTES: tl.constexpr = ROWS * 64 * 2
     rank = tlx.cluster_cta_rank()
+    peer = 1 - rank
     clusters = tl.num_programs(0) // PROGRAMS
     count = 0
     for item in tl.range(tl.program_id(0) // PROGRAMS, items.count, clusters):
-        start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item, options.NUM_HEADS_K)
+        start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item)
         steps = steps_of(len_q)
         free = (item // clusters & 1) ^ 1
         tlx.barrier_wait(k.empty[0], free)
         tlx.barrier_expect_bytes(k.full[0], 6 * HALF_BYTES)
         for role in tl.static_range(MATH_ROLES):
             key = rank * TILE + role * KEYS
-            other = (1 - rank) * TILE + role * KEYS
+            other = peer * TILE + role * KEYS
             fetch_half(k_desc, k.buffer[role * 2], k.full[0], start_k, len_k, head_k, key, rank)
-            fetch_half(
-                k_desc, k.buffer[role * 2 + 1], k.full[0], start_k, len_k, head_k, key, 1 - rank
-            )
+            fetch_half(k_desc, k.buffer[role * 2 + 1], k.full[0], start_k, len_k, head_k, key, peer)
             fetch_half(k_desc, half[role], k.full[0], start_k, len_k, head_k, other, rank)
         for step in tl.range(0, steps * GROUP):
             head, row = place(step, steps, 0, head_k, GROUP, ROWS)
@@ -140,9 +130,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
             tlx.barrier_wait(q.empty[at], unused)
             tlx.barrier_expect_bytes(q.full[at], 2 * HALF_BYTES)
             fetch_half(q_desc, q.buffer[at * 2], q.full[at], start_q, len_q, head, row, rank)
-            fetch_half(
-                q_desc, q.buffer[at * 2 + 1], q.full[at], start_q, len_q, head, row, 1 - rank
-            )
+            fetch_half(q_desc, q.buffer[at * 2 + 1], q.full[at], start_q, len_q, head, row, peer)
             if step == 0:
                 tlx.barrier_wait(v.empty[0], free)
                 tlx.barrier_expect_bytes(v.full[0], 4 * HALF_BYTES)
@@ -233,7 +221,7 @@ def math(
     factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
     count = 0
     for item in tl.range(tl.program_id(0) // PROGRAMS, items.count, clusters, num_stages=0):
-        start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item, options.NUM_HEADS_K)
+        start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item)
         steps = steps_of(len_q)
         phase = item // clusters & 1
         dk_own = tl.zeros([KEYS, 64], tl.float32)
@@ -265,8 +253,7 @@ def math(
             tlx.barrier_arrive(ds.empty[role])
             tlx.barrier_arrive(ds.empty[role], 1, remote_cta_rank=1 - rank)
             tlx.async_descriptor_store_wait(0)
-            dq = dq * factor
-            put_half(gradients.dq, staging[role], start_q, len_q, head, row, rank, dq)
+            put_half(gradients.dq, staging[role], start_q, len_q, head, row, rank, dq * factor)
         count += steps * GROUP // PAIR
         tlx.barrier_arrive(k.empty[0])
         dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
@@ -293,7 +280,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dQ, dK and dV of this cluster's items."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(NUM_HEADS_K, GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE)
+    options = Options(GROUP, ACTIVATION, FOLD, CAUSAL, WINDOW, HEAD_DIM, DTYPE)
     q = tlx.local_alloc((ROWS, 64), DTYPE, PAIR * 2)
     k = tlx.local_alloc((KEYS, 64), DTYPE, MATH_ROLES * 2)
     v = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)
@@ -302,25 +289,17 @@ def backward_kernel(
     ds = tlx.local_alloc((KEYS, ROWS), DTYPE, PAIR * MATH_ROLES)
     peer = tlx.local_alloc((KEYS, ROWS), DTYPE, PAIR * MATH_ROLES)
     staging = tlx.local_alloc((ROWS, 64), DTYPE, MATH_ROLES)
-    q_full = tlx.alloc_barriers(PAIR)
-    q_empty = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
-    k_full = tlx.alloc_barriers(1)
-    k_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    v_full = tlx.alloc_barriers(1)
-    v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    g_full = tlx.alloc_barriers(PAIR)
-    g_empty = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
+    q = Ring(q, tlx.alloc_barriers(PAIR), tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES))
+    k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    g = Ring(g, tlx.alloc_barriers(PAIR), tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES))
     ds_full = tlx.alloc_warp_barrier(PAIR, 4, MATH_ROLES)
-    ds_empty = tlx.alloc_barriers(PAIR, arrive_count=PROGRAMS)
-    peer_full = tlx.alloc_barriers(PAIR)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
-    g = Ring(g, g_full, g_empty)
-    ds = Ring(ds, ds_full, ds_empty)
-    peer = Inbox(peer, peer_full)
+    ds = Ring(ds, ds_full, tlx.alloc_barriers(PAIR, arrive_count=PROGRAMS))
+    peer = Handover(peer, tlx.alloc_barriers(PAIR))
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
-    items = Items(order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q)
+    items = Items(
+        order_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_items, max_seqlen_q, NUM_HEADS_K
+    )
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

@@ -313,21 +313,12 @@ def backward_kernel(
     staged = tlx.local_alloc((KEYS, HEAD_DIM), DTYPE, MATH_ROLES)  # dK
     # The same memory, for a half of dQ.
     staging = tlx.local_alloc((64, 64), DTYPE, MATH_ROLES * (HEAD_DIM // 64), reuse=staged)
-    q_full = tlx.alloc_barriers(Q_STAGES)
-    q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4, MATH_ROLES)
-    k_full = tlx.alloc_barriers(K_STAGES)
-    k_empty = tlx.alloc_warp_barrier(K_STAGES, 4, MATH_ROLES)
-    v_full = tlx.alloc_barriers(1)
-    v_empty = tlx.alloc_warp_barrier(1, 4, MATH_ROLES)
-    g_full = tlx.alloc_barriers(G_STAGES)
-    g_empty = tlx.alloc_warp_barrier(G_STAGES, 4, MATH_ROLES)
+    q = Ring(q, tlx.alloc_barriers(Q_STAGES), tlx.alloc_warp_barrier(Q_STAGES, 4, MATH_ROLES))
+    k = Ring(k, tlx.alloc_barriers(K_STAGES), tlx.alloc_warp_barrier(K_STAGES, 4, MATH_ROLES))
+    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4, MATH_ROLES))
+    g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_warp_barrier(G_STAGES, 4, MATH_ROLES))
     ds_full = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
-    ds_empty = tlx.alloc_warp_barrier(2, 4, MATH_ROLES)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
-    g = Ring(g, g_full, g_empty)
-    ds = Ring(ds, ds_full, ds_empty)
+    ds = Ring(ds, ds_full, tlx.alloc_warp_barrier(2, 4, MATH_ROLES))
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
 
     with tlx.async_tasks():

@@ -38,8 +38,8 @@ from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
 from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, place, rounded
-from gdpa_kernels.gdpa.masks import mask_transposed, row_range
+from gdpa_kernels.gdpa.gradients import Gradients, place, rounded, steps_of
+from gdpa_kernels.gdpa.masks import mask_transposed
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
 KEYS = tl.constexpr(64)  # of a tile
@@ -102,16 +102,6 @@ class Options:
 
 
 @triton.jit
-def steps_of(key, len_q, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """(first row, steps) of the tile at `key`.
-
-    At least one step: prologue and epilogue need one. Without rows it adds zero.
-    """
-    start, end = row_range(key, len_q, ROWS, KEYS, CAUSAL, WINDOW)
-    return start, tl.maximum(tl.cdiv(end - start, ROWS), 1)
-
-
-@triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
@@ -120,7 +110,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
         start_q = 0 if options.SHARED_Q else start_out
-        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
         tile = item // tl.num_programs(0)
         tlx.barrier_wait(k.empty[0], (tile & 1) ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
@@ -181,7 +171,7 @@ def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
         tile = item // tl.num_programs(0)
         start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
         steps = uniform(steps)
         last = uniform(steps * GROUP) - 1  # the compiler must not know that it is odd
         dv = tl.zeros([KEYS, COLUMNS], tl.float32)
@@ -239,7 +229,7 @@ def sum_role(q, k, ds, staging, gradients, list_ptr, scale, output_scale, option
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=0):
         tile = item // tl.num_programs(0)
         start_k, _, len_k, start_out, len_q, head_k, key = entry(list_ptr, item)
-        start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
+        start, steps = steps_of(key, len_q, ROWS, KEYS, options)
         steps = uniform(steps)
         dk = tl.zeros([KEYS, COLUMNS], tl.float32)
         tlx.barrier_wait(k.full[0], tile & 1)
@@ -284,21 +274,12 @@ def backward_kernel(
     g = tlx.local_alloc((ROWS, COLUMNS), DTYPE, G_STAGES)
     ds = tlx.local_alloc((KEYS, ROWS), DTYPE, DS_STAGES)
     staging = tlx.local_alloc((ROWS, PIECE), tl.float32, 1)
-    q_full = tlx.alloc_barriers(Q_STAGES)
-    q_empty = tlx.alloc_warp_barrier(Q_STAGES, 4)
-    k_full = tlx.alloc_barriers(1)
-    k_empty = tlx.alloc_warp_barrier(1, 4)
-    v_full = tlx.alloc_barriers(1)
-    v_empty = tlx.alloc_warp_barrier(1, 4)
-    g_full = tlx.alloc_barriers(G_STAGES)
-    g_empty = tlx.alloc_warp_barrier(G_STAGES, 4)
+    q = Ring(q, tlx.alloc_barriers(Q_STAGES), tlx.alloc_warp_barrier(Q_STAGES, 4))
+    k = Ring(k, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4))
+    v = Ring(v, tlx.alloc_barriers(1), tlx.alloc_warp_barrier(1, 4))
+    g = Ring(g, tlx.alloc_barriers(G_STAGES), tlx.alloc_warp_barrier(G_STAGES, 4))
     ds_full = tlx.alloc_warp_barrier(DS_STAGES, 4)
-    ds_empty = tlx.alloc_warp_barrier(DS_STAGES, 4)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
-    g = Ring(g, g_full, g_empty)
-    ds = Ring(ds, ds_full, ds_empty)
+    ds = Ring(ds, ds_full, tlx.alloc_warp_barrier(DS_STAGES, 4))
     gradients = Gradients(dq_desc, dk_desc, dv_desc)
 
     with tlx.async_tasks():

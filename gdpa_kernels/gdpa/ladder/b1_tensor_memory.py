@@ -168,17 +168,11 @@ def tensor_memory_kernel(
     s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, 1, tlx.storage_kind.tmem)
     p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 1, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, 1, tlx.storage_kind.tmem)
-    q_full = tlx.alloc_barriers(1)
-    kv_full = tlx.alloc_barriers(NUM_STAGES)
-    kv_empty = tlx.alloc_barriers(NUM_STAGES)
-    s_full = tlx.alloc_barriers(1)
-    p_full = tlx.alloc_warp_barrier(1, 4)
-    o_full = tlx.alloc_barriers(1)
-    q = Handover(q, q_full)
-    kv = Ring(kv, kv_full, kv_empty)
-    s = Handover(s, s_full)
-    p = Handover(p, p_full)
-    o = Handover(o, o_full)
+    q = Handover(q, tlx.alloc_barriers(1))
+    kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES))
+    s = Handover(s, tlx.alloc_barriers(1))
+    p = Handover(p, tlx.alloc_warp_barrier(1, 4))
+    o = Handover(o, tlx.alloc_barriers(1))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):

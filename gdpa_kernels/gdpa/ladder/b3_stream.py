@@ -241,18 +241,11 @@ def stream_kernel(
     s = tlx.local_alloc((ROWS, BLOCK_N), tl.float32, TILES, tlx.storage_kind.tmem)
     p = tlx.local_alloc((ROWS, BLOCK_N), DTYPE, 2 * TILES, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, TILES, tlx.storage_kind.tmem)
-    q_full = tlx.alloc_barriers(TILES)
-    q_empty = tlx.alloc_barriers(TILES)
-    kv_full = tlx.alloc_barriers(NUM_STAGES)
-    kv_empty = tlx.alloc_barriers(NUM_STAGES)
-    s_full = tlx.alloc_barriers(TILES)
-    p_full = tlx.alloc_warp_barrier(TILES * SLICES, 4)
-    o_full = tlx.alloc_barriers(TILES)
-    q = Ring(q, q_full, q_empty)
-    kv = Ring(kv, kv_full, kv_empty)
-    s = Handover(s, s_full)
-    p = Handover(p, p_full)
-    o = Handover(o, o_full)
+    q = Ring(q, tlx.alloc_barriers(TILES), tlx.alloc_barriers(TILES))
+    kv = Ring(kv, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES))
+    s = Handover(s, tlx.alloc_barriers(TILES))
+    p = Handover(p, tlx.alloc_warp_barrier(TILES * SLICES, 4))
+    o = Handover(o, tlx.alloc_barriers(TILES))
 
     with tlx.async_tasks():
         with tlx.async_task("default", replicate=TILES):

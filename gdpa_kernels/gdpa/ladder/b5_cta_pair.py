@@ -211,6 +211,7 @@ def math(role: tl.constexpr, s, p, list_ptr, rows_per_item, scale, options):
 @triton.jit
 def output(out_desc, out, o, list_ptr, rows_per_item, output_scale, options):
     """O from tensor memory through a buffer to memory; the store goes on beside the next tile."""
+    DTYPE: tl.constexpr = options.DTYPE
     rank = tlx.cluster_cta_rank()
     item, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
@@ -222,7 +223,7 @@ def output(out_desc, out, o, list_ptr, rows_per_item, output_scale, options):
             at = tile % O_SLOTS
             tlx.barrier_wait(o.full[at], (tile // O_SLOTS) & 1)
             tlx.async_descriptor_store_wait(0)
-            move_columns(o.buffer[at], out[0], output_scale, options)
+            move_columns(o.buffer[at], out[0], output_scale, options.COLUMNS, DTYPE)
             tlx.barrier_arrive(o.empty[at], 1, remote_cta_rank=0)
             tlx.fence("async_shared")
             place = [BOUND, start_out + len_q, head, BOUND - len_q + row, 0]
@@ -248,20 +249,12 @@ def cta_pair_kernel(
     p = tlx.local_alloc((ROWS, KEYS), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, O_SLOTS, tlx.storage_kind.tmem)
     out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, 1)
-    q_full = tlx.alloc_barriers(Q_SLOTS)
-    q_empty = tlx.alloc_barriers(Q_SLOTS)
-    k_full = tlx.alloc_barriers(NUM_STAGES)
-    k_empty = tlx.alloc_barriers(NUM_STAGES)
-    s_full = tlx.alloc_barriers(ROLES)
-    p_full = tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS)
-    o_full = tlx.alloc_barriers(O_SLOTS)
-    o_empty = tlx.alloc_barriers(O_SLOTS, arrive_count=CTAS)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, k_full, k_empty)  # arrives and leaves with K
-    s = Handover(s, s_full)
-    p = Handover(p, p_full)
-    o = Ring(o, o_full, o_empty)
+    q = Ring(q, tlx.alloc_barriers(Q_SLOTS), tlx.alloc_barriers(Q_SLOTS))
+    k = Ring(k, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_barriers(NUM_STAGES))
+    v = Ring(v, k.full, k.empty)  # arrives and leaves with K
+    s = Handover(s, tlx.alloc_barriers(ROLES))
+    p = Handover(p, tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS))
+    o = Ring(o, tlx.alloc_barriers(O_SLOTS), tlx.alloc_barriers(O_SLOTS, arrive_count=CTAS))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
