@@ -21,14 +21,7 @@ from emulator.tests.checking import (
     refused,
     tlx,
 )
-from tritonemu import (
-    InvalidKernel,
-    OutOfBounds,
-    ResourceLimit,
-    UninitializedRead,
-    Unsupported,
-    run,
-)
+from tritonemu import InvalidKernel, OutOfBounds, ResourceLimit, UninitializedRead, Unsupported, run
 from tritonemu.buffers import Storage
 
 pytestmark = pytest.mark.tlx
