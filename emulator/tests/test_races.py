@@ -71,19 +71,6 @@ def handover_kernel(out_ptr, FAULT: tl.constexpr):
             tl.store(out_ptr + 16 + tl.arange(0, 16), x)
 
 
-def test_handover():
-    both = torch.stack([torch.arange(16), torch.arange(100, 116)])
-    everywhere(handover_kernel, (1,), ints(2, 16), both, FAULT="none")
-
-
-@pytest.mark.parametrize("fault, read", (("no wait", "# late"), ("early release", "# early")))
-def test_handover_races(fault, read):
-    check_race(
-        handover_kernel, (1,), ints(2, 16), FAULT=fault, buffer="cell[1]",
-        places=("# second", read), roles=ROLES,
-    )  # fmt: skip
-
-
 @triton.jit
 def replicas_kernel(out_ptr, APART: tl.constexpr):
     cell = tlx.local_alloc((16,), tl.int32, 2)
@@ -182,19 +169,6 @@ def alias_kernel(ALIAS: tl.constexpr, TENSOR: tl.constexpr, PART: tl.constexpr):
             tlx.local_store(p[PART], tl.zeros((128, 32), tl.float16))  # p
 
 
-@pytest.mark.parametrize("tensor", (False, True))
-def test_aliases_race(tensor):
-    options = {"TENSOR": tensor, **B200}
-    everywhere(alias_kernel, (1,), ALIAS=False, PART=0, **options)
-    check_race(
-        alias_kernel, (1,), ALIAS=True, PART=0, buffer=("qk[0]", "p[0]"), places=("# qk", "# p"),
-        roles=ROLES, **options,
-    )  # fmt: skip
-    if tensor:
-        # p[1] is the right half of the columns of qk, of which the other role takes the left.
-        everywhere(alias_kernel, (1,), ALIAS=True, PART=1, **options)
-
-
 # Asynchronous copies.
 
 
@@ -223,41 +197,6 @@ def load_kernel(desc, out_desc, FAULT: tl.constexpr):
                     tlx.barrier_arrive(empty)
 
 
-def test_a_copy_is_awaited_on_its_barrier():
-    everywhere(load_kernel, (1,), boxes(rows=16), lambda desc, _: desc.base, FAULT="none")
-    check_race(
-        load_kernel, (1,), boxes(rows=16), FAULT="no full", buffer="tile[0]",
-        places=("async_descriptor_load", "# read"),
-        roles=ROLES,
-    )  # fmt: skip
-
-
-@triton.jit
-def overwrite_kernel(desc, out_desc, FAULT: tl.constexpr):
-    tile = tlx.local_alloc((8, 16), tl.float32, 1)
-    full, empty = tlx.alloc_barriers(1), tlx.alloc_barriers(1)
-    tlx.barrier_expect_bytes(full, 512)
-    tlx.async_descriptor_load(desc, tile[0], [0, 0], full)  # first
-    with tlx.async_tasks():
-        with tlx.async_task("default"):
-            if FAULT != "no empty":
-                tlx.barrier_wait(empty, 0)
-            tlx.barrier_wait(full, 0)
-            tlx.local_store(tile[0], tl.zeros((8, 16), tl.float32))  # write
-        with tlx.async_task(num_warps=4):
-            tlx.barrier_wait(full, 0)
-            out_desc.store([0, 0], tlx.local_load(tile[0]))  # read
-            tlx.barrier_arrive(empty)
-
-
-def test_a_buffer_is_not_refilled_before_it_has_been_read():
-    everywhere(overwrite_kernel, (1,), boxes(), FAULT="none")
-    check_race(
-        overwrite_kernel, (1,), boxes(), FAULT="no empty", buffer="tile[0]",
-        places=("# write", "# read"), roles=ROLES,
-    )  # fmt: skip
-
-
 @triton.jit
 def own_copy_kernel(desc, out_desc, FAULT: tl.constexpr):
     tile = tlx.local_alloc((8, 16), tl.float32, 1)
@@ -272,18 +211,6 @@ def own_copy_kernel(desc, out_desc, FAULT: tl.constexpr):
         out_desc.store([0, 0], tlx.local_load(tile[0]))  # read
 
 
-def test_a_role_races_with_its_own_copy():
-    everywhere(own_copy_kernel, (1,), boxes(), FAULT="none")
-    for fault in ("read", "write"):
-        check_race(
-            own_copy_kernel, (1,), boxes(), FAULT=fault, buffer="tile[0]",
-            places=("async_descriptor_load", f"# {fault}"),
-        )  # fmt: skip
-        error = found(Race, own_copy_kernel, (1,), boxes(), FAULT=fault)[0]
-        assert error.other == place(own_copy_kernel, "async_descriptor_load")
-        assert "which copy issued by default of CTA 0 writes" in str(error)
-
-
 @triton.jit
 def store_kernel(out_desc, PENDING: tl.constexpr, STAGES: tl.constexpr):
     tile = tlx.local_alloc((8, 16), tl.float32, STAGES)
@@ -292,16 +219,6 @@ def store_kernel(out_desc, PENDING: tl.constexpr, STAGES: tl.constexpr):
         tlx.local_store(tile[i % STAGES], tl.full((8, 16), i, tl.float32))
         tlx.async_descriptor_store(out_desc, tile[i % STAGES], [i * 8, 0])
     tlx.async_descriptor_store_wait(0)
-
-
-@pytest.mark.parametrize("stages", (1, 2, 3))
-def test_the_source_of_a_store_is_kept_until_it_has_been_read(stages):
-    rows, arguments = torch.arange(4).repeat_interleave(8)[:, None], boxes(1, 32)
-    everywhere(store_kernel, (1,), arguments, rows, PENDING=stages - 1, STAGES=stages)
-    check_race(
-        store_kernel, (1,), arguments, PENDING=stages, STAGES=stages, buffer="tile[0]",
-        places=("local_store", "tlx.async_descriptor_store("),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -331,20 +248,6 @@ def written_kernel(out_desc, back_ptr, HOW: tl.constexpr):
         tl.load(back_ptr + place)  # load
 
 
-@pytest.mark.parametrize("how", ("copy", "load"))
-def test_a_wait_for_a_store_says_nothing_about_global_memory(how):
-    def arguments():
-        (desc,) = boxes(1)()
-        return desc, desc.base
-
-    everywhere(written_kernel, (1,), arguments, HOW="none")
-    everywhere(written_kernel, (1,), arguments, HOW="landed")
-    check_race(
-        written_kernel, (1,), arguments, HOW=how, buffer=("out_desc", "back_ptr"),
-        places=("tlx.async_descriptor_store(", f"# {how}"),
-    )  # fmt: skip
-
-
 @triton.jit
 def groups_kernel(x_ptr, out_ptr, PENDING: tl.constexpr):
     tile = tlx.local_alloc((32,), tl.int32, 3)
@@ -355,17 +258,6 @@ def groups_kernel(x_ptr, out_ptr, PENDING: tl.constexpr):
     for i in tl.static_range(3):
         tlx.async_load_wait_group(2 - i + PENDING)
         tl.store(out_ptr + i * 32 + lanes, tlx.local_load(tile[i]))
-
-
-def test_groups_of_copies():
-    def arguments():
-        return torch.arange(96, dtype=torch.int32), *ints(96)()
-
-    everywhere(groups_kernel, (1,), arguments, lambda x, _: x, PENDING=0)
-    check_race(
-        groups_kernel, (1,), arguments, PENDING=1, buffer="tile[0]",
-        places=("tlx.async_load(", "local_load"),
-    )  # fmt: skip
 
 
 # Tensor cores.
@@ -404,21 +296,6 @@ def wgmma_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
     tl.store(out_ptr + grid2(64, 32), acc)
 
 
-def test_operands_of_wgmma():
-    everywhere(wgmma_kernel, (1,), matrices(), twice, 1e-5, FAULT="none")
-
-
-@pytest.mark.parametrize("fault, dot", (("a", "second"), ("b1", "second"), ("b0", "first")))
-def test_operands_of_wgmma_overwritten_early(fault, dot):
-    check_race(
-        wgmma_kernel, (1,), matrices(), FAULT=fault, buffer=f"{fault[0]}[{fault[1:] or 0}]",
-        places=(f"# {dot}", f"# {fault}"),
-    )  # fmt: skip
-    error = found(Race, wgmma_kernel, (1,), matrices(), FAULT=fault)[0]
-    assert error.other == place(wgmma_kernel, f"# {dot}")
-    assert "which async_dot issued by default of CTA 0 reads" in str(error)
-
-
 @triton.jit
 def tcgen05_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
     a = tlx.local_alloc((128, 32), tl.float16, 1)
@@ -440,10 +317,6 @@ def tcgen05_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
                 tlx.barrier_wait(done, 0)
             x = tlx.local_load(acc[0])
             tl.store(out_ptr + grid2(128, 32), x)
-
-
-def test_accumulators_in_tensor_memory():
-    everywhere(tcgen05_kernel, (1,), matrices(128), twice, 1e-5, FAULT="none", **B200)
 
 
 def issues():
@@ -484,14 +357,6 @@ def two_issuers_kernel(a_ptr, b_ptr, out_ptr, ORDERED: tl.constexpr):
             tlx.barrier_wait(all_done, 0)
 
 
-def test_two_roles_that_issue_into_one_accumulator():
-    everywhere(two_issuers_kernel, (1,), matrices(128), ORDERED=True, **B200)
-    check_race(
-        two_issuers_kernel, (1,), matrices(128), ORDERED=False, buffer="acc[0]",
-        places=("# first", "# second"), roles=ROLES, **B200,
-    )  # fmt: skip
-
-
 # Clusters.
 
 
@@ -511,16 +376,6 @@ def exchange_kernel(out_ptr, FAULT: tl.constexpr):
     x = tlx.local_load(cell[0])  # read
     tl.store(out_ptr + tl.program_id(0) * 16 + tl.arange(0, 16), x)
     tlx.cluster_barrier()
-
-
-def test_distributed_shared_memory():
-    expected = torch.tensor([6, 5, 6, 5])[:, None]
-    everywhere(exchange_kernel, (4,), ints(4, 16), expected, FAULT="none", **PAIR)
-    for fault, at in (("no wait", "# read"), ("no cluster barrier", "# clear")):
-        check_race(
-            exchange_kernel, (2,), ints(4, 16), FAULT=fault, buffer="cell[0]",
-            places=("async_remote_shmem_store", at), **PAIR,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -545,13 +400,126 @@ def relay_kernel(desc, out_desc, OWN: tl.constexpr):
     tlx.cluster_barrier()
 
 
-def test_a_multicast_is_awaited_in_each_cta():
-    everywhere(relay_kernel, (2,), boxes(), lambda desc, _: desc.base, OWN=True, **PAIR)
-    # The bytes that CTA 0 has waited for are those in CTA 0.
-    check_race(
-        relay_kernel, (2,), boxes(), OWN=False, buffer="tile[0]",
-        places=("async_descriptor_load", "# read"), **PAIR,
-    )  # fmt: skip
+# What each of them gives when it is right, and between which lines it races when it is not.
+
+
+def of_desc(desc, _):
+    return desc.base
+
+
+def of_x(x, _):
+    return x
+
+
+def copied():
+    return torch.arange(96, dtype=torch.int32), *ints(96)()
+
+
+def of_boxes():
+    (desc,) = boxes(1)()
+    return desc, desc.base
+
+
+HANDED = torch.stack([torch.arange(16), torch.arange(100, 116)])
+ROWS = torch.arange(4).repeat_interleave(8)[:, None]
+EXCHANGED = torch.tensor([6, 5, 6, 5])[:, None]
+SMEM, TMEM = ({"TENSOR": tensor, **B200} for tensor in (False, True))
+RIGHT = (
+    (handover_kernel, 1, ints(2, 16), HANDED, {"FAULT": "none"}),
+    *((alias_kernel, 1, tuple, None, {"ALIAS": False, "PART": 0, **o}) for o in (SMEM, TMEM)),
+    # p[1] is the right half of the columns of qk, of which the other role takes the left.
+    (alias_kernel, 1, tuple, None, {"ALIAS": True, "PART": 1, **TMEM}),
+    (load_kernel, 1, boxes(rows=16), of_desc, {"FAULT": "none"}),
+    (own_copy_kernel, 1, boxes(), None, {"FAULT": "none"}),
+    *((store_kernel, 1, boxes(1, 32), ROWS, {"PENDING": n - 1, "STAGES": n}) for n in (1, 2, 3)),
+    *((written_kernel, 1, of_boxes, None, {"HOW": how}) for how in ("none", "landed")),
+    (groups_kernel, 1, copied, of_x, {"PENDING": 0}),
+    (wgmma_kernel, 1, matrices(), twice, {"FAULT": "none"}),
+    (tcgen05_kernel, 1, matrices(128), twice, {"FAULT": "none", **B200}),
+    (two_issuers_kernel, 1, matrices(128), None, {"ORDERED": True, **B200}),
+    (exchange_kernel, 4, ints(4, 16), EXCHANGED, {"FAULT": "none", **PAIR}),
+    (relay_kernel, 2, boxes(), of_desc, {"OWN": True, **PAIR}),
+)
+
+
+def named(value):
+    return value.fn.__name__ if hasattr(value, "fn") else None
+
+
+@pytest.mark.parametrize("kernel, ctas, arguments, gives, options", RIGHT, ids=named)
+def test_what_is_right(kernel, ctas, arguments, gives, options):
+    tolerance = 1e-5 if gives is twice else 0
+    everywhere(kernel, (ctas,), arguments, gives, tolerance, **options)
+
+
+LOAD, SEND = "async_descriptor_load", "async_remote_shmem_store"
+STORE, GROUP = "tlx.async_descriptor_store(", "tlx.async_load("
+
+
+@pytest.mark.parametrize(
+    "kernel, ctas, arguments, options, buffer, places, roles",
+    (
+        *(
+            (handover_kernel, 1, ints(2, 16), {"FAULT": fault}, "cell[1]", ("# second", at), ROLES)
+            for fault, at in (("no wait", "# late"), ("early release", "# early"))
+        ),
+        *(
+            (alias_kernel, 1, tuple, {"ALIAS": True, "PART": 0, **options}, ("qk[0]", "p[0]"),
+             ("# qk", "# p"), ROLES)
+            for options in (SMEM, TMEM)
+        ),
+        (load_kernel, 1, boxes(rows=16), {"FAULT": "no full"}, "tile[0]", (LOAD, "# read"), ROLES),
+        # The source of a store is kept until it has been read.
+        *(
+            (store_kernel, 1, boxes(1, 32), {"PENDING": n, "STAGES": n}, "tile[0]",
+             ("local_store", STORE), ())
+            for n in (1, 2, 3)
+        ),
+        # A wait for a store says nothing about global memory.
+        *(
+            (written_kernel, 1, of_boxes, {"HOW": how}, ("out_desc", "back_ptr"),
+             (STORE, f"# {how}"), ())
+            for how in ("copy", "load")
+        ),
+        (groups_kernel, 1, copied, {"PENDING": 1}, "tile[0]", (GROUP, "local_load"), ()),
+        (two_issuers_kernel, 1, matrices(128), {"ORDERED": False, **B200}, "acc[0]",
+         ("# first", "# second"), ROLES),
+        *(
+            (exchange_kernel, 2, ints(4, 16), {"FAULT": fault, **PAIR}, "cell[0]", (SEND, at), ())
+            for fault, at in (("no wait", "# read"), ("no cluster barrier", "# clear"))
+        ),
+        # The bytes that CTA 0 has waited for are those in CTA 0.
+        (relay_kernel, 2, boxes(), {"OWN": False, **PAIR}, "tile[0]", (LOAD, "# read"), ()),
+    ),
+    ids=named,
+)  # fmt: skip
+def test_what_races(kernel, ctas, arguments, options, buffer, places, roles):
+    given = {"buffer": buffer, "places": places, "roles": roles, **options}
+    check_race(kernel, (ctas,), arguments, **given)
+
+
+@pytest.mark.parametrize(
+    "kernel, arguments, fault, buffer, issued, accesses",
+    (
+        *(
+            (own_copy_kernel, boxes(), fault, "tile[0]", LOAD, "copy issued by {} writes")
+            for fault in ("read", "write")
+        ),
+        *(
+            (wgmma_kernel, matrices(), fault, buffer, f"# {dot}", "async_dot issued by {} reads")
+            for fault, buffer, dot in (
+                *(("a", "a[0]", "second"), ("b1", "b[1]", "second"), ("b0", "b[0]", "first")),
+            )
+        ),
+    ),
+    ids=named,
+)
+def test_a_role_races_with_what_it_issued(kernel, arguments, fault, buffer, issued, accesses):
+    finding = {"buffer": buffer, "places": (issued, f"# {fault}")}
+    check_race(kernel, (1,), arguments, FAULT=fault, **finding)
+    error = found(Race, kernel, (1,), arguments, FAULT=fault)[0]
+    assert error.other == place(kernel, issued)
+    assert "which " + accesses.format("default of CTA 0") in str(error)
 
 
 # Global memory.
