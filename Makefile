@@ -45,7 +45,8 @@ test-processors: $(READY)
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST) $(ON_A_CPU)
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) --threads 4 $(ON_A_CPU)
 
-# What takes too long for `make test`: every promise compiled, more random calls, others by SEED.
+# What takes too long for `make test`: every promise compiled, all mutants, more random calls, others
+# by SEED.
 test-nightly: $(READY)
 	$(PYTEST) --nightly --seed $(SEED)
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonemu import EmulatorError, run
 
@@ -41,6 +42,9 @@ TENSOR_COLUMNS = 512
 
 # Launch options of a cluster of two CTAs.
 PAIR = {"ctas_per_cga": (2, 1, 1)}
+
+# The emulator's option for Blackwell.
+B200 = {"arch": "sm_100"}
 
 # The modelled schedule, and seeds of random ones.
 SCHEDULES = ("modelled", *range(11))
@@ -99,18 +103,40 @@ def build(
     return made
 
 
+def ints(*shape: int, fill: int = -1) -> Callable[[], tuple[torch.Tensor]]:
+    """Makes the only argument of a launch: int32 of a shape."""
+    return lambda: (torch.full(shape, fill, dtype=torch.int32),)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def box(tensor: torch.Tensor, *shape: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, list(shape))
+
+
 def everywhere(
     kernel: Any,
     grid: Sequence[int],
     arguments: Callable[[], Sequence[Any]] = tuple,
-    check: Callable[..., None] = lambda *arguments: None,
+    gives: Any = None,
+    tolerance: float = 0.0,
     **options: Any,
 ) -> None:
-    """Run under every schedule, each time on fresh arguments, and `check` these afterwards."""
+    """Run under every schedule, each time on fresh arguments.
+
+    gives: what the last argument, or the tensor under it, must hold afterwards: a tensor, numbers,
+    or such of the arguments.
+    """
     for schedule in SCHEDULES:
         values = arguments()
         run(kernel, grid, *values, schedule=schedule, **options)
-        check(*values)
+        if gives is not None:
+            found = getattr(values[-1], "base", values[-1]).double()
+            expected = torch.as_tensor(gives(*values) if callable(gives) else gives).double()
+            expected = expected.expand_as(found)
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def refused(

@@ -54,9 +54,8 @@ def load(work, blocks):
         slot = block % 2
         tlx.barrier_wait(work.x.empty[slot], block // 2 & 1 ^ 1)
         tlx.barrier_expect_bytes(work.x.full[slot], ROWS * 64)
-        tlx.async_descriptor_load(
-            work.desc, work.x.buffer[slot], [block * ROWS, 0], work.x.full[slot]
-        )
+        x = work.x
+        tlx.async_descriptor_load(work.desc, x.buffer[slot], [block * ROWS, 0], x.full[slot])
 
 
 @triton.jit
@@ -84,8 +83,7 @@ def sums_kernel(
 ):  # fmt: skip
     if NAMED:
         x = tlx.local_alloc((ROWS, 16), tl.float32, 2)
-        x_full = tlx.alloc_barriers(2)
-        x_empty = tlx.alloc_warp_barrier(2, 4)
+        x_full, x_empty = tlx.alloc_barriers(2), tlx.alloc_warp_barrier(2, 4)
         x = Ring(x, x_full, x_empty)
     else:
         x = Ring(

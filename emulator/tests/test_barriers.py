@@ -6,9 +6,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import build, everywhere, found, place, refused, tlx
+from emulator.tests.checking import PAIR, box, build, everywhere, found, ints, place, refused, tlx
 from tritonemu import (
     AliasedWait,
     BarrierMisuse,
@@ -33,7 +32,7 @@ def arrivals(report, barrier, kind="arrive"):
 
 
 @triton.jit
-def pipeline_kernel(out_ptr, n, STAGES: tl.constexpr, BLOCK: tl.constexpr):
+def pipeline_kernel(n, out_ptr, STAGES: tl.constexpr, BLOCK: tl.constexpr):
     ring = tlx.local_alloc((BLOCK,), tl.int32, STAGES)
     full = tlx.alloc_barriers(STAGES)
     empty = tlx.alloc_barriers(STAGES)
@@ -56,26 +55,16 @@ def pipeline_kernel(out_ptr, n, STAGES: tl.constexpr, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("stages", (1, 2, 3))
 @pytest.mark.parametrize("n", (0, 1, 7))
 def test_pipeline(n, stages):
-    def check(out, _):
-        expected = torch.arange(n)[:, None] * 10 + torch.arange(16)
-        assert torch.equal(out[: n * 16].view(n, 16), expected.int())
-        assert (out[n * 16 :] == -1).all()
+    def arguments():
+        return n, *ints(n * 16 + 1)()
 
-    everywhere(
-        pipeline_kernel,
-        (2,),
-        lambda: (torch.full((n * 16 + 1,), -1, dtype=torch.int32), n),
-        check,
-        STAGES=stages,
-        BLOCK=16,
-    )
+    expected = (torch.arange(n)[:, None] * 10 + torch.arange(16)).flatten()
+    expected = torch.cat([expected, torch.tensor([-1])])
+    everywhere(pipeline_kernel, (2,), arguments, expected, STAGES=stages, BLOCK=16)
 
 
 def test_pipeline_in_the_trace():
-    report = run(
-        pipeline_kernel, (1,), torch.zeros(80, dtype=torch.int32), 5,
-        STAGES=2, BLOCK=16, trace=True,
-    )  # fmt: skip
+    report = run(pipeline_kernel, (1,), 5, *ints(80)(), STAGES=2, BLOCK=16, trace=True)
     assert arrivals(report, "full[0]") == [("default", phase, 0, 0) for phase in (0, 1, 2)]
     assert arrivals(report, "full[1]") == [("default", phase, 0, 0) for phase in (0, 1)]
     assert [event[:2] for event in arrivals(report, "full[0]", "wait")] == [
@@ -120,8 +109,7 @@ def test_deadlock_says_where_who_and_what():
     assert f"default of CTA 0 at {at[0]}:{at[1]} waits for phase 0 of bar of CTA 0" in str(error)
     assert "misses 1 arrivals" in str(error)
 
-
-def test_deadlock_of_a_phase_that_is_long_over():
+    # Of a phase that is long over.
     (wait,) = found(Deadlock, fresh_kernel, (1,), PHASE=0, ARRIVALS=2)[0].waits
     assert wait.note == "phase 0 of that parity is over, and 1 too"
 
@@ -153,15 +141,10 @@ def test_counts():
     assert arrivals(report, "bar") == [("default", 0, 2, 0), ("default", 0, 0, 0)]
     assert arrivals(report, "bar", "wait") == [("default", 0, 0, 0)]
 
-
-def test_an_arrival_too_few():
     for error in found(Deadlock, count_kernel, (1,), COUNT=4, FIRST=1, SECOND=2):
         assert [(wait.phase, wait.arrivals) for wait in error.waits] == [(0, 1)]
-
-
-def test_an_arrival_too_many():
-    for error in found(BarrierMisuse, count_kernel, (1,), COUNT=3, FIRST=2, SECOND=2):
-        assert (error.file, error.line) == place(count_kernel, "# second")
+    given = {"COUNT": 3, "FIRST": 2, "SECOND": 2, "at": "# second"}
+    for error in found(BarrierMisuse, count_kernel, (1,), **given):
         assert (error.barrier, error.role) == ("bar", "default of CTA 0")
         assert "2 arrivals in phase 0, which expects 1 more of 3" in str(error)
 
@@ -180,9 +163,7 @@ def test_arrivals_of_several_roles():
     everywhere(crowd_kernel, (1,), COUNT=3, REPLICAS=3)
     for error in found(Deadlock, crowd_kernel, (1,), COUNT=3, REPLICAS=2):
         assert [(w.role, w.phase, w.arrivals) for w in error.waits] == [("default of CTA 0", 0, 1)]
-
-
-def test_an_arrival_that_may_count_in_either_of_two_phases():
+    # An arrival that may count in either of two phases.
     for error in found(BarrierMisuse, crowd_kernel, (1,), COUNT=1, REPLICAS=2, at="barrier_arrive"):
         assert error.barrier == "bar"
 
@@ -267,13 +248,10 @@ LATE = ("modelled", *range(20))
 
 
 def take_turns(schedule, slots, consumers, n=9, **options):
-    x = torch.arange(float(n))[:, None].repeat(1, 16)
-    out = torch.full((n, 16), -1.0)
-    names = {"PRODUCERS": 1, "SHIFT": 0, "EVERY": False, "COPY": True, "TELL": False}
-    run(
-        ring_kernel, (1,), TensorDescriptor(x.flatten(), [n * 16], [1], [16]), out, n,
-        SLOTS=slots, CONSUMERS=consumers, **names | options, schedule=schedule,
-    )  # fmt: skip
+    x, out = torch.arange(float(n)).repeat_interleave(16), torch.full((n * 16,), -1.0)
+    usual = {"PRODUCERS": 1, "SHIFT": 0, "EVERY": False, "COPY": True, "TELL": False}
+    given = {"SLOTS": slots, "CONSUMERS": consumers, **usual, **options}
+    run(ring_kernel, (1,), box(x, 16), out, n, **given, schedule=schedule)
     assert torch.equal(out, x)
 
 
@@ -360,9 +338,9 @@ def test_what_does_not(phases, proof):
     )
     aliased = [error for error in errors if isinstance(error, AliasedWait)]
     assert errors[0] in aliased
+    at = place(later_phase_kernel, "# wait")
     for error in aliased:
-        assert (error.file, error.line) == place(later_phase_kernel, "# wait")
-        assert (error.barrier, error.role) == ("bar", "task0 of CTA 0")
+        assert (error.file, error.line, error.barrier, error.role) == (*at, "bar", "task0 of CTA 0")
         assert error.phase in range(phases - 1, 0, -2)
 
 
@@ -384,7 +362,7 @@ def late_copies_kernel(desc, STEPS: tl.constexpr):
 
 def test_copies_complete_in_any_order_under_random_schedules():
     def order(schedule):
-        desc = TensorDescriptor(torch.zeros(64), [64], [1], [16])
+        desc = box(torch.zeros(64), 16)
         report = run(late_copies_kernel, (1,), desc, STEPS=40, schedule=schedule, trace=True)
         events = (e for e in report.timeline.events if e.kind == "arrive")
         return [e.target for e in events if e.lane == "TMA" or e.target == "marker"]
@@ -420,17 +398,11 @@ def bytes_kernel(desc, out_desc, BYTES: tl.constexpr, LATE: tl.constexpr, WAIT: 
 
 
 def boxes():
-    x = torch.arange(128.0).view(8, 16)
-    return [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, torch.zeros(8, 16))]
+    return [box(t, 8, 16) for t in (torch.arange(128.0).view(8, 16), torch.zeros(8, 16))]
 
 
 def same(desc, out_desc):
-    assert torch.equal(desc.base, out_desc.base)
-
-
-@pytest.mark.parametrize("late", (False, True))
-def test_bytes(late):
-    everywhere(bytes_kernel, (1,), boxes, same, BYTES=512, LATE=late, WAIT=True)
+    return desc.base
 
 
 def test_bytes_in_the_trace():
@@ -444,7 +416,8 @@ def test_bytes_in_the_trace():
 
 
 @pytest.mark.parametrize("late", (False, True))
-def test_other_bytes_than_expected(late):
+def test_bytes(late):
+    everywhere(bytes_kernel, (1,), boxes, same, BYTES=512, LATE=late, WAIT=True)
     for error in found(BarrierMisuse, bytes_kernel, (1,), boxes, BYTES=496, LATE=late, WAIT=True):
         assert error.barrier == "bar"
         assert "phase 0 receives 16 bytes more than expected" in str(error)
@@ -459,11 +432,9 @@ def test_other_bytes_than_expected(late):
     "count, what", ((528, "still expecting 16"), (496, "16 bytes more|excess 16"))
 )
 def test_wrong_bytes_that_nobody_waits_for(count, what, late):
-    options = {"BYTES": count, "LATE": late, "WAIT": False}
-    found((BarrierMisuse, EarlyExit), bytes_kernel, (1,), boxes, **options)
-    for error in found(
-        BarrierMisuse, bytes_kernel, (1,), boxes, match=what, races=False, **options
-    ):
+    given = {"BYTES": count, "LATE": late, "WAIT": False}
+    found((BarrierMisuse, EarlyExit), bytes_kernel, (1,), boxes, **given)
+    for error in found(BarrierMisuse, bytes_kernel, (1,), boxes, what, races=False, **given):
         assert error.barrier == "bar"
 
 
@@ -507,10 +478,7 @@ def two_copies_kernel(desc, out_desc, EACH: tl.constexpr):
 
 @pytest.mark.parametrize("each", (False, True))
 def test_two_copies_on_one_barrier(each):
-    def check(desc, out_desc):
-        assert torch.equal(out_desc.base, 2 * desc.base)
-
-    everywhere(two_copies_kernel, (1,), boxes, check, EACH=each)
+    everywhere(two_copies_kernel, (1,), boxes, lambda desc, _: 2 * desc.base, EACH=each)
 
 
 # Warp barriers: every thread arrives.
@@ -592,28 +560,19 @@ def remote_kernel(out_ptr, PEERS: tl.constexpr, COUNT: tl.constexpr):
 
 
 def test_remote_arrivals():
-    def check(out, *_):
-        assert out.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-
-    everywhere(
-        remote_kernel, (8,), lambda: (torch.full((8,), -1, dtype=torch.int32),), check,
-        PEERS=4, COUNT=3, ctas_per_cga=(4, 1, 1),
-    )  # fmt: skip
+    given = {"PEERS": 4, "COUNT": 3, "ctas_per_cga": (4, 1, 1)}
+    everywhere(remote_kernel, (8,), ints(8), [0, 1, 2, 3, 0, 1, 2, 3], **given)
 
 
 def test_remote_arrivals_that_miss():
-    for error in found(
-        Deadlock, remote_kernel, (2,), lambda: (torch.zeros(2),),
-        PEERS=2, COUNT=2, ctas_per_cga=(2, 1, 1),
-    ):  # fmt: skip
-        assert {(w.role, w.barrier, w.arrivals) for w in error.waits} == {
-            (f"default of CTA {i}", f"bar of CTA {i}", 1) for i in (0, 1)
-        }
+    for error in found(Deadlock, remote_kernel, (2,), ints(2), PEERS=2, COUNT=2, **PAIR):
+        waits = [(w.role, w.barrier, w.arrivals) for w in error.waits]
+        assert sorted(waits) == [(f"default of CTA {i}", f"bar of CTA {i}", 1) for i in (0, 1)]
 
 
 def test_an_arrival_outside_of_the_cluster():
     with pytest.raises(EmulatorError, match=r"CTA rank must be in \[0, 2\)"):
-        run(remote_kernel, (2,), torch.zeros(2), PEERS=3, COUNT=1, ctas_per_cga=(2, 1, 1))
+        run(remote_kernel, (2,), torch.zeros(2), PEERS=3, COUNT=1, **PAIR)
 
 
 @triton.jit
@@ -623,7 +582,7 @@ def remote_wait_kernel():
 
 
 def test_a_wait_is_for_a_barrier_of_the_own_cta():
-    refused(InvalidKernel, "own CTA", remote_wait_kernel, ctas_per_cga=(2, 1, 1), grid=(2,))
+    refused(InvalidKernel, "own CTA", remote_wait_kernel, **PAIR, grid=(2,))
 
 
 @triton.jit
@@ -636,8 +595,7 @@ def remote_excess_kernel():
 
 
 def test_a_remote_arrival_too_many():
-    for error in found(BarrierMisuse, remote_excess_kernel, (2,), ctas_per_cga=(2, 1, 1)):
-        assert (error.file, error.line) == place(remote_excess_kernel, "barrier_arrive")
+    for error in found(BarrierMisuse, remote_excess_kernel, (2,), at="barrier_arrive", **PAIR):
         assert error.role == "default of CTA 1" and "bar of CTA 0" in str(error)
 
 
@@ -645,7 +603,7 @@ def test_a_remote_arrival_too_many():
 
 
 @triton.jit
-def turns_kernel(out_ptr, n, ORDERED: tl.constexpr):
+def turns_kernel(n, out_ptr, ORDERED: tl.constexpr):
     cell = tlx.local_alloc((32,), tl.int32, 1)
     tlx.local_store(cell[0], tl.zeros((32,), tl.int32))
     with tlx.async_tasks():
@@ -667,21 +625,13 @@ def turns_kernel(out_ptr, n, ORDERED: tl.constexpr):
 
 
 def test_named_barriers_take_turns():
-    def check(out, n):
-        expected = 0
-        for _ in range(n):
-            expected = (expected * 2 + 1) * 3
-        assert out.tolist() == [expected] * 32
-
-    everywhere(
-        turns_kernel, (2,), lambda: (torch.zeros(32, dtype=torch.int32), 5), check, ORDERED=True
-    )
-
-
-def test_without_turns_the_cell_races():
     def arguments():
-        return torch.zeros(32, dtype=torch.int32), 1
+        return 5, *ints(32)()
 
+    expected = 0
+    for _ in range(5):
+        expected = (expected * 2 + 1) * 3
+    everywhere(turns_kernel, (2,), arguments, expected, ORDERED=True)
     for error in found(Race, turns_kernel, (1,), arguments, ORDERED=False):
         assert error.buffer == "cell[0]"
 
@@ -830,22 +780,13 @@ def cluster_kernel(out_ptr, TIMES: tl.constexpr, LAZY: tl.constexpr):
         tl.store(out_ptr + (tl.program_id(0) * TIMES + i) * 16 + tl.arange(0, 16), x)
 
 
-def cluster_out():
-    return (torch.full((2, 3, 16), -1, dtype=torch.int32),)
-
-
 def test_cluster_barrier():
-    def check(out):
-        assert out[:, :, 0].tolist() == [[1, 11, 21], [0, 10, 20]]
-        assert (out == out[:, :, :1]).all()
-
-    everywhere(cluster_kernel, (2,), cluster_out, check, TIMES=3, LAZY=-1, ctas_per_cga=(2, 1, 1))
+    expected = torch.tensor([[1, 11, 21], [0, 10, 20]])[:, :, None]
+    everywhere(cluster_kernel, (2,), ints(2, 3, 16), expected, TIMES=3, LAZY=-1, **PAIR)
 
 
 def test_a_missing_cluster_barrier_is_a_race():
-    for error in found(
-        Race, cluster_kernel, (2,), cluster_out, TIMES=3, LAZY=1, ctas_per_cga=(2, 1, 1)
-    ):
+    for error in found(Race, cluster_kernel, (2,), ints(2, 3, 16), TIMES=3, LAZY=1, **PAIR):
         assert error.buffer == "cell[0]"
         at = {place(cluster_kernel, "remote_shmem_store"), place(cluster_kernel, "local_load")}
         assert {error.other, (error.file, error.line)} == at
@@ -859,9 +800,5 @@ def lonely_cluster_kernel():
 
 def test_a_cluster_barrier_that_one_cta_leaves_out():
     for error in found(Deadlock, lonely_cluster_kernel, (4,), ctas_per_cga=(4, 1, 1)):
-        (wait,) = error.waits
-        assert (wait.role, wait.barrier, wait.arrivals) == (
-            "default of CTA 0",
-            "cluster barrier",
-            3,
-        )
+        waits = [(wait.role, wait.barrier, wait.arrivals) for wait in error.waits]
+        assert waits == [("default of CTA 0", "cluster barrier", 3)]

@@ -8,17 +8,20 @@ import triton
 import triton.language as tl
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import PAIR, build, nothing, place, refused, tlx
-from tritonemu import (
-    InvalidKernel,
-    OutOfBounds,
-    ResourceLimit,
-    UninitializedRead,
-    Unsupported,
-    run,
+from emulator.tests.checking import (
+    B200,
+    PAIR,
+    box,
+    build,
+    fill,
+    grid2,
+    nothing,
+    place,
+    refused,
+    tlx,
 )
+from tritonemu import InvalidKernel, OutOfBounds, ResourceLimit, UninitializedRead, Unsupported, run
 from tritonemu.buffers import Storage
 
 pytestmark = pytest.mark.tlx
@@ -53,8 +56,8 @@ def view_kernel(i, WHOLE: tl.constexpr):
 def test_indices():
     run(view_kernel, (1,), 0, WHOLE=False)
     for i in (2, -1):
-        with pytest.raises(OutOfBounds, match=f"ring of CTA 0 has 2 buffers, got index {i}"):
-            run(view_kernel, (1,), i, WHOLE=False)
+        message = f"ring of CTA 0 has 2 buffers, got index {i}"
+        refused(OutOfBounds, message, view_kernel, i, WHOLE=False)
     refused(InvalidKernel, "ring is 2 buffers; index it", view_kernel, 0, WHOLE=True)
 
 
@@ -62,10 +65,9 @@ def test_indices():
 def rows_kernel(out_ptr, row):
     cell = tlx.local_alloc((4, 16), tl.int32, 1)
     table = cell[0]
-    lanes = tl.arange(0, 16)
     tlx.local_store(table, tl.zeros((4, 16), tl.int32))
-    tlx.local_store(table[row], lanes + 1)
-    tl.store(out_ptr + tl.arange(0, 4)[:, None] * 16 + lanes[None, :], tlx.local_load(table))
+    tlx.local_store(table[row], tl.arange(0, 16) + 1)
+    tl.store(out_ptr + grid2(4, 16), tlx.local_load(table))
 
 
 def test_a_row_of_a_buffer():
@@ -81,20 +83,18 @@ def test_a_row_of_a_buffer():
 @triton.jit
 def windows_kernel(out_ptr, ROW: tl.constexpr, COLUMN: tl.constexpr, TRANSPOSED: tl.constexpr):
     cell = tlx.local_alloc((8, 32), tl.float32, 2)
-    rows, columns = tl.arange(0, 8), tl.arange(0, 32)
-    tlx.local_store(cell[0], tl.zeros((8, 32), tl.float32))
-    tlx.local_store(cell[1], tl.zeros((8, 32), tl.float32))
+    for i in tl.static_range(2):
+        tlx.local_store(cell[i], tl.zeros((8, 32), tl.float32))
     window = tlx.local_slice(cell[1], [ROW, COLUMN], [4, 16])
-    value = tl.arange(0, 4)[:, None] * 16 + tl.arange(0, 16)[None, :] + 1.0
+    value = grid2(4, 16) + 1.0
     if TRANSPOSED:
         tlx.local_store(tlx.local_trans(window), tl.trans(value))
     else:
         tlx.local_store(window, value)
     again = tlx.local_load(tlx.local_trans(tlx.local_trans(window)))
     tl.device_assert(again == value)
-    place = rows[:, None] * 32 + columns[None, :]
-    tl.store(out_ptr + place, tlx.local_load(cell[0]))
-    tl.store(out_ptr + 256 + place, tlx.local_load(cell[1]))
+    for i in tl.static_range(2):
+        tl.store(out_ptr + 256 * i + grid2(8, 32), tlx.local_load(cell[i]))
 
 
 @pytest.mark.parametrize("transposed", (False, True))
@@ -109,19 +109,17 @@ def test_windows(row, column, transposed):
 
 @pytest.mark.parametrize("row, column", ((5, 0), (0, 17), (-1, 0)))
 def test_a_window_stays_inside(row, column):
-    with pytest.raises(OutOfBounds, match=r"leaves cell\[1\] of CTA 0") as caught:
-        run(windows_kernel, (1,), nothing(512), ROW=row, COLUMN=column, TRANSPOSED=False)
-    assert (caught.value.file, caught.value.line) == place(windows_kernel, "local_slice")
+    given = {"ROW": row, "COLUMN": column, "TRANSPOSED": False, "at": "local_slice"}
+    refused(OutOfBounds, r"leaves cell\[1\] of CTA 0", windows_kernel, nothing(512), **given)
 
 
 @triton.jit
 def trans_kernel(out_ptr):
     cell = tlx.local_alloc((8, 16), tl.bfloat16, 1)
-    value = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tlx.local_store(cell[0], value.to(tl.bfloat16))
+    tlx.local_store(cell[0], grid2(8, 16).to(tl.bfloat16))
     turned = tlx.local_load(tlx.local_trans(cell[0]))
     tl.static_assert(turned.shape[0] == 16)
-    tl.store(out_ptr + tl.arange(0, 16)[:, None] * 8 + tl.arange(0, 8)[None, :], turned)
+    tl.store(out_ptr + grid2(16, 8), turned)
 
 
 def test_transposed():
@@ -133,8 +131,7 @@ def test_transposed():
 @triton.jit
 def seen_otherwise_kernel(out_ptr, HOW: tl.constexpr):
     cell = tlx.local_alloc((8, 16), tl.float32, 1)
-    value = (tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]) * 1.5
-    tlx.local_store(cell[0], value)
+    tlx.local_store(cell[0], grid2(8, 16) * 1.5)
     if HOW == "reshape":
         other = tlx.local_load(tlx.local_reshape(cell[0], [4, 32]))
     elif HOW == "bits":
@@ -148,9 +145,7 @@ def seen_otherwise_kernel(out_ptr, HOW: tl.constexpr):
     else:
         part = tlx.local_slice(cell[0], [0, 8], [8, 8])
         other = tlx.local_load(tlx.local_reinterpret(part, tl.int32))
-    ROWS: tl.constexpr = other.shape[0]
-    COLUMNS: tl.constexpr = other.shape[1]
-    tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS), other)
+    tl.store(out_ptr + grid2(other.shape[0], other.shape[1]), other)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +171,9 @@ def wrong_value_kernel(DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 
 def test_a_store_has_the_type_and_size_of_the_buffer():
     run(wrong_value_kernel, (1,), DTYPE=tl.float32, BLOCK=16)
+    message = r"into cell\[0\] takes fp32\[16\]"
     for dtype, block in ((tl.float16, 16), (tl.float32, 8)):
-        with pytest.raises(InvalidKernel, match=r"into cell\[0\] takes fp32\[16\]"):
-            run(wrong_value_kernel, (1,), DTYPE=dtype, BLOCK=block)
+        refused(InvalidKernel, message, wrong_value_kernel, DTYPE=dtype, BLOCK=block)
 
 
 # Aliases in shared memory.
@@ -218,13 +213,8 @@ def spec_kernel(out_ptr, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C
     elif KIND == "distinct":
         spec.set_buffer_overlap(tlx.reuse_group(a, b, c, group_type=tlx.reuse_group_type.distinct))
     elif KIND == "nested":
-        spec.set_buffer_overlap(
-            tlx.reuse_group(
-                a,
-                tlx.reuse_group(b, c, group_type=tlx.reuse_group_type.distinct),
-                group_type=tlx.reuse_group_type.shared,
-            )
-        )
+        inner = tlx.reuse_group(b, c, group_type=tlx.reuse_group_type.distinct)
+        spec.set_buffer_overlap(tlx.reuse_group(a, inner, group_type=tlx.reuse_group_type.shared))
     for i in tl.static_range(2):
         tlx.local_store(a[i], tl.full((A,), 10 + i, tl.int8))
     for i in tl.static_range(2):
@@ -274,7 +264,6 @@ def test_misused_specs():
 def columns_kernel(out_ptr, WHERE: tl.constexpr):
     acc = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem)
     tlx.local_store(acc[0], tl.zeros((128, 64), tl.float32))
-    value = tl.arange(0, 128)[:, None] * 16 + tl.arange(0, 16)[None, :] + 1.0
     if WHERE == "subslice":
         part = tlx.subslice(acc[0], 32, 16)
     elif WHERE == "slice":
@@ -285,15 +274,14 @@ def columns_kernel(out_ptr, WHERE: tl.constexpr):
         part = tlx.subslice(tlx.local_alloc((128, 64), tl.float32, 1)[0], 0, 16)
     else:
         part = tlx.subslice(acc[0], 56, 16)
-    tlx.local_store(part, value)
-    place = tl.arange(0, 128)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    tl.store(out_ptr + place, tlx.local_load(acc[0]))
+    tlx.local_store(part, grid2(128, 16) + 1.0)
+    tl.store(out_ptr + grid2(128, 64), tlx.local_load(acc[0]))
 
 
 @pytest.mark.parametrize("where", ("subslice", "slice"))
 def test_columns_of_tensor_memory(where):
     out = nothing(128, 64)
-    report = run(columns_kernel, (1,), out, WHERE=where, arch="sm_100")
+    report = run(columns_kernel, (1,), out, WHERE=where, **B200)
     expected = torch.zeros(128, 64)
     expected[:, 32:48] = torch.arange(1.0, 2049).view(128, 16)
     assert torch.equal(out, expected)
@@ -313,28 +301,25 @@ def test_wrong_slices_of_tensor_memory(where, arch, error, message):
     refused(error, message, columns_kernel, nothing(128, 64), WHERE=where, arch=arch)
 
 
-# A number in each 16-bit half of a column: i in both halves.
-@triton.jit
-def both_halves(i):
-    return (i * 65537).to(tl.int32).to(tl.float32, bitcast=True)
-
-
 @triton.jit
 def store_columns(out_ptr, buffers, NUM: tl.constexpr, COLUMNS: tl.constexpr):
-    place = tl.arange(0, 128)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     for i in tl.static_range(NUM):
-        tl.store(out_ptr + i * 128 * COLUMNS + place, tlx.local_load(buffers[i]))
+        at = i * 128 * COLUMNS + grid2(128, COLUMNS)
+        tl.store(out_ptr + at, tlx.local_load(buffers[i]))
+
+
+# A number in each 16-bit half of every column.
 
 
 @triton.jit
 def fill_bf16(buffer, number, COLUMNS: tl.constexpr):
-    bits = tl.full((128, COLUMNS), 0, tl.int16) + number.to(tl.int16)
+    bits = tl.full((128, COLUMNS), number, tl.int16)
     tlx.local_store(buffer, bits.to(tl.bfloat16, bitcast=True))
 
 
 @triton.jit
 def fill_f32(buffer, number, COLUMNS: tl.constexpr):
-    bits = tl.full((128, COLUMNS), 0, tl.int32) + number * 65537
+    bits = tl.full((128, COLUMNS), number * 65537, tl.int32)
     tlx.local_store(buffer, bits.to(tl.float32, bitcast=True))
 
 
@@ -344,38 +329,16 @@ def tmem_reuse_kernel(out_ptr, WHAT: tl.constexpr):
     p = tlx.local_alloc((128, 128), tl.bfloat16, 4, tlx.storage_kind.tmem, reuse=qk)
     alpha = tlx.local_alloc((128, 1), tl.float32, 256, tlx.storage_kind.tmem, reuse=qk)
     for i in tl.static_range(2):
-        fill_f32(qk[i], tl.full((), 100 + i, tl.int32), 128)
+        fill_f32(qk[i], 100 + i, 128)
     if WHAT == "p":
         for i in tl.static_range(4):
-            fill_bf16(p[i], tl.full((), 1 + i, tl.int32), 128)
+            fill_bf16(p[i], 1 + i, 128)
     else:
         for i in tl.static_range(3):
-            fill_f32(alpha[i], tl.full((), 1 + i, tl.int32), 1)
-            fill_f32(alpha[128 + i], tl.full((), 11 + i, tl.int32), 1)
-        fill_f32(alpha[255], tl.full((), 14, tl.int32), 1)
+            fill_f32(alpha[i], 1 + i, 1)
+            fill_f32(alpha[128 + i], 11 + i, 1)
+        fill_f32(alpha[255], 14, 1)
     store_columns(out_ptr, qk, 2, 128)
-
-
-def column_numbers(kernel, num, columns, **options):
-    """The number in each column of the `num` buffers, the same in every lane and both halves."""
-    out = nothing(num, 128, columns)
-    report = run(kernel, (1,), out, arch="sm_100", **options)
-    bits = out.view(torch.int32)
-    assert bits.eq(bits[:, :1]).all()
-    halves = out.view(torch.int16).view(num, 128, columns, 2)
-    assert halves[..., 0].eq(halves[..., 1]).all()
-    return (bits[:, 0] // 65537).tolist(), report
-
-
-def test_bf16_tiles_over_fp32_tiles_of_tensor_memory():
-    numbers, report = column_numbers(tmem_reuse_kernel, 2, 128, WHAT="p")
-    assert numbers == [[1] * 64 + [2] * 64, [3] * 64 + [4] * 64]
-    assert report.tensor_columns == 256
-
-
-def test_single_columns_over_tiles_of_tensor_memory():
-    numbers, _ = column_numbers(tmem_reuse_kernel, 2, 128, WHAT="alpha")
-    assert numbers == [[1, 2, 3] + [100] * 125, [11, 12, 13] + [101] * 124 + [14]]
 
 
 @triton.jit
@@ -388,75 +351,64 @@ def tmem_spec_kernel(out_ptr, WHAT: tl.constexpr):
     l_sum = tlx.local_alloc((128, 1), tl.float32, 2, tlx.storage_kind.tmem, reuse=spec)
     m_max = tlx.local_alloc((128, 1), tl.float32, 2, tlx.storage_kind.tmem, reuse=spec)
     if WHAT == "overlap":
-        spec.set_buffer_overlap(
-            tlx.reuse_group(
-                qk,
-                tlx.reuse_group(
-                    tlx.reuse_group(p, group_size=2),
-                    alpha,
-                    l_sum,
-                    m_max,
-                    group_type=tlx.reuse_group_type.distinct,
-                ),
-                group_type=tlx.reuse_group_type.shared,
-            )
-        )
+        pairs = tlx.reuse_group(p, group_size=2)
+        distinct: tl.constexpr = tlx.reuse_group_type.distinct
+        inner = tlx.reuse_group(pairs, alpha, l_sum, m_max, group_type=distinct)
+        spec.set_buffer_overlap(tlx.reuse_group(qk, inner, group_type=tlx.reuse_group_type.shared))
     for i in tl.static_range(2):
-        fill_f32(qk[i], tl.full((), 100 + i, tl.int32), 128)
+        fill_f32(qk[i], 100 + i, 128)
     for i in tl.static_range(4):
-        fill_bf16(p[i], tl.full((), 1 + i, tl.int32), 64)
+        fill_bf16(p[i], 1 + i, 64)
     for i in tl.static_range(2):
-        fill_f32(alpha[i], tl.full((), 11 + i, tl.int32), 1)
-        fill_f32(l_sum[i], tl.full((), 21 + i, tl.int32), 1)
-        fill_f32(m_max[i], tl.full((), 31 + i, tl.int32), 1)
+        fill_f32(alpha[i], 11 + i, 1)
+        fill_f32(l_sum[i], 21 + i, 1)
+        fill_f32(m_max[i], 31 + i, 1)
     store_columns(out_ptr, qk, 2, 128)
 
 
-def test_an_overlap_in_tensor_memory():
-    numbers, report = column_numbers(tmem_spec_kernel, 2, 128, WHAT="overlap")
-    # The compiler puts p[i] into slot 2 * i + i % 2 of 32 columns (seen in its TTGIR).
-    for i in range(2):
-        left = [1 + 2 * i] * 32 + [100 + i] * 32
-        right = [11 + i, 21 + i, 31 + i, *[100 + i] * 29, *[2 + 2 * i] * 32]
-        assert numbers[i] == left + right
-    assert report.tensor_columns == 256
-
-
-def test_a_spec_without_overlap_in_tensor_memory():
-    numbers, report = column_numbers(tmem_spec_kernel, 2, 128, WHAT="none")
-    first = [31, 32] + [1] * 30 + [2] * 32 + [3] * 32 + [4] * 32
-    assert numbers == [first, [101] * 128] and report.tensor_columns == 256
-
-
 @triton.jit
-def backward_spec_kernel(out_ptr):
+def backward_spec_kernel(out_ptr, WHAT: tl.constexpr):
     """The layout of a backward pass: p in columns 0 to 63 of qk, dq in 64 to 127."""
     spec = tlx.storage_alias_spec(storage=tlx.storage_kind.tmem)
     qk = tlx.local_alloc((128, 128), tl.float32, 1, tlx.storage_kind.tmem, reuse=spec)
     p = tlx.local_alloc((128, 128), tl.bfloat16, 1, tlx.storage_kind.tmem, reuse=spec)
     dq = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem, reuse=spec)
     dq_again = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem, reuse=spec)
-    spec.set_buffer_overlap(
-        tlx.reuse_group(
-            qk,
-            tlx.reuse_group(
-                p,
-                tlx.reuse_group(dq, dq_again, group_type=tlx.reuse_group_type.shared),
-                group_type=tlx.reuse_group_type.distinct,
-            ),
-            group_type=tlx.reuse_group_type.shared,
-        )
-    )
-    fill_f32(qk[0], tl.full((), 100, tl.int32), 128)
-    fill_bf16(p[0], tl.full((), 1, tl.int32), 128)
-    fill_f32(dq[0], tl.full((), 2, tl.int32), 64)
-    fill_f32(tlx.subslice(dq_again[0], 0, 8), tl.full((), 3, tl.int32), 8)
+    both = tlx.reuse_group(dq, dq_again, group_type=tlx.reuse_group_type.shared)
+    inner = tlx.reuse_group(p, both, group_type=tlx.reuse_group_type.distinct)
+    spec.set_buffer_overlap(tlx.reuse_group(qk, inner, group_type=tlx.reuse_group_type.shared))
+    fill_f32(qk[0], 100, 128)
+    fill_bf16(p[0], 1, 128)
+    fill_f32(dq[0], 2, 64)
+    fill_f32(tlx.subslice(dq_again[0], 0, 8), 3, 8)
     store_columns(out_ptr, qk, 1, 128)
 
 
-def test_groups_in_a_distinct_group():
-    numbers, report = column_numbers(backward_spec_kernel, 1, 128)
-    assert numbers == [[1] * 64 + [3] * 8 + [2] * 56] and report.tensor_columns == 128
+# The compiler puts p[i] into slot 2 * i + i % 2 of 32 columns (seen in its TTGIR).
+OVERLAP = [
+    [1 + 2 * i] * 32 + [100 + i] * 32 + [11 + i, 21 + i, 31 + i, *[100 + i] * 29, *[2 + 2 * i] * 32]
+    for i in range(2)
+]
+PACKED = [31, 32] + [1] * 30 + [2] * 32 + [3] * 32 + [4] * 32
+
+
+@pytest.mark.parametrize(
+    "kernel, what, numbers",
+    (
+        (tmem_reuse_kernel, "p", [[1] * 64 + [2] * 64, [3] * 64 + [4] * 64]),
+        (tmem_reuse_kernel, "alpha", [[1, 2, 3] + [100] * 125, [11, 12, 13] + [101] * 124 + [14]]),
+        (tmem_spec_kernel, "overlap", OVERLAP),
+        (tmem_spec_kernel, "none", [PACKED, [101] * 128]),
+        (backward_spec_kernel, "", [[1] * 64 + [3] * 8 + [2] * 56]),
+    ),
+)
+def test_what_lies_over_tiles_of_tensor_memory(kernel, what, numbers):
+    """The number in each column of each tile, the same in every lane and in both halves."""
+    out = nothing(len(numbers), 128, 128)
+    report = run(kernel, (1,), out, WHAT=what, **B200)
+    halves = out.view(torch.int16).view(-1, 128, 128, 2)
+    assert halves.eq(torch.tensor(numbers)[:, None, :, None]).all()
+    assert report.tensor_columns == 128 * len(numbers)
 
 
 @triton.jit
@@ -468,9 +420,9 @@ def odd_distance_kernel(qk_ptr, alpha_ptr):
     inner = tlx.reuse_group(p, alpha, group_type=tlx.reuse_group_type.distinct)
     spec.set_buffer_overlap(tlx.reuse_group(qk, inner, group_type=tlx.reuse_group_type.shared))
     for i in tl.static_range(2):
-        fill_f32(alpha[i], tl.full((), 1 + i, tl.int32), 1)
-        fill_f32(qk[i], tl.full((), 101 + i, tl.int32), 64)
-    fill_bf16(tlx.subslice(p[1], 0, 64), tl.full((), 7, tl.int32), 64)
+        fill_f32(alpha[i], 1 + i, 1)
+        fill_f32(qk[i], 101 + i, 64)
+    fill_bf16(tlx.subslice(p[1], 0, 64), 7, 64)
     store_columns(qk_ptr, qk, 2, 64)
     store_columns(alpha_ptr, alpha, 2, 1)
 
@@ -478,7 +430,7 @@ def odd_distance_kernel(qk_ptr, alpha_ptr):
 def test_the_distance_in_a_shared_group_is_a_multiple_of_every_size():
     # 64 columns and one beside them: the compiler spaces them by 128, and the last ends at 193.
     qk, alpha = nothing(2, 128, 64), nothing(2, 128)
-    report = run(odd_distance_kernel, (1,), qk, alpha, arch="sm_100")
+    report = run(odd_distance_kernel, (1,), qk, alpha, **B200)
     numbers = (qk.view(torch.int32)[:, 0] // 65537).tolist()
     assert numbers == [[101] * 64, [7] * 32 + [102] * 32]
     assert (alpha.view(torch.int32)[:, 0] // 65537).tolist() == [1, 2]
@@ -491,19 +443,16 @@ def paired_kernel(out_ptr, back_ptr):
     dq = tlx.local_alloc((64, 128), tl.float32, 1, tlx.storage_kind.tmem, reuse=spec)
     dq_lanes = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem, reuse=spec)
     tl.static_assert(dq_lanes.shape[0] == 128)
-    rows, columns = tl.arange(0, 64), tl.arange(0, 128)
-    value = rows[:, None] * 128 + columns[None, :] + 1.0
-    tlx.local_store(dq[0], value)
-    x = tlx.local_load(dq_lanes[0])
-    out = out_ptr + tl.program_id(0) * 8192
-    tl.store(out + tl.arange(0, 128)[:, None] * 64 + rows[None, :], x)
+    tlx.local_store(dq[0], grid2(64, 128) + 1.0)
+    first = tl.program_id(0) * 8192
+    tl.store(out_ptr + first + grid2(128, 64), tlx.local_load(dq_lanes[0]))
     back = tlx.local_load(tlx.subslice(dq[0], 0, 128))
-    tl.store(back_ptr + tl.program_id(0) * 8192 + rows[:, None] * 128 + columns[None, :], back)
+    tl.store(back_ptr + first + grid2(64, 128), back)
 
 
 def test_64_rows_in_a_pair_of_ctas():
     out, back = nothing(2, 128, 64), nothing(2, 64, 128)
-    report = run(paired_kernel, (2,), out, back, arch="sm_100", ctas_per_cga=(2, 1, 1))
+    report = run(paired_kernel, (2,), out, back, **B200, **PAIR)
     value = torch.arange(1.0, 8193).view(64, 128)
     for cta in range(2):
         assert torch.equal(back[cta], value)
@@ -514,18 +463,17 @@ def test_64_rows_in_a_pair_of_ctas():
 @triton.jit
 def rows64_kernel(out_ptr, SECOND: tl.constexpr):
     acc = tlx.local_alloc((64, 32), tl.float32, 2, tlx.storage_kind.tmem)
-    value = tl.arange(0, 64)[:, None] * 32 + tl.arange(0, 32)[None, :] + 1.0
+    value = grid2(64, 32) + 1.0
     tlx.local_store(acc[0], value)
     tlx.local_store(acc[1], -value)
-    place = tl.arange(0, 64)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(out_ptr + place, tlx.local_load(acc[SECOND]))
+    tl.store(out_ptr + grid2(64, 32), tlx.local_load(acc[SECOND]))
 
 
 def test_64_rows_in_one_cta():
     value = torch.arange(1.0, 2049).view(64, 32)
     for second, sign in ((0, 1), (1, -1)):
         out = nothing(64, 32)
-        report = run(rows64_kernel, (1,), out, SECOND=second, arch="sm_100")
+        report = run(rows64_kernel, (1,), out, SECOND=second, **B200)
         assert torch.equal(out, sign * value) and report.tensor_columns == 64
 
 
@@ -538,14 +486,11 @@ def packed_kernel(
     b = tlx.local_alloc((B[0], B[1]), tl.float32, tl.constexpr(B[2]), tlx.storage_kind.tmem)
     c = tlx.local_alloc((C[0], C[1]), tl.float32, tl.constexpr(C[2]), tlx.storage_kind.tmem)
     d = tlx.local_alloc((D[0], D[1]), tl.float32, tl.constexpr(D[2]), tlx.storage_kind.tmem)
-    tlx.local_store(a[A[2] - 1], tl.full((A[0], A[1]), 1.0, tl.float32))
-    tlx.local_store(b[B[2] - 1], tl.full((B[0], B[1]), 2.0, tl.float32))
-    tlx.local_store(c[C[2] - 1], tl.full((C[0], C[1]), 3.0, tl.float32))
-    tlx.local_store(d[D[2] - 1], tl.full((D[0], D[1]), 4.0, tl.float32))
-    tl.store(out_ptr, tl.sum(tlx.local_load(a[A[2] - 1])))
-    tl.store(out_ptr + 1, tl.sum(tlx.local_load(b[B[2] - 1])))
-    tl.store(out_ptr + 2, tl.sum(tlx.local_load(c[C[2] - 1])))
-    tl.store(out_ptr + 3, tl.sum(tlx.local_load(d[D[2] - 1])))
+    last = (a[A[2] - 1], b[B[2] - 1], c[C[2] - 1], d[D[2] - 1])
+    for i in tl.static_range(4):
+        tlx.local_store(last[i], tl.full(last[i].shape, 1.0 + i, tl.float32))
+    for i in tl.static_range(4):
+        tl.store(out_ptr + i, tl.sum(tlx.local_load(last[i])))
 
 
 @pytest.mark.parametrize(
@@ -563,16 +508,16 @@ def test_64_rows_leave_half_of_the_lanes_to_another_allocation(shapes, columns):
     given = dict(zip("ABCD", shapes, strict=True))
     types, out = {"out_ptr": "*fp32"}, torch.zeros(4)
     if columns > 512:
-        with pytest.raises(ResourceLimit, match=f"512 columns, got {columns}"):
-            run(packed_kernel, (1,), out, arch="sm_100", **given)
+        message = f"512 columns, got {columns}"
+        refused(ResourceLimit, message, packed_kernel, out, **given, **B200)
         with pytest.raises(OutOfResources, match=f"tensor memory, Required: {columns}"):
             build(packed_kernel, types, given, capability=100)
         return
-    report = run(packed_kernel, (1,), out, arch="sm_100", **given)
+    report = run(packed_kernel, (1,), out, **B200, **given)
     sums = [value * rows * cols for value, (rows, cols, _) in enumerate(shapes, 1)]
     assert out.tolist() == sums and report.tensor_columns == columns
-    pair = {"races": False, "ctas_per_cga": (2, 1, 1)}
-    assert run(packed_kernel, (2,), out, arch="sm_100", **given, **pair).tensor_columns == columns
+    pair = {"races": False, **PAIR}
+    assert run(packed_kernel, (2,), out, **B200, **given, **pair).tensor_columns == columns
     made = build(packed_kernel, types, given, capability=100)
     assert made.metadata.tmem_size == 2 ** (columns - 1).bit_length()
 
@@ -611,20 +556,20 @@ def rows64_dot_kernel(
     tl.store(out_ptr, tl.load(out_ptr) + tl.sum(tlx.local_load(other[1])))
 
 
-@pytest.mark.parametrize("two, columns", ((False, 256), (True, 256)))
-def test_64_rows_are_those_of_a_pair_if_a_product_of_the_pair_writes_them(two, columns):
+@pytest.mark.parametrize("two", (False, True))
+def test_64_rows_are_those_of_a_pair_if_a_product_of_the_pair_writes_them(two):
     """Alone: 256 columns of half the lanes, `other` in the other half. Of a pair: twice 64 columns
     of all lanes, `other` after them in 128 of one half."""
-    a, b, out = torch.randn(128, 64), torch.randn(64, 128), torch.zeros(128, 128)
-    a, b = a.bfloat16(), b.bfloat16()
-    given = {"arch": "sm_100", "ctas_per_cga": (2, 1, 1), "races": False, "TWO": two}
+    a, b = torch.randn(128, 64).bfloat16(), torch.randn(64, 128).bfloat16()
+    out = torch.zeros(128, 128)
+    given = {**B200, **PAIR, "races": False, "TWO": two}
     report = run(rows64_dot_kernel, (2,), a, b, out, SLICES=not two, ORDER=0, **given)
     torch.testing.assert_close(out, a.float() @ b.float())
-    assert report.tensor_columns == columns
+    assert report.tensor_columns == 256
     types = {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"}
     constants = {"TWO": two, "SLICES": not two, "ORDER": 0}
     made = build(rows64_dot_kernel, types, constants, capability=100, **PAIR)
-    assert made.metadata.tmem_size == columns
+    assert made.metadata.tmem_size == 256
     if two:
         for match, more in (
             ("a slice of acc.1., whose 64 rows", {"SLICES": True, "ORDER": 0}),
@@ -643,19 +588,18 @@ def beside_kernel(v_ptr, out_ptr, FIRST: tl.constexpr):
     if FIRST == "p":
         acc = tlx.local_alloc((64, 128), tl.float32, 1, tlx.storage_kind.tmem)
     done = tlx.alloc_barriers(1)
-    rows, columns = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
-    tlx.local_store(v[0], tl.load(v_ptr + rows * 128 + columns))
+    fill(v[0], v_ptr, 64, 128)
     tlx.local_store(p[0], tl.full((64, 64), 1.0, tl.bfloat16))
     tlx.fence("async_shared")
     tlx.async_dot(p[0], v[0], acc[0], use_acc=False, mBarriers=[done[0]])
     tlx.barrier_wait(done[0], 0)
-    tl.store(out_ptr + rows * 128 + columns, tlx.local_load(acc[0]))
+    tl.store(out_ptr + grid2(64, 128), tlx.local_load(acc[0]))
 
 
 @pytest.mark.parametrize("first", ("p", "acc"))
 def test_operands_in_tensor_memory_share_their_lanes(first):
     v, out = torch.randn(64, 128).bfloat16(), torch.zeros(64, 128)
-    report = run(beside_kernel, (1,), v, out, FIRST=first, arch="sm_100")
+    report = run(beside_kernel, (1,), v, out, FIRST=first, **B200)
     torch.testing.assert_close(out, v.float().sum(0).expand(64, 128))
     assert report.tensor_columns == 160
     types = {"v_ptr": "*bf16", "out_ptr": "*fp32"}
@@ -667,19 +611,18 @@ def test_operands_in_tensor_memory_share_their_lanes(first):
 def lanes_kernel(out_ptr, ROWS: tl.constexpr, OVER: tl.constexpr):
     first = tlx.local_alloc((ROWS, 64), tl.float32, 1, tlx.storage_kind.tmem)
     over = tlx.local_alloc((OVER, 64), tl.float32, 1, tlx.storage_kind.tmem, reuse=first)
-    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 64)[None, :]
     tlx.local_store(first[0], tl.zeros((ROWS, 64), tl.float32))
     tlx.local_store(over[0], tl.full((OVER, 64), 1.0, tl.float32))
-    tl.store(out_ptr + rows * 64 + columns, tlx.local_load(first[0]))
+    tl.store(out_ptr + grid2(ROWS, 64), tlx.local_load(first[0]))
 
 
 def test_64_rows_take_16_lanes_of_each_warp():
     out = nothing(128, 64)
-    run(lanes_kernel, (1,), out, ROWS=128, OVER=64, arch="sm_100")
+    run(lanes_kernel, (1,), out, ROWS=128, OVER=64, **B200)
     expected = (torch.arange(128) % 32 < 16).float()
     assert torch.equal(out, expected[:, None].expand(128, 64))
-    with pytest.raises(InvalidKernel, match="reuse must have 128 rows .* got 64 in first"):
-        run(lanes_kernel, (1,), out, ROWS=64, OVER=128, arch="sm_100")
+    message = "reuse must have 128 rows .* got 64 in first"
+    refused(InvalidKernel, message, lanes_kernel, out, ROWS=64, OVER=128, **B200)
 
 
 # Limits.
@@ -693,13 +636,13 @@ def shared_limit_kernel(KILOBYTES: tl.constexpr, BARRIERS: tl.constexpr):
 
 
 def test_shared_memory_has_232448_bytes():
-    report = run(shared_limit_kernel, (2,), KILOBYTES=227, BARRIERS=0)
-    assert report.shared_bytes == 232448
-    report = run(shared_limit_kernel, (1,), KILOBYTES=226, BARRIERS=128)
-    assert report.shared_bytes == 232448 and report.barriers == 128
+    for kilobytes, barriers in ((227, 0), (226, 128)):
+        report = run(shared_limit_kernel, (2,), KILOBYTES=kilobytes, BARRIERS=barriers)
+        assert report.shared_bytes == 232448 and report.barriers == barriers
     for kilobytes, barriers, got in ((228, 0, 233472), (227, 1, 232456), (226, 129, 232456)):
-        with pytest.raises(ResourceLimit, match=f"232448 bytes per CTA, got {got}"):
-            run(shared_limit_kernel, (1,), KILOBYTES=kilobytes, BARRIERS=barriers)
+        given = {"KILOBYTES": kilobytes, "BARRIERS": barriers}
+        message = f"232448 bytes per CTA, got {got}"
+        refused(ResourceLimit, message, shared_limit_kernel, **given)
 
 
 @triton.jit
@@ -719,7 +662,7 @@ def staged_kernel(x_desc, y_desc, BUFFERS: tl.constexpr):
 def test_what_a_task_stages_for_tma_counts():
     """What the compiler adds for what tasks capture is not modelled: some hundred bytes."""
     x, y = torch.full((64, 64), 3.0).bfloat16(), torch.zeros(192, 64).bfloat16()
-    descs = [TensorDescriptor.from_tensor(tensor, [64, 64]) for tensor in (x, y)]
+    descs = [box(tensor, 64, 64) for tensor in (x, y)]
     types = dict.fromkeys(("x_desc", "y_desc"), "tensordesc<bf16[64, 64]>")
     for buffers in (4, 52):
         made = build(staged_kernel, types, {"BUFFERS": buffers})
@@ -743,11 +686,9 @@ def tensor_limit_kernel(TILES: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def test_tensor_memory_has_512_columns():
-    report = run(tensor_limit_kernel, (1,), TILES=3, COLUMNS=128, arch="sm_100")
-    assert report.tensor_columns == 512
-    with pytest.raises(ResourceLimit, match="512 columns, got 513") as caught:
-        run(tensor_limit_kernel, (1,), TILES=4, COLUMNS=1, arch="sm_100")
-    assert (caught.value.file, caught.value.line) == place(tensor_limit_kernel, "bfloat16")
+    assert run(tensor_limit_kernel, (1,), TILES=3, COLUMNS=128, **B200).tensor_columns == 512
+    given = {"TILES": 4, "COLUMNS": 1, "at": "bfloat16", **B200}
+    refused(ResourceLimit, "512 columns, got 513", tensor_limit_kernel, **given)
 
 
 @triton.jit
@@ -847,17 +788,17 @@ def unwritten_kernel(out_ptr, WRITTEN: tl.constexpr, TENSOR: tl.constexpr):
         part = tlx.local_slice(cell[1], [0, 0], [128, WRITTEN])
         tlx.local_store(part, tl.full((128, WRITTEN), 1.0, tl.float32))
     x = tlx.local_load(cell[1])
-    tl.store(out_ptr + tl.arange(0, 128)[:, None] * 4 + tl.arange(0, 4)[None, :], x)
+    tl.store(out_ptr + grid2(128, 4), x)
 
 
 @pytest.mark.parametrize("tensor", (False, True))
 def test_unwritten_memory(tensor):
-    options = {"TENSOR": tensor, "arch": "sm_100"}
+    options = {"TENSOR": tensor, **B200}
     for written in (0, 1, 2):
-        with pytest.raises(UninitializedRead, match="before it has been written") as caught:
-            run(unwritten_kernel, (1,), nothing(512), WRITTEN=written, **options)
-        assert caught.value.buffer == "cell[1]"
-        assert (caught.value.file, caught.value.line) == place(unwritten_kernel, "x = ")
+        given = {"WRITTEN": written, "at": "x = ", **options}
+        message = "before it has been written"
+        error = refused(UninitializedRead, message, unwritten_kernel, nothing(512), **given)
+        assert error.buffer == "cell[1]"
         out = nothing(128, 4)
         report = run(unwritten_kernel, (1,), out, WRITTEN=written, uninitialized="allow", **options)
         assert report.uninitialized == 1

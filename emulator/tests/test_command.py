@@ -33,6 +33,20 @@ def total(atomic=True, grid=(4,)):
     return total.item()
 
 
+@triton.jit
+def masked_kernel(x_ptr):
+    lanes = tl.arange(0, 16)
+    tl.store(x_ptr + lanes, tl.load(x_ptr + lanes, mask=lanes < 5))
+
+
+def masked():
+    masked_kernel[(1,)](torch.zeros(16))
+
+
+def nothing():
+    pass
+
+
 def bad_grid():
     total(grid=4)
 
@@ -105,6 +119,14 @@ def test_a_program_that_fails_by_itself(program, capsys):
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1].startswith(f'  File "{program}", line ') and lines[1].endswith(" in shape")
     assert lines[-2].startswith("RuntimeError: ") and "tritonemu/" not in "".join(lines[:-1])
+
+
+def test_masked_lanes_and_functions_without_a_kernel(program, capsys):
+    assert main([f"{program}:masked"]) == 1
+    assert capsys.readouterr().err.startswith("UndefinedValue (schedule modelled): ")
+    assert main([f"{program}:masked", "--masked", "zero"]) == 0
+    assert main([f"{program}:nothing"]) == 3
+    assert capsys.readouterr().err.startswith(f"{program}:nothing launched no kernel\n")
 
 
 def test_a_launch_that_is_refused_is_one_line(program, capsys):

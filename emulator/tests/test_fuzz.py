@@ -7,7 +7,6 @@ of the steps with its own small model of barriers, and needs no clocks: accesses
 state both come next, and a wait is ambiguous if it passes in different phases.
 """
 
-import importlib.util
 import itertools
 import random
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from emulator.tests.checking import box
+from emulator.tests.mutants import import_file
 from tritonemu import (
     AliasedWait,
     BarrierMisuse,
@@ -96,79 +96,74 @@ def build(
     for part, copy in enumerate(copies):
         steps = []
         for i, stage, phase in uses:
+            full, place = ("full", stage), ("ring", stage)
             steps.append(Step("wait", ("empty", stage), 1 - phase))
             if copy:
-                steps.append(Step("expect", ("full", stage), PART_BYTES))
-                steps.append(Step("copy", ("full", stage), 0, ("ring", stage), part, i))
+                steps += [Step("expect", full, PART_BYTES), Step("copy", full, 0, place, part, i)]
             else:
-                steps.append(Step("write", None, 0, ("ring", stage), part, i))
-                steps.append(Step("arrive", ("full", stage)))
+                steps += [Step("write", None, 0, place, part, i), Step("arrive", full)]
         pipeline.roles.append(steps)
     if forward:
         steps = []
         for i, stage, phase in uses:
-            steps.append(Step("wait", ("full", stage), phase))
-            steps.append(Step("read", None, 0, ("ring", stage), 0, -1))
-            steps.append(Step("arrive", ("empty", stage)))
-            steps.append(Step("wait", ("free", stage), 1 - phase))
-            steps.append(Step("forward", None, 0, ("second", stage), 0, i))
-            steps.append(Step("arrive", ("ready", stage)))
+            steps += [
+                Step("wait", ("full", stage), phase),
+                Step("read", None, 0, ("ring", stage), 0, -1),
+                Step("arrive", ("empty", stage)),
+                Step("wait", ("free", stage), 1 - phase),
+                Step("forward", None, 0, ("second", stage), 0, i),
+                Step("arrive", ("ready", stage)),
+            ]
         pipeline.roles.append(steps)
     for consumer in range(consumers):
         steps = []
         for i, stage, phase in uses[consumer::consumers] if turns else uses:
             number = i if turns else consumer * items + i
-            steps.append(Step("wait", (filled, stage), phase))
-            steps.append(Step("read", None, 0, (last, stage), 0, number))
-            steps.append(Step("arrive", (emptied, stage)))
+            read = Step("read", None, 0, (last, stage), 0, number)
+            steps += [Step("wait", (filled, stage), phase), read, Step("arrive", (emptied, stage))]
         pipeline.roles.append(steps)
     return pipeline
 
 
-FAULTS = ("no wait", "no arrival", "parity", "count", "bytes", "early release", "stage")
+# Fault -> the kinds of steps that it befalls.
+FAULTS = {
+    "no wait": ("wait",),
+    "no arrival": ("arrive", "expect"),
+    "parity": ("wait",),
+    "count": (),
+    "bytes": ("expect",),
+    "early release": ("read",),
+    "stage": ("copy", "write", "read", "forward"),
+}
 
 
 def break_it(pipeline: Pipeline, fault: str, number: int) -> bool:
     """Apply one fault at a place that `number` chooses; False if there is none of the kind."""
-    steps = [(role, i) for role in pipeline.roles for i in range(len(role))]
-
-    def at(*kinds: str) -> tuple[list[Step], int] | None:
-        places = [(role, i) for role, i in steps if role[i].kind in kinds]
-        return places[number % len(places)] if places else None
-
     if fault == "count":
         name = sorted(pipeline.counts)[number % len(pipeline.counts)]
         pipeline.counts[name] += 1 if number % 3 or pipeline.counts[name] == 1 else -1
         return True
-    if fault == "no wait":
-        role, i = at("wait")
-        del role[i]
-        return True
-    if fault == "no arrival":
-        role, i = at("arrive", "expect")
-        del role[i]
-        return True
-    if fault == "parity":
-        role, i = at("wait")
-        role[i] = role[i]._replace(number=1 - role[i].number)
-        return True
-    if fault == "bytes":
-        found = at("expect")
-        if found is None:
-            return False
-        role, i = found
-        role[i] = role[i]._replace(number=(0, 8, 32)[number % 3])
-        return True
-    if fault == "early release":
-        reads = [(r, i) for r, i in steps if r[i].kind == "read" and r[i + 1].kind == "arrive"]
-        role, i = reads[number % len(reads)]
-        role[i], role[i + 1] = role[i + 1], role[i]
-        return True
-    if pipeline.stages == 1:
+    places = [
+        (role, i)
+        for role in pipeline.roles
+        for i in range(len(role))
+        if role[i].kind in FAULTS[fault]
+        and (fault != "early release" or role[i + 1].kind == "arrive")
+    ]
+    if not places or (fault == "stage" and pipeline.stages == 1):
         return False
-    role, i = at("copy", "write", "read", "forward")
-    ring, stage = role[i].place
-    role[i] = role[i]._replace(place=(ring, (stage + 1) % pipeline.stages))
+    role, i = places[number % len(places)]
+    if fault in ("no wait", "no arrival"):
+        del role[i]
+    elif fault == "parity":
+        role[i] = role[i]._replace(number=1 - role[i].number)
+    elif fault == "bytes":
+        role[i] = role[i]._replace(number=(0, 8, 32)[number % 3])
+    elif fault == "early release":
+        role[i], role[i + 1] = role[i + 1], role[i]
+    else:
+        ring, stage = role[i].place
+        role[i] = role[i]._replace(place=(ring, (stage + 1) % pipeline.stages))
     return True
 
 
@@ -357,22 +352,17 @@ def _statement(pipeline: Pipeline, step: Step) -> str:
     buffer = "{}[{}]".format(*step.place) if step.place else ""
     part = f"tlx.local_slice({buffer}, [{step.part}, 0], [1, 4])"
     row = step.item * pipeline.parts + step.part
-    if step.kind == "wait":
-        return f"tlx.barrier_wait({barrier}, {step.number})"
-    if step.kind == "arrive":
-        return f"tlx.barrier_arrive({barrier})"
-    if step.kind == "expect":
-        return f"tlx.barrier_expect_bytes({barrier}, {step.number})"
-    if step.kind == "copy":
-        return f"tlx.async_descriptor_load(x_desc, {part}, [{row}, 0], {barrier})"
-    if step.kind == "write":
-        return f"tlx.local_store({part}, tl.full((1, 4), {row + 1}, tl.float32))"
-    if step.kind == "forward":
-        return f"tlx.local_store({buffer}, value)"
-    if step.item < 0:
-        return f"value = tlx.local_load({buffer})"
-    place = step.item * pipeline.parts * 4
-    return f"put(out_ptr + {place}, tlx.local_load({buffer}))"
+    load = f"tlx.local_load({buffer})"
+    taken = step.item * pipeline.parts * 4
+    return {
+        "wait": f"tlx.barrier_wait({barrier}, {step.number})",
+        "arrive": f"tlx.barrier_arrive({barrier})",
+        "expect": f"tlx.barrier_expect_bytes({barrier}, {step.number})",
+        "copy": f"tlx.async_descriptor_load(x_desc, {part}, [{row}, 0], {barrier})",
+        "write": f"tlx.local_store({part}, tl.full((1, 4), {row + 1}, tl.float32))",
+        "forward": f"tlx.local_store({buffer}, value)",
+        "read": f"value = {load}" if step.item < 0 else f"put(out_ptr + {taken}, {load})",
+    }[step.kind]
 
 
 NUMBERS = itertools.count()
@@ -385,20 +375,16 @@ def folder(tmp_path_factory):
 
 def emulate(pipeline: Pipeline, folder: Any) -> list[torch.Tensor | EmulatorError]:
     """The output, or the error, under each schedule."""
-    name = f"pipeline{next(NUMBERS)}"
-    path = folder / f"{name}.py"
+    path = folder / f"pipeline{next(NUMBERS)}.py"
     path.write_text(source(pipeline), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = import_file(path)
     rows = pipeline.items * pipeline.parts
     x = torch.arange(1.0, rows + 1)[:, None].repeat(1, 4)
     results = []
     for schedule in SCHEDULES:
         out = torch.full((len(pipeline.results), pipeline.parts, 4), -1.0)
-        desc = TensorDescriptor.from_tensor(x, [1, 4])
         try:
-            run(module.kernel, (1,), desc, out, schedule=schedule)
+            run(module.kernel, (1,), box(x, 1, 4), out, schedule=schedule)
             results.append(out)
         except EmulatorError as error:
             assert error.file == str(path) or not error.line

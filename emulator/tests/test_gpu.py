@@ -197,26 +197,18 @@ def test_one_configuration_or_all():
     assert "(configuration BLOCK=32, num_warps=4)" in str(caught.value)
 
 
-@triton.autotune([triton.Config({"BLOCK": n}) for n in (8, 16)], key=[])
-@triton.jit
-def add_kernel(x_ptr, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x_ptr + i, tl.load(x_ptr + i, mask=i < n) + 1, mask=i < n)
-
-
 def test_every_configuration_gets_the_same_input_and_the_first_one_stays():
-    x = torch.ones(40, device="cuda")
-    with enabled(all_configs=True) as reports:
-        add_kernel[lambda meta: (triton.cdiv(40, meta["BLOCK"]),)](x, 40)
-    assert [report.programs for report in reports] == [3, 5]
-    assert x.eq(2).all() and add_kernel.best_config.kwargs == {"BLOCK": 8}
-
-
-def test_the_hook_of_a_configuration_is_called_once_for_each_launch():
-    calls = []
+    """Its hook is called once for each launch."""
+    calls, x = [], torch.ones(40, device="cuda")
     configs = [triton.Config({"BLOCK": n}, pre_hook=calls.append) for n in (8, 16)]
+    kernel = triton.autotune(configs, key=[])(double_kernel)
+    with enabled(all_configs=True) as reports:
+        kernel[lambda meta: (triton.cdiv(40, meta["BLOCK"]),)](x, 40)
+    assert [report.programs for report in reports] == [3, 5]
+    assert x.eq(2).all() and kernel.best_config.kwargs == {"BLOCK": 8}
+    calls.clear()
     with enabled():
-        triton.autotune(configs, key=[])(double_kernel)[(3,)](torch.ones(20, device="cuda"), 20)
+        kernel[(5,)](x, 40)
     assert [given["BLOCK"] for given in calls] == [8]
 
 

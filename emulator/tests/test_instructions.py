@@ -10,14 +10,9 @@ from tritonemu.instructions import INSTRUCTIONS, round_fraction
 
 
 def relative_error(name, x):
-    exact = {
-        "tanh": torch.tanh,
-        "ex2": torch.exp2,
-        "rcp": torch.reciprocal,
-        "sqrt": torch.sqrt,
-        "rsqrt": torch.rsqrt,
-        "lg2": torch.log2,
-    }[name.split(".")[0]](x.double())
+    other = {"ex2": "exp2", "rcp": "reciprocal", "lg2": "log2"}
+    function = name.split(".")[0]
+    exact = getattr(torch, other.get(function, function))(x.double())
     return ((INSTRUCTIONS[name][1](x).double() - exact) / exact).abs().max().item()
 
 
@@ -95,13 +90,9 @@ def test_one_instruction():
 @pytest.mark.parametrize(
     "asm",
     (
-        "cos.approx.f32 $0, $1;",
-        "tanh.approx.f32 $0, $2;",
-        "tanh.approx.bf16 $0, $1;",
-        "fma.rn.f32 $0, $1;",
-        "mov.b32 tmp, $1;",
-        "mul.f32 $0, $1, 0f3F8;",
-        "mul.f32 $0, $1, 0f3F8000000;",
+        *("cos.approx.f32 $0, $1;", "tanh.approx.f32 $0, $2;", "tanh.approx.bf16 $0, $1;"),
+        *("fma.rn.f32 $0, $1;", "mov.b32 tmp, $1;"),
+        *("mul.f32 $0, $1, 0f3F8;", "mul.f32 $0, $1, 0f3F8000000;"),
     ),
 )
 def test_unknown_assembly_is_unsupported(asm):
@@ -123,12 +114,8 @@ def pairs_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
             mov.b64 { $0, $1 }, rc;
         }
         """,
-        "=r,=r,r,r,r,r",
-        [a, b],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=2,
-    )
+        "=r,=r,r,r,r,r", [a, b], dtype=tl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
     tl.store(out_ptr + tl.arange(0, N), y)
 
 
@@ -207,11 +194,8 @@ def test_packed_16_bit():
 def test_a_scalar_is_broadcast_and_nothing_else():
     """Lanes are not modelled: another lane, or values that differ from thread to thread, would be
     wrong without a word."""
-    asm, one, two = (
-        "shfl.sync.idx.b32 $0, $1, {}, 31, 0xffffffff;",
-        torch.tensor([7]),
-        torch.ones(2),
-    )
+    asm = "shfl.sync.idx.b32 $0, $1, {}, 31, 0xffffffff;"
+    one, two = torch.tensor([7]), torch.ones(2)
     assert instructions.execute(asm.format(0), [(one,)], 1) == [(one,)]
     for text, value in ((asm.format(1), one), (asm.format(0), two)):
         with pytest.raises(Unsupported, match="shfl"):

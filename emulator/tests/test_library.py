@@ -1,6 +1,8 @@
 """libdevice, random numbers, 64-bit integers, histograms, atomics and sorting against PyTorch."""
 
 import math
+import operator
+from functools import reduce
 
 import pytest
 import torch
@@ -48,6 +50,11 @@ def classes(x):
     return libdevice.isnan(libdevice.log(x)) + 2 * libdevice.isinf(1 / x).to(tl.int32)
 
 
+def specials(x):
+    gamma = torch.tensor([math.gamma(v + 0.3) for v in x])
+    return gamma + torch.special.erfcx(x) + torch.special.bessel_j0(x) + (x * x).log1p()
+
+
 @pytest.mark.parametrize(
     "function, expected",
     (
@@ -55,15 +62,7 @@ def classes(x):
         (away, lambda x: (x.abs() + 0.5).floor() * x.sign()),
         (nearest, lambda x: x.round()),
         (power, lambda x: x.abs() ** 3 + x**3),
-        (
-            special,
-            lambda x: (
-                torch.tensor([math.gamma(v + 0.3) for v in x])
-                + torch.special.erfcx(x)
-                + torch.special.bessel_j0(x)
-                + (x * x).log1p()
-            ),
-        ),
+        (special, specials),
         (classes, lambda x: (x < 0) + 2 * (x == 0).float()),
     ),
 )
@@ -124,19 +123,21 @@ def test_libdevice_refuses_16_bit_floats():
 
 
 @triton.jit
+def put_four(ptr, a, b, c, d):
+    tl.store(ptr, a)
+    tl.store(ptr + 1, b)
+    tl.store(ptr + 2, c)
+    tl.store(ptr + 3, d)
+
+
+@triton.jit
 def philox_words_kernel(y_ptr, z_ptr):
     at = tl.arange(0, 1)
     a, b, c, d = tl.randint4x(0, at)
-    tl.store(y_ptr + at, a)
-    tl.store(y_ptr + 1 + at, b)
-    tl.store(y_ptr + 2 + at, c)
-    tl.store(y_ptr + 3 + at, d)
+    put_four(y_ptr + at, a, b, c, d)
     zero = tl.zeros((1,), tl.uint64)
     a, b, c, d = tl.philox(0, zero, zero, zero, zero)
-    tl.store(z_ptr + at, a)
-    tl.store(z_ptr + 1 + at, b)
-    tl.store(z_ptr + 2 + at, c)
-    tl.store(z_ptr + 3 + at, d)
+    put_four(z_ptr + at, a, b, c, d)
 
 
 def test_philox_gives_the_known_answers_of_random123():
@@ -251,12 +252,8 @@ def atomics_kernel(p, x_ptr, KIND: tl.constexpr):
 
 
 _REDUCE = {
-    "add": lambda v: sum(v),
-    "max": max,
-    "min": min,
-    "and": lambda v: v[0] & v[1] & v[2] & v[3] & v[4],
-    "or": lambda v: v[0] | v[1] | v[2] | v[3] | v[4],
-    "xor": lambda v: v[0] ^ v[1] ^ v[2] ^ v[3] ^ v[4],
+    **{"add": operator.add, "max": max, "min": min},
+    **{"and": operator.and_, "or": operator.or_, "xor": operator.xor},
 }
 
 
@@ -273,10 +270,9 @@ def test_atomics(kind, dtype):
     x = torch.tensor([9, 2, 12, 5, 7, 6, 14, 3]).to(dtype)
     p = torch.tensor([5, 8]).to(dtype)
     if dtype == torch.uint64:
-        x, p = (
-            torch.tensor([v + 2**63 * (v > 8) for v in t.tolist()], dtype=dtype) for t in (x, p)
-        )
-    expected = [_REDUCE[kind]([p.tolist()[i], *x.tolist()[i::2]]) for i in range(2)]
+        large = [[v + 2**63 * (v > 8) for v in t.tolist()] for t in (x, p)]
+        x, p = (torch.tensor(values, dtype=dtype) for values in large)
+    expected = [reduce(_REDUCE[kind], [p.tolist()[i], *x.tolist()[i::2]]) for i in range(2)]
     run(atomics_kernel, (1,), p, x, KIND=kind)
     assert p.tolist() == expected
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.tools import ragged_tma
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import place, refused, tlx
+from emulator.tests.checking import box, place, refused, tlx
 from tritonemu import (
     DescriptorError,
     InvalidKernel,
@@ -70,8 +70,8 @@ def test_masked_lanes_without_other(dtype):
         return
     with pytest.raises(UndefinedValue, match="out_ptr gets a value that comes from the load") as c:
         stored()
-    assert (c.value.file, c.value.line) == place(copy_kernel, "tl.store")
-    assert (c.value.other, c.value.buffer) == (place(copy_kernel, "tl.load"), "out_ptr")
+    error, at = c.value, (place(copy_kernel, "tl.store"), place(copy_kernel, "tl.load"))
+    assert ((error.file, error.line), error.other, error.buffer) == (*at, "out_ptr")
 
 
 @triton.jit
@@ -109,7 +109,7 @@ GROWN = ("shared memory", "product", "exponential", "sum", "atomic")
 )
 def test_a_nan_is_traced_to_the_load(how):
     x, y, out = (torch.ones(16, 16).bfloat16() for _ in range(3))
-    desc = TensorDescriptor.from_tensor(out, [16, 16])
+    desc = box(out, 16, 16)
     if how not in GROWN:
         run(grown_kernel, (1,), x, y, desc, 5, HOW=how)
         assert out.isfinite().all()
@@ -124,7 +124,7 @@ def test_a_nan_of_the_arguments_is_no_undefined_value():
     for bits in (0x7FC0, 0xFFFF):
         x = torch.full((256,), bits, dtype=torch.uint16).view(torch.bfloat16).reshape(16, 16)
         out = torch.zeros(16, 16).bfloat16()
-        desc = TensorDescriptor.from_tensor(out, [16, 16])
+        desc = box(out, 16, 16)
         run(grown_kernel, (1,), x, x, desc, 5, HOW="chosen")
         assert out[:5].isnan().all()
     with pytest.raises(ValueError, match=r"masked must be one of .*, got 'no'"):
@@ -224,27 +224,19 @@ def box_kernel(in_desc, out_desc, row, column, SHIFT: tl.constexpr):
 
 @pytest.mark.parametrize("row, column", ((0, 0), (4, 8), (-3, 0), (0, -8), (8, 0), (100, 0)))
 def test_boxes_are_clipped(row, column):
-    x = torch.randn(10, 24)
-    out = torch.full((10, 24), 7.0)
-    descs = [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, out)]
-    run(box_kernel, (1,), *descs, row, column, SHIFT=1)
-    box = torch.zeros(8, 16)
-    expected = torch.full((10, 24), 7.0)
-    for i in range(8):
-        for j in range(16):
-            if 0 <= row + i < 10 and 0 <= column + j < 24:
-                box[i, j] = x[row + i, column + j]
-    for i in range(8):
-        for j in range(16):
-            if 0 <= row + 1 + i < 10 and 0 <= column + j < 24:
-                expected[row + 1 + i, column + j] = box[i, j]
-    assert torch.equal(out, expected)
+    """Read from a row, padded by 0, and stored one row below."""
+    x, out = torch.randn(10, 24), torch.full((10, 24), 7.0)
+    run(box_kernel, (1,), box(x, 8, 16), box(out, 8, 16), row, column, SHIFT=1)
+    rows, columns = torch.arange(10)[:, None] - row - 1, torch.arange(24) - column
+    inside = (rows >= 0) & (rows < 8) & (columns >= 0) & (columns < 16)
+    above = torch.cat([torch.zeros(1, 24), x[:-1]])
+    assert torch.equal(out, torch.where(inside, above, 7.0))
 
 
 def test_nan_padding():
     x, out = torch.ones(4, 16), torch.zeros(8, 16)
     source = TensorDescriptor.from_tensor(x, [8, 16], padding="nan")
-    run(box_kernel, (1,), source, TensorDescriptor.from_tensor(out, [8, 16]), 0, 0, SHIFT=0)
+    run(box_kernel, (1,), source, box(out, 8, 16), 0, 0, SHIFT=0)
     assert out[:4].eq(1).all() and out[4:].isnan().all()
 
 
@@ -289,12 +281,12 @@ def test_boxes_of_rank_five_match_padding(seed):
     shape = torch.randint(1, 5, (5,), generator=generator) * torch.tensor([1, 1, 1, 1, 4])
     at = torch.randint(-3, 5, (5,), generator=generator).tolist()
     x = torch.randn(*shape, generator=generator).transpose(0, 2).contiguous().transpose(0, 2)
-    box = (2, 1, 4, 2, 8)
-    out = torch.zeros(box)
+    size = (2, 1, 4, 2, 8)
+    out = torch.zeros(size)
     padded = torch.nn.functional.pad(x, (8, 16) * 5)
-    window = padded[tuple(slice(8 + a, 8 + a + b) for a, b in zip(at, box, strict=True))]
-    source = TensorDescriptor(x, x.shape, x.stride(), list(box))
-    run(box5_kernel, (1,), source, TensorDescriptor.from_tensor(out, list(box)), tuple(at))
+    window = padded[tuple(slice(8 + a, 8 + a + b) for a, b in zip(at, size, strict=True))]
+    source = TensorDescriptor(x, x.shape, x.stride(), list(size))
+    run(box5_kernel, (1,), source, box(out, *size), tuple(at))
     assert torch.equal(out, window)
 
 
@@ -304,14 +296,9 @@ def same_box_kernel(x_desc, out_desc):
 
 
 def test_race_between_boxes():
-    x = torch.arange(16 * 16.0).reshape(16, 16)
-    descs = [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, torch.zeros(8, 16))]
+    """Two programs may store the same bits."""
+    descs = [box(t, 8, 16) for t in (torch.arange(256.0).view(16, 16), torch.zeros(8, 16))]
     refused(Race, "out_desc", same_box_kernel, *descs, grid=(2,))
-
-
-def test_two_programs_may_store_the_same_bits():
-    x = torch.arange(8 * 16.0).reshape(8, 16)
-    descs = [TensorDescriptor.from_tensor(t, [8, 16]) for t in (x, torch.zeros(8, 16))]
     run(box_kernel, (2,), *descs, 0, 0, SHIFT=0)
 
 
@@ -328,15 +315,12 @@ def test_two_programs_may_store_the_same_bits():
     ),
 )
 def test_descriptor_rules(x, shape, stride, message):
-    def launch():
-        out = torch.ones(64)
-        run(device_desc_kernel, (1,), x, out, *shape, stride, ROWS=4, KIND="store")
-
+    given = x, torch.ones(64), *shape, stride
+    constants = {"ROWS": 4, "KIND": "store"}
     if message is None:
-        launch()
-        return
-    with pytest.raises((DescriptorError, OutOfBounds), match=message):
-        launch()
+        run(device_desc_kernel, (1,), *given, **constants)
+    else:
+        refused((DescriptorError, OutOfBounds), message, device_desc_kernel, *given, **constants)
 
 
 @triton.jit
@@ -358,7 +342,7 @@ def wrong_kernel(desc, big, HOW: tl.constexpr):
     ),
 )
 def test_wrong_uses_of_a_descriptor(how, error, message):
-    desc = TensorDescriptor.from_tensor(torch.ones(4, 16), [4, 16])
+    desc = box(torch.ones(4, 16), 4, 16)
     refused(error, message, wrong_kernel, desc, 2**31, HOW=how)
 
 

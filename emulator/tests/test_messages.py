@@ -47,6 +47,25 @@ SCRIPT = """
         wait_kernel[(1,)]()
 
     @triton.jit
+    def handed_kernel(x_ptr, WRITE: tl.constexpr):
+        cell = tlx.local_alloc((16,), tl.float32, 1)
+        full = tlx.alloc_barriers(1)
+        with tlx.async_tasks():
+            with tlx.async_task("default"):
+                if WRITE:
+                    tlx.local_store(cell[0], tl.full((16,), 1, tl.float32))
+                tlx.barrier_arrive(full)
+            with tlx.async_task(num_warps=4):
+                tlx.barrier_wait(full, 0)
+                tl.store(x_ptr + tl.arange(0, 16), tlx.local_load(cell[0]))
+
+    def handed():
+        handed_kernel[(2,)](torch.zeros(16), WRITE=True)
+
+    def unwritten():
+        handed_kernel[(1,)](torch.zeros(16), WRITE=False)
+
+    @triton.jit
     def alone_kernel(out_ptr):
         tl.store(out_ptr, 1)
 
@@ -108,6 +127,24 @@ def test_a_deadlock_shows_the_source_of_each_wait(script, tmp_path, capsys):
     assert found["kind"] == "Deadlock"
     assert found["places"][-1]["what"] == "default of CTA 0"
     assert found["places"][-1]["calls"][-1]["source"] == "tlx.barrier_wait(done, 0)"
+
+
+@pytest.mark.tlx
+def test_unwritten_memory_may_be_allowed(script, capsys):
+    assert main([f"{script}:unwritten"]) == 1
+    assert capsys.readouterr().err.startswith("UninitializedRead (schedule modelled): ")
+    assert main([f"{script}:unwritten", "--allow-uninitialized"]) == 0
+
+
+@pytest.mark.tlx
+def test_traces(script, tmp_path, capsys):
+    trace, drawing = tmp_path / "trace.json", tmp_path / "drawing.svg"
+    assert main([f"{script}:handed", "--trace", str(trace), "--svg", str(drawing)]) == 0
+    out = capsys.readouterr().out
+    assert "warps: default 4, task0 4; shared memory 72 bytes, tensor memory 0 columns" in out
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"local_load cell[0]", "wait full", "arrive full"} <= names
+    assert drawing.read_text().lstrip().startswith("<svg")
 
 
 @pytest.mark.tlx

@@ -4,14 +4,28 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import PAIR, everywhere, fill, found, grid2, place, tlx
+from emulator.tests.checking import (
+    B200,
+    PAIR,
+    box,
+    everywhere,
+    fill,
+    found,
+    grid2,
+    ints,
+    normal,
+    place,
+    tlx,
+)
 from tritonemu import InvalidKernel, Race, Unsupported, run
 
 pytestmark = pytest.mark.tlx
 
 # Kernels. Each is right, or lacks what FAULT says.
+
+
+ROLES = ("default of CTA 0", "task0 of CTA 0")
 
 
 def check_race(kernel, grid, arguments=tuple, *, buffer, places, roles=(), **options):
@@ -29,10 +43,6 @@ def check_race(kernel, grid, arguments=tuple, *, buffer, places, roles=(), **opt
         assert f"at {error.other[0]}:{error.other[1]}; nothing orders the two" in str(error)
         with_none = {**options, "races": False, "uninitialized": "allow"}
         run(kernel, grid, *arguments(), **with_none)
-
-
-def ints(*shape):
-    return lambda: (torch.full(shape, -1, dtype=torch.int32),)
 
 
 @triton.jit
@@ -61,21 +71,6 @@ def handover_kernel(out_ptr, FAULT: tl.constexpr):
             tl.store(out_ptr + 16 + tl.arange(0, 16), x)
 
 
-def test_handover():
-    def check(out):
-        assert torch.equal(out, torch.stack([torch.arange(16), torch.arange(100, 116)]).int())
-
-    everywhere(handover_kernel, (1,), ints(2, 16), check, FAULT="none")
-
-
-@pytest.mark.parametrize("fault, read", (("no wait", "# late"), ("early release", "# early")))
-def test_handover_races(fault, read):
-    check_race(
-        handover_kernel, (1,), ints(2, 16), FAULT=fault, buffer="cell[1]",
-        places=("# second", read), roles=("default of CTA 0", "task0 of CTA 0"),
-    )  # fmt: skip
-
-
 @triton.jit
 def replicas_kernel(out_ptr, APART: tl.constexpr):
     cell = tlx.local_alloc((16,), tl.int32, 2)
@@ -90,13 +85,9 @@ def replicas_kernel(out_ptr, APART: tl.constexpr):
 
 
 def test_replicas():
-    def check(out):
-        assert out.eq(0).all()
-
-    everywhere(replicas_kernel, (1,), ints(16), check, APART=1)
-    for error in found(Race, replicas_kernel, (1,), ints(16), APART=0):
-        at = place(replicas_kernel, "local_store")
-        assert (error.file, error.line) == error.other == at
+    everywhere(replicas_kernel, (1,), ints(16), 0, APART=1)
+    for error in found(Race, replicas_kernel, (1,), ints(16), APART=0, at="local_store"):
+        assert (error.file, error.line) == error.other
         assert error.role in ("task0[0] of CTA 0", "task0[1] of CTA 0")
         assert f"which task0[{'10'[int(error.role[6])]}] of CTA 0 writes" in str(error)
 
@@ -121,13 +112,10 @@ def bytes_kernel(out_ptr, FIRST: tl.constexpr, SECOND: tl.constexpr, WRITE: tl.c
 @pytest.mark.parametrize("write", (False, True))
 @pytest.mark.parametrize("first, second", ((16, 32), (16, 0), (17, 1), (17, 33)))
 def test_neighbouring_bytes_do_not_race(first, second, write):
-    def check(out):
-        expected = torch.zeros(64, dtype=torch.int32)
-        expected[first : first + 16] = 1
-        expected[second : second + 16] = 2 if write else 0
-        assert torch.equal(out, expected)
-
-    everywhere(bytes_kernel, (1,), ints(64), check, FIRST=first, SECOND=second, WRITE=write)
+    expected = torch.zeros(64)
+    expected[first : first + 16] = 1
+    expected[second : second + 16] = 2 if write else 0
+    everywhere(bytes_kernel, (1,), ints(64), expected, FIRST=first, SECOND=second, WRITE=write)
 
 
 @pytest.mark.parametrize("write", (False, True))
@@ -136,7 +124,7 @@ def test_one_common_byte_races(first, second, write):
     check_race(
         bytes_kernel, (1,), ints(64), FIRST=first, SECOND=second, WRITE=write, buffer="cell[0]",
         places=("# mine", "# write" if write else "# read"),
-        roles=("default of CTA 0", "task0 of CTA 0"),
+        roles=ROLES,
     )  # fmt: skip
 
 
@@ -157,19 +145,12 @@ def windows_kernel(ROW: tl.constexpr, COLUMN: tl.constexpr, TENSOR: tl.constexpr
 
 @pytest.mark.parametrize("tensor", (False, True))
 def test_windows_race_where_they_overlap(tensor):
-    options = {"ROW": 0, "TENSOR": tensor, "arch": "sm_100"}
+    options = {"TENSOR": tensor, **B200}
     for column in (0, 16):
-        everywhere(windows_kernel, (1,), COLUMN=column, **options)
-    for column in (1, 8, 15):
-        check_race(
-            windows_kernel, (1,), COLUMN=column, buffer="cell[0]", places=("# mine", "# theirs"),
-            **options,
-        )  # fmt: skip
-    if not tensor:
-        check_race(
-            windows_kernel, (1,), COLUMN=15, buffer="cell[0]", places=("# mine", "# theirs"),
-            **{**options, "ROW": 64},
-        )  # fmt: skip
+        everywhere(windows_kernel, (1,), ROW=0, COLUMN=column, **options)
+    finding = {"buffer": "cell[0]", "places": ("# mine", "# theirs")}
+    for row, column in ((0, 1), (0, 8), (0, 15), *([] if tensor else [(64, 15)])):
+        check_race(windows_kernel, (1,), ROW=row, COLUMN=column, **finding, **options)
 
 
 @triton.jit
@@ -188,28 +169,12 @@ def alias_kernel(ALIAS: tl.constexpr, TENSOR: tl.constexpr, PART: tl.constexpr):
             tlx.local_store(p[PART], tl.zeros((128, 32), tl.float16))  # p
 
 
-@pytest.mark.parametrize("tensor", (False, True))
-def test_aliases_race(tensor):
-    options = {"TENSOR": tensor, "arch": "sm_100"}
-    everywhere(alias_kernel, (1,), ALIAS=False, PART=0, **options)
-    check_race(
-        alias_kernel, (1,), ALIAS=True, PART=0, buffer=("qk[0]", "p[0]"), places=("# qk", "# p"),
-        roles=("default of CTA 0", "task0 of CTA 0"), **options,
-    )  # fmt: skip
-    if tensor:
-        # p[1] is the right half of the columns of qk, of which the other role takes the left.
-        everywhere(alias_kernel, (1,), ALIAS=True, PART=1, **options)
-
-
 # Asynchronous copies.
 
 
 def boxes(number=2, rows=8):
-    def make():
-        tensors = [torch.arange(rows * 16.0).view(rows, 16) + 1000 * i for i in range(number)]
-        return [TensorDescriptor.from_tensor(t, [8, 16]) for t in tensors]
-
-    return make
+    tile = torch.arange(rows * 16.0).view(rows, 16)
+    return lambda: [box(tile + 1000 * i, 8, 16) for i in range(number)]
 
 
 @triton.jit
@@ -232,44 +197,6 @@ def load_kernel(desc, out_desc, FAULT: tl.constexpr):
                     tlx.barrier_arrive(empty)
 
 
-def test_a_copy_is_awaited_on_its_barrier():
-    def check(desc, out_desc):
-        assert torch.equal(desc.base, out_desc.base)
-
-    everywhere(load_kernel, (1,), boxes(rows=16), check, FAULT="none")
-    check_race(
-        load_kernel, (1,), boxes(rows=16), FAULT="no full", buffer="tile[0]",
-        places=("async_descriptor_load", "# read"),
-        roles=("default of CTA 0", "task0 of CTA 0"),
-    )  # fmt: skip
-
-
-@triton.jit
-def overwrite_kernel(desc, out_desc, FAULT: tl.constexpr):
-    tile = tlx.local_alloc((8, 16), tl.float32, 1)
-    full, empty = tlx.alloc_barriers(1), tlx.alloc_barriers(1)
-    tlx.barrier_expect_bytes(full, 512)
-    tlx.async_descriptor_load(desc, tile[0], [0, 0], full)  # first
-    with tlx.async_tasks():
-        with tlx.async_task("default"):
-            if FAULT != "no empty":
-                tlx.barrier_wait(empty, 0)
-            tlx.barrier_wait(full, 0)
-            tlx.local_store(tile[0], tl.zeros((8, 16), tl.float32))  # write
-        with tlx.async_task(num_warps=4):
-            tlx.barrier_wait(full, 0)
-            out_desc.store([0, 0], tlx.local_load(tile[0]))  # read
-            tlx.barrier_arrive(empty)
-
-
-def test_a_buffer_is_not_refilled_before_it_has_been_read():
-    everywhere(overwrite_kernel, (1,), boxes(), FAULT="none")
-    check_race(
-        overwrite_kernel, (1,), boxes(), FAULT="no empty", buffer="tile[0]",
-        places=("# write", "# read"), roles=("default of CTA 0", "task0 of CTA 0"),
-    )  # fmt: skip
-
-
 @triton.jit
 def own_copy_kernel(desc, out_desc, FAULT: tl.constexpr):
     tile = tlx.local_alloc((8, 16), tl.float32, 1)
@@ -284,18 +211,6 @@ def own_copy_kernel(desc, out_desc, FAULT: tl.constexpr):
         out_desc.store([0, 0], tlx.local_load(tile[0]))  # read
 
 
-def test_a_role_races_with_its_own_copy():
-    everywhere(own_copy_kernel, (1,), boxes(), FAULT="none")
-    for fault in ("read", "write"):
-        check_race(
-            own_copy_kernel, (1,), boxes(), FAULT=fault, buffer="tile[0]",
-            places=("async_descriptor_load", f"# {fault}"),
-        )  # fmt: skip
-        error = found(Race, own_copy_kernel, (1,), boxes(), FAULT=fault)[0]
-        assert error.other == place(own_copy_kernel, "async_descriptor_load")
-        assert "which copy issued by default of CTA 0 writes" in str(error)
-
-
 @triton.jit
 def store_kernel(out_desc, PENDING: tl.constexpr, STAGES: tl.constexpr):
     tile = tlx.local_alloc((8, 16), tl.float32, STAGES)
@@ -304,21 +219,6 @@ def store_kernel(out_desc, PENDING: tl.constexpr, STAGES: tl.constexpr):
         tlx.local_store(tile[i % STAGES], tl.full((8, 16), i, tl.float32))
         tlx.async_descriptor_store(out_desc, tile[i % STAGES], [i * 8, 0])
     tlx.async_descriptor_store_wait(0)
-
-
-@pytest.mark.parametrize("stages", (1, 2, 3))
-def test_the_source_of_a_store_is_kept_until_it_has_been_read(stages):
-    def check(out_desc):
-        assert torch.equal(
-            out_desc.base, torch.arange(4.0).repeat_interleave(8)[:, None].expand(32, 16)
-        )
-
-    arguments = boxes(1, 32)
-    everywhere(store_kernel, (1,), arguments, check, PENDING=stages - 1, STAGES=stages)
-    check_race(
-        store_kernel, (1,), arguments, PENDING=stages, STAGES=stages, buffer="tile[0]",
-        places=("local_store", "tlx.async_descriptor_store("),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -348,20 +248,6 @@ def written_kernel(out_desc, back_ptr, HOW: tl.constexpr):
         tl.load(back_ptr + place)  # load
 
 
-@pytest.mark.parametrize("how", ("copy", "load"))
-def test_a_wait_for_a_store_says_nothing_about_global_memory(how):
-    def arguments():
-        (desc,) = boxes(1)()
-        return desc, desc.base
-
-    everywhere(written_kernel, (1,), arguments, HOW="none")
-    everywhere(written_kernel, (1,), arguments, HOW="landed")
-    check_race(
-        written_kernel, (1,), arguments, HOW=how, buffer=("out_desc", "back_ptr"),
-        places=("tlx.async_descriptor_store(", f"# {how}"),
-    )  # fmt: skip
-
-
 @triton.jit
 def groups_kernel(x_ptr, out_ptr, PENDING: tl.constexpr):
     tile = tlx.local_alloc((32,), tl.int32, 3)
@@ -374,30 +260,15 @@ def groups_kernel(x_ptr, out_ptr, PENDING: tl.constexpr):
         tl.store(out_ptr + i * 32 + lanes, tlx.local_load(tile[i]))
 
 
-def test_groups_of_copies():
-    def arguments():
-        return torch.arange(96, dtype=torch.int32), torch.zeros(96, dtype=torch.int32)
-
-    def check(x, out):
-        assert torch.equal(x, out)
-
-    everywhere(groups_kernel, (1,), arguments, check, PENDING=0)
-    check_race(
-        groups_kernel, (1,), arguments, PENDING=1, buffer="tile[0]",
-        places=("tlx.async_load(", "local_load"),
-    )  # fmt: skip
-
-
 # Tensor cores.
 
 
-def matrices(m=64, n=32, k=32):
-    def make():
-        generator = torch.Generator().manual_seed(0)
-        a, b = (torch.randn(*s, generator=generator).half() for s in ((m, k), (k, n)))
-        return a, b, torch.zeros(m, n)
+def matrices(rows=64):
+    return lambda: (normal(rows, 32), normal(32, 32, seed=1), torch.zeros(rows, 32))
 
-    return make
+
+def twice(a, b, out):
+    return 2 * (a.float() @ b.float())
 
 
 @triton.jit
@@ -425,24 +296,6 @@ def wgmma_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
     tl.store(out_ptr + grid2(64, 32), acc)
 
 
-def test_operands_of_wgmma():
-    def check(a, b, out):
-        torch.testing.assert_close(out, 2 * (a.float() @ b.float()))
-
-    everywhere(wgmma_kernel, (1,), matrices(), check, FAULT="none")
-
-
-@pytest.mark.parametrize("fault, dot", (("a", "second"), ("b1", "second"), ("b0", "first")))
-def test_operands_of_wgmma_overwritten_early(fault, dot):
-    check_race(
-        wgmma_kernel, (1,), matrices(), FAULT=fault, buffer=f"{fault[0]}[{fault[1:] or 0}]",
-        places=(f"# {dot}", f"# {fault}"),
-    )  # fmt: skip
-    error = found(Race, wgmma_kernel, (1,), matrices(), FAULT=fault)[0]
-    assert error.other == place(wgmma_kernel, f"# {dot}")
-    assert "which async_dot issued by default of CTA 0 reads" in str(error)
-
-
 @triton.jit
 def tcgen05_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
     a = tlx.local_alloc((128, 32), tl.float16, 1)
@@ -466,35 +319,23 @@ def tcgen05_kernel(a_ptr, b_ptr, out_ptr, FAULT: tl.constexpr):
             tl.store(out_ptr + grid2(128, 32), x)
 
 
-def test_accumulators_in_tensor_memory():
-    def check(a, b, out):
-        torch.testing.assert_close(out, 2 * (a.float() @ b.float()))
-
-    everywhere(tcgen05_kernel, (1,), matrices(128), check, FAULT="none", arch="sm_100")
+def issues():
+    """The lines that issue the products."""
+    return {place(tcgen05_kernel, text)[1] for text in ("force_async", "# second")}
 
 
 def test_operands_of_tcgen05_overwritten_early():
-    for error in found(Race, tcgen05_kernel, (1,), matrices(128), FAULT="operand", arch="sm_100"):
-        assert error.buffer == "b[0]"
-        assert (error.file, error.line) == place(tcgen05_kernel, "# operand")
-        assert error.other[1] in (
-            place(tcgen05_kernel, "force_async")[1],
-            place(tcgen05_kernel, "# second")[1],
-        )
+    given = {"FAULT": "operand", "at": "# operand", **B200}
+    for error in found(Race, tcgen05_kernel, (1,), matrices(128), **given):
+        assert error.buffer == "b[0]" and error.other[1] in issues()
 
 
 def test_an_accumulator_read_early():
-    for error in found(
-        Race, tcgen05_kernel, (1,), matrices(128), FAULT="acc", arch="sm_100",
-        uninitialized="allow",
-    ):  # fmt: skip
+    given = {"FAULT": "acc", "uninitialized": "allow", **B200}
+    for error in found(Race, tcgen05_kernel, (1,), matrices(128), **given):
         assert error.buffer == "acc[0]"
         lines = {error.other[1], error.line}
-        assert place(tcgen05_kernel, "x = tlx.local_load")[1] in lines
-        assert lines & {
-            place(tcgen05_kernel, "force_async")[1],
-            place(tcgen05_kernel, "# second")[1],
-        }
+        assert place(tcgen05_kernel, "x = tlx.local_load")[1] in lines and lines & issues()
 
 
 @triton.jit
@@ -516,14 +357,6 @@ def two_issuers_kernel(a_ptr, b_ptr, out_ptr, ORDERED: tl.constexpr):
             tlx.barrier_wait(all_done, 0)
 
 
-def test_two_roles_that_issue_into_one_accumulator():
-    everywhere(two_issuers_kernel, (1,), matrices(128), ORDERED=True, arch="sm_100")
-    check_race(
-        two_issuers_kernel, (1,), matrices(128), ORDERED=False, arch="sm_100", buffer="acc[0]",
-        places=("# first", "# second"), roles=("default of CTA 0", "task0 of CTA 0"),
-    )  # fmt: skip
-
-
 # Clusters.
 
 
@@ -543,21 +376,6 @@ def exchange_kernel(out_ptr, FAULT: tl.constexpr):
     x = tlx.local_load(cell[0])  # read
     tl.store(out_ptr + tl.program_id(0) * 16 + tl.arange(0, 16), x)
     tlx.cluster_barrier()
-
-
-def test_distributed_shared_memory():
-    def check(out):
-        assert out[:, 0].tolist() == [6, 5, 6, 5] and out.eq(out[:, :1]).all()
-
-    everywhere(exchange_kernel, (4,), ints(4, 16), check, FAULT="none", **PAIR)
-    check_race(
-        exchange_kernel, (2,), ints(4, 16), FAULT="no wait", buffer="cell[0]",
-        places=("async_remote_shmem_store", "# read"), **PAIR,
-    )  # fmt: skip
-    check_race(
-        exchange_kernel, (2,), ints(4, 16), FAULT="no cluster barrier", buffer="cell[0]",
-        places=("async_remote_shmem_store", "# clear"), **PAIR,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -582,16 +400,126 @@ def relay_kernel(desc, out_desc, OWN: tl.constexpr):
     tlx.cluster_barrier()
 
 
-def test_a_multicast_is_awaited_in_each_cta():
-    def check(desc, out_desc):
-        assert torch.equal(desc.base, out_desc.base)
+# What each of them gives when it is right, and between which lines it races when it is not.
 
-    everywhere(relay_kernel, (2,), boxes(), check, OWN=True, **PAIR)
-    # The bytes that CTA 0 has waited for are those in CTA 0.
-    check_race(
-        relay_kernel, (2,), boxes(), OWN=False, buffer="tile[0]",
-        places=("async_descriptor_load", "# read"), **PAIR,
-    )  # fmt: skip
+
+def of_desc(desc, _):
+    return desc.base
+
+
+def of_x(x, _):
+    return x
+
+
+def copied():
+    return torch.arange(96, dtype=torch.int32), *ints(96)()
+
+
+def of_boxes():
+    (desc,) = boxes(1)()
+    return desc, desc.base
+
+
+HANDED = torch.stack([torch.arange(16), torch.arange(100, 116)])
+ROWS = torch.arange(4).repeat_interleave(8)[:, None]
+EXCHANGED = torch.tensor([6, 5, 6, 5])[:, None]
+SMEM, TMEM = ({"TENSOR": tensor, **B200} for tensor in (False, True))
+RIGHT = (
+    (handover_kernel, 1, ints(2, 16), HANDED, {"FAULT": "none"}),
+    *((alias_kernel, 1, tuple, None, {"ALIAS": False, "PART": 0, **o}) for o in (SMEM, TMEM)),
+    # p[1] is the right half of the columns of qk, of which the other role takes the left.
+    (alias_kernel, 1, tuple, None, {"ALIAS": True, "PART": 1, **TMEM}),
+    (load_kernel, 1, boxes(rows=16), of_desc, {"FAULT": "none"}),
+    (own_copy_kernel, 1, boxes(), None, {"FAULT": "none"}),
+    *((store_kernel, 1, boxes(1, 32), ROWS, {"PENDING": n - 1, "STAGES": n}) for n in (1, 2, 3)),
+    *((written_kernel, 1, of_boxes, None, {"HOW": how}) for how in ("none", "landed")),
+    (groups_kernel, 1, copied, of_x, {"PENDING": 0}),
+    (wgmma_kernel, 1, matrices(), twice, {"FAULT": "none"}),
+    (tcgen05_kernel, 1, matrices(128), twice, {"FAULT": "none", **B200}),
+    (two_issuers_kernel, 1, matrices(128), None, {"ORDERED": True, **B200}),
+    (exchange_kernel, 4, ints(4, 16), EXCHANGED, {"FAULT": "none", **PAIR}),
+    (relay_kernel, 2, boxes(), of_desc, {"OWN": True, **PAIR}),
+)
+
+
+def named(value):
+    return value.fn.__name__ if hasattr(value, "fn") else None
+
+
+@pytest.mark.parametrize("kernel, ctas, arguments, gives, options", RIGHT, ids=named)
+def test_what_is_right(kernel, ctas, arguments, gives, options):
+    tolerance = 1e-5 if gives is twice else 0
+    everywhere(kernel, (ctas,), arguments, gives, tolerance, **options)
+
+
+LOAD, SEND = "async_descriptor_load", "async_remote_shmem_store"
+STORE, GROUP = "tlx.async_descriptor_store(", "tlx.async_load("
+
+
+@pytest.mark.parametrize(
+    "kernel, ctas, arguments, options, buffer, places, roles",
+    (
+        *(
+            (handover_kernel, 1, ints(2, 16), {"FAULT": fault}, "cell[1]", ("# second", at), ROLES)
+            for fault, at in (("no wait", "# late"), ("early release", "# early"))
+        ),
+        *(
+            (alias_kernel, 1, tuple, {"ALIAS": True, "PART": 0, **options}, ("qk[0]", "p[0]"),
+             ("# qk", "# p"), ROLES)
+            for options in (SMEM, TMEM)
+        ),
+        (load_kernel, 1, boxes(rows=16), {"FAULT": "no full"}, "tile[0]", (LOAD, "# read"), ROLES),
+        # The source of a store is kept until it has been read.
+        *(
+            (store_kernel, 1, boxes(1, 32), {"PENDING": n, "STAGES": n}, "tile[0]",
+             ("local_store", STORE), ())
+            for n in (1, 2, 3)
+        ),
+        # A wait for a store says nothing about global memory.
+        *(
+            (written_kernel, 1, of_boxes, {"HOW": how}, ("out_desc", "back_ptr"),
+             (STORE, f"# {how}"), ())
+            for how in ("copy", "load")
+        ),
+        (groups_kernel, 1, copied, {"PENDING": 1}, "tile[0]", (GROUP, "local_load"), ()),
+        (two_issuers_kernel, 1, matrices(128), {"ORDERED": False, **B200}, "acc[0]",
+         ("# first", "# second"), ROLES),
+        *(
+            (exchange_kernel, 2, ints(4, 16), {"FAULT": fault, **PAIR}, "cell[0]", (SEND, at), ())
+            for fault, at in (("no wait", "# read"), ("no cluster barrier", "# clear"))
+        ),
+        # The bytes that CTA 0 has waited for are those in CTA 0.
+        (relay_kernel, 2, boxes(), {"OWN": False, **PAIR}, "tile[0]", (LOAD, "# read"), ()),
+    ),
+    ids=named,
+)  # fmt: skip
+def test_what_races(kernel, ctas, arguments, options, buffer, places, roles):
+    given = {"buffer": buffer, "places": places, "roles": roles, **options}
+    check_race(kernel, (ctas,), arguments, **given)
+
+
+@pytest.mark.parametrize(
+    "kernel, arguments, fault, buffer, issued, accesses",
+    (
+        *(
+            (own_copy_kernel, boxes(), fault, "tile[0]", LOAD, "copy issued by {} writes")
+            for fault in ("read", "write")
+        ),
+        *(
+            (wgmma_kernel, matrices(), fault, buffer, f"# {dot}", "async_dot issued by {} reads")
+            for fault, buffer, dot in (
+                *(("a", "a[0]", "second"), ("b1", "b[1]", "second"), ("b0", "b[0]", "first")),
+            )
+        ),
+    ),
+    ids=named,
+)
+def test_a_role_races_with_what_it_issued(kernel, arguments, fault, buffer, issued, accesses):
+    finding = {"buffer": buffer, "places": (issued, f"# {fault}")}
+    check_race(kernel, (1,), arguments, FAULT=fault, **finding)
+    error = found(Race, kernel, (1,), arguments, FAULT=fault)[0]
+    assert error.other == place(kernel, issued)
+    assert "which " + accesses.format("default of CTA 0") in str(error)
 
 
 # Global memory.
@@ -613,15 +541,13 @@ def global_roles_kernel(x_ptr, out_ptr, ORDERED: tl.constexpr):
             tl.store(out_ptr + lanes, x)
 
 
+def two_of_16():
+    return ints(16)() + ints(16)()
+
+
 def test_global_memory_between_roles():
-    def arguments():
-        return ints(16)() + ints(16)()
-
-    def check(x, out):
-        assert out.tolist() == list(range(16))
-
-    everywhere(global_roles_kernel, (1,), arguments, check, ORDERED=True)
-    for error in found(Race, global_roles_kernel, (1,), arguments, ORDERED=False):
+    everywhere(global_roles_kernel, (1,), two_of_16, range(16), ORDERED=True)
+    for error in found(Race, global_roles_kernel, (1,), two_of_16, ORDERED=False):
         assert error.buffer == "x_ptr" and error.programs == ((0, 0, 0), (0, 0, 0))
         at = {place(global_roles_kernel, "store(x_ptr"), place(global_roles_kernel, "load(x_ptr")}
         assert {error.other, (error.file, error.line)} == at
@@ -642,20 +568,14 @@ def global_ctas_kernel(x_ptr, out_ptr, ORDERED: tl.constexpr):
 
 
 def test_global_memory_between_the_ctas_of_a_cluster():
-    def arguments():
-        return ints(16)() + ints(16)()
-
-    def check(x, out):
-        assert out.tolist() == list(range(16))
-
-    everywhere(global_ctas_kernel, (2,), arguments, check, ORDERED=True, **PAIR)
-    for error in found(Race, global_ctas_kernel, (2,), arguments, ORDERED=False, **PAIR):
+    everywhere(global_ctas_kernel, (2,), two_of_16, range(16), ORDERED=True, **PAIR)
+    for error in found(Race, global_ctas_kernel, (2,), two_of_16, ORDERED=False, **PAIR):
         assert error.buffer == "x_ptr"
         assert sorted(error.programs) == [(0, 0, 0), (1, 0, 0)]
 
 
 @triton.jit
-def summed_kernel(sum_desc, sum_ptr, count_ptr, out_ptr, n, FAULT: tl.constexpr):
+def summed_kernel(sum_desc, sum_ptr, count_ptr, n, out_ptr, FAULT: tl.constexpr):
     """Every program adds a tile by TMA; the first waits for all of them and reads the sum."""
     tile = tlx.local_alloc((8, 16), tl.float32, 1)
     pid = tl.program_id(0)
@@ -676,14 +596,11 @@ def summed_kernel(sum_desc, sum_ptr, count_ptr, out_ptr, n, FAULT: tl.constexpr)
 def sums():
     total = torch.zeros(8, 16)
     count, out = torch.zeros(1, dtype=torch.int32), torch.zeros(8, 16)
-    return TensorDescriptor.from_tensor(total, [8, 16]), total, count, out, 3
+    return box(total, 8, 16), total, count, 3, out
 
 
 def test_programs_that_wait_for_each_other():
-    def check(desc, total, count, out, n):
-        assert (out == 6).all()
-
-    everywhere(summed_kernel, (3,), sums, check, FAULT="none", resident=3)
+    everywhere(summed_kernel, (3,), sums, 6, FAULT="none", resident=3)
 
 
 @pytest.mark.parametrize("fault", ("read", "relaxed"))

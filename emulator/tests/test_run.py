@@ -43,12 +43,11 @@ def attention_kernel(
 
 def attention(q, k, v, out, precision="ieee"):
     length, head_dim = q.shape
-    report = run(
+    return run(
         attention_kernel, lambda meta: (triton.cdiv(length, meta["BLOCK_M"]),),
         q, k, v, out, q.stride(0), length, head_dim**-0.5,
         HEAD_DIM=head_dim, BLOCK_M=64, BLOCK_N=32, PRECISION=precision, num_warps=4, num_stages=2,
     )  # fmt: skip
-    return report
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
@@ -156,11 +155,7 @@ def small_enough(configs, named, **kwargs):
 
 
 @triton.autotune(
-    configs=[
-        triton.Config({"BLOCK": 64}),
-        triton.Config({"BLOCK": 8}),
-        triton.Config({"BLOCK": 4}),
-    ],
+    configs=[triton.Config({"BLOCK": block}) for block in (64, 8, 4)],
     key=[],
     prune_configs_by={"early_config_prune": small_enough},
 )

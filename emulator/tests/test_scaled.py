@@ -43,11 +43,9 @@ def test_dot_scaled(a, b, arch):
     (x, x_value), (y, y_value) = operand(a, 16, 64), operand(b, 32, 64)
     scales = [torch.randint(122, 132, (size, 2)).to(torch.uint8) for size in (16, 32)]
     c, stored = torch.zeros(16, 32), y.T.contiguous()
-    run(
-        *(scaled_kernel, (1,), x, scales[0], stored, scales[1], c),
-        **{"A": a, "B": b, "M": 16, "N": 32, "K": 64, "AK": x.shape[1], "BK": len(stored)},
-        arch=arch,
-    )
+    sizes = {"M": 16, "N": 32, "K": 64, "AK": x.shape[1], "BK": len(stored)}
+    given = x, scales[0], stored, scales[1], c
+    run(scaled_kernel, (1,), *given, A=a, B=b, **sizes, arch=arch)
     factors = [torch.exp2(s.float() - 127).repeat_interleave(32, 1) for s in scales]
     torch.testing.assert_close(c, 2 * (x_value * factors[0]) @ (y_value * factors[1]).T)
 

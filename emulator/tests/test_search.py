@@ -7,10 +7,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from emulator.tests import handover
-from emulator.tests.checking import tlx
+from emulator.tests.checking import box, ints, tlx
 from emulator.tests.mutants import enumerate_mutants, executed_lines, import_file
 from tritonemu import EmulatorError, enabled, run
 from tritonemu.orders import Priorities, order_of
@@ -24,7 +23,7 @@ MOST = 400
 
 
 def numbers(count):
-    return torch.zeros(count, dtype=torch.int32)
+    return ints(count, fill=0)()[0]
 
 
 # Kernels whose mistakes show in some orders only. RIGHT: without the mistake.
@@ -202,11 +201,9 @@ def outcome(name, order, right=False, turns=None):
     turns = turns or usual
     state, out = numbers(2), numbers(1)
     run(kernel, (1,), state, out, int(right), turns, schedule=order, max_steps=MAX_STEPS)
-    expected = {"count": [2 * turns, 0], "locks": [0, 0], "named": [1, 0], "delay": [turns, 0]}
-    return (*state.tolist(), *out.tolist()), [*state.tolist(), *out.tolist()] == [
-        *expected[name],
-        0,
-    ]
+    results = (*state.tolist(), *out.tolist())
+    expected = {"count": 2 * turns, "locks": 0, "named": 1, "delay": turns}
+    return results, results == (expected[name], 0, 0)
 
 
 def explored(execute, reduced=True, most=1000, orders=None):
@@ -244,8 +241,7 @@ def test_independent_steps_have_one_order():
 
 def hand_over(order, module=handover, steps=3):
     source, out = torch.arange(16.0 * steps), torch.zeros(16 * steps)
-    desc = TensorDescriptor(source, [16 * steps], [1], [16])
-    arguments = desc, out, 16, steps, False
+    arguments = box(source, 16), out, 16, steps, False
     run(module.handover_kernel, (1,), *arguments, schedule=order, max_steps=MAX_STEPS)
     assert torch.equal(out, source)
 

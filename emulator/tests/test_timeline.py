@@ -11,14 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from tritonemu.timeline import (
-    Arrow,
-    Event,
-    Timeline,
-    barrier_states,
-    buffer_states,
-    interactive,
-)
+from tritonemu.timeline import Arrow, Event, Timeline, barrier_states, buffer_states, interactive
 
 SVG = "{http://www.w3.org/2000/svg}"
 SOURCE = '''"""A module."""
@@ -305,9 +298,8 @@ def test_buffer_states_of_the_correct_pipeline():
         (820, "released", ""),
         (880, "filling", "TMA"),
     ]
-    assert not any(
-        state.startswith("over") for changes in states.values() for _, state, _ in changes
-    )
+    seen = {state for changes in states.values() for _, state, _ in changes}
+    assert not any(state.startswith("over") for state in seen)
 
 
 def test_buffer_states_without_the_wait():
@@ -385,9 +377,8 @@ def step_of(tab) -> int:
 def test_page_steps_with_keys_and_buttons(opened):
     opened.get_by_role("button", name=CORRECT).click()
     assert step_of(opened) == 0
-    for _ in range(3):
-        opened.keyboard.press("ArrowRight")
-    opened.keyboard.press("ArrowLeft")
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        opened.keyboard.press(key)
     opened.get_by_role("button", name="One step forward").click()
     assert step_of(opened) == 3
     cycle = float(re.search(r"cycle ([\d.]+)", opened.locator("#place").inner_text())[1])

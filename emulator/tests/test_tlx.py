@@ -1,16 +1,27 @@
 """The operations of TLX, one by one: tensor cores, copies, clusters, tasks, launch control."""
 
-import json
 import re
-import textwrap
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from emulator.tests.checking import PAIR, build, everywhere, fill, found, grid2, place, refused, tlx
+from emulator.tests.checking import (
+    B200,
+    PAIR,
+    box,
+    build,
+    everywhere,
+    fill,
+    found,
+    grid2,
+    ints,
+    normal,
+    place,
+    refused,
+    tlx,
+)
 from tritonemu import (
     Deadlock,
     DescriptorError,
@@ -22,45 +33,37 @@ from tritonemu import (
     enabled,
     run,
 )
-from tritonemu.__main__ import main
 
 pytestmark = pytest.mark.tlx
 
-
-def normal(*shape, dtype=torch.float16, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def box(tensor, *shape):
-    return TensorDescriptor.from_tensor(tensor, list(shape))
-
+BF16 = torch.bfloat16
 
 # wgmma.
 
 
 @triton.jit
+def shared(ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANS: tl.constexpr):
+    """A buffer of [ROWS, COLUMNS], which memory holds so, or TRANS: transposed."""
+    if TRANS:
+        stored = tlx.local_alloc((COLUMNS, ROWS), tlx.dtype_of(ptr), 1)
+        fill(stored[0], ptr, COLUMNS, ROWS)
+        buffer = tlx.local_trans(stored[0])
+    else:
+        stored = tlx.local_alloc((ROWS, COLUMNS), tlx.dtype_of(ptr), 1)
+        fill(stored[0], ptr, ROWS, COLUMNS)
+        buffer = stored[0]
+    return buffer
+
+
+@triton.jit
 def wgmma_kernel(
-    a_ptr, b_ptr, c_ptr, out_ptr,
-    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, REGISTERS: tl.constexpr, ACC: tl.constexpr,
+    a_ptr, b_ptr, c_ptr, out_ptr, LEFT: tl.constexpr, TRANS_B: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    if TRANS_B:
-        b = tlx.local_alloc((64, 32), tlx.dtype_of(b_ptr), 1)
-        fill(b[0], b_ptr, 64, 32)
-        right = tlx.local_trans(b[0])
-    else:
-        b = tlx.local_alloc((32, 64), tlx.dtype_of(b_ptr), 1)
-        fill(b[0], b_ptr, 32, 64)
-        right = b[0]
-    if REGISTERS:
+    right = shared(b_ptr, 32, 64, TRANS_B)
+    if LEFT == "registers":
         left = tl.load(a_ptr + grid2(64, 32))
-    elif TRANS_A:
-        a = tlx.local_alloc((32, 64), tlx.dtype_of(a_ptr), 1)
-        fill(a[0], a_ptr, 32, 64)
-        left = tlx.local_trans(a[0])
     else:
-        a = tlx.local_alloc((64, 32), tlx.dtype_of(a_ptr), 1)
-        fill(a[0], a_ptr, 64, 32)
-        left = a[0]
+        left = shared(a_ptr, 64, 32, LEFT == "transposed")
     if ACC:
         acc = tlx.async_dot(left, right, tl.load(c_ptr + grid2(64, 64)))
     else:
@@ -70,78 +73,68 @@ def wgmma_kernel(
     tl.store(out_ptr + grid2(64, 64), acc)
 
 
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float16, BF16), ids=str)
 @pytest.mark.parametrize("acc", (False, True))
 @pytest.mark.parametrize("trans_b", (False, True))
 @pytest.mark.parametrize("left", ("shared", "transposed", "registers"))
 def test_wgmma(left, trans_b, acc, dtype):
-    a, b, c = (
-        normal(64, 32, dtype=dtype),
-        normal(32, 64, dtype=dtype, seed=1),
-        normal(64, 64).float(),
-    )
-    out = torch.full((64, 64), torch.nan)
-    report = run(
-        wgmma_kernel, (1,),
-        a.T.contiguous() if left == "transposed" else a, b.T.contiguous() if trans_b else b, c, out,
-        TRANS_A=left == "transposed", TRANS_B=trans_b, REGISTERS=left == "registers", ACC=acc,
-    )  # fmt: skip
+    a, b = normal(64, 32, dtype=dtype), normal(32, 64, dtype=dtype, seed=1)
+    c, out = normal(64, 64).float(), torch.full((64, 64), torch.nan)
+    stored_a = a.T.contiguous() if left == "transposed" else a
+    stored_b = b.T.contiguous() if trans_b else b
+    constants = {"LEFT": left, "TRANS_B": trans_b, "ACC": acc}
+    report = run(wgmma_kernel, (1,), stored_a, stored_b, c, out, **constants)
     exact = a.double() @ b.double() + (c if acc else 0)
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     assert report.dots == 1
 
 
 def test_wgmma_of_fp32_is_tf32():
-    a, b = torch.full((64, 32), 1 + 2**-12), torch.ones(32, 64)
-    c, out = torch.zeros(64, 64), torch.zeros(64, 64)
-    run(
-        wgmma_kernel, (1,), a, b, c, out,
-        TRANS_A=False, TRANS_B=False, REGISTERS=False, ACC=False,
-    )  # fmt: skip
+    a, b, out = torch.full((64, 32), 1 + 2**-12), torch.ones(32, 64), torch.zeros(64, 64)
+    run(wgmma_kernel, (1,), a, b, None, out, LEFT="shared", TRANS_B=False, ACC=False)
     assert out.eq(32).all()
 
 
 @triton.jit
 def pending_kernel(a_ptr, b_ptr, out_ptr, PENDINGS: tl.constexpr, USE: tl.constexpr):
-    a = tlx.local_alloc((64, 32), tl.float16, 1)
-    b = tlx.local_alloc((32, 32), tl.float16, 1)
-    fill(a[0], a_ptr, 64, 32)
-    fill(b[0], b_ptr, 32, 32)
-    older = tlx.async_dot(a[0], b[0])  # older
-    newer = tlx.async_dot(a[0], b[0])  # newer
+    a, b = shared(a_ptr, 64, 32, False), shared(b_ptr, 32, 32, False)
+    older = tlx.async_dot(a, b)  # older
+    newer = tlx.async_dot(a, b)  # newer
     if PENDINGS >= 0:
         older = tlx.async_dot_wait(PENDINGS, older)
         newer = tlx.async_dot_wait(PENDINGS, newer)
     if USE == "older":
         out = older * 2.0  # use older
     elif USE == "operand":
-        out = tlx.async_dot_wait(0, tlx.async_dot(newer.to(tl.float16), b[0]))  # use operand
+        out = tlx.async_dot_wait(0, tlx.async_dot(newer.to(tl.float16), b))  # use operand
     else:
         out = newer * 2.0  # use newer
     tlx.async_dot_wait(0, newer)
     tl.store(out_ptr + grid2(64, 32), out)
 
 
+def pending_arguments():
+    return normal(64, 32), normal(32, 32, seed=1), torch.zeros(64, 32)
+
+
 @pytest.mark.parametrize(
-    "pendings, use, right",
-    (
-        *((0, "older", True), (0, "newer", True), (0, "operand", True), (1, "older", True)),
-        *((1, "newer", False), (1, "operand", False), (2, "older", False), (-1, "newer", False)),
-    ),
+    "pendings, use", ((0, "older"), (0, "newer"), (0, "operand"), (1, "older"))
 )
-def test_the_result_of_a_wgmma_is_awaited(pendings, use, right):
-    a, b, out = normal(64, 32), normal(32, 32, seed=1), torch.zeros(64, 32)
-    if right:
-        run(pending_kernel, (1,), a, b, out, PENDINGS=pendings, USE=use)
-        product = a.double() @ b.double()
-        expected = 2 * product if use != "operand" else product.half().double() @ b.double()
-        torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-2)
-        return
-    for error in found(
-        InvalidKernel, pending_kernel, (1,), lambda: (a, b, out), PENDINGS=pendings, USE=use
-    ):
-        assert (error.file, error.line) == place(pending_kernel, f"# use {use}")
-        issued = place(pending_kernel, "# older" if use == "older" else "# newer")
+def test_the_result_of_a_wgmma_that_was_awaited(pendings, use):
+    a, b, out = pending_arguments()
+    run(pending_kernel, (1,), a, b, out, PENDINGS=pendings, USE=use)
+    product = a.double() @ b.double()
+    expected = 2 * product if use != "operand" else product.half().double() @ b.double()
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "pendings, use", ((1, "newer"), (1, "operand"), (2, "older"), (-1, "newer"))
+)
+def test_the_result_of_a_wgmma_must_be_awaited(pendings, use):
+    given = {"PENDINGS": pendings, "USE": use, "at": f"# use {use}"}
+    issued = place(pending_kernel, "# older" if use == "older" else "# newer")
+    for error in found(InvalidKernel, pending_kernel, (1,), pending_arguments, **given):
         assert f"{issued[0]}:{issued[1]} is used before async_dot_wait" in str(error)
 
 
@@ -161,91 +154,80 @@ def test_shapes_of_wgmma():
     fine = {"M": 64, "K": 16, "K2": 16, "N": 32, "A": tl.float16, "B": tl.float16}
     run(shapes_kernel, (1,), **fine)
     for wrong in ({"M": 32}, {"K": 8, "K2": 8}, {"K": 32}, {"N": 16}):
-        refused(InvalidKernel, "async_dot needs", shapes_kernel, **{**fine, **wrong})
-    with pytest.raises(InvalidKernel, match="one dtype, got fp16 and bf16"):
-        run(shapes_kernel, (1,), **{**fine, "B": tl.bfloat16})
-    with pytest.raises(Unsupported, match="async_dot of int32"):
-        run(shapes_kernel, (1,), **{**fine, "A": tl.int32, "B": tl.int32})
+        refused(InvalidKernel, "async_dot needs", shapes_kernel, **fine | wrong)
+    other = fine | {"B": tl.bfloat16}
+    refused(InvalidKernel, "one dtype, got fp16 and bf16", shapes_kernel, **other)
+    integers = fine | {"A": tl.int32, "B": tl.int32}
+    refused(Unsupported, "async_dot of int32", shapes_kernel, **integers)
 
 
 # tcgen05.
 
 
 @triton.jit
-def tcgen05_kernel(a_ptr, b_ptr, out_ptr, flags, HOW: tl.constexpr, USE: tl.constexpr):
-    a = tlx.local_alloc((128, 32), tl.bfloat16, 1)
-    b = tlx.local_alloc((32, 64), tl.bfloat16, 1)
+def tcgen05_kernel(a_ptr, b_ptr, flags, out_ptr, HOW: tl.constexpr, USE: tl.constexpr):
+    a, b = shared(a_ptr, 128, 32, False), shared(b_ptr, 32, 64, False)
     left = tlx.local_alloc((128, 32), tl.bfloat16, 1, tlx.storage_kind.tmem)
     acc = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem)
     done = tlx.alloc_barriers(2)
-    fill(a[0], a_ptr, 128, 32)
-    fill(b[0], b_ptr, 32, 64)
     if USE != "fresh":
         tlx.local_store(acc[0], tl.full((128, 64), 3.0, tl.float32))
     if HOW == "barriers":
-        tlx.async_dot(a[0], b[0], acc[0], use_acc=flags != 0, mBarriers=[done[0], done[1]])
+        tlx.async_dot(a, b, acc[0], use_acc=flags != 0, mBarriers=[done[0], done[1]])
         tlx.barrier_wait(done[0], 0)
         tlx.barrier_wait(done[1], 0)
     elif HOW == "commit":
-        tlx.async_dot(a[0], b[0], acc[0], use_acc=flags != 0, force_async=True)
+        tlx.async_dot(a, b, acc[0], use_acc=flags != 0, force_async=True)
         tlx.tcgen05_commit(done[1])
         tlx.barrier_wait(done[1], 0)
     elif HOW == "synchronous":
-        tlx.async_dot(a[0], b[0], acc[0], use_acc=flags != 0)
+        tlx.async_dot(a, b, acc[0], use_acc=flags != 0)
     elif HOW == "empty list":
-        tlx.async_dot(a[0], b[0], acc[0], use_acc=flags != 0, mBarriers=[])
+        tlx.async_dot(a, b, acc[0], use_acc=flags != 0, mBarriers=[])
     elif HOW == "nothing":
-        tlx.async_dot(a[0], b[0], acc[0], use_acc=flags != 0, force_async=True)
+        tlx.async_dot(a, b, acc[0], use_acc=flags != 0, force_async=True)
     elif HOW == "tensor":
         tlx.local_store(left[0], tl.load(a_ptr + grid2(128, 32)))
-        tlx.async_dot(left[0], b[0], acc[0], use_acc=flags != 0)
+        tlx.async_dot(left[0], b, acc[0], use_acc=flags != 0)
     else:
-        tlx.async_dot(a[0], b[0], acc[0], pred=flags > 5)
+        tlx.async_dot(a, b, acc[0], pred=flags > 5)
     tl.store(out_ptr + grid2(128, 64), tlx.local_load(acc[0]))
 
 
 def tcgen05_arguments(flags):
-    a, b = normal(128, 32, dtype=torch.bfloat16), normal(32, 64, dtype=torch.bfloat16, seed=1)
-    return lambda: (a, b, torch.full((128, 64), torch.nan), flags)
+    a, b = normal(128, 32, dtype=BF16), normal(32, 64, dtype=BF16, seed=1)
+    return lambda: (a, b, flags, torch.full((128, 64), torch.nan))
 
 
 @pytest.mark.parametrize("how", ("barriers", "commit", "synchronous", "empty list", "tensor"))
 @pytest.mark.parametrize("flags, use", ((0, "fresh"), (0, "old"), (2, "old")))
 def test_tcgen05(how, flags, use):
-    def check(a, b, out, flags):
-        exact = a.double() @ b.double() + (3 if flags else 0)
-        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    def product(a, b, flags, out):
+        return a.double() @ b.double() + (3 if flags else 0)
 
-    everywhere(
-        tcgen05_kernel, (1,), tcgen05_arguments(flags), check, HOW=how, USE=use, arch="sm_100"
-    )
+    given = {"HOW": how, "USE": use, **B200}
+    everywhere(tcgen05_kernel, (1,), tcgen05_arguments(flags), product, 1e-5, **given)
+
+
+def test_a_predicated_product():
+    def product(a, b, flags, out):
+        return a.float() @ b.float() * (flags > 5) + 3
+
+    given = {"HOW": "predicate", "USE": "old", **B200}
+    for flags in (2, 6):
+        everywhere(tcgen05_kernel, (1,), tcgen05_arguments(flags), product, 1e-5, **given)
 
 
 def test_an_accumulator_is_only_read_if_it_is_used():
-    for error in found(
-        UninitializedRead, tcgen05_kernel, (1,), tcgen05_arguments(2),
-        HOW="synchronous", USE="fresh", arch="sm_100",
-    ):  # fmt: skip
+    given = {"HOW": "synchronous", "USE": "fresh", **B200}
+    for error in found(UninitializedRead, tcgen05_kernel, (1,), tcgen05_arguments(2), **given):
         assert error.buffer == "acc[0]"
 
 
 def test_an_asynchronous_product_that_nobody_awaits():
-    for error in found(
-        Race, tcgen05_kernel, (1,), tcgen05_arguments(2), HOW="nothing", USE="old", arch="sm_100"
-    ):
+    given = {"HOW": "nothing", "USE": "old", "at": "local_load(acc[0])", **B200}
+    for error in found(Race, tcgen05_kernel, (1,), tcgen05_arguments(2), **given):
         assert error.buffer == "acc[0]" and error.role == "default of CTA 0"
-        assert (error.file, error.line) == place(tcgen05_kernel, "local_load(acc[0])")
-
-
-def test_a_predicated_product():
-    def check(a, b, out, flags):
-        torch.testing.assert_close(out, a.float() @ b.float() * (flags > 5) + 3)
-
-    for flags in (2, 6):
-        everywhere(
-            tcgen05_kernel, (1,), tcgen05_arguments(flags), check,
-            HOW="predicate", USE="old", arch="sm_100",
-        )  # fmt: skip
 
 
 @triton.jit
@@ -270,14 +252,14 @@ def bad_tcgen05_kernel(HOW: tl.constexpr):
 
 
 def test_operands_of_tcgen05():
-    run(bad_tcgen05_kernel, (1,), HOW="none", arch="sm_100")
+    run(bad_tcgen05_kernel, (1,), HOW="none", **B200)
     for how, message in (
         ("registers", "A in memory and acc in tensor memory"),
         ("acc", "A in memory and acc in tensor memory"),
         ("wide", r"acc of async_dot must be \[128, 64\], got \[128, 128\]"),
         ("b", "must be in shared memory"),
     ):
-        refused(InvalidKernel, message, bad_tcgen05_kernel, HOW=how, arch="sm_100")
+        refused(InvalidKernel, message, bad_tcgen05_kernel, HOW=how, **B200)
 
 
 @triton.jit
@@ -289,13 +271,13 @@ def commit_kernel(COMMITS: tl.constexpr):
 
 
 def test_a_commit_of_nothing_arrives():
-    everywhere(commit_kernel, (1,), COMMITS=2, arch="sm_100")
-    for error in found(Deadlock, commit_kernel, (1,), COMMITS=1, arch="sm_100"):
+    everywhere(commit_kernel, (1,), COMMITS=2, **B200)
+    for error in found(Deadlock, commit_kernel, (1,), COMMITS=1, **B200):
         assert [wait.arrivals for wait in error.waits] == [1]
 
 
 @triton.jit
-def pair_kernel(a_desc, b_desc, out_ptr, COMMIT: tl.constexpr, FAULT: tl.constexpr):
+def pair_kernel(a_desc, b_desc, out_ptr, COMMIT: tl.constexpr, WAIT: tl.constexpr):
     a = tlx.local_alloc((128, 32), tl.float16, 1)
     b = tlx.local_alloc((32, 32), tl.float16, 1)
     acc = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem)
@@ -307,7 +289,7 @@ def pair_kernel(a_desc, b_desc, out_ptr, COMMIT: tl.constexpr, FAULT: tl.constex
     tlx.async_descriptor_load(b_desc, b[0], [0, rank * 32], full)
     tlx.barrier_wait(full, 0)
     tlx.barrier_arrive(both, 1, remote_cta_rank=0)
-    if FAULT == "none":
+    if WAIT:
         tlx.barrier_wait(both, 0, pred=rank == 0)
     if COMMIT:
         tlx.async_dot(a[0], b[0], acc[0], use_acc=False, two_ctas=True, force_async=True)
@@ -316,8 +298,7 @@ def pair_kernel(a_desc, b_desc, out_ptr, COMMIT: tl.constexpr, FAULT: tl.constex
     else:
         tlx.async_dot(a[0], b[0], acc[0], use_acc=False, two_ctas=True, mBarriers=[done])
     tlx.barrier_wait(done, 0)
-    x = tlx.local_load(acc[0])
-    tl.store(out_ptr + rank * 128 * 64 + grid2(128, 64), x)
+    tl.store(out_ptr + rank * 128 * 64 + grid2(128, 64), tlx.local_load(acc[0]))
 
 
 def pair_arguments():
@@ -327,30 +308,23 @@ def pair_arguments():
 
 @pytest.mark.parametrize("commit", (False, True))
 def test_a_product_of_two_ctas(commit):
-    def check(a, b, out):
-        exact = a.base.double() @ b.base.double() * (1 + commit)
-        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    def product(a, b, out):
+        return a.base.double() @ b.base.double() * (1 + commit)
 
-    everywhere(
-        pair_kernel, (2,), pair_arguments, check, COMMIT=commit, FAULT="none", arch="sm_100", **PAIR
-    )
-    report = run(
-        pair_kernel, (2,), *pair_arguments(), COMMIT=commit, FAULT="none", arch="sm_100", **PAIR
-    )
-    assert report.dots == 1 + commit
+    given = {"COMMIT": commit, "WAIT": True, **B200, **PAIR}
+    everywhere(pair_kernel, (2,), pair_arguments, product, 1e-5, **given)
+    assert run(pair_kernel, (2,), *pair_arguments(), **given).dots == 1 + commit
 
 
 def test_the_odd_cta_must_be_ready():
-    for error in found(
-        (Race, UninitializedRead), pair_kernel, (2,), pair_arguments,
-        COMMIT=False, FAULT="no wait", arch="sm_100", **PAIR,
-    ):  # fmt: skip
+    given = {"COMMIT": False, "WAIT": False, **B200, **PAIR}
+    for error in found((Race, UninitializedRead), pair_kernel, (2,), pair_arguments, **given):
         assert error.buffer in ("a[0]", "b[0]")
         assert "of CTA 1" in str(error)
 
 
 @triton.jit
-def pair64_kernel(a_desc, b_desc, out_ptr, lanes_ptr):
+def pair64_kernel(a_desc, b_desc, lanes_ptr, out_ptr):
     a = tlx.local_alloc((64, 32), tl.float16, 1)
     b = tlx.local_alloc((32, 64), tl.float16, 1)
     spec = tlx.storage_alias_spec(storage=tlx.storage_kind.tmem)
@@ -372,19 +346,19 @@ def pair64_kernel(a_desc, b_desc, out_ptr, lanes_ptr):
 
 
 def test_64_rows_of_two_ctas_and_loads_counted_in_the_leader():
-    def arguments():
-        a, b = normal(128, 32), normal(32, 128, seed=1)
-        out = torch.full((128, 128), torch.nan)
-        return box(a, 64, 32), box(b, 32, 64), out, out.view(2, 128, 64).clone()
+    a, b = normal(128, 32), normal(32, 128, seed=1)
+    lanes, out = torch.zeros(2, 128, 64), torch.zeros(128, 128)
 
-    def check(a, b, out, lanes):
-        exact = a.base.double() @ b.base.double()
-        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    def product(*arguments):
         for cta in range(2):
             rows = out[64 * cta : 64 * cta + 64]
             assert torch.equal(lanes[cta], torch.cat([rows[:, :64], rows[:, 64:]]))
+        return a.double() @ b.double()
 
-    everywhere(pair64_kernel, (2,), arguments, check, arch="sm_100", **PAIR)
+    def arguments():
+        return box(a, 64, 32), box(b, 32, 64), lanes.fill_(torch.nan), out.fill_(torch.nan)
+
+    everywhere(pair64_kernel, (2,), arguments, product, 1e-5, **B200, **PAIR)
 
 
 # Copies by TMA.
@@ -410,28 +384,25 @@ def copy_kernel(desc, out_desc, row, column, REDUCE: tl.constexpr, LEADING: tl.c
 @pytest.mark.parametrize("row, column", ((0, 0), (4, 8), (-3, -5), (9, 20), (100, 0)))
 @pytest.mark.parametrize("reduce", ("", "add"))
 def test_boxes_are_clipped_and_all_bytes_arrive(row, column, reduce):
-    x = torch.arange(10 * 24.0).view(10, 24) + 1
-    out = torch.full((10, 24), 7.0)
-    run(
-        copy_kernel, (1,), box(x, 8, 16), box(out, 8, 16), row, column,
-        REDUCE=reduce, LEADING=False,
-    )  # fmt: skip
+    x, out = torch.arange(10 * 24.0).view(10, 24) + 1, torch.full((10, 24), 7.0)
+    descs = box(x, 8, 16), box(out, 8, 16)
+    run(copy_kernel, (1,), *descs, row, column, REDUCE=reduce, LEADING=False)
     rows, columns = torch.arange(10)[:, None] - row, torch.arange(24) - column
     inside = (rows >= 0) & (rows < 8) & (columns >= 0) & (columns < 16)
-    new = x + 7 if reduce else x
-    assert torch.equal(out, torch.where(inside, new, 7.0))
+    assert torch.equal(out, torch.where(inside, x + 7 if reduce else x, 7.0))
+
+
+@triton.jit
+def padded_kernel(desc, out_ptr):
+    tile = tlx.local_alloc((8, 16), tl.float32, 1)
+    full = tlx.alloc_barriers(1)
+    tlx.barrier_expect_bytes(full, 512)
+    tlx.async_descriptor_load(desc, tile[0], [-2, 20], full)
+    tlx.barrier_wait(full, 0)
+    tl.store(out_ptr + grid2(8, 16), tlx.local_load(tile[0]))
 
 
 def test_elements_outside_read_as_zero():
-    @triton.jit
-    def padded_kernel(desc, out_ptr):
-        tile = tlx.local_alloc((8, 16), tl.float32, 1)
-        full = tlx.alloc_barriers(1)
-        tlx.barrier_expect_bytes(full, 512)
-        tlx.async_descriptor_load(desc, tile[0], [-2, 20], full)
-        tlx.barrier_wait(full, 0)
-        tl.store(out_ptr + grid2(8, 16), tlx.local_load(tile[0]))
-
     x, out = torch.arange(10 * 24.0).view(10, 24) + 1, torch.full((8, 16), -1.0)
     run(padded_kernel, (1,), box(x, 8, 16), out)
     expected = torch.zeros(8, 16)
@@ -449,12 +420,14 @@ def test_leading_dimensions_of_a_box():
 
 def test_a_copy_into_a_buffer_of_another_type_or_size():
     x = torch.zeros(16, 16)
-    with pytest.raises(InvalidKernel, match=r"tile\[0\] must be fp32\[16, 16\] as the descriptor"):
-        run(copy_kernel, (1,), box(x, 16, 16), box(x, 8, 16), 0, 0, REDUCE="", LEADING=False)
-    with pytest.raises(InvalidKernel, match="value must be fp16"):
-        run(copy_kernel, (1,), box(x, 8, 16), box(x.half(), 8, 16), 0, 0, REDUCE="", LEADING=False)
-    with pytest.raises(InvalidKernel, match="no reduction 'max' of fp32"):
-        run(copy_kernel, (1,), box(x, 8, 16), box(x, 8, 16), 0, 0, REDUCE="max", LEADING=False)
+    right = box(x, 8, 16)
+    for reduce, descs, message in (
+        ("", (box(x, 16, 16), right), r"tile\[0\] must be fp32\[16, 16\] as the descriptor"),
+        ("", (right, box(x.half(), 8, 16)), "value must be fp16"),
+        ("max", (right, right), "no reduction 'max' of fp32"),
+    ):
+        given = {"REDUCE": reduce, "LEADING": False}
+        refused(InvalidKernel, message, copy_kernel, *descs, 0, 0, **given)
 
 
 @triton.jit
@@ -474,12 +447,8 @@ def test_multicast():
     def arguments():
         return box(torch.arange(256.0).view(16, 16), 8, 16), torch.full((2, 16, 16), -1.0)
 
-    def check(desc, out):
-        assert torch.equal(out, desc.base.expand(2, 16, 16))
-
-    everywhere(multicast_kernel, (2,), arguments, check, **PAIR)
-    report = run(multicast_kernel, (2,), *arguments(), **PAIR)
-    assert report.bytes_loaded == 1024
+    everywhere(multicast_kernel, (2,), arguments, lambda desc, out: desc.base, **PAIR)
+    assert run(multicast_kernel, (2,), *arguments(), **PAIR).bytes_loaded == 1024
 
 
 @triton.jit
@@ -496,7 +465,7 @@ def bulk_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, STORE: tl.constexpr):
 
 
 def test_bulk_copies():
-    x = torch.arange(64.0)
+    x, message = torch.arange(64.0), "multiples of 16 bytes of the buffer"
     for load, store in ((128, 128), (64, 128), (64, 32)):
         out = torch.full((32,), -1.0)
         run(bulk_kernel, (1,), x, out, SIZE=load, STORE=store)
@@ -504,8 +473,7 @@ def test_bulk_copies():
         assert torch.equal(out[: store // 4], row[: store // 4])
         assert out[store // 4 :].eq(-1).all()
     for wrong in (24, 144):
-        with pytest.raises(InvalidKernel, match="multiples of 16 bytes of the buffer"):
-            run(bulk_kernel, (1,), x, torch.zeros(64), SIZE=128, STORE=wrong)
+        refused(InvalidKernel, message, bulk_kernel, x, torch.zeros(64), SIZE=128, STORE=wrong)
     refused(OutOfBounds, None, bulk_kernel, x[:39], torch.zeros(32), SIZE=128, STORE=128)
 
 
@@ -542,14 +510,11 @@ def remote_copy_kernel(x_ptr, out_ptr, EARLY: tl.constexpr):
     tlx.local_store(target[0], tl.zeros((16, 32), tl.float32))
     tlx.cluster_barrier()
     window = tlx.local_slice(target[0], [8 * rank, 16], [8, 16])
+    if not EARLY:
+        tlx.barrier_expect_bytes(full, 512)
+    tlx.async_remote_shmem_copy(dst=window, src=source[0], remote_cta_rank=1 - rank, barrier=full)
     if EARLY:
-        tlx.async_remote_shmem_copy(window, source[0], 1 - rank, full)
         tlx.barrier_expect_bytes(full, 512)
-    else:
-        tlx.barrier_expect_bytes(full, 512)
-        tlx.async_remote_shmem_copy(
-            dst=window, src=source[0], remote_cta_rank=1 - rank, barrier=full
-        )
     tlx.barrier_wait(full, 0)
     tl.store(out_ptr + rank * 512 + grid2(16, 32), tlx.local_load(target[0]))
     tlx.cluster_barrier()
@@ -557,15 +522,15 @@ def remote_copy_kernel(x_ptr, out_ptr, EARLY: tl.constexpr):
 
 @pytest.mark.parametrize("early", (False, True))
 def test_copies_to_the_peer(early):
+    def moved(x, out):
+        expected = torch.zeros(2, 16, 32)
+        expected[1, :8, 16:], expected[0, 8:, 16:] = x[0], x[1]
+        return expected
+
     def arguments():
         return torch.randn(2, 8, 16), torch.full((2, 16, 32), torch.nan)
 
-    def check(x, out):
-        expected = torch.zeros(2, 16, 32)
-        expected[1, :8, 16:], expected[0, 8:, 16:] = x[0], x[1]
-        assert torch.equal(out, expected)
-
-    everywhere(remote_copy_kernel, (2,), arguments, check, EARLY=early, **PAIR)
+    everywhere(remote_copy_kernel, (2,), arguments, moved, EARLY=early, **PAIR)
 
 
 @triton.jit
@@ -579,9 +544,7 @@ def ring_kernel(out_ptr, CTAS: tl.constexpr):
     tlx.local_store(cells[rank], value)
     for i in tl.static_range(CTAS):
         if rank != i:
-            tlx.async_remote_shmem_store(
-                dst=cells[rank], src=value, remote_cta_rank=i, barrier=full
-            )
+            tlx.async_remote_shmem_store(cells[rank], value, i, full)
     tlx.barrier_wait(full, 0)
     total = tl.zeros((16,), tl.int32)
     for i in tl.static_range(CTAS):
@@ -590,13 +553,7 @@ def ring_kernel(out_ptr, CTAS: tl.constexpr):
 
 
 def test_a_sum_over_a_cluster_along_y():
-    def check(out):
-        assert out.eq(100).all()
-
-    everywhere(
-        ring_kernel, (2, 4), lambda: (torch.zeros(8, 16, dtype=torch.int32),), check,
-        CTAS=4, ctas_per_cga=(1, 4, 1),
-    )  # fmt: skip
+    everywhere(ring_kernel, (2, 4), ints(8, 16), 100, CTAS=4, ctas_per_cga=(1, 4, 1))
 
 
 @triton.jit
@@ -606,11 +563,12 @@ def ranks_kernel(out_ptr):
 
 
 def test_ranks_count_x_fastest():
-    out = torch.full((4, 8), -1, dtype=torch.int32)
-    run(ranks_kernel, (8, 4), out, ctas_per_cga=(4, 2, 1))
+    (out,) = ints(4, 8)()
+    cluster = {"ctas_per_cga": (4, 2, 1)}
+    run(ranks_kernel, (8, 4), out, **cluster)
     assert torch.equal(out, torch.tensor([[0, 1, 2, 3] * 2, [4, 5, 6, 7] * 2] * 2).int())
-    with pytest.raises(ValueError, match="must be divisible by ctas_per_cga"):
-        run(ranks_kernel, (6, 4), out, ctas_per_cga=(4, 2, 1))
+    message = "must be divisible by ctas_per_cga"
+    refused(ValueError, message, ranks_kernel, out, grid=(6, 4), **cluster)
 
 
 # Cluster launch control.
@@ -642,10 +600,8 @@ def launch_control_kernel(count_ptr, own_ptr, REPLICAS: tl.constexpr):
 def test_every_tile_is_done_once(tiles, replicas):
     for schedule in ("modelled", *range(30)):
         count, own = torch.zeros(2, tiles, dtype=torch.int32)
-        report = run(
-            launch_control_kernel, (tiles,), count, own,
-            REPLICAS=replicas, arch="sm_100", schedule=schedule,
-        )  # fmt: skip
+        given = {"REPLICAS": replicas, "schedule": schedule, **B200}
+        report = run(launch_control_kernel, (tiles,), count, own, **given)
         assert count.tolist() == [1 + 100 * replicas] * tiles
         assert own.sum() == tiles and report.programs == (own > 0).sum()
     if tiles > 2:
@@ -664,12 +620,10 @@ def forgotten_kernel(CONSUMERS: tl.constexpr):
 
 
 def test_consumers_of_launch_control_are_counted():
-    run(forgotten_kernel, (6,), CONSUMERS=1, arch="sm_100")
-    for error in found(Deadlock, forgotten_kernel, (6,), CONSUMERS=2, arch="sm_100"):
+    run(forgotten_kernel, (6,), CONSUMERS=1, **B200)
+    for error in found(Deadlock, forgotten_kernel, (6,), CONSUMERS=2, **B200):
         (wait,) = error.waits
         assert wait.barrier == "clc_empty of CTA 0" and wait.arrivals == 1
-    with pytest.raises(InvalidKernel, match="clc_create_context needs arch sm_100, got sm_90"):
-        run(forgotten_kernel, (6,), CONSUMERS=1, arch="sm_90")
 
 
 # Descriptors made on the device.
@@ -701,18 +655,20 @@ def test_descriptors_made_on_the_device():
     x, out = torch.randn(8, 16), torch.full((8, 16), -1.0)
     run(slots_kernel, (1,), x, out, 5, 1, KIND="same")
     assert torch.equal(out[:5], x[:5]) and out[5:].eq(0).all()
-    refused(InvalidKernel, "no descriptor of box", slots_kernel, x, out, 5, 0, KIND="same")
-    refused(InvalidKernel, "no descriptor of box", slots_kernel, x, out, 5, 1, KIND="smaller")
-    with pytest.raises(OutOfBounds, match="2 descriptors are allocated, got index 2"):
-        run(slots_kernel, (1,), x, out, 5, 2, KIND="same")
-    refused(DescriptorError, None, slots_kernel, x.view(-1)[1:], out, 5, 1, KIND="same")
+    for error, message, base, index, kind in (
+        (InvalidKernel, "no descriptor of box", x, 0, "same"),
+        (InvalidKernel, "no descriptor of box", x, 1, "smaller"),
+        (OutOfBounds, "2 descriptors are allocated, got index 2", x, 2, "same"),
+        (DescriptorError, None, x.view(-1)[1:], 1, "same"),
+    ):
+        refused(error, message, slots_kernel, base, out, 5, index, KIND=kind)
 
 
 # Tasks.
 
 
 @triton.jit
-def private_kernel(out_ptr, start, REPLICAS: tl.constexpr):
+def private_kernel(start, out_ptr, REPLICAS: tl.constexpr):
     tile = start
     kept = 5
     with tlx.async_tasks():
@@ -732,12 +688,10 @@ def private_kernel(out_ptr, start, REPLICAS: tl.constexpr):
 
 
 def test_captured_values_are_private():
-    def check(out, _):
-        assert out.tolist() == [8, 17, 33, 44, 7005]
+    def arguments():
+        return 7, *ints(5)()
 
-    everywhere(
-        private_kernel, (2,), lambda: (torch.zeros(5, dtype=torch.int32), 7), check, REPLICAS=3
-    )
+    everywhere(private_kernel, (2,), arguments, [8, 17, 33, 44, 7005], REPLICAS=3)
 
 
 @triton.jit
@@ -771,22 +725,15 @@ def captured_kernel(out_ptr, HOW: tl.constexpr):
 )
 def test_tiles_do_not_pass_into_a_task(how, what):
     """Nor does the compiler let them; the default task is part of the kernel."""
-
-    def compiled():
-        build(captured_kernel, {"out_ptr": "*i32"}, {"HOW": how})
-
-    def emulated():
-        run(captured_kernel, (1,), torch.zeros(32, dtype=torch.int32), HOW=how)
-
+    out = torch.zeros(32, dtype=torch.int32)
     if what is None:
-        compiled(), emulated()
+        build(captured_kernel, {"out_ptr": "*i32"}, {"HOW": how})
+        run(captured_kernel, (1,), out, HOW=how)
         return
     with pytest.raises(RuntimeError, match="should not capture RankedTensorType"):
-        compiled()
-    with pytest.raises(
-        InvalidKernel, match=re.escape(f"got {what}: compute it in the task, under")
-    ):
-        emulated()
+        build(captured_kernel, {"out_ptr": "*i32"}, {"HOW": how})
+    message = re.escape(f"got {what}: compute it in the task, under")
+    refused(InvalidKernel, message, captured_kernel, out, HOW=how)
 
 
 @triton.jit
@@ -818,7 +765,7 @@ def named_kernel(out_ptr, EXTRA: tl.constexpr):
 
 @pytest.mark.parametrize("extra", (False, True))
 def test_roles_are_named_and_guarded(extra):
-    out = torch.zeros(4, dtype=torch.int32)
+    (out,) = ints(4, fill=0)()
     report = run(named_kernel, (1,), out, EXTRA=extra, num_warps=8)
     assert out.tolist() == [1, 1, 1, 7 if extra else 0]
     tasks = {"task0": 2, "task1": 1} if extra else {"task0": 1}
@@ -856,7 +803,7 @@ def default_kernel(out_ptr, HOW: tl.constexpr):
 
 
 def test_a_replicated_default_task():
-    out = torch.zeros(4, dtype=torch.int32)
+    (out,) = ints(4, fill=0)()
     report = run(default_kernel, (1,), out, HOW="replicate")
     assert out.tolist() == [1, 1, 1, 0]
     assert report.warps == {f"default[{i}]": 4 for i in range(3)}
@@ -871,7 +818,7 @@ def test_a_replicated_default_task():
     ),
 )
 def test_tasks_that_triton_refuses(how, message):
-    refused(InvalidKernel, message, default_kernel, torch.zeros(4, dtype=torch.int32), HOW=how)
+    refused(InvalidKernel, message, default_kernel, *ints(4)(), HOW=how)
 
 
 @triton.jit
@@ -900,10 +847,7 @@ def two_regions_kernel(out_ptr):
 
 
 def test_one_region_after_another():
-    def check(out):
-        assert out.item() == 7
-
-    everywhere(two_regions_kernel, (1,), lambda: (torch.zeros(1, dtype=torch.int32),), check)
+    everywhere(two_regions_kernel, (1,), ints(1), 7)
 
 
 @triton.jit
@@ -972,30 +916,18 @@ def types_kernel(desc, x_ptr, out_ptr):
 
 
 def test_types():
-    out = torch.zeros(1, dtype=torch.int32)
+    (out,) = ints(1)()
     run(types_kernel, (1,), box(torch.zeros(8, 16).half(), 8, 16), torch.zeros(4), out)
     assert out.item() == 402
 
 
 @triton.jit
-def unknown_kernel(WHAT: tl.constexpr):
-    if WHAT == "tlx.thread_id":
+def some_kernel(WHAT: tl.constexpr):
+    if WHAT == "thread_id":
         tlx.thread_id(0)
-    else:
+    elif WHAT == "async_dot_scaled":
         tlx.async_dot_scaled(0, 0)
-
-
-@pytest.mark.parametrize("what", ("tlx.thread_id", "tlx.async_dot_scaled"))
-def test_unsupported_operations_are_named(what):
-    caught = refused(Unsupported, None, unknown_kernel, WHAT=what, arch="sm_100")
-    error = caught
-    assert error.args[0] == what and error.role == "default of CTA 0"
-    assert (error.file, error.line) == place(unknown_kernel, f"{what}(")
-
-
-@triton.jit
-def blackwell_kernel(WHAT: tl.constexpr):
-    if WHAT == "tcgen05_commit":
+    elif WHAT == "tcgen05_commit":
         tlx.tcgen05_commit(tlx.alloc_barriers(1))
     elif WHAT == "clc_create_context":
         tlx.clc_create_context(num_consumers=1)
@@ -1003,101 +935,32 @@ def blackwell_kernel(WHAT: tl.constexpr):
         tlx.local_alloc((128, 32), tl.float32, 1, tlx.storage_kind.tmem)
 
 
+@pytest.mark.parametrize("what", ("thread_id", "async_dot_scaled"))
+def test_unsupported_operations_are_named(what):
+    error = refused(Unsupported, None, some_kernel, WHAT=what, at=f"tlx.{what}(", **B200)
+    assert error.args[0] == f"tlx.{what}" and error.role == "default of CTA 0"
+
+
 @pytest.mark.parametrize("what", ("tcgen05_commit", "clc_create_context", "local_alloc"))
 def test_operations_of_blackwell_are_refused_on_hopper(what):
-    run(blackwell_kernel, (1,), WHAT=what, arch="sm_100")
-    with pytest.raises(InvalidKernel, match=f"tlx.{what}.* needs arch sm_100, got sm_90"):
-        run(blackwell_kernel, (1,), WHAT=what)
+    run(some_kernel, (1,), WHAT=what, **B200)
+    refused(InvalidKernel, f"tlx.{what}.* needs arch sm_100, got sm_90", some_kernel, WHAT=what)
 
 
 # Launches of host code.
 
 
-def test_enabled_passes_its_options_on_and_ends_with_an_error():
-    with pytest.raises(UninitializedRead), enabled("sm_100", schedule=3) as reports:
-        left_over_kernel[(1,)](torch.zeros(4), WRITE=False)
-    assert reports == [] and [type(error) for error in reports.findings] == [UninitializedRead]
-    with enabled("sm_100", uninitialized="allow", trace=True) as reports:
-        left_over_kernel[(1,)](torch.zeros(4), WRITE=False)
-    assert reports[0].uninitialized == 1 and reports[0].arch == "sm_100"
-    assert reports[0].timeline.events
-    with pytest.raises(ValueError, match="arch must be one of"), enabled("sm_80"):
-        pass
-
-
 @triton.jit
-def left_over_kernel(out_ptr, WRITE: tl.constexpr):
+def left_over_kernel(out_ptr):
     cell = tlx.local_alloc((4,), tl.float32, 1)
-    if WRITE:
-        tlx.local_store(cell[0], tl.zeros((4,), tl.float32))
     tl.store(out_ptr + tl.arange(0, 4), tlx.local_load(cell[0]))
 
 
-# The command line.
-
-SCRIPT = """
-    import torch, triton
-    import triton.language as tl
-    import triton.language.extra.tlx as tlx
-
-    @triton.jit
-    def kernel(x_ptr, WRITE: tl.constexpr):
-        cell = tlx.local_alloc((16,), tl.float32, 1)
-        full = tlx.alloc_barriers(1)
-        if WRITE:
-            tlx.local_store(cell[0], tl.zeros((16,), tl.float32))
-        with tlx.async_tasks():
-            with tlx.async_task("default"):
-                if WRITE:
-                    tlx.local_store(cell[0], tl.full((16,), 1, tl.float32))
-                tlx.barrier_arrive(full)
-            with tlx.async_task(num_warps=4):
-                tlx.barrier_wait(full, 0)
-                tl.store(x_ptr + tl.arange(0, 16), tlx.local_load(cell[0]))
-
-    @triton.jit
-    def masked_kernel(x_ptr):
-        lanes = tl.arange(0, 16)
-        tl.store(x_ptr + lanes, tl.load(x_ptr + lanes, mask=lanes < 5))
-
-    def masked():
-        masked_kernel[(1,)](torch.zeros(16))
-
-    def right():
-        kernel[(2,)](torch.zeros(16), WRITE=True)
-
-    def unwritten():
-        kernel[(1,)](torch.zeros(16), WRITE=False)
-
-    def nothing():
-        pass
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "emulated_script.py"
-    path.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
-    return path
-
-
-def test_command_line_with_a_finding(script, capsys):
-    assert main([f"{script}:unwritten"]) == 1
-    assert capsys.readouterr().err.startswith("UninitializedRead (schedule modelled): ")
-    assert main([f"{script}:unwritten", "--allow-uninitialized"]) == 0
-    assert main([f"{script}:masked"]) == 1
-    assert capsys.readouterr().err.startswith("UndefinedValue (schedule modelled): ")
-    assert main([f"{script}:masked", "--masked", "zero"]) == 0
-    assert main([f"{script}:nothing"]) == 3
-    assert capsys.readouterr().err.startswith(f"{script}:nothing launched no kernel\n")
-
-
-def test_command_line_writes_traces(script, tmp_path, capsys):
-    trace, drawing = tmp_path / "trace.json", tmp_path / "drawing.svg"
-    assert main([f"{script}:right", "--trace", str(trace), "--svg", str(drawing)]) == 0
-    out = capsys.readouterr().out
-    assert "warps: default 4, task0 4; shared memory 72 bytes, tensor memory 0 columns" in out
-    events = json.loads(trace.read_text())
-    names = {event.get("name") for event in events["traceEvents"]}
-    assert {"local_load cell[0]", "wait full", "arrive full"} <= names
-    assert drawing.read_text().lstrip().startswith("<svg")
+def test_enabled_passes_its_options_on_and_ends_with_an_error():
+    with pytest.raises(UninitializedRead), enabled("sm_100", schedule=3) as reports:
+        left_over_kernel[(1,)](torch.zeros(4))
+    assert reports == [] and [type(error) for error in reports.findings] == [UninitializedRead]
+    with enabled("sm_100", uninitialized="allow", trace=True) as reports:
+        left_over_kernel[(1,)](torch.zeros(4))
+    assert reports[0].uninitialized == 1 and reports[0].arch == "sm_100"
+    assert reports[0].timeline.events

@@ -32,9 +32,10 @@ device = "cpu"
 data_dir = "data"
 
 # %% tags=["remove-cell"]
+from _lib import hardware  # noqa: E402
 from emulator.tests import mutants, test_tutorials  # noqa: E402
 from emulator.tests.tutorials import blackwell, hopper  # noqa: E402
-from tests.emulator import hardware, test_mutants  # noqa: E402
+from tests.emulator import test_mutants  # noqa: E402
 
 chapter = Chapter("tools/emulator", mode=mode, device=device, data_dir=data_dir)
 chapter.measure(hardware.measure)

@@ -261,11 +261,9 @@ HARMLESS = {
         ),
         "drop barrier_wait(bar=empty_a_2nd, phase=p ^ 1)": _IMPLIED_BY_B,
     },
-    "GEMM, cooperative": {
-        "drop barrier_wait(bar=empty_a_2nd, phase=p)": _IMPLIED_BY_B,
-    },
+    "GEMM, cooperative": {"drop barrier_wait(bar=empty_a_2nd, phase=p)": _IMPLIED_BY_B},
     "v5_pingpong": {
-        "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s)": _IMPLIED_BY_V,
+        "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s)": _IMPLIED_BY_V
     },
     "v6a_persistent": {
         "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s)": _IMPLIED_BY_V,
@@ -277,16 +275,12 @@ HARMLESS = {
         "math: barrier_arrive(k.empty[stage]) before s = async_dot_wait(1, s) (2)": _IMPLIED_BY_V,
         "math: out[role] -> next": _OWN_BUFFERS,
     },
-    "v6_short_kv": {
-        "math: out[role] -> next": _OWN_BUFFERS,
-    },
+    "v6_short_kv": {"math: out[role] -> next": _OWN_BUFFERS},
     "v8_own_waits": {
         "math: out[role] -> next": _OWN_BUFFERS,
         "math: out[role] -> next (2)": _OWN_BUFFERS,
     },
-    "b3_stream": {
-        "math: out[role] -> next": _OWN_BUFFERS,
-    },
+    "b3_stream": {"math: out[role] -> next": _OWN_BUFFERS},
 }
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tritonemu
+from _lib import sanitizer
 from gdpa_kernels.calling import ladder
-from tests.emulator import sanitizer
 
 V4 = ladder.rung("v4_warp_specialized").path
 RETURNED = f"{sanitizer.RETURNED}6\n"

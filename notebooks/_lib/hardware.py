@@ -14,6 +14,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tritonemu
+from _lib import sanitizer
 from emulator.tests.tutorials import hopper
 from emulator.tests.tutorials.cases import Case, Prepared
 from gdpa_kernels import gdpa
@@ -21,8 +22,6 @@ from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring.inputs import cu_seqlens
 from gdpa_lab.measuring.session import Session
-
-from . import sanitizer
 
 
 @dataclass(frozen=True)
