@@ -44,7 +44,7 @@ from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import doctor
 from gdpa_lab.report.chapter import Chapter
-from tests.records import H200, LOAD, STATE
+from tests.records import H200, LOAD, STATE, available
 
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=3, max_seqlen_q=20, max_seqlen_k=20
@@ -289,9 +289,7 @@ def small_parts(monkeypatch):
 def peers(monkeypatch):
     """Let the peers that need no GPU run, on any backend, and varlen attention be PyTorch's, block
     by block."""
-    for table in (baselines.BASELINES, baselines.BLOCK_BASELINES):
-        for name, baseline in table.items():
-            monkeypatch.setitem(table, name, replace(baseline, needs=lambda: None))
+    available(monkeypatch)
 
     def varlen_attn(
         q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size=(-1, -1),
@@ -674,7 +672,10 @@ def test_rotary_alone(cpu, small_parts, direction, rotate_v):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_rotary_turned_the_wrong_way_is_not_timed(cpu, monkeypatch, direction):
     right = rotary.rotary
-    wrong = lambda *tensors, transposed: right(*tensors, transposed=not transposed)  # noqa: E731
+
+    def wrong(*tensors, transposed):
+        return right(*tensors, transposed=not transposed)
+
     monkeypatch.setattr(rotary, "rotary", wrong)
     rows = {row.impl: row for row in turn_alone(TURNED, direction)}
     assert rows["rotary"].failure.startswith("check failed: q: max error")
