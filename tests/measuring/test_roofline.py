@@ -8,25 +8,23 @@ import pytest
 
 from gdpa_lab.measuring.roofline import Ceilings, bracket
 from gdpa_lab.measuring.workloads import BLOCK_WORKLOADS, WORKLOADS, workload
+from tests.records import SHORT
 
 CEILINGS = Ceilings(tflops=800.0, copies=((1.0, 4000.0), (3.0, 4400.0)))
 
 
 def test_copy_rate_is_linear_between_mixes_and_clamped_outside():
-    assert CEILINGS.gbytes_per_s(100, 100) == 4000
-    assert CEILINGS.gbytes_per_s(300, 100) == 4400
-    # halfway between 1:1 and 3:1
-    assert CEILINGS.gbytes_per_s(200, 100) == pytest.approx(4200)
-    assert CEILINGS.gbytes_per_s(125, 100) == pytest.approx(4050)
-    assert CEILINGS.gbytes_per_s(0, 100) == 4000
-    assert CEILINGS.gbytes_per_s(50, 100) == 4000
-    assert CEILINGS.gbytes_per_s(400, 100) == 4400
-    assert CEILINGS.gbytes_per_s(100, 0) == 4400
+    rates = {
+        (100, 100): 4000, (300, 100): 4400,
+        (200, 100): 4200,  # halfway between 1:1 and 3:1
+        (125, 100): 4050, (0, 100): 4000, (50, 100): 4000, (400, 100): 4400, (100, 0): 4400,
+    }  # fmt: skip
+    assert {mix: CEILINGS.gbytes_per_s(*mix) for mix in rates} == pytest.approx(rates)
     assert Ceilings(1.0, ((1.0, 7.0),)).gbytes_per_s(9, 1) == 7
 
 
 def test_memory_bound_bracket_by_hand():
-    b = bracket(workload("gdpa-self-full-256"), "forward", CEILINGS)
+    b = bracket(SHORT, "forward", CEILINGS)
     # 154,618,822,656 FLOPs / 800e12 per s = 193.2735 us
     assert b.compute_us == pytest.approx(193.27352832)
     # 3 tensors read per one written: 1,207,959,552 bytes / 4400e9 per s = 274.5363 us
@@ -67,7 +65,7 @@ def test_compute_bound_bracket_by_hand():
 
 def test_backward_brackets_by_hand():
     own = Ceilings(800.0, ((1.0, 4000.0), (4 / 3, 4100.0), (2.0, 4200.0)))
-    short = bracket(workload("gdpa-self-full-256"), "backward", own)
+    short = bracket(SHORT, "backward", own)
     # 2.5 x 154,618,822,656 FLOPs / 800e12; seven tensors of 301,989,888 bytes, 4 read and 3 written
     assert short.compute_us == pytest.approx(483.1838208)
     assert short.memory_us == pytest.approx(7 * 301_989_888 / 4.1e6) == pytest.approx(515.592)
@@ -101,18 +99,11 @@ def test_every_bracket_is_ordered(name, direction):
         (lambda: Ceilings(1.0, ((3.0, 1.0), (1.0, 2.0))), "copies must have strictly rising"),
         (lambda: CEILINGS.gbytes_per_s(0, 0), "read and written must be .*, got 0 and 0"),
         (lambda: CEILINGS.gbytes_per_s(-1, 2), "read and written must be .*, got -1 and 2"),
-        (
-            lambda: bracket(
-                workload("gdpa-self-full-256"), "forward", CEILINGS
-            ).percent_of_roofline(0),
-            "time_us must be a positive number, got 0",
-        ),
-        (
-            lambda: bracket(workload("gdpa-self-full-256"), "up", CEILINGS),
-            "direction must be one of .*, got 'up'",
-        ),
+        (lambda: bracket(SHORT, "forward", CEILINGS).percent_of_roofline(0),
+         "time_us must be a positive number, got 0"),
+        (lambda: bracket(SHORT, "up", CEILINGS), "direction must be one of .*, got 'up'"),
     ],
-)
+)  # fmt: skip
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
