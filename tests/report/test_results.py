@@ -130,7 +130,7 @@ def test_gdpa_backward_in_percent_of_its_roofline(add, tmp_path, capsys, of, fig
     assert step.tflops == pytest.approx(3.5 / 2.5 * of.flops("backward") / 12000e-6 / 1e12)
     base = ["results", "--data-dir", str(tmp_path), "--figure", "gdpa-*-bwd-*"]
     assert __main__.main(base) == 0
-    printed = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    printed = csv.DictReader(io.StringIO(capsys.readouterr().out))
     shown = {line["scope"]: float(line["percent_of_roofline"]) for line in printed}
     assert shown["kernel"] == pytest.approx(100 * floor / 9000.0, rel=1e-5)
 
@@ -258,13 +258,16 @@ def test_command_line(add, tmp_path, capsys):
     add(a_row(samples_us=(5200.0,)), a_row(SHORT, direction="backward"), day=1)
     add(a_row(samples_us=(5000.0,)), day=2)
     base = ["results", "--data-dir", str(tmp_path)]
-    chosen = ["--gpu", "NVIDIA H200", "--figure", "*-fwd-*"]
-    assert __main__.main([*base, "--format", "csv", *chosen]) == 0
-    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+
+    def printed(*options: str) -> list[dict]:
+        assert __main__.main([*base, *options]) == 0
+        return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+    (row,) = printed("--format", "csv", "--gpu", "NVIDIA H200", "--figure", "*-fwd-*")
     assert (row["impl"], row["time_us_p50"], row["correct"]) == ("v1_tiled", "5000", "True")
     assert float(row["tflops"]) == pytest.approx(494.78, rel=1e-4)
-    assert __main__.main([*base, "--all", "--workload", SELF.name]) == 0
-    assert len(list(csv.DictReader(io.StringIO(capsys.readouterr().out)))) == 2
+    assert len(printed("--all", "--workload", SELF.name)) == 2
+    assert len(printed("--scope", "kernel")) == 2
     assert __main__.main([*base, "--format", "markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| figure | workload |")
@@ -274,8 +277,9 @@ def test_command_line(add, tmp_path, capsys):
 def test_command_line_says_when_nothing_matches_or_a_file_is_refused(add, tmp_path, capsys):
     add(a_row())
     base = ["results", "--data-dir", str(tmp_path)]
-    assert __main__.main([*base, "--gpu", "NVIDIA B200"]) == 1
-    assert capsys.readouterr().err == "no result matches\n"
+    for option in (("--gpu", "NVIDIA B200"), ("--scope", "sustained"), ("--scope", "wall")):
+        assert __main__.main([*base, *option]) == 1
+        assert capsys.readouterr().err == "no result matches\n"
     (tmp_path / "records" / "foreign.json").write_text("{}")
     assert __main__.main(base) == 1
     captured = capsys.readouterr()
