@@ -426,25 +426,33 @@ def test_block_offsets_are_the_blocks():
     assert offsets.diff().tolist() == (tokens >= 0).sum(1).tolist()
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_scopes_of_block_attention(cpu, peers, monkeypatch, direction):
-    called = []
+@pytest.fixture
+def called(cpu, peers, monkeypatch):
+    """What each sampler was given: the results of the functions, by their names."""
+    found = []
 
     def sample(functions, device, protocol):
-        called.append(sorted(functions))
-        for function in functions.values():
-            result = function()
-            tensors = result if isinstance(result, tuple) else (result,)
-            if called[1:] == [sorted(functions)]:  # op
-                assert len(tensors) == (1 if direction == "forward" else 3)
+        found.append({name: functions[name]() for name in sorted(functions)})
         return {name: [4.0] for name in functions}
 
     for sampler in ("sample_kernels", "sample_ops", "sample_hosts"):
         monkeypatch.setattr(timing, sampler, sample)
+    return found
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_scopes_of_block_attention(called, direction):
     impls = ["v1_one_tile", "reference", "fa2_varlen"]
     rows = emulated(BLOCKS, impls, direction, ("kernel", "op", "host", "schedule"))
     ours, peer = "v1_one_tile ", "fa2_varlen "
-    assert called == [[peer, "reference ", ours], [ours], [ours], [peer, ours]]
+    assert [[*each] for each in called] == [
+        [peer, "reference ", ours],
+        [ours],
+        [ours],
+        [peer, ours],
+    ]
+    result = called[1][ours]
+    assert isinstance(result, torch.Tensor) if direction == "forward" else len(result) == 3
     host, *schedules = (row for row in rows if row.scope in ("host", "schedule"))
     assert host.scope == "host" and host.error.passed
     assert len(schedules) == 2 and all(row.error is None for row in schedules)
@@ -568,29 +576,17 @@ def test_a_wrong_peer_of_backward_is_found(cpu, peers, monkeypatch):
     assert row.failure.startswith("check failed: dq") and cpu == []
 
 
-def test_scopes_of_gdpa_backward(cpu, peers, monkeypatch):
-    called = []
-
-    def sample(functions, device, protocol):
-        called.append(sorted(functions))
-        for function in functions.values():
-            called.append(function())
-        return {name: [4.0] for name in functions}
-
-    monkeypatch.setattr(timing, "sample_kernels", sample)
-    monkeypatch.setattr(timing, "sample_ops", sample)
+def test_scopes_of_gdpa_backward(called):
     work = replace(JAGGED, batch=1, max_seqlen_q=20, max_seqlen_k=20)
     impls = [*BACKWARDS, ("v1_tiled_backward", "again", {}), "reference", "fa2_varlen"]
     rows = emulated(work, impls, "backward", ("kernel", "op", "schedule"))
     assert all(row.failure is None for row in rows)
-    keys = [names for names in called if isinstance(names, list)]
+    kernels, ops, schedules = called
     steps = [f"{impl} {baselines.STEP}" for impl in BACKWARDS]
-    assert keys[1] == sorted([*(f"{impl} " for impl in BACKWARDS), *steps])
-    assert keys[2] == [f"{impl} " for impl in LISTED]
-    gradients = [r for r in called if isinstance(r, tuple) and len(r) == 3]
-    assert len(gradients) == len(impls) + 2 * len(BACKWARDS)
-    assert all(len(result) == 3 for result in gradients)
-    lists = [result for result in called if isinstance(result, tuple) and len(result) == 1]
+    assert {*ops} == {*(f"{impl} " for impl in BACKWARDS), *steps} and len(kernels) == len(impls)
+    assert {len(result) for result in (*kernels.values(), *ops.values())} == {3}
+    assert [*schedules] == [f"{impl} " for impl in LISTED]
+    lists = [*schedules.values()]
     assert [len(made[0]) for made in lists] == [2, 1, 2] and lists[1][0].tolist() == [0]
     ops = [row for row in rows if row.scope == "op"]
     assert [row.variant for row in ops] == ["", baselines.STEP] * len(BACKWARDS)
