@@ -105,14 +105,15 @@ def test_rungs_fit_on_blackwell_where_they_say_so(rung, head_dim):
 
 
 def promised() -> Iterator:
-    """Every call of a plain rung; by day wide heads in the least shared memory."""
+    """Every call of a plain rung; by day wide heads in the least shared memory, where fp16 takes as
+    much as bf16."""
     for rung in KERNELS:
         if rung.requires.capability == (8, 0):
             sizes = (64, 128) if rung.operator == "block_attention" else (64,)
             for call in itertools.product(
                 (256, 16, 32, 64, 128), rung.requires.dtypes, sizes, (89, 80, 86, 90, 100, 120)
             ):
-                by_day = call[0] == 256 and call[-1] == 89
+                by_day = call[0] == 256 and call[-1] == 89 and call[1] != "float16"
                 marks = () if by_day else pytest.mark.nightly
                 name = "-".join(map(str, (rung.impl, *call)))
                 yield pytest.param(rung, *call, id=name, marks=marks)
