@@ -107,6 +107,7 @@ FBTRITON = {
     "triton/__init__.py": "__version__ = '3.7.4+fb'\n", **dict.fromkeys(LANGUAGE, ""),
     "triton/core.py": "fbtriton = True\n",
 }  # fmt: skip
+VERSIONS = {"triton": "3.7.1", "fbtriton": "3.7.4"}
 TRITON = {"triton/__init__.py": "__version__ = '3.7.1'\n", "triton/core.py": "fbtriton = False\n"}
 
 
@@ -134,45 +135,32 @@ def test_fbtriton_installed_last_is_sound(tmp_path, monkeypatch):
     )
 
 
-def tlx(folder: Path) -> None:
-    """Only a triton with TLX as a plugin."""
-    distribution(folder, "triton", "3.7.1", TRITON | dict.fromkeys(LANGUAGE, ""))
-
-
-def overwritten(folder: Path) -> None:
-    """TLX still imports, from the files left over."""
-    distribution(folder, "fbtriton", "3.7.4", FBTRITON)
-    distribution(folder, "triton", "3.7.1", TRITON)
-
-
-def elsewhere(folder: Path) -> None:
-    distribution(folder / "other", "fbtriton", "3.7.4", FBTRITON)
-    tlx(folder)
-
-
-def lost(folder: Path) -> None:
-    distribution(folder, "fbtriton", "3.7.4", FBTRITON)
-    (folder / "triton" / "core.py").unlink()
-
-
-def without_tlx(folder: Path) -> None:
-    distribution(folder, "triton", "3.7.1", TRITON)
+TLX = TRITON | dict.fromkeys(LANGUAGE, "")
+"""Of a triton with TLX as a plugin."""
 
 
 @pytest.mark.parametrize(
-    ("install", "detail"),
+    ("installed", "lost", "detail"),
     [
-        (tlx, "3.7.1, but fbtriton is not installed: other builds of TLX lack features"),
-        (overwritten, "3.7.1: 2 files of fbtriton 3.7.4 are not as installed, and triton 3.7.1 is "
-                      "installed too"),
-        (elsewhere, "3.7.1, imported from another folder than fbtriton 3.7.4"),
-        (lost, "3.7.4+fb: 1 files of fbtriton 3.7.4 are not as installed"),
-        (without_tlx, "cannot be imported with TLX (ModuleNotFoundError: No module named "
-                      "'triton.language')"),
+        ([("", "triton", TLX)], None,
+         "3.7.1, but fbtriton is not installed: other builds of TLX lack features"),
+        # TLX still imports, from the files left over
+        ([("", "fbtriton", FBTRITON), ("", "triton", TRITON)], None,
+         "3.7.1: 2 files of fbtriton 3.7.4 are not as installed, and triton 3.7.1 is installed "
+         "too"),
+        ([("other", "fbtriton", FBTRITON), ("", "triton", TLX)], None,
+         "3.7.1, imported from another folder than fbtriton 3.7.4"),
+        ([("", "fbtriton", FBTRITON)], "triton/core.py",
+         "3.7.4+fb: 1 files of fbtriton 3.7.4 are not as installed"),
+        ([("", "triton", TRITON)], None,
+         "cannot be imported with TLX (ModuleNotFoundError: No module named 'triton.language')"),
     ],
 )  # fmt: skip
-def test_broken_triton_is_named_and_repaired(install, detail, tmp_path, monkeypatch):
-    install(tmp_path)
+def test_broken_triton_is_named_and_repaired(installed, lost, detail, tmp_path, monkeypatch):
+    for folder, name, files in installed:
+        distribution(tmp_path / folder, name, VERSIONS[name], files)
+    if lost:
+        (tmp_path / lost).unlink()
     inside = [tmp_path, tmp_path / "other"]
 
     def find(name):  # none of this Python's own
