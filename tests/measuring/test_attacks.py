@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -47,16 +48,26 @@ class Folder:
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(line for line in lines if not line.endswith(f"  {name}\n")))
 
-    def edit(self, change: Callable[[dict], None], digest: bool = True, listed: bool = True):
-        """Change the newest record."""
-        path = self.root / "records" / f"{NEW}.json"
-        data = json.loads(path.read_text())
+    @property
+    def newest(self) -> Path:
+        return self.root / "records" / f"{NEW}.json"
+
+    def changed(self, change: Callable[[dict], None], root: Path, digest: bool = True) -> Path:
+        """The newest record, changed, in the data folder `root`."""
+        data = json.loads(self.newest.read_text())
         change(data)
         if digest:
             data["digest"] = refusals.digest(data)
-        path.unlink()
-        path = path.with_name(f"{data['id']}.json")
+        path = root / "records" / f"{data['id']}.json"
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(data))
+        return path
+
+    def edit(self, change: Callable[[dict], None], digest: bool = True, listed: bool = True):
+        """Change the newest record."""
+        path = self.changed(change, self.root, digest)
+        if path != self.newest:
+            self.newest.unlink()
         if listed:
             self.unlist(f"records/{NEW}.json")
             self.list(f"records/{path.name}")
@@ -75,13 +86,7 @@ class Folder:
             scale(share)(data)
             data.update(id=data["id"].replace(data["system"], other.id), system=other.id)
 
-        data = json.loads((self.root / "records" / f"{NEW}.json").read_text())
-        change(data)
-        data["digest"] = refusals.digest(data)
-        (root / "records").mkdir(exist_ok=True)
-        path = root / "records" / f"{data['id']}.json"
-        path.write_text(json.dumps(data))
-        manifest.add(path)
+        manifest.add(self.changed(change, root))
 
 
 def scale(share: float, parts: tuple[str, ...] = ("rows", "ceilings"), joules: bool = True):
@@ -93,21 +98,18 @@ def scale(share: float, parts: tuple[str, ...] = ("rows", "ceilings"), joules: b
             load = timed.get("load")
             if load and joules:
                 load["joules"] *= share
-                load["power_w"] = load["joules"] / (
-                    sum(timed["samples_us"]) / len(timed["samples_us"]) * 1e-6
-                )
+                load["power_w"] = load["joules"] / statistics.fmean(timed["samples_us"]) * 1e6
 
     return change
 
 
-def first(**values: object) -> Callable[[dict], None]:
-    """Change the first row that was checked."""
+def first(**values: object) -> Callable[[Folder], None]:
+    """Change the error of the first row that was checked."""
 
     def change(data: dict) -> None:
-        row = next(row for row in data["rows"] if row["error"])
-        row["error"].update(values)
+        next(row for row in data["rows"] if row["error"])["error"].update(values)
 
-    return change
+    return lambda folder: folder.edit(change)
 
 
 def one_sample(data: dict) -> None:
@@ -139,12 +141,8 @@ def rename(data: dict) -> None:
         row["workload"] = row["workload"].replace("full-1024", "full-9")
 
 
-def delete(folder: Folder) -> None:
-    (folder.root / "records" / f"{NEW}.json").unlink()
-
-
 def delete_and_unlist(folder: Folder) -> None:
-    delete(folder)
+    folder.newest.unlink()
     folder.unlist(f"records/{NEW}.json")
 
 
@@ -175,26 +173,22 @@ ATTACKS = {
     "rows 25 % faster": Attack(lambda f: f.edit(scale(0.75, ("rows",))), "at most 105 % of the"),
     "all 4 times as fast": Attack(lambda f: f.edit(scale(0.25)), "at most 1071 TFLOP/s, 132 SMs"),
     "all times x 0.8": Attack(lambda f: f.edit(scale(0.8)), "at most 4917 GB/s, memory at"),
-    "all times x 0.95, not energies": Attack(
-        lambda f: f.edit(scale(0.95, joules=False)), "power_w must be"
-    ),
+    "not energies": Attack(lambda f: f.edit(scale(0.95, joules=False)), "power_w must be"),
     "all times and energies x 0.95": Attack(lambda f: f.edit(scale(0.95)), ""),
     "peers dropped": Attack(lambda f: f.edit(without_peers), ""),
     "planned peers dropped": Attack(
         lambda f: f.edit(planned_without_peers), "rows must hold .*/cudnn/.*, which the run planned"
     ),
-    "a budget of 1e6": Attack(
-        lambda f: f.edit(first(budget=1e6, max_abs=1e5)), "budget must be at most"
-    ),
+    "a budget of 1e6": Attack(first(budget=1e6, max_abs=1e5), "budget must be at most"),
     "a budget doubled": Attack(
-        lambda f: f.edit(first(budget=5.0, max_abs=4.0)), "budget must be one of its workload"
+        first(budget=5.0, max_abs=4.0), "budget must be one of its workload"
     ),
     "a budget not of its parts": Attack(
-        lambda f: f.edit(first(pytorch=0.5, rounding=0.1)), "budget must be 1.1, 2 times pytorch"
+        first(pytorch=0.5, rounding=0.1), "budget must be 1.1, 2 times pytorch"
     ),
     "a clock beyond the highest": Attack(lambda f: f.edit(raise_clock), "must be at most 1980"),
     "a date to come": Attack(lambda f: f.edit(later), "must be in the past"),
-    "a record deleted": Attack(delete, "cannot be read", False),
+    "a record deleted": Attack(lambda f: f.newest.unlink(), "cannot be read", False),
     "deleted and unlisted": Attack(delete_and_unlist, ""),
     "only unlisted": Attack(lambda f: f.unlist(f"records/{NEW}.json"), "must be listed"),
     "no manifest": Attack(lambda f: (f.root / manifest.NAME).unlink(), "", False),
@@ -206,12 +200,11 @@ ATTACKS = {
     ),
     "a GH200 promoted as H200": Attack(promote_a_stranger, "lists for its GPU", False),
     "a system": Attack(lambda f: f.append(f"systems/{H200.id}.json"), "SHA-256 must be", False),
-    "predictions": Attack(lambda f: f.append("predictions/b200.csv"), "b200.csv: SHA-256", False),
-    "published": Attack(
-        lambda f: f.append("published/gdpa_figures.csv"), "gdpa_figures.csv: SHA-256", False
-    ),
-    "claims": Attack(lambda f: f.append("claims.yml"), "claims.yml: SHA-256", False),
-    "what tools found": Attack(lambda f: f.append("tools/seeded.json"), "seeded.json: SHA", False),
+    **{
+        name: Attack(lambda f, name=name: f.append(name), f"{name}: SHA-256", False)
+        for name in ("predictions/b200.csv", "published/gdpa_figures.csv", "claims.yml",
+                     "tools/seeded.json")
+    },
     "a stray file": Attack(
         lambda f: (f.root / "records" / "x.json").write_text("{}"), "x.json: must be listed", False
     ),

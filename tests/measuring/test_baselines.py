@@ -22,6 +22,7 @@ from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.laws import Full, Uniform
 from gdpa_lab.measuring.workload import STEP, Workload
 from gdpa_lab.measuring.workloads import WORKLOADS
+from tests.records import available
 
 WORK = Workload(
     name="small", batch=3, num_heads_q=2, num_heads_k=2, head_dim=16, max_seqlen_q=8,
@@ -39,10 +40,7 @@ def softmax(q, k, v, scale):
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
-    """This machine has what every peer needs."""
-    for table in (baselines.BASELINES, baselines.BLOCK_BASELINES):
-        for name, baseline in table.items():
-            monkeypatch.setitem(table, name, replace(baseline, needs=lambda: None))
+    available(monkeypatch)
 
 
 @pytest.fixture
@@ -77,42 +75,35 @@ def test_scan_lifts_the_threshold_of_the_lookup_during_its_calls_alone(library):
     for made in (looked_up, scanning, looked_up):
         made.call()
     assert library.seen == [256, math.inf, 256] and library.BIN_BATCH_SEARCH_THRESH == 256
-
-
-def test_scan_says_so_if_the_library_has_no_such_threshold(library):
     del library.BIN_BATCH_SEARCH_THRESH
-    call = baselines.BASELINES["fa4"].prepare(make_inputs(WORK, device="cpu"), scan=True)
     with pytest.raises(AttributeError, match="BIN_BATCH_SEARCH_THRESH"):
-        call()
-
-
-def right(inputs, direction, math="activation"):
-    """The output, or the gradients, in fp64."""
-    operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
-    return operator._compute(math, torch.float64, inputs)
-
-
-def check(made, inputs, direction, math="activation", atol=1e-5):
-    found = made()
-    found = found if isinstance(found, tuple) else (found,)
-    for got, expected in zip(found, right(inputs, direction, math), strict=True):
-        torch.testing.assert_close(got.double(), expected, atol=atol, rtol=atol)
+        scanning.call()
 
 
 WAYS = ("forward", "backward", STEP)
 
 
+def tensors(found) -> tuple:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def check(found, inputs, direction, math="activation", atol=1e-5):
+    """That the output, or the gradients, are those in fp64."""
+    operator = operators.of(inputs, "forward" if direction == "forward" else "backward")
+    right = operator._compute(math, torch.float64, inputs)
+    for got, expected in zip(tensors(found), right, strict=True):
+        torch.testing.assert_close(got.double(), expected, atol=atol, rtol=atol)
+
+
+def check_peer(impl, work, direction, math="activation", **options):
+    """That a peer computes what it says."""
+    inputs = make_inputs(work, device="cpu")
+    check(baselines.BASELINES[impl].call(inputs, direction)(), inputs, direction, math, **options)
+
+
 @pytest.mark.parametrize("direction", WAYS)
 def test_dense_gives_the_rows_back_in_their_order(library, direction):
-    inputs = make_inputs(WORK, device="cpu")
-    check(baselines.BASELINES["fa4_dense"].call(inputs, direction), inputs, direction, "softmax")
-
-
-@pytest.mark.parametrize("impl", ("fa4_dense", "cudnn", "flex"))
-def test_dense_refuses_a_jagged_batch(impl):
-    inputs = make_inputs(replace(WORK, lengths_q=Uniform(0.5)), device="cpu")
-    with pytest.raises(baselines.Unsupported, match="sequences of one length, got a jagged batch"):
-        baselines.BASELINES[impl].call(inputs, "forward")
+    check_peer("fa4_dense", WORK, direction, "softmax")
 
 
 def ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale):
@@ -133,8 +124,7 @@ def test_flash_attention_3_of_its_own_package(monkeypatch, direction):
 
     module.flash_attn_varlen_func = attention
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    inputs = make_inputs(WORK, device="cpu")
-    check(baselines.BASELINES["fa3"].call(inputs, direction), inputs, direction, "softmax")
+    check_peer("fa3", WORK, direction, "softmax")
 
 
 @pytest.mark.parametrize("direction", WAYS)
@@ -152,8 +142,7 @@ def test_flash_attention_3_of_the_library_in_xformers(monkeypatch, direction):
             place.copy_(gradient)
 
     monkeypatch.setattr(flash, "_operators", lambda: SimpleNamespace(fwd=fwd, bwd=bwd))
-    inputs = make_inputs(WORK, device="cpu")
-    check(baselines.BASELINES["fa3"].call(inputs, direction), inputs, direction, "softmax")
+    check_peer("fa3", WORK, direction, "softmax")
 
 
 def test_the_library_of_flash_attention_3_is_found_without_importing_xformers(
@@ -196,7 +185,7 @@ def test_hstu_of_generative_recommenders(monkeypatch, direction):
         return definition(inputs, scale=alpha, output_scale=1 / N)(q, k, v)
 
     stub(monkeypatch, same_function.HSTU, "triton_hstu_mha", attention)
-    check(baselines.BASELINES["hstu_triton"].call(inputs, direction), inputs, direction)
+    check(baselines.BASELINES["hstu_triton"].call(inputs, direction)(), inputs, direction)
 
 
 @pytest.mark.parametrize("work", (HSTU, replace(HSTU, causal=False)))
@@ -215,7 +204,7 @@ def test_hstu_of_fbgemm(monkeypatch, work):
 
     stub(monkeypatch, "hstu", "hstu_attn_varlen_func", attention)
     for direction in WAYS:
-        check(baselines.BASELINES["hstu_cutlass"].call(inputs, direction), inputs, direction)
+        check(baselines.BASELINES["hstu_cutlass"].call(inputs, direction)(), inputs, direction)
 
 
 @pytest.mark.parametrize("direction", WAYS)
@@ -236,11 +225,8 @@ def test_the_published_gdpa(monkeypatch, direction):
     if direction == STEP:
         made = operators.of(inputs, "backward").step("gdpa_triton")
     else:
-        operator = operators.of(inputs, direction)
-        made = operator.candidate("gdpa_triton", "", enable_tma=True)
-    found = made.call()
-    found = found if isinstance(found, tuple) else (found,)
-    check(lambda: made.checked(found), inputs, direction)
+        made = operators.of(inputs, direction).candidate("gdpa_triton", "", enable_tma=True)
+    check(made.checked(tensors(made.call())), inputs, direction)
 
 
 def test_flashinfer(monkeypatch):
@@ -262,7 +248,7 @@ def test_flashinfer(monkeypatch):
             return definition(inputs, scale=scale, output_scale=output_scale)(q, k, v)
 
     stub(monkeypatch, "flashinfer", "BatchPrefillWithRaggedKVCacheWrapper", Wrapper)
-    check(baselines.BASELINES["flashinfer"].call(inputs, "forward"), inputs, "forward")
+    check(baselines.BASELINES["flashinfer"].call(inputs, "forward")(), inputs, "forward")
     assert planned == [(*[inputs.cu_seqlens_q.tolist()] * 2, 2, 2, 16)]
     with pytest.raises(baselines.Unsupported, match="FlashInfer has no gradients"):
         baselines.BASELINES["flashinfer"].call(inputs, "backward")
@@ -292,11 +278,13 @@ def test_flex_attention_computes_the_activation(monkeypatch, direction, activati
     else:
         direction = "forward"
     compiled = torch.compile  # FlexAttention itself calls it, with a backend that compiles nothing
-    eager = lambda f, **how: compiled(f, **how) if "backend" in how else f  # noqa: E731
+
+    def eager(function, **how):
+        return compiled(function, **how) if "backend" in how else function
+
     monkeypatch.setattr(torch, "compile", eager)
     work = replace(WORK, activation=activation, output_scale=0.5, num_heads_q=4)
-    inputs = make_inputs(work, device="cpu")
-    check(baselines.BASELINES["flex"].call(inputs, direction), inputs, direction, atol=3e-5)
+    check_peer("flex", work, direction, atol=3e-5)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +298,10 @@ def test_flex_attention_computes_the_activation(monkeypatch, direction, activati
         ("gdpa_triton", {"window": 3}, "a batch without a window, got window=3"),
         ("flashinfer", {"activation": "gelu"}, "needs silu or gelu_tanh, got gelu"),
         ("flex", {"activation": "identity", "lengths_q": Full()}, "needs an activation among"),
+        *(
+            (impl, {}, "sequences of one length, got a jagged batch")
+            for impl in ("fa4_dense", "cudnn", "flex")
+        ),
     ],
 )
 def test_what_a_peer_does_not_compute_is_refused_by_name(impl, change, reason):
@@ -367,7 +359,5 @@ def emulated(impl, work, direction, **options):
         inputs = make_inputs(work, device="cuda")
         operator = operators.of(inputs, direction)
         made = operator.candidate(impl, "", **options)
-        found = made.call()
-        found = made.checked(found if isinstance(found, tuple) else (found,))
-        for comparison in operator.check("activation", found):
+        for comparison in operator.check("activation", made.checked(tensors(made.call()))):
             assert comparison.passed, str(comparison)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -43,28 +44,32 @@ def build(kernel, capability: int = 90, **constants):
     )
 
 
-def test_shared_memory_has_an_end():
+def test_memory_is_counted():
     assert build(shared_kernel, KIBIBYTES=128, WRITES=True).metadata.shared >= 2**17
-    with pytest.raises(OutOfResources, match="shared memory, Required: .*limit: 232448"):
-        build(shared_kernel, KIBIBYTES=256, WRITES=True)
-    with pytest.raises(OutOfResources, match="shared memory, Required: .*limit: 166912"):
-        build(shared_kernel, 80, KIBIBYTES=164, WRITES=True)
-
-
-def test_tensor_memory_has_an_end():
     assert build(tensor_kernel, 100, COLUMNS=128, COUNT=4).metadata.tmem_size == 512
-    with pytest.raises(OutOfResources, match="tensor memory, Required: 640, Hardware limit: 512"):
-        build(tensor_kernel, 100, COLUMNS=128, COUNT=5)
 
 
-def test_a_kernel_that_does_nothing_is_refused():
-    with pytest.raises(ValueError, match="must write to memory, got shared_kernel, which does not"):
-        build(shared_kernel, KIBIBYTES=2, WRITES=False)
+SHARED = "shared memory, Required: .*limit: "
 
 
-def test_a_device_without_limits_is_refused():
-    with pytest.raises(ValueError, match=r"one of \(86, 89, 120, 80, 90, 100, 103\), got 70"):
-        build(shared_kernel, 70, KIBIBYTES=2, WRITES=True)
+@pytest.mark.parametrize(
+    ("kernel", "capability", "constants", "error", "message"),
+    [
+        (shared_kernel, 90, {"KIBIBYTES": 256, "WRITES": True}, OutOfResources, f"{SHARED}232448"),
+        (shared_kernel, 80, {"KIBIBYTES": 164, "WRITES": True}, OutOfResources, f"{SHARED}166912"),
+        (tensor_kernel, 100, {"COLUMNS": 128, "COUNT": 5}, OutOfResources,
+         "tensor memory, Required: 640, Hardware limit: 512"),
+        (shared_kernel, 90, {"KIBIBYTES": 2, "WRITES": False}, ValueError,
+         "must write to memory, got shared_kernel, which does not"),
+        (shared_kernel, 70, {"KIBIBYTES": 2, "WRITES": True}, ValueError,
+         r"one of \(86, 89, 120, 80, 90, 100, 103\), got 70"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_or_does_nothing_is_refused(
+    kernel, capability, constants, error, message
+):
+    with pytest.raises(error, match=message):
+        build(kernel, capability, **constants)
 
 
 def test_a_module_stands_for_its_rung():
@@ -100,53 +105,38 @@ def test_rungs_fit_on_blackwell_where_they_say_so(rung, head_dim):
             compile_check.build_launch(launch, capability=100)
 
 
-PLAIN = [rung for rung in KERNELS if rung.requires.capability == (8, 0)]
-OF_PLAIN = "rung, head_dim, dtype, block_size, capability"
+def promised() -> Iterator:
+    """Every call of a plain rung; by day wide heads in the least shared memory, where fp16 takes as
+    much as bf16."""
+    for rung in KERNELS:
+        if rung.requires.capability == (8, 0):
+            sizes = (64, 128) if rung.operator == "block_attention" else (64,)
+            for call in itertools.product(
+                (256, 16, 32, 64, 128), rung.requires.dtypes, sizes, (89, 80, 86, 90, 100, 120)
+            ):
+                by_day = call[0] == 256 and call[-1] == 89 and call[1] != "float16"
+                marks = () if by_day else pytest.mark.nightly
+                name = "-".join(map(str, (rung.impl, *call)))
+                yield pytest.param(rung, *call, id=name, marks=marks)
 
 
-def promised(capabilities: tuple[int, ...], head_dims: tuple[int, ...]) -> list:
-    return [
-        pytest.param(*call, id="-".join(map(str, (call[0].impl, *call[1:]))))
-        for rung in PLAIN
-        for call in itertools.product(
-            (rung,),
-            head_dims,
-            rung.requires.dtypes,
-            (64, 128) if rung.operator == "block_attention" else (64,),
-            capabilities,
-        )
-    ]
-
-
-def check_that_it_fits(rung, head_dim, dtype, block_size, capability, monkeypatch) -> None:
+@pytest.mark.parametrize("rung, head_dim, dtype, block_size, capability", [*promised()])
+def test_plain_rungs_fit_on_every_gpu(rung, head_dim, dtype, block_size, capability, monkeypatch):
     most = compile_check.SHARED_BYTES[capability]
     monkeypatch.setattr(rung.module(), "shared_memory", lambda device: most, raising=False)
-    seen = launched(rung, head_dim, getattr(torch, dtype), block_size, turned=True)
-    for launch in seen:
+    for launch in launched(rung, head_dim, getattr(torch, dtype), block_size, turned=True):
         compile_check.build_launch(launch, capability=capability)  # raises OutOfResources
 
 
-@pytest.mark.parametrize(OF_PLAIN, promised((89,), (256,)))
-def test_wide_heads_fit_in_the_least_shared_memory(
-    rung, head_dim, dtype, block_size, capability, monkeypatch
-):
-    check_that_it_fits(rung, head_dim, dtype, block_size, capability, monkeypatch)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(OF_PLAIN, promised((80, 86, 89, 90, 100, 120), (16, 32, 64, 128, 256)))
-def test_plain_rungs_fit_on_every_gpu(rung, head_dim, dtype, block_size, capability, monkeypatch):
-    check_that_it_fits(rung, head_dim, dtype, block_size, capability, monkeypatch)
-
-
-@pytest.mark.parametrize("impl, most", (("v3_persistent", 64), ("v2_fused_backward", 64)))
-def test_what_does_not_fit_on_sm_120_is_refused(impl, most, monkeypatch):
+@pytest.mark.parametrize("impl", ("v3_persistent", "v2_fused_backward"))
+def test_what_does_not_fit_on_sm_120_is_refused(impl, monkeypatch):
     monkeypatch.setattr("gdpa_kernels.calling.rung.capability", lambda device: (12, 0))
     (rung,) = (rung for rung in KERNELS if rung.impl == impl)
-    for head_dim in (most, most + 8):
-        x = torch.zeros(1, 4, head_dim, dtype=torch.bfloat16)
-        problem = rung.requires.of_call(x, x, x)
-        assert (problem is None) == (head_dim == most)
+    fits, problem = (
+        rung.requires.of_call(*[torch.zeros(1, 4, head_dim, dtype=torch.bfloat16)] * 3)
+        for head_dim in (64, 72)
+    )
+    assert fits is None
     assert problem.startswith("needs a head_dim of at most 64 on sm_120") and "got 72" in problem
 
 

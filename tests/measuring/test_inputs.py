@@ -7,20 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gdpa_kernels.block_attention.api import block_attention
 from gdpa_lab.measuring.inputs import cu_seqlens, make_inputs
 from gdpa_lab.measuring.laws import Full, Uniform
 from gdpa_lab.measuring.workload import Workload
 
 SELF = Workload(
-    name="self",
-    batch=5,
-    num_heads_q=4,
-    num_heads_k=2,
-    head_dim=16,
-    max_seqlen_q=40,
-    max_seqlen_k=40,
-    lengths_q=Uniform(0.5),
-)
+    name="self", batch=5, num_heads_q=4, num_heads_k=2, head_dim=16, max_seqlen_q=40,
+    max_seqlen_k=40, lengths_q=Uniform(0.5),
+)  # fmt: skip
 CROSS = replace(SELF, max_seqlen_k=12, lengths_k=Full())
 POOLING = replace(SELF, max_seqlen_q=3, lengths_q=Full(), lengths_k=Uniform(0.5), shared_q=True)
 
@@ -30,13 +25,11 @@ def test_shapes_dtype_and_offsets(dtype):
     w = replace(CROSS, dtype=dtype)
     x = make_inputs(w, device="cpu")
     assert x.q.shape == (w.total_q, 4, 16)
-    assert x.k.shape == x.v.shape == (5 * 12, 2, 16)
-    assert x.grad_out.shape == x.q.shape
+    assert x.k.shape == x.v.shape == (5 * 12, 2, 16) and x.grad_out.shape == x.q.shape
     tensors = (x.q, x.k, x.v, x.grad_out)
     assert {tensor.dtype for tensor in tensors} == {getattr(torch, dtype)}
     assert x.cu_seqlens_q.dtype == x.cu_seqlens_k.dtype == torch.int32
-    assert x.cu_seqlens_q[0] == 0
-    assert x.cu_seqlens_q.diff().tolist() == list(w.seqlens_q)
+    assert x.cu_seqlens_q[0] == 0 and x.cu_seqlens_q.diff().tolist() == list(w.seqlens_q)
     assert x.cu_seqlens_k.tolist() == [0, 12, 24, 36, 48, 60]
     assert (x.max_seqlen_q, x.max_seqlen_k) == (40, 12)
 
@@ -131,8 +124,6 @@ def test_block_attention_has_gradients_and_turns(dtype):
 
 
 def test_block_attention_takes_its_arguments():
-    from gdpa_kernels.block_attention.api import block_attention
-
     x = make_inputs(replace(BLOCKS, block_size=16, dtype="float32"), device="cpu")
     assert x.arguments()["block_size"] == 16 and x.arguments()["rotate_v"]
     batch = x.batch()

@@ -102,6 +102,10 @@ def launched(call) -> list[dict]:
     return json.loads(json.dumps([machine_code.describe(launch) for launch in seen]))
 
 
+def code_again(launch: dict) -> str:
+    return machine_code.digest(machine_code.compile_again(launch).asm["cubin"])
+
+
 def backward(module):
     inputs = make_inputs(SMALL, device="cpu")
     return lambda: module.backward(inputs.grad_out, inputs.batch())
@@ -117,9 +121,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_launch_compiles_again_to_its_code(gpu, name):
     for launch in launched(CALLS[name]):
-        assert (
-            machine_code.digest(machine_code.compile_again(launch).asm["cubin"]) == launch["code"]
-        )
+        assert code_again(launch) == launch["code"]
 
 
 def test_what_a_launch_knows_of_its_numbers_counts(gpu):
@@ -129,8 +131,7 @@ def test_what_a_launch_knows_of_its_numbers_counts(gpu):
     assert kept["kernel"] == "gdpa_kernels.gdpa.gradients:round_kernel"
     unknown = compile_check.build_launch(seen[-1])
     assert machine_code.digest(unknown.asm["cubin"]) != kept["code"]
-    without = {**kept, "attributes": {}}
-    assert machine_code.digest(machine_code.compile_again(without).asm["cubin"]) != kept["code"]
+    assert code_again({**kept, "attributes": {}}) != kept["code"]
 
 
 def test_another_kernel_than_that_of_the_launch_is_refused(gpu):
@@ -146,12 +147,9 @@ def test_another_kernel_than_that_of_the_launch_is_refused(gpu):
 
 def test_a_constant_that_a_kernel_no_longer_takes_is_left_out(gpu):
     (launch,) = launched(CALLS["numbers and strides"])
-    older = {
-        **launch,
-        "signature": {**launch["signature"], "GONE": "constexpr"},
-        "constants": {**launch["constants"], "GONE": 1},
-    }
-    assert machine_code.digest(machine_code.compile_again(older).asm["cubin"]) == launch["code"]
+    signature = {**launch["signature"], "GONE": "constexpr"}
+    older = {**launch, "signature": signature, "constants": {**launch["constants"], "GONE": 1}}
+    assert code_again(older) == launch["code"]
 
 
 def test_a_row_keeps_what_is_launched_while_it_is_timed(gpu, monkeypatch):

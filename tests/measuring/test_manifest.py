@@ -37,9 +37,8 @@ def test_what_is_written_is_listed(data_dir):
     assert [r.id for r in record.load_all(data_dir)] == [path.stem]
     assert doctor.check_records(data_dir).detail == "1 read, 0 refused"
     if shutil.which("sha256sum"):
-        subprocess.run(
-            ["sha256sum", "--check", "--strict", manifest.NAME], cwd=data_dir, check=True
-        )
+        command = ["sha256sum", "--check", "--strict", manifest.NAME]
+        subprocess.run(command, cwd=data_dir, check=True)
 
 
 def test_a_folder_without_a_manifest_gets_none(tmp_path):
@@ -53,19 +52,13 @@ def test_a_folder_without_a_manifest_gets_none(tmp_path):
     assert not finding.ok and "must be a folder that holds records/, got" in finding.detail
 
 
-def test_an_edit_is_refused(data_dir):
+@pytest.mark.parametrize("folder", ("records", "systems"))
+def test_an_edit_is_refused(data_dir, folder):
     path = fill(data_dir)
     record.load(path)
-    path.write_bytes(path.read_bytes() + b"\n")  # the same values
-    with pytest.raises(RecordError, match=f"records/{path.name}: SHA-256 must be .*, got "):
-        record.load(path)
-
-
-def test_an_edited_system_is_refused(data_dir):
-    path = fill(data_dir)
-    (machine,) = (data_dir / "systems").iterdir()
-    machine.write_text(machine.read_text() + "\n")
-    with pytest.raises(RecordError, match=f"systems/{machine.name}: SHA-256 must be"):
+    (edited,) = (data_dir / folder).iterdir()
+    edited.write_bytes(edited.read_bytes() + b"\n")  # the same values
+    with pytest.raises(RecordError, match=f"{folder}/{edited.name}: SHA-256 must be .*, got "):
         record.load(path)
 
 
@@ -144,22 +137,17 @@ def test_other_files_are_held_to_the_manifest_and_listed_again(data_dir):
     table.parent.mkdir()
     for file in (claims, table, data_dir / "README.md"):
         file.write_text("1")
-    refused = [str(error) for error in manifest.problems(data_dir)]
-    assert [line.partition(":")[0] for line in refused] == [
-        f"{data_dir.name}/claims.yml", "published/table.csv",
-    ]  # fmt: skip
+    refused = [str(error).partition(":")[0] for error in manifest.problems(data_dir)]
+    assert refused == [f"{data_dir.name}/claims.yml", "published/table.csv"]
     assert manifest.update(data_dir) and not manifest.update(data_dir)
     manifest.verify(data_dir)
     assert [r.id for r in record.load_all(data_dir)] == [path.stem]
     table.write_text("2")
-    with pytest.raises(
-        RecordError, match="1 refused\nrefused published/table.csv: SHA-256 must be"
-    ):
+    refused = "1 refused\nrefused published/table.csv: SHA-256 must be"
+    with pytest.raises(RecordError, match=refused):
         record.load_all(data_dir)
-    lines = (data_dir / manifest.NAME).read_text()
-    (data_dir / manifest.NAME).write_text(
-        f"{'0' * 64}  claims.yml\n{lines}"
-    )  # as a merge leaves it
+    listed = data_dir / manifest.NAME
+    listed.write_text(f"{'0' * 64}  claims.yml\n{listed.read_text()}")  # as a merge leaves it
     assert manifest.update(data_dir)
     table.unlink()
     with pytest.raises(RecordError, match="table.csv: cannot be read"):

@@ -45,7 +45,7 @@ from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import doctor
 from gdpa_lab.report.chapter import Chapter
-from tests.records import H200, LOAD, STATE
+from tests.records import H200, LOAD, STATE, available
 
 SMALL = replace(
     workload("gdpa-self-half-jagged-256"), name="small", batch=3, max_seqlen_q=20, max_seqlen_k=20
@@ -290,9 +290,7 @@ def small_parts(monkeypatch):
 def peers(monkeypatch):
     """Let the peers that need no GPU run, on any backend, and varlen attention be PyTorch's, block
     by block."""
-    for table in (baselines.BASELINES, baselines.BLOCK_BASELINES):
-        for name, baseline in table.items():
-            monkeypatch.setitem(table, name, replace(baseline, needs=lambda: None))
+    available(monkeypatch)
 
     def varlen_attn(
         q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size=(-1, -1),
@@ -429,25 +427,33 @@ def test_block_offsets_are_the_blocks():
     assert offsets.diff().tolist() == (tokens >= 0).sum(1).tolist()
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_scopes_of_block_attention(cpu, peers, monkeypatch, direction):
-    called = []
+@pytest.fixture
+def called(cpu, peers, monkeypatch):
+    """What each sampler was given: the results of the functions, by their names."""
+    found = []
 
     def sample(functions, device, protocol):
-        called.append(sorted(functions))
-        for function in functions.values():
-            result = function()
-            tensors = result if isinstance(result, tuple) else (result,)
-            if called[1:] == [sorted(functions)]:  # op
-                assert len(tensors) == (1 if direction == "forward" else 3)
+        found.append({name: functions[name]() for name in sorted(functions)})
         return {name: [4.0] for name in functions}
 
     for sampler in ("sample_kernels", "sample_ops", "sample_hosts"):
         monkeypatch.setattr(timing, sampler, sample)
+    return found
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_scopes_of_block_attention(called, direction):
     impls = ["v1_one_tile", "reference", "fa2_varlen"]
     rows = emulated(BLOCKS, impls, direction, ("kernel", "op", "host", "schedule"))
     ours, peer = "v1_one_tile ", "fa2_varlen "
-    assert called == [[peer, "reference ", ours], [ours], [ours], [peer, ours]]
+    assert [[*each] for each in called] == [
+        [peer, "reference ", ours],
+        [ours],
+        [ours],
+        [peer, ours],
+    ]
+    result = called[1][ours]
+    assert isinstance(result, torch.Tensor) if direction == "forward" else len(result) == 3
     host, *schedules = (row for row in rows if row.scope in ("host", "schedule"))
     assert host.scope == "host" and host.error.passed
     assert len(schedules) == 2 and all(row.error is None for row in schedules)
@@ -571,29 +577,17 @@ def test_a_wrong_peer_of_backward_is_found(cpu, peers, monkeypatch):
     assert row.failure.startswith("check failed: dq") and cpu == []
 
 
-def test_scopes_of_gdpa_backward(cpu, peers, monkeypatch):
-    called = []
-
-    def sample(functions, device, protocol):
-        called.append(sorted(functions))
-        for function in functions.values():
-            called.append(function())
-        return {name: [4.0] for name in functions}
-
-    monkeypatch.setattr(timing, "sample_kernels", sample)
-    monkeypatch.setattr(timing, "sample_ops", sample)
+def test_scopes_of_gdpa_backward(called):
     work = replace(JAGGED, batch=1, max_seqlen_q=20, max_seqlen_k=20)
     impls = [*BACKWARDS, ("v1_tiled_backward", "again", {}), "reference", "fa2_varlen"]
     rows = emulated(work, impls, "backward", ("kernel", "op", "schedule"))
     assert all(row.failure is None for row in rows)
-    keys = [names for names in called if isinstance(names, list)]
+    kernels, ops, schedules = called
     steps = [f"{impl} {baselines.STEP}" for impl in BACKWARDS]
-    assert keys[1] == sorted([*(f"{impl} " for impl in BACKWARDS), *steps])
-    assert keys[2] == [f"{impl} " for impl in LISTED]
-    gradients = [r for r in called if isinstance(r, tuple) and len(r) == 3]
-    assert len(gradients) == len(impls) + 2 * len(BACKWARDS)
-    assert all(len(result) == 3 for result in gradients)
-    lists = [result for result in called if isinstance(result, tuple) and len(result) == 1]
+    assert {*ops} == {*(f"{impl} " for impl in BACKWARDS), *steps} and len(kernels) == len(impls)
+    assert {len(result) for result in (*kernels.values(), *ops.values())} == {3}
+    assert [*schedules] == [f"{impl} " for impl in LISTED]
+    lists = [*schedules.values()]
     assert [len(made[0]) for made in lists] == [2, 1, 2] and lists[1][0].tolist() == [0]
     ops = [row for row in rows if row.scope == "op"]
     assert [row.variant for row in ops] == ["", baselines.STEP] * len(BACKWARDS)
@@ -671,7 +665,10 @@ def test_rotary_alone(session, cpu, small_parts, direction, rotate_v):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_rotary_turned_the_wrong_way_is_not_timed(session, cpu, monkeypatch, direction):
     right = rotary.rotary
-    wrong = lambda *tensors, transposed: right(*tensors, transposed=not transposed)  # noqa: E731
+
+    def wrong(*tensors, transposed):
+        return right(*tensors, transposed=not transposed)
+
     monkeypatch.setattr(rotary, "rotary", wrong)
     rows = {row.impl: row for row in turn_alone(session, TURNED, direction)}
     assert rows["rotary"].failure.startswith("check failed: q: max error")

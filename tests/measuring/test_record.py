@@ -145,6 +145,10 @@ def drop(*path):
     return change
 
 
+COUNTS = {"flops": 154618822656, "bytes_read": 3 * 301989888, "bytes_written": 301989888}
+LAW = {"kind": "log_normal", "sigma": 1e308, "loc": 0.0, "scale": 1.0, "minimum": 1}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -202,8 +206,20 @@ def drop(*path):
         (put("9999-12-31T23:59:59Z", "created"), "id must begin with the time of created"),
         (put("nvidia-b200-0123abcd", "system"), "'nvidia-b200-0123abcd', which is not"),
         (put("../../etc", "system"), "system: '../../etc' does not match"),
+        (put("block_attention", "rows", 0, "operator"),
+         r"rows\[0\].operator must be 'gdpa', its workload's, got 'block_attention'$"),
+        *((put(right * factor, "rows", 0, name),
+           rf"rows\[0\].{name} must be {right}, its workload's, got {right * factor}$")
+          for name, right in COUNTS.items() for factor in (0, 10)),
+        (put(SHORT.batch // 2, "workloads", SHORT.name, "batch"),
+         r"rows\[0\].flops must be 77309411328, its workload's, got 154618822656$"),
+        (put("rotary", "rows", 0, "math"), "must have rotary"),
+        (put(10**12, "workloads", SHORT.name, "batch"),
+         f"workloads.{SHORT.name}.batch must be at most 1048576$"),
+        (put(LAW, "workloads", SHORT.name, "lengths_q"),
+         rf"rows\[0\]: the work of '{SHORT.name}' cannot be counted: "),
     ],
-)
+)  # fmt: skip
 def test_damage_is_refused_by_name_and_the_others_load(data_dir, change, reason):
     found = refused(data_dir, change)
     assert re.search(reason, found), found
@@ -270,9 +286,6 @@ def test_a_missing_or_damaged_system_is_refused(data_dir):
     [
         ({"samples_us": [math.nan]}, "finite"),
         ({"error": Error.judge(1.0, 0.5, elements=1)}, "behind a failed check"),
-        ({"error": None}, "before a kernel or op is timed"),
-        ({"samples_us": []}, "why there are no samples"),
-        ({"failure": "out of memory"}, "when there are samples"),
         ({"config": {"device": Path("x")}}, "config.device must be a JSON value, got PosixPath"),
         ({"config": {1: "x"}}, "config must have strings as keys, got 1"),
         ({"flops": np.int64(1)}, "flops must be a JSON value"),

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from gdpa_lab.measuring import record, sustained, timing
-from gdpa_lab.measuring.rows import Ceiling, Error, Load, Row
+from gdpa_lab.measuring.rows import Ceiling, Load
 from gdpa_lab.report import results
 from tests.measuring.test_record import a_record
 from tests.measuring.test_refusals import refusal
+from tests.records import LOAD
 
 DEVICE = torch.device("cuda:0")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -107,21 +108,16 @@ def test_what_the_driver_does_not_tell_is_none(monkeypatch):
     assert len(times) == 75 and load == Load(None, None, None, None)
 
 
-LOAD = Load(1500.0, None, 0.35, ("sw_power_cap",))
-
-
 def test_a_record_holds_rows_of_both_scopes_each_against_its_own_ceilings(tmp_path):
     made = a_record()
     burst = made.rows[0]
     slower = tuple(2 * x for x in burst.samples_us)
     joules = 700.0 * sum(slower) / len(slower) / 1e6
     load = replace(LOAD, power_w=700.0, joules=joules)
-    rows = [burst, replace(burst, scope="sustained", samples_us=slower, load=load)]
-    twice = [
-        replace(c, scope="sustained", load=LOAD, samples_us=[4 * x for x in c.samples_us])
-        for c in made.ceilings
-    ]
-    made = replace(made, rows=tuple(rows), ceilings=(*made.ceilings, *twice))
+    rows = burst, replace(burst, scope="sustained", samples_us=slower, load=load)
+    loops = {"scope": "sustained", "load": LOAD}
+    twice = [replace(c, samples_us=[4 * x for x in c.samples_us], **loops) for c in made.ceilings]
+    made = replace(made, rows=rows, ceilings=(*made.ceilings, *twice))
     record.systems.save(record.systems.describe(), tmp_path)
     assert record.load(record.write(made, tmp_path)) == made
     table = results.table(tmp_path).set_index("scope")
@@ -132,25 +128,17 @@ def test_a_record_holds_rows_of_both_scopes_each_against_its_own_ceilings(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("scope", "load", "reason"),
+    ("values", "reason"),
     [
-        ("sustained", None, "load must say what the GPU reported while it ran back to back"),
-        ("kernel", LOAD, "load belongs to samples of scope sustained"),
+        ({"scope": "sustained"}, "load must say what the GPU reported while it ran back to back"),
+        ({"scope": "kernel", "load": LOAD}, "load belongs to samples of scope sustained"),
+        ({"scope": "sustained", "samples_us": (), "failure": "HostTooSlow: ..."}, None),
     ],
 )
-def test_a_load_belongs_to_sustained_samples_alone(scope, load, reason):
+def test_a_load_belongs_to_sustained_samples_alone(values, reason):
     made = a_record()
-    row = replace(made.rows[0], scope=scope, load=load)
-    assert reason in refusal(of=replace(made, rows=(row,)))
-
-
-def test_a_row_that_kept_the_device_waiting_has_its_reason():
-    made = a_record()
-    row: Row = replace(
-        made.rows[0], scope="sustained", samples_us=(), failure="HostTooSlow: ...",
-        error=Error.judge(0.0, 1.0, elements=1),
-    )  # fmt: skip
-    assert refusal(of=replace(made, rows=(row,))) is None
+    found = refusal(of=replace(made, rows=(replace(made.rows[0], **values),)))
+    assert found is None if reason is None else reason in found
 
 
 @needs_gpu

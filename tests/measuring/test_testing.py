@@ -12,9 +12,8 @@ def made(seed: int = 0) -> dict:
 
 
 def test_budget_is_twice_the_baseline_plus_one_rounding():
-    expected = torch.tensor(
-        [1.0, 1.0 + 2**-9], dtype=torch.float64
-    )  # the second rounds to 1 in bf16
+    # the second rounds to 1 in bf16
+    expected = torch.tensor([1.0, 1.0 + 2**-9], dtype=torch.float64)
     baseline = torch.tensor([1.0, 1.0078125], dtype=torch.bfloat16)
     result = compare(name="x", actual=baseline, expected=expected, baseline=baseline)
     assert result.max_abs == 1.0078125 - (1 + 2**-9)
@@ -41,11 +40,11 @@ def test_damage_is_found(damage):
 
 def test_arguments_are_checked():
     data = made()
-    with pytest.raises(ValueError, match="expected must be float64"):
-        compare(
-            name="x", actual=data["baseline"], expected=data["baseline"], baseline=data["baseline"]
-        )
-    with pytest.raises(ValueError, match="must have expected's shape"):
-        compare(name="x", actual=data["baseline"][:5], **data)
-    with pytest.raises(ValueError, match="baseline must have actual's dtype"):
-        compare(name="x", actual=data["baseline"].half(), **data)
+    right = data["baseline"]
+    for changes, message in (
+        ({"expected": right}, "expected must be float64"),
+        ({"actual": right[:5]}, "must have expected's shape"),
+        ({"actual": right.half()}, "baseline must have actual's dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compare(**{"name": "x", "actual": right, **data, **changes})

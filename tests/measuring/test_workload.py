@@ -64,81 +64,68 @@ def rng(seed=0):
     return np.random.Generator(np.random.PCG64(seed))
 
 
-def test_small_counts_by_hand():
-    assert (SMALL.total_q, SMALL.rows_q, SMALL.total_k) == (8, 8, 6)
-    assert SMALL.fill == 8 / (2 * 5)
-    # 3 x 2 + 5 x 4 pairs
-    assert SMALL.pairs == 26
-    # 2 products x 2 FLOPs x 4 heads x 8 dims x 26 pairs; backward 5 products
-    assert SMALL.flops("forward") == 3328
-    assert SMALL.flops("backward") == 8320
-    # q and o: 8 rows x 4 heads x 8 dims x 2 bytes = 512; k and v: 6 x 2 x 8 x 2 = 192 each
-    assert SMALL.bytes_read("forward") == 512 + 192 + 192
-    assert SMALL.bytes_written("forward") == 512
-    assert SMALL.bytes("forward") == 1408
-    # backward reads q, k, v and the gradient of o; writes the gradients of q, k and v
-    assert SMALL.bytes_read("backward") == 512 + 192 + 192 + 512
-    assert SMALL.bytes_written("backward") == 512 + 192 + 192
-    assert SMALL.bytes("backward") == 2304
+POOLING = replace(SMALL, shared_q=True, lengths_q=Full())
+TURNED = replace(BLOCKS, rotary=True, rotate_v=True)
+ROTARY = workload("block-rotary-1735537")
+DIRECTIONS = ("forward", "backward")
 
 
-def test_small_masks_by_hand():
-    # keys seen by each query of (3 x 2) and (5 x 4): causal 1,2,2 and 1,2,3,4,4
-    assert replace(SMALL, causal=True).pairs == 5 + 14
-    # window 1: 2,2,1 and 2,3,3,2,1
-    assert replace(SMALL, window=1).pairs == 5 + 11
-    # both: 1,2,1 and 1,2,2,2,1
-    assert replace(SMALL, causal=True, window=1).pairs == 4 + 8
-    # window 0 is the diagonal: min(lq, lk) pairs
-    assert replace(SMALL, window=0).pairs == 2 + 4
-    assert replace(SMALL, window=10**30).pairs == SMALL.pairs
-    # FLOPs follow the visible pairs: 4 x 4 heads x 8 dims x 19
-    assert replace(SMALL, causal=True).flops("forward") == 2432
-
-
-def test_float32_doubles_the_bytes():
-    assert replace(SMALL, dtype="float32").bytes("forward") == 2 * 1408
-
-
-def test_shared_q_by_hand():
-    pooling = replace(SMALL, shared_q=True, lengths_q=Full())
-    assert (pooling.seqlens_q, pooling.rows_q, pooling.total_q) == ((5, 5), 5, 10)
-    assert pooling.pairs == 5 * 2 + 5 * 4
-    # q: 5 rows x 64 bytes = 320; o: 10 rows x 64 = 640; k, v: 192 each
-    assert pooling.bytes_read("forward") == 320 + 192 + 192
-    assert pooling.bytes_written("forward") == 640
-    assert pooling.bytes_read("backward") == 320 + 192 + 192 + 640
-    assert pooling.bytes_written("backward") == 320 + 192 + 192
-
-
-def test_blocks_by_hand():
-    # 5; 32; 32 + 32 + 6
-    assert BLOCKS.blocks == 5
-    assert BLOCKS.pairs == 25 + 1024 + 2 * 1024 + 36
-    assert BLOCKS.flops("forward") == 4 * 4 * 8 * 3133
-    assert BLOCKS.flops("backward") == 10 * 4 * 8 * 3133
-    # 107 rows of 16 bytes: q and o 4 heads, k and v 2
-    assert BLOCKS.bytes_read("forward") == 107 * 16 * (4 + 2 + 2)
-    assert BLOCKS.bytes_written("forward") == 107 * 16 * 4
-    assert BLOCKS.bytes_read("backward") == 107 * 16 * (4 + 2 + 2 + 4)
-    assert BLOCKS.bytes_written("backward") == 107 * 16 * (4 + 2 + 2)
-    # sin and cos: 107 rows of 4 values of 2 bytes each, once
-    turned = replace(BLOCKS, rotary=True, rotate_v=True)
-    for direction in ("forward", "backward"):
-        assert turned.bytes_read(direction) == BLOCKS.bytes_read(direction) + 2 * 107 * 4 * 2
-        assert turned.bytes_written(direction) == BLOCKS.bytes_written(direction)
-        assert turned.flops(direction) == BLOCKS.flops(direction)
-
-
-def test_published_block_rotary_by_hand():
-    w = workload("block-rotary-1735537")
-    assert w.total_q == 1_735_537 and max(w.seqlens_q) <= w.max_seqlen_q
-    # a tensor: 1,735,537 rows x 3 heads x 128 x 2 bytes = 1,332,892,416; sin and cos 444,297,472
-    assert w.bytes("backward") == 7 * 1_332_892_416 + 444_297_472
-    assert w.bytes("forward") == 4 * 1_332_892_416 + 444_297_472
+@pytest.mark.parametrize(
+    ("of", "values", "counts"),
+    [
+        # 3 x 2 + 5 x 4 pairs; 2 products x 2 FLOPs x 4 heads x 8 dims x 26 pairs, backward 5
+        # products; q and o: 8 rows x 4 heads x 8 dims x 2 bytes = 512; k and v: 6 x 2 x 8 x 2 = 192
+        # each; backward reads q, k, v and the gradient of o, writes the gradients of q, k and v
+        (SMALL, {"total_q": 8, "rows_q": 8, "total_k": 6, "fill": 8 / (2 * 5), "pairs": 26},
+         {"flops": (3328, 8320), "bytes": (1408, 2304),
+          "bytes_read": (512 + 192 + 192, 512 + 192 + 192 + 512),
+          "bytes_written": (512, 512 + 192 + 192)}),
+        # keys seen by each query of (3 x 2) and (5 x 4): causal 1,2,2 and 1,2,3,4,4; FLOPs follow
+        # the visible pairs: 4 x 4 heads x 8 dims x 19
+        (replace(SMALL, causal=True), {"pairs": 5 + 14}, {"flops": (2432, 6080)}),
+        # window 1: 2,2,1 and 2,3,3,2,1; both: 1,2,1 and 1,2,2,2,1
+        (replace(SMALL, window=1), {"pairs": 5 + 11}, {}),
+        (replace(SMALL, causal=True, window=1), {"pairs": 4 + 8}, {}),
+        # window 0 is the diagonal: min(lq, lk) pairs
+        (replace(SMALL, window=0), {"pairs": 2 + 4}, {}),
+        (replace(SMALL, window=10**30), {"pairs": 26}, {}),
+        (replace(SMALL, dtype="float32"), {}, {"bytes": (2 * 1408, 2 * 2304)}),
+        # q: 5 rows x 64 bytes = 320; o: 10 rows x 64 = 640; k, v: 192 each
+        (POOLING, {"seqlens_q": (5, 5), "rows_q": 5, "total_q": 10, "pairs": 5 * 2 + 5 * 4},
+         {"bytes_read": (320 + 192 + 192, 320 + 192 + 192 + 640),
+          "bytes_written": (640, 320 + 192 + 192)}),
+        # 5; 32; 32 + 32 + 6; 107 rows of 16 bytes: q and o 4 heads, k and v 2
+        (BLOCKS, {"blocks": 5, "pairs": 25 + 1024 + 2 * 1024 + 36},
+         {"flops": (4 * 4 * 8 * 3133, 10 * 4 * 8 * 3133),
+          "bytes_read": (107 * 16 * (4 + 2 + 2), 107 * 16 * (4 + 2 + 2 + 4)),
+          "bytes_written": (107 * 16 * 4, 107 * 16 * (4 + 2 + 2))}),
+        # sin and cos: 107 rows of 4 values of 2 bytes each, once
+        (TURNED, {},
+         {"flops": (4 * 4 * 8 * 3133, 10 * 4 * 8 * 3133),
+          "bytes_read": (107 * 16 * 8 + 2 * 107 * 4 * 2, 107 * 16 * 12 + 2 * 107 * 4 * 2),
+          "bytes_written": (107 * 16 * 4, 107 * 16 * (4 + 2 + 2))}),
+        # 1,735,537 rows x 3 heads x 128 x 2 bytes = 1,332,892,416; sin and cos 444,297,472
+        (ROTARY, {"total_q": 1_735_537},
+         {"bytes": (4 * 1_332_892_416 + 444_297_472, 7 * 1_332_892_416 + 444_297_472)}),
+        # 1152 x 256 x 256 pairs; 4 x 4 heads x 128 FLOPs each; each tensor: 1152 x 256 rows x 4 x
+        # 128 x 2 bytes = 301,989,888; forward 4, backward 7
+        (workload("gdpa-self-full-256"), {"pairs": 75_497_472},
+         {"flops": (154_618_822_656, 386_547_056_640), "bytes": (1_207_959_552, 2_113_929_216)}),
+        # 1152 x 2048 x 256 pairs; q, o: 1152 x 2048 x 1024 bytes = 2,415,919,104; k, v: 301,989,888
+        (workload("gdpa-cross-full-2048"), {"pairs": 603_979_776},
+         {"flops": (1_236_950_581_248, 3_092_376_453_120),
+          "bytes_read": (2_415_919_104 + 2 * 301_989_888, 2 * 2_415_919_104 + 2 * 301_989_888),
+          "bytes_written": (2_415_919_104, 2_415_919_104 + 2 * 301_989_888)}),
+    ],
+)  # fmt: skip
+def test_counts_by_hand(of, values, counts):
+    assert {name: getattr(of, name) for name in values} == values
+    for name, both in counts.items():
+        assert tuple(getattr(of, name)(direction) for direction in DIRECTIONS) == both, name
 
 
 def test_named_block_workloads_are_the_published_ones():
+    assert max(ROTARY.seqlens_q) <= ROTARY.max_seqlen_q
     assert len(BLOCK_WORKLOADS) == 8 * 2 * 2 + 1 + 2 * 2
     assert not set(BLOCK_WORKLOADS) & set(WORKLOADS)
     for name, w in BLOCK_WORKLOADS.items():
@@ -186,27 +173,6 @@ def test_between_is_the_published_law():
     assert sum(moved) == 130_001
     with pytest.raises(ValueError, match=r"total must leave every length in 1 .. 10, got 200000"):
         Between(0.4, 1.0, total=200_000).sample(20_000, 10, rng())
-
-
-def test_published_self_256_by_hand():
-    w = workload("gdpa-self-full-256")
-    # 1152 x 256 x 256
-    assert w.pairs == 75_497_472
-    # 4 x 4 heads x 128 x 75,497,472
-    assert w.flops("forward") == 154_618_822_656
-    assert w.flops("backward") == 386_547_056_640
-    # each tensor: 1152 x 256 rows x 4 x 128 x 2 bytes = 301,989,888; forward 4, backward 7
-    assert w.bytes("forward") == 1_207_959_552
-    assert w.bytes("backward") == 2_113_929_216
-
-
-def test_published_cross_2048_by_hand():
-    w = workload("gdpa-cross-full-2048")
-    # 1152 x 2048 x 256 pairs; x 2048 FLOPs
-    assert w.flops("forward") == 603_979_776 * 2048 == 1_236_950_581_248
-    # q, o: 1152 x 2048 x 1024 bytes = 2,415,919,104; k, v: 301,989,888
-    assert w.bytes_read("forward") == 2_415_919_104 + 2 * 301_989_888
-    assert w.bytes_written("forward") == 2_415_919_104
 
 
 def test_half_dense_keeps_keys_dense():

@@ -21,8 +21,6 @@ from tests.records import RESULT
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = load()
 BY_ID = {claim.id: claim for claim in CLAIMS}
-BLOCK_NOTEBOOK = "notebooks/block/results.py"
-BACKWARD_NOTEBOOK = "notebooks/backward/results.py"
 SCOPE = BY_ID["gdpa-forward-peak"].ours.scope  # of GDPA's selectors
 PLAIN = "block-plain-1735537"  # that notebook's own: the rotary workload without rotary
 
@@ -251,35 +249,92 @@ def test_fa4_series_of_the_cross_backward_chart_repeats_the_forward_chart():
 # The ledger
 
 
-def test_ratios_by_hand():
-    table = ledger(results_table(*SYNTHETIC))
-    over_triton = entry_of(table, "gdpa-self-fwd-full-over-triton")
-    assert over_triton["ours"] == pytest.approx(6000 / 5000)  # v3 was measured in another run
-    assert over_triton["ratio"] == pytest.approx(1.2 / 2.08)
-    assert over_triton["ours_impl"] == "v2_tma"
-    assert over_triton["ours_baseline"] == "v1_tiled"
-    assert over_triton["ours_record"] == "record-a"
-    over_fa4 = entry_of(table, "gdpa-self-fwd-full-over-fa4")
-    assert over_fa4["ours"] == pytest.approx(5400 / 5000)
-    short_keys = entry_of(table, "gdpa-forward-over-fa4")
-    assert short_keys["ours"] == pytest.approx(2.25)
-    assert short_keys["ratio"] == pytest.approx(2.25 / 3.5)
-    peak = entry_of(table, "gdpa-forward-peak")
-    assert (peak["ours"], peak["ours_workload"]) == (500.0, "gdpa-self-full-1024")
-    assert peak["ratio"] == pytest.approx(500 / 1145)
-    measured = set(table.loc[table["status"] == "measured", "id"])
-    assert {"gdpa-forward-over-triton", "gdpa-forward-peak"} <= measured
+# Of kernels as they were.
+OLD = [
+    {"impl": impl, "record": "record-o", "stale": True, "time_us_p50": us}
+    for impl, us in (("v2_tma", 4e3), ("v3_persistent", 4e3), ("v8_own_waits", 4e3),
+                     ("v1_tiled", 9e3))
+]  # fmt: skip
+OTHER = {"system": "nvidia-a100-11111111", "gpu": "NVIDIA A100", "record": "record-c"}
+# Times in microseconds of a workload of block attention: forward, backward.
+BLOCK_TIMES = {
+    "v0_flash": (2000.0, 6000.0),
+    "v1_one_tile": (1500.0, 3700.0),
+    "v3_warp_specialized": (1600.0, 3000.0),
+    "fa2_varlen": (2700.0, 10800.0),
+}
+ROTARY = {"v4_rotary": (1.0, 2600.0), "rotary": (1.0, 1900.0), "eager_rotary": (1.0, 13000.0)}
 
 
-def test_a_record_of_the_kernels_as_they_are_comes_first():
-    old = {"record": "record-o", "stale": True, "time_us_p50": 4000.0}
-    rows = [{**old, "impl": impl} for impl in ("v2_tma", "v3_persistent", "v8_own_waits")]
-    rows += [{**old, "time_us_p50": 9000.0}, {}, {"impl": "v2_tma", "time_us_p50": 5000.0}]
-    found = entry_of(ledger(results_table(*rows)), "gdpa-self-fwd-full-over-triton")
-    assert (found["ours"], found["ours_record"]) == (pytest.approx(1.2), "record-a")
-    assert not found["stale"]
-    found = entry_of(ledger(results_table(*rows[:4])), "gdpa-self-fwd-full-over-triton")
-    assert found["stale"] and found["ours"] == pytest.approx(9 / 4)
+def block_rows(workload, times=BLOCK_TIMES):
+    base = {"figure": "", "workload": workload, "math": "softmax", "tflops": 1.0}
+    return [
+        {**base, "impl": impl, "direction": direction, "time_us_p50": time, "scope": scope}
+        for scope in real_results.TIMED
+        for impl, pair in times.items()
+        for direction, time in zip(("forward", "backward"), pair, strict=True)
+    ]
+
+
+FILL70 = block_rows("block-fill70-2000")
+TABLE_7 = block_rows("block-rotary-1735537", ROTARY) + block_rows(
+    PLAIN, {"v1_one_tile": (1.0, 2900.0), "v3_warp_specialized": (1.0, 2300.0)}
+)
+OVER_TRITON, PEAK, OPEN = "gdpa-self-fwd-full-over-triton", "gdpa-forward-peak", {"status": "open"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "claim", "expected"),
+    [
+        # v3 was measured in another run
+        (SYNTHETIC, OVER_TRITON,
+         {"ours": 6000 / 5000, "ratio": 1.2 / 2.08, "ours_impl": "v2_tma",
+          "ours_baseline": "v1_tiled", "ours_record": "record-a"}),
+        (SYNTHETIC, "gdpa-self-fwd-full-over-fa4", {"ours": 5400 / 5000}),
+        (SYNTHETIC, "gdpa-forward-over-fa4", {"ours": 2.25, "ratio": 2.25 / 3.5}),
+        (SYNTHETIC, "gdpa-forward-over-triton", {"status": "measured"}),
+        (SYNTHETIC, PEAK,
+         {"status": "measured", "ours": 500.0, "ours_workload": "gdpa-self-full-1024",
+          "ratio": 500 / 1145}),
+        # a record of the kernels as they are comes first
+        ([*OLD, *SYNTHETIC[:2]], OVER_TRITON,
+         {"ours": 1.2, "ours_record": "record-a", "stale": False}),
+        (OLD, OVER_TRITON, {"ours": 9 / 4, "stale": True}),
+        # an incorrect baseline, the baseline itself and another system never compete
+        ([{}, {"impl": "fa4", "time_us_p50": 99999.0, "correct": False}],
+         "gdpa-self-fwd-full-over-fa4", OPEN),
+        ([{}, {}], "gdpa-forward-over-triton", OPEN),
+        ([{}, {"impl": "v3_persistent", "time_us_p50": 100.0, **OTHER}],
+         "gdpa-forward-over-triton", OPEN),
+        # the system with the highest value answers
+        ([{**OTHER, "tflops": 150.0}, {}], PEAK, {"ours": 400.0, "ours_gpu": "NVIDIA H200"}),
+        ([{**OTHER, "tflops": 150.0}], PEAK, {"ours": 150.0, "ours_system": OTHER["system"]}),
+        # the published hardware alone has a tolerance
+        *(([{"gpu": "NVIDIA B200", "tflops": tflops}], PEAK, {"within_tolerance": within})
+          for tflops, within in ((1145.0, True), (1100.0, True), (900.0, False))),
+        (FILL70, "block-forward-over-fa2",
+         {"ours": 2700 / 1500, "ours_impl": "v1_one_tile", "ours_baseline": "fa2_varlen"}),
+        (FILL70, "block-backward-over-fa2", {"ours": 3.6, "ours_impl": "v3_warp_specialized"}),
+        (FILL70, "block-total-over-fa2",
+         {"ours": 13500 / 4500, "ours_impl": "v1_one_tile, v3_warp_specialized",
+          "ours_baseline": "fa2_varlen"}),
+        (FILL70, "block-total-scaling-fill-07", {"ours": 3.0, "ratio": 3 / 2.43}),
+        (FILL70, "block-total-scaling-fill-10", OPEN),
+        # a total needs both directions of both
+        *(([row for row in FILL70 if (row["impl"], row["direction"]) != ("fa2_varlen", "backward")],
+           claim, {"status": status})
+          for claim, status in (("block-forward-over-fa2", "measured"),
+                                ("block-total-over-fa2", "open"))),
+        (TABLE_7, "block-fused-rotary", {"ours": 5.0, "ours_impl": "v4_rotary"}),
+        (TABLE_7, "block-attention-backward-time",
+         {"ours": 2.3, "ours_baseline": "", "ratio": 2.3 / 1.556}),
+        (TABLE_7, "block-rotary-backward-time", {"ours": 1.9}),
+    ],
+)  # fmt: skip
+def test_answers_by_hand(rows, claim, expected):
+    found = entry_of(ledger(results_table(*rows)), claim)
+    for name, value in expected.items():
+        assert found[name] == (pytest.approx(value) if isinstance(value, float) else value), name
 
 
 def test_a_claim_is_answered_in_its_own_scope_or_as_its_author_decided(tmp_path):
@@ -345,22 +400,6 @@ def test_rows_that_do_not_answer_never_count(change):
         assert row["status"] == "open" and math.isnan(row["ours"]) and math.isnan(row["ratio"])
 
 
-OTHER = {"system": "nvidia-a100-11111111", "gpu": "NVIDIA A100", "record": "record-c"}
-
-
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        ("gdpa-self-fwd-full-over-fa4", {"impl": "fa4", "time_us_p50": 99999.0, "correct": False}),
-        ("gdpa-forward-over-triton", {}),
-        ("gdpa-forward-over-triton", {"impl": "v3_persistent", "time_us_p50": 100.0, **OTHER}),
-    ],
-    ids=["an incorrect baseline", "the baseline itself", "another system"],
-)
-def test_what_never_competes(name, other):
-    assert entry_of(ledger(results_table({}, other)), name)["status"] == "open"
-
-
 def test_claims_without_a_selector_keep_their_status():
     table = ledger(results_table(*SYNTHETIC)).set_index("id")
     for claim in CLAIMS:
@@ -391,83 +430,11 @@ def test_the_records_of_the_repository_answer_every_selector_they_have_rows_for(
     assert not over_fa4["hardware"].str.contains("H200").any()
 
 
-# Times in microseconds of a workload of block attention: forward, backward.
-BLOCK_TIMES = {
-    "v0_flash": (2000.0, 6000.0),
-    "v1_one_tile": (1500.0, 3700.0),
-    "v3_warp_specialized": (1600.0, 3000.0),
-    "fa2_varlen": (2700.0, 10800.0),
-}
-
-
-def block_rows(workload, times=None, **changes):
-    base = {"figure": "", "workload": workload, "math": "softmax", "tflops": 1.0, **changes}
-    return [
-        {**base, "impl": impl, "direction": direction, "time_us_p50": time, "scope": scope}
-        for scope in real_results.TIMED
-        for impl, pair in (times or BLOCK_TIMES).items()
-        for direction, time in zip(("forward", "backward"), pair, strict=True)
-    ]
-
-
-def test_block_ratios_by_hand():
-    table = ledger(results_table(*block_rows("block-fill70-2000")))
-    forward = entry_of(table, "block-forward-over-fa2")
-    assert forward["ours"] == pytest.approx(2700 / 1500)
-    assert (forward["ours_impl"], forward["ours_baseline"]) == ("v1_one_tile", "fa2_varlen")
-    backward = entry_of(table, "block-backward-over-fa2")
-    assert backward["ours"] == pytest.approx(3.6)
-    assert backward["ours_impl"] == "v3_warp_specialized"
-    total = entry_of(table, "block-total-over-fa2")
-    assert total["ours"] == pytest.approx(13500 / 4500)
-    assert total["ours_impl"] == "v1_one_tile, v3_warp_specialized"
-    assert total["ours_baseline"] == "fa2_varlen"
-    scaling = entry_of(table, "block-total-scaling-fill-07")
-    assert scaling["ours"] == total["ours"] and scaling["ratio"] == pytest.approx(3 / 2.43)
-    assert entry_of(table, "block-total-scaling-fill-10")["status"] == "open"
-
-
-def test_a_total_needs_both_directions_of_both():
-    lost = "fa2_varlen", "backward"
-    rows = [x for x in block_rows("block-fill70-2000") if (x["impl"], x["direction"]) != lost]
-    table = ledger(results_table(*rows))
-    assert entry_of(table, "block-forward-over-fa2")["status"] == "measured"
-    assert entry_of(table, "block-total-over-fa2")["status"] == "open"
-
-
 def test_other_shapes_answer_no_table_of_block_attention():
     rows = [*block_rows("block-fill70-2000-d64"), *block_rows("gdpa-self-full-1024")]
     table = ledger(results_table(*rows))
     found = table[(table["operator"] == "block_attention") & (table["status"] == "measured")]
     assert found.empty
-
-
-def test_table_7_by_hand():
-    rotary = {"v4_rotary": (1.0, 2600.0), "rotary": (1.0, 1900.0), "eager_rotary": (1.0, 13000.0)}
-    plain = {"v1_one_tile": (1.0, 2900.0), "v3_warp_specialized": (1.0, 2300.0)}
-    rows = [*block_rows("block-rotary-1735537", rotary), *block_rows(PLAIN, plain)]
-    table = ledger(results_table(*rows))
-    fused = entry_of(table, "block-fused-rotary")
-    assert fused["ours"] == pytest.approx(5.0) and fused["ours_impl"] == "v4_rotary"
-    attention = entry_of(table, "block-attention-backward-time")
-    assert (attention["ours"], attention["ours_baseline"]) == (pytest.approx(2.3), "")
-    assert attention["ratio"] == pytest.approx(2.3 / 1.556)
-    assert entry_of(table, "block-rotary-backward-time")["ours"] == pytest.approx(1.9)
-
-
-def test_the_system_with_the_highest_value_answers():
-    table = results_table({**OTHER, "tflops": 150.0}, {})
-    peak = entry_of(ledger(table), "gdpa-forward-peak")
-    assert (peak["ours"], peak["ours_gpu"]) == (400.0, "NVIDIA H200")
-    only_a100 = table[table["gpu"] == "NVIDIA A100"]
-    peak = entry_of(ledger(only_a100), "gdpa-forward-peak")
-    assert (peak["ours"], peak["ours_system"]) == (150.0, "nvidia-a100-11111111")
-
-
-@pytest.mark.parametrize(("tflops", "within"), [(1145.0, True), (1100.0, True), (900.0, False)])
-def test_tolerance_applies_on_the_published_hardware_only(tflops, within):
-    table = ledger(results_table({"gpu": "NVIDIA B200", "tflops": tflops}))
-    assert entry_of(table, "gdpa-forward-peak")["within_tolerance"] is within
 
 
 def test_ledger_refuses_a_table_without_the_columns_it_needs():

@@ -107,6 +107,7 @@ FBTRITON = {
     "triton/__init__.py": "__version__ = '3.7.4+fb'\n", **dict.fromkeys(LANGUAGE, ""),
     "triton/core.py": "fbtriton = True\n",
 }  # fmt: skip
+VERSIONS = {"triton": "3.7.1", "fbtriton": "3.7.4"}
 TRITON = {"triton/__init__.py": "__version__ = '3.7.1'\n", "triton/core.py": "fbtriton = False\n"}
 
 
@@ -131,38 +132,25 @@ def test_fbtriton_installed_last_is_sound(tmp_path, monkeypatch):
     assert finding.detail == "3.7.4+fb, from fbtriton 3.7.4, with TLX"
 
 
-def tlx(folder: Path) -> None:
-    """Only a triton with TLX as a plugin."""
-    distribution(folder, "triton", "3.7.1", TRITON | dict.fromkeys(LANGUAGE, ""))
-
-
-def overwritten(folder: Path) -> None:
-    """TLX still imports, from the files left over."""
-    distribution(folder, "fbtriton", "3.7.4", FBTRITON)
-    distribution(folder, "triton", "3.7.1", TRITON)
-
-
-def elsewhere(folder: Path) -> None:
-    distribution(folder / "other", "fbtriton", "3.7.4", FBTRITON)
-    tlx(folder)
-
-
-def without_tlx(folder: Path) -> None:
-    distribution(folder, "triton", "3.7.1", TRITON)
+TLX = TRITON | dict.fromkeys(LANGUAGE, "")
+"""Of a triton with TLX as a plugin."""
+OTHER = "3.7.1, which is not of an fbtriton that is installed there"
 
 
 @pytest.mark.parametrize(
-    ("install", "detail"),
+    ("installed", "detail"),
     [
-        (tlx, "3.7.1, which is not of an fbtriton that is installed there"),
-        (overwritten, "3.7.1, which is not of an fbtriton that is installed there"),
-        (elsewhere, "3.7.1, which is not of an fbtriton that is installed there"),
-        (without_tlx, "cannot be imported with TLX (ModuleNotFoundError: No module named "
-                      "'triton.language')"),
+        ([("", "triton", TLX)], OTHER),
+        # TLX still imports, from the files left over
+        ([("", "fbtriton", FBTRITON), ("", "triton", TRITON)], OTHER),
+        ([("other", "fbtriton", FBTRITON), ("", "triton", TLX)], OTHER),
+        ([("", "triton", TRITON)],
+         "cannot be imported with TLX (ModuleNotFoundError: No module named 'triton.language')"),
     ],
 )  # fmt: skip
-def test_broken_triton_is_named_and_repaired(install, detail, tmp_path, monkeypatch):
-    install(tmp_path)
+def test_broken_triton_is_named_and_repaired(installed, detail, tmp_path, monkeypatch):
+    for folder, name, files in installed:
+        distribution(tmp_path / folder, name, VERSIONS[name], files)
     inside = [tmp_path, tmp_path / "other"]
 
     def find(name):  # none of this Python's own

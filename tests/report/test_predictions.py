@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -186,6 +187,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     for name, module in modules.items():
         monkeypatch.setattr(module, "PATH", tmp_path / "predictions" / name)
         monkeypatch.setattr(module.update, "__defaults__", (module.PATH,))
+        monkeypatch.setattr(module, "made", cache(module.made))
     for state in ("rewritten", "was up to date"):
         assert __main__.main(["maintain", "predictions"]) == 0
         said = "".join(f"predictions/{name} {state}\n" for name in modules)

@@ -106,14 +106,14 @@ def test_a_gpu_has_a_table_of_its_own(add, tmp_path, monkeypatch):
     """From records made up for this test, of a rung that there is not."""
     stand_in = Rung("b90_stand_in", "", "", None, Requires((10, 0), only_major=True))
     monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
-    times = {"9.0": (9500.0, 0.0), "10.0": (5000.0, 4000.0), "10.3": (4000.0, 5000.0)}
-    for (capability, (plain, other)), gpu in zip(
-        times.items(), ("H200", "B200", "B300"), strict=True
+    for gpu, capability, times in (
+        ("H200", "9.0", {"v7_packed": 9500.0}),
+        ("B200", "10.0", {"v7_packed": 5000.0, stand_in.impl: 4000.0}),
+        ("B300", "10.3", {"v7_packed": 4000.0, stand_in.impl: 5000.0}),
     ):
-        rows = a_row(impl="v7_packed", samples_us=(plain,)), a_row(impl="v1_tiled")
-        if capability != "9.0":
-            rows += (a_row(impl=stand_in.impl, samples_us=(other,)),)
-        add(*rows, on=a_system(gpu=f"NVIDIA {gpu}", compute_capability=capability))
+        rows = [a_row(impl=impl, samples_us=(us,)) for impl, us in times.items()]
+        on = a_system(gpu=f"NVIDIA {gpu}", compute_capability=capability)
+        add(a_row(impl="v1_tiled"), *rows, on=on)
     text = rankings.made_from(tmp_path, "gdpa")
     table = parse(text, rankings.CHOICES["gdpa"].COLUMNS)
     assert [(row.shape[0], row.impls) for row in table] == [

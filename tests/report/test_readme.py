@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -52,64 +53,42 @@ def test_the_picture_of_the_emulator_is_what_its_command_draws(tmp_path, monkeyp
     assert (tmp_path / "drawn.svg").read_text() == drawn.read_text()
 
 
-def test_results_command_prints_the_ladder(capsys):
-    command = ["results", "--format", "csv", "--gpu", "NVIDIA H200", "--workload", readme.WORKLOAD]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("figure,workload,direction,impl,")
-    assert "v1_tiled" in printed and "fa2_varlen" in printed
-
-
-def test_results_command_prints_one_scope(capsys):
-    """As the record of the power wall has it."""
-    command = ["results", "--workload", readme.WORKLOAD, "--scope"]
-    assert main([*command, "sustained"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    place = lines[0].split(",").index("scope")
-    assert len(lines) > 8 and {line.split(",")[place] for line in lines[1:]} == {"sustained"}
-    assert main([*command, "wall"]) == 1
-    assert "no result matches" in capsys.readouterr().err
-
-
 LINE = next(line for line in readme.LINES if line.title == "block attention")
 
 
 @pytest.fixture
-def of_blocks(add, monkeypatch):
+def of_blocks(add, tmp_path, monkeypatch):
     """Write a record of block attention forward: microseconds back to back by implementation, NaN
-    for a failure; and `bursts`. README.md has the line of these rows alone."""
+    for a failure; and `bursts`. Return README.md's text and its line, that of these rows alone."""
     monkeypatch.setattr(readme, "LINES", (LINE,))
     blocks = workload(LINE.workload)
     twice = [
         replace(c, scope="sustained", load=LOAD, samples_us=[2 * x for x in c.samples_us])
         for c in CEILINGS
     ]
+    failed = {"samples_us": (), "error": None, "failure": "HostTooSlow: one call in 4012 us"}
 
     def write(loops: dict[str, float], day: int = 1, bursts: dict[str, float] | None = None):
         rows = []
-        for scope, times in (("kernel", bursts or {}), ("sustained", loops)):
+        for scope, load, times in (("kernel", None, bursts or {}), ("sustained", LOAD, loops)):
             for impl, us in times.items():
-                failed = {
-                    "samples_us": (), "error": None, "failure": "HostTooSlow: one call in 4012 us"
-                }  # fmt: skip
-                timed = {"samples_us": (us,), "load": LOAD if scope == "sustained" else None}
-                known = {"math": "softmax", "scope": scope, **(timed if us == us else failed)}
-                rows.append(a_row(blocks, impl=impl, **known))
-        return add(
+                timed = failed if math.isnan(us) else {"samples_us": (us,), "load": load}
+                rows.append(a_row(blocks, impl=impl, math="softmax", scope=scope, **timed))
+        made = add(
             *rows, day=day, notebook=f"notebooks/{LINE.chapter}.py", ceilings=(*CEILINGS, *twice),
             workloads={blocks.name: blocks.to_dict()},
         )  # fmt: skip
+        text = readme.block(tmp_path)
+        (line,) = (x for x in text.splitlines() if x.startswith("| block attention"))
+        return made, text, line
 
     return write
 
 
-def test_a_line_quotes_the_fastest_of_the_newest_record(of_blocks, tmp_path):
+def test_a_line_quotes_the_fastest_of_the_newest_record(of_blocks):
     of_blocks({"v0_flash": 9100.0, "v1_one_tile": 9300.0, "fa2_varlen": 9900.0})
-    nan = float("nan")
-    times = {"v0_flash": 4500.0, "v1_one_tile": 4000.0, "fa3": nan, "fa2_varlen": 6000.0}
-    made = of_blocks(times, day=2)
-    text = readme.block(tmp_path)
-    (line,) = (x for x in text.splitlines() if x.startswith("| block attention"))
+    times = {"v0_flash": 4500.0, "v1_one_tile": 4000.0, "fa3": math.nan, "fa2_varlen": 6000.0}
+    made, text, line = of_blocks(times, day=2)
     # 4 tensors of 1,609,664 rows of 1024 bytes in 4000 us, under the ceiling back to back
     percent = 100 * 4 * 1_609_664 * 1024 / (4e9 / 1860e-6) / 4000e-6
     assert "`v1_one_tile` | 4.00 ms" in line and f"| {percent:.0f} %" in line
@@ -118,24 +97,20 @@ def test_a_line_quotes_the_fastest_of_the_newest_record(of_blocks, tmp_path):
     assert line.endswith(" 1.50× |")
 
 
-def test_a_row_is_never_filled_with_bursts(of_blocks, tmp_path):
+def test_a_row_is_never_filled_with_bursts(of_blocks):
     bursts = {"v0_flash": 4000.0, "v1_one_tile": 4100.0, "fa2_varlen": 6000.0}
-    loops = {"v0_flash": 9500.0, "v1_one_tile": 9000.0, "fa2_varlen": float("nan")}
-    of_blocks(loops, bursts=bursts)
-    text = readme.block(tmp_path)
-    (line,) = (x for x in text.splitlines() if x.startswith("| block attention"))
+    loops = {"v0_flash": 9500.0, "v1_one_tile": 9000.0, "fa2_varlen": math.nan}
+    _, text, line = of_blocks(loops, bursts=bursts)
     assert "`v1_one_tile` | 9.00 ms" in line
     assert line.endswith("a sequence per block | not timed: HostTooSlow |  |")
     assert "6.00" not in text and "burst" not in text
-    of_blocks({"fa2_varlen": 18000.0}, day=2, bursts=bursts)
     with pytest.raises(LookupError, match="must hold a time of block-fill70-2000, a rung"):
-        readme.block(tmp_path)
+        of_blocks({"fa2_varlen": 18000.0}, day=2, bursts=bursts)
 
 
-def test_a_line_without_a_peer_is_refused(of_blocks, tmp_path):
-    of_blocks({"v0_flash": 9000.0})
+def test_a_line_without_a_peer_is_refused(of_blocks):
     with pytest.raises(LookupError, match="must hold a row of block-fill70-2000, a peer"):
-        readme.block(tmp_path)
+        of_blocks({"v0_flash": 9000.0})
 
 
 def test_nothing_is_written_beside_a_refused_record(tmp_path, monkeypatch, capsys):

@@ -55,11 +55,11 @@ def test_only_what_git_held_before_the_record_was_predicted(changes, standing):
 @pytest.fixture
 def executed(tmp_path):
     """A folder of one executed chapter with a refuted and a confirmed prediction."""
+    known = {"text": "So.", "limits": "at most 1", "found": "2"}
     facts = [
-        {"id": f"a/b#{n}", "text": "So.", "limits": "at most 1", "found": "2", "word": word,
-         "margin": margin}
+        {**known, "id": f"a/b#{n}", "word": word, "margin": margin}
         for n, word, margin in ((1, "refuted", -1.0), (2, "confirmed", None))
-    ]  # fmt: skip
+    ]
     outputs = [
         nbformat.v4.new_output("display_data", {"text/plain": ""}, metadata={"prediction": fact})
         for fact in facts

@@ -43,15 +43,6 @@ def test_derived_quantities(add, tmp_path):
     assert (row.correct, row.failure, row.stale, row.samples) == (True, "", False, 5)
 
 
-@pytest.mark.parametrize("of", [SELF, SHORT])
-def test_percent_of_roofline_is_that_of_the_bracket(add, tmp_path, of):
-    made = add(a_row(of, samples_us=(6000.0,)))
-    limits = results.ceilings(made)
-    bracket = roofline.bracket(of, "forward", limits)
-    row = one(results.table(tmp_path))
-    assert row.percent_of_roofline == pytest.approx(bracket.percent_of_roofline(6000.0))
-
-
 def test_ceilings_use_medians_and_the_fastest(add):
     slower = Ceiling("matmul", "4096^3", (1e6,), flops=2 * 4096**3)
     again = Ceiling("copy", "1:1 again", (425.0,), bytes_read=10**9, bytes_written=10**9)
@@ -95,44 +86,31 @@ def test_block_attention_in_percent_of_the_copy_of_its_mix(
     assert (row.direction, row.figure, row.correct, row.stale) == (direction, "", True, False)
 
 
-CROSS = workload("gdpa-cross-full-2048")
-
-
 @pytest.mark.parametrize(
-    ("of", "figure", "bound"),
+    ("of", "direction", "figure"),
     [
-        (SHORT, "gdpa-self-bwd-full", "memory"),
-        (SELF, "gdpa-self-bwd-full", "compute"),
-        (CROSS, "gdpa-cross-bwd-full", "compute"),
+        (SELF, "forward", "gdpa-self-fwd-full"),
+        (SHORT, "forward", "gdpa-self-fwd-full"),
+        (SELF, "backward", "gdpa-self-bwd-full"),
+        (SHORT, "backward", "gdpa-self-bwd-full"),
+        (workload("gdpa-cross-full-2048"), "backward", "gdpa-cross-bwd-full"),
     ],
 )
-def test_gdpa_backward_in_percent_of_its_roofline(add, tmp_path, capsys, of, figure, bound):
-    rung = {"impl": "v4_warp_specialized_backward", "direction": "backward"}
-    op = {"scope": "op", "samples_us": (12000.0,), "variant": STEP}
-    rows = a_row(of, samples_us=(9000.0,), **rung), a_row(of, **rung, **op)
-    made = add(*rows, ceilings=MIXES, workloads={of.name: of.to_dict()})
-    limits = results.ceilings(made)
-    bracket = roofline.bracket(of, "backward", limits)
-    # 2.5 x 4 x heads x dim x pairs at the rate of the product; q, k, v, dO, dq, dk, dv at 4 : 3,
-    # or between 4 : 3 and 2 : 1
-    compute_us = 2.5 * 4 * 4 * 128 * 1152 * of.max_seqlen_q * of.max_seqlen_k / limits.tflops / 1e6
-    q, k = (1152 * n * 4 * 128 * 2 for n in (of.max_seqlen_q, of.max_seqlen_k))
-    memory_us = (3 * q + 4 * k) / limits.gbytes_per_s(2 * q + 2 * k, q + 2 * k) / 1e3
-    assert bracket.bound == bound
-    found = results.table(tmp_path)
-    row = one(found, scope="kernel")
-    floor = max(compute_us, memory_us)
-    assert row.percent_of_roofline == pytest.approx(100 * floor / 9000.0)
+def test_percent_of_roofline_is_that_of_the_bracket(add, tmp_path, of, direction, figure):
+    impl = "v1_tiled" if direction == "forward" else "v4_warp_specialized_backward"
+    run = a_row(of, impl=impl, direction=direction)
+    made = add(run, ceilings=MIXES, workloads={of.name: of.to_dict()})
+    bracket = roofline.bracket(of, direction, results.ceilings(made))
+    row = one(results.table(tmp_path))
     assert row.percent_of_roofline == pytest.approx(bracket.percent_of_roofline(9000.0))
-    assert row.tflops == pytest.approx(of.flops("backward") / 9000e-6 / 1e12)
-    assert (row.figure, row.direction, row.stale) == (figure, "backward", False)
-    step = one(found, scope="op")
-    assert step.tflops == pytest.approx(3.5 / 2.5 * of.flops("backward") / 12000e-6 / 1e12)
-    base = ["results", "--data-dir", str(tmp_path), "--figure", "gdpa-*-bwd-*"]
-    assert __main__.main(base) == 0
-    printed = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    shown = {line["scope"]: float(line["percent_of_roofline"]) for line in printed}
-    assert shown["kernel"] == pytest.approx(100 * floor / 9000.0, rel=1e-5)
+    assert row.tflops == pytest.approx(of.flops(direction) / 9000e-6 / 1e12)
+    assert (row.figure, row.direction, row.stale) == (figure, direction, False)
+
+
+def test_a_step_has_the_flops_of_both_directions(add, tmp_path):
+    add(a_row(SHORT, direction="backward", scope="op", variant=STEP))
+    step = one(results.table(tmp_path))
+    assert step.tflops == pytest.approx(3.5 / 2.5 * SHORT.flops("backward") / 9000e-6 / 1e12)
 
 
 @pytest.mark.parametrize("kept", [(), CEILINGS[:1], CEILINGS[1:]])
@@ -258,13 +236,16 @@ def test_command_line(add, tmp_path, capsys):
     add(a_row(samples_us=(5200.0,)), a_row(SHORT, direction="backward"), day=1)
     add(a_row(samples_us=(5000.0,)), day=2)
     base = ["results", "--data-dir", str(tmp_path)]
-    chosen = ["--gpu", "NVIDIA H200", "--figure", "*-fwd-*"]
-    assert __main__.main([*base, "--format", "csv", *chosen]) == 0
-    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+
+    def printed(*options: str) -> list[dict]:
+        assert __main__.main([*base, *options]) == 0
+        return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+    (row,) = printed("--format", "csv", "--gpu", "NVIDIA H200", "--figure", "*-fwd-*")
     assert (row["impl"], row["time_us_p50"], row["correct"]) == ("v1_tiled", "5000", "True")
     assert float(row["tflops"]) == pytest.approx(494.78, rel=1e-4)
-    assert __main__.main([*base, "--all", "--workload", SELF.name]) == 0
-    assert len(list(csv.DictReader(io.StringIO(capsys.readouterr().out)))) == 2
+    assert len(printed("--all", "--workload", SELF.name)) == 2
+    assert len(printed("--scope", "kernel")) == 2
     assert __main__.main([*base, "--format", "markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("| figure | workload |")
@@ -274,8 +255,9 @@ def test_command_line(add, tmp_path, capsys):
 def test_command_line_says_when_nothing_matches_or_a_file_is_refused(add, tmp_path, capsys):
     add(a_row())
     base = ["results", "--data-dir", str(tmp_path)]
-    assert __main__.main([*base, "--gpu", "NVIDIA B200"]) == 1
-    assert capsys.readouterr().err == "no result matches\n"
+    for option in (("--gpu", "NVIDIA B200"), ("--scope", "sustained"), ("--scope", "wall")):
+        assert __main__.main([*base, *option]) == 1
+        assert capsys.readouterr().err == "no result matches\n"
     (tmp_path / "records" / "foreign.json").write_text("{}")
     assert __main__.main(base) == 1
     captured = capsys.readouterr()
