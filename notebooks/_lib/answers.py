@@ -1,6 +1,6 @@
-"""What a reader of the ledger sees: published claims with our answer and where it stands.
+"""What a reader sees of the claims: the published ones with our answer and where it stands.
 
-Records answer a claim through its selector (`claims.ledger`). Statements about mathematics, design
+Records answer a claim through its selector (`claims.judged`). Statements about mathematics, design
 or causes have none; chapters answer some of them, as the claim's `answer` says.
 """
 
@@ -113,10 +113,10 @@ def both(row: pd.Series) -> str:
     return f"{theirs} → {ours.get(status, status)}{stale}"
 
 
-def plotted(ledger: pd.DataFrame, value: str = "") -> pd.DataFrame:
+def plotted(judged: pd.DataFrame, value: str = "") -> pd.DataFrame:
     """The claims of the six charts: a row for each, `SERIES` and the rate as columns. `value`: a
-    column of the ledger instead of `both`."""
-    by_id = ledger.set_index("id")
+    column of `claims.judged` instead of `both`."""
+    by_id = judged.set_index("id")
     series = SERIES if value else {**SERIES, "rate, TFLOP/s": "rate"}
     made = {}
     for figure in FIGURES:
@@ -128,9 +128,9 @@ def plotted(ledger: pd.DataFrame, value: str = "") -> pd.DataFrame:
     return made if value else made.replace(" TFLOP/s", "", regex=True)
 
 
-def tabulated(ledger: pd.DataFrame) -> pd.DataFrame:
+def tabulated(judged: pd.DataFrame) -> pd.DataFrame:
     """The quotients of tables 5 and 6 of block attention: a row for each direction."""
-    by_id = ledger.set_index("id")
+    by_id = judged.set_index("id")
     return pd.DataFrame(
         {name: [both(by_id.loc[f"block-{way}-{end}"]) for way in _BLOCK]
          for name, end in _TABLES.items()}, index=pd.Index(_BLOCK, name="direction"),
@@ -144,21 +144,21 @@ def in_tables(name: str) -> bool:
     return bool(re.fullmatch(rf"({'|'.join(FIGURES)})-({ends})|{block}", name))
 
 
-def sources(ledger: pd.DataFrame) -> dict[str, str]:
+def sources(judged: pd.DataFrame) -> dict[str, str]:
     """A letter for the first source of each claim, by its key in the bibliography."""
-    first = dict.fromkeys(source.split(":")[0] for source in ledger["source"])
+    first = dict.fromkeys(source.split(":")[0] for source in judged["source"])
     return dict(zip(first, "abcdefghijklmnopqrstuvwxyz", strict=False))
 
 
-def answered(ledger: pd.DataFrame, found: dict[str, str]) -> pd.DataFrame:
+def answered(judged: pd.DataFrame, found: dict[str, str]) -> pd.DataFrame:
     """Every other claim as the page shows it: status, claim, ours, where; a letter of `sources`
     stands behind the claim.
 
     `found`: of `numbers`. A claim that a chapter answers has the status "answered".
     """
-    letters = sources(ledger)
+    letters = sources(judged)
     rows = []
-    for row in ledger[~ledger["id"].map(in_tables)].itertuples():
+    for row in judged[~judged["id"].map(in_tables)].itertuples():
         status = row.status.replace("_by_arithmetic", "").replace("_", " ")
         slug = re.search(r"NOTEBOOKS=([\w/]+)$", row.how_to_check)
         ours, where = "", _link(slug[1]) if slug else row.how_to_check.partition(";")[0]
@@ -175,9 +175,9 @@ def answered(ledger: pd.DataFrame, found: dict[str, str]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["id", "operator", "status", "claim", "ours", "where"])
 
 
-def told(ledger: pd.DataFrame, shown: pd.DataFrame) -> pd.DataFrame:
-    """The ledger with the statuses that the page shows, `answered`'s: what the reader downloads."""
-    made = ledger.set_index("id")
+def told(judged: pd.DataFrame, shown: pd.DataFrame) -> pd.DataFrame:
+    """`judged` with the statuses that the page shows, `answered`'s: what the reader downloads."""
+    made = judged.set_index("id")
     made.update(shown.set_index("id")[["status"]])
     return made.reset_index()
 

@@ -358,7 +358,7 @@ print(f"a list: {lists['v1_one_tile']:.0f} us; offsets in PyTorch: {lists['fa2_v
 # Kernel times contain neither, for any implementation. A forward call makes its own list and hands
 # it to its backward.
 #
-# {doc}`The ledger of claims <../tools/claims>` sets each published number of these tables beside
+# {doc}`The table of claims <../tools/claims>` sets each published number of these tables beside
 # ours.
 #
 # ## Exercises

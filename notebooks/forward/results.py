@@ -359,7 +359,7 @@ ratios.others(chapter, here, "forward")
 # :class: dropdown
 #
 # The bars of the CuTeDSL kernel and of Triton. Here it is {glue:text}`over_v1:.2f`.
-# {doc}`The ledger of claims <../tools/claims>` computes the quotient for every claim.
+# {doc}`The table of claims <../tools/claims>` computes the quotient for every claim.
 # :::
 #
 # :::{exercise} Bytes at 256

@@ -18,7 +18,7 @@
 import numpy as np
 import pandas as pd
 
-from _lib import ledger, studies
+from _lib import counted, studies
 from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import roofline
 from gdpa_lab.measuring.inputs import make_inputs
@@ -85,7 +85,7 @@ chapter.code(v0_eager.pad)
 # and a dispatch mode sees each operation:
 
 # %% tags=["remove-input"]
-chapter.code(ledger.Ledger, "def __torch_dispatch__")
+chapter.code(counted.Steps, "def __torch_dispatch__")
 
 # %% [markdown]
 # A step reads each of its inputs once and writes its result once. It runs at the rate of a copy
@@ -109,11 +109,11 @@ def on_paper(work: Workload) -> pd.DataFrame:
     """v0's steps, with their modelled time in us and how often they touch scores."""
     batch = make_inputs(work, device="meta").batch()
     given = (batch.q, batch.k, batch.v, batch.cu_seqlens_q, batch.cu_seqlens_k)
-    steps, _ = ledger.count(lambda: v0_eager.forward(batch), *given)
+    steps, _ = counted.count(lambda: v0_eager.forward(batch), *given)
     scores = (work.batch, work.num_heads_q, work.max_seqlen_q, work.max_seqlen_k)
     flat = (work.batch * work.num_heads_q, *scores[2:])  # what a matmul sees
     steps["scores"] = [sum(shape in (scores, flat) for shape in all_) for all_ in steps["shapes"]]
-    return steps.assign(us=ledger.modelled_us(steps, limits))
+    return steps.assign(us=counted.modelled_us(steps, limits))
 
 
 paper = {name: on_paper(workload(name)) for name in us.index}
@@ -263,8 +263,8 @@ chapter.glue(
 # :::{exercise} Scale the queries instead
 # :label: ex-v0-scale
 #
-# Multiply `q` by `scale` before the first matmul. What does the ledger say, and what does it cost
-# in accuracy at head_dim 128, and at 64? *(one change; on paper or with the ledger)*
+# Multiply `q` by `scale` before the first matmul. What does the count say, and what does it cost
+# in accuracy at head_dim 128, and at 64? *(one change; on paper or with the count)*
 # :::
 #
 # :::{solution} ex-v0-scale
@@ -279,7 +279,7 @@ chapter.glue(
 # :::{exercise} Ask a profiler
 # :label: ex-v0-profile
 #
-# Run v0 under `torch.profiler` on a GPU and divide the bytes of each step in the ledger by the time
+# Run v0 under `torch.profiler` on a GPU and divide the bytes of each step in the count by the time
 # of its kernel. Which steps reach the rate of a copy, and do the others account for the difference?
 # Then replace the worst. *(a GPU)*
 # :::

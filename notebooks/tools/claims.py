@@ -37,9 +37,9 @@ data_dir = "data"
 # %% tags=["remove-cell"]
 chapter = Chapter("tools/claims", mode=mode, device=device, data_dir=data_dir)
 every = results.table(data_dir, gpu=chapter.gpu, latest=False)
-ledger = claims.ledger(every, claims=claims.load(data_dir))
-shown = answers.answered(ledger, answers.numbers(chapter))
-records = sorted({x for ids in ledger["ours_record"] for x in ids.split(", ") if x})
+judged = claims.judged(every, claims=claims.load(data_dir))
+shown = answers.answered(judged, answers.numbers(chapter))
+records = sorted({x for ids in judged["ours_record"] for x in ids.split(", ") if x})
 
 # %% tags=["remove-input"]
 # | name: fig-claims-ratios
@@ -49,12 +49,12 @@ records = sorted({x for ids in ledger["ours_record"] for x in ids.split(", ") if
 # | alt: >
 # |   A dot plot with a row for each chart. Forward all marks lie left of the dashed line, backward
 # |   nearly all right of it.
-ratios = answers.plotted(ledger, "ratio").astype(float)
+ratios = answers.plotted(judged, "ratio").astype(float)
 chapter.figure(
     charts.dots(
         ratios, xlabel="our quotient / published quotient", log=True, colours=RUNG_COLOURS[1:4]
     ),
-    data=answers.told(ledger, shown), measured=records,
+    data=answers.told(judged, shown), measured=records,
 )  # fmt: skip
 
 # %% [markdown]
@@ -88,8 +88,8 @@ chapter.figure(
 # and 6 of block attention, over FlashAttention-2:
 
 # %% tags=["remove-input", "full-width"]
-display(page.show_table(answers.plotted(ledger).rename_axis("chart").reset_index()))
-chapter.table(answers.tabulated(ledger).reset_index(), measured=records, published="table 5 and 6")
+display(page.show_table(answers.plotted(judged).rename_axis("chart").reset_index()))
+chapter.table(answers.tabulated(judged).reset_index(), measured=records, published="table 5 and 6")
 
 # %% tags=["remove-cell"]
 us = chapter.times("forward/results", scope="sustained", direction="forward")
@@ -101,13 +101,13 @@ forward = ratios.index.str.contains("forward")
 assert not (ratios[forward] >= 1).any(axis=None), "forward: smaller"
 assert (ratios[~forward] > 1).sum(axis=None) >= 6, "backward: larger"
 counts = shown["status"].value_counts()
-rest = ledger[ledger["id"].map(answers.in_tables)]["status"].value_counts()
+rest = judged[judged["id"].map(answers.in_tables)]["status"].value_counts()
 rest.index = rest.index.str.replace("_by_arithmetic", "").str.replace("_", " ")
 for status in ("measured", "answered", "refuted", "not comparable", "open"):
     chapter.glue(**{status.split()[-1]: counts.get(status, 0) + rest.get(status, 0)})
 for name, values in {"peers": peers, "dense": cross["cudnn"], "fa4": cross["fa4"]}.items():
     chapter.glue(**{f"{name}_least": values.min(), f"{name}_most": values.max()})
-chapter.glue(total=len(ledger))
+chapter.glue(total=len(judged))
 
 # %% [markdown]
 # **A maximum finds the weakest peer.** On half-full batches FMHA's stand-in, the ragged cuDNN, is
@@ -125,11 +125,11 @@ order = ["measured", "answered", "refuted", "not comparable", "open"]
 listed = shown.sort_values("status", key=lambda x: x.map(order.index), kind="stable")
 listed["where"] = listed["where"].str.replace(r"^missing: ([^,]*).*", r"\1", regex=True)
 listed = listed.groupby(["status", "ours", "where"], sort=False)["claim"].agg("<br>".join)
-letters = "; ".join(f"{x} {{cite}}`{key}`" for key, x in answers.sources(ledger).items())
+letters = "; ".join(f"{x} {{cite}}`{key}`" for key, x in answers.sources(judged).items())
 chapter.table(
     listed.reset_index()[["status", "claim", "ours", "where"]],
     data=shown.rename(columns={"where": "where or what is missing"}).merge(
-        ledger[["id", "published", "unit", "hardware", "source", "note"]]
+        judged[["id", "published", "unit", "hardware", "source", "note"]]
     ),
     measured=records, published="by the sources below",
 )  # fmt: skip

@@ -413,7 +413,7 @@ def test_a_compiled_backward_runs_again(peers):
 
 def test_a_wrong_peer_is_found(cpu, peers, monkeypatch):
     right = baselines.block_offsets
-    monkeypatch.setattr(baselines.blocks, "block_offsets", lambda x: right(x)[[0, -1]])
+    monkeypatch.setattr(baselines.peer, "block_offsets", lambda x: right(x)[[0, -1]])
     (row,) = emulated(BLOCKS, ["fa2_varlen"], "forward")
     assert row.failure and not row.samples_us and cpu == []
 

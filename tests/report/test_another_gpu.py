@@ -96,7 +96,7 @@ def test_what_is_said_of_the_h200_stays(folders):
         every = results.table(folders[1], gpu="NVIDIA H200", latest=False)
         tables = [rankings.from_records(data_dir, operator) for operator in rankings.CHOICES]
         kept = [row for table in tables for row in table if row.shape[0] == (9, 0)]
-        ledger = claims.ledger(every, claims=claims.load(data_dir))
+        ledger = claims.judged(every, claims=claims.load(data_dir))
         assert kept and len(ledger)
         return ledger.to_csv(), kept, readme.block(data_dir)
 
@@ -125,7 +125,7 @@ def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
         assert first[10, 0] == {OWN[1]}, operator
         assert first[9, 0] and not first[9, 0] & {*OWN}
 
-    ledger = claims.ledger(results.table(both, gpu="NVIDIA B200"), claims=claims.load(both))
+    ledger = claims.judged(results.table(both, gpu="NVIDIA B200"), claims=claims.load(both))
     assert (ledger["ours_gpu"] == "NVIDIA B200").any()
 
 

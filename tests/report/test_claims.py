@@ -49,7 +49,7 @@ SYNTHETIC = [
 
 
 def ledger(results):
-    return claims.ledger(results, claims=CLAIMS)
+    return claims.judged(results, claims=CLAIMS)
 
 
 def entry_of(table, claim_id):
@@ -346,10 +346,10 @@ def test_a_claim_is_answered_in_its_own_scope_or_as_its_author_decided(tmp_path)
         for n, (scope, status) in enumerate(asked)
     ]
     rows = {"scope": "kernel", "tflops": 700.0}, {"scope": "sustained", "tflops": 600.0}
-    found = claims.ledger(results_table(*rows), claims=load(data_with(tmp_path, *entries)))
+    found = claims.judged(results_table(*rows), claims=load(data_with(tmp_path, *entries)))
     assert found["ours"].tolist() == [700, 600, 600]
     assert found["status"].tolist() == ["measured"] * 3
-    found = claims.ledger(results_table(rows[0]), claims=load(tmp_path))
+    found = claims.judged(results_table(rows[0]), claims=load(tmp_path))
     assert found["status"].tolist() == ["measured", "open", "not_comparable"]
     assert found["ours_scope"].tolist() == ["kernel", "", ""]
 
@@ -366,7 +366,7 @@ def test_a_published_value_is_never_ours():
 
 def test_without_records_nothing_is_measured():
     empty = results_table({}).iloc[:0]
-    table = claims.ledger(empty)
+    table = claims.judged(empty)
     assert list(table["id"]) == [claim.id for claim in CLAIMS]
     assert table["ours"].isna().all() and table["ratio"].isna().all()
     assert "measured" not in set(table["status"])
@@ -410,7 +410,7 @@ def test_claims_without_a_selector_keep_their_status():
 
 def test_the_records_of_the_repository_answer_every_selector_they_have_rows_for():
     rows = real_results.table(ROOT / "data", gpu="NVIDIA H200", latest=False)
-    table = claims.ledger(rows, claims=CLAIMS).set_index("id")
+    table = claims.judged(rows, claims=CLAIMS).set_index("id")
     timed = rows[(rows["scope"] == "sustained") & rows["time_us_p50"].notna()]
     for claim in CLAIMS:
         if claim.ours is None:

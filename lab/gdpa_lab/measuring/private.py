@@ -22,15 +22,15 @@ def cudnn_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    offsets: tuple[torch.Tensor, torch.Tensor],
-    longest: tuple[int, int],
     *,
+    lengths: tuple[torch.Tensor, torch.Tensor, int, int],
     backward: bool,
-    causal: bool = False,
+    causal: bool,
     scale: float,
 ) -> torch.Tensor:
     """cuDNN's attention on jagged q, k and v, `[total, num_heads, head_dim]`, which
-    scaled_dot_product_attention does not offer; `backward`: keep what it needs."""
+    scaled_dot_product_attention does not offer. lengths: the offsets of q and of k, and their
+    longest sequences; `backward`: keep what it needs."""
     return torch.ops.aten._cudnn_attention_forward(
-        q, k, v, None, *offsets, *longest, backward, 0.0, causal, False, scale=scale
+        q, k, v, None, *lengths, backward, 0.0, causal, False, scale=scale
     )[0]

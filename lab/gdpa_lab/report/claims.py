@@ -1,7 +1,7 @@
 """Published claims, and what our own records say about them.
 
 `data/claims.yml` lists every published claim with its source. A claim may carry a selector (`ours`)
-that names the rows of the results table which answer it; `ledger` evaluates the selectors. A claim
+that names the rows of the results table which answer it; `judged` evaluates the selectors. A claim
 is `measured` only while correct rows exist, and a published number never becomes ours.
 """
 
@@ -150,8 +150,8 @@ class Claim:
     `figure` is our figure id, `ours` the rows that answer the claim. `data` says how `value`
     follows from a CSV of data/published: rows equal to `where` are reduced over `column`, with
     `over` each first divided by the row that differs from it only by the columns named there.
-    `status` is what the author of the entry decided; see `ledger`. `answer` is what the chapter
-    `answered_in` ("": the ledger's own) says of a claim without a selector, with names of
+    `status` is what the author of the entry decided; see `judged`. `answer` is what the chapter
+    `answered_in` ("": the page of claims itself) says of a claim without a selector, with names of
     `answers.numbers` in braces.
     """
 
@@ -201,7 +201,7 @@ def load(data_dir: str | Path = DATA_DIR) -> tuple[Claim, ...]:
     return tuple(claims)
 
 
-def ledger(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> pd.DataFrame:
+def judged(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> pd.DataFrame:
     """One row per claim: what was published, and what the records say.
 
     `results` is the table of results.table; a time ratio is taken within one system, and the
@@ -215,7 +215,7 @@ def ledger(results: pd.DataFrame, *, claims: Sequence[Claim] | None = None) -> p
     decided, "open" instead of "measured".
     """
     claims = load() if claims is None else claims
-    return pd.DataFrame([_ledger_row(claim, results) for claim in claims])
+    return pd.DataFrame([_judged_row(claim, results) for claim in claims])
 
 
 def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
@@ -237,7 +237,7 @@ def published_figures(data_dir: str | Path = DATA_DIR) -> pd.DataFrame:
     return table
 
 
-def _ledger_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
+def _judged_row(claim: Claim, results: pd.DataFrame) -> dict[str, Any]:
     evidence = claim.ours.evaluate(results) if claim.ours is not None else None
     status = claim.status
     if evidence is not None:

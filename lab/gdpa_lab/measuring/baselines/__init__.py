@@ -9,12 +9,12 @@ to get it where it is not.
 from __future__ import annotations
 
 from gdpa_lab.measuring.baselines import blocks, flash, same_function, torch_peers
-from gdpa_lab.measuring.baselines.blocks import block_offsets
 from gdpa_lab.measuring.baselines.peer import (
     Availability,
     Baseline,
     Results,
     Unsupported,
+    block_offsets,
     differentiate,
 )
 from gdpa_lab.measuring.baselines.softmax import softmax_gradients, softmax_reference

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from gdpa_kernels.calling.lengths import Lengths
-from gdpa_lab.measuring import private
-from gdpa_lab.measuring.baselines.flash import INSTALL_FA3, REPOSITORY, fa3_call, needs_fa3
-from gdpa_lab.measuring.baselines.peer import Baseline, Call, differentiate, needs_cuda, scale
-from gdpa_lab.measuring.baselines.torch_peers import compiled, grouped, needs_varlen
+from gdpa_lab.measuring.baselines.flash import INSTALL_FA3, REPOSITORY, fa3, needs_fa3
+from gdpa_lab.measuring.baselines.peer import (
+    Baseline,
+    Call,
+    block_offsets,
+    differentiate,
+    needs_cuda,
+    scale,
+)
+from gdpa_lab.measuring.baselines.torch_peers import (
+    compiled,
+    cudnn_varlen,
+    fa2_varlen,
+    needs_varlen,
+)
 from gdpa_lab.measuring.inputs import BlockInputs
 from gdpa_lab.measuring.workload import Workload
-
-
-def block_offsets(inputs: BlockInputs) -> torch.Tensor:
-    """Every block as a sequence of its own: int32 `[blocks + 1]`, made on the device.
-
-    The host knows the number of blocks from the workload, so nothing waits for the device.
-    """
-    ends, size, count = inputs.cu_seqlens, inputs.workload.block_size, inputs.workload.blocks
-    blocks = (ends.diff() + (size - 1)) // size
-    before = blocks.cumsum(0) - blocks
-    start = (ends[:-1] - before * size).repeat_interleave(blocks, output_size=count)
-    start += torch.arange(0, count * size, size, device=ends.device)
-    return torch.cat((start, ends[-1:])).int()
 
 
 def with_rotary(workload: Workload, direction: str) -> str | None:
@@ -37,36 +34,6 @@ def with_rotary(workload: Workload, direction: str) -> str | None:
 
 def without_rotary(workload: Workload, direction: str) -> str | None:
     return "needs a workload without rotary" if workload.rotary else None
-
-
-def fa2_blocks(inputs: BlockInputs, direction: str) -> Call:
-    """A sequence for each block, as of the next two."""
-    from torch.nn.attention import varlen
-
-    offsets, longest = block_offsets(inputs), inputs.workload.block_size
-    lengths = offsets, offsets, longest, longest
-
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return varlen.varlen_attn(q, k, v, *lengths, scale=scale(inputs), **grouped(q, k))
-
-    return differentiate(function, inputs, direction)
-
-
-def cudnn_blocks(inputs: BlockInputs, direction: str) -> Call:
-    offsets, longest = block_offsets(inputs), inputs.workload.block_size
-    function = partial(
-        private.cudnn_attention,
-        offsets=(offsets, offsets),
-        longest=(longest, longest),
-        backward=direction == "backward",
-        scale=scale(inputs),
-    )
-    return differentiate(function, inputs, direction)
-
-
-def fa3_blocks(inputs: BlockInputs, direction: str) -> Call:
-    offsets, longest = block_offsets(inputs), inputs.workload.block_size
-    return fa3_call(inputs, direction, (offsets, offsets), (longest, longest))
 
 
 def _padded(
@@ -170,14 +137,14 @@ def rotary_kernel(inputs: BlockInputs, direction: str, attention: str = "auto") 
 PEERS = (
     Baseline(
         "fa2_varlen", "FlashAttention-2 (torch), a sequence per block", "softmax", needs_varlen,
-        fa2_blocks, without_rotary, metadata=block_offsets,
+        fa2_varlen, without_rotary, metadata=block_offsets,
     ),
     Baseline(
-        "cudnn_varlen", "cuDNN, ragged, a sequence per block", "softmax", needs_cuda, cudnn_blocks,
+        "cudnn_varlen", "cuDNN, ragged, a sequence per block", "softmax", needs_cuda, cudnn_varlen,
         without_rotary, metadata=block_offsets,
     ),
     Baseline(
-        "fa3", "FlashAttention-3, a sequence per block", "softmax", needs_fa3, fa3_blocks,
+        "fa3", "FlashAttention-3, a sequence per block", "softmax", needs_fa3, fa3,
         without_rotary, INSTALL_FA3, REPOSITORY, block_offsets,
     ),
     Baseline(

@@ -23,6 +23,7 @@ from gdpa_lab.measuring.baselines.peer import (
     needs_module,
     no_window,
     one_length,
+    ragged,
     scale,
 )
 from gdpa_lab.measuring.baselines.torch_peers import window
@@ -62,21 +63,12 @@ def _operators() -> object:
     return torch.ops.flash_attn_3
 
 
-def fa3_call(
-    inputs: Inputs | BlockInputs,
-    direction: str,
-    offsets: tuple[torch.Tensor, torch.Tensor],
-    longest: tuple[int, int],
-    causal: bool = False,
-    side: int = -1,
-) -> Call:
-    """A call of FlashAttention-3 on ragged tensors, of its package or of xformers' library.
-
-    offsets, longest: (queries, keys); side: the keys that a query sees on each side, -1 for all.
-    """
-    options = {"softmax_scale": scale(inputs)}
-    options |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
-    options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
+def fa3(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
+    """FlashAttention-3 on ragged tensors, of its package or of xformers' library."""
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    options = dict(zip(names, ragged(inputs), strict=True)) | {"softmax_scale": scale(inputs)}
+    causal, width = inputs.workload.causal, inputs.workload.window
+    side = -1 if width is None else width  # the keys that a query sees on each side, -1 for all
     if is_importable(FA3):
         attention = importlib.import_module(FA3).flash_attn_varlen_func
         options |= {"causal": causal, "window_size": (side, 0 if causal else side)}
@@ -104,14 +96,6 @@ def fa3_call(
         return lambda: backward(*forward())
     kept = forward()
     return lambda: backward(*kept)
-
-
-def fa3(inputs: Inputs, direction: str = "forward") -> Call:
-    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    longest = inputs.max_seqlen_q, inputs.max_seqlen_k
-    width = inputs.workload.window
-    side = -1 if width is None else width
-    return fa3_call(inputs, direction, offsets, longest, inputs.workload.causal, side)
 
 
 def _output(found: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -99,6 +99,28 @@ def differentiate(
     return lambda: torch.autograd.grad(out, kept, inputs.grad_out, retain_graph=True)
 
 
+def block_offsets(inputs: BlockInputs) -> torch.Tensor:
+    """Every block as a sequence of its own: int32 `[blocks + 1]`, made on the device.
+
+    The host knows the number of blocks from the workload, so nothing waits for the device.
+    """
+    ends, size, count = inputs.cu_seqlens, inputs.workload.block_size, inputs.workload.blocks
+    blocks = (ends.diff() + (size - 1)) // size
+    before = blocks.cumsum(0) - blocks
+    start = (ends[:-1] - before * size).repeat_interleave(blocks, output_size=count)
+    start += torch.arange(0, count * size, size, device=ends.device)
+    return torch.cat((start, ends[-1:])).int()
+
+
+def ragged(inputs: Inputs | BlockInputs) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Offsets of queries and of keys, and the longest of each: of block attention a sequence for
+    each block."""
+    if isinstance(inputs, BlockInputs):
+        offsets, longest = block_offsets(inputs), inputs.workload.block_size
+        return offsets, offsets, longest, longest
+    return inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, inputs.max_seqlen_k
+
+
 def scale(inputs: Inputs | BlockInputs) -> float:
     """What multiplies Q K^T."""
     return inputs.batch().scale

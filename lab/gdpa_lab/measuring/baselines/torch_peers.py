@@ -20,6 +20,7 @@ from gdpa_lab.measuring.baselines.peer import (
     needs_cuda,
     no_window,
     one_length,
+    ragged,
     scale,
 )
 from gdpa_lab.measuring.inputs import BlockInputs, Inputs
@@ -42,7 +43,7 @@ def grouped(q: torch.Tensor, k: torch.Tensor) -> dict[str, bool]:
     return {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
 
 
-def window(inputs: Inputs) -> dict[str, tuple[int, int]]:
+def window(inputs: Inputs | BlockInputs) -> dict[str, tuple[int, int]]:
     """What FlashAttention wants to be told of the keys that a query sees, before it and after."""
     causal, width = inputs.workload.causal, inputs.workload.window
     side = -1 if width is None else width
@@ -79,15 +80,13 @@ def torch_compile(inputs: Inputs, direction: str = "forward") -> Call:
     return compiled(function, inputs, direction)
 
 
-def fa2_varlen(inputs: Inputs, direction: str = "forward") -> Call:
+def fa2_varlen(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
     from torch.nn.attention import varlen
 
+    lengths, options = ragged(inputs), grouped(inputs.q, inputs.k) | window(inputs)
+
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return varlen.varlen_attn(
-            q, k, v, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
-            inputs.max_seqlen_q, inputs.max_seqlen_k, scale=scale(inputs),
-            **grouped(q, k), **window(inputs),
-        )  # fmt: skip
+        return varlen.varlen_attn(q, k, v, *lengths, scale=scale(inputs), **options)
 
     return differentiate(function, inputs, direction)
 
@@ -108,11 +107,10 @@ def cudnn(inputs: Inputs, direction: str = "forward") -> Call:
     return differentiate(function, inputs, direction)
 
 
-def cudnn_varlen(inputs: Inputs, direction: str = "forward") -> Call:
+def cudnn_varlen(inputs: Inputs | BlockInputs, direction: str = "forward") -> Call:
     function = functools.partial(
         private.cudnn_attention,
-        offsets=(inputs.cu_seqlens_q, inputs.cu_seqlens_k),
-        longest=(inputs.max_seqlen_q, inputs.max_seqlen_k),
+        lengths=ragged(inputs),
         backward=direction != "forward",
         causal=inputs.workload.causal,
         scale=scale(inputs),

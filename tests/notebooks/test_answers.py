@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = claims.load()
 BY_ID = {claim.id: claim for claim in CLAIMS}
 ROWS = pd.DataFrame(columns=list(claims._RESULT_COLUMNS))
-LEDGER = claims.ledger(ROWS, claims=CLAIMS)
+LEDGER = claims.judged(ROWS, claims=CLAIMS)
 ANSWERED = {claim.id: claim for claim in CLAIMS if claim.answer}
 NAMES = set(re.findall(r"\{(\w+)\}", " ".join(claim.answer for claim in CLAIMS)))
 

@@ -29,7 +29,7 @@ def account(name: str, inputs: list[torch.Tensor], result: torch.Tensor) -> tupl
     return passes * sum(read), passes * written, 2 * result.numel() * depth
 
 
-class Ledger(TorchDispatchMode):
+class Steps(TorchDispatchMode):
     """The steps that run inside the block, and the peak of the memory that they allocate."""
 
     def __init__(self, *given: torch.Tensor) -> None:
@@ -55,10 +55,10 @@ class Ledger(TorchDispatchMode):
 def count(run: Callable[[], object], *given: torch.Tensor) -> tuple[pd.DataFrame, int]:
     """The steps of `run()` and the peak of its memory in bytes; `given`: tensors that are not
     counted as allocated."""
-    with Ledger(*given) as ledger:
+    with Steps(*given) as seen:
         run()
     columns = ["op", "shapes", "bytes_read", "bytes_written", "flops"]
-    return pd.DataFrame(ledger.steps, columns=columns), ledger.peak_bytes
+    return pd.DataFrame(seen.steps, columns=columns), seen.peak_bytes
 
 
 def modelled_us(steps: pd.DataFrame, limits: Ceilings) -> np.ndarray:

@@ -1,0 +1,3 @@
+from tests.report.conftest import add
+
+__all__ = ["add"]
