@@ -262,8 +262,8 @@ def use_this_interpreter(folder: Path, mode: str) -> None:
     environment = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
     if mode == "replay":
         environment["OMP_NUM_THREADS"] = "1"
-    # Jupyter interrupts a kernel before it ends it, and one that has not quite finished logs an
-    # error of that. What goes wrong in a cell is not logged: it comes back as the cell's answer.
+    # Jupyter interrupts a kernel before it ends it, and one that has not quite finished logs that
+    # as an error. What goes wrong in a cell is not logged: it comes back as the cell's answer.
     quiet = "--log-level=CRITICAL"
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", quiet]
     spec = {"argv": argv, "env": environment, **KERNEL}

@@ -59,9 +59,9 @@ def takes_turns(rung: Rung) -> bool:
 def results(rung: Rung, batch, grad: torch.Tensor, module=None) -> tuple[torch.Tensor, ...]:
     """What a rung computes: out, (dq, dk, dv), or all of them. module: in place of its own."""
     module = module or rung.module()
-    if rung.operator == "gdpa":
+    if rung.directions == ("forward",):
         return (module.forward(batch),)
-    if rung.operator == "gdpa_backward":
+    if rung.directions == ("backward",):
         return module.backward(grad, batch)
     out, saved = module.forward(batch)
     return out, *module.backward(grad, batch, saved)

@@ -63,10 +63,12 @@ def arch_of(*impls: str) -> str:
     return "sm_100" if any(impl.startswith("b") for impl in impls) else "sm_90"
 
 
-def implementation(draw, operator: str, tensors) -> str:
+def implementation(draw, operator: str, direction: str, tensors) -> str:
     """Mostly one that takes these tensors."""
-    takes = [r.impl for r in ladder.LADDERS[operator] if r.requires.of_call(*tensors) is None]
-    return draw.choice(("auto", *(takes if draw.random() < 0.9 else ladder.impls(operator))))
+    rungs = [rung for rung in ladder.LADDERS[operator] if direction in rung.directions]
+    if draw.random() < 0.9:
+        rungs = [rung for rung in rungs if rung.requires.of_call(*tensors) is None]
+    return draw.choice(("auto", *(rung.impl for rung in rungs)))
 
 
 def differentiate(call, tensors, grad) -> tuple[torch.Tensor, ...]:
@@ -109,8 +111,8 @@ def test_gdpa(seed, draw):
     total = rows[0] if shared else sum(rows)
     tensors = [tensor(draw, dtype, total, heads, head_dim)]
     tensors += [tensor(draw, dtype, sum(keys), kv_heads, head_dim) for _ in "kv"]
-    impl = implementation(draw, "gdpa", tensors)
-    backward = implementation(draw, "gdpa_backward", tensors)
+    impl = implementation(draw, "gdpa", "forward", tensors)
+    backward = implementation(draw, "gdpa", "backward", tensors)
     if arch_of(impl) != arch_of(backward):
         backward = "v1_tiled_backward"
     ends = None if shared else cu_seqlens(rows, "cpu"), cu_seqlens(keys, "cpu")
@@ -142,7 +144,7 @@ def test_block_attention(seed, draw):
     lengths = draw.choices(LENGTHS, k=draw.choice((1, 2, 3)))
     total, size = sum(lengths), draw.choice((16, 32, 64, 64, 64, 128))
     tensors = [tensor(draw, dtype, total, h, head_dim) for h in (heads, kv_heads, kv_heads)]
-    impl = implementation(draw, "block_attention", tensors)
+    impl = implementation(draw, "block_attention", "forward", tensors)
     turns, rotate_v = None, False
     if draw.random() < 0.5:
         turns = tuple(2 * torch.rand(2, total, head_dim // 2) - 1)

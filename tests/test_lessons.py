@@ -65,7 +65,7 @@ def launched(rung: Rung, module: types.ModuleType, call: tuple) -> list[tuple] |
             blocks = (torch.zeros(len(q) // 64, 2, dtype=torch.int32),)
             _, saved = module.forward(batch, schedule=blocks)
             module.backward(q, batch, saved, schedule=blocks)
-        elif rung.operator == "gdpa_backward":
+        elif rung.directions == ("backward",):
             module.backward(q, batch)
         else:
             module.forward(batch)
@@ -120,7 +120,7 @@ LONG = {"b3_stream": (165, 307), "b5_cta_pair": (190, 345), "v4_rotary": (254, 4
 
 @pytest.mark.parametrize("rung", LESSONS, ids=lambda rung: rung.impl)
 def test_a_lesson_is_short(rung):
-    limits = 200, 300 if rung.operator == "gdpa" else 360
+    limits = 200, 300 if rung.directions == ("forward",) else 360
     lines = len(lessons.jit_lines(rung.lesson)), len(rung.lesson.read_text().splitlines())
     most = LONG.get(rung.impl, limits)
     assert all(found <= limit for found, limit in zip(lines, most, strict=True))

@@ -3,6 +3,8 @@ PyTorch, one for each direction."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from gdpa_kernels.block_attention import choices
@@ -10,16 +12,18 @@ from gdpa_kernels.block_attention.batch import Batch, Rotary
 from gdpa_kernels.calling import checks, ladder, packed
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import (
+    Size,
     check_transforms,
     define,
     distinct,
     final,
     needed,
+    schema,
 )
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 
 OPERATOR = "block_attention"
-IMPLS = tuple(ladder.impls(OPERATOR))
+IMPLS = ladder.impls(OPERATOR)
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -110,7 +114,7 @@ def block_attention(
     sin, cos = (None, None) if rotary is None else rotary
     tensors = distinct(*held, cu_seqlens, sin, cos)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = num_kv_heads, scale, block_size, bool(rotate_v), impl, backward_impl
+    options = Options(num_kv_heads, scale, block_size, bool(rotate_v), impl, backward_impl)
     return _BlockAttention.apply(lengths, *tensors, options)
 
 
@@ -122,8 +126,7 @@ def resolve(impl: str, direction: str, batch: Batch) -> Rung:
         kind = capability(batch.device), dtype_name(batch.dtype), direction
         return choices.order(*kind, batch.rotary is not None, batch.head_dim)
 
-    name = "impl" if direction == "forward" else "backward_impl"
-    return ladder.resolve(impl, OPERATOR, batch, order, name)
+    return ladder.resolve(impl, OPERATOR, direction, batch, order)
 
 
 def check_impls(impl: object, backward_impl: object) -> str:
@@ -140,22 +143,44 @@ def check_impls(impl: object, backward_impl: object) -> str:
     return backward_impl
 
 
+class Options(NamedTuple):
+    """What a call asks for beside its tensors: arguments of the operators, in this order.
+
+    resolved: the implementation of the direction was chosen for this call, and is not checked
+    again.
+    """
+
+    num_kv_heads: Size | None
+    scale: float
+    block_size: int
+    rotate_v: bool
+    impl: str
+    backward_impl: str
+    resolved: bool = False
+
+    def rung(self, direction: str, batch: Batch) -> Rung:
+        """The rung that computes a direction."""
+        impl = self.impl if direction == "forward" else self.backward_impl
+        return ladder.rung(impl, OPERATOR) if self.resolved else resolve(impl, direction, batch)
+
+
 class _BlockAttention(torch.autograd.Function):
     """The operators of both directions as one differentiable function; the list of blocks that
     forward made is kept for backward."""
 
     @staticmethod
     def forward(ctx, lengths, q, k, v, cu_seqlens, sin, cos, options):
-        blocks = None
+        ctx.options, blocks = options, None
         if not checks.is_fake(q, cu_seqlens):  # a compiled program makes it in each direction
-            batch = _batch(q, k, v, cu_seqlens, sin, cos, *options[:-2])
-            blocks = _blocks(lengths, resolve(options[-2], "forward", batch), batch)
+            batch = _batch(q, k, v, cu_seqlens, sin, cos, options)
+            rung = options.rung("forward", batch)
+            blocks = _blocks(lengths, rung, batch)
+            options = options._replace(impl=rung.impl, resolved=True)
         out, saved = _FORWARD(q, k, v, cu_seqlens, sin, cos, blocks, *options)
         ctx.save_for_backward(
             q, k, v, cu_seqlens, sin, cos, blocks, *((out, *saved) if saved else ())
         )
         ctx.set_materialize_grads(False)
-        ctx.options = options
         return out
 
     @staticmethod
@@ -164,16 +189,15 @@ class _BlockAttention(torch.autograd.Function):
             return (None,) * 8
         q, k, v, cu_seqlens, sin, cos, blocks, *saved = ctx.saved_tensors
         tensors = grad_out, q, k, v, cu_seqlens, sin, cos, blocks
-        *options, _, impl = ctx.options
         with torch.no_grad():
-            gradients = _BACKWARD(*tensors, saved, *options, impl)
+            gradients = _BACKWARD(*tensors, saved, *ctx.options)
         gradients = needed(gradients, ctx.needs_input_grad[1:4])
         return None, *final(OPERATOR, gradients, tensors[:4]), *(None,) * 4
 
 
 def _blocks(lengths: Lengths | None, rung: Rung, batch: Batch) -> torch.Tensor | None:
     """The list of blocks that a rung walks, for both directions; None if it needs none."""
-    if "schedule" not in rung.has:
+    if not rung.takes("forward", "schedule"):
         return None
 
     def make() -> torch.Tensor:
@@ -182,50 +206,50 @@ def _blocks(lengths: Lengths | None, rung: Rung, batch: Batch) -> torch.Tensor |
     return make() if lengths is None else lengths.once((OPERATOR, batch.block_size), make)
 
 
-def _batch(
-    q, k, v, cu_seqlens, sin, cos, num_kv_heads, scale, block_size, rotate_v, **gradients
-) -> Batch:
+def _batch(q, k, v, cu_seqlens, sin, cos, options: Options, **gradients) -> Batch:
     """The `Batch` of an operator's arguments."""
-    tensors = *packed.unpack(q, k, v, num_kv_heads), cu_seqlens
+    tensors = *packed.unpack(q, k, v, options.num_kv_heads), cu_seqlens
     rotary = None if sin is None else (sin, cos)
-    return Batch(*tensors, scale, block_size, rotary, rotate_v, **gradients)
+    asked = options.scale, options.block_size, rotary, options.rotate_v
+    return Batch(*tensors, *asked, **gradients)
 
 
 def _forward(
-    q, k, v, cu_seqlens, sin, cos, blocks, *arguments
+    q, k, v, cu_seqlens, sin, cos, blocks, *options
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    *options, impl, backward_impl = arguments
-    batch = _batch(q, k, v, cu_seqlens, sin, cos, *options)
-    rung = resolve(impl, "forward", batch)
-    if backward_impl not in ("auto", impl):  # one that cannot take the call says so here
-        resolve(backward_impl, "backward", batch)
+    options = Options(*options)
+    batch = _batch(q, k, v, cu_seqlens, sin, cos, options)
+    rung = options.rung("forward", batch)
+    if options.backward_impl not in ("auto", rung.impl):  # one that cannot take the call says so
+        resolve(options.backward_impl, "backward", batch)
     given = {} if blocks is None else {"schedule": (blocks,)}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         out, saved = rung.module().forward(batch, **given)
     return out, list(saved[1:])  # the first is the output
 
 
-def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, *arguments):
-    *options, impl, _ = arguments
-    batch, saved = _batch(q, k, v, cu_seqlens, sin, cos, *options), ()
-    if impl != "auto" and "saved" in (rung := ladder.rung(impl, OPERATOR)).has:
-        saved = rung.module().empty_saved(batch)
+def _fake_forward(q, k, v, cu_seqlens, sin, cos, blocks, *options):
+    options = Options(*options)
+    batch, saved = _batch(q, k, v, cu_seqlens, sin, cos, options), ()
+    if options.impl in choices.SAVES:
+        saved = ladder.rung(options.impl, OPERATOR).module().empty_saved(batch)
     return q.new_empty(batch.q.shape), list(saved)
 
 
 def _backward(
-    grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *arguments
+    grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *options, impl = arguments
+    options = Options(*options)
 
     def backward(places, _):
-        batch = _batch(q, k, v, cu_seqlens, sin, cos, *options, gradients=places)
-        rung = resolve(impl, "backward", batch)
-        given = {"schedule": (blocks,)} if blocks is not None and "schedule" in rung.has else {}
+        batch = _batch(q, k, v, cu_seqlens, sin, cos, options, gradients=places)
+        rung = options.rung("backward", batch)
+        walks = blocks is not None and rung.takes("backward", "schedule")
+        given = {"schedule": (blocks,)} if walks else {}
         with checks.without_autocast(q):
             return rung.module().backward(grad_out, batch, tuple(saved), **given)
 
-    gradients = packed.gradients(backward, q, k, v, options[0], (True, True, True))
+    gradients = packed.gradients(backward, q, k, v, options.num_kv_heads, (True, True, True))
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
@@ -234,32 +258,31 @@ def _fake_backward(grad_out, q, k, v, *_):
 
 
 def _matmul_flops(q, k, v, cu_seqlens, sin, cos, options) -> int:
-    batch = _batch(q, k, v, cu_seqlens, sin, cos, *options)
+    batch = _batch(q, k, v, cu_seqlens, sin, cos, Options(*options))
     return 2 * batch.num_heads * batch.head_dim * batch.pairs()
 
 
-def _forward_flops(q, k, v, cu_seqlens, sin, cos, blocks, *arguments) -> int:
-    return 2 * _matmul_flops(q, k, v, cu_seqlens, sin, cos, arguments[:-2])
+def _forward_flops(q, k, v, cu_seqlens, sin, cos, blocks, *options) -> int:
+    return 2 * _matmul_flops(q, k, v, cu_seqlens, sin, cos, options)
 
 
-def _backward_flops(grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *arguments) -> int:
-    return 5 * _matmul_flops(q, k, v, cu_seqlens, sin, cos, arguments[:-1])
+def _backward_flops(grad_out, q, k, v, cu_seqlens, sin, cos, blocks, saved, *options) -> int:
+    return 5 * _matmul_flops(q, k, v, cu_seqlens, sin, cos, options)
 
 
-_SHARED_SCHEMA = (
-    "Tensor q, Tensor? k, Tensor? v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, Tensor? blocks, "
+_TENSORS = (
+    "Tensor q, Tensor? k, Tensor? v, Tensor cu_seqlens, Tensor? sin, Tensor? cos, Tensor? blocks"
 )
-_OPTIONS = "SymInt? num_kv_heads, float scale, int block_size, bool rotate_v, str impl"
 _FORWARD = define(
     "block_attention_forward",
-    f"({_SHARED_SCHEMA}{_OPTIONS}, str backward_impl) -> (Tensor, Tensor[])",
+    f"({_TENSORS}, {schema(Options)}) -> (Tensor, Tensor[])",
     _forward,
     _fake_forward,
     _forward_flops,
 )
 _BACKWARD = define(
     "block_attention_backward",
-    f"(Tensor grad_out, {_SHARED_SCHEMA}Tensor[] saved, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor grad_out, {_TENSORS}, Tensor[] saved, {schema(Options)}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,
     _backward_flops,

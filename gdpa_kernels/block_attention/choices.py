@@ -19,7 +19,7 @@ from gdpa_kernels.calling.rankings import Ranking
 
 PATH = Path(__file__).with_name("choices.csv")
 UNMEASURED = ("v1_one_tile", "reference")
-SAVES = frozenset(r.impl for r in ladder.LADDERS["block_attention"] if "saved" in r.has)
+SAVES = frozenset(r.impl for r in ladder.LADDERS["block_attention"] if r.saves)
 COLUMNS = {
     "capability": rankings.capability, "dtype": str, "direction": str, "rotary": int,
     "head_dim": int,

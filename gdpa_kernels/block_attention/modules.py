@@ -75,10 +75,12 @@ class BlockAttention(nn.Module):
         self.embed_dim, self.block_size = embed_dim, block_size
         self.rotary, self.rotate_v = rotary, rotate_v
         self.impl, self.backward_impl, self.validate = impl, backward_impl, validate
-        made = {"bias": bias, "device": device, "dtype": dtype}
-        self.qkv = nn.Linear(embed_dim, (num_heads + 2 * num_kv_heads) * head_dim, **made)
-        self.out = nn.Linear(embed_dim, embed_dim, **made)
-        self.q_norm, self.k_norm = layers.head_norms(qk_norm, head_dim, made)
+        factory_kwargs = {"device": device, "dtype": dtype}
+        self.qkv = nn.Linear(
+            embed_dim, (num_heads + 2 * num_kv_heads) * head_dim, bias, **factory_kwargs
+        )
+        self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
+        self.q_norm, self.k_norm = layers.head_norms(qk_norm, head_dim, factory_kwargs)
         self.fused_qk_norm = layers.check_fused(qk_norm, fused_qk_norm)
 
     def forward(self, x: torch.Tensor | Jagged) -> torch.Tensor | Jagged:

@@ -14,7 +14,7 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
 from gdpa_kernels.device.ragged import BOUND, is_readable
-from gdpa_kernels.device.rows import nothing
+from gdpa_kernels.device.rows import opaque_zero
 
 BLOCK = 64
 
@@ -181,7 +181,7 @@ def slot_of(unit, part, options, PIECES: tl.constexpr = 1):
     OWN: tl.constexpr = options.NUM_STAGES // MATH_ROLES
     turn = unit // MATH_ROLES * (options.NUM_HEADS * PIECES) + part
     if PIECES > 1:
-        turn += nothing(part)
+        turn += opaque_zero(part)
     return unit % MATH_ROLES + turn % OWN * MATH_ROLES, (turn // OWN) & 1
 
 

@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 
-from gdpa_kernels.calling import operators
+from gdpa_kernels.calling import private
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -115,7 +115,7 @@ def is_fake(*tensors: torch.Tensor) -> bool:
     """Whether no kernel can run: for fake or meta tensors, in a fake mode or while being traced."""
     return (
         torch.compiler.is_compiling()
-        or operators.are_fake(*tensors)
+        or private.are_fake(*tensors)
         or any(x.is_meta for x in tensors)
     )
 

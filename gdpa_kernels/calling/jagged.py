@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from gdpa_kernels.calling import checks
+from gdpa_kernels.calling import checks, private
 from gdpa_kernels.calling.lengths import Lengths, extended
 
 Offsets = torch.Tensor | Lengths
@@ -144,13 +144,14 @@ def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
                 "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
                 f"got a tensor of layout {x.layout}" + (", nested" if x.is_nested else "")
             )
-        if x._ragged_idx != 1 or x.lengths() is not None:
+        jagged = private.jagged_dim(x)
+        if jagged != 1 or x.lengths() is not None:
             raise ValueError(
                 "x must be a nested tensor [batch, jagged, ...] without holes between its "
-                f"sequences, got {x.dim()} dimensions, of which {x._ragged_idx} is jagged, "
+                f"sequences, got {x.dim()} dimensions, of which {jagged} is jagged, "
                 + ("with holes" if x.lengths() is not None else "without holes")
             )
-        return x.values(), x.offsets(), x._maybe_max_seqlen
+        return x.values(), x.offsets(), private.known_lengths(x)["max_seqlen"]
     if not isinstance(x, tuple | list) or len(x) != 2:
         raise TypeError(
             "x must be a pair (values, offsets) or a nested tensor of layout torch.jagged, "
@@ -162,8 +163,7 @@ def _parts(x: torch.Tensor | Jagged) -> tuple[object, object, int | None]:
 def like(x: torch.Tensor | Jagged, y: torch.Tensor, offsets: Offsets) -> torch.Tensor | Jagged:
     """y `[total_tokens, ...]` as a jagged batch of x's kind; `offsets` as `read` gave them."""
     if isinstance(x, torch.Tensor):
-        known = {"min_seqlen": x._maybe_min_seqlen, "max_seqlen": x._maybe_max_seqlen}
-        return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **known)
+        return torch.nested.nested_tensor_from_jagged(y, x.offsets(), **private.known_lengths(x))
     return y, offsets
 
 

@@ -38,12 +38,14 @@ class HeadNorm(nn.RMSNorm):
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-def head_norms(qk_norm: bool, head_dim: int, made: dict) -> tuple[HeadNorm | None, HeadNorm | None]:
-    """The norms of q and of k, of the device and dtype in `made`; None without qk_norm."""
+def head_norms(
+    qk_norm: bool, head_dim: int, factory_kwargs: dict
+) -> tuple[HeadNorm | None, HeadNorm | None]:
+    """The norms of q and of k, of the device and dtype in factory_kwargs; None without qk_norm."""
     if not qk_norm:
         return None, None
-    made = {"eps": EPSILON, "device": made["device"], "dtype": made["dtype"]}
-    return HeadNorm(head_dim, **made), HeadNorm(head_dim, **made)
+    q_norm, k_norm = (HeadNorm(head_dim, EPSILON, **factory_kwargs) for _ in "qk")
+    return q_norm, k_norm
 
 
 def check_fused(qk_norm: bool, fused_qk_norm: object) -> bool:

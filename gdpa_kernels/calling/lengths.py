@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.operators import unseen
+from gdpa_kernels.calling.private import unseen
 
 T = TypeVar("T")
 

@@ -7,24 +7,40 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import NewType, get_type_hints
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
+from gdpa_kernels.calling import private
+
+Size = NewType("Size", int)
+"""An integer that may be symbolic in a compiled program."""
+_TYPES = {
+    Size: "SymInt",
+    Size | None: "SymInt?",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+}
 _LIBRARY = torch.library.Library("gdpa_kernels", "FRAGMENT")  # the operators live as long as this
+
+
+def schema(arguments: type) -> str:
+    """The fields of a NamedTuple, with their defaults, as arguments in an operator's schema."""
+    defaults = {name: f"={value}" for name, value in arguments._field_defaults.items()}
+    fields = get_type_hints(arguments).items()
+    return ", ".join(f"{_TYPES[kind]} {name}{defaults.get(name, '')}" for name, kind in fields)
 
 
 def define(
     name: str, schema: str, implementation: Callable, fake: Callable, flops: Callable
-) -> torch._ops.OpOverload:
+) -> Callable:
     """The operator `gdpa_kernels::name` with `schema`, as `torch.library` has its functions; what
     differentiates it is an `autograd.Function` around it. flops(*arguments): those of a call, for
     `torch.utils.flop_counter`."""
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    # A compiled program that calls it must not have Dynamo look into the implementation.
-    # `torch.compiler.disable` does the same, and imports Dynamo and Triton with this package.
-    implementation = torch._disable_dynamo(implementation)
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, private.opaque(implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"gdpa_kernels::{name}", fake, lib=_LIBRARY)
     packet = getattr(torch.ops.gdpa_kernels, name)
     with contextlib.suppress(Exception):  # it imports Triton: if that is broken, ask the doctor
@@ -36,31 +52,12 @@ def define(
 
 def check_transforms(operator: str) -> None:
     """Raises RuntimeError inside a transform of `torch.func`, which `operator` does not know."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or not private.is_transformed():
         return
     raise RuntimeError(
         f"{operator} must be called outside torch.func transforms, got a call inside vmap, grad, "
         "jvp or the like: use torch.autograd, and sequences of one batch in place of vmap"
     )
-
-
-def is_watched() -> bool:
-    """Whether a dispatch mode sees each operator, and may keep its results or skip it the second
-    time, as selective checkpointing does. A compiled program has its own ways."""
-    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
-
-
-def unseen() -> contextlib.AbstractContextManager[None]:
-    """A context whose operators no dispatch mode sees."""
-    return no_dispatch()
-
-
-def are_fake(*tensors: torch.Tensor) -> bool:
-    """Whether one is a fake tensor, or operators make such; `torch._guards.detect_fake_mode` is ten
-    times slower."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-        return True
-    return any(isinstance(x, torch._subclasses.FakeTensor) for x in tensors)
 
 
 def needed(gradients: tuple, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,14 @@ from typing import Any
 import torch
 
 PACKAGE = Path(__file__).parents[1]
+DIRECTIONS = ("forward", "backward")
+_DEFAULTS: dict[str, Callable] = {
+    "default_config": lambda *_: None,
+    "make_schedule": lambda *_: (),
+    "requires": lambda _: None,
+    "is_deterministic": lambda _: True,
+}
+"""What a function says that a rung's module does not have."""
 
 
 @functools.cache
@@ -42,7 +51,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _module(impl: str, operator: str = "gdpa") -> ModuleType:
+def _module(impl: str, operator: str) -> ModuleType:
     """The module of an implementation; an import that failed is tried again."""
     path = _path(impl, operator).relative_to(PACKAGE).with_suffix("")
     return importlib.import_module(".".join(("gdpa_kernels", *path.parts)))
@@ -50,8 +59,7 @@ def _module(impl: str, operator: str = "gdpa") -> ModuleType:
 
 @functools.cache
 def _path(impl: str, operator: str) -> Path:
-    room = PACKAGE / operator.removesuffix("_backward")
-    places = [room / folder / f"{impl}.py" for folder in ("kernels", "ladder", "")]
+    places = [PACKAGE / operator / folder / f"{impl}.py" for folder in ("kernels", "ladder", "")]
     return next(filter(Path.exists, places), places[-1])
 
 
@@ -140,19 +148,19 @@ class Requires:
 class Rung:
     """One implementation on the ladder of its operator.
 
-    Its module has `forward(batch)` of the operator's `Batch`, or `backward(grad_out, batch)`, or
-    both, and what `has` names:
+    Its module has a function of each direction: `forward(batch)`, of the operator's `Batch`, and
+    `backward(grad_out, batch)`; in block attention forward returns (out, saved), and backward takes
+    `saved` too. It may have:
 
-    - "config": `default_config(batch)`, launch constants that a direction takes as `config=`; in
-      block attention `default_config(direction, batch)`;
-    - "schedule": `make_schedule(batch, config)`, a work list that it takes as `schedule=`;
-    - "requires": `requires(batch)`, what a call must meet that the field `requires` cannot say;
-    - "needs": `backward` computes only what `needs=` asks for of dq, dk and dv;
-    - "saved": `forward` keeps tensors for `backward`, `empty_saved(batch)` in shape and dtype;
-    - "is_deterministic": `is_deterministic(batch)`; without it the rung always is.
+    - `default_config(batch)`: launch constants that a direction takes as `config=`; of a rung of
+      both directions `default_config(direction, batch)`;
+    - `make_schedule(batch, config)`: a work list that it takes as `schedule=`;
+    - `requires(batch)`: what a call must meet that the field `requires` cannot say;
+    - `is_deterministic(batch)`: without it the rung always is.
 
-    The ladder "gdpa_backward" lives in gdpa's folder, next to the forward rungs. is_rewrite: it has
-    a new structure, and its step from its predecessor may be larger than others.
+    A backward that takes `needs=` computes only what it asks for of dq, dk and dv. saves: forward
+    keeps tensors for backward, `empty_saved(batch)` in shape and dtype. is_rewrite: it has a new
+    structure, and its step from its predecessor may be larger than others.
     """
 
     impl: str
@@ -161,7 +169,8 @@ class Rung:
     predecessor: str | None
     requires: Requires
     operator: str = "gdpa"
-    has: frozenset[str] = frozenset()
+    directions: tuple[str, ...] = ("forward",)
+    saves: bool = False
     is_rewrite: bool = False
 
     @property
@@ -184,23 +193,21 @@ class Rung:
         """Its module, imported when first asked for."""
         return _module(self.impl, self.operator)
 
-    def config(
-        self, batch: Any, direction: str = "forward", module: ModuleType | None = None
-    ) -> Any:
+    def takes(self, direction: str, name: str) -> bool:
+        """Whether its function of a direction has an argument of that name."""
+        return name in _parameters(getattr(self.module(), direction))
+
+    def config(self, batch: Any, direction: str, module: ModuleType | None = None) -> Any:
         """Its launch constants for a call, a frozen dataclass; None if it has none. `module`: a
         changed one in place of its own."""
-        if "config" not in self.has:
-            return None
-        choose = (module or self.module()).default_config
-        return choose(direction, batch) if self.operator == "block_attention" else choose(batch)
+        choose = self._hook("default_config", module)
+        return choose(direction, batch) if len(self.directions) > 1 else choose(batch)
 
     def schedule(
         self, batch: Any, config: Any, module: ModuleType | None = None
-    ) -> tuple[torch.Tensor, ...] | None:
-        """Its work list for a call, made on the device; None if it needs none."""
-        if "schedule" not in self.has:
-            return None
-        return (module or self.module()).make_schedule(batch, config)
+    ) -> tuple[torch.Tensor, ...]:
+        """Its work list for a call, made on the device; empty if it needs none."""
+        return self._hook("make_schedule", module)(batch, config)
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why `device` cannot run it, or None; a module that cannot be imported included."""
@@ -215,10 +222,16 @@ class Rung:
     def problem(self, batch: Any) -> str | None:
         """Why it cannot take a call, or None; the device aside."""
         found = self.requires.of_call(batch.q, batch.k, batch.v)
-        if found is None and "requires" in self.has:
-            found = self.module().requires(batch)
-        return found
+        return self._hook("requires")(batch) if found is None else found
 
     def is_deterministic(self, batch: Any) -> bool:
         """Whether its results for a call are the same, bit for bit, in every run."""
-        return "is_deterministic" not in self.has or self.module().is_deterministic(batch)
+        return self._hook("is_deterministic")(batch)
+
+    def _hook(self, name: str, module: ModuleType | None = None) -> Callable:
+        return getattr(module or self.module(), name, _DEFAULTS[name])
+
+
+@functools.cache
+def _parameters(function: Callable) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

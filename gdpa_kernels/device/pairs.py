@@ -28,3 +28,35 @@ def fetch_part(desc, buffer, full, start, length, head, first_row, first_column)
     """
     place = [BOUND, start + length, head, BOUND - length + first_row, first_column]
     tlx.async_descriptor_load(desc, buffer, place, full, two_ctas=True)
+
+
+@triton.jit
+def scores(role: tl.constexpr, q_buffer, k_buffer, s):
+    """S = Q K^T of a role, over the P that its last P V has read: MMAs run in order."""
+    tlx.async_dot(
+        q_buffer, tlx.local_trans(k_buffer), s.buffer[role], use_acc=False,
+        mBarriers=[s.full[role]], two_ctas=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def weighted_sum(role: tl.constexpr, p, v_buffer, o_buffer, step, continued, options):
+    """O += P V of a role, slice by slice of the keys; not continued: O = P V."""
+    WIDTH: tl.constexpr = v_buffer.shape[0] // options.SLICES
+    HALF: tl.constexpr = options.BLOCK_D // CTAS
+    for part in tl.static_range(options.SLICES):
+        tlx.barrier_wait(p.full[role * options.SLICES + part], step & 1)
+        weights = tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH)
+        values = tlx.local_slice(v_buffer, [part * WIDTH, 0], [WIDTH, HALF])
+        use_acc = continued if part == 0 else True
+        tlx.async_dot(weights, values, o_buffer, use_acc=use_acc, force_async=True, two_ctas=True)
+
+
+@triton.jit
+def move_columns(source, buffer, factor, options):
+    """factor * source from tensor memory to shared memory, options.COLUMNS at a time."""
+    COLUMNS: tl.constexpr = options.COLUMNS
+    for part in tl.static_range(source.shape[1] // COLUMNS):
+        x = tlx.local_load(tlx.subslice(source, part * COLUMNS, COLUMNS))
+        window = tlx.local_slice(buffer, [0, part * COLUMNS], [source.shape[0], COLUMNS])
+        tlx.local_store(window, (x * factor).to(options.DTYPE))

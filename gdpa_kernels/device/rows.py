@@ -1,4 +1,4 @@
-"""What the warp-specialized rungs do with tiles: find their sequence, load and store their rows.
+"""What the warp-specialized rungs do with tiles: load and store their rows.
 
 The copies are those of ragged.py, issued by a role and awaited on an mbarrier.
 """
@@ -8,23 +8,6 @@ import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.device.ragged import BOUND
-
-
-@triton.jit
-def sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q):
-    """(start_q, start_out, len_q, start_k, len_k) of a sequence, in rows of the packed tensors.
-
-    cu_seqlens_q_ptr None: one q for all sequences.
-    """
-    start_k = tl.load(cu_seqlens_k_ptr + batch)
-    len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
-    if cu_seqlens_q_ptr is None:
-        start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
-    else:
-        start_q = tl.load(cu_seqlens_q_ptr + batch)
-        len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
-        start_out = start_q
-    return start_q, start_out, len_q, start_k, len_k
 
 
 @triton.jit
@@ -41,7 +24,7 @@ def uniform(x):
 
 
 @triton.jit
-def nothing(x):
+def opaque_zero(x):
     """0, which the compiler takes for a value that depends on x; ptxas knows that it is 0.
 
     Added to a buffer's index in a loop over x, it keeps the compiler from hoisting all buffer

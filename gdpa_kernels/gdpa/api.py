@@ -3,25 +3,28 @@ for each direction."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from gdpa_kernels.calling import checks, ladder, packed
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.calling.operators import (
+    Size,
     check_transforms,
     define,
     distinct,
     final,
     needed,
+    schema,
 )
 from gdpa_kernels.calling.rung import Rung, capability, dtype_name
 from gdpa_kernels.gdpa import choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 
-BACKWARD = "gdpa_backward"
-IMPLS = tuple(ladder.impls())
-BACKWARD_IMPLS = tuple(ladder.impls(BACKWARD))
+IMPLS = ladder.impls()
+BACKWARD_IMPLS = ladder.impls(direction="backward")
 
 
 def gdpa(
@@ -119,28 +122,50 @@ def gdpa(
             f"got {list(cu_seqlens_q.shape)}"
         )
     tensors = distinct(*held, cu_seqlens_q, cu_seqlens_k)
-    options = (
-        num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names),
-        q.shape[-1] ** -0.5 if scale is None else float(scale), float(output_scale), bool(causal),
-        window, bool(precise), impl, backward_impl,
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options = Options(
+        num_kv_heads, max_seqlen_q, max_seqlen_k, ",".join(names), scale, float(output_scale),
+        bool(causal), window, bool(precise), impl, backward_impl,
     )  # fmt: skip
     return _Gdpa.apply(None if checks.is_fake(q) else _shared(given), *tensors, options)
 
 
-def resolve(impl: str, batch: Batch) -> Rung:
-    """The rung that computes the output: "auto" is the first that supports the call in the order
-    measured at the nearest shape (choices.py). Raises what `ladder.resolve` raises."""
-    return ladder.resolve(impl, "gdpa", batch, lambda: _order("forward", batch))
+def resolve(impl: str, direction: str, batch: Batch) -> Rung:
+    """The rung that computes a direction, "forward" or "backward": "auto" is the first that
+    supports the call in the order measured at the nearest shape (choices.py). Raises what
+    `ladder.resolve` raises."""
+
+    def order() -> tuple[str, ...]:
+        kind = capability(batch.device), direction, dtype_name(batch.dtype)
+        return choices.order(*kind, batch.head_dim, batch.max_seqlen_q, batch.max_seqlen_k)
+
+    return ladder.resolve(impl, "gdpa", direction, batch, order)
 
 
-def resolve_backward(impl: str, batch: Batch) -> Rung:
-    """`resolve` for the gradients: a rung of the ladder "gdpa_backward"."""
-    return ladder.resolve(impl, BACKWARD, batch, lambda: _order("backward", batch), "backward_impl")
+class Options(NamedTuple):
+    """What a call asks for beside its tensors: arguments of the operators, in this order.
 
+    activation: its names with commas between them. resolved: the implementation of the direction
+    was chosen for this call, and is not checked again.
+    """
 
-def _order(direction: str, batch: Batch) -> tuple[str, ...]:
-    kind = capability(batch.device), direction, dtype_name(batch.dtype)
-    return choices.order(*kind, batch.head_dim, batch.max_seqlen_q, batch.max_seqlen_k)
+    num_kv_heads: Size | None
+    max_seqlen_q: Size
+    max_seqlen_k: Size
+    activation: str
+    scale: float
+    output_scale: float
+    causal: bool
+    window: Size | None
+    precise: bool
+    impl: str
+    backward_impl: str
+    resolved: bool = False
+
+    def rung(self, direction: str, batch: Batch) -> Rung:
+        """The rung that computes a direction."""
+        impl = self.impl if direction == "forward" else self.backward_impl
+        return ladder.rung(impl) if self.resolved else resolve(impl, direction, batch)
 
 
 class _Gdpa(torch.autograd.Function):
@@ -150,26 +175,25 @@ class _Gdpa(torch.autograd.Function):
     def forward(ctx, lengths, q, k, v, cu_seqlens_q, cu_seqlens_k, options):
         ctx.save_for_backward(q, k, v, cu_seqlens_q, cu_seqlens_k)
         ctx.set_materialize_grads(False)
-        ctx.lengths, ctx.options = lengths, options
-        schedule = []
+        ctx.lengths, ctx.options, schedule = lengths, options, []
+        tensors = q, k, v, cu_seqlens_q, cu_seqlens_k
         if lengths is not None:
-            batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options[:-2])
-            schedule = _schedule(lengths, resolve(options[-2], batch), batch)
-        return _FORWARD(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options)
+            rung, schedule = _planned("forward", lengths, tensors, options)
+            options = options._replace(impl=rung.impl, resolved=True)
+        return _FORWARD(*tensors, schedule, *options)
 
     @staticmethod
     def backward(ctx, grad_out):
         if grad_out is None:
             return (None,) * 7
-        *options, _, impl = ctx.options
-        needs, schedule = ctx.needs_input_grad[1:4], []
+        options, needs, schedule = ctx.options, ctx.needs_input_grad[1:4], []
         saved = ctx.saved_tensors  # read once: activation checkpointing allows no more
         if ctx.lengths is not None:
-            batch = _batch(*saved, *options)
-            schedule = _schedule(ctx.lengths, resolve_backward(impl, batch), batch)
+            rung, schedule = _planned("backward", ctx.lengths, saved, options)
+            options = options._replace(backward_impl=rung.impl, resolved=True)
         tensors = grad_out, *saved
         with torch.no_grad():
-            gradients = needed(_BACKWARD(*tensors, schedule, *options, *needs, impl), needs)
+            gradients = needed(_BACKWARD(*tensors, schedule, *needs, *options), needs)
         return None, *final("gdpa", gradients, tensors[:4]), None, None, None
 
 
@@ -181,100 +205,102 @@ def _shared(given: tuple) -> tuple[Lengths | None, Lengths] | None:
     return given if q is None or isinstance(q, Lengths) else None
 
 
-def _schedule(
-    lengths: tuple[Lengths | None, Lengths], rung: Rung, batch: Batch
-) -> list[torch.Tensor]:
-    """The work list of a rung, made once for these lengths; empty if it needs none."""
-    if "schedule" not in rung.has:
-        return []
-    config = rung.config(batch)
+def _planned(
+    direction: str, lengths: tuple[Lengths | None, Lengths], tensors: tuple, options: Options
+) -> tuple[Rung, list[torch.Tensor]]:
+    """The rung of a direction and its work list, which is made once for these lengths."""
+    batch = _batch(*tensors, options)
+    rung = options.rung(direction, batch)
+    config = rung.config(batch, direction)
     sizes = batch.num_heads, batch.num_heads_k, batch.max_seqlen_q, batch.max_seqlen_k
     key = rung.operator, rung.impl, config, sizes, batch.shared_q
-    return list(lengths[1].once(key, lambda: rung.schedule(batch, config), lengths[0]))
+    made = lengths[1].once(key, lambda: rung.schedule(batch, config), lengths[0])
+    return rung, list(made)
 
 
-def _batch(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, num_kv_heads, max_seqlen_q, max_seqlen_k, activation,
-    *options, **gradients,
-) -> Batch:  # fmt: skip
+def _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options: Options, **gradients) -> Batch:
     """The `Batch` of an operator's arguments."""
-    tensors = *packed.unpack(q, k, v, num_kv_heads), cu_seqlens_q, cu_seqlens_k
-    names = tuple(activation.split(","))
-    return Batch(*tensors, max_seqlen_q, max_seqlen_k, names, *options, **gradients)
+    return Batch(
+        *packed.unpack(q, k, v, options.num_kv_heads), cu_seqlens_q, cu_seqlens_k,
+        options.max_seqlen_q, options.max_seqlen_k, tuple(options.activation.split(",")),
+        options.scale, options.output_scale, options.causal, options.window, options.precise,
+        **gradients,
+    )  # fmt: skip
 
 
-def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> torch.Tensor:
-    *options, impl, backward_impl = arguments
-    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
-    rung = resolve(impl, batch)
-    if backward_impl != "auto":  # an explicit one that cannot take the call says so here
-        resolve_backward(backward_impl, batch)
+def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options) -> torch.Tensor:
+    options = Options(*options)
+    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    rung = options.rung("forward", batch)
+    if options.backward_impl != "auto":  # an explicit one that cannot take the call says so here
+        resolve(options.backward_impl, "backward", batch)
     given = {"schedule": tuple(schedule)} if schedule else {}
     with checks.without_autocast(q):  # the definition is made of operators that it would change
         return rung.module().forward(batch, **given).contiguous()
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, num_kv_heads, *_):
-    q, _, _ = packed.unpack(q, k, v, num_kv_heads)
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options):
+    q, _, _ = packed.unpack(q, k, v, Options(*options).num_kv_heads)
     rows = q.shape[0] if cu_seqlens_q is not None else (cu_seqlens_k.shape[0] - 1) * q.shape[0]
     return q.new_empty(rows, q.shape[1], q.shape[2])
 
 
 def _backward(
-    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *options, need_q, need_k, need_v, impl = arguments
+    needs, options = (need_q, need_k, need_v), Options(*options)
 
     def backward(places, needs):
-        batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, gradients=places)
-        rung = resolve_backward(impl, batch)
+        batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options, gradients=places)
+        rung = options.rung("backward", batch)
         given = {"schedule": tuple(schedule)} if schedule else {}
-        if "needs" in rung.has:
+        if rung.takes("backward", "needs"):
             given["needs"] = needs
         with checks.without_autocast(q):
             return needed(rung.module().backward(grad_out, batch, **given), needs)
 
-    needs = need_q, need_k, need_v
-    gradients = needed(packed.gradients(backward, q, k, v, options[0], needs), needs)
+    gradients = needed(packed.gradients(backward, q, k, v, options.num_kv_heads, needs), needs)
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
-def _fake_backward(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments):
-    gradients = needed((q, k, v), arguments[-4:-1])
+def _fake_backward(
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options
+):
+    gradients = needed((q, k, v), (need_q, need_k, need_v))
     return tuple(q.new_empty(0 if x is None else x.shape) for x in gradients)
 
 
 def _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, options) -> int:
     """FLOPs of one matmul of a call, of pairs that count."""
-    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+    batch = _batch(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
     return 2 * batch.num_heads * batch.head_dim * batch.pairs()
 
 
-def _forward_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> int:
-    return 2 * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, arguments[:-2])
+def _forward_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *options) -> int:
+    return 2 * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, Options(*options))
 
 
-def _backward_flops(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, *arguments) -> int:
-    need_q, need_k, need_v = packed.needs_of_parts(k, v, arguments[-4:-1])
+def _backward_flops(
+    grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, schedule, need_q, need_k, need_v, *options
+) -> int:
+    need_q, need_k, need_v = packed.needs_of_parts(k, v, (need_q, need_k, need_v))
     matmuls = 1 + (need_q or need_k) + need_q + need_k + need_v  # S, dP, dQ, dK, dV
-    return matmuls * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, arguments[:-4])
+    return matmuls * _matmul_flops(q, k, v, cu_seqlens_q, cu_seqlens_k, Options(*options))
 
 
-_SHARED_SCHEMA = (
-    "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, "
-    "Tensor[] schedule, SymInt? num_kv_heads, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "str activation, float scale, float output_scale, bool causal, SymInt? window, bool precise, "
+_TENSORS = (
+    "Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor cu_seqlens_k, Tensor[] schedule"
 )
 _FORWARD = define(
     "gdpa_forward",
-    f"({_SHARED_SCHEMA}str impl, str backward_impl) -> Tensor",
+    f"({_TENSORS}, {schema(Options)}) -> Tensor",
     _forward,
     _fake_forward,
     _forward_flops,
 )
 _BACKWARD = define(
     "gdpa_backward",
-    f"(Tensor grad_out, {_SHARED_SCHEMA}bool need_q, bool need_k, bool need_v, str impl) "
+    f"(Tensor grad_out, {_TENSORS}, bool need_q, bool need_k, bool need_v, {schema(Options)}) "
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     _fake_backward,

@@ -1,9 +1,22 @@
-"""What the fused backward rungs share: adding to a sum in fp32, and rounding it."""
+"""What the fused backward rungs share: the rows of a step, adding to a sum in fp32, rounding it."""
 
+import torch
 import triton
 import triton.language as tl
 
+from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.ragged import BOUND
+from gdpa_kernels.gdpa.batch import Batch
+
+
+def requires_few_keys(batch: Batch, most: int) -> str | None:
+    """Why a rung that writes dQ once, from all of at most `most` keys, cannot take a call, or
+    None."""
+    if batch.shared_q:
+        return "needs cu_seqlens_q, got None: a shared q"
+    if batch.max_seqlen_k > most:
+        return f"needs a max_seqlen_k of at most {most}, got {batch.max_seqlen_k}"
+    return None
 
 
 @triton.aggregate
@@ -13,6 +26,15 @@ class Gradients:
     dq: tl.tensor_descriptor
     dk: tl.tensor_descriptor
     dv: tl.tensor_descriptor
+
+
+@triton.jit
+def place(step, steps, start, head_k, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """(head, row) of a step: the rows from `start` on of the group's first head, in `steps` steps,
+    then of the next."""
+    if GROUP == 1:
+        return head_k, start + step * ROWS
+    return head_k * GROUP + step // steps, start + step % steps * ROWS
 
 
 @triton.jit
@@ -53,3 +75,16 @@ def round_kernel(
     if STRIDE != WIDTH:
         offsets = offsets // WIDTH * STRIDE + offsets % WIDTH
     tl.store(out_ptr + offsets, (factor * sums).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rounded(sums: torch.Tensor, dq: torch.Tensor, factor: float, batch: Batch) -> torch.Tensor:
+    """dq = factor * sums, fp32 `[rows, num_heads, head_dim]`; of a shared q, summed over the
+    sequences, in new memory."""
+    if batch.shared_q:
+        return (sums.view(batch.sequences, *dq.shape).sum(0) * factor).to(dq.dtype)
+    launch(
+        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
+        sums, dq, factor, dq.numel(), BLOCK=4096,
+        WIDTH=dq.shape[1] * dq.shape[2], STRIDE=dq.stride(0),
+    )  # fmt: skip
+    return dq

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch
 
 
@@ -14,3 +15,12 @@ def requires(batch: Batch) -> str | None:
     if batch.num_heads != batch.num_heads_k:
         return f"needs as many heads of k as of q, got {batch.num_heads_k} and {batch.num_heads}"
     return None
+
+
+def requires_pairs(batch: Batch) -> str | None:
+    """`requires` of a lesson whose scores are in pairs of bf16, as v7's."""
+    if batch.precise:
+        return "needs precise False, got True"
+    if not foldable(batch.activation, batch.dtype):
+        return f"needs GELU or SiLU, got {batch.names}"
+    return requires(batch)

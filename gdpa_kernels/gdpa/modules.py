@@ -39,7 +39,7 @@ class _Layer(nn.Module):
         impl: str,
         backward_impl: str,
         validate: bool,
-        made: dict,
+        factory_kwargs: dict,
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -60,7 +60,7 @@ class _Layer(nn.Module):
         api.check_scalars(scale, output_scale, None)
         self.max_seqlen, self.validate = max_seqlen, validate
         self.precise, self.impl, self.backward_impl = bool(precise), impl, backward_impl
-        self.q_norm, self.k_norm = layers.head_norms(qk_norm, self.head_dim, made)
+        self.q_norm, self.k_norm = layers.head_norms(qk_norm, self.head_dim, factory_kwargs)
         self.fused_qk_norm = layers.check_fused(qk_norm, fused_qk_norm)
 
     def _read(
@@ -200,19 +200,19 @@ class GDPASelfAttention(_Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        made = {"bias": bias, "device": device, "dtype": dtype}
+        factory_kwargs = {"device": device, "dtype": dtype}
         super().__init__(
             embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
             output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
             max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
-            validate=validate, made=made,
+            validate=validate, factory_kwargs=factory_kwargs,
         )  # fmt: skip
         api.check_scalars(None, 1.0, window)
         layers.check_rotary(rotary, self.head_dim)
         self.causal, self.window, self.rotary = causal, window, rotary
         heads = num_heads + 2 * self.num_kv_heads
-        self.qkv = nn.Linear(embed_dim, heads * self.head_dim, **made)
-        self.out = nn.Linear(embed_dim, embed_dim, **made)
+        self.qkv = nn.Linear(embed_dim, heads * self.head_dim, bias, **factory_kwargs)
+        self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
 
     def forward(
         self, x: torch.Tensor | Jagged, max_seqlen: int | None = None
@@ -282,18 +282,20 @@ class PMA(_Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        made = {"bias": bias, "device": device, "dtype": dtype}
+        factory_kwargs = {"device": device, "dtype": dtype}
         super().__init__(
             embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
             output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
             max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
-            validate=validate, made=made,
+            validate=validate, factory_kwargs=factory_kwargs,
         )  # fmt: skip
         layers.check_positive(num_seeds=num_seeds)
         self.num_seeds = num_seeds
-        self.seeds = nn.Parameter(torch.randn(num_seeds, embed_dim, device=device, dtype=dtype))
-        self.kv = nn.Linear(embed_dim, 2 * self.num_kv_heads * self.head_dim, **made)
-        self.out = nn.Linear(embed_dim, embed_dim, **made)
+        self.seeds = nn.Parameter(torch.randn(num_seeds, embed_dim, **factory_kwargs))
+        self.kv = nn.Linear(
+            embed_dim, 2 * self.num_kv_heads * self.head_dim, bias, **factory_kwargs
+        )
+        self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
 
     def forward(self, x: torch.Tensor | Jagged, max_seqlen: int | None = None) -> torch.Tensor:
         """The pooled rows, `[batch, num_seeds, embed_dim]`, for both kinds of x.
@@ -362,25 +364,25 @@ class PFFN(_Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        made = {"bias": bias, "device": device, "dtype": dtype}
+        factory_kwargs = {"device": device, "dtype": dtype}
         super().__init__(
             embed_dim, num_heads, num_kv_heads, activation=activation, scale=scale,
             output_scale=output_scale, qk_norm=qk_norm, fused_qk_norm=fused_qk_norm,
             max_seqlen=max_seqlen, precise=precise, impl=impl, backward_impl=backward_impl,
-            validate=validate, made=made,
+            validate=validate, factory_kwargs=factory_kwargs,
         )  # fmt: skip
         layers.check_positive(summary_dim=summary_dim, num_keys=num_keys)
         self.summary_dim, self.num_keys = summary_dim, num_keys
         self.summary_tokens, self.mix = summary_tokens, None
-        self.q = nn.Linear(embed_dim, embed_dim, **made)
+        self.q = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
         features = 2 * self.num_kv_heads * self.head_dim
         if summary_tokens is None:
             features *= num_keys
         else:
             layers.check_positive(summary_tokens=summary_tokens)
-            self.mix = nn.Linear(summary_tokens, num_keys, **made | {"bias": False})
-        self.kv = nn.Linear(summary_dim, features, **made)
-        self.out = nn.Linear(embed_dim, embed_dim, **made)
+            self.mix = nn.Linear(summary_tokens, num_keys, bias=False, **factory_kwargs)
+        self.kv = nn.Linear(summary_dim, features, bias, **factory_kwargs)
+        self.out = nn.Linear(embed_dim, embed_dim, bias, **factory_kwargs)
 
     def forward(
         self, x: torch.Tensor | Jagged, summary: torch.Tensor, max_seqlen: int | None = None

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 
@@ -33,6 +34,27 @@ def entry(list_ptr, item):
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
         tl.load(at + 5), tl.load(at + 6),
     )  # fmt: skip
+
+
+@triton.aggregate
+class Items:
+    """What there is to do: `count` pairs of a sequence, in this order, and a key head."""
+
+    order_ptr: tl.tensor
+    cu_seqlens_q_ptr: tl.tensor
+    cu_seqlens_k_ptr: tl.tensor
+    count: tl.tensor | tl.constexpr  # a constant if it is 1
+    max_seqlen_q: tl.tensor | tl.constexpr
+
+
+@triton.jit
+def sequence_and_head(items, item, NUM_HEADS_K: tl.constexpr):
+    """(start_q, len_q, start_k, len_k, key head) of one of `Items`."""
+    batch = tl.load(items.order_ptr + item // NUM_HEADS_K)
+    start_q, _, len_q, start_k, len_k = sequence(
+        items.cu_seqlens_q_ptr, items.cu_seqlens_k_ptr, batch, items.max_seqlen_q
+    )
+    return start_q, len_q, start_k, len_k, item % NUM_HEADS_K
 
 
 @triton.jit

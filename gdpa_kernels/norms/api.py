@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from gdpa_kernels.calling import checks
-from gdpa_kernels.calling.operators import check_transforms, define, distinct, final, is_watched
+from gdpa_kernels.calling.operators import check_transforms, define, distinct, final, needed
+from gdpa_kernels.calling.private import is_watched
 from gdpa_kernels.calling.rung import capability
 from gdpa_kernels.norms import reference
 
@@ -151,8 +152,7 @@ class _AddRMSNorm(torch.autograd.Function):
                     grad_y, grad_stream, stream, rstd, weight, ctx.x_dtype if differ else None
                 )
                 gradients = grad_x if differ else grad, grad, grad_weight
-        needs = need_x, need_residual, need_weight
-        gradients = tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
+        gradients = needed(gradients, (need_x, need_residual, need_weight))
         return *final("add_rms_norm", gradients, inputs), None, None
 
 
@@ -181,8 +181,7 @@ class _HeadNorm(torch.autograd.Function):
                 grad = grad.clone(memory_format=torch.contiguous_format)
             weights = _HEAD_BACKWARD(grad, saved, rstd, first, second, sin, cos, *ctx.counts)
         gradients = grad, weights[0], None if second is None else weights[1]
-        needs = ctx.needs_input_grad[:3]
-        gradients = tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
+        gradients = needed(gradients, ctx.needs_input_grad[:3])
         inputs = tuple(t for t in (given, saved, first, second) if t is not None)
         return *final("head_norm", gradients, inputs), *(None,) * 6
 

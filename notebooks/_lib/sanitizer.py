@@ -114,8 +114,7 @@ def rung_of(impl: str) -> Rung:
         raise ValueError(
             f"impl must be a control or a rung that is a kernel: {known}; got {impl!r}"
         )
-    operator = next(name for name in ladder.LADDERS if impl in ladder.impls(name))
-    return ladder.rung(impl, operator)
+    return next(rung for each in ladder.LADDERS.values() for rung in each if rung.impl == impl)
 
 
 def launch(impl: str, device: torch.device) -> int:
@@ -154,7 +153,7 @@ def _tokens(
 def _gdpa_calls(
     rung: Rung, device: torch.device, make: torch.Generator
 ) -> list[Callable[[], object]]:
-    backward, module, made = rung.operator == "gdpa_backward", rung.module(), []
+    backward, module, made = "backward" in rung.directions, rung.module(), []
     kinds = [(LENGTHS_K, False), (LENGTHS_K, True), (SHORT_K, False)]
     if backward:
         kinds += [(SHORT_K, True), (FEW_K, False)]

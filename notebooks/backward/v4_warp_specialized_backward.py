@@ -54,7 +54,7 @@ chapter.ladder(V4, "backward")
 # | dQ | TMA reduce-add, waited for | TMA reduce-add, sent one step later |
 
 # %% tags=["remove-input"]
-chapter.roles(V4, "gdpa_backward")
+chapter.roles(V4)
 
 # %% [markdown]
 # ### Where the operands of five matmuls are
@@ -110,9 +110,9 @@ chapter.roles(V4, "gdpa_backward")
 #
 # **6. Late addresses.** The addresses of V, K and the staging buffer never change, so the compiler
 # hoists them out of the loop. A `wgmma` takes a 64-bit descriptor for every 16 columns, too many
-# for the register file. They spill, and each MMA waits for a load and an R2UR. `nothing(step)` is
-# `step ^ step` in inline assembly, so an address that adds it cannot be hoisted. ptxas, which comes
-# later, sees the 0 and computes the descriptors in uniform registers. The loop with all six:
+# for the register file. They spill, and each MMA waits for a load and an R2UR. `opaque_zero(step)`
+# is `step ^ step` in inline assembly, so an address that adds it cannot be hoisted. ptxas, which
+# comes later, sees the 0 and computes the descriptors in uniform registers. The loop with all six:
 
 # %% tags=["remove-input"]
 chapter.code(v4.math, "for step in tl.range(1,", "count += all_steps")
@@ -124,7 +124,7 @@ chapter.code(v4.math, "for step in tl.range(1,", "count += all_steps")
 
 # %% tags=["remove-cell"]
 NOT_UNIFORM = ("uniform(steps * GROUP)", "steps * GROUP")
-KEPT = ("            zero = nothing(step)\n", "            zero = 0\n")
+KEPT = ("            zero = opaque_zero(step)\n", "            zero = 0\n")
 FENCE = '            tlx.fence("async_shared")\n'
 PUT = "            put_aside(staging[role + zero], dq)\n"
 LATER = studies.piece(v4, "            if step > 1", "            dk = tlx")

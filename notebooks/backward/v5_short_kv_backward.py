@@ -71,7 +71,7 @@ chapter.figure(chart, measured=ladder)
 # Keys stay and queries stream, which suits short sequences and cross-attention on 256 tokens.
 
 # %% tags=["remove-input"]
-chapter.roles(V5, "gdpa_backward")
+chapter.roles(V5)
 
 # %% [markdown]
 # ## What dQ costs
@@ -97,7 +97,7 @@ for rung, moved in {"v4": 512 + 512 + 2 * 512 + 512 + 256, "v5": 512 + 256}.item
 
 # %%
 CROSS, SHORT, SELF = "gdpa-cross-full-2048", "gdpa-cross-full-512", "gdpa-self-full-256"
-KEPT = studies.changed(v5, ("            zero = nothing(step)\n", "            zero = 0\n"))
+KEPT = studies.changed(v5, ("            zero = opaque_zero(step)\n", "            zero = 0\n"))
 LISTED = [(impl, "default", {}) for impl in (V2, V2A, V4)] + [
     (V5, "default", {"config": Config()}),
     (V5, "not folded", {"config": Config(fold=False)}),
@@ -195,8 +195,8 @@ assert "EarlyExit" in says[0], "the last one"
 #
 # ## The surprise: one line, a third of the speed
 #
-# *Addresses kept* is v5 without one line, `zero = nothing(step)`. Bytes, matmuls and algorithm are
-# the same. It takes {glue:text}`kept_cross:.2f` times the time of v5 with 2,048 queries, and
+# *Addresses kept* is v5 without one line, `zero = opaque_zero(step)`. Bytes, matmuls and algorithm
+# are the same. It takes {glue:text}`kept_cross:.2f` times the time of v5 with 2,048 queries, and
 # {glue:text}`kept_self:.2f` times on full batches of 256 tokens. What the compiler made of both:
 
 # %%
@@ -221,8 +221,8 @@ chapter.table(facts.reset_index().round(1), compiled="compiled for sm_90a; of on
 # %% [markdown]
 # Each buffer of a pair of steps has a fixed place, so the compiler hoists all descriptors out of
 # the loop, spills {glue:text}`spilled:.0f` bytes, and each step has {glue:text}`local:.0f` accesses
-# to local memory in front of MMAs that wait for them. `nothing` makes it compute each address where
-# it is used, as in {doc}`v4 <v4_warp_specialized_backward>`.
+# to local memory in front of MMAs that wait for them. `opaque_zero` makes it compute each address
+# where it is used, as in {doc}`v4 <v4_warp_specialized_backward>`.
 #
 # Between five runs no element of v5's gradients differed, nor of v4's: with 256 keys a sum of dQ
 # has two summands, and two commute. A training step with 2,048 queries needs

@@ -49,7 +49,7 @@ chapter = Chapter(f"backward/{V7}", mode=mode, device=device, data_dir=data_dir)
 # | crosses between them | dS, both ways | dS, one way |
 
 # %% tags=["remove-input"]
-chapter.roles(V7, "gdpa_backward")
+chapter.roles(V7)
 
 # %% [markdown]
 # ## Three divisions

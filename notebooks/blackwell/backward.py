@@ -104,7 +104,7 @@ print(f"halves: {halves:.0f} KiB, whole: {whole:.0f} KiB, dK first: {first:.0f} 
 # ## Roles and barriers
 
 # %% tags=["remove-input"]
-chapter.roles(B1, "gdpa_backward")
+chapter.roles(B1)
 
 # %% [markdown]
 # One thread issues all MMAs, and they run in the order of their issue. In the loop, S of a step

@@ -126,14 +126,14 @@ chapter.code(b5_cta_pair.mma, "out = tile", "tile += 1")
 # Leave one of these out, and see what the emulator says:
 
 # %%
-given = studies.batch((300, 20, 600), (200, 256, 40), head_dim=32, activation="relu")
+given = studies.batch((300, 20, 600), (200, 256, 40), head_dim=64)
 how = {"arch": "sm_100", "multiprocessors": 2}
 BROKEN = {
     "commit to the leader alone": (
         "tlx.tcgen05_commit(o.full[out], two_ctas=True)", "tlx.tcgen05_commit(o.full[out])",
     ),
     "arrivals stay at home": ("o.empty[at], 1, remote_cta_rank=0", "o.empty[at], 1"),
-    "both announce the bytes": ("kv.full[at], BYTES, pred=rank == 0", "kv.full[at], BYTES"),
+    "both announce the bytes": ("k.full[stage], BYTES, pred=rank == 0", "k.full[stage], BYTES"),
 }  # fmt: skip
 for what, change in BROKEN.items():
     broken = studies.changed(b5_cta_pair, change)

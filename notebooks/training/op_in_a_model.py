@@ -209,7 +209,7 @@ found = {needs: [launched(impl, needs) for impl in SHOWN] for needs in MATMULS}
 # %% tags=["remove-input"]
 frame = pd.DataFrame(found, index=[impl.split("_")[0] for impl in SHOWN]).T
 frame.insert(0, "matmuls needed", MATMULS)
-takes = [impl for impl in BACKWARD if "needs" in ladder.rung(impl, "gdpa_backward").has]
+takes = [impl for impl in BACKWARD if ladder.rung(impl).takes("backward", "needs")]
 chapter.glue(thrifty=", ".join(takes))
 assert found["q"][0] == "queries" and found["v"][0] == "keys", "the text says so"
 chapter.table(frame.reset_index(names="gradients of"), emulated="kernels of a backward pass")

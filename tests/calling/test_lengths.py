@@ -8,6 +8,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -32,6 +33,7 @@ from gdpa_kernels.block_attention import block_list
 from gdpa_kernels.calling.layers import turns
 from gdpa_kernels.gdpa import api as gdpa_api
 from gdpa_kernels.gdpa import reference, work_list
+from tests.calls import assert_same_bits
 
 FIRST, SECOND = [0, 40, 40, 47], [0, 7, 20, 47]
 
@@ -65,24 +67,16 @@ def test_holds_checked_offsets(dtype):
     assert Lengths(offsets([0])).max_seqlen == 0
 
 
-@pytest.mark.parametrize(
-    "given, error, text",
-    (
-        ([0, 3], TypeError, "cu_seqlens must be a tensor, got list"),
-        (
-            offsets([0, 3]).float(),
-            TypeError,
-            "cu_seqlens must be int32 or int64, got torch.float32",
-        ),
-        (offsets([[0, 3]]), ValueError, r"cu_seqlens must have shape \[batch \+ 1\], got \[1, 2\]"),
-        (offsets([0, 2**40], torch.int64), ValueError, "must end below 2.*31, got 1099511627776"),
-        (offsets([0, 2**40, 9], torch.int64), ValueError, "must not decrease"),
-        (offsets([1, 3]), ValueError, "must run from 0 to the 3 rows"),
-        (offsets([0, -3]), ValueError, "must end below 2.*31, got -3"),
-        (offsets([0, 3]).to("meta"), ValueError, "must have values to read"),
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("given, error, text", (
+    ([0, 3], TypeError, "cu_seqlens must be a tensor, got list"),
+    (offsets([0, 3]).float(), TypeError, "cu_seqlens must be int32 or int64, got torch.float32"),
+    (offsets([[0, 3]]), ValueError, r"cu_seqlens must have shape \[batch \+ 1\], got \[1, 2\]"),
+    (offsets([0, 2**40], torch.int64), ValueError, "must end below 2.*31, got 1099511627776"),
+    (offsets([0, 2**40, 9], torch.int64), ValueError, "must not decrease"),
+    (offsets([1, 3]), ValueError, "must run from 0 to the 3 rows"),
+    (offsets([0, -3]), ValueError, "must end below 2.*31, got -3"),
+    (offsets([0, 3]).to("meta"), ValueError, "must have values to read"),
+), ids=str)  # fmt: skip
 def test_wrong_offsets_say_what_is_wrong(given, error, text):
     with pytest.raises(error, match=text):
         Lengths(given)
@@ -107,19 +101,14 @@ def test_wrong_uses_say_what_is_wrong():
 
 
 def test_calls_give_what_they_give_with_offsets():
-    plain, lengths = offsets(FIRST), Lengths(offsets(FIRST))
-    tensors = leaves()
+    plain, lengths, tensors = offsets(FIRST), Lengths(offsets(FIRST)), leaves()
     with tritonemu.enabled():
         expected = gradients(gdpa(*tensors, plain, plain, 40, 40), tensors)
-        for _ in range(2):
-            found = gradients(gdpa(*tensors, lengths, lengths), tensors)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        mixed = gradients(gdpa(*tensors, plain, lengths, 40), tensors)
-        assert all(torch.equal(a, b) for a, b in zip(mixed, expected, strict=True))
+        for given in ((lengths, lengths), (lengths, lengths), (plain, lengths, 40)):
+            assert_same_bits(gradients(gdpa(*tensors, *given), tensors), expected)
         expected = gradients(block_attention(*tensors, plain), tensors)
         for _ in range(2):
-            found = gradients(block_attention(*tensors, lengths), tensors)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert_same_bits(gradients(block_attention(*tensors, lengths), tensors), expected)
 
 
 @pytest.fixture
@@ -127,33 +116,31 @@ def made(monkeypatch) -> list[str]:
     """The kernels that made lists of work."""
     seen = []
     for module in (work_list, block_list):
-        launch = module.launch
-        monkeypatch.setattr(
-            module,
-            "launch",
-            lambda kernel, *a, f=launch, **o: seen.append(kernel.__name__) or f(kernel, *a, **o),
-        )
+
+        def watched(kernel, *arguments, launch=module.launch, **options):
+            seen.append(kernel.__name__)
+            return launch(kernel, *arguments, **options)
+
+        monkeypatch.setattr(module, "launch", watched)
     return seen
 
 
 def test_a_list_is_made_once_for_lengths_and_in_each_call_for_offsets(made):
+    """Of gdpa forward's and backward's; of blocks backward has forward's."""
     impls = {"impl": "v8_own_waits", "backward_impl": "v4_warp_specialized_backward"}
     tensors, lengths, plain = leaves(head_dim=128), Lengths(offsets(FIRST)), offsets(FIRST)
+    of_gdpa, of_blocks = partial(gdpa, **impls), partial(block_attention, impl="v1_one_tile")
     with tritonemu.enabled():
-        for _ in range(2):
-            gradients(gdpa(*tensors, lengths, lengths, **impls), tensors)
-        assert made == ["work_list_kernel"] * 2  # forward's and backward's
-        made.clear()
-        for _ in range(2):
-            gradients(gdpa(*tensors, plain, plain, 40, 40, **impls), tensors)
-        assert made == ["work_list_kernel"] * 4
-        made.clear()
-        for _ in range(2):
-            gradients(block_attention(*tensors, lengths, impl="v1_one_tile"), tensors)
-        assert made == ["block_list_kernel"]
-        made.clear()
-        gradients(block_attention(*tensors, plain, impl="v1_one_tile"), tensors)
-        assert made == ["block_list_kernel"], "backward has forward's"
+        for call, given, times, expected in (
+            (of_gdpa, (lengths, lengths), 2, ["work_list_kernel"] * 2),
+            (of_gdpa, (plain, plain, 40, 40), 2, ["work_list_kernel"] * 4),
+            (of_blocks, (lengths,), 2, ["block_list_kernel"]),
+            (of_blocks, (plain,), 1, ["block_list_kernel"]),
+        ):
+            for _ in range(times):
+                gradients(call(*tensors, *given), tensors)
+            assert made == expected
+            made.clear()
 
 
 def test_lists_are_told_apart(made):
@@ -172,20 +159,15 @@ def test_lists_are_told_apart(made):
 
 def test_layers_take_lengths():
     x, lengths = torch.randn(47, 32), Lengths(offsets(FIRST, torch.int64))
-    layers = {
-        "self": GDPASelfAttention(32, 2),
-        "pma": PMA(32, 2, 3),
-        "pffn": PFFN(32, 2, 8, 5),
-        "block": BlockAttention(32, 2, block_size=16, rotary=1e4),
-    }
-    for name, layer in layers.items():
-        more = (torch.randn(3, 8),) if name == "pffn" else ()
+    blocks = BlockAttention(32, 2, block_size=16, rotary=1e4)
+    for layer in (GDPASelfAttention(32, 2), PMA(32, 2, 3), PFFN(32, 2, 8, 5), blocks):
+        more = (torch.randn(3, 8),) if isinstance(layer, PFFN) else ()
         for _ in range(2):
             out, expected = layer((x, lengths), *more), layer((x, lengths.cu_seqlens), *more)
-            if name != "pma":
+            if not isinstance(layer, PMA):
                 assert out[1] is lengths
                 out, expected = out[0], expected[0]
-            assert torch.equal(out, expected), name
+            assert torch.equal(out, expected), layer
 
 
 def test_layers_share_the_turns_of_rotary(monkeypatch):
@@ -215,8 +197,7 @@ def test_compiled_calls_take_lengths():
         arguments = (lengths,) * (2 if function is gdpa else 1)
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         expected = gradients(function(*tensors, *arguments), tensors)
-        found = gradients(compiled(*tensors, *arguments), tensors)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert_same_bits(gradients(compiled(*tensors, *arguments), tensors), expected)
 
 
 def test_one_tensor_for_several_arguments_compiles():
@@ -244,9 +225,7 @@ WRITES = {
     "data": lambda ends: ends.data.copy_(offsets(SECOND)),
     "dlpack": lambda ends: torch.from_dlpack(ends.__dlpack__()).copy_(offsets(SECOND)),
     "alias": lambda ends: (
-        torch.empty(0, dtype=torch.int32)
-        .set_(ends.untyped_storage(), 0, (4,))
-        .copy_(offsets(SECOND))
+        ends.new_empty(0).set_(ends.untyped_storage(), 0, (4,)).copy_(offsets(SECOND))
     ),
     "another library": lambda ends: np.asarray(ends).__setitem__(slice(None), SECOND),
     "collective": collective,
@@ -323,11 +302,11 @@ def listed(monkeypatch) -> None:
         backward=lambda grad, batch, schedule: reference.backward(grad, batch),
     )
     rung = SimpleNamespace(
-        operator="gdpa", impl="listed", has={"schedule"}, config=lambda batch: None,
+        operator="gdpa", impl="listed", config=lambda batch, direction: None,
         schedule=lambda batch, config: (torch.zeros(3),), module=lambda: module,
+        takes=lambda direction, name: name == "schedule",
     )  # fmt: skip
-    monkeypatch.setattr(gdpa_api, "resolve", lambda *call: rung)
-    monkeypatch.setattr(gdpa_api, "resolve_backward", lambda *call: rung)
+    monkeypatch.setattr(gdpa_api.Options, "rung", lambda *call: rung)
 
 
 def test_lengths_go_with_their_last_reference(listed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -33,12 +34,7 @@ OPTIONS = {
     "grouped": {"num_kv_heads": 2, "bias": False, "max_seqlen": 20},
     "one kv head": {"num_kv_heads": 1, "activation": "silu", "scale": 0.7, "output_scale": -0.1},
     "per head": {"activation": ["gelu", "silu", "relu", "gelu_tanh"]},
-    "qk_norm": {
-        "num_kv_heads": 2,
-        "qk_norm": True,
-        "scale": 1 / 8,
-        "activation": "gelu_taylor6",
-    },
+    "qk_norm": {"num_kv_heads": 2, "qk_norm": True, "scale": 1 / 8, "activation": "gelu_taylor6"},
 }
 MASKS = {
     "causal": {"causal": True},
@@ -64,6 +60,25 @@ CASES += [("self", name) for name in MASKS] + [("pffn", name) for name in TOKENS
 CASES += [("block", name) for name in BLOCKS]
 
 TAYLOR = {"gelu_taylor6": lambda x: x / 2 + (x**2 - x**4 / 6 + x**6 / 40) / math.sqrt(2 * math.pi)}
+
+
+each = pytest.mark.parametrize("kind", ALL)
+of_gdpa = pytest.mark.parametrize("kind", LAYERS)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[tuple, dict]]:
+    """The arguments and options of every call of `gdpa` by a layer."""
+    seen, attend = [], modules.gdpa
+    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append((a, o)) or attend(*a, **o))
+    return seen
+
+
+def longest(calls) -> list[tuple[int, int]]:
+    """max_seqlen_q and max_seqlen_k of the calls since the last time."""
+    found = [arguments[5:7] for arguments, _ in calls]
+    calls.clear()
+    return found
 
 
 def make(kind: str, **options):
@@ -186,7 +201,7 @@ def test_is_the_layer_in_plain_pytorch(kind, options):
         torch.testing.assert_close(a, b, **close, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each
 def test_a_nested_tensor_is_the_same_batch(kind):
     layer = make(kind, num_kv_heads=2, **({"rotary": 1e4} if kind == "block" else {}))
     values, offsets, summary = batch()
@@ -217,14 +232,12 @@ def test_layers_follow_each_other_and_share_the_offsets():
 
 
 @pytest.mark.parametrize("qk_norm", (False, True))
-@pytest.mark.parametrize("kind", LAYERS)
-def test_the_kernels_read_the_projections_where_they_lie(kind, qk_norm, monkeypatch):
-    seen, attend = [], modules.gdpa
-    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a) or attend(*a, **o))
+@of_gdpa
+def test_the_kernels_read_the_projections_where_they_lie(kind, qk_norm, calls):
     layer = make(kind, num_kv_heads=2, qk_norm=qk_norm)
     values, offsets, summary = batch()
     run(layer, values, offsets, summary)
-    ((q, k, v, ends_q, ends_k, *_),) = seen
+    (((q, k, v, ends_q, ends_k, *_), _),) = calls
     assert [x is None for x in (k, v)] == [kind == "self" and not qk_norm, not qk_norm]
     q, k, v = packed.unpack(q, k, v, layer.num_kv_heads)
     heads = 8 if kind == "self" else 4
@@ -269,7 +282,7 @@ def test_each_direction_of_blocks_by_the_kernel_asked_for():
 
 
 @pytest.mark.parametrize("lengths", ([], [0, 0], [1]))
-@pytest.mark.parametrize("kind", ALL)
+@each
 def test_hardly_any_tokens(kind, lengths):
     layer = make(kind, qk_norm=True, **({"rotary": 1e4} if kind == "block" else {}))
     values, offsets, summary = batch(lengths)
@@ -289,7 +302,7 @@ def test_a_sequence_without_tokens_pools_to_the_bias():
     assert not torch.equal(y[1], y[0])
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each
 def test_a_sample_sees_no_other(kind):
     layer = make(kind)
     values, offsets, summary = batch()
@@ -335,20 +348,18 @@ def test_identity_is_one_matrix_per_sample():
     torch.testing.assert_close(run(layer, values, offsets, summary), expected)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_qk_norm_bounds_the_scores(kind, monkeypatch):
-    seen, attend = [], modules.gdpa
-    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[:3]) or attend(*a, **o))
+@of_gdpa
+def test_qk_norm_bounds_the_scores(kind, calls):
     values, offsets, summary = batch()
     layer, options = LAYERS[kind][0], {"qk_norm": True, "scale": 1 / 8, "dtype": torch.float64}
     layer = layer(*LAYERS[kind][1], **options)
     run(layer, 1e3 * values, offsets, 1e3 * summary)
-    ((q, k, _),) = seen
+    (((q, k, *_), _),) = calls
     scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
     assert 0.5 < scores.abs().max() <= 1
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each
 @pytest.mark.parametrize("qk_norm", (False, True))
 @pytest.mark.filterwarnings("error")
 def test_autocast(kind, qk_norm):
@@ -386,21 +397,19 @@ def test_a_norm_keeps_its_dtype_under_autocast(norms_of_a_gpu):
     assert y.dtype == torch.bfloat16 and torch.equal(y, norm(x))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_nothing_becomes_fp32_on_the_way_to_the_kernels(kind, norms_of_a_gpu, monkeypatch):
-    seen, attend = [], modules.gdpa
-    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[:3]) or attend(*a, **o))
+@of_gdpa
+def test_nothing_becomes_fp32_on_the_way_to_the_kernels(kind, norms_of_a_gpu, calls):
     options = {"rotary": 1e4} if kind == "self" else {}
     layer = make(kind, qk_norm=True, dtype=torch.float32, **options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run(layer, *batch(dtype=torch.float32))
-    ((q, k, v),) = seen
+    (((q, k, v, *_), _),) = calls
     assert k.dtype == v.dtype == torch.bfloat16
     assert q.dtype == (torch.float32 if kind == "pma" else torch.bfloat16)  # the seeds are weights
 
 
 @pytest.mark.parametrize("nested", (False, True))
-@pytest.mark.parametrize("kind", ALL)
+@each
 def test_torch_compile_sees_one_graph(kind, nested):
     # The nested one reads its longest sequence in the graph.
     longest = {"rotary": 1e4} if kind == "block" else {"max_seqlen": None if nested else 12}
@@ -417,7 +426,7 @@ def test_torch_compile_sees_one_graph(kind, nested):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each
 def test_a_state_dict_carries_the_layer(kind):
     layer = make(kind, qk_norm=True)
     state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
@@ -486,7 +495,7 @@ def test_wrong_arguments_say_what_is_wrong(kind, name, value, message):
         ALL[kind][0](**sizes | {name: value})
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each
 def test_wrong_inputs_say_what_is_wrong(kind):
     layer = make(kind)
     values, offsets, summary = batch()
@@ -543,37 +552,35 @@ def test_a_wrong_summary_says_what_is_wrong():
         make("pffn", summary_tokens=2)((values, offsets), summary)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_max_seqlen(kind, monkeypatch):
+def of_kind(kind: str, longest: int) -> list[tuple[int, int]]:
+    """max_seqlen_q and max_seqlen_k of one call of a layer whose longest sequence is this."""
+    return {"self": [(longest, longest)], "pma": [(3, longest)], "pffn": [(longest, 6)]}[kind]
+
+
+@of_gdpa
+def test_max_seqlen(kind, calls):
+    """That of the layer, of the batch, or of the offsets."""
     values, offsets, summary = batch()
     expected = run(make(kind), values, offsets, summary)
+    assert longest(calls) == of_kind(kind, 9)
     assert torch.equal(run(make(kind, max_seqlen=9), values, offsets, summary), expected)
     with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .*got 8"):
         run(make(kind, max_seqlen=8), values, offsets, summary)
-    seen, attend = [], modules.gdpa
-    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[5:7]) or attend(*a, **o))
-    run(make(kind), values, offsets, summary)
-    assert seen == {"self": [(9, 9)], "pma": [(3, 9)], "pffn": [(9, 6)]}[kind]
+    calls.clear()
+    layer = make(kind, max_seqlen=8)
+    call = partial(layer, max_seqlen=12)
+    torch.testing.assert_close(run(layer, values, offsets, summary, call=call), expected)
+    assert longest(calls) == of_kind(kind, 12)
+    for wrong, message in (
+        (7, "at least the longest .* 9 .*got 7"),
+        (9.0, "an integer of at least 0, got 9.0"),
+    ):
+        with pytest.raises(ValueError, match=f"max_seqlen must be {message}"):
+            run(layer, values, offsets, summary, call=partial(layer, max_seqlen=wrong))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_max_seqlen_of_a_batch(kind, monkeypatch):
-    values, offsets, summary = batch()
-    seen, attend = [], modules.gdpa
-    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[5:7]) or attend(*a, **o))
-    layer, more = make(kind, max_seqlen=8), [summary] if kind == "pffn" else []
-    y = layer((values, offsets), *more, max_seqlen=12)
-    expected = make(kind)((values, offsets), *more)
-    torch.testing.assert_close(*((y, expected) if kind == "pma" else (y[0], expected[0])))
-    assert seen[0] == {"self": (12, 12), "pma": (3, 12), "pffn": (12, 6)}[kind]
-    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .*got 7"):
-        layer((values, offsets), *more, max_seqlen=7)
-    with pytest.raises(ValueError, match="max_seqlen must be an integer of at least 0, got 9.0"):
-        layer((values, offsets), *more, max_seqlen=9.0)
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_a_nested_tensor_knows_its_longest_sequence(kind, monkeypatch):
+@of_gdpa
+def test_a_nested_tensor_knows_its_longest_sequence(kind, monkeypatch, calls):
     def waits(*_):
         raise AssertionError("the offsets were read")
 
@@ -581,14 +588,11 @@ def test_a_nested_tensor_knows_its_longest_sequence(kind, monkeypatch):
     values, offsets, summary = batch()
     more = [summary] if kind == "pffn" else []
     x = torch.nested.nested_tensor_from_jagged(values, offsets.long(), max_seqlen=11)
-    seen, attend = [], modules.gdpa
-    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(a[5:7]) or attend(*a, **o))
     y = make(kind, validate=False)(x, *more)
-    assert seen == {"self": [(11, 11)], "pma": [(3, 11)], "pffn": [(11, 6)]}[kind]
+    assert longest(calls) == of_kind(kind, 11)
     if kind != "pma":
-        seen.clear()
         make("self", validate=False)(y)
-        assert seen == [(11, 11)], "the next layer knows it too"
+        assert longest(calls) == [(11, 11)], "the next layer knows it too"
     wrong = torch.nested.nested_tensor_from_jagged(values, offsets.long(), max_seqlen=8)
     with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 9 .*got 8"):
         make(kind)(wrong, *more)
@@ -613,7 +617,7 @@ def test_another_batch_is_not_another_program():
 
 
 @pytest.mark.parametrize("shared", (False, True), ids=("offsets", "Lengths"))
-@pytest.mark.parametrize("kind", ALL)
+@each
 def test_activation_checkpointing(kind, shared):
     values, offsets, summary = batch()
     offsets, layer, found = Lengths(offsets) if shared else offsets, make(kind), []
@@ -625,15 +629,13 @@ def test_activation_checkpointing(kind, shared):
 
 
 @pytest.mark.parametrize("options", ({}, {"precise": True}), ids=str)
-@pytest.mark.parametrize("kind", LAYERS)
-def test_packed_arithmetic_is_the_callers_choice(kind, options, monkeypatch):
-    seen, attend = [], modules.gdpa
-    monkeypatch.setattr(modules, "gdpa", lambda *a, **o: seen.append(o) or attend(*a, **o))
+@of_gdpa
+def test_packed_arithmetic_is_the_callers_choice(kind, options, calls):
     run(make(kind, **options), *batch())
-    assert [call["precise"] for call in seen] == [bool(options)]
+    assert [call["precise"] for _, call in calls] == [bool(options)]
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@of_gdpa
 def test_an_explicit_kernel_is_the_one_asked_for(kind):
     with pytest.raises(NotImplementedError, match="impl 'v1_tiled' needs .*CUDA"):
         run(make(kind, dtype=torch.float32, impl="v1_tiled"), *batch(dtype=torch.float32))
@@ -675,7 +677,7 @@ def plain(layer, values, offsets, summary):
     return composed(layer, values, LENGTHS, summary)
 
 
-@pytest.mark.parametrize("kind", ALL)
+@each
 def test_training_follows_plain_pytorch(kind):
     losses, expected = curve(kind, run), curve(kind, plain)
     assert losses[-1] < 0.7 * losses[0]

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritonemu
 from gdpa_kernels import block_attention, gdpa
 from gdpa_kernels.block_attention import reference as block_reference
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api, reference
 from gdpa_lab.measuring.inputs import cu_seqlens
 
@@ -313,3 +315,16 @@ def test_modes_and_profilers_see_the_operators(operator, grad):
         run()
     events = [event.name for event in profile.events()]
     assert [events.count(name) for name in expected] == [1] * len(expected)
+
+
+@both
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_implementation_is_chosen_once_in_each_direction(operator, shared, monkeypatch):
+    chosen, there = [], ladder.resolve
+    monkeypatch.setattr(ladder, "resolve", lambda *call: chosen.append(call[2]) or there(*call))
+    call = required(arguments(operator))
+    if shared:
+        lengths = Lengths(cu_seqlens([4, 0, 17], "cpu"))
+        call |= {name: lengths for name in call if name.startswith("cu_seqlens")}
+    OPERATORS[operator](**call).sum().backward()
+    assert chosen == ["forward", "backward"]

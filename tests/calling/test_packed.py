@@ -13,6 +13,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import api
 from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.calls import emulated
 
 LENGTHS = [4, 0, 17]
 TOTAL = sum(LENGTHS)
@@ -131,7 +132,7 @@ def test_kernels_write_the_gradient_where_it_lies(operator, impl, count):
     if operator == "block":
         options = {"impl": impl, "block_size": 64}
         options |= {} if impl.startswith("v3") else {"rotary": turns(64)}
-    with tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90"):
+    with emulated(impl):
         compare(OPERATORS[operator], "grouped", count, tensors=tensors, **options)
         given = side_by_side(tensors, count)
         number = 2 if count == 3 else None
@@ -171,16 +172,19 @@ def test_opcheck():
     q, kv, _ = side_by_side(leaves(HEADS["grouped"], dtype=torch.float32), 2)
     qkv, _, _ = side_by_side(leaves(HEADS["grouped"], dtype=torch.float32), 3)
     grad_out = torch.randn(TOTAL, 4, 16)
-    options = "gelu_tanh", 0.25, 1.0, False, None, False
     for given in ((q.detach(), kv.detach(), None, None), (qkv.detach(), None, None, 2)):
         *tensors, number = given
-        call = (*tensors, ends(), ends(), [], number, 17, 17, *options)
-        torch.library.opcheck(api._FORWARD, (*call, "v0_eager", "reference"))
+        call = *tensors, ends(), ends(), []
+        options = api.Options(
+            number, 17, 17, "gelu_tanh", 0.25, 1.0, False, None, False, "v0_eager", "reference"
+        )
+        torch.library.opcheck(api._FORWARD, (*call, *options))
         for needs in ((True, True, True), (False, True, False)):
-            torch.library.opcheck(api._BACKWARD, (grad_out, *call, *needs, "reference"))
-        call, options_ = (*tensors, ends(), *turns(16), None), (number, 0.25, 16, True, "reference")
-        torch.library.opcheck(block_api._FORWARD, (*call, *options_, "reference"))
-        torch.library.opcheck(block_api._BACKWARD, (grad_out, *call, [], *options_))
+            torch.library.opcheck(api._BACKWARD, (grad_out, *call, *needs, *options))
+        call = *tensors, ends(), *turns(16), None
+        options = block_api.Options(number, 0.25, 16, True, "reference", "reference")
+        torch.library.opcheck(block_api._FORWARD, (*call, *options))
+        torch.library.opcheck(block_api._BACKWARD, (grad_out, *call, [], *options))
 
 
 @pytest.mark.parametrize(

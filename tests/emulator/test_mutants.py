@@ -55,6 +55,7 @@ class RungLaunch:
     config: tuple[tuple[str, int], ...]
     arch: str = "sm_90"
     head_dim: int = 32
+    activation: str = "relu"
 
     def run(self, module: ModuleType, schedule: str | int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -66,7 +67,7 @@ class RungLaunch:
         q, k, v = tokens(self.lengths_q), tokens(self.lengths_k), tokens(self.lengths_k)
         ends = [cu_seqlens(list(n), "cpu") for n in (self.lengths_q, self.lengths_k)]
         sizes = max(self.lengths_q), max(self.lengths_k)
-        batch = Batch(q, k, v, *ends, *sizes, activation=("relu",), scale=self.head_dim**-0.5)
+        batch = Batch(q, k, v, *ends, *sizes, (self.activation,), scale=self.head_dim**-0.5)
         with tritonemu.enabled(self.arch, schedule=schedule, max_steps=MAX_STEPS):
             config = module.Config(**dict(self.config))
             out = module.forward(batch, config=config)
@@ -198,7 +199,7 @@ SUBJECTS = {
         RungLaunch(*SINGLE, _blocks(2, q_slots=1), head_dim=256),
     ),
     **{
-        impl: _rung(impl, kernel, RungLaunch(*TILES, _blocks(3), "sm_100"))
+        impl: _rung(impl, kernel, RungLaunch(*TILES, _blocks(3), "sm_100", 64, "gelu_tanh"))
         for impl, kernel in (
             ("b1_tensor_memory", "tensor_memory_kernel"),
             ("b2_two_tiles", "two_tiles_kernel"),

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +11,7 @@ import pytest
 import torch
 
 from data import World, make_batch
+from tests.examples.ranks import printed
 
 NEEDED = ("torchrec", "fbgemm_gpu")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -55,24 +52,8 @@ def test_logits_are_those_of_plain_embeddings(lengths, dtype):
 
 
 def run(ranks: int, *arguments: str) -> list[float]:
-    """The losses that rank 0 prints, of processes started as torchrun starts them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {k: str(v) for k, v in {**common, "RANK": r, "LOCAL_RANK": r}.items()},
-        )
-        for r in range(ranks)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=300) for process in processes]
-    for process, (_, errors) in zip(processes, said, strict=True):
-        assert process.returncode == 0, errors[-2000:]
-    return [float(x) for x in re.findall(r"loss ([0-9.]+)", said[0][0])]
+    """The losses that rank 0 prints."""
+    return [float(x) for x in re.findall(r"loss ([0-9.]+)", printed(ranks, SCRIPT, *arguments))]
 
 
 def test_two_ranks_learn_what_one_learns():

@@ -4,13 +4,9 @@ wrong in one line."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +14,8 @@ import pytest
 import step
 import torch
 import train
+
+from tests.examples.ranks import printed, start
 
 SCRIPT = Path(train.__file__)
 SMALL = [
@@ -27,27 +25,8 @@ SMALL = [
 FEW = [*SMALL, "--batch", "16", "--steps", "6", "--log-every", "1", "--eval-batches", "1"]
 
 
-def start(ranks: int, *arguments: object, script: Path = SCRIPT) -> list[subprocess.Popen]:
-    """The processes of a run, as torchrun starts them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    common |= {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(script), *map(str, arguments)]
-    return [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {k: str(v) for k, v in {**common, "RANK": rank}.items()},
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-
-
 def run(ranks: int, out: Path, *arguments: object, script: Path = SCRIPT) -> dict:
-    for process in start(ranks, *arguments, "--out", out, script=script):
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    printed(ranks, script, *arguments, "--out", out)
     return json.loads(out.read_text())
 
 
@@ -182,7 +161,9 @@ def test_two_ranks_are_one(engine, more, tmp_path):
 
 def test_a_lost_rank_ends_the_other():
     options = [*SMALL, "--batch", "8", "--steps", "100000", "--log-every", "1"]
-    left, lost = start(2, *options, "--engine", "ddp", "--timeout", "20", "--attention", "eager")
+    left, lost = start(
+        2, SCRIPT, *options, "--engine", "ddp", "--timeout", "20", "--attention", "eager"
+    )
     assert "step 1" in left.stdout.readline()
     lost.send_signal(signal.SIGKILL)
     began = time.monotonic()

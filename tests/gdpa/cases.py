@@ -1,12 +1,21 @@
-"""The batches every implementation is tested on, each with its reason, and the tensors for them."""
+"""The batches every implementation is tested on, each with its reason, and how a rung runs one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
+from hypothesis import strategies as st
 
+import tritonemu
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.gdpa import reference
+from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.budget import within_budget
+from tests.calls import TENSORS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -52,6 +61,93 @@ class Case:
             "max_seqlen_k": max(seqlens_k, default=0),
             **self.options,
         }
+
+    def call(self, dtype: torch.dtype, seed: int = 0) -> dict:
+        """`arguments`, and grad_out from N(0, 1)."""
+        found, make = self.arguments(dtype, seed), torch.Generator().manual_seed(seed + 1000)
+        rows = batch_of(found).rows, *found["q"].shape[1:]
+        return {"grad_out": torch.randn(rows, generator=make).to(found["q"]), **found}
+
+
+def batch_of(call: dict) -> Batch:
+    """What a rung gets of a call, without its grad_out."""
+    fields = {"activation": "gelu_tanh", "scale": call["q"].shape[-1] ** -0.5} | call
+    fields.pop("grad_out", None)
+    names = fields["activation"]
+    return Batch(**fields | {"activation": (names,) if isinstance(names, str) else tuple(names)})
+
+
+def kernels_run(impl: str = ""):
+    """The context in which kernels run on DEVICE, those of a Blackwell rung as on sm_100."""
+    if DEVICE == "cuda":
+        return contextlib.nullcontext()
+    return tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90")
+
+
+def of_pytorch(batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """[out] of the definition in fp64, and in the dtype of a batch."""
+    exact = replace(batch, **{name: getattr(batch, name).double() for name in "qkv"})
+    return [reference.forward(exact)], [reference.forward_in_dtype(batch)]
+
+
+def drawn(
+    data: st.DataObject, head_dims: Sequence[int], *, keys: int = 140, same: bool = False,
+    shared_q: bool = False, narrow: bool = False,
+) -> Case:  # fmt: skip
+    """A batch and options by hypothesis. keys: the most of a sequence. same: its keys may be of the
+    queries' tokens, and packed with them. narrow: in the form that lessons take."""
+    lengths_q = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=4))
+    same = same and data.draw(st.booleans())
+    shared_q = shared_q and data.draw(st.booleans())
+    lengths_q = lengths_q[:1] * len(lengths_q) if shared_q else lengths_q
+    lengths_k = lengths_q if same else [data.draw(st.integers(0, keys)) for _ in lengths_q]
+    groups = [(1, 1), (1, 2)] if narrow else [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
+    group, heads_k = data.draw(st.sampled_from(groups))
+    return Case(
+        "random", tuple(lengths_q), tuple(lengths_k), group * heads_k, heads_k,
+        head_dim=data.draw(st.sampled_from(head_dims)),
+        shared_q=shared_q,
+        packed=same and data.draw(st.booleans()),
+        options={
+            "activation": data.draw(st.sampled_from(sorted(reference.ACTIVATIONS))),
+            "causal": not narrow and data.draw(st.booleans()),
+            "window": None if narrow else data.draw(st.none() | st.integers(0, 300)),
+            "output_scale": data.draw(st.sampled_from([1.0, 1 / 128])),
+        },
+    )  # fmt: skip
+
+
+BACKWARD = {
+    impl: ladder.rung(impl)
+    for impl in ladder.impls(direction="backward")[1:]
+    if DEVICE == "cpu" or not impl.startswith("b")  # elsewhere only on an sm_100
+}
+"""The backward rungs that run on DEVICE."""
+NAMES = ("dq", "dk", "dv")
+
+
+def gradients(impl: str, call: dict, **more) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv) of a backward rung; `more` are options that only some rungs have."""
+    with kernels_run(impl):
+        return BACKWARD[impl].module().backward(call["grad_out"], batch_of(call), **more)
+
+
+def check_gradients(
+    compute: Callable[[dict], tuple], case: Case, dtype: torch.dtype, seed: int = 0,
+    change: Callable[[dict], dict] = lambda call: call, **budget,
+) -> None:  # fmt: skip
+    """Hold gradients to the error budget. compute: (dq, dk, dv) of a call. change: what is done to
+    the call first. budget: of `within_budget`."""
+
+    def defined(call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        cast = {name: x.to(dtype) if name in TENSORS else x for name, x in call.items()}
+        return reference.backward_in_dtype(cast["grad_out"], batch_of(cast))
+
+    def draw(i: int) -> tuple:
+        call = change(case.call(dtype, seed + i))
+        return compute(call), defined(call, torch.float64), defined(call, dtype)
+
+    within_budget(draw, NAMES, **{"least": 4096} | budget)
 
 
 CASES = [

@@ -16,104 +16,50 @@ from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import api, choices
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.calls import cast, emulated, ends, required, saved_by
+
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def arguments(**changes) -> dict:
-    q, k, v = (torch.randn(9, 4, 16) for _ in range(3))
-    ends = cu_seqlens([4, 0, 5], "cpu")
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "cu_seqlens_q": ends,
-        "cu_seqlens_k": ends.clone(),
-        "max_seqlen_q": 5,
-        "max_seqlen_k": 5,
-    } | changes
+    q, k, v = torch.randn(3, 9, 4, 16)
+    both = {"cu_seqlens_q": ends(0, 4, 4, 9), "cu_seqlens_k": ends(0, 4, 4, 9)}
+    return {"q": q, "k": k, "v": v, **both, "max_seqlen_q": 5, "max_seqlen_k": 5} | changes
 
 
-def emulated(impl: str):
-    """The context in which `impl` runs on the CPU."""
-    return tritonemu.enabled("sm_100" if impl.startswith("b") else "sm_90")
-
-
-def ends(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def required(call: dict, names: str = "qkv") -> dict:
-    """The same call, of leaves that require gradients."""
-    return call | {name: call[name].detach().clone().requires_grad_() for name in names}
-
-
-def cast(call: dict, dtype: torch.dtype) -> dict:
-    """The same call, q, k and v in `dtype`."""
-    return call | {name: call[name].to(dtype) for name in "qkv"}
-
-
+NESTED = torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.jagged)
 WRONG = (
-    (
-        {"activation": "softmax"},
-        ValueError,
-        "activation must be one of identity, .*, got 'softmax'",
-    ),
-    (
-        {"activation": ("relu", "silu")},
-        ValueError,
-        r"activation must be one name or one per query head \(4\), got 2",
-    ),
-    (
-        {"backward_impl": "v1_tiled"},
-        ValueError,
-        "backward_impl must be 'auto' or one of reference, v1_tiled_backward, .*, got 'v1_tiled'",
-    ),
-    (
-        {name: torch.randn(9, 4, 0) for name in "qkv"},
-        ValueError,
-        "q must have a head_dim of at least 1, got 0",
-    ),
-    ({"k": torch.randn(9, 4, 16).to_sparse()}, TypeError, "k must be a dense tensor, got"),
-    (
-        {"q": torch.nested.nested_tensor([torch.randn(9, 4, 16)], layout=torch.jagged)},
-        TypeError,
-        "q must be a dense tensor, got a nested one",
-    ),
-    ({"activation": None}, TypeError, "activation must be a name or .*got None"),
-    ({"activation": 5}, TypeError, "activation must be a name or a tuple .*got 5"),
-    ({"activation": (("relu",),)}, TypeError, "activation must be a name"),
-    ({"scale": True}, TypeError, "scale must be a float, got bool"),
-    (
-        {"output_scale": float("inf")},
-        ValueError,
-        "output_scale must be a finite number in fp32, got inf",
-    ),
-    (
-        {"max_seqlen_k": None},
-        TypeError,
-        "max_seqlen_k must be given unless cu_seqlens_k is Lengths, got None",
-    ),
-    ({"window": -1}, ValueError, "window must be None or an integer .* got -1"),
-    (
-        {"cu_seqlens_q": ends(0, 9), "max_seqlen_q": 9},
-        ValueError,
-        "cu_seqlens_q must have cu_seqlens_k's",
-    ),
-    (
-        {"max_seqlen_q": 4},
-        ValueError,
-        "max_seqlen_q must be at least the longest sequence, 5 tokens, got 4",
-    ),
-    ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k must be an integer of at least 0"),
-    (
-        {"cu_seqlens_q": None, "max_seqlen_q": 5},
-        ValueError,
-        "max_seqlen_q must equal the 9 rows of a shared q, got 5",
-    ),
-)
+    (ValueError, "activation must be one of identity, .*, got 'softmax'",
+     {"activation": "softmax"}),
+    (ValueError, r"activation must be one name or one per query head \(4\), got 2",
+     {"activation": ("relu", "silu")}),
+    (ValueError, "backward_impl must be 'auto' or one of reference, v1_tiled_.*, got 'v1_tiled'",
+     {"backward_impl": "v1_tiled"}),
+    (ValueError, "q must have a head_dim of at least 1, got 0",
+     {name: torch.randn(9, 4, 0) for name in "qkv"}),
+    (TypeError, "k must be a dense tensor, got", {"k": torch.randn(9, 4, 16).to_sparse()}),
+    (TypeError, "q must be a dense tensor, got a nested one", {"q": NESTED}),
+    (TypeError, "activation must be a name or .*got None", {"activation": None}),
+    (TypeError, "activation must be a name or a tuple .*got 5", {"activation": 5}),
+    (TypeError, "activation must be a name", {"activation": (("relu",),)}),
+    (TypeError, "scale must be a float, got bool", {"scale": True}),
+    (ValueError, "output_scale must be a finite number in fp32, got inf",
+     {"output_scale": float("inf")}),
+    (TypeError, "max_seqlen_k must be given unless cu_seqlens_k is Lengths, got None",
+     {"max_seqlen_k": None}),
+    (ValueError, "window must be None or an integer .* got -1", {"window": -1}),
+    (ValueError, "cu_seqlens_q must have cu_seqlens_k's",
+     {"cu_seqlens_q": ends(0, 9), "max_seqlen_q": 9}),
+    (ValueError, "max_seqlen_q must be at least the longest sequence, 5 tokens, got 4",
+     {"max_seqlen_q": 4}),
+    (ValueError, "max_seqlen_k must be an integer of at least 0", {"max_seqlen_k": -1}),
+    (ValueError, "max_seqlen_q must equal the 9 rows of a shared q, got 5",
+     {"cu_seqlens_q": None, "max_seqlen_q": 5}),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("changes, error, message", WRONG)
-def test_wrong_arguments_say_what_is_wrong(changes, error, message):
+@pytest.mark.parametrize("error, message, changes", WRONG)
+def test_wrong_arguments_say_what_is_wrong(error, message, changes):
     with pytest.raises(error, match=message):
         gdpa(**arguments(**changes))
 
@@ -134,7 +80,7 @@ def test_lengths_are_checked_in_each_call():
 
 
 def resolved(impl: str, **call) -> str:
-    return api.resolve(impl, Batch(**call, activation=("gelu_tanh",), scale=1.0)).impl
+    return api.resolve(impl, "forward", Batch(**call, activation=("gelu_tanh",), scale=1.0)).impl
 
 
 def test_auto_on_a_cpu_is_pytorch_and_an_explicit_kernel_is_refused():
@@ -148,15 +94,13 @@ def test_auto_on_a_cpu_is_pytorch_and_an_explicit_kernel_is_refused():
 def test_auto_prefers_the_first_kernel_that_supports_the_call():
     longest = {name: value for name, value in arguments().items() if name not in "qkv"}
     longest |= {"max_seqlen_q": 9, "max_seqlen_k": 9}
-    half = {name: torch.randn(9, 4, 16).bfloat16() for name in "qkv"}
-    odd = {name: torch.randn(9, 4, 20).bfloat16() for name in "qkv"}
-    single = {name: torch.randn(9, 4, 16) for name in "qkv"}
+    single, half, odd, wide = (
+        dict(zip("qkv", torch.randn(3, 9, 4, head_dim).to(dtype), strict=True))
+        for head_dim, dtype in ((16, FP32), (16, BF16), (20, BF16), (136, BF16))
+    )
     with tritonemu.enabled():
-        assert (
-            resolved("auto", **half, **longest)
-            == choices.order((9, 0), "forward", "bfloat16", 16, 9, 9)[0]
-        )
-        wide = {name: torch.randn(9, 4, 136).bfloat16() for name in "qkv"}
+        first = choices.order((9, 0), "forward", "bfloat16", 16, 9, 9)[0]
+        assert resolved("auto", **half, **longest) == first
         assert resolved("auto", **wide, **longest) == "v8_own_waits"
         assert resolved("auto", **odd, **longest) == "v1_tiled"
         assert resolved("auto", **single, **longest) == "v1_tiled"
@@ -187,21 +131,18 @@ def test_any_strides_reach_the_general_kernel():
 @pytest.mark.parametrize("operator", ladder.LADDERS)
 def test_a_row_that_stands_for_many_is_not_read_by_tma(operator):
     tensor, row = torch.randn(9, 4, 128).bfloat16(), torch.randn(1, 1, 128).bfloat16()
-    for name, expanded in (
-        ("rows", row.expand(9, 4, -1)),
-        ("heads", tensor[:, :1].expand_as(tensor)),
-    ):
+    for expanded in (row.expand(9, 4, -1), tensor[:, :1].expand_as(tensor)):
         for rung in ladder.LADDERS[operator]:
             problem = rung.requires.of_call(tensor, tensor, expanded)
             if rung.requires.aligned:
                 wanted = "needs v with contiguous rows whose strides are positive multiples of 16"
-                assert problem.startswith(wanted) and "got strides" in problem, (rung.impl, name)
+                assert problem.startswith(wanted) and "got strides" in problem, rung.impl
             else:
-                assert problem is None, (rung.impl, name)
+                assert problem is None, rung.impl
 
 
 def test_an_expanded_tensor_reaches_the_general_kernel():
-    call = {n: t.bfloat16() if n in "qkv" else t for n, t in arguments().items()}
+    call = cast(arguments(), BF16)
     call["v"] = call["v"][:1].expand(9, 4, 16)
     with tritonemu.enabled():
         assert torch.equal(gdpa(**call), gdpa(**call, impl="v1_tiled"))
@@ -210,7 +151,7 @@ def test_an_expanded_tensor_reaches_the_general_kernel():
 
 
 def test_double_precision_runs_everywhere():
-    call = {n: t.double() if n in "qkv" else t for n, t in arguments().items()}
+    call = cast(arguments(), torch.float64)
     assert torch.equal(gdpa(**call), gdpa(**call, impl="v0_eager"))
 
 
@@ -219,16 +160,15 @@ def test_opcheck(shared):
     q = torch.randn(4 if shared else 9, 4, 16)
     k, v = (torch.randn(9, 4, 16) for _ in range(2))
     lengths = cu_seqlens([4, 0, 5], "cpu")
-    ends_and_sizes = None if shared else lengths, lengths, [], None, 4 if shared else 5, 5
-    options = "gelu_tanh", 0.25, 1.0, False, None, shared
-    torch.library.opcheck(
-        api._FORWARD, (q, k, v, *ends_and_sizes, *options, "v0_eager", "reference")
-    )
+    tensors = q, k, v, None if shared else lengths, lengths, []
+    options = api.Options(
+        None, 4 if shared else 5, 5, "gelu_tanh", 0.25, 1.0, False, None, shared, "v0_eager",
+        "reference",
+    )  # fmt: skip
+    torch.library.opcheck(api._FORWARD, (*tensors, *options))
     grad_out = torch.randn(12 if shared else 9, 4, 16)
     for needs in ((True, True, True), (False, True, False)):
-        torch.library.opcheck(
-            api._BACKWARD, (grad_out, q, k, v, *ends_and_sizes, *options, *needs, "reference")
-        )
+        torch.library.opcheck(api._BACKWARD, (grad_out, *tensors, *needs, *options))
 
 
 def test_a_compiled_program_does_not_look_into_the_operator():
@@ -256,10 +196,9 @@ def test_a_compiled_program_does_not_look_into_the_operator():
 def test_the_output_is_a_tensor_of_its_own(impl, lengths):
     total = sum(lengths)
     q, k, v = (torch.randn(total, 4, 16).bfloat16() for _ in range(3))
-    ends = cu_seqlens(lengths, "cpu")
-    longest = max(lengths, default=0)
+    offsets, longest = cu_seqlens(lengths, "cpu"), max(lengths, default=0)
     with tritonemu.enabled():
-        out = gdpa(q, k, v, ends, ends, longest, longest, impl=impl)
+        out = gdpa(q, k, v, offsets, offsets, longest, longest, impl=impl)
     assert out.shape == (total, 4, 16) and out.is_contiguous()
     for tensor in (q, k, v):
         assert out._base is not tensor and out is not tensor
@@ -351,7 +290,7 @@ def test_gradients_are_those_of_the_rung(impl):
         out = gdpa(**call, **options, activation="silu", impl="v1_tiled", backward_impl=impl)
         out.backward(grad_out)
         plain = {n: t.detach() if n in "qkv" else t for n, t in call.items()}
-        module = ladder.rung(impl, api.BACKWARD).module()
+        module = ladder.rung(impl).module()
         batch = Batch(**plain, **options, activation=("silu",))
         expected = module.backward(grad_out, batch)
     for name, gradient in zip("qkv", expected, strict=True):
@@ -415,16 +354,13 @@ def test_an_explicit_backward_that_cannot_take_the_call_is_refused_at_once(case,
 
 
 def test_auto_takes_the_first_backward_that_supports_the_call(monkeypatch):
-    order = (
-        "v5_short_kv_backward",
-        "v4_warp_specialized_backward",
-        *choices.UNMEASURED["backward"],
-    )
+    order = ("v5_short_kv_backward", "v4_warp_specialized_backward")
+    order += tuple(choices.UNMEASURED["backward"])
     monkeypatch.setattr(choices, "order", lambda *call: order)
 
     def of(call):
         batch = Batch(**call, activation=("gelu_tanh",), scale=1.0)
-        return api.resolve_backward("auto", batch).impl
+        return api.resolve("auto", "backward", batch).impl
 
     assert of(wide()) == "reference"
     with tritonemu.enabled():
@@ -445,9 +381,7 @@ def test_what_is_saved(shared):
     call = required(arguments())
     if shared:
         call |= {"cu_seqlens_q": None, "max_seqlen_q": 9}
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        gdpa(**call)
+    _, saved = saved_by(lambda: gdpa(**call))
     given = [value for value in call.values() if isinstance(value, torch.Tensor)]
     assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in given]
 
@@ -468,30 +402,26 @@ def test_torch_compile_hands_precise_to_the_kernel(precise):
     with tritonemu.enabled(), launches() as seen:
         out, expected = compiled(**call), gdpa(**call)
     assert torch.equal(out, expected)
-    assert [launch.constants["PAIRS"] for launch in seen if "PAIRS" in launch.constants] == [
-        not precise
-    ] * 2
-
-
-LADDERS = ("gdpa", api.BACKWARD)
+    pairs = [launch.constants["PAIRS"] for launch in seen if "PAIRS" in launch.constants]
+    assert pairs == [not precise] * 2
 
 
 def test_ladders_list_every_rung_file():
     files = {path.stem for path in (ladder.PACKAGE / "gdpa").rglob("[bv][0-9]*_*.py")}
     backward = {name for name in files if name.endswith("_backward")}
-    assert set(ladder.impls(api.BACKWARD)) == backward | {"reference"}
-    assert set(ladder.impls("gdpa")) == files - backward | {"reference"}
+    assert set(api.BACKWARD_IMPLS) == backward | {"reference"}
+    assert set(api.IMPLS) == files - backward | {"reference"}
 
 
-@pytest.mark.parametrize("operator", LADDERS)
-def test_every_rung_names_its_predecessor(operator):
-    _, first, *others = ladder.LADDERS[operator]
-    assert first.predecessor is None
-    known = [first.impl]
-    for rung in others:
+@pytest.mark.parametrize("direction", rungs.DIRECTIONS)
+def test_every_rung_names_its_predecessor(direction):
+    _, first, *others = api.IMPLS if direction == "forward" else api.BACKWARD_IMPLS
+    assert ladder.rung(first).predecessor is None
+    known = [first]
+    for rung in map(ladder.rung, others):
         assert rung.predecessor in known
         assert f"Changes from {rung.predecessor}" in rung.path.read_text()
-        text = ladder.diff(rung.impl, operator=operator)
+        text = ladder.diff(rung.impl)
         before, after, *_ = text.splitlines()
         assert before.startswith("--- gdpa/") and before.endswith(f"/{rung.predecessor}.py")
         assert after.startswith("+++ gdpa/") and after.endswith(f"/{rung.impl}.py")
@@ -506,7 +436,7 @@ def test_docstrings_of_rungs_are_short(operator):
 
 
 def test_no_rung_but_a_constant_of_one_imports_another_and_no_kernel_imports_the_definition():
-    impls = {impl for operator in LADDERS for impl in ladder.impls(operator)}
+    impls = {rung.impl for rung in ladder.LADDERS["gdpa"]}
     for path in (ladder.PACKAGE / "gdpa").rglob("*.py"):
         if path.stem in ("api", "__init__"):
             continue

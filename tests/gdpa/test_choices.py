@@ -14,8 +14,7 @@ from gdpa_kernels.gdpa.choices import UNMEASURED
 def test_every_row_names_products_and_all_shapes_differ():
     rows = choices.load()
     assert rows
-    rungs = [*ladder.LADDERS["gdpa"], *ladder.LADDERS["gdpa_backward"]]
-    products = {rung.impl for rung in rungs if not rung.is_lesson}
+    products = {rung.impl for rung in ladder.LADDERS["gdpa"] if not rung.is_lesson}
     assert {impl for row in rows for impl in row.impls} <= products
     assert {impl for impls in UNMEASURED.values() for impl in impls} <= products
     assert len({row.shape for row in rows}) == len(rows)
@@ -53,16 +52,14 @@ def test_the_nearest_shape_decides(call, first, monkeypatch):
     assert backward == UNMEASURED["backward"]
 
 
-@pytest.mark.parametrize(
-    "direction, operator", [("forward", "gdpa"), ("backward", "gdpa_backward")]
-)
-def test_what_was_not_measured_runs_what_runs_anywhere(direction, operator):
+@pytest.mark.parametrize("direction", rung.DIRECTIONS)
+def test_what_was_not_measured_runs_what_runs_anywhere(direction):
     last = UNMEASURED[direction]
     for capability in ((9, 1), (10, 0), (10, 3)):
         found = choices.order(capability, direction, "bfloat16", 128, 1024, 1024)
         assert found == tuple(impl for impl in last if impl != "v0_eager")
     assert choices.order(None, direction, "float32", 64, 10, 10) == last
-    general = ladder.rung(last[-1], operator).requires
+    general = ladder.rung(last[-1]).requires
     tensor = torch.zeros(1, 1, 3)
     assert general.of_device(torch.device("cpu")) is None
     assert general.of_call(tensor, tensor, tensor) is None
@@ -91,7 +88,7 @@ def test_a_record_of_another_minor_version_does_not_count(measured_on, monkeypat
     for table, expected in ((first, "v1_tiled"), (first + last, "b6_pair_stream")):
         monkeypatch.setattr(choices, "load", lambda table=table: table)
         choices.order.cache_clear()
-        assert ladder.resolve("auto", "gdpa", batch, order).impl == expected
+        assert ladder.resolve("auto", "gdpa", "forward", batch, order).impl == expected
     choices.order.cache_clear()
 
 

@@ -1,58 +1,80 @@
-"""What the compiler makes of the backward rungs in plain Triton, on Hopper: the instructions that
-make each what it is, and no spills."""
+"""What the compiler makes of the backward rungs: the instructions that make each what it is, and no
+spills."""
 
-import functools
+from __future__ import annotations
+
+from functools import cache
 
 import pytest
 import torch
+from triton.compiler import CompiledKernel
 
-from gdpa_kernels.calling.launches import launches
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import gradients
-from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.kernels import v1_tiled_backward, v2a_ordered_backward
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
-from gdpa_lab.measuring.compile_check import Compiled, build, read
-from tests.block_attention.compiling import compile_launch
+from gdpa_lab.measuring.compile_check import (
+    SHARED_BYTES,
+    TENSOR_COLUMNS,
+    Compiled,
+    build,
+    build_launch,
+    read,
+    shortest_loop,
+)
+from tests.block_attention.compiling import compile_launch, read_once
+from tests.gdpa.cases import Case, batch_of
 
-RUNGS = {
-    "v1_tiled_backward": v1_tiled_backward,
-    "v2_fused_backward": v2_fused_backward,
-    "v2a_ordered_backward": v2a_ordered_backward,
-}
+PLAIN = ("v1_tiled_backward", "v2_fused_backward", "v2a_ordered_backward")
+V4, V5, V6, V7 = (
+    "v4_warp_specialized_backward", "v5_short_kv_backward", "v6_one_tile_backward",
+    "v7_wide_backward",
+)  # fmt: skip
+B1, B2 = BLACKWELL = ("b1_tensor_memory_backward", "b2_short_kv_backward")
 BF16, FP16 = torch.bfloat16, torch.float16
-KNOWN_SPILLS = {("keys_kernel", 128): 20}
+KNOWN_SPILLS_OF_V1 = {("keys_kernel", 128): 20}
 
 
-@functools.cache
-def compiled(
-    impl: str, head_dim: int = 128, dtype: torch.dtype = BF16, num_heads_k: int = 4,
-    activation: tuple[str, ...] = ("gelu_tanh",), causal: bool = False, window: int | None = None,
-    needs: tuple[bool, bool, bool] = (True, True, True), config: object = None,
-) -> dict[str, Compiled]:  # fmt: skip
-    """The kernels of a call with 4 query heads, by name."""
-    q = torch.zeros(130, 4, head_dim, dtype=dtype)
-    k = torch.zeros(130, num_heads_k, head_dim, dtype=dtype)
-    ends = torch.tensor([0, 130], dtype=torch.int32)
-    more = {} if config is None else {"config": config}
-
-    batch = Batch(q, k, k, ends, ends, 130, 130, activation, 0.1, 1.0, causal, window)
+@cache
+def launched(
+    impl: str, head_dim: int = 128, dtype: torch.dtype = BF16, heads_k: int = 4,
+    needs: tuple[bool, bool, bool] | None = None, config: object = None, **options,
+) -> dict[str, Launch]:  # fmt: skip
+    """The launches of a call with 4 query heads, by name; nothing runs."""
+    case = Case("compiled", (64, 3), None, 4, heads_k, head_dim, options=options)
+    call = {n: t.cpu() if isinstance(t, torch.Tensor) else t for n, t in case.call(dtype).items()}
+    more = {"needs": needs, "config": config}
+    more = {name: value for name, value in more.items() if value is not None}
+    module = ladder.rung(impl).module()
     with launches(run=False) as seen:
-        RUNGS[impl].backward(q, batch, needs=needs, **more)
+        module.backward(call["grad_out"], batch_of(call), **more)
+    return {launch.name: launch for launch in seen if "list" not in launch.name}
 
-    return {launch.name: compile_launch(launch) for launch in seen}
+
+def compiled(impl: str, **options) -> Compiled:
+    """What the compiler makes of the main kernel of a warp-specialized rung."""
+    return compile_launch(launched(impl, **options)["backward_kernel"])
+
+
+# -- Plain Triton ----------------------------------------------------------------------------------
+
+
+def of_all(impl: str, **options) -> dict[str, Compiled]:
+    """The kernels of a rung by name."""
+    return {name: compile_launch(launch) for name, launch in launched(impl, **options).items()}
 
 
 def fused(impl: str = "v2_fused_backward", **options) -> Compiled:
     """The kernel of a fused rung; what rounds dQ aside."""
-    (made,) = (m for name, m in compiled(impl, **options).items() if name != "round_kernel")
+    (made,) = (m for name, m in of_all(impl, **options).items() if name != "round_kernel")
     return made
 
 
 @pytest.mark.parametrize("head_dim, dtype", ((64, FP16), (128, BF16)), ids=str)
-@pytest.mark.parametrize("impl", RUNGS)
+@pytest.mark.parametrize("impl", PLAIN)
 def test_hopper_code_of_the_measured_shapes(impl, head_dim, dtype):
-    for name, made in compiled(impl, head_dim=head_dim, dtype=dtype).items():
-        assert made.spill_bytes <= KNOWN_SPILLS.get((name, head_dim), 0), name
+    for name, made in of_all(impl, head_dim=head_dim, dtype=dtype).items():
+        assert made.spill_bytes <= KNOWN_SPILLS_OF_V1.get((name, head_dim), 0), name
         assert not made.serialised, name
         assert made.shared_bytes <= 227 * 1024, name
         if name == "round_kernel":
@@ -76,7 +98,7 @@ def test_the_other_dtypes_do_not_spill(head_dim, dtype):
     (
         {"causal": True},
         {"window": 100},
-        {"num_heads_k": 2},
+        {"heads_k": 2},
         {"activation": ("gelu", "silu", "relu", "gelu_tanh")},
     ),
     ids=str,
@@ -87,7 +109,7 @@ def test_options_of_the_fused_rung_do_not_spill(options):
 
 
 def test_known_spills_of_the_fused_rung_do_not_grow():
-    made = fused(causal=True, num_heads_k=2)
+    made = fused(causal=True, heads_k=2)
     assert 0 < made.spill_bytes <= 180 and not made.serialised
 
 
@@ -120,3 +142,146 @@ def test_rounding_moves_16_bytes_at_a_time(places):
         )
     )  # fmt: skip
     assert made.wide["LDG"] == 8 and made.wide["STG"] == 4
+
+
+# -- Roles on Hopper -------------------------------------------------------------------------------
+
+
+# Bytes that are spilled. Once a tile: fields of its entry in the list and addresses of its stores,
+# for which there is no register during its first step.
+ONCE_A_TILE = (
+    (V4, {"head_dim": 64}, 64),
+    (V4, {"head_dim": 64, "heads_k": 2, "causal": True}, 24),
+    (V6, {"head_dim": 64, "activation": "silu"}, 104),
+)
+# By v5 outside the loop over steps, or for a mask.
+KNOWN_SPILLS = (
+    *ONCE_A_TILE,
+    (V5, {}, 120),
+    (V5, {"heads_k": 2, "causal": True, "dtype": FP16}, 668),
+)
+
+
+def check_instructions(impl: str, made: Compiled) -> None:
+    """What makes the rung what it is: roles, TMA, and how dQ gets to memory."""
+    assert not made.serialised and made.shared_bytes <= 227 * 1024
+    for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
+        assert made.instructions[instruction] > 0, instruction
+    assert (made.instructions["UTMAREDG"] > 0) == (impl in (V4, V7))
+    assert (made.instructions["UBLKCP"] > 0) == (impl == V5)  # dS to the other program
+    assert not [name for name in made.instructions if name.startswith(("RED", "ATOM"))]
+    assert made.wide["LDG"] == made.wide["STG"] == 0
+
+
+@pytest.mark.parametrize(
+    "impl, options",
+    [
+        (V4, {}),
+        (V4, {"heads_k": 2, "causal": True, "dtype": FP16}),
+        (V4, {"window": 40}),
+        (V6, {}),
+        (V6, {"head_dim": 64}),
+        (V6, {"head_dim": 64, "heads_k": 2, "causal": True}),
+        (V6, {"window": 40, "dtype": FP16}),
+        (V7, {"head_dim": 256}),
+        (V7, {"head_dim": 256, "heads_k": 2}),
+        (V7, {"head_dim": 200, "heads_k": 2, "causal": True, "dtype": FP16}),
+        (V7, {"head_dim": 256, "window": 40}),
+    ],
+    ids=str,
+)
+def test_it_does_not_spill(impl, options):
+    made = compiled(impl, **options)
+    check_instructions(impl, made)
+    assert made.spill_bytes == 0
+
+
+@pytest.mark.parametrize("impl, options, most", KNOWN_SPILLS, ids=str)
+def test_known_spills_do_not_grow(impl, options, most):
+    made = compiled(impl, **options)
+    check_instructions(impl, made)
+    assert 0 < made.spill_bytes <= most
+
+
+@pytest.mark.parametrize("impl, options", [known[:2] for known in ONCE_A_TILE], ids=str)
+def test_the_loop_over_steps_does_not_spill(impl, options):
+    """128 rows of 64 keys are 64 scores of a thread, each with an instruction of the MUFU."""
+    loop = shortest_loop(build_launch(launched(impl, **options)["backward_kernel"]), "MUFU", 64)
+    assert not {"LDL", "STL"} & set(loop)
+
+
+def test_programs_of_v5_come_in_clusters_of_two():
+    """The hardware launches both together, and each waits until the other has its barriers."""
+    launch = launched(V5)["backward_kernel"]
+    assert launch.options["ctas_per_cga"] == (2, 1, 1) and launch.grid[0] % 2 == 0
+    assert compiled(V5).instructions["UCGABAR"] >= 2
+    assert compiled(V4).instructions["UCGABAR"] == 0
+
+
+# -- Blackwell -------------------------------------------------------------------------------------
+
+
+@cache
+def for_blackwell(impl: str, **options) -> tuple[CompiledKernel, Compiled, Launch]:
+    """The main kernel of a rung, what became of it, and its launch."""
+    launch = launched(impl, **options)["backward_kernel"]
+    built = build_launch(launch, capability=100)
+    return built, read_once(built), launch
+
+
+# Bytes that are spilled: constants that roles carry into their loops, and outside of these.
+MOST_SPILLED = 64
+LOCAL = ("LDL", "STL")
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"head_dim": 64},
+        {"heads_k": 2, "causal": True, "window": 40},
+        {"dtype": FP16, "activation": "gelu", "window": 40},
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("impl", BLACKWELL)
+def test_fits_and_does_not_spill_in_loops(impl, options):
+    built, made, _ = for_blackwell(impl, **options)
+    assert made.shared_bytes <= SHARED_BYTES[100]
+    assert built.metadata.tmem_size == TENSOR_COLUMNS
+    assert made.registers == 65536 // 512 and made.spill_bytes <= MOST_SPILLED
+    for loop in (shortest_loop(built, "MUFU", 64), shortest_loop(built, "UTCHMMA", 24)):
+        assert not [name for name in loop if name in LOCAL]
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("impl", BLACKWELL)
+def test_instructions_that_make_the_rung(impl, head_dim):
+    """An MMA instruction sums over 16; dQ and dK stand behind the loop over steps once more. No
+    commit is the compiler's own, which pipelines loops with MMAs unless it is told not to."""
+    _, made, _ = for_blackwell(impl, head_dim=head_dim)
+    count = made.instructions
+    over_dim, over_128 = head_dim // 16, 128 // 16
+    assert count["UTCHMMA"] == 2 * over_dim + over_128 + 2 * 2 * over_128
+    assert count["UTCBAR"] == 3 + 2 * 2 + 2  # S, dP, dV; dQ, dK twice; the tile's end
+    assert count["UTMALDG"] == (head_dim // 64) * (2 + 2 * 2)  # the first step is peeled
+    assert count["STTM"] == 2 * 2  # P of two roles in two parts
+    assert count["USETMAXREG"] > 0
+    assert not {"RED", "REDG", "ATOM", "ATOMG"} & set(count)
+    epilogue = 2 * head_dim // 64
+    if impl == B1:
+        assert count["LDTM"] == 2 * 4 + epilogue + head_dim // 32
+        assert (count["UTMAREDG"], count["UTMASTG"], count["STAS"]) == (head_dim // 32, 2, 0)
+    else:
+        assert count["LDTM"] == 2 * 4 + epilogue + 2
+        # 4 bytes of fp32 for each of 128 rows and half of the columns, 16 bytes a thread.
+        stores = 128 * (head_dim // 2) * 4 // (128 * 16)
+        assert (count["UTMAREDG"], count["UTMASTG"], count["STAS"]) == (0, 3, stores)
+
+
+def test_ctas_of_b2_come_in_clusters_of_two():
+    """Each MMA is of one CTA all the same."""
+    built, made, launched = for_blackwell(B2)
+    assert launched.options["ctas_per_cga"] == (2, 1, 1) and launched.grid[0] % 2 == 0
+    assert made.instructions["UCGABAR"] >= 2 and "cta_group::2" not in built.asm["ptx"]
+    assert for_blackwell(B1)[1].instructions["UCGABAR"] == 0

@@ -13,8 +13,7 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import activations, derivatives
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring.compile_check import build, read
-from tests.gdpa.cases import DEVICE
-from tests.gdpa.test_forward import kernels_run
+from tests.gdpa.cases import DEVICE, kernels_run
 
 SMOOTH = ("silu", "gelu_tanh", "gelu")
 KINKED = ("relu", "leaky_relu", "hardswish")

@@ -12,9 +12,8 @@ from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.activations import FOLDABLE, foldable, multiply_add_pairs, tanh_of_pairs
-from gdpa_kernels.gdpa.batch import Batch
-from tests.gdpa.cases import Case
-from tests.gdpa.test_forward import call, kernels_run
+from tests.gdpa.cases import Case, batch_of, kernels_run
+from tests.gdpa.test_forward import call
 
 BOUND = 0.016  # of abs(x), from the documented errors of the instructions
 
@@ -73,12 +72,8 @@ def test_which_calls_are_computed_in_pairs():
 
 
 # Rungs with packed arithmetic: `Config` of the first two can also do without.
-RUNGS = (*ladder.RUNGS, *ladder.BLACKWELL_RUNGS)
-PAIRED = [rung.impl for rung in RUNGS if "PAIRS: tl.constexpr" in rung.path.read_text()]
-
-
-def test_these_rungs_have_it():
-    assert {"v7_packed", "v8_own_waits", "b1_tensor_memory", "b6_pair_stream"} <= {*PAIRED}
+PAIRED = ["v7_packed", "v8_own_waits", "b6_pair_stream"]
+LESSONS = [rung.impl for rung in ladder.BLACKWELL_RUNGS if rung.is_lesson]
 
 
 def case(name: str) -> dict:
@@ -92,6 +87,17 @@ def relative_error(out: torch.Tensor, arguments: dict) -> float:
     doubled = {n: t.double() if n in "qkv" else t for n, t in arguments.items()}
     expected = gdpa(**doubled, impl="reference")
     return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", FOLDABLE)
+@pytest.mark.parametrize("impl", LESSONS)
+def test_lessons_compute_in_pairs_alone(impl, name):
+    arguments = case(name)
+    assert 3.2e-3 < relative_error(call(impl, arguments), arguments) < 3.8e-3
+    with pytest.raises(NotImplementedError, match="needs precise False, got True"):
+        call(impl, arguments | {"precise": True})
+    with pytest.raises(NotImplementedError, match="needs GELU or SiLU, got relu"):
+        call(impl, arguments | {"activation": "relu"})
 
 
 @pytest.mark.parametrize("name", FOLDABLE)
@@ -119,12 +125,7 @@ def test_precise_changes_nothing_elsewhere():
 
 @pytest.mark.parametrize("impl", ("v7_packed", "v8_own_waits"))
 def test_a_config_can_do_without_pairs(impl):
-    arguments = case("gelu_tanh")
-    names = (arguments.pop("activation"),)
+    arguments, module = case("gelu_tanh"), ladder.rung(impl).module()
     with kernels_run(impl):
-        module = ladder.rung(impl).module()
-        out = module.forward(
-            Batch(**arguments, activation=names, scale=128**-0.5), config=module.Config(pairs=False)
-        )
-        expected = gdpa(**arguments, activation=names, impl=impl, precise=True)
-    assert torch.equal(out, expected)
+        out = module.forward(batch_of(arguments), config=module.Config(pairs=False))
+    assert torch.equal(out, call(impl, arguments | {"precise": True}))

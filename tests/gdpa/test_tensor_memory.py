@@ -33,7 +33,7 @@ def jagged(dtype: torch.dtype) -> Batch:
     lengths_q, lengths_k = (300, 0, 17, 129), (130, 40, 0, 200)
     make = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(sum(lengths), 2, 32, generator=make).to(dtype)
+        torch.randn(sum(lengths), 2, 64, generator=make).to(dtype)
         for lengths in (lengths_q, lengths_k, lengths_k)
     )
     ends = [cu_seqlens(list(lengths), "cpu") for lengths in (lengths_q, lengths_k)]
@@ -62,13 +62,7 @@ def test_any_order_of_events_gives_the_same_result(impl):
         assert torch.equal(out, outs[0])
 
 
-OPTIONS = (
-    {},
-    {"head_dim": 64, "causal": True},
-    {"dtype": torch.float16, "causal": True, "window": 100},
-)
-PER_HEAD = {"activation": "gelu,silu,relu,gelu_tanh"}
-CAUSAL = {"causal": True}
+OPTIONS = ({}, {"head_dim": 64}, {"activation": "silu"})
 COLUMNS = {"b1_tensor_memory": 256}
 # Of 16 keys or columns each; more would be the compiler's own pipeline, which waits where the
 # source does not.
@@ -76,23 +70,15 @@ MMAS = {"b1_tensor_memory": 16, "b2_two_tiles": 48, "b3_stream": 48, "b4_mixed":
 COMMITS = {"b1_tensor_memory": 4, "b2_two_tiles": 9, "b3_stream": 13, "b4_mixed": 13}
 
 
-@pytest.mark.parametrize(
-    "impl, options",
-    [
-        *((impl, options) for impl in RUNGS for options in OPTIONS),
-        ("b3_stream", PER_HEAD),
-        ("b4_mixed", CAUSAL),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("impl", RUNGS)
 def test_compiled_for_blackwell(impl, options):
     built = compile_check.build_rung(impl, capability=100, **options)
     made = read_once(built)
     for name in ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "UTMASTG"):
         assert made.instructions[name] > 0, name
-    # In the code itself: Triton gives ptxas options that `read` does not. Masks in b4 take the last
-    # registers; ten values, most of them known before the roles begin, then wait in memory.
-    assert made.instructions["STL"] <= (10 if (impl, options) == ("b4_mixed", CAUSAL) else 0)
+    # In the code itself: Triton gives ptxas options that `read` does not.
+    assert made.instructions["STL"] == 0
     assert made.shared_bytes <= compile_check.SHARED_BYTES[100]
     assert built.metadata.tmem_size == COLUMNS.get(impl, 512)
     if options == {}:

@@ -167,8 +167,8 @@ def test_every_constant_of_a_rung_can_be_kept():
     with launches(run=False) as seen:
         for impl in ladder.impls()[1:]:
             ladder.rung(impl).module().forward(batch)
-        for impl in ladder.impls("gdpa_backward")[1:]:
-            ladder.rung(impl, "gdpa_backward").module().backward(inputs.grad_out, batch)
+        for impl in ladder.impls(direction="backward")[1:]:
+            ladder.rung(impl).module().backward(inputs.grad_out, batch)
     assert len({launch.kernel for launch in seen}) > 20
     for launch in seen:
         for name, value in launch.constants.items():

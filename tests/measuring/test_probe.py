@@ -47,7 +47,7 @@ def a_probe(said=None, **options):
 def test_a_fault_at_any_launch_costs_its_own_rows(forked, ladder_with_stand_ins, deed):
     """At the first and second launch, at the 5,000th back to back, and while it is timed."""
     bad = [impl for impl in unproven.FORWARDS if f"_{deed}_" in impl]
-    short = {"run": 5.0, "launches": 15.0, "time": 5.0} if deed == "hangs" else {}
+    short = {"run": 3.0, "launches": 6.0, "time": 3.0} if deed == "hangs" else {}
     made = a_probe(limits_s=probe.LIMITS_S | short)
     found = made.measure(SMALL, ["v0_eager", *bad, "b90_right"], scopes=("kernel", "sustained"))
     *failed, right = found.values()

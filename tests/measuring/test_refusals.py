@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gdpa_lab.measuring import record, refusals
-from gdpa_lab.measuring.record import Error, Record, Row
+from gdpa_lab.measuring.record import Record
 from gdpa_lab.measuring.workload import STEP
 from gdpa_lab.measuring.workloads import WORKLOADS, workload
 from gdpa_lab.report import results
-from tests.measuring.test_record import WORKLOAD, a_record, a_row, put
+from tests import records
+from tests.measuring.test_record import a_record, a_row, put
+from tests.records import SHORT
 
 TURNED = workload("block-rotary-1735537")
 
@@ -24,14 +26,9 @@ TURNED = workload("block-rotary-1735537")
 def refusal(change=None, of=None) -> str | None:
     """Why the record `of` is refused after `change`, its digest made to fit."""
     data = (of or a_record()).to_dict()
-    if change is not None:
+    if change:
         change(data)
     return refusals.refusal({**data, "digest": refusals.digest(data)})
-
-
-def a_row_of(of, direction="forward", **values) -> Row:
-    defaults = {"samples_us": [1e5], "error": Error.judge(0.0, 1.0, elements=1)}
-    return Row.of(of, direction, **{**defaults, **values})
 
 
 def test_an_edit_is_refused_by_the_digest():
@@ -70,19 +67,20 @@ def test_work_other_than_the_workloads_is_refused(name, factor):
 def test_the_operator_and_the_work_are_those_of_the_workload():
     reason = refusal(put("block_attention", "rows", 0, "operator"))
     assert reason == "rows[0].operator must be 'gdpa', its workload's, got 'block_attention'"
-    reason = refusal(put(WORKLOAD.batch // 2, "workloads", WORKLOAD.name, "batch"))
+    reason = refusal(put(SHORT.batch // 2, "workloads", SHORT.name, "batch"))
     assert reason.startswith("rows[0].flops must be 77309411328, its workload's, got 154618822656")
 
 
 def test_what_a_row_counts():
-    rows = [
-        a_row_of(TURNED, impl="a", math="softmax", scope="kernel"),
-        a_row_of(TURNED, "backward", impl="a", math="softmax", scope="op", variant=STEP),
-        a_row_of(TURNED, "backward", impl="a", math="softmax", scope="kernel", variant=STEP),
-        a_row_of(TURNED, impl="a", math="softmax", scope="host"),
-        a_row_of(TURNED, impl="a", math="softmax", scope="schedule", error=None),
-        a_row_of(TURNED, impl="a", math="rotary", scope="kernel", variant="alone"),
-    ]
+    kinds = (
+        {},
+        {"direction": "backward", "scope": "op", "variant": STEP},
+        {"direction": "backward", "variant": STEP},
+        {"scope": "host"},
+        {"scope": "schedule", "error": None},
+        {"math": "rotary", "variant": "alone"},
+    )
+    rows = [records.a_row(TURNED, **{"math": "softmax", **kind}) for kind in kinds]
     both = [TURNED.flops("forward"), TURNED.flops("backward")]
     turned = 3 * 1_735_537 * 3 * 128  # q, k and v
     assert [row.flops for row in rows] == [both[0], sum(both), both[1], 0, 0, 3 * turned]
@@ -98,11 +96,10 @@ def test_what_a_row_counts():
 
 def test_a_row_above_the_roofline_of_its_record_is_refused():
     made = a_record()
-    floor = results.ceilings(made).floor_us(
-        made.rows[0].flops, made.rows[0].bytes_read, made.rows[0].bytes_written
-    )
-    # 3 tensors read and one written at the rate of the copy, 2e9 bytes in 500 us
-    assert floor == pytest.approx(4 * 1152 * 256 * 4 * 128 * 2 / 4e12 * 1e6)
+    row = made.rows[0]
+    floor = results.ceilings(made).floor_us(row.flops, row.bytes_read, row.bytes_written)
+    # 3 tensors read and one written at the rate of that copy, 4e9 bytes in 930 us
+    assert floor == pytest.approx(4 * 1152 * 256 * 4 * 128 * 2 / 4e9 * 930)
     for percent, reason in (
         (104.9, None),
         (105.1, "rows[0].samples_us must be at most 105 % of the roofline that the ceilings"),
@@ -110,7 +107,7 @@ def test_a_row_above_the_roofline_of_its_record_is_refused():
     ):
         found = refusal(put([floor * 100 / percent] * 3, "rows", 0, "samples_us"))
         assert found is None if reason is None else reason in found
-    slower = put([5000.0], "ceilings", 1, "samples_us")  # of ten times less bandwidth
+    slower = put([9300.0], "ceilings", 1, "samples_us")  # of ten times less bandwidth
     assert "of the roofline" in refusal(slower)
     assert refusal(put([floor / 10], "rows", 0, "samples_us"), replace(made, ceilings=())) is None
 
@@ -126,11 +123,11 @@ def test_no_record_is_from_the_future():
 
 
 def test_a_batch_that_nobody_can_draw_is_refused_at_once():
-    reason = refusal(put(10**12, "workloads", WORKLOAD.name, "batch"))
-    assert reason == f"workloads.{WORKLOAD.name}.batch must be at most 1048576"
+    reason = refusal(put(10**12, "workloads", SHORT.name, "batch"))
+    assert reason == f"workloads.{SHORT.name}.batch must be at most 1048576"
     law = {"kind": "log_normal", "sigma": 1e308, "loc": 0.0, "scale": 1.0, "minimum": 1}
-    reason = refusal(put(law, "workloads", WORKLOAD.name, "lengths_q"))
-    assert reason.startswith(f"rows[0]: the work of '{WORKLOAD.name}' cannot be counted: ")
+    reason = refusal(put(law, "workloads", SHORT.name, "lengths_q"))
+    assert reason.startswith(f"rows[0]: the work of '{SHORT.name}' cannot be counted: ")
 
 
 def paths(value, at=()):
@@ -158,8 +155,8 @@ def test_deep_nesting_is_refused():
 @cache
 def example() -> dict:
     real = WORKLOADS["gdpa-self-ml1m-1024"]
-    rows = [a_row(), a_row_of(real, impl="v2_tma", math="activation", scope="kernel")]
-    workloads = {of.name: of.to_dict() for of in (WORKLOAD, real)}
+    rows = [a_row(), records.a_row(real, impl="v2_tma")]
+    workloads = {of.name: of.to_dict() for of in (SHORT, real)}
     return a_record(rows, workloads=workloads).to_dict()
 
 

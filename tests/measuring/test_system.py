@@ -3,6 +3,7 @@ import json
 import os
 import socket
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,23 +13,17 @@ from gdpa_lab.measuring import system
 from tests.records import STATE
 
 PROPERTIES = SimpleNamespace(
-    name="NVIDIA H200",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    total_memory=150_110_011_392,
-    L2_cache_size=62_914_560,
-    uuid="12345678-9abc-def0-1234-56789abcdef0",
-)
+    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=150_110_011_392,
+    L2_cache_size=62_914_560, uuid="12345678-9abc-def0-1234-56789abcdef0",
+)  # fmt: skip
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """torch sees one H200."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: PROPERTIES)
+    device = {"is_available": True, "is_initialized": True, "current_device": 0}
+    for name, value in (device | {"get_device_properties": PROPERTIES}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
 
 @pytest.fixture
@@ -37,29 +32,34 @@ def smi(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    calls = tmp_path / "calls"
 
-    def install(values: dict[str, str], pids: str = "") -> list[list[str]]:
-        script = folder / "nvidia-smi"
-        script.write_text(
-            "#!/usr/bin/env python3\n"
-            "import sys\n"
-            f"values, pids = {values!r}, {pids!r}\n"
-            f"open({str(calls)!r}, 'a').write(' '.join(sys.argv[1:]) + '\\n')\n"
-            "if '--query-compute-apps=pid' in sys.argv:\n"
-            "    print(pids)\n"
-            "    sys.exit()\n"
-            "fields = sys.argv[1].removeprefix('--query-gpu=').split(',')\n"
-            "unknown = [f for f in fields if f not in values]\n"
-            "if unknown:\n"
-            "    print(f'Field \"{unknown[0]}\" is not a valid field to query.')\n"
-            "    sys.exit(2)\n"
-            "print(', '.join(values[f] for f in fields))\n"
-        )
+    def install(values: dict[str, str], pids: str = "") -> Path:
+        script, calls = folder / "nvidia-smi", tmp_path / "calls"
+        made = {"VALUES": values, "PIDS": pids, "CALLS": str(calls)}
+        script.write_text(SMI + "".join(f"{k} = {v!r}\n" for k, v in made.items()) + "main()\n")
         script.chmod(0o755)
         return calls
 
     return install
+
+
+SMI = """#!/usr/bin/env python3
+import sys
+
+
+def main():
+    open(CALLS, "a").write(" ".join(sys.argv[1:]) + "\\n")
+    if "--query-compute-apps=pid" in sys.argv:
+        sys.exit(print(PIDS))
+    fields = sys.argv[1].removeprefix("--query-gpu=").split(",")
+    for field in fields:
+        if field not in VALUES:
+            print(f'Field "{field}" is not a valid field to query.')
+            sys.exit(2)
+    print(", ".join(VALUES[field] for field in fields))
+
+
+"""
 
 
 @pytest.fixture
@@ -67,19 +67,15 @@ def no_smi(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
+REASONS = "clocks_event_reasons.active"
 NOW = {
-    "clocks.sm": "1980",
-    "clocks.mem": "3201",
-    "temperature.gpu": "41",
-    "power.draw": "123.45",
-    "clocks_event_reasons.active": "0x0000000000000004",
-}
+    "clocks.sm": "1980", "clocks.mem": "3201", "temperature.gpu": "41", "power.draw": "123.45",
+    REASONS: "0x0000000000000004",
+}  # fmt: skip
 STATIC = {
-    "clocks.max.sm": "1980",
-    "clocks.max.mem": "3201",
-    "power.limit": "700.00",
+    "clocks.max.sm": "1980", "clocks.max.mem": "3201", "power.limit": "700.00",
     "driver_version": "580.159.03",
-}
+}  # fmt: skip
 
 
 def test_a_machine_without_gpu(no_smi):
@@ -94,8 +90,7 @@ def test_a_machine_without_gpu(no_smi):
 def test_a_gpu(gpu, smi):
     smi(STATIC)
     found = system.describe()
-    assert found.id.startswith("nvidia-h200-")
-    assert found.compute_capability == "9.0"
+    assert found.id.startswith("nvidia-h200-") and found.compute_capability == "9.0"
     assert (found.num_sms, found.l2_bytes) == (132, 62_914_560)
     assert (found.max_sm_clock_mhz, found.max_memory_clock_mhz) == (1980.0, 3201.0)
     assert (found.power_limit_w, found.driver) == (700.0, "580.159.03")
@@ -103,56 +98,46 @@ def test_a_gpu(gpu, smi):
 
 def test_a_gpu_without_nvidia_smi(gpu, no_smi):
     found = system.describe()
-    assert found.gpu == "NVIDIA H200"
-    assert (found.driver, found.power_limit_w) == (None, None)
+    assert (found.gpu, found.driver, found.power_limit_w) == ("NVIDIA H200", None, None)
     assert system.state() == STATE
 
 
-def test_state_asks_for_the_gpu_of_torch(gpu, smi):
-    calls = smi(NOW, pids=str(os.getpid()))
-    assert system.state() == {
-        "sm_clock_mhz": 1980.0,
-        "memory_clock_mhz": 3201.0,
-        "temperature_c": 41.0,
-        "power_w": 123.45,
-        "throttle_reasons": ["sw_power_cap"],
-        "other_processes": 0,
-    }
+STATE_NOW = {
+    "sm_clock_mhz": 1980.0, "memory_clock_mhz": 3201.0, "temperature_c": 41.0, "power_w": 123.45,
+    "throttle_reasons": ["sw_power_cap"], "other_processes": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (NOW, STATE_NOW),
+        # an older driver
+        ({key.replace("_event_", "_throttle_"): value for key, value in NOW.items()}, STATE_NOW),
+        (NOW | {"power.draw": "[N/A]", REASONS: "[Not Supported]"},
+         STATE_NOW | {"power_w": None, "throttle_reasons": None}),
+        ({}, STATE),
+    ],
+)  # fmt: skip
+def test_state_is_what_nvidia_smi_says_of_the_gpu_of_torch(gpu, smi, values, expected):
+    calls = smi(values, pids=str(os.getpid()))
+    assert system.state() == expected
     lines = calls.read_text().splitlines()
     assert all(f"--id=GPU-{PROPERTIES.uuid}" in line for line in lines)
     assert not any(option in line for line in lines for option in ("-pm", "-pl", "-lgc", "-ac"))
 
 
-def test_state_under_an_older_driver(gpu, smi):
-    values = dict(NOW)
-    values["clocks_throttle_reasons.active"] = values.pop("clocks_event_reasons.active")
-    smi(values)
-    assert system.state()["throttle_reasons"] == ["sw_power_cap"]
-
-
-def test_what_nvidia_smi_cannot_read_is_none(gpu, smi):
-    smi(NOW | {"power.draw": "[N/A]", "clocks_event_reasons.active": "[Not Supported]"})
-    found = system.state()
-    assert (found["power_w"], found["throttle_reasons"]) == (None, None)
-    assert found["sm_clock_mhz"] == 1980.0
-
-
-def test_a_failing_nvidia_smi_gives_none(gpu, smi):
-    smi({})
-    assert system.state() == STATE
-
-
 @pytest.mark.parametrize(
     ("mask", "reasons"),
     [
-        ("0x0000000000000000", []),
-        ("0x0000000000000001", ["gpu_idle"]),
-        ("0x0000000000000024", ["sw_power_cap", "sw_thermal_slowdown"]),
-        ("0x0000000000000400", ["0x400"]),
+        (0, []),
+        (0x1, ["gpu_idle"]),
+        (0x24, ["sw_power_cap", "sw_thermal_slowdown"]),
+        (0x400, ["0x400"]),
     ],
 )
 def test_throttle_reasons(mask, reasons):
-    assert system.throttle_reasons(int(mask, 16)) == reasons
+    assert system.throttle_reasons(mask) == reasons
 
 
 @pytest.mark.parametrize(
@@ -164,7 +149,6 @@ def test_throttle_reasons(mask, reasons):
         ("999999", False, 1),
         ("999998\n999999", True, 1),
     ],
-    ids=("none", "own and another", "own, translated", "another", "two"),
 )
 def test_other_processes(gpu, smi, monkeypatch, pids, initialized, others):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
@@ -192,24 +176,17 @@ def test_round_trip(tmp_path, gpu, smi):
     assert path.read_bytes() == before
 
 
-def test_the_id_follows_the_content(gpu, smi):
-    smi(STATIC)
-    first = system.describe()
+def test_limits_boards_and_counts_of_gpus_are_told_apart(gpu, smi, monkeypatch, tmp_path):
     smi(STATIC | {"power.limit": "600.00"})
-    assert system.describe().id != first.id
-    smi(STATIC)
-    assert system.describe().id == first.id
-
-
-def test_boards_and_counts_of_gpus_are_told_apart(gpu, smi, monkeypatch, tmp_path):
+    limited = system.describe()
     smi(STATIC)
     one = system.describe()
-    assert not {"gpus", "board"} & one.to_dict().keys()
+    assert one.id == system.describe().id and not {"gpus", "board"} & one.to_dict().keys()
     monkeypatch.setenv(system.BOARD_VARIABLE, "left")
     left = system.describe()
     two = replace(one, gpus=2)
-    assert len({one.id, left.id, two.id}) == 3
-    for made in (one, left, two):
+    assert len({limited.id, one.id, left.id, two.id}) == 4
+    for made in (limited, one, left, two):
         assert system.load(system.save(made, tmp_path)) == made
     old = system.manifest.DATA_DIR / "systems" / "nvidia-h200-62ac9e84.json"
     assert system.load(old).board is None

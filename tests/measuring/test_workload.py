@@ -51,16 +51,13 @@ class Fixed(LengthLaw):
 
 
 SMALL = Workload(
-    name="small",
-    batch=2,
-    num_heads_q=4,
-    num_heads_k=2,
-    head_dim=8,
-    max_seqlen_q=5,
-    max_seqlen_k=4,
-    lengths_q=Fixed((3, 5)),
-    lengths_k=Fixed((2, 4)),
-)
+    name="small", batch=2, num_heads_q=4, num_heads_k=2, head_dim=8, max_seqlen_q=5,
+    max_seqlen_k=4, lengths_q=Fixed((3, 5)), lengths_k=Fixed((2, 4)),
+)  # fmt: skip
+BLOCKS = Workload(
+    name="blocks", operator="block_attention", batch=3, num_heads_q=4, num_heads_k=2, head_dim=8,
+    max_seqlen_q=70, max_seqlen_k=70, lengths_q=Fixed((5, 32, 70)), block_size=32,
+)  # fmt: skip
 
 
 def rng(seed=0):
@@ -105,28 +102,13 @@ def test_float32_doubles_the_bytes():
 
 def test_shared_q_by_hand():
     pooling = replace(SMALL, shared_q=True, lengths_q=Full())
-    assert pooling.seqlens_q == (5, 5)
-    assert (pooling.rows_q, pooling.total_q) == (5, 10)
+    assert (pooling.seqlens_q, pooling.rows_q, pooling.total_q) == ((5, 5), 5, 10)
     assert pooling.pairs == 5 * 2 + 5 * 4
     # q: 5 rows x 64 bytes = 320; o: 10 rows x 64 = 640; k, v: 192 each
     assert pooling.bytes_read("forward") == 320 + 192 + 192
     assert pooling.bytes_written("forward") == 640
     assert pooling.bytes_read("backward") == 320 + 192 + 192 + 640
     assert pooling.bytes_written("backward") == 320 + 192 + 192
-
-
-BLOCKS = Workload(
-    name="blocks",
-    operator="block_attention",
-    batch=3,
-    num_heads_q=4,
-    num_heads_k=2,
-    head_dim=8,
-    max_seqlen_q=70,
-    max_seqlen_k=70,
-    lengths_q=Fixed((5, 32, 70)),
-    block_size=32,
-)
 
 
 def test_blocks_by_hand():
@@ -162,7 +144,6 @@ def test_named_block_workloads_are_the_published_ones():
     for name, w in BLOCK_WORKLOADS.items():
         assert w.name == name and workload(name) is w and w.block_size == 64
         assert w.batch == (1152 if w.max_seqlen_q <= 7000 else 768)
-        assert Workload.from_dict(json.loads(json.dumps(w.to_dict()))) == w
         if "-fill70-" in name:
             assert w.fill == pytest.approx(0.7, rel=0.02)
             assert min(w.seqlens_q) >= 0.4 * w.max_seqlen_q and max(w.seqlens_q) < w.max_seqlen_q
@@ -174,9 +155,6 @@ def test_named_block_workloads_are_the_published_ones():
         for head_dim in (96, 256):
             w = workload(f"{plain}-d{head_dim}")
             assert w == replace(workload(plain), name=w.name, head_dim=head_dim)
-    # a change here changes the meaning of every record
-    assert workload("block-fill70-2000").total_q == 1_609_664
-    assert workload("block-fill70-2000").blocks == 25_716
 
 
 def test_block_tables_match_the_published_data():
@@ -198,24 +176,6 @@ def test_old_records_keep_their_workloads_byte_for_byte():
             restored = Workload.from_dict(stored)
             assert restored.name == name
             assert json.dumps(restored.to_dict()) == json.dumps(stored)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"block_size": 48}, r"block_size must be one of \(16, 32, 64, 128\), got 48"),
-        ({"rotate_v": True}, "rotate_v must be False without rotary, got True"),
-        ({"rotary": 1}, "rotary must be a bool, got 1"),
-        ({"rotary": True, "head_dim": 7}, "head_dim must be even with rotary, got 7"),
-        ({"causal": True}, "causal must be False with operator 'block_attention', got True"),
-        ({"window": 3}, "window must be None with operator 'block_attention', got 3"),
-        ({"lengths_k": Full()}, "lengths_k must be None with operator 'block_attention', got"),
-        ({"activation": "relu"}, "activation must be 'gelu_tanh' with operator"),
-    ],
-)
-def test_block_errors(change, message):
-    with pytest.raises(ValueError, match=message):
-        replace(BLOCKS, **change)
 
 
 def test_between_is_the_published_law():
@@ -267,8 +227,12 @@ def test_lengths_are_fixed_for_ever():
         "gdpa-self-kuairandpure-512": (429, 27, 92, 95, 209, 7),
     }
     assert {name: workload(name).seqlens_q[:6] for name in expected} == expected
-    totals = {"gdpa-self-half-dense-2048": 1_175_891, "gdpa-self-ml25m-1024": 157_823}
+    totals = {
+        "gdpa-self-half-dense-2048": 1_175_891, "gdpa-self-ml25m-1024": 157_823,
+        "block-fill70-2000": 1_609_664,
+    }  # fmt: skip
     assert {name: workload(name).total_q for name in totals} == totals
+    assert workload("block-fill70-2000").blocks == 25_716
 
 
 def test_seed_changes_lengths_and_streams_differ():
@@ -358,26 +322,23 @@ def test_visible_pairs_do_not_overflow():
     assert visible_pairs((n,) * 5, (n,) * 5, causal=True) == 5 * n * (n + 1) // 2 > 2**63
 
 
-@pytest.mark.parametrize("name", sorted(WORKLOADS))
-def test_named_workloads_round_trip(name):
-    w = workload(name)
-    assert w.name == name
+OPTIONS = {
+    "activation": ("gelu", "silu", "relu", "identity"), "scale": 0.5, "output_scale": 0.25,
+    "causal": True, "window": 17, "dtype": "float16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "w",
+    [*WORKLOADS.values(), *BLOCK_WORKLOADS.values(),
+     replace(workload("gdpa-self-half-jagged-256"), name="options", **OPTIONS)],
+    ids=lambda w: w.name,
+)  # fmt: skip
+def test_workloads_round_trip(w):
+    assert w.name == "options" or workload(w.name) is w
     restored = Workload.from_dict(json.loads(json.dumps(w.to_dict())))
     assert restored == w
     assert restored.seqlens_q == w.seqlens_q and restored.seqlens_k == w.seqlens_k
-
-
-def test_options_round_trip():
-    w = replace(
-        workload("gdpa-self-half-jagged-256"),
-        activation=("gelu", "silu", "relu", "identity"),
-        scale=0.5,
-        output_scale=0.25,
-        causal=True,
-        window=17,
-        dtype="float16",
-    )
-    assert Workload.from_dict(json.loads(json.dumps(w.to_dict()))) == w
 
 
 def test_figures_are_the_published_ones():
@@ -427,12 +388,13 @@ def test_shapes_that_no_figure_has_differ_as_named():
 
 
 def test_figure_ids_match_the_published_data():
-    table = REPOSITORY / "data" / "published" / "gdpa_figures.csv"
-    if not table.exists():
-        pytest.skip("data/published/gdpa_figures.csv is absent")
-    rows = table.read_text().splitlines()
+    rows = (REPOSITORY / "data/published/gdpa_figures.csv").read_text().splitlines()
     column = rows[0].split(",").index("figure")
     assert {row.split(",")[column] for row in rows[1:]} == set(FIGURES)
+
+
+SHARED = {"shared_q": True, "lengths_q": Full()}
+BLOCK = {"operator": "block_attention", "max_seqlen_k": 5, "lengths_k": None}
 
 
 @pytest.mark.parametrize(
@@ -445,10 +407,7 @@ def test_figure_ids_match_the_published_data():
         ({"num_heads_q": 3}, r"num_heads_q must be a multiple of num_heads_k \(2\), got 3"),
         ({"max_seqlen_k": 0}, "max_seqlen_k must be an integer of at least 1, got 0"),
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
-        (
-            {"operator": "conv"},
-            r"operator must be one of \('gdpa', 'block_attention'\), got 'conv'",
-        ),
+        ({"operator": "conv"}, r"operator must be one of \('gdpa', 'block_attention'\), got 'conv"),
         ({"block_size": 32}, "block_size must be 64 with operator 'gdpa', got 32"),
         ({"rotary": True}, "rotary must be False with operator 'gdpa', got True"),
         ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
@@ -463,10 +422,18 @@ def test_figure_ids_match_the_published_data():
         ({"lengths_k": 3}, "lengths_k must be a LengthLaw or None, got 3"),
         ({"lengths_k": None}, r"max_seqlen_k must equal max_seqlen_q \(5\)"),
         ({"shared_q": True}, r"lengths_q must be Full\(\) with shared_q, got Fixed"),
+        (SHARED | {"lengths_k": None}, "lengths_k must be a LengthLaw with shared_q, got None"),
+        ({**BLOCK, "block_size": 48}, r"block_size must be one of \(16, 32, 64, 128\), got 48"),
+        ({**BLOCK, "rotate_v": True}, "rotate_v must be False without rotary, got True"),
+        ({**BLOCK, "rotary": 1}, "rotary must be a bool, got 1"),
+        ({**BLOCK, "rotary": True, "head_dim": 7}, "head_dim must be even with rotary, got 7"),
         (
-            {"shared_q": True, "lengths_q": Full(), "lengths_k": None},
-            "lengths_k must be a LengthLaw with shared_q, got None",
+            {**BLOCK, "causal": True},
+            "causal must be False with operator 'block_attention', got True",
         ),
+        ({**BLOCK, "window": 3}, "window must be None with operator 'block_attention', got 3"),
+        ({**BLOCK, "lengths_k": Full()}, "lengths_k must be None with operator 'block_attention'"),
+        ({**BLOCK, "activation": "relu"}, "activation must be 'gelu_tanh' with operator"),
     ],
 )
 def test_workload_errors_name_argument_expectation_and_value(change, message):
@@ -490,10 +457,7 @@ def test_workload_errors_name_argument_expectation_and_value(change, message):
         (lambda: Quantiles((0.0, 1.0), (1,)), "lengths must be a tuple of 2, one per level"),
         (lambda: Quantiles((0.0, 1.0), (2, 1)), "lengths must be non-decreasing"),
         (lambda: Quantiles((0.0, 1.0), (0, 1)), "every length must be an integer of at least 1"),
-        (
-            lambda: MOVIELENS["ml1m"].sample(1, 19, rng()),
-            "max_seqlen must be at least the law's 20",
-        ),
+        (lambda: MOVIELENS["ml1m"].sample(1, 19, rng()), "max_seqlen must be at least .* law's 20"),
         (lambda: LengthLaw.from_dict({"kind": "zipf"}), "kind must be one of .*, got 'zipf'"),
         (lambda: LengthLaw.from_dict({"kind": []}), r"kind must be one of .*, got \[\]"),
         (lambda: LengthLaw.from_dict("full"), "length law must be a mapping with a kind"),

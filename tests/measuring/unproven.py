@@ -69,15 +69,14 @@ def _forward(impl):
 
 
 RUNGS = tuple(
-    Rung(
-        impl, "a stand-in", "It has no kernel.", None, Requires((10, 0), only_major=True),
-        has=frozenset({"requires"} if "refuses" in impl else ()),
-    )
+    Rung(impl, "a stand-in", "It has no kernel.", None, Requires((10, 0), only_major=True))
     for impl in FORWARDS
-)  # fmt: skip
+)
 MODULES = {f"gdpa_kernels.gdpa.{impl}": ModuleType(impl) for impl in FORWARDS}
 for impl, made in zip(FORWARDS, MODULES.values(), strict=True):
-    made.forward, made.requires = _forward(impl), lambda batch: "needs other lengths"
+    made.forward = _forward(impl)
+    if "refuses" in impl:
+        made.requires = lambda batch: "needs other lengths"
 
 
 def _sample(functions, device, protocol):

@@ -10,7 +10,7 @@ import pytest
 
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.rankings import parse
-from gdpa_kernels.calling.rung import Requires, Rung
+from gdpa_kernels.calling.rung import DIRECTIONS, Requires, Rung
 from gdpa_lab import __main__
 from gdpa_lab.measuring import probe, record, system
 from gdpa_lab.report import claims, figures, page, rankings, readme, results, standings
@@ -54,10 +54,7 @@ def pretended(of: record.Record) -> record.Record:
 def newest(chapter: str) -> record.Record:
     """The rows of `KEPT` in the newest record of a chapter, found without reading the others."""
     notebook = f"notebooks/{chapter}.py"
-    names = [
-        notebook,
-        *(old for old, new in record.renames().items() if new == notebook),
-    ]
+    names = [notebook, *(old for old, new in record.renames().items() if new == notebook)]
     for path in sorted((record.DATA_DIR / "records").iterdir(), reverse=True):
         if any(f'"notebook": "{name}"' in path.read_text()[:1000] for name in names):
             run = record.load(path)
@@ -76,7 +73,7 @@ def folders(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for operator, rungs in ladder.LADDERS.items():
             own = (
-                Rung(impl, "", "", None, Requires((10, 0), only_major=True), operator=operator)
+                Rung(impl, "", "", None, Requires((10, 0), only_major=True), operator, DIRECTIONS)
                 for impl in OWN
             )
             patch.setitem(ladder.LADDERS, operator, (*rungs, *own))
@@ -133,22 +130,18 @@ def test_its_own_results_choices_and_claims(folders, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("chapter", "figure", "keys"),
-    [
-        ("forward/results", "gdpa-self-fwd-half", "jagged"),
-        ("backward/results", "gdpa-cross-bwd-full", ""),
-    ],
-)
+    [("forward/results", "gdpa-self-fwd-half", "jagged"),
+     ("backward/results", "gdpa-cross-bwd-full", "")],
+)  # fmt: skip
 def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, figure, keys):
     drawn, shown = [], []
     draw = figures.figure_tflops
-    monkeypatch.setattr(
-        figures, "figure_tflops", lambda *given, **how: drawn.append(draw(*given, **how))
-    )
+    monkeypatch.setattr(figures, "figure_tflops", lambda *a, **how: drawn.append(draw(*a, **how)))
     monkeypatch.setattr("gdpa_lab.report.chapter.display", shown.append)
     monkeypatch.setattr(standings, "display", shown.append)
-    alone, both = (Chapter(chapter, data_dir=folder) for folder in folders)
-    standings.redrawn(alone, figure, DRAWN, keys)
-    standings.redrawn(both, figure, DRAWN, keys)
+    for folder in folders:
+        both = Chapter(chapter, data_dir=folder)
+        standings.redrawn(both, figure, DRAWN, keys)
     before, after = ([axis.get_title(loc="left") for axis in chart.axes] for chart in drawn)
     assert [title.rpartition(", ")[0] for title in before] == [
         "measured back to back, NVIDIA H200", "published",
@@ -157,9 +150,8 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
     h200, b200, _ = drawn[1].axes
     labels = {container.get_label().split()[0] for container in b200.containers}
     assert {*OWN, "fa2_varlen"} <= labels and not any(x.startswith("v") for x in labels)
-    assert {x.get_label() for x in h200.containers} & {
-        *DRAWN
-    } and h200.get_ylim() == b200.get_ylim()
+    assert {x.get_label() for x in h200.containers} & {*DRAWN}
+    assert h200.get_ylim() == b200.get_ylim()
     assert "NVIDIA B200" in shown[-1].data and "NVIDIA H200" in shown[-1].data
     standings.others(both, None, chapter.partition("/")[0])
     assert shown[-2].data.startswith("**NVIDIA B200**") and OWN[0] in shown[-1].data
@@ -170,8 +162,6 @@ def test_it_is_drawn_beside_the_published_bars(folders, monkeypatch, chapter, fi
     there.loc[there["workload"].str.endswith("-256"), ["tflops", "percent_of_roofline"]] = None
     rows = both.rows(direction=chapter.partition("/")[0], scope="sustained")
     rows = rows[(rows["figure"] == figure) & rows["workload"].str.contains(keys)]
-    published = claims.published_figures()
-    chart = draw(
-        rows, figure, gpu="NVIDIA H200", impls=["fa2_varlen"], published=published, there=there
-    )
+    how = {"gpu": "NVIDIA H200", "impls": ["fa2_varlen"], "there": there}
+    chart = draw(rows, figure, published=claims.published_figures(), **how)
     assert any(line.get_marker() == "x" for line in chart.axes[1].lines)

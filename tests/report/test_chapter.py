@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 
@@ -26,9 +27,17 @@ def shown(monkeypatch, tmp_path) -> list:
     return outputs
 
 
+@pytest.fixture(scope="module")
+def read() -> Chapter:
+    made = Chapter("forward/v5_pingpong", data_dir=record.DATA_DIR)
+    made.rows("forward/results")
+    return made
+
+
 @pytest.fixture
-def chapter() -> Chapter:
-    return Chapter("forward/v5_pingpong", data_dir=record.ROOT / "data")
+def chapter(read) -> Chapter:
+    """A new one, whose rows have been read."""
+    return copy.copy(read)
 
 
 def test_rows_are_those_of_the_newest_record(chapter):
@@ -130,6 +139,8 @@ def test_a_prediction_of_a_missing_value_is_refused_by_name(chapter, shown, foun
     said = rf"forward/v5_pingpong, prediction 1 \(It is so.\): .* got no value for {missing}"
     with pytest.raises(ValueError, match=said):
         chapter.predict("It is so.", found, most=1.0)
+    with pytest.raises(ValueError, match="least or most must be given"):
+        chapter.predict("It cannot fail.", 1.0)
     assert shown == []
 
 
@@ -141,11 +152,6 @@ def test_a_record_that_holds_the_rungs_is_found(chapter):
     assert chapter.record(whole).chapter == "notebooks/forward/results.py"
     with pytest.raises(LookupError, match="must hold nothing on gdpa-cross-full-1024, got none"):
         chapter.holding("forward/results", ["nothing"], "gdpa-cross-full-1024")
-
-
-def test_a_prediction_that_cannot_fail_is_refused(chapter):
-    with pytest.raises(ValueError, match="least or most must be given"):
-        chapter.predict("It is so.", 1.0)
 
 
 def test_code_is_shown_between_two_lines(chapter, shown):

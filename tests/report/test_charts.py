@@ -50,12 +50,8 @@ def test_parts_of_a_bar_begin_where_the_one_before_ends():
     frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 1.0]}, index=["x", "y"])
     chart = charts.stacked(frame, xlabel="ms", looks={"a": "filled", "b": "hollow"}, inside=True)
     (axis,) = chart.axes
-    assert [(bar.get_x(), bar.get_width()) for bar in axis.patches] == [
-        (0, 1),
-        (0, 2),
-        (1, 3),
-        (2, 1),
-    ]
+    bars = [(bar.get_x(), bar.get_width()) for bar in axis.patches]
+    assert bars == [(0, 1), (0, 2), (1, 3), (2, 1)]
     assert [text.get_text() for text in axis.texts] == ["a\n1.0", "a\n2.0", "b\n3.0", "b\n1.0"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gdpa_lab.measuring import record, units
 from gdpa_lab.report import clock_free, predictions, results
-from tests.report.test_predictions import CEILINGS, SELF, add, loaded, timed  # noqa: F401  (a fixture)
+from tests.report.test_predictions import CEILINGS, SELF, add, loaded, timed
 
 
 def test_the_committed_file_is_what_the_records_make():
@@ -74,9 +74,10 @@ def at(impl: str, share: float, ghz: float) -> dict:
     return {"us": us, "load": loaded(us, ghz)}
 
 
-def test_a_record_judges_at_the_clock_of_each_row(add, tmp_path):  # noqa: F811
+def test_a_record_judges_at_the_clock_of_each_row(tmp_path):
     low = clock_free.registered().query("impl == 'b4_mixed' and other == ''")["low"].iloc[0]
     add(
+        tmp_path,
         timed("b4_mixed", **at("b4_mixed", 1.01 * low, 1.2)),
         timed("b3_stream", **at("b3_stream", 0.9 * low, 1.9)),
     )
@@ -90,8 +91,8 @@ def test_a_record_judges_at_the_clock_of_each_row(add, tmp_path):  # noqa: F811
     assert "2 of 3 groups inside: the model is not refuted" in clock_free.report(tmp_path)
 
 
-def test_another_gpu_judges_nothing(add, tmp_path):  # noqa: F811
-    add(timed("b4_mixed", **at("b4_mixed", 0.7, 1.2)), capability="10.3")
+def test_another_gpu_judges_nothing(tmp_path):
+    add(tmp_path, timed("b4_mixed", **at("b4_mixed", 0.7, 1.2)), capability="10.3")
     assert clock_free.judged(tmp_path)["measured"].isna().all()
     assert "No row is measured" in clock_free.report(tmp_path)
 

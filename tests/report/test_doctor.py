@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,8 +30,7 @@ def test_this_machine(tmp_path):
     (tmp_path / "records").mkdir()
     found = doctor.findings(tmp_path)
     names = [f.name for f in found]
-    assert names[:3] == ["gpu", "torch", "triton"]
-    assert set(ladder.impls()) <= set(names)
+    assert names[:3] == ["gpu", "torch", "triton"] and set(ladder.impls()) <= set(names)
     of_blocks = [f.name for f in found if f.group == "baselines of block_attention"]
     assert of_blocks == list(baselines.BLOCK_BASELINES)
     assert all(f.detail for f in found)
@@ -59,31 +59,24 @@ def test_rungs_of_one_reason_share_a_line():
     assert wide.splitlines()[2].startswith("       v")
 
 
+GPU, NO_GPU = (Finding("machine", "gpu", ok, "x") for ok in (True, False))
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (
-            [Finding("machine", "gpu", True, "x"), *rungs(reference="", v1="", v2="", v3="no")]
-            + [Finding(f"{doctor.RUNGS}block_attention", "v0", True, "x")],
-            "This machine measures gdpa up to v2, block_attention up to v0.",
-        ),
-        (
-            [Finding("machine", "gpu", True, "x"), *rungs(reference="", v1="no")],
-            "This machine measures nothing.",
-        ),
-        (
-            [Finding("machine", "gpu", False, "x"), *rungs(reference="", v0="")],
-            "No usable GPU: the book builds, the tests run, the kernels run in the emulator; "
-            "nothing can be measured.",
-        ),
-        ([Finding("machine", "gpu", False, "x", "cure")], "1 thing to repair:\n  cure"),
-        (
-            [Finding("machine", "gpu", True, "x"), *rungs(v1="")]
-            + [Finding("data", "records", False, "x")],
-            "This machine measures gdpa up to v1.\nThe records need attention: see data.",
-        ),
+        ([GPU, *rungs(reference="", v1="", v2="", v3="no"),
+          Finding(f"{doctor.RUNGS}block_attention", "v0", True, "x")],
+         "This machine measures gdpa up to v2, block_attention up to v0."),
+        ([GPU, *rungs(reference="", v1="no")], "This machine measures nothing."),
+        ([NO_GPU, *rungs(reference="", v0="")],
+         "No usable GPU: the book builds, the tests run, the kernels run in the emulator; "
+         "nothing can be measured."),
+        ([replace(NO_GPU, repair="cure")], "1 thing to repair:\n  cure"),
+        ([GPU, *rungs(v1=""), Finding("data", "records", False, "x")],
+         "This machine measures gdpa up to v1.\nThe records need attention: see data."),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_comes_last(found, said):
     assert doctor.verdict(found) == said
     assert doctor.report(found).endswith(f"\n\n{said}\n")
@@ -109,13 +102,11 @@ def distribution(folder: Path, name: str, version: str, files: dict[str, str]) -
     (info / "RECORD").write_text("\n".join([*record, f"{info.name}/RECORD,,"]) + "\n")
 
 
+LANGUAGE = [f"triton/language/{folder}__init__.py" for folder in ("", "extra/", "extra/tlx/")]
 FBTRITON = {
-    "triton/__init__.py": "__version__ = '3.7.4+fb'\n",
-    "triton/language/__init__.py": "",
-    "triton/language/extra/__init__.py": "",
-    "triton/language/extra/tlx/__init__.py": "",
+    "triton/__init__.py": "__version__ = '3.7.4+fb'\n", **dict.fromkeys(LANGUAGE, ""),
     "triton/core.py": "fbtriton = True\n",
-}
+}  # fmt: skip
 TRITON = {"triton/__init__.py": "__version__ = '3.7.1'\n", "triton/core.py": "fbtriton = False\n"}
 
 
@@ -145,8 +136,7 @@ def test_fbtriton_installed_last_is_sound(tmp_path, monkeypatch):
 
 def tlx(folder: Path) -> None:
     """Only a triton with TLX as a plugin."""
-    files = {name: text for name, text in FBTRITON.items() if "language" in name}
-    distribution(folder, "triton", "3.7.1", TRITON | files)
+    distribution(folder, "triton", "3.7.1", TRITON | dict.fromkeys(LANGUAGE, ""))
 
 
 def overwritten(folder: Path) -> None:
@@ -207,32 +197,22 @@ def test_fbtriton_on_the_path_before_another_triton_is_sound(tmp_path, monkeypat
     ("listed", "cuda", "visible", "detail", "repair"),
     [
         ([], "13.0", None, "nvidia-smi lists no GPU", None),
-        (
-            ["NVIDIA H200"] * 2,
-            None,
-            None,
-            "NVIDIA H200, but this torch is built without CUDA",
-            "-m pip install --force-reinstall torch==2.13.0",
-        ),
+        (["NVIDIA H200"] * 2, None, None, "NVIDIA H200, but this torch is built without CUDA",
+         "-m pip install --force-reinstall torch==2.13.0"),
         (["NVIDIA H200"], "13.0", "", "CUDA_VISIBLE_DEVICES='' hides it", "unset CUDA_VISIBLE"),
         (["NVIDIA H200"], "13.0", None, "its driver does not run torch's CUDA 13.0", None),
     ],
-)
+)  # fmt: skip
 def test_why_there_is_no_gpu(listed, cuda, visible, detail, repair):
     finding = doctor.judge_missing_gpu(listed, cuda, visible)
-    assert not finding.ok
-    assert detail in finding.detail
+    assert not finding.ok and detail in finding.detail
     assert (finding.repair is None) if repair is None else (repair in finding.repair)
 
 
 def test_repairs_come_once_and_fbtriton_last():
     fb = doctor._pip(f"--force-reinstall --no-deps {doctor.FBTRITON}")
     torch = doctor._pip(f"--force-reinstall {doctor.TORCH}")
-    found = [
-        Finding("machine", "triton", False, "x", fb),
-        Finding("machine", "torch", False, "x", torch),
-        Finding("machine", "gpu", False, "x", torch),
-    ]
+    found = [replace(NO_GPU, repair=cure) for cure in (fb, torch, torch)]
     assert doctor.repairs(found) == [torch, fb]
     assert doctor.verdict(found) == f"2 things to repair:\n  {torch}\n  {fb}"
 
@@ -248,33 +228,30 @@ def test_a_repair_uses_this_python(monkeypatch, tmp_path):
 
 
 def test_implementations_and_baselines_answer_for_themselves(monkeypatch):
-    class Yes:
-        def availability(self):
-            return SimpleNamespace(ok=True, reason="runs on cuda:0")
+    def crash():
+        raise OSError("no libcudart")
 
-    class Crash:
-        def availability(self):
-            raise OSError("no libcudart")
-
-    def module(name):
-        if name == "gdpa_kernels.calling.ladder":
-            raise_reason = {"a": (True, "fine"), "b": (False, "needs sm_90 or newer, got sm_80")}
-            return SimpleNamespace(
-                LADDERS=["one", "other"],
-                impls=lambda operator: {"one": ["a", "b"], "other": ["a"]}[operator],
-                availability=lambda impl, device, operator: SimpleNamespace(
-                    ok=raise_reason[impl][0], reason=raise_reason[impl][1]
-                ),
-            )
-        return SimpleNamespace(
-            BASELINES={"fa2": Yes(), "fa3": Crash()}, BLOCK_BASELINES={"fa2": Yes()}
+    fine, runs, too_old = (
+        SimpleNamespace(ok=ok, reason=reason)
+        for ok, reason in (
+            (True, "fine"), (True, "runs on cuda:0"), (False, "needs sm_90 or newer, got sm_80")
         )
-
-    monkeypatch.setattr(doctor, "_module", module)
+    )  # fmt: skip
+    rungs = SimpleNamespace(
+        LADDERS={
+            "one": [SimpleNamespace(impl=x, directions=("forward",)) for x in "ab"],
+            "other": [SimpleNamespace(impl="a", directions=("backward",))],
+        },
+        availability=lambda impl, device, operator: {"a": fine, "b": too_old}[impl],
+    )  # fmt: skip
+    fa2, fa3 = SimpleNamespace(availability=lambda: runs), SimpleNamespace(availability=crash)
+    peers = SimpleNamespace(BASELINES={"fa2": fa2, "fa3": fa3}, BLOCK_BASELINES={"fa2": fa2})
+    modules = {"gdpa_kernels.calling.ladder": rungs}
+    monkeypatch.setattr(doctor, "_module", lambda name: modules.get(name, peers))
     assert doctor.check_implementations() == [
         Finding("implementations of one", "a", True, "fine"),
         Finding("implementations of one", "b", False, "needs sm_90 or newer, got sm_80"),
-        Finding("implementations of other", "a", True, "fine"),
+        Finding("implementations of other backward", "a", True, "fine"),
     ]
     assert doctor.check_baselines() == [
         Finding("baselines of gdpa", "fa2", True, "runs on cuda:0"),
@@ -308,22 +285,16 @@ def test_doctor_answers_when_triton_is_broken(tmp_path, triton):
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(triton)
     path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "lab")])
-    done = subprocess.run(
-        [sys.executable, "-m", "gdpa_lab", "doctor", "--data-dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=tmp_path,
-    )
+    command = [sys.executable, "-m", "gdpa_lab", "doctor", "--data-dir", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    assert CURE in done.stdout
-    assert "cannot be imported" in done.stdout
+    assert CURE in done.stdout and "cannot be imported" in done.stdout
 
 
 def test_reading_and_diagnosing_imports_no_torch_or_triton_first():
-    for name in (
-        "report/doctor", "report/results", "measuring/record", "measuring/system", "__main__"
-    ):  # fmt: skip
+    names = "report/doctor", "report/results", "measuring/record", "measuring/system", "__main__"
+    for name in names:
         tree = ast.parse((ROOT / "lab" / "gdpa_lab" / f"{name}.py").read_text())
         imported = {a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names}
         imported |= {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}
@@ -350,15 +321,17 @@ def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, g
     monkeypatch.setitem(ladder.LADDERS, "gdpa", (*ladder.LADDERS["gdpa"], stand_in))
     monkeypatch.setitem(ladder._BY_IMPL, ("gdpa", stand_in.impl), stand_in)
     there = rung._module
-    monkeypatch.setattr(
-        rung,
-        "_module",
-        lambda impl, operator: sys if impl == stand_in.impl else there(impl, operator),
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"NVIDIA {gpu}")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capability)
+
+    def own(impl, operator):
+        return sys if impl == stand_in.impl else there(impl, operator)
+
+    monkeypatch.setattr(rung, "_module", own)
+    device = {
+        "is_available": True, "current_device": 0, "get_device_name": f"NVIDIA {gpu}",
+        "get_device_capability": capability,
+    }  # fmt: skip
+    for name, value in device.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(rung, "_capability", lambda index: capability)
     blocks = workload("block-fill70-2000")
     add(
@@ -375,7 +348,7 @@ def test_a_gpu_of_another_architecture(add, tmp_path, monkeypatch, capability, g
     if gpu == "B200":
         assert said["gdpa", "b90_stand_in"] == new
         assert said["gdpa", "v2_tma"] == (True, "runs on cuda:0")
-        assert said["gdpa_backward", "v1_tiled_backward"] == (True, "runs on cuda:0")
+        assert said["gdpa backward", "v1_tiled_backward"] == (True, "runs on cuda:0")
         assert said["gdpa", "v8_own_waits"] == (False, "needs sm_90, got sm_100")
         assert "gdpa up to b90_stand_in" in doctor.verdict(found)
     else:

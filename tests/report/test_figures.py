@@ -24,18 +24,12 @@ def row(workload: str, impl: str, **changes) -> dict:
     problem = WORKLOADS[workload]
     time = problem.flops("forward") / RATES[impl] / 1e6
     values = {
-        "workload": workload,
-        "impl": impl,
-        "math": "softmax" if impl == "fa2" else "activation",
-        "date": "2026-11-21",
-        "time_us_p20": time * 0.9,
-        "time_us_p50": time,
-        "time_us_p80": time * 1.25,
-        "tflops": float(RATES[impl]),
+        "workload": workload, "impl": impl, "math": "softmax" if impl == "fa2" else "activation",
+        "date": "2026-11-21", "time_us_p20": time * 0.9, "time_us_p50": time,
+        "time_us_p80": time * 1.25, "tflops": float(RATES[impl]),
         "gbytes_per_s": problem.bytes("forward") / time / 1e3,
-        "percent_of_roofline": 100 * RATES[impl] / ROOFS[problem.max_seqlen_q],
-        "failure": "",
-    }
+        "percent_of_roofline": 100 * RATES[impl] / ROOFS[problem.max_seqlen_q], "failure": "",
+    }  # fmt: skip
     return {**RESULT, **values, **changes}
 
 
@@ -54,11 +48,6 @@ def table() -> pd.DataFrame:
     return frame(*(row(name, impl) for name in names for impl in RATES))
 
 
-@pytest.fixture
-def bursts(table) -> pd.DataFrame:
-    return table.assign(scope="kernel")
-
-
 def draw(table, **changes):
     options = {"gpu": "NVIDIA H200", "impls": list(RATES), "published": claims.published_figures()}
     return figures.figure_tflops(table, FIGURE, **options | changes)
@@ -72,13 +61,13 @@ def test_ours_and_theirs_have_their_own_titles_and_one_scale(table):
     left, right = draw(table).axes
     assert left.get_title(loc="left") == "measured back to back, NVIDIA H200, 2026-11-21"
     assert right.get_title(loc="left") == "published, NVIDIA B200"
-    assert left.get_ylim() == right.get_ylim()
-    assert left.get_ylim()[0] == 0
-    assert left.get_ylim()[1] > 1146
+    bottom, top = left.get_ylim()
+    assert right.get_ylim() == (bottom, top) and bottom == 0 and top > 1146
     assert (left.get_ylabel(), left.get_xlabel()) == ("TFLOP/s", "max_seqlen_q (tokens)")
 
 
-def test_back_to_back_has_its_own_ceiling_and_bursts_are_dashes(table, bursts):
+def test_back_to_back_has_its_own_ceiling_and_bursts_are_dashes(table):
+    bursts = table.assign(scope="kernel")
     faster = bursts.assign(tflops=1.1 * table["tflops"], percent_of_roofline=1.0)
     axis, _ = draw(pd.concat([faster, table])).axes
     lines = {c.get_label(): c.lines[0].get_ydata() for c in axis.containers}
@@ -165,11 +154,12 @@ def test_the_ladder_keeps_failed_rungs(table):
     assert "failed: out of memory" in texts(axis)
 
 
-def test_the_same_data_gives_the_same_svg_and_no_date(table):
+def test_the_same_data_gives_the_same_svg_and_no_date_and_leaves_matplotlib_alone(table):
+    before = dict(mpl.rcParams)
     first, second = (draw(table).to_svg() for _ in range(2))
     assert first == second
-    assert "<dc:date>" not in first
-    assert "2026-11-21T" not in first
+    assert "<dc:date>" not in first and "2026-11-21T" not in first
+    assert dict(mpl.rcParams) == before
 
 
 def test_a_figure_is_transparent_and_shows_itself_once(table):
@@ -198,12 +188,6 @@ def test_a_rung_keeps_its_colour_and_baselines_are_grey():
     assert house.colour("fa2") == house.colour("vanilla") == house.INK
 
 
-def test_drawing_leaves_the_settings_of_matplotlib_alone(table):
-    before = dict(mpl.rcParams)
-    draw(table).to_svg()
-    assert dict(mpl.rcParams) == before
-
-
 @pytest.fixture
 def data_dir(add, tmp_path):
     """A data folder with one record, named in the table that the fixture returns beside it."""
@@ -219,12 +203,11 @@ def test_provenance_names_machine_date_commit_record_and_data(data_dir, tmp_path
     line = page.provenance(rows, csv="ladder-v1", data_dir=folder).data
     assert line.startswith('<p class="provenance" data-kind="measured">')
     assert line.count(f'<a href="../../data/records/{run.id}.json">') == 1
-    assert "NVIDIA H200" in line
-    assert run.created[:10] in line
-    assert "commit <code>0123456789</code> with local changes" in line
-    assert '<a href="../../figures/ladder-v1.csv">' in line
-    assert "stale" not in line
     download = ' <a href="../../figures/ladder-v1.csv">Data of this figure (CSV)</a>.'
+    local = "commit <code>0123456789</code> with local changes"
+    for text in ("NVIDIA H200", run.created[:10], local, download):
+        assert text in line
+    assert "stale" not in line
     line = line.replace(", timed back to back", "").replace(download, "")
     assert page.provenance([run.id], data_dir=folder).data in line
 
@@ -259,28 +242,31 @@ def test_provenance_warns_of_changed_kernels_and_refuses_a_missing_record(data_d
 def test_a_figure_without_measurements_says_what_it_is():
     line = page.source("modelled", "a < b").data
     assert line == '<p class="provenance" data-kind="modelled"><b>modelled</b>: a &lt; b</p>'
-    with pytest.raises(ValueError, match="kind must be one of measured, published, modelled"):
-        page.source("guessed", "a record")
 
 
-def test_save_csv_writes_the_table_and_refuses_other_names(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: page.source("guessed", "x"), "kind must be one of measured, published, modelled"),
+        (lambda: page.save_csv(pd.DataFrame(), "../elsewhere"), "name must be"),
+        (lambda: page.glue("speedup", math.nan), "finite number, got nan"),
+        (lambda: page.glue("best", ""), "must be a word"),
+    ],
+)
+def test_what_a_page_could_not_print_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_save_csv_writes_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "CSV_DIR", tmp_path / "figures")
     path = page.save_csv(pd.DataFrame({"a": [1, 2], "b": [0.1, math.nan]}), "a-table")
     assert path.read_text() == "a,b\n1,0.1\n2,\n"
-    with pytest.raises(ValueError, match="name must be"):
-        page.save_csv(pd.DataFrame(), "../elsewhere")
 
 
 def test_show_table_aligns_numbers_to_the_right():
     text = page.show_table(pd.DataFrame({"impl": ["a"], "tflops": [123.456]})).data
     assert text.splitlines() == ["| impl | tflops |", "| :-- | --: |", "| a | 123.5 |"]
-
-
-def test_glue_refuses_what_the_text_could_not_print():
-    with pytest.raises(ValueError, match="finite number, got nan"):
-        page.glue("speedup", math.nan)
-    with pytest.raises(ValueError, match="must be a word"):
-        page.glue("best", "")
 
 
 def test_glue_displays_what_myst_nb_would(monkeypatch):
@@ -295,11 +281,8 @@ def test_glue_displays_what_myst_nb_would(monkeypatch):
     monkeypatch.setattr(IPython.display, "display", keep)
     monkeypatch.setattr(library, "ipy_display", keep)
     formatter = IPython.core.formatters.DisplayFormatter()
-    monkeypatch.setattr(
-        IPython.core.formatters, "format_display_data", lambda value: formatter.format(value)
-    )
-    page.glue("speedup", np.float32(1.5))
-    page.glue("best", "fa2")
-    library.glue("speedup", 1.5, display=False)
-    library.glue("best", "fa2", display=False)
-    assert shown[:2] == shown[2:]
+    monkeypatch.setattr(IPython.core.formatters, "format_display_data", formatter.format)
+    for name, given, number in (("speedup", np.float32(1.5), 1.5), ("best", "fa2", "fa2")):
+        page.glue(name, given)
+        library.glue(name, number, display=False)
+    assert len(shown) == 4 and shown[::2] == shown[1::2]

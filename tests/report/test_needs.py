@@ -9,7 +9,7 @@ from gdpa_kernels.calling import ladder
 
 def test_every_rung_says_what_it_needs():
     text = needs.support()
-    assert text.count("<code>") == len(ladder.LADDERS["gdpa"]) - 1  # all but the reference
+    assert text.count("<code>") == len(ladder.impls()) - 1  # all but the reference
     assert text.count("<td>sm_100</td>") == len(ladder.BLACKWELL_RUNGS)
     assert {"any", "sm_80 or newer", "sm_90"} <= set(re.findall("<td>(.*?)</td>", text))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -35,22 +36,17 @@ CEILINGS = (
 TFLOPS = 2 * 8192**3 / MATMUL_US / 1e6
 
 
-@pytest.fixture
-def add(tmp_path):
-    """Write a record of `rows` on a B200 limited to 1,000 W; the data folder is `tmp_path`."""
-
-    def write(*rows: Row, day=1, capability="10.0", ceilings=CEILINGS) -> Record:
-        on = a_system(
-            f"580.{capability}", "NVIDIA B200", compute_capability=capability, num_sms=148,
-            max_sm_clock_mhz=1965.0, max_memory_clock_mhz=3996.0, power_limit_w=1000.0,
-        )  # fmt: skip
-        return writer(tmp_path)(
-            *rows, day=day, on=on, notebook="notebooks/forward/results.py", ceilings=ceilings,
-            package=Package("0.1.0", "a" * 40, False, {"gdpa_kernels/__init__.py": "b" * 64}),
-            workloads={w.name: w.to_dict() for w in (SELF, BLOCK)},
-        )  # fmt: skip
-
-    return write
+def add(folder: Path, *rows: Row, day=1, capability="10.0", ceilings=CEILINGS) -> Record:
+    """Write a record of `rows` on a B200 limited to 1,000 W to a data folder."""
+    on = a_system(
+        f"580.{capability}", "NVIDIA B200", compute_capability=capability, num_sms=148,
+        max_sm_clock_mhz=1965.0, max_memory_clock_mhz=3996.0, power_limit_w=1000.0,
+    )  # fmt: skip
+    return writer(folder)(
+        *rows, day=day, on=on, notebook="notebooks/forward/results.py", ceilings=ceilings,
+        package=Package("0.1.0", "a" * 40, False, {"gdpa_kernels/__init__.py": "b" * 64}),
+        workloads={w.name: w.to_dict() for w in (SELF, BLOCK)},
+    )  # fmt: skip
 
 
 def timed(impl: str, of=SELF, direction="forward", us=1000.0, **values) -> Row:
@@ -126,11 +122,12 @@ def test_without_a_b200_the_ceilings_are_assumed(tmp_path):
     assert "verdict" not in text
 
 
-def test_a_record_of_a_b200_scales_and_judges(add, tmp_path):
+def test_a_record_of_a_b200_scales_and_judges(tmp_path):
     share = one(predictions.registered(), "b6_pair_stream")
     centre = share["of_matmul"] * TFLOPS
     b4 = one(predictions.registered(), "b4_mixed")
     made = add(
+        tmp_path,
         timed("b6_pair_stream", us=at(centre)),
         timed("b4_mixed", us=at(1.01 * b4["of_matmul"] * b4["high"] * TFLOPS)),
         timed("b3_stream", us=at(50)),
@@ -151,21 +148,22 @@ def test_a_record_of_a_b200_scales_and_judges(add, tmp_path):
     assert "1 of 4 measured rows within the 90 % interval" in text
 
 
-def test_each_row_is_judged_by_its_own_record_and_the_newest_counts(add, tmp_path):
+def test_each_row_is_judged_by_its_own_record_and_the_newest_counts(tmp_path):
     share = one(predictions.registered(), "b6_pair_stream")["of_matmul"]
     us = 0.7 * MATMUL_US
     fast = (replace(CEILINGS[0], samples_us=(us,), load=loaded(us)), *CEILINGS[1:])
-    old = add(timed("b6_pair_stream", us=at(share * TFLOPS)), day=1)
-    add(timed("b6_pair_stream", us=at(share * TFLOPS)), day=2, ceilings=fast)
+    row = timed("b6_pair_stream", us=at(share * TFLOPS))
+    old = add(tmp_path, row, day=1)
+    add(tmp_path, row, day=2, ceilings=fast)
     newest = one(predictions.judged(predictions.registered(), tmp_path), "b6_pair_stream")
     assert newest["verdict"] == "refuted, low" and newest["from"] > share * TFLOPS
     first = predictions.judged(predictions.registered(), tmp_path, old.id)
     assert one(first, "b6_pair_stream")["verdict"] == "confirmed"
 
 
-def test_what_is_no_record_of_a_b200_is_refused(add, tmp_path, capsys):
-    other = add(timed("v8_own_waits", us=at(500)), capability="10.3")
-    bare = add(timed("b3_stream", us=at(500)), day=2, ceilings=CEILINGS[:1])
+def test_what_is_no_record_of_a_b200_is_refused(tmp_path, capsys):
+    other = add(tmp_path, timed("v8_own_waits", us=at(500)), capability="10.3")
+    bare = add(tmp_path, timed("b3_stream", us=at(500)), day=2, ceilings=CEILINGS[:1])
     assert predictions.basis(tmp_path).ceilings == units.ASSUMED
     command = ["predictions", "--data-dir", str(tmp_path), "--record"]
     for name, expectation in (
@@ -183,34 +181,37 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     rows = len(predictions.registered()) + len(clock_free.registered())
     assert printed.count("\n| ") == rows + 4
     monkeypatch.setattr(record, "ROOT", tmp_path)
-    monkeypatch.setattr(predictions, "PATH", tmp_path / "predictions" / "b200.csv")
-    monkeypatch.setattr(predictions.update, "__defaults__", (predictions.PATH,))
-    monkeypatch.setattr(clock_free, "PATH", tmp_path / "predictions" / "b200_2.csv")
-    monkeypatch.setattr(clock_free.update, "__defaults__", (clock_free.PATH,))
+    modules = {"b200.csv": predictions, "b200_2.csv": clock_free}
+    for name, module in modules.items():
+        monkeypatch.setattr(module, "PATH", tmp_path / "predictions" / name)
+        monkeypatch.setattr(module.update, "__defaults__", (module.PATH,))
     for state in ("rewritten", "was up to date"):
         assert __main__.main(["maintain", "predictions"]) == 0
-        printed = capsys.readouterr().out
-        names = ("b200.csv", "b200_2.csv")
-        assert printed == "".join(f"predictions/{name} {state}\n" for name in names)
+        said = "".join(f"predictions/{name} {state}\n" for name in modules)
+        assert capsys.readouterr().out == said
 
 
 RUNS = {"forward": "20261121T134948Z-10-figures", "backward": "20261121T225723Z-33-backward"}
 """By direction, the record of an H200 that EXPECTED quotes."""
 
 
-def quoted(impl: str, direction: str) -> tuple[pd.DataFrame, Ceilings]:
+@pytest.fixture(scope="module")
+def every() -> pd.DataFrame:
+    return results.table(latest=False)
+
+
+def quoted(rows: pd.DataFrame, impl: str, direction: str) -> tuple[pd.DataFrame, Ceilings]:
     """The kernel times of a rung on full batches in that record, and its ceilings."""
     (run,) = (r for r in record.load_all() if r.id.startswith(RUNS[direction]))
-    rows = results.table(latest=False)
     rows = rows[(rows["record"] == run.id) & (rows["impl"] == impl) & (rows["scope"] == "kernel")]
     rows = rows[rows["workload"].str.contains("-full-") & (rows["variant"] == "")]
     rows = rows[rows["workload"] != "gdpa-cross-full-256"].dropna(subset=["time_us_p50"])
     return rows.set_index("workload"), results.ceilings(run)
 
 
-def test_the_speed_of_our_code_is_that_of_a_record():
+def test_the_speed_of_our_code_is_that_of_a_record(every):
     """EXPECTED: v8 over its ledger, .85, one deviation .05."""
-    rows, limits = quoted("v8_own_waits", "forward")
+    rows, limits = quoted(every, "v8_own_waits", "forward")
     shares = {}
     for name, tflops in rows["tflops"].items():
         work = workload(name)
@@ -230,8 +231,8 @@ def test_the_speed_of_our_code_is_that_of_a_record():
         ("v5_short_kv_backward", "backward", ["keys", "pairs"], 3.6),
     ],
 )
-def test_the_start_of_a_program_is_that_of_a_record(impl, direction, terms, start):
-    rows, limits = quoted(impl, direction)
+def test_the_start_of_a_program_is_that_of_a_record(every, impl, direction, terms, start):
+    rows, limits = quoted(every, impl, direction)
     done = tile_law.amounts([workload(name) for name in rows.index], units.H200.sms)
     law = tile_law.fit(done[terms], rows["time_us_p50"])
     assert law["queries" if direction == "forward" else "keys"] == pytest.approx(start, abs=0.1)

@@ -1,7 +1,7 @@
 import csv
 import io
-import shutil
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -10,6 +10,7 @@ import pytest
 from gdpa_lab import __main__
 from gdpa_lab.measuring import record, refusals, roofline
 from gdpa_lab.measuring.record import Ceiling, Error, Package, RecordError
+from gdpa_lab.measuring.workload import STEP
 from gdpa_lab.measuring.workloads import WORKLOADS, workload
 from gdpa_lab.report import results
 from tests.records import CEILINGS, OTHER, SELF, SHORT, a_row, a_system, sources
@@ -56,10 +57,7 @@ def test_ceilings_use_medians_and_the_fastest(add):
     again = Ceiling("copy", "1:1 again", (425.0,), bytes_read=10**9, bytes_written=10**9)
     limits = results.ceilings(add(ceilings=(slower, again, *CEILINGS)))
     assert limits.tflops == pytest.approx(2 * 8192**3 / 1392e-6 / 1e12)
-    assert limits.copies == (
-        (1.0, pytest.approx(2e6 / 425)),
-        (3.0, pytest.approx(4e9 / 930e-6 / 1e9)),
-    )
+    assert limits.copies == ((1.0, pytest.approx(2e6 / 425)), (3.0, pytest.approx(4e6 / 930)))
 
 
 BLOCKS = workload("block-fill70-2000")
@@ -82,23 +80,15 @@ MIXES = (
         # of 1,735,537 rows x 3 heads x 128 x 2 bytes, and sin and cos once, a third of one: beyond
         # the outermost mix, and a sixth of the way from 4:3 to 2:1
         (TURNED, "forward", (4 + 1 / 3) * 1_735_537 * 768, 4e9 / 900e-6),
-        (
-            TURNED,
-            "backward",
-            (7 + 1 / 3) * 1_735_537 * 768,
-            7e9 / 1750e-6 * 5 / 6 + 3e9 / 700e-6 / 6,
-        ),
+        (TURNED, "backward", (7 + 1 / 3) * 1_735_537 * 768,
+         7e9 / 1750e-6 * 5 / 6 + 3e9 / 700e-6 / 6),
     ],
-    ids=["forward", "backward", "rotary forward", "rotary backward"],
-)
+)  # fmt: skip
 def test_block_attention_in_percent_of_the_copy_of_its_mix(
     add, tmp_path, of, direction, size, rate
 ):
-    add(
-        a_row(of, impl="v1_one_tile", math="softmax", direction=direction, samples_us=(5000.0,)),
-        ceilings=MIXES,
-        workloads={of.name: of.to_dict()},
-    )
+    run = a_row(of, impl="v1_one_tile", math="softmax", direction=direction, samples_us=(5000.0,))
+    add(run, ceilings=MIXES, workloads={of.name: of.to_dict()})
     row = one(results.table(tmp_path))
     assert row.percent_of_roofline == pytest.approx(100 * size / rate / 5000e-6)
     assert row.gbytes_per_s == pytest.approx(size / 5000e-6 / 1e9)
@@ -115,23 +105,12 @@ CROSS = workload("gdpa-cross-full-2048")
         (SELF, "gdpa-self-bwd-full", "compute"),
         (CROSS, "gdpa-cross-bwd-full", "compute"),
     ],
-    ids=lambda value: getattr(value, "name", value),
 )
 def test_gdpa_backward_in_percent_of_its_roofline(add, tmp_path, capsys, of, figure, bound):
-    impl = "v4_warp_specialized_backward"
-    both = {
-        name: getattr(of, name)("forward") + getattr(of, name)("backward")
-        for name in ("flops", "bytes_read", "bytes_written")
-    }
-    made = add(
-        a_row(of, impl=impl, direction="backward", samples_us=(9000.0,)),
-        a_row(
-            of, impl=impl, direction="backward", scope="op", samples_us=(12000.0,),
-            variant="forward and backward", **both,
-        ),
-        ceilings=MIXES,
-        workloads={of.name: of.to_dict()},
-    )  # fmt: skip
+    rung = {"impl": "v4_warp_specialized_backward", "direction": "backward"}
+    op = {"scope": "op", "samples_us": (12000.0,), "variant": STEP}
+    rows = a_row(of, samples_us=(9000.0,), **rung), a_row(of, **rung, **op)
+    made = add(*rows, ceilings=MIXES, workloads={of.name: of.to_dict()})
     limits = results.ceilings(made)
     bracket = roofline.bracket(of, "backward", limits)
     # 2.5 x 4 x heads x dim x pairs at the rate of the product; q, k, v, dO, dq, dk, dv at 4 : 3,
@@ -165,22 +144,11 @@ def test_without_ceilings_there_is_no_percentage(add, tmp_path, kept):
 
 
 def test_failures_have_no_times_and_are_not_correct(add, tmp_path):
+    wrong = {"error": Error.judge(1.0, 1e-3, elements=1), "failure": "error 1 exceeds 0.001"}
     add(
         a_row(impl="oom", samples_us=(), error=None, failure="out of memory"),
-        a_row(
-            impl="wrong",
-            samples_us=(),
-            error=Error.judge(1.0, 1e-3, elements=1),
-            failure="error 1 exceeds 0.001",
-        ),
-        a_row(
-            impl="zigzag",
-            scope="schedule",
-            error=None,
-            flops=0,
-            bytes_read=0,
-            bytes_written=0,
-        ),
+        a_row(impl="wrong", samples_us=(), **wrong),
+        a_row(impl="zigzag", scope="schedule", error=None),
     )
     found = results.table(tmp_path)
     for impl in ("oom", "wrong"):
@@ -189,8 +157,7 @@ def test_failures_have_no_times_and_are_not_correct(add, tmp_path):
         assert np.isnan(row.time_us_p50) and np.isnan(row.tflops) and row.samples == 0
     assert one(found, impl="wrong").failure == "error 1 exceeds 0.001"
     schedule = one(found, impl="zigzag")
-    assert schedule.correct is pd.NA
-    assert schedule.time_us_p50 == 9000.0
+    assert schedule.correct is pd.NA and schedule.time_us_p50 == 9000.0
     assert np.isnan(schedule.tflops) and np.isnan(schedule.percent_of_roofline)
 
 
@@ -204,16 +171,12 @@ def test_latest_keeps_the_newest_of_each_row(add, tmp_path):
     add(a_row(samples_us=(9100.0,)), a_row(impl="v2_tma", samples_us=(9200.0,)), day=2)
     add(a_row(samples_us=(9300.0,)), day=3)
     add(a_row(samples_us=(9400.0,)), a_row(variant="again", samples_us=(9500.0,)), day=1)
-    found = results.table(tmp_path)
-    assert sorted(found.time_us_p50) == [9200.0, 9300.0, 9500.0]
-    found = results.table(tmp_path, latest=False)
-    assert sorted(found.time_us_p50) == [9100.0, 9200.0, 9300.0, 9400.0, 9500.0]
-
-
-def test_a_newer_failure_replaces_an_older_time(add, tmp_path):
-    add(a_row(), day=1)
-    add(a_row(samples_us=(), error=None, failure="does not compile"), day=2)
-    assert one(results.table(tmp_path)).failure == "does not compile"
+    assert sorted(results.table(tmp_path).time_us_p50) == [9200.0, 9300.0, 9500.0]
+    every = [9100.0, 9200.0, 9300.0, 9400.0, 9500.0]
+    assert sorted(results.table(tmp_path, latest=False).time_us_p50) == every
+    add(a_row(samples_us=(), error=None, failure="does not compile"), day=4)
+    row = one(results.table(tmp_path), impl="v1_tiled", variant="")
+    assert row.failure == "does not compile", "a newer failure replaces an older time"
 
 
 def test_systems_stay_apart_unless_asked_per_gpu(add, tmp_path):
@@ -246,7 +209,6 @@ OF_V1 = {"v1_tiled": True, "v2_tma": False, "fa2": False}
         ("v1_tiled_backward", "0" * 64, {"v1_tiled": False, "v1_tiled_backward": True}),
         ("v9_removed", "0" * 64, {"v9_removed": True, "reference": False}),
     ],
-    ids=("forward", "new", "backward", "gone"),
 )
 def test_stale_after_a_change_of_the_kernel(add, tmp_path, name, recorded, stale):
     files = sources() | {f"gdpa_kernels/gdpa/kernels/{name}.py": recorded}
@@ -270,15 +232,12 @@ def test_nothing_is_read_beside_a_refused_record(add, tmp_path):
     newest = tmp_path / "records" / f"{made.id}.json"
     newest.write_text(newest.read_text()[:-100])
     (tmp_path / "records" / "foreign.json").write_text("{}")
-    named = (
-        rf"records: 2 refused\nrefused records/{newest.name}: not JSON.*\n"
-        r"refused records/foreign.json: not a record"
-    )
-    for read in (results.table, results.latest_record):
+    first, second = f"records/{newest.name}: not JSON.*", "records/foreign.json: not a record"
+    named = f"records: 2 refused\nrefused {first}\nrefused {second}"
+    of_chapter = partial(results.latest_record, notebook="notebooks/06_v3.py")
+    for read in (results.table, results.latest_record, of_chapter):
         with pytest.raises(RecordError, match=named):
             read(tmp_path)
-    with pytest.raises(RecordError, match=named):
-        results.latest_record(tmp_path, notebook="notebooks/06_v3.py")
 
 
 def test_latest_record(add, tmp_path):
@@ -302,9 +261,7 @@ def test_command_line(add, tmp_path, capsys):
     chosen = ["--gpu", "NVIDIA H200", "--figure", "*-fwd-*"]
     assert __main__.main([*base, "--format", "csv", *chosen]) == 0
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert row["impl"] == "v1_tiled"
-    assert row["time_us_p50"] == "5000"
-    assert row["correct"] == "True"
+    assert (row["impl"], row["time_us_p50"], row["correct"]) == ("v1_tiled", "5000", "True")
     assert float(row["tflops"]) == pytest.approx(494.78, rel=1e-4)
     assert __main__.main([*base, "--all", "--workload", SELF.name]) == 0
     assert len(list(csv.DictReader(io.StringIO(capsys.readouterr().out)))) == 2
@@ -322,24 +279,20 @@ def test_command_line_says_when_nothing_matches_or_a_file_is_refused(add, tmp_pa
     (tmp_path / "records" / "foreign.json").write_text("{}")
     assert __main__.main(base) == 1
     captured = capsys.readouterr()
-    assert "refused records/foreign.json: not a record" in captured.err
-    assert captured.out == ""
-    assert __main__.main(["results", "--data-dir", str(tmp_path / "nowhere")]) == 1
-    assert "--data-dir must be a folder that holds records/, got" in capsys.readouterr().err
+    assert "refused records/foreign.json: not a record" in captured.err and captured.out == ""
 
 
-RECORDS = sorted(path.name for path in (record.DATA_DIR / "records").iterdir())
+@pytest.fixture(scope="module")
+def every() -> pd.DataFrame:
+    return results.table(latest=False)
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_every_record_of_the_repository_loads_and_can_be_evaluated(tmp_path, name):
-    path = record.DATA_DIR / "records" / name
+@pytest.mark.parametrize(
+    "path", sorted((record.DATA_DIR / "records").iterdir()), ids=lambda path: path.stem
+)
+def test_every_record_of_the_repository_loads_and_can_be_evaluated(every, path):
     made = record.load(path)
-    for folder in ("records", "systems"):
-        (tmp_path / folder).mkdir()
-    shutil.copy(path, tmp_path / "records")
-    shutil.copy(record.DATA_DIR / "systems" / f"{made.system}.json", tmp_path / "systems")
-    found = results.table(tmp_path, latest=False)
+    found = every[every["record"] == made.id]
     assert set(found.workload) == {row.workload for row in made.rows}
     timed = found[found.samples > 0]
     assert (timed.time_us_p50 > 0).all() and (found[found.samples == 0].failure != "").all()
@@ -350,8 +303,5 @@ def test_every_record_of_the_repository_loads_and_can_be_evaluated(tmp_path, nam
 
 def test_markdown_cells():
     frame = pd.DataFrame({"a": [1.23456, 123456.7, np.nan], "b": ["x|y", "two\nlines", ""]})
-    assert results.to_markdown(frame).splitlines()[2:] == [
-        "| 1.235 | x\\|y |",
-        "| 123457 | two lines |",
-        "|  |  |",
-    ]
+    rows = ["| 1.235 | x\\|y |", "| 123457 | two lines |", "|  |  |"]
+    assert results.to_markdown(frame).splitlines()[2:] == rows

@@ -15,6 +15,7 @@ from gdpa_lab.measuring import machine_code, record, system
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import staleness
+from tests.records import PROTOCOL, STATE, a_row
 
 SELF = replace(workload("gdpa-self-full-256"), name="self", batch=2)
 BLOCK = replace(workload("block-fill70-1000"), name="block", batch=2)
@@ -50,33 +51,31 @@ def test_every_older_row_could_be_compiled():
     assert [text for text in reasons if not machine_code.is_code(text)] == []
 
 
-def test_v8_before_it_asked_whether_to_mask():
-    v8 = {"impl": "v8_own_waits"}
-    assert found("20261122T191500Z", workload="gdpa-self-full-1024-causal", **v8) == {True}
-    assert found("20261122T191500Z", workload="gdpa-self-full-1024", **v8) == {False}
-
-
 @pytest.mark.parametrize(
-    ("stamp", "impl"),
+    ("stamp", "impl", "workload", "expected"),
     [
-        ("20261121T134948Z", "v8_own_waits"),
-        ("20261121T134948Z", "v7_packed"),
-        ("20261121T200132Z", "v3_warp_specialized"),
+        # before it asked whether to mask
+        ("20261122T191500Z", "v8_own_waits", "gdpa-self-full-1024-causal", True),
+        ("20261122T191500Z", "v8_own_waits", "gdpa-self-full-1024", False),
+        # another text of the same code
+        ("20261121T134948Z", "v8_own_waits", "", False),
+        ("20261121T134948Z", "v7_packed", "", False),
+        ("20261121T200132Z", "v3_warp_specialized", "", False),
     ],
 )
-def test_another_text_of_the_same_code_is_not_stale(stamp, impl):
-    assert found(stamp, impl=impl, scope="kernel", variant="") == {False}
+def test_rows_of_the_repository(stamp, impl, workload, expected):
+    values = {"workload": workload} if workload else {"scope": "kernel", "variant": ""}
+    assert found(stamp, impl=impl, **values) == {expected}
 
 
-def edited(folder, name: str = "", old: str = "", new: str = ""):
+def edited(folder, name: str, old: str, new: str):
     """A copy of the package in `folder`, one piece of one file replaced."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(record.ROOT / "gdpa_kernels", folder / "gdpa_kernels", ignore=ignored)
-    if name:
-        path = folder / "gdpa_kernels" / name
-        text = path.read_text()
-        assert text.count(old) == 1
-        path.write_text(text.replace(old, new))
+    path = folder / "gdpa_kernels" / name
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
     return folder
 
 
@@ -89,26 +88,16 @@ def measured(tmp_path):
     what they launched, and of block attention's v1 without."""
     before = driver._active
     machine_code.pretend(90)
-    common = {
-        "scope": "kernel",
-        "samples_us": [9e6],
-        "error": record.Error.judge(0, 1e-3, elements=1),
-    }
-    rows = [record.Row.of(BLOCK, "forward", impl="v1_one_tile", math="softmax", **common)]
+    rows = [a_row(BLOCK, impl="v1_one_tile", math="softmax", samples_us=[9e6])]
     for impl, module in (("v7_packed", v7_packed), ("v1_tiled", v1_tiled)):
         with launches(run=False) as seen:
             module.forward(make_inputs(SELF, device="cpu").batch())
         own = [machine_code.describe(x) for x in seen if x.kernel.__module__ == module.__name__]
-        more = {"math": "activation", "launches": own}
-        rows.append(record.Row.of(SELF, "forward", impl=impl, **more, **common))
+        rows.append(a_row(SELF, impl=impl, samples_us=[9e6], launches=own))
     driver._active = before
-    nothing = dict.fromkeys(
-        ("sm_clock_mhz", "memory_clock_mhz", "temperature_c", "power_w", "throttle_reasons")
-    ) | {"other_processes": None}
     run = record.new_record(
-        command="make measure", notebook=None, system=MACHINE, state_before=nothing,
-        state_after=nothing, protocol=record.Protocol("cuda events", 1, 1, 0, False, "one call"),
-        workloads=[SELF, BLOCK], rows=rows,
+        command="make measure", notebook=None, system=MACHINE, state_before=STATE,
+        state_after=STATE, protocol=PROTOCOL, workloads=[SELF, BLOCK], rows=rows,
     )  # fmt: skip
     system.save(MACHINE, tmp_path)
     return record.load(record.write(run, tmp_path))
@@ -123,10 +112,9 @@ def stale(run: record.Record, folder, root) -> list[str]:
 
 
 def test_a_comment_changes_nothing(measured, tmp_path):
-    comment = "# Another comment.\n\n\n@triton.jit\ndef multiply_add_pairs("
-    root = edited(
-        tmp_path / "tree", "gdpa/activations.py", "@triton.jit\ndef multiply_add_pairs(", comment
-    )
+    place = "@triton.jit\ndef multiply_add_pairs("
+    comment = f"# Another comment.\n\n\n{place}"
+    root = edited(tmp_path / "tree", "gdpa/activations.py", place, comment)
     assert stale(measured, tmp_path, root) == []
 
 
@@ -155,6 +143,7 @@ def test_older_sources_come_from_the_history_of_git(tmp_path):
 
 def test_sources_that_git_never_had_say_so(measured, tmp_path, monkeypatch):
     monkeypatch.setattr(staleness, "_blobs", lambda: {})
+    monkeypatch.setattr(staleness, "_answers", lambda tree, questions: ["0" * 16] * len(questions))
     staleness.update(tmp_path, log=lambda text: None)
     reasons = {found.code for found in staleness.table(tmp_path).values()}
     assert "its sources are not in git's history" in reasons

@@ -8,7 +8,7 @@ import pytest
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import record
 from gdpa_lab.measuring import system as systems
-from gdpa_lab.report import results, standings
+from gdpa_lab.report import standings
 from gdpa_lab.report.chapter import Chapter
 
 NAME = "gdpa-self-full-256"
@@ -103,35 +103,35 @@ class Again:
         self.of = of
 
     def write(self, folder) -> Path:
+        self.folder = Path(folder)
         machine = f"systems/{self.of.system}.json"
-        (Path(folder) / machine).write_text((record.DATA_DIR / machine).read_text())
+        (self.folder / machine).write_text((record.DATA_DIR / machine).read_text())
         return record.write(self.of, folder)
 
 
-def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(monkeypatch):
-    chapter, shown, folders = Chapter("backward/results"), [], []
-    monkeypatch.setattr(standings, "display", lambda shown_: shown.append(shown_.data))
-    monkeypatch.setattr(results, "table", _remembering(results.table, folders))
-    standings.others(chapter, Again(chapter.record()), "backward", scope="kernel")
-    title, table = shown
+@pytest.fixture(scope="module")
+def chapter() -> Chapter:
+    return Chapter("backward/results")
+
+
+@pytest.fixture
+def shown(monkeypatch) -> list[str]:
+    displayed = []
+    monkeypatch.setattr(standings, "display", lambda made: displayed.append(made.data))
+    return displayed
+
+
+def test_a_session_is_shown_beside_the_record_and_nothing_is_kept(chapter, shown):
+    session = Again(chapter.record())
+    standings.others(chapter, session, "backward", scope="kernel")
+    title, printed = shown
     assert title == "**This machine**, TFLOP/s in bursts, next to those of the record."
-    ratios = [line.split("|")[-2].strip() for line in table.splitlines()[2:]]
+    ratios = [line.split("|")[-2].strip() for line in printed.splitlines()[2:]]
     assert len(ratios) > 50 and set(ratios) <= {"1", ""}
-    assert folders and not Path(folders[0]).exists()
+    assert not session.folder.exists()
 
 
-def test_without_a_session_other_machines_of_the_records_are_shown(monkeypatch):
-    chapter, shown = Chapter("backward/results"), []
-    monkeypatch.setattr(standings, "display", lambda shown_: shown.append(shown_.data))
+def test_without_a_session_other_machines_of_the_records_are_shown(chapter, shown):
     standings.others(chapter, None, "backward", scope="kernel")
     if systems.promoted(record.DATA_DIR).keys() == {chapter.gpu}:
         assert shown == ["No other machine has been measured yet."]
-
-
-def _remembering(table, folders):
-    def called(folder, **options):
-        if Path(folder) != record.DATA_DIR:
-            folders.append(folder)
-        return table(folder, **options)
-
-    return called

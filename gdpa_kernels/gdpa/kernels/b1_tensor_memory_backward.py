@@ -35,10 +35,10 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, nothing
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, round_kernel
+from gdpa_kernels.gdpa.gradients import Gradients, place, rounded
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
@@ -103,14 +103,6 @@ def steps_of(key, len_q, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def place(step, steps, start, head_k, GROUP: tl.constexpr):
-    """(head, row) of a step: the rows of the group's first head, then of the next."""
-    if GROUP == 1:
-        return head_k, start + step * ROWS
-    return head_k * GROUP + step // steps, start + step % steps * ROWS
-
-
-@triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
@@ -123,7 +115,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
         tlx.barrier_wait(k.empty[0], phase ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP)
+            head, row = place(step, steps, start, head_k, GROUP, ROWS)
             at = (count + step) % options.Q_STAGES
             tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
             fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
@@ -139,7 +131,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
 
 @triton.jit
 def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
-    """dQ of a step, then dK: both read its dS. `zero`: `nothing`."""
+    """dQ of a step, then dK: both read its dS. `zero`: `opaque_zero`."""
     at = count % options.Q_STAGES
     tlx.barrier_wait(ds.full[0], count & 1)
     tlx.async_dot(
@@ -162,7 +154,7 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, list_ptr, options):
         tlx.barrier_wait(k.full[0], phase)
         for step in tl.range(0, steps * options.GROUP, num_stages=0):
             now = count + step
-            zero = nothing(step)
+            zero = opaque_zero(step)
             at = now % options.Q_STAGES
             tlx.barrier_wait(q.full[at], (now // options.Q_STAGES) & 1)
             tlx.async_dot(
@@ -241,7 +233,7 @@ def math(
         start_k, _, len_k, _, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP)
+            head, row = place(step, steps, start, head_k, GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
             slope = activate(role, 0, s, p, scale, head, row, key, options)
@@ -275,7 +267,7 @@ def output(dq, staging, dq_desc, list_ptr, options):
         _, _, _, start_out, len_q, head_k, key = entry(list_ptr, item)
         start, steps = steps_of(key, len_q, options.CAUSAL, options.WINDOW)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP)
+            head, row = place(step, steps, start, head_k, GROUP, ROWS)
             tlx.barrier_wait(dq.full[0], (count + step) & 1)
             for part in tl.static_range(PARTS):
                 x = tlx.local_load(tlx.subslice(dq.buffer[0], part * COLUMNS, COLUMNS))
@@ -387,11 +379,4 @@ def backward(
         REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
-    if batch.shared_q:
-        return (total.view(batch.sequences, *q.shape).sum(0) * factor).to(batch.dtype), dk, dv
-    launch(
-        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
-        total, dq, factor, dq.numel(), BLOCK=4096,
-        WIDTH=dq.shape[1] * dq.shape[2], STRIDE=dq.stride(0),
-    )  # fmt: skip
-    return dq, dk, dv
+    return rounded(total, dq, factor, batch), dk, dv

@@ -33,12 +33,12 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, nothing, sequence
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients
+from gdpa_kernels.gdpa.gradients import Gradients, place, requires_few_keys
 from gdpa_kernels.gdpa.masks import mask_transposed
-from gdpa_kernels.gdpa.work_list import longest_first
+from gdpa_kernels.gdpa.work_list import Items, longest_first, sequence_and_head
 
 KEYS = tl.constexpr(128)  # of a CTA: TMEM lanes
 ROWS = tl.constexpr(128)  # of a step
@@ -70,11 +70,7 @@ def default_config(batch: Batch) -> Config:
 
 def requires(batch: Batch) -> str | None:
     """What this rung needs besides what its tensors say, and does not get, or None."""
-    if batch.shared_q:
-        return "needs cu_seqlens_q, got None: a shared q"
-    if batch.max_seqlen_k > MOST_KEYS:
-        return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {batch.max_seqlen_k}"
-    return None
+    return requires_few_keys(batch, MOST_KEYS)
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
@@ -98,40 +94,11 @@ class Options:
     DTYPE: tl.constexpr
 
 
-@triton.aggregate
-class Items:
-    """What there is to do: `count` pairs of a sequence, in this order, and a key head."""
-
-    order_ptr: tl.tensor
-    cu_seqlens_q_ptr: tl.tensor
-    cu_seqlens_k_ptr: tl.tensor
-    count: tl.tensor | tl.constexpr  # a constant if it is 1
-    max_seqlen_q: tl.tensor | tl.constexpr
-
-
-@triton.jit
-def entry(items, item, NUM_HEADS_K: tl.constexpr):
-    """(start_q, len_q, start_k, len_k, key head) of an item."""
-    batch = tl.load(items.order_ptr + item // NUM_HEADS_K)
-    start_q, _, len_q, start_k, len_k = sequence(
-        items.cu_seqlens_q_ptr, items.cu_seqlens_k_ptr, batch, items.max_seqlen_q
-    )
-    return start_q, len_q, start_k, len_k, item % NUM_HEADS_K
-
-
 @triton.jit
 def steps_of(len_q):
     """Steps of one head, at least one. All rows are walked, whether or not a key is seen by them:
     their dQ is written here."""
     return tl.maximum(tl.cdiv(len_q, ROWS), 1)
-
-
-@triton.jit
-def place(step, steps, head_k, GROUP: tl.constexpr):
-    """(head, row) of a step: the rows of the group's first head, then of the next."""
-    if GROUP == 1:
-        return head_k, step * ROWS
-    return head_k * GROUP + step // steps, step % steps * ROWS
 
 
 @triton.jit
@@ -142,12 +109,12 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, items, options):
     key = tlx.cluster_cta_rank() * KEYS
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
-        start_q, len_q, start_k, len_k, head_k = entry(items, item, options.NUM_HEADS_K)
+        start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item, options.NUM_HEADS_K)
         steps = steps_of(len_q)
         tlx.barrier_wait(k.empty[0], phase ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, head_k, GROUP)
+            head, row = place(step, steps, 0, head_k, GROUP, ROWS)
             at = (count + step) % options.Q_STAGES
             tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
             fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
@@ -163,7 +130,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, items, options):
 
 @triton.jit
 def from_ds(q, k, ds, dk, dq, count, use_acc, zero, options):
-    """dQ of a step, then dK: both read its dS. `zero`: `nothing`."""
+    """dQ of a step, then dK: both read its dS. `zero`: `opaque_zero`."""
     at = count % options.Q_STAGES
     tlx.barrier_wait(ds.full[0], count & 1)
     tlx.async_dot(
@@ -181,12 +148,12 @@ def mma(q, k, v, g, s, p, dp, ds, dv, dk, dq, sums_full, items, options):
     clusters = tl.num_programs(0) // CTAS
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
-        _, len_q, _, _, _ = entry(items, item, options.NUM_HEADS_K)
+        _, len_q, _, _, _ = sequence_and_head(items, item, options.NUM_HEADS_K)
         steps = steps_of(len_q)
         tlx.barrier_wait(k.full[0], phase)
         for step in tl.range(0, steps * options.GROUP, num_stages=0):
             now = count + step
-            zero = nothing(step)
+            zero = opaque_zero(step)
             at = now % options.Q_STAGES
             tlx.barrier_wait(q.full[at], (now // options.Q_STAGES) & 1)
             tlx.async_dot(
@@ -263,10 +230,10 @@ def math(
     key = tlx.cluster_cta_rank() * KEYS
     phase, count = 0, 0
     for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
-        _, len_q, start_k, len_k, head_k = entry(items, item, options.NUM_HEADS_K)
+        _, len_q, start_k, len_k, head_k = sequence_and_head(items, item, options.NUM_HEADS_K)
         steps = steps_of(len_q)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, head_k, GROUP)
+            head, row = place(step, steps, 0, head_k, GROUP, ROWS)
             row += role * HALF
             tlx.barrier_wait(s.full[0], (count + step) & 1)
             slope = activate(role, 0, s, p, scale, head, row, key, options)
@@ -298,11 +265,11 @@ def output(dq, halves, inbox, staged, dq_desc, items, factor, options):
     rank = tlx.cluster_cta_rank()
     count = 0
     for item in tl.range(tl.program_id(0) // CTAS, items.count, clusters):
-        start_q, len_q, _, _, head_k = entry(items, item, options.NUM_HEADS_K)
+        start_q, len_q, _, _, head_k = sequence_and_head(items, item, options.NUM_HEADS_K)
         steps = steps_of(len_q)
         for step in tl.range(0, steps * GROUP):
             now = (count + step) & 1
-            head, row = place(step, steps, head_k, GROUP)
+            head, row = place(step, steps, 0, head_k, GROUP, ROWS)
             tlx.barrier_expect_bytes(inbox.full[0], ROWS * WIDTH * 4)
             tlx.barrier_wait(dq.full[0], now)
             tlx.barrier_wait(inbox.empty[0], now ^ 1)

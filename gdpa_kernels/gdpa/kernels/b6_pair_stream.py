@@ -34,7 +34,14 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring
-from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
+from gdpa_kernels.device.pairs import (
+    CTAS,
+    fetch_part,
+    move_columns,
+    pair_and_pairs,
+    scores,
+    weighted_sum,
+)
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
 from gdpa_kernels.gdpa.activations import foldable
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -118,42 +125,16 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, options):
             free = ((count // options.NUM_STAGES) & 1) ^ 1
             kv_head = head // options.GROUP
             key = start + block * options.BLOCK_N
+            own = key + rank * (options.BLOCK_N // CTAS)
+            column = rank * (options.BLOCK_D // CTAS)
             tlx.barrier_wait(k.empty[stage], free)
             tlx.barrier_expect_bytes(k.full[stage], BYTES, pred=rank == 0)
-            fetch_part(
-                k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head,
-                key + rank * (options.BLOCK_N // CTAS), 0,
-            )  # fmt: skip
+            fetch_part(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, own, 0)
             tlx.barrier_wait(v.empty[stage], free)
             tlx.barrier_expect_bytes(v.full[stage], BYTES, pred=rank == 0)
-            fetch_part(
-                v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key,
-                rank * (options.BLOCK_D // CTAS),
-            )  # fmt: skip
+            fetch_part(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key, column)
             count += 1
         item += pairs
-
-
-@triton.jit
-def scores(role: tl.constexpr, q_buffer, k_buffer, s):
-    """S = Q K^T of a role, over the P that its last P V has read: MMAs run in order."""
-    tlx.async_dot(
-        q_buffer, tlx.local_trans(k_buffer), s.buffer[role], use_acc=False,
-        mBarriers=[s.full[role]], two_ctas=True,
-    )  # fmt: skip
-
-
-@triton.jit
-def weighted_sum(role: tl.constexpr, p, v_buffer, o_buffer, step, continued, options):
-    """O += P V of a role, slice by slice of the keys; not continued: O = P V."""
-    WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
-    HALF: tl.constexpr = options.BLOCK_D // CTAS
-    for part in tl.static_range(options.SLICES):
-        tlx.barrier_wait(p.full[role * options.SLICES + part], step & 1)
-        weights = tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH)
-        values = tlx.local_slice(v_buffer, [part * WIDTH, 0], [WIDTH, HALF])
-        use_acc = continued if part == 0 else True
-        tlx.async_dot(weights, values, o_buffer, use_acc=use_acc, force_async=True, two_ctas=True)
 
 
 @triton.jit
@@ -245,14 +226,7 @@ def output(out_desc, q, o, list_ptr, output_scale, options):
             row = first + (role * CTAS + rank) * ROWS
             slot = tile % Q_ITEMS * ROLES + role
             tlx.barrier_wait(o.full[role], tile & 1)
-            for part in tl.static_range(options.BLOCK_D // options.COLUMNS):
-                x = tlx.local_load(
-                    tlx.subslice(o.buffer[role], part * options.COLUMNS, options.COLUMNS)
-                )
-                window = tlx.local_slice(
-                    q.buffer[slot], [0, part * options.COLUMNS], [ROWS, options.COLUMNS]
-                )
-                tlx.local_store(window, (x * output_scale).to(options.DTYPE))
+            move_columns(o.buffer[role], q.buffer[slot], output_scale, options)
             tlx.barrier_arrive(o.empty[role], 1, remote_cta_rank=0)
             tlx.fence("async_shared")
             place = [BOUND, start_out + len_q, head, BOUND - len_q + row, 0]

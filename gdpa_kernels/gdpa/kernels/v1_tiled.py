@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
+from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.activations import activate_per_head
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities
@@ -94,14 +95,9 @@ def tiled_kernel(
     head = pid // blocks % NUM_HEADS
     batch = (pid // blocks // NUM_HEADS).to(tl.int64)
 
-    start_k = tl.load(cu_seqlens_k_ptr + batch)
-    len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
-    if cu_seqlens_q_ptr is None:
-        start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
-    else:
-        start_q = tl.load(cu_seqlens_q_ptr + batch)
-        len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
-        start_out = start_q
+    start_q, start_out, len_q, start_k, len_k = sequence(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q
+    )
     if first_row >= len_q:
         return
 

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, shared_memory
+from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.masks import key_range, mask_probabilities, mask_transposed, row_range
@@ -92,21 +93,6 @@ def load_tile(
     gradient."""
     ptrs, mask = tile(ptr, first_row, length, ROWS, STRIDES, HEAD_DIM, BLOCK_D)
     return tl.load(ptrs, mask=mask, other=0.0)
-
-
-@triton.jit
-def sequence(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q):
-    """(start_q, start_out, len_q, start_k, len_k) of a sequence; cu_seqlens_q_ptr None: one q for
-    all sequences."""
-    start_k = tl.load(cu_seqlens_k_ptr + batch)
-    len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
-    if cu_seqlens_q_ptr is None:
-        start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
-    else:
-        start_q = tl.load(cu_seqlens_q_ptr + batch)
-        len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
-        start_out = start_q
-    return start_q, start_out, len_q, start_k, len_k
 
 
 @triton.jit

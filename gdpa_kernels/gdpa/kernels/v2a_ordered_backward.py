@@ -31,6 +31,7 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, readable, store_rows
+from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.derivatives import value_and_slope_per_head
 from gdpa_kernels.gdpa.gradients import add_rows, round_kernel
@@ -84,14 +85,9 @@ def ordered_kernel(
     head_k = pid // slices % NUM_HEADS_K
     batch = pid // slices // NUM_HEADS_K
 
-    start_k = tl.load(cu_seqlens_k_ptr + batch)
-    len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
-    if cu_seqlens_q_ptr is None:
-        start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
-    else:
-        start_q = tl.load(cu_seqlens_q_ptr + batch)
-        len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
-        start_out = start_q
+    start_q, start_out, len_q, start_k, len_k = sequence(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q
+    )
     start_dq = pid % slices * rows + start_out
     if first_key >= len_k:
         return

@@ -35,10 +35,10 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, uniform
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, round_kernel
+from gdpa_kernels.gdpa.gradients import Gradients, place, rounded
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
@@ -112,14 +112,6 @@ def steps_of(key, len_q, options):
 
 
 @triton.jit
-def place(step, steps, start, head_k, options):
-    """(head, row) of a step: the rows of the group's first head, then of the next."""
-    if options.GROUP == 1:
-        return head_k, start + step * options.ROWS
-    return head_k * options.GROUP + step // steps, start + step % steps * options.ROWS
-
-
-@triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
@@ -134,7 +126,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
         tlx.barrier_wait(k.empty[at], (tile // options.K_STAGES & 1) ^ 1)
         fetch_both(k_desc, k, at, start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, options)
+            head, row = place(step, steps, start, head_k, GROUP, options.ROWS)
             at = (count + step) % options.Q_STAGES
             tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
             fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
@@ -261,15 +253,15 @@ def math(
         tlx.barrier_arrive(q.empty[count % Q_STAGES])
         for step in tl.range(1, all_steps, num_stages=0):
             now = count + step
-            zero = nothing(step)
-            head, row = place(step, steps, start, head_k, options)
+            zero = opaque_zero(step)
+            head, row = place(step, steps, start, head_k, GROUP, options.ROWS)
             own = ds.buffer[(now & 1) * MATH_ROLES + role]
             d, dv = differentiate(
                 s, v.buffer[role + zero], g, dv, now, scale, head, row, key, options
             )
             share(ds, own, d, now)
             if step > 1:
-                head, row = place(step - 2, steps, start, head_k, options)
+                head, row = place(step - 2, steps, start, head_k, GROUP, options.ROWS)
                 aside = staging[role + zero]
                 add_rows(role, gradients.dq, aside, start_out, len_q, head, row, options)
             dk = tlx.async_dot(d, q.buffer[now % Q_STAGES], dk)
@@ -290,12 +282,12 @@ def math(
         tlx.barrier_arrive(ds.empty[(count - 1) & 1])
         tlx.fence("async_shared")
         if all_steps > 1:
-            head, row = place(all_steps - 2, steps, start, head_k, options)
+            head, row = place(all_steps - 2, steps, start, head_k, GROUP, options.ROWS)
             add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
         put_aside(staging[role], dq)
         dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)
         put_rows(gradients.dv, v.buffer[role], start_k, len_k, head_k, key, dv.to(options.DTYPE))
-        head, row = place(all_steps - 1, steps, start, head_k, options)
+        head, row = place(all_steps - 1, steps, start, head_k, GROUP, options.ROWS)
         add_rows(role, gradients.dq, staging[role], start_out, len_q, head, row, options)
         dk = dk * (0.5 * scale * output_scale if options.FOLD else scale * output_scale)
         tlx.async_descriptor_store_wait(0)
@@ -384,11 +376,4 @@ def backward(
         K_STAGES=config.k_stages, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
-    if batch.shared_q:
-        return (total.view(batch.sequences, *q.shape).sum(0) * factor).to(batch.dtype), dk, dv
-    launch(
-        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
-        total, dq, factor, dq.numel(), BLOCK=4096,
-        WIDTH=dq.shape[1] * dq.shape[2], STRIDE=dq.stride(0),
-    )  # fmt: skip
-    return dq, dk, dv
+    return rounded(total, dq, factor, batch), dk, dv

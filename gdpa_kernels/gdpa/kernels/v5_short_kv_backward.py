@@ -35,12 +35,12 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, sequence
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients
+from gdpa_kernels.gdpa.gradients import Gradients, place, requires_few_keys
 from gdpa_kernels.gdpa.masks import mask_transposed
-from gdpa_kernels.gdpa.work_list import longest_first
+from gdpa_kernels.gdpa.work_list import Items, longest_first, sequence_and_head
 
 MATH_ROLES = tl.constexpr(2)
 KEYS = tl.constexpr(64)  # of a consumer
@@ -62,11 +62,7 @@ class Config:
 
 def requires(batch: Batch) -> str | None:
     """What this rung needs besides what its tensors say, and does not get, or None."""
-    if batch.shared_q:
-        return "needs cu_seqlens_q, got None: a shared q"
-    if batch.max_seqlen_k > MOST_KEYS:
-        return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {batch.max_seqlen_k}"
-    return None
+    return requires_few_keys(batch, MOST_KEYS)
 
 
 def default_config(batch: Batch) -> Config:
@@ -94,17 +90,6 @@ class Options:
 
 
 @triton.aggregate
-class Items:
-    """What there is to do: `count` pairs of a sequence, in this order, and a key head."""
-
-    order_ptr: tl.tensor
-    cu_seqlens_q_ptr: tl.tensor
-    cu_seqlens_k_ptr: tl.tensor
-    count: tl.tensor | tl.constexpr  # a constant if it is 1
-    max_seqlen_q: tl.tensor | tl.constexpr
-
-
-@triton.aggregate
 class Inbox:
     """Buffers that the other program fills; full[i] completes when those of step i may be read."""
 
@@ -113,28 +98,10 @@ class Inbox:
 
 
 @triton.jit
-def entry(items, item, NUM_HEADS_K: tl.constexpr):
-    """(start_q, start_out, len_q, start_k, len_k, key head) of an item."""
-    batch = tl.load(items.order_ptr + item // NUM_HEADS_K)
-    start_q, start_out, len_q, start_k, len_k = sequence(
-        items.cu_seqlens_q_ptr, items.cu_seqlens_k_ptr, batch, items.max_seqlen_q
-    )
-    return start_q, start_out, len_q, start_k, len_k, item % NUM_HEADS_K
-
-
-@triton.jit
 def steps_of(len_q):
     """Steps of 64 rows of one head, in whole pairs, at least one: both roles take part in each. All
     rows are walked, whether or not a key is seen by them: their dQ is written here."""
     return tl.maximum(tl.cdiv(len_q, PAIR * ROWS), 1) * PAIR
-
-
-@triton.jit
-def place(step, steps, head_k, GROUP: tl.constexpr):
-    """(head, row) of a step: the rows of the group's first head, then of the next."""
-    if GROUP == 1:
-        return head_k, step * ROWS
-    return head_k * GROUP + step // steps, step % steps * ROWS
 
 
 @triton.jit
@@ -153,7 +120,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
     clusters = tl.num_programs(0) // PROGRAMS
     count = 0
     for item in tl.range(tl.program_id(0) // PROGRAMS, items.count, clusters):
-        start_q, start_out, len_q, start_k, len_k, head_k = entry(items, item, options.NUM_HEADS_K)
+        start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item, options.NUM_HEADS_K)
         steps = steps_of(len_q)
         free = (item // clusters & 1) ^ 1
         tlx.barrier_wait(k.empty[0], free)
@@ -167,7 +134,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
             )
             fetch_half(k_desc, half[role], k.full[0], start_k, len_k, head_k, other, rank)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, head_k, GROUP)
+            head, row = place(step, steps, 0, head_k, GROUP, ROWS)
             at = step % PAIR
             unused = ((count + step // PAIR) & 1) ^ 1
             tlx.barrier_wait(q.empty[at], unused)
@@ -184,7 +151,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
                     where = [BOUND, start_k + len_k, head_k, row_of_v, 0]
                     tlx.async_descriptor_load(v_desc, v.buffer[role], where, v.full[0])
             tlx.barrier_wait(g.empty[at], unused)
-            fetch_rows(g_desc, g.buffer[at], g.full[at], start_out, len_q, head, row)
+            fetch_rows(g_desc, g.buffer[at], g.full[at], start_q, len_q, head, row)
         count += steps * GROUP // PAIR
 
 
@@ -192,7 +159,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, half, items, options):
 def scores(role: tl.constexpr, k, q, at: tl.constexpr, zero, phase):
     """S of a step, transposed, in flight: the sum over both halves of the columns.
 
-    `at`: which step of the pair it is; `zero`: `nothing`; `phase` counts pairs of all items.
+    `at`: which step of the pair it is; `zero`: `opaque_zero`; `phase` counts pairs of all items.
     """
     tlx.barrier_wait(q.full[at], phase)
     s = tlx.async_dot(k.buffer[role * 2 + zero], tlx.local_trans(q.buffer[at * 2 + zero]))
@@ -266,7 +233,7 @@ def math(
     factor = 0.5 * scale * output_scale if options.FOLD else scale * output_scale
     count = 0
     for item in tl.range(tl.program_id(0) // PROGRAMS, items.count, clusters, num_stages=0):
-        _, start_out, len_q, start_k, len_k, head_k = entry(items, item, options.NUM_HEADS_K)
+        start_q, len_q, start_k, len_k, head_k = sequence_and_head(items, item, options.NUM_HEADS_K)
         steps = steps_of(len_q)
         phase = item // clusters & 1
         dk_own = tl.zeros([KEYS, 64], tl.float32)
@@ -275,10 +242,10 @@ def math(
         tlx.barrier_wait(k.full[0], phase)
         tlx.barrier_wait(v.full[0], phase)
         for step in tl.range(0, steps * GROUP, PAIR, num_stages=0):
-            zero = nothing(step)
+            zero = opaque_zero(step)
             now = (count + step // PAIR) & 1
             for at in tl.static_range(PAIR):
-                head, row = place(step + at, steps, head_k, GROUP)
+                head, row = place(step + at, steps, 0, head_k, GROUP, ROWS)
                 s = scores(role, k, q, at, zero, now)
                 s = tlx.async_dot_wait(0, s)
                 d, dv = differentiate(
@@ -292,14 +259,14 @@ def math(
                 dk_other = tlx.async_dot_wait(0, dk_other)
                 tlx.barrier_arrive(q.empty[at])
                 tlx.barrier_arrive(g.empty[at])
-            head, row = place(step + role, steps, head_k, GROUP)
+            head, row = place(step + role, steps, 0, head_k, GROUP, ROWS)
             dq = dq_product(role, ds, peer, k, half, zero, now)
             dq = tlx.async_dot_wait(0, dq)
             tlx.barrier_arrive(ds.empty[role])
             tlx.barrier_arrive(ds.empty[role], 1, remote_cta_rank=1 - rank)
             tlx.async_descriptor_store_wait(0)
             dq = dq * factor
-            put_half(gradients.dq, staging[role], start_out, len_q, head, row, rank, dq)
+            put_half(gradients.dq, staging[role], start_q, len_q, head, row, rank, dq)
         count += steps * GROUP // PAIR
         tlx.barrier_arrive(k.empty[0])
         dv = dv * (0.5 * scale * output_scale if options.FOLD else output_scale)

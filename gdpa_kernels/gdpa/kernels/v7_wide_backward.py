@@ -35,10 +35,10 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, uniform
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import foldable, mask_slope, times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, round_kernel
+from gdpa_kernels.gdpa.gradients import Gradients, place, rounded
 from gdpa_kernels.gdpa.masks import mask_transposed, row_range
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
@@ -112,14 +112,6 @@ def steps_of(key, len_q, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def place(step, steps, start, head_k, GROUP: tl.constexpr):
-    """(head, row) of a step: the rows of the group's first head, then of the next."""
-    if GROUP == 1:
-        return head_k, start + step * ROWS
-    return head_k * GROUP + step // steps, start + step % steps * ROWS
-
-
-@triton.jit
 def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
     """The producer: of each tile K, the first rows of Q, V, then dO and Q in the order of use."""
     GROUP: tl.constexpr = options.GROUP
@@ -133,7 +125,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
         tlx.barrier_wait(k.empty[0], (tile & 1) ^ 1)
         fetch_rows(k_desc, k.buffer[0], k.full[0], start_k, len_k, head_k, key)
         for step in tl.range(0, steps * GROUP):
-            head, row = place(step, steps, start, head_k, GROUP)
+            head, row = place(step, steps, start, head_k, GROUP, ROWS)
             at = (count + step) % options.Q_STAGES
             tlx.barrier_wait(q.empty[at], (((count + step) // options.Q_STAGES) & 1) ^ 1)
             fetch_rows(q_desc, q.buffer[at], q.full[at], start_q, len_q, head, row)
@@ -148,7 +140,7 @@ def load(q_desc, k_desc, v_desc, g_desc, q, k, v, g, list_ptr, options):
 
 @triton.jit
 def scores(k, q, count, zero, Q_STAGES: tl.constexpr):
-    """S of a step, transposed, in flight. `count` counts steps of all tiles. zero: `nothing`."""
+    """S of a step, transposed, in flight. `count`: of steps of all tiles; zero: `opaque_zero`."""
     at = count % Q_STAGES
     tlx.barrier_wait(q.full[at], (count // Q_STAGES) & 1)
     return tlx.async_dot(k.buffer[zero], tlx.local_trans(q.buffer[at + zero]))
@@ -156,7 +148,7 @@ def scores(k, q, count, zero, Q_STAGES: tl.constexpr):
 
 @triton.jit
 def differentiate(s, v, g, dv, count, zero, scale, head, row, key, options):
-    """dS of a step, and dv with its MMA in flight. zero: `nothing`."""
+    """dS of a step, and dv with its MMA in flight. zero: `opaque_zero`."""
     at = count % options.G_STAGES
     p, slope = value_and_factor(s, scale, head, options.ACTIVATION, options.FOLD)
     p = mask_transposed(p, row, key, options.CAUSAL, options.WINDOW)
@@ -199,8 +191,8 @@ def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
         tlx.barrier_wait(v.full[0], tile & 1)
         for step in tl.range(0, last, num_stages=0):
             now = count + step
-            zero = nothing(now)
-            head, row = place(step, steps, start, head_k, GROUP)
+            zero = opaque_zero(now)
+            head, row = place(step, steps, start, head_k, GROUP, ROWS)
             d, dv = differentiate(s, v, g, dv, now, zero, scale, head, row, key, options)
             share(ds, d, now)
             s = scores(k, q, now + 1, zero, Q_STAGES)
@@ -208,7 +200,7 @@ def score_role(q, k, v, g, ds, dv_desc, list_ptr, scale, output_scale, options):
             tlx.barrier_arrive(g.empty[now % G_STAGES])
             s = tlx.async_dot_wait(0, s)
         count += last
-        head, row = place(last, steps, start, head_k, GROUP)
+        head, row = place(last, steps, start, head_k, GROUP, ROWS)
         d, dv = differentiate(s, v, g, dv, count, 0, scale, head, row, key, options)
         share(ds, d, count)
         dv = tlx.async_dot_wait(0, dv)
@@ -253,10 +245,10 @@ def sum_role(q, k, ds, staging, gradients, list_ptr, scale, output_scale, option
         tlx.barrier_wait(k.full[0], tile & 1)
         for step in tl.range(0, steps * GROUP, num_stages=0):
             now = count + step
-            zero = nothing(now)
+            zero = opaque_zero(now)
             at = now % DS_STAGES
             q_at = now % Q_STAGES
-            head, row = place(step, steps, start, head_k, GROUP)
+            head, row = place(step, steps, start, head_k, GROUP, ROWS)
             tlx.barrier_wait(q.full[q_at], (now // Q_STAGES) & 1)
             tlx.barrier_wait(ds.full[at], (now // DS_STAGES) & 1)
             dq = dq_product(ds.buffer[at], k.buffer[zero], 0)
@@ -348,11 +340,4 @@ def backward(
         Q_STAGES=config.q_stages, G_STAGES=config.g_stages, REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     factor = (0.5 if fold else 1.0) * batch.scale * batch.output_scale
-    if batch.shared_q:
-        return (total.view(batch.sequences, *q.shape).sum(0) * factor).to(batch.dtype), dk, dv
-    launch(
-        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
-        total, dq, factor, dq.numel(), BLOCK=4096,
-        WIDTH=dq.shape[1] * dq.shape[2], STRIDE=dq.stride(0),
-    )  # fmt: skip
-    return dq, dk, dv
+    return rounded(total, dq, factor, batch), dk, dv

@@ -22,7 +22,7 @@ Why it may not: S, activation and P V of a block wait for each other. At head_di
 | s.full, o.full  | 1 (commit)      | S = Q K^T, the last P V -> math   |
 | p.full          | all 128 threads | P is stored, so S was read -> mma |
 
-TMEM: S 0-127, P in 0-63, O 128-255. Options as v1. Needs: sm_100, TLX, and what v4 needs of a call.
+TMEM: S 0-127, P in 0-63, O 128-255. Needs: sm_100, TLX, GELU or SiLU in bf16, and what v4 needs.
 """
 
 from dataclasses import dataclass
@@ -35,11 +35,13 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.groups import Handover, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
-from gdpa_kernels.device.rows import fetch_rows, sequence
-from gdpa_kernels.gdpa.activations import foldable
+from gdpa_kernels.device.rows import fetch_rows
+from gdpa_kernels.device.sequences import sequence
+from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_kernels.gdpa.masks import key_range
-from gdpa_kernels.gdpa.probabilities import probabilities
+from gdpa_kernels.gdpa.lesson import requires_pairs
+
+requires = requires_pairs
 
 ROWS = tl.constexpr(128)
 
@@ -64,11 +66,7 @@ class Options:
     """The constants that the roles share."""
 
     DTYPE: tl.constexpr
-    GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
-    PAIRS: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
     BLOCK_N: tl.constexpr
     NUM_STAGES: tl.constexpr
     SLICES: tl.constexpr
@@ -77,14 +75,13 @@ class Options:
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, kv, tile, options):
     """The producer: Q once, then K and V of one block after the other, in one ring of buffers."""
-    blocks, first_row, head, len_k, len_q, start, start_k, _, start_q = tile
+    blocks, first_row, head, len_k, len_q, start_k, _, start_q = tile
     if blocks > 0:
         fetch_rows(q_desc, q.buffer[0], q.full[0], start_q, len_q, head, first_row)
-    kv_head = head // options.GROUP
     for block in tl.range(0, blocks):
-        first_key = start + block * options.BLOCK_N
-        fetch_kv(k_desc, kv, 2 * block, start_k, len_k, kv_head, first_key, options)
-        fetch_kv(v_desc, kv, 2 * block + 1, start_k, len_k, kv_head, first_key, options)
+        first_key = block * options.BLOCK_N
+        fetch_kv(k_desc, kv, 2 * block, start_k, len_k, head, first_key, options)
+        fetch_kv(v_desc, kv, 2 * block + 1, start_k, len_k, head, first_key, options)
 
 
 @triton.jit
@@ -128,13 +125,13 @@ def mma(q, kv, s, p, o, blocks, options):
 def math(s, p, o, out_desc, tile, scale, output_scale, options):
     """The consumer: the activation of every block, and the output."""
     WIDTH: tl.constexpr = options.BLOCK_N // options.SLICES
-    blocks, first_row, head, _, len_q, start, _, start_out, _ = tile
+    blocks, first_row, head, _, len_q, _, start_out, _ = tile
     for block in tl.range(0, blocks):
-        first_key = start + block * options.BLOCK_N
         tlx.barrier_wait(s.full[0], block & 1)
         for part in tl.static_range(options.SLICES):
             x = tlx.local_load(tlx.subslice(s.buffer[0], part * WIDTH, WIDTH))
-            x = probabilities(x, scale, head, first_row, first_key + part * WIDTH, options)
+            x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
+            x = multiply_add_pairs(x, t, x)
             tlx.local_store(tlx.subslice(p.buffer[0], part * WIDTH, WIDTH), x)
         tlx.barrier_arrive(p.full[0])
     if blocks > 0:
@@ -149,14 +146,12 @@ def math(s, p, o, out_desc, tile, scale, output_scale, options):
 def tensor_memory_kernel(
     q_desc, k_desc, v_desc, out_desc, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     max_seqlen_q, scale, output_scale,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-    SLICES: tl.constexpr,
+    NUM_HEADS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for 128 rows of one (sequence, head)."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(DTYPE, GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, NUM_STAGES, SLICES)
+    options = Options(DTYPE, ACTIVATION, BLOCK_N, NUM_STAGES, SLICES)
     blocks = tl.cdiv(max_seqlen_q, ROWS)
     pid = tl.program_id(0)
     first_row = pid % blocks * ROWS
@@ -164,10 +159,9 @@ def tensor_memory_kernel(
     start_q, start_out, len_q, start_k, len_k = sequence(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, pid // blocks // NUM_HEADS, max_seqlen_q
     )
-    start, end = key_range(first_row, len_k, ROWS, BLOCK_N, CAUSAL, WINDOW)
     # Where there are rows, at least one block: without keys it is zero, and writes O. 0: no rows.
-    blocks = tl.where(first_row < len_q, tl.maximum(tl.cdiv(end - start, BLOCK_N), 1), 0)
-    tile = blocks, first_row, head, len_k, len_q, start, start_k, start_out, start_q
+    blocks = tl.where(first_row < len_q, tl.maximum(tl.cdiv(len_k, BLOCK_N), 1), 0)
+    tile = blocks, first_row, head, len_k, len_q, start_k, start_out, start_q
 
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, 1)
     kv = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
@@ -199,20 +193,15 @@ def forward(batch: Batch, *, config: Config | None = None) -> torch.Tensor:
     """The output, `[total_q, num_heads, head_dim]`."""
     out = batch.new_out()
     config = config or default_config(batch)
-    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
-    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     tiles = triton.cdiv(batch.max_seqlen_q, ROWS.value)
     launch(
         tensor_memory_kernel,
         (tiles * batch.num_heads * batch.sequences,), batch.device,
-        ragged_descriptor(batch.q, ROWS.value, min_width=32),
-        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
+        ragged_descriptor(batch.q, ROWS.value), ragged_descriptor(batch.k, config.BLOCK_N),
+        ragged_descriptor(batch.v, config.BLOCK_N), ragged_descriptor(out, ROWS.value),
         batch.cu_seqlens_q, batch.cu_seqlens_k, batch.max_seqlen_q, batch.scale,
-        batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
-        NUM_HEADS=batch.num_heads, GROUP=batch.group,
-        ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal, WINDOW=batch.window,
-        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
-        SLICES=config.slices, num_warps=4,
+        batch.output_scale * batch.scale / 2,
+        NUM_HEADS=batch.num_heads, ACTIVATION=batch.names, BLOCK_N=config.BLOCK_N,
+        BLOCK_D=batch.head_dim, NUM_STAGES=config.num_stages, SLICES=config.slices, num_warps=4,
     )  # fmt: skip
     return out

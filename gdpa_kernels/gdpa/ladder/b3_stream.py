@@ -21,7 +21,7 @@ Roles as in b2; the registers too.
 | p.full           | all 128 threads | a slice of P is stored, of S read -> mma |
 
 O needs no barrier back: a math role reads it before it stores the P that overwrites it.
-TMEM: S 0-255 (P over it), O 256-511. Options as v1. Needs: what b1 needs.
+TMEM: S 0-255 (P over it), O 256-511. Needs: what b1 needs.
 """
 
 from dataclasses import dataclass
@@ -35,12 +35,13 @@ from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring
 from gdpa_kernels.device.ragged import ragged_descriptor
 from gdpa_kernels.device.rows import fetch_rows, put_rows
-from gdpa_kernels.gdpa.activations import foldable
+from gdpa_kernels.gdpa.activations import multiply_add_pairs, tanh_of_pairs
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.masks import key_range
-from gdpa_kernels.gdpa.polynomial import mixed_probabilities
-from gdpa_kernels.gdpa.probabilities import probabilities
+from gdpa_kernels.gdpa.lesson import requires_pairs
+from gdpa_kernels.gdpa.polynomial import mixed_pairs
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
+
+requires = requires_pairs
 
 ROWS = tl.constexpr(128)
 TILES = tl.constexpr(2)
@@ -59,9 +60,8 @@ class Config:
 
 
 def default_config(batch: Batch) -> Config:
-    """At head_dim 128: 64 KB for Q, 96 for K and V, 64 for the output. A thread has 168 registers:
-    where masks or a choice of activations take many, smaller slices leave room for them."""
-    return Config(slices=4 if batch.masked or len(batch.activation) > 1 else 2)
+    """At head_dim 128: 64 KB for Q, 96 for K and V, 64 for the output."""
+    return Config()
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
@@ -74,11 +74,7 @@ class Options:
     """The constants that the roles share."""
 
     DTYPE: tl.constexpr
-    GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
-    PAIRS: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
     BLOCK_N: tl.constexpr
     NUM_STAGES: tl.constexpr
     SLICES: tl.constexpr
@@ -86,11 +82,9 @@ class Options:
 
 
 @triton.jit
-def keys_of(first_row, len_k, options):
-    """(first key, blocks of keys) of an item. At least one block: without keys it is zero."""
-    BLOCK_N: tl.constexpr = options.BLOCK_N
-    start, end = key_range(first_row, len_k, BLOCK_M, BLOCK_N, options.CAUSAL, options.WINDOW)
-    return start, tl.maximum(tl.cdiv(end - start, BLOCK_N), 1)
+def blocks_of(len_k, options):
+    """Blocks of keys of an item. At least one: without keys it is zero."""
+    return tl.maximum(tl.cdiv(len_k, options.BLOCK_N), 1)
 
 
 @triton.jit
@@ -101,17 +95,15 @@ def load(q_desc, k_desc, v_desc, q, kv, list_ptr, options):
     tile, step = 0, 0
     while item < num_items:
         start_q, _, len_q, start_k, len_k, head, first_row = entry(list_ptr, item)
-        start, blocks = keys_of(first_row, len_k, options)
-        kv_head = head // options.GROUP
-        for block in tl.range(0, blocks):
-            first_key = start + block * options.BLOCK_N
-            fetch_kv(k_desc, kv, 2 * step, start_k, len_k, kv_head, first_key, options)
+        for block in tl.range(0, blocks_of(len_k, options)):
+            first_key = block * options.BLOCK_N
+            fetch_kv(k_desc, kv, 2 * step, start_k, len_k, head, first_key, options)
             if block == 0:  # a buffer for K is free before those of Q are
                 for role in tl.static_range(TILES):
                     tlx.barrier_wait(q.empty[role], (tile & 1) ^ 1)
                     row = first_row + role * ROWS
                     fetch_rows(q_desc, q.buffer[role], q.full[role], start_q, len_q, head, row)
-            fetch_kv(v_desc, kv, 2 * step + 1, start_k, len_k, kv_head, first_key, options)
+            fetch_kv(v_desc, kv, 2 * step + 1, start_k, len_k, head, first_key, options)
             step += 1
         tile += 1
         item += tl.num_programs(0)
@@ -166,8 +158,8 @@ def mma(q, kv, s, p, o, list_ptr, options):
     num_items = count_items(list_ptr)
     tile, step = 0, 0
     if item < num_items:
-        _, _, _, _, len_k, _, first_row = entry(list_ptr, item)
-        _, blocks = keys_of(first_row, len_k, options)
+        _, _, _, _, len_k, _, _ = entry(list_ptr, item)
+        blocks = blocks_of(len_k, options)
         stage = wait_kv(kv, 0, options)
         for role in tl.static_range(TILES):
             tlx.barrier_wait(q.full[role], 0)
@@ -175,8 +167,8 @@ def mma(q, kv, s, p, o, list_ptr, options):
         tlx.tcgen05_commit(kv.empty[stage])
         while item < num_items:
             item += tl.num_programs(0)
-            _, _, _, _, len_k, _, first_row = entry(list_ptr, tl.minimum(item, num_items - 1))
-            _, next_blocks = keys_of(first_row, len_k, options)
+            _, _, _, _, len_k, _, _ = entry(list_ptr, tl.minimum(item, num_items - 1))
+            next_blocks = blocks_of(len_k, options)
             for block in tl.range(0, blocks, num_stages=0):
                 border = block + 1 == blocks
                 more = (item < num_items) | (block + 1 < blocks)
@@ -211,18 +203,16 @@ def math(role: tl.constexpr, s, p, o, out_desc, out, list_ptr, scale, output_sca
     tile, step = 0, 0
     while item < num_items:
         _, start_out, len_q, _, len_k, head, first_row = entry(list_ptr, item)
-        start, blocks = keys_of(first_row, len_k, options)
         first_row += role * ROWS
-        for block in tl.range(0, blocks):
-            first_key = start + block * options.BLOCK_N
+        for _ in tl.range(0, blocks_of(len_k, options)):
             tlx.barrier_wait(s.full[role], step & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
-                key = first_key + part * WIDTH
                 if options.MIXED:
-                    x = mixed_probabilities(x, scale, head, first_row, key, options)
+                    x, t = mixed_pairs(x, scale, options.ACTIVATION)
                 else:
-                    x = probabilities(x, scale, head, first_row, key, options)
+                    x, t = tanh_of_pairs(x, scale, options.ACTIVATION)
+                x = multiply_add_pairs(x, t, x)
                 tlx.local_store(tlx.subslice(p.buffer[TILES * role], part * WIDTH, WIDTH), x)
                 tlx.barrier_arrive(p.full[role * options.SLICES + part])
             step += 1
@@ -238,16 +228,13 @@ def math(role: tl.constexpr, s, p, o, out_desc, out, list_ptr, scale, output_sca
 
 @triton.jit
 def stream_kernel(
-    q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale, GROUP: tl.constexpr,
-    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
-    SLICES: tl.constexpr, MIXED: tl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, list_ptr, scale, output_scale,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_STAGES: tl.constexpr, SLICES: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this program."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(
-        DTYPE, GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, BLOCK_N, NUM_STAGES, SLICES, MIXED
-    )  # fmt: skip
+    options = Options(DTYPE, ACTIVATION, BLOCK_N, NUM_STAGES, SLICES, MIXED)
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, TILES)
     kv = tlx.local_alloc((BLOCK_N, BLOCK_D), DTYPE, NUM_STAGES)
     out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, TILES)
@@ -289,19 +276,13 @@ def forward(
     out = batch.new_out()
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
-    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
     programs = min(multiprocessors(batch.device), len(entries) - 1)
-    out_desc = ragged_descriptor(out, ROWS.value, min_width=32)
     launch(
         stream_kernel, (programs,), batch.device,
-        ragged_descriptor(batch.q, ROWS.value, min_width=32),
-        ragged_descriptor(batch.k, config.BLOCK_N, min_width=32),
-        ragged_descriptor(batch.v, config.BLOCK_N, min_width=32), out_desc,
-        entries, batch.scale,
-        batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs,
-        CAUSAL=batch.causal, WINDOW=batch.window,
-        BLOCK_N=config.BLOCK_N, BLOCK_D=out_desc.block_shape[-1], NUM_STAGES=config.num_stages,
-        SLICES=config.slices, MIXED=config.mixed, num_warps=4,
+        ragged_descriptor(batch.q, ROWS.value), ragged_descriptor(batch.k, config.BLOCK_N),
+        ragged_descriptor(batch.v, config.BLOCK_N), ragged_descriptor(out, ROWS.value),
+        entries, batch.scale, batch.output_scale * batch.scale / 2,
+        ACTIVATION=batch.names, BLOCK_N=config.BLOCK_N, BLOCK_D=batch.head_dim,
+        NUM_STAGES=config.num_stages, SLICES=config.slices, MIXED=config.mixed, num_warps=4,
     )  # fmt: skip
     return out

@@ -3,7 +3,7 @@
 Changes from b3_stream: one constant, so this file has no kernel. GELU and SiLU in pairs, of every
 eight scores of a row: six take their tanh from MUFU, two from a polynomial on the FMA units, two at
 a time (`fma.rn.f32x2`, new on sm_100). It saturates, so that its error has a bound for every score
-(see polynomial.py). All other activations and fp16 are computed as in b3.
+(see polynomial.py).
 
 Why it should help: MUFU evaluates 16 tanh a cycle of an SM, 1024 cycles for a block of 128 x 128
 pairs: exactly as long as its MMAs at head_dim 128, and longer at head_dim 64, where they take 512.
@@ -13,7 +13,7 @@ that an SM can issue; and if waits set the pace, not MUFU, nothing is gained.
 
 Roles, barriers and memory: as in b3.
 
-Options as v1. Needs: what b1 needs.
+Needs: what b1 needs.
 """
 
 from dataclasses import replace
@@ -22,9 +22,9 @@ import torch
 
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.ladder import b3_stream
-from gdpa_kernels.gdpa.ladder.b3_stream import Config, make_schedule
+from gdpa_kernels.gdpa.ladder.b3_stream import Config, make_schedule, requires
 
-__all__ = ["Config", "default_config", "forward", "make_schedule"]
+__all__ = ["Config", "default_config", "forward", "make_schedule", "requires"]
 
 
 def default_config(batch: Batch) -> Config:

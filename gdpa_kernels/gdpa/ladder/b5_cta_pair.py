@@ -16,9 +16,9 @@ Why it may not: keys beyond a sequence's are computed too.
 
 | barrier          | arrivals           | filled by -> drained by               |
 |------------------|--------------------|---------------------------------------|
-| q.full, kv.full  | 1 and bytes        | TMA loads of both CTAs -> mma         |
+| q.full, k.full   | 1 and bytes        | TMA loads of both CTAs -> mma         |
 | q.empty          | 1 (commit to both) | both roles' S of the tile -> load     |
-| kv.empty         | 1 (commit to both) | the item's last P V -> load           |
+| k.empty          | 1 (commit to both) | the item's last P V -> load           |
 | s.full, o.full   | 1 (commit to both) | S = Q K^T -> math, last P V -> output |
 | p.full, o.empty  | 1 of each CTA      | math (and S was read), output -> mma  |
 
@@ -34,11 +34,19 @@ import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Handover, Ring
-from gdpa_kernels.device.pairs import CTAS, fetch_part, pair_and_pairs
+from gdpa_kernels.device.pairs import (
+    CTAS,
+    fetch_part,
+    move_columns,
+    pair_and_pairs,
+    scores,
+    weighted_sum,
+)
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
-from gdpa_kernels.gdpa.activations import foldable
+from gdpa_kernels.gdpa.activations import multiply_add_pairs
 from gdpa_kernels.gdpa.batch import Batch, Schedule
-from gdpa_kernels.gdpa.polynomial import mixed_probabilities
+from gdpa_kernels.gdpa.lesson import requires_pairs
+from gdpa_kernels.gdpa.polynomial import mixed_pairs
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_queries
 
 ROWS = tl.constexpr(128)  # of a CTA and tile
@@ -47,7 +55,7 @@ ROLES = tl.constexpr(2)
 TILE = tl.constexpr(ROWS.value * CTAS.value)
 MOST_KEYS = KEYS.value * ROLES.value
 Q_SLOTS = tl.constexpr(2)
-KV_SLOTS = tl.constexpr(2)
+NUM_STAGES = tl.constexpr(2)  # of K and V of an item
 O_SLOTS = tl.constexpr(2)
 
 
@@ -65,15 +73,15 @@ class Config:
 
 
 def requires(batch: Batch) -> str | None:
-    """Why it cannot take a call: keys of a sequence beyond those that stay, or None."""
+    """Why it cannot take a call, or None; keys of a sequence beyond 256 would not stay."""
     if batch.max_seqlen_k > MOST_KEYS:
         return f"needs a max_seqlen_k of at most {MOST_KEYS}, got {batch.max_seqlen_k}"
-    return None
+    return requires_pairs(batch)
 
 
 def default_config(batch: Batch) -> Config:
-    """Narrower slices where a mask or a choice of activation takes registers."""
-    return Config(slices=4 if batch.masked or len(batch.activation) > 1 else 2)
+    """The same for every call."""
+    return Config()
 
 
 def make_schedule(batch: Batch, config: Config) -> Schedule:
@@ -86,25 +94,11 @@ def make_schedule(batch: Batch, config: Config) -> Schedule:
 class Options:
     """The constants that the roles share."""
 
-    GROUP: tl.constexpr
     ACTIVATION: tl.constexpr
-    PAIRS: tl.constexpr
-    CAUSAL: tl.constexpr
-    WINDOW: tl.constexpr
     DTYPE: tl.constexpr
     BLOCK_D: tl.constexpr
     SLICES: tl.constexpr
     COLUMNS: tl.constexpr
-
-
-@triton.aggregate
-class KeysAndValues:
-    """K and V of an item: this CTA's halves for each math role."""
-
-    k: tlx.buffered_tensor
-    v: tlx.buffered_tensor
-    full: tlx.mbarrier
-    empty: tlx.mbarrier
 
 
 @triton.jit
@@ -114,7 +108,7 @@ def tiles_of(len_q, first, rows_per_item):
 
 
 @triton.jit
-def load(q_desc, k_desc, v_desc, q, kv, list_ptr, rows_per_item, options):
+def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
     """The producer of a CTA; the leader's also says how many bytes come from both."""
     BYTES: tl.constexpr = 2 * ROLES * KEYS * options.BLOCK_D * tlx.size_of(options.DTYPE)
     Q_BYTES: tl.constexpr = CTAS * ROWS * options.BLOCK_D * tlx.size_of(options.DTYPE)
@@ -124,21 +118,16 @@ def load(q_desc, k_desc, v_desc, q, kv, list_ptr, rows_per_item, options):
     tile, count = 0, 0
     while item < num_items:
         start_q, _, len_q, start_k, len_k, head, first = entry(list_ptr, item)
-        kv_head = head // options.GROUP
-        at = count % KV_SLOTS
-        tlx.barrier_wait(kv.empty[at], ((count // KV_SLOTS) & 1) ^ 1)
-        tlx.barrier_expect_bytes(kv.full[at], BYTES, pred=rank == 0)
+        stage = count % NUM_STAGES
+        tlx.barrier_wait(k.empty[stage], ((count // NUM_STAGES) & 1) ^ 1)
+        tlx.barrier_expect_bytes(k.full[stage], BYTES, pred=rank == 0)
         for role in tl.static_range(ROLES):
             key = role * KEYS
-            half = at * ROLES + role
-            fetch_part(
-                k_desc, kv.k[half], kv.full[at], start_k, len_k, kv_head,
-                key + rank * (KEYS // CTAS), 0,
-            )  # fmt: skip
-            fetch_part(
-                v_desc, kv.v[half], kv.full[at], start_k, len_k, kv_head, key,
-                rank * (options.BLOCK_D // CTAS),
-            )  # fmt: skip
+            own = key + rank * (KEYS // CTAS)
+            column = rank * (options.BLOCK_D // CTAS)
+            half = stage * ROLES + role
+            fetch_part(k_desc, k.buffer[half], k.full[stage], start_k, len_k, head, own, 0)
+            fetch_part(v_desc, v.buffer[half], k.full[stage], start_k, len_k, head, key, column)
         count += 1
         for step in tl.range(0, tiles_of(len_q, first, rows_per_item)):
             slot = tile % Q_SLOTS
@@ -151,29 +140,7 @@ def load(q_desc, k_desc, v_desc, q, kv, list_ptr, rows_per_item, options):
 
 
 @triton.jit
-def scores(role: tl.constexpr, q_buffer, k_buffer, s):
-    """S = Q K^T of a role, over the P that its last P V has read: MMAs run in order."""
-    tlx.async_dot(
-        q_buffer, tlx.local_trans(k_buffer), s.buffer[role], use_acc=False,
-        mBarriers=[s.full[role]], two_ctas=True,
-    )  # fmt: skip
-
-
-@triton.jit
-def weighted_sum(role: tl.constexpr, p, v_buffer, o_buffer, step, continued, options):
-    """O += P V of a role, slice by slice of the keys; not continued: O = P V."""
-    WIDTH: tl.constexpr = KEYS // options.SLICES
-    HALF: tl.constexpr = options.BLOCK_D // CTAS
-    for part in tl.static_range(options.SLICES):
-        tlx.barrier_wait(p.full[role * options.SLICES + part], step & 1)
-        weights = tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH)
-        values = tlx.local_slice(v_buffer, [part * WIDTH, 0], [WIDTH, HALF])
-        use_acc = continued if part == 0 else True
-        tlx.async_dot(weights, values, o_buffer, use_acc=use_acc, force_async=True, two_ctas=True)
-
-
-@triton.jit
-def mma(q, kv, s, p, o, list_ptr, rows_per_item, options):
+def mma(q, k, v, s, p, o, list_ptr, rows_per_item, options):
     """All MMAs, of the leader alone: for each math role P V of a tile, then S of the next tile,
     also across the border of two items."""
     item, pairs = pair_and_pairs()
@@ -184,14 +151,14 @@ def mma(q, kv, s, p, o, list_ptr, rows_per_item, options):
         tiles = tiles_of(len_q, first, rows_per_item)
         # The next item's, loaded an item ahead.
         _, _, len_q, _, _, _, first = entry(list_ptr, tl.minimum(item + pairs, num_items - 1))
-        tlx.barrier_wait(kv.full[0], 0)
+        tlx.barrier_wait(k.full[0], 0)
         tlx.barrier_wait(q.full[0], 0)
         for role in tl.static_range(ROLES):
-            scores(role, q.buffer[0], kv.k[role], s)
+            scores(role, q.buffer[0], k.buffer[role], s)
         tlx.tcgen05_commit(q.empty[0], two_ctas=True)
         while item < num_items:
             last = step + 1 == tiles
-            mine = count % KV_SLOTS
+            mine = count % NUM_STAGES
             item += tl.where(last, pairs, 0)
             count += tl.where(last, 1, 0)
             step = tl.where(last, 0, step + 1)
@@ -199,22 +166,22 @@ def mma(q, kv, s, p, o, list_ptr, rows_per_item, options):
                 tiles = tiles_of(len_q, first, rows_per_item)
                 following = tl.minimum(item + pairs, num_items - 1)
                 _, _, len_q, _, _, _, first = entry(list_ptr, following)
-            at = count % KV_SLOTS
+            stage = count % NUM_STAGES
             slot = (tile + 1) % Q_SLOTS
             out = tile % O_SLOTS
             tlx.barrier_wait(o.empty[out], ((tile // O_SLOTS) & 1) ^ 1)
             for role in tl.static_range(ROLES):
-                values = kv.v[mine * ROLES + role]
+                values = v.buffer[mine * ROLES + role]
                 weighted_sum(role, p, values, o.buffer[out], tile, role > 0, options)
                 if role == ROLES - 1:
                     tlx.tcgen05_commit(o.full[out], two_ctas=True)
                     if last:
-                        tlx.tcgen05_commit(kv.empty[mine], two_ctas=True)
+                        tlx.tcgen05_commit(k.empty[mine], two_ctas=True)
                 if item < num_items:
                     if role == 0:
-                        tlx.barrier_wait(kv.full[at], (count // KV_SLOTS) & 1)
+                        tlx.barrier_wait(k.full[stage], (count // NUM_STAGES) & 1)
                         tlx.barrier_wait(q.full[slot], ((tile + 1) // Q_SLOTS) & 1)
-                    scores(role, q.buffer[slot], kv.k[at * ROLES + role], s)
+                    scores(role, q.buffer[slot], k.buffer[stage * ROLES + role], s)
                     if role == ROLES - 1:
                         tlx.tcgen05_commit(q.empty[slot], two_ctas=True)
             tile += 1
@@ -224,21 +191,20 @@ def mma(q, kv, s, p, o, list_ptr, rows_per_item, options):
 def math(role: tl.constexpr, s, p, list_ptr, rows_per_item, scale, options):
     """The activation of this CTA's rows for the keys of a role."""
     WIDTH: tl.constexpr = KEYS // options.SLICES
-    rank = tlx.cluster_cta_rank()
     item, pairs = pair_and_pairs()
     num_items = count_items(list_ptr)
-    tile = 0
+    count = 0
     while item < num_items:
-        _, _, len_q, _, _, head, first = entry(list_ptr, item)
-        for step in tl.range(0, tiles_of(len_q, first, rows_per_item)):
-            row = first + step * TILE + rank * ROWS
-            tlx.barrier_wait(s.full[role], tile & 1)
+        _, _, len_q, _, _, _, first = entry(list_ptr, item)
+        for _ in tl.range(0, tiles_of(len_q, first, rows_per_item)):
+            tlx.barrier_wait(s.full[role], count & 1)
             for part in tl.static_range(options.SLICES):
                 x = tlx.local_load(tlx.subslice(s.buffer[role], part * WIDTH, WIDTH))
-                x = mixed_probabilities(x, scale, head, row, role * KEYS + part * WIDTH, options)
+                x, t = mixed_pairs(x, scale, options.ACTIVATION)
+                x = multiply_add_pairs(x, t, x)
                 tlx.local_store(tlx.subslice(p.buffer[2 * role], part * WIDTH, WIDTH), x)
                 tlx.barrier_arrive(p.full[role * options.SLICES + part], 1, remote_cta_rank=0)
-            tile += 1
+            count += 1
         item += pairs
 
 
@@ -256,14 +222,7 @@ def output(out_desc, out, o, list_ptr, rows_per_item, output_scale, options):
             at = tile % O_SLOTS
             tlx.barrier_wait(o.full[at], (tile // O_SLOTS) & 1)
             tlx.async_descriptor_store_wait(0)
-            for part in tl.static_range(options.BLOCK_D // options.COLUMNS):
-                x = tlx.local_load(
-                    tlx.subslice(o.buffer[at], part * options.COLUMNS, options.COLUMNS)
-                )
-                window = tlx.local_slice(
-                    out[0], [0, part * options.COLUMNS], [ROWS, options.COLUMNS]
-                )
-                tlx.local_store(window, (x * output_scale).to(options.DTYPE))
+            move_columns(o.buffer[at], out[0], output_scale, options)
             tlx.barrier_arrive(o.empty[at], 1, remote_cta_rank=0)
             tlx.fence("async_shared")
             place = [BOUND, start_out + len_q, head, BOUND - len_q + row, 0]
@@ -276,32 +235,30 @@ def output(out_desc, out, o, list_ptr, rows_per_item, output_scale, options):
 @triton.jit
 def cta_pair_kernel(
     q_desc, k_desc, v_desc, out_desc, list_ptr, rows_per_item, scale, output_scale,
-    GROUP: tl.constexpr, ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_D: tl.constexpr, SLICES: tl.constexpr, COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_D: tl.constexpr, SLICES: tl.constexpr, COLUMNS: tl.constexpr,
     REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """output_scale * activation(scale * Q K^T) V for the listed work of this pair of CTAs."""
     DTYPE: tl.constexpr = tlx.dtype_of(q_desc)
-    options = Options(
-        GROUP, ACTIVATION, PAIRS, CAUSAL, WINDOW, DTYPE, BLOCK_D, SLICES, COLUMNS
-    )  # fmt: skip
+    options = Options(ACTIVATION, DTYPE, BLOCK_D, SLICES, COLUMNS)
     q = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, Q_SLOTS)
-    k = tlx.local_alloc((KEYS // CTAS, BLOCK_D), DTYPE, KV_SLOTS * ROLES)
-    v = tlx.local_alloc((KEYS, BLOCK_D // CTAS), DTYPE, KV_SLOTS * ROLES)
+    k = tlx.local_alloc((KEYS // CTAS, BLOCK_D), DTYPE, NUM_STAGES * ROLES)
+    v = tlx.local_alloc((KEYS, BLOCK_D // CTAS), DTYPE, NUM_STAGES * ROLES)
     s = tlx.local_alloc((ROWS, KEYS), tl.float32, ROLES, tlx.storage_kind.tmem)
     p = tlx.local_alloc((ROWS, KEYS), DTYPE, 2 * ROLES, tlx.storage_kind.tmem, reuse=s)
     o = tlx.local_alloc((ROWS, BLOCK_D), tl.float32, O_SLOTS, tlx.storage_kind.tmem)
     out = tlx.local_alloc((ROWS, BLOCK_D), DTYPE, 1)
     q_full = tlx.alloc_barriers(Q_SLOTS)
     q_empty = tlx.alloc_barriers(Q_SLOTS)
-    kv_full = tlx.alloc_barriers(KV_SLOTS)
-    kv_empty = tlx.alloc_barriers(KV_SLOTS)
+    k_full = tlx.alloc_barriers(NUM_STAGES)
+    k_empty = tlx.alloc_barriers(NUM_STAGES)
     s_full = tlx.alloc_barriers(ROLES)
     p_full = tlx.alloc_barriers(ROLES * SLICES, arrive_count=CTAS)
     o_full = tlx.alloc_barriers(O_SLOTS)
     o_empty = tlx.alloc_barriers(O_SLOTS, arrive_count=CTAS)
     q = Ring(q, q_full, q_empty)
-    kv = KeysAndValues(k, v, kv_full, kv_empty)
+    k = Ring(k, k_full, k_empty)
+    v = Ring(v, k_full, k_empty)  # arrives and leaves with K
     s = Handover(s, s_full)
     p = Handover(p, p_full)
     o = Ring(o, o_full, o_empty)
@@ -312,9 +269,9 @@ def cta_pair_kernel(
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=ROLES):
             math(tlx.async_task_replica_id(), s, p, list_ptr, rows_per_item, scale, options)
         with tlx.async_task(num_warps=1, registers=48):
-            mma(q, kv, s, p, o, list_ptr, rows_per_item, options)
+            mma(q, k, v, s, p, o, list_ptr, rows_per_item, options)
         with tlx.async_task(num_warps=1, registers=48):
-            load(q_desc, k_desc, v_desc, q, kv, list_ptr, rows_per_item, options)
+            load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options)
 
 
 def forward(
@@ -327,19 +284,16 @@ def forward(
     out = batch.new_out()
     config = config or default_config(batch)
     (entries,) = schedule or make_schedule(batch, config)
-    pairs = not batch.precise and foldable(batch.activation, batch.dtype)
     clusters = min(max(multiprocessors(batch.device) // CTAS.value, 1), len(entries) - 1)
-    out_desc = ragged_descriptor(out, ROWS.value, min_width=64)
-    width = out_desc.block_shape[-1]
     launch(
         cta_pair_kernel, (CTAS.value * clusters,), batch.device,
-        ragged_descriptor(batch.q, ROWS.value, min_width=64),
-        ragged_descriptor(batch.k, KEYS.value // CTAS.value, min_width=64),
-        ragged_descriptor(batch.v, KEYS.value, width=width // CTAS.value), out_desc,
+        ragged_descriptor(batch.q, ROWS.value),
+        ragged_descriptor(batch.k, KEYS.value // CTAS.value),
+        ragged_descriptor(batch.v, KEYS.value, width=batch.head_dim // CTAS.value),
+        ragged_descriptor(out, ROWS.value),
         entries, config.rows_per_item(batch.max_seqlen_q), batch.scale,
-        batch.output_scale * batch.scale / 2 if pairs else batch.output_scale,
-        GROUP=batch.group, ACTIVATION=batch.names, PAIRS=pairs, CAUSAL=batch.causal,
-        WINDOW=batch.window, BLOCK_D=width, SLICES=config.slices, COLUMNS=config.columns,
-        REGISTERS=config.registers, num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
+        batch.output_scale * batch.scale / 2, ACTIVATION=batch.names, BLOCK_D=batch.head_dim,
+        SLICES=config.slices, COLUMNS=config.columns, REGISTERS=config.registers,
+        num_warps=4, ctas_per_cga=(CTAS.value, 1, 1),
     )  # fmt: skip
     return out

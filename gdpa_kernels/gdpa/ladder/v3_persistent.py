@@ -32,6 +32,7 @@ import triton.language as tl
 
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor, store_rows
+from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa import schedule as schedules
 from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch, Schedule
@@ -104,15 +105,9 @@ def persistent_kernel(
         first_row = tl.load(tile_block_ptr + tile) * BLOCK_M
         head = tl.load(tile_head_ptr + tile)
         batch = tl.load(tile_batch_ptr + tile)
-
-        start_k = tl.load(cu_seqlens_k_ptr + batch)
-        len_k = tl.load(cu_seqlens_k_ptr + batch + 1) - start_k
-        if cu_seqlens_q_ptr is None:
-            start_q, start_out, len_q = 0, batch * max_seqlen_q, max_seqlen_q
-        else:
-            start_q = tl.load(cu_seqlens_q_ptr + batch)
-            len_q = tl.load(cu_seqlens_q_ptr + batch + 1) - start_q
-            start_out = start_q
+        start_q, start_out, len_q, start_k, len_k = sequence(
+            cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, max_seqlen_q
+        )
 
         q = load_rows(q_desc, start_q, len_q, head, first_row)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

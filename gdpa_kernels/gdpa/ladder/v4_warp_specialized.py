@@ -35,7 +35,8 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import ragged_descriptor, store_rows
-from gdpa_kernels.device.rows import fetch_rows, sequence
+from gdpa_kernels.device.rows import fetch_rows
+from gdpa_kernels.device.sequences import sequence
 from gdpa_kernels.gdpa.activations import activate
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.lesson import requires as requires

@@ -36,10 +36,10 @@ import triton.language.extra.tlx as tlx
 from gdpa_kernels.calling.launch import launch, multiprocessors
 from gdpa_kernels.device.groups import Ring
 from gdpa_kernels.device.ragged import BOUND, ragged_descriptor, readable
-from gdpa_kernels.device.rows import fetch_rows, nothing, put_rows, uniform
+from gdpa_kernels.device.rows import fetch_rows, opaque_zero, put_rows, uniform
 from gdpa_kernels.gdpa.batch import Batch, Schedule
 from gdpa_kernels.gdpa.derivatives import times_slope, value_and_factor
-from gdpa_kernels.gdpa.gradients import Gradients, round_kernel
+from gdpa_kernels.gdpa.gradients import Gradients, rounded
 from gdpa_kernels.gdpa.work_list import count_items, entry, list_of_keys
 
 MATH_ROLES = tl.constexpr(2)
@@ -234,7 +234,7 @@ def math(
         tlx.barrier_arrive(q.empty[count % Q_STAGES])
         for step in tl.range(1, steps, num_stages=0):
             now = count + step
-            zero = nothing(step)
+            zero = opaque_zero(step)
             own = ds.buffer[(now & 1) * MATH_ROLES + role]
             d, dv = differentiate(s, v.buffer[role + zero], g, dv, now, scale, head, options)
             share(ds, own, d, now)
@@ -348,9 +348,4 @@ def backward(
         REGISTERS=config.registers, num_warps=4,
     )  # fmt: skip
     factor = 0.5 * batch.scale * batch.output_scale
-    launch(
-        round_kernel, (triton.cdiv(dq.numel(), 4096),), batch.device,
-        total, dq, factor, dq.numel(), BLOCK=4096,
-        WIDTH=dq.shape[1] * dq.shape[2], STRIDE=dq.stride(0),
-    )  # fmt: skip
-    return dq, dk, dv
+    return rounded(total, dq, factor, batch), dk, dv

@@ -319,7 +319,7 @@ def memory(
     """The most device memory that a step of training had allocated at once, forward and backward,
     on top of q, k, v and the gradient of the output.
 
-    `impls`: rungs of the ladder "gdpa_backward", each behind the fastest forward, or baselines.
+    `impls`: backward rungs, each behind the fastest forward, or baselines.
     Columns `MEMORY`; bytes is None, and the log says why, where the step failed or a gradient was
     wrong. ValueError for an operator other than GDPA.
     """

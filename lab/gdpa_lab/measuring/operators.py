@@ -159,10 +159,8 @@ class Gdpa(_Checked):
         from gdpa_kernels.gdpa import api
 
         batch = inputs.batch()
-        if self._direction == "backward":
-            rung, given = api.resolve_backward(impl, batch), (inputs.grad_out, batch)
-        else:
-            rung, given = api.resolve(impl, batch), (batch,)
+        rung = api.resolve(impl, self._direction, batch)
+        given = (batch,) if self._direction == "forward" else (inputs.grad_out, batch)
         module, arguments = _prepared(rung, batch, self._direction, options)
         run = getattr(module, self._direction)
         config = arguments.get("config")
@@ -209,14 +207,14 @@ class Gdpa(_Checked):
                 return {}
             arguments = self._inputs.arguments() | {"validate": False}
             return {"": lambda: gdpa(**arguments, impl=impl)}
-        if impl not in ladder.impls("gdpa_backward")[1:]:
+        if impl not in ladder.impls(direction="backward")[1:]:
             return {}
         backward = baselines.differentiate(self._function(impl), self._inputs, "backward")
         return {"": backward, STEP: self.step(impl).call}
 
     def step(self, impl: str) -> Candidate:
-        """A step of training, forward and backward: of a rung of the ladder "gdpa_backward", behind
-        the fastest forward, or of a baseline."""
+        """A step of training, forward and backward: of a backward rung, behind the fastest
+        forward, or of a baseline."""
         if impl in baselines.BASELINES:
             baseline = baselines.BASELINES[impl]
             checked = partial(baseline.checked, self._inputs)
@@ -229,7 +227,7 @@ class Gdpa(_Checked):
         """The rung that computes the output in `step` of a rung."""
         from gdpa_kernels.gdpa import api
 
-        return api.resolve("auto", self._inputs.batch()).impl
+        return api.resolve("auto", "forward", self._inputs.batch()).impl
 
     def _function(self, impl: str) -> Callable[..., torch.Tensor]:
         """`gdpa` of q, k and v whose gradients are the rung's."""
@@ -245,9 +243,10 @@ class Gdpa(_Checked):
         """
         if self._direction == "forward" or impl in baselines.BASELINES:
             return None
-        rung, batch = ladder.rung(impl, "gdpa_backward"), self._inputs.batch()
+        rung, batch = ladder.rung(impl), self._inputs.batch()
         config = rung.config(batch, "backward")
-        return (lambda: rung.schedule(batch, config)) if "schedule" in rung.has else None
+        has_list = rung.takes("backward", "schedule")
+        return (lambda: rung.schedule(batch, config)) if has_list else None
 
 
 def _prepared(
@@ -257,9 +256,9 @@ def _prepared(
     config and a schedule, which are made here and not in what is timed."""
     found = dict(options)
     module = found.pop("module", None) or rung.module()
-    if found.get("config") is None and "config" in rung.has:
+    if found.get("config") is None and rung.takes(direction, "config"):
         found["config"] = rung.config(batch, direction, module)
-    if found.get("schedule") is None and "schedule" in rung.has:
+    if found.get("schedule") is None and rung.takes(direction, "schedule"):
         found["schedule"] = rung.schedule(batch, found["config"], module)
     return module, found
 

@@ -72,8 +72,8 @@ def _sound(row: record.Row) -> bool:
 
 
 def _rung(impl: str, operator: str, direction: str) -> Rung | None:
-    name = "gdpa_backward" if (operator, direction) == ("gdpa", "backward") else operator
-    return {**ladder.STUDIES, **{rung.impl: rung for rung in ladder.LADDERS[name]}}.get(impl)
+    rungs = *ladder.STUDIES.values(), *ladder.LADDERS[operator]
+    return next((x for x in rungs if x.impl == impl and direction in x.directions), None)
 
 
 def is_unproven(

@@ -190,17 +190,18 @@ def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
     unproven = _unproven(data_dir)
     found = []
-    for operator in ladder.LADDERS:
-        for impl in ladder.impls(operator):
-            answer = _ask(RUNGS + operator, impl, ladder.availability, impl, None, operator)
-            if answer.ok and unproven(operator, impl):
+    for operator, rungs in ladder.LADDERS.items():
+        for rung in rungs:
+            group = operator if "forward" in rung.directions else f"{operator} backward"
+            answer = _ask(RUNGS + group, rung.impl, ladder.availability, rung.impl, None, operator)
+            if answer.ok and unproven(rung):
                 answer = replace(answer, detail=f"{answer.detail}, {UNPROVEN}")
             found.append(answer)
     return found
 
 
-def _unproven(data_dir: str | Path | None) -> Callable[[str, str], bool]:
-    """Whether the rung of a ladder has kernels that run on the first GPU and no record proves."""
+def _unproven(data_dir: str | Path | None) -> Callable[[Any], bool]:
+    """Whether a rung has kernels that run on the first GPU and no record proves."""
     probe, record = _module("gdpa_lab.measuring.probe"), _module("gdpa_lab.measuring.record")
     try:
         import torch
@@ -209,18 +210,11 @@ def _unproven(data_dir: str | Path | None) -> Callable[[str, str], bool]:
         capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
         known = probe.proven(record.DATA_DIR if data_dir is None else data_dir, capability)
     except Exception:  # no GPU, or what the other findings name
-        return lambda operator, impl: False
-
-    ways = {"gdpa": ("forward",), "gdpa_backward": ("backward",)}
-
-    def answer(operator: str, impl: str) -> bool:
-        kind = operator.removesuffix("_backward")
-        return any(
-            probe.is_unproven(impl, kind, way, device, known)
-            for way in ways.get(operator, ("forward", "backward"))
-        )
-
-    return answer
+        return lambda rung: False
+    return lambda rung: any(
+        probe.is_unproven(rung.impl, rung.operator, direction, device, known)
+        for direction in rung.directions
+    )
 
 
 def check_baselines() -> list[Finding]:

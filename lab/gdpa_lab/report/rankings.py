@@ -79,8 +79,7 @@ def from_records(data_dir: str | Path, operator: str) -> list[Ranking]:
     RecordError naming every refused file.
     """
     shape_of = SHAPES[operator]
-    ladders = [ladder.LADDERS[operator], ladder.LADDERS.get(f"{operator}_backward", ())]
-    rungs = {rung.impl: rung for rungs in ladders for rung in rungs[1:]}
+    rungs = {rung.impl: rung for rung in ladder.LADDERS[operator][1:]}
     workloads = {
         (found.id, name): workload
         for found in record.load_all(data_dir)

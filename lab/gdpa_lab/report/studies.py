@@ -221,7 +221,7 @@ def repeat_backward(
     def compare(inputs: Inputs) -> None:
         rows = list(session.tables["bits"].rows) if "bits" in session.tables else []
         for impl, variant, options in listed:
-            module = ladder.rung(impl, "gdpa_backward").module()
+            module = ladder.rung(impl).module()
             run = partial(module.backward, inputs.grad_out, inputs.batch(), **options)
             rows += [(work.name, impl, variant, *row) for row in differences(run, runs)]
         session.tables["bits"] = record.Table(BITS, tuple(rows))
