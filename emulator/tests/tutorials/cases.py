@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,14 +47,15 @@ class _Driver:
 def load(file: str) -> ModuleType:
     """The tutorial `file`, a path below the folder of tutorials, as a module; needs no GPU.
 
-    While it is imported, triton has a driver that names the CPU.
+    While it is imported, triton has a driver that names the CPU, and old calls are not warned of.
     """
     path = FOLDER / file
     name = "tlx_tutorial_" + path.stem.replace("-", "_")
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    with mock.patch.object(triton.runtime.driver, "_active", _Driver()):
+    with mock.patch.object(triton.runtime.driver, "_active", _Driver()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
         spec.loader.exec_module(module)
     return module
 
