@@ -404,9 +404,8 @@ def test_peers_of_block_attention_are_right(cpu, peers, monkeypatch, direction):
 
 def test_a_compiled_backward_runs_again(peers):
     torch._dynamo.reset()
-    made = measure.candidate(
-        "torch_compile", make_inputs(BLOCKS, device="cpu"), direction="backward"
-    )
+    inputs = make_inputs(BLOCKS, device="cpu")
+    made = measure.candidate("torch_compile", inputs, direction="backward")
     for first, second in zip(made.call(), made.call(), strict=True):
         assert torch.equal(first, second)
 
@@ -446,12 +445,8 @@ def test_scopes_of_block_attention(called, direction):
     impls = ["v1_one_tile", "reference", "fa2_varlen"]
     rows = emulated(BLOCKS, impls, direction, ("kernel", "op", "host", "schedule"))
     ours, peer = "v1_one_tile ", "fa2_varlen "
-    assert [[*each] for each in called] == [
-        [peer, "reference ", ours],
-        [ours],
-        [ours],
-        [peer, ours],
-    ]
+    names = [[peer, "reference ", ours], [ours], [ours], [peer, ours]]
+    assert [[*each] for each in called] == names
     result = called[1][ours]
     assert isinstance(result, torch.Tensor) if direction == "forward" else len(result) == 3
     host, *schedules = (row for row in rows if row.scope in ("host", "schedule"))

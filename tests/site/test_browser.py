@@ -12,14 +12,9 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--no-first-run",
+]  # fmt: skip
 KNOWN_ERRORS = re.compile(
     "'THEBE_JS_URL' has already been declared"  # the theme writes the same line twice
     r"|file:.*fontawesome.*\.woff2"  # preloaded by the theme for Python 3.10, then loaded normally

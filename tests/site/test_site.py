@@ -14,16 +14,9 @@ from gdpa_lab.report import page
 GENERATED = {"genindex.html", "py-modindex.html", "search.html"}
 ORIGIN = "figure, p.provenance"
 LOADED = {
-    "script": "src",
-    "link": "href",
-    "img": "src",
-    "source": "src",
-    "iframe": "src",
-    "object": "data",
-    "embed": "src",
-    "video": "src",
-    "audio": "src",
-}
+    "link": "href", "object": "data",
+    **dict.fromkeys(("script", "img", "source", "iframe", "embed", "video", "audio"), "src"),
+}  # fmt: skip
 FETCHED_RELATIONS = {"stylesheet", "preload", "modulepreload", "icon", "shortcut", "manifest"}
 UNRENDERED = re.compile(r"\{(glue|numref|eq|ref|cite|doc)\b[^}]*\}|\[\[|undefined reference")
 
