@@ -30,7 +30,7 @@ def emulated(rung: Rung, **options):
 
 def batch_of(rung: Rung, qkv: Tensors, turns: Tensors | None, lengths: Sequence[int]):
     """The arguments of a call on sequences of these lengths, for its `module()`."""
-    ends, most, scale = cu_seqlens(lengths, "cpu"), max(lengths), qkv[0].shape[2] ** -0.5
+    ends, most, scale = cu_seqlens(lengths, qkv[0].device), max(lengths), qkv[0].shape[2] ** -0.5
     if rung.operator == "block_attention":
         return block.Batch(*qkv, ends, scale, rotary=turns)
     return Batch(*qkv, ends, ends, most, most, ("silu",), scale)

@@ -29,10 +29,8 @@ from tests.fuzzing import ACTIVATIONS, attend, attend_blocks, jagged, turned
 
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 DTYPES = (torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)
-SEEDS = [
-    *range(24),
-    *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(24, 400)),
-]
+AT_NIGHT = (pytest.param(seed, marks=pytest.mark.nightly) for seed in range(24, 400))
+SEEDS = [*range(24), *AT_NIGHT]
 
 
 @pytest.fixture
@@ -118,9 +116,8 @@ def test_gdpa(seed, draw):
     ends = None if shared else cu_seqlens(rows, "cpu"), cu_seqlens(keys, "cpu")
     longest = max(rows) + draw.choice((0, 0, 5)) * (not shared), max(keys) + draw.choice((0, 5))
     if draw.random() < 0.3:
-        ends = tuple(
-            None if e is None else Lengths(e, m) for e, m in zip(ends, longest, strict=True)
-        )
+        pairs = zip(ends, longest, strict=True)
+        ends = tuple(e if e is None else Lengths(e, most) for e, most in pairs)
         longest = longest[0] if shared else None, None
 
     def call(q, k, v, **chosen):
@@ -170,9 +167,9 @@ def test_block_attention(seed, draw):
 
 
 def normed(x, norm):
-    return (
-        x if norm is None else x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
-    )
+    if norm is None:
+        return x
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.weight
 
 
 @pytest.mark.parametrize("seed", SEEDS)

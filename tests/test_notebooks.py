@@ -78,20 +78,8 @@ def test_no_line_of_text_is_taken_for_a_comment(page):
 EXHIBIT = re.compile(r"(# \| name: \S+\n(?:# \|[^\n]*\n)+)(.*?)(?=\n# %%|\Z)", re.S)
 # Lengths, head sizes, fills and lines at a fixed value describe an axis; all else was measured.
 OF_AN_AXIS = {
-    "0",
-    "1",
-    "32",
-    "64",
-    "100",
-    "128",
-    "256",
-    "512",
-    "1,024",
-    "2,048",
-    "8000",
-    "0.5",
-    "0.7",
-}
+    "0", "1", "32", "64", "100", "128", "256", "512", "1,024", "2,048", "8000", "0.5", "0.7",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

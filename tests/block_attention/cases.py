@@ -12,7 +12,7 @@ from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring.inputs import cu_seqlens
-from gdpa_lab.measuring.testing import assert_close
+from tests.budget import within_budget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLACKWELL = ("b1_warp_specialized",) if DEVICE == "cpu" else ()  # elsewhere only on an sm_100
@@ -20,7 +20,7 @@ RUNGS = {
     name: ladder.rung(name, "block_attention").module()
     for name in (
         *("v0_flash", "v1_one_tile", "v2_slab", "v3_warp_specialized", "v4_rotary"),
-        *BLACKWELL,
+        *("v4a_turning_role", *BLACKWELL),
     )
 }
 NAMES = ("out", "dq", "dk", "dv")
@@ -102,7 +102,9 @@ def poisoned(tensor: torch.Tensor, own: int, finite: bool) -> torch.Tensor:
 
 def rotaries(rung: str) -> tuple[bool, ...]:
     """Whether calls of a rung come with rotary: (False, True) if it takes both kinds."""
-    return {"v3_warp_specialized": (False,), "v4_rotary": (True,)}.get(rung, (False, True))
+    if rung in ("v4_rotary", "v4a_turning_role"):
+        return (True,)
+    return (False,) if rung == "v3_warp_specialized" else (False, True)
 
 
 def suited(rung: str, case: Case) -> Case:
@@ -138,20 +140,14 @@ def defined(tensors: dict, options: dict, dtype: torch.dtype) -> tuple[torch.Ten
 def check(
     module, case: Case, dtype: torch.dtype, seed: int = 0, change=lambda tensors: tensors, **more
 ) -> None:
-    """Hold output and gradients to the error budget; small ones are drawn several times over.
+    """Hold output and gradients to the error budget. change: what is done to the tensors first."""
 
-    change: what is done to the tensors first.
-    """
-    found: list[list[tuple]] = []
-    while sum(len(f[0][0].flatten()) for f in found) < 2048 and len(found) < 8:
-        tensors = change(case.tensors(dtype, seed + len(found)))
-        options = case.options(seed + len(found))
-        actual = results(module, tensors, options, **more)
-        exact = defined(tensors, options, torch.float64)
-        found.append(list(zip(actual, exact, defined(tensors, options, dtype), strict=True)))
-    for i, name in enumerate(NAMES):
-        actual, exact, baseline = (torch.cat([f[i][j] for f in found]) for j in range(3))
-        assert_close(name=name, actual=actual, expected=exact, baseline=baseline)
+    def draw(i: int) -> tuple:
+        tensors, options = change(case.tensors(dtype, seed + i)), case.options(seed + i)
+        low, exact = (defined(tensors, options, d) for d in (dtype, torch.float64))
+        return results(module, tensors, options, **more), exact, low
+
+    within_budget(draw, NAMES)
 
 
 EDGES = (0, 1, 63, 64, 65)
@@ -167,6 +163,8 @@ CASES = [
     Case("negative_scale", (50, 20), scale=-0.7),
     Case("rotary", EDGES, rotary=True),
     Case("rotary_v", (65, 3), rotary=True, rotate_v=True, head_dim=128),
+    Case("rotary_v_64", (65, 3), rotary=True, rotate_v=True),
+    Case("grouped_rotary_v_128", (65, 3), 2, 1, 128, rotary=True, rotate_v=True),
     Case("head_dim_128", EDGES, head_dim=128),
     Case("grouped_128", (1, 64, 65), num_heads=3, num_heads_k=1, head_dim=128),
     Case("head_dim_96", EDGES, head_dim=96),
@@ -184,12 +182,10 @@ CASES = [
     Case("head_dim_256", (65,), head_dim=256, num_heads=1, num_heads_k=1),
     *(
         Case(
-            f"block_{size}_head_dim_{head_dim}",
-            (size - 1, size, size + 1, 0, 1),
-            block_size=size,
-            head_dim=head_dim,
+            f"block_{size}_head_dim_{dim}", (size - 1, size, size + 1, 0, 1),
+            block_size=size, head_dim=dim,
         )
         for size in (16, 32, 128)
-        for head_dim in (16, 48, 64, 128)
+        for dim in (16, 48, 64, 128)
     ),
-]
+]  # fmt: skip

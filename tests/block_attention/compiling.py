@@ -1,4 +1,4 @@
-"""Compile for sm_90a what a launcher would launch, and read what the compiler made of it."""
+"""Compile what a launcher would launch, and read what the compiler made of it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from triton.compiler import CompiledKernel
 
 from _lib.compile_check import Compiled, build_launch, read
 from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
-from tests.block_attention.cases import RUNGS, Case, suited
+from tests.block_attention.cases import Case, suited
 
 _READ: dict[str, Compiled] = {}
 
@@ -28,12 +29,10 @@ def read_once(built: CompiledKernel) -> Compiled:
 
 
 @cache
-def compiled(
-    rung: str,
-    dtype: torch.dtype = torch.bfloat16,
-    turns: torch.dtype = torch.float32,
-    **case,
-) -> dict[str, Compiled]:
+def built(
+    rung: str, dtype: torch.dtype = torch.bfloat16, turns: torch.dtype = torch.float32,
+    capability: int = 90, config: object = None, **case,
+) -> dict[str, CompiledKernel]:  # fmt: skip
     """The kernels of forward and backward by name, for tensors of 4 heads on the CPU.
 
     turns: the dtype of sin and cos, if there are any.
@@ -43,11 +42,17 @@ def compiled(
     options = shape.options()
     if options["rotary"] is not None:
         options["rotary"] = tuple(t.cpu().to(turns) for t in options["rotary"])
-    blocks = (torch.zeros(3, 2, dtype=torch.int32),)
+    module = ladder.rung(rung, "block_attention").module()
+    given = {"config": config, "schedule": (torch.zeros(3, 2, dtype=torch.int32),)}
 
     batch = Batch(*others, **options)
     with launches(run=False) as seen:
-        _, saved = RUNGS[rung].forward(batch, schedule=blocks)
-        RUNGS[rung].backward(grad_out, batch, saved, schedule=blocks)
+        _, saved = module.forward(batch, **given)
+        module.backward(grad_out, batch, saved, **given)
 
-    return {launch.name: compile_launch(launch) for launch in seen}
+    return {launch.name: build_launch(launch, capability=capability) for launch in seen}
+
+
+def compiled(*arguments, **options) -> dict[str, Compiled]:
+    """What the compiler made of each of `built`."""
+    return {name: read_once(each) for name, each in built(*arguments, **options).items()}

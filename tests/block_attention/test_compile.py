@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
+from _lib.compile_check import disassemble
+from gdpa_kernels.block_attention import rotary as rotation
 from gdpa_kernels.block_attention.batch import Batch
+from gdpa_kernels.block_attention.kernels import v4a_turning_role as v4a
 from gdpa_kernels.calling.launches import launches
-from tests.block_attention.cases import BLACKWELL, RUNGS, rotaries
-from tests.block_attention.compiling import Compiled, compile_launch, compiled
+from tests.block_attention.cases import BLACKWELL, RUNGS
+from tests.block_attention.compiling import Compiled, built, compile_launch, compiled
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 SMEM_OF_AN_SM = 228 * 1024
 SMEM_OF_A_PROGRAM = 227 * 1024
@@ -26,6 +33,7 @@ KNOWN_SPILLS = (
     ("v2_slab", {"head_dim": 128, "rotary": True, "num_heads_k": 2}, 1548),
     ("v4_rotary", {"head_dim": 128, "num_heads_k": 2}, 44),
     ("v4_rotary", {"head_dim": 128, "num_heads_k": 2, "rotate_v": True}, 284),
+    ("v4a_turning_role", {"head_dim": 128, "num_heads_k": 2, "rotate_v": True}, 344),
 )
 
 
@@ -75,26 +83,33 @@ def test_programs_of_v2_fit_as_its_config_says(head_dim, rotary):
     """Programs that take a few slabs and end must share an SM, or nothing hides their ends."""
     made = compiled("v2_slab", head_dim=head_dim, rotary=rotary)
     for direction in ("forward", "backward"):
-        q = torch.empty(3, 4, head_dim, dtype=torch.bfloat16)
+        q = torch.empty(3, 4, head_dim, dtype=BF16)
         turns = (torch.empty(3, head_dim // 2),) * 2 if rotary else None
         config = RUNGS["v2_slab"].default_config(direction, Batch(q, q, q, None, 1.0, 64, turns))
         fit = programs_on_an_sm(made[f"{direction}_kernel"], config.num_warps)
         assert fit >= (2 if config.slabs_per_program else config.programs_per_sm)
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-@pytest.mark.parametrize(
-    "case",
-    (
+OF_OPTIONS = [
+    *(("v2_slab", dtype, case) for dtype in (BF16, FP16) for case in (
         {"head_dim": 64, "rotary": True, "rotate_v": True},
         {"head_dim": 128, "rotary": True},
         {"head_dim": 64, "num_heads_k": 2},
         {"head_dim": 128, "num_heads_k": 2},
-    ),
-    ids=str,
-)
-def test_options_of_v2_do_not_spill(case, dtype):
-    for made in compiled("v2_slab", dtype, **case).values():
+    )),
+    *(("v1_one_tile", BF16, case) for case in (
+        {"head_dim": 48},
+        {"head_dim": 128, "block_size": 128},
+        {"head_dim": 128, "block_size": 16},
+        {"head_dim": 64, "rotary": True, "rotate_v": True},
+        {"head_dim": 64, "num_heads_k": 2},
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rung, dtype, case", OF_OPTIONS, ids=str)
+def test_options_do_not_spill(rung, dtype, case):
+    for made in compiled(rung, dtype, **case).values():
         assert made.spill_bytes == 0 and not made.serialised
 
 
@@ -106,54 +121,41 @@ def test_known_spills_do_not_grow(rung, case, most):
     assert not made["backward_kernel"].serialised
 
 
-@pytest.mark.parametrize(
-    "case",
-    (
-        {"head_dim": 48},
-        {"head_dim": 128, "block_size": 128},
-        {"head_dim": 128, "block_size": 16},
-        {"head_dim": 64, "rotary": True, "rotate_v": True},
-        {"head_dim": 64, "num_heads_k": 2},
-    ),
-    ids=str,
-)
-def test_options_of_v1_do_not_spill(case):
-    for made in compiled("v1_one_tile", **case).values():
-        assert made.spill_bytes == 0 and not made.serialised
-
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPTIONS_OF_ROLES = (
     (BF16, FP32, {"head_dim": 64}),
     (BF16, FP32, {"head_dim": 128}),
     (FP16, FP32, {"head_dim": 128}),
     (FP16, FP32, {"head_dim": 64, "num_heads_k": 2}),
-    (BF16, FP32, {"head_dim": 128, "num_heads_k": 2}),
     (BF16, FP32, {"head_dim": 64, "num_heads_k": 2, "rotate_v": True}),
     (BF16, FP32, {"head_dim": 128, "num_heads_k": 2, "rotate_v": True}),
     (BF16, FP32, {"head_dim": 128, "rotate_v": True}),
     (FP16, BF16, {"head_dim": 128, "rotate_v": True}),
-    (BF16, FP16, {"head_dim": 128, "rotate_v": True}),
     (BF16, FP32, {"head_dim": 96}),
     (BF16, BF16, {"head_dim": 96, "rotate_v": True}),
     (BF16, FP32, {"head_dim": 192, "rotate_v": True}),
-    (BF16, FP32, {"head_dim": 192}),
-    (FP16, FP32, {"head_dim": 256}),
     (BF16, FP32, {"head_dim": 256, "rotate_v": True}),
     (BF16, BF16, {"head_dim": 256, "rotate_v": True}),
 )
-
-
-@pytest.mark.parametrize(
-    "rung, dtype, turns, case",
-    [
-        (rung, *options)
-        for rung in ("v3_warp_specialized", "v4_rotary")
-        for options in OPTIONS_OF_ROLES
-        if rotaries(rung)[-1] or "rotate_v" not in options[-1]
-    ],
-    ids=str,
+OF_V3_AND_V4 = (
+    (BF16, FP32, {"head_dim": 128, "num_heads_k": 2}),
+    (BF16, FP16, {"head_dim": 128, "rotate_v": True}),
+    (BF16, FP32, {"head_dim": 192}),
+    (FP16, FP32, {"head_dim": 256}),
 )
+OF_V4A = (
+    (BF16, FP32, {"head_dim": 256}),
+    (BF16, BF16, {"head_dim": 128, "rotate_v": True, "config": v4a.Config(1, 3, 1)}),
+    (BF16, FP32, {"head_dim": 64, "rotate_v": True, "config": v4a.Config(2, 4, 2, 1, 184, 112)}),
+)
+OF_ROLES = [
+    *(("v3_warp_specialized", *each) for each in (*OPTIONS_OF_ROLES, *OF_V3_AND_V4)
+      if "rotate_v" not in each[-1]),
+    *(("v4_rotary", *each) for each in (*OPTIONS_OF_ROLES, *OF_V3_AND_V4)),
+    *(("v4a_turning_role", *each) for each in (*OPTIONS_OF_ROLES, *OF_V4A)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rung, dtype, turns, case", OF_ROLES, ids=str)
 def test_hopper_code_of_roles(rung, dtype, turns, case):
     known = [(impl, others) for impl, others, _ in KNOWN_SPILLS]
     for name, made in compiled(rung, dtype, turns, **case).items():
@@ -168,14 +170,60 @@ def test_hopper_code_of_roles(rung, dtype, turns, case):
 def test_rotation_is_local_to_a_thread():
     """The pairs of a tile lie side by side in a thread: rotary in the standalone kernel takes no
     shuffle and no shared memory."""
-    from gdpa_kernels.block_attention import rotary
-
-    q = torch.zeros(64, 4, 128, dtype=torch.bfloat16)
+    q = torch.zeros(64, 4, 128, dtype=BF16)
     turns = (torch.zeros(64, 64), torch.zeros(64, 64))
     with launches(run=False) as seen:
-        rotary.rotary(q, q, None, turns)
+        rotation.rotary(q, q, None, turns)
     (only,) = seen
     made = compile_launch(only)
     assert made.wide["LDG"] > 0 and made.wide["STG"] > 0
     assert made.instructions["SHFL"] == 0 and made.instructions["STS"] == 0
     assert made.spill_bytes == 0 and made.shared_bytes == 0
+
+
+def innermost_loops(sass: str) -> list[list[str]]:
+    """The mnemonics of each loop that contains no other of more than 100 instructions."""
+    lines, labels, loops = [], {}, []
+    for line in map(str.strip, sass.splitlines()):
+        if label := re.match(r"(\.L\w*):", line):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"/\*[0-9a-f]+\*/\s+(.*?);", line):
+            lines.append(instruction[1])
+    for end, line in enumerate(lines):
+        if (jump := re.search(r"BRA\S*\s.*`\((\.L\w*)\)", line)) and jump[1] in labels:
+            loops.append((labels[jump[1]], end + 1))
+    loops = [(begin, end) for begin, end in loops if end - begin > 100]
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    name = re.compile(r"(?:@!?\w+\s+)?([A-Z][A-Z0-9]*)")
+    return [[name.match(line)[1] for line in lines[begin:end]] for begin, end in inner]
+
+
+# (direction, head_dim): most instructions of a warp for an item in the math role, the turn role.
+INSTRUCTIONS = {
+    ("backward", 128): (1320, 880), ("forward", 128): (550, 880),
+    ("backward", 64): (1000, 460), ("forward", 64): (450, 460),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("direction, head_dim", INSTRUCTIONS)
+def test_roles_share_the_instructions_of_v4(direction, head_dim):
+    """Per item: sin and cos are not read, no gradient crosses shared memory, nothing is spilt."""
+
+    def loops(rung):
+        made = built(rung, BF16, BF16, head_dim=head_dim, rotate_v=True)
+        return innermost_loops(disassemble(made[f"{direction}_kernel"].asm["cubin"]))
+
+    math, turn, both = (
+        min((loop for loop in loops(rung) if is_it(loop)), key=len)
+        for rung, is_it in (
+            ("v4a_turning_role", lambda loop: "HGMMA" in loop),
+            ("v4a_turning_role", lambda loop: "HGMMA" not in loop and loop.count("FFMA") > 50),
+            ("v4_rotary", lambda loop: "HGMMA" in loop),
+        )
+    )
+    most_of_math, most_of_turn = INSTRUCTIONS[direction, head_dim]
+    assert len(math) <= most_of_math and len(turn) <= most_of_turn
+    assert len(math) < 0.55 * len(both) and len(math) + len(turn) < len(both)
+    assert math.count("LDS") == math.count("STS") == math.count("LDSM") == 0
+    assert turn.count("LDS") == turn.count("STS") == 3 * head_dim // 16
+    assert "LDL" not in math + turn and "STL" not in math + turn

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 import tritonemu
-from _lib.compile_check import SHARED_BYTES, build_launch, read
+from _lib.compile_check import SHARED_BYTES
 from emulator.tests.mutants import SAMPLED, surviving
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import make_block_list
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
 from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.launches import launches
-from tests.block_attention.cases import DEVICE, NAMES, Case, check, results
+from tests.block_attention.cases import DEVICE, Case, check, results
+from tests.block_attention.compiling import built, read_once
+from tests.calls import assert_same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
@@ -54,9 +55,7 @@ def run(module, case: Case, direction: str, config, schedule: str | int) -> None
         if direction == "forward":
             assert torch.equal(module.forward(batch, **given)[0], out)
         else:
-            found = module.backward(grad_out, batch, **given)
-            for name, a, b in zip(NAMES[1:], found, gradients, strict=True):
-                assert torch.equal(a, b), name
+            assert_same_bits(module.backward(grad_out, batch, **given), gradients)
 
 
 @emulated
@@ -118,26 +117,10 @@ def test_every_mistake_in_synchronisation_is_found(direction, every):
     assert judged.executed > 120 and judged.survivors == []
 
 
-def built(direction: str, dtype=BF16, turns=FP32, heads_k=4, **case):
-    """The kernel of one direction, compiled for sm_100a, for 4 heads on the CPU."""
-    shape = Case("compiled", (64, 3), num_heads=4, num_heads_k=heads_k, **case)
-    grad_out, *others = (t.cpu() for t in shape.tensors(dtype).values())
-    options = shape.options()
-    if shape.rotary:
-        options["rotary"] = tuple(t.cpu().to(turns) for t in options["rotary"])
-    batch, schedule = Batch(*others, **options), (torch.zeros(3, 2, dtype=torch.int32),)
-    with launches(run=False) as seen:
-        if direction == "forward":
-            b1.forward(batch, schedule=schedule)
-        else:
-            b1.backward(grad_out, batch, schedule=schedule)
-    return build_launch(seen[-1], capability=100)
-
-
 OPTIONS = (
     (BF16, FP32, {"head_dim": 64}),
     (FP16, FP32, {"head_dim": 128}),
-    (FP16, BF16, {"head_dim": 64, "heads_k": 2, "rotary": True}),
+    (FP16, BF16, {"head_dim": 64, "num_heads_k": 2, "rotary": True}),
     (BF16, FP32, {"head_dim": 128, "rotary": True, "rotate_v": True}),
 )
 # Rotary at head_dim 128: what all roles need of the launch's arguments, stored once a program.
@@ -148,8 +131,8 @@ MOST_SPILLED = 52
 @pytest.mark.parametrize("direction", ("forward", "backward"))
 def test_blackwell_code(direction, dtype, turns, case):
     backward, wide = direction == "backward", case["head_dim"] == 128
-    kernel = built(direction, dtype, turns, **case)
-    made, columns = read(kernel), kernel.metadata.tmem_size
+    kernel = built("b1_warp_specialized", dtype, turns, 100, **case)[f"{direction}_kernel"]
+    made, columns = read_once(kernel), kernel.metadata.tmem_size
     assert made.spill_bytes <= (MOST_SPILLED if wide and case.get("rotary") else 0)
     assert made.registers == (128 if case.get("rotary") else 168)
     assert made.shared_bytes <= SHARED_BYTES[100]

@@ -359,6 +359,59 @@ def test_qk_norm_bounds_the_scores(kind, calls):
     assert 0.5 < scores.abs().max() <= 1
 
 
+FUSED = {
+    "self": ("self", {}),
+    "rotary": ("self", {"num_kv_heads": 2, "rotary": 100.0, "causal": True}),
+    "pma": ("pma", {"num_kv_heads": 2}),
+    "pffn": ("pffn", {"num_kv_heads": 2}),
+    "pffn of tokens": ("pffn", {"summary_tokens": 5}),
+    "block": ("block", {"num_kv_heads": 1, "block_size": 16, "rotary": 100.0}),
+}
+
+
+def with_gradients(layer, lengths, tokens=None, call=None) -> dict[str, torch.Tensor]:
+    """What the layer, or `call` in its stead, gives back, and all gradients by name."""
+    values, offsets, summary = batch(lengths, layer.out.weight.dtype, tokens)
+    y = run(layer, values.requires_grad_(), offsets, summary, call=call)
+    found = gradients(layer, y.square().sum(), values)
+    return {"y": y, **dict(zip([*dict(layer.named_parameters()), "values"], found, strict=True))}
+
+
+@pytest.mark.parametrize("lengths", ([0, 5, 19, 0, 1], [0, 0]), ids=("jagged", "no tokens"))
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_norms_are_the_same_function(name, lengths):
+    kind, options = FUSED[name]
+    eager, fused = (
+        with_gradients(
+            make(kind, qk_norm=True, fused_qk_norm=fuse, **options),
+            lengths,
+            options.get("summary_tokens"),
+        )
+        for fuse in (False, True)
+    )
+    for key, expected in eager.items():
+        torch.testing.assert_close(fused[key], expected, atol=1e-12, rtol=1e-10, msg=key)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_norms_compile_to_one_graph(name):
+    kind, options = FUSED[name]
+    layer = make(kind, qk_norm=True, fused_qk_norm=True, dtype=torch.float32, **options)
+    layer.max_seqlen = 20
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for lengths in ([0, 5, 19, 0, 1], [9, 3, 5]):
+        tokens = options.get("summary_tokens")
+        expected = with_gradients(layer, lengths, tokens)
+        for key, found in with_gradients(layer, lengths, tokens, compiled).items():
+            torch.testing.assert_close(found, expected[key], msg=key)
+
+
+@pytest.mark.parametrize("kind", ("self", "block"))
+def test_there_must_be_a_norm_to_fuse(kind):
+    with pytest.raises(ValueError, match="fused_qk_norm must be False without qk_norm, got T"):
+        make(kind, fused_qk_norm=True)
+
+
 @each
 @pytest.mark.parametrize("qk_norm", (False, True))
 @pytest.mark.filterwarnings("error")

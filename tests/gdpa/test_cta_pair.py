@@ -1,10 +1,10 @@
-"""The forward rungs for pairs of CTAs: orders, edges of their own, mistakes, and sm_100 code."""
+"""The forward rungs for pairs of CTAs: orders, edges of their own, mistakes."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -12,20 +12,19 @@ import pytest
 import torch
 
 import tritonemu
-from _lib import compile_check, studies
+from _lib import studies
 from emulator.tests.mutants import SAMPLED, Mutant, enumerate_mutants, import_file, judge, surviving
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.device import pairs
-from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.kernels import b6_pair_stream as b6
 from gdpa_kernels.gdpa.ladder import b5_cta_pair as b5
-from gdpa_lab.measuring.testing import assert_close
-from tests.gdpa.cases import DEVICE, Case
+from tests.budget import within_budget
+from tests.gdpa.cases import DEVICE, Case, of_pytorch
 from tests.gdpa.test_forward import check
 
 RUNGS = {"b5_cta_pair": b5, "b6_pair_stream": b6}
 KERNELS = {"b5_cta_pair": "cta_pair_kernel", "b6_pair_stream": "pair_stream_kernel"}
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16 = torch.bfloat16
 emulated = pytest.mark.skipif(DEVICE == "cuda", reason="is about the emulator")
 
 # Every slot is used several times over, by several items of different lengths.
@@ -51,14 +50,8 @@ def run(
 def test_any_schedule_gives_the_same_result(impl):
     """Bitwise, in 20 orders of the roles, without a race."""
     given = studies.batch(*ORDERS[impl], head_dim=64)
-    exact = replace(given, **{name: getattr(given, name).double() for name in "qkv"})
     out = run(impl, RUNGS[impl])
-    assert_close(
-        name="out",
-        actual=out,
-        expected=reference.forward(exact),
-        baseline=reference.forward_in_dtype(given),
-    )
+    within_budget(lambda _: ([out], *of_pytorch(given)), ["out"], most=1)
     for seed in range(20):
         assert torch.equal(run(impl, RUNGS[impl], seed, clusters=1 + seed % 2), out), seed
 
@@ -148,59 +141,6 @@ def test_every_mistake_of_a_pair_is_found(impl):
     assert [
         m.what for m in shared if not judge(m, partial(with_parts, module), launched).error
     ] == []
-
-
-# -- sm_100 code -----------------------------------------------------------------------------------
-
-
-@cache
-def compiled(impl: str, **options):
-    """The kernel of 4 heads of 128, compiled for sm_100a, and what the compiler made of it."""
-    keys = 256 if impl == "b5_cta_pair" else 1024
-    built = compile_check.build_rung(RUNGS[impl], capability=100, max_seqlen_k=keys, **options)
-    return built, compile_check.read(built)
-
-
-OPTIONS = {
-    "b5_cta_pair": ({}, {"head_dim": 64}, {"activation": "silu"}),
-    "b6_pair_stream": (
-        {},
-        {"causal": True},
-        {"head_dim": 64, "dtype": FP16, "window": 40},
-        {"activation": "gelu,silu,relu,gelu_tanh"},
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "impl, options", [(impl, each) for impl in RUNGS for each in OPTIONS[impl]], ids=str
-)
-def test_blackwell_code(impl, options):
-    """MMAs of a pair, TMA, tensor memory; no spills, and no more memory than there is.
-
-    b6 keeps three scalars in memory with a causal mask, and one with four activations.
-    """
-    built, made = compiled(impl, **options)
-    spills = {"causal": 12, "activation": 4} if impl == "b6_pair_stream" else {}
-    assert made.spill_bytes <= max((spills.get(name, 0) for name in options), default=0)
-    assert made.shared_bytes <= 232_448
-    assert built.metadata.tmem_size == 512
-    for instruction in ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "UTMASTG", "UCGABAR"):
-        assert made.instructions[instruction] > 0, instruction
-    ptx = built.asm["ptx"]
-    assert "cta_group::1" not in ptx
-    for operation in ("tcgen05.mma.cta_group::2", "multicast::cluster", "bytes.cta_group::2"):
-        assert operation in ptx, operation
-
-
-@pytest.mark.parametrize("impl, loads", [("b5_cta_pair", 8), ("b6_pair_stream", 7)])
-def test_counts_of_the_published_shape(impl, loads):
-    """An MMA has 16 of the inner 128: 8 for a role's first S, 8 for S and 8 for P V in the loop.
-
-    A box of 256 bytes a row takes two TMA loads: K and Q; V's halves have 128.
-    """
-    _, made = compiled(impl)
-    assert made.instructions["UTCHMMA"] == 48 and made.instructions["UTMALDG"] == loads
 
 
 def test_ctas_come_in_pairs():

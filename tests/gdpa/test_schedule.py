@@ -37,21 +37,14 @@ def on_device(order, seqlens_q, seqlens_k, *, max_seqlen_q, shared=False, spare=
     return build_on_device(
         order,
         None if shared else cu_seqlens(seqlens_q, "cpu"),
-        cu_seqlens(seqlens_k, "cpu"),
-        batch=len(seqlens_q),
-        max_tiles=bound + spare,
-        max_seqlen_q=max_seqlen_q,
-        **sizes,
-    )
+        cu_seqlens(seqlens_k, "cpu"), batch=len(seqlens_q), max_tiles=bound + spare,
+        max_seqlen_q=max_seqlen_q, **sizes,
+    )  # fmt: skip
 
 
 def listed(device_schedule):
     count = device_schedule.num_tiles.item()
-    columns = (
-        device_schedule.tile_batch,
-        device_schedule.tile_head,
-        device_schedule.tile_block,
-    )
+    columns = (getattr(device_schedule, f"tile_{name}") for name in ("batch", "head", "block"))
     return list(zip(*(column[:count].tolist() for column in columns), strict=True))
 
 
@@ -125,15 +118,9 @@ def test_the_host_never_waits_for_the_device(order, sizes, shared):
     # fake tensors hold no values: anything that read one on the host would raise
     with FakeTensorMode():
         offsets = torch.empty(8, dtype=torch.int32)
-        made = build_on_device(
-            order,
-            None if shared else offsets,
-            offsets,
-            batch=7,
-            max_tiles=50,
-            max_seqlen_q=30,
-            **sizes,
-        )
+        given = (None if shared else offsets), offsets
+        options = {"batch": 7, "max_tiles": 50, "max_seqlen_q": 30}
+        made = build_on_device(order, *given, **options, **sizes)
     assert made.tile_batch.shape == (made.max_tiles,)
 
 
@@ -142,13 +129,8 @@ def test_the_host_never_waits_for_the_device(order, sizes, shared):
 @pytest.mark.parametrize("fastest", FASTEST)
 def test_cuda_list_equals_plain_list_without_synchronizing(order, fastest):
     w = workload("gdpa-self-ml20m-2048")
-    sizes = {
-        "num_heads": 4,
-        "block_m": 128,
-        "block_n": 128,
-        "num_programs": 132,
-        "fastest": fastest,
-    }
+    sizes = {"num_heads": 4, "block_m": 128, "block_n": 128, "num_programs": 132}
+    sizes["fastest"] = fastest
     offsets = cu_seqlens(w.seqlens_q, "cuda")
     bound = max_tiles(w.total_q, w.batch, 2048, 128)
     torch.cuda.set_sync_debug_mode("error")
@@ -205,16 +187,9 @@ def test_times_by_hand():
 def simulate(name, order, *, block_m, num_programs, **options):
     w = workload(name)
     return build(
-        order,
-        w.seqlens_q,
-        w.seqlens_k,
-        num_heads=4,
-        block_m=block_m,
-        block_n=128,
-        num_programs=num_programs,
-        max_seqlen_q=w.max_seqlen_q,
-        **options,
-    )
+        order, w.seqlens_q, w.seqlens_k, num_heads=4, block_m=block_m, block_n=128,
+        num_programs=num_programs, max_seqlen_q=w.max_seqlen_q, **options,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -258,43 +233,28 @@ OFFSETS = torch.tensor([0, 4, 9], dtype=torch.int32)
 BOUNDS = {"batch": 2, "max_tiles": 4, "max_seqlen_q": 9}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: build("random", [1], [1], **SIZES), "order must be one of .*, got 'random'"),
-        (
-            lambda: build("valid", [1], [1], **SIZES, fastest="batch"),
-            "fastest must be one of .*, got 'batch'",
-        ),
-        (
-            lambda: build("valid", [1], [1], **(SIZES | {"num_programs": 0})),
-            "num_programs must be an integer of at least 1, got 0",
-        ),
-        (lambda: build("valid", [1], [], **SIZES), "seqlens_k must have the 1 entries"),
-        (lambda: build("valid", [-1], [1], **SIZES), "every length must be .* at least 0, got -1"),
-        (
-            lambda: build("padded", [9], [9], **SIZES, max_seqlen_q=8),
-            "max_seqlen_q must be an integer of at least 9, got 8",
-        ),
-        (lambda: build("valid", [], [], **SIZES).imbalance(), "schedule must hold some work"),
-        (lambda: max_tiles(-1, 1, 1, 8), "total_q must be an integer of at least 0, got -1"),
-        (lambda: max_tiles(1, 1, 1, 0), "block_m must be an integer of at least 1, got 0"),
-        (
-            lambda: build_on_device("sorted", OFFSETS, OFFSETS, **SIZES, **BOUNDS),
-            "order must be one of .*, got 'sorted'",
-        ),
-        (
-            lambda: build_on_device("valid", OFFSETS[1:], OFFSETS, **SIZES, **BOUNDS),
-            r"cu_seqlens_q must have shape \[batch \+ 1\] = \[3\], got \[2\]",
-        ),
-        (
-            lambda: build_on_device(
-                "valid", OFFSETS, OFFSETS, **SIZES, **(BOUNDS | {"max_tiles": -1})
-            ),
-            "max_tiles must be an integer of at least 0, got -1",
-        ),
-    ],
-)
+def on_offsets(order="valid", q=OFFSETS, **changes):
+    return build_on_device(order, q, OFFSETS, **SIZES, **BOUNDS | changes)
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: build("random", [1], [1], **SIZES), "order must be one of .*, got 'random'"),
+    (lambda: build("valid", [1], [1], **SIZES, fastest="batch"),
+     "fastest must be one of .*, got 'batch'"),
+    (lambda: build("valid", [1], [1], **SIZES | {"num_programs": 0}),
+     "num_programs must be an integer of at least 1, got 0"),
+    (lambda: build("valid", [1], [], **SIZES), "seqlens_k must have the 1 entries"),
+    (lambda: build("valid", [-1], [1], **SIZES), "every length must be .* at least 0, got -1"),
+    (lambda: build("padded", [9], [9], **SIZES, max_seqlen_q=8),
+     "max_seqlen_q must be an integer of at least 9, got 8"),
+    (lambda: build("valid", [], [], **SIZES).imbalance(), "schedule must hold some work"),
+    (lambda: max_tiles(-1, 1, 1, 8), "total_q must be an integer of at least 0, got -1"),
+    (lambda: max_tiles(1, 1, 1, 0), "block_m must be an integer of at least 1, got 0"),
+    (lambda: on_offsets("sorted"), "order must be one of .*, got 'sorted'"),
+    (lambda: on_offsets(q=OFFSETS[1:]),
+     r"cu_seqlens_q must have shape \[batch \+ 1\] = \[3\], got \[2\]"),
+    (lambda: on_offsets(max_tiles=-1), "max_tiles must be an integer of at least 0, got -1"),
+])  # fmt: skip
 def test_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,11 +1,9 @@
-"""b1 to b4: any order of events, what the compiler makes of them, the bound of the polynomial."""
+"""b1 to b4: any order of events, the bound of the polynomial."""
 
 from __future__ import annotations
 
 import math
-import re
 import struct
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,99 +11,33 @@ import triton
 import triton.language as tl
 
 import tritonemu
-from _lib import compile_check
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.activations import multiply_add_pairs
-from gdpa_kernels.gdpa.batch import Batch
 from gdpa_kernels.gdpa.polynomial import POLYNOMIALS, mixed_pairs
-from gdpa_lab.measuring.inputs import cu_seqlens
-from gdpa_lab.measuring.testing import assert_close
-from tests.block_attention.compiling import read_once
+from tests.budget import within_budget
+from tests.gdpa.cases import Case, batch_of, of_pytorch
 
 RUNGS = ("b1_tensor_memory", "b2_two_tiles", "b3_stream", "b4_mixed")
-
-
-def jagged(dtype: torch.dtype) -> Batch:
-    """Tiles with one block of keys and with several, with one tile of queries and two, empty
-    sequences of queries and of keys; each of the three programs has several items."""
-    lengths_q, lengths_k = (300, 0, 17, 129), (130, 40, 0, 200)
-    make = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(sum(lengths), 2, 64, generator=make).to(dtype)
-        for lengths in (lengths_q, lengths_k, lengths_k)
-    )
-    ends = [cu_seqlens(list(lengths), "cpu") for lengths in (lengths_q, lengths_k)]
-    return Batch(
-        q, k, v, *ends, max(lengths_q), max(lengths_k), activation=("gelu_tanh",), scale=0.25
-    )
+# Tiles with one block of keys and with several, with one tile of queries and two, empty sequences
+# of queries and of keys; each of the three programs has several items.
+JAGGED = Case("jagged", (300, 0, 17, 129), (130, 40, 0, 200), num_heads_k=2, head_dim=64)
 
 
 @pytest.mark.parametrize("impl", RUNGS)
 def test_any_order_of_events_gives_the_same_result(impl):
     """As modelled, and 20 random orders; races are looked for in each of them."""
-    batch, forward = jagged(torch.bfloat16), ladder.rung(impl).module().forward
+    call = JAGGED.arguments(torch.bfloat16) | {"scale": 0.25}
+    batch, forward = batch_of(call), ladder.rung(impl).module().forward
     outs = []
     for schedule in ("modelled", *range(20)):
         with tritonemu.enabled("sm_100", schedule=schedule) as reports:
             outs.append(forward(batch))
         assert reports[-1].checks["race"] > 0 and reports[-1].dots > 0
-    double = replace(batch, **{name: getattr(batch, name).double() for name in "qkv"})
-    assert_close(
-        name="out",
-        actual=outs[0],
-        expected=reference.forward(double),
-        baseline=reference.forward_in_dtype(batch),
-    )
+    within_budget(lambda _: ([outs[0]], *of_pytorch(batch)), ["out"], most=1)
     for out in outs[1:]:
         assert torch.equal(out, outs[0])
-
-
-OPTIONS = ({}, {"head_dim": 64}, {"activation": "silu"})
-COLUMNS = {"b1_tensor_memory": 256}
-# Of 16 keys or columns each; more would be the compiler's own pipeline, which waits where the
-# source does not.
-MMAS = {"b1_tensor_memory": 16, "b2_two_tiles": 48, "b3_stream": 48, "b4_mixed": 48}
-COMMITS = {"b1_tensor_memory": 4, "b2_two_tiles": 9, "b3_stream": 13, "b4_mixed": 13}
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("impl", RUNGS)
-def test_compiled_for_blackwell(impl, options):
-    built = compile_check.build_rung(impl, capability=100, **options)
-    made = read_once(built)
-    for name in ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTMALDG", "UTMASTG"):
-        assert made.instructions[name] > 0, name
-    # In the code itself: Triton gives ptxas options that `read` does not.
-    assert made.instructions["STL"] == 0
-    assert made.shared_bytes <= compile_check.SHARED_BYTES[100]
-    assert built.metadata.tmem_size == COLUMNS.get(impl, 512)
-    if options == {}:
-        assert made.instructions["UTCHMMA"] == MMAS[impl]
-        assert made.instructions["UTCBAR"] == COMMITS[impl]
-        assert (made.instructions["FFMA2"] > 0) == (impl == "b4_mixed")
-
-
-@pytest.mark.parametrize("impl", RUNGS)
-def test_the_loop_over_blocks(impl):
-    """A block of a math role: S is read in two slices, P stored; MUFU for all scores, or 3 of 4."""
-    built = compile_check.build_rung(impl, capability=100)
-    loop = compile_check.shortest_loop(built, "STTM", 2)
-    assert loop.count("LDTM") == loop.count("STTM") == 2
-    assert loop.count("MUFU") == (96 if impl == "b4_mixed" else 128)
-
-
-@pytest.mark.parametrize("impl", RUNGS)
-def test_p_is_stored_over_the_s_that_was_read(impl):
-    """64 scores are read from columns c .. c + 63; their P goes to 32 columns from c / 2 on."""
-    built = compile_check.build_rung(impl, capability=100)
-    code = compile_check.disassemble(built.asm["cubin"])
-    number = r"(LDTM\.x64|STTM\.x32)\D+?(?:\d+, )?tmem\[UR\d+(?:\+(0x[0-9a-f]+))?\]"
-    seen = [(kind, int(at or "0", 16)) for kind, at in re.findall(number, code)]
-    begin = seen.index(("STTM.x32", 0))
-    first = [("LDTM.x64", 0), ("STTM.x32", 0), ("LDTM.x64", 64), ("STTM.x32", 32)]
-    assert seen[begin - 1 : begin + 3] == first
 
 
 @triton.jit

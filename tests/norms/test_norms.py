@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.calling.layers import rotate
 from gdpa_kernels.norms import heads, residual
 from gdpa_kernels.norms.api import add_rms_norm, head_norm
-from gdpa_lab.measuring.testing import assert_close
+from tests.budget import within_budget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -27,6 +28,13 @@ EPS = 1e-6
 def kernels_run():
     """The context in which kernels run on DEVICE."""
     return contextlib.nullcontext() if DEVICE == "cuda" else tritonemu.enabled(multiprocessors=1)
+
+
+by_both = pytest.mark.parametrize("kernel", (True, False), ids=("kernel", "pytorch"))
+
+
+def run_by(kernel: bool):
+    return kernels_run() if kernel else contextlib.nullcontext()
 
 
 def draw(*shape, dtype=FP32):
@@ -50,10 +58,11 @@ def against_fp64(names, function, definition, inputs, grads, context):
     wide = [x if x is None else x.double() for x in inputs]
     expected = gradients(definition, wide, grads)
     baseline = gradients(definition, inputs, grads)
-    for name, *found in zip(names, actual, expected, baseline, strict=True):
-        keys = "actual", "expected", "baseline"
-        assert_close(name=name, **dict(zip(keys, found, strict=True)))
-        assert found[0].dtype == found[2].dtype
+    within_budget(lambda _: (actual, expected, baseline), names, most=1)
+    assert [x.dtype for x in actual] == [x.dtype for x in baseline]
+
+
+ADD = partial(add_rms_norm, eps=EPS)
 
 
 def added(x, residual, weight):
@@ -67,7 +76,7 @@ def names_of(residual, weight):
     return [n for n, there in zip(names, (1, 1, 1, residual, weight), strict=True) if there]
 
 
-@pytest.mark.parametrize("kernel", (True, False), ids=("kernel", "pytorch"))
+@by_both
 @pytest.mark.parametrize("weighted", (True, False), ids=("weight", "plain"))
 @pytest.mark.parametrize("second", (BF16, FP32, None), ids=("add bf16", "add fp32", "alone"))
 def test_add_rms_norm(second, weighted, kernel):
@@ -75,10 +84,8 @@ def test_add_rms_norm(second, weighted, kernel):
     r = None if second is None else draw(2, 19, 96, dtype=second)
     w = 0.5 + torch.rand(96, device=DEVICE) if weighted else None
     grads = draw(2, 2, 19, 96).unbind()
-    context = kernels_run() if kernel else contextlib.nullcontext()
-    function = lambda *given: add_rms_norm(*given, eps=EPS)  # noqa: E731
     names = names_of(r is not None, weighted)
-    against_fp64(names, function, added, (x, r, w), grads, context)
+    against_fp64(names, ADD, added, (x, r, w), grads, run_by(kernel))
 
 
 @pytest.mark.parametrize("dtype", (FP16, FP32), ids=str)
@@ -86,9 +93,8 @@ def test_add_rms_norm(second, weighted, kernel):
 def test_add_rms_norm_of_other_widths(rows, width, dtype):
     x, r = draw(2, rows, width, dtype=dtype)
     w = 0.5 + torch.rand(width, device=DEVICE)
-    function = lambda *given: add_rms_norm(*given, eps=EPS)  # noqa: E731
     grads = draw(2, rows, width).unbind()
-    against_fp64(names_of(1, 1), function, added, (x, r, w), grads, kernels_run())
+    against_fp64(names_of(1, 1), ADD, added, (x, r, w), grads, kernels_run())
 
 
 def normalised(counts, turns, head_dim):
@@ -114,7 +120,7 @@ def turns_of(total, head_dim):
     return angles.sin(), angles.cos()
 
 
-@pytest.mark.parametrize("kernel", (True, False), ids=("kernel", "pytorch"))
+@by_both
 @pytest.mark.parametrize("rotary", (False, True), ids=("plain", "rotary"))
 @pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
 @pytest.mark.parametrize(
@@ -128,14 +134,13 @@ def test_head_norm(head_dim, counts, others, flat, dtype, rotary, kernel):
     x, grad = draw(2, *shape, dtype=dtype)
     weights = 0.5 + torch.rand(len(counts), head_dim, device=DEVICE)
     turns = turns_of(total, head_dim) if rotary else None
-    context = kernels_run() if kernel else contextlib.nullcontext()
     function = lambda x, *w: (head_norm(x * 1, w, counts, turns, eps=EPS),)  # noqa: E731
     names = ["y", "grad x", "grad q weight", "grad k weight"][: 2 + len(counts)]
     definition = normalised(counts, turns, head_dim)
-    against_fp64(names, function, definition, (x, *weights), (grad,), context)
+    against_fp64(names, function, definition, (x, *weights), (grad,), run_by(kernel))
 
 
-@pytest.mark.parametrize("kernel", (True, False), ids=("kernel", "pytorch"))
+@by_both
 @pytest.mark.parametrize("rotary", (False, True), ids=("plain", "rotary"))
 @pytest.mark.parametrize("small", (0.0, 1e-12, -1e-3, 30.0))
 def test_weights_of_any_size_have_their_gradients(small, rotary, kernel):
@@ -146,8 +151,7 @@ def test_weights_of_any_size_have_their_gradients(small, rotary, kernel):
     turns, counts = turns_of(9, 32) if rotary else None, (1, 1)
     function = lambda x, *w: (head_norm(x * 1, w, counts, turns, eps=EPS),)  # noqa: E731
     definition, names = normalised(counts, turns, 32), ("y", "grad x", "grad q", "grad k")
-    context = kernels_run() if kernel else contextlib.nullcontext()
-    against_fp64(names, function, definition, (x, *weights), (grad,), context)
+    against_fp64(names, function, definition, (x, *weights), (grad,), run_by(kernel))
 
 
 def test_in_place_and_nothing_else_is_touched():
@@ -192,9 +196,9 @@ def test_gradients_have_the_same_bits_in_every_run():
     assert torch.equal(*runs)
 
 
-@pytest.mark.parametrize("kernel", (True, False), ids=("kernel", "pytorch"))
+@by_both
 def test_no_rows(kernel):
-    with kernels_run() if kernel else contextlib.nullcontext():
+    with run_by(kernel):
         x, weight = draw(0, 64).requires_grad_(), torch.ones(64, device=DEVICE, requires_grad=True)
         y, stream = add_rms_norm(x, x * 2, weight)
         assert y.shape == stream.shape == (0, 64)
@@ -393,14 +397,14 @@ def test_memory_that_elements_share_is_refused():
 
 
 @pytest.mark.parametrize("dtype, most", ((BF16, 2**-9), (torch.float16, 2**-12)), ids=str)
-@pytest.mark.parametrize("kernel", (True, False), ids=("kernel", "pytorch"))
+@by_both
 def test_the_gradient_of_a_weight_is_as_good_as_the_rounding_of_x(kernel, dtype, most):
     x, weight = draw(300, 2, 64, dtype=dtype), torch.rand(64, device=DEVICE) + 0.5
     grad, exact = draw(300, 2, 64, dtype=dtype), x.double()
     normalised = exact * (exact.square().mean(2, keepdim=True) + EPS).rsqrt()
     wanted = (grad.double() * normalised).sum((0, 1))
     weight.requires_grad_()
-    with kernels_run() if kernel else contextlib.nullcontext():
+    with run_by(kernel):
         y = head_norm(x.clone(), (weight,), (2,))
         (found,) = torch.autograd.grad(y, weight, grad)
     assert (found - wanted).norm() <= most * wanted.norm()
