@@ -102,8 +102,8 @@ def for_blackwell(impl: str, **options):
 def test_blackwell_code_of_the_specialized_rungs(impl, options):
     """MMAs, TMA, tensor memory; no more memory than there is, and as good as no spills.
 
-    In the code itself, since Triton gives ptxas options that `read` does not. b6 keeps three scalars
-    in memory with a causal mask, and one with four activations.
+    In the code itself, since Triton gives ptxas options that `read` does not. b6 keeps three
+    scalars in memory with a causal mask, and one with four activations.
     """
     built, made = for_blackwell(impl, **options)
     counts = made.instructions
