@@ -77,7 +77,8 @@ def main(name: str) -> int:
     from gdpa_lab.measuring import manifest, record
 
     for path, changed in COMMANDS[name]():
-        if changed and path.is_relative_to(record.DATA_DIR):
+        listed = path.is_relative_to(record.DATA_DIR) and manifest.listed(record.DATA_DIR)
+        if changed and listed:
             manifest.update(record.DATA_DIR)
         state = "rewritten" if changed else "was up to date"
         sys.stdout.write(f"{path.relative_to(record.ROOT)} {state}\n")

@@ -1,4 +1,4 @@
-"""Charts of tables that one chapter draws, or two: named points, every sample, a heat map."""
+"""Charts of tables that few chapters draw: named points, samples, a heat map, stacked bars."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from gdpa_lab.report.charts import (
     list_rows,
     reference,
 )  # fmt: skip
-from gdpa_lab.report.house import SMALL, Figure, canvas, note
+from gdpa_lab.report.house import INK, SMALL, Figure, canvas, colour, note
+
+_LOOKS: dict[str, tuple[bool, dict[str, object]]] = {
+    "filled": (True, {}),
+    "pale": (True, {"alpha": 0.35}),
+    "hollow": (False, {}),
+    "hatched": (False, {"hatch": "////"}),
+}
 
 
 def scatter(
@@ -131,4 +138,52 @@ def heat(frame: pd.DataFrame, *, label: str, form: str = ".0f") -> Figure:
         axis.tick_params(length=0)
         axis.tick_params(axis="y", rotation=0)
         axis.grid(visible=False)
+        return chart
+
+
+def stacked(
+    frame: pd.DataFrame,
+    *,
+    xlabel: str,
+    looks: Mapping[str, str],
+    hue: str = "",
+    inside: bool = False,
+    marks: pd.Series | None = None,
+    levels: Mapping[str, float] | None = None,
+) -> Figure:
+    """A horizontal bar for each row of `frame`, its columns end to end.
+
+    `looks`: "filled", "pale", "hollow" or "hatched" for each column; `inside`: names and values in
+    the parts, instead of a legend. `marks`: a point for each row, named in the legend. `hue`: the
+    implementation whose colour the marks have, or the bars if there are none.
+    """
+    if missing := [name for name in frame if looks.get(name) not in _LOOKS]:
+        raise ValueError(f"looks must be {', '.join(_LOOKS)} for each column, not so {missing}")
+    check_complete(frame)
+    check_complete(pd.DataFrame() if marks is None else marks.to_frame())
+    shown = colour(hue) if hue and marks is None else INK
+    with canvas(width=7.8, height=1.1 + (0.6 if inside else 0.3) * len(frame)) as (chart, axis):
+        left = pd.Series(0.0, index=frame.index)
+        for name in frame:
+            fill, options = _LOOKS[looks[name]]
+            axis.barh(
+                range(len(frame)), frame[name], 0.66, left=left, label=name,
+                edgecolor="white" if looks[name] == "filled" else shown,
+                color=shown if fill else "none", **options,
+            )  # fmt: skip
+            for place, (start, width) in enumerate(zip(left, frame[name], strict=True)):
+                if inside and 100 * width > len(name) * frame.sum(axis=1).max():
+                    axis.text(
+                        start + width / 2, place, f"{name}\n{width:.1f}", fontsize=8, ha="center",
+                        va="center", color="white" if looks[name] == "filled" else INK,
+                    )  # fmt: skip
+            left = left + frame[name]
+        if marks is not None:
+            axis.plot(marks, range(len(frame)), "o", markersize=7, color=colour(hue),
+                      markeredgecolor="white", label=marks.name)  # fmt: skip
+        reference(axis, levels, upright=True)
+        list_rows(axis, list(frame.index))
+        axis.set_xlabel(xlabel)
+        if not inside:
+            legend(axis, levels, ncols=4)
         return chart

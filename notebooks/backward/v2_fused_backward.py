@@ -19,14 +19,14 @@
 import pandas as pd
 import torch
 
-from _lib import studies
+from _lib import rare_charts, studies
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import gradients
 from gdpa_kernels.gdpa.kernels import v2a_ordered_backward
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
 from gdpa_lab.measuring import timing
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, results
+from gdpa_lab.report import results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -201,7 +201,7 @@ split = us.loc[["without dQ", "zero fill", "rounding"], [LONG, CROSS]].T / 1e3
 split["fifth MMA, additions"] = added / 1e3
 looks = dict(zip(split, ("filled", "hatched", "hollow", "pale"), strict=True))
 split.index = ["1,024 keys", "256 keys"]
-chart = charts.stacked(split, xlabel="ms", looks=looks, hue=V2)
+chart = rare_charts.stacked(split, xlabel="ms", looks=looks, hue=V2)
 chapter.figure(chart, measured=own, data=split.reset_index(names="batch"))
 
 # %% tags=["remove-cell"]

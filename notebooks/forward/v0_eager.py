@@ -18,13 +18,13 @@
 import numpy as np
 import pandas as pd
 
-from _lib import counted, studies
+from _lib import counted, rare_charts, studies
 from gdpa_kernels.gdpa.kernels import v0_eager
 from gdpa_lab.measuring import roofline
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import workload
-from gdpa_lab.report import charts, results
+from gdpa_lab.report import results
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -216,7 +216,9 @@ compiled, _ = fit(us["torch_compile"])
 # |   from a sliver to a visible piece.
 split = pd.DataFrame({"modelled": modelled, "measured": measured}).T * sizes.loc[FULL]
 looks = {"scores": "filled", "padded rows": "hollow", "output rows": "pale"}
-chart = charts.stacked(split, looks=looks, xlabel="ms", hue=V0, inside=True, levels={"roof": floor})
+chart = rare_charts.stacked(
+    split, looks=looks, xlabel="ms", hue=V0, inside=True, levels={"roof": floor}
+)
 chapter.figure(chart, measured=chapter.rows("forward/results", direction="forward", impl=V0))
 
 # %% tags=["remove-cell"]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from _lib import drawings, studies
+from _lib import drawings, rare_charts, studies
 from gdpa_kernels.gdpa import activations
 from gdpa_kernels.gdpa.kernels import v1_tiled
 from gdpa_kernels.gdpa.ladder import v2_tma
@@ -186,7 +186,9 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 # |   of 256 tokens lowest.
 share = costs.div(costs.sum(axis=1), axis=0).rename(index=lambda name: name.removeprefix("gdpa-"))
 looks = {"memory": "hollow", "tensor cores": "pale", "activation": "hatched"}
-chart = charts.stacked(share, xlabel="time / sum of costs", looks=looks, marks=relative, hue=V1)
+chart = rare_charts.stacked(
+    share, xlabel="time / sum of costs", looks=looks, marks=relative, hue=V1
+)
 chapter.figure(chart, measured=chapter.rows("forward/results", direction="forward", impl=V1))
 
 # %% [markdown]

@@ -18,8 +18,7 @@
 # %%
 import pandas as pd
 
-from _lib import rare_charts
-from gdpa_lab.report import registered
+from _lib import rare_charts, refuted
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -29,7 +28,7 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("measuring/got_wrong", mode=mode, device=device, data_dir=data_dir)
-found = registered.judged()
+found = refuted.judged()
 wrong = found[found["word"] == "refuted"]
 causes = wrong["cause"].value_counts()
 away = 100 * found["margin"].abs()  # of the limit; none beside a limit of 0
@@ -47,7 +46,7 @@ shown = pd.DataFrame({"row": pd.Categorical(rows, [*causes.index, "confirmed"]),
 # |   cent outside; a handful are off by their own size or more. The grey row at the bottom is the
 # |   longest.
 chart = rare_charts.swarm(shown.sort_values("row"), xlabel="distance from the limit (%)", log=True,
-                     grey=["confirmed"])  # fmt: skip
+                          grey=["confirmed"])  # fmt: skip
 chapter.figure(chart, data=found.reset_index(), computed="the verdicts of all chapters, as built")
 
 # %% tags=["remove-cell"]

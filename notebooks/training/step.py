@@ -19,10 +19,9 @@
 # :::
 
 # %%
-from _lib import steps
+from _lib import rare_charts, steps
 from _lib.ratios import spread
 from gdpa_lab.measuring import record
-from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]
@@ -142,7 +141,7 @@ shown = {
 }  # fmt: skip
 bars = kinds.loc[HALF].loc[list(shown.values())].set_axis(list(shown))
 bars["rest"] = bars[["embedding", "optimizer", "compiled", "other"]].sum(axis=1)
-chart = charts.stacked(bars[["attention", "norm", "matmul", "rest"]], xlabel="ms", inside=True,
+chart = rare_charts.stacked(bars[["attention", "norm", "matmul", "rest"]], xlabel="ms", inside=True,
                        looks={"attention": "filled", "norm": "pale", "matmul": "hollow",
                               "rest": "hollow"}, hue="v8_own_waits")  # fmt: skip
 chapter.figure(chart, data=bars.reset_index(names="step"), measured=[chapter.record().id])

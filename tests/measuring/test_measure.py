@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -506,8 +506,8 @@ def test_the_error_of_a_part_is_that_of_the_whole(small_parts, work, direction):
     for found, result, expected in zip(checked, results, right, strict=True):
         whole = testing.compare(name=found.name, actual=result, expected=expected, baseline=result)
         assert found.passed
-        for name, value in whole.to_dict().items():
-            assert found.to_dict()[name] == pytest.approx(value), name
+        for name, value in asdict(whole).items():
+            assert getattr(found, name) == pytest.approx(value), name
 
 
 def test_runs_hold_every_sequence_once():

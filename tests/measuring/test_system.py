@@ -156,15 +156,6 @@ def test_other_processes(gpu, smi, monkeypatch, pids, initialized, others):
     assert system.state()["other_processes"] == others
 
 
-@pytest.mark.parametrize(
-    ("visible", "index", "expected"),
-    [(None, 1, "1"), ("2,3", 1, "3"), ("GPU-a, GPU-b", 1, "GPU-b")],
-)
-def test_without_uuid_the_visible_devices_decide(visible, index, expected):
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert system._visible_device(index, environ) == expected
-
-
 def test_round_trip(tmp_path, gpu, smi):
     smi(STATIC)
     found = system.describe()

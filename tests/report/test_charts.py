@@ -49,7 +49,9 @@ def test_dots_on_a_logarithmic_axis_show_plain_numbers():
 
 def test_parts_of_a_bar_begin_where_the_one_before_ends():
     frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 1.0]}, index=["x", "y"])
-    chart = charts.stacked(frame, xlabel="ms", looks={"a": "filled", "b": "hollow"}, inside=True)
+    chart = rare_charts.stacked(
+        frame, xlabel="ms", looks={"a": "filled", "b": "hollow"}, inside=True
+    )
     (axis,) = chart.axes
     bars = [(bar.get_x(), bar.get_width()) for bar in axis.patches]
     assert bars == [(0, 1), (0, 2), (1, 3), (2, 1)]
@@ -96,7 +98,7 @@ def test_dots_write_each_value_and_draw_its_interval():
     "draw",
     [
         lambda x: charts.lines(x, xlabel="x", ylabel="y", highlight=["a"]),
-        lambda x: charts.stacked(x, xlabel="x", looks={"a": "filled"}),
+        lambda x: rare_charts.stacked(x, xlabel="x", looks={"a": "filled"}),
         lambda x: rare_charts.scatter({"g": x.assign(b=1.0)}, xlabel="x", ylabel="y"),
         lambda x: rare_charts.swarm(x.assign(row="r").rename(columns={"a": "value"}), xlabel="x"),
     ],

@@ -10,6 +10,7 @@ import nbformat
 import pandas as pd
 import pytest
 
+from _lib import refuted
 from gdpa_lab.measuring import record
 from gdpa_lab.report import registered
 from tests.records import committed
@@ -81,7 +82,7 @@ def test_the_page_has_every_verdict_with_its_cause(executed, tmp_path):
         {"id": "a/b#2", "limits": "at most 1", "known": "published bars"},
     ]
     lines(*good).to_csv(path, index=False)
-    table = registered.judged(executed, path)
+    table = refuted.judged(executed, path)
     assert list(table["standing"]) == ["expected", "known before"]
     assert list(table["cause"]) == ["host", ""]
     for wrong, named in (
@@ -92,7 +93,7 @@ def test_the_page_has_every_verdict_with_its_cause(executed, tmp_path):
     ):
         lines(*wrong).to_csv(path, index=False)
         with pytest.raises(ValueError, match=f"registered; not so for {named}$"):
-            registered.judged(executed, path)
+            refuted.judged(executed, path)
 
 
 def test_the_command_finds_the_first_commit_and_drops_evidence_of_other_limits(
@@ -146,6 +147,6 @@ def test_git_holds_what_the_file_says(name):
 
 
 def test_causes_are_named_and_taught():
-    refuted = LINES[LINES["cause"] != ""]
-    assert set(refuted["cause"]) <= set(registered.CAUSES)
-    assert (refuted["lesson"].str.len() > 20).all()
+    lines = LINES[LINES["cause"] != ""]
+    assert set(lines["cause"]) <= set(refuted.CAUSES)
+    assert (lines["lesson"].str.len() > 20).all()

@@ -14,6 +14,10 @@ from gdpa_kernels.gdpa import batch as gdpa_batch
 from gdpa_lab.measuring.workload import Workload
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_OPTIONS = ("activation", "scale", "output_scale", "causal", "window")
+_BLOCK_TENSORS = ("q", "k", "v", "cu_seqlens", "rotary")
+_BLOCK_OPTIONS = ("block_size", "scale", "rotate_v")
 
 
 @dataclass(frozen=True)
@@ -38,38 +42,16 @@ class Inputs:
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `gdpa`, options of the workload included; `impl` and `backward_impl`
         are left out."""
-        return {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "cu_seqlens_q": self.cu_seqlens_q,
-            "cu_seqlens_k": self.cu_seqlens_k,
-            "max_seqlen_q": self.max_seqlen_q,
-            "max_seqlen_k": self.max_seqlen_k,
-            "activation": self.workload.activation,
-            "scale": self.workload.scale,
-            "output_scale": self.workload.output_scale,
-            "causal": self.workload.causal,
-            "window": self.workload.window,
+        return {name: getattr(self, name) for name in _TENSORS} | {
+            name: getattr(self.workload, name) for name in _OPTIONS
         }
 
     def batch(self) -> gdpa_batch.Batch:
         """What a rung takes."""
-        name, scale = self.workload.activation, self.workload.scale
-        return gdpa_batch.Batch(
-            self.q,
-            self.k,
-            self.v,
-            self.cu_seqlens_q,
-            self.cu_seqlens_k,
-            self.max_seqlen_q,
-            self.max_seqlen_k,
-            activation=(name,) if isinstance(name, str) else tuple(name),
-            scale=self.q.shape[-1] ** -0.5 if scale is None else scale,
-            output_scale=self.workload.output_scale,
-            causal=self.workload.causal,
-            window=self.workload.window,
-        )
+        name = self.workload.activation
+        names = (name,) if isinstance(name, str) else tuple(name)
+        given = self.arguments() | {"activation": names, "scale": _scale(self)}
+        return gdpa_batch.Batch(**given)
 
 
 @dataclass(frozen=True)
@@ -90,30 +72,18 @@ class BlockInputs:
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `block_attention`; `impl` is left out."""
-        return {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "cu_seqlens": self.cu_seqlens,
-            "block_size": self.workload.block_size,
-            "scale": self.workload.scale,
-            "rotary": self.rotary,
-            "rotate_v": self.workload.rotate_v,
+        return {name: getattr(self, name) for name in _BLOCK_TENSORS} | {
+            name: getattr(self.workload, name) for name in _BLOCK_OPTIONS
         }
 
     def batch(self) -> block_batch.Batch:
         """What a rung takes."""
-        scale = self.workload.scale
-        return block_batch.Batch(
-            self.q,
-            self.k,
-            self.v,
-            self.cu_seqlens,
-            scale=self.q.shape[-1] ** -0.5 if scale is None else scale,
-            block_size=self.workload.block_size,
-            rotary=self.rotary,
-            rotate_v=self.workload.rotate_v,
-        )
+        return block_batch.Batch(**self.arguments() | {"scale": _scale(self)})
+
+
+def _scale(inputs: Inputs | BlockInputs) -> float:
+    scale = inputs.workload.scale
+    return inputs.workload.head_dim**-0.5 if scale is None else scale
 
 
 def make_inputs(

@@ -11,6 +11,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -123,11 +124,10 @@ def error_of(comparisons: Sequence[testing.Comparison]) -> record.Error:
         return not comparison.passed, share if math.isfinite(share) else math.inf
 
     worst = max(comparisons, key=share)
-    return record.Error(
-        max_abs=worst.to_dict()["max_abs"],
-        budget=worst.max_abs_budget,
+    elements = sum(comparison.elements for comparison in comparisons)
+    return replace(
+        record.Error.judge(worst.max_abs, worst.max_abs_budget, elements=elements),
         passed=all(comparison.passed for comparison in comparisons),
-        elements=sum(comparison.elements for comparison in comparisons),
         pytorch=worst.pytorch,
         rounding=worst.rounding,
     )

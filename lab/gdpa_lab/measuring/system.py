@@ -263,14 +263,7 @@ def _smi_id(index: int) -> str:
     """What `nvidia-smi --id` calls torch's device `index`."""
     import torch
 
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    return f"GPU-{uuid}" if uuid is not None else _visible_device(index, os.environ)
-
-
-def _visible_device(index: int, environ: Mapping[str, str]) -> str:
-    """Entry `index` of CUDA_VISIBLE_DEVICES (a number or a UUID), or `index` if it is not set."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return str(index) if visible is None else visible.split(",")[index].strip()
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 def _smi(*arguments: str) -> str | None:

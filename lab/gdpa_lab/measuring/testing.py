@@ -8,7 +8,6 @@ the second a wrong distribution.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -42,18 +41,6 @@ class Comparison:
             f"rms {self.rms:.3g} (budget {self.rms_budget:.3g}), {verdict} budget over "
             f"{self.elements} elements"
         )
-
-    def to_dict(self) -> dict:
-        """As a record stores it."""
-        return {
-            "max_abs": self.max_abs if math.isfinite(self.max_abs) else None,
-            "budget": self.max_abs_budget,
-            "rms": self.rms if math.isfinite(self.rms) else None,
-            "rms_budget": self.rms_budget,
-            "reference": "fp64",
-            "passed": self.passed,
-            "elements": self.elements,
-        }
 
 
 def error_of(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -155,23 +155,15 @@ def sample_calls(
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
-            times = _times_in_a_row(name, function, device, in_a_row)
-            samples[name] += times if turn else []
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            with no_waiting(device, name):
+                for _ in range(in_a_row):
+                    begin = time.perf_counter()
+                    function()
+                    if turn:
+                        samples[name].append((time.perf_counter() - begin) * 1e6)
     return samples
-
-
-def _times_in_a_row(
-    name: str, function: Callable[[], object], device: torch.device, count: int
-) -> list[float]:
-    times = []
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    with no_waiting(device, name):
-        for _ in range(count):
-            begin = time.perf_counter()
-            function()
-            times.append((time.perf_counter() - begin) * 1e6)
-    return times
 
 
 def _sample_on_host(

@@ -23,7 +23,7 @@ from IPython.display import SVG, Markdown, display
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import manifest
 from gdpa_lab.measuring import record as records
-from gdpa_lab.report import page, rates, registered, results
+from gdpa_lab.report import lessons, page, rates, registered, results
 from gdpa_lab.report.house import Figure
 from tritonemu import Timeline
 
@@ -261,8 +261,9 @@ class Chapter:
         after = ladder.rung(impl, operator).lesson
         lines: list[str] = []
         left_out: list[str] = []
-        old = _kernel_functions(before)
-        for name, source in _kernel_functions(after).items():
+        old = {node.name: lines for node, lines in lessons.jit_functions(before)}
+        for node, source in lessons.jit_functions(after):
+            name = node.name
             change = list(difflib.unified_diff(old.get(name, []), source, n=1, lineterm=""))[2:]
             change = [f"@@ {name} @@" if line.startswith("@@") else line for line in change]
             if change and len(lines) + len(change) <= MOST_CHANGED:
@@ -356,14 +357,3 @@ def _line_of(marker: str, lines: list[str], first: int) -> int:
         if marker in line:
             return number
     raise ValueError(f"the source must have a line with {marker!r} from line {first}, got none")
-
-
-def _kernel_functions(path: Path) -> dict[str, list[str]]:
-    """The lines of each function and aggregate of a file that Triton compiles."""
-    text = path.read_text(encoding="utf-8")
-    return {
-        node.name: (ast.get_source_segment(text, node) or "").splitlines()
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and any("triton." in ast.unparse(decorator) for decorator in node.decorator_list)
-    }

@@ -62,15 +62,24 @@ def changed_lines(before: Path, after: Path) -> int:
 
 
 def jit_lines(path: Path) -> list[str]:
-    """The lines of the functions and aggregates of a file that Triton compiles, without docstrings,
-    comments and blank lines."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    """The lines of `jit_functions` without docstrings, comments and blank lines."""
     found: list[str] = []
-    for node in ast.parse("\n".join(lines)).body:
-        decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", ())]
-        if any(each.startswith(("triton.jit", "triton.aggregate")) for each in decorators):
-            told = node.body[0] if ast.get_docstring(node) is not None else None
-            skipped = range(told.lineno - 1, told.end_lineno) if told else ()
-            code = (n for n in range(node.lineno - 1, node.end_lineno) if n not in skipped)
-            found += [lines[n] for n in code]
+    for node, lines in jit_functions(path):
+        told = node.body[0] if ast.get_docstring(node) is not None else None
+        begin = node.lineno
+        skipped = range(told.lineno - begin, told.end_lineno - begin + 1) if told else ()
+        found += [line for n, line in enumerate(lines) if n not in skipped]
     return [line for line in found if line.strip() and not line.lstrip().startswith("#")]
+
+
+def jit_functions(path: Path) -> list[tuple[ast.FunctionDef | ast.ClassDef, list[str]]]:
+    """The functions and aggregates of a file that Triton compiles, with their lines."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [
+        (node, lines[node.lineno - 1 : node.end_lineno])
+        for node in ast.parse("\n".join(lines)).body
+        if any(
+            ast.unparse(each).startswith(("triton.jit", "triton.aggregate"))
+            for each in getattr(node, "decorator_list", ())
+        )
+    ]

@@ -25,11 +25,6 @@ PATH = records.DATA_DIR / "predictions" / "h200.csv"
 EXECUTED = records.ROOT / "book" / "executed"
 EVIDENCE = ["path", "quote", "record"]
 COLUMNS = ["id", "text", "limits", "commit", "date", *EVIDENCE, "known", "cause", "lesson"]
-CAUSES = (
-    "dependency chain", "overlap", "instructions", "compiler", "L2 and memory", "fixed cost",
-    "power", "host", "lengths", "numerics", "noise", "model", "baseline", "code changed",
-)  # fmt: skip
-"""Why predictions were refuted."""
 
 
 class Verdict(NamedTuple):
@@ -99,32 +94,6 @@ def collected(executed: Path = EXECUTED) -> pd.DataFrame:
         if "prediction" in output.get("metadata", {})
     ]
     return pd.DataFrame(found, columns=["id", "text", "limits", "found", "word", "margin"])
-
-
-def judged(executed: Path = EXECUTED, path: Path = PATH) -> pd.DataFrame:
-    """`collected` by id, with `standing`, `cause` and `lesson` of the file. ValueError naming the
-    predictions whose line is missing, has other limits or, if refuted, no cause, and those lines
-    that no chapter shows."""
-    lines, found = load(path), collected(executed).set_index("id")
-    wrong = [
-        name
-        for name, row in found.iterrows()
-        if name not in lines.index
-        or lines.loc[name, "limits"] != row["limits"]
-        or (row["word"] == "refuted" and lines.loc[name, "cause"] not in CAUSES)
-    ]
-    wrong += [name for name in lines.index if name not in found.index]
-    if wrong:
-        raise ValueError(
-            f"{path.name} must have a line for each prediction, with its limits and, if refuted, "
-            f"a cause: python -m gdpa_lab maintain registered; not so for {', '.join(wrong)}"
-        )
-    lines = lines.loc[found.index]
-    return found.assign(
-        standing=[standing(line) for _, line in lines.iterrows()],
-        cause=lines["cause"].where(found["word"] == "refuted", ""),
-        lesson=lines["lesson"],
-    )
 
 
 def made(found: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:
