@@ -348,7 +348,7 @@ def test_every_harmful_mistake_in_synchronisation_is_found(rung, direction):
 @pytest.mark.parametrize("direction", ("forward", "backward"))
 @pytest.mark.parametrize(
     "rung, shared, count",
-    [*((rung, "release", 5) for rung in RUNGS), ("v4_rotary", "load", 8)],
+    [*((rung, "release", 5) for rung in RUNGS), ("v4_rotary", "load", 10)],
 )
 def test_every_mistake_in_what_rungs_share_is_found(rung, shared, count, direction):
     """`release` gives a slot back; v4 and v4a have one `load`."""
