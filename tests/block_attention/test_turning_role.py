@@ -296,7 +296,7 @@ HARMLESS = {
         # O may leave through the slot of K, which S has read too
         "math_forward: tiles.q[stage] -> tiles.k (2)",
         # two blocks end one after the other; that the load role first waits for the later one
-        "turn: turns.empty[at] -> next (2)",
+        "rotate_role: turns.empty[at] -> next (2)",
     ],
     "backward": [
         "ds[role] -> next",  # the roles trade their tiles
