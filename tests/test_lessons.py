@@ -115,7 +115,7 @@ def test_every_file_of_a_ladder_is_a_lesson():
     assert files == {rung.lesson for rung in LESSONS}
 
 
-LONG = {"b3_stream": (165, 307), "b5_cta_pair": (190, 345), "v4_rotary": (254, 457)}
+LONG = {"v4_rotary": (200, 367)}
 """Lessons that keep no limit yet: lines of compiled code, and of the file."""
 
 
@@ -129,10 +129,7 @@ def test_a_lesson_is_short(rung):
 
 
 STEPS = [*lessons.steps()]
-LARGE = {
-    "b6_pair_stream": 210, "v5_short_kv_backward": 329, "b1_tensor_memory_backward": 325,
-    "v2_slab": 201, "b1_warp_specialized": 476,
-}  # fmt: skip
+LARGE = {"b1_warp_specialized": 447}
 """Steps that keep no limit yet, and their changed lines."""
 
 
@@ -146,7 +143,7 @@ def test_a_step_is_small(step):
 
 
 def test_half_of_the_steps_are_smaller_still_and_few_are_rewrites():
-    assert median(step.changed for step in STEPS) <= 130  # 100 when all ladders are stripped
+    assert median(step.changed for step in STEPS) <= 126  # 100 when all ladders are stripped
     assert sum(step.is_rewrite for step in STEPS) <= 8
 
 

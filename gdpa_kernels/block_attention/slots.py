@@ -5,15 +5,18 @@ sin and cos.
 The other roles, and what a slot holds when, are each rung's own.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 import triton
 import triton.language as tl
 import triton.language.extra.tlx as tlx
 
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import block_entry, count_blocks
-from gdpa_kernels.device.ragged import BOUND
+from gdpa_kernels.calling.launch import launch, multiprocessors
+from gdpa_kernels.device.ragged import BOUND, ragged_descriptor
 from gdpa_kernels.device.rows import opaque_zero
 
 
@@ -27,9 +30,11 @@ class Slots(Protocol):
 
 
 class WideSlots(Slots, Protocol):
-    """With the columns of a tile: a wider head takes several slots."""
+    """With the columns of a tile: a wider head takes several slots; registers of a consumer
+    thread."""
 
     width: int
+    registers: int
 
 
 def check_slots(config: Slots, *others: str) -> None:
@@ -82,6 +87,25 @@ def split(config: WideSlots, batch: Batch) -> tuple[int, int]:
             f"{batch.group} query heads for a key head"
         )
     return width, pieces
+
+
+def launch_slots(
+    kernel: triton.JITFunction, batch: Batch, config: WideSlots, blocks: torch.Tensor,
+    tensors: Sequence[torch.Tensor], **constants: int,
+) -> None:  # fmt: skip
+    """Launch a kernel on `tensors`, and on sin and cos if the call has them: a program on every SM,
+    which takes every grid-th of the listed blocks. constants: the rung's own."""
+    width, pieces = split(config, batch)
+    turns = [x[:, None] for x in batch.rotary or ()]
+    launch(
+        kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
+        *(ragged_descriptor(x, batch.block_size, width=width) for x in tensors),
+        *(ragged_descriptor(x, batch.block_size, width=width // 2) for x in turns),
+        blocks, batch.scale, GROUP=batch.group, BLOCK=batch.block_size, WIDTH=width, PIECES=pieces,
+        MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
+        TOGETHER=heads_together(config, batch.num_heads), REGISTERS=config.registers,
+        num_warps=4, **constants,
+    )  # fmt: skip
 
 
 @triton.aggregate

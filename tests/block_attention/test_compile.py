@@ -30,7 +30,6 @@ KNOWN_SPILLS = (
     ("v1_one_tile", {"head_dim": 128, "rotary": True, "rotate_v": True}, 72),
     ("v1_one_tile", {"head_dim": 128, "rotary": True, "num_heads_k": 2}, 144),
     ("v2_slab", {"head_dim": 128, "rotary": True, "rotate_v": True}, 458),
-    ("v2_slab", {"head_dim": 128, "rotary": True, "num_heads_k": 2}, 1548),
     ("v4_rotary", {"head_dim": 128, "num_heads_k": 2}, 44),
     ("v4_rotary", {"head_dim": 128, "num_heads_k": 2, "rotate_v": True}, 284),
     ("v4a_turning_role", {"head_dim": 128, "num_heads_k": 2, "rotate_v": True}, 344),
@@ -94,8 +93,6 @@ OF_OPTIONS = [
     *(("v2_slab", dtype, case) for dtype in (BF16, FP16) for case in (
         {"head_dim": 64, "rotary": True, "rotate_v": True},
         {"head_dim": 128, "rotary": True},
-        {"head_dim": 64, "num_heads_k": 2},
-        {"head_dim": 128, "num_heads_k": 2},
     )),
     *(("v1_one_tile", BF16, case) for case in (
         {"head_dim": 48},

@@ -397,7 +397,7 @@ HARMLESS_IN_V4A = {
         # what is turned has landed
         "math_forward: drop barrier_wait(tiles.full[stage], phase)",
         # two blocks end one after the other; that the load role first waits for the later one
-        "turn: turns.empty[at] -> next (2)",
+        "rotate_role: turns.empty[at] -> next (2)",
     ],
     "backward": [
         "math_backward: drop barrier_wait(tiles.full[stage], phase)",
@@ -439,7 +439,7 @@ def test_every_harmful_mistake_in_synchronisation_is_found(rung, direction, ever
     "rung, direction, shared, count",
     [
         *((*key, "release", 5) for key in LAUNCHES if key[0] != "v4a_turning_role"),
-        *(("v4_rotary", direction, "load", 8) for direction in ("forward", "backward")),
+        *(("v4_rotary", direction, "load", 10) for direction in ("forward", "backward")),
     ],
 )
 def test_every_mistake_in_what_rungs_share_is_found(rung, direction, shared, count):

@@ -109,7 +109,7 @@ def test_wrong_lengths_say_what_is_wrong(operator, ends, dtype, message):
 BACKWARDS = [("gdpa", {"backward_impl": impl}) for impl in ("auto", *api.BACKWARD_IMPLS)]
 BACKWARDS += [
     ("block_attention", {"impl": impl, "block_size": 64})
-    for impl in ("reference", "v0_flash", "v1_one_tile", "v2_slab")
+    for impl in ("reference", "v0_flash", "v1_one_tile", "v3_warp_specialized")
 ]
 
 

@@ -41,16 +41,14 @@ from gdpa_kernels.block_attention.slots import (
     check_slots,
     count_units,
     fetch,
-    heads_together,
+    launch_slots,
     place,
     put,
     release,
     slot_of,
-    split,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.ragged import ragged_descriptor, readable
+from gdpa_kernels.device.ragged import readable
 
 
 @dataclass(frozen=True)
@@ -250,9 +248,7 @@ def forward_kernel(
     q = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
     k = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
     v = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
-    full = tlx.alloc_barriers(NUM_STAGES)
-    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
-    tiles = Tiles(q, k, v, full, empty)
+    tiles = Tiles(q, k, v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_warp_barrier(NUM_STAGES, 4))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -277,9 +273,7 @@ def backward_kernel(
     v = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
     p = tlx.local_alloc((BLOCK, BLOCK), DTYPE, NUM_STAGES * (WIDTH // BLOCK), reuse=v)
     ds = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
-    full = tlx.alloc_barriers(NUM_STAGES)
-    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
-    tiles = Tiles(q, k, v, full, empty)
+    tiles = Tiles(q, k, v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_warp_barrier(NUM_STAGES, 4))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -303,15 +297,9 @@ def forward(
     q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
     config = config or default_config("forward", batch)
-    width, pieces = split(config, batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    launch(
-        forward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
-        *(ragged_descriptor(x, batch.block_size, width=width) for x in (q, k, v, out)),
-        blocks, batch.scale, NUM_HEADS=batch.num_heads, GROUP=batch.group,
-        BLOCK=batch.block_size, WIDTH=width, PIECES=pieces,
-        MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
-        TOGETHER=heads_together(config, batch.num_heads), REGISTERS=config.registers, num_warps=4,
+    launch_slots(
+        forward_kernel, batch, config, blocks, (q, k, v, out), NUM_HEADS=batch.num_heads,
     )  # fmt: skip
     return out, ()
 
@@ -325,21 +313,11 @@ def backward(
     schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
-    q, k, v = batch.q, batch.k, batch.v
-    grad_out = readable(grad_out)
     dq, dk, dv = batch.new_gradients()
     config = config or default_config("backward", batch)
-    width, pieces = split(config, batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    launch(
-        backward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
-        *(
-            ragged_descriptor(x, batch.block_size, width=width)
-            for x in (grad_out, q, k, v, dq, dk, dv)
-        ),
-        blocks, batch.scale,
-        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group, BLOCK=batch.block_size,
-        WIDTH=width, PIECES=pieces, MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
-        TOGETHER=heads_together(config, batch.num_heads), REGISTERS=config.registers, num_warps=4,
+    tensors = readable(grad_out), batch.q, batch.k, batch.v, dq, dk, dv
+    launch_slots(
+        backward_kernel, batch, config, blocks, tensors, NUM_HEADS_K=batch.num_heads_k,
     )  # fmt: skip
     return dq, dk, dv

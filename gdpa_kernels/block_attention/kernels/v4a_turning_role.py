@@ -40,17 +40,15 @@ from gdpa_kernels.block_attention.slots import (
     Turns,
     check_slots,
     count_units,
-    heads_together,
+    launch_slots,
     load,
     place,
     put,
     release,
     slot_of,
-    split,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.ragged import ragged_descriptor, readable
+from gdpa_kernels.device.ragged import readable
 from gdpa_kernels.device.rotation import rotate, rotate_back
 
 LOAD_REGISTERS = 24
@@ -341,10 +339,8 @@ def forward_kernel(
     full = tlx.alloc_barriers(NUM_STAGES)
     ready = tlx.alloc_warp_barrier(NUM_STAGES, 4)
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
-    turns_full = tlx.alloc_barriers(NUM_TURNS)
-    turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
     tiles = Tiles(q, k, v, full, empty)
-    turns = Turns(sin, cos, turns_full, turns_empty)
+    turns = Turns(sin, cos, tlx.alloc_barriers(NUM_TURNS), tlx.alloc_warp_barrier(NUM_TURNS, 4))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -385,10 +381,9 @@ def backward_kernel(
     full = tlx.alloc_barriers(NUM_STAGES)
     ready = tlx.alloc_warp_barrier(NUM_STAGES, 4)
     empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
-    turns_full = tlx.alloc_barriers(NUM_TURNS)
-    turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4, 2)
     tiles = Tiles(q, k, v, full, empty)
-    turns = Turns(sin, cos, turns_full, turns_empty)
+    turns_full = tlx.alloc_barriers(NUM_TURNS)
+    turns = Turns(sin, cos, turns_full, tlx.alloc_warp_barrier(NUM_TURNS, 4, 2))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -406,13 +401,6 @@ def backward_kernel(
             )  # fmt: skip
 
 
-def _turns(batch: Batch) -> list[torch.Tensor]:
-    """sin and cos as tensors of one head."""
-    if batch.rotary is None:
-        raise NotImplementedError("impl 'v4a_turning_role' needs rotary (sin, cos), got None")
-    return [turns[:, None] for turns in batch.rotary]
-
-
 def forward(
     batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -423,20 +411,12 @@ def forward(
     """
     q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
-    turns = _turns(batch)
     config = config or default_config("forward", batch)
-    width, pieces = split(config, batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    launch(
-        forward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
-        *(ragged_descriptor(x, batch.block_size, width=width) for x in (q, k, v, out)),
-        *(ragged_descriptor(x, batch.block_size, width=width // 2) for x in turns),
-        blocks, batch.scale,
-        NUM_HEADS=batch.num_heads, GROUP=batch.group, ROTATE_V=batch.rotate_v,
-        BLOCK=batch.block_size, WIDTH=width, PIECES=pieces,
-        MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
-        NUM_TURNS=config.num_turns, TOGETHER=heads_together(config, batch.num_heads),
-        REGISTERS=config.registers, TURN_REGISTERS=config.turn_registers, num_warps=4,
+    launch_slots(
+        forward_kernel, batch, config, blocks, (q, k, v, out), NUM_HEADS=batch.num_heads,
+        ROTATE_V=batch.rotate_v, NUM_TURNS=config.num_turns,
+        TURN_REGISTERS=config.turn_registers,
     )  # fmt: skip
     return out, ()
 
@@ -450,25 +430,13 @@ def backward(
     schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
-    q, k, v = batch.q, batch.k, batch.v
-    grad_out = readable(grad_out)
     dq, dk, dv = batch.new_gradients()
-    turns = _turns(batch)
     config = config or default_config("backward", batch)
-    width, pieces = split(config, batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    launch(
-        backward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
-        *(
-            ragged_descriptor(x, batch.block_size, width=width)
-            for x in (grad_out, q, k, v, dq, dk, dv)
-        ),
-        *(ragged_descriptor(x, batch.block_size, width=width // 2) for x in turns),
-        blocks, batch.scale,
-        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group, ROTATE_V=batch.rotate_v,
-        BLOCK=batch.block_size, WIDTH=width, PIECES=pieces, MATH_ROLES=config.math_roles,
-        NUM_STAGES=config.num_stages, NUM_TURNS=config.num_turns,
-        TOGETHER=heads_together(config, batch.num_heads), REGISTERS=config.registers,
-        TURN_REGISTERS=config.turn_registers, num_warps=4,
+    tensors = readable(grad_out), batch.q, batch.k, batch.v, dq, dk, dv
+    launch_slots(
+        backward_kernel, batch, config, blocks, tensors, NUM_HEADS_K=batch.num_heads_k,
+        ROTATE_V=batch.rotate_v, NUM_TURNS=config.num_turns,
+        TURN_REGISTERS=config.turn_registers,
     )  # fmt: skip
     return dq, dk, dv

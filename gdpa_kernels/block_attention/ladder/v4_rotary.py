@@ -38,17 +38,15 @@ from gdpa_kernels.block_attention.slots import (
     Turns,
     check_slots,
     count_units,
-    heads_together,
+    launch_slots,
     load,
     place,
     put,
     release,
     slot_of,
-    split,
 )
 from gdpa_kernels.block_attention.tiles import softmax_parts
-from gdpa_kernels.calling.launch import launch, multiprocessors
-from gdpa_kernels.device.ragged import ragged_descriptor, readable
+from gdpa_kernels.device.ragged import readable
 
 
 @dataclass(frozen=True)
@@ -276,12 +274,8 @@ def forward_kernel(
     v = tlx.local_alloc((BLOCK, WIDTH), DTYPE, NUM_STAGES)
     sin = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(sin_desc), NUM_TURNS * PIECES)
     cos = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(cos_desc), NUM_TURNS * PIECES)
-    full = tlx.alloc_barriers(NUM_STAGES)
-    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
-    turns_full = tlx.alloc_barriers(NUM_TURNS)
-    turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
-    tiles = Tiles(q, k, v, full, empty)
-    turns = Turns(sin, cos, turns_full, turns_empty)
+    tiles = Tiles(q, k, v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_warp_barrier(NUM_STAGES, 4))
+    turns = Turns(sin, cos, tlx.alloc_barriers(NUM_TURNS), tlx.alloc_warp_barrier(NUM_TURNS, 4))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -317,12 +311,8 @@ def backward_kernel(
     ds = tlx.local_alloc((BLOCK, BLOCK), DTYPE, MATH_ROLES)
     sin = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(sin_desc), NUM_TURNS * PIECES)
     cos = tlx.local_alloc((BLOCK, WIDTH // 2), tlx.dtype_of(cos_desc), NUM_TURNS * PIECES)
-    full = tlx.alloc_barriers(NUM_STAGES)
-    empty = tlx.alloc_warp_barrier(NUM_STAGES, 4)
-    turns_full = tlx.alloc_barriers(NUM_TURNS)
-    turns_empty = tlx.alloc_warp_barrier(NUM_TURNS, 4)
-    tiles = Tiles(q, k, v, full, empty)
-    turns = Turns(sin, cos, turns_full, turns_empty)
+    tiles = Tiles(q, k, v, tlx.alloc_barriers(NUM_STAGES), tlx.alloc_warp_barrier(NUM_STAGES, 4))
+    turns = Turns(sin, cos, tlx.alloc_barriers(NUM_TURNS), tlx.alloc_warp_barrier(NUM_TURNS, 4))
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -338,16 +328,6 @@ def backward_kernel(
             )  # fmt: skip
 
 
-def _descriptors(batch: Batch, width: int) -> list:
-    """Of sin and cos, as tensors of one head, for tiles of `width` columns of q."""
-    if batch.rotary is None:
-        raise NotImplementedError("impl 'v4_rotary' needs rotary (sin, cos), got None")
-    return [
-        ragged_descriptor(turns[:, None], batch.block_size, width=width // 2)
-        for turns in batch.rotary
-    ]
-
-
 def forward(
     batch: Batch, *, config: Config | None = None, schedule: Schedule | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -359,17 +339,10 @@ def forward(
     q, k, v = batch.q, batch.k, batch.v
     out = q.new_empty(q.shape)
     config = config or default_config("forward", batch)
-    width, pieces = split(config, batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    launch(
-        forward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
-        *(ragged_descriptor(x, batch.block_size, width=width) for x in (q, k, v, out)),
-        *_descriptors(batch, width), blocks, batch.scale,
-        NUM_HEADS=batch.num_heads, GROUP=batch.group, ROTATE_V=batch.rotate_v,
-        BLOCK=batch.block_size, WIDTH=width, PIECES=pieces,
-        MATH_ROLES=config.math_roles, NUM_STAGES=config.num_stages,
-        NUM_TURNS=config.num_turns, TOGETHER=heads_together(config, batch.num_heads),
-        REGISTERS=config.registers, num_warps=4,
+    launch_slots(
+        forward_kernel, batch, config, blocks, (q, k, v, out), NUM_HEADS=batch.num_heads,
+        ROTATE_V=batch.rotate_v, NUM_TURNS=config.num_turns,
     )  # fmt: skip
     return out, ()
 
@@ -383,23 +356,12 @@ def backward(
     schedule: Schedule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), shaped as q, k, v and contiguous."""
-    q, k, v = batch.q, batch.k, batch.v
-    grad_out = readable(grad_out)
     dq, dk, dv = batch.new_gradients()
     config = config or default_config("backward", batch)
-    width, pieces = split(config, batch)
     (blocks,) = schedule or make_schedule(batch, config)
-    launch(
-        backward_kernel, (min(multiprocessors(batch.device), len(blocks) - 1),), batch.device,
-        *(
-            ragged_descriptor(x, batch.block_size, width=width)
-            for x in (grad_out, q, k, v, dq, dk, dv)
-        ),
-        *_descriptors(batch, width), blocks, batch.scale,
-        NUM_HEADS_K=batch.num_heads_k, GROUP=batch.group, ROTATE_V=batch.rotate_v,
-        BLOCK=batch.block_size, WIDTH=width, PIECES=pieces, MATH_ROLES=config.math_roles,
-        NUM_STAGES=config.num_stages, NUM_TURNS=config.num_turns,
-        TOGETHER=heads_together(config, batch.num_heads), REGISTERS=config.registers,
-        num_warps=4,
+    tensors = readable(grad_out), batch.q, batch.k, batch.v, dq, dk, dv
+    launch_slots(
+        backward_kernel, batch, config, blocks, tensors, NUM_HEADS_K=batch.num_heads_k,
+        ROTATE_V=batch.rotate_v, NUM_TURNS=config.num_turns,
     )  # fmt: skip
     return dq, dk, dv
