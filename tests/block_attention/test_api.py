@@ -191,8 +191,16 @@ def through_autograd(case: Case, tensors: dict, impl: str) -> tuple[torch.Tensor
     return out.detach(), *gradients
 
 
-@pytest.mark.parametrize("impl", RUNGS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case, impl",
+    [
+        (case, impl)
+        for case in CASES
+        for impl in RUNGS
+        if impl != "v2_slab" or case.num_heads == case.num_heads_k
+    ],
+    ids=str,
+)
 def test_gradients_keep_the_error_budget(case, impl):
     tensors = case.tensors(torch.bfloat16)
     low, exact = (defined(tensors, case.options(), d) for d in (torch.bfloat16, torch.float64))
@@ -220,7 +228,8 @@ def test_what_is_saved(impl, rotary, rotate_v):
     """q, k, v, cu_seqlens, sin and cos themselves, the list of blocks, and of v0_flash what it
     computed besides."""
     dtype, dim = torch.bfloat16, 64
-    leaves = [draw(9, heads, dim, dtype=dtype).requires_grad_() for heads in (2, 1, 1)]
+    keys = 2 if impl == "v2_slab" else 1  # heads of k: v2 takes no groups
+    leaves = [draw(9, heads, dim, dtype=dtype).requires_grad_() for heads in (2, keys, keys)]
     lengths, pair = ends(0, 9), turns(9, dim // 2) if rotary else None
     options = {"rotary": pair, "rotate_v": rotate_v, "impl": impl}
     with tritonemu.enabled():
