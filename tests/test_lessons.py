@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from _lib import studies
-from _lib.compile_check import build_launch
 from gdpa_kernels.block_attention import batch as block
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
@@ -19,6 +18,7 @@ from gdpa_kernels.calling.rung import PACKAGE, Rung
 from gdpa_kernels.gdpa.batch import Batch
 from gdpa_lab.__main__ import main
 from gdpa_lab.measuring import machine_code
+from gdpa_lab.measuring.compile_check import build_launch
 from gdpa_lab.report import lessons
 
 RUNGS = [rung for rungs in ladder.LADDERS.values() for rung in rungs]

@@ -9,9 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from _lib import block_studies, compile_check, studies
+from _lib import block_studies, studies
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
+from gdpa_lab.measuring import compile_check
 from tests import ptx
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is compiled on a CPU")

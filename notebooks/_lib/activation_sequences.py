@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
-from _lib import compile_check
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa.activations import gelu_tanh, gelu_taylor6, relu, silu, tanh_approx
+from gdpa_lab.measuring import compile_check
 
 # Results that an SM of sm_90 delivers in a clock: CUDA C++ programming guide, "Throughput of Native
 # Arithmetic Instructions", column 9.0.

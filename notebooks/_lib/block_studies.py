@@ -12,10 +12,11 @@ import torch
 from triton.compiler import CompiledKernel
 
 import tritonemu
-from _lib import compile_check, studies
+from _lib import studies
 from gdpa_kernels.block_attention import reference
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling.launches import launches
+from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.inputs import cu_seqlens
 
 RESULTS = ("out", "dq", "dk", "dv")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pandas as pd
 from triton.compiler import CompiledKernel
 
-from _lib import compile_check
+from gdpa_lab.measuring import compile_check
 
 _WAIT = re.compile(r"pendings = (\d+)")
 _STEPS = (

@@ -22,12 +22,11 @@ import torch
 from triton.compiler import CompiledKernel
 
 import tritonemu
-from _lib import compile_check
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
 from gdpa_kernels.gdpa import reference
 from gdpa_kernels.gdpa.batch import Batch
-from gdpa_lab.measuring import measure, record, system, testing, timing
+from gdpa_lab.measuring import compile_check, measure, record, system, testing, timing
 from gdpa_lab.measuring.inputs import Inputs, cu_seqlens
 from gdpa_lab.report import page
 from tritonemu.timeline import interactive

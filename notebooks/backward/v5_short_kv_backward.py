@@ -20,9 +20,10 @@
 # %%
 from collections import Counter
 
-from _lib import compile_check, studies
+from _lib import studies
 from gdpa_kernels.gdpa.kernels import v5_short_kv_backward as v5
 from gdpa_kernels.gdpa.kernels.v5_short_kv_backward import Config
+from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter

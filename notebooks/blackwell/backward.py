@@ -23,11 +23,11 @@ from functools import partial
 
 import pandas as pd
 
-from _lib import compile_check, studies
+from _lib import studies
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.kernels import b1_tensor_memory_backward as b1
 from gdpa_kernels.gdpa.kernels import b2_short_kv_backward as b2
-from gdpa_lab.measuring import units
+from gdpa_lab.measuring import compile_check, units
 from gdpa_lab.report.chapter import Chapter
 
 # %% tags=["parameters"]

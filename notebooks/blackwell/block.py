@@ -25,10 +25,10 @@ import textwrap
 import pandas as pd
 import torch
 
-from _lib import block_studies, compile_check, studies
+from _lib import block_studies, studies
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
 from gdpa_kernels.block_attention.kernels import v1_one_tile
-from gdpa_lab.measuring import units
+from gdpa_lab.measuring import compile_check, units
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report.chapter import Chapter
 

@@ -24,11 +24,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from _lib import compile_check, studies
+from _lib import studies
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.kernels import b6_pair_stream
 from gdpa_kernels.gdpa.ladder import b4_mixed, b5_cta_pair
-from gdpa_lab.measuring import units
+from gdpa_lab.measuring import compile_check, units
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import predictions
 from gdpa_lab.report.chapter import Chapter

@@ -23,11 +23,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tritonemu
-from _lib import compile_check, studies
+from _lib import studies
 from gdpa_kernels.device import ragged
 from gdpa_kernels.device.ragged import load_rows, ragged_descriptor
 from gdpa_kernels.gdpa.kernels import v1_tiled
 from gdpa_kernels.gdpa.ladder import v2_tma
+from gdpa_lab.measuring import compile_check
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter
 

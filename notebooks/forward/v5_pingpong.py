@@ -16,10 +16,11 @@
 # :::
 
 # %%
-from _lib import compile_check, loops, studies
+from _lib import loops, studies
 from gdpa_kernels.gdpa import activations
 from gdpa_kernels.gdpa.ladder import v4_warp_specialized, v5_pingpong
 from gdpa_kernels.gdpa.ladder.v5_pingpong import Config
+from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts
 from gdpa_lab.report.chapter import Chapter

@@ -7,10 +7,10 @@ from functools import cache
 import torch
 from triton.compiler import CompiledKernel
 
-from _lib.compile_check import Compiled, build_launch, read
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import Launch, launches
+from gdpa_lab.measuring.compile_check import Compiled, build_launch, read
 from tests.block_attention.cases import Case, suited
 
 _READ: dict[str, Compiled] = {}

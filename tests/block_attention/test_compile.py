@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 
-from _lib.compile_check import disassemble
 from gdpa_kernels.block_attention import rotary as rotation
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.kernels import v4a_turning_role as v4a
 from gdpa_kernels.calling.launches import launches
+from gdpa_lab.measuring.compile_check import disassemble
 from tests.block_attention.cases import BLACKWELL, RUNGS
 from tests.block_attention.compiling import Compiled, built, compile_launch, compiled
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import tritonemu
-from _lib.compile_check import SHARED_BYTES
 from emulator.tests.mutants import SAMPLED, surviving
 from gdpa_kernels.block_attention.batch import Batch
 from gdpa_kernels.block_attention.block_list import make_block_list
 from gdpa_kernels.block_attention.kernels import b1_warp_specialized as b1
 from gdpa_kernels.calling import ladder
+from gdpa_lab.measuring.compile_check import SHARED_BYTES
 from tests.block_attention.cases import DEVICE, Case, check, results
 from tests.block_attention.compiling import built, read_once
 from tests.calls import assert_same_bits

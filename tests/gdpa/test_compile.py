@@ -6,8 +6,8 @@ from functools import cache
 import pytest
 import torch
 
-from _lib import compile_check
 from gdpa_kernels.calling import ladder
+from gdpa_lab.measuring import compile_check
 from tests.block_attention.compiling import read_once
 
 

@@ -9,7 +9,11 @@ import pytest
 import torch
 from triton.compiler import CompiledKernel
 
-from _lib.compile_check import (
+from gdpa_kernels.calling import ladder
+from gdpa_kernels.calling.launches import Launch, launches
+from gdpa_kernels.gdpa import gradients
+from gdpa_kernels.gdpa.ladder import v2_fused_backward
+from gdpa_lab.measuring.compile_check import (
     SHARED_BYTES,
     TENSOR_COLUMNS,
     Compiled,
@@ -18,10 +22,6 @@ from _lib.compile_check import (
     read,
     shortest_loop,
 )
-from gdpa_kernels.calling import ladder
-from gdpa_kernels.calling.launches import Launch, launches
-from gdpa_kernels.gdpa import gradients
-from gdpa_kernels.gdpa.ladder import v2_fused_backward
 from tests.block_attention.compiling import compile_launch, read_once
 from tests.gdpa.cases import Case, batch_of
 

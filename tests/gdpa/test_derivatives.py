@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from _lib.activation_sequences import ERF_3
-from _lib.compile_check import build, read
 from gdpa_kernels.calling.launch import launch
 from gdpa_kernels.gdpa import activations, derivatives
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
+from gdpa_lab.measuring.compile_check import build, read
 from tests.gdpa.cases import DEVICE, kernels_run
 
 SMOOTH = ("silu", "gelu_tanh", "gelu")

@@ -16,12 +16,11 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from _lib import compile_check
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.gdpa.kernels import v1_tiled, v8_own_waits
 from gdpa_kernels.gdpa.ladder import v2_fused_backward
-from gdpa_lab.measuring import machine_code, measure, record
+from gdpa_lab.measuring import compile_check, machine_code, measure, record
 from gdpa_lab.measuring.inputs import make_inputs
 from gdpa_lab.measuring.workloads import workload
 

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tritonemu
-from _lib.compile_check import build_launch, read
 from gdpa_kernels import gdpa
 from gdpa_kernels.calling.launches import launches
 from gdpa_kernels.calling.layers import rotate
 from gdpa_kernels.norms import heads, residual
 from gdpa_kernels.norms.api import add_rms_norm, head_norm
+from gdpa_lab.measuring.compile_check import build_launch, read
 from tests.budget import within_budget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,8 +9,8 @@ import torch
 
 import tritonemu
 from _lib import activation_sequences as sequences
-from _lib import compile_check
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
+from gdpa_lab.measuring import compile_check
 from tests.report import gates
 
 NAMES = [sequence.name for sequence in sequences.SEQUENCES]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from _lib import compile_check, tile_law
+from _lib import tile_law
 from gdpa_kernels.calling import ladder
 from gdpa_lab import __main__
-from gdpa_lab.measuring import record, units
+from gdpa_lab.measuring import compile_check, record, units
 from gdpa_lab.measuring.record import Ceiling, Error, Load, Package, Record, Row
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workloads import workload

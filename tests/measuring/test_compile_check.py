@@ -13,9 +13,10 @@ import triton.language.extra.tlx as tlx
 from triton.runtime.errors import OutOfResources
 
 import tritonemu
-from _lib import compile_check, studies
+from _lib import studies
 from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.launches import launches
+from gdpa_lab.measuring import compile_check
 from tests.rungs import KERNELS, launched
 
 
