@@ -144,7 +144,7 @@ def test_throttle_reasons(mask, reasons):
     ("pids", "initialized", "others"),
     [
         ("", True, 0),
-        (f"{os.getpid()}\n999999", True, 1),
+        ("own\n999999", True, 1),
         ("999999", True, 0),  # this process under a translated id
         ("999999", False, 1),
         ("999998\n999999", True, 1),
@@ -152,7 +152,7 @@ def test_throttle_reasons(mask, reasons):
 )
 def test_other_processes(gpu, smi, monkeypatch, pids, initialized, others):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    smi(NOW, pids)
+    smi(NOW, pids.replace("own", str(os.getpid())))
     assert system.state()["other_processes"] == others
 
 
