@@ -127,13 +127,15 @@ IN_PLACE += [
     "operator, impl", [(operator, impl) for operator, impl in IN_PLACE if impl != "reference"]
 )
 def test_kernels_write_the_gradient_where_it_lies(operator, impl, count):
-    tensors = leaves((4, 2), 256 if "wide" in impl else HEAD_DIM[operator], torch.bfloat16)
+    heads = "equal" if impl == "v2_slab" else "grouped"
+    head_dim = 256 if "wide" in impl else HEAD_DIM[operator]
+    tensors = leaves(HEADS[heads], head_dim, torch.bfloat16)
     options = {"impl": "reference", "backward_impl": impl}
     if operator == "block":
         options = {"impl": impl, "block_size": 64}
         options |= {} if impl.startswith("v3") else {"rotary": turns(64)}
     with emulated(impl):
-        compare(OPERATORS[operator], "grouped", count, tensors=tensors, **options)
+        compare(OPERATORS[operator], heads, count, tensors=tensors, **options)
         given = side_by_side(tensors, count)
         number = 2 if count == 3 else None
         out = OPERATORS[operator](*given, **options, num_kv_heads=number)

@@ -129,7 +129,7 @@ SATURATING = ("gelu", "gelu_tanh", "silu", "hardswish")
     "impl, activations",
     [
         *((impl, SATURATING) for impl in IMPLS if impl not in LESSONS),
-        *((impl, (name,)) for impl in (*PAIRED, *LESSONS) for name in SATURATING),
+        *((impl, (name,)) for impl in IMPLS if impl in (*PAIRED, *LESSONS) for name in SATURATING),
     ],
     ids=str,
 )

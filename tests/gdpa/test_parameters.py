@@ -17,7 +17,8 @@ def launched(tree: ast.Module) -> set[str]:
     return {
         name.id
         for call in ast.walk(tree)
-        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("launch", "_launch")
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) in ("launch", "_launch", "launch_slots")
         for name in ast.walk(call.args[0])
         if isinstance(name, ast.Name)
     }

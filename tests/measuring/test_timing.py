@@ -56,7 +56,6 @@ class Gpu:
         self.mode = "default"
         self.device = lambda device: contextlib.nullcontext()
         self.synchronize = lambda *_: None
-        self._sleep = lambda cycles: None
         self.Event = lambda enable_timing: SimpleNamespace(
             record=lambda: None, query=lambda: False, elapsed_time=lambda end: 1.0
         )
@@ -80,6 +79,7 @@ def gpu(monkeypatch):
     meter = SimpleNamespace(energy_j=silent, clock_mhz=silent, throttle_reasons=silent)
     for module in (timing, sustained):
         monkeypatch.setattr(module, "torch", fake)
+    monkeypatch.setattr(timing.private, "sleep", lambda cycles: None)
     monkeypatch.setattr(sustained, "Meter", lambda device: meter)
     return found
 
