@@ -60,7 +60,7 @@ test-upstream: $(READY) $(UPSTREAM:%=$(VENV)/upstream/%/triton)
 	  PYTHONPATH=$(VENV)/upstream/$$version $(PYTEST) emulator/tests -m "not tlx" || exit; done
 
 $(VENV)/upstream/%/triton: $(READY)
-	test -d $@ || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	test -d $@ || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 	  --target $(@D) triton==$*
 	@touch $@
 
@@ -90,10 +90,10 @@ $(READY): pyproject.toml emulator/pyproject.toml lab/pyproject.toml constraints.
 	@$(PYTHON) -c 'import sys; raise SystemExit(sys.version_info < (3, 10))' || \
 	  { echo "PYTHON must be Python 3.10 or newer, got $$($(PYTHON) --version)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check \
 	  --constraint constraints.txt --editable emulator --editable . --editable 'lab[book,test,dev]'
 	@$(BIN)/python -c 'import triton; raise SystemExit(not triton.__version__.endswith("+fb"))' || \
 	  { echo "triton has overwritten fbtriton: installing $(FBTRITON) again"; \
-	    $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    $(BIN)/python -m pip install -qq --disable-pip-version-check \
 	      --force-reinstall --no-deps $(FBTRITON); }
 	@touch $@
