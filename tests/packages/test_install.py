@@ -209,6 +209,7 @@ def test_the_examples_of_the_emulator_run(emulator):
     """Its own tests of its README, on the installed package, and the command as installed."""
     folder = emulator.folder / "elsewhere"
     (folder / "tests").mkdir(parents=True)
+    (folder / "pytest.ini").write_text("[pytest]\n")  # no other project's
     shutil.copy(ROOT / "emulator" / "README.md", folder)
     shutil.copy(ROOT / "emulator" / "tests" / "test_readme.py", folder / "tests")
     ran = run(emulator.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
