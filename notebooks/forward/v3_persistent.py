@@ -86,7 +86,7 @@ chapter.figure(chart, measured=chapter.rows(variant=["hardware", *LISTS]))
 # the result unchanged. A loop goes around v2's body:
 
 # %% tags=["remove-input"]
-chapter.code(v3_persistent.persistent_kernel, "num_tiles = tl.load", "if cu_seqlens_q_ptr")
+chapter.code(v3_persistent.persistent_kernel, "num_tiles = tl.load", "acc = tl.zeros")
 
 # %% [markdown]
 # The list is made from the lengths alone, on the device, in one of four orders:
