@@ -1,5 +1,5 @@
-"""Names that PyTorch and Triton do not document, each with what it is used for; no other file has
-any."""
+"""Names that PyTorch does not document, each with what it is used for; no other file of the library
+has any."""
 
 from __future__ import annotations
 

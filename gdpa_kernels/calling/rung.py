@@ -22,7 +22,7 @@ _DEFAULTS: dict[str, Callable] = {
     "requires": lambda _: None,
     "is_deterministic": lambda _: True,
 }
-"""What a function says that a rung's module does not have."""
+"""What stands in for a function that a rung's module lacks."""
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from gdpa_kernels.calling import ladder
 from gdpa_kernels.calling.lengths import Lengths
 from gdpa_kernels.gdpa import api, reference
 from gdpa_lab.measuring.inputs import cu_seqlens
+from tests.calls import cast, required
 
 OPERATORS = {"gdpa": gdpa, "block_attention": block_attention}
 TOTAL = 21
@@ -36,16 +37,6 @@ def turned(operator: str) -> dict:
     """Rotary, where an operator has it."""
     angles = torch.randn(TOTAL, 8, dtype=torch.float64)
     return {} if operator == "gdpa" else {"rotary": (angles.sin(), angles.cos())}
-
-
-def required(call: dict) -> dict:
-    """The same call, of leaves that require gradients."""
-    return call | {name: call[name].detach().clone().requires_grad_() for name in "qkv"}
-
-
-def cast(call: dict, dtype: torch.dtype) -> dict:
-    """The same call, q, k and v in `dtype`."""
-    return call | {name: call[name].detach().to(dtype) for name in "qkv"}
 
 
 def compiled(function):
