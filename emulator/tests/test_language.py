@@ -6,19 +6,18 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from emulator.tests.checking import refused
+from emulator.tests.checking import grid2, refused
 from tritonemu import DeviceAssertion, InvalidKernel, run
 
 
 @triton.jit
 def load_2d(ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.load(ptr + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+    return tl.load(ptr + grid2(ROWS, COLUMNS))
 
 
 @triton.jit
 def store_2d(ptr, x):
-    rows, columns = tl.arange(0, x.shape[0]), tl.arange(0, x.shape[1])
-    tl.store(ptr + rows[:, None] * x.shape[1] + columns[None, :], x)
+    tl.store(ptr + grid2(x.shape[0], x.shape[1]), x)
 
 
 @triton.jit
