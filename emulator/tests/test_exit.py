@@ -197,6 +197,8 @@ def fence_kernel(x_ptr, y_ptr, FENCE: tl.constexpr, BULK: tl.constexpr):
     tlx.local_store(tile[0], tl.load(x_ptr + grid2(16, 16)))  # store
     if FENCE == "of another scope":
         tlx.fence("gpu")
+    elif FENCE == "of no scope":
+        tlx.fence("cta")
     elif FENCE == "deprecated":
         tlx.fence_async_shared()
     elif FENCE == "inline":
@@ -243,6 +245,12 @@ def test_a_missing_fence(fence, bulk):
     run(fence_kernel, (2,), *tiles(), races=False, **given)
 
 
+def test_scopes_of_fences():
+    message = 'must be "gpu", "sys" or "async_shared", got \'cta\''
+    given = {"FENCE": "of no scope", "BULK": True, "grid": (2,), **PAIR}
+    refused(InvalidKernel, message, fence_kernel, *tiles(), at='tlx.fence("cta")', **given)
+
+
 @triton.jit
 def handed_over_kernel(x_ptr, y_ptr, WHERE: tl.constexpr):
     """One role stores, another one copies."""
@@ -278,12 +286,3 @@ def test_a_fence_on_the_way_between_roles(where):
 @pytest.mark.parametrize("where", ("too early", "too late", "nowhere"))
 def test_a_fence_beside_the_way(where):
     found(MissingFence, handed_over_kernel, (1,), tiles, WHERE=where)
-
-
-@triton.jit
-def scope_kernel():
-    tlx.fence("cta")
-
-
-def test_scopes_of_fences():
-    refused(InvalidKernel, 'must be "gpu", "sys" or "async_shared", got \'cta\'', scope_kernel)
