@@ -160,22 +160,3 @@ def test_backward_of_every_activation(name):
     steepest = reference.ACTIVATIONS[name].derivative(scores).abs().max().item()
     # 130 roundings each way, of terms whose sizes sum to at most 1000 slopes (gelu_taylor6: 1e5).
     assert_backward_is_autograds(call, atol=2 * 130 * 2**-53 * 1000 * steepest)
-
-
-def test_backward_against_differences():
-    """Neither PyTorch's derivatives nor ours: forward alone, at moved arguments."""
-    options = {"causal": True, "window": 3, "scale": 0.5, "output_scale": 3.0}
-    call = Case("differences", (3, 5), (4, 2), 2, 1, 2, options=options).arguments(FP64)
-
-    class Call(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q, k, v):
-            ctx.save_for_backward(q, k, v)
-            return reference.forward(batch_of(call | {"q": q, "k": k, "v": v}))
-
-        @staticmethod
-        def backward(ctx, grad_out):
-            q, k, v = ctx.saved_tensors
-            return reference.backward(grad_out, batch_of(call | {"q": q, "k": k, "v": v}))
-
-    assert torch.autograd.gradcheck(Call.apply, [call[name].requires_grad_() for name in "qkv"])
