@@ -34,13 +34,6 @@ def test_identity_is_linear_attention():
     torch.testing.assert_close(out[:, 0], q[:, 0] @ (k[:, 0].T @ v[:, 0]))
 
 
-def test_default_scale_is_one_over_root_head_dim():
-    q, k, v = (torch.randn(9, 2, 16, dtype=FP64) for _ in range(3))
-    ends = cu_seqlens([4, 5], "cpu")
-    explicit = gdpa(q, k, v, ends, ends, 5, 5, scale=0.25, impl="reference")
-    assert torch.equal(gdpa(q, k, v, ends, ends, 5, 5, impl="reference"), explicit)
-
-
 POINTS = (-2.0, 0.0, 1.5)
 VALUES = {
     "identity": [-2.0, 0.0, 1.5],
