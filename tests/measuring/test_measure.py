@@ -713,12 +713,19 @@ def every_part(session):
     gradients.accuracy(session, TURNED, {})
 
 
-def test_a_session_in_time_measures_everything(session, monkeypatch):
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_session_in_time_measures_everything_but_a_table_that_fails(session, monkeypatch, fails):
+    def errors(*_, **__):
+        if fails:
+            raise NotImplementedError("impl 'v4_rotary' needs sm_90")
+        return "table"
+
     monkeypatch.setattr(rotary_alone, "_rows", lambda session, inputs, *_: [inputs.workload.name])
-    monkeypatch.setattr(gradients, "errors", lambda *_: "table")
+    monkeypatch.setattr(gradients, "errors", errors)
     every_part(session)
-    assert session.rows == ["blocks", "turned"] and session.tables == {"accuracy": "table"}
-    assert set(session.workloads) == {"blocks", "turned"}
+    assert session.rows == ["blocks", "turned"] and set(session.workloads) == {"blocks", "turned"}
+    assert session.tables == ({} if fails else {"accuracy": "table"})
+    assert ("NotImplementedError: impl 'v4_rotary' needs sm_90" in session.said[-1]) == fails
     assert not any("left out" in line for line in session.said)
 
 
@@ -793,17 +800,6 @@ def test_what_begins_too_late_is_left_out_aloud(session):
     every_part(session)
     assert session.rows == [] and session.tables == {} and session.workloads == {}
     assert [line.rpartition(": ")[2] for line in session.said] == ["left out, the time is up"] * 3
-
-
-def test_a_table_that_fails_leaves_the_rest(session, monkeypatch):
-    def fail(*_, **__):
-        raise NotImplementedError("impl 'v4_rotary' needs sm_90")
-
-    monkeypatch.setattr(rotary_alone, "_rows", lambda session, inputs, *_: [inputs.workload.name])
-    monkeypatch.setattr(gradients, "errors", fail)
-    every_part(session)
-    assert session.rows == ["blocks", "turned"] and session.tables == {}
-    assert "NotImplementedError: impl 'v4_rotary' needs sm_90" in session.said[-1]
 
 
 @pytest.fixture
