@@ -82,10 +82,11 @@ GRADIENTS = {
     "sum": lambda x: x[:1, :1, :1].expand_as(x),
     "mean of heads": lambda x: x[:, :1].expand_as(x),
     "one row": lambda x: x[:1].expand_as(x),
+    "reversed": lambda x: x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
     "odd address": at_an_odd_address,
 }
 """What autograd may hand over: `out.sum().backward()` gives strides (0, 0, 0), others repeat a head
-or a row, or TMA cannot read what is contiguous."""
+or a row or have rows that are not contiguous, or TMA cannot read what is contiguous."""
 
 
 def readable(call: dict) -> dict:
