@@ -88,15 +88,12 @@ def sample(
         times, clocks, reasons = _chunks(function, unwaiting, calls, count, meter)
         after = meter.energy_j()
     joules = power = None
-    if before is not None and after is not None:
+    if None not in (before, after):
         joules = (after - before) / (len(times) * calls)
         power = joules / statistics.fmean(times) * 1e6
-    return times, Load(
-        sm_clock_mhz=None if None in clocks else statistics.median(clocks),
-        power_w=power,
-        joules=joules,
-        throttle_reasons=None if None in reasons else tuple(sorted(set().union(*reasons))),
-    )
+    clock = None if None in clocks else statistics.median(clocks)
+    throttled = None if None in reasons else tuple(sorted(set().union(*reasons)))
+    return times, Load(clock, power, joules, throttled)
 
 
 def _chunks(
