@@ -55,8 +55,8 @@ def math(operator: str, impl: str) -> str:
 
 
 class _Checked:
-    """Results held against fp64, all of them, some whole sequences at a time: sequences of together
-    at most `PART` tokens, since an fp64 copy of everything would not fit.
+    """Checks every result against fp64, a group of whole sequences at a time: at most `PART` tokens
+    together, since an fp64 copy of everything would not fit.
     """
 
     results = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
@@ -203,8 +203,8 @@ class _Checked:
 def _prepared(
     rung: Rung, batch: object, direction: str, options: Mapping[str, object]
 ) -> tuple[ModuleType, dict[str, object]]:
-    """The module of a rung, or the option `module` in its place, and its other options with a
-    config and a schedule, which are made here and not in what is timed."""
+    """The module of a rung, or the option `module` in its place, and its other options; config and
+    schedule are made here, outside what is timed."""
     found = dict(options)
     module = found.pop("module", None) or rung.module()
     if found.get("config") is None and rung.takes(direction, "config"):

@@ -57,7 +57,7 @@ def proven(data_dir: str | Path, capability: str | None) -> Proven:
 
 
 def _right(rows: Iterable[record.Row]) -> Proven:
-    """What `rows` prove."""
+    """The rungs that `rows` prove."""
     return {(row.operator, row.direction, row.impl) for row in rows if row.passed}
 
 
@@ -81,7 +81,7 @@ def is_unproven(
 
 
 class Probe:
-    """What unproven rungs do in child processes of a measuring run."""
+    """Measures unproven rungs in child processes."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ def _serve(
     workload: Workload,
     how: Mapping[str, Any],
 ) -> None:
-    """What the child does: one entry after another, until it is ended."""
+    """The loop of a child: measures one entry after another until it is killed."""
     tell = {
         kind: lambda what, kind=kind: connection.send((kind, what)) for kind in ("stage", "log")
     }

@@ -68,7 +68,7 @@ def report(found: Iterable[Finding]) -> str:
 
 
 def verdict(found: Iterable[Finding]) -> str:
-    """What to do next or, with nothing to repair, what this machine is good for."""
+    """The repairs to run or, if there are none, what this machine can measure."""
     found = list(found)
     commands = repairs(found)
     if commands:
@@ -163,8 +163,8 @@ def check_triton() -> Finding:
 
 
 def check_implementations(data_dir: str | Path | None = None) -> list[Finding]:
-    """The reference and every rung of each ladder: can it run here, and why; and whether a record
-    in `data_dir` has it right on such a GPU (`probe`)."""
+    """Whether the reference and every rung run here, and why not; and whether a record in
+    `data_dir` proves the rung on such a GPU (`probe`)."""
     ladder = _module("gdpa_kernels.calling.ladder")
     if isinstance(ladder, Exception):
         return [Finding("implementations", "ladder", False, f"cannot be imported: {ladder}")]
@@ -198,7 +198,7 @@ def _unproven(data_dir: str | Path | None) -> Callable[[Any], bool]:
 
 
 def check_baselines() -> list[Finding]:
-    """Every baseline of both operators: can it run here, and why."""
+    """Whether every baseline of both operators runs here, and why not."""
     found = _module("gdpa_lab.measuring.baselines")
     if isinstance(found, Exception):
         return [Finding("baselines", "baselines", False, f"cannot be imported: {found}")]

@@ -1,4 +1,4 @@
-"""Softmax attention by definition, which softmax peers are checked against."""
+"""Softmax attention by definition, the reference of softmax peers."""
 
 from __future__ import annotations
 

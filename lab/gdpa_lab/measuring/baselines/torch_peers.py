@@ -1,4 +1,4 @@
-"""What PyTorch brings: a compiled definition, FlashAttention-2, cuDNN, and FlexAttention."""
+"""PyTorch's own peers: a compiled definition, FlashAttention-2, cuDNN and FlexAttention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def needs_varlen() -> str | None:
 
 
 def grouped(q: torch.Tensor, k: torch.Tensor) -> dict[str, bool]:
-    """What PyTorch wants to be told of fewer key heads than query heads."""
+    """PyTorch's option for fewer key heads than query heads."""
     return {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
 
 
