@@ -266,7 +266,7 @@ def timelines(lines: Mapping[str, Timeline], *, cta: int = 0) -> Figure:
                 axis.annotate("", (ends[title], -0.7), (base, -0.7), annotation_clip=False,
                               arrowprops=bracket)  # fmt: skip
                 note(axis, f"{less:+,.0f} cycles".replace("-", "−"), (base, -0.7), (-2, 5),
-                     ha="right")  # fmt: skip
+                     ha="right", annotation_clip=False)  # fmt: skip
             list_rows(axis, lanes[title])
             axis.set_title(f"{title}: {ends[title]:,.0f} cycles, tensor core busy {busy:.0f} %")
             axis.grid(visible=False)

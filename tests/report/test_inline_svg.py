@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 
@@ -12,7 +13,7 @@ from gdpa_lab.measuring import record
 from gdpa_lab.report import charts, house
 
 sys.path.append(str(record.ROOT / "book" / "_ext"))
-inline_svg = pytest.importorskip("inline_svg")
+inline_svg = importlib.import_module("inline_svg")
 
 
 @pytest.fixture

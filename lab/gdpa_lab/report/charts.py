@@ -142,26 +142,26 @@ def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str, form: str = ".
 
     The index names them: the implementation, and after ": " what it changes.
     """
-    best = steps.index[-1].partition(":")[0]
     first, last = steps.iloc[0], steps.iloc[-1]
-    rows = [(best, first, last, colour(best), f"{last:{form}}, {first / last:.1f}× faster")]
-    for name, before, time in zip(steps.index, steps.shift().fillna(first), steps, strict=True):
-        rows.append((name, before, time, colour(name), f"{time:{form}}"))
-    rows += [(name, last, time, GREY, f"{time:{form}}") for name, time in peers.items()]
+    rows = [(steps.index[-1].partition(":")[0], first, last)]
+    rows += zip(steps.index, steps.shift().fillna(first), steps, strict=True)
+    rows += [(name, last, time) for name, time in peers.items()]
     with canvas(width=7.4, height=0.7 + 0.33 * len(rows)) as (chart, axis):
-        axis.set(xscale="log", xlim=(0.9 * last, 1.25 * first), xlabel=xlabel)
+        axis.set(xscale="log", xlim=(0.9 * last, 1.1 * first), xlabel=xlabel)
         axis.axvline(last, **DASHED)
-        for place, (_, start, end, shade, text) in enumerate(rows):
-            strong = {"fontweight": "bold", "color": shade} if place == 0 else {}
+        for place, (name, start, end) in enumerate(rows):
+            strong, shade = place == 0, colour(name)
             axis.plot([start, end], [place] * 2, color=shade, solid_capstyle="butt",
-                      linewidth=12 if place == 0 else 6)  # fmt: skip
+                      linewidth=15 if strong else 6)  # fmt: skip
             axis.plot(end, place, "o", color=shade, markersize=7)
-            inside = place <= 1  # the way and the first time end at the right
-            note(axis, text, (max(start, end), place), (-6, 10) if inside else (7, 0), va="center",
-                 ha="right" if inside else "left", fontsize=SMALL, **strong)  # fmt: skip
+            note(axis, f"{end:{form}}", (1, place), (4, 0), va="center", color=shade,
+                 fontweight="bold" if strong else "normal",
+                 xycoords=("axes fraction", "data"))  # fmt: skip
+        note(axis, f"{first / last:.1f} times as fast", ((first * last) ** 0.5, 0), (0, 0),
+             ha="center", va="center", color=house.PAGE, fontweight="bold")  # fmt: skip
         list_rows(axis, [name for name, *_ in rows])
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axis.set_xticks([x for x in (1, 2, 5, 10, 20, 50, 100) if 0.9 * last <= x <= 1.25 * first])
+        axis.set_xticks([x for x in (1, 2, 5, 10, 20, 50, 100) if 0.9 * last <= x <= 1.1 * first])
         axis.minorticks_off()
         return chart
 
