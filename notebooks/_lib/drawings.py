@@ -236,27 +236,28 @@ _BOXES = {"compute": 2, "mma": 3, "copy": 1, "store": 4}
 def timelines(lines: Mapping[str, Timeline], *, cta: int = 0) -> Figure:
     """Timelines of one CTA below one another on one axis of modelled cycles, by title, the tensor
     core shaded where it is idle; at each end, how many cycles fewer or more than the first."""
-    lanes = {title: line.lanes(cta) for title, line in lines.items()}
+    shown = {title: [e for e in line.events if e.cta == cta and e.kind in _BOXES]
+             for title, line in lines.items()}  # fmt: skip
+    lanes = {title: [lane for lane in line.lanes(cta) if any(e.lane == lane for e in shown[title])]
+             for title, line in lines.items()}  # fmt: skip
     ends = {title: max(e.end for e in line.events if e.cta == cta) for title, line in lines.items()}
     (_, base), *_ = ends.items()
     rows = max(map(len, lanes.values()))
     with canvas(len(lines), 1, width=7.4, height=0.6 + len(lines) * (0.5 + 0.27 * rows),
                 sharex=True, squeeze=False) as (chart, axes):  # fmt: skip
-        for axis, (title, line) in zip(axes[:, 0], lines.items(), strict=True):
-            for event in line.events:
-                if event.cta == cta and event.kind in _BOXES:
-                    axis.barh(
-                        lanes[title].index(event.lane), event.end - event.start, 0.72,
-                        left=event.start, color=RUNG_COLOURS[_BOXES[event.kind]], linewidth=0.4,
-                        edgecolor=PAGE,
-                    )  # fmt: skip
-            mmas = sorted((e.start, e.end) for e in line.events
-                          if e.cta == cta and e.kind == "mma")  # fmt: skip
+        for axis, (title, events) in zip(axes[:, 0], shown.items(), strict=True):
+            for event in events:
+                axis.barh(
+                    lanes[title].index(event.lane), event.end - event.start, 0.72,
+                    left=event.start, color=RUNG_COLOURS[_BOXES[event.kind]], linewidth=0.4,
+                    edgecolor=PAGE,
+                )  # fmt: skip
+            mmas = sorted((e.start, e.end) for e in events if e.kind == "mma")
             idle, at = [], 0.0
             for start, end in [*mmas, (ends[title], ends[title])]:
                 idle.append((at, max(0.0, start - at)))
                 at = max(at, end)
-            core = max(lanes[title].index(e.lane) for e in line.events if e.kind == "mma")
+            core = lanes[title].index(next(e.lane for e in events if e.kind == "mma"))
             axis.broken_barh(idle, (core - 0.36, 0.72), facecolor=GREY, alpha=0.35)
             busy = 100 - 100 * sum(width for _, width in idle) / ends[title]
             axis.axvline(base, color=GREY, linewidth=0.8, linestyle=":")
@@ -273,7 +274,8 @@ def timelines(lines: Mapping[str, Timeline], *, cta: int = 0) -> Figure:
         axes[-1, 0].set_xlabel("cycles (modelled)")
         axes[-1, 0].set_xlim(0, 1.02 * max(ends.values()))
         looks = {KINDS[kind]: Rectangle((0, 0), 1, 1, color=RUNG_COLOURS[of])
-                 for kind, of in _BOXES.items()}  # fmt: skip
+                 for kind, of in _BOXES.items()
+                 if any(e.kind == kind for events in shown.values() for e in events)}  # fmt: skip
         looks["tensor core idle"] = Rectangle((0, 0), 1, 1, color=GREY, alpha=0.35)
         chart.legend(looks.values(), looks, loc="outside lower left", ncols=house.columns(5))
         return chart
