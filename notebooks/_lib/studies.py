@@ -419,7 +419,7 @@ def framed(file: str, title: str, *, opened: bool = False) -> HTML:
     told, is_open = html.escape(title), " open" if opened else ""
     return HTML(
         f'<details class="stepper"{is_open}><summary>Step through it</summary>'
-        f'<iframe src="../../figures/{file}" loading="lazy" title="{told}"></iframe>'
+        f'<iframe data-src="../../figures/{file}" title="{told}"></iframe>'
         f'<p><a href="../../figures/{file}">Open it as a page of its own.</a></p></details>'
     )
 

@@ -40,7 +40,7 @@ def test_timelines_step_on_a_page_that_a_button_opens(tmp_path, monkeypatch):
     text = Path(tmp_path, "a-b-steps.html").read_text()
     assert f"CTA 0 has ended after {right.events[-1].end:,.0f} modelled cycles." in text
     assert "<title>Two &amp; one</title>" in text and RELEASE.strip() in text
-    assert 'src="../../figures/a-b-steps.html"' in shown and 'title="Two &amp; one"' in shown
+    assert 'data-src="../../figures/a-b-steps.html"' in shown and 'title="Two &amp; one"' in shown
     assert '<details class="stepper">' in shown
     assert "open" in studies.framed("a.html", "A", opened=True).data.split(">")[0]
 
