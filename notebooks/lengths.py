@@ -2,9 +2,9 @@
 
     python notebooks/lengths.py
 
-Words: of the article of a built page as it is shown, code included. Apart from them are counted those
-of collapsed cells; not at all the lines under figures that tell where numbers come from, pictures, and
-lists to look things up in (`LISTS`). Pages of the parts in `APPENDICES` are not read through.
+Words: of the article of a built page as it is shown, code included. Those of collapsed cells are
+counted apart; lines under figures that tell where numbers come from, pictures and lists to look
+things up in (`LISTS`) not at all. Pages of the parts in `APPENDICES` are not read through.
 """
 
 from __future__ import annotations

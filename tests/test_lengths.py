@@ -1,4 +1,4 @@
-"""notebooks/lengths.py: what counts as shown, as collapsed, as code above a figure, and as too much."""
+"""notebooks/lengths.py: what counts as shown, as collapsed, as code above a figure, as too much."""
 
 from __future__ import annotations
 

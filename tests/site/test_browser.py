@@ -25,21 +25,20 @@ def open_page(tab, path: Path) -> None:
 def test_page_can_be_read(site, page_name, tab, request):
     open_page(tab, site / page_name)
     folder = request.config.getoption("--screenshots")
-    found = {}
+    found = []
     for walk, (size, scheme, asked) in WALK.items():
         tab.set_viewport_size(size)
         tab.emulate_media(color_scheme=scheme)
         tab.wait_for_function(f"document.documentElement.dataset.theme === '{scheme}'")
         wrong = tab.evaluate(LOOK)
-        found |= {(walk, what): wrong[what] for what in asked if wrong[what]}
+        found += [f"{walk}, {what}: {item}" for what in asked for item in wrong[what]]
         if folder:
             name = f"{page_name.removesuffix('.html').replace('/', '-')}-{walk}.png"
             tab.screenshot(path=Path(folder) / name, full_page=True)
     tab.set_viewport_size(SHEET)
     tab.emulate_media(media="print")
-    if cut := tab.evaluate(LOOK)["code"]:
-        found["paper", "code"] = cut
-    assert found == {}
+    found += [f"paper, code: {item}" for item in tab.evaluate(LOOK)["code"]]
+    assert not found, "\n".join(found)
 
     broken = "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
     assert tab.evaluate(broken) == []
