@@ -251,8 +251,8 @@ chapter.table(
 # The **{term}`MUFU`** evaluates `tanh`, `ex2` and reciprocals: {glue:text}`mufu_rate:.0f` results
 # per SM and cycle, on both chips. A tile of 128 × 128 scores with one `tanh` each takes
 # {glue:text}`mufu:,.0f` cycles. In the forward pass that tile also costs two matmuls. So one `tanh`
-# per score keeps the MUFU busy for {glue:text}`mufu_h200:.0f` % of the tensor cores' time on Hopper and
-# {glue:text}`mufu_b200:.0f` % on Blackwell ({doc}`activations`).
+# per score keeps the MUFU busy for {glue:text}`mufu_h200:.0f` % of the tensor cores' time on Hopper
+# and {glue:text}`mufu_b200:.0f` % on Blackwell ({doc}`activations`).
 #
 # ## TMA, L2 and HBM
 #
