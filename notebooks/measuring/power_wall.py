@@ -105,7 +105,8 @@ drawn = {"forward v8, burst": rates["kernel"][V8]}
 drawn["forward v8"] = rates["sustained"][V8]
 drawn["best baseline, burst"] = rates["kernel"][PEERS].max(axis=1)
 drawn["best baseline"] = rates["sustained"][PEERS].max(axis=1)
-chart = charts.dots(pd.DataFrame(drawn).loc[EACH].rename(SHORT), xlabel="TFLOP/s, back to back unless burst",
+chart = charts.dots(pd.DataFrame(drawn).loc[EACH].rename(SHORT),
+    xlabel="TFLOP/s, back to back unless burst",
     levels={f"matmul, {results.TIMED[scope]}": top[scope].tflops for scope in BOTH}, form=".0f",
     colours=(*[RUNG_COLOURS[3]] * 2, INK, INK))  # fmt: skip
 chapter.figure(chart, measured=chapter.rows(scope=BOTH, direction="forward", impl=[V8, *PEERS]))
