@@ -28,18 +28,22 @@ def test_laws_name_the_fill():
     assert "fill 1.00" in chart.axes[0].get_title(loc="left")
 
 
-def test_a_workload_belongs_to_the_first_family_that_fits():
-    points = pd.DataFrame(
-        {"intensity": [128.0, 256.0], "low": [300.0, 400.0], "high": [568.0, 796.0]},
-        index=["a-b-256", "a-512"],
+def test_kernels_stand_under_the_roof_as_arrows_of_their_family():
+    names = ["gdpa-self-full-256", "gdpa-cross-full-512"]
+    brackets = pd.DataFrame(
+        {"intensity": [128.0, 256.0], "low": [300.0, 400.0], "high": [568.0, 796.0]}, index=names
+    )
+    climbs = pd.DataFrame(
+        {"intensity": [128.0, 256.0], "first": [200.0, 250.0], "last": [400.0, 500.0]}, index=names
     )
     limits = Ceilings(796.0, ((1.0, 4221.0), (3.0, 4440.0)))
-    chart = drawings.roofline(
-        points, limits, {"tanh": 2141.0}, {"a-512": "512"}, {"a-b": "first", "": "rest"}
-    )
-    marks = [line for line in chart.axes[0].lines if line.get_label() in ("first", "rest")]
-    assert [list(line.get_xdata()) for line in marks] == [[128.0], [256.0]]
-    assert {"tanh", "512", "bf16 matmul: 796"} <= set(texts(chart.axes[0]))
+    chart = drawings.roofline(brackets, climbs, limits, {"tanh": 2141.0}, {names[0]: "256"})
+    (axis,) = chart.axes
+    marks = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+    assert marks["self, full"] == [200.0] and marks["cross, 256 keys"] == [250.0]
+    arrows = [text for text in axis.texts if text.get_text() == ""]
+    assert sorted(arrow.xy[1] for arrow in arrows) == [400.0, 500.0]
+    assert {"tanh", "256", "bf16 matmul: 796"} <= set(texts(axis))
 
 
 def test_an_activation_is_drawn_with_its_derivative():
