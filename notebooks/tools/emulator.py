@@ -176,10 +176,10 @@ with tritonemu.enabled(schedule=7):
 # | `math` reads `k[0]` in its step 1 | (1, 0, none) | (1, 1, A) | A is known: ordered |
 # | `load` passes `k_empty[0]` | (1, 1, A) | (1, 2, A) | it took over the list of `math` |
 #
-# Now `load` wants to overwrite `k[0]` by copy B. Before the third line it knows step 0 of `math`,
-# and the read happened in step 1, so copy B **races** with the read. After the third line it knows
-# step 1, so the read is over. The rule: two accesses to the same bytes, one of them a write, race
-# if the later side does not know the earlier one. The emulator's own classes say the same:
+# Now `load` wants to overwrite `k[0]` by copy B. Before the third line it knows neither that copy A
+# has landed nor step 1 of `math`, so copy B **races** with both. After the third line it knows
+# both. The rule: two accesses to the same bytes, one of them a write, race if the later side does
+# not know the earlier one. The emulator's own classes say the same:
 
 # %%
 BYTES, AT = 2**16 - 1, ("pipeline.py", 0)
