@@ -89,14 +89,13 @@ under = brackets(climbs.index, loop)
 # %% tags=["remove-input"]
 # | name: fig-roofline-workloads
 # | caption: >
-# |   **Eight kernels of one idea each lead from the middle of the chart to just under the roof.**
-# |   The roof of the H200 back to back, both axes logarithmic. Arrows: from forward v1 to forward
-# |   v8. Bars: the bracket of that workload, from no overlap to perfect overlap. Dotted: matmuls
-# |   and tanh in turns.
+# |   **From forward v1 to v8 the kernels climb most of the way to the roof.** The roof of the H200
+# |   back to back, both axes logarithmic. Arrows: from forward v1 to forward v8. Bars: the bracket
+# |   of that workload, from no overlap to perfect overlap. Dotted: matmuls and tanh in turns.
 # | alt: >
-# |   A roof: a slope, then a flat top from about 180 FLOP per byte on. Under it stand upright
-# |   arrows in three colours. Each begins at about half of the roof's height and ends inside or
-# |   just below a grey bar that touches the roof.
+# |   A roof: a slope, then a flat top. Under it stand upright arrows in three colours. Each begins
+# |   at half to two thirds of the roof and ends inside or just below a grey bar that touches the
+# |   roof.
 turns_loop = 1 / (1 / loop.tflops + 1 / tanh)
 levels = {f"in turns: {turns_loop:.0f}": turns_loop}
 labels = {f"gdpa-self-full-{n}": f"{n}" for n in (256, 1024)}
@@ -260,7 +259,7 @@ chapter.glue(
 # %% tags=["remove-input"]
 early = timed[timed["impl"].isin(["v1_tiled", "v2_tma", "v3_persistent"])]
 chapter.predict(
-    "No rung from v1 to v3 passes the line of matmuls and tanh in turns.",
+    "No kernel from forward v1 to v3 passes the line of matmuls and tanh in turns.",
     early["tflops"].max(), most=in_turns, form=".0f", unit=" TFLOP/s",
 )  # fmt: skip
 chapter.predictions()

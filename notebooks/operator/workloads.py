@@ -42,9 +42,9 @@ chapter = Chapter("operator/workloads", mode=mode, device=device, data_dir=data_
 # %% tags=["remove-input"]
 # | name: fig-workload-laws
 # | caption: >
-# |   **Real histories fill little of a padded batch.** Lengths of six workloads, longest sequence
-# |   first, each over its max_seqlen. Blue: real tokens. Frame: the padded batch. Blue divided by
-# |   frame is the fill.
+# |   **Most real histories fill little of a padded batch.** Lengths of six workloads, longest
+# |   sequence first, each over its max_seqlen. Blue: real tokens. Frame: the padded batch. Blue
+# |   divided by frame is the fill.
 # | alt: >
 # |   Six panels. The full batch fills its frame. The uniform one is a triangle. The two MovieLens
 # |   panels and KuaiRand-Pure are thin spikes at the left edge that fall off quickly. KuaiRand-1K
@@ -136,7 +136,7 @@ waste = pd.DataFrame({name: padding(WORKLOADS[name]) for name in SHOWN}).T
 waste.index = waste.index.str.removeprefix("gdpa-self-")
 chapter.table(
     waste.round({"fill": 2, "CV": 2, "useful pairs, %": 1}).reset_index(names="workload"),
-    caption="**Half full is a third of the work, and real histories are a few per cent.** Fill, "
+    caption="**Half full is a third of the work, and most real histories are less.** Fill, "
     "coefficient of variation of the lengths, and the share of useful pairs in a padded batch.",
     digits={"fill": 2, "CV": 2, "useful pairs, %": 1},
     modelled="lengths of the distributions, counted",
@@ -261,7 +261,7 @@ exists = [np.mean(np.array(dense.seqlens_q) > config.BLOCK_M * block) for block 
 resonance = max(exists) / np.mean(exists)
 padded = balance["padded"]["half-dense-1024"]
 chapter.predict(
-    f"The imbalance is {resonance:.2f}, within 3 %.",
+    f"The busiest program has {resonance:.2f} times the mean load, within 3 %.",
     padded, least=0.97 * resonance, most=1.03 * resonance,
 )  # fmt: skip
 chapter.glue(
