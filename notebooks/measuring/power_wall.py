@@ -169,8 +169,8 @@ chapter.figure(energy.clocks(groups, wall, point[1]), measured=load)
 #
 # A rate is $u f$ times a constant. If a kernel wastes fewer cycles, $u$ rises and $f$ falls, by
 # less. How much is left? In the rows of one workload, which differ only in their kernels, the rate
-# grows as $u$ to the power of {glue:text}`slope:.2f`, and of
-# {glue:text}`slope_low:.2f` to {glue:text}`slope_high:.2f` on single workloads. The model gives
+# grows as $u$ to the power of {glue:text}`slope:.2f`, and on single workloads of
+# {glue:text}`slope_low:.2f` to {glue:text}`slope_high:.2f`. The model gives
 # {glue:text}`by_model:.2f`. In round numbers:
 #
 # $$
@@ -180,15 +180,20 @@ chapter.figure(energy.clocks(groups, wall, point[1]), measured=load)
 #
 # *An example.* A change saves 10 % of a kernel's cycles. In a short burst, before power limits
 # anything, it is 1 / 0.9 = 1.11 times as fast. Back to back it is $1.11^{2/3} = 1.07$ times as
-# fast. The rest of the gain comes back as a cooler clock.
+# fast. The rest of the gain is paid for by a lower clock.
 #
 # **Cycles are worth more than joules.** One could think the opposite: at constant power a rate is
 # power over energy per call, so only energy should count. That is true and useless, because the
 # energy of a call is not a constant of the kernel. It falls with the clock. An experiment told the
 # two apart. We ran forward v8 at 2,048 tokens on 120 of the 132 SMs. If the energy of a call were
 # constant, it would lose nothing, or 2 % for the idle SMs' static power. By the model $u$ falls by
-# a tenth and the rate by {glue:text}`fewer:.1f` %. It lost nearly that
+# a tenth and the rate by {glue:text}`fewer:.1f` %. It lost most of that
 # ({doc}`../../notes/at_the_wall`): with a tenth of the SMs idle, the clock rose by very little.
+#
+# **All else equal.** The rule compares kernels that move the same bytes. The rows above are
+# different kernels, so by themselves they prove no cause, and a misread clock moves both sides. One
+# of our own experiments saved cycles and still lost rate, because its programs drifted apart and
+# read far more from memory. The model explains only a part of that loss (the same notes).
 #
 # ## Locked clocks, and steps that are not capped
 #
