@@ -101,16 +101,14 @@ chapter.figure(
 # warps in every cycle and issues one instruction for its 32 threads. So an SM issues at most four
 # warp instructions a cycle, 128 threads' worth.
 #
-# A warp that waits for memory costs nothing: its scheduler picks another one. That is how a GPU
-# hides latency, and it works as long as each scheduler has a warp that is ready. The share of
-# warps that an SM holds of the number it could hold is its {term}`occupancy`. The fast kernels of
-# this book have few, fat warps and hide latency in another way: copies and matmuls run
-# *asynchronously*, and a warp goes on with something else after it has asked for them.
+# A warp that waits for memory costs nothing as long as its scheduler has another one that is ready.
+# That is how most kernels hide latency: by many warps on an SM, or high {term}`occupancy`. The fast
+# kernels of this book have few warps with many registers and hide latency in another way. Copies
+# and matmuls run *asynchronously*, and a warp does something else after it has asked for them.
 #
 # Four neighbouring warps, 128 threads, form a **{term}`warp group`**, one warp on each scheduler.
 # Hopper's tensor cores take their orders from a whole warp group. In a warp-specialized kernel each
-# group has a job of its own, its **{term}`role`**: one only loads, two others only compute. We say
-# *role* from here on.
+# group has a job of its own, its **{term}`role`**: one only loads, two others only compute.
 #
 # ## Registers: 64 Ki to share out
 #
@@ -174,7 +172,7 @@ chapter.figure(
 # {glue:text}`launched:.0f` registers a thread. Its producer then gives all but
 # {glue:text}`producer:.0f` back, which puts {glue:text}`freed:,.0f` registers into the program's
 # pool, and its two consumers take {glue:text}`wanted:,.0f` out of it to have
-# {glue:text}`consumer:.0f` each. These numbers are read from the compiled kernel.
+# {glue:text}`consumer:.0f` each (read from the compiled kernel).
 #
 # ## Shared memory and its port
 #
@@ -185,10 +183,9 @@ chapter.figure(
 # threads exchange. A tile of 128 × 128 in bf16 has 32 KiB and needs 256 cycles of the port each
 # time that it is written or read.
 #
-# The memory is divided into 32 *banks* of 4 bytes. The port is only that fast if the threads of a
-# warp touch all banks equally, so tiles are stored **swizzled**: the 16-byte pieces of a row change
-# places in a fixed pattern. TMA writes and tensor cores read the same pattern, and no code of this
-# book has to mention it.
+# The port is only that fast if an access touches all 32 *banks* of the memory equally. So tiles are
+# stored **swizzled**: the 16-byte pieces of a row change places in a fixed pattern, which TMA
+# writes and tensor cores read. No code of this book has to mention it.
 #
 # ## Tensor cores, and where their operands lie
 #
@@ -212,13 +209,13 @@ chapter.figure(drawn.operands(), modelled="drawn from the PTX ISA's rules for wg
 # {cite}`nvidiaptx`. B comes from shared memory, A from shared memory or registers, and D is in
 # registers. The instruction is asynchronous: MMAs are bundled into {term}`commit groups <commit
 # group>`, and {term}`wait_group` waits until at most n of these are still running.
-# Between the two the registers of D must not be touched. Where the compiler cannot prove that, it
+# Meanwhile the registers of D must not be touched. Where the compiler cannot prove that, it
 # **serialises**: it waits after each `wgmma`, and the tensor cores run dry.
 #
 # **Blackwell.** One thread issues `tcgen05.mma` for the whole program. Its D lies in
 # {term}`tensor memory`, B in shared memory, and A in either. With M = 128 a row of the result has a
 # lane of tensor memory to itself. M = 64 is allowed, but runs at half the rate. Completion arrives
-# on an {term}`mbarrier`, which the last sections explain.
+# on an {term}`mbarrier` (below).
 #
 # ## One matmul in cycles
 #
@@ -264,8 +261,8 @@ chapter.table(
 # Before TMA there was `cp.async` (in SASS LDGSTS), with which every thread copies 16 bytes of its
 # own to shared memory; the first rungs of the ladder still use it.
 #
-# What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, which
-# hands out sectors of 32 bytes, and from **HBM**, the memory. Our copies reach
+# What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, from
+# **HBM**, the memory. Our copies reach
 # {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`). At the clock at which the fastest
 # matmul runs, {glue:text}`clock:.2f` GHz, this is only {glue:text}`hbm:.0f` bytes per SM and cycle.
 # The port of shared memory is several times as fast, and each byte that comes from HBM should
@@ -330,7 +327,7 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 #    the arrival, so it cannot end early.
 # 2. **A clipped box reports the full box.** At the end of a tensor TMA fills the missing rows with
 #    zeros, and it reports these bytes as well. Announce the bytes of the box, never those of the
-#    rows that exist.
+#    rows that exist: the wait would hang, or the next phase would be wrong.
 # 3. **A wrong count carries into the next phase.** Announce one box where two come: the first one
 #    completes the phase, and the second is subtracted from the next phase, which then completes
 #    before its own data are there. Announce too many bytes, and the wait hangs.
@@ -338,18 +335,15 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 #    {term}`cluster` subtracts its bytes from the barrier at the same place in every one of them.
 #    So each of these must announce the bytes for itself.
 #
-# {doc}`../tools/emulator` builds such a barrier in ten lines and steps through a kernel with two of
-# them. A *named barrier* is something else: each program has 16 of them, and they count threads
-# only, no bytes.
+# {doc}`../tools/emulator` builds such a barrier in ten lines. A *named barrier* is something else:
+# each program has 16 of them, and they count threads, no bytes.
 #
-# Threads and TMA reach shared memory on different paths, which PTX calls **proxies**: threads use
-# the generic proxy, TMA and tensor cores the asynchronous one. Before TMA may store what threads
-# have written, a **fence** must order the two paths (`fence.proxy.async`).
+# One rule more: threads and TMA reach shared memory on different paths, which PTX calls
+# **proxies**. Before TMA may store what threads have written, a **fence** must order the two.
 #
 # ## Resources that block
 #
-# Barriers are not the only place where a kernel can wait for ever. Three resources block whoever
-# asks for them, without a timeout:
+# A kernel can also wait for ever without a barrier. Three resources block whoever asks for them:
 #
 # | who waits | for what | hangs if |
 # |:--|:--|:--|
@@ -357,10 +351,9 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # | `tcgen05.alloc` | columns of tensor memory | their owner waits for this program |
 # | a wait for another program | that it runs at all | it does not fit on the GPU beside this one |
 #
-# The last one is called *residency*. A program that waits for its neighbour
-# relies on both being **resident**: a launch promises that only for programs of the same cluster.
-# If the grid has more programs than fit, the first ones may occupy all SMs and wait for those that
-# cannot start. A {term}`persistent kernel` has no more programs than fit and is safe.
+# The last one is called *residency*. A program that waits for its neighbour relies on both being
+# **resident**, which a launch promises only within a cluster. If the grid has more programs than
+# fit, the first ones may occupy all SMs and wait for those that cannot start.
 #
 # ## Tensor memory
 #
@@ -394,9 +387,8 @@ chapter.glue(columns=columns, tmem=128 * columns * 4 / 1024)
 # %% [markdown]
 # ## From Python to machine code
 #
-# A Triton kernel is a Python function that is never run as Python. It passes through five forms.
-# {numref}`fig-machine-stages` shows one line of a small kernel in each, compiled without a GPU when
-# this page was made:
+# A Triton kernel is never run as Python. It passes through five forms, and here is one line of a
+# small kernel in each, compiled without a GPU when this page was made:
 
 # %% tags=["remove-cell"]
 types = {"q_ptr": "*bf16", "k_desc": "tensordesc<bf16[128, 64]>", "out_ptr": "*fp32",
@@ -446,18 +438,14 @@ chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.
 #   data to threads and may move or *add* waits ({doc}`../forward/v8_own_waits` is about one such
 #   wait).
 # - **PTX** is NVIDIA's portable assembly. **ptxas**, the last compiler, makes **{term}`SASS`** of
-#   it, allots registers and reorders instructions. What was meant stands in PTX; what runs stands
-#   in SASS. The matmul above became {glue:text}`hgmma:.0f` HGMMA, each for 16 of the 64 columns of
-#   head_dim.
-# - A **uniform register** (UR) holds one value for a whole warp: addresses and descriptors of
-#   tensor cores. `R2UR` copies there from a normal register, which costs time in a loop.
+#   it, allots registers and reorders instructions. Only SASS shows what runs. The matmul above
+#   became {glue:text}`hgmma:.0f` HGMMA, each for 16 of the 64 columns of head_dim.
 #
 # ## What TLX adds
 #
-# Plain Triton describes what one program does with whole tiles, and the compiler decides about
-# warps, buffers and waits. **{term}`TLX`** (Triton low-level extensions, published as the package
-# `fbtriton`) lets the kernel decide {cite}`guan2026tlx,fbtriton`. These few names carry nearly all
-# kernels of this book:
+# In plain Triton the compiler decides about warps, buffers and waits. **{term}`TLX`** (Triton
+# low-level extensions, in the package `fbtriton`) lets the kernel decide
+# {cite}`guan2026tlx,fbtriton`. These few names carry nearly all kernels of this book:
 #
 # | TLX | what it does | machine |
 # |:--|:--|:--|
@@ -552,25 +540,6 @@ chapter.glue(shared=SHARED / 1024, port=units.SMEM_BYTES, mufu_rate=units.MUFU_L
 # or 1,024 cycles, 100 %. *(b)* Q's 32 KiB are gone: 96 KiB, 768 cycles, 75 %. *(c)* Tensor cores
 # 2,048 cycles. Q 32, K 64, V 64 and TMA 64 KiB: 224 KiB or 1,792 cycles, 88 %. Q is read once per
 # block, so longer blocks read it less often.
-# :::
-#
-# :::{exercise} Three barriers
-# :label: ex-machine-bytes
-#
-# Say what happens, and in which phase it is noticed. *(a)* `load` announces 2 · 16 KiB once for K
-# and V, but V is only requested if the block is not masked. *(b)* Two consumers share a slot whose
-# barrier expects one arrival. *(c)* The last block has 40 rows of 128, and `load` announces the
-# bytes of 40 rows. *(paper, ten minutes)*
-# :::
-#
-# :::{solution} ex-machine-bytes
-# :class: dropdown
-#
-# *(a)* The first masked block hangs: 16 KiB never come. *(b)* The first arrival completes the
-# phase, and `load` overwrites what the slower consumer still reads. The second arrival counts for
-# the next phase. *(c)* The full box is reported, more bytes than were announced. If the counter
-# happens to stop at zero on its way, the phase ends before the box is complete and the rest spoils
-# the next phase. If it steps over zero, the wait hangs. The emulator reports both as a misuse.
 # :::
 #
 # ## Takeaways
