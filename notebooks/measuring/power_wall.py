@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # The power wall: a cycle saved is worth two thirds of its speed
+# # The power wall: the rate follows cycles to the two thirds
 #
 # A training loop does not rest as a {term}`burst` does. What is left of a fast kernel back to back,
 # and which saving counts then, cycles or energy?

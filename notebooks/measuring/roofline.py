@@ -195,8 +195,8 @@ for key, column in {"burst": "matmul, burst", "sustained": "matmul, back to back
 # %%
 work = workload("gdpa-self-full-1024")
 found = roofline.bracket(work, "forward", ceilings)
-print(f"matmul floor {found.compute_us:.0f} us, memory floor {found.memory_us:.0f} us")
-print(f"bracket {found.lower_us:.0f} to {found.upper_us:.0f} us, bound by {found.bound}")
+print(f"floors: matmul {found.compute_us:.0f}, memory {found.memory_us:.0f} us")
+print(f"bracket: {found.lower_us:.0f} to {found.upper_us:.0f} us")
 
 # %% [markdown]
 # `percent_of_roofline`, in every table of this book, is `lower_us` over the measured time. A kernel

@@ -111,11 +111,12 @@ chapter.figure(
 #   six for every score of its forward pass and most of its backward pass
 #   {cite}`adsmodelkernellibrary`. It needs no special function.
 #
-# The second and third, as our kernels have them; `gelu_tanh` folds the scale into its constants:
+# The bodies of `gelu_tanh` and `gelu_taylor6` in our kernels; the first one folds the scale into
+# its constants:
 
 # %% tags=["remove-input"]
-chapter.code(activations.gelu_tanh)
-chapter.code(activations.gelu_taylor6)
+chapter.code(activations.gelu_tanh, "linear =")
+chapter.code(activations.gelu_taylor6, "square =")
 
 # %% tags=["remove-input"]
 # | name: fig-gelu-formulas

@@ -140,6 +140,7 @@ def softmax_in_blocks(q, blocks):
     return out / row_sum
 
 
+# %% tags=["remove-cell"]
 one, keys, values = draw(64)[:, 0], draw(64)[:, 0], draw(64)[:, 0]
 blocks = list(zip(keys.split(16), values.split(16), strict=True))
 for some in (blocks, blocks[::-1]):
@@ -187,7 +188,9 @@ print(f"{list(seeds.shape)} -> {list(pooled.shape)}")
 width = 6
 layers = cu_seqlens([width] * len(lengths), "cpu")
 first, second = draw(24), draw(24)  # computed from the context
-out = gdpa(q, first, second, offsets, layers, 5, width, scale=1.0, impl="reference")
+out = gdpa(
+    q, first, second, offsets, layers, 5, width, scale=1.0, impl="reference"
+)  # fmt: skip
 sample = slice(2 * width, 3 * width)
 w1, w2 = first[sample, 0].T, second[sample, 0]
 assert_close(out[3:8, 0], F.gelu(q[3:8, 0] @ w1, approximate="tanh") @ w2)
@@ -216,7 +219,7 @@ print(f"sample 2, head 0: W1 {list(w1.shape)}, W2 {list(w2.shape)}")
 #
 # A factor of 1/32 on either side, for one small batch:
 
-# %%
+# %% tags=["remove-input"]
 some = cu_seqlens([32, 20, 7], "cpu")
 tensors = [draw(59, dim=64) for _ in range(3)]
 for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
@@ -226,7 +229,7 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
     )
     difference = (inside - outside).norm() / outside.norm()
     assert difference < 1e-12 or difference > 0.5
-    print(f"{name:11} {difference:.2f} of the output")
+    print(f"{name:11} the two differ by {difference:.2f} of the output")
 
 # %% [markdown]
 # They agree exactly where the activation is *positively homogeneous*, $\mathrm{act}(s x) = s\,

@@ -258,9 +258,6 @@ chapter.table(
 # shape, strides and box, so the copying needs no address arithmetic and no registers. Rows of a
 # box that lie outside of the tensor are filled with zeros.
 #
-# Before TMA there was `cp.async` (in SASS LDGSTS), with which every thread copies 16 bytes of its
-# own to shared memory; the first rungs of the ladder still use it.
-#
 # What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, from
 # **HBM**, the memory. Our copies reach
 # {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`). At the clock at which the fastest
@@ -332,8 +329,7 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 #    completes the phase, and the second is subtracted from the next phase, which then completes
 #    before its own data are there. Announce too many bytes, and the wait hangs.
 # 4. **Multicast reports to each receiver.** A copy that TMA writes into several SMs of a
-#    {term}`cluster` subtracts its bytes from the barrier at the same place in every one of them.
-#    So each of these must announce the bytes for itself.
+#    {term}`cluster` subtracts its bytes from each one's barrier, and each must announce them.
 #
 # {doc}`../tools/emulator` builds such a barrier in ten lines. A *named barrier* is something else:
 # each program has 16 of them, and they count threads, no bytes.
@@ -434,9 +430,8 @@ assert hgmma * 16 == constants["HEAD_DIM"], "the text: 16 columns of head_dim ea
 chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.py for sm_90a")
 
 # %% [markdown]
-# - **IR** means intermediate representation. TTIR and TTGIR are Triton's; the second one assigns
-#   data to threads and may move or *add* waits ({doc}`../forward/v8_own_waits` is about one such
-#   wait).
+# - TTIR and TTGIR are Triton's intermediate representations (**IR**). The second one assigns data
+#   to threads and may move or *add* waits ({doc}`../forward/v8_own_waits`).
 # - **PTX** is NVIDIA's portable assembly. **ptxas**, the last compiler, makes **{term}`SASS`** of
 #   it, allots registers and reorders instructions. Only SASS shows what runs. The matmul above
 #   became {glue:text}`hgmma:.0f` HGMMA, each for 16 of the 64 columns of head_dim.
@@ -464,7 +459,7 @@ chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.
 # ## The table of facts
 
 # %% tags=["remove-input"]
-GUIDE, ISA = "CUDA programming guide", "PTX ISA"
+GUIDE, ISA = "guide", "PTX ISA"
 FACTS = [
     ("SMs", units.H200.sms, units.B200.sms, "device query"),
     ("schedulers of an SM", UNIT.schedulers, UNIT.schedulers, GUIDE),
@@ -473,9 +468,8 @@ FACTS = [
     ("shared memory of a program, KiB", SHARED // 1024,
      compile_check.SHARED_BYTES[100] // 1024, GUIDE),
     ("port, bytes a cycle", units.SMEM_BYTES, units.SMEM_BYTES, GUIDE),
-    ("bf16 MMA, FLOPs a cycle", units.H200.flops, units.B200.flops, "FlashAttention-4 paper"),
+    ("bf16 MMA, FLOPs a cycle", units.H200.flops, units.B200.flops, "FA4 paper"),
     ("MUFU results a cycle", units.MUFU_LANES, units.MUFU_LANES, GUIDE),
-    ("fp32 operations a cycle", UNIT.lanes, UNIT.lanes, GUIDE),
     ("rows M of an MMA", "64", "64, 128", ISA),
     ("tensor memory, columns", "none", f"{columns}", ISA),
     ("L2 cache, MiB", f"{machine.l2_bytes / 2**20:.0f}", "not measured", "device query"),
@@ -495,9 +489,9 @@ chapter.glue(shared=SHARED / 1024, port=units.SMEM_BYTES, mufu_rate=units.MUFU_L
              l2=machine.l2_bytes / 2**20)  # fmt: skip
 
 # %% [markdown]
-# Sources: {cite}`nvidiaptx,zadouri2026flashattention4` and the [CUDA programming
-# guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/). Which of the last three drift, and
-# by how much, {doc}`../measuring/roofline` says.
+# Sources: {cite}`nvidiaptx`, the [CUDA programming
+# guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/) and the FlashAttention-4 paper
+# {cite}`zadouri2026flashattention4`. By how much ceilings drift, {doc}`../measuring/roofline` says.
 #
 # ## Exercises
 #

@@ -79,7 +79,8 @@ print(w.lengths_q, "first lengths:", w.seqlens_q[:6])
 n = np.array(w.seqlens_q)
 pairs = int((n * n).sum())  # self-attention
 flops = 4 * w.num_heads_q * w.head_dim * pairs
-moved = 4 * int(n.sum()) * w.num_heads_q * w.head_dim * 2  # q, k, v read, o written, bf16
+rows = 4 * int(n.sum()) * w.num_heads_q  # of q, k and v, read, and o, written
+moved = rows * w.head_dim * 2  # bf16
 assert (pairs, flops, moved) == (w.pairs, w.flops("forward"), w.bytes("forward"))
 print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 

@@ -5,7 +5,7 @@
 # ---
 
 # %% [markdown]
-# # The emulator: order decides whether a kernel is right, and a laptop can prove it
+# # The emulator: a laptop proves the order of events
 #
 # Can a laptop without a GPU tell whether a warp-specialized kernel is right, and where it is not?
 #
