@@ -318,7 +318,7 @@ chapter.glue(box=BOX)
 chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the text")
 
 # %% [markdown]
-# Four rules about bytes follow, and each has hung or corrupted somebody's kernel:
+# Four rules about bytes follow:
 #
 # 1. **A copy may precede its `expect_tx`** ({numref}`fig-machine-barrier`). The phase still lacks
 #    the arrival, so it cannot end early.
