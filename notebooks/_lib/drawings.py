@@ -34,8 +34,6 @@ FAMILIES = {
 }
 """The workloads of `gdpa`, by the beginning of their names."""
 
-_MARKS = "os^Dv"
-
 
 @house.drawn
 def jagged(lengths: Sequence[int]) -> Figure:
@@ -283,21 +281,19 @@ def timelines(lines: Mapping[str, Timeline], *, cta: int = 0) -> Figure:
 
 @house.drawn
 def roofline(
-    points: pd.DataFrame,
+    brackets: pd.DataFrame,
+    climbs: pd.DataFrame,
     ceilings: Ceilings,
     levels: Mapping[str, float],
     labels: Mapping[str, str],
-    families: Mapping[str, str] = FAMILIES,
-    climb: pd.DataFrame | None = None,
 ) -> Figure:
-    """Workloads under a roof, both axes logarithmic: a mark at `high`, a line down to `low`.
+    """Kernels under a roof, both axes logarithmic: a thin bar from `low` to `high` for each of
+    `brackets`, an arrow from `first` to `last` for each of `climbs`.
 
-    `points`: by workload, columns `intensity` (FLOP/byte), `low` and `high` (TFLOP/s). `levels`:
-    further horizontal lines, TFLOP/s by text. `labels`: texts beside marks, by workload.
-    `families`: what the legend says of workloads that begin so, the first that fits. `climb`: what
-    kernels reach, by name and from the slowest, with columns `intensity` and `tflops`: an arrow.
+    Both by workload, with the column `intensity` (FLOP/byte); the others in TFLOP/s. `levels`:
+    further horizontal lines by text. `labels`: texts below arrows, by workload.
     """
-    with canvas(width=8.2, height=5.0) as (chart, axis):
+    with canvas(width=8.2, height=4.6) as (chart, axis):
         along = np.geomspace(45, 2600, 200)
         roofs = [np.minimum(along * rate / 1e3, ceilings.tflops) for _, rate in ceilings.copies]
         axis.fill_between(along, roofs[0], roofs[-1], color=INK, alpha=0.35, linewidth=0)
@@ -307,35 +303,32 @@ def roofline(
             note(axis, text, (2600, level), (0, 3), ha="right", va="bottom")
             if text not in texts:
                 axis.axhline(level, color=INK, linewidth=1, linestyle=(0, (1, 2)))
-        of = [next(stem for stem in families if name.startswith(stem)) for name in points.index]
-        for i, (stem, label) in enumerate(families.items()):
-            mine = points[[found == stem for found in of]]
-            axis.vlines(mine["intensity"], mine["low"], mine["high"], color=COLOURS[i],
-                        linewidth=1.4)  # fmt: skip
-            axis.plot(mine["intensity"], mine["high"], _MARKS[i], color=COLOURS[i], markersize=6,
-                      alpha=0.9, label=label)  # fmt: skip
+        axis.vlines(brackets["intensity"], brackets["low"], brackets["high"], color=INK,
+                    linewidth=3, alpha=0.4, label="bracket: no overlap to perfect")  # fmt: skip
+        found = [next(stem for stem in FAMILIES if name.startswith(stem)) for name in climbs.index]
+        for i, (stem, label) in enumerate(FAMILIES.items()):
+            mine = climbs[[stem == of for of in found]]
+            arrow = {"arrowstyle": "->", "color": COLOURS[i], "linewidth": 1.6}
+            for row in mine.itertuples():
+                axis.annotate("", (row.intensity, row.last), (row.intensity, row.first),
+                              arrowprops=arrow | {"shrinkA": 0, "shrinkB": 0})  # fmt: skip
+            if len(mine):
+                axis.plot(mine["intensity"], mine["first"], "o", color=COLOURS[i], markersize=4,
+                          label=label)  # fmt: skip
         for name, text in labels.items():
-            place = points["intensity"][name], points["high"][name]
-            note(axis, text, place, (-5, 4), ha="right")
-        if climb is not None:
-            shade = colour(climb.index[-1])
-            places = climb[["intensity", "tflops"]].to_numpy()
-            axis.annotate("", places[-1], places[0], arrowprops={
-                "arrowstyle": "-|>", "color": shade, "linewidth": 2})  # fmt: skip
-            for name, place in zip(climb.index, places, strict=True):
-                axis.plot(*place, "D", color=shade, markersize=5)
-                note(axis, name, place, (7, -3), color=shade, fontsize=8)
+            place = climbs["intensity"][name], climbs["first"][name]
+            note(axis, text, place, (0, -5), ha="center", va="top")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
         ticks = [64, 128, 256, 512, 1024, 2048]
         axis.set_xticks(ticks, ticks)
-        axis.set_yticks(ticks[1:], ticks[1:])
+        axis.set_yticks(ticks[1:5], ticks[1:5])
         axis.set_xlim(45, 2700)
-        axis.set_ylim(120, 2900)
+        axis.set_ylim(180, 1400)
         axis.grid(visible=True, axis="both")
         axis.set_xlabel("arithmetic intensity (useful FLOP / fewest byte)")
-        axis.set_ylabel("attainable TFLOP/s")
-        axis.legend(loc="lower right")
+        axis.set_ylabel("TFLOP/s, back to back")
+        axis.legend(loc="upper left")
         return chart
 
 

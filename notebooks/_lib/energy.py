@@ -1,14 +1,16 @@
-"""Joules of kernels back to back, split over what is counted, and the clocks that they run at."""
+"""Joules of kernels back to back, split over what is counted, and the clock that power allows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from gdpa_lab.measuring.record import Record
+from gdpa_lab.measuring.units import Chip
 from gdpa_lab.report.house import INK, RUNG_COLOURS, Figure, canvas
 
 
@@ -65,17 +67,72 @@ def fit(frame: pd.DataFrame, terms: Sequence[str], of: str = "joules") -> Fit:
     return Fit(found, pd.Series(residuals, frame.index), float(np.linalg.cond(unit)))
 
 
-def clocks(groups: Mapping[str, pd.DataFrame], busy: float) -> Figure:
-    """Clock over rate, a mark for each row of a group; a line where tensor cores that do `busy`
-    TFLOP/s a MHz never pause: below it nothing can be."""
+def busy_share(rows: pd.DataFrame, chip: Chip) -> pd.Series:
+    """Useful FLOPs over those of tensor cores that never pause at the clock that was read: the
+    share of their cycles in use."""
+    return rows["tflops"] * 1e6 / (chip.sms * chip.flops * rows["sm_clock_mhz"])
+
+
+def elasticity(rows: pd.DataFrame, by: Sequence[str]) -> tuple[float, pd.Series]:
+    """By how many per cent the rate rises when the share `busy` rises by one: the slope of
+    logarithms within groups of the columns `by`, of all together and of each with five rows."""
+    logs = np.log(rows[["busy", "tflops"]])
+    groups = [rows[column] for column in by]
+    centred = logs - logs.groupby(groups).transform("mean")
+    whole = (centred["busy"] * centred["tflops"]).sum() / (centred["busy"] ** 2).sum()
+    slopes = {
+        name: np.polyfit(group["busy"], group["tflops"], 1)[0]
+        for name, group in logs.groupby(groups)
+        if len(group) >= 5
+    }
+    return float(whole), pd.Series(slopes)
+
+
+@dataclass(frozen=True)
+class Wall:
+    """Power at the limit: (clock / 1,500 MHz) ** exponent (base + full * busy) + byte * GB/s, in W;
+    `rms_percent`: of the clocks that it was fitted to."""
+
+    limit: float
+    exponent: float
+    base: float
+    full: float
+    byte: float
+    rms_percent: float = 0.0
+
+    def clock(self, busy: Any, gbytes_per_s: Any) -> Any:
+        """The clock in MHz at which power meets the limit."""
+        left = (self.limit - self.byte * gbytes_per_s) / (self.base + self.full * busy)
+        return 1500 * left ** (1 / self.exponent)
+
+    def power(self, busy: float, gbytes_per_s: float, mhz: float) -> float:
+        """Watts at a clock that nothing limits."""
+        switched = (self.base + self.full * busy) * (mhz / 1500) ** self.exponent
+        return switched + self.byte * gbytes_per_s
+
+
+def fit_wall(rows: pd.DataFrame, limit: float, exponent: float) -> Wall:
+    """The three constants of `Wall` by least squares over rows at the limit, which have the columns
+    busy, gbytes_per_s and sm_clock_mhz."""
+    speed = (rows["sm_clock_mhz"] / 1500) ** exponent
+    terms = np.stack([speed, speed * rows["busy"], rows["gbytes_per_s"]], axis=1) / limit
+    found = np.linalg.lstsq(terms, np.ones(len(rows)), rcond=None)[0]
+    wall = Wall(limit, exponent, *map(float, found))
+    off = wall.clock(rows["busy"], rows["gbytes_per_s"]) / rows["sm_clock_mhz"] - 1
+    return replace(wall, rms_percent=100 * float(np.sqrt((off**2).mean())))
+
+
+def clocks(groups: Mapping[str, pd.DataFrame], wall: Wall, gbytes_per_s: float) -> Figure:
+    """Clock over the share of busy tensor-core cycles, a mark for each row of a group, and what
+    `wall` says of that memory traffic."""
     shades = (RUNG_COLOURS[3], RUNG_COLOURS[1], INK, RUNG_COLOURS[2])
     with canvas(width=7.2, height=3.9) as (chart, axis):
         for (name, rows), shade, mark in zip(groups.items(), shades, "os^D", strict=False):
-            axis.plot(rows["tflops"], rows["sm_clock_mhz"], mark, color=shade, label=name)
-        drawn = pd.concat(list(groups.values()))
-        ends = 0.9 * busy * drawn["sm_clock_mhz"].min(), 1.05 * drawn["tflops"].max()
-        axis.plot(ends, [rate / busy for rate in ends], color=INK, linestyle=(0, (4, 2)))
-        axis.set_xlabel("TFLOP/s, back to back")
+            axis.plot(100 * rows["busy"], rows["sm_clock_mhz"], mark, color=shade, label=name)
+        drawn = pd.concat(list(groups.values()))["busy"]
+        along = np.linspace(drawn.min(), drawn.max(), 60)
+        axis.plot(100 * along, wall.clock(along, gbytes_per_s), color=INK, linestyle=(0, (4, 2)))
+        axis.set_xlabel("tensor-core cycles in use, %, back to back")
         axis.set_ylabel("SM clock read, MHz")
         axis.legend(loc="lower left", fontsize=8.5)
         return chart

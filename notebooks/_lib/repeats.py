@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -91,8 +92,9 @@ def ceilings(runs: Sequence[Record]) -> pd.DataFrame:
 
 
 def ratios(found: pd.DataFrame) -> pd.DataFrame:
-    """For each pair of rungs that met on a workload in two or more records of `repeated`: by how
-    many per cent the time of either, and their ratio, differ between records."""
+    """For each pair of rungs that met on a workload in two or more records of `repeated`: in how
+    many, by how many per cent the time of either, and their ratio, differ between records, and the
+    standard deviation of the ratio over records in per cent."""
     rows = []
     for workload, kernels in found.groupby("workload"):
         wide = kernels.pivot_table(index="record", columns=KEY[1:], values="time_us_p50")
@@ -102,6 +104,20 @@ def ratios(found: pd.DataFrame) -> pd.DataFrame:
                 ratio = met[first] / met[second]
                 times = (met.max() / met.min()).max()
                 moved = (100 * (x - 1) for x in (times, ratio.max() / ratio.min()))
-                rows.append((workload, f"{first[0]} / {second[0]}", *moved))
-    columns = ["workload", "ratio of", "times differ by (%)", "ratios differ by (%)"]
-    return pd.DataFrame(rows, columns=columns)
+                deviation = 100 * float(np.log(ratio).std())
+                pair = workload, f"{first[0]} / {second[0]}", len(met)
+                rows.append((*pair, *moved, deviation))
+    columns = ["workload", "ratio of", "records", "times differ by (%)", "ratios differ by (%)"]
+    return pd.DataFrame(rows, columns=[*columns, "deviation (%)"])
+
+
+def students_t(runs: int, confidence: float = 0.95) -> float:
+    """How many standard errors either side of a mean of `runs` values hold the true mean with this
+    confidence. ValueError for fewer than two runs."""
+    if runs < 2:
+        raise ValueError(f"runs must be at least 2, got {runs}")
+    freedom, x = runs - 1, np.linspace(0, 700, 700_001)
+    scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
+    density = scale * (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+    inside = (2 * np.cumsum(density) - density[0]) * (x[1] - x[0])
+    return float(x[np.searchsorted(inside, confidence)])

@@ -5,19 +5,19 @@
 # ---
 
 # %% [markdown]
-# # How we measure, and what we would have claimed otherwise
+# # How we measure: only ratios within one run hold up
 #
 # When may one kernel be called faster than another?
 #
-# :::{admonition} In this chapter (25 minutes)
+# :::{admonition} In this chapter (35 minutes)
 # You will set the error budget of a kernel from its inputs, time it so that the number means
-# something, and say which differences are noise. Eight copies of one kernel agree within
-# {glue:text}`noise_floor:.1f` % in one record and differ by up to {glue:text}`between_worst:.0f` %
-# between records. A wrong protocol errs by a factor of {glue:text}`protocol_worst:.0f` up or
-# {glue:text}`protocol_lowest:.1f` down.
+# something, and say which differences are noise and how many runs settle a question. Eight copies
+# of one kernel agree within {glue:text}`noise_floor:.1f` % in one run and differ by up to
+# {glue:text}`between_worst:.0f` % between runs. A wrong protocol errs by a factor of
+# {glue:text}`protocol_worst:.0f` up or {glue:text}`protocol_lowest:.1f` down.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -40,14 +40,6 @@ data_dir = "data"
 
 # %% tags=["remove-cell"]
 chapter = Chapter("measuring/protocol", mode=mode, device=device, data_dir=data_dir)
-
-# %% [markdown]
-# ## One rung under four protocols
-#
-# Eight replicates of v2, then v2 at two batch sizes under our protocol and three wrong ones, one
-# after another: a few percent may be drift.
-
-# %%
 SHORT, LONG = "gdpa-self-full-256", "gdpa-self-full-1024"
 BARE, HOST = "no L2 flush, no lead, no warm-up", "host clock, no synchronisation"
 
@@ -84,8 +76,9 @@ us, rate, relative, low, high = (found[column].unstack().loc[shown] for column i
 # %% tags=["remove-input"]
 # | name: fig-measuring-protocols
 # | caption: >
-# |   Apparent rate of v2 under four protocols at two batch sizes, relative to ours at the same
-# |   batch (logarithmic). Bars from p20 to p80.
+# |   **A wrong protocol prints rates that the kernel does not have.** Apparent rate of
+# |   forward v2 at two batch sizes, relative to our protocol at the same batch (logarithmic). Bars
+# |   from p20 to p80.
 # | alt: >
 # |   A row for each protocol, two marks a row. Most lie close to one. Without lead and warm-up the
 # |   small batch of length 256 lies far left. The host clock lies far right.
@@ -106,16 +99,21 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
+# ## One kernel under four protocols
+#
+# {numref}`fig-measuring-protocols` times one kernel, {doc}`forward v2 <../forward/v2_tma>`, in four
+# ways:
+#
 # - *The host clock without synchronisation* times the enqueueing, {glue:text}`host_us:.0f` µs
 #   whatever the kernel does afterwards, and prints {glue:text}`host_short:,.0f` and
 #   {glue:text}`host_long:,.0f` TFLOP/s, beyond any ceiling of the machine.
-# - *No lead* errs the other way. At batch 32 and length 256 the kernel takes
+# - *Without a lead-in* the error goes the other way. At batch 32 and length 256 the kernel takes
 #   {glue:text}`small_us:.0f` µs, less than its launch. The first event fires while the host is
-#   still preparing the call, and {glue:text}`bare_us:.0f` µs are measured, as for any short kernel.
+#   still preparing the call, so {glue:text}`bare_us:.0f` µs are measured, as for any short kernel.
 # - *No flush* changes little for the published batch, which is much larger than any cache. At batch
 #   32 and length 256 all tensors stay in L2, and the kernel gains {glue:text}`warm:.0f` %.
-# - *Back to back*, without flush, lead or warm-up, the long kernel is **slower** by
-#   {glue:text}`rest:.1f` %: our pauses are also rests for a chip at its power limit.
+# - *Back to back*, without flush, lead-in or warm-up, the long kernel is **slower** by
+#   {glue:text}`rest:.1f` %. Our pauses are also rests for a chip at its power limit.
 #
 # ## Right before fast
 #
@@ -135,22 +133,34 @@ chapter.code(timing.sample_kernels, "for turn in rounds:", "return")
 # %% [markdown]
 # 1. **Flush.** {glue:text}`flush:.0f` MiB are written before each sample, several times the L2. A
 #    layer in a model finds the cache full of something else.
-# 2. **Lead.** The device idles for at least {glue:text}`pause:.0f` µs and twice the host's time to
-#    enqueue the call. When the first event fires, the kernel is already queued.
+# 2. **Lead-in.** The device idles for at least {glue:text}`pause:.0f` µs and twice the host's time
+#    to enqueue the call. When the first event fires, the kernel is already queued.
 # 3. **Turns.** All implementations of a workload alternate in an order shuffled every round, after
 #    {glue:text}`warmup:.0f` calls of warm-up. Whatever drifts, drifts for all.
 # 4. **Everything is kept.** {glue:text}`samples:.0f` samples go into the record; tables show the
 #    median (p50) and the 20th and 80th percentile. Nothing on the machine is set.
 #
-# That is scope `kernel`, the device time of the launch. Scope `op` is what a caller waits for on an
-# idle device: checks, allocation, any tile schedule, launch, completion. The published benchmark
-# leaves its schedule out; we show both.
+# ## Four scopes
+#
+# What is timed is called the *scope* of a number. There are four, and a rate means nothing without
+# its scope:
+#
+# | scope | what is timed | where it stands |
+# |:--|:--|:--|
+# | `kernel`, a *burst* | one launch at a time, with the pauses above | figures that say burst |
+# | `sustained`, *back to back* | one kernel for a second, without pauses | everywhere else |
+# | `op` | a whole call on an idle device, with checks and schedule | where it is named |
+# | `host` | until the call returns, while the device works | {doc}`../training/host_time` |
+#
+# A burst shows what a kernel can do on a rested chip. Back to back it shows what a training loop
+# gets; {doc}`power_wall` explains the difference. The published benchmark leaves its schedule out
+# of its times, so we show `kernel` and `op` where that matters.
 #
 # ## The noise floor
 #
-# First compare a kernel with itself: eight replicates of v2 took turns.
+# First compare a kernel with itself. Eight replicates of forward v2 took turns:
 
-# %%
+# %% tags=["remove-cell"]
 same = chapter.rows(variant=[f"replicate {i}" for i in range(8)])
 p20, p50, p80 = (
     same.pivot(index="variant", columns="workload", values=f"time_us_p{q}") for q in (20, 50, 80)
@@ -161,8 +171,8 @@ scatter = (100 * (p80 - p20) / p50).median()
 # %% tags=["remove-input"]
 # | name: fig-measuring-aa
 # | caption: >
-# |   One kernel, eight names: every sample of each replicate of v2, relative to the median of all
-# |   replicates on that workload.
+# |   **Eight copies of one kernel cannot be told apart.** Every sample of each replicate of forward
+# |   v2, relative to the median of all replicates on that workload.
 # | alt: >
 # |   Eight rows, two swarms of points each. All eight rows look alike: most points within three
 # |   percent of one, and a few groups further up.
@@ -181,14 +191,15 @@ chapter.glue(noise_floor=noise.max(), scatter=scatter.max())
 
 # %% [markdown]
 # The samples scatter by up to {glue:text}`scatter:.1f` % (p20 to p80). The medians agree within
-# {glue:text}`noise_floor:.1f` %, the **noise floor** of this book: a smaller difference between two
+# {glue:text}`noise_floor:.1f` %, the **noise floor** of this book. A smaller difference between two
 # rows of a record is no difference.
 #
-# ## Between records
+# ## Between runs
 #
-# Every rung that ran in several records of this system, unchanged and on the same workload:
+# A {term}`record` is what one run of one chapter leaves behind. Every kernel that ran in several
+# records of this machine, unchanged and on the same workload:
 
-# %%
+# %% tags=["remove-cell"]
 runs = [run for run in records.load_all(data_dir) if run.system == chapter.record().system]
 again = repeats.repeated(runs)
 worst = again.groupby(["workload", "impl"], as_index=False).agg(
@@ -203,35 +214,45 @@ short = worst[worst["time_us"] < 2000]["slower"]
 # %% tags=["remove-input"]
 # | name: fig-measuring-runs
 # | caption: >
-# |   The same kernel in several records of one machine: its slowest record relative to its fastest.
+# |   **Long kernels differ between runs by many times the noise floor.** The same kernel in several
+# |   runs on one machine: its slowest run relative to its fastest.
 # | alt: >
 # |   A scatter over time. Short kernels stay low, and so does v0 at any length. Some kernels of
 # |   full self-attention at 1,024 and 2,048 lie several times as high.
-kind = worst["impl"].eq("v0_eager").map({True: "v0, waiting for memory", False: "others"})
-points = worst[["time_us", "slower"]].set_axis(worst["impl"].where(worst["slower"] > 6, ""))
+kind = worst["impl"].eq("v0_eager").map({True: "forward v0, waiting for memory", False: "others"})
+labelled = worst["slower"].rank(ascending=False) <= 3
+points = worst[["time_us", "slower"]].set_axis(worst["impl"].where(labelled, ""))
 groups = dict(list(points.groupby(kind.to_numpy())))
 chart = rare_charts.scatter(groups, xlabel="time (µs)", ylabel="slowest over fastest record (%)")
-chapter.figure(chart, data=again.drop(columns="source"), measured=sorted(set(again["record"])))
+chapter.figure(
+    chart, data=again.drop(columns="source"),
+    measured=f"{again['record'].nunique()} records of one NVIDIA H200, named in the data",
+)  # fmt: skip
 assert (example["notebook"].tail(3) == "measuring/protocol").all(), "the text says so"
 chapter.glue(
     between_worst=example["slower"].max(), records=example["record"].nunique(),
     factor=example["slower"].max() / noise.max(), short=short.max(),
     ratio_worst=ratios["ratios differ by (%)"].max(), pairs=len(ratios),
+    deviation=(deviation := ratios.loc[ratios["records"] > 2, "deviation (%)"].median()),
+    settled=(settled := next(n for n in range(2, 99)
+                             if repeats.students_t(n) * deviation / n**0.5 < 1)),
     slow_clock=clocks[example["record"].iloc[-1]], fast_clock=clocks[example["record"].iloc[0]],
 )  # fmt: skip
 
 # %% [markdown]
-# Kernels shorter than 2 ms repeat within {glue:text}`short:.1f` %. v2 on full self-attention at
-# 1,024 differs by {glue:text}`between_worst:.0f` % between {glue:text}`records:.0f` records,
-# {glue:text}`factor:.0f` times the noise floor. No error bar shows that, since the samples of one
-# record share their conditions. In the slow records, those of this chapter, the kernel took turns
-# with copies of itself only; in the others with all kinds of kernels, some of which mostly wait for
-# memory. A long kernel that keeps the tensor cores busy meets the board's power limit, and its
-# clock depends on what ran just before: {glue:text}`fast_clock:,.0f` MHz after the fastest record,
-# {glue:text}`slow_clock:,.0f` after the slowest. This fits, but is no proof.
+# Kernels shorter than 2 ms repeat within {glue:text}`short:.1f` %. Forward v2 on full
+# self-attention at 1,024 differs by {glue:text}`between_worst:.0f` % between
+# {glue:text}`records:.0f` runs, {glue:text}`factor:.0f` times the noise floor. No error bar shows
+# that, since the samples of one run share their conditions.
 #
-# What survives is the **ratio** of two kernels of one record. For {glue:text}`pairs:.0f` pairs of
-# rungs that met on the same workload in two or more records:
+# The slow runs are this chapter's own. Here v2 ran among eight copies of itself, so the chip never
+# cooled. In the fast runs it ran among kernels that wait for memory, and the chip rested. A long
+# kernel that keeps the tensor cores busy meets the board's power limit, and its clock depends on
+# what ran just before: {glue:text}`fast_clock:,.0f` MHz after the fastest run,
+# {glue:text}`slow_clock:,.0f` after the slowest. This fits, but it is no proof.
+#
+# Only **ratios** of two kernels measured in the same run hold up. For {glue:text}`pairs:.0f` pairs
+# of kernels that met on the same workload in two or more runs:
 
 # %% tags=["remove-input"]
 chapter.predict(
@@ -239,19 +260,61 @@ chapter.predict(
     ratios["ratios differ by (%)"].max(), most=ratios["times differ by (%)"].max(),
     form=".1f", unit=" %",
 )  # fmt: skip
+chapter.predictions()
 
 # %% [markdown]
-# ### Which ceilings there are
+# ## How many runs: the process is the sample
+#
+# Thirty samples of one process are not thirty answers to "is B faster than A". They share one chip
+# temperature, one memory layout and one clock. The unit that repeats is the whole process, so *one
+# process is one sample*, however often it launches the kernel.
+#
+# Take $n$ processes, each with its own ratio $r_i$ of the two kernels. Their mean has the
+# **standard error** $s / \sqrt{n}$, where $s$ is the standard deviation of the $r_i$. With few runs
+# $s$ itself is uncertain, so the interval that holds the true ratio with 95 % probability is wider
+# than the familiar two standard errors. It is $t\, s / \sqrt{n}$ to either side, with Student's $t$
+# for $n - 1$ degrees of freedom. Among the pairs above that met in three or more runs, the median
+# of $s$ is {glue:text}`deviation:.1f` %:
+
+# %% tags=["remove-input"]
+counts = (2, 3, 5, 10)
+needed = pd.DataFrame({"processes": counts})
+needed["Student's t"] = [round(repeats.students_t(n), 2) for n in counts]
+needed["interval, ± %"] = [
+    round(repeats.students_t(n) * deviation / n**0.5, 1) for n in counts
+]  # fmt: skip
+chapter.table(
+    needed,
+    caption="**Two processes settle almost nothing.** Half width of the 95 % interval of a ratio.",
+    computed=f"t s / sqrt(n) with s = {deviation:.1f} %, the median over pairs of these records",
+)
+
+# %% [markdown]
+# *A worked number.* Three processes say that B is 1.9 %, 2.6 % and 2.1 % faster. The mean is 2.2 %,
+# $s = 0.36$ points, the standard error $0.36 / \sqrt{3} = 0.21$. With $t = 4.30$ the interval is
+# 2.2 ± 0.9 %: B is faster. Had it been one process with thirty samples, we would know only that B
+# was faster that morning. To resolve 1 % one needs about {glue:text}`settled:.0f` processes.
+#
+# Most chapters of this book have one run per figure. So read differences of one or two per cent
+# between two kernels as ties, unless the text says how often they were repeated.
+#
+# ## Which ceilings there are
 #
 # Every record measures its own ceilings in each scope that it has, and a share of the
 # {term}`roofline` is one of those: the line under a figure names the matmul. The newest record of
 # each chapter that ran {term}`back to back <sustained scope>`, by date:
 
-# %%
+# %% tags=["remove-input"]
 limits = repeats.ceilings(runs)
 loops = limits.dropna().sort_values("record")
-chapter.table(loops.drop(columns="record").round(0).reset_index(), data=limits.reset_index(),
-              measured=list(loops["record"]))  # fmt: skip
+narrow = loops.drop(columns="record").astype(float).round(0).astype(int)
+narrow.columns = ["matmul, burst", "back to back", "clock, MHz", "copy, GB/s"]
+chapter.table(
+    narrow.reset_index(), data=limits.reset_index(),
+    caption="**The ceiling in bursts hardly moves; back to back it drifts.** TFLOP/s of a matmul, "
+    "the clock back to back, and copies.",
+    measured=f"{len(loops)} records of one NVIDIA H200, named in the data",
+)  # fmt: skip
 for name, values in {"burst": limits["matmul, burst"], "loop": loops["matmul, back to back"],
                      "copy": limits["copy 1:1, burst (GB/s)"]}.items():  # fmt: skip
     chapter.glue(**{f"{name}_low": values.min(), f"{name}_high": values.max(),
@@ -264,12 +327,12 @@ for name, values in {"burst": limits["matmul, burst"], "loop": loops["matmul, ba
 # ({glue:text}`loop_spread:.1f` %): the limit over the energy of a FLOP, which follows temperature
 # and voltage. Copies stay within {glue:text}`copy_spread:.1f` %.
 #
-# ## The surprise
+# ## What the protocol cannot remove is the power limit
 #
-# The protocol removes the effects of caches, launches and the host. What remained was the power
-# limit: it makes zeros fast ({doc}`roofline`), rest valuable and yesterday's record incomparable.
-# Kernels measured *together* share it, so their order holds; how far apart they are in a loop that
-# never rests is another question ({doc}`power_wall`). For your own GPU: `make compare`
+# The protocol removes the effects of caches, launches and the host. The power limit remains: it
+# makes zeros fast ({doc}`roofline`), rest valuable and yesterday's times incomparable. Kernels
+# measured *together* share it, so their order holds. How far apart they are in a loop that never
+# rests is the question of the {doc}`next chapter <power_wall>`. For your own GPU run `make compare`
 # ({doc}`../../reproduce`).
 
 # %% tags=["remove-input"]
@@ -290,15 +353,16 @@ if compared:
 # :::{exercise} Two percent
 # :label: ex-measuring-two-percent
 #
-# A pull request makes v2 2 % faster at gdpa-self-full-1024, by `make measure` before and after, on
-# the machine of this book. What would convince you? *(thought, five minutes)*
+# A pull request makes forward v2 2 % faster at gdpa-self-full-1024, by `make measure` before and
+# after, on the machine of this book. What would convince you? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-measuring-two-percent
 # :class: dropdown
 #
-# Two records of that workload differ by up to {glue:text}`between_worst:.0f` % without any change.
-# Measure both versions in one run: there 2 % is several times the noise floor.
+# Two runs of that workload differ by up to {glue:text}`between_worst:.0f` % without any change.
+# Measure both versions in one run, where 2 % is several times the noise floor, and repeat the run
+# in five processes: the interval of the ratio should exclude zero.
 # :::
 #
 # :::{exercise} The interval of a median
@@ -320,8 +384,9 @@ if compared:
 # :::{exercise} Cold rivals
 # :label: ex-measuring-rivals
 #
-# Change `plan` so that v2 at gdpa-self-full-1024 takes turns once with seven copies of itself and
-# once with seven copies of 1 GiB. Predict the two medians, then measure. *(a GPU, half an hour)*
+# Change `plan` so that forward v2 at gdpa-self-full-1024 takes turns once with seven copies of
+# itself and once with seven copies of 1 GiB. Predict the two medians, then measure. *(GPU, half an
+# hour)*
 # :::
 #
 # :::{solution} ex-measuring-rivals
@@ -334,5 +399,5 @@ if compared:
 # ## Takeaways
 #
 # - Check first, with a budget computed from the data. A fast wrong kernel has no time at all.
-# - Flush, lead, turns. Measure a kernel against itself before you measure it against another.
-# - Compare within one record. A long kernel at the power limit remembers its company.
+# - Flush, lead in, take turns. Measure a kernel against itself before measuring it against another.
+# - Compare within one run, and count processes, not samples.

@@ -5,26 +5,27 @@
 # ---
 
 # %% [markdown]
-# # Roofline: a bracket of time before there is a kernel
+# # Roofline: bound the run time before you write the kernel
 #
 # How fast could GDPA run on this GPU if nobody made a mistake?
 #
-# :::{admonition} In this chapter (20 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will put any workload between two times, one for perfect overlap of arithmetic and traffic and
-# one for none, from two measured ceilings: matmuls at {glue:text}`matmul:.0f` TFLOP/s, copies at
-# {glue:text}`copy_gbytes:,.0f` to {glue:text}`copy_high:,.0f` GB/s. Of the
+# one for none, from two measured ceilings: matmuls at {glue:text}`matmul:.0f` TFLOP/s in bursts,
+# copies at {glue:text}`copy_gbytes:,.0f` to {glue:text}`copy_high:,.0f` GB/s. Of the
 # {glue:text}`published:.0f` published shapes {glue:text}`memory_bound:.0f` are memory-bound, and a
 # kernel whose tensor cores wait for the tanh cannot exceed {glue:text}`in_turns:.0f` TFLOP/s.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 import functools
 
 import pandas as pd
 import torch
 
-from _lib import drawings
-from gdpa_lab.measuring import roofline, timing
+from _lib import drawings, repeats
+from gdpa_lab.measuring import record as records
+from gdpa_lab.measuring import roofline, timing, units
 from gdpa_lab.measuring import system as systems
 from gdpa_lab.measuring.workloads import FIGURES, WORKLOADS, workload
 from gdpa_lab.report import charts, claims, results
@@ -35,7 +36,7 @@ mode = "replay"
 device = "cpu"
 data_dir = "data"
 
-# %% tags=["hide-input"]
+# %% tags=["remove-cell"]
 chapter = Chapter("measuring/roofline", mode=mode, device=device, data_dir=data_dir)
 
 
@@ -52,8 +53,6 @@ def plan(session):
 
 chapter.measure(plan)
 compared = chapter.compare(plan)
-
-# %%
 record = chapter.record()
 machine = systems.load(chapter.data_dir / "systems" / f"{record.system}.json")
 ceilings = results.ceilings(record)
@@ -61,42 +60,54 @@ tanh_per_us = 16 * machine.num_sms * machine.max_sm_clock_mhz  # 16 per SM and c
 tanh = tanh_per_us * 4 * 128 / 1e6  # as TFLOP/s of matmuls at head_dim 128
 in_turns = 1 / (1 / ceilings.tflops + 1 / tanh)
 
-everything = {}
-for name, work in WORKLOADS.items():
-    found = roofline.bracket(work, "forward", ceilings)
-    everything[name] = {
-        "intensity": work.flops("forward") / work.bytes("forward"),
-        "bound": found.bound,
-        "high": found.tflops_at_lower,
-        "low": work.flops("forward") / found.upper_us / 1e6,
-    }
-everything = pd.DataFrame(everything).T.rename_axis("workload").infer_objects()
+
+def brackets(names, ceilings):
+    """The ends of the bracket of each workload, in TFLOP/s."""
+    rows = {}
+    for name in names:
+        work = WORKLOADS[name]
+        found = roofline.bracket(work, "forward", ceilings)
+        rows[name] = {
+            "intensity": work.flops("forward") / work.bytes("forward"),
+            "bound": found.bound,
+            "high": found.tflops_at_lower,
+            "low": work.flops("forward") / found.upper_us / 1e6,
+        }
+    return pd.DataFrame(rows).T.rename_axis("workload").infer_objects()
+
+
+everything = brackets(WORKLOADS, ceilings)
+loop = results.ceilings(chapter.record("measuring/power_wall"), "sustained")
+climbed = ["v1_tiled", "v8_own_waits"]
+measured = chapter.rows("measuring/power_wall", scope="sustained", direction="forward",
+                        impl=climbed)  # fmt: skip
+measured = measured[measured["workload"].isin(list(WORKLOADS))]
+climbs = measured.pivot(index="workload", columns="impl", values="tflops").dropna()
+climbs = climbs.set_axis(["first", "last"], axis=1).join(everything["intensity"])
+under = brackets(climbs.index, loop)
 
 # %% tags=["remove-input"]
 # | name: fig-roofline-workloads
 # | caption: >
-# |   The roofline of the H200 and every forward workload under it, both axes logarithmic. A mark is
-# |   the fast end of the bracket (perfect overlap), the line below it reaches to the slow end
-# |   (none). Grey slope: copies of 1:1 to 3:1. Dotted: one tanh per score alone, and matmuls and
-# |   tanh in turns. Half dense and half jagged coincide, and so do self and cross at 256.
+# |   **From forward v1 to v8 the kernels climb most of the way to the roof.** The roof of the H200
+# |   back to back, both axes logarithmic. Arrows: from forward v1 to forward v8. Bars: the bracket
+# |   of that workload, from no overlap to perfect overlap. Dotted: matmuls and tanh in turns.
 # | alt: >
-# |   A roof: a slope, then a flat top from about 180 FLOP per byte on. Marks of five families lie
-# |   on it: short self-attention on the slope, long self-attention on the flat part,
-# |   cross-attention crowded around the knee. The line of tanh lies far above the roof.
-levels = {f"one tanh per score: {tanh:.0f}": tanh, f"in turns: {in_turns:.0f}": in_turns}
+# |   A roof: a slope, then a flat top. Under it stand upright arrows in three colours. Each begins
+# |   at half to two thirds of the roof and ends inside or just below a grey bar that touches the
+# |   roof.
+turns_loop = 1 / (1 / loop.tflops + 1 / tanh)
+levels = {f"in turns: {turns_loop:.0f}": turns_loop}
 labels = {f"gdpa-self-full-{n}": f"{n}" for n in (256, 1024)}
-chapter.figure(
-    drawings.roofline(everything, ceilings, levels, labels), data=everything.reset_index(),
-    modelled=f"counts of the workloads over the ceilings measured in record {record.id}",
-)  # fmt: skip
+chapter.figure(drawings.roofline(under, climbs, loop, levels, labels), measured=measured)
 
 # %% [markdown]
 # ## FLOPs per byte
 #
-# The useful FLOPs and fewest bytes of a {term}`workload` need no kernel. Forward, with $h$ heads of
-# dimension $d$ and 2 bytes per number, a sequence of $n$ queries and $m$ keys needs two matmuls at
-# two FLOPs per multiply-add; q, k and v are read once and o is written once. Heads and head
-# dimension cancel in the quotient, the **{term}`arithmetic intensity`**
+# The useful FLOPs and fewest bytes of a {term}`workload` need no kernel. In the forward pass, with
+# $h$ heads of dimension $d$ and 2 bytes per number, a sequence of $n$ queries and $m$ keys needs
+# two matmuls at two FLOPs per multiply-add; q, k and v are read once and o is written once. Heads
+# and head dimension cancel in the quotient, the **{term}`arithmetic intensity`**
 #
 # $$
 # I = \frac{4\,h\,d\,n\,m}{2\,h\,d\,(2n + 2m)} = \frac{n\,m}{n + m} \;\text{FLOP/byte}.
@@ -115,11 +126,15 @@ chapter.figure(
 # copy is slower, because DRAM loses time when it turns from reading to writing. Between measured
 # mixes we interpolate:
 
-# %%
+# %% tags=["remove-input"]
 mixes = pd.DataFrame(ceilings.copies, columns=["read per written byte", "GB/s"])
-chapter.table(mixes, measured=[record.id])
+chapter.table(
+    mixes.round({"read per written byte": 2, "GB/s": 0}),
+    caption="**The more a copy reads for each byte it writes, the faster it is.** Copies by mix.",
+    measured=[record.id],
+)
 
-# %%
+# %% tags=["remove-cell"]
 sweep = chapter.recorded("matmul").groupby(["size", "values", "flops"])["time_us"].median()
 rates = sweep.reset_index().assign(tflops=lambda t: t["flops"] / t["time_us"] / 1e6)
 rates = rates.pivot(index="size", columns="values", values="tflops")
@@ -128,13 +143,13 @@ gain = 100 * (rates["zeros"] / rates["random"] - 1)
 # %% tags=["remove-input"]
 # | name: fig-roofline-ceilings
 # | caption: >
-# |   Square bf16 matmuls by size, of random numbers and of zeros: the same instructions. Dashed:
-# |   the ceiling of this record, a matmul of 8,192.
+# |   **Zeros are faster than random numbers, by the same instructions.** Square bf16 matmuls by
+# |   size, in bursts. Dashed: the ceiling of this record, a matmul of 8,192.
 # | alt: >
 # |   Two lines over a logarithmic size axis. Both rise steeply at first and level off near
 # |   the dashed ceiling, zeros above random numbers.
 chart = charts.lines(
-    rates, xlabel="size of the square matrices", ylabel="TFLOP/s",
+    rates, xlabel="size of the square matrices", ylabel="TFLOP/s, burst",
     highlight=["random"], log="x", levels={"matmul of 8,192": ceilings.tflops},
 )  # fmt: skip
 chapter.figure(chart, data=rates.reset_index(), measured=[record.id])
@@ -145,16 +160,32 @@ chapter.glue(
 )  # fmt: skip
 assert (gain[gain.index >= 2048] > 0).all() and abs(gain[1024]) < 2, "the text says so"
 
+# %% tags=["remove-cell"]
+runs = [run for run in records.load_all(chapter.data_dir) if run.system == record.system]
+all_limits = repeats.ceilings(runs)
+for key, column in {"burst": "matmul, burst", "sustained": "matmul, back to back",
+                    "copies": "copy 1:1, burst (GB/s)"}.items():  # fmt: skip
+    values = all_limits[column].dropna().astype(float)
+    chapter.glue(**{f"{key}_median": values.median(),
+                    f"{key}_drift": 100 * (values.max() / values.min() - 1)})  # fmt: skip
+    assert values.max() / values.min() < 1.05, "the text: a few per cent"
+
 # %% [markdown]
+# **Which ceiling to use.** The matmul drifts by {glue:text}`burst_drift:.0f` % between runs in
+# bursts and by {glue:text}`sustained_drift:.0f` % back to back, copies by
+# {glue:text}`copies_drift:.0f` %; every figure uses those of its own run, and for arithmetic on
+# paper take the medians, {glue:text}`burst_median:.0f` TFLOP/s in bursts,
+# {glue:text}`sustained_median:.0f` back to back and {glue:text}`copies_median:,.0f` GB/s.
+#
 # *Small problems do not reach the ceiling.* A matmul of 1,024 has 64 output tiles of 128 by 128 for
 # {glue:text}`sms:.0f` SMs and reaches {glue:text}`small_matmul:.0f` TFLOP/s. The bracket ignores
 # that: it is meant for launches that fill the machine, as batch 1,152 does.
 #
-# *Zeros are faster*, by {glue:text}`zeros_4096:.1f` % at 4,096 and {glue:text}`zeros_8192:.1f` % at
-# 8,192, and not at all at 1,024, where nothing is hot. The likely reason is power: zeros switch
-# fewer transistors, and under a limit of {glue:text}`watts:.0f` W energy that is not spent comes
-# back as clock frequency. A benchmark that allocates its inputs with `zeros` or `empty` measures
-# another chip.
+# *Zeros are faster* than random numbers, by {glue:text}`zeros_4096:.1f` % at 4,096 and
+# {glue:text}`zeros_8192:.1f` % at 8,192, and not at all at 1,024, where nothing is hot. The likely
+# reason is power: zeros switch fewer transistors, and under a limit of {glue:text}`watts:.0f` W
+# energy that is not spent comes back as clock frequency. A benchmark that allocates its inputs with
+# `zeros` or `empty` measures another chip.
 #
 # ## The bracket
 #
@@ -162,18 +193,19 @@ assert (gain[gain.index >= 2048] > 0).all() and abs(gain[1024]) < 2, "the text s
 # overlap a kernel takes the larger of the two, with none their sum:
 
 # %%
-found = roofline.bracket(workload("gdpa-self-full-1024"), "forward", ceilings)
-print(f"matmul floor {found.compute_us:.0f} us, memory floor {found.memory_us:.0f} us")
-print(f"bracket {found.lower_us:.0f} to {found.upper_us:.0f} us, bound by {found.bound}")
+work = workload("gdpa-self-full-1024")
+found = roofline.bracket(work, "forward", ceilings)
+print(f"floors: matmul {found.compute_us:.0f}, memory {found.memory_us:.0f} us")
+print(f"bracket: {found.lower_us:.0f} to {found.upper_us:.0f} us")
 
 # %% [markdown]
 # `percent_of_roofline`, in every table of this book, is `lower_us` over the measured time. A kernel
 # *above* the bracket wastes more than overlap: it moves bytes twice, leaves SMs idle, or is limited
 # by something that the two ceilings leave out. A correct kernel *below* it would mean that FLOPs or
-# bytes are counted wrongly, or that a ceiling is too low. All forward kernels of
-# {doc}`../forward/results`, each with the ceilings of its record:
+# bytes are counted wrongly, or that a ceiling is too low. We expect that of none of the forward
+# kernels in {doc}`../forward/results`.
 
-# %% tags=["remove-input"]
+# %% tags=["remove-cell"]
 timed = chapter.rows("forward/results", direction="forward").dropna(subset=["percent_of_roofline"])
 chapter.predict(
     f"None of {len(timed)} correct kernel times lies below its bracket.",
@@ -195,35 +227,50 @@ chapter.glue(
 
 # %% [markdown]
 # The **ridge** of the roof is where both floors are equal: {glue:text}`ridge_low:.0f` to
-# {glue:text}`ridge_high:.0f` FLOP/byte, depending on the mix. Left of it bytes decide. At length
-# 256 the slow end of the bracket is {glue:text}`full_256:.1f` times the fast one: overlap matters
-# more than fast multiplication. At 2,048 the two are {glue:text}`gap:.0f` % apart, and traffic
-# hardly counts.
+# {glue:text}`ridge_high:.0f` FLOP/byte, depending on the mix. (Other chapters compute it from the
+# ceilings of their own runs and get a few per cent more or less.) Left of it bytes decide. At
+# length 256 the slow end of the bracket is {glue:text}`full_256:.1f` times the fast one: overlap
+# matters more than fast multiplication. At 2,048 the two are {glue:text}`gap:.0f` % apart, and
+# traffic hardly counts.
 #
-# ## A third ceiling
+# ## A third ceiling: the tanh
 #
-# `tanh.approx` runs on the special function units, which deliver 16 results per SM and clock. One
-# score costs one of them and $4d$ FLOPs of matmul. At the highest clock of this machine,
-# {glue:text}`clock:,.0f` MHz on {glue:text}`sms:.0f` SMs, that is {glue:text}`tera:.2f` · 10¹²
-# scores per second, or {glue:text}`tanh:,.0f` TFLOP/s of useful work at head_dim 128 (modelled),
-# and half of that at 64.
+# `tanh.approx` runs on the special function units ({term}`MUFU`), which deliver 16 results per SM
+# and clock. One score costs one of them and $4d$ FLOPs of matmul. At the highest clock of this
+# machine, {glue:text}`clock:,.0f` MHz on {glue:text}`sms:.0f` SMs, that is {glue:text}`tera:.2f` ·
+# 10¹² scores per second, or {glue:text}`tanh:,.0f` TFLOP/s of useful work at head_dim 128
+# (modelled), and half of that at 64.
 #
-# So the tanh of a tile takes {glue:text}`share:.0f` % of the time of its two matmuls. Overlapped
-# with them it costs nothing. *Between* them it costs all of that: the first matmul must end before
-# the activation can begin, and the activation before the second matmul. A kernel whose tensor cores
-# wait meanwhile reaches at most {glue:text}`in_turns:.0f` TFLOP/s, {glue:text}`turns_share:.0f` %
-# of the compute ceiling. The rungs up to {doc}`v3 <../forward/v3_persistent>` overlap the two only
-# as far as the hardware happens to interleave programs, and stay below that line:
+# **Why 50 % in one chapter and {glue:text}`share:.0f` % here?** Counted in *cycles*, one `tanh` per
+# score always takes {glue:text}`cycles:.0f` % of the tensor cores' time
+# ({doc}`../operator/machine`), because both count at the same clock. Counted in *time* against the
+# measured matmul, it takes {glue:text}`share:.0f` %. The power limit keeps that matmul at a clock
+# of {glue:text}`ghz:.2f` GHz, while the line above assumes that a kernel which only evaluates tanh
+# runs at the highest clock. The quotient of the two clocks is the quotient of the two shares. Use
+# 50 % when you plan a kernel, since its units share one clock.
+#
+# Overlapped with the matmuls the tanh costs nothing. *Between* them it costs all of its time: the
+# first matmul must end before the activation can begin, and the activation before the second
+# matmul. A kernel whose tensor cores wait meanwhile reaches at most {glue:text}`in_turns:.0f`
+# TFLOP/s in a burst, {glue:text}`turns_share:.0f` % of the compute ceiling. The kernels up to
+# {doc}`forward v3 <../forward/v3_persistent>` overlap the two only as far as the hardware happens
+# to interleave programs, so we expect them to stay below that line:
 
 # %% tags=["remove-input"]
 early = timed[timed["impl"].isin(["v1_tiled", "v2_tma", "v3_persistent"])]
 chapter.predict(
-    "No rung from v1 to v3 passes the line of matmuls and tanh in turns.",
+    "No kernel from forward v1 to v3 passes the line of matmuls and tanh in turns.",
     early["tflops"].max(), most=in_turns, form=".0f", unit=" TFLOP/s",
 )  # fmt: skip
+chapter.predictions()
+ghz = units.H200.clock_ghz(ceilings.tflops)
+cycles = 100 * 128**2 / units.MUFU_LANES / units.mma(units.H200, 2)
+highest = machine.max_sm_clock_mhz / 1e3
+assert abs(cycles * ghz / highest - 100 * ceilings.tflops / tanh) < 0.1, "the text: the two clocks"
+chapter.glue(cycles=cycles, ghz=ghz)
 
 # %% [markdown]
-# ## The surprise
+# ## Short keys never become compute-bound
 #
 # Cross-attention with many queries does not become compute-bound like long self-attention: every
 # query moves rows of its own, and 256 keys cap the intensity at 256. At 2,048 queries the matmul
@@ -278,7 +325,7 @@ chapter.glue(b200_gbytes=gbytes.max(), b200_busiest=gbytes.idxmax(),
 # :label: ex-roofline-falsify
 #
 # Make `percent_of_roofline` exceed 100 for a correct kernel without touching the kernel. How do the
-# records of this book rule that out? *(thought, then a GPU)*
+# records of this book rule that out? *(paper, then GPU)*
 # :::
 #
 # :::{solution} ex-roofline-falsify

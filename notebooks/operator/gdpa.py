@@ -4,16 +4,16 @@
 # ---
 
 # %% [markdown]
-# # What is GDPA? Two matmuls around an activation
+# # GDPA is attention without softmax: blocks of keys simply add up
 #
 # What is left of attention when an element-wise activation replaces the softmax?
 #
-# :::{admonition} In this chapter (20 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will call the operator in its three uses, stream it over blocks of keys in four lines, and
-# tell two published scale conventions apart. Without softmax, blocks of keys simply add up.
+# tell two published scale conventions apart.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
@@ -34,8 +34,8 @@ chapter = Chapter("operator/gdpa", mode=mode, device=device, data_dir=data_dir)
 # %% tags=["remove-input"]
 # | name: fig-gdpa-uses
 # | caption: >
-# |   One operator, three uses: the score matrices of three sequences with 6, 2 and 9 tokens. Rows
-# |   are queries, columns are keys.
+# |   **One operator has three uses, which differ only in their lengths.** The score matrices of
+# |   three sequences with 6, 2 and 9 tokens, a colour each. Rows are queries, columns are keys.
 # | alt: >
 # |   Three panels. Self-attention: squares of side 6, 2 and 9. PMA: rectangles of height 4 and
 # |   widths 6, 2 and 9. PFFN: rectangles of width 4 and heights 6, 2 and 9.
@@ -98,9 +98,9 @@ print(f"cu_seqlens {offsets.tolist()}, out {list(out.shape)}")
 # %% tags=["remove-input"]
 # | name: fig-gdpa-jagged
 # | caption: >
-# |   The batch of the code above. Top: its ten rows in memory, with cu_seqlens below them. Bottom:
-# |   the same batch padded to its longest sequence. Empty cells would be read, multiplied and
-# |   written for nothing.
+# |   **Padding doubles this batch; packing adds nothing but offsets.** The batch of the code above.
+# |   Top: its ten rows in memory, with cu_seqlens below them. Bottom: the same batch padded to its
+# |   longest sequence. Empty cells would be read, multiplied and written for nothing.
 # | alt: >
 # |   Ten coloured cells in one line: three of sequence 0, five of sequence 2, two of sequence 3,
 # |   with the offsets 0, 3, 3, 8 and 10 under their borders. Below, a grid of four rows and five
@@ -140,6 +140,7 @@ def softmax_in_blocks(q, blocks):
     return out / row_sum
 
 
+# %% tags=["remove-cell"]
 one, keys, values = draw(64)[:, 0], draw(64)[:, 0], draw(64)[:, 0]
 blocks = list(zip(keys.split(16), values.split(16), strict=True))
 for some in (blocks, blocks[::-1]):
@@ -155,9 +156,10 @@ for some in (blocks, blocks[::-1]):
 # | blocks of keys on different SMs | merged by their statistics | added |
 # | a query without keys | 0/0 | 0 |
 #
-# Without the rescaling, the published GDPA kernel could drop a whole stage of four warps
-# {cite}`meta2026gem`. The price: a softmax row averages its values, a GDPA row sums them, and it
-# grows with the number of keys unless a scale prevents it.
+# FlashAttention-4 keeps one group of four warps only for rescaling the output
+# {cite}`zadouri2026flashattention4`. GDPA has nothing to rescale, so the published kernel does
+# without this group {cite}`meta2026gem`. There is a price. A softmax row averages its values, while
+# a GDPA row sums them, so it grows with the number of keys unless a scale prevents it.
 #
 # ## One operator, three uses
 #
@@ -186,7 +188,9 @@ print(f"{list(seeds.shape)} -> {list(pooled.shape)}")
 width = 6
 layers = cu_seqlens([width] * len(lengths), "cpu")
 first, second = draw(24), draw(24)  # computed from the context
-out = gdpa(q, first, second, offsets, layers, 5, width, scale=1.0, impl="reference")
+out = gdpa(
+    q, first, second, offsets, layers, 5, width, scale=1.0, impl="reference"
+)  # fmt: skip
 sample = slice(2 * width, 3 * width)
 w1, w2 = first[sample, 0].T, second[sample, 0]
 assert_close(out[3:8, 0], F.gelu(q[3:8, 0] @ w1, approximate="tanh") @ w2)
@@ -201,7 +205,7 @@ print(f"sample 2, head 0: W1 {list(w1.shape)}, W2 {list(w2.shape)}")
 # keys and head_dim 128 it needs a third of the FLOPs, and the gap widens with the length. The
 # activation forbids the shortcut, so this book has kernels to write.
 #
-# ## The surprise: two scales, two functions
+# ## Two scales are two functions
 #
 # Softmax attention has one convention, $1/\sqrt{\mathtt{head\_dim}}$ in front of $QK^{\mathsf T}$.
 # GDPA has at least two, on different sides of the activation:
@@ -215,7 +219,7 @@ print(f"sample 2, head 0: W1 {list(w1.shape)}, W2 {list(w2.shape)}")
 #
 # A factor of 1/32 on either side, for one small batch:
 
-# %%
+# %% tags=["remove-input"]
 some = cu_seqlens([32, 20, 7], "cpu")
 tensors = [draw(59, dim=64) for _ in range(3)]
 for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
@@ -225,7 +229,7 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
     )
     difference = (inside - outside).norm() / outside.norm()
     assert difference < 1e-12 or difference > 0.5
-    print(f"{name:11} {difference:.2f} of the output")
+    print(f"{name:11} the two differ by {difference:.2f} of the output")
 
 # %% [markdown]
 # They agree exactly where the activation is *positively homogeneous*, $\mathrm{act}(s x) = s\,
@@ -236,10 +240,10 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # ## Masks act after the activation
 #
 # A softmax kernel masks a pair by setting its score to $-\infty$. GELU and SiLU would compute
-# $-\infty \cdot 0$, a NaN. Setting the score to zero works forward, since all activations here
-# vanish at zero, but fails backward, where most derivatives at zero are 1/2. So our kernels set
-# masked pairs to zero after the activation, and after its derivative. `gdpa` has two masks,
-# `causal` and `window`.
+# $-\infty \cdot 0$, a NaN. Setting the score to zero works in the forward pass, since all
+# activations here vanish at zero, but fails in the backward pass, where most derivatives at zero
+# are 1/2. So our kernels set masked pairs to zero after the activation, and after its derivative.
+# `gdpa` has two masks, `causal` and `window`.
 #
 # ## Exercises
 #
@@ -261,7 +265,7 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 # :label: ex-gdpa-split
 #
 # One query row, a million keys, 132 SMs. Write GDPA so that each SM works on its own keys, and say
-# what the SMs exchange at the end. What would softmax add? *(ten lines of PyTorch)*
+# what the SMs exchange at the end. What would softmax add? *(PyTorch, ten lines)*
 # :::
 #
 # :::{solution} ex-gdpa-split
@@ -293,5 +297,5 @@ for name in ("identity", "relu", "leaky_relu", "gelu", "silu", "hardswish"):
 #   order, and a row without keys is zero.
 # - Self-attention, PMA and PFFN are one operator on a jagged batch. Only the lengths and the origin
 #   of $Q$, $K$ and $V$ differ.
-# - Say on which side the scale is. Inside and outside are the same function only for positively
-#   homogeneous activations.
+# - Whenever you publish a GDPA kernel, state whether the scale is applied before or after the
+#   activation. They are the same function only for positively homogeneous activations.

@@ -8,14 +8,14 @@
 #
 # What does a batch of histories cost, before any kernel runs?
 #
-# :::{admonition} In this chapter (15 minutes)
-# You will compute a batch's FLOPs, fewest bytes and padding waste from its lengths, and predict how
-# evenly a list of tiles loads the GPU. Pairs fill a padded batch in proportion to the mean *square*
-# of the length: for MovieLens 20M a padded kernel computes {glue:text}`waste:.0f` scores for each
-# one that is needed.
+# :::{admonition} In this chapter (30 minutes)
+# You will compute a batch's FLOPs, fewest bytes and padding waste from its lengths, translate two
+# published numbers, "sparsity" and "97 % busy", and predict how evenly a list of tiles loads the
+# GPU. Pairs fill a padded batch in proportion to the mean *square* of the length: for MovieLens 20M
+# a padded kernel computes {glue:text}`waste:.0f` scores for each one that is needed.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from dataclasses import replace
 
 import numpy as np
@@ -24,9 +24,10 @@ import pandas as pd
 from _lib import drawings
 from gdpa_kernels.gdpa import schedule
 from gdpa_kernels.gdpa.ladder import v3_persistent
+from gdpa_lab.measuring import units
 from gdpa_lab.measuring.workload import Workload
 from gdpa_lab.measuring.workloads import WORKLOADS, workload
-from gdpa_lab.report import charts
+from gdpa_lab.report import charts, claims
 from gdpa_lab.report.chapter import Chapter
 from gdpa_lab.report.house import INK, RUNG_COLOURS
 
@@ -41,8 +42,9 @@ chapter = Chapter("operator/workloads", mode=mode, device=device, data_dir=data_
 # %% tags=["remove-input"]
 # | name: fig-workload-laws
 # | caption: >
-# |   Lengths of six workloads, longest sequence first, each over its max_seqlen. The coloured area
-# |   is what exists, the frame is the padded batch: their ratio is the fill.
+# |   **Most real histories fill little of a padded batch.** Lengths of six workloads, longest
+# |   sequence first, each over its max_seqlen. Blue: real tokens. Frame: the padded batch. Blue
+# |   divided by frame is the fill.
 # | alt: >
 # |   Six panels. The full batch fills its frame. The uniform one is a triangle. The two MovieLens
 # |   panels and KuaiRand-Pure are thin spikes at the left edge that fall off quickly. KuaiRand-1K
@@ -59,17 +61,17 @@ lengths = {name: sorted(WORKLOADS[name].seqlens_q, reverse=True) for name in SHO
 chapter.figure(
     drawings.laws({text: WORKLOADS[name] for name, text in SHOWN.items()}),
     data=pd.DataFrame(lengths),
-    modelled="the laws of lab/gdpa_lab/measuring/laws.py, seed 2025",
+    modelled="the distributions of lab/gdpa_lab/measuring/laws.py, seed 2025",
 )
 
 # %% [markdown]
 # ## A workload is a name without tensors
 #
-# Every measurement in this book names its workload: sizes, a *length law* for queries and perhaps
-# another for keys, and a seed. From these follow the lengths, the same on every machine, and from
-# the lengths everything that can be said in advance. The batch is 1,152 sequences with 4 heads of
-# head_dim 128 in bf16, as published. `self` is self-attention; `cross` has 256 dense keys for every
-# length of queries, the shape of a {term}`PFFN` ({doc}`gdpa`).
+# Every measurement in this book names its workload: sizes, a *length distribution* for queries and
+# perhaps another for keys, and a seed. From these follow the lengths, the same on every machine,
+# and from the lengths everything that can be said in advance. The batch is 1,152 sequences with 4
+# heads of head_dim 128 in bf16, as published. `self` is self-attention; `cross` has 256 dense keys
+# for every length of queries, the shape of a {term}`PFFN` ({doc}`gdpa`).
 
 # %%
 w = workload("gdpa-self-half-jagged-1024")
@@ -77,7 +79,8 @@ print(w.lengths_q, "first lengths:", w.seqlens_q[:6])
 n = np.array(w.seqlens_q)
 pairs = int((n * n).sum())  # self-attention
 flops = 4 * w.num_heads_q * w.head_dim * pairs
-moved = 4 * int(n.sum()) * w.num_heads_q * w.head_dim * 2  # q, k, v read, o written, bf16
+rows = 4 * int(n.sum()) * w.num_heads_q  # of q, k and v, read, and o, written
+moved = rows * w.head_dim * 2  # bf16
 assert (pairs, flops, moved) == (w.pairs, w.flops("forward"), w.bytes("forward"))
 print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 
@@ -89,21 +92,22 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 # {glue:text}`most:,.0f` over the workloads of the forward pass; {doc}`../measuring/roofline` says
 # which of them are limited by the memory of an H200.
 #
-# ## Laws of length
+# ## Length distributions
 #
 # `fill` is the mean length over the largest one. The published benchmark calls this number
-# *sparsity*, although its sparsity of 1.0 means no padding at all. Its generator draws lengths
+# *sparsity*, although its sparsity of 1.0 means no padding at all. Read "sparsity 0.5" as "half
+# full". Its generator draws lengths
 # uniformly from 1 to $N$ for 0.5, and from $(2f - 1)N$ to $N$ for larger values $f$
 # {cite}`adsmodelkernellibrary`. Real histories look different ({numref}`fig-workload-laws`):
 #
-# - **MovieLens**: ratings per user follow a shifted log-normal law; we use the fits of the LensKit
-#   Codex {cite}`lenskitcodex,harper2015movielens`.
+# - **MovieLens**: ratings per user follow a shifted log-normal distribution; we use the fits of the
+#   LensKit Codex {cite}`lenskitcodex,harper2015movielens`.
 # - **KuaiRand**: interactions per user, interpolated between published quantiles
 #   {cite}`gao2022kuairand,kuairandlongseq`.
 #
-# Every history is capped at `max_seqlen`, as in a model. These laws count each user once. A ranking
-# model is trained on *events*, and active users have more, with longer histories: drawn by events
-# (`ml25m-events`), MovieLens 25M fills {glue:text}`events:.0f` % of 1,024 rows instead of
+# Every history is capped at `max_seqlen`, as in a model. These distributions count each user once.
+# A ranking model is trained on *events*, and active users have more, with longer histories: drawn
+# by events (`ml25m-events`), MovieLens 25M fills {glue:text}`events:.0f` % of 1,024 rows instead of
 # {glue:text}`users:.0f` %.
 #
 # ## What padding wastes
@@ -120,7 +124,7 @@ print(f"{pairs:,} pairs, {flops:.3e} FLOP, {moved:,} bytes")
 # third of the work.
 
 
-# %%
+# %% tags=["hide-input"]
 def padding(work: Workload) -> dict:
     n = np.array(work.seqlens_q)
     variation = n.std() / n.mean()
@@ -130,10 +134,17 @@ def padding(work: Workload) -> dict:
 
 
 waste = pd.DataFrame({name: padding(WORKLOADS[name]) for name in SHOWN}).T
-chapter.table(waste.reset_index(names="workload"), modelled="lengths of the laws, counted")
+waste.index = waste.index.str.removeprefix("gdpa-self-")
+chapter.table(
+    waste.round({"fill": 2, "CV": 2, "useful pairs, %": 1}).reset_index(names="workload"),
+    caption="**Half full is a third of the work, and most real histories are less.** Fill, "
+    "coefficient of variation of the lengths, and the share of useful pairs in a padded batch.",
+    digits={"fill": 2, "CV": 2, "useful pairs, %": 1},
+    modelled="lengths of the distributions, counted",
+)
 
 # %% tags=["remove-cell"]
-ml20m = waste.loc["gdpa-self-ml20m-2048"]
+ml20m = waste.loc["ml20m-2048"]
 intensity = [work.flops("forward") / work.bytes("forward") for work in WORKLOADS.values()]
 events, users = (100 * workload(f"gdpa-self-ml25m{x}-1024").fill for x in ("-events", ""))
 chapter.glue(waste=100 / ml20m["useful pairs, %"], fill=100 * ml20m["fill"],
@@ -144,8 +155,8 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 
 # %% [markdown]
 # For MovieLens 20M, capped at 2,048, {glue:text}`fill:.0f` % of the rows are used. No padded kernel
-# can make up for the rest, so all rungs after {doc}`v0 <../forward/v0_eager>` work on the
-# {term}`jagged` layout.
+# can make up for the rest, so all kernels after {doc}`forward v0 <../forward/v0_eager>` work
+# on the {term}`jagged` layout.
 #
 # ## Dense keys in a jagged batch
 #
@@ -155,9 +166,31 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 # {glue:text}`keys:.0f` keys on average instead of 1,024. We measure both; `half-dense` has
 # {glue:text}`dense_over_jagged:.2f` times the FLOPs of `half-jagged`.
 #
+# **Half-dense and half-jagged have the same FLOPs per byte.** One would expect the dense batch to
+# have more, but two lines of arithmetic say otherwise. A sequence of $n$ queries and $m$ keys has
+# $n m$ pairs and moves $n + m$ rows, up to constant factors. Over a batch of uniform lengths the
+# quotient is:
+#
+# - dense: $E[n N] / E[n + N] = \tfrac12 N^2 / \tfrac32 N = N/3$;
+# - jagged: $E[n^2] / E[2n] = \tfrac13 N^2 / N = N/3$.
+#
+# In other words, the dense batch has more work and more bytes, by the same factor. On a
+# {doc}`roofline <../measuring/roofline>` the two workloads lie on each other.
+#
 # With dense keys *every tile of queries costs the same*. Such a batch shows what skipping empty
 # tiles is worth, but not what their order is worth. The published kernel orders its tiles in a
 # zigzag; the published chart cannot tell whether that helps.
+#
+# ## What "97 % busy" means
+#
+# The published account says that the forward kernel keeps the tensor cores "97 % busy"
+# {cite}`meta2026gem`. Its highest bar is {glue:text}`b200:,.0f` TFLOP/s (published), about half of
+# what 148 SMs do at their nominal clock. Both can be true. A profiler counts busy cycles among the
+# cycles that passed, at the clock as it was. A board limited by power runs at a lower clock: 97 %
+# and that bar fit together at {glue:text}`ghz:.2f` GHz, {glue:text}`nominal:.0f` % of the nominal
+# 1.965 GHz (modelled). A share of *cycles* is no share of the *peak*.
+# {doc}`../measuring/power_wall` explains what holds the clock down, and this book gives shares of a
+# measured ceiling.
 #
 # ## Who gets which tile
 #
@@ -172,7 +205,7 @@ for key, name in (("luck_half", "half-jagged-1024"), ("luck_ml20m", "ml20m-2048"
 # - by the hardware: the padded list, but each tile goes to the first free program, as in a launch
 #   grid.
 
-# %%
+# %% tags=["hide-input"]
 config = v3_persistent.Config()
 PROGRAMS = 132 * config.programs_per_sm  # an H200 has 132 SMs
 BATCHES = ("full-1024", "half-dense-1024", "half-jagged-1024",
@@ -195,9 +228,9 @@ balance = pd.DataFrame(balance).T
 # %% tags=["remove-input"]
 # | name: fig-workload-balance
 # | caption: >
-# |   Load of the busiest program over the mean useful load, for three lists of tiles and for a
-# |   padded grid that the hardware hands out. 264 programs, tiles of 128 queries, blocks of 64
-# |   keys.
+# |   **A padded list leaves programs idle; a sorted list or the hardware's queue does not.** Load
+# |   of the busiest program over the mean useful load, for three lists of tiles and for a padded
+# |   grid that the hardware hands out. 264 programs, tiles of 128 queries, blocks of 64 keys.
 # | alt: >
 # |   Horizontal dot chart, one row per workload. For the full batch all dots are at 1. The padded
 # |   list lies between 1.5 and almost 4 for the other batches, the valid list reaches about 1.5 on
@@ -213,29 +246,44 @@ chapter.figure(
 )  # fmt: skip
 
 # %% [markdown]
-# **The padded list resonates.** With dense keys all existing tiles cost the same, and still the
-# busiest program has {glue:text}`padded_half:.2f` times the mean load. A sequence has 8 row blocks
-# and 264 is a multiple of 8, so each program gets the same row block of every sequence. Programs
-# that get the first one always have work, those with the eighth rarely. If that is the whole cause,
-# the share of existing tiles per row block predicts the imbalance:
+# The padded list lies between {glue:text}`padded_low:.2f` and {glue:text}`padded_high:.2f` wherever
+# the batch is not full. On MovieLens 20M the valid list has {glue:text}`valid_ml20m:.2f`, zigzag
+# {glue:text}`zigzag_ml20m:.2f` and the hardware {glue:text}`queue_ml20m:.2f`.
+#
+# **The padded list collides with the grid size.** With dense keys all existing tiles cost the same,
+# and still the busiest program has {glue:text}`padded_half:.2f` times the mean load. A sequence has
+# 8 row blocks and 264 is a multiple of 8, so each program gets the same row block of every
+# sequence. Programs that get the first one always have work, those with the eighth rarely. If that
+# is the whole cause, the share of existing tiles per row block predicts the imbalance:
 
-# %%
+# %% tags=["remove-cell"]
 dense, jagged = (workload(f"gdpa-self-half-{kind}-1024") for kind in ("dense", "jagged"))
 exists = [np.mean(np.array(dense.seqlens_q) > config.BLOCK_M * block) for block in range(8)]
 resonance = max(exists) / np.mean(exists)
-
-# %% tags=["remove-input"]
 padded = balance["padded"]["half-dense-1024"]
 chapter.predict(
-    f"The imbalance is {resonance:.2f}, within 3 %.",
+    f"The busiest program has {resonance:.2f} times the mean load, within 3 %.",
     padded, least=0.97 * resonance, most=1.03 * resonance,
 )  # fmt: skip
 chapter.glue(
     dense_over_jagged=dense.pairs / jagged.pairs, keys=jagged.pairs / jagged.total_q,
     padded_half=padded, valid_worst=balance["valid"].max(),
+    padded_low=balance["padded"].drop("full-1024").min(), padded_high=balance["padded"].max(),
+    **{f"{x}_ml20m": balance.loc["ml20m-2048", n] for x, n in
+       (("valid", "valid"), ("zigzag", "zigzag"), ("queue", "by the hardware"))},
     zigzag_worst=100 * (balance["zigzag"].max() - 1), queue_worst=balance["by the hardware"].max(),
 )  # fmt: skip
 assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the text: repaired"
+ratio = [w.flops("forward") / w.bytes("forward") for w in (dense, jagged)]
+assert abs(ratio[0] / ratio[1] - 1) < 0.02, "the text: the same FLOPs per byte"
+b200 = claims.published_figures().query("kernel == 'cutedsl_gdpa' and direction == 'forward'")
+b200 = b200.loc[~b200["suspect"], "tflops"].max()
+ghz = units.B200.clock_ghz(b200 / 0.97)
+chapter.glue(b200=b200, ghz=ghz, nominal=100 * ghz / 1.965)
+assert 45 < 100 * ghz / 1.965 < 55, "the text: about half"
+
+# %% tags=["remove-input"]
+chapter.predictions()
 
 # %% [markdown]
 # **Skipping empty tiles** repairs that for dense keys. On real histories an imbalance of up to
@@ -243,8 +291,8 @@ assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the tex
 # {glue:text}`zigzag_worst:.0f` %. **A queue needs no list**: where the hardware gives the next tile
 # to the first free slot, the imbalance is at most {glue:text}`queue_worst:.2f`.
 #
-# That is the surprise: a {term}`tile scheduler` has to beat a launch grid that costs nothing to
-# make. {doc}`../forward/v3_persistent` measures whether it does.
+# So a {term}`tile scheduler` has to beat a launch grid that costs nothing to make.
+# {doc}`../forward/v3_persistent` measures whether it does.
 #
 # ## Exercises
 #
@@ -267,22 +315,23 @@ assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the tex
 #
 # Everything above is one draw, seed 2025. Predict how much the number of pairs changes from seed to
 # seed for `gdpa-self-half-jagged-1024` and for `gdpa-self-ml20m-2048`, then draw twenty seeds with
-# `dataclasses.replace(work, seed=...)`. *(one line to change)*
+# `dataclasses.replace(work, seed=...)`. *(paper, then one line of Python)*
 # :::
 #
 # :::{solution} ex-workloads-seed
 # :class: dropdown
 #
 # The standard deviation over twenty seeds is {glue:text}`luck_half:.1f` % of the mean for the
-# uniform law and {glue:text}`luck_ml20m:.1f` % for the log-normal one: a heavy tail shows even in
-# sums over 1,152 sequences. Compare machines on the same seed, or on many.
+# uniform distribution and {glue:text}`luck_ml20m:.1f` % for the log-normal one: a heavy tail shows
+# even in sums over 1,152 sequences. Compare machines on the same seed, or on many.
 # :::
 #
 # :::{exercise} Your own histories
 # :label: ex-workloads-own
 #
-# Write the deciles of your own data as a `Quantiles` law, make a `Workload` of it, and compute the
-# imbalance of the lists above. At which cap is the valid order no longer good enough? *(open)*
+# Write the deciles of your own data as a `Quantiles` distribution, make a `Workload` of it, and
+# compute the imbalance of the lists above. At which cap is the valid order no longer good enough?
+# *(Python, open)*
 # :::
 #
 # :::{solution} ex-workloads-own
@@ -296,6 +345,7 @@ assert balance["valid"][["full-1024", "half-dense-1024"]].max() < 1.05, "the tex
 # ## Takeaways
 #
 # - Work is pairs, not tokens: the useful share of a padded batch is $f^2(1 + \mathrm{CV}^2)$.
-# - "Sparsity 0.5" is a fill of 0.5. Ask which tensors are jagged before comparing numbers.
+# - "Sparsity 0.5" is a fill of 0.5, and "97 % busy" a share of cycles. Ask which tensors are jagged
+#   before comparing numbers.
 # - On heavy-tailed histories the order of tiles matters, and the order to beat is the hardware
 #   queue's, which is free.

@@ -5,18 +5,20 @@
 # ---
 
 # %% [markdown]
-# # How the emulator works
+# # The emulator: a laptop proves the order of events
 #
 # Can a laptop without a GPU tell whether a warp-specialized kernel is right, and where it is not?
 #
-# :::{admonition} In this chapter (25 minutes)
-# You will read a small kernel's barriers from its timeline, run it under schedules of your choice,
-# and learn why a race is found even when the result is right. All {glue:text}`small:.0f` mistakes
-# planted in the kernel's synchronisation are found. On the H200 all {glue:text}`outputs:.0f`
-# outputs that were compared agree within one rounding.
+# :::{admonition} In this chapter (50 minutes)
+# You will step through a kernel of two {term}`roles <role>`, build the barriers between them in ten
+# lines, and see why a race is found even when the result is right. All {glue:text}`small:.0f`
+# mistakes planted in the kernel's synchronisation are found. On the H200 all
+# {glue:text}`outputs:.0f` outputs that were compared agree with the emulator's within one rounding.
+# Needed from before: {term}`TLX`, {term}`TMA` and the {term}`mbarrier` of
+# {doc}`../operator/machine`.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from pathlib import Path
 
 import tritonemu
@@ -43,8 +45,9 @@ chapter.measure(hardware.measure)
 # %% tags=["remove-input"]
 # | name: fig-emulator-pipeline
 # | caption: >
-# |   A pipeline of two roles, five blocks of keys. Above the roles, below them the engines; arrows
-# |   lead from the arrival that completed a phase to the wait that it ended. Modelled cycles.
+# |   **Two buffers let the copies run ahead of the matmuls.** A pipeline of two roles, five blocks
+# |   of keys. Above the roles, below them the engines; arrows lead from the arrival that completed
+# |   a phase to the wait that it ended. Modelled cycles.
 # | alt: >
 # |   Four lanes over time. TMA fills both buffers at once, math waits for the first, the tensor
 # |   core multiplies, and an arrow from math to load ends the wait of load for a free buffer.
@@ -54,11 +57,9 @@ chapter.figure(trace, emulated="notebooks/tools/kernels/pipeline.py under the mo
 # %% [markdown]
 # ## A kernel of two roles
 #
-# A warp-specialized kernel splits a program into roles. One warp only asks the copy engine, TMA,
-# for tiles; four warps only issue MMAs; between them lie buffers in shared memory, and barriers
-# that say when a buffer is full or empty. A mistake there hangs the kernel, or makes it wrong once
-# in a thousand launches. This one, `notebooks/tools/kernels/pipeline.py`, finds the largest score
-# over all keys for each of 64 queries:
+# This kernel finds, for each of 64 queries, the largest score over all keys. One warp, `load`, only
+# asks TMA for blocks of keys. Four warps, `math`, only multiply. Between them lie two buffers in
+# shared memory, and barriers that say when a buffer is full or empty:
 
 # %% tags=["remove-input"]
 chapter.code(pipeline.load, "for i in")
@@ -70,29 +71,39 @@ chapter.code(pipeline.math, "for i in", "tl.store")
 # | `k_full[i]` | 1, and the bytes | `load` announces, TMA does | `math` waits |
 # | `k_empty[i]` | 1 | `math` | `load` waits |
 #
-# The emulator runs this source on CPU tensors. The body of each `async_task` becomes a greenlet, a
-# function that can pause and resume. One runs at a time, up to the next operation that another role
-# can notice. There the *schedule* decides who goes on. "modelled" gives every role and engine a
-# clock in cycles and runs the one furthest behind; roles share the tensor core, the ports of both
-# memories, the {term}`MUFU` and the issue slots. An integer seeds random choices, which reach
-# orders that a GPU would show once in years. A finding is raised as an error, with file and line:
+# A mistake in these few lines hangs the kernel, or makes it wrong once in a thousand launches.
+#
+# ## Step through it
+#
+# The arrow keys step through the kernel as it is, and with one statement broken in four ways. Watch
+# the two barriers and the two buffers below the timeline:
 
-# %%
-given = studies.batch((70, 0, 33))
-q, ends = given.q, given.cu_seqlens_q
-with tritonemu.enabled(schedule=7):
-    gdpa(q, q, q, ends, ends, 70, 70, impl="v4_warp_specialized")  # an operator of this package
-    pipeline.main()  # any host code that launches kernel[grid]
+# %% tags=["remove-cell"]
+RELEASE = "        tlx.barrier_arrive(k_empty[stage])\n"
+WAIT = "        tlx.barrier_wait(k_full[stage], phase)\n"
+FREE = "        tlx.barrier_wait(k_empty[stage], phase ^ 1)\n"
+BROKEN = {
+    "correct": [],
+    "no wait on k_empty": [(FREE, "        pass\n")],
+    "flipped parity": [(WAIT, WAIT.replace("phase)", "phase ^ 1)"))],
+    "wrong byte count": [("(k_full[stage], BYTES)", "(k_full[stage], BYTES * 2)")],
+    "released too early": [(RELEASE, ""), (WAIT, WAIT + RELEASE)],
+}
+found = studies.step_page(pipeline, BROKEN, "emulator-pipeline.html", "Two roles, step by step")
+
+# %% tags=["remove-input"]
+print("; ".join(f"{name}: {text.split(':')[0] or 'nothing'}" for name, text in found.items()))
 
 # %% [markdown]
-# `python -m tritonemu FILE.py:FUNCTION` does it under five schedules; `--svg` draws the figure
-# above. `python -m tritonemu FILE.py` runs a program that was written for a GPU, unedited.
+# <iframe src="../../figures/emulator-pipeline.html" title="The pipeline, step by step"
+# style="width:100%;height:46rem;border:1px solid #787878;border-radius:6px"></iframe>
+# <p><a href="../../figures/emulator-pipeline.html">Open it as a page of its own.</a></p>
 #
 # ## A barrier is two counters and a parity
 #
-# An {term}`mbarrier` {cite}`nvidiaptx` counts down the arrivals and announced bytes that its
-# current phase still lacks. At zero the next phase begins. A wait names no phase, only a parity,
-# and passes if the last completed phase has that parity:
+# An mbarrier {cite}`nvidiaptx` counts down the arrivals and announced bytes that its current phase
+# still lacks. At zero the next phase begins. A wait names no phase, only a parity, and passes if
+# the last completed phase has that parity:
 
 
 # %%
@@ -112,7 +123,7 @@ class Barrier:
 
 
 empty, full = Barrier(1), Barrier(1)
-print("a fresh barrier passes parity 0, 1:", empty.passes(0), empty.passes(1))
+print("a fresh barrier passes 0, 1:", empty.passes(0), empty.passes(1))
 full.arrive(expect=16384)
 print("announced:", full.passes(0))
 full.arrive(count=0, deliver=16384)
@@ -120,20 +131,55 @@ print("delivered:", full.passes(0))
 
 # %% [markdown]
 # A fresh barrier lets a wait for parity 1 pass. That is why `load` waits with `phase ^ 1`: it finds
-# its buffers empty without anybody having released them.
+# its buffers empty although nobody has released them yet.
 #
-# If two math roles read every buffer, `k_empty` needs two arrivals for each phase, and a fast role
-# cannot give both: before it reads again it waits for a copy that waits for the slow role.
+# With two readers, `k_empty` expects two arrivals. Could a fast reader arrive twice and free the
+# buffer alone? No. To arrive again it must read the next copy, and that copy is not made before the
+# slow reader has arrived.
 #
-# ## Before and after, as integers
+# ## How it runs
 #
-# A copy lands some time after it is issued. The emulator moves the bytes at once and remembers that
-# no role knows it yet: every asynchronous operation is one bit, and a role *knows* the operation
-# when the bit is in its set. A role counts its own steps, its *epoch*. An arrival leaves at the
-# barrier what the arriving role knows, and a wait that passes takes it over. Together they are a
-# vector clock, which computes "happened before" {cite}`lamport1978time`. Two accesses to the same
-# bytes, one of them a write, race if the later side does not know the earlier one. The emulator's
-# own classes on two copies to `k[0]`, A and B:
+# The emulator runs the kernel's source on CPU tensors. The body of each `async_task` becomes a
+# greenlet, a function that can pause and resume. One of them runs at a time, up to the next
+# operation that another role can notice. There the *schedule* decides who goes on:
+#
+# - `modelled` gives every role and every engine a clock in cycles and runs the one furthest behind.
+#   Roles share the tensor core, both memory ports, the {term}`MUFU` and the issue slots.
+# - An integer seeds random choices, which reach orders that a GPU would show once in years.
+#
+# A finding is raised as an error, with file and line:
+
+# %%
+given = studies.batch((70, 0, 33))
+q, ends = given.q, given.cu_seqlens_q
+with tritonemu.enabled(schedule=7):
+    gdpa(q, q, q, ends, ends, 70, 70, impl="v4_warp_specialized")
+    pipeline.main()  # any host code that launches kernel[grid]
+
+# %% [markdown]
+# `python -m tritonemu FILE.py:FUNCTION` does it under five schedules, and `--svg` draws the figure
+# above. `python -m tritonemu FILE.py` runs a program that was written for a GPU, unedited.
+#
+# ## Who knows what: vector clocks
+#
+# A copy lands some time after it is issued. The emulator moves its bytes at once, and it remembers
+# that no role *knows* yet that they are there. Each role keeps a list: how far have I got, and how
+# far, as far as I know, have the others? Arriving copies the list to the barrier. Passing a wait
+# merges the barrier's list into one's own, entry by entry, the larger number winning. Such a list
+# is a vector clock, and it computes "happened before" {cite}`lamport1978time`.
+#
+# Three lines show it. Each list is (steps of `load`, steps of `math`, copies known to have landed):
+#
+# | | `load` | `math` | reason |
+# |:--|:--|:--|:--|
+# | `math` passes `k_full[0]` | (1, 0, none) | (1, 1, A) | copy A had arrived there |
+# | `math` reads `k[0]` in its step 1 | (1, 0, none) | (1, 1, A) | A is known: ordered |
+# | `load` passes `k_empty[0]` | (1, 1, A) | (1, 2, A) | it took over the list of `math` |
+#
+# Now `load` wants to overwrite `k[0]` by copy B. Before the third line it knows neither that copy A
+# has landed nor step 1 of `math`, so copy B **races** with both. After the third line it knows
+# both. The rule: two accesses to the same bytes, one of them a write, race if the later side does
+# not know the earlier one. The emulator's own classes say the same:
 
 # %%
 BYTES, AT = 2**16 - 1, ("pipeline.py", 0)
@@ -141,55 +187,42 @@ LOAD, MATH, A, B = 0, 1, 0b01, 0b10
 load, math = clocks.Clock({LOAD: 1}), clocks.Clock({MATH: 1})
 k0 = clocks.Shadow()
 k0.record(clocks.Access(LOAD, 1, A, True, BYTES, AT, "copy A"), load)
-math.join(clocks.Clock({LOAD: 1}, operations=A))  # math waits for k_full[0]
+math.join(clocks.Clock({LOAD: 1}, operations=A))  # passes k_full[0]
 read = clocks.Access(MATH, 1, 0, False, BYTES, AT, "math")
 print("math reads:", k0.record(read, math))
 copy_b = clocks.Access(LOAD, 2, B, True, BYTES, AT, "copy B")
-print("copy B, without a wait: races with", k0.record(copy_b, load).who)
-load.join(math)  # load waits for k_empty[0]
-print("copy B, after a wait:", k0.record(copy_b, load))
+print("copy B, no wait: races with", k0.record(copy_b, load).who)
+load.join(math)  # passes k_empty[0]
+print("copy B, after the wait:", k0.record(copy_b, load))
 
 # %% [markdown]
 # Nothing here asks *when* something happened. The program decides whether a chain of arrivals and
 # waits leads from one access to another, so any schedule that performs both accesses shows the
-# race. Below, `math` releases its buffer before it multiplies:
+# race. In the variant "released too early" above, `math` releases its buffer before it multiplies:
 
-# %%
-RELEASE = "        tlx.barrier_arrive(k_empty[stage])\n"
-WAIT = "        tlx.barrier_wait(k_full[stage], phase)\n"
-early = studies.changed(pipeline, (RELEASE, ""), (WAIT, WAIT + RELEASE))
+# %% tags=["remove-input"]
+early = studies.changed(pipeline, *BROKEN["released too early"])
 found = studies.findings(early.main, studies.SCHEDULES)
 races, wrong = sum(text.startswith("Race") for text in found), studies.wrong_results(early)
 print(f"of {len(found)} schedules: a race under {races}, a wrong result under {wrong}")
 
 # %% [markdown]
-# ## Step through it
+# ## Proxies and fences
 #
-# The kernel as it is, and with one statement broken in four ways; the arrow keys step:
-
-# %%
-FREE = "        tlx.barrier_wait(k_empty[stage], phase ^ 1)\n"
-BROKEN = {
-    "correct": [],
-    "no wait on k_empty": [(FREE, "        pass\n")],
-    "flipped parity": [(WAIT, WAIT.replace("phase)", "phase ^ 1)"))],
-    "wrong byte count": [("(k_full[stage], BYTES)", "(k_full[stage], BYTES * 2)")],
-    "released too early": [(RELEASE, ""), (WAIT, WAIT + RELEASE)],
-}
-found = studies.step_page(pipeline, BROKEN, "emulator-pipeline.html", "Two roles, step by step")
-print("; ".join(f"{name}: {text.split(':')[0] or 'nothing'}" for name, text in found.items()))
-
-# %% [markdown]
-# <iframe src="../../figures/emulator-pipeline.html" title="The pipeline, step by step"
-# style="width:100%;height:46rem;border:1px solid #787878;border-radius:6px"></iframe>
-# <p><a href="../../figures/emulator-pipeline.html">Open it as a page of its own.</a></p>
+# Knowing that a role has stored is not enough for TMA. Threads reach shared memory through the
+# generic **proxy**, TMA and tensor cores through the asynchronous one, and the two paths do not see
+# each other's writes by themselves. A **fence**, `tlx.fence("async_shared")` after the stores and
+# before the arrival, makes them visible {cite}`nvidiaptx`. In the emulator a fence is a second list
+# beside the first: up to which step each role's stores lie behind a fence. A copy that reads what a
+# role stored without one raises `MissingFence`. Before TMA stores and MMAs the compiler inserts the
+# fence itself, so there the emulator does not ask for it.
 #
 # ## A parity knows only even and odd
 #
 # In `turns.py`, `load` fills a ring of three slots and two `add` roles take every other fill, so a
 # slot passes from one role to the other:
 
-# %%
+# %% tags=["remove-input"]
 print(studies.findings(lambda: turns.main(slots=3, roles=2, rows=6), ["modelled"])[0])
 
 # %% [markdown]
@@ -215,20 +248,21 @@ chapter.glue(
     random=test_tutorials.RANDOM_SCHEDULES, subjects=len(test_mutants.SUBJECTS),
     harmless=sum(map(len, test_mutants.HARMLESS.values())), of=chapter.record().id,
 )  # fmt: skip
+chapter.predictions()
 
 # %% [markdown]
 # The tests break {glue:text}`subjects:.0f` kernels of fbtriton's tutorials {cite}`fbtriton` and of
 # this book likewise; {glue:text}`harmless:.0f` mutants may go unnoticed, each listed with the
 # reason why it is still right. They also run the tutorials as they are, {glue:text}`launches:.0f`
-# launches under {glue:text}`random:.0f` random schedules each; tutorials for Blackwell have run
+# launches under {glue:text}`random:.0f` random schedules each. Tutorials for Blackwell have run
 # nowhere else here. The outputs of a GPU are measured (record {glue:text}`of`); a rounding is the
 # spacing of the dtype at the output's largest value.
 #
-# ## The surprise: what it found without being asked
+# ## It found a bug that nobody had planted
 #
 # For a while each alarm was a bug of ours. This one was in a tutorial:
 
-# %%
+# %% tags=["remove-input"]
 (case,) = (case for case in blackwell.CASES if case.name == "blackwell_fa_ws small")
 made = case.build()
 options = made.kwargs | {"uninitialized": "error", "arch": case.arch}
@@ -243,19 +277,25 @@ print(*studies.findings(lambda: tritonemu.run(made.kernel, made.grid, *made.args
 # A run without findings says, for *these* inputs and launch parameters: no two accesses race,
 # whatever the order; no barrier gets an arrival or a byte too many; no wait takes another phase for
 # its own; nothing is read that nobody wrote or that lies out of bounds; under the schedules that
-# were tried the kernel ends with this result. It does not say:
+# were tried the kernel ends with this result.
 #
-# - *how long it takes.* Bank conflicts, caches and the latency of an instruction are not
-#   modelled, and instructions are counted as the source has them.
-# - *that the compiler agrees.* Layouts, spills and fences between generic and asynchronous accesses
-#   (the "proxies" of PTX) are not modelled.
-# - *anything about paths that were not taken,* or about clusters that wait for each other.
+# Its blind spots:
+#
+# | not modelled | so it does not see |
+# |:--|:--|
+# | registers and `setmaxnreg`'s pool | roles that ask for more than exists, and hang |
+# | `tcgen05.alloc` as a wait | two programs of an SM that block each other's columns |
+# | residency | a grid whose waiting programs do not fit on the GPU |
+# | threads of one role | stores that another thread of the role reads back too early |
+# | layouts, bank conflicts, caches, latency | how long anything takes |
+# | what the compiler does | spills, serialised wgmma, moved waits |
+# | paths that were not taken | anything about them |
 #
 # ## Exercises
 #
 # Each kernel in `notebooks/tools/kernels/` is a page of code with one mistake.
 
-# %%
+# %% tags=["remove-input"]
 for module in (deadlock, race, phase):
     print(studies.findings(module.main, ["modelled"])[0], end="\n\n")
 
@@ -264,7 +304,7 @@ for module in (deadlock, race, phase):
 # :label: ex-emulator-deadlock
 #
 # `deadlock.py` adds up the columns of 100 rows, 32 rows at a time. What must change? Why did its
-# author, who tested with 64 and 128 rows, not notice? *(code, ten minutes)*
+# author, who tested with 64 and 128 rows, not notice? *(emulator, ten minutes)*
 # :::
 #
 # :::{solution} ex-emulator-deadlock
@@ -278,7 +318,7 @@ for module in (deadlock, race, phase):
 # :label: ex-emulator-race
 #
 # `race.py` multiplies two matrices, and its result is right under every schedule. Which statement
-# is wrong, and which buffer may it release instead? *(code, fifteen minutes)*
+# is wrong, and which buffer may it release instead? *(emulator, fifteen minutes)*
 # :::
 #
 # :::{solution} ex-emulator-race
@@ -295,7 +335,7 @@ for module in (deadlock, race, phase):
 #
 # `phase.py` handles several tiles in one persistent program, each of `BLOCKS` blocks, and both
 # roles count the blocks of every tile from zero. For which values of `BLOCKS` is this kernel right?
-# Predict, then try 1 to 12. *(paper, then one constant)*
+# Predict, then try 1 to 12. *(paper, then the emulator)*
 # :::
 #
 # :::{solution} ex-emulator-phase
@@ -304,6 +344,31 @@ for module in (deadlock, race, phase):
 # Use $k$ of a buffer, counted from zero over all tiles, has parity $k \bmod 2$. The kernel is right
 # if every tile uses each of the two buffers an even number of times: if `BLOCKS` is a multiple of
 # 4. A counter that runs on over the tiles, `use = tile * blocks + i`, repairs it for every number.
+# :::
+#
+# :::{exercise} A kernel that runs
+# :label: ex-emulator-planted
+#
+# `planted.py` is GDPA with ReLU for several tiles of queries. Its author ran it with four blocks of
+# keys: the result is right, and the emulator finds nothing. Read its three kinds of barriers.
+# *(a)* What never tells `load` that a slot of Q is free? *(b)* Why is it right with four blocks all
+# the same? Prove it from the barriers that exist. *(c)* For which numbers of blocks is it wrong?
+# *(d)* Repair it, and say what your repair costs. *(paper, thirty minutes; then the emulator, with
+# `planted.main(blocks)`)*
+# :::
+#
+# :::{solution} ex-emulator-planted
+# :class: dropdown
+#
+# *(a)* There is no `q_empty`. *(b)* When `load` comes to tile $t + 2$, which reuses the slot of
+# tile $t$, it has issued all $(t + 2)\,n$ steps of earlier tiles, $n$ blocks each. Each step waited
+# for the release of the step two before it, so steps up to $(t + 2)\,n - 3$ are known to be
+# released. Tile $t$ ends with step $(t + 1)\,n - 1$. It is over if $(t + 1)\,n - 1 \le (t + 2)\,n -
+# 3$, that is $n \ge 2$. *(c)* With one block it is wrong, and with none: the emulator reports an
+# arrival on `q_full` that may come too early. *(d)* `q_empty` with one arrival: `math` arrives
+# after the last S of a tile, and `load` waits with `tile // 2 % 2 ^ 1` before it announces Q. It
+# costs an arrival and a wait a tile; the wait never blocks for $n \ge 2$. The tests of this chapter
+# make that repair.
 # :::
 #
 # ## Takeaways

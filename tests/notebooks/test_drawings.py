@@ -30,18 +30,22 @@ def test_laws_name_the_fill():
     assert "fill 1.00" in chart.axes[0].get_title(loc="left")
 
 
-def test_a_workload_belongs_to_the_first_family_that_fits():
-    points = pd.DataFrame(
-        {"intensity": [128.0, 256.0], "low": [300.0, 400.0], "high": [568.0, 796.0]},
-        index=["a-b-256", "a-512"],
+def test_kernels_stand_under_the_roof_as_arrows_of_their_family():
+    names = ["gdpa-self-full-256", "gdpa-cross-full-512"]
+    brackets = pd.DataFrame(
+        {"intensity": [128.0, 256.0], "low": [300.0, 400.0], "high": [568.0, 796.0]}, index=names
+    )
+    climbs = pd.DataFrame(
+        {"intensity": [128.0, 256.0], "first": [200.0, 250.0], "last": [400.0, 500.0]}, index=names
     )
     limits = Ceilings(796.0, ((1.0, 4221.0), (3.0, 4440.0)))
-    chart = drawings.roofline(
-        points, limits, {"tanh": 2141.0}, {"a-512": "512"}, {"a-b": "first", "": "rest"}
-    )
-    marks = [line for line in chart.axes[0].lines if line.get_label() in ("first", "rest")]
-    assert [list(line.get_xdata()) for line in marks] == [[128.0], [256.0]]
-    assert {"tanh", "512", "bf16 matmul: 796"} <= set(texts(chart.axes[0]))
+    chart = drawings.roofline(brackets, climbs, limits, {"tanh": 2141.0}, {names[0]: "256"})
+    (axis,) = chart.axes
+    marks = {line.get_label(): list(line.get_ydata()) for line in axis.lines}
+    assert marks["self, full"] == [200.0] and marks["cross, 256 keys"] == [250.0]
+    arrows = [text for text in axis.texts if text.get_text() == ""]
+    assert sorted(arrow.xy[1] for arrow in arrows) == [400.0, 500.0]
+    assert {"tanh", "256", "bf16 matmul: 796"} <= set(texts(axis))
 
 
 def test_an_activation_is_drawn_with_its_derivative():
@@ -97,13 +101,3 @@ def test_timelines_share_an_axis_and_tell_idle_and_saved_cycles():
     assert [text.get_text() for text in second.texts if text.get_text()] == ["−20 cycles"]
     assert not any(text.get_text() for text in first.texts)
     assert len(first.patches) == 4, "a wait is what is left free"
-
-
-def test_kernels_climb_to_the_roof():
-    points = pd.DataFrame({"intensity": [256.0], "low": [400.0], "high": [796.0]}, index=["a-512"])
-    limits = Ceilings(796.0, ((1.0, 4221.0), (3.0, 4440.0)))
-    climb = pd.DataFrame({"intensity": [256.0] * 2, "tflops": [450.0, 600.0]}, index=["v1", "v8"])
-    (axis,) = drawings.roofline(points, limits, {}, {}, {"": "all"}, climb=climb).axes
-    (arrow,) = (text for text in axis.texts if text.arrow_patch is not None)
-    assert (arrow.xyann, arrow.xy) == ((256.0, 450.0), (256.0, 600.0))
-    assert {"v1", "v8"} <= set(texts(axis))

@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from _lib import energy
+from gdpa_lab.measuring import units
 from gdpa_lab.report import results
 
 TERMS = ["seconds", "flops", "bytes"]
@@ -65,10 +66,40 @@ def test_calls_are_counted_as_the_record_has_them():
     assert 0 < found["limited"].mean() < 1
 
 
+WALL = energy.Wall(700.0, 2.4, 180.0, 630.0, 0.06)
+
+
+def at_the_wall() -> pd.DataFrame:
+    """Four kernels on each of three workloads, at the clock that WALL allows."""
+    busy = np.array([0.3, 0.45, 0.6, 0.8] * 3)
+    rows = pd.DataFrame({"busy": busy, "gbytes_per_s": np.repeat([500.0, 1500, 3000], 4)})
+    rows["sm_clock_mhz"] = WALL.clock(rows["busy"], rows["gbytes_per_s"])
+    rows["tflops"] = rows["busy"] * rows["sm_clock_mhz"] * 132 * 4096 / 1e6
+    return rows.assign(workload=np.repeat(list("abc"), 4))
+
+
+def test_the_wall_is_found_again_and_meets_its_limit():
+    rows = at_the_wall()
+    found = energy.fit_wall(rows, 700.0, 2.4)
+    assert (found.base, found.full, found.byte) == pytest.approx((180, 630, 0.06), rel=1e-6)
+    assert found.rms_percent < 1e-6
+    clock = WALL.clock(0.8, 1500)
+    assert WALL.power(0.8, 1500, clock) == pytest.approx(700)
+    assert energy.fit_wall(rows, 700.0, 1.4).rms_percent > 0.1
+
+
+def test_a_rate_rises_less_than_the_cycles_in_use():
+    rows = at_the_wall()
+    chip = units.Chip("x", 132, 4096)
+    pd.testing.assert_series_equal(energy.busy_share(rows, chip), rows["busy"], check_names=False)
+    whole, each = energy.elasticity(rows, ["workload"])
+    assert 0.65 < whole < 0.8 and each.empty
+    many = pd.concat([rows, rows.assign(busy=rows["busy"] * 1.1)])
+    assert len(energy.elasticity(many, ["workload"])[1]) == 3
+
+
 def test_every_row_has_a_mark():
-    rows = pd.DataFrame({"tflops": [500.0, 600.0], "sm_clock_mhz": [1500.0, 1400.0]})
-    axis = energy.clocks({"ours": rows, "peers": rows[:1]}, busy=0.5).axes[0]
-    assert [len(line.get_xdata()) for line in axis.lines] == [2, 1, 2]
-    (low, high), clock = axis.lines[-1].get_xdata(), axis.lines[-1].get_ydata()
-    assert (low, high) == pytest.approx((0.9 * 0.5 * 1400, 1.05 * 600))
-    assert list(clock) == pytest.approx([low / 0.5, high / 0.5])
+    rows = at_the_wall()
+    axis = energy.clocks({"ours": rows, "peers": rows[:1]}, WALL, 1500).axes[0]
+    assert [len(line.get_xdata()) for line in axis.lines] == [12, 1, 60]
+    assert axis.lines[-1].get_ydata()[-1] == pytest.approx(WALL.clock(0.8, 1500))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from _lib import studies
 from gdpa_lab.report import page
-from notebooks.tools.kernels import deadlock, phase, pipeline, race
+from notebooks.tools.kernels import deadlock, phase, pipeline, planted, race
 
 RELEASE = "        tlx.barrier_arrive(k_empty[stage])\n"
 WAIT = "        tlx.barrier_wait(k_full[stage], phase)\n"
@@ -60,3 +60,25 @@ def test_the_exercises_have_the_answers_of_the_chapter():
     previous = "        if i > 0:\n            tlx.barrier_arrive(empty[(i + 1) % 2])\n"
     assert found(studies.changed(race, (release, previous)).main) == ""
     assert [n for n in range(1, 13) if not found(lambda n=n: phase.main(n))] == [4, 8, 12]
+
+
+def test_the_planted_mistake_shows_with_one_block_and_a_barrier_mends_it():
+    assert [found(lambda n=n: planted.main(n)) for n in (1, 2, 4)] == ["BarrierMisuse", "", ""]
+    barrier = "    q_full = tlx.alloc_barriers(2)\n"
+    wait = "        tlx.barrier_expect_bytes(q_full[slot]"
+    store = "        out_desc.store"
+    started = [
+        "math(out_desc, q, k, v, q_full, kv",
+        "load(q_desc, k_desc, v_desc, q, k, v, q_full, kv",
+    ]
+    calls = [(f"    {x}", f"    {x.replace('q_full,', 'q_full, q_empty,')}") for x in started]
+    defined = [(f"def {x}", f"def {x.replace('q_full,', 'q_full, q_empty,')}") for x in started]
+    repaired = studies.changed(
+        planted,
+        *defined,
+        *calls,
+        (barrier, barrier + barrier.replace("full", "empty")),
+        (wait, f"        tlx.barrier_wait(q_empty[slot], tile // 2 % 2 ^ 1)\n{wait}"),
+        (store, f"        tlx.barrier_arrive(q_empty[slot])\n{store}"),
+    )
+    assert [found(lambda n=n: repaired.main(n)) for n in (1, 2, 4)] == [""] * 3

@@ -48,6 +48,14 @@ def test_a_ratio_may_hold_where_times_move():
     assert row["ratio of"] == "v1_tiled / v2_tma"
     assert row["times differ by (%)"] == pytest.approx(10)
     assert row["ratios differ by (%)"] == pytest.approx(0)
+    assert row["records"] == 2 and row["deviation (%)"] == pytest.approx(0)
+
+
+def test_few_runs_need_wide_intervals():
+    assert repeats.students_t(3) == pytest.approx(4.303, abs=0.01)
+    assert repeats.students_t(10) == pytest.approx(2.262, abs=0.01)
+    with pytest.raises(ValueError, match="at least 2, got 1"):
+        repeats.students_t(1)
 
 
 def test_a_protocol_is_held_against_ours_at_its_batch():

@@ -1,0 +1,544 @@
+# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# ---
+
+# %% [markdown]
+# # The machine in ten pages
+#
+# Which parts of a GPU decide how fast an attention kernel runs, and how much of each is there?
+#
+# :::{admonition} In this chapter (45 minutes)
+# You will draw an {term}`SM`, share out its registers, count the cycles that one matmul costs each
+# of its units, and follow a line of Python down to machine code. A matmul of 128 × 128 × 128 takes
+# {glue:text}`mma_h200:,.0f` cycles of a Hopper SM and {glue:text}`mma_b200:,.0f` of a Blackwell SM,
+# and the port of shared memory is busy for {glue:text}`port_h200:,.0f` or
+# {glue:text}`port_b200:,.0f` of them. Most of this book is about fitting everything else into
+# those cycles.
+# :::
+
+# %% tags=["hide-input"]
+import re
+
+import pandas as pd
+
+from _lib import machine_drawings as drawn
+from gdpa_lab.measuring import compile_check, roofline, units
+from gdpa_lab.measuring import system as systems
+from gdpa_lab.report.chapter import Chapter
+from notebooks.tools.kernels import pipeline
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("operator/machine", mode=mode, device=device, data_dir=data_dir)
+run = chapter.record("measuring/roofline")
+machine = systems.load(chapter.data_dir / "systems" / f"{run.system}.json")
+ceilings = roofline.Ceilings.measured(run.ceilings)
+FILE, THREAD = 64 * 1024, 255
+SHARED = compile_check.SHARED_BYTES[90]
+UNIT = drawn.Unit(
+    registers=FILE, shared_kib=SHARED / 1024, port_bytes=units.SMEM_BYTES,
+    mufu=units.MUFU_LANES, flops=units.H200.flops, lanes=128,
+)  # fmt: skip
+assert machine.num_sms == units.H200.sms
+
+# One matmul of 128 x 128 x 128: KiB that its operands move through the port.
+A, B = 32, 32
+MOVED = {
+    "Hopper, A from shared memory": (units.H200, A + 2 * B),
+    "Hopper, A from registers": (units.H200, 2 * B),
+    "Blackwell, A from shared memory": (units.B200, A + B),
+    "Blackwell, A from tensor memory": (units.B200, B),
+    "Blackwell, a pair of SMs shares B": (units.B200, A + B // 2),
+}
+matmul = pd.DataFrame(
+    {
+        "tensor cores": units.mma(chip, 1),
+        "through the port, KiB": kib,
+        "port": units.kibibytes(kib),
+        "port, %": 100 * units.kibibytes(kib) / units.mma(chip, 1),
+    }
+    for chip, kib in MOVED.values()
+).set_axis(list(MOVED))
+mufu = units.TILE**2 / units.MUFU_LANES
+clock = units.H200.clock_ghz(ceilings.tflops)
+chapter.glue(
+    mma_h200=units.mma(units.H200, 1), mma_b200=units.mma(units.B200, 1),
+    port_h200=matmul["port"].iloc[0], port_b200=matmul["port"].iloc[2],
+    port_registers=matmul["port"].iloc[1],
+    flop=2 * units.TILE**3, rate_h200=units.H200.flops, rate_b200=units.B200.flops,
+    mufu=mufu, mufu_h200=100 * mufu / units.mma(units.H200, 2),
+    mufu_b200=100 * mufu / units.mma(units.B200, 2),
+    matmul=ceilings.tflops, copy=ceilings.copies[0][1], clock=clock,
+    hbm=ceilings.copies[0][1] / clock / units.H200.sms,
+)  # fmt: skip
+assert matmul["port, %"].max() == 100, "the text: no room for anything else"
+
+# %% tags=["remove-input"]
+# | name: fig-machine-sm
+# | caption: >
+# |   **An SM is four small processors around one shared memory.** What is inside the frame exists
+# |   once in each SM; L2 and HBM serve all of them. Sizes of an H200.
+# | alt: >
+# |   A frame, one SM, holds four equal columns. Each has a scheduler, registers, a tensor core,
+# |   fp32 lanes and MUFU lanes. Four arrows lead down through one port to shared memory, beside
+# |   which stands TMA. Right of the frame TMA reaches the L2 cache, and L2 reaches HBM.
+chapter.figure(
+    drawn.sm(UNIT, units.H200.sms, machine.l2_bytes / 2**20),
+    modelled="drawn from the facts in the last table of this chapter",
+)
+
+# %% [markdown]
+# ## Threads come in warps of 32
+#
+# A kernel is launched as many *programs*; Triton says program where CUDA says {term}`CTA` or thread
+# block. A program runs on one SM from beginning to end. Its threads come in **warps** of 32 that
+# execute the same instruction together. Each of the four schedulers of an SM picks one of its
+# warps in every cycle and issues one instruction for its 32 threads. So an SM issues at most four
+# warp instructions a cycle, 128 threads' worth.
+#
+# A warp that waits for memory costs nothing as long as its scheduler has another one that is ready.
+# That is how most kernels hide latency: by many warps on an SM, or high {term}`occupancy`. The fast
+# kernels of this book have few warps with many registers and hide latency in another way. Copies
+# and matmuls run *asynchronously*, and a warp does something else after it has asked for them.
+#
+# Four neighbouring warps, 128 threads, form a **{term}`warp group`**, one warp on each scheduler.
+# Hopper's tensor cores take their orders from a whole warp group. In a warp-specialized kernel each
+# group has a job of its own, its **{term}`role`**: one only loads, two others only compute.
+#
+# ## Registers: 64 Ki to share out
+#
+# An SM has {glue:text}`file:,.0f` registers of 32 bits. A thread can address at most
+# {glue:text}`thread:.0f` of them, and a program keeps what it was given until it ends. The more
+# warps, the fewer registers for each ({numref}`fig-machine-registers`): with 12 warps a thread may
+# have {glue:text}`share_12:.0f`, with 20 warps {glue:text}`share_20:.0f`, since shares are
+# multiples of 8. A value that does not fit is a **{term}`spill`**: it goes to local memory and
+# comes back, and it usually ruins a loop.
+#
+# Accumulators are what fills registers. The result of a matmul for 64 rows and 128 columns has
+# 8,192 numbers in fp32. A warp group holds it in 128 threads, which makes 64 registers in each
+# thread. A consumer of {doc}`forward v4 <../forward/v4_warp_specialized>` holds two of them, S and
+# O, and P in bf16 takes another 32 registers. That is 160 before the first address, and the reason
+# why its consumers ask for {glue:text}`consumer:.0f`.
+
+# %% tags=["remove-cell"]
+built = compile_check.build_rung("v8_own_waits")
+launched = int(re.search(r"\.maxnreg (\d+)", built.asm["ptx"])[1])
+asked = [int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)",
+                                    built.asm["ptx"])]  # fmt: skip
+consumer, producer = max(n for n in asked if n <= THREAD), min(asked)
+
+
+def share(warps: int) -> int:
+    """Registers of a thread if all warps have as many: a multiple of 8."""
+    return FILE // (32 * warps) // 8 * 8
+
+
+assert launched == share(12), "the text: twelve warps start with equal shares"
+assert (producer + 2 * consumer) * 128 <= launched * 384, "and share out what they had"
+SPLITS = {
+    "12 warps with equal shares": [("all", 12, share(12))],
+    "20 warps with equal shares": [("all", 20, share(20))],
+    "forward v8: 8 consumer warps, 4 producer warps": [
+        ("consumers", 8, consumer), ("producer", 4, producer)
+    ],
+}  # fmt: skip
+chapter.glue(
+    file=FILE, thread=THREAD, share_12=share(12), share_20=share(20), consumer=consumer,
+    producer=producer, launched=launched, freed=128 * (launched - producer),
+    wanted=2 * 128 * (consumer - launched),
+)  # fmt: skip
+
+# %% tags=["remove-input"]
+# | name: fig-machine-registers
+# | caption: >
+# |   **Roles of different size share the registers better than equal warps.** The register file of
+# |   an SM three times, to scale; the number in a part is the registers of one thread.
+# | alt: >
+# |   Three horizontal bars of equal length. The first is filled by twelve warps, the second, with
+# |   a gap at the end, by twenty. In the third two consumer groups take nine tenths and the
+# |   producer a narrow part beside them.
+chapter.figure(
+    drawn.registers(SPLITS, FILE), compiled="forward v8 for sm_90a, its launch bound and setmaxnreg"
+)
+
+# %% [markdown]
+# Equal shares would be wasted on a role that only asks for copies. The instruction
+# **{term}`setmaxnreg`** moves registers between roles. Forward v8 starts its 12 warps with
+# {glue:text}`launched:.0f` registers a thread. Its producer then gives all but
+# {glue:text}`producer:.0f` back, which puts {glue:text}`freed:,.0f` registers into the program's
+# pool, and its two consumers take {glue:text}`wanted:,.0f` out of it to have
+# {glue:text}`consumer:.0f` each (read from the compiled kernel).
+#
+# ## Shared memory and its port
+#
+# **{term}`Shared memory`** belongs to an SM and is managed by the program: up to
+# {glue:text}`shared:.0f` KiB on Hopper and Blackwell. Tiles of K and V lie there in {term}`slots
+# <slot>`, with the barriers that guard them. It has one port that moves {glue:text}`port:.0f` bytes
+# a cycle, and everything passes through it: what TMA writes, what the tensor cores read, what
+# threads exchange. A tile of 128 × 128 in bf16 has 32 KiB and needs 256 cycles of the port each
+# time that it is written or read.
+#
+# The port is only that fast if an access touches all 32 *banks* of the memory equally. So tiles are
+# stored **swizzled**: the 16-byte pieces of a row change places in a fixed pattern, which TMA
+# writes and tensor cores read. No code of this book has to mention it.
+#
+# ## Tensor cores, and where their operands lie
+#
+# A tensor core multiplies small matrices and adds: an **{term}`MMA`**, D = A B + D. Where A, B and
+# D may lie differs between the two generations ({numref}`fig-machine-operands`), and this
+# difference shapes all kernels that follow.
+
+# %% tags=["remove-input"]
+# | name: fig-machine-operands
+# | caption: >
+# |   **On Hopper results live in registers, on Blackwell in tensor memory.** Where the operands A
+# |   and B and the result of an MMA may lie.
+# | alt: >
+# |   Two diagrams. Left, Hopper: registers exchange the result, or A, with the tensor cores; shared
+# |   memory gives A and B. Right, Blackwell: shared memory gives A and B, tensor memory below the
+# |   tensor cores holds the result, or A, and registers only copy to and from tensor memory.
+chapter.figure(drawn.operands(), modelled="drawn from the PTX ISA's rules for wgmma and tcgen05")
+
+# %% [markdown]
+# **Hopper.** A warp group issues `wgmma` for 64 rows, M = 64, and up to 256 columns
+# {cite}`nvidiaptx`. B comes from shared memory, A from shared memory or registers, and D is in
+# registers. The instruction is asynchronous: MMAs are bundled into {term}`commit groups <commit
+# group>`, and {term}`wait_group` waits until at most n of these are still running.
+# Meanwhile the registers of D must not be touched. Where the compiler cannot prove that, it
+# **serialises**: it waits after each `wgmma`, and the tensor cores run dry.
+#
+# **Blackwell.** One thread issues `tcgen05.mma` for the whole program. Its D lies in
+# {term}`tensor memory`, B in shared memory, and A in either. With M = 128 a row of the result has a
+# lane of tensor memory to itself. M = 64 is allowed, but runs at half the rate. Completion arrives
+# on an {term}`mbarrier` (below).
+#
+# ## One matmul in cycles
+#
+# A matmul of 128 × 128 × 128 has 2 · 128³ = {glue:text}`flop:,.0f` FLOPs. An H200's SM does
+# {glue:text}`rate_h200:,.0f` dense bf16 FLOPs a cycle, a multiply-add counting two, and a B200's
+# {glue:text}`rate_b200:,.0f` {cite}`zadouri2026flashattention4`. That makes
+# {glue:text}`mma_h200:,.0f` and {glue:text}`mma_b200:,.0f` cycles. What does the port do meanwhile?
+#
+# A is 32 KiB and B is 32 KiB. On Hopper two warp groups share the rows: each reads its own half of
+# A, and *each reads all of B*. So 32 + 2 · 32 = 96 KiB pass through the port, in
+# {glue:text}`port_h200:,.0f` cycles. If A is already in registers, as P is in P V, 64 KiB remain:
+# {glue:text}`port_registers:,.0f` cycles. On Blackwell the 128 rows are one MMA that reads B once,
+# but it must be done in half the time:
+
+# %% tags=["remove-input"]
+chapter.table(
+    matmul.round(0).astype(int).reset_index(names="128 × 128 × 128"),
+    caption="**Blackwell's tensor cores can use up the whole port.** Cycles of one SM for one "
+    "matmul, and the share of these in which the port is busy.",
+    modelled="counted from tile sizes and the rates in the table of facts",
+)
+
+# %% [markdown]
+# In other words, the tensor cores became twice as fast and the port did not. At 100 % there is no
+# room for anything else: TMA cannot fill the next slot while such MMAs run. This is why Blackwell
+# kernels keep P in tensor memory, and why pairs of SMs share B ({doc}`../blackwell/cta_pair`).
+#
+# ## Special functions
+#
+# The **{term}`MUFU`** evaluates `tanh`, `ex2` and reciprocals: {glue:text}`mufu_rate:.0f` results
+# per SM and cycle, on both chips. A tile of 128 × 128 scores with one `tanh` each takes
+# {glue:text}`mufu:,.0f` cycles. In the forward pass that tile also costs two matmuls. So one `tanh`
+# per score keeps the MUFU busy for {glue:text}`mufu_h200:.0f` % of the tensor cores' time on Hopper
+# and {glue:text}`mufu_b200:.0f` % on Blackwell ({doc}`activations`).
+#
+# ## TMA, L2 and HBM
+#
+# **{term}`TMA`**, the tensor memory accelerator, copies a *box* of a tensor between global and
+# shared memory. One thread starts it. A {term}`descriptor`, made by the host, holds the address,
+# shape, strides and box, so the copying needs no address arithmetic and no registers. Rows of a
+# box that lie outside of the tensor are filled with zeros.
+#
+# What TMA reads comes through the **L2 cache**, {glue:text}`l2:.0f` MiB for the whole H200, from
+# **HBM**, the memory. Our copies reach
+# {glue:text}`copy:,.0f` GB/s ({doc}`../measuring/roofline`). At the clock at which the fastest
+# matmul runs, {glue:text}`clock:.2f` GHz, this is only {glue:text}`hbm:.0f` bytes per SM and cycle.
+# The port of shared memory is several times as fast, and each byte that comes from HBM should
+# therefore be used many times.
+#
+# ## An mbarrier in words
+#
+# How does a role know that a tile has arrived? An **mbarrier** is a 64-bit word in shared memory
+# that holds two counters and a phase {cite}`nvidiaptx`:
+#
+# - *Count.* It is created with a number of **arrivals** that it expects in each phase.
+# - *Bytes.* A producer may add bytes that it expects: `expect_tx`. In TLX this is
+#   `barrier_expect_bytes`, which is an arrival too. A copy subtracts bytes when they have landed.
+# - *Phase.* When both counters are at zero, the phase is complete. The next one begins at once with
+#   the full count.
+# - *Parity.* A wait does not name a phase. It names its parity, even or odd, and passes if the last
+#   completed phase has it. A fresh barrier passes a wait for parity 1, as if phase -1 were over.
+
+# %% tags=["remove-cell"]
+BOX = 2 * 128 * 64
+
+
+class Barrier:
+    """The rules above: one arrival a phase."""
+
+    def __init__(self):
+        self.pending, self.bytes, self.phase = 1, 0, 0
+
+    def step(self, event, arrivals=0, bytes=0):
+        self.pending, self.bytes = self.pending - arrivals, self.bytes + bytes
+        if self.pending == self.bytes == 0:
+            self.pending, self.phase = 1, self.phase + 1
+        return drawn.Moment(event, self.pending, self.bytes, self.phase)
+
+
+full = Barrier()
+moments = [
+    full.step("created for\none arrival"),
+    full.step("K's box lands\nearly", bytes=-BOX),
+    full.step("load announces\nboth boxes", arrivals=1, bytes=2 * BOX),
+    full.step("V's box lands:\nphase complete", bytes=-BOX),
+]
+assert [m.phase for m in moments] == [0, 0, 0, 1], "the caption says so"
+chapter.glue(box=BOX)
+
+# %% tags=["remove-input"]
+# | name: fig-machine-barrier
+# | caption: >
+# |   **A copy may land before its bytes are announced.** An mbarrier for two boxes of 128 × 64
+# |   numbers in bf16. Bytes may be negative for a while, since the phase cannot end before the
+# |   arrival.
+# | alt: >
+# |   Four states in a row. Created: one arrival missing. A box lands early: bytes below zero. The
+# |   announcement: no arrival missing, the bytes of one box missing. The second box lands: phase 1
+# |   begins, in another colour, with one arrival missing again.
+chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the text")
+
+# %% [markdown]
+# Four rules about bytes follow:
+#
+# 1. **A copy may precede its `expect_tx`** ({numref}`fig-machine-barrier`). The phase still lacks
+#    the arrival, so it cannot end early.
+# 2. **A clipped box reports the full box.** At the end of a tensor TMA fills the missing rows with
+#    zeros, and it reports these bytes as well. Announce the bytes of the box, never those of the
+#    rows that exist: the wait would hang, or the next phase would be wrong.
+# 3. **A wrong count carries into the next phase.** Announce one box where two come: the first one
+#    completes the phase, and the second is subtracted from the next phase, which then completes
+#    before its own data are there. Announce too many bytes, and the wait hangs.
+# 4. **Multicast reports to each receiver.** A copy that TMA writes into several SMs of a
+#    {term}`cluster` subtracts its bytes from each one's barrier, and each must announce them.
+#
+# {doc}`../tools/emulator` builds such a barrier in ten lines. A *named barrier* is something else:
+# each program has 16 of them, and they count threads, no bytes.
+#
+# One rule more: threads and TMA reach shared memory on different paths, which PTX calls
+# **proxies**. Before TMA may store what threads have written, a **fence** must order the two.
+#
+# ## Resources that block
+#
+# A kernel can also wait for ever without a barrier. Three resources block whoever asks for them:
+#
+# | who waits | for what | hangs if |
+# |:--|:--|:--|
+# | `setmaxnreg.inc` | registers in the pool | roles ask for more than all gave back |
+# | `tcgen05.alloc` | columns of tensor memory | their owner waits for this program |
+# | a wait for another program | that it runs at all | it does not fit on the GPU beside this one |
+#
+# The last one is called *residency*. A program that waits for its neighbour relies on both being
+# **resident**, which a launch promises only within a cluster. If the grid has more programs than
+# fit, the first ones may occupy all SMs and wait for those that cannot start.
+#
+# ## Tensor memory
+#
+# A Blackwell SM has {glue:text}`columns:.0f` columns of tensor memory with 128 lanes of 4 bytes
+# each, {glue:text}`tmem:.0f` KiB. A program allocates columns in powers of two, at least 32. A
+# thread cannot compute on them: a warp copies columns to registers (`tcgen05.ld`) and back
+# (`tcgen05.st`), and a warp reaches only the 32 lanes of its place in its warp group. Planning a
+# Blackwell kernel begins with this picture:
+
+# %% tags=["remove-input"]
+# | name: fig-machine-tensor-memory
+# | caption: >
+# |   **Two tiles of 128 queries fill tensor memory.** Lanes downwards, columns to the right. S and
+# |   O have 128 columns in fp32 each; P in bf16 takes half of the columns of its own S.
+# | alt: >
+# |   Two rectangles, 128 lanes high and 512 columns wide. In the first, S with P over it and O fill
+# |   the left half. In the second S 0, S 1, O 0 and O 1 fill all four quarters.
+PLANS = {
+    "Blackwell forward b1: one tile": [("S,\nthen P in half of it", 0, 128), ("O", 128, 128)],
+    "Blackwell forward b2 to b4: two tiles": [
+        ("S 0,\nthen P 0", 0, 128), ("S 1,\nthen P 1", 128, 128),
+        ("O 0", 256, 128), ("O 1", 384, 128),
+    ],
+}  # fmt: skip
+columns = compile_check.TENSOR_COLUMNS
+chapter.figure(
+    drawn.tensor_memory(PLANS, columns), modelled="drawn from the docstrings of b1 and b2"
+)
+chapter.glue(columns=columns, tmem=128 * columns * 4 / 1024)
+
+# %% [markdown]
+# ## From Python to machine code
+#
+# A Triton kernel is never run as Python. It passes through five forms, and here is one line of a
+# small kernel in each, compiled without a GPU when this page was made:
+
+# %% tags=["remove-cell"]
+types = {"q_ptr": "*bf16", "k_desc": "tensordesc<bf16[128, 64]>", "out_ptr": "*fp32",
+         "blocks": "i32"}  # fmt: skip
+constants = {"BLOCK_M": 64, "BLOCK_N": 128, "HEAD_DIM": 64}
+small = compile_check.build(pipeline.pipeline_kernel, types, constants, options={"num_warps": 4})
+sass = compile_check.disassemble(small.asm["cubin"])
+
+
+def line(text: str, word: str, most: int = 78) -> str:
+    """The first line with `word`, without its address, at most as long as the page is wide."""
+    found = next(part for part in text.splitlines() if word in part)
+    found = re.sub(r"/\*\w+\*/|loc\(.*|%\w+ = ", "", found).strip()
+    found = re.sub(r"\{%r\d+,.*", "{64 registers}, ...", found)
+    return found if len(found) <= most else f"{found[: most - 4]} ..."
+
+
+SOURCE = "scores = tlx.async_dot(q, tlx.local_trans(k[stage]))"
+assert SOURCE in open(pipeline.__file__).read()  # noqa: SIM115
+STAGES = [
+    ("Python", "what you write: tiles, buffers, barriers, roles", SOURCE),
+    ("TTIR", "Triton's IR: operations on tiles, no threads yet",
+     line(small.asm["ttir"], "ttng.warp_group_dot ")),
+    ("TTGIR", "GPU IR: which thread holds what (layouts), waits, software pipelining",
+     line(small.asm["ttgir"], "ttng.warp_group_dot ")),
+    ("PTX", "virtual machine code: threads, unlimited registers",
+     line(small.asm["ptx"], "wgmma.mma_async")),
+    ("SASS", "machine code by ptxas: real registers, order of instructions, spills",
+     line(sass, "HGMMA")),
+]  # fmt: skip
+hgmma = compile_check.read(small).instructions["HGMMA"]
+chapter.glue(hgmma=hgmma)
+assert hgmma * 16 == constants["HEAD_DIM"], "the text: 16 columns of head_dim each"
+
+# %% tags=["remove-input"]
+# | name: fig-machine-stages
+# | caption: >
+# |   **One line of Python becomes a few instructions.** The matmul of `pipeline.py` in the five
+# |   forms of a kernel; arrows are compiler passes, the last one is ptxas.
+# | alt: >
+# |   Five boxes from top to bottom: Python, TTIR, TTGIR, PTX, SASS. Beside each stand what it
+# |   decides and one line of code: async_dot, twice warp_group_dot, wgmma.mma_async, and HGMMA.
+chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.py for sm_90a")
+
+# %% [markdown]
+# - TTIR and TTGIR are Triton's intermediate representations (**IR**). The second one assigns data
+#   to threads and may move or *add* waits ({doc}`../forward/v8_own_waits`).
+# - **PTX** is NVIDIA's portable assembly. **ptxas**, the last compiler, makes **{term}`SASS`** of
+#   it, allots registers and reorders instructions. Only SASS shows what runs. The matmul above
+#   became {glue:text}`hgmma:.0f` HGMMA, each for 16 of the 64 columns of head_dim.
+#
+# ## What TLX adds
+#
+# In plain Triton the compiler decides about warps, buffers and waits. **{term}`TLX`** (Triton
+# low-level extensions, in the package `fbtriton`) lets the kernel decide
+# {cite}`guan2026tlx,fbtriton`. These few names carry nearly all kernels of this book:
+#
+# | TLX | what it does | machine |
+# |:--|:--|:--|
+# | `async_task(num_warps, registers)` | a role, inside `async_tasks()` | warps, `setmaxnreg` |
+# | `local_alloc(shape, dtype, n)` | n buffers in shared or tensor memory | slots |
+# | `alloc_barriers(n, arrive_count)` | n mbarriers | `mbarrier.init` |
+# | `barrier_expect_bytes(b, bytes)` | announces bytes, and arrives | `expect_tx` |
+# | `barrier_arrive(b)` | arrives | `mbarrier.arrive` |
+# | `barrier_wait(b, parity)` | waits for a phase | `mbarrier.try_wait` |
+# | `async_descriptor_load(desc, x, at, b)` | starts a TMA copy | UTMALDG |
+# | `async_descriptor_store(desc, x, at)` | starts a TMA store, or a sum | UTMASTG, UTMAREDG |
+# | `async_dot(a, b, acc)` | starts an MMA | HGMMA, UTCHMMA |
+# | `async_dot_wait(n, acc)` | waits for all commit groups but n | `wgmma.wait_group` |
+# | `local_load(x)`, `local_store(x, y)` | buffer to registers and back | LDS, STS, LDTM, STTM |
+#
+# ## The table of facts
+
+# %% tags=["remove-input"]
+GUIDE, ISA = "guide", "PTX ISA"
+FACTS = [
+    ("SMs", units.H200.sms, units.B200.sms, "device query"),
+    ("schedulers of an SM", UNIT.schedulers, UNIT.schedulers, GUIDE),
+    ("registers of 32 bits", FILE, FILE, GUIDE),
+    ("registers of a thread, at most", THREAD, THREAD, GUIDE),
+    ("shared memory of a program, KiB", SHARED // 1024,
+     compile_check.SHARED_BYTES[100] // 1024, GUIDE),
+    ("port, bytes a cycle", units.SMEM_BYTES, units.SMEM_BYTES, GUIDE),
+    ("bf16 MMA, FLOPs a cycle", units.H200.flops, units.B200.flops, "FA4 paper"),
+    ("MUFU results a cycle", units.MUFU_LANES, units.MUFU_LANES, GUIDE),
+    ("rows M of an MMA", "64", "64, 128", ISA),
+    ("tensor memory, columns", "none", f"{columns}", ISA),
+    ("L2 cache, MiB", f"{machine.l2_bytes / 2**20:.0f}", "not measured", "device query"),
+    ("matmul, TFLOP/s (burst)", f"{ceilings.tflops:.0f}", "not measured", "our record"),
+    ("copy 1:1, GB/s", f"{ceilings.copies[0][1]:,.0f}", "not measured", "our record"),
+]  # fmt: skip
+facts = pd.DataFrame(FACTS, columns=["per SM, or GPU", "H200", "B200", "source"])
+for name in ("H200", "B200"):
+    facts[name] = [x if isinstance(x, str) else f"{x:,}" for x in facts[name]]
+chapter.table(
+    facts,
+    caption="**What this book counts with.** The sizes and rates of the two chips.",
+    published="NVIDIA's CUDA programming guide and PTX ISA; FlashAttention-4 paper",
+    measured=[run.id],
+)
+chapter.glue(shared=SHARED / 1024, port=units.SMEM_BYTES, mufu_rate=units.MUFU_LANES,
+             l2=machine.l2_bytes / 2**20)  # fmt: skip
+
+# %% [markdown]
+# Sources: {cite}`nvidiaptx`, the [CUDA programming
+# guide](https://docs.nvidia.com/cuda/cuda-c-programming-guide/) and the FlashAttention-4 paper
+# {cite}`zadouri2026flashattention4`. By how much ceilings drift, {doc}`../measuring/roofline` says.
+#
+# ## Exercises
+#
+# :::{exercise} Plan the registers and the columns
+# :label: ex-machine-plan
+#
+# A kernel for Hopper has one producer role and three consumer roles of four warps each. A consumer
+# holds 64 rows of S for 128 keys, 64 rows of O for head_dim 128, and P in bf16. *(a)* How many
+# registers may a consumer thread have if the producer keeps 24? Is it enough? *(b)* Would it be
+# with blocks of 64 keys? *(c)* Now on Blackwell: two tiles of 128 queries with head_dim 128 and
+# blocks of 256 keys. Which columns do S and O need, and what can be done? *(paper, twenty minutes)*
+# :::
+#
+# :::{solution} ex-machine-plan
+# :class: dropdown
+#
+# *(a)* 16 warps start with 65,536 / 512 = 128 registers each. The producer gives (128 - 24) · 128 =
+# 13,312 back, and three groups share them: 34 more for each of 384 threads, so 160 as a multiple of
+# 8. S takes 64, O 64 and P 32: 160 without a single address. It spills. *(b)* S takes 32, O 64, P
+# 16: 112, which fits. *(c)* S of 256 keys has 256 columns a tile, O 128: 768 for two tiles, where
+# 512 exist. Share one S between the tiles (256 + 2 · 128 = 512), at the price that one tile's MMAs
+# no longer run beside the other's activation; or stay with 128 keys.
+# :::
+#
+# :::{exercise} Count the port
+# :label: ex-machine-port
+#
+# A consumer of a Hopper kernel multiplies 64 rows of Q by blocks of 64 keys at head_dim 128, then P
+# by V. Both Q and K come from shared memory, P from registers, and two consumers work side by side.
+# *(a)* Per block of 64 keys: how many cycles of tensor cores and of the port do both consumers
+# need, if TMA also fills K and V? *(b)* What changes if Q is kept in registers? *(c)* And with 128
+# keys a block? *(paper, twenty minutes)*
+# :::
+#
+# :::{solution} ex-machine-port
+# :class: dropdown
+#
+# *(a)* Two products of 128 × 64 × 128: 2 · 2 · 128 · 64 · 128 / 4,096 = 1,024 cycles. Through the
+# port for S: Q 2 · 16 KiB, K 2 · 16 KiB; for P V: V 2 · 16 KiB; TMA writes 32 KiB. That is 128 KiB
+# or 1,024 cycles, 100 %. *(b)* Q's 32 KiB are gone: 96 KiB, 768 cycles, 75 %. *(c)* Tensor cores
+# 2,048 cycles. Q 32, K 64, V 64 and TMA 64 KiB: 224 KiB or 1,792 cycles, 88 %. Q is read once per
+# block, so longer blocks read it less often.
+# :::
+#
+# ## Takeaways
+#
+# - Count four things per tile: cycles of the tensor cores, of the port, of the MUFU, and issue
+#   slots. The largest bounds the kernel.
+# - Registers, columns and shared memory are budgets. Plan them on paper first.
+# - An mbarrier counts arrivals and bytes, and what is wrong in one phase spoils the next.
