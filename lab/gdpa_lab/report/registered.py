@@ -68,15 +68,19 @@ def standing(line: pd.Series | None) -> str:
     return "predicted" if line["date"] and _precedes(line["date"], line["record"]) else "expected"
 
 
-def told(name: str, limits: str) -> str:
-    """`standing` as a page shows it, with commit and date; "Expected" too where the file has no
-    line of this id with these limits."""
+def line(name: str, limits: str) -> pd.Series | None:
+    """The line of this id, if it has these limits."""
     lines = load()
     same = name in lines.index and lines.loc[name, "limits"] == limits
-    word = standing(lines.loc[name] if same else None)
+    return lines.loc[name] if same else None
+
+
+def told(line: pd.Series | None) -> str:
+    """`standing` as a page shows it, with commit and date."""
+    word = standing(line)
     if word == "predicted":
-        return f"Predicted (commit {lines.loc[name, 'commit'][:7]}, {lines.loc[name, 'date'][:10]})"
-    return f"Known before ({lines.loc[name, 'known']})" if word == "known before" else "Expected"
+        return f"Predicted (commit {line['commit'][:7]}, {line['date'][:10]})"
+    return f"Known before ({line['known']})" if word == "known before" else "Expected"
 
 
 def _precedes(date: str, record: str) -> bool:
