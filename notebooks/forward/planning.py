@@ -109,9 +109,8 @@ chapter.figure(
 #
 # Half of the port goes to K and V as operands, whatever one does. The second term is Q, and larger
 # blocks of keys make it smaller. The third is the copies, and more consumers make it smaller. With
-# two consumers and 128 keys the port is busy 88 % of the time; with blocks of 64 keys, 100 %. In
-# other words, a kernel with blocks of 64 keys has two units at their limit, and the slightest
-# collision costs time.
+# two consumers and 128 keys the port is busy 88 % of the time; with blocks of 64 keys, 100 %. Such
+# a kernel has two units at their limit, and the slightest collision costs time.
 #
 # The same in code, for the shapes that this part has used:
 
@@ -143,9 +142,8 @@ chapter.table(
 )
 
 # %% [markdown]
-# Read the table by columns: the largest number is the *bound*, and the distance to the second
-# largest says how much can go wrong. Three rules follow from the formulas, and they are worth
-# remembering:
+# Read the table by columns. The largest number is the *bound*, and the distance to the second
+# largest says how much can go wrong. Three rules follow from the formulas:
 #
 # - Tensor cores against MUFU: $d$ against $64u$. With one tanh per score they meet at head_dim 64.
 # - Tensor cores against issue slots: $d$ against $8i$. At head_dim 128 an activation may take 16
@@ -164,10 +162,11 @@ chapter.table(
 # | software pipelining ({doc}`v5 <v5_pingpong>` to v8) | $M + \max(M, A)$ | $4M$, if that is more |
 # | ping-pong with turns | no gain | $\max(4M, 2M + A)$ |
 #
-# *Serial* is S, activation, P V, each awaited. A consumer's three steps depend on each other, so its chain is $2M + A = 1{,}536$ cycles
-# and the tensor core idles for $A$ of them. A second consumer can fill that gap, but nothing makes
-# it do so. If the two drift out of step, the period is $\max(4M, 2M + A) = 2{,}048$. If they stay
-# in step, both multiply and both evaluate, and it is $2(2M + A) = 3{,}072$.
+# *Serial* is S, activation, P V, each awaited. A consumer's three steps depend on each other, so
+# its chain is $2M + A = 1{,}536$ cycles and the tensor core idles for $A$ of them. A second
+# consumer can fill that gap, but nothing makes it do so. If the two drift out of step, the period
+# is $\max(4M, 2M + A) = 2{,}048$. If they stay in step, both multiply and both evaluate, and it is
+# $2(2M + A) = 3{,}072$.
 #
 # *Software pipelining.* S of the next block and P V of this one are issued together. The consumer
 # waits for S only, and evaluates while P V runs. Its chain is $M + \max(M, A) = 1{,}024$, so even
@@ -298,8 +297,7 @@ chapter.table(
 # reports {glue:text}`three:,.0f` cycles. What is left has a different cause: K and V of one block
 # take the copy engine 1,024 cycles, and here tensor core and copies are both at their limit.
 #
-# On a real GPU $L$ is not a constant. Take the latency under load, twice that of an idle memory, or
-# plan one slot more than the sum.
+# On a real GPU $L$ is not a constant and grows under load, so plan one slot more than the sum.
 #
 # ## Sum 4: registers per role
 #
@@ -315,8 +313,8 @@ chapter.table(
 # \qquad\text{e.g. } 24 + 2 \cdot 240 = 3 \cdot 168 = 504.
 # $$
 #
-# If it does, the last group waits for ever, and no message says so. The emulator does not model the
-# pool; the compiler computes the producer's share from what is left.
+# If it does, the last group waits for ever. The emulator does not model the pool, so it cannot find
+# that error.
 #
 # What a consumer thread needs is a sum over what is alive at the same time. A tile of 64 × $x$
 # values has $x/2$ per thread in fp32 and $x/4$ in bf16:
@@ -329,9 +327,9 @@ chapter.table(
 # | P, bf16, $n/4$ | 32 | 32 | – |
 # | sum for $n = d = 128$ | 160 | 224 | 192 |
 #
-# Add 20 to 40 for addresses, phases and temporaries, and compare with the next multiple of 8 that
-# you can grant, at most 240 here. Then let the compiler confirm it: no spills, and MMAs that are
-# not {term}`serialised <serialised wgmma>`.
+# Add 20 to 40 for addresses, phases and temporaries, and compare with what you can grant, at most
+# 240 here. Then let the compiler confirm it: no {term}`spills <spill>`, and MMAs that are not
+# {term}`serialised <serialised wgmma>`.
 #
 # ## Sum 5: shared memory and tensor memory
 #
@@ -394,9 +392,8 @@ chapter.table(
 chapter.code(lesson.forward, "out = batch.new_out()")
 
 # %% [markdown]
-# The factor `output_scale * scale / 2` is a constant of the activation that forward v7 moved into
-# the output. Constants in capitals become part of the compiled kernel; all else are arguments. How
-# the roles consume this list is shown in full in {doc}`v8_own_waits`.
+# Constants in capitals become part of the compiled kernel; all else are arguments. How the roles
+# consume the list is shown in full in {doc}`v8_own_waits`.
 #
 # ## Your turn: head_dim 64
 #
@@ -416,8 +413,8 @@ chapter.code(lesson.forward, "out = batch.new_out()")
 #
 # $M = 128 \cdot 64 / 32 = 256$: tensor cores $4M = 1{,}024$. MUFU: $2 \cdot 4 \cdot 128 = 1{,}024$.
 # Issue: $2 \cdot 128 \cdot 4 / 2 = 512$. Port: $(1/2 + 1/8 + 1/4) \cdot 1{,}024 = 896$. Tensor
-# cores and MUFU are both full, and the port nearly so. No order can go below 1,024. An order that
-# waits anywhere without both units having work queued loses.
+# cores and MUFU are both full, and the port nearly so. No order can go below 1,024, and one that
+# lets either unit wait loses.
 # :::
 #
 # :::{exercise} Step 2: how many consumers, how many keys?
@@ -433,8 +430,8 @@ chapter.code(lesson.forward, "out = batch.new_out()")
 # Port: 88 %, 100 %, and $1/2 + 1/4 + 1/8 = 88$ %. Alive: $d/2 + n/2 + n/2$ is 160 for 128 keys and
 # 96 for 64. Two consumers may have 240. Four make five groups, 96 registers at launch, 480 in all:
 # $4 \cdot 112 + 32$. So 112 for a consumer leave 16 besides the 96, which is tight, and 32 for the
-# producer. With 120 nothing would be left for it. Four consumers pay each copy of K and V for twice
-# as many rows and have twice as many chains to fill a gap; two with 128 keys have more registers.
+# producer. With 120 nothing would be left for it. Four consumers have twice as many chains to fill
+# a gap; two with 128 keys have more registers.
 # :::
 #
 # :::{exercise} Step 3: buffers and slots
@@ -526,14 +523,14 @@ chapter.glue(gain=gain)
 #
 # Somebody proposes three consumers of 64 rows at head_dim 128, to lower the share of the copies.
 # (a) How many registers can each have, and which $n$ fits in the manner of forward v8? (b) Compute
-# the port's share. (c) Which slots of Q, K and V, and O fit into 227 KiB? (d) What would you
-# predict, and what else could go wrong with 192 rows? *(paper, 30 minutes)*
+# the port's share. (c) Which slots of Q, K and V, and O fit into 227 KiB? (d) What else could go
+# wrong with 192 rows? *(paper, 30 minutes)*
 # :::
 
 # %% tags=["remove-cell"]
 three_math = lesson.Config(64, 2, 160, math_roles=3)
 shared = 2 * 3 * 2 * 64 * 128 + 4 * 64 * 128 * 2 + 2 * 64 * 128 * 3
-assert shared == 208 * 1024 and shared + 65536 > 227 * 1024, "the answer"
+assert shared == 208 * 1024 and shared + 32 * 1024 > 227 * 1024, "the answer"
 tile = studies.batch((192,), (512,))
 cycles = period(lesson, three_math, 192, 128, "gelu_tanh") * 2 / 3
 chapter.glue(cycles_three=cycles)
@@ -543,14 +540,13 @@ chapter.glue(cycles_three=cycles)
 # :class: dropdown
 #
 # (a) Four groups: 128 registers at launch, 512 in all. $3 \cdot 160 + 32 = 512$. With 128 keys 192
-# are alive: too many. With 64 keys it is 64 + 32 + 32 = 128, which fits. (b) $1/2 + 1/4 + 1/6 = 92$
-# %: better than two consumers with 64 keys, worse than two with 128. (c) Q with two slots 96, O 48,
-# and K and V 32 KiB for each slot of 64 keys: two slots make 208 KiB, three do not fit. With one
-# slot of Q there is room for four, but then the next tile's Q is late. (d) By the port it should be
-# between the two kernels we have; the emulator says {glue:text}`cycles_three:,.0f` cycles per 128
-# rows and 128 keys. But sequences end where they like: tiles of 192 rows waste more of their last
-# rows, and an SM's list gets fewer, larger entries. A prototype lost against two consumers (lab
-# notes, {doc}`../notes/v4_to_v6`).
+# are alive: too many. With 64 keys it is 64 + 32 + 32 = 128, which fits. (b) $1/2 + 1/4 + 1/6$, a
+# share of 92 %, is better than two consumers with 64 keys, worse than two with 128. (c) Q with two
+# slots 96, O 48, and K and V 32 KiB for each slot of 64 keys: two slots make 208 KiB, three do not
+# fit. With one slot of Q there is room for four, but then the next tile's Q is late. (d) Tiles of
+# 192 rows waste more of a sequence's last rows, and the list gets fewer, larger entries. The
+# emulator says {glue:text}`cycles_three:,.0f` cycles per 128 rows and 128 keys, but a prototype
+# lost against two consumers (lab notes, {doc}`../notes/v4_to_v6`).
 # :::
 #
 # :::{exercise} P through shared memory
@@ -576,9 +572,8 @@ assert (extra, port, wide_port) == (512, 2304, 2176), "the answer"
 # (a) 64 × 128 values of two bytes are 16 KiB, written once and read once: 32 KiB, 256 cycles of the
 # port. (b) $1{,}792 + 2 \cdot 256 = 2{,}304$ cycles: the port, 12 % above the tensor cores. (c) Per
 # 128 keys the share of Q halves, from 256 to 128 cycles: 2,176, still the port. And S of 256 keys
-# alone would take 128 registers. (d) 32 for P in bf16, once it has been written. Registers are the
-# reason for doing it, the port is the reason against. On Blackwell P lies in tensor memory, which
-# has its own port.
+# alone would take 128 registers. (d) 32, those of P in bf16. On Blackwell P lies in tensor memory,
+# which has its own port.
 # :::
 #
 # :::{exercise} The planted bug

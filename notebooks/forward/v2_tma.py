@@ -169,7 +169,7 @@ counts = pd.DataFrame([counted(impl, shape) for shape in COUNTED for impl in RUN
 chapter.table(
     counts.replace({"impl": {"v1_tiled": "v1", V2: "v2"}}),
     caption="**At v1's own tile TMA removes hardly an instruction, at the two others it does.** "
-    "`loop`: instructions of a warp for one block of keys; `issue` and `tensor`: cycles of an SM for it.",
+    "`loop`: instructions of a warp for one block of keys; `issue` and `tensor`: cycles of an SM.",
     compiled="for sm_90a when this page was built",
 )
 count = counts.set_index(["impl", "shape"])

@@ -151,8 +151,8 @@ chapter.figure(
 #
 # In v7 a consumer waits 512 cycles or more for S of 128 keys with nothing else in flight, and twice
 # that when the other one holds the tensor core. With P V queued behind S the tensor core has work
-# during that wait. We predict a gain of 5 to 15 % where a tile has many blocks, and a gain under 3
-# % refutes it. With 256 keys the loop runs once, since the boundary has the first block, so nothing
+# during that wait. We predict a gain of 5 to 15 % where a tile has many blocks, and less than 3 %
+# refutes it. With 256 keys the loop runs once, since the boundary has the first block, so nothing
 # should change. The predictions are about bursts; the table has the rates back to back.
 
 # %% tags=["remove-input"]
