@@ -6,8 +6,8 @@
 # %% [markdown]
 # # How to plan a warp-specialized kernel: five sums before the first line
 #
-# How many cycles will a block of keys take, which unit will set that number, and do the registers
-# and buffers fit? All of it can be worked out on two sheets of paper before a line is written.
+# How many cycles will a block of keys take, which unit sets that number, and do registers and
+# buffers fit? All of it can be worked out on paper before a line is written.
 #
 # :::{admonition} In this chapter (50 minutes)
 # You will turn an order of issue into a period, name the unit that limits it, share out registers,
@@ -94,12 +94,11 @@ chapter.figure(
 # | issue slots | 128 results | $ni/2$, with $i$ instructions per score | 416 |
 # | shared-memory port | 128 bytes | Q and K for S, V for P V | 384 + 256 |
 #
-# The MUFU row is for one tanh per score ($u = 1$) and the issue row for the GELU of forward v4
-# ($i = 6.5$, {doc}`activation_arithmetic`). The last row deserves a line of its own. The tensor
-# core reads K and V from {term}`shared memory` for *each* consumer. For S it also reads the
-# consumer's 64 rows of Q. P comes from registers and costs the port nothing. In bytes that is
-# $2d(64 + n)$ for S and $2dn$ for P V. On top of that, {term}`TMA` writes each block of K and V
-# once, for all consumers: $4nd$ bytes.
+# The MUFU row is for one tanh per score ($u = 1$) and the issue row for the GELU of forward v4 ($i
+# = 6.5$, {doc}`activation_arithmetic`). The last row needs a word. The tensor core reads K and V
+# from {term}`shared memory` for *each* consumer, and for S also the consumer's 64 rows of Q. P
+# comes from registers and costs the port nothing. In bytes that is $2d(64 + n)$ for S and $2dn$ for
+# P V. In addition {term}`TMA` writes each block of K and V once, $4nd$ bytes for all consumers.
 #
 # Divide by 128, compare with the $2cM$ cycles of the tensor cores, and $d$ cancels:
 #
@@ -154,7 +153,7 @@ chapter.table(
 #
 # A bound is what the units allow. What a kernel gets depends on the order in which a consumer
 # issues and waits. Let $A$ be the cycles of its activation if it has the units to itself, the
-# larger of the MUFU and issue rows: 512 above.
+# larger of the MUFU and issue rows (512 above).
 #
 # | order of issue | one consumer | two consumers |
 # |:--|:--|:--|
@@ -170,7 +169,7 @@ chapter.table(
 #
 # *Software pipelining.* S of the next block and P V of this one are issued together. The consumer
 # waits for S only, and evaluates while P V runs. Its chain is $M + \max(M, A) = 1{,}024$, so even
-# one consumer alone could keep the tensor core busy. The price is registers, see below.
+# one consumer alone could keep the tensor core busy. The price is registers.
 #
 # *Ping-pong* arranges what serial consumers reach by luck: each holds the tensor core for a stretch
 # of $2M$, and a pair of {term}`named barriers <named barrier>` passes the turn. It needs $A \le 2M$
@@ -182,9 +181,9 @@ chapter.table(
 #
 # ### Check it in the emulator
 #
-# The emulator has the same units with the same rates ({doc}`../tools/emulator`), so it plays the
-# orders against each other. We use SiLU, whose activation is bound by MUFU alone ($A = 512$), and
-# take the difference between 2,048 and 1,024 keys, so that the ends of the tile drop out:
+# The emulator has the same units with the same rates ({doc}`../tools/emulator`). We use SiLU, whose
+# activation is bound by MUFU alone ($A = 512$), and take the difference between 2,048 and 1,024
+# keys, so that the ends of the tile drop out:
 
 
 # %%
@@ -235,11 +234,11 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# The column "at most" adds the port once more, phase by phase. Over a whole period the port is 88 %
-# busy and looks harmless. But while S runs it needs 384 of 512 cycles for operands, and a copy that
-# arrives in the same moment (64 bytes a cycle in the emulator) wants another 256. S then takes 640
-# cycles. **An average below 100 % does not mean that a phase is.** That is why two pipelined
-# consumers take a little more than 2,048 cycles.
+# The column "at most" adds the port phase by phase. Over a whole period the port is 88 % busy and
+# looks harmless. But while S runs it needs 384 of 512 cycles for operands, and a copy that arrives
+# in the same moment (64 bytes a cycle in the emulator) wants another 256. S then takes 640 cycles.
+# **An average below 100 % does not mean that a phase is.** That is why two pipelined consumers take
+# a little more than 2,048 cycles.
 #
 # One row lies outside its plan: one pipelined consumer, {glue:text}`single:,.0f` cycles where the
 # plan allows 1,152. Nothing is wrong with its units. It runs out of buffers, the subject of sum 3.
@@ -247,16 +246,16 @@ chapter.table(
 # ### Check it on the GPU
 #
 # {numref}`fig-plan-found` is the same check on hardware. With the clock of each run in the record,
-# times become cycles. Forward v4 needs {glue:text}`found_v4:,.0f` cycles for a block, which is the
-# *in step* period, so its consumers gain next to nothing from each other. The emulator let them
-# drift apart and was too kind. Forward v8 needs {glue:text}`found_v8:,.0f`,
-# {glue:text}`above_v8:.0f` % more than its tensor cores alone.
+# times become cycles. Forward v4 needs {glue:text}`found_v4:,.0f` cycles for a block, as if its
+# consumers ran in step and gained nothing from each other. The emulator let them drift apart and
+# was too kind. Forward v8 needs {glue:text}`found_v8:,.0f`, {glue:text}`above_v8:.0f` % more than
+# its tensor cores alone.
 #
 # ## Sum 3: slots by Little's law
 #
-# Little's law says how many things are under way: rate times the time each of them takes. A buffer
-# slot is taken from the moment when the producer asks for the copy until the last consumer gives
-# it back. That time has three parts: the latency $L$ of memory, the transfer $C$ of the block, and
+# Little's law says how many things are under way, namely rate times the time each of them takes. A
+# buffer slot is taken from the moment when the producer asks for the copy until the last consumer
+# gives it back. That time consists of the latency $L$ of memory, the transfer $C$ of the block, and
 # the time $H$ for which consumers hold it. One slot is needed per period, so
 #
 # $$
@@ -352,30 +351,27 @@ chapter.table(
 #
 # ## The barrier form
 #
-# Each buffer has two barriers, *full* and *empty*. Fill in one line for each before writing code;
-# most deadlocks are a line that nobody filled in. For forward v8 ($c = 2$, $n = d = 128$, a slot
-# each of two):
+# Each buffer has two barriers, *full* and *empty*. Fill in one line for each before writing code.
+# For forward v8 ($c = 2$, $n = d = 128$):
 #
 # | barrier | who arrives | arrivals | bytes | who waits | first wait |
 # |:--|:--|--:|--:|:--|:--|
 # | `q_full` | TMA, for the producer | 1 | 16 KiB | its consumer | parity 0, blocks |
-# | `q_empty` | its consumer, after its last S | 4 warps | – | producer | parity 1, passes |
+# | `q_empty` | its consumer, after its last S | 128 threads | – | producer | parity 1, passes |
 # | `k_full` | TMA | 1 | 32 KiB | both consumers | parity 0, blocks |
-# | `k_empty` | both consumers, after their S | 8 warps | – | producer | parity 1, passes |
+# | `k_empty` | both consumers, after their S | 256 threads | – | producer | parity 1, passes |
 # | `v_full` | TMA | 1 | 32 KiB | both consumers | parity 0, blocks |
-# | `v_empty` | both consumers, after their P V | 8 warps | – | producer | parity 1, passes |
+# | `v_empty` | both consumers, after their P V | 256 threads | – | producer | parity 1, passes |
 #
 # Five questions catch most errors:
 #
 # 1. *Does each use of slot $k$ wait and arrive once?* Use number $j$ has slot $j \bmod s$ and phase
 #    $\lfloor j / s \rfloor \bmod 2$. A consumer waits with this phase, a producer with the other.
-# 2. *Do the arrivals add up?* Two consumers of four warps are 8. With a count of 4 the faster
-#    consumer alone would free the buffer.
+# 2. *Do the arrivals add up?* Every thread arrives, so two consumers are 256. With a count of 128 the faster consumer alone would free the buffer.
 # 3. *Do the bytes add up?* A box that TMA clips at the end of a sequence still reports its full
-#    size.
-# A copy may even finish before `expect` is executed, because the phase also waits for that arrival.
-# But a wrong count does not stay where it is: with too many bytes expected the phase never
-# completes, with too few it completes early, and the surplus is booked on the *next* phase.
+#    size. A copy may finish before `expect` is executed, because the phase also waits for that
+#    arrival. With too many bytes expected the phase never completes. With too few it completes
+#    early, and the surplus is booked on the *next* phase.
 # 4. *Who is last?* A buffer is free when the MMA that reads it has completed, not when it was
 #    issued.
 # 5. *With multicast,* every CTA that receives a copy gets the bytes on its own barrier, so each
@@ -383,10 +379,9 @@ chapter.table(
 #
 # ## The host side
 #
-# What is left is the host, and it is the same for every kernel of this ladder. It makes a
-# {term}`descriptor` for each tensor, with the box that one copy moves; a list of work on the device
-# ({doc}`v3_persistent`, {doc}`v6_short_kv`); and it launches one CTA per SM, or fewer if the list
-# is shorter:
+# The host makes a {term}`descriptor` for each tensor, with the box that one copy moves, and a list
+# of work on the device ({doc}`v3_persistent`, {doc}`v6_short_kv`). It launches one CTA per SM, or
+# fewer if the list is shorter:
 
 # %% tags=["remove-input"]
 chapter.code(lesson.forward, "out = batch.new_out()")
@@ -397,9 +392,8 @@ chapter.code(lesson.forward, "out = batch.new_out()")
 #
 # ## Your turn: head_dim 64
 #
-# Plan the forward kernel for head_dim 64, with tanh GELU as forward v7 computes it: one tanh and
-# three other instructions per score, $u = 1$, $i = 4$. Use a sheet of paper for each step, and open
-# the answer after it.
+# Plan the forward kernel for head_dim 64, with tanh GELU as forward v7 computes it, one tanh and
+# three other instructions per score ($u = 1$, $i = 4$). Open each answer only after your own.
 #
 # :::{exercise} Step 1: which unit?
 # :label: ex-plan-unit
@@ -460,13 +454,13 @@ chapter.code(lesson.forward, "out = batch.new_out()")
 # :class: dropdown
 #
 # `q_full`: one arrival and $64 \cdot 64 \cdot 2$ bytes = 8 KiB, one barrier for each consumer and
-# slot. `k_full`: one arrival and 8 KiB. `v_empty`: four consumers of four warps, 16 arrivals.
+# slot. `k_full`: one arrival and 8 KiB. `v_empty`: four consumers of 128 threads, 512 arrivals.
 # :::
 #
 # ### The plan against emulator and compiler
 #
 # Forward v8 takes the numbers of the plan as its `Config`, so all three candidates can be tried at
-# once. This is the whole check:
+# once:
 
 # %%
 CANDIDATES = {
@@ -552,10 +546,10 @@ chapter.glue(cycles_three=cycles)
 # :::{exercise} P through shared memory
 # :label: ex-plan-port
 #
-# FlashAttention-2 on older GPUs, and many a first Hopper kernel, write P to shared memory and let
-# the second MMA read both operands from there. Two consumers, $n = d = 128$. (a) How many bytes
-# does each consumer add to a block? (b) Which unit limits the kernel now, and at which period?
-# (c) Would blocks of 256 keys repair it? (d) What is gained in registers? *(paper, 30 minutes)*
+# A first Hopper kernel often writes P to shared memory and lets the second MMA read both operands
+# from there. Take two consumers and $n = d = 128$. (a) How many bytes does each consumer add to a
+# block? (b) Which unit limits the kernel now, and at which period? (c) Would blocks of 256 keys
+# repair it? (d) What is gained in registers? *(paper, 30 minutes)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -579,10 +573,10 @@ assert (extra, port, wide_port) == (512, 2304, 2176), "the answer"
 # :::{exercise} The planted bug
 # :label: ex-plan-bug
 #
-# A colleague has simplified the loop of forward v5. The kernel runs, and on every batch that we
-# tried its output has the same bits as before. What is wrong, which line of the barrier form does
-# it break, how many keys does a sequence need for it to matter, and how would you have found it
-# without reading? *(paper, then the emulator; 30 minutes)*
+# A colleague has simplified the loop of forward v5. The kernel runs, and its output has the same
+# bits as before. What is wrong, which line of the barrier form does it break, how many keys does a
+# sequence need for it to matter, and how would you have found it without reading? *(paper, then the
+# emulator; 30 minutes)*
 # :::
 
 # %% tags=["remove-input"]
@@ -619,8 +613,7 @@ chapter.glue(race=told[384][0])
 #
 # ## Takeaways
 #
-# - The period is the largest of the units' sums and the chain of the order of issue. Compute all of
-#   them; the second largest says how fragile the plan is.
+# - The period is the largest of the units' sums and the chain of the order of issue; the second
+#   largest says how fragile the plan is.
 # - Slots, registers and bytes of shared memory are three more sums, and each can veto the plan.
-# - Fill in the barrier form first. Code that follows a complete form rarely deadlocks, and a
-#   missing line is a bug that tests may never see.
+# - Fill in the barrier form first. A missing line is a bug that tests may never see.

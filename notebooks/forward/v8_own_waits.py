@@ -273,7 +273,7 @@ chapter.annotated(
         "S belongs to the next tile.",
         "rows = (acc * output_scale).to(DTYPE)": "v7: `output_scale` holds the factor of the "
         "activation, once per output instead of once per score.",
-        "k_empty = tlx.alloc_warp_barrier": "v4: four warps of each consumer arrive, 8 in all.",
+        "k_empty = tlx.alloc_warp_barrier": "v4: the threads of all consumers arrive, 256.",
         'with tlx.async_task("default"):': "v4: the producer. Its registers go to the consumers.",
     },
 )
