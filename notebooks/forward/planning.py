@@ -367,7 +367,8 @@ chapter.table(
 #
 # 1. *Does each use of slot $k$ wait and arrive once?* Use number $j$ has slot $j \bmod s$ and phase
 #    $\lfloor j / s \rfloor \bmod 2$. A consumer waits with this phase, a producer with the other.
-# 2. *Do the arrivals add up?* Every thread arrives, so two consumers are 256. With a count of 128 the faster consumer alone would free the buffer.
+# 2. *Do the arrivals add up?* Every thread arrives, so two consumers are 256. With a count of 128
+#    the faster consumer alone would free the buffer.
 # 3. *Do the bytes add up?* A box that TMA clips at the end of a sequence still reports its full
 #    size. A copy may finish before `expect` is executed, because the phase also waits for that
 #    arrival. With too many bytes expected the phase never completes. With too few it completes

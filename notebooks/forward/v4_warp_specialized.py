@@ -115,36 +115,22 @@ chapter.roles(V4)
 #
 # ## Prediction
 #
-# A block of 128 keys asks three units of an SM for these cycles, for the 128 rows of a tile:
+# A block of 128 keys asks for {glue:text}`mma:,.0f` cycles of the tensor cores, for the 128 rows of
+# a tile, and for {glue:text}`tanh:,.0f` cycles of {term}`MUFU`, which evaluates tanh
+# ({doc}`planning` derives both).
 
 # %% tags=["remove-cell"]
-fp32, mufu = activations.INSTRUCTIONS["gelu_tanh"]
-scores = 128 * 128
-cycles = pd.Series(
-    {
-        "tensor cores: two MMAs": 4 * scores * 128 / 4096,
-        "MUFU: tanh": mufu * scores / 16,
-        "issue slots of the activation": (fp32 + mufu + 0.5) * scores / 128,
-    }
-)
-mma, tanh = cycles.iloc[:2]
-chapter.glue(mma=mma, in_step=mma + tanh, in_step_share=100 * mma / (mma + tanh))
-
-# %% tags=["remove-input"]
-chapter.table(
-    cycles.rename("cycles").rename_axis("unit").reset_index(),
-    caption="**The tensor cores have the most to do, and the activation half as much.** "
-    "Cycles of an SM for one block of 128 keys.",
-    modelled="counts of gelu_tanh, rates of a Hopper SM",
-)
+_, mufu = activations.INSTRUCTIONS["gelu_tanh"]
+mma, tanh = 4 * 128 * 128 * 128 / 4096, mufu * 128 * 128 / 16
+chapter.glue(mma=mma, tanh=tanh, in_step=mma + tanh, in_step_share=100 * mma / (mma + tanh))
 
 # %% [markdown]
 # Inside a consumer nothing changes. Its MMA, its activation and its next MMA follow each other. An
 # MMA can overlap only with the activation of the *other* consumer, and nothing arranges that. If
 # the two run in step, a block takes {glue:text}`in_step:,.0f` cycles, and the tensor cores work in
-# {glue:text}`in_step_share:.0f` % of them. Perfectly out of step it takes {glue:text}`mma:,.0f`.
-# The two CTAs that v2 has on an SM have the same limits. We therefore expect no gain on long tiles
-# and a loss on short ones, where the SM stands still at both ends of a tile. (We had seen both in
+# {glue:text}`in_step_share:.0f` % of them. Perfectly out of step only the tensor cores count. The
+# two CTAs that v2 has on an SM have the same limits. We therefore expect no gain on long tiles and
+# a loss on short ones, where the SM stands still at both ends of a tile. (We had seen both in
 # prototypes before we wrote it down.)
 #
 # The third prediction is about registers. An SM has 65,536; an even share for the 384 threads of a
@@ -285,7 +271,8 @@ chapter.glue(short_min=short.min(), short_max=short.max(), spilling=spilling.min
 #
 # By these lines v4 would take {glue:text}`line:.2f` times the time of v2 with 2,048 keys. It takes
 # {glue:text}`ratio_2048:.2f` times. Long launches run into the {term}`power limit`, and the
-# consumers may fall into step. {doc}`planning` separates the two with a record that has clocks.
+# consumers may fall into step. {doc}`planning` has a record with clocks, and it points to the
+# second.
 #
 # ### What the compiler made of it
 
