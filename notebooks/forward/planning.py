@@ -97,7 +97,7 @@ chapter.figure(
 # The MUFU row is for one tanh per score ($u = 1$) and the issue row for the GELU of forward v4 ($i
 # = 6.5$, {doc}`activation_arithmetic`). The last row needs a word. The tensor core reads K and V
 # from {term}`shared memory` for *each* consumer, and for S also the consumer's 64 rows of Q. P
-# comes from registers and costs the port nothing. In bytes that is $2d(64 + n)$ for S and $2dn$ for
+# comes from registers and does not use the port. In bytes that is $2d(64 + n)$ for S and $2dn$ for
 # P V. In addition {term}`TMA` writes each block of K and V once, $4nd$ bytes for all consumers.
 #
 # Divide by 128, compare with the $2cM$ cycles of the tensor cores, and $d$ cancels:
@@ -163,7 +163,7 @@ chapter.table(
 #
 # *Serial* is S, activation, P V, each awaited. A consumer's three steps depend on each other, so
 # its chain is $2M + A = 1{,}536$ cycles and the tensor core idles for $A$ of them. A second
-# consumer can fill that gap, but nothing makes it do so. If the two drift out of step, the period
+# consumer can fill that gap, but only by chance. If the two drift out of step, the period
 # is $\max(4M, 2M + A) = 2{,}048$. If they stay in step, both multiply and both evaluate, and it is
 # $2(2M + A) = 3{,}072$.
 #
@@ -247,7 +247,7 @@ chapter.table(
 #
 # {numref}`fig-plan-found` is the same check on hardware. With the clock of each run in the record,
 # times become cycles. Forward v4 needs {glue:text}`found_v4:,.0f` cycles for a block, as if its
-# consumers ran in step and gained nothing from each other. The emulator let them drift apart and
+# consumers ran in step and did not help each other. The emulator let them drift apart and
 # was too kind. Forward v8 needs {glue:text}`found_v8:,.0f`, {glue:text}`above_v8:.0f` % more than
 # its tensor cores alone.
 #
@@ -425,7 +425,7 @@ chapter.code(lesson.forward, "out = batch.new_out()")
 # Port: 88 %, 100 %, and $1/2 + 1/4 + 1/8 = 88$ %. Alive: $d/2 + n/2 + n/2$ is 160 for 128 keys and
 # 96 for 64. Two consumers may have 240. Four make five groups, 96 registers at launch, 480 in all:
 # $4 \cdot 112 + 32$. So 112 for a consumer leave 16 besides the 96, which is tight, and 32 for the
-# producer. With 120 nothing would be left for it. Four consumers have twice as many chains to fill
+# producer. With 120 none would be left for it. Four consumers have twice as many chains to fill
 # a gap; two with 128 keys have more registers.
 # :::
 #

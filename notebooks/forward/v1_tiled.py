@@ -213,9 +213,9 @@ chapter.figure(chart, measured=chapter.rows("forward/results", direction="forwar
 #
 # ## Which tile
 #
-# The constants of a rung are chosen by measurement, within what fits. A program keeps its rows of Q
-# and `num_stages` blocks of K and V in shared memory, and in registers at least the accumulator, a
-# tile of scores and its bf16 copy. An SM has 65,536 registers and 228 KiB of shared memory; each
+# The constants of a kernel are chosen by measurement, within what fits. A program keeps its rows of
+# Q and `num_stages` blocks of K and V in shared memory, and in registers at least the accumulator,
+# a tile of scores and its bf16 copy. An SM has 65,536 registers and 228 KiB of shared memory; each
 # program takes one KiB on top of its buffers. In code:
 
 

@@ -125,8 +125,8 @@ mma, tanh = 4 * 128 * 128 * 128 / 4096, mufu * 128 * 128 / 16
 chapter.glue(mma=mma, tanh=tanh, in_step=mma + tanh, in_step_share=100 * mma / (mma + tanh))
 
 # %% [markdown]
-# Inside a consumer nothing changes. Its MMA, its activation and its next MMA follow each other. An
-# MMA can overlap only with the activation of the *other* consumer, and nothing arranges that. If
+# A consumer itself works as before. Its MMA, its activation and its next MMA follow each other. An
+# MMA can overlap only with the activation of the *other* consumer, and that is left to chance. If
 # the two run in step, a block takes {glue:text}`in_step:,.0f` cycles, and the tensor cores work in
 # {glue:text}`in_step_share:.0f` % of them. Perfectly out of step only the tensor cores count. The
 # two CTAs that v2 has on an SM have the same limits. We therefore expect no gain on long tiles and
@@ -137,7 +137,7 @@ chapter.glue(mma=mma, tanh=tanh, in_step=mma + tanh, in_step_share=100 * mma / (
 # CTA is 168. The instruction {term}`setmaxnreg` moves registers from one warp group to another at
 # run time: the producer, which needs few, keeps 24, and each consumer gets 240. A consumer thread
 # keeps 64 values of S, 64 of the {term}`accumulator` and 32 registers of bf16 P, which makes 160.
-# So moving registers should buy nothing yet.
+# So moving registers should not help yet.
 
 # %% tags=["remove-cell"]
 EMPTY = "gdpa-self-half-dense-512"
@@ -265,9 +265,10 @@ chapter.glue(short_min=short.min(), short_max=short.max(), spilling=spilling.min
 # %% [markdown]
 # Per block, v4 takes {glue:text}`block_v4:.2f` µs and v2 {glue:text}`block_v2:.2f` µs. The fixed
 # price of a tile is {glue:text}`fixed_v4:.1f` µs in v4, {glue:text}`fixed_v2:.1f` µs in v2 and
-# {glue:text}`fixed_cu:.1f` µs in cuDNN. With one CTA per SM nothing hides the beginning and the end
-# of a tile. The rate follows $n / (n + a/b)$, so $a/b$ is the number of blocks at which half of the
-# rate is reached. It is {glue:text}`half_v4:.1f` for v4 and {glue:text}`half_v2:.1f` for v2.
+# {glue:text}`fixed_cu:.1f` µs in cuDNN. With one CTA per SM no other CTA hides the beginning and
+# the end of a tile. The rate follows $n / (n + a/b)$, so $a/b$ is the number of blocks at which
+# half of the rate is reached. It is {glue:text}`half_v4:.1f` for v4 and {glue:text}`half_v2:.1f`
+# for v2.
 #
 # By these lines v4 would take {glue:text}`line:.2f` times the time of v2 with 2,048 keys. It takes
 # {glue:text}`ratio_2048:.2f` times. Long launches run into the {term}`power limit`, and the
@@ -322,7 +323,7 @@ chapter.glue(price=price, doubt=doubt, saved=saved, early=100 * gained / whole)
 
 # %% [markdown]
 # In a half-full batch many CTAs find no row to compute. In v2 they read their offsets and exit, and
-# {doc}`v3_persistent` found that skipping them saves next to nothing. A CTA of v4 first starts
+# {doc}`v3_persistent` found that skipping them saves almost no time. A CTA of v4 first starts
 # three roles, makes barriers and fetches two boxes of zeros for Q. If the tiles with rows cost what
 # a tile and its blocks cost above, then on gdpa-self-half-dense-512 an empty one costs
 # {glue:text}`price:.1f` µs of an SM (and still {glue:text}`doubt:.1f` if everything else costs 2 %
@@ -381,7 +382,7 @@ chapter.glue(**ends)
 # :label: ex-v4-early
 #
 # Put the early return into a copy of the rung. Why must it stand before `tlx.async_tasks`? Check
-# that the output does not change and that nothing spills. *(emulator, half an hour)*
+# that the output does not change and that there are no spills. *(emulator, half an hour)*
 # :::
 #
 # :::{solution} ex-v4-early

@@ -71,13 +71,13 @@ chapter.figure(
 # | | v5 | v6a | v6b | v6 |
 # |:--|:--|:--|:--|:--|
 # | a CTA | one tile | walks a list of tiles | as v6a | as v6a |
-# | overlapped with a tile's last P V | nothing | nothing | the next tile's first S | as v6b |
+# | overlapped with a tile's last P V | – | – | the next tile's first S | as v6b |
 # | K and V are fetched | per tile | per tile | per tile | once per head, if they fit |
 #
-# Inside a tile nothing has changed since {doc}`v5 <v5_pingpong>`; all three steps concern the
+# Inside a tile all is as in {doc}`v5 <v5_pingpong>`; all three steps concern the
 # boundary between tiles. {doc}`v3 <v3_persistent>` was persistent too and gained nothing, because
 # two of its CTAs shared an SM and each hid the other's prologue and epilogue. A CTA of v4 or v5
-# takes all shared memory of an SM. While it starts or stores, that SM does nothing.
+# takes all shared memory of an SM. While it starts or stores, that SM stands still.
 #
 # ## Prediction
 #
@@ -121,8 +121,8 @@ chapter.predictions()
 
 # %% [markdown]
 # The control that failed is the most useful result. Two kernels that do the same work differ by
-# {glue:text}`noise:.1f` %, so a gain of that size means nothing here. Half-full batches gain more
-# from v6a than full ones, since tiles without rows vanish too.
+# {glue:text}`noise:.1f` %, so a gain of that size is within the noise here. Half-full batches gain
+# more from v6a than full ones, since tiles without rows vanish too.
 #
 # ## Stay
 #
@@ -240,9 +240,10 @@ chapter.glue(one_slot=100 * (slower / as_is - 1))
 # :::{solution} ex-v6-release
 # :class: dropdown
 #
-# With one tile in an entry `steps == 1` is true, and nothing changes. From 129 rows on the buffer
-# is released again at the entry's last tile. The emulator reports a misused barrier or a race: the
-# surplus arrivals complete a later phase too early, and new keys overwrite those still in use.
+# With one tile in an entry `steps == 1` is true, and the kernel is the same. From 129 rows on the
+# buffer is released again at the entry's last tile. The emulator reports a misused barrier or a
+# race: the surplus arrivals complete a later phase too early, and new keys overwrite those still in
+# use.
 # :::
 #
 # :::{exercise} One slot of Q
@@ -257,7 +258,7 @@ chapter.glue(one_slot=100 * (slower / as_is - 1))
 #
 # The next Q can be fetched only after this tile's last scores, so its latency is exposed at every
 # boundary: {glue:text}`one_slot:.0f` % more modelled cycles in the launch of
-# {numref}`fig-v6a-timeline`. Both consumers wait for a copy, so nothing fills this gap.
+# {numref}`fig-v6a-timeline`. Both consumers wait for a copy, so this gap stays open.
 # :::
 #
 # ## Takeaways

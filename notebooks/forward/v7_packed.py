@@ -56,8 +56,8 @@ chapter.glue(loop_min=100 * (loops.min() - 1), loop_max=100 * (loops.max() - 1))
 # |   **Forward v7 passes cuDNN's softmax attention, as the first of the ladder by a clear margin.**
 # |   Bars: TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
 # | alt: >
-# |   Horizontal bars of TFLOP/s for v1 to v7 and the peers, with the dashed line of the roofline.
-# |   v7 is the longest bar of the rungs.
+# |   Horizontal bars of TFLOP/s for v0 to v7 and the baselines, with the dashed line of the
+# |   roofline. v7 is the longest bar of the rungs.
 chapter.ladder(V7)
 
 # %% [markdown]
@@ -324,7 +324,7 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 #
 # ## Takeaways
 #
-# - A timeline proves nothing about latencies it does not model. Ask the GPU.
+# - A timeline says nothing about latencies that it does not model. Ask the GPU.
 # - At the power limit a better kernel may run at a lower clock. Compare rates, not clocks.
 # - A factor that commutes with the sum belongs in the output, and a pair survives the compiler only
 #   inside one block of assembly.

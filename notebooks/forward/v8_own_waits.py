@@ -112,7 +112,7 @@ chapter.glue(tanh=tanh, hidden_v7=hidden["v7"], hidden_v8=hidden["v8"], after=ta
 
 # %% [markdown]
 # In v7 a `wait 0` follows each MMA: no commit group may be left in flight, and the source's own
-# `wait 1` finds nothing to wait for. The compiler pass of {doc}`v5 <v5_pingpong>` adds them: it
+# `wait 1` has no group left to wait for. The compiler pass of {doc}`v5 <v5_pingpong>` adds them: it
 # makes the MMAs of software-pipelined `for` loops asynchronous, and waits wherever it cannot prove
 # that a result is not needed yet {cite}`fbtriton`. A loop counts as pipelined by its number of
 # stages, a launch option unless the loop sets its own. With `num_stages=0`, or 1, the pass leaves
@@ -152,8 +152,8 @@ chapter.figure(
 # In v7 a consumer waits 512 cycles or more for S of 128 keys with nothing else in flight, and twice
 # that when the other one holds the tensor core. With P V queued behind S the tensor core has work
 # during that wait. We predict a gain of 5 to 15 % where a tile has many blocks, and less than 3 %
-# refutes it. With 256 keys the loop runs once, since the boundary has the first block, so nothing
-# should change. The predictions are about bursts; the table has the rates back to back.
+# refutes it. With 256 keys the loop runs once, since the boundary has the first block, so we expect
+# no change. The predictions are about bursts; the table has the rates back to back.
 
 # %% tags=["remove-input"]
 few = gain[[name for name in gain.index if "full" in name and workload(name).max_seqlen_k == 256]]
@@ -217,7 +217,7 @@ chapter.glue(least=roof.loc[LEAST, V8], at_512_roof=roof.loc[FULL[512], V8])
 # On gdpa-self-half-jagged-512, with blocks of 64 keys, {glue:text}`real:.0f` % of the computed
 # pairs are real. v8 reaches {glue:text}`least:.0f` % of the roofline there, and
 # {glue:text}`of_computed:.0f` % of it if all computed pairs count. These tiles have to become
-# smaller, not faster. At 512 full tokens nothing is wasted, and v8 reaches
+# smaller, not faster. At 512 full tokens all computed pairs are real, and v8 reaches
 # {glue:text}`at_512_roof:.0f` %. Blocks of 64 keys read Q from shared memory twice as often
 # ({doc}`planning` counts it), and every eighth block is a tile boundary; no record says which costs
 # more.
@@ -318,7 +318,7 @@ chapter.glue(v4_added=len(loops.in_ir(plain)) - len(loops.in_ir(changed)))
 #
 # It adds {glue:text}`v4_added:.0f`. They do not matter: v4 waits for each MMA itself before
 # anything else. MMAs and `tanh` come in the same order in {term}`SASS` either way. Waits matter
-# where a rung issues one MMA before it waits for another: v5 to v7.
+# where a kernel issues one MMA before it waits for another, as v5 to v7 do.
 # :::
 #
 # :::{exercise} Why the boundary was never affected
