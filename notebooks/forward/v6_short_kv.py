@@ -193,7 +193,7 @@ chapter.figure(before.svg(width=760, start=6000, end=13000), emulated="v6a, 12 t
 # {glue:text}`stream_min:.2f` to {glue:text}`stream_max:.2f` times the rate of v6a, which is noise.
 #
 # The prediction counted what one consumer waits for. At the boundary a consumer of v6a does wait,
-# {glue:text}`idle:.0f` modelled cycles each time. But the tensor core does not care which consumer
+# {glue:text}`idle:,.0f` modelled cycles each time. But the tensor core does not care which consumer
 # feeds it, and meanwhile it is busy {glue:text}`busy:.0f` % of the time, for the other one. The gap
 # between two CTAs of v5 was different, because it stopped both consumers and the copies.
 #

@@ -27,7 +27,7 @@ from gdpa_kernels.gdpa.kernels import v7_packed, v8_own_waits
 from gdpa_kernels.gdpa.kernels.v8_own_waits import Config
 from gdpa_kernels.gdpa.ladder import v4_warp_specialized
 from gdpa_kernels.gdpa.ladder import v8_own_waits as lesson
-from gdpa_lab.measuring import compile_check, roofline
+from gdpa_lab.measuring import compile_check
 from gdpa_lab.measuring.workloads import workload
 from gdpa_lab.report import charts, results
 from gdpa_lab.report.chapter import Chapter
@@ -208,16 +208,15 @@ work = workload(LEAST)
 lengths = pd.DataFrame({"rows": work.seqlens_q, "keys": work.seqlens_k})
 computed = -(-lengths["rows"] // 128) * 128 * -(-lengths["keys"] // 64) * 64
 real = (lengths["rows"] * lengths["keys"]).sum() / computed.sum()
-bracket = roofline.bracket(work, "forward", results.ceilings(chapter.record(whole)))
-assert bracket.compute_us > bracket.memory_us, "the text: its roofline is the compute ceiling"
-chapter.glue(real=100 * real, of_computed=roof.loc[LEAST, V8] / real)
+peak = results.ceilings(chapter.record("measuring/power_wall"), "sustained").tflops
+chapter.glue(real=100 * real, of_computed=100 * rates.loc[LEAST, V8] / real / peak)
 chapter.glue(least=roof.loc[LEAST, V8], at_512_roof=roof.loc[FULL[512], V8])
 
 # %% [markdown]
 # On gdpa-self-half-jagged-512, with blocks of 64 keys, {glue:text}`real:.0f` % of the computed
 # pairs are real. v8 reaches {glue:text}`least:.0f` % of the roofline there, and
-# {glue:text}`of_computed:.0f` % of it if all computed pairs count. These tiles have to become
-# smaller, not faster. At 512 full tokens all computed pairs are real, and v8 reaches
+# {glue:text}`of_computed:.0f` % of the compute ceiling if all computed pairs count. These tiles
+# have to become smaller, not faster. At 512 full tokens all computed pairs are real, and v8 reaches
 # {glue:text}`at_512_roof:.0f` %. Blocks of 64 keys read Q from shared memory twice as often
 # ({doc}`planning` counts it), and every eighth block is a tile boundary; no record says which costs
 # more.
