@@ -165,7 +165,8 @@ assert worst["v6, rounded"] < worst["PyTorch in bf16"] < worst["v7, pairs"], "th
 # ## Measurement
 #
 # The first prediction assumes, from earlier trials, that an fp32 instruction per score costs 3 % of
-# the rate, whether or not there is room to issue it. The predictions are about bursts; back to back
+# the rate, whether or not there is room to issue it. The third is about the cause: if instructions
+# cost energy, saving them leaves power for a higher clock. All three are about bursts; back to back
 # v7 gains as the overview says.
 
 # %% tags=["remove-cell"]
@@ -202,18 +203,24 @@ state = power.groupby(["impl", "activation"], sort=False).agg(
     }
 )  # fmt: skip
 
-# %% tags=["remove-cell"]
+clock, watts = (state[name].xs("gelu_tanh", level=1) for name in ("SM clock (MHz)", "power (W)"))
+cycles = clock[V7] / clock[V6]  # of a second
+
+# %% tags=["remove-input"]
 chapter.predict("v7 gains 4 to 8 % on gdpa-self-full-2048.", gain[LONGEST], least=1.04, most=1.08)
 chapter.predict("Control: in fp16, with the identity and with ReLU v7 is v6. Largest difference:",
                 same, most=0.03, form=".3f", shown=False)  # fmt: skip
 chapter.predict("`gelu` in v7 runs at the rate of `gelu_tanh`: only the coefficients differ.",
                 change[V7], least=0.97, most=1.03)  # fmt: skip
+chapter.predict("The GPU is at its power limit, and v7 runs at a higher clock than v6.", cycles,
+                least=1.0)  # fmt: skip
+chapter.predictions()
 
 # %% [markdown]
 # On full batches v7 runs at {glue:text}`cudnn_min:.2f` to {glue:text}`cudnn_max:.2f` times the rate
 # of cuDNN's softmax attention, back to back.
 #
-# One prediction, that exact `gelu` runs at the rate of `gelu_tanh`, compares two runs. cuDNN, which
+# The prediction about exact `gelu` compares two runs. cuDNN, which
 # computes softmax in both, changed by a factor of {glue:text}`cudnn:.2f` between them, probably
 # because it took turns with a v6 that was slow and drew less power
 # ({doc}`../measuring/protocol`). Relative to cuDNN in the same run, exact GELU has
@@ -227,8 +234,6 @@ chapter.predict("`gelu` in v7 runs at the rate of `gelu_tanh`: only the coeffici
 # while it repeated each kernel on gdpa-self-full-2048:
 
 # %% tags=["hide-input"]
-clock, watts = (state[name].xs("gelu_tanh", level=1) for name in ("SM clock (MHz)", "power (W)"))
-cycles = clock[V7] / clock[V6]  # of a second
 work, energy = here[LONGEST] / cycles, watts[V7] / watts[V6] / cycles  # of a cycle
 print(f"v7 over v6: clock {cycles:.2f}, work of a cycle {work:.2f}, energy of a cycle {energy:.2f}")
 for impl, rate in chapter.times(value="tflops").loc[LONGEST, [V6, V7]].items():
@@ -246,9 +251,6 @@ chapter.table(
     "each kernel repeats gdpa-self-full-2048.", measured=[chapter.record().id],
 )  # fmt: skip
 assert (state["at the power limit"] == state["snapshots"]).all(), "the text says: all of them"
-chapter.predict("The GPU is at its power limit, and v7 runs at a higher clock than v6.", cycles,
-                least=1.0)  # fmt: skip
-chapter.predictions()
 assert work > energy > 1, "the text explains a lower clock"
 chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 
