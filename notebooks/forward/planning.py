@@ -82,7 +82,7 @@ chapter.figure(
 # %% [markdown]
 # ## Sum 1: what a block asks of each unit
 #
-# We plan the inner loop first, since a tile spends most of its time there. The kernel has $c$
+# We plan the inner loop first, where a tile spends most of its time. The kernel has $c$
 # {term}`consumer warp groups <consumer warp group>` of 64 query rows each. In one *period* $T$, in
 # cycles, all of them work through one block of $n$ keys at head_dim $d$. Each unit of an SM
 # ({doc}`../operator/machine`) has its rate, and work divided by rate is a bound on $T$:
@@ -108,13 +108,11 @@ chapter.figure(
 #
 # Half of the port goes to K and V as operands, whatever one does. The second term is Q, and larger
 # blocks of keys make it smaller. The third is the copies, and more consumers make it smaller. With
-# two consumers and 128 keys the port is busy 88 % of the time; with blocks of 64 keys, 100 %. Such
-# a kernel has two units at their limit, and the slightest collision costs time.
-#
-# The same in code, for the shapes that this part has used:
+# two consumers and 128 keys the port is busy 88 % of the time; with blocks of 64 keys, 100 %, and
+# then the slightest collision costs time.
 
 
-# %%
+# %% tags=["remove-cell"]
 def budget(d, n, c, u=1.0, i=6.5):
     """Cycles of each unit for c consumers on a block of n keys."""
     operands = c * (2 * d * (64 + n) + 2 * d * n) / 128
@@ -197,7 +195,7 @@ def period(module, config, rows, d=128, activation="silu"):
     return (ends[1] - ends[0]) / 8
 
 
-# %% tags=["hide-input"]
+# %% tags=["remove-cell"]
 ALONE = ("MATH_ROLES = tl.constexpr(2)", "MATH_ROLES = tl.constexpr(1)")
 one_v4, one_v5 = (studies.changed(module, ALONE) for module in (v4_warp_specialized, v5_pingpong))
 V4, V5 = v4_warp_specialized.Config, v5_pingpong.Config
@@ -269,7 +267,7 @@ chapter.table(
 # issue the next S *and* P V: $H = 4M = 2{,}048$ and $3{,}160 / 2{,}048 = 1.5$. Again two slots, but
 # one slot would now cost half of the speed:
 
-# %% tags=["hide-input"]
+# %% tags=["remove-cell"]
 slots = pd.DataFrame(
     [
         ("serial: K", 2136, 2136 / 2048,
@@ -291,12 +289,12 @@ chapter.table(
 )  # fmt: skip
 
 # %% [markdown]
-# The row that failed is explained now. With one pipelined consumer $T$ should be 1,024, and V is
-# taken for $600 + 512 + 1{,}024 = 2{,}136$ cycles: three slots, not two. With three the emulator
-# reports {glue:text}`three:,.0f` cycles. What is left has a different cause: K and V of one block
-# take the copy engine 1,024 cycles, and here tensor core and copies are both at their limit.
+# This explains the row that failed. With one pipelined consumer $T$ should be 1,024, and V is taken
+# for $600 + 512 + 1{,}024 = 2{,}136$ cycles: three slots, not two. With three the emulator reports
+# {glue:text}`three:,.0f` cycles. The rest has another cause: K and V of one block take the copy
+# engine 1,024 cycles, so tensor core and copies are both at their limit.
 #
-# On a real GPU $L$ is not a constant and grows under load, so plan one slot more than the sum.
+# On a real GPU $L$ grows under load, so plan one slot more than the sum.
 #
 # ## Sum 4: registers per role
 #
@@ -343,11 +341,11 @@ chapter.table(
 # Forward v8 has $q = s = 2$: 64 + 128 + 32 = 224 KiB. A third slot of 128 keys needs 64 KiB more
 # and does not fit; the emulator refuses such a kernel as a GPU would.
 #
-# Blackwell adds {term}`tensor memory`: 512 columns of 128 lanes, 32 bits each. An fp32 tile of 128
-# rows takes as many columns as it has, a bf16 tile half as many. Two tiles in flight at $n = d =
-# 128$ need $2 (128 + 128) = 512$ columns for S and O: everything. So P must lie inside the columns
-# of S ({doc}`../blackwell/tensor_memory`). Allocation comes in powers of two from 32 on, and it
-# *blocks* like `setmaxnreg`: a second CTA on the SM waits until the first has freed its columns.
+# Blackwell adds {term}`tensor memory`, 512 columns of 128 lanes with 32 bits each. An fp32 tile of
+# 128 rows takes as many columns as it has, a bf16 tile half as many. Two tiles in flight at $n = d
+# = 128$ need $2 (128 + 128) = 512$ columns for S and O, so P must lie inside the columns of S
+# ({doc}`../blackwell/tensor_memory`). Allocation comes in powers of two from 32 on and *blocks*
+# like `setmaxnreg`: a second CTA on the SM waits until the first has freed its columns.
 #
 # ## The barrier form
 #
@@ -375,8 +373,8 @@ chapter.table(
 #    early, and the surplus is booked on the *next* phase.
 # 4. *Who is last?* A buffer is free when the MMA that reads it has completed, not when it was
 #    issued.
-# 5. *With multicast,* every CTA that receives a copy gets the bytes on its own barrier, so each
-#    must expect them, and the sender must wait for all receivers' empty barriers.
+# 5. *With multicast,* each CTA that receives a copy must expect its bytes, and the sender must wait
+#    for all receivers' empty barriers.
 #
 # ## The host side
 #
@@ -505,21 +503,20 @@ assert (errors["largest error"] <= errors["allowed"]).all()
 chapter.glue(gain=gain)
 
 # %% [markdown]
-# The emulator ranks them as the port does. It cannot choose between the first and the third, since
-# it gives an instruction no latency. The GPU has been asked once: on full batches of 512 tokens
-# forward v7 with four consumers of 64 keys was {glue:text}`gain:.0f` % faster than with two (in
-# bursts, record 20261121T155119Z). Forward v7 and v8 therefore take four. The output of the
-# plan agrees with fp64 within the allowed error on all lengths around a tile's edges.
+# The emulator ranks them as the port does, but it gives an instruction no latency, so it cannot
+# choose between the first and the third. On the GPU forward v7 with four consumers of 64 keys was
+# {glue:text}`gain:.0f` % faster than with two, on full batches of 512 tokens (in bursts, record
+# 20261121T155119Z). Forward v7 and v8 therefore take four.
 #
 # ## Exercises
 #
 # :::{exercise} Three consumers
 # :label: ex-plan-three
 #
-# Somebody proposes three consumers of 64 rows at head_dim 128, to lower the share of the copies.
-# (a) How many registers can each have, and which $n$ fits in the manner of forward v8? (b) Compute
-# the port's share. (c) Which slots of Q, K and V, and O fit into 227 KiB? (d) What else could go
-# wrong with 192 rows? *(paper, 30 minutes)*
+# Take three consumers of 64 rows at head_dim 128, to lower the share of the copies. (a) How many
+# registers can each have, and which $n$ fits in the manner of forward v8? (b) What is the port's
+# share? (c) Which slots of Q, K and V, and O fit? (d) What else could go wrong? *(paper, 30
+# minutes)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -550,7 +547,7 @@ chapter.glue(cycles_three=cycles)
 # A first Hopper kernel often writes P to shared memory and lets the second MMA read both operands
 # from there. Take two consumers and $n = d = 128$. (a) How many bytes does each consumer add to a
 # block? (b) Which unit limits the kernel now, and at which period? (c) Would blocks of 256 keys
-# repair it? (d) What is gained in registers? *(paper, 30 minutes)*
+# help? (d) How many registers are gained? *(paper, 30 minutes)*
 # :::
 
 # %% tags=["remove-cell"]
@@ -606,10 +603,10 @@ chapter.glue(race=told[384][0])
 # :class: dropdown
 #
 # V is given back right after the wait for S. `async_dot_wait(1, s)` lets the newest MMA run on, and
-# that is P V, which still reads V. The form says `v_empty`: "after their P V", and question 4 asks
-# who is last. With two slots the third V is the first that overwrites one, so 256 keys are safe and
-# 384 are not. Bits stay right as long as a copy takes longer than the rest of P V, which is nearly
-# always. The emulator does not wait for luck: "{glue:text}`race`".
+# that is P V, which still reads V. The form says `v_empty`: "after their P V". With two slots the
+# third V is the first that overwrites one, so 256 keys are safe and 384 are not. Bits stay right as
+# long as a copy takes longer than the rest of P V, which is nearly always. The emulator does not
+# rely on luck: "{glue:text}`race`".
 # :::
 #
 # ## Takeaways
