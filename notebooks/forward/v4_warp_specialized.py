@@ -254,12 +254,11 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 block = (on_sm.loc[4] - on_sm.loc[2]) / 2  # b
 fixed = on_sm.loc[2] - 2 * block  # a
 half = fixed / block  # blocks for half the rate of an endless tile
-line = (fixed + 16 * block)[V4] / (fixed + 16 * block)[V2]
 assert fixed[V4] > 1.2 * fixed[V2] and block[V4] < block[V2], "the text says so"
 chapter.glue(**{f"block_{impl[:2]}": block[impl] for impl in (V2, V4)})
 chapter.glue(**{f"fixed_{impl[:2]}": fixed[impl] for impl in (V2, V4, "cudnn")})
 assert not (us[V4] <= us["cudnn"]).any(), "the text says so"
-chapter.glue(half_v2=half[V2], half_v4=half[V4], line=line, ratio_2048=ratio[FULL[16]])
+chapter.glue(half_v2=half[V2], half_v4=half[V4])
 chapter.glue(short_min=short.min(), short_max=short.max(), spilling=spilling.min())
 
 # %% [markdown]
@@ -270,10 +269,8 @@ chapter.glue(short_min=short.min(), short_max=short.max(), spilling=spilling.min
 # half of the rate is reached. It is {glue:text}`half_v4:.1f` for v4 and {glue:text}`half_v2:.1f`
 # for v2.
 #
-# By these lines v4 would take {glue:text}`line:.2f` times the time of v2 with 2,048 keys. It takes
-# {glue:text}`ratio_2048:.2f` times. Long launches run into the {term}`power limit`, and the
-# consumers may fall into step. {doc}`planning` has a record with clocks, and it points to the
-# second.
+# {doc}`planning` counts a block of v4 in cycles, back to back, and finds that its two consumers run
+# as if in step.
 #
 # ### What the compiler made of it
 
@@ -319,18 +316,18 @@ doubt = (whole * 132 - 1.02 * counted) / empty  # if all else costs 2 % more
 gained = whole - p50.loc["early return", EMPTY]  # see below
 saved = gained * 132 / empty
 assert doubt > 0 and 0 < saved < price, "the text says so"
-chapter.glue(price=price, doubt=doubt, saved=saved, early=100 * gained / whole)
+chapter.glue(price=price, doubt=doubt, saved=saved)
 
 # %% [markdown]
 # In a half-full batch many CTAs find no row to compute. In v2 they read their offsets and exit, and
-# {doc}`v3_persistent` found that skipping them saves almost no time. A CTA of v4 first starts
-# three roles, makes barriers and fetches two boxes of zeros for Q. If the tiles with rows cost what
-# a tile and its blocks cost above, then on gdpa-self-half-dense-512 an empty one costs
+# {doc}`v3_persistent` found that skipping them saves almost no time. A CTA of v4 first starts three
+# roles, makes barriers and fetches two boxes of zeros for Q. If the tiles with rows cost what a
+# tile and its blocks cost above, then on gdpa-self-half-dense-512 an empty one costs
 # {glue:text}`price:.1f` µs of an SM (and still {glue:text}`doubt:.1f` if everything else costs 2 %
-# more than counted). An early exit before the roles, `if first_row >= len_q: return`, takes
-# {glue:text}`early:.0f` % off the launch, {glue:text}`saved:.1f` µs for each empty tile. The rest
-# is probably the price of a CTA as such, which needs a whole SM and cannot start before the last
-# one has left. {doc}`v6 <v6_short_kv>` removes both: it walks a list of tiles that have rows.
+# more than counted). An early exit before the roles, `if first_row >= len_q: return`, saves
+# {glue:text}`saved:.1f` µs of that. The rest is probably the price of a CTA as such, which needs a
+# whole SM and cannot start before the last one has left. {doc}`v6 <v6_short_kv>` removes both: it
+# walks a list of tiles that have rows.
 #
 # ## Exercises
 #
