@@ -349,7 +349,7 @@ print(f"{fewer} instructions fewer: {slots_us:.0f} us; measured: {gelu - silu:.0
 # `x * saturated(x, 1/6, 1/2)`, the sequence `hardswish.sat`. 1/6 is rounded, so at
 # $x = -3$ the gate may be $10^{-8}$ instead of 0, an error far below $2^{-20}|x|$. NaN becomes 0 in
 # the gate and NaN again when $x$ multiplies it. A scale turns 1/6 into `scale / 6` and adds one
-# multiplication, unless the factor goes into the output, as in {doc}`v7 <v7_packed>`.
+# multiplication, unless the factor goes into the output, as in {doc}`forward v7 <v7_packed>`.
 # :::
 #
 # :::{exercise} A gate for the backward pass

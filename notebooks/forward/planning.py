@@ -155,8 +155,8 @@ chapter.table(
 #
 # | order of issue | one consumer | two consumers |
 # |:--|:--|:--|
-# | serial ({doc}`v4 <v4_warp_specialized>`) | $2M + A$ | $4M$ to $2(2M + A)$ |
-# | software pipelining ({doc}`v5 <v5_pingpong>` to v8) | $M + \max(M, A)$ | $4M$, if that is more |
+# | serial ({doc}`forward v4 <v4_warp_specialized>`) | $2M + A$ | $4M$ to $2(2M + A)$ |
+# | pipelined ({doc}`forward v5 <v5_pingpong>` to v8) | $M + \max(M, A)$ | $4M$, if that is more |
 # | ping-pong with turns | no gain | $\max(4M, 2M + A)$ |
 #
 # *Serial* is S, activation, P V, each awaited. A consumer's three steps depend on each other, so

@@ -210,9 +210,9 @@ compiled, _ = fit(us["torch_compile"])
 # %% tags=["remove-input"]
 # | name: fig-v0-parts
 # | caption: >
-# |   **The scores cost what the count said; the padded rows cost twice as much.** Time of v0 in
-# |   bursts on gdpa-self-full-1024, as modelled and as the fit divides the measured times. Dashed:
-# |   the roofline.
+# |   **The scores cost what the count said; the padded rows cost twice as much.** Time of forward
+# |   v0 in bursts on gdpa-self-full-1024, as modelled and as the fit divides the measured times.
+# |   Dashed: the roofline.
 # | alt: >
 # |   Two stacked bars over milliseconds. The part of the scores is about as long in both. The part
 # |   of the padded rows is twice as long in the measured bar, and that of the output rows grows

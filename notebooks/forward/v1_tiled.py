@@ -55,8 +55,8 @@ def _(session):
 # %% tags=["remove-input"]
 # | name: fig-v1-ladder
 # | caption: >
-# |   **Forward v1 is several times as fast as v0 and passes FlashAttention-2.** Bars: TFLOP/s back
-# |   to back on gdpa-self-full-1024. Dashed: the roofline.
+# |   **Forward v1 is several times as fast as forward v0 and passes FlashAttention-2.** Bars:
+# |   TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
 # | alt: >
 # |   Horizontal bars of TFLOP/s. The bar of v1 is several times as long as that of v0, longer
 # |   than that of FlashAttention-2 and shorter than that of dense cuDNN.
@@ -65,7 +65,7 @@ chapter.ladder(V1)
 # %% [markdown]
 # ## What changes
 #
-# | | {doc}`v0 <v0_eager>` | v1 |
+# | | {doc}`forward v0 <v0_eager>` | forward v1 |
 # |:--|:--|:--|
 # | work split | a library kernel for each step | a program for `BLOCK_M` rows of one head |
 # | data path | scores through memory, six times | scores stay in registers |
@@ -190,9 +190,9 @@ print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2
 # %% tags=["remove-input"]
 # | name: fig-v1-costs
 # | caption: >
-# |   **On long batches v1 takes the sum of its three costs.** Bars: what memory, tensor cores and
-# |   activation need one after another, as parts of their sum (modelled). Dots: the time of v1 in
-# |   bursts, in the same unit (measured).
+# |   **On long batches forward v1 takes the sum of its three costs.** Bars: what memory, tensor
+# |   cores and activation need one after another, as parts of their sum (modelled). Dots: the time
+# |   of forward v1 in bursts, in the same unit (measured).
 # | alt: >
 # |   Sixteen horizontal bars of equal length, divided into three parts. Memory shrinks and the
 # |   tensor cores grow with length. The dots lie near the ends of the bars, those of dense batches
@@ -250,7 +250,7 @@ chapter.glue(
 for shapes in (best.groupby(groups)[name] for name in best):
     assert (shapes.min().iloc[:-1].values > shapes.max().iloc[1:].values).all(), "ordered by groups"
 chart = charts.dots(
-    best.rename(lambda s: f"{s} ({groups[s]})"), xlabel="time / best of v1, in bursts"
+    best.rename(lambda s: f"{s} ({groups[s]})"), xlabel="time / best of forward v1, in bursts"
 )
 chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 
@@ -262,7 +262,7 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 # Registers limit the warp groups, and addressing takes its share of them. In each iteration every
 # thread computes 64-bit addresses for its pieces of K and V, compares their rows with the end of
 # the sequence, and issues the copies. None of it is attention; all of it takes issue slots and
-# registers. {doc}`v2 <v2_tma>` gives the addressing to the copy engine.
+# registers. {doc}`forward v2 <v2_tma>` gives the addressing to the copy engine.
 #
 # ## Exercises
 #

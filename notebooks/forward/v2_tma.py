@@ -56,16 +56,18 @@ chapter.glue(
 # | name: fig-v2-shapes
 # | caption: >
 # |   **TMA helps every tile shape on every workload, and most where pointers spill.** Speedup of
-# |   forward v2 over v1 with the same tile (BLOCK_M x BLOCK_N x warps x stages), in bursts.
+# |   forward v2 over forward v1 with the same tile (BLOCK_M x BLOCK_N x warps x stages), in bursts.
 # | alt: >
 # |   A dot plot with a row for each of eight shapes and a mark for each of three workloads. All
 # |   marks lie right of 1, those of 128x64x4x2 furthest.
-chapter.figure(charts.dots(gain, xlabel="time of v1 / time of v2, in bursts"), measured=sweep)
+chapter.figure(
+    charts.dots(gain, xlabel="time of forward v1 / forward v2, in bursts"), measured=sweep
+)
 
 # %% [markdown]
 # ## What changes
 #
-# | | {doc}`v1 <v1_tiled>` | v2 |
+# | | {doc}`forward v1 <v1_tiled>` | forward v2 |
 # |:--|:--|:--|
 # | data path | every thread computes pointers and predicates | one thread asks for a tile |
 # | synchronisation | `cp.async` groups, then block-wide barriers | barriers that count bytes |
@@ -167,8 +169,8 @@ counts = pd.DataFrame([counted(impl, shape) for shape in COUNTED for impl in RUN
 
 # %% tags=["remove-input"]
 chapter.table(
-    counts.replace({"impl": {"v1_tiled": "v1", V2: "v2"}}),
-    caption="**At v1's own tile TMA removes hardly an instruction, at the two others it does.** "
+    counts.replace({"impl": {"v1_tiled": "forward v1", V2: "forward v2"}}),
+    caption="**At the tile of forward v1 TMA removes hardly any instructions, at the others it does.** "
     "`loop`: instructions of a warp for one block of keys; `issue` and `tensor`: cycles of an SM.",
     compiled="for sm_90a when this page was built",
 )
@@ -245,7 +247,7 @@ chapter.glue(once_v1=once["v1_tiled"][OURS], once_v2=once[V2][OURS], agree=agree
 chapter.table(
     parts.round(2).reset_index(names="shape"),
     caption="**A tile's two ends and its loop gain for different reasons.** µs of a tile, once and "
-    "per 64 keys; last: instructions of v1's loop over those of v2's.",
+    "per 64 keys; last: instructions of forward v1's loop over those of forward v2's.",
     measured=sweep, compiled="for sm_90a when this page was built",
 )  # fmt: skip
 

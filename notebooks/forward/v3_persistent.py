@@ -68,25 +68,25 @@ def _(session):
 # | name: fig-v3-times
 # | caption: >
 # |   **Only the batches with real lengths gain from the list, and only in a good order.** Time of
-# |   forward v3 divided by that of v2 with the same tile, in bursts, for three orders of the list
-# |   on 264 programs. The last five workloads have real lengths.
+# |   forward v3 divided by that of forward v2 with the same tile, in bursts, for three orders of
+# |   the list on 264 programs. The last five workloads have real lengths.
 # | alt: >
 # |   Dots for each workload. On uniform lengths the orders lie at 1 or a little above. On real
 # |   lengths zigzag and longest_first lie below 1 for four of them, and valid above 1.
 times = chapter.times(columns="variant", variant=None)
 times.index = times.index.str.removeprefix("gdpa-self-")
 ratio = times.div(times["hardware"], axis=0).loc[NAMES]
-chart = charts.dots(ratio[LISTS], xlabel="time / time of v2, in bursts")
+chart = charts.dots(ratio[LISTS], xlabel="time / time of forward v2, in bursts")
 chapter.figure(chart, measured=chapter.rows(variant=["hardware", *LISTS]))
 
 # %% [markdown]
 # ## What changes
 #
-# v3 computes a tile as {doc}`v2 <v2_tma>` does. What differs is who decides where and when. v2's
-# grid has 36,864 programs for 1,152 sequences of up to 1,024 tokens; when one ends, the hardware
-# starts the next. v3 is persistent: two programs on each SM, 264 in all, and program $p$ of $P$
-# takes the entries $p, p + P, p + 2P, \ldots$ of a list. Reordering the list does not change the
-# result; the output is bit-identical. A loop goes around v2's body:
+# v3 computes a tile as {doc}`forward v2 <v2_tma>` does. What differs is who decides where and when.
+# v2's grid has 36,864 programs for 1,152 sequences of up to 1,024 tokens; when one ends, the
+# hardware starts the next. v3 is persistent: two programs on each SM, 264 in all, and program $p$
+# of $P$ takes the entries $p, p + P, p + 2P, \ldots$ of a list. Reordering the list does not change
+# the result; the output is bit-identical. A loop goes around v2's body:
 
 # %% tags=["remove-input"]
 chapter.code(v3_persistent.persistent_kernel, "num_tiles = tl.load", "acc = tl.zeros")

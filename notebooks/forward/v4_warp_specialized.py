@@ -51,8 +51,8 @@ ideal = 4 * 128**3 * 132 / peak / 1e6  # of a block, in µs of an SM
 # %% tags=["remove-input"]
 # | name: fig-v4-blocks
 # | caption: >
-# |   **Short tiles are dearer in forward v4 than in v2, long ones a little cheaper.** Time of a
-# |   tile on its SM, in bursts, per block of 128 keys, on gdpa-self-full-256 to 2048. Less is
+# |   **Short tiles are dearer in forward v4 than in forward v2, long ones a little cheaper.** Time
+# |   of a tile on its SM, in bursts, per block of 128 keys, on gdpa-self-full-256 to 2048. Less is
 # |   better. Dashed: a block at the rate of the measured matmul.
 # | alt: >
 # |   Three lines fall toward the dashed one. v4 begins highest and ends just below v2; cuDNN is
@@ -61,7 +61,7 @@ chapter.figure(
     charts.lines(
         on_sm.div(on_sm.index, axis=0), xlabel="blocks of 128 keys in a tile",
         ylabel="µs of an SM per block, in bursts", highlight=[V2, V4], log="x",
-        levels={"matmul": ideal}, names={V2: "v2", V4: "v4", "cudnn": "cuDNN (softmax)"},
+        levels={"matmul": ideal}, names={V2: "forward v2", V4: "forward v4", "cudnn": "cuDNN"},
     ),
     measured=chapter.rows(whole, workload=FULL.values(), impl=[V2, V4, "cudnn"]),
 )  # fmt: skip
@@ -69,7 +69,7 @@ chapter.figure(
 # %% [markdown]
 # ## What changes
 #
-# | | {doc}`v2 <v2_tma>` | v4 |
+# | | {doc}`forward v2 <v2_tma>` | forward v4 |
 # |:--|:--|:--|
 # | warps | all share 128 rows | two consumers own 64 rows each, a producer copies |
 # | copies | TMA, issued by a thread that also computes | TMA, issued by the producer |
@@ -80,8 +80,8 @@ chapter.figure(
 # `tlx.async_tasks`, of Triton's extension {term}`TLX`, splits the CTA {cite}`guan2026tlx`. Each
 # task is an instruction stream with its own warps and its own registers. We call a task a *warp
 # role*, or role for short: `load` is the producer, and two `math` roles are the {term}`consumer
-# warp groups <consumer warp group>`. The list of {doc}`v3 <v3_persistent>` is left out and returns
-# in {doc}`v6 <v6_short_kv>`.
+# warp groups <consumer warp group>`. The list of {doc}`forward v3 <v3_persistent>` is left out and
+# returns in {doc}`forward v6 <v6_short_kv>`.
 
 # %% tags=["remove-input"]
 chapter.code(v4_warp_specialized.specialized_kernel, "with tlx.async_tasks()")
@@ -276,10 +276,10 @@ chapter.glue(short_min=short.min(), short_max=short.max(), spilling=spilling.min
 
 # %% tags=["remove-cell"]
 listed = {
-    "v2, 128 keys": (V2, v2_tma.Config(BLOCK_N=128)),
-    "v4, 240 registers": (V4, Config()),
-    "v4, 168 registers": (V4, Config(registers=168)),
-    "v4, 152 registers": (V4, Config(registers=152)),
+    "forward v2, 128 keys": (V2, v2_tma.Config(BLOCK_N=128)),
+    "forward v4, 240 registers": (V4, Config()),
+    "forward v4, 168 registers": (V4, Config(registers=168)),
+    "forward v4, 152 registers": (V4, Config(registers=152)),
 }
 built = studies.compiled(listed, ("HGMMA", "UTMALDG", "USETMAXREG"))
 
@@ -326,8 +326,8 @@ chapter.glue(price=price, doubt=doubt, saved=saved)
 # {glue:text}`price:.1f` µs of an SM (and still {glue:text}`doubt:.1f` if everything else costs 2 %
 # more than counted). An early exit before the roles, `if first_row >= len_q: return`, saves
 # {glue:text}`saved:.1f` µs of that. The rest is probably the price of a CTA as such, which needs a
-# whole SM and cannot start before the last one has left. {doc}`v6 <v6_short_kv>` removes both: it
-# walks a list of tiles that have rows.
+# whole SM and cannot start before the last one has left. {doc}`forward v6 <v6_short_kv>` removes
+# both: it walks a list of tiles that have rows.
 #
 # ## Exercises
 #

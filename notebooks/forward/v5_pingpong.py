@@ -51,8 +51,8 @@ chapter.glue(
 # %% tags=["remove-input"]
 # | name: fig-v5-ladder
 # | caption: >
-# |   **Forward v5 is a little faster than v4 and v2, and cuDNN is still ahead.** Bars: TFLOP/s back
-# |   to back on gdpa-self-full-1024. Dashed: the roofline.
+# |   **Forward v5 is a little faster than forward v4 and forward v2, and cuDNN is still ahead.**
+# |   Bars: TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
 # | alt: >
 # |   Horizontal bars of TFLOP/s. v5 is a little longer than v4 and v2; cuDNN is longer still.
 chapter.ladder(V5)
@@ -60,13 +60,13 @@ chapter.ladder(V5)
 # %% [markdown]
 # ## What changes
 #
-# In {doc}`v4 <v4_warp_specialized>` a consumer warp group issues an MMA and waits for it. It does
-# not have to. `wgmma`, Hopper's MMA instruction, is asynchronous {cite}`nvidiaptx`, so the warp
-# group only needs other work in the meantime. P V of a block needs that block's activation, but not
-# that of the *next* block, whose scores may already exist. So the loop is shifted by half an
-# iteration. FlashAttention-3 hides its softmax in the same way {cite}`shah2024flashattention3`.
+# In {doc}`forward v4 <v4_warp_specialized>` a consumer warp group issues an MMA and waits for it.
+# It does not have to. `wgmma`, Hopper's MMA instruction, is asynchronous {cite}`nvidiaptx`, so the
+# warp group only needs other work in the meantime. P V of a block needs that block's activation,
+# but not that of the *next* block, whose scores may already exist. So the loop is shifted by half
+# an iteration. FlashAttention-3 hides its softmax in the same way {cite}`shah2024flashattention3`.
 #
-# | | v4 | v5 |
+# | | forward v4 | forward v5 |
 # |:--|:--|:--|
 # | one iteration | S, activation, P V of block j | S of block j + 1, P V of block j, activation |
 # | alive beside the accumulator | S, then P | S and P |
@@ -194,14 +194,16 @@ def _(session):
 # %% tags=["remove-input"]
 # | name: fig-v5-variants
 # | caption: >
-# |   **As it is, forward v5 beats v4; with turns or as a `while` loop it loses.** Time of the
-# |   variants divided by that of v4, in bursts; less is better.
+# |   **As it is, forward v5 beats forward v4; with turns or as a `while` loop it loses.** Time of
+# |   the variants divided by that of forward v4, in bursts; less is better.
 # | alt: >
 # |   A dot plot, three marks a row, one for each workload. The line at 1 is v4. v5 as it is lies
 # |   left of the line; with turns and as a while loop it lies right of it.
 p50 = chapter.times(columns="variant", variant=None).T
 chapter.figure(
-    charts.dots(p50.div(p50.loc["v4"]).loc[list(VARIANTS)], xlabel="time / time of v4, in bursts"),
+    charts.dots(
+        p50.div(p50.loc["v4"]).loc[list(VARIANTS)], xlabel="time / time of forward v4, in bursts"
+    ),
     measured=chapter.rows(variant=None),
 )
 turns, loop = (p50.loc[f"128 keys, {x}"] / p50.loc["128 keys"] for x in ("turns", "while loop"))

@@ -68,14 +68,14 @@ chapter.figure(
 # %% [markdown]
 # ## What changes
 #
-# | | v5 | v6a | v6b | v6 |
+# | | forward v5 | forward v6a | forward v6b | forward v6 |
 # |:--|:--|:--|:--|:--|
 # | a CTA | one tile | walks a list of tiles | as v6a | as v6a |
 # | overlapped with a tile's last P V | – | – | the next tile's first S | as v6b |
 # | K and V are fetched | per tile | per tile | per tile | once per head, if they fit |
 #
-# Inside a tile all is as in {doc}`v5 <v5_pingpong>`; all three steps concern the
-# boundary between tiles. {doc}`v3 <v3_persistent>` was persistent too and gained nothing, because
+# Inside a tile all is as in {doc}`forward v5 <v5_pingpong>`; all three steps concern the boundary
+# between tiles. {doc}`forward v3 <v3_persistent>` was persistent too and gained nothing, because
 # two of its CTAs shared an SM and each hid the other's prologue and epilogue. A CTA of v4 or v5
 # takes all shared memory of an SM. While it starts or stores, that SM stands still.
 #
@@ -179,8 +179,8 @@ chapter.glue(
 # %% tags=["remove-input"]
 # | name: fig-v6a-timeline
 # | caption: >
-# |   **While one consumer waits at the boundary, the tensor core works for the other.** v6a on
-# |   tiles of 128 rows and 256 keys, one CTA in the middle of its list. After writing its output
+# |   **While one consumer waits at the boundary, the tensor core works for the other.** Forward v6a
+# |   on tiles of 128 rows and 256 keys, one CTA in the middle of its list. After writing its output
 # |   (magenta) a consumer waits for the first scores of its next tile. Modelled cycles.
 # | alt: >
 # |   Five lanes. Each math role writes its output, waits, then evaluates the activation. The lane
@@ -199,7 +199,7 @@ chapter.figure(before.svg(width=760, start=6000, end=13000), emulated="v6a, 12 t
 #
 # Resident K and V save L2 bandwidth that was not short: with equal blocks they run at
 # {glue:text}`kept_min:.2f` to {glue:text}`kept_max:.2f` times the rate. Both steps stay because
-# {doc}`v7 <v7_packed>` makes a score cheaper, and cheaper scores leave longer gaps.
+# {doc}`forward v7 <v7_packed>` makes a score cheaper, and cheaper scores leave longer gaps.
 #
 # ## Exercises
 #

@@ -63,7 +63,7 @@ chapter.ladder(V7)
 # %% [markdown]
 # ## What changes
 #
-# | | {doc}`v6 <v6_short_kv>` | v7 |
+# | | {doc}`forward v6 <v6_short_kv>` | forward v7 |
 # |:--|:--|:--|
 # | list of work, loads, barriers | | the same |
 # | GELU and SiLU of bf16 inputs | in fp32, one score at a time | in bf16, two at a time |
@@ -96,7 +96,9 @@ chapter.code(lesson.math, "p = multiply_add_pairs", "tlx.barrier_arrive(q.empty"
 # %% tags=["remove-cell"]
 ARITHMETIC = ["FFMA", "FMUL", "HFMA2", "HMUL2", "F2FP", "PRMT"]
 OUTPUT = 128 + 64  # FMUL and F2FP that scale and round the output
-built = studies.compiled({"v6": (V6, None), "v7": (V7, None)}, ("MUFU", *ARITHMETIC))
+built = studies.compiled(
+    {"forward v6": (V6, None), "forward v7": (V7, None)}, ("MUFU", *ARITHMETIC)
+)
 count = built.set_index("kernel")
 # The code of a score stands three times in a loop's role, its last half instruction only twice.
 count["for a score"] = (count[ARITHMETIC].sum(axis=1) - OUTPUT) / count["MUFU"] + 0.5 / 3
@@ -115,7 +117,7 @@ chapter.table(
     compiled="nvdisasm of kernels compiled for sm_90a when this page was built",
 )
 assert count["MUFU"].nunique() == 1, "the text says so"
-chapter.glue(per_v6=count["for a score"]["v6"], per_v7=count["for a score"]["v7"])
+chapter.glue(per_v6=count["for a score"]["forward v6"], per_v7=count["for a score"]["forward v7"])
 
 # %% [markdown]
 # v6 spends {glue:text}`per_v6:.1f` instructions and a tanh on a score, v7 {glue:text}`per_v7:.1f`
@@ -244,11 +246,11 @@ fewer = sum(activations.INSTRUCTIONS["gelu_tanh"]) - sum(activations.INSTRUCTION
 print(f"v6 with SiLU instead of GELU: {fewer} instructions fewer, {1 / ratio - 1:.0%} faster")
 
 # %% tags=["remove-input"]
-named = state.index.map(lambda at: f"{at[0][:2]}, {at[1]}")
+named = state.index.map(lambda at: f"forward {at[0][:2]}, {at[1]}")
 chapter.table(
     state[["SM clock (MHz)", "power (W)"]].set_axis(named).rename_axis("kernel").reset_index(),
-    caption="**At nearly the same power, v7 runs at the lower clock.** Medians of snapshots while "
-    "each kernel repeats gdpa-self-full-2048.", measured=[chapter.record().id],
+    caption="**At nearly the same power, forward v7 runs at the lower clock.** Medians of snapshots "
+    "while each kernel repeats gdpa-self-full-2048.", measured=[chapter.record().id],
 )  # fmt: skip
 assert (state["at the power limit"] == state["snapshots"]).all(), "the text says: all of them"
 assert work > energy > 1, "the text explains a lower clock"

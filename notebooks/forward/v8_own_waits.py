@@ -57,14 +57,16 @@ chapter.glue(loop_least=wall.min(), loop_most=wall.max(), reached=(own >= 90).su
 # %% tags=["remove-input"]
 # | name: fig-v8-rates
 # | caption: >
-# |   **Forward v8 is faster than v7 on every workload, and v7 than v6.** Percent of each workload's
-# |   roofline, back to back. Dashed: 90 %, the aim.
+# |   **Forward v8 is faster than forward v7 on every workload, and forward v7 than forward v6.**
+# |   Percent of each workload's roofline, back to back. Dashed: 90 %, the aim.
 # | alt: >
 # |   A dot plot over eight workloads. v8 lies right of v7 and v7 right of v6 on every row. v8
 # |   passes the dashed line at 2,048 tokens; half-full batches stay below it.
 chapter.figure(
     charts.dots(
-        roof.set_axis(["v6", "v7", "v8"], axis=1).rename(lambda x: x.removeprefix("gdpa-")),
+        roof.set_axis(["forward v6", "forward v7", "forward v8"], axis=1).rename(
+            lambda x: x.removeprefix("gdpa-")
+        ),
         xlabel="% of the roofline, back to back", levels={"aim": 90},
     ),
     measured=chapter.rows(
@@ -75,7 +77,8 @@ chapter.figure(
 # %% [markdown]
 # ## What changes
 #
-# v7 has the loop of {doc}`v6 <v6_short_kv>`. Up to head_dim 128 v8 changes only the loop's head:
+# v7 has the loop of {doc}`forward v6 <v6_short_kv>`. Up to head_dim 128 v8 changes only the loop's
+# head:
 #
 # ```diff
 # -for block in tl.range(1, blocks):
@@ -112,20 +115,20 @@ chapter.glue(tanh=tanh, hidden_v7=hidden["v7"], hidden_v8=hidden["v8"], after=ta
 
 # %% [markdown]
 # In v7 a `wait 0` follows each MMA: no commit group may be left in flight, and the source's own
-# `wait 1` has no group left to wait for. The compiler pass of {doc}`v5 <v5_pingpong>` adds them: it
-# makes the MMAs of software-pipelined `for` loops asynchronous, and waits wherever it cannot prove
-# that a result is not needed yet {cite}`fbtriton`. A loop counts as pipelined by its number of
-# stages, a launch option unless the loop sets its own. With `num_stages=0`, or 1, the pass leaves
-# the loop alone; 2 brings the waits back. (`NUM_STAGES` counts K and V buffers.)
+# `wait 1` has no group left to wait for. The compiler pass of {doc}`forward v5 <v5_pingpong>` adds
+# them: it makes the MMAs of software-pipelined `for` loops asynchronous, and waits wherever it
+# cannot prove that a result is not needed yet {cite}`fbtriton`. A loop counts as pipelined by its
+# number of stages, a launch option unless the loop sets its own. With `num_stages=0`, or 1, the
+# pass leaves the loop alone; 2 brings the waits back. (`NUM_STAGES` counts K and V buffers.)
 #
 # ptxas then reorders the instructions. A wait is `WARPGROUP.DEPBAR` there:
 
 # %% tags=["remove-input"]
 # | name: fig-v8-strips
 # | caption: >
-# |   **In forward v7 the queue of MMAs runs empty twice a block, in v8 once.** A consumer's loop in
-# |   SASS: a cell for each instruction of an MMA, each `tanh` and each wait, in program order. A
-# |   wait is labelled with the commit groups that may still be in flight.
+# |   **In forward v7 the queue of MMAs runs empty twice a block, in forward v8 once.** A consumer's
+# |   loop in SASS: a cell for each instruction of an MMA, each `tanh` and each wait, in program
+# |   order. A wait is labelled with the commit groups that may still be in flight.
 # | alt: >
 # |   Two strips. v7: eight cells of S, a wait for all, then cells of PV with groups of tanh between
 # |   them, then waits. v8: eight cells of S and eight of PV, a wait for one, a short run of tanh, a
@@ -168,7 +171,7 @@ chapter.predict(
 chapter.predictions()
 
 # %% tags=["remove-input"]
-NAMES = {V6: "v6", V7: "v7", V8: "v8", "cudnn": "cuDNN", "fa4": "FA4"}
+NAMES = {V6: "forward v6", V7: "forward v7", V8: "forward v8", "cudnn": "cuDNN", "fa4": "FA4"}
 rates = chapter.times(value="tflops", **loops_of)
 table = rates.loc[list(FULL.values()), list(NAMES)].round(0).rename(columns=NAMES)
 chapter.table(
@@ -181,7 +184,7 @@ chapter.table(
 )  # fmt: skip
 
 # %% tags=["remove-cell"]
-assert (table["v8"] == table.max(axis=1)).all(), "the caption says so"
+assert (table["forward v8"] == table.max(axis=1)).all(), "the caption says so"
 steady_gain = 100 * (steady[V7] / steady[V8] - 1)
 half = steady_gain[steady_gain.index.str.contains("half")].dropna()
 peer = (steady["cudnn"] / steady[V8])[list(FULL.values())]
