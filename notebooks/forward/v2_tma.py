@@ -170,7 +170,7 @@ counts = pd.DataFrame([counted(impl, shape) for shape in COUNTED for impl in RUN
 # %% tags=["remove-input"]
 chapter.table(
     counts.replace({"impl": {"v1_tiled": "forward v1", V2: "forward v2"}}),
-    caption="**At the tile of forward v1 TMA removes hardly any instructions, at the others it does.** "
+    caption="**At the tile of forward v1 TMA removes hardly any instructions, elsewhere it does.** "
     "`loop`: instructions of a warp for one block of keys; `issue` and `tensor`: cycles of an SM.",
     compiled="for sm_90a when this page was built",
 )
