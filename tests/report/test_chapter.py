@@ -1,7 +1,5 @@
 """`Chapter`: what it quotes, what it shows, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import html
 import math

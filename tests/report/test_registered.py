@@ -1,7 +1,5 @@
 """The register of the chapters' predictions: what counts, and whether git held it first."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 from collections import Counter
