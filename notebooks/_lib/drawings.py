@@ -256,7 +256,9 @@ def timelines(lines: Mapping[str, Timeline], *, cta: int = 0) -> Figure:
                 idle.append((at, max(0.0, start - at)))
                 at = max(at, end)
             core = lanes[title].index(next(e.lane for e in events if e.kind == "mma"))
-            axis.broken_barh(idle, (core - 0.36, 0.72), facecolor=GREY, alpha=0.35)
+            axis.broken_barh(
+                idle, (core - 0.36, 0.72), facecolor=(*to_rgb(GREY), 0.3), edgecolor=GREY
+            )
             busy = 100 - 100 * sum(width for _, width in idle) / ends[title]
             axis.axvline(base, color=GREY, linewidth=0.8, linestyle=":")
             less = ends[title] - base
@@ -274,7 +276,9 @@ def timelines(lines: Mapping[str, Timeline], *, cta: int = 0) -> Figure:
         looks = {KINDS[kind]: Rectangle((0, 0), 1, 1, color=RUNG_COLOURS[of])
                  for kind, of in _BOXES.items()
                  if any(e.kind == kind for events in shown.values() for e in events)}  # fmt: skip
-        looks["tensor core idle"] = Rectangle((0, 0), 1, 1, color=GREY, alpha=0.35)
+        looks["tensor core idle"] = Rectangle(
+            (0, 0), 1, 1, facecolor=(*to_rgb(GREY), 0.3), edgecolor=GREY
+        )
         chart.legend(looks.values(), looks, loc="outside lower left", ncols=house.columns(5))
         return chart
 

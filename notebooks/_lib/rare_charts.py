@@ -273,7 +273,7 @@ def forest(found: pd.DataFrame) -> Figure:
     with canvas(width=7.4, height=1.0 + 0.055 * len(rows)) as (chart, axis):
         axis.set_xscale("symlog", linthresh=1, linscale=0.4)
         places = np.arange(len(rows))
-        axis.hlines(places, -wide.clip(upper=edge), 0, color=GREY, linewidth=2.2, alpha=0.35)
+        axis.hlines(places, -wide.clip(upper=edge), 0, color=GREY, linewidth=1.2, alpha=0.8)
         axis.axvline(0, color=GREY, linewidth=1)
         for word, mark, shade in (("confirmed", "o", house.RUNG_COLOURS[2]),
                                   ("refuted", "D", house.RUNG_COLOURS[3])):  # fmt: skip

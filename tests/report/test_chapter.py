@@ -184,7 +184,7 @@ def test_what_is_predicted_is_kept_unseen_and_three_are_shown(chapter, monkeypat
     chapter.predictions()
     (table,) = outputs[-1][0]
     assert table.data.startswith("::::{table} **Confirmed: 1 of 3 predictions.**")
-    assert "Confirmed of 1 others" in table.data
+    assert "Others of this chapter: 1 of 1 confirmed" in table.data
     chapter.predict("It is so.", 1, most=1.0)
     with pytest.raises(ValueError, match="got 4$"):
         chapter.predictions()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from xml.dom import minidom
 
 import pandas as pd
 import pytest
@@ -14,12 +15,22 @@ from gdpa_lab.report import charts, house
 
 sys.path.append(str(record.ROOT / "book" / "_ext"))
 inline_svg = importlib.import_module("inline_svg")
+STYLE = "<style>.x { fill: red }</style>"
+TIMELINE = f'<svg class="gdpa-timeline" role="img" width="9">{STYLE}</svg>'
 
 
 @pytest.fixture
 def chart() -> str:
     values = pd.Series({"v1": 1.0, "v2": 2.0})
     return charts.bars(values, xlabel="TFLOP/s", highlight=["v1"]).to_svg()
+
+
+def test_a_file_with_both_forms_is_xml_that_shows_the_wide_one(chart):
+    (root,) = minidom.parseString(chart).getElementsByTagName("svg")[:1]
+    inner = root.getElementsByTagName("svg")
+    assert [one.getAttribute("display") for one in inner] == ["none"]
+    timeline = house.both(TIMELINE, TIMELINE)
+    assert len(minidom.parseString(timeline).getElementsByTagName("svg")) == 2
 
 
 def test_both_forms_stand_in_the_page_with_their_text(chart):
@@ -41,9 +52,7 @@ def test_a_page_has_its_own_style_and_ids_once(chart):
 
 
 def test_a_picture_with_its_own_style_keeps_it_and_its_class():
-    style = "<style>.x { fill: red }</style>"
-    timeline = f'<svg class="gdpa-timeline" role="img" width="9">{style}</svg>'
-    shown = inline_svg.inlined(house.both(timeline, timeline), "A", "p1-")
-    assert shown.count(style) == 2
+    shown = inline_svg.inlined(house.both(TIMELINE, TIMELINE), "A", "p1-")
+    assert shown.count(STYLE) == 2
     assert 'class="chart narrow gdpa-timeline" role="img" aria-label="A"' in shown
     assert shown.count('role="img"') == 2

@@ -109,9 +109,8 @@ def predicted(slug: str, predictions: Sequence[Prediction]) -> str:
     caption += "interval, on its own scale; a dot is what was found in it, a diamond outside it."
     if others := [one for one in predictions if not one.shown]:
         link = f"{{doc}}`What we got wrong <{'../' * slug.count('/')}measuring/got_wrong>`"
-        caption += (
-            f" Confirmed of {len(others)} others of this chapter: {_confirmed(others)} ({link})."
-        )
+        kept = f"{_confirmed(others)} of {len(others)} confirmed"
+        caption += f" Others of this chapter: {kept} ({link})."
     head = [["What we predicted", "Interval and found", "Verdict"], [":--"] * 3]
     return "\n".join([
         f"::::{{table}} {caption}", ":class: exhibit predictions",
