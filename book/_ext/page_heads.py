@@ -49,9 +49,10 @@ def describe(
     context["script_files"] = [s for s in scripts if "thebe" not in f"{s.filename}{s.attributes}"]
     if doctree is None:
         return
-    base, said = app.config.html_baseurl.rstrip("/"), description(doctree)
+    base, title = app.config.html_baseurl.rstrip("/"), app.env.titles[pagename].astext()
+    said = description(doctree) or f"{title}. {app.config.html_title}"
     tags = {
-        "og:title": app.env.titles[pagename].astext(),
+        "og:title": title,
         "og:description": said,
         "og:type": "website",
         "og:site_name": app.config.html_title,

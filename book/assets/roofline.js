@@ -4,7 +4,7 @@
 (() => {
   const box = document.currentScript.previousElementSibling;
   const data = JSON.parse(box.querySelector("script").textContent);
-  const WIDTH = 680, HEIGHT = 380, LEFT = 56, TOP = 12, BOTTOM = 44, RIGHT = 14;
+  const WIDTH = 680, HEIGHT = 380, LEFT = 72, TOP = 12, BOTTOM = 44, RIGHT = 14;
   const X = [8, 2048], Y = [20, 1200]; // FLOP per byte, TFLOP/s
   const NS = "http://www.w3.org/2000/svg";
   const number = (value, digits = 0) =>
@@ -84,7 +84,7 @@
     return made;
   });
   kinds.forEach((kind, i) => {
-    const top = TOP + 16 + 18 * i;
+    const top = TOP + 20 + 24 * i;
     add(svg, "circle", { class: `ghost kind-${i}`, r: 5, cx: LEFT + 14, cy: top - 4 });
     add(svg, "text", { x: LEFT + 26, y: top }, kind);
   });

@@ -37,13 +37,15 @@ def widget(script: str, data: Mapping[str, Any], title: str) -> HTML:
 def roofline(ceilings: Ceilings, rows: pd.DataFrame, impls: Sequence[str], origin: str) -> HTML:
     """The roofline with sliders for tokens and keys, and measured kernels as ghosts.
 
-    `rows`: of `results.table`, forward passes; `impls` picks those drawn, in the published heads.
+    `rows`: of `results.table`, forward passes; drawn are those of `impls` on full batches in the
+    published heads.
     `origin`: where ceilings and rates come from.
     """
     kernels = []
     for row in rows[rows["impl"].isin(impls)].itertuples():
         work = workload(row.workload)
-        if (work.num_heads_k, work.head_dim) != (HEADS, HEAD_DIM) or work.causal or work.window:
+        heads = work.num_heads_q, work.num_heads_k, work.head_dim
+        if heads != (HEADS, HEADS, HEAD_DIM) or work.causal or work.window or work.fill < 1:
             continue
         kernels.append({
             "impl": row.impl, "workload": row.workload, "tflops": float(row.tflops),

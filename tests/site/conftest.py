@@ -68,6 +68,7 @@ def browser():
 @pytest.fixture(scope="session")
 def shared_tab(browser):
     tab = browser.new_context(viewport=WIDE, color_scheme="light").new_page()
+    tab.set_default_timeout(90_000)  # formulas of a long page on a busy machine
     tab.errors, tab.requests = [], []
     tab.on("pageerror", lambda error: tab.errors.append(error.message))
     tab.on("console", lambda m: tab.errors.append(_told(m)) if m.type == "error" else None)
