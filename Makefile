@@ -14,7 +14,7 @@ MATHJAX := sphinx-mathjax-offline/static/mathjax/tex-svg.js
 # The newest two minor versions of Triton itself, for the emulator.
 UPSTREAM := 3.9.0 3.8.0
 
-.PHONY: book test test-processors test-nightly mutants test-upstream packages measure \
+.PHONY: book pdf test test-processors test-nightly mutants test-upstream packages measure \
   compare lint clean
 
 # The rendered book: replay the chapters that changed, build, check the built site.
@@ -27,12 +27,17 @@ book: $(READY)
 	@rm -rf book/extra/data/partial book/extra/data/community/*/partial
 	@cp "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/$(MATHJAX)" \
 	  book/assets/mathjax/
+	$(BIN)/python notebooks/card.py
 	$(BIN)/jupyter-book build book --config "$(CURDIR)/_config.yml" --toc "$(CURDIR)/_toc.yml" \
 	  --path-output book -W -n --keep-going --quiet
 	$(BIN)/python notebooks/lengths.py
 	$(PYTEST) tests/site
 	$(BIN)/python -I tests/site/recompute.py --seed $$(date +%Y%m%d)
 	@echo "The book is in book/_build/html/index.html"
+
+# The reading path as book/_build/book.pdf, from the pages that `make book` has built; needs Chromium.
+pdf: $(READY)
+	$(BIN)/python notebooks/pdf.py
 
 # The test suite, on the CPU.
 test: $(READY)

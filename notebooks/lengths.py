@@ -1,112 +1,122 @@
-"""How long the book is: lines of each chapter's source, hidden ones, words of each built page.
+"""How long the reading path is: words, code before results and predictions of each built page.
 
     python notebooks/lengths.py
 
-Hidden: lines of code that a page does not show at once; blank lines, captions and the cell of
-parameters aside. Words: of the article of a built page, code included, the lines under figures that
-tell where their numbers come from aside.
+Words: of the article of a built page as it is shown, code included. Those of collapsed cells are
+counted apart; lines under figures that tell where numbers come from, pictures and lists to look
+things up in (`LISTS`) not at all. Pages of the parts in `APPENDICES` are not read through.
 """
 
 from __future__ import annotations
 
-import re
-import statistics
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from bs4 import BeautifulSoup
+import yaml
+from bs4 import BeautifulSoup, Tag
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ROOT / "book" / "_build" / "html"
-NOTES = "notes"
-MOST = {"hidden": 60, "words": 3500}
-MEDIANS = {"words": 2500}
-BOOK = 110_000
-LATER = (
-    "blackwell",
-    "measuring/power_wall",
-    "measuring/other_shapes",
-    "measuring/production_gap",
-    "measuring/got_wrong",
-    "training/step",
-    "training/ranks",
-    "backward/v6_one_tile_backward",
-    "backward/v7_wide_backward",
-    "tools/found_bugs",
-)
-"""Chapters that came after the book's limit was set, and come on top of it."""
-_HIDDEN = re.compile(r"remove-cell|remove-input|hide-input|hide-cell")
+PAGE, BOOK = 3000, 92_000
+"""Words shown at most, on one page and on all."""
+PREDICTIONS = 3
+APPENDICES = {
+    "Reference": "functions, terms and sources are looked up",
+    "Lab notes": "what chapters left out is kept for who works on the kernels",
+}
+LISTS = ".tag_ledger, .tag_list"
+"""Cells with every published claim, or every prediction: a reader looks one up."""
+UNREAD = f"svg, script, style, .headerlink, .provenance, {LISTS}"
+COLLAPSED = ".cell details, details.stepper"
+PRINTED = {"stream", "text_plain", "text_html"}
+"""Classes of what a cell printed, which is no code."""
 
 
 class Length(NamedTuple):
-    """Of a chapter: lines of its source, hidden lines, words of its page (None: not built)."""
+    """Of a page: words shown and collapsed, lines of code shown above the first figure (None: it
+    has no figure), predictions shown."""
 
-    slug: str
-    lines: int
-    hidden: int
-    words: int | None
+    name: str
+    words: int
+    collapsed: int
+    above: int | None
+    predictions: int
 
-
-def hidden_lines(source: str) -> int:
-    """Lines of code in cells of `source` (py:percent) whose input a page hides."""
-    cells = re.split(r"^# %%", source, flags=re.M)[1:]
-    kept = [cell.partition("\n") for cell in cells]
-    return sum(
-        bool(line.strip()) and not line.startswith("# |")
-        for head, _, body in kept
-        if "[markdown]" not in head and _HIDDEN.search(head)
-        for line in body.splitlines()
-    )
+    @property
+    def is_chapter(self) -> bool:
+        return self.name.startswith("executed/")
 
 
-def words(page: Path) -> int:
-    """Words of the article of a built page, code included, origins aside; 0 without one."""
-    soup = BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser")
-    article = soup.select_one("article") or soup.new_tag("article")
-    for part in article.select("svg, script, style, .headerlink, .provenance"):
-        part.decompose()
+def words(article: Tag) -> int:
     return len(article.get_text(" ").split())
 
 
-def lengths() -> list[Length]:
-    """Of every chapter, by name."""
-    found = []
-    for path in sorted((ROOT / "notebooks").glob("[!_]*/*.py")):
-        slug = path.relative_to(ROOT / "notebooks").with_suffix("").as_posix()
-        source, page = path.read_text(encoding="utf-8"), BUILT / "executed" / f"{slug}.html"
-        count = words(page) if page.exists() else None
-        found.append(Length(slug, len(source.splitlines()), hidden_lines(source), count))
-    return found
+def code_above(article: Tag) -> int | None:
+    """Lines of code, blank ones aside, that stand above the first figure; None without a figure."""
+    figure = article.find("figure")
+    if figure is None:
+        return None
+    shown = [pre for pre in figure.find_all_previous("pre") if not pre.find_parent(_is_printed)]
+    return sum(bool(line.strip()) for pre in shown for line in pre.get_text().splitlines())
+
+
+def _is_printed(tag: Tag) -> bool:
+    return bool(PRINTED & set(tag.get("class", ())))
+
+
+def length(name: str, page: Path) -> Length:
+    """Of the built `page`. ValueError if it has no article."""
+    article = BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser").select_one("article")
+    if article is None:
+        raise ValueError(f"{page} must have an article, got none")
+    predictions = len(article.select(".predictions tbody tr"))
+    for part in article.select(UNREAD):
+        part.decompose()
+    every = words(article)
+    for part in article.select(COLLAPSED):
+        part.decompose()
+    shown = words(article)
+    return Length(name, shown, every - shown, code_above(article), predictions)
+
+
+def reading_path() -> list[str]:
+    """Pages in the order of _toc.yml, appendices left out. ValueError if one of those is gone."""
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text(encoding="utf-8"))
+    if gone := set(APPENDICES) - {part["caption"] for part in toc["parts"]}:
+        raise ValueError(f"_toc.yml must have the parts in APPENDICES, got no {', '.join(gone)}")
+    read = [part for part in toc["parts"] if part["caption"] not in APPENDICES]
+    return [toc["root"], *(chapter["file"] for part in read for chapter in part["chapters"])]
 
 
 def problems(found: list[Length]) -> list[str]:
-    """What is longer than it may be."""
-    read = [x for x in found if not x.slug.startswith(NOTES)]
-    over = [
-        f"{x.slug}: {getattr(x, what)} {what}, at most {most}"
-        for x in read
-        for what, most in MOST.items()
-        if (getattr(x, what) or 0) > most
-    ]
-    for what, most in MEDIANS.items():
-        middle = statistics.median(getattr(x, what) or 0 for x in read)
-        over += [f"median of {what}: {middle:.0f}, at most {most}"] if middle > most else []
-    total = sum(words(page) for page in BUILT.rglob("*.html") if _is_read(page))
+    """What is longer than it may be, or comes too late."""
+    over = []
+    for x in found:
+        if x.words > PAGE:
+            over.append(f"{x.name}: {x.words:,} words, at most {PAGE:,}")
+        if x.predictions > PREDICTIONS:
+            over.append(f"{x.name}: {x.predictions} predictions, at most {PREDICTIONS}")
+        if x.is_chapter and x.above is None:
+            over.append(f"{x.name}: no figure")
+        elif x.is_chapter and x.above:
+            over.append(
+                f"{x.name}: {x.above} lines of code above the first figure, none is allowed"
+            )
+    total = sum(x.words for x in found)
     return over + ([f"the book: {total:,} words, at most {BOOK:,}"] if total > BOOK else [])
 
 
-def _is_read(page: Path) -> bool:
-    parts = page.relative_to(BUILT).parts
-    slug = page.relative_to(BUILT).with_suffix("").as_posix().removeprefix("executed/")
-    others = NOTES in parts or parts[0] in ("_static", "search.html", "genindex.html")
-    return not others and not slug.startswith(LATER)
-
-
 def main() -> int:
-    found = lengths()
+    found = [length(name, BUILT / f"{name}.html") for name in reading_path()]
+    print(f"{'':44} {'words':>6} {'collapsed':>9} {'code above':>10} {'predictions':>11}")
     for x in found:
-        print(f"{x.slug:40} {x.lines:5} lines {x.hidden:5} hidden {x.words or 0:6} words")
+        above = "no figure" if x.above is None else x.above
+        print(f"{x.name:44} {x.words:6,} {x.collapsed:9,} {above:>10} {x.predictions:11}")
+    shown, collapsed = sum(x.words for x in found), sum(x.collapsed for x in found)
+    print(f"{'the reading path':44} {shown:6,} {collapsed:9,}")
+    for part, why in APPENDICES.items():
+        print(f"not of it: {part}, since {why}")
     over = problems(found)
     print("\n".join(over) or "within all limits")
     return 1 if over else 0

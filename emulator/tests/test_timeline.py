@@ -345,6 +345,21 @@ def test_page_wants_the_same_variants_everywhere():
         interactive({"a": pipeline()}, {"a": SOURCE}, title="t", outcomes={})
 
 
+def test_page_draws_all_variants_on_one_axis():
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page(), re.DOTALL)[1])
+    for drawing in ("svg", "wide"):
+        axes = {
+            tuple(ET.fromstring(data[name][drawing]).get(f"data-{x}") for x in ("start", "scale"))
+            for name in OUTCOMES
+        }
+        assert len(axes) == 1, "the longer one decides"
+
+
+def test_page_wants_a_cta_that_does_something():
+    with pytest.raises(ValueError, match=r"CTA 3 .* got no event of \['a'\]"):
+        interactive({"a": pipeline()}, {"a": SOURCE}, title="t", outcomes={"a": ""}, cta=3)
+
+
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory):
     """The page in a browser from the disk, with what went wrong in `errors`."""
@@ -412,6 +427,40 @@ def test_page_goes_where_the_timeline_is_clicked(opened):
     opened.get_by_role("button", name=CORRECT).click()
     opened.locator("#lanes").click(position={"x": 400, "y": 20})
     assert step_of(opened) > 0
+
+
+def test_page_zooms_into_the_timeline_where_it_is(opened):
+    opened.set_viewport_size({"width": 700, "height": 844})
+    opened.get_by_role("button", name=CORRECT).click()
+    lanes, zoom = opened.locator("#lanes"), opened.get_by_role("button", name="Zoom")
+    assert lanes.evaluate("box => box.scrollWidth <= box.clientWidth"), "the whole timeline"
+    opened.keyboard.press("ArrowRight")
+    zoom.click()
+    assert zoom.get_attribute("aria-pressed") == "true" and step_of(opened) == 1
+    assert lanes.evaluate("box => box.scrollWidth > box.clientWidth")
+    opened.keyboard.press("End")
+    assert lanes.evaluate("box => box.scrollLeft") > 0
+    lanes.click(position={"x": 400, "y": 20})
+    assert step_of(opened) > 1
+    zoom.click()
+    assert lanes.evaluate("box => box.scrollWidth <= box.clientWidth")
+
+
+def test_page_in_a_frame_tells_its_height_and_takes_the_theme(opened, tmp_path):
+    (tmp_path / "steps.html").write_text(page(), encoding="utf-8")
+    around = tmp_path / "around.html"
+    around.write_text(
+        "<script>addEventListener('message', e => { window.told = e.data.stepper;"
+        " e.source.postMessage({theme: 'dark'}, '*'); });</script>"
+        '<iframe src="steps.html" width="600"></iframe>'
+    )
+    tab = opened.context.browser.new_page()
+    tab.goto(around.as_uri())
+    tab.wait_for_function("window.told > 400")
+    inside = tab.frames[1]
+    inside.wait_for_function("document.documentElement.dataset.theme === 'dark'")
+    assert inside.locator("h1").is_hidden(), "the page around has said it"
+    tab.close()
 
 
 @pytest.mark.parametrize("width", [390, 1280])

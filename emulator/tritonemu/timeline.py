@@ -204,13 +204,13 @@ def _excerpt(source: str, events: list[Event]) -> tuple[int, list[str]]:
     return first, "\n".join(lines[first - 1 : last]).rstrip().splitlines()
 
 
-def _variant(timeline: Timeline, source: str, outcome: str, cta: int) -> dict[str, Any]:
-    """What the page embeds of one variant."""
-    events = [event for event in timeline.events if event.cta == cta]
+def _variant(
+    events: list[Event], timeline: Timeline, source: str, outcome: str, wide: float, **span: float
+) -> dict[str, Any]:
+    """What the page embeds of one variant: `events` are those of its CTA, `span` what is drawn,
+    `wide` the width of the second drawing."""
     barriers = barrier_states(events)
-    start, end = min(e.start for e in events), max(e.end for e in events)
-    long = sorted(e.end - e.start for e in events if e.end > e.start) or [1.0]
-    width = 40 * (end - start) / long[len(long) // 2]
+    cta = events[0].cta
     first, lines = _excerpt(source, events)
     return {
         "lanes": timeline.lanes(cta),
@@ -218,7 +218,8 @@ def _variant(timeline: Timeline, source: str, outcome: str, cta: int) -> dict[st
         "times": sorted({t for event in events for t in (event.start, event.end)}),
         "barriers": _finite(barriers),
         "buffers": _finite(buffer_states(events, barriers)),
-        "svg": timeline.svg(cta, width=round(min(max(width, 1160), 5000))),
+        "svg": timeline.svg(cta, **span),
+        "wide": timeline.svg(cta, **span, width=wide),
         "first": first,
         "lines": lines,
         "outcome": outcome,
@@ -238,17 +239,25 @@ def interactive(
     outcomes: dict[str, str],
     cta: int = 0,
 ) -> str:
-    """A self-contained HTML page that steps through one CTA of each variant.
+    """A self-contained HTML page that steps through one CTA of each variant, on one axis.
 
     timelines: variant -> its trace, in the order of the buttons. sources: variant -> the text of
     the whole file `Timeline.file`. outcomes: variant -> what is shown after its last step.
-    ValueError if the three do not name the same variants.
+    ValueError if the three do not name the same variants, or one of them does nothing on the CTA.
     """
     if not timelines or not timelines.keys() == sources.keys() == outcomes.keys():
         got = [list(names) for names in (timelines, sources, outcomes)]
         raise ValueError(f"timelines, sources and outcomes must name the same variants, got {got}")
+    events = {name: [e for e in of.events if e.cta == cta] for name, of in timelines.items()}
+    if idle := [name for name, found in events.items() if not found]:
+        raise ValueError(f"CTA {cta} must do something in every variant, got no event of {idle}")
+    every = [event for found in events.values() for event in found]
+    start, end = min(e.start for e in every), max(e.end for e in every)
+    long = sorted(e.end - e.start for e in every if e.end > e.start) or [1.0]
+    wide = round(min(max(40 * (end - start) / long[len(long) // 2], 1160), 5000))
+    drawn = {"wide": wide, "start": start, "end": end}
     data = {
-        name: _variant(timeline, sources[name], outcomes[name], cta)
+        name: _variant(events[name], timeline, sources[name], outcomes[name], **drawn)
         for name, timeline in timelines.items()
     }
     parts = {"TITLE": html.escape(title), "DATA": json.dumps(data).replace("<", "\\u003c")}

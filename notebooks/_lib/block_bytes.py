@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workload import Workload
-from gdpa_lab.report.house import INK, Figure, canvas, colour
+from gdpa_lab.report.house import INK, PAGE, Figure, canvas, colour
 
 Kernels = Sequence[tuple[str, str]]
 
@@ -63,7 +63,7 @@ def boxes(designs: Mapping[str, Kernels], work: Workload, highlight: str) -> Fig
                     axis.add_patch(Rectangle((x + 0.03, row - 0.36), width - 0.05, 0.72, **look))
                     if width > 0.2:
                         axis.text(x + width / 2, row, tensor, ha="center", va="center",
-                                  fontsize=8.5, color="white" if filled else INK)  # fmt: skip
+                                  fontsize=8.5, color=PAGE if filled else INK)  # fmt: skip
                     x += width
                 x += 0.3
         axis.set_yticks(range(len(designs)), list(designs))
@@ -102,7 +102,7 @@ def cells(
                 if numbers:
                     shown = str(numbers[title].loc[row, column])
                     axis.text(column + 0.5, row + 0.5, shown, ha="center", va="center",
-                              color="white" if value else INK)  # fmt: skip
+                              color=PAGE if value else INK)  # fmt: skip
             for first, last, text in frames:
                 size = last - first
                 axis.add_patch(Rectangle((first, first), size, size, fill=False, edgecolor=INK))

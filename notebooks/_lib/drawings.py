@@ -18,8 +18,11 @@ from matplotlib.patches import Rectangle
 from gdpa_kernels.gdpa.reference import ACTIVATIONS
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workload import Workload
-from gdpa_lab.report.charts import GREY, coloured, legend, list_rows
-from gdpa_lab.report.house import INK, RUNG_COLOURS, Figure, canvas, colour, note
+from gdpa_lab.report import house
+from gdpa_lab.report.charts import coloured, legend, list_rows
+from gdpa_lab.report.house import GREY, INK, PAGE, RUNG_COLOURS, Figure, canvas, colour, note
+from tritonemu import Timeline
+from tritonemu.drawing import KINDS
 
 COLOURS = tuple(RUNG_COLOURS[i] for i in (1, 0, 3, 2, 4))
 FAMILIES = {
@@ -32,6 +35,7 @@ FAMILIES = {
 """The workloads of `gdpa`, by the beginning of their names."""
 
 
+@house.drawn
 def jagged(lengths: Sequence[int]) -> Figure:
     """Sequences of these lengths as they lie in memory, cu_seqlens below; then the padded batch."""
     starts = [0, *accumulate(lengths)]
@@ -56,6 +60,7 @@ def jagged(lengths: Sequence[int]) -> Figure:
         return chart
 
 
+@house.drawn
 def scores(uses: Mapping[str, Sequence[tuple[int, int]]]) -> Figure:
     """A panel for each use: the score matrix of each sequence, (queries, keys), to scale."""
     wide = max(sum(keys + 2.0 for _, keys in shapes) for shapes in uses.values())
@@ -78,6 +83,7 @@ def scores(uses: Mapping[str, Sequence[tuple[int, int]]]) -> Figure:
         return chart
 
 
+@house.drawn
 def laws(workloads: Mapping[str, Workload]) -> Figure:
     """A panel for each workload, by title: its query lengths over max_seqlen_q, longest first; the
     frame is the padded batch."""
@@ -96,6 +102,7 @@ def laws(workloads: Mapping[str, Workload]) -> Figure:
         return chart
 
 
+@house.drawn
 def activations(names: Sequence[str]) -> Figure:
     """A panel for each activation from -4 to 4, four in a row: solid, its derivative dashed."""
     x = torch.linspace(-4, 4, 401, dtype=torch.float64)
@@ -117,6 +124,7 @@ class Tiles(NamedTuple):
     strips: Sequence[tuple[str, str, bool]]
 
 
+@house.drawn
 def tiles(panels: Mapping[str, Tiles], count: int = 5) -> Figure:
     """Grids of `count` x `count` tiles of scores, queries down and keys to the right, by title.
 
@@ -165,6 +173,7 @@ def _square(
     axis.add_patch(Rectangle((x, y), *size, facecolor=face, zorder=2 if framed else 1, **edge))
 
 
+@house.drawn
 def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequence[str]) -> Figure:
     """A strip for each row, a cell for each of its steps in order, such as `loops.in_sass` lists.
 
@@ -180,7 +189,7 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
                 axis.barh(place, 0.86, 0.44 if strong else 0.66, left=number, linewidth=0,
                           color=shades.get(kind, INK))  # fmt: skip
                 axis.annotate(label, (number + 0.43, place - 0.34), ha="center", va="bottom",
-                              fontsize=7)  # fmt: skip
+                              fontsize=8)  # fmt: skip
         others = {step.split()[0] for steps in rows.values() for step in steps} - set(shades)
         for kind in (*shades, *sorted(others)):
             axis.barh(0, 0, color=shades.get(kind, INK), label=kind)
@@ -192,6 +201,7 @@ def strips(rows: Mapping[str, Sequence[str]], *, xlabel: str, highlight: Sequenc
         return chart
 
 
+@house.drawn
 def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figure:
     """Bars on lanes over time, a panel for each title, two in a row: frames with the columns lane,
     start, time and label; a bar without a label is thin and grey."""
@@ -205,9 +215,9 @@ def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figur
             for bar in frame.itertuples():
                 axis.barh(
                     bar.lane, bar.time, 0.74 if bar.label else 0.24, left=bar.start, linewidth=0.6,
-                    color=colour(hue) if bar.label else GREY, edgecolor="white",
+                    color=colour(hue) if bar.label else GREY, edgecolor=PAGE,
                 )  # fmt: skip
-                axis.text(bar.start + bar.time / 2, bar.lane, bar.label, color="white", ha="center",
+                axis.text(bar.start + bar.time / 2, bar.lane, bar.label, color=PAGE, ha="center",
                           va="center", fontsize=8)  # fmt: skip
             axis.set_title(title)
             list_rows(axis, list(range(lanes)))
@@ -216,6 +226,60 @@ def gantt(panels: Mapping[str, pd.DataFrame], *, xlabel: str, hue: str) -> Figur
         return chart
 
 
+_BOXES = {"compute": 2, "mma": 3, "copy": 1, "store": 4}
+"""Kinds of events that `timelines` draws, and their colours; a wait is what is left free."""
+
+
+@house.drawn
+def timelines(lines: Mapping[str, Timeline], *, cta: int = 0) -> Figure:
+    """Timelines of one CTA below one another on one axis of modelled cycles, by title, the tensor
+    core shaded where it is idle; at each end, how many cycles fewer or more than the first."""
+    shown = {title: [e for e in line.events if e.cta == cta and e.kind in _BOXES]
+             for title, line in lines.items()}  # fmt: skip
+    lanes = {title: [lane for lane in line.lanes(cta) if any(e.lane == lane for e in shown[title])]
+             for title, line in lines.items()}  # fmt: skip
+    ends = {title: max(e.end for e in line.events if e.cta == cta) for title, line in lines.items()}
+    (_, base), *_ = ends.items()
+    rows = max(map(len, lanes.values()))
+    with canvas(len(lines), 1, width=7.4, height=0.6 + len(lines) * (0.5 + 0.27 * rows),
+                sharex=True, squeeze=False) as (chart, axes):  # fmt: skip
+        for axis, (title, events) in zip(axes[:, 0], shown.items(), strict=True):
+            for event in events:
+                axis.barh(
+                    lanes[title].index(event.lane), event.end - event.start, 0.72,
+                    left=event.start, color=RUNG_COLOURS[_BOXES[event.kind]], linewidth=0.4,
+                    edgecolor=PAGE,
+                )  # fmt: skip
+            mmas = sorted((e.start, e.end) for e in events if e.kind == "mma")
+            idle, at = [], 0.0
+            for start, end in [*mmas, (ends[title], ends[title])]:
+                idle.append((at, max(0.0, start - at)))
+                at = max(at, end)
+            core = lanes[title].index(next(e.lane for e in events if e.kind == "mma"))
+            axis.broken_barh(idle, (core - 0.36, 0.72), facecolor=GREY, alpha=0.35)
+            busy = 100 - 100 * sum(width for _, width in idle) / ends[title]
+            axis.axvline(base, color=GREY, linewidth=0.8, linestyle=":")
+            less = ends[title] - base
+            if less:
+                bracket = {"arrowstyle": "|-|,widthA=.3,widthB=.3", "color": INK}
+                axis.annotate("", (ends[title], -0.7), (base, -0.7), annotation_clip=False,
+                              arrowprops=bracket)  # fmt: skip
+                note(axis, f"{less:+,.0f} cycles".replace("-", "−"), (base, -0.7), (-2, 5),
+                     ha="right", annotation_clip=False)  # fmt: skip
+            list_rows(axis, lanes[title])
+            axis.set_title(f"{title}: {ends[title]:,.0f} cycles, tensor core busy {busy:.0f} %")
+            axis.grid(visible=False)
+        axes[-1, 0].set_xlabel("cycles (modelled)")
+        axes[-1, 0].set_xlim(0, 1.02 * max(ends.values()))
+        looks = {KINDS[kind]: Rectangle((0, 0), 1, 1, color=RUNG_COLOURS[of])
+                 for kind, of in _BOXES.items()
+                 if any(e.kind == kind for events in shown.values() for e in events)}  # fmt: skip
+        looks["tensor core idle"] = Rectangle((0, 0), 1, 1, color=GREY, alpha=0.35)
+        chart.legend(looks.values(), looks, loc="outside lower left", ncols=house.columns(5))
+        return chart
+
+
+@house.drawn
 def roofline(
     brackets: pd.DataFrame,
     climbs: pd.DataFrame,
@@ -270,4 +334,4 @@ def roofline(
 
 def _cell(axis: Axes, x: float, y: float, shade: str, text: object) -> None:
     axis.add_patch(Rectangle((x, y), 1, 1, edgecolor=INK, linewidth=0.8, facecolor=shade))
-    axis.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8.5, color="#000000")
+    axis.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=8.5, color=PAGE)

@@ -6,7 +6,7 @@ labels beside the lines instead of a legend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -14,14 +14,17 @@ from matplotlib.axes import Axes
 
 from gdpa_lab.measuring.workloads import WORKLOADS, figure_direction
 from gdpa_lab.report import house, rates, results
-from gdpa_lab.report.house import DASHED, INK, SMALL, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report.house import DASHED, GREY, INK, SMALL, Figure, canvas, colour, is_rung, note
 
 PUBLISHED_COLOURS = {
-    "triton_gdpa": "#1f83c4", "cutedsl_gdpa": "#7a6ad8", "cutlass_fmha": INK,
-    "cutedsl_fa4": "#a06a4a",
-}  # fmt: skip
+    "triton_gdpa": house.RUNG_COLOURS[1],
+    "cutedsl_gdpa": house.RUNG_COLOURS[4],
+    "cutlass_fmha": GREY,
+    "cutedsl_fa4": house.RUNG_COLOURS[6],
+}
 
 
+@house.drawn
 def figure_tflops(
     table: pd.DataFrame,
     figure: str,
@@ -76,6 +79,48 @@ def figure_tflops(
         axes[0].set_ylim(0, np.nanmax(tops) * rates.HEADROOM)
         for axis in axes[:-1]:
             _place_labels(axis)
+        return chart
+
+
+@house.drawn
+def shares(
+    table: pd.DataFrame,
+    titles: Mapping[str, str],
+    *,
+    gpu: str,
+    impls: Sequence[str],
+    published: pd.DataFrame,
+    roofs: Mapping[str, float],
+) -> Figure:
+    """Shares of the own roofline by length, a panel for each published figure of `titles`: a line
+    for each of `impls`, back to back, and a pale tick for each published bar, on its own GPU.
+
+    `table`, `gpu`, `published`: as for `figure_tflops`. `roofs`: the roofline of each workload on
+    the GPU of the published bars (TFLOP/s). A gap is not timed. ValueError if an impl has no row.
+    """
+    shades = {impl: colour(impl) for impl in impls}
+    with canvas(1, len(titles), width=7.4, height=3.4, sharey=True, squeeze=False) as (chart, axes):
+        for axis, (figure, title) in zip(axes[0], titles.items(), strict=True):
+            rows = _figure_rows(table[table["gpu"] == gpu], figure, impls)
+            rates.require_impls(rows, impls, f"{figure} on {gpu}", "sustained")
+            lengths = sorted(rows["length"].unique())
+            theirs = published[published["figure"] == figure]
+            for bar in theirs[theirs["length"].isin(lengths)].itertuples():
+                axis.plot(lengths.index(bar.length), 100 * bar.tflops / roofs[bar.workload], "_",
+                          color=GREY, alpha=0.8, markersize=16, gid="published")  # fmt: skip
+            share = rows.pivot_table(index="length", columns="impl", values="percent_of_roofline")
+            share = share.reindex(index=lengths, columns=list(impls))
+            for impl in impls:
+                axis.plot(range(len(lengths)), share[impl], "o-", color=shades[impl], label=impl,
+                          linewidth=1.8 if is_rung(impl) else 1.1)  # fmt: skip
+            axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+            axis.set(title=title, ylim=(0, 105), xlim=(-0.4, len(lengths) - 0.6))
+            axis.axhline(100, **DASHED)
+        axes[0, 0].set_ylabel("% of the own roofline")
+        axes[0, -1].set_xlabel("max_seqlen_q (tokens)")
+        axes[0, 0].plot([], [], "_", color=GREY, markersize=12, label="published")
+        chart.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left",
+                     ncols=house.columns(4))  # fmt: skip
         return chart
 
 
@@ -155,7 +200,7 @@ def _draw_published(axis: Axes, rows: pd.DataFrame, lengths: Sequence[int]) -> f
             if suspect:
                 bar.set(facecolor="none", edgecolor=PUBLISHED_COLOURS[kernel], hatch="////")
         note(axis, kernel, (positions[-1], 0), (0, 5), rotation=90, ha="center", va="bottom",
-             color=INK if bars["suspect"].iloc[-1] else "white", fontsize=SMALL)  # fmt: skip
+             color=INK if bars["suspect"].iloc[-1] else house.PAGE, fontsize=SMALL)  # fmt: skip
     _below(axis, "hatched: doubtful in the original" if rows["suspect"].any() else "")
     return float((rows["tflops"] + rows["tflops_error"]).max())
 

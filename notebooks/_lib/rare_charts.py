@@ -8,19 +8,20 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from matplotlib.transforms import Bbox
 
 from gdpa_lab.report import house
 from gdpa_lab.report.charts import (
-    GREY,
     MARKS,
+    NOT_TIMED,
     check_complete,
     coloured,
     legend,
     list_rows,
     reference,
 )  # fmt: skip
-from gdpa_lab.report.house import INK, SMALL, Figure, canvas, colour, note
+from gdpa_lab.report.house import GREY, PAGE, Figure, canvas, colour, note
 
 _LOOKS: dict[str, tuple[bool, dict[str, object]]] = {
     "filled": (True, {}),
@@ -30,6 +31,7 @@ _LOOKS: dict[str, tuple[bool, dict[str, object]]] = {
 }
 
 
+@house.drawn
 def scatter(
     groups: Mapping[str, pd.DataFrame],
     *,
@@ -87,6 +89,7 @@ def _name_points(axis: Axes, table: pd.DataFrame) -> None:
             text.remove()
 
 
+@house.drawn
 def swarm(
     table: pd.DataFrame, *, xlabel: str, grey: Collection[str] = (), log: bool = False,
     levels: Mapping[str, float] | None = None,
@@ -122,25 +125,37 @@ def swarm(
         return chart
 
 
+@house.drawn
 def heat(frame: pd.DataFrame, *, label: str, form: str = ".0f") -> Figure:
-    """A cell with its value for each entry of `frame`, darker for more; "not timed" stands in one
-    without. `label`: what the values are."""
+    """A cell with its value for each entry of `frame`, more saturated for more; "not timed" stands
+    in a framed one without. `label`: what the values are."""
     width = 1.9 + 0.72 * frame.shape[1]
+    low, high = frame.min().min(), frame.max().max()
+    # Up to 0.45, so that the ink reads on it on a light and on a dark page.
+    share = 0.06 + 0.39 * (frame - low) / ((high - low) or 1)
     with canvas(width=width, height=1.3 + 0.33 * len(frame)) as (chart, axis):
-        sns.heatmap(
-            frame, annot=True, fmt=form, cmap=sns.color_palette("crest", as_cmap=True),
-            linewidths=1.5, linecolor="none", cbar=False, ax=axis, annot_kws={"fontsize": SMALL},
-        )  # fmt: skip
-        for row, column in np.argwhere(frame.isna().to_numpy()):
-            axis.text(column + 0.5, row + 0.5, "not\ntimed", ha="center", va="center", fontsize=7)
-        axis.set(xlabel="", ylabel="")
+        for (row, column), value in np.ndenumerate(frame.to_numpy(float)):
+            hole = np.isnan(value)
+            look = {"facecolor": "none", "edgecolor": GREY, "linestyle": ":"} if hole else {
+                "facecolor": house.RUNG_COLOURS[1], "alpha": share.iat[row, column]}  # fmt: skip
+            axis.add_patch(
+                Rectangle((column + 0.02, row + 0.03), 0.96, 0.94, linewidth=0.8, **look)
+            )
+            axis.text(column + 0.5, row + 0.5, "not\ntimed" if hole else f"{value:{form}}",
+                      ha="center", va="center", fontsize=8)  # fmt: skip
+        axis.set(xlim=(0, frame.shape[1]), ylim=(len(frame), 0))
+        axis.set_xticks(np.arange(frame.shape[1]) + 0.5, [house.wrapped(str(x), 9) for x in frame])
+        axis.set_yticks(
+            np.arange(len(frame)) + 0.5, [house.wrapped(str(x), 18) for x in frame.index]
+        )
         axis.set_title(label)
         axis.tick_params(length=0)
-        axis.tick_params(axis="y", rotation=0)
         axis.grid(visible=False)
+        axis.spines[:].set_visible(False)
         return chart
 
 
+@house.drawn
 def stacked(
     frame: pd.DataFrame,
     *,
@@ -161,29 +176,116 @@ def stacked(
         raise ValueError(f"looks must be {', '.join(_LOOKS)} for each column, not so {missing}")
     check_complete(frame)
     check_complete(pd.DataFrame() if marks is None else marks.to_frame())
-    shown = colour(hue) if hue and marks is None else INK
+    shown = colour(hue) if hue and marks is None else GREY if hue else house.RUNG_COLOURS[1]
     with canvas(width=7.8, height=1.1 + (0.6 if inside else 0.3) * len(frame)) as (chart, axis):
         left = pd.Series(0.0, index=frame.index)
         for name in frame:
             fill, options = _LOOKS[looks[name]]
             axis.barh(
                 range(len(frame)), frame[name], 0.66, left=left, label=name,
-                edgecolor="white" if looks[name] == "filled" else shown,
+                edgecolor=PAGE if looks[name] == "filled" else shown,
                 color=shown if fill else "none", **options,
             )  # fmt: skip
             for place, (start, width) in enumerate(zip(left, frame[name], strict=True)):
                 if inside and 100 * width > len(name) * frame.sum(axis=1).max():
                     axis.text(
                         start + width / 2, place, f"{name}\n{width:.1f}", fontsize=8, ha="center",
-                        va="center", color="white" if looks[name] == "filled" else INK,
+                        va="center", color=PAGE if looks[name] == "filled" else shown,
                     )  # fmt: skip
             left = left + frame[name]
         if marks is not None:
             axis.plot(marks, range(len(frame)), "o", markersize=7, color=colour(hue),
-                      markeredgecolor="white", label=marks.name)  # fmt: skip
+                      markeredgecolor=PAGE, label=marks.name)  # fmt: skip
         reference(axis, levels, upright=True)
         list_rows(axis, list(frame.index))
         axis.set_xlabel(xlabel)
         if not inside:
             legend(axis, levels, ncols=4)
+        return chart
+
+
+@house.drawn
+def multiples(
+    frame: pd.DataFrame, *, xlabel: str, low: pd.DataFrame | None = None,
+    high: pd.DataFrame | None = None, level: float | None = 1.0, form: str = ".2f",
+) -> Figure:  # fmt: skip
+    """A panel for each column of `frame`, a row for each entry of its index, a dot with its value;
+    "not timed" where there is none. Panels share rows and scale.
+
+    `low` and `high`: ends of error bars. `level`: a dashed line.
+    """
+    with canvas(1, frame.shape[1], width=7.4, height=0.9 + 0.26 * len(frame), sharex=True,
+                sharey=True, squeeze=False) as (chart, axes):  # fmt: skip
+        for number, (axis, name) in enumerate(zip(axes[0], frame, strict=True)):
+            shade = house.RUNG_COLOURS[1 + number % 8]
+            if level is not None:
+                axis.axvline(level, **house.DASHED)
+            for place, value in enumerate(frame[name]):
+                if np.isnan(value):
+                    note(axis, NOT_TIMED, (0, place), (3, 0), va="center", fontsize=8, color=GREY,
+                         xycoords=("axes fraction", "data"))  # fmt: skip
+                    continue
+                if low is not None and high is not None:
+                    ends = low[name].iloc[place], high[name].iloc[place]
+                    axis.hlines(place, *ends, color=shade, linewidth=1)
+                axis.plot(value, place, "o", color=shade, markersize=5)
+                note(axis, f"{value:{form}}", (value, place), (0, 4), ha="center", fontsize=8)
+            axis.margins(x=0.15)
+            list_rows(axis, list(frame.index))
+            axis.set_title(name)
+        axes[0, -1].set_xlabel(xlabel)
+        return chart
+
+
+@house.drawn
+def slopes(frame: pd.DataFrame, *, ylabel: str, log: bool = False) -> Figure:
+    """A line for each row of `frame` from its first column to its second, named at its right end:
+    one colour for those that rise or stay, one for those that fall."""
+    check_complete(frame)
+    before, after = frame.columns
+    up, down = house.RUNG_COLOURS[1], house.RUNG_COLOURS[3]
+    shades = {name: up if row[after] >= row[before] else down for name, row in frame.iterrows()}
+    with canvas(width=6.4, height=1.2 + 0.24 * len(frame)) as (chart, axis):
+        axis.set_yscale("log" if log else "linear")
+        for name, row in frame.iterrows():
+            axis.plot([0, 1], row, "o-", color=shades[name], linewidth=1.5)
+        axis.set(xlim=(-0.05, 1.05), ylabel=ylabel)
+        axis.set_xticks([0, 1], [before, after])
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        house.label_ends(
+            axis, {name: (frame.loc[name, after], shades[name]) for name in frame.index}
+        )
+        return chart
+
+
+@house.drawn
+def forest(found: pd.DataFrame) -> Figure:
+    """Every prediction of `registered.collected` that has a margin, a row each, by that margin: its
+    interval as a bar that ends at the nearest limit, 0, and what was found as a dot, or outside as
+    a diamond; all in % of that limit, on a scale that is logarithmic beyond 1."""
+    rows = found.dropna(subset=["margin"]).astype({"margin": float})
+    rows = rows.sort_values("margin", kind="stable", ascending=False)
+    nearest = rows["value"] - rows["least"] < rows["most"] - rows["value"]
+    limit = rows["least"].where(nearest | rows["most"].isna(), rows["most"])
+    wide = (100 * (rows["most"] - rows["least"]) / limit.abs()).fillna(np.inf)
+    away = -100 * rows["margin"]
+    edge = 2 * away.abs().max()
+    with canvas(width=7.4, height=1.0 + 0.055 * len(rows)) as (chart, axis):
+        axis.set_xscale("symlog", linthresh=1, linscale=0.4)
+        places = np.arange(len(rows))
+        axis.hlines(places, -wide.clip(upper=edge), 0, color=GREY, linewidth=2.2, alpha=0.35)
+        axis.axvline(0, color=GREY, linewidth=1)
+        for word, mark, shade in (("confirmed", "o", house.RUNG_COLOURS[2]),
+                                  ("refuted", "D", house.RUNG_COLOURS[3])):  # fmt: skip
+            mine = (rows["word"] == word).to_numpy()
+            axis.plot(away[mine], places[mine], mark, color=shade, markersize=3,
+                      label=f"{word} ({mine.sum()})", linestyle="none")  # fmt: skip
+        axis.set(xlim=(-edge, edge), ylim=(len(rows), -1), yticks=[], ylabel="predictions",
+                 xlabel="distance from the nearest limit (% of it): inside to the left, outside "
+                        "to the right")  # fmt: skip
+        axis.set_xticks([-1000, -100, -10, -1, 0, 1, 10, 100, 1000])
+        axis.set_xlim(-edge, edge)
+        axis.xaxis.set_major_formatter(lambda x, _: f"{abs(x):g}")
+        axis.grid(visible=True, axis="x")
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
         return chart

@@ -5,6 +5,7 @@ Of block attention: `block_studies`.
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import re
 import sys
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 import torch
+from IPython.display import HTML
 from triton.compiler import CompiledKernel
 
 import tritonemu
@@ -378,11 +380,10 @@ def step_page(
     module: ModuleType, changes: Mapping[str, Sequence[tuple[str, str]]], file: str, title: str
 ) -> dict[str, str]:
     """Write the page `file` that steps through `main` of each changed copy of `module`, and return
-    what is found in each, "" for nothing. `changes`: of `changed`, by name."""
-    timelines, sources, found = {}, {}, {}
+    what is found in each, "" for nothing. `changes`: of `changed`, by name. `framed` shows it."""
+    timelines, found = {}, {}
     for name, pieces in changes.items():
         copy = changed(module, *pieces)
-        sources[name] = Path(copy.__file__).read_text(encoding="utf-8")
         (found[name],) = findings(copy.main, ["modelled"])
         try:
             timelines[name] = run_main(copy, trace=True).timeline
@@ -391,7 +392,46 @@ def step_page(
     outcomes = {
         name: text or "Nothing found, and the right result." for name, text in found.items()
     }
-    made = interactive(timelines, sources, title=title, outcomes=outcomes)
+    _write_steps(timelines, file, title, outcomes)
+    return found
+
+
+def stepper(
+    timelines: Mapping[str, tritonemu.Timeline], name: str, *, title: str, cta: int = 0
+) -> HTML:
+    """A button under a figure that opens a page to step through `timelines`, by label, the kernel
+    of each beside it; several share one axis and are toggled.
+
+    `name`: of the page, the chapter's slug with a hyphen for the slash and a word:
+    "forward-v5_pingpong-steps".
+    """
+    ends = {label: max(e.end for e in of.events if e.cta == cta) for label, of in timelines.items()}
+    outcomes = {
+        label: f"CTA {cta} has ended after {end:,.0f} modelled cycles."
+        for label, end in ends.items()
+    }
+    _write_steps(timelines, f"{name}.html", title, outcomes, cta)
+    return framed(f"{name}.html", title)
+
+
+def framed(file: str, title: str, *, opened: bool = False) -> HTML:
+    """The button that opens a page of `step_page` in place; `opened`: as if it had been pressed."""
+    told, is_open = html.escape(title), " open" if opened else ""
+    return HTML(
+        f'<details class="stepper"{is_open}><summary>Step through it</summary>'
+        f'<iframe data-src="../../figures/{file}" title="{told}"></iframe>'
+        f'<p><a href="../../figures/{file}">Open it as a page of its own.</a></p></details>'
+    )
+
+
+def _write_steps(
+    timelines: Mapping[str, tritonemu.Timeline],
+    file: str,
+    title: str,
+    outcomes: dict[str, str],
+    cta: int = 0,
+) -> None:
+    sources = {name: Path(of.file).read_text(encoding="utf-8") for name, of in timelines.items()}
+    made = interactive(dict(timelines), sources, title=title, outcomes=outcomes, cta=cta)
     page.CSV_DIR.mkdir(parents=True, exist_ok=True)
     (page.CSV_DIR / file).write_text(made, encoding="utf-8")
-    return found

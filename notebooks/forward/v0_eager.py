@@ -4,17 +4,18 @@
 # ---
 
 # %% [markdown]
-# # v0: what one would write first
+# # Forward v0: a few lines of PyTorch, and half of their time is padding
 #
 # How far are a few lines of PyTorch from what the machine could do, and where does their time go?
 #
-# :::{admonition} In this chapter (15 minutes)
+# :::{admonition} In this chapter (25 minutes)
 # You will count the bytes of an eager program without running it, predict its time, and find by a
-# fit over {glue:text}`workloads:.0f` workloads which part failed. Back to back v0 takes
-# {glue:text}`measured_ms:.0f` ms, the roofline is {glue:text}`floor_ms:.0f`; half goes to padding.
+# fit over {glue:text}`workloads:.0f` workloads which part of the prediction failed. Back to back
+# forward v0 takes {glue:text}`measured_ms:.0f` ms where the roofline is {glue:text}`floor_ms:.0f`
+# ms, and about half of that time goes to padding.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 import numpy as np
 import pandas as pd
 
@@ -46,10 +47,11 @@ floor, half_floor = (roofline.bracket(w, "forward", limits).lower_us / 1e3 for w
 # %% tags=["remove-input"]
 # | name: fig-v0-ladder
 # | caption: >
-# |   The first rung on gdpa-self-full-1024, forward, and what one could install instead.
+# |   **Forward v0 reaches about a tenth of the roofline.** Bars: TFLOP/s back to back on
+# |   gdpa-self-full-1024, beside what one could install instead. Dashed: the roofline.
 # | alt: >
-# |   Horizontal bars of TFLOP/s. v0 is the shortest bar at about a tenth of the roofline,
-# |   torch.compile a little longer; the kernels that compute softmax are several times longer.
+# |   Horizontal bars of TFLOP/s. v0 is the shortest bar at about a tenth of the roofline; the
+# |   kernels that compute softmax are several times longer.
 chapter.ladder(V0)
 
 # %% [markdown]
@@ -58,7 +60,8 @@ chapter.ladder(V0)
 # PyTorch multiplies matrices well, as long as they have one shape. A
 # {doc}`jagged batch <../operator/gdpa>` has many, so v0 pads every sequence with zeros, multiplies,
 # applies the activation, multiplies again, and removes the padding. Each step is a library kernel
-# over the whole padded batch, and every result goes through memory. This is the arithmetic:
+# over the whole padded batch, and every result goes through memory. In other words, the program
+# trades the jagged batch for one that PyTorch can handle, and pays for it. This is the arithmetic:
 
 # %% tags=["remove-input"]
 chapter.code(v0_eager.padded_attention)
@@ -82,19 +85,15 @@ chapter.code(v0_eager.pad)
 # ## All bytes
 #
 # The program can count the rest itself. Tensors on the device `meta` have a shape and no contents,
-# and a dispatch mode sees each operation:
-
-# %% tags=["remove-input"]
-chapter.code(counted.Steps, "def __torch_dispatch__")
-
-# %% [markdown]
-# A step reads each of its inputs once and writes its result once. It runs at the rate of a copy
-# with the same mix of reads and writes, or at the rate of a large matmul, whichever takes longer;
-# steps do not overlap. The rates are the ceilings measured with the record. This runs v0 on the
-# full problem, 1,152 sequences of 1,024 tokens, in milliseconds and without a GPU:
+# and PyTorch's `TorchDispatchMode` sees each operation on them. So v0 can be run on the full
+# problem, 1,152 sequences of 1,024 tokens, in milliseconds and without a GPU.
+#
+# We assume that a step reads each of its inputs once and writes its result once. It runs at the
+# rate of a copy with the same mix of reads and writes, or at the rate of a large matmul, whichever
+# takes longer, and steps do not overlap. The rates are the ceilings measured with the record.
 
 
-# %%
+# %% tags=["hide-input"]
 def gigabytes(work: Workload) -> dict[str, float]:
     """One tensor of scores; q, k and v padded; the output."""
     heads, row = work.batch * work.num_heads_q, 2 * work.head_dim
@@ -133,9 +132,9 @@ chapter.glue(
 )  # fmt: skip
 
 # %% [markdown]
-# Together the steps move {glue:text}`gbytes:.0f` GB; q, k, v and the output are
+# Together the steps move {glue:text}`gbytes:.0f` GB, where q, k, v and the output have
 # {glue:text}`fewest_gbytes:.1f`. Steps on the scores take {glue:text}`scores_share:.0f` % of the
-# modelled time.
+# modelled time. From this count follow three predictions (times of this section are in bursts):
 
 # %% tags=["remove-input"]
 half_full = us[V0][HALF] / us[V0][SHORT]
@@ -146,21 +145,22 @@ chapter.predict(
     "counted).", us[V0][FULL] / 1e3, most=1.25 * predicted_ms, form=".1f", unit=" ms",
 )  # fmt: skip
 chapter.predict(
-    "A half-full batch has the same padded shapes and takes nearly the same time, though its "
-    f"roofline is {half_floor:.1f} ms: the ratio.", half_full, least=0.85,
+    "A half-full batch has the same padded shapes and takes nearly the time of the full one, "
+    f"though its roofline is {half_floor:.1f} ms: the ratio of times.", half_full, least=0.85,
 )  # fmt: skip
 chapter.predict(
     f"torch.compile saves two crossings of the scores, {fused_ms:.1f} ms, and no more than 20 % "
     "on top.", saved_ms, most=1.2 * fused_ms, form=".1f", unit=" ms",
 )  # fmt: skip
+chapter.predictions()
 
 # %% [markdown]
 # ## Is it right?
 #
-# v0 needs no GPU. A batch with an empty sequence, on this CPU, against the definition in double
-# precision. What is allowed is computed, not chosen ({doc}`../measuring/protocol`):
+# v0 needs no GPU. We run a batch with an empty sequence on this CPU and compare with the definition
+# in double precision. The allowed error is computed, not chosen ({doc}`../measuring/protocol`):
 
-# %%
+# %% tags=["hide-input"]
 checked = studies.comparison(v0_eager, studies.batch((130, 0, 33, 64), heads=2, head_dim=64))
 print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2f} of the allowed")
 
@@ -174,23 +174,25 @@ chapter.glue(
 # %% [markdown]
 # ## Measurement
 #
-# v0 reaches {glue:text}`percent:.0f` % of the {term}`roofline` and takes {glue:text}`over_fa2:.1f`
-# times the time of FlashAttention-2, which computes softmax and writes no scores. `torch.compile`
-# fuses the element-wise steps; its two matmuls stay library kernels with the scores between them.
+# In bursts v0 reaches {glue:text}`percent:.0f` % of the {term}`roofline`. FlashAttention-2, which
+# computes softmax and writes no scores, is {glue:text}`over_fa2:.1f` times as fast. `torch.compile`
+# fuses the element-wise steps, but its two matmuls stay library kernels with the scores between
+# them.
 #
 # With lengths uniform up to 256 only {glue:text}`useful:.0f` % of the FLOPs are useful. v0 still
-# takes {glue:text}`half_percent:.0f` % of its time on the full batch; FlashAttention-2 skips the
-# rest, and v0 takes {glue:text}`half_over_fa2:.0f` times as long.
+# takes {glue:text}`half_percent:.0f` % of its time on the full batch. FlashAttention-2 skips the
+# padding and is {glue:text}`half_over_fa2:.0f` times as fast.
 #
 # ## The surprise: padding costs more than the scores
 #
-# The prediction is off by a factor of {glue:text}`over_predicted:.2f`. Which part of it? The record
-# holds one time for a whole call, but for {glue:text}`workloads:.0f` workloads, in which three
-# kinds of data grow differently: scores with the product of the lengths, padded rows with the
-# longest, rows of the output with the tokens that exist. Fit milliseconds per gigabyte of each,
-# measured and modelled:
+# The prediction is off by a factor of {glue:text}`over_predicted:.2f`. Which part of it is wrong?
+# The record holds one time for a whole call. But it does so for {glue:text}`workloads:.0f`
+# workloads, in which three kinds of data grow differently: scores with the product of the lengths,
+# padded rows with the longest length, and rows of the output with the tokens that exist. So three
+# coefficients, milliseconds per gigabyte of each kind, can be fitted to the measured times, and
+# three more to the modelled ones.
 
-# %%
+# %% tags=["hide-input"]
 sizes = pd.DataFrame({name: gigabytes(workload(name)) for name in us.index}).T
 
 
@@ -208,8 +210,9 @@ compiled, _ = fit(us["torch_compile"])
 # %% tags=["remove-input"]
 # | name: fig-v0-parts
 # | caption: >
-# |   Where the time of v0 goes on gdpa-self-full-1024: as modelled, and as the fit divides the
-# |   measured times. Dashed: the roofline.
+# |   **The scores cost what the count said; the padded rows cost twice as much.** Time of forward
+# |   v0 in bursts on gdpa-self-full-1024, as modelled and as the fit divides the measured times.
+# |   Dashed: the roofline.
 # | alt: >
 # |   Two stacked bars over milliseconds. The part of the scores is about as long in both. The part
 # |   of the padded rows is twice as long in the measured bar, and that of the output rows grows
@@ -237,14 +240,15 @@ chapter.glue(
 # {glue:text}`worse_padded:.1f` times theirs and output rows {glue:text}`worse_output:.1f` times:
 # {glue:text}`rows_ms:.0f` ms, {glue:text}`rows_share:.0f` % of the whole. What failed is the
 # assumption that everything moves at the rate of a copy. A gather by an index tensor computes an
-# address for each element, and a copy that exchanges dimensions does not stream. A total cannot
-# tell whether these are the slow operations; the third exercise asks a profiler.
+# address for each element, and a copy that exchanges dimensions does not stream. Whether these are
+# the slow operations a total cannot tell; the third exercise asks a profiler.
 #
 # The fit also explains `torch.compile`. Of the {glue:text}`saved_ms:.1f` ms that it saves,
 # {glue:text}`compile_scores_ms:.1f` belong to the scores, as predicted; the others belong to rows.
 #
-# What v0 cannot escape is in its first line: `q @ k.transpose(-1, -2)` is a tensor, and a tensor
-# lives in memory. {doc}`The next rung <v1_tiled>` never writes the scores and pads no row.
+# One cost remains whatever we repair. It is in v0's first line: `q @ k.transpose(-1, -2)` is a
+# tensor, and a tensor lives in memory. {doc}`Forward v1 <v1_tiled>` never writes the scores and
+# pads no row.
 #
 # ## Exercises
 #
@@ -266,7 +270,7 @@ chapter.glue(
 # :label: ex-v0-scale
 #
 # Multiply `q` by `scale` before the first matmul. What does the count say, and what does it cost
-# in accuracy at head_dim 128, and at 64? *(one change; on paper or with the count)*
+# in accuracy at head_dim 128, and at 64? *(paper, ten minutes)*
 # :::
 #
 # :::{solution} ex-v0-scale
@@ -283,7 +287,7 @@ chapter.glue(
 #
 # Run v0 under `torch.profiler` on a GPU and divide the bytes of each step in the count by the time
 # of its kernel. Which steps reach the rate of a copy, and do the others account for the difference?
-# Then replace the worst. *(a GPU)*
+# Then replace the worst. *(GPU, an hour)*
 # :::
 #
 # :::{solution} ex-v0-profile
@@ -296,7 +300,7 @@ chapter.glue(
 # ## Takeaways
 #
 # - Count crossings. At 12 bytes a score v0 does {glue:text}`intensity:.0f` FLOPs per byte where the
-#   machine needs {glue:text}`ridge:.0f`; no library call can repair that.
+#   machine needs {glue:text}`ridge:.0f`, and no library call can change that.
 # - You pay for padding twice: in FLOPs and bytes for missing rows, and in copies that make and
 #   remove them.
 # - When a prediction fails, find the term that failed: several workloads and three coefficients

@@ -5,18 +5,19 @@
 # ---
 
 # %% [markdown]
-# # v1: never write the scores down
+# # Forward v1: a tiled kernel never writes the scores down
 #
 # What is left to pay for when a score never leaves the chip?
 #
-# :::{admonition} In this chapter (20 minutes)
+# :::{admonition} In this chapter (30 minutes)
 # You will write attention without softmax as one tiled kernel, account for its time, and choose its
-# {term}`tile` by an SM's registers and shared memory. Back to back v1 is {glue:text}`over_v0:.1f`
-# times as fast as v0 on a full batch of 1,024 tokens; memory, tensor cores and activation hardly
-# overlap in it.
+# {term}`tile` by an SM's registers and shared memory. Back to back, forward v1 is
+# {glue:text}`over_v0:.1f` times as fast as forward v0 on a full batch of 1,024 tokens. In it
+# memory, tensor cores and activation hardly overlap. The units of an SM are introduced in
+# {doc}`../operator/machine`.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from pathlib import Path
 
 import pandas as pd
@@ -54,7 +55,8 @@ def _(session):
 # %% tags=["remove-input"]
 # | name: fig-v1-ladder
 # | caption: >
-# |   The ladder up to v1 on gdpa-self-full-1024, forward, kernel alone.
+# |   **Forward v1 is several times as fast as forward v0 and passes FlashAttention-2.** Bars:
+# |   TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
 # | alt: >
 # |   Horizontal bars of TFLOP/s. The bar of v1 is several times as long as that of v0, longer
 # |   than that of FlashAttention-2 and shorter than that of dense cuDNN.
@@ -63,11 +65,16 @@ chapter.ladder(V1)
 # %% [markdown]
 # ## What changes
 #
-# | | {doc}`v0 <v0_eager>` | v1 |
+# | | {doc}`forward v0 <v0_eager>` | forward v1 |
 # |:--|:--|:--|
 # | work split | a library kernel for each step | a program for `BLOCK_M` rows of one head |
 # | data path | scores through memory, six times | scores stay in registers |
-# | synchronisation | between kernels | commit groups of `cp.async`, counted by `wait_group` |
+# | synchronisation | between kernels | `cp.async` copies, awaited in groups |
+#
+# `cp.async` is the copy instruction of GPUs since Ampere: a thread asks for 16 bytes from memory to
+# {term}`shared memory` and goes on. Its copies are collected in *commit groups*, and `wait_group`
+# waits until at most so many groups are under way. Triton generates both from a loop with
+# `num_stages` blocks in flight.
 #
 # A program holds its rows of Q and walks over the keys. For each block of keys it computes a tile
 # of scores, applies the activation, and accumulates P V:
@@ -75,9 +82,9 @@ chapter.ladder(V1)
 # %% tags=["remove-input"]
 # | name: fig-v1-tiles
 # | caption: >
-# |   One head: queries down, keys to the right. The program of the second row of tiles has finished
-# |   three blocks of keys (pale) and works on the fourth. It keeps its tiles of Q and O; of K and V
-# |   it holds one block at a time.
+# |   **A program keeps its tiles of Q and O and visits K and V block by block.** One head, queries
+# |   down, keys to the right. The program of the second row of tiles has finished three blocks of
+# |   keys (pale) and works on the fourth.
 # | alt: >
 # |   A square of tiles of scores with strips around it: Q at its left, K above, V below, O at its
 # |   right. In the second row three tiles are pale and one is filled; its Q, K and V are framed.
@@ -98,6 +105,8 @@ chapter.roles(V1)
 # loaded with zeros as well, because 0 times the neighbour's NaN is not 0; this also covers
 # activations that are not zero at zero. Rows beyond the end of Q are computed and not stored.
 #
+# In the listing, `input_precision` says how fp32 inputs are multiplied; for bf16 it has no effect.
+#
 # ## Prediction
 #
 # Three things remain to be paid for:
@@ -111,7 +120,7 @@ chapter.roles(V1)
 #   lanes per clock, of which MUFU serves 16, so MUFU is the limit: {glue:text}`clocks:.4f` clocks
 #   of an SM per score.
 
-# %%
+# %% tags=["hide-input"]
 fp32, mufu = activations.INSTRUCTIONS["gelu_tanh"]
 clocks = max((fp32 + mufu + 0.5) / 128, mufu / 16)  # 0.5: two probabilities packed into bf16
 
@@ -146,40 +155,44 @@ chapter.glue(
 
 # %% [markdown]
 # With perfect overlap v1 takes the largest of the three, with none their sum. Inside a program they
-# hardly overlap: copies run ahead, but a {term}`warp group` needs its scores before it can evaluate
-# the activation, and meanwhile gives the tensor cores nothing to do. Only another program on the
-# same SM can use them, and nothing makes the two alternate. Still, some overlap should be left:
+# hardly overlap. Copies run ahead, but a {term}`warp group` (four warps whose 128 threads issue one
+# MMA together) needs its scores before it can evaluate the activation, and meanwhile gives the
+# tensor cores nothing to do. Only another program on the same SM can use them, and nothing makes
+# the two alternate. Still, some overlap should be left:
 
 # %% tags=["remove-input"]
 chapter.predict(
     "Two programs share an SM, so v1 takes less than the sum everywhere: the largest v1 / sum.",
     relative, most=1,
 )  # fmt: skip
+chapter.predictions()
 
 # %% [markdown]
 # ## Is it right?
 #
-# Lengths around the edges of a tile, in the emulator, against fp64:
+# We run lengths around the edges of a tile in the emulator and compare with fp64:
 
-# %%
+# %% tags=["hide-input"]
 checked = studies.comparison(v1_tiled, studies.batch(studies.EDGES, head_dim=32))
 print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2f} of the allowed")
 
 # %% [markdown]
 # ## Measurement
 #
-# At 1,024 tokens v1 is {glue:text}`over_v0:.1f` times as fast as v0 and, in bursts, on half-full
-# batches of 256 {glue:text}`over_v0_half:.0f` times, because it skips the padding. It beats
-# FlashAttention-2 everywhere. On full batches dense cuDNN is ahead, {glue:text}`cudnn:.2f` times as
-# fast at 1,024 tokens; it computes softmax, and takes no {term}`jagged` batch.
+# At 1,024 tokens v1 is {glue:text}`over_v0:.1f` times as fast as v0 back to back. On half-full
+# batches of 256 tokens, timed in bursts only, it is {glue:text}`over_v0_half:.0f` times as fast,
+# because it skips the padding. It beats FlashAttention-2 everywhere. On full batches dense cuDNN is
+# ahead, {glue:text}`cudnn:.2f` times as fast at 1,024 tokens; but it computes softmax, and takes no
+# {term}`jagged` batch.
 #
-# ## The surprise: as if nothing overlapped
+# ## The surprise: the time is a sum, as if nothing overlapped
 
 # %% tags=["remove-input"]
 # | name: fig-v1-costs
 # | caption: >
-# |   What memory, tensor cores and activation need one after another, as parts of their sum
-# |   (modelled), and the time of v1 in the same unit (dots, measured).
+# |   **On long batches forward v1 takes the sum of its three costs.** Bars: what memory, tensor
+# |   cores and activation need one after another, as parts of their sum (modelled). Dots: the time
+# |   of forward v1 in bursts, in the same unit (measured).
 # | alt: >
 # |   Sixteen horizontal bars of equal length, divided into three parts. Memory shrinks and the
 # |   tensor cores grow with length. The dots lie near the ends of the bars, those of dense batches
@@ -192,18 +205,18 @@ chart = rare_charts.stacked(
 chapter.figure(chart, measured=chapter.rows("forward/results", direction="forward", impl=V1))
 
 # %% [markdown]
-# On full batches v1 takes {glue:text}`dense_least:.2f` to {glue:text}`dense_most:.2f` of the sum,
-# and on {glue:text}`above:.0f` workloads it is above. Either two programs on an SM hide little of
-# each other's activation, or something else costs what they save. Our count lacks the rows and keys
-# that do not exist, which matter in short jagged batches, and all other instructions of the loop.
-# {doc}`The next chapter <v2_tma>` counts those.
+# On full batches v1 takes {glue:text}`dense_least:.2f` to {glue:text}`dense_most:.2f` times the
+# sum, and on {glue:text}`above:.0f` workloads it takes more. Either two programs on an SM hide
+# little of each other's activation, or something else costs what they save. Our count lacks the
+# rows and keys that do not exist, which matter in short jagged batches, and all other instructions
+# of the loop. {doc}`The next chapter <v2_tma>` counts those instructions.
 #
 # ## Which tile
 #
-# The constants of a rung are chosen by measurement, within what fits. A program keeps its rows of Q
-# and `num_stages` blocks of K and V in {term}`shared memory`, and in registers at least the
-# accumulator, a tile of scores and its bf16 copy. An SM has 65,536 registers and 228 KiB of shared
-# memory; each program takes one KiB on top of its buffers:
+# The constants of a kernel are chosen by measurement, within what fits. A program keeps its rows of
+# Q and `num_stages` blocks of K and V in shared memory, and in registers at least the accumulator,
+# a tile of scores and its bf16 copy. An SM has 65,536 registers and 228 KiB of shared memory; each
+# program takes one KiB on top of its buffers. In code:
 
 
 # %%
@@ -216,11 +229,10 @@ def on_an_sm(block_m, block_n, num_warps, num_stages, registers=None):
     return min(228 * 1024 // (shared + 1024), 65536 // (threads * allocated))
 
 
+# %% tags=["remove-cell"]
 groups = {"x".join(map(str, s)): on_an_sm(*s) * s[2] // 4 for s in SHAPES}
 swept = chapter.times(columns="variant", variant=None, impl=V1).T
 best = swept.div(swept.min()).sort_values(SELF)
-
-# %% tags=["remove-cell"]
 chapter.glue(
     worst=best.max()[SELF], copy_rate=limits.copies[-1][1] / 1e3,
     l2_rate=4608 * 16 * 2**19 / swept[SELF]["64x32x4x3"] / 1e6,  # heads, programs, bytes
@@ -229,14 +241,17 @@ chapter.glue(
 # %% tags=["remove-input"]
 # | name: fig-v1-shapes
 # | caption: >
-# |   Time of eight tile shapes (BLOCK_M x BLOCK_N x warps x stages), relative to the best, on three
-# |   workloads; in brackets the warp groups that an SM holds.
+# |   **The more warp groups an SM holds, the faster the shape.** Time of eight tile shapes (BLOCK_M
+# |   x BLOCK_N x warps x stages) in bursts, relative to the best, on three workloads; in brackets
+# |   the warp groups that an SM holds.
 # | alt: >
 # |   A dot plot with eight rows. v1 is fastest at 128 by 32 with eight warps and two programs on an
 # |   SM; 64 by 128 with a single one takes longest.
 for shapes in (best.groupby(groups)[name] for name in best):
     assert (shapes.min().iloc[:-1].values > shapes.max().iloc[1:].values).all(), "ordered by groups"
-chart = charts.dots(best.rename(lambda s: f"{s} ({groups[s]})"), xlabel="time / best of v1")
+chart = charts.dots(
+    best.rename(lambda s: f"{s} ({groups[s]})"), xlabel="time / best of forward v1, in bursts"
+)
 chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 
 # %% [markdown]
@@ -247,7 +262,7 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 # Registers limit the warp groups, and addressing takes its share of them. In each iteration every
 # thread computes 64-bit addresses for its pieces of K and V, compares their rows with the end of
 # the sequence, and issues the copies. None of it is attention; all of it takes issue slots and
-# registers. {doc}`v2 <v2_tma>` gives the addressing to the copy engine.
+# registers. {doc}`forward v2 <v2_tma>` gives the addressing to the copy engine.
 #
 # ## Exercises
 #
@@ -255,7 +270,7 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 # :label: ex-v1-stages
 #
 # With 128 x 32 and eight warps, how many stages can K and V have before the second program no
-# longer fits on the SM? *(paper, or `on_an_sm`)*
+# longer fits on the SM? *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-v1-stages
@@ -270,6 +285,7 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 #
 # With 64 query rows per program, how many bytes of K and V do all programs of gdpa-self-full-1024
 # load together? Divide by the time of 64 x 32 (data of the figure). Where do they come from?
+# *(paper, ten minutes)*
 # :::
 #
 # :::{solution} ex-v1-l2
@@ -285,7 +301,8 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 #
 # `tile` computes the pointers of each block from the row's number, in every iteration. Computed
 # once and advanced by a constant, they would stay alive through both {term}`MMAs <MMA>`. Suppose
-# this takes 8 registers more than the table above shows. How many programs fit on an SM? *(paper)*
+# this takes 8 registers more than the 127 that the kernel has. How many programs fit on an SM?
+# *(paper, five minutes)*
 # :::
 #
 # :::{solution} ex-v1-pointers
@@ -298,7 +315,7 @@ chapter.figure(chart, measured=chapter.rows(variant=None, impl=V1))
 #
 # ## Takeaways
 #
-# - Do not write what you can recompute or keep: without the scores, memory is no longer the limit,
+# - Do not write what you can recompute or keep. Without the scores, memory is no longer the limit,
 #   and the jagged layout comes for free.
-# - A kernel whose warps all do everything overlaps only by accident: count warp groups on an SM.
-# - Registers are a budget of the SM, not of the thread: a few too many cost half the warps.
+# - A kernel whose warps all do everything overlaps only by accident. Count warp groups on an SM.
+# - Registers are a budget of the SM, not of the thread. A few too many cost half the warps.

@@ -5,19 +5,21 @@
 # ---
 
 # %% [markdown]
-# # v4: warp specialization
+# # Forward v4: warp specialization makes blocks cheaper and tiles dearer
 #
 # What does a kernel gain when the warps that compute no longer issue copies?
 #
-# :::{admonition} In this chapter (20 minutes)
+# :::{admonition} In this chapter (45 minutes)
 # You will split a kernel into one producer and two consumer warp groups, hand buffers over with
 # your own barriers, see what a forgotten and an early arrival do, and separate what a block costs
-# from what a tile costs. In bursts on the H200 a block of 128 keys takes {glue:text}`block_v4:.2f`
-# µs of an SM, {glue:text}`block_v2:.2f` in v2. But each tile also pays a fixed
-# {glue:text}`fixed_v4:.1f` µs: with one CTA per SM, nothing hides its prologue and epilogue.
+# from what a tile costs. On the H200 a block of 128 keys takes {glue:text}`block_v4:.2f` µs of an
+# SM in forward v4 and {glue:text}`block_v2:.2f` µs in forward v2. But each tile of forward v4 also
+# pays a fixed {glue:text}`fixed_v4:.1f` µs. All times of this chapter are in bursts; its record has
+# no others of these variants. Warp groups, tensor cores and MUFU are introduced in
+# {doc}`../operator/machine`.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 import pandas as pd
 import torch
 
@@ -49,8 +51,9 @@ ideal = 4 * 128**3 * 132 / peak / 1e6  # of a block, in µs of an SM
 # %% tags=["remove-input"]
 # | name: fig-v4-blocks
 # | caption: >
-# |   Time of a tile on its SM, per block of 128 keys, on gdpa-self-full-256 to 2048, forward. Less
-# |   is better. Dashed: a block at the rate of the measured matmul.
+# |   **Short tiles are dearer in forward v4 than in forward v2, long ones a little cheaper.** Time
+# |   of a tile on its SM, in bursts, per block of 128 keys, on gdpa-self-full-256 to 2048. Less is
+# |   better. Dashed: a block at the rate of the measured matmul.
 # | alt: >
 # |   Three lines fall toward the dashed one. v4 begins highest and ends just below v2; cuDNN is
 # |   lowest.
@@ -58,7 +61,7 @@ chapter.figure(
     charts.lines(
         on_sm.div(on_sm.index, axis=0), xlabel="blocks of 128 keys in a tile",
         ylabel="µs of an SM per block, in bursts", highlight=[V2, V4], log="x",
-        levels={"matmul": ideal}, names={V2: "v2", V4: "v4", "cudnn": "cuDNN (softmax)"},
+        levels={"matmul": ideal}, names={V2: "forward v2", V4: "forward v4", "cudnn": "cuDNN"},
     ),
     measured=chapter.rows(whole, workload=FULL.values(), impl=[V2, V4, "cudnn"]),
 )  # fmt: skip
@@ -66,7 +69,7 @@ chapter.figure(
 # %% [markdown]
 # ## What changes
 #
-# | | {doc}`v2 <v2_tma>` | v4 |
+# | | {doc}`forward v2 <v2_tma>` | forward v4 |
 # |:--|:--|:--|
 # | warps | all share 128 rows | two consumers own 64 rows each, a producer copies |
 # | copies | TMA, issued by a thread that also computes | TMA, issued by the producer |
@@ -74,10 +77,11 @@ chapter.figure(
 # | CTAs per SM | two | one |
 #
 # Up to here all warps of a {term}`CTA` ran the same code and the compiler decided when to copy. Now
-# `tlx.async_tasks` splits the CTA {cite}`guan2026tlx`. Each task is an instruction stream with its
-# own warps and its own registers. {term}`TLX` calls producer and
-# {term}`consumer warp groups <consumer warp group>` tasks; our code calls them roles, `load` and
-# `math`. The list of {doc}`v3 <v3_persistent>` is left out and returns in {doc}`v6 <v6_short_kv>`.
+# `tlx.async_tasks`, of Triton's extension {term}`TLX`, splits the CTA {cite}`guan2026tlx`. Each
+# task is an instruction stream with its own warps and its own registers. We call a task a *warp
+# role*, or role for short: `load` is the producer, and two `math` roles are the {term}`consumer
+# warp groups <consumer warp group>`. The list of {doc}`forward v3 <v3_persistent>` is left out and
+# returns in {doc}`forward v6 <v6_short_kv>`.
 
 # %% tags=["remove-input"]
 chapter.code(v4_warp_specialized.specialized_kernel, "with tlx.async_tasks()")
@@ -101,49 +105,41 @@ chapter.code(v4_warp_specialized.load, "for block in")
 chapter.roles(V4)
 
 # %% [markdown]
-# A barrier counts the arrivals of its current phase; when none is missing, the phase completes and
+# A barrier counts the arrivals of its current phase. When none is missing, the phase completes and
 # the next begins. A waiter names a phase by its parity. Two consumers read each K and V, so a phase
-# of `k_empty` completes only with the arrivals of both: 2 x 128 threads. Until then the producer
+# of `k_empty` completes only with the arrivals of both, 2 × 128 threads. Until then the producer
 # may not overwrite the buffer, even if one consumer is long done. It waits with the other parity,
-# `phase ^ 1`, which a fresh barrier lets pass: buffers start empty ({doc}`../tools/emulator`).
+# `phase ^ 1`, which a fresh barrier lets pass, because buffers start empty
+# ({doc}`../tools/emulator`). In other words, *full* says "you may read" and *empty* says "you may
+# overwrite", and each side only ever waits for the other.
 #
 # ## Prediction
 #
-# What a block of 128 keys asks of an SM, for the 128 rows of a tile:
+# A block of 128 keys asks for {glue:text}`mma:,.0f` cycles of the tensor cores, for the 128 rows of
+# a tile, and for {glue:text}`tanh:,.0f` cycles of {term}`MUFU`, which evaluates tanh
+# ({doc}`planning` derives both).
 
-# %%
-fp32, mufu = activations.INSTRUCTIONS["gelu_tanh"]
-scores = 128 * 128
-cycles = pd.Series(
-    {
-        "tensor cores: two MMAs": 4 * scores * 128 / 4096,
-        "MUFU: tanh": mufu * scores / 16,
-        "issue slots of the activation": (fp32 + mufu + 0.5) * scores / 128,
-    }
-)
-mma, tanh = cycles.iloc[:2]
-chapter.glue(mma=mma, in_step=mma + tanh, in_step_share=100 * mma / (mma + tanh))
-
-# %% tags=["remove-input"]
-chapter.table(
-    cycles.rename("cycles").rename_axis("unit").reset_index(),
-    modelled="counts of gelu_tanh, rates of a Hopper SM",
-)
+# %% tags=["remove-cell"]
+_, mufu = activations.INSTRUCTIONS["gelu_tanh"]
+mma, tanh = 4 * 128 * 128 * 128 / 4096, mufu * 128 * 128 / 16
+chapter.glue(mma=mma, tanh=tanh, in_step=mma + tanh, in_step_share=100 * mma / (mma + tanh))
 
 # %% [markdown]
-# Inside a consumer nothing changes: MMA, activation and MMA follow each other. An MMA can overlap
-# only with the activation of the *other* consumer, and nothing arranges that. In step, a block
-# takes {glue:text}`in_step:,.0f` cycles, {glue:text}`in_step_share:.0f` % of the peak; perfectly
-# out of step, {glue:text}`mma:,.0f`. The two CTAs that v2 has on an SM have the same limits. So the
-# count promises nothing for long tiles and a loss for short ones, whose prologue and epilogue now
-# stop the SM. Prototypes had shown both before they were written down.
+# A consumer itself works as before. Its MMA, its activation and its next MMA follow each other. An
+# MMA can overlap only with the activation of the *other* consumer, and that is left to chance. If
+# the two run in step, a block takes {glue:text}`in_step:,.0f` cycles, and the tensor cores work in
+# {glue:text}`in_step_share:.0f` % of them. Perfectly out of step only the tensor cores count. The
+# two CTAs that v2 has on an SM have the same limits. We therefore expect no gain on long tiles and
+# a loss on short ones, where the SM stands still at both ends of a tile. (We had seen both in
+# prototypes before we wrote it down.)
 #
-# The third prediction is about registers. A consumer keeps 64 values of S a thread, 64 of the
-# {term}`accumulator` and 32 registers of bf16 P: 160. An even share of the register file is 168, so
-# `setmaxnreg`, which moves registers from producer to consumers, should buy nothing. This cell
-# measures the variants:
+# The third prediction is about registers. An SM has 65,536; an even share for the 384 threads of a
+# CTA is 168. The instruction {term}`setmaxnreg` moves registers from one warp group to another at
+# run time: the producer, which needs few, keeps 24, and each consumer gets 240. A consumer thread
+# keeps 64 values of S, 64 of the {term}`accumulator` and 32 registers of bf16 P, which makes 160.
+# So moving registers should not help yet.
 
-# %%
+# %% tags=["remove-cell"]
 EMPTY = "gdpa-self-half-dense-512"
 MAKE_Q = "    q = tlx.local_alloc("
 EARLY = (MAKE_Q, "    if first_row >= len_q:\n        return\n" + MAKE_Q)
@@ -156,7 +152,6 @@ VARIANTS = {
 }
 
 
-# %% tags=["hide-input"]
 @chapter.measure
 def _(session):
     listed = [(V2, "default", {}), *((V4, x, {"config": c}) for x, c in VARIANTS.items())]
@@ -177,13 +172,14 @@ chapter.predict(
 )  # fmt: skip
 chapter.predict("With 256 keys v4 is slower than v2: the smallest v4 / v2.", short, least=1)
 chapter.predict("168 registers a thread are at most 5 % slower than 240.", given, most=1.05)
+chapter.predictions()
 
 # %% [markdown]
 # ## A timeline
 #
-# One tile of 128 rows and 512 keys in the emulator:
+# The emulator shows the five arrays of barriers at work on one tile of 128 rows and 512 keys:
 
-# %%
+# %% tags=["remove-cell"]
 tile = studies.batch((128,), (512,))
 trace = studies.timeline(v4_warp_specialized, tile, Config())
 core, end = studies.tensor_core(trace), max(event.end for event in trace.events)
@@ -192,7 +188,8 @@ chapter.glue(busy=core["busy"], ends=100 - core["busy"] * core["span"] / end)
 # %% tags=["remove-input"]
 # | name: fig-v4-timeline
 # | caption: >
-# |   v4 on one tile of 128 rows and 512 keys. Roles above, engines below; an arrow leads from the
+# |   **The second consumer starts half a block late, and that fills the tensor core.** Forward v4
+# |   on one tile of 128 rows and 512 keys. Roles above, engines below; an arrow leads from the
 # |   arrival that completed a phase to the wait that it ended. Modelled cycles.
 # | alt: >
 # |   Five lanes. load issues copies of Q and two blocks of K and V, then waits. math[0] alternates
@@ -203,14 +200,15 @@ chapter.figure(trace, emulated="gdpa_kernels/gdpa/ladder/v4_warp_specialized.py,
 # %% [markdown]
 # From its first {term}`MMA` to its last the tensor core is busy {glue:text}`busy:.0f` % of the
 # time. The model serves one MMA after the other, so the second consumer starts half a block late
-# and stays there: luck, which a model without noise always has. No MMA runs for
-# {glue:text}`ends:.0f` % of the tile; in v2 a second CTA would use that time.
+# and stays there. That is luck, and a model without noise always has it. During
+# {glue:text}`ends:.0f` % of the tile no MMA runs at all; in v2 a second CTA would use that time.
 #
 # ## Two ways to get it wrong
 #
-# An arrival forgotten, and the same arrival one line too early:
+# What does the emulator say if the arrival on `k_empty` is forgotten, and what if it stands one
+# line too early, before the wait for S?
 
-# %%
+# %% tags=["hide-input"]
 WAIT = "        s = tlx.async_dot_wait(0, s)\n"
 ARRIVE = "        tlx.barrier_arrive(k.empty[stage])\n"
 forgotten = studies.changed(v4_warp_specialized, (WAIT + ARRIVE, WAIT))
@@ -220,92 +218,92 @@ races = studies.findings(lambda: too_early.forward(tile))
 print(hangs[0], races[0], sep="\n\n")
 
 # %% [markdown]
-# Each is found under all schedules tried, the modelled one and three random ones. A test could miss
-# both: the deadlock needs a third block, since there are two buffers, and without race detection
-# the racing kernel gives the right bits:
+# The first is a deadlock, the second a race. Each is found under all schedules tried, the modelled
+# one and three random ones. An ordinary test could miss both. The deadlock needs a third block,
+# since there are two buffers, and without race detection the racing kernel gives the right bits.
 
-# %%
+# %% tags=["remove-cell"]
 assert all(x.startswith("Deadlock") for x in hangs) and all(x.startswith("Race") for x in races)
 two_blocks = studies.batch((128,), (256,))
-print("forgotten, 256 keys:", studies.findings(lambda: forgotten.forward(two_blocks))[0] or "right")
+assert not any(studies.findings(lambda: forgotten.forward(two_blocks))), "the text"
 with tritonemu.enabled(races=False):
     same = torch.equal(too_early.forward(tile), v4_warp_specialized.forward(tile))
-    print("too early, right bits:", same)
+    assert same, "the text: the right bits"
 
 # %% [markdown]
 # ## Is it right?
 #
-# Lengths around the edges of a {term}`warp group` and a tile, in the emulator, against fp64:
+# We run lengths around the edges of a {term}`warp group` and a tile in the emulator and compare
+# with fp64. The allowed error is twice that of PyTorch and one rounding
+# ({doc}`../measuring/protocol`):
 
-# %%
+# %% tags=["hide-input"]
 edges = studies.batch(studies.EDGES, heads=2)
 checked = studies.comparison(v4_warp_specialized, edges)
-
-# %% tags=["remove-input"]
-chapter.table(checked, emulated="two heads, bf16; allowed: twice PyTorch's error and one rounding")
+print(f"largest error: {(checked['largest error'] / checked['allowed']).max():.2f} of the allowed")
 
 # %% [markdown]
-# ## Measurement
+# ## The first surprise: a tile has a fixed price
 #
 # With 256 keys, self or cross, v4 takes {glue:text}`short_min:.2f` to {glue:text}`short_max:.2f`
 # times the time of v2, and it is behind cuDNN on all full batches. A line through the first two
-# points of {numref}`fig-v4-blocks` says why: a tile of n blocks takes a + b n.
+# points of {numref}`fig-v4-blocks` says why. Say that a tile of $n$ blocks takes $a + b n$, where
+# $b$ is the price of a block and $a$ what the tile costs besides.
 
-# %%
+# %% tags=["remove-cell"]
 block = (on_sm.loc[4] - on_sm.loc[2]) / 2  # b
 fixed = on_sm.loc[2] - 2 * block  # a
 half = fixed / block  # blocks for half the rate of an endless tile
-line = (fixed + 16 * block)[V4] / (fixed + 16 * block)[V2]
-
-# %% tags=["remove-cell"]
 assert fixed[V4] > 1.2 * fixed[V2] and block[V4] < block[V2], "the text says so"
 chapter.glue(**{f"block_{impl[:2]}": block[impl] for impl in (V2, V4)})
 chapter.glue(**{f"fixed_{impl[:2]}": fixed[impl] for impl in (V2, V4, "cudnn")})
 assert not (us[V4] <= us["cudnn"]).any(), "the text says so"
-chapter.glue(half_v2=half[V2], half_v4=half[V4], line=line, ratio_2048=ratio[FULL[16]])
+chapter.glue(half_v2=half[V2], half_v4=half[V4])
 chapter.glue(short_min=short.min(), short_max=short.max(), spilling=spilling.min())
 
 # %% [markdown]
-# b is {glue:text}`block_v4:.2f` µs in v4 and {glue:text}`block_v2:.2f` in v2; a is
-# {glue:text}`fixed_v4:.1f` µs in v4, {glue:text}`fixed_v2:.1f` in v2 and
-# {glue:text}`fixed_cu:.1f` in cuDNN. So the rate follows n / (n + a / b): a tile of v4 needs
-# {glue:text}`half_v4:.1f` blocks for half the rate of an endless one, a tile of v2
-# {glue:text}`half_v2:.1f`.
+# Per block, v4 takes {glue:text}`block_v4:.2f` µs and v2 {glue:text}`block_v2:.2f` µs. The fixed
+# price of a tile is {glue:text}`fixed_v4:.1f` µs in v4, {glue:text}`fixed_v2:.1f` µs in v2 and
+# {glue:text}`fixed_cu:.1f` µs in cuDNN. With one CTA per SM no other CTA hides the beginning and
+# the end of a tile. The rate follows $n / (n + a/b)$, so $a/b$ is the number of blocks at which
+# half of the rate is reached. It is {glue:text}`half_v4:.1f` for v4 and {glue:text}`half_v2:.1f`
+# for v2.
 #
-# By these lines v4 would take {glue:text}`line:.2f` times the time of v2 with 2,048 keys; it takes
-# {glue:text}`ratio_2048:.2f`. Long launches run into the power limit, and the consumers may fall
-# into step. The record cannot tell which, since it lacks the clock of each launch.
+# {doc}`planning` counts a block of v4 in cycles, back to back, and finds that its two consumers run
+# as if in step.
 #
 # ### What the compiler made of it
 
-# %%
+# %% tags=["remove-cell"]
 listed = {
-    "v2, 128 keys": (V2, v2_tma.Config(BLOCK_N=128)),
-    "v4, 240 registers": (V4, Config()),
-    "v4, 168 registers": (V4, Config(registers=168)),
-    "v4, 152 registers": (V4, Config(registers=152)),
+    "forward v2, 128 keys": (V2, v2_tma.Config(BLOCK_N=128)),
+    "forward v4, 240 registers": (V4, Config()),
+    "forward v4, 168 registers": (V4, Config(registers=168)),
+    "forward v4, 152 registers": (V4, Config(registers=152)),
 }
 built = studies.compiled(listed, ("HGMMA", "UTMALDG", "USETMAXREG"))
 
 # %% tags=["remove-input"]
-chapter.table(built, compiled="compiled for sm_90a when this page was built; registers at launch")
+short_names = {"registers": "at launch", "HGMMA": "MMA", "UTMALDG": "TMA loads"}
+chapter.table(
+    built.drop(columns="USETMAXREG").rename(columns=short_names),
+    caption="**Two consumers make room for 128 keys; 152 registers are too few.** Registers per "
+    "thread at launch, bytes spilled, whether MMAs are serialised, and instructions.",
+    compiled="for sm_90a when this page was built",
+)
 assert list(built["spilled (B)"] > 0) == [True, False, False, True], "the text says so"
 
 # %% [markdown]
 # What makes room for 128 keys is the split into two consumers. One warp group with all 128 rows
-# {term}`spills <spill>`; two with 64 rows do not, even with an even share of the registers. Below
-# that the price is steep: with 152 registers ptxas spills and serialises the `wgmma`, and v4 takes
-# at least {glue:text}`spilling:.1f` times as long.
+# {term}`spills <spill>`. Two with 64 rows do not, even with an even share of the registers. Below
+# that the price is steep. With 152 registers ptxas spills, and it also *serialises* the MMAs: it
+# waits for each one right after issuing it, because it can no longer prove that their registers are
+# left alone ({term}`serialised wgmma`). v4 then takes at least {glue:text}`spilling:.1f` times as
+# long.
 #
-# ## The surprise: empty tiles are no longer free
-#
-# In a half-full batch many CTAs find no row to compute. In v2 they read their offsets and exit, and
-# {doc}`v3_persistent` found that skipping them saves next to nothing. A CTA of v4 first starts
-# three roles, makes barriers and fetches two boxes of zeros for Q. Charge the tiles that have rows
-# what a tile and its blocks cost above, and the empty ones what is left of the measured time:
+# ## The second surprise: empty tiles are no longer free
 
-
-# %%
+# %% tags=["remove-cell"]
 work = workload(EMPTY)
 count = -(-pd.DataFrame({"rows": work.seqlens_q, "keys": work.seqlens_k}) // 128)
 with_rows = work.num_heads_q * count["rows"].sum()
@@ -317,18 +315,19 @@ price = (whole * 132 - counted) / empty
 doubt = (whole * 132 - 1.02 * counted) / empty  # if all else costs 2 % more
 gained = whole - p50.loc["early return", EMPTY]  # see below
 saved = gained * 132 / empty
-
-# %% tags=["remove-cell"]
 assert doubt > 0 and 0 < saved < price, "the text says so"
-chapter.glue(price=price, doubt=doubt, saved=saved, early=100 * gained / whole)
+chapter.glue(price=price, doubt=doubt, saved=saved)
 
 # %% [markdown]
-# On gdpa-self-half-dense-512 an empty tile costs {glue:text}`price:.1f` µs of an SM (modelled; if
-# everything else costs 2 % more than counted, still {glue:text}`doubt:.1f`). An early exit before
-# the roles, `if first_row >= len_q: return`, takes {glue:text}`early:.0f` % off the launch
-# (measured), {glue:text}`saved:.1f` µs for each empty tile. The rest is probably the price of a CTA
-# as such, which needs a whole SM and cannot start before the last one has left. The rung stays as
-# it is: {doc}`v6 <v6_short_kv>` walks a list of tiles that have rows.
+# In a half-full batch many CTAs find no row to compute. In v2 they read their offsets and exit, and
+# {doc}`v3_persistent` found that skipping them saves almost no time. A CTA of v4 first starts three
+# roles, makes barriers and fetches two boxes of zeros for Q. If the tiles with rows cost what a
+# tile and its blocks cost above, then on gdpa-self-half-dense-512 an empty one costs
+# {glue:text}`price:.1f` µs of an SM (and still {glue:text}`doubt:.1f` if everything else costs 2 %
+# more than counted). An early exit before the roles, `if first_row >= len_q: return`, saves
+# {glue:text}`saved:.1f` µs of that. The rest is probably the price of a CTA as such, which needs a
+# whole SM and cannot start before the last one has left. {doc}`forward v6 <v6_short_kv>` removes
+# both: it walks a list of tiles that have rows.
 #
 # ## Exercises
 #
@@ -380,7 +379,7 @@ chapter.glue(**ends)
 # :label: ex-v4-early
 #
 # Put the early return into a copy of the rung. Why must it stand before `tlx.async_tasks`? Check
-# that the output does not change and that nothing spills. *(code, half an hour)*
+# that the output does not change and that there are no spills. *(emulator, half an hour)*
 # :::
 #
 # :::{solution} ex-v4-early
@@ -394,7 +393,7 @@ chapter.glue(**ends)
 # ## Takeaways
 #
 # - Warp specialization separates what a kernel computes from when it asks for data. By itself it
-#   overlaps no MMA with an activation: a consumer still does one thing after another.
+#   overlaps no MMA with an activation, since a consumer still does one thing after another.
 # - With one CTA per SM, prologue, epilogue and empty tiles are time of the whole SM. Measure what a
 #   tile costs besides its blocks before you make it bigger.
 # - Count registers before you move them, and let the compiler confirm the count.

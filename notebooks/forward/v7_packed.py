@@ -5,22 +5,22 @@
 # ---
 
 # %% [markdown]
-# # v7: two scores in one instruction
+# # Forward v7: two scores in one instruction, and the clock goes down
 #
 # A kernel pays for an activation by the instruction ({doc}`activation_arithmetic`). How many can
 # GELU do without, and why do they cost time?
 #
-# :::{admonition} In this chapter (20 minutes)
+# :::{admonition} In this chapter (35 minutes)
 # You will move a factor out of a sum, compute in pairs of bf16 that survive the compiler, and find
-# where the cycles went by asking the GPU for its clock. Back to back v7 runs at
-# {glue:text}`loop_min:.2f` to {glue:text}`loop_max:.2f` times the rate of v6, in bursts at
-# {glue:text}`gain_min:.2f` to {glue:text}`gain_max:.2f` times, and on gdpa-self-full-2048 at a
-# lower clock.
+# where the cycles went by asking the GPU for its clock. Back to back, forward v7 is
+# {glue:text}`loop_min:.0f` to {glue:text}`loop_max:.0f` % faster than forward v6, and on
+# gdpa-self-full-2048 it runs at a lower clock.
 # :::
 
-# %%
+# %% tags=["hide-input"]
 from dataclasses import replace
 
+import pandas as pd
 import torch
 import triton
 import triton.language as tl
@@ -48,21 +48,22 @@ gain = (us[V6] / us[V7]).dropna()
 loops = chapter.times("measuring/power_wall", direction="forward", scope="sustained")
 loops = (loops[V6] / loops[V7]).dropna()
 assert min(gain.min(), loops.min()) > 1, "the text says that v7 is the faster kernel everywhere"
-chapter.glue(gain_min=gain.min(), gain_max=gain.max(), loop_min=loops.min(), loop_max=loops.max())
+chapter.glue(loop_min=100 * (loops.min() - 1), loop_max=100 * (loops.max() - 1))
 
 # %% tags=["remove-input"]
 # | name: fig-v7-ladder
 # | caption: >
-# |   The ladder up to v7 on gdpa-self-full-1024, forward, kernel alone.
+# |   **Forward v7 passes cuDNN's softmax attention, as the first of the ladder by a clear margin.**
+# |   Bars: TFLOP/s back to back on gdpa-self-full-1024. Dashed: the roofline.
 # | alt: >
-# |   Horizontal bars of TFLOP/s for v1 to v7 and the peers, with the dashed line of the roofline.
-# |   v7 is the longest bar of the rungs.
+# |   Horizontal bars of TFLOP/s for v0 to v7 and the baselines, with the dashed line of the
+# |   roofline. v7 is the longest bar of the rungs.
 chapter.ladder(V7)
 
 # %% [markdown]
 # ## What changes
 #
-# | | {doc}`v6 <v6_short_kv>` | v7 |
+# | | {doc}`forward v6 <v6_short_kv>` | forward v7 |
 # |:--|:--|:--|
 # | list of work, loads, barriers | | the same |
 # | GELU and SiLU of bf16 inputs | in fp32, one score at a time | in bf16, two at a time |
@@ -89,29 +90,39 @@ chapter.code(lesson.math, "p = multiply_add_pairs", "tlx.barrier_arrive(q.empty"
 # %% [markdown]
 # ## What the compiler makes of it
 #
-# Counted in {term}`SASS`, for head_dim 128. There is one tanh per score, so dividing by `MUFU`
-# gives instructions per score:
+# We count instructions in {term}`SASS`, for head_dim 128. There is one tanh per score, so dividing
+# by the number of `MUFU` gives instructions per score:
 
-# %%
+# %% tags=["remove-cell"]
 ARITHMETIC = ["FFMA", "FMUL", "HFMA2", "HMUL2", "F2FP", "PRMT"]
 OUTPUT = 128 + 64  # FMUL and F2FP that scale and round the output
-built = studies.compiled({"v6": (V6, None), "v7": (V7, None)}, ("MUFU", *ARITHMETIC))
+built = studies.compiled(
+    {"forward v6": (V6, None), "forward v7": (V7, None)}, ("MUFU", *ARITHMETIC)
+)
 count = built.set_index("kernel")
 # The code of a score stands three times in a loop's role, its last half instruction only twice.
 count["for a score"] = (count[ARITHMETIC].sum(axis=1) - OUTPUT) / count["MUFU"] + 0.5 / 3
 
 # %% tags=["remove-input"]
+sorts = {
+    "MUFU": count["MUFU"], "fp32": count[["FFMA", "FMUL"]].sum(axis=1),
+    "bf16 pairs": count[["HFMA2", "HMUL2"]].sum(axis=1),
+    "convert, join": count[["F2FP", "PRMT"]].sum(axis=1),
+    "for a score": count["for a score"].round(1),
+}  # fmt: skip
 chapter.table(
-    count.drop(columns=["registers", "serialised"]).round(1).reset_index(),
+    pd.DataFrame(sorts).rename_axis("kernel").reset_index(),
+    caption="**Pairs of bf16 take the place of fp32 arithmetic.** Instructions of the compiled "
+    "kernels; last: arithmetic instructions for a score, besides its tanh.",
     compiled="nvdisasm of kernels compiled for sm_90a when this page was built",
 )
 assert count["MUFU"].nunique() == 1, "the text says so"
-chapter.glue(per_v6=count["for a score"]["v6"], per_v7=count["for a score"]["v7"])
+chapter.glue(per_v6=count["for a score"]["forward v6"], per_v7=count["for a score"]["forward v7"])
 
 # %% [markdown]
 # v6 spends {glue:text}`per_v6:.1f` instructions and a tanh on a score, v7 {glue:text}`per_v7:.1f`
-# and a tanh. The number of `MUFU` is the same: sm_90 has no packed tanh, and `tanh.approx.bf16x2`
-# becomes two `MUFU.TANH` and a `PRMT` that joins their results.
+# and a tanh. The number of `MUFU` is the same, since sm_90 has no packed tanh:
+# `tanh.approx.bf16x2` becomes two `MUFU.TANH` and a `PRMT` that joins their results.
 #
 # The first version of `tanh_cubic_pairs` had a statement for each step. Between statements the
 # compiler may take a pair apart, and it did: `PRMT` moved halves out of registers and back, the
@@ -120,11 +131,11 @@ chapter.glue(per_v6=count["for a score"]["v6"], per_v7=count["for a score"]["v7"
 #
 # ## Is it right?
 #
-# The tests compare the kernel with fp64. Here is the arithmetic alone, with a tanh as inaccurate as
-# PTX allows. Errors are shares of $|x|$ with $x = \sigma s$:
+# The tests compare the kernel with fp64. Here is the arithmetic alone, in the emulator, with a tanh
+# as inaccurate as PTX allows. Errors are shares of $|x|$ with $x = \sigma s$:
 
 
-# %%
+# %% tags=["hide-input"]
 @triton.jit
 def pairs_kernel(s_ptr, p_ptr, scale, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -156,9 +167,11 @@ assert worst["v6, rounded"] < worst["PyTorch in bf16"] < worst["v7, pairs"], "th
 # ## Measurement
 #
 # The first prediction assumes, from earlier trials, that an fp32 instruction per score costs 3 % of
-# the rate, whether or not there is room to issue it.
+# the rate, whether or not there is room to issue it. The third is about the cause: if instructions
+# cost energy, saving them leaves power for a higher clock. All three are about bursts; back to back
+# v7 gains as the overview says.
 
-# %%
+# %% tags=["remove-cell"]
 CLOCKED = [(V6, "identity"), (V6, "relu"), (V6, "gelu_tanh"), (V7, "gelu_tanh")]
 SAME = ("fp16-512", "identity-1024", "relu-1024")  # where v7 computes as v6
 
@@ -174,13 +187,13 @@ def _(session):
     studies.snapshots(session, workload(LONGEST), CLOCKED)
 
 
-# %% tags=["remove-cell"]
 own = chapter.times()
 here = own[V6] / own[V7]  # by workload: the rate of v7 over that of v6
 same = (here[[f"packed-{name}" for name in SAME]] - 1).abs().max()
 exact_gelu, tanh_gelu, silu = (own.loc[f"packed-{n}-1024"] for n in ("gelu", "gelu_tanh", "silu"))
 change = tanh_gelu / exact_gelu  # between two runs
-over = (us["cudnn"] / us[V7]).dropna()
+steady = chapter.times("measuring/power_wall", direction="forward", scope="sustained")
+over = (steady["cudnn"] / steady[V7]).dropna()
 chapter.glue(beside=change[V7] / change["cudnn"], cudnn=change["cudnn"])
 chapter.glue(cudnn_min=over.min(), cudnn_max=over.max())
 power = chapter.recorded("power")
@@ -192,32 +205,37 @@ state = power.groupby(["impl", "activation"], sort=False).agg(
     }
 )  # fmt: skip
 
+clock, watts = (state[name].xs("gelu_tanh", level=1) for name in ("SM clock (MHz)", "power (W)"))
+cycles = clock[V7] / clock[V6]  # of a second
+
 # %% tags=["remove-input"]
 chapter.predict("v7 gains 4 to 8 % on gdpa-self-full-2048.", gain[LONGEST], least=1.04, most=1.08)
 chapter.predict("Control: in fp16, with the identity and with ReLU v7 is v6. Largest difference:",
-                same, most=0.03, form=".3f")  # fmt: skip
+                same, most=0.03, form=".3f", shown=False)  # fmt: skip
 chapter.predict("`gelu` in v7 runs at the rate of `gelu_tanh`: only the coefficients differ.",
                 change[V7], least=0.97, most=1.03)  # fmt: skip
+chapter.predict("The GPU is at its power limit, and v7 runs at a higher clock than v6.", cycles,
+                least=1.0)  # fmt: skip
+chapter.predictions()
 
 # %% [markdown]
-# On dense batches v7 runs at {glue:text}`cudnn_min:.2f` to {glue:text}`cudnn_max:.2f` times the
-# rate of cuDNN's softmax attention.
+# On full batches v7 runs at {glue:text}`cudnn_min:.2f` to {glue:text}`cudnn_max:.2f` times the rate
+# of cuDNN's softmax attention, back to back.
 #
-# The third prediction compares two runs. cuDNN, which computes softmax in both, changed by a factor
-# of {glue:text}`cudnn:.2f` between them, probably because it took turns with a v6 that was slow and
-# drew less power ({doc}`../measuring/protocol`). Relative to cuDNN in the same run, exact GELU has
+# The prediction about exact `gelu` compares two runs. cuDNN, which
+# computes softmax in both, changed by a factor of {glue:text}`cudnn:.2f` between them, probably
+# because it took turns with a v6 that was slow and drew less power
+# ({doc}`../measuring/protocol`). Relative to cuDNN in the same run, exact GELU has
 # {glue:text}`beside:.2f` times the rate of the tanh form.
 #
-# ## The surprise: the clock goes down
+# ## The surprise: the better kernel runs at a lower clock
 #
 # Why did the instructions cost time? The timelines of {doc}`v6_short_kv` show tensor cores that are
-# busy nearly all the time. Our guess was energy: at the {term}`power limit`, every instruction
-# saved leaves power to the tensor cores, and the clock rises. So we read the H200's clock while it
-# repeated each kernel on gdpa-self-full-2048:
+# busy nearly all the time. Our guess was energy. At the {term}`power limit`, every instruction
+# saved leaves power to the tensor cores, and the clock should rise. So we read the H200's clock
+# while it repeated each kernel on gdpa-self-full-2048:
 
-# %%
-clock, watts = (state[name].xs("gelu_tanh", level=1) for name in ("SM clock (MHz)", "power (W)"))
-cycles = clock[V7] / clock[V6]  # of a second
+# %% tags=["hide-input"]
 work, energy = here[LONGEST] / cycles, watts[V7] / watts[V6] / cycles  # of a cycle
 print(f"v7 over v6: clock {cycles:.2f}, work of a cycle {work:.2f}, energy of a cycle {energy:.2f}")
 for impl, rate in chapter.times(value="tflops").loc[LONGEST, [V6, V7]].items():
@@ -228,25 +246,28 @@ fewer = sum(activations.INSTRUCTIONS["gelu_tanh"]) - sum(activations.INSTRUCTION
 print(f"v6 with SiLU instead of GELU: {fewer} instructions fewer, {1 / ratio - 1:.0%} faster")
 
 # %% tags=["remove-input"]
-chapter.table(state.reset_index(), measured=[chapter.record().id])
+named = state.index.map(lambda at: f"forward {at[0][:2]}, {at[1]}")
+chapter.table(
+    state[["SM clock (MHz)", "power (W)"]].set_axis(named).rename_axis("kernel").reset_index(),
+    caption="**At nearly the same power, forward v7 runs at the lower clock.** Medians of "
+    "snapshots while each kernel repeats gdpa-self-full-2048.", measured=[chapter.record().id],
+)  # fmt: skip
 assert (state["at the power limit"] == state["snapshots"]).all(), "the text says: all of them"
-chapter.predict("The GPU is at its power limit, and v7 runs at a higher clock than v6.", cycles,
-                least=1.0)  # fmt: skip
 assert work > energy > 1, "the text explains a lower clock"
 chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 
 # %% [markdown]
-# Half right: power limits the clock in every snapshot. But v7 runs at the *lower* clock and does
-# more in each cycle. v6 leaves its tensor cores idle for longer than its emulated timeline shows,
-# since the emulator models no instruction latency.
+# The guess was half right. Power limits the clock in every snapshot. But v7 runs at the *lower*
+# clock and does more in each cycle. v6 leaves its tensor cores idle for longer than its emulated
+# timeline shows, since the emulator models no instruction latency.
 #
-# Power then takes part of it back. A cycle in which the tensor cores work takes more energy than
-# one in which they wait, and at the limit more energy per cycle means fewer cycles a second. A
-# kernel that wastes cycles hides the waste behind a higher clock.
+# Power then takes part of the gain back. A cycle in which the tensor cores work takes more energy
+# than one in which they wait, and at the limit more energy per cycle means fewer cycles a second.
+# In other words, a kernel that wastes cycles hides the waste behind a higher clock.
 #
-# The last line above prices an instruction: v6's SiLU and GELU differ by {glue:text}`fewer:.0f`
-# instructions per score, and each costs {glue:text}`each:.1f` % of the rate, twice what the first
-# prediction assumed. Another power limit would give another gain.
+# The last line of the output prices an instruction. v6's SiLU and GELU differ by
+# {glue:text}`fewer:.0f` instructions per score, and each costs {glue:text}`each:.1f` % of the rate,
+# twice what the first prediction assumed. Another power limit would give another gain.
 #
 # ## Exercises
 #
@@ -274,7 +295,8 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 # :label: ex-v7-fp16
 #
 # The largest number of fp16 is 65,504. With the factor $\sigma / 2$ left out, which raw scores
-# overflow? Does one occur at head_dim 128 with inputs of standard deviation 1? And 30? *(paper)*
+# overflow? Does one occur at head_dim 128 with inputs of standard deviation 1? And 30? *(paper,
+# ten minutes)*
 # :::
 #
 # :::{solution} ex-v7-fp16
@@ -291,21 +313,22 @@ chapter.glue(fewer=fewer, each=100 * (1 / ratio - 1) / fewer)
 #
 # At head_dim 64 each thread of four {term}`consumer warp groups <consumer warp group>` has 112
 # registers, and the producer what is left. Explain why 104 or 120 would be worse. How many
-# consumers of 64 rows would fit at head_dim 128? *(paper; then `compile_check.compile_rung`)*
+# consumers of 64 rows would fit at head_dim 128? *(paper, ten minutes)*
 # :::
 #
 # :::{solution} ex-v7-registers
 # :class: dropdown
 #
-# An SM has 65,536 registers, 512 for one thread of every warp group. Four times 112 leave 64 for
-# the producer, four times 120 only 32, and its offsets {term}`spill`. With 104 the consumers spill.
-# At head_dim 128 the {term}`accumulator` takes 64 registers, the scores of 128 keys 64 more, $x$
-# and $t$ another 64: two consumers of 240.
+# An SM has 65,536 registers. For five warp groups of 128 threads that is 96 per thread, rounded
+# down to a multiple of 8, and $5 \cdot 96 = 480$ to be shared out. Four times 112 leave 32 for the
+# producer; four times 120 leave nothing. With 104 the consumers {term}`spill`. At head_dim 128 the
+# {term}`accumulator` takes 64 registers, the scores of 128 keys 64 more, $x$ and $t$ another 64:
+# two consumers of 240.
 # :::
 #
 # ## Takeaways
 #
-# - A timeline proves nothing about latencies it does not model. Ask the GPU.
+# - A timeline says nothing about latencies that it does not model. Ask the GPU.
 # - At the power limit a better kernel may run at a lower clock. Compare rates, not clocks.
 # - A factor that commutes with the sum belongs in the output, and a pair survives the compiler only
 #   inside one block of assembly.

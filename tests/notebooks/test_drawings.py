@@ -5,6 +5,8 @@ import pandas as pd
 from _lib import drawings
 from gdpa_lab.measuring.roofline import Ceilings
 from gdpa_lab.measuring.workloads import workload
+from tritonemu import Timeline
+from tritonemu.drawing import Event
 
 
 def texts(axis) -> list[str]:
@@ -78,3 +80,24 @@ def test_bars_on_lanes_lie_at_their_times():
     axis, _ = chart.axes
     assert [(bar.get_x(), bar.get_width()) for bar in axis.patches] == [(0, 2), (2, 1)]
     assert axis.patches[0].get_height() > axis.patches[1].get_height()
+
+
+def line(shift: float) -> Timeline:
+    """A load, an MMA, the math, and an MMA that ends after 100 cycles and `shift`."""
+    parts = [
+        ("TMA", "copy", 0, 20), ("tensor core", "mma", 20, 40), ("math[0]", "compute", 40, 60),
+        ("math[0]", "wait", 60, 100 + shift), ("tensor core", "mma", 80 + shift, 100 + shift),
+    ]  # fmt: skip
+    return Timeline("kernel.py", [Event(0, lane, kind, "", a, b, 1) for lane, kind, a, b in parts])
+
+
+def test_timelines_share_an_axis_and_tell_idle_and_saved_cycles():
+    first, second = drawings.timelines({"v4": line(0), "v5": line(-20)}).axes
+    assert first.get_xlim() == second.get_xlim()
+    assert first.get_title("left") == "v4: 100 cycles, tensor core busy 40 %"
+    assert second.get_title("left") == "v5: 80 cycles, tensor core busy 50 %"
+    idle = [path.vertices[:, 0] for path in first.collections[0].get_paths()]
+    assert [(x.min(), x.max()) for x in idle] == [(0, 20), (40, 80), (100, 100)]
+    assert [text.get_text() for text in second.texts if text.get_text()] == ["−20 cycles"]
+    assert not any(text.get_text() for text in first.texts)
+    assert len(first.patches) == 4, "a wait is what is left free"

@@ -30,6 +30,21 @@ def test_the_page_holds_every_copy_and_no_folder_of_this_machine(tmp_path, monke
     assert studies.__file__.split("/gdpa_kernels")[0] not in text and str(tmp_path) not in text
 
 
+def test_timelines_step_on_a_page_that_a_button_opens(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "CSV_DIR", tmp_path)
+    right, early = (
+        studies.run_main(studies.changed(pipeline, *pieces), trace=True, races=False).timeline
+        for pieces in ([], EARLY)
+    )
+    shown = studies.stepper({"v<1": right, "v2": early}, "a-b-steps", title="Two & one").data
+    text = Path(tmp_path, "a-b-steps.html").read_text()
+    assert f"CTA 0 has ended after {right.events[-1].end:,.0f} modelled cycles." in text
+    assert "<title>Two &amp; one</title>" in text and RELEASE.strip() in text
+    assert 'data-src="../../figures/a-b-steps.html"' in shown and 'title="Two &amp; one"' in shown
+    assert '<details class="stepper">' in shown
+    assert "open" in studies.framed("a.html", "A", opened=True).data.split(">")[0]
+
+
 def found(call) -> str:
     (text,) = studies.findings(call, ["modelled"])
     return text.split(":")[0]

@@ -178,7 +178,8 @@ def test_what_is_predicted_is_kept_unseen_and_three_are_shown(chapter, monkeypat
     assert data == {"text/markdown": ""} and rest["raw"]
     assert rest["metadata"]["prediction"] == {
         "id": "forward/v5_pingpong#1", "text": "It is so.", "limits": "at most 1.00",
-        "found": "0.00", "word": "confirmed", "margin": 1.0,
+        "found": "0.00", "word": "confirmed", "margin": 1.0, "value": 0.0, "least": None,
+        "most": 1.0,
     }  # fmt: skip
     chapter.predictions()
     (table,) = outputs[-1][0]

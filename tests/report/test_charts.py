@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from _lib import rare_charts
-from gdpa_lab.report import charts
+from gdpa_lab.report import charts, house
 
 
 def test_smooth_lines_colour_the_highlighted_and_name_levels():
@@ -137,3 +137,66 @@ def test_a_swarm_counts_its_rows_and_sets_points_apart():
 def test_the_same_input_gives_the_same_bytes(draw):
     frame = pd.DataFrame({"a": [1.0, 2.0, 3.0], "b": [2.0, 5.0, 4.0]}, index=[1, 2, 4])
     assert draw(frame).to_svg() == draw(frame.copy()).to_svg()
+
+
+def test_names_stand_where_lines_part():
+    frame = pd.DataFrame({"a": [8.0, 2.0, 1.0], "b": [1.0, 1.0, 1.0]}, index=[1, 2, 4])
+    options = {"xlabel": "keys", "ylabel": "ratio", "highlight": ["a"]}
+    for side, at in (("left", 8.0), ("right", 1.0)):
+        (axis,) = charts.lines(frame, parting=side, **options).axes
+        name = next(text for text in axis.texts if text.get_text() == "a")
+        assert name.xy == ((0, 1)[side == "right"], pytest.approx(at / axis.get_ylim()[1]))
+        assert axis.yaxis.get_label_position() == ("right" if side == "left" else "left")
+
+
+def test_a_waterfall_leads_from_each_time_to_the_next_and_to_the_peers():
+    steps = pd.Series({"v0: eager": 32.0, "v1: fused": 5.0, "v2: slower": 5.5, "v8: waits": 4.0})
+    (axis,) = charts.waterfall(steps, pd.Series({"cuDNN": 4.5}), xlabel="ms").axes
+    names = [label.get_text() for label in axis.get_yticklabels()]
+    assert names == ["v8", *steps.index, "cuDNN"]
+    ways = [tuple(line.get_xdata()) for line in axis.get_lines() if line.get_linewidth() > 5]
+    assert ways == [(32, 4), (32, 32), (32, 5), (5, 5.5), (5.5, 4), (4, 4.5)]
+    texts = [text.get_text() for text in axis.texts]
+    assert texts == ["4.00", "32.00", "5.00", "5.50", "4.00", "4.50", "8.0 times as fast"]
+    assert axis.get_xscale() == "log"
+
+
+def test_small_multiples_share_rows_and_name_what_was_not_timed():
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, None]}, index=["x", "y"])
+    left, right = rare_charts.multiples(frame, xlabel="r", low=frame - 1, high=frame + 1).axes
+    assert [text.get_text() for text in left.texts] == ["1.00", "2.00"]
+    assert [text.get_text() for text in right.texts] == ["3.00", "not timed"]
+    assert left.get_xlim() == right.get_xlim() and left.get_ylim() == right.get_ylim()
+    (whole,) = right.collections
+    assert whole.get_segments()[0][:, 0].tolist() == [2, 4]
+
+
+def test_slopes_colour_what_falls_otherwise_than_what_rises():
+    frame = pd.DataFrame({"published": [2.0, 1.0], "ours": [1.5, 1.2]}, index=["down", "up"])
+    (axis,) = rare_charts.slopes(frame, ylabel="ratio").axes
+    falls, rises = (line.get_color() for line in axis.get_lines())
+    assert falls != rises and {text.get_text() for text in axis.texts} == {"down", "up"}
+    with pytest.raises(ValueError, match="got none for ours at up"):
+        rare_charts.slopes(frame.where(frame > 1.3, None).astype(float)[["ours"]], ylabel="")
+
+
+def test_a_forest_has_each_prediction_at_its_distance_from_the_nearest_limit():
+    found = pd.DataFrame({
+        "word": ["refuted", "confirmed", "confirmed", "confirmed"],
+        "margin": [-0.5, 0.1, 0.25, None], "value": [1.5, 2.2, 4.0, 0.0],
+        "least": [None, 2.0, None, 0.0], "most": [1.0, 3.0, 5.333, None],
+    })  # fmt: skip
+    (axis,) = rare_charts.forest(found).axes
+    marks = {line.get_label(): list(line.get_xdata()) for line in axis.get_lines()}
+    assert marks["refuted (1)"] == [50] and marks["confirmed (2)"] == [-25, -10]
+    bars = [segment[:, 0].tolist() for segment in axis.collections[0].get_segments()]
+    assert bars == [[axis.get_xlim()[0], 0], [-50, 0], [axis.get_xlim()[0], 0]]
+
+
+def test_a_heat_map_is_more_saturated_for_more_and_frames_holes():
+    frame = pd.DataFrame({"a": [1.0, 5.0], "b": [9.0, None]}, index=["x", "y"])
+    cells = rare_charts.heat(frame, label="%").axes[0].patches
+    shares = [cell.get_alpha() for cell in cells]
+    assert shares[0] < shares[2] < shares[1] <= 0.45 and shares[3] is None
+    assert to_hex(cells[0].get_facecolor()) == house.RUNG_COLOURS[1]
+    assert cells[3].get_facecolor()[3] == 0

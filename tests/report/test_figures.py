@@ -1,6 +1,8 @@
 """Charts: honest axes, the same bytes each time, and an origin under each of them."""
 
+import itertools
 import math
+import re
 from dataclasses import replace
 
 import matplotlib as mpl
@@ -176,19 +178,84 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize(
-    "colour", [*house.RUNG_COLOURS, *published_charts.PUBLISHED_COLOURS.values()]
-)
-@pytest.mark.parametrize("background", ["#ffffff", "#121212"])
-def test_colours_read_on_white_and_on_black(colour, background):
-    low, high = sorted((luminance(colour), luminance(background)))
-    assert (high + 0.05) / (low + 0.05) >= 3
+def contrast(*colours: str) -> float:
+    low, high = sorted(map(luminance, colours))
+    return (high + 0.05) / (low + 0.05)
+
+
+def blend(colour: str, share: float, page: str) -> str:
+    pairs = [(int(colour[i : i + 2], 16), int(page[i : i + 2], 16)) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(share * a + (1 - share) * b):02x}" for a, b in pairs)
+
+
+THEME = pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+
+
+@THEME
+@pytest.mark.parametrize("name", [name for name in house.THEMES if name != "page"])
+def test_colours_read_as_text_and_under_text(name, theme):
+    assert contrast(house.THEMES[name][theme], house.THEMES["page"][theme]) >= 4.5
+    assert house.THEMES["page"][theme] == ("#ffffff", "#121212")[theme]
+
+
+@THEME
+def test_ink_reads_on_the_most_saturated_cell(theme):
+    page = house.THEMES["page"][theme]
+    cell = blend(house.THEMES["rung-1"][theme], 0.45, page)
+    assert contrast(house.THEMES["ink"][theme], cell) >= 4.5
+
+
+def oklab(colour: str) -> np.ndarray:
+    """Björn Ottosson's space, in which distances are those that people see."""
+    srgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    cones = np.array([[0.4122214708, 0.5363325363, 0.0514459929],
+                      [0.2119034982, 0.6806995451, 0.1073969566],
+                      [0.0883024619, 0.2817188376, 0.6299787005]])  # fmt: skip
+    space = np.array([[0.2104542553, 0.7936177850, -0.0040720468],
+                      [1.9779984951, -2.4285922050, 0.4505937099],
+                      [0.0259040371, 0.7827717662, -0.8086757660]])  # fmt: skip
+    return space @ np.cbrt(cones @ linear)
+
+
+@THEME
+def test_rungs_are_told_apart(theme):
+    shades = [oklab(house.THEMES[f"rung-{n}"][theme]) for n in range(9)]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(shades, 2)) > 0.08
+
+
+def test_the_page_has_the_colours_of_the_house():
+    css = (record.ROOT / "book/assets/exhibits.css").read_text()
+    for theme, word in enumerate(("light", "dark")):
+        block = css.split(f'html[data-theme="{word}"] {{')[1].split("}")[0]
+        for name, shades in house.THEMES.items():
+            assert f"--{name}: {shades[theme]};" in block
+
+
+def test_a_file_alone_has_its_colours_and_text_is_text(table):
+    svg = draw(table).to_svg()
+    used = set(re.findall(r"var\(--([\w-]+)\)", svg))
+    assert {"ink", "grey", "rung-1"} <= used
+    light, dark = re.search(r"<style>svg\{(.*?)\}@media(.*?)</style>", svg).groups()
+    for name in used:
+        assert f"--{name}:{house.THEMES[name][0]};" in light
+        assert f"--{name}:{house.THEMES[name][1]};" in dark
+    assert re.search(r"<text[^>]*>max_seqlen_q", svg)
+
+
+def test_a_chart_has_a_form_for_a_phone(table):
+    svg = draw(table).to_svg()
+    wide, narrow = svg.split('<svg data-form="narrow" display="none"')
+    widths = [float(re.search(r'viewBox="0 0 ([\d.]+)', form)[1]) for form in (wide, narrow)]
+    assert widths[0] > 450 and widths[1] < 320
+    assert all(name in narrow for name in ("v1_tiled", "roofline"))
+    assert house._narrow.get() is False
 
 
 def test_a_rung_keeps_its_colour_and_baselines_are_grey():
     assert len({house.colour(f"v{n}_x") for n in range(8)}) == 8
     assert house.colour("v1_tiled") == house.colour("v1_other")
-    assert house.colour("fa2") == house.colour("vanilla") == house.INK
+    assert house.colour("fa2") == house.colour("vanilla") == house.GREY
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
-"""What the tests of the built site share: where it is, and its pages (`page_name`, from _toc.yml).
+"""What the tests of the built site share: where it is, its pages (`page_name`, from _toc.yml), and
+a tab of a browser.
 
 `make book` runs them after building; `make test` does not.
 """
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,15 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "book" / "_build" / "html"
+ASSETS = ROOT / "book" / "assets"
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--no-first-run",
+]  # fmt: skip
+KNOWN_ERRORS = re.compile(
+    r"file:.*fontawesome.*\.woff2"  # preloaded by the theme for Python 3.10, then loaded normally
+)
 
 
 def pages() -> list[str]:
@@ -38,3 +50,43 @@ def site() -> Path:
     if not (SITE / "index.html").exists():
         pytest.fail(f"{SITE} holds no built book: run `make book`", pytrace=False)
     return SITE
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """The system's Chromium; skips without it."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("chromium is not on the PATH")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="session")
+def shared_tab(browser):
+    tab = browser.new_context(viewport=WIDE, color_scheme="light").new_page()
+    tab.errors, tab.requests = [], []
+    tab.on("pageerror", lambda error: tab.errors.append(error.message))
+    tab.on("console", lambda m: tab.errors.append(_told(m)) if m.type == "error" else None)
+    tab.on("requestfailed", lambda request: tab.errors.append(f"failed: {request.url}"))
+    tab.on("request", lambda request: tab.requests.append(request.url))
+    return tab
+
+
+def _told(message) -> str:
+    return f"{message.text} ({message.location.get('url')})"
+
+
+@pytest.fixture
+def tab(shared_tab):
+    """The tab of all tests, wide and light: it keeps what it asked for (`requests`) and what went
+    wrong (`errors`, none of which may be left at the end)."""
+    shared_tab.errors.clear()
+    shared_tab.requests.clear()
+    shared_tab.set_viewport_size(WIDE)
+    shared_tab.emulate_media(color_scheme="light", media="screen")
+    yield shared_tab
+    assert [error for error in shared_tab.errors if not KNOWN_ERRORS.search(error)] == []

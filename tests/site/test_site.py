@@ -11,7 +11,7 @@ from bs4 import BeautifulSoup, Tag
 from gdpa_lab.measuring import manifest, record
 from gdpa_lab.report import page
 
-GENERATED = {"genindex.html", "py-modindex.html", "search.html"}
+GENERATED = {"genindex.html", "search.html"}
 ORIGIN = "figure, p.provenance"
 LOADED = {
     "link": "href", "object": "data",
@@ -136,6 +136,23 @@ def test_no_parameters_cell_and_no_error_is_shown(site, page_name):
 def test_one_search_field_and_one_menu_button(site, page_name):
     assert len(soup(site / page_name).select(".primary-toggle")) == 1
     assert len(soup(site / page_name).select(".sidebar-primary-item .search-button-field")) <= 1
+
+
+def test_every_page_tells_others_what_it_is(site, page_name):
+    head = soup(site / page_name).head
+    said = {tag.get("property") or tag.get("name"): tag["content"] for tag in head.find_all("meta")}
+    assert said["og:site_name"] == "Attention without softmax"
+    assert 20 <= len(said["description"]) <= 202 and said["og:description"] == said["description"]
+    assert said["og:title"] in article(site / page_name).h1.get_text()
+    assert said["og:url"].endswith(f"/{page_name}")
+    card = site / urlsplit(said["og:image"]).path.rpartition("/")[2]
+    assert card.read_bytes().startswith(b"\x89PNG") and head.select_one("link[rel=icon]")
+    assert not [s for s in soup(site / page_name).find_all("script") if "THEBE_JS" in s.text]
+
+
+def test_one_link_leads_to_the_code(site, page_name):
+    (button,) = soup(site / page_name).select("a.btn-source-repository-button")
+    assert button["href"].startswith("https://")
 
 
 def test_the_data_is_part_of_the_site(site):

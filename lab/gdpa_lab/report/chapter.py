@@ -22,7 +22,7 @@ from IPython.display import SVG, Markdown, display
 from gdpa_kernels.calling import ladder
 from gdpa_lab.measuring import manifest
 from gdpa_lab.measuring import record as records
-from gdpa_lab.report import exhibits, lessons, page, rates, results
+from gdpa_lab.report import exhibits, house, lessons, page, rates, results
 from gdpa_lab.report import registered as register
 from gdpa_lab.report.house import Figure
 from tritonemu import Timeline
@@ -197,7 +197,7 @@ class Chapter:
         downloads; None: the measured rows.
         """
         if isinstance(chart, Timeline):
-            chart = chart.svg(width=760)
+            chart = house.both(chart.svg(width=720), chart.svg(width=380))
         display(SVG(chart) if isinstance(chart, str) else chart)
         display(self._origin(data, origin))
 

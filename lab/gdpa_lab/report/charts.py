@@ -16,16 +16,16 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
 from gdpa_lab.report import house
-from gdpa_lab.report.house import DASHED, INK, SMALL, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report.house import DASHED, GREY, SMALL, Figure, canvas, colour, is_rung, note
 
 MOST_COLOURED = 3
 MOST_MARKED = 12
 """Points of a line that have a mark and a tick each; a line of more is smooth."""
-GREY = "#a8a8a8"
 NOT_TIMED = "not timed"
 MARKS = "os^Dv"
 
 
+@house.drawn
 def lines(
     frames: pd.DataFrame | Mapping[str, pd.DataFrame],
     *,
@@ -37,9 +37,10 @@ def lines(
     points: Mapping[float, str] | None = None,
     log: str = "",
     ylim: tuple[float, float] | None = None,
+    parting: str = "right",
 ) -> Figure:
-    """A line for each column of a frame over its index, named at its right end; of several frames,
-    by title, side by side on one scale.
+    """A line for each column of a frame over its index, named at its `parting` end, "right" or
+    "left"; of several frames, by title, side by side on one scale.
 
     `highlight`: the columns in colour, at most three. `names`: what is written for columns.
     `levels`: dashed lines by name. `points`: texts by x, on the first highlighted line. `log`: the
@@ -64,8 +65,8 @@ def lines(
                     check_complete(frame.loc[: frame[name].last_valid_index(), [name]])
                 axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
                 axis.xaxis.set_minor_formatter(NullFormatter())
-            drawn = frame.where(frame.isna() | frame.ge(low) & frame.le(high))
-            long = drawn.rename_axis(index="x").melt(
+            within = frame.where(frame.isna() | frame.ge(low) & frame.le(high))
+            long = within.rename_axis(index="x").melt(
                 var_name="line", value_name="y", ignore_index=False
             )
             long["run"] = long["y"].isna().cumsum()  # a gap is no bridge
@@ -80,15 +81,15 @@ def lines(
                 axis.set_xticks(list(frame.index), [f"{x:,}" for x in frame.index])
                 axis.minorticks_off()
                 _not_timed_below(axis, frame, names or {})
-            ends = {name: drawn[name].dropna().iloc[-1] for name in frame}
+            left = parting == "left"
+            ends = {name: within[name].dropna().iloc[0 if left else -1] for name in frame}
             house.label_ends(
-                axis,
-                {(names or {}).get(n, n): (y, _ink(shades[n])) for n, y in ends.items()},
+                axis, {(names or {}).get(n, n): (y, shades[n]) for n, y in ends.items()}, left=left
             )
             reference(axis, levels)
             for x, text in (points or {}).items():
-                at = drawn.index[abs(drawn.index - x).argmin()]
-                place, shade = (at, drawn.loc[at, highlight[0]]), shades[highlight[0]]
+                at = within.index[abs(within.index - x).argmin()]
+                place, shade = (at, within.loc[at, highlight[0]]), shades[highlight[0]]
                 axis.plot(*place, "o", color=shade)
                 note(axis, text, place, (-8, 2), ha="right", color=shade)
             axis.set(title=title, xlabel=xlabel)
@@ -97,6 +98,7 @@ def lines(
         return chart
 
 
+@house.drawn
 def bars(
     values: pd.Series,
     *,
@@ -123,16 +125,48 @@ def bars(
                 note(axis, NOT_TIMED, (0, place), (5, 0), va="center", fontsize=SMALL)
             elif ahead and value > 0.2 * values.max():  # clear of the line
                 note(axis, f"{value:{form}}", (value, place), (-5, 0), va="center", ha="right",
-                     color="white" if strong else "black", **strong)  # fmt: skip
+                     color=house.PAGE, **strong)  # fmt: skip
             else:
                 note(axis, f"{value:{form}}", (value, place), (5, 0), va="center",
-                     color=_ink(shades[name]), **strong)  # fmt: skip
+                     color=shades[name], **strong)  # fmt: skip
         list_rows(axis, [(names or {}).get(name, name) for name in values.index])
         axis.set_xlim(0, 1.12 * max(values.max(), *(levels or {"": 0}).values()))
         axis.set_xlabel(xlabel)
         return chart
 
 
+@house.drawn
+def waterfall(steps: pd.Series, peers: pd.Series, *, xlabel: str, form: str = ".2f") -> Figure:
+    """Times on a logarithmic axis: at the top, in colour, the way from the first of `steps` to the
+    last; then each of them from the one before; then `peers`, each from the last of `steps`.
+
+    The index names them: the implementation, and after ": " what it changes.
+    """
+    first, last = steps.iloc[0], steps.iloc[-1]
+    rows = [(steps.index[-1].partition(":")[0], first, last)]
+    rows += zip(steps.index, steps.shift().fillna(first), steps, strict=True)
+    rows += [(name, last, time) for name, time in peers.items()]
+    with canvas(width=7.4, height=0.7 + 0.33 * len(rows)) as (chart, axis):
+        axis.set(xscale="log", xlim=(0.9 * last, 1.1 * first), xlabel=xlabel)
+        axis.axvline(last, **DASHED)
+        for place, (name, start, end) in enumerate(rows):
+            strong, shade = place == 0, colour(name)
+            axis.plot([start, end], [place] * 2, color=shade, solid_capstyle="butt",
+                      linewidth=15 if strong else 6)  # fmt: skip
+            axis.plot(end, place, "o", color=shade, markersize=7)
+            note(axis, f"{end:{form}}", (1, place), (4, 0), va="center", color=shade,
+                 fontweight="bold" if strong else "normal",
+                 xycoords=("axes fraction", "data"))  # fmt: skip
+        note(axis, f"{first / last:.1f} times as fast", ((first * last) ** 0.5, 0), (0, 0),
+             ha="center", va="center", color=house.PAGE, fontweight="bold")  # fmt: skip
+        list_rows(axis, [name for name, *_ in rows])
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axis.set_xticks([x for x in (1, 2, 5, 10, 20, 50, 100) if 0.9 * last <= x <= 1.1 * first])
+        axis.minorticks_off()
+        return chart
+
+
+@house.drawn
 def dots(
     frame: pd.DataFrame,
     *,
@@ -174,11 +208,11 @@ def dots(
             ends = frame[name] if high is None else high[name]
             for place, (value, end) in enumerate(zip(frame[name], ends, strict=True)):
                 if np.isnan(value):
-                    note(axis, NOT_TIMED, (0, place + shift), (3, 0), va="center", fontsize=7.5,
+                    note(axis, NOT_TIMED, (0, place + shift), (3, 0), va="center", fontsize=8,
                          color=shades[name], xycoords=("axes fraction", "data"))  # fmt: skip
                 else:
                     note(axis, f"{value:{form}}", (end, place + shift), (6, 0), va="center",
-                         fontsize=7.5)  # fmt: skip
+                         fontsize=8)  # fmt: skip
         list_rows(axis, list(frame.index))
         axis.margins(x=0.08)
         axis.set(xlabel=xlabel, ylabel="")
@@ -221,8 +255,9 @@ def reference(axis: Axes, levels: Mapping[str, float] | None, *, upright: bool =
 
 def legend(axis: Axes, levels: Mapping[str, float] | None, ncols: int = 3) -> None:
     """A legend above the names of the upright `levels`."""
-    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=ncols, columnspacing=1.2,
-                borderaxespad=0.5 + 1.5 * sum(map(bool, levels or ())))  # fmt: skip
+    above = 0.5 + 1.5 * sum(map(bool, levels or ()))
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=house.columns(ncols),
+                columnspacing=1.2, borderaxespad=above)  # fmt: skip
 
 
 def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict[str, str]:
@@ -239,14 +274,9 @@ def coloured(names: Sequence[str], among: Collection[str] | None = None) -> dict
     return {name: own.get(name) or next(free) for name in names}
 
 
-def _ink(shade: str) -> str:
-    """The colour of a text beside something of this colour."""
-    return INK if shade == GREY else shade
-
-
 def list_rows(axis: Axes, names: Sequence[str]) -> None:
     """Names of rows, from the top, down the left of `axis`; lines of the grid stand upright."""
-    axis.set_yticks(range(len(names)), names)
+    axis.set_yticks(range(len(names)), [house.wrapped(str(name), 18) for name in names])
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(visible=False, axis="y")
     axis.grid(visible=True, axis="x")

@@ -52,7 +52,9 @@ class Prediction:
     def fact(self) -> dict[str, Any]:
         """What `registered.collected` reads of it from the executed chapter."""
         return {"id": self.id, "text": self.text, "limits": self.limits,
-                "found": f"{self.value}{self.of}", **self.verdict._asdict()}  # fmt: skip
+                "found": f"{self.value}{self.of}", **self.verdict._asdict(), "value": self.found,
+                **{name: float(x) if math.isfinite(x) else None
+                   for name, x in (("least", self.least), ("most", self.most))}}  # fmt: skip
 
     def interval(self) -> str:
         """A picture of the limits as a bar and of the found value as a dot, or a diamond outside;

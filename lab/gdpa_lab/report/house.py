@@ -1,15 +1,20 @@
-"""The house style: transparent SVG, mid-grey axes, one colour per implementation.
+"""The house style: transparent SVG, text as text, one colour per implementation and theme.
 
-One file reads on white and on black. Charts are made without pyplot: nothing is global, and a chart
-is shown once, where a notebook cell ends with it.
+A colour is written as a variable with a value for a light and for a dark page, which the site sets
+by its theme and a file alone by the reader's. Charts are made without pyplot: nothing is global,
+and a chart is shown once, where a notebook cell ends with it. A chart function that is `drawn`
+gives two forms of its chart, for a wide page and for a phone.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial, wraps
 from typing import Any
 
 import matplotlib as mpl
@@ -18,14 +23,28 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as BaseFigure
 from matplotlib.text import Annotation
 
-INK = "#787878"
-"""Axes, text, baselines and ceilings: contrast above 4 on white and on the dark page."""
+INK, GREY, PAGE = "#333333", "#767676", "#ffffff"
+"""Axes and text; baselines and what does not stand out; the page, and text on what is filled."""
 
 RUNG_COLOURS = (
-    "#8f7d00", "#1f83c4", "#00937a", "#d55e00", "#7a6ad8", "#c0609a", "#b8860b", "#0072b2",
-    "#5b8a00",
+    "#7d6b00", "#0b6fb8", "#008573", "#c74a00", "#7a5ae0", "#b83280", "#6b3a10", "#12306e",
+    "#3f7f00",
 )  # fmt: skip
-"""Colour of rung v0, v1, ...: hues of Okabe and Ito, at least 3:1 on white and on black."""
+"""Colour of rung v0, v1, ... on a light page: at least 4.5:1, since names have it too."""
+
+_DARK_RUNGS = (
+    "#c9b400", "#4aa8f0", "#2cc7ae", "#ff8a3c", "#a794ff", "#f07ac0", "#c99a6b", "#a8c6ff",
+    "#8fd14a",
+)  # fmt: skip
+THEMES = {
+    "ink": (INK, "#d6d6d6"), "grey": (GREY, "#8e8e8e"), "page": (PAGE, "#121212"),
+    **{f"rung-{n}": both for n, both in enumerate(zip(RUNG_COLOURS, _DARK_RUNGS, strict=True))},
+}  # fmt: skip
+"""By variable, its colour on a light and on a dark page."""
+_VARIABLES = {light: name for name, (light, _) in THEMES.items()}
+_PAGE, _PHONE = 7.4, 4.0
+"""Width of a chart for a page, at most, and for a phone, inches: 8 points are 9.5 px or more."""
+_narrow: ContextVar[bool] = ContextVar("narrow", default=False)
 
 DASHED: dict[str, Any] = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2))}
 """A ceiling or another line of reference."""
@@ -35,7 +54,7 @@ SMALL = 8.5
 
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 9.5,
     "text.color": INK,
     "axes.edgecolor": INK,
@@ -65,24 +84,77 @@ _STYLE: dict[str, Any] = {
     "savefig.facecolor": "none",
     "savefig.bbox": "tight",
     "savefig.pad_inches": 0.06,
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",
     "svg.hashsalt": "gdpa-kernels",
 }
 _RUNG = re.compile(r"[bv](\d+)(?!\d)")
 
 
 class Figure(BaseFigure):
-    """A matplotlib figure in the house style that a notebook shows as SVG."""
+    """A matplotlib figure in the house style that a notebook shows as SVG.
+
+    `again`: draws it once more, for `to_svg` to have it narrow too.
+    """
+
+    again: Callable[[], Figure] | None = None
 
     def to_svg(self) -> str:
-        """The figure as SVG text: the same bytes for the same data."""
+        """The figure as SVG text, in both forms if it is `drawn`: the same bytes for the same
+        data."""
+        if self.again is None:
+            return self._svg()
+        with narrowed():
+            narrow = self.again()._svg()
+        return both(self._svg(), narrow)
+
+    def _svg(self) -> str:
         buffer = io.StringIO()
         with style():
             self.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        return buffer.getvalue()
+        return themed(buffer.getvalue())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"image/svg+xml": self.to_svg(), "text/plain": repr(self)}
+
+
+def drawn(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """Of a chart function: its figure is drawn again, narrow, when it is shown."""
+
+    @wraps(draw)
+    def once(*args: Any, **options: Any) -> Figure:
+        figure = draw(*args, **options)
+        figure.again = partial(draw, *args, **options)
+        return figure
+
+    return once
+
+
+@contextmanager
+def narrowed() -> Iterator[None]:
+    """What is drawn inside the block is for a phone."""
+    token = _narrow.set(True)
+    try:
+        yield
+    finally:
+        _narrow.reset(token)
+
+
+def both(wide: str, narrow: str) -> str:
+    """One SVG that shows `wide` and holds `narrow`, which the site shows on a phone."""
+    end, inner = wide.rindex("</svg>"), narrow[narrow.index("<svg") + 4 :].rstrip()
+    return f'{wide[:end]}<svg data-form="narrow" display="none"{inner}\n</svg>\n'
+
+
+def themed(svg: str) -> str:
+    """The SVG with a variable for each of the house's colours, and their values."""
+    svg = re.sub("#[0-9a-f]{6}", lambda x: f"var(--{_VARIABLES[x[0]]})" if x[0] in _VARIABLES
+                 else x[0], svg)  # fmt: skip
+    light, dark = (
+        "".join(f"--{name}:{theme[of]};" for name, theme in THEMES.items() if f"--{name})" in svg)
+        for of in (0, 1)
+    )
+    values = f"svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
+    return re.sub("(<svg[^>]*>)", rf"\1\n<style>{values}</style>", svg, count=1)
 
 
 @contextmanager
@@ -98,11 +170,31 @@ def style() -> Iterator[None]:
 def canvas(
     nrows: int = 1, ncols: int = 1, *, width: float = 8.0, height: float = 4.0, **options: Any
 ) -> Iterator[tuple[Figure, Any]]:
-    """A Figure of `width` x `height` inches and its axes, as `Figure.subplots` gives them, in the
-    house style for whatever is drawn inside the block."""
+    """A Figure of at most `width` x `height` inches and its axes, as `Figure.subplots` gives them,
+    in the house style for what is drawn inside the block. `narrowed`: columns below one another."""
     with style():
-        figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure, figure.subplots(nrows, ncols, **options)
+        if not _narrow.get():
+            figure = Figure(figsize=(min(width, _PAGE), height), layout="constrained")
+            yield figure, figure.subplots(nrows, ncols, **options)
+            return
+        figure = Figure(figsize=(_PHONE, height * ncols), layout="constrained")
+        options.pop("gridspec_kw", None)
+        squeeze = options.pop("squeeze", True)
+        axes = figure.subplots(nrows * ncols, 1, squeeze=False, **options).reshape(nrows, ncols)
+        yield figure, (axes[0, 0] if axes.size == 1 else axes.squeeze()) if squeeze else axes
+        for axis in figure.axes:
+            axis.set_xlabel(wrapped(axis.get_xlabel(), 44))
+            axis.set_title(wrapped(axis.get_title("left"), 44), loc="left")
+
+
+def columns(most: int) -> int:
+    """Columns of a legend: at most two on a phone."""
+    return min(most, 2) if _narrow.get() else most
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text in lines of at most `width` letters for a phone; as it is otherwise."""
+    return textwrap.fill(text, width, break_long_words=False) if _narrow.get() else text
 
 
 def note(
@@ -112,12 +204,15 @@ def note(
     return axis.annotate(text, at, xytext=shift, textcoords="offset points", **options)
 
 
-def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
-    """Names right of `axis`, each at its value and in its colour, moved apart where they meet;
-    `ends`: (value, colour) by name."""
+def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]], *, left: bool = False) -> None:
+    """Names right of `axis`, or `left` of it, each at its value and in its colour, moved apart
+    where they meet; `ends`: (value, colour) by name."""
+    edge, out, ha = (0, -0.03, "right") if left else (1, 1.03, "left")
     to_axes = axis.transData + axis.transAxes.inverted()
-    found = sorted((to_axes.transform((axis.get_xlim()[1], y))[1], n) for n, (y, _) in ends.items())
-    levels, step = [end for end, _ in found], 16 / (72 * axis.get_figure().get_figheight())
+    x = axis.get_xlim()[edge]
+    found = sorted((to_axes.transform((x, y))[1], n) for n, (y, _) in ends.items())
+    inches = axis.get_position().height * axis.get_figure().get_figheight()
+    levels, step = [end for end, _ in found], 12 / (72 * inches)
     for _ in range(100):
         for n in range(1, len(levels)):
             near = max(0.0, step - (levels[n] - levels[n - 1])) / 2
@@ -125,10 +220,15 @@ def label_ends(axis: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
     for level, (end, name) in zip(levels, found, strict=True):
         arrow = {"arrowstyle": "-", "color": ends[name][1], "linewidth": 0.5, "shrinkA": 0}
         axis.annotate(
-            name, (1, end), xytext=(1.03, level), xycoords="axes fraction",
-            textcoords="axes fraction", va="center", fontsize=SMALL, color=ends[name][1],
+            wrapped(name, 14), (edge, end), xytext=(out, level), xycoords="axes fraction",
+            textcoords="axes fraction", va="center", ha=ha, fontsize=SMALL, color=ends[name][1],
             arrowprops=arrow, annotation_clip=False,
         )  # fmt: skip
+    if left:
+        axis.yaxis.tick_right()
+        axis.yaxis.set_label_position("right")
+        axis.spines["right"].set_visible(True)
+        axis.spines["left"].set_visible(False)
 
 
 def is_rung(impl: str) -> bool:
@@ -137,6 +237,6 @@ def is_rung(impl: str) -> bool:
 
 
 def colour(impl: str) -> str:
-    """The colour of an implementation: its own for a rung, INK for every baseline."""
+    """The colour of an implementation: its own for a rung, GREY for every baseline."""
     match = _RUNG.match(impl)
-    return RUNG_COLOURS[int(match[1]) % len(RUNG_COLOURS)] if match else INK
+    return RUNG_COLOURS[int(match[1]) % len(RUNG_COLOURS)] if match else GREY

@@ -9,13 +9,14 @@ from typing import Any
 import pandas as pd
 
 from gdpa_lab.measuring.require import require
-from gdpa_lab.report import results
+from gdpa_lab.report import house, results
 from gdpa_lab.report.charts import list_rows
-from gdpa_lab.report.house import DASHED, INK, Figure, canvas, colour, is_rung, note
+from gdpa_lab.report.house import DASHED, GREY, INK, Figure, canvas, colour, is_rung, note
 
 HEADROOM = 1.08
 
 
+@house.drawn
 def ladder(
     table: pd.DataFrame,
     workload: str,
@@ -46,7 +47,7 @@ def ladder(
             if math.isnan(rate):
                 note(axis, f"failed: {row['failure']}", (0, position), (4, 0), va="center")
                 continue
-            shown, (below, above) = colour(impl) if strong else INK, spread_of(row)
+            shown, (below, above) = colour(impl) if strong else GREY, spread_of(row)
             axis.barh(
                 position, rate, 0.62, color=shown if is_rung(impl) else "none", edgecolor=shown,
                 xerr=[[below], [above]], error_kw={"ecolor": INK, "elinewidth": 1.2, "capsize": 2},

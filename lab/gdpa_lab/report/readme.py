@@ -27,7 +27,7 @@ PEERS = {
     "FlashAttention-3": ("fa3",),
     "FlashAttention-2": ("fa2_varlen",),
 }
-"""Lines of the figure: of each library the fastest form that takes the batch."""
+"""Rows of the figure: of each library the fastest form that takes the batch."""
 
 
 class Line(NamedTuple):
@@ -111,17 +111,16 @@ def _rate(row: pd.Series, line: Line) -> str:
 
 
 def hero(data_dir: Path = record.DATA_DIR) -> Figure:
-    """The forward ladder as bars, the ceiling and the best peers as lines."""
+    """Times of the forward ladder, each rung with its idea, and of the best peers."""
     rows = _rows(data_dir, LINES[0]).set_index("impl")
-    rates = rows["tflops"].dropna()
-    rungs = [rung.impl for rung in ladder.RUNGS if rung.impl in rates]
-    last = rows.loc[rungs[-1]]
-    ceiling = 100 * last["tflops"] / last["percent_of_roofline"]
-    best = {title: rates[rates.index.isin(forms)].max() for title, forms in PEERS.items()}
-    levels = {f"{title} {rate:.0f}": rate for title, rate in best.items() if rate == rate}
-    return charts.bars(
-        rates[rungs], highlight=[rungs[-1]], levels=levels | {f"roofline {ceiling:.0f}": ceiling},
-        xlabel=f"TFLOP/s {results.TIMED['sustained']}, {WORKLOAD}, forward, {last['gpu']}",
+    ms = rows["time_us_p50"].dropna() / 1e3
+    steps = {f"{rung.impl.partition('_')[0]}: {rung.title}": ms[rung.impl]
+             for rung in ladder.RUNGS if rung.impl in ms}  # fmt: skip
+    best = {title: ms[ms.index.isin(forms)].min() for title, forms in PEERS.items()}
+    return charts.waterfall(
+        pd.Series(steps), pd.Series(best).dropna().sort_values(),
+        xlabel=f"milliseconds {results.TIMED['sustained']} (logarithmic), {WORKLOAD}, forward, "
+               f"{rows['gpu'].iloc[0]}",
     )  # fmt: skip
 
 

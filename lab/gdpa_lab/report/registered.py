@@ -87,7 +87,8 @@ def _precedes(date: str, record: str) -> bool:
 
 
 def collected(executed: Path = EXECUTED) -> pd.DataFrame:
-    """The predictions that executed chapters show: id, text, limits, found, word, margin."""
+    """The predictions of executed chapters: id, text, limits, found, word, margin; as numbers
+    value, least and most, None for none."""
     import nbformat  # of the extra "book"
 
     found = [
@@ -97,7 +98,8 @@ def collected(executed: Path = EXECUTED) -> pd.DataFrame:
         for output in cell.get("outputs", [])
         if "prediction" in output.get("metadata", {})
     ]
-    return pd.DataFrame(found, columns=["id", "text", "limits", "found", "word", "margin"])
+    columns = ["id", "text", "limits", "found", "word", "margin", "value", "least", "most"]
+    return pd.DataFrame(found, columns=columns)
 
 
 def made(found: pd.DataFrame, lines: pd.DataFrame) -> pd.DataFrame:

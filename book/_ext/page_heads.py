@@ -1,0 +1,72 @@
+"""What a page tells others: a description, a card for links to it, words by which it is found.
+
+`page_words` in _config.yml: words by page, entries of its index, which the search ranks as titles.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
+CARD = "card.png"
+LONGEST = 200
+
+
+class Words(SphinxTransform):
+    """Enters the words of a page in the index, with its title as the target."""
+
+    default_priority = 700  # before the domains collect what is entered
+
+    def apply(self, **kwargs: Any) -> None:
+        section = next(iter(self.document.findall(nodes.section)), None)
+        words = self.config.page_words.get(self.env.docname)
+        if words and section is not None:
+            entries = [("single", word, section["ids"][0], "main", None) for word in words]
+            section.insert(1, addnodes.index(entries=entries))
+
+
+def description(doctree: nodes.document) -> str:
+    """The first paragraph of a page that stands in no box, up to a full word."""
+    for paragraph in doctree.findall(nodes.paragraph):
+        if isinstance(paragraph.parent, nodes.section):
+            text = " ".join(paragraph.astext().split())
+            if len(text) > LONGEST:
+                text = text[:LONGEST].rpartition(" ")[0].rstrip(",;:") + " …"
+            return text
+    return ""
+
+
+def describe(
+    app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Add the tags of a page; leave out the scripts of Thebe, which fail and which no page uses."""
+    scripts = context["script_files"]
+    context["script_files"] = [s for s in scripts if "thebe" not in f"{s.filename}{s.attributes}"]
+    if doctree is None:
+        return
+    base, said = app.config.html_baseurl.rstrip("/"), description(doctree)
+    tags = {
+        "og:title": app.env.titles[pagename].astext(),
+        "og:description": said,
+        "og:type": "website",
+        "og:site_name": app.config.html_title,
+        "og:url": f"{base}/{pagename}.html",
+        "og:image": f"{base}/{CARD}",
+    }
+    made = [f'<meta name="description" content="{html.escape(said)}"/>']
+    made += [f'<meta property="{k}" content="{html.escape(v)}"/>' for k, v in tags.items()]
+    words = ", ".join(app.config.page_words.get(pagename, ()))
+    made += [f'<meta name="keywords" content="{html.escape(words)}"/>'] if words else []
+    context["metatags"] = "\n".join([context.get("metatags", ""), *made])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_config_value("page_words", {}, "env")
+    app.add_transform(Words)
+    app.connect("html-page-context", describe)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,619 @@
+# ---
+# jupyter:
+#   kernelspec: {name: python3, display_name: Python 3}
+# ---
+
+# %% [markdown]
+# # How to plan a warp-specialized kernel: five sums before the first line
+#
+# How many cycles will a block of keys take, which unit sets that number, and do registers and
+# buffers fit? All of it can be worked out on paper before a line is written.
+#
+# :::{admonition} In this chapter (50 minutes)
+# You will turn an order of issue into a period, name the unit that limits it, share out registers,
+# count buffer slots by Little's law, and fill in a table of barriers. Then you plan a kernel for
+# head_dim 64 yourself and check it in the emulator. The plan is worth the paper: by the sums below
+# a block costs forward v4 3,072 cycles if nothing overlaps, and it costs
+# {glue:text}`found_v4:,.0f` on the H200.
+# :::
+
+# %% tags=["hide-input"]
+import pandas as pd
+import torch
+
+import tritonemu
+from _lib import studies
+from gdpa_kernels.gdpa.ladder import v4_warp_specialized, v5_pingpong
+from gdpa_kernels.gdpa.ladder import v8_own_waits as lesson
+from gdpa_lab.measuring import compile_check
+from gdpa_lab.report import charts
+from gdpa_lab.report.chapter import Chapter
+
+# %% tags=["parameters"]
+mode = "replay"
+device = "cpu"
+data_dir = "data"
+
+# %% tags=["remove-cell"]
+chapter = Chapter("forward/planning", mode=mode, device=device, data_dir=data_dir)
+RUNGS = {
+    "v4_warp_specialized": "forward v4", "v6_short_kv": "forward v6",
+    "v7_packed": "forward v7", "v8_own_waits": "forward v8",
+}  # fmt: skip
+LONG = {f"gdpa-self-full-{n}": n for n in (1024, 2048)}
+loops = chapter.rows(
+    "measuring/power_wall", scope="sustained", direction="forward",
+    workload=list(LONG), impl=list(RUNGS),
+)  # fmt: skip
+tokens = loops["workload"].map(LONG)
+clocks = loops["time_us_p50"] * loops["sm_clock_mhz"] * 132
+of_tile = clocks / (1152 * 4 * tokens / 128)  # cycles of an SM for 128 rows
+made = loops.assign(cycles=of_tile).pivot_table(index="impl", columns="workload", values="cycles")
+short, long = (made[name] for name in LONG)
+found = ((long - short) / 8).loc[list(RUNGS)]  # a block of 128 keys more
+found = found.rename(RUNGS).to_frame("cycles of a block")
+least, most = 2048, 2048 + 1024
+by_name = found["cycles of a block"]
+assert abs(by_name["forward v4"] / most - 1) < 0.06, "the text: nothing overlaps"
+assert least < by_name["forward v8"] < by_name["forward v7"] < 2600, "the text"
+chapter.glue(
+    found_v4=by_name["forward v4"], found_v8=by_name["forward v8"],
+    above_v8=100 * (by_name["forward v8"] / least - 1),
+)  # fmt: skip
+
+# %% tags=["remove-input"]
+# | name: fig-plan-found
+# | caption: >
+# |   **The plan brackets the measured kernels: forward v4 overlaps nothing, forward v8 most of its
+# |   activation.** Cycles of an SM that 128 keys more cost a tile of 128 rows, from the lines
+# |   through 1,024 and 2,048 tokens, back to back. Dashed: the tensor cores alone, and tensor cores
+# |   and tanh one after the other (both on paper).
+# | alt: >
+# |   A dot for each of four forward kernels between two dashed lines. v4 and v6 lie at the right
+# |   line, where nothing overlaps. v7 and v8 lie nearer to the left line, the tensor cores alone.
+chapter.figure(
+    charts.dots(
+        found, xlabel="cycles of an SM per block of 128 keys", form=",.0f",
+        levels={"tensor cores alone": least, "one after the other": most},
+    ),
+    measured=loops, modelled="the sums of this chapter",
+)  # fmt: skip
+
+# %% [markdown]
+# ## Sum 1: what a block asks of each unit
+#
+# We plan the inner loop first, where a tile spends most of its time. The kernel has $c$
+# {term}`consumer warp groups <consumer warp group>` of 64 query rows each. In one *period* $T$, in
+# cycles, all of them work through one block of $n$ keys at head_dim $d$. Each unit of an SM
+# ({doc}`../operator/machine`) has its rate, and work divided by rate is a bound on $T$:
+#
+# | unit | rate per cycle | one consumer asks for | $n = d = 128$ |
+# |:--|:--|:--|--:|
+# | tensor cores | 4,096 FLOPs | two MMAs of $M = nd/32$ cycles | 2 × 512 |
+# | {term}`MUFU` | 16 results | $4nu$, with $u$ results per score | 512 |
+# | issue slots | 128 results | $ni/2$, with $i$ instructions per score | 416 |
+# | shared-memory port | 128 bytes | Q and K for S, V for P V | 384 + 256 |
+#
+# The MUFU row is for one tanh per score ($u = 1$) and the issue row for the GELU of forward v4 ($i
+# = 6.5$, {doc}`activation_arithmetic`). The last row needs a word. The tensor core reads K and V
+# from {term}`shared memory` for *each* consumer, and for S also the consumer's 64 rows of Q. P
+# comes from registers and does not use the port. In bytes that is $2d(64 + n)$ for S and $2dn$ for
+# P V. In addition {term}`TMA` writes each block of K and V once, $4nd$ bytes for all consumers.
+#
+# Divide by 128, compare with the $2cM$ cycles of the tensor cores, and $d$ cancels:
+#
+# $$
+# \frac{\text{port}}{\text{tensor cores}} = \frac{1}{2} + \frac{16}{n} + \frac{1}{2c}.
+# $$
+#
+# Half of the port goes to K and V as operands, whatever one does. The second term is Q, and larger
+# blocks of keys make it smaller. The third is the copies, and more consumers make it smaller. With
+# two consumers and 128 keys the port is busy 88 % of the time; with blocks of 64 keys, 100 %, and
+# then the slightest collision costs time.
+
+
+# %% tags=["remove-cell"]
+def budget(d, n, c, u=1.0, i=6.5):
+    """Cycles of each unit for c consumers on a block of n keys."""
+    operands = c * (2 * d * (64 + n) + 2 * d * n) / 128
+    return {
+        "tensor cores": c * 2 * n * d / 32,
+        "MUFU": c * 4 * n * u,
+        "issue": c * n * i / 2,
+        "port": operands + 4 * n * d / 128,
+    }
+
+
+# %% tags=["remove-input"]
+SHAPES = {"128, 128, 2": 1, "128, 64, 2": 2, "64, 128, 2": 1, "64, 64, 4": 1}
+sums = {
+    shape: pd.Series(budget(*map(int, shape.split(",")))) * times for shape, times in SHAPES.items()
+}
+assert sums["128, 128, 2"]["port"] == 1792, "the text: 88 %"
+assert sums["128, 64, 2"]["port"] == sums["128, 64, 2"]["tensor cores"]
+chapter.table(
+    pd.DataFrame(sums).round(0).astype(int).rename_axis("unit").reset_index(),
+    caption="**At head_dim 128 the tensor cores are the largest sum, at 64 MUFU is as large.** "
+    "Cycles of an SM; columns are d, n, c. The second column counts two blocks of 64 keys.",
+    modelled="the formulas above, rates of a Hopper SM",
+)
+
+# %% [markdown]
+# Read the table by columns. The largest number is the *bound*, and the distance to the second
+# largest says how much can go wrong. Three rules follow from the formulas:
+#
+# - Tensor cores against MUFU: $d$ against $64u$. With one tanh per score they meet at head_dim 64.
+# - Tensor cores against issue slots: $d$ against $8i$. At head_dim 128 an activation may take 16
+#   instructions per score, at 64 only 8, everything else in the loop included.
+# - Tensor cores against the port: only $n$ and $c$ matter.
+#
+# ## Sum 2: the period of an order of issue
+#
+# A bound is what the units allow. What a kernel gets depends on the order in which a consumer
+# issues and waits. Let $A$ be the cycles of its activation if it has the units to itself, the
+# larger of the MUFU and issue rows (512 above).
+#
+# | order of issue | one consumer | two consumers |
+# |:--|:--|:--|
+# | serial ({doc}`forward v4 <v4_warp_specialized>`) | $2M + A$ | $4M$ to $2(2M + A)$ |
+# | pipelined ({doc}`forward v5 <v5_pingpong>` to v8) | $M + \max(M, A)$ | $4M$, if that is more |
+# | ping-pong with turns | no gain | $\max(4M, 2M + A)$ |
+#
+# *Serial* is S, activation, P V, each awaited. A consumer's three steps depend on each other, so
+# its chain is $2M + A = 1{,}536$ cycles and the tensor core idles for $A$ of them. A second
+# consumer can fill that gap, but only by chance. If the two drift out of step, the period
+# is $\max(4M, 2M + A) = 2{,}048$. If they stay in step, both multiply and both evaluate, and it is
+# $2(2M + A) = 3{,}072$.
+#
+# *Software pipelining.* S of the next block and P V of this one are issued together. The consumer
+# waits for S only, and evaluates while P V runs. Its chain is $M + \max(M, A) = 1{,}024$, so even
+# one consumer alone could keep the tensor core busy. The price is registers.
+#
+# *Ping-pong* arranges what serial consumers reach by luck: each holds the tensor core for a stretch
+# of $2M$, and a pair of {term}`named barriers <named barrier>` passes the turn. It needs $A \le 2M$
+# and no more registers than the serial order.
+#
+# So the rule for the period is short. **Take the largest of the units' sums and of the chain.** A
+# kernel is then *bound by* the tensor cores ($2cM$), MUFU ($4cnu$), issue ($cni/2$), the port, or
+# by its own chain. Only in the last case does another order of issue help.
+#
+# ### Check it in the emulator
+#
+# The emulator has the same units with the same rates ({doc}`../tools/emulator`). We use SiLU, whose
+# activation is bound by MUFU alone ($A = 512$), and take the difference between 2,048 and 1,024
+# keys, so that the ends of the tile drop out:
+
+
+# %%
+def period(module, config, rows, d=128, activation="silu"):
+    """Emulated cycles for 128 keys more."""
+    ends = []
+    for keys in (1024, 2048):
+        tile = studies.batch((rows,), (keys,), head_dim=d, activation=activation)
+        trace = studies.timeline(module, tile, config)
+        ends.append(max(event.end for event in trace.events))
+    return (ends[1] - ends[0]) / 8
+
+
+# %% tags=["remove-cell"]
+ALONE = ("MATH_ROLES = tl.constexpr(2)", "MATH_ROLES = tl.constexpr(1)")
+one_v4, one_v5 = (studies.changed(module, ALONE) for module in (v4_warp_specialized, v5_pingpong))
+V4, V5 = v4_warp_specialized.Config, v5_pingpong.Config
+slow_s = 384 + 256  # the port while S runs and a copy arrives
+ORDERS = {
+    "serial, one": (one_v4, V4(), 64, 1536, slow_s + 512 + 512),
+    "serial, two": (v4_warp_specialized, V4(), 128, 2048, 2 * (slow_s + 1024)),
+    "pipelined, one": (one_v5, V5(), 64, 1024, slow_s + 512),
+    "pipelined, two": (v5_pingpong, V5(), 128, 2048, 2 * (slow_s + 512)),
+    "ping-pong, two": (
+        v5_pingpong, V5(turns=True), 128, 2048, 2 * (slow_s + 512)
+    ),
+}  # fmt: skip
+orders = pd.DataFrame(
+    [
+        (name, low, high, period(module, config, rows))
+        for name, (module, config, rows, low, high) in ORDERS.items()
+    ],
+    columns=["order, consumers", "at least", "at most", "emulated"],
+).set_index("order, consumers")
+inside = orders["emulated"].between(orders["at least"], orders["at most"])
+assert list(inside[~inside].index) == ["pipelined, one"], "the text: one row"
+three = period(one_v5, V5(num_stages=3), 64)
+single = orders.loc["pipelined, one", "emulated"]
+assert three < 0.9 * single
+chapter.glue(single=single, three=three)
+
+# %% tags=["remove-input"]
+chapter.table(
+    orders.round(0).astype(int).reset_index(),
+    caption="**Four of five orders lie inside their plan; the fifth lacks buffers.** Cycles per "
+    "block of 128 keys at head_dim 128, two slots for K and V.",
+    modelled="the formulas above", emulated="forward v4 and v5, SiLU",
+)  # fmt: skip
+
+# %% [markdown]
+# The column "at most" adds the port phase by phase. Over a whole period the port is 88 % busy and
+# looks harmless. But while S runs it needs 384 of 512 cycles for operands, and a copy that arrives
+# in the same moment (64 bytes a cycle in the emulator) wants another 256. S then takes 640 cycles.
+# **An average below 100 % does not mean that a phase is.** That is why two pipelined consumers take
+# a little more than 2,048 cycles.
+#
+# One row lies outside its plan: one pipelined consumer, {glue:text}`single:,.0f` cycles where the
+# plan allows 1,152. Nothing is wrong with its units. It runs out of buffers, the subject of sum 3.
+#
+# ### Check it on the GPU
+#
+# {numref}`fig-plan-found` is the same check on hardware. With the clock of each run in the record,
+# times become cycles. Forward v4 needs {glue:text}`found_v4:,.0f` cycles for a block, as if its
+# consumers ran in step and did not help each other. The emulator let them drift apart and
+# was too kind. Forward v8 needs {glue:text}`found_v8:,.0f`, {glue:text}`above_v8:.0f` % more than
+# its tensor cores alone.
+#
+# ## Sum 3: slots by Little's law
+#
+# Little's law says how many things are under way, namely rate times the time each of them takes. A
+# buffer slot is taken from the moment when the producer asks for the copy until the last consumer
+# gives it back. That time consists of the latency $L$ of memory, the transfer $C$ of the block, and
+# the time $H$ for which consumers hold it. One slot is needed per period, so
+#
+# $$
+# \text{slots} \ge \frac{L + C + H}{T}, \qquad\text{or, with given slots,}\qquad
+# T \ge \frac{L + C + H}{\text{slots}}.
+# $$
+#
+# The emulator has $L = 600$, and a block of 32 KiB takes $C = 512$ cycles. In the serial order two
+# consumers hold K for two S at least: $H = 2M = 1{,}024$ and $2{,}136 / 2{,}048 = 1.04$. So one
+# slot is just too few and two are plenty. In the pipelined order V is held while both consumers
+# issue the next S *and* P V: $H = 4M = 2{,}048$ and $3{,}160 / 2{,}048 = 1.5$. Again two slots, but
+# with one slot more than a third of the speed would be lost:
+
+# %% tags=["remove-cell"]
+slots = pd.DataFrame(
+    [
+        ("serial: K", 2136, 2136 / 2048,
+         *(period(v4_warp_specialized, V4(num_stages=s), 128) for s in (1, 2))),
+        ("pipelined: V", 3160, 3160 / 2048,
+         *(period(v5_pingpong, V5(num_stages=s), 128) for s in (1, 2))),
+    ],
+    columns=["order: buffer", "taken", "slots", "one slot", "two slots"],
+)  # fmt: skip
+assert (slots["one slot"] > slots["taken"]).all(), "the text: a bound"
+assert (slots["two slots"] < 1.1 * 2048).all()
+lost = 1 - slots["two slots"] / slots["one slot"]
+assert lost.iloc[1] > 1 / 3 > lost.iloc[0], "the text: more than a third"
+
+# %% tags=["remove-input"]
+chapter.table(
+    slots.round({"slots": 2, "one slot": 0, "two slots": 0}),
+    caption="**One slot is too few, and more so for software pipelining.** `taken`: cycles for "
+    "which a slot is taken at least, so with one slot the period cannot be shorter.",
+    modelled="Little's law", emulated="two consumers, SiLU",
+)  # fmt: skip
+
+# %% [markdown]
+# This explains the row that failed. With one pipelined consumer $T$ should be 1,024, and V is taken
+# for $600 + 512 + 1{,}024 = 2{,}136$ cycles: three slots, not two. With three the emulator reports
+# {glue:text}`three:,.0f` cycles. The rest has another cause: K and V of one block take the copy
+# engine 1,024 cycles, so tensor core and copies are both at their limit.
+#
+# On a real GPU $L$ grows under load, so plan one slot more than the sum.
+#
+# ## Sum 4: registers per role
+#
+# An SM has 65,536 registers. One {term}`CTA` with $g$ warp groups of 128 threads can give each
+# thread $65{,}536 / (128 g)$, rounded down to a multiple of 8: 168 for a producer and two
+# consumers. A producer needs few and a consumer many, so the instruction `setmaxnreg` moves them,
+# in steps of 8, between 24 and 256 per thread. What one group releases goes into a pool of the CTA;
+# a group that asks for more *waits* until the pool has them. Therefore the sum over groups must not
+# exceed what the launch allocated:
+#
+# $$
+# r_\text{producer} + c\, r_\text{consumer} \le g \cdot r_\text{launch},
+# \qquad\text{e.g. } 24 + 2 \cdot 240 = 3 \cdot 168 = 504.
+# $$
+#
+# If it does, the last group waits for ever. The emulator does not model the pool, so it cannot find
+# that error.
+#
+# What a consumer thread needs is a sum over what is alive at the same time. A tile of 64 × $x$
+# values has $x/2$ per thread in fp32 and $x/4$ in bf16:
+#
+# | alive in the loop | forward v4 | forward v5 | forward v8 |
+# |:--|--:|--:|--:|
+# | {term}`accumulator`, fp32, $d/2$ | 64 | 64 | 64 |
+# | S, fp32, $n/2$ | 64 | 64 | 64 |
+# | carried to P V | – | P, fp32: 64 | pairs $x$, $t$ in bf16: 64 |
+# | P, bf16, $n/4$ | 32 | 32 | – |
+# | sum for $n = d = 128$ | 160 | 224 | 192 |
+#
+# Add 20 to 40 for addresses, phases and temporaries, and compare with what you can grant, at most
+# 240 here. Then let the compiler confirm it: no {term}`spills <spill>`, and MMAs that are not
+# {term}`serialised <serialised wgmma>`.
+#
+# ## Sum 5: shared memory and tensor memory
+#
+# A CTA may use 227 KiB of shared memory on Hopper and Blackwell. With $s$ slots, $q$ slots of Q for
+# each consumer and bf16, in bytes:
+#
+# $$
+# \underbrace{2 \cdot 64\,d\,c\,q}_{Q} + \underbrace{4\,n\,d\,s}_{K, V} +
+# \underbrace{2 \cdot 64\,d\,c}_{O} .
+# $$
+#
+# Forward v8 has $q = s = 2$: 64 + 128 + 32 = 224 KiB. A third slot of 128 keys needs 64 KiB more
+# and does not fit; the emulator refuses such a kernel as a GPU would.
+#
+# Blackwell adds {term}`tensor memory`, 512 columns of 128 lanes with 32 bits each. An fp32 tile of
+# 128 rows takes as many columns as it has, a bf16 tile half as many. Two tiles in flight at $n = d
+# = 128$ need $2 (128 + 128) = 512$ columns for S and O, so P must lie inside the columns of S
+# ({doc}`../blackwell/tensor_memory`). Allocation comes in powers of two from 32 on and *blocks*
+# like `setmaxnreg`: a second CTA on the SM waits until the first has freed its columns.
+#
+# ## The barrier form
+#
+# Each buffer has two barriers, *full* and *empty*. Fill in one line for each before writing code.
+# For forward v8 ($c = 2$, $n = d = 128$):
+#
+# | barrier | who arrives | arrivals | bytes | who waits | first wait |
+# |:--|:--|--:|--:|:--|:--|
+# | `q_full` | TMA, for the producer | 1 | 16 KiB | its consumer | parity 0, blocks |
+# | `q_empty` | its consumer, after its last S | 128 threads | – | producer | parity 1, passes |
+# | `k_full` | TMA | 1 | 32 KiB | both consumers | parity 0, blocks |
+# | `k_empty` | both consumers, after their S | 256 threads | – | producer | parity 1, passes |
+# | `v_full` | TMA | 1 | 32 KiB | both consumers | parity 0, blocks |
+# | `v_empty` | both consumers, after their P V | 256 threads | – | producer | parity 1, passes |
+#
+# Five questions catch most errors:
+#
+# 1. *Does each use of slot $k$ wait and arrive once?* Use number $j$ has slot $j \bmod s$ and phase
+#    $\lfloor j / s \rfloor \bmod 2$. A consumer waits with this phase, a producer with the other.
+# 2. *Do the arrivals add up?* Every thread arrives, so two consumers are 256. With a count of 128
+#    the faster consumer alone would free the buffer.
+# 3. *Do the bytes add up?* A box that TMA clips at the end of a sequence still reports its full
+#    size. A copy may finish before `expect` is executed, because the phase also waits for that
+#    arrival. With too many bytes expected the phase never completes. With too few it completes
+#    early, and the surplus is booked on the *next* phase.
+# 4. *Who is last?* A buffer is free when the MMA that reads it has completed, not when it was
+#    issued.
+# 5. *With multicast,* each CTA that receives a copy must expect its bytes, and the sender must wait
+#    for all receivers' empty barriers.
+#
+# ## The host side
+#
+# The host makes a {term}`descriptor` for each tensor, with the box that one copy moves, and a list
+# of work on the device ({doc}`v3_persistent`, {doc}`v6_short_kv`). It launches one CTA per SM, or
+# fewer if the list is shorter:
+
+# %% tags=["remove-input"]
+chapter.code(lesson.forward, "out = batch.new_out()")
+
+# %% [markdown]
+# Constants in capitals become part of the compiled kernel; all else are arguments. How the roles
+# consume the list is shown in full in {doc}`v8_own_waits`.
+#
+# ## Your turn: head_dim 64
+#
+# Plan the forward kernel for head_dim 64, with tanh GELU as forward v7 computes it, one tanh and
+# three other instructions per score ($u = 1$, $i = 4$). Open each answer only after your own.
+#
+# :::{exercise} Step 1: which unit?
+# :label: ex-plan-unit
+#
+# Two consumers, blocks of 128 keys. Compute the four sums. Which units share the first place, and
+# what does that say about a better order of issue? *(paper)*
+# :::
+#
+# :::{solution} ex-plan-unit
+# :class: dropdown
+#
+# $M = 128 \cdot 64 / 32 = 256$: tensor cores $4M = 1{,}024$. MUFU: $2 \cdot 4 \cdot 128 = 1{,}024$.
+# Issue: $2 \cdot 128 \cdot 4 / 2 = 512$. Port: $(1/2 + 1/8 + 1/4) \cdot 1{,}024 = 896$. Tensor
+# cores and MUFU are both full, and the port nearly so. No order can go below 1,024, and one that
+# lets either unit wait loses.
+# :::
+#
+# :::{exercise} Step 2: how many consumers, how many keys?
+# :label: ex-plan-consumers
+#
+# Compare two consumers with 128 keys, two with 64, and four with 64: port, registers of a consumer
+# thread in the manner of forward v8, and what the launch can grant. *(paper)*
+# :::
+#
+# :::{solution} ex-plan-consumers
+# :class: dropdown
+#
+# Port: 88 %, 100 %, and $1/2 + 1/4 + 1/8 = 88$ %. Alive: $d/2 + n/2 + n/2$ is 160 for 128 keys and
+# 96 for 64. Two consumers may have 240. Four make five groups, 96 registers at launch, 480 in all:
+# $4 \cdot 112 + 32$. So 112 for a consumer leave 16 besides the 96, which is tight, and 32 for the
+# producer. With 120 none would be left for it. Four consumers have twice as many chains to fill
+# a gap; two with 128 keys have more registers.
+# :::
+#
+# :::{exercise} Step 3: buffers and slots
+# :label: ex-plan-buffers
+#
+# For four consumers with 64 keys: how many slots by Little's law, with $L = 600$, $C = 128$ for 8
+# KiB, and $H = 8M$ for V? How much shared memory with two slots of Q? *(paper)*
+# :::
+#
+# :::{solution} ex-plan-buffers
+# :class: dropdown
+#
+# $M = 64 \cdot 64 / 32 = 128$ and $T = 8M = 1{,}024$. V: $(600 + 128 + 1{,}024) / 1{,}024 = 1.7$,
+# two slots; take four, since a real latency is longer and there is room. Q: $2 \cdot 64 \cdot 64
+# \cdot 4 \cdot 2$ bytes = 64 KiB; K and V: $4 \cdot 64 \cdot 64 \cdot 4$ = 64 KiB; O: 32 KiB.
+# Together 160 of 227 KiB.
+# :::
+#
+# :::{exercise} Step 4: the barrier form
+# :label: ex-plan-barriers
+#
+# Fill in `q_full`, `k_full` and `v_empty`: arrivals and bytes. *(paper)*
+# :::
+#
+# :::{solution} ex-plan-barriers
+# :class: dropdown
+#
+# `q_full`: one arrival and $64 \cdot 64 \cdot 2$ bytes = 8 KiB, one barrier for each consumer and
+# slot. `k_full`: one arrival and 8 KiB. `v_empty`: four consumers of 128 threads, 512 arrivals.
+# :::
+#
+# ### The plan against emulator and compiler
+#
+# Forward v8 takes the numbers of the plan as its `Config`, so all three candidates can be tried at
+# once:
+
+# %%
+CANDIDATES = {
+    "two, 128 keys": lesson.Config(128, 3, 240),
+    "two, 64 keys": lesson.Config(64, 4, 240),
+    "four, 64 keys": lesson.Config(64, 4, 112, math_roles=4),
+}
+rows = []
+for name, config in CANDIDATES.items():
+    count = config.math_roles
+    cycles = period(lesson, config, 64 * count, 64, "gelu_tanh")
+    built = compile_check.build_rung(lesson, head_dim=64, config=config)
+    spilled = compile_check.read(built).spill_bytes
+    shared = built.metadata.shared / 1024
+    rows.append((name, cycles * 2 / count, shared, spilled))
+
+# %% tags=["remove-input"]
+columns = ["consumers", "cycles", "shared (KiB)", "spilled (B)"]
+checked = pd.DataFrame(rows, columns=columns).set_index("consumers")
+assert (checked["spilled (B)"] == 0).all() and (checked["cycles"] >= 1024).all()
+assert checked["cycles"].idxmax() == "two, 64 keys", "the text: the worst"
+assert checked["cycles"].max() < 1.2 * 1024
+chapter.table(
+    checked.round(0).astype(int).reset_index(),
+    caption="**All three fit, and the one with a full port is the slowest.** Emulated cycles per "
+    "128 rows and 128 keys at head_dim 64; the plan says 1,024 at least.",
+    emulated="forward v8, tanh GELU", compiled="for sm_90a when this page was built",
+)  # fmt: skip
+
+# %% tags=["remove-cell"]
+PACKED = "20261121T155119Z-17-v7-packed-nvidia-h200-62ac9e84"
+measured = chapter.rows(
+    PACKED, workload="packed-head64-512", impl="v7_packed",
+    variant=["2 roles", "4 roles"],
+).set_index("variant")["tflops"]  # fmt: skip
+gain = 100 * (measured["4 roles"] / measured["2 roles"] - 1)
+assert gain > 3, "the text: four are faster"
+right = studies.batch(studies.EDGES, head_dim=64)
+errors = studies.comparison(lesson, right, CANDIDATES["four, 64 keys"])
+assert (errors["largest error"] <= errors["allowed"]).all()
+chapter.glue(gain=gain)
+
+# %% [markdown]
+# The emulator ranks them as the port does, but it gives an instruction no latency, so it cannot
+# choose between the first and the third. On the GPU forward v7 with four consumers of 64 keys was
+# {glue:text}`gain:.0f` % faster than with two, on full batches of 512 tokens (in bursts, record
+# 20261121T155119Z). Forward v7 and v8 therefore take four.
+#
+# ## Exercises
+#
+# :::{exercise} Three consumers
+# :label: ex-plan-three
+#
+# Take three consumers of 64 rows at head_dim 128, to lower the share of the copies. (a) How many
+# registers can each have, and which $n$ fits in the manner of forward v8? (b) What is the port's
+# share? (c) Which slots of Q, K and V, and O fit? (d) What else could go wrong? *(paper, 30
+# minutes)*
+# :::
+
+# %% tags=["remove-cell"]
+three_math = lesson.Config(64, 2, 160, math_roles=3)
+shared = 2 * 3 * 2 * 64 * 128 + 4 * 64 * 128 * 2 + 2 * 64 * 128 * 3
+assert shared == 208 * 1024 and shared + 32 * 1024 > 227 * 1024, "the answer"
+tile = studies.batch((192,), (512,))
+cycles = period(lesson, three_math, 192, 128, "gelu_tanh") * 2 / 3
+chapter.glue(cycles_three=cycles)
+
+# %% [markdown]
+# :::{solution} ex-plan-three
+# :class: dropdown
+#
+# (a) Four groups: 128 registers at launch, 512 in all. $3 \cdot 160 + 32 = 512$. With 128 keys 192
+# are alive: too many. With 64 keys it is 64 + 32 + 32 = 128, which fits. (b) $1/2 + 1/4 + 1/6$, a
+# share of 92 %, is better than two consumers with 64 keys, worse than two with 128. (c) Q with two
+# slots 96, O 48, and K and V 32 KiB for each slot of 64 keys: two slots make 208 KiB, three do not
+# fit. With one slot of Q there is room for four, but then the next tile's Q is late. (d) Tiles of
+# 192 rows waste more of a sequence's last rows, and the list gets fewer, larger entries. The
+# emulator says {glue:text}`cycles_three:,.0f` cycles per 128 rows and 128 keys, but a prototype
+# lost against two consumers (lab notes, {doc}`../notes/v4_to_v6`).
+# :::
+#
+# :::{exercise} P through shared memory
+# :label: ex-plan-port
+#
+# A first Hopper kernel often writes P to shared memory and lets the second MMA read both operands
+# from there. Take two consumers and $n = d = 128$. (a) How many bytes does each consumer add to a
+# block? (b) Which unit limits the kernel now, and at which period? (c) Would blocks of 256 keys
+# help? (d) How many registers are gained? *(paper, 30 minutes)*
+# :::
+
+# %% tags=["remove-cell"]
+extra = 2 * (2 * 2 * 64 * 128) // 128
+port = int(budget(128, 128, 2)["port"]) + extra
+wide = budget(128, 256, 2)
+wide_port = wide["port"] / 2 + extra
+assert (extra, port, wide_port) == (512, 2304, 2176), "the answer"
+
+# %% [markdown]
+# :::{solution} ex-plan-port
+# :class: dropdown
+#
+# (a) 64 × 128 values of two bytes are 16 KiB, written once and read once: 32 KiB, 256 cycles of the
+# port. (b) $1{,}792 + 2 \cdot 256 = 2{,}304$ cycles: the port, 12 % above the tensor cores. (c) Per
+# 128 keys the share of Q halves, from 256 to 128 cycles: 2,176, still the port. And S of 256 keys
+# alone would take 128 registers. (d) 32, those of P in bf16. On Blackwell P lies in tensor memory,
+# which has its own port.
+# :::
+#
+# :::{exercise} The planted bug
+# :label: ex-plan-bug
+#
+# A colleague has simplified the loop of forward v5. The kernel runs, and its output has the same
+# bits as before. What is wrong, which line of the barrier form does it break, how many keys does a
+# sequence need for it to matter, and how would you have found it without reading? *(paper, then the
+# emulator; 30 minutes)*
+# :::
+
+# %% tags=["remove-input"]
+EVALUATE = "        p = activate(s, scale, options.ACTIVATION, True)\n"
+AWAIT = "        acc = tlx.async_dot_wait(0, acc)\n"
+FREE_K = "        tlx.barrier_arrive(k.empty[stage])\n"
+FREE_V = "        tlx.barrier_arrive(v.empty[before])\n"
+planted = studies.changed(
+    v5_pingpong,
+    (FREE_K + EVALUATE + AWAIT + FREE_V, FREE_K + FREE_V + EVALUATE + AWAIT),
+)
+chapter.code(planted.math, "for block in", "last = (blocks")
+
+# %% tags=["remove-cell"]
+told = {}
+for keys in (256, 384, 512):
+    tile = studies.batch((128,), (keys,))
+    with tritonemu.enabled(races=False):
+        assert torch.equal(planted.forward(tile), v5_pingpong.forward(tile))
+    told[keys] = studies.findings(lambda: planted.forward(tile))  # noqa: B023
+assert not any(told[256]) and all(x.startswith("Race") for x in told[384])
+chapter.glue(race=told[384][0])
+
+# %% [markdown]
+# :::{solution} ex-plan-bug
+# :class: dropdown
+#
+# V is given back right after the wait for S. `async_dot_wait(1, s)` lets the newest MMA run on, and
+# that is P V, which still reads V. The form says `v_empty`: "after their P V". With two slots the
+# third V is the first that overwrites one, so 256 keys are safe and 384 are not. Bits stay right as
+# long as a copy takes longer than the rest of P V, which is nearly always. The emulator does not
+# rely on luck: "{glue:text}`race`".
+# :::
+#
+# ## Takeaways
+#
+# - The period is the largest of the units' sums and the chain of the order of issue; the second
+#   largest says how fragile the plan is.
+# - Slots, registers and bytes of shared memory are three more sums, and each can veto the plan.
+# - Fill in the barrier form first. A missing line is a bug that tests may never see.
