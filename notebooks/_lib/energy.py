@@ -49,7 +49,7 @@ def counted(rows: pd.DataFrame, record: Record) -> pd.DataFrame:
 
 
 def fit(frame: pd.DataFrame, terms: Sequence[str]) -> Fit:
-    """Least squares of the relative errors of the joules as a sum of `terms`, each times a constant.
+    """Joules as a sum of `terms`, each times a constant: least squares of the relative errors.
 
     ValueError unless there are more rows than terms and no term is a sum of others.
     """
