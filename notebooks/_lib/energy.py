@@ -48,12 +48,12 @@ def counted(rows: pd.DataFrame, record: Record) -> pd.DataFrame:
     )
 
 
-def fit(frame: pd.DataFrame, terms: Sequence[str], of: str = "joules") -> Fit:
-    """Least squares of the relative errors of `of` as a sum of `terms`, each times a constant.
+def fit(frame: pd.DataFrame, terms: Sequence[str]) -> Fit:
+    """Joules as a sum of `terms`, each times a constant: least squares of the relative errors.
 
     ValueError unless there are more rows than terms and no term is a sum of others.
     """
-    scaled = frame[list(terms)].div(frame[of], axis=0).to_numpy(float)
+    scaled = frame[list(terms)].div(frame["joules"], axis=0).to_numpy(float)
     lengths = np.linalg.norm(scaled, axis=0)
     unit = scaled / lengths
     rows, rank = len(frame), np.linalg.matrix_rank(unit)

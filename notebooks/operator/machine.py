@@ -13,8 +13,7 @@
 # of its units, and follow a line of Python down to machine code. A matmul of 128 × 128 × 128 takes
 # {glue:text}`mma_h200:,.0f` cycles of a Hopper SM and {glue:text}`mma_b200:,.0f` of a Blackwell SM,
 # and the port of shared memory is busy for {glue:text}`port_h200:,.0f` or
-# {glue:text}`port_b200:,.0f` of them. Most of this book is about fitting everything else into
-# those cycles.
+# {glue:text}`port_b200:,.0f` of them.
 # :::
 
 # %% tags=["hide-input"]
@@ -172,7 +171,7 @@ chapter.figure(
 # {glue:text}`launched:.0f` registers a thread. Its producer then gives all but
 # {glue:text}`producer:.0f` back, which puts {glue:text}`freed:,.0f` registers into the program's
 # pool, and its two consumers take {glue:text}`wanted:,.0f` out of it to have
-# {glue:text}`consumer:.0f` each (read from the compiled kernel).
+# {glue:text}`consumer:.0f` each.
 #
 # ## Shared memory and its port
 #
@@ -185,7 +184,7 @@ chapter.figure(
 #
 # The port is only that fast if an access touches all 32 *banks* of the memory equally. So tiles are
 # stored **swizzled**: the 16-byte pieces of a row change places in a fixed pattern, which TMA
-# writes and tensor cores read. No code of this book has to mention it.
+# writes and tensor cores read.
 #
 # ## Tensor cores, and where their operands lie
 #
@@ -334,12 +333,12 @@ chapter.figure(drawn.barrier(moments), modelled="counted by the rules of the tex
 # {doc}`../tools/emulator` builds such a barrier in ten lines. A *named barrier* is something else:
 # each program has 16 of them, and they count threads, no bytes.
 #
-# One rule more: threads and TMA reach shared memory on different paths, which PTX calls
+# Threads and TMA reach shared memory on different paths, which PTX calls
 # **proxies**. Before TMA may store what threads have written, a **fence** must order the two.
 #
 # ## Resources that block
 #
-# A kernel can also wait for ever without a barrier. Three resources block whoever asks for them:
+# Without any barrier, three resources block whoever asks for them:
 #
 # | who waits | for what | hangs if |
 # |:--|:--|:--|
@@ -462,7 +461,6 @@ chapter.figure(drawn.stages(STAGES), compiled="notebooks/tools/kernels/pipeline.
 GUIDE, ISA = "guide", "PTX ISA"
 FACTS = [
     ("SMs", units.H200.sms, units.B200.sms, "device query"),
-    ("schedulers of an SM", UNIT.schedulers, UNIT.schedulers, GUIDE),
     ("registers of 32 bits", FILE, FILE, GUIDE),
     ("registers of a thread, at most", THREAD, THREAD, GUIDE),
     ("shared memory of a program, KiB", SHARED // 1024,
