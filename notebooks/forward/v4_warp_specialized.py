@@ -197,6 +197,11 @@ chapter.glue(busy=core["busy"], ends=100 - core["busy"] * core["span"] / end)
 # |   begins late and then has almost no gap.
 chapter.figure(trace, emulated="gdpa_kernels/gdpa/ladder/v4_warp_specialized.py, modelled schedule")
 
+# %% tags=["remove-input"]
+studies.stepper(
+    {"forward v4": trace}, "forward-v4_warp_specialized-steps", title="Forward v4, step by step"
+)
+
 # %% [markdown]
 # From its first {term}`MMA` to its last the tensor core is busy {glue:text}`busy:.0f` % of the
 # time. The model serves one MMA after the other, so the second consumer starts half a block late

@@ -17,7 +17,7 @@
 # :::
 
 # %% tags=["hide-input"]
-from _lib import loops, studies
+from _lib import drawings, loops, studies
 from gdpa_kernels.gdpa import activations
 from gdpa_kernels.gdpa.ladder import v4_warp_specialized, v5_pingpong
 from gdpa_kernels.gdpa.ladder.v5_pingpong import Config
@@ -118,7 +118,7 @@ chapter.predict("On no full batch is v5 slower than v4 (3 % for noise).", full, 
 #
 # ## A timeline
 #
-# The two figures show one consumer alone with 256 keys in blocks of 64, first v4, then v5, on the
+# The figure shows one consumer alone with 256 keys in blocks of 64, first in v4, then in v5, on the
 # same axis. Look at the lane of the tensor core.
 
 # %% tags=["remove-cell"]
@@ -130,27 +130,28 @@ pair = studies.timeline(before, tile, OLD), studies.timeline(after, tile, NEW)
 ends = [max(event.end for event in trace.events) for trace in pair]
 assert ends[1] < ends[0], "the text: v5 ends earlier"
 chapter.glue(saved=ends[0] - ends[1], saved_share=100 * (1 - ends[1] / ends[0]))
-drawn = [trace.svg(width=760, start=0, end=1.02 * ends[0]) for trace in pair]
 
 # %% tags=["remove-input"]
-# | name: fig-v5-alone-v4
+# | name: fig-v5-alone
 # | caption: >
-# |   **In forward v4 the tensor core waits for every activation.** One consumer, 64 rows, 256 keys
-# |   in four blocks. Modelled cycles.
+# |   **In forward v4 the tensor core waits for every activation; in forward v5 the activation runs
+# |   under P V.** One consumer, 64 rows, 256 keys in four blocks. Shaded: the tensor core is idle.
+# |   Modelled cycles.
 # | alt: >
-# |   Lanes load, math, TMA and tensor core. The tensor core has a gap between each S and the P V
-# |   that follows; in each gap math computes.
-chapter.figure(drawn[0], emulated="v4 with one consumer")
+# |   Two timelines on one axis, each with lanes for load, math, TMA and tensor core. In v4 the
+# |   tensor core has a shaded gap between each S and the P V that follows, in which math computes.
+# |   In v5 it runs S and P V without a gap between them from the second block on, and the tile ends
+# |   earlier.
+chapter.figure(
+    drawings.timelines({"Forward v4": pair[0], "Forward v5": pair[1]}),
+    emulated="forward v4 and v5 with one consumer",
+)
 
 # %% tags=["remove-input"]
-# | name: fig-v5-alone-v5
-# | caption: >
-# |   **In forward v5 the activation runs under P V, and the tile ends earlier.** The same inputs on
-# |   the same axis. Modelled cycles.
-# | alt: >
-# |   The same lanes. From the second block on the tensor core runs S and P V without a gap
-# |   between them, and math computes beneath P V. The tile ends earlier.
-chapter.figure(drawn[1], emulated="v5 with one consumer")
+studies.stepper(
+    {"forward v4": pair[0], "forward v5": pair[1]}, "forward-v5_pingpong-steps",
+    title="Forward v4 and v5 with one consumer, step by step",
+)  # fmt: skip
 
 # %% [markdown]
 # In v4 no MMA is overlapped with an activation. In v5 the activation runs under P V, and the tensor

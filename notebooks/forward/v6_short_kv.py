@@ -187,6 +187,13 @@ chapter.glue(
 # |   of the tensor core is nearly full, also while a role waits.
 chapter.figure(before.svg(width=760, start=6000, end=13000), emulated="v6a, 12 tiles on 3 CTAs")
 
+# %% tags=["remove-input"]
+after = studies.timeline(v6b_stream, picture, v6b_stream.Config())
+studies.stepper(
+    {"forward v6a": before, "forward v6b": after}, "forward-v6_short_kv-steps",
+    title="Forward v6a and v6b at the boundary of two tiles, step by step",
+)  # fmt: skip
+
 # %% [markdown]
 # The stream is the harder half of this kernel. It needs a doubly pipelined loop, a dummy final
 # tile, and a third compiled copy of the activation. On all workloads it runs at
