@@ -116,7 +116,6 @@ def tile_of(len_q, len_k, first, step, rows_per_item, options):
 @triton.jit
 def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
     """The producer: Q, K and V in the order of their use, as far ahead as there are buffers."""
-    NUM_STAGES: tl.constexpr = options.NUM_STAGES
     tl.static_assert(options.Q_SLOTS > 1 or not options.RESIDENT, "one Q comes after K")
     item = tl.program_id(0)
     num_items = count_items(list_ptr)
@@ -135,14 +134,12 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
                     blocks = tl.where(step == 0, blocks, 0)
                 kv_head = head // options.GROUP
                 for block in tl.range(0, blocks):
-                    stage = (kv + block) % NUM_STAGES
-                    free = (((kv + block) // NUM_STAGES) & 1) ^ 1
                     key = start + block * options.BLOCK_N
-                    tlx.barrier_wait(k.empty[stage], free)
+                    stage = k.acquire(kv + block)
                     fetch_rows(k_desc, k.buffer[stage], k.full[stage], start_k, len_k, kv_head, key)
                     if options.Q_SLOTS == 1 and block == 0:  # K's buffer was free long before
                         fetch_q(q_desc, q, tile, start_q, len_q, head, row, options)
-                    tlx.barrier_wait(v.empty[stage], free)
+                    stage = v.acquire(kv + block)
                     fetch_rows(v_desc, v.buffer[stage], v.full[stage], start_k, len_k, kv_head, key)
                 kv += blocks
                 tile += 1
@@ -150,8 +147,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
     # The scores of a dummy tile, overlapped with the last P V.
     if tile > 0:
         fetch_q(q_desc, q, tile, 0, 0, 0, 0, options)
-        stage = kv % NUM_STAGES
-        tlx.barrier_wait(k.empty[stage], ((kv // NUM_STAGES) & 1) ^ 1)
+        stage = k.acquire(kv)
         fetch_rows(k_desc, k.buffer[stage], k.full[stage], 0, 0, 0, 0)
 
 
@@ -159,10 +155,8 @@ def load(q_desc, k_desc, v_desc, q, k, v, list_ptr, rows_per_item, options):
 def fetch_q(q_desc, q, tile, start, length, head, row, options):
     """The rows of the tile-th tile for all consumers."""
     Q_SLOTS: tl.constexpr = options.Q_SLOTS
-    slot = tile % Q_SLOTS
     for role in tl.static_range(options.MATH_ROLES):
-        mine = role * Q_SLOTS + slot
-        tlx.barrier_wait(q.empty[mine], ((tile // Q_SLOTS) & 1) ^ 1)
+        mine = q.acquire(tile, role * Q_SLOTS)
         fetch_rows(q_desc, q.buffer[mine], q.full[mine], start, length, head, row + role * ROWS)
 
 
@@ -256,10 +250,8 @@ def math(
             mine = role * Q_SLOTS + tile % Q_SLOTS
             acc = tl.zeros([ROWS, options.BLOCK_D], tl.float32)
             for block in tl.range(1, blocks, num_stages=0):
-                stage = (kv + block) % NUM_STAGES
-                before = (kv + block - 1) % NUM_STAGES
-                tlx.barrier_wait(k.full[stage], ((kv + block) // NUM_STAGES) & 1)
-                tlx.barrier_wait(v.full[before], ((kv + block - 1) // NUM_STAGES) & 1)
+                stage = k.wait(kv + block)
+                before = v.wait(kv + block - 1)
                 p = finish(x, t, DTYPE, options.PAIRS)
                 s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot(p, v.buffer[before], acc)
@@ -274,8 +266,7 @@ def math(
 
             # The first scores of the next tile, overlapped with the last P V of this one.
             if options.Q_SLOTS == 1:
-                before = (kv + blocks - 1) % NUM_STAGES
-                tlx.barrier_wait(v.full[before], ((kv + blocks - 1) // NUM_STAGES) & 1)
+                before = v.wait(kv + blocks - 1)
                 p = finish(x, t, DTYPE, options.PAIRS)
                 acc = tlx.async_dot(p, v.buffer[before], acc)
                 following = entry(list_ptr, tl.minimum(item, num_items - 1))
@@ -291,11 +282,9 @@ def math(
                 kv += tl.where(last, blocks, 0)
             else:
                 kv += blocks
-            mine = role * Q_SLOTS + tile % Q_SLOTS
-            stage = kv % NUM_STAGES
             if options.Q_SLOTS == 1:
-                tlx.barrier_wait(q.full[mine], tile & 1)
-                tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
+                mine = q.wait(tile, role * Q_SLOTS)
+                stage = k.wait(kv)
                 s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
                 acc = tlx.async_dot_wait(1, acc)
                 release(v.empty[before], last, options.RESIDENT)
@@ -307,8 +296,8 @@ def math(
                 )
                 x, t = begin(s, scale, next_head, next_row, start, options)
             else:
-                tlx.barrier_wait(q.full[mine], (tile // Q_SLOTS) & 1)
-                tlx.barrier_wait(k.full[stage], (kv // NUM_STAGES) & 1)
+                mine = q.wait(tile, role * Q_SLOTS)
+                stage = k.wait(kv)
                 tlx.barrier_wait(v.full[before], v_phase)
                 p = finish(x, t, DTYPE, options.PAIRS)
                 s = tlx.async_dot(q.buffer[mine], tlx.local_trans(k.buffer[stage]))
@@ -350,9 +339,9 @@ def own_waits_kernel(
     v_full = tlx.alloc_barriers(NUM_STAGES)
     k_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
     v_empty = tlx.alloc_warp_barrier(NUM_STAGES, 4, MATH_ROLES)
-    q = Ring(q, q_full, q_empty)
-    k = Ring(k, k_full, k_empty)
-    v = Ring(v, v_full, v_empty)
+    q = Ring(q, q_full, q_empty, Q_SLOTS)
+    k = Ring(k, k_full, k_empty, NUM_STAGES)
+    v = Ring(v, v_full, v_empty, NUM_STAGES)
 
     with tlx.async_tasks():
         with tlx.async_task("default"):
